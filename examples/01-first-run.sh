@@ -7,7 +7,7 @@
 set -euo pipefail
 HPCTRAIN=${HPCTRAIN:-./target/release/hpctrain}
 
-# As root, and on a machine of one core, Open MPI wants to be asked explicitly.
+# Open MPI requires these settings to run as root, and with more ranks than cores.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 

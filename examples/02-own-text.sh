@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows: a text of your own as HDF5 shards, a model trained on it, and what that model writes. About 15 seconds.
+# Shows: your own text as HDF5 shards, a model trained on it, and what that model writes. About 15 seconds.
 #
 #   examples/02-own-text.sh                  with a README for a text
 #   examples/02-own-text.sh my-novel.txt     with yours

@@ -13,7 +13,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy
 
 runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-03.XXXXXX")
 
-# The batch is cut into four virtual ranks. One rank computes all of them, two ranks two each, four ranks one each; the virtual ranks'
+# The batch is divided among four virtual ranks. One rank computes all of them, two ranks two each, four ranks one each; the virtual ranks'
 # gradients are always added in the same order.
 for ranks in 1 2 4; do
     mpirun -np "$ranks" "$HPCTRAIN" --set run.root="$runs" --set run.name="np$ranks" --set parallel.virtual_ranks=4 \

@@ -12,7 +12,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy
 
 runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-04.XXXXXX")
 
-# Lanes fix the order of additions. A constant learning rate, because cosine depends on run.steps.
+# Virtual ranks fix the order of additions. The learning rate is constant, because a cosine schedule depends on run.steps.
 train() {
     local ranks=$1
     shift

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows: what is kept on each rank is a matter of configuration; the losses do not change. About 25 seconds.
+# Shows: ZeRO stages and hybrid sharding change what each rank stores, but not the losses. About 25 seconds.
 #
 #   examples/05-zero-and-hybrid.sh
 #

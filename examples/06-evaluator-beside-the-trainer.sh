@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Shows: three ways to start an evaluator beside a trainer, and that all find the losses, to the last bit, that the
-# trainer finds when it evaluates itself. About half a minute.
+# Shows: three ways to start an evaluator for a trainer, and that their losses are bitwise equal to those that the
+# trainer computes when it evaluates itself. About half a minute.
 #
 #   examples/06-evaluator-beside-the-trainer.sh
 #
@@ -31,7 +31,7 @@ mpirun -np 2 "$HPCTRAIN" train "${settings[@]}" --set run.name=mpmd \
     : -np 2 "$HPCTRAIN" eval --run "$runs/mpmd" --watch --policy every >/dev/null
 cmp <(losses inline) <(losses mpmd) && echo "the same from another program of the job"
 
-# 3. A job of its own. It may be started first, and ends when the run does.
+# 3. A separate job. It may be started first, and ends when the run does.
 "$HPCTRAIN" eval --run "$runs/beside" --watch --policy every >/dev/null &
 mpirun -np 2 "$HPCTRAIN" train "${settings[@]}" --set eval.inline=false --set run.name=beside >/dev/null
 wait

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows: a job that is asked to end saves, ends with exit code 75, and goes on as if nothing had been. About 20 seconds.
+# Shows: a job that receives a signal saves, exits with code 75, and resumes with the same results as an uninterrupted run. About 20 seconds.
 #
 #   examples/07-preempted-and-continued.sh
 #
@@ -17,7 +17,7 @@ losses() { sed 's/.*"step":\([0-9]*\),.*"loss":\([^,]*\),.*/\1 \2/' "$runs/$1/me
 
 mpirun -np 2 "$HPCTRAIN" train "${settings[@]}" --set run.name=whole >/dev/null
 
-# The line that a batch system starts, the first time and every time after. mpirun hands SIGUSR1 on to its ranks.
+# The command that a batch system runs at the first and every later start. mpirun forwards SIGUSR1 to its ranks.
 train() { mpirun -np 2 "$HPCTRAIN" train "${settings[@]}" --set run.name=parts --resume auto; }
 train >"$runs/first.log" 2>&1 &
 until [ "$(wc -l 2>/dev/null <"$runs/parts/metrics.jsonl")" -gt 30 ] 2>/dev/null; do sleep 0.1; done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows: a model leaves as safetensors in the format of Hugging Face's GPT-2, comes back, and is trained on other text.
+# Shows: a model is exported as safetensors in the format of Hugging Face's GPT-2, imported, and fine-tuned on other text.
 # About 30 seconds.
 #
 #   examples/08-fine-tune.sh

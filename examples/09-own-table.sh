@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows: a table of numbers, a network by layers that learns two of its columns, the same bits on two ranks, predictions.
+# Shows: a table of numbers, a layer-list model that learns two of its columns, the same bits on two ranks, predictions.
 # About five seconds.
 #
 #   examples/09-own-table.sh
@@ -13,7 +13,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-09.XXXXXX")
 
-# Where a stone lands that is thrown at some speed (m/s) and angle (degrees), and how high it flies.
+# The distance and the height that a stone reaches when thrown with a given speed (m/s) and angle (degrees).
 awk 'BEGIN {
     print "speed,angle,distance,height"
     srand(7)

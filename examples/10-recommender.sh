@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows: a table of numbers and categories, embedding tables with products in pairs, the same bits on two ranks, and a later table
+# Shows: a table of numbers and categories, embedding tables with pairwise dot products, the same bits on two ranks, and a later table
 # with the first one's ids and scale. About five seconds.
 #
 #   examples/10-recommender.sh
@@ -13,7 +13,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-10.XXXXXX")
 
-# Who clicks on what: readers and sites have each a place on a circle, and neighbours like each other; at night a little more.
+# Clicks of readers on sites: each has a position on a circle, and clicks are likelier between neighbours, and at night.
 clicks() {
     awk -v seed="$1" -v rows="$2" 'BEGIN {
         print "clicked,hour,reader,site"
@@ -80,7 +80,7 @@ echo "--- two checkpoints, compared bit by bit"
 
 # Tomorrow's table: its readers and sites get the ids that they have in the first one, its hours the scale.
 clicks 8 500 >"$work/tomorrow.csv"
-# Of tomorrow nobody knows the clicks yet: the first column is cut off.
+# Tomorrow's clicks are not known yet, so the first column is cut off.
 cut -d, -f2- "$work/tomorrow.csv" >"$work/new.csv"
 mpirun -np 2 "$HPCTRAIN" predict --checkpoint "$work/runs/two" --input "$work/new.csv" --keep site --out "$work/predictions.csv"
 head -n 5 "$work/predictions.csv"

@@ -1,9 +1,9 @@
-//! Evaluation and prediction on any number of ranks: loads a checkpoint, of any layout, measures it
-//! on the validation rows of a data set, and writes the network's output for each of them to an
-//! HDF5 file.
+//! Evaluation and prediction on any number of ranks: loads a checkpoint of any layout, evaluates it
+//! on the validation rows of a data set, and writes the network's output for each row to an HDF5
+//! file.
 //!
 //! ```sh
-//! examples/09-own-table.sh    # leaves a run and its data in a directory that it names
+//! examples/09-own-table.sh    # creates a run and its data in a directory that it prints
 //! mpirun -np 2 target/release/examples/evaluate_predict DIR/runs/one DIR/data predictions.h5
 //! ```
 
@@ -27,8 +27,7 @@ fn main() -> ExitCode {
             );
         };
 
-        // The configuration that trained it, for the data at hand and the ranks that share one copy
-        // of the network.
+        // The checkpoint's configuration, for this data, with the network sharded over these ranks.
         let (path, _lease) = resolve_path::together(&world, Path::new(run))?;
         let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
         let config = world.all_ok(model::config_on(&reader, &[], Some(Path::new(data))))?;
@@ -42,10 +41,10 @@ fn main() -> ExitCode {
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
         model::load(&world, &mut model, &mut reader)?;
 
-        // Rows go round the ranks; sums are added in the order of the rows. They are read on the
-        // scale that the network learned.
-        let mut rows = micro_batches::together(&world, |catalogue| {
-            micro_batches::validation(catalogue, &plan.config)
+        // Chunks of rows are distributed over the ranks, and their sums are added in row order.
+        // Rows are scaled as in training.
+        let mut rows = micro_batches::together(&world, |index| {
+            micro_batches::validation(index, &plan.config)
         })?;
         world.all_ok(reader.manifest().conform(&mut rows))?;
         let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(
@@ -57,14 +56,14 @@ fn main() -> ExitCode {
             println!("step {}: {measures}", reader.manifest().step);
         }
 
-        // The same rows without their targets, which need not be there. One rank writes.
-        let mut rows = micro_batches::together(&world, |catalogue| {
-            micro_batches::inputs(catalogue, &plan.config, Split::Validation)
+        // The same rows without their targets, which may be missing. One rank writes the file.
+        let mut rows = micro_batches::together(&world, |index| {
+            micro_batches::inputs(index, &plan.config, Split::Validation)
         })?;
         world.all_ok(reader.manifest().conform(&mut rows))?;
-        let meaning = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
+        let schema = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
         let create = || {
-            Predictions::create(Path::new(out), rows.samples() as usize, meaning, RowIds::numbers())
+            Predictions::create(Path::new(out), rows.samples() as usize, schema, RowIds::numbers())
         };
         let file = world.all_ok((comm.rank() == 0).then(create).transpose())?;
         predict(&mut model, rows, plan.config.eval.batch, file)

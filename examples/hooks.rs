@@ -1,6 +1,6 @@
-//! Hooks: callbacks for the steps, evaluations, checkpoints and the end of a run. These write a
-//! table of losses, and stop the run once the validation loss is low enough: on all ranks after the
-//! same step.
+//! Hooks: callbacks for the steps, evaluations, checkpoints and the end of a run. The hooks of this
+//! example write a table of losses, and stop the run on all ranks once the validation loss is low
+//! enough.
 //!
 //! ```sh
 //! cargo run --release --example hooks
@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use hpctrain::prelude::*;
 use hpctrain::signals;
 
-/// Collects the losses, and writes them down at the end. On rank 0.
+/// Collects the losses, and writes them to a file at the end. On rank 0.
 #[derive(Default)]
 struct Table(Vec<(u64, f64)>);
 
@@ -41,11 +41,11 @@ impl Hook for Table {
     }
 }
 
-/// Stops a run that is good enough, and says where its checkpoints are.
+/// Stops a run once its loss is low enough, and prints where its checkpoints are.
 struct Enough {
     loss: f64,
-    /// One rank speaks.
-    speaks: bool,
+    /// Whether this rank prints.
+    prints: bool,
 }
 
 impl Hook for Enough {
@@ -60,16 +60,16 @@ impl Hook for Enough {
     }
 
     fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
-        if self.speaks {
-            println!("step {step} is safe in {}", directory.display());
+        if self.prints {
+            println!("step {step} is saved in {}", directory.display());
         }
         Ok(ControlFlow::Continue(()))
     }
 
     fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
         match outcome.result {
-            Ok(ending) if self.speaks => println!("after {} steps: {ending:?}", outcome.step),
-            Err(e) if self.speaks => println!("after {} steps: {}", outcome.step, e.message()),
+            Ok(ending) if self.prints => println!("after {} steps: {ending:?}", outcome.step),
+            Err(e) if self.prints => println!("after {} steps: {}", outcome.step, e.message()),
             _ => {}
         }
         Ok(())
@@ -78,7 +78,7 @@ impl Hook for Enough {
 
 fn main() -> ExitCode {
     start(|comm| {
-        // With this a job that is told to end saves first.
+        // With this, a job that receives a signal to end saves first.
         comm.world().all_ok(signals::listen())?;
         let settings = [
             "run.steps=300",
@@ -92,13 +92,13 @@ fn main() -> ExitCode {
         let (config, _) =
             comm.world().all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
 
-        let speaks = comm.rank() == 0;
+        let prints = comm.rank() == 0;
         let mut table = Table::default();
-        let mut enough = Enough { loss: 3.2, speaks };
-        let mut own = Customization { hooks: vec![&mut enough], ..Customization::default() };
-        if speaks {
-            own.hooks.push(&mut table);
+        let mut enough = Enough { loss: 3.2, prints };
+        let mut custom = Customization { hooks: vec![&mut enough], ..Customization::default() };
+        if prints {
+            custom.hooks.push(&mut table);
         }
-        train(comm, &TrainRequest::new(config, "hooks"), own, None).map(drop)
+        train(comm, &TrainRequest::new(config, "hooks"), custom, None).map(drop)
     })
 }

@@ -1,6 +1,6 @@
 //! A custom block: an adapter, `y = x + silu(x·Dᵀ)·Uᵀ` (Houlsby et al., "Parameter-efficient
-//! transfer learning for NLP", 2019). Its backward is checked by finite differences; then it
-//! learns, between the last block of a small GPT and its head, in any layout.
+//! transfer learning for NLP", 2019). Its backward is checked by finite differences; then it is
+//! trained between the last block of a small GPT and its head, in any layout.
 //!
 //! ```sh
 //! cargo run --release --example own_block
@@ -14,24 +14,24 @@ use hpctrain::engine::engine_of;
 use hpctrain::nn::gradcheck;
 use hpctrain::prelude::*;
 
-/// Rows of the input have `width` elements; `inner` are between the two matrices.
+/// An adapter whose input has `width` elements per row, with `inner` elements between its matrices.
 struct Adapter {
     width: usize,
     inner: usize,
 }
 
 impl Adapter {
-    /// Lengths of the tensors, in the order of [`Block::tensors`].
+    /// Returns the lengths of the tensors, in the order of [`Block::tensors`].
     fn lens(&self) -> [usize; 2] {
         [self.inner * self.width, self.width * self.inner]
     }
 
-    /// From the stream to the inside.
+    /// Returns the projection from `width` to `inner`.
     fn down(&self, rows: usize) -> Linear {
         Linear::new(rows, self.width, self.inner)
     }
 
-    /// And back.
+    /// Returns the projection from `inner` to `width`.
     fn up(&self, rows: usize) -> Linear {
         Linear::new(rows, self.inner, self.width)
     }
@@ -43,8 +43,8 @@ impl<B: Kernels> Block<B> for Adapter {
     }
 
     fn tensors(&self) -> Vec<Tensor> {
-        // It begins as the identity. Gradients that the first backward overwrites need not be
-        // zeroed.
+        // The block is initialised as the identity. Gradients that the first backward overwrites
+        // need not be zeroed.
         let down =
             Tensor::new("adapter.down.weight", &[self.inner, self.width], Init::Normal(0.02))
                 .overwritten();
@@ -58,7 +58,7 @@ impl<B: Kernels> Block<B> for Adapter {
     }
 
     fn saved_elems_per_row(&self) -> usize {
-        // Values inside the block, before and after the activation.
+        // The values before and after the activation.
         2 * self.inner
     }
 
@@ -67,7 +67,7 @@ impl<B: Kernels> Block<B> for Adapter {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The gradients of what is inside and of the input.
+        // The gradients of the inner values and of the input.
         self.inner + self.width
     }
 

@@ -1,5 +1,6 @@
 //! Custom functions on workers that join and leave: each call trains a small network with another
-//! learning rate on one of the workers, and the coordinator prints the losses and the best rate.
+//! learning rate on one of the workers, and the coordinator prints the losses and the best learning
+//! rate.
 //!
 //! ```sh
 //! cargo run --release --example own_coordinator -- coordinate /tmp/search &
@@ -14,7 +15,7 @@ use std::time::Duration;
 use hpctrain::prelude::*;
 use hpctrain::servers::{Coordinator, Functions, work_on_calls};
 
-/// Time after which a worker that is not heard of counts as gone: others get its call.
+/// Time without a message after which a worker counts as lost, and its call is rescheduled.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn main() -> ExitCode {
@@ -56,7 +57,7 @@ fn coordinate(place: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The loss of a small GPT after some steps at a learning rate.
+/// Returns the loss of a small GPT after some steps with a learning rate.
 fn loss_of(rate: f64) -> Result<f64> {
     let settings = [
         "model.layers=1",

@@ -1,6 +1,6 @@
-//! A custom data source: points of three spirals, computed from their indices, which a small network
-//! classifies. A whole run with records and checkpoints, the same on any number of ranks, as if the
-//! samples were in files.
+//! A custom data source: a small network classifies points of three spirals, which are computed
+//! from their indices. The run has records and checkpoints, and is the same on any number of ranks,
+//! as if the samples were in files.
 //!
 //! ```sh
 //! cargo run --release --example own_data
@@ -13,12 +13,12 @@ use std::process::ExitCode;
 use hpctrain::prelude::*;
 use hpctrain::random::{Stream, derive, name};
 
-/// Spirals, and so classes.
+/// The number of spirals, which is the number of classes.
 const ARMS: u64 = 3;
 
-/// Points of the arms in turn, each somewhere along its arm and a little beside it.
+/// Points of the arms in turn, each at a random position along its arm with some noise.
 struct Spirals {
-    /// Names the random numbers: training and validation have different points.
+    /// The key of the random numbers, by which training and validation have different points.
     key: u64,
     samples: u64,
 }
@@ -36,8 +36,8 @@ impl Source for Spirals {
         let arm = sample % ARMS;
         let random = Stream::new(derive(self.key, &[sample]));
         let along = random.uniform(0);
-        let beside = random.uniform(1) - 0.5;
-        let angle = TAU * (arm as f64 / ARMS as f64 + 0.8 * along) + 0.5 * beside;
+        let noise = random.uniform(1) - 0.5;
+        let angle = TAU * (arm as f64 / ARMS as f64 + 0.8 * along) + 0.5 * noise;
         let radius = 0.2 + 0.8 * along;
         into.features
             .copy_from_slice(&[(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
@@ -72,7 +72,7 @@ fn main() -> ExitCode {
             train: spirals("train", 3000),
             validation: Some(spirals("validation", 600)),
         };
-        let own = Customization { data: Some(data), ..Customization::default() };
-        train(comm, &TrainRequest::new(config, "spirals"), own, None).map(drop)
+        let custom = Customization { data: Some(data), ..Customization::default() };
+        train(comm, &TrainRequest::new(config, "spirals"), custom, None).map(drop)
     })
 }

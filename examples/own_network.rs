@@ -1,7 +1,7 @@
-//! A custom model in a whole run: residual blocks that this program defines, on points of two
-//! spirals that it computes. The run has records, evaluations and checkpoints, resumes with
-//! `--resume`, and is the same on any number of ranks. Then its last checkpoint is loaded in another
-//! layout, evaluated, and used for predictions.
+//! A custom model in a whole run: residual blocks defined in this program classify points of two
+//! spirals. The run has records, evaluations and checkpoints, resumes with `--resume`, and is the
+//! same on any number of ranks. Then its last checkpoint is loaded in another layout, evaluated,
+//! and used for predictions.
 //!
 //! ```sh
 //! cargo run --release --example own_network -- run.name=one
@@ -23,7 +23,7 @@ use hpctrain::nn::gradcheck;
 use hpctrain::prelude::*;
 use hpctrain::run_dir::Resume;
 
-/// Place of a layer in the network.
+/// The position of a layer in the network.
 #[derive(Clone, Copy, PartialEq)]
 enum Place {
     First,
@@ -31,8 +31,8 @@ enum Place {
     Last,
 }
 
-/// `y = x + silu(x·Wᵀ + b)`; the first layer, whose `x` are the samples, has no sum, and the last
-/// one no activation either.
+/// Computes `y = x + silu(x·Wᵀ + b)`. The first layer, whose `x` are the samples, has no residual
+/// connection, and the last one has neither that nor an activation.
 struct Layer {
     name: String,
     inputs: usize,
@@ -45,12 +45,12 @@ impl Layer {
         Linear::new(rows, self.inputs, self.outputs)
     }
 
-    /// Lengths of the tensors, in the order of [`Block::tensors`].
+    /// Returns the lengths of the tensors, in the order of [`Block::tensors`].
     fn lens(&self) -> [usize; 2] {
         [self.outputs * self.inputs, self.outputs]
     }
 
-    /// The samples, or the output of the block before.
+    /// Returns the samples in the first layer, else the output of the previous block.
     fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {
         if self.place == Place::First { &cx.micro.parts.features } else { x }
     }
@@ -79,7 +79,7 @@ impl<B: Kernels> Block<B> for Layer {
     }
 
     fn saved_elems_per_row(&self) -> usize {
-        // Before the activation.
+        // The input of the activation is saved.
         if self.place == Place::Last { 0 } else { self.outputs }
     }
 
@@ -88,7 +88,7 @@ impl<B: Kernels> Block<B> for Layer {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The gradient before the activation, and that of the input.
+        // The gradients of the activation's input and of the block's input.
         self.outputs + self.inputs
     }
 
@@ -148,7 +148,7 @@ impl<B: Kernels> Block<B> for Layer {
     }
 }
 
-/// Two numbers in, a stream of `width` through `depth` residual blocks, and one logit out.
+/// A network of two inputs, `depth` residual blocks of `width`, and one logit.
 struct Residual {
     width: usize,
     depth: usize,
@@ -206,7 +206,7 @@ impl Source for Spirals {
     }
 }
 
-/// The directory of a run that has ended.
+/// A hook that keeps the directory of the run.
 #[derive(Default)]
 struct Directory(PathBuf);
 
@@ -236,14 +236,14 @@ fn network() -> CustomModel {
 fn main() -> ExitCode {
     start(|comm| {
         let world = comm.world();
-        let speaks = comm.rank() == 0;
+        let prints = comm.rank() == 0;
         for found in gradcheck::block(
             &Layer { name: "x".into(), inputs: 5, outputs: 5, place: Place::Middle },
             4,
             5,
         )? {
             let gradcheck::Derivative { tensor, backward, differences, .. } = found;
-            if speaks {
+            if prints {
                 println!(
                     "{tensor:<10}  {backward:>9.5} by backward, {differences:>9.5} by differences"
                 );
@@ -265,14 +265,14 @@ fn main() -> ExitCode {
             validation: Some(Box::new(Spirals(310))),
         };
         let mut directory = Directory::default();
-        let own = Customization {
+        let custom = Customization {
             hooks: vec![&mut directory],
             data: Some(splits),
             network: Some(network()),
         };
-        train(comm, &request, own, None)?;
+        train(comm, &request, custom, None)?;
 
-        // Its last checkpoint, by all ranks together in a layout of its own.
+        // All ranks load its last checkpoint together, in another layout.
         let (path, _lease) = resolve_path::together(&world, &directory.0)?;
         let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
         let mut config = world.all_ok(model::config(&reader.manifest().config, &[]))?;
@@ -282,12 +282,12 @@ fn main() -> ExitCode {
         model::load(&world, &mut model, &mut reader)?;
         let measures =
             Evaluator::new(Spirals(310), None, 100).measure(&mut model, &world, || false)?;
-        if let Some(measures) = measures.filter(|_| speaks) {
+        if let Some(measures) = measures.filter(|_| prints) {
             println!("step {}: {measures}", reader.manifest().step);
         }
         let out = directory.0.join(format!("predictions-{}.h5", reader.manifest().step));
-        let meaning = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
-        let file = speaks.then(|| Predictions::create(&out, 310, meaning, RowIds::numbers()));
+        let schema = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
+        let file = prints.then(|| Predictions::create(&out, 310, schema, RowIds::numbers()));
         let file = world.all_ok(file.transpose())?;
         predict(&mut model, Spirals(310), 100, file)
     })

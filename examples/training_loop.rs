@@ -1,6 +1,6 @@
-//! A custom training loop: gradients and updates by hand, with a learning rate and a clip that no
-//! configuration has. Data, network and layout come from the configuration, by default the bundled
-//! text and a small GPT.
+//! A custom training loop, with a learning-rate schedule and gradient clipping that the
+//! configuration does not have. Data, network and layout come from the configuration, by default
+//! the bundled text and a small GPT.
 //!
 //! ```sh
 //! cargo run --release --example training_loop -- run.steps=100
@@ -24,15 +24,15 @@ fn main() -> ExitCode {
         let mut feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
 
         while progress.step < plan.config.run.steps {
-            // Forwards and backwards of this rank's part of the batch; loss and norm are of the
-            // whole of it.
+            // Compute the gradients of this rank's part of the batch; loss and norm are those of
+            // the whole batch.
             let ReducedStep { loss, norm, .. } =
                 engine.gradients(progress.step, || feed.next_micro(), ControlFlags::empty)?;
             progress.step += 1;
             progress.updates += 1;
             progress.position += plan.config.batch.global;
 
-            // One over the root of the step, after a short warm-up.
+            // Inverse square root decay after a short warm-up.
             let step = progress.step as f32;
             let warmup = 20.0;
             let lr = 3e-3 * (step / warmup).min((warmup / step).sqrt());

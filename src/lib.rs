@@ -1,32 +1,32 @@
-//! hpctrain trains neural networks on clusters that speak MPI. It is a program, and this crate,
-//! with which a program of one's own does the same or something else:
+//! hpctrain trains neural networks on MPI clusters. It is a program, and this crate, the library
+//! that the program and your own programs are built on:
 //!
 //! | to | use |
 //! |---|---|
-//! | be a rank, under `mpirun` or alone | [`job::start`]; [`engine::on_threads`] for ranks without MPI |
+//! | start a rank, under `mpirun` or alone | [`job::start`]; [`engine::on_threads`] for ranks without MPI |
 //! | configure a run | [`config::load`], [`engine::plan`] |
-//! | make a whole run, as `hpctrain train` does | [`train::train`] with a [`train::TrainRequest`] |
-//! | be told of its steps, evaluations and checkpoints, and end it early | [`train::Hook`] |
-//! | train on samples made in code | [`data::Source`], [`engine::Splits`] |
-//! | write the training loop | [`engine::engine`], [`engine::micro_batches::MicroBatches`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
+//! | run a whole training, as `hpctrain train` does | [`train::train`] with a [`train::TrainRequest`] |
+//! | add callbacks for steps, evaluations and checkpoints, and stop early | [`train::Hook`] |
+//! | train on custom data | [`data::Source`], [`engine::Splits`] |
+//! | write a custom training loop | [`engine::engine`], [`engine::micro_batches::MicroBatches`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
 //! | add a kind of block | [`nn::Block`], [`nn::gradcheck`], [`engine::engine_of`] |
-//! | make whole runs of a network of such blocks | [`nn::ModelBuilder`], [`train::Customization::network`] |
+//! | train a custom model of such blocks | [`nn::ModelBuilder`], [`train::Customization::network`] |
 //! | compute on GPUs | [`train::train`], or [`gpu_assignment::place`] and [`gpu_assignment::Gpu::backend`] |
-//! | have functions called on workers that come and go | [`servers::Coordinator`] |
-//! | evaluate, predict, continue a text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
-//! | read checkpoints, and write them beside training | [`checkpoint::Reader`], [`checkpoint::Saver`] |
+//! | call functions on elastic workers | [`servers::Coordinator`] |
+//! | evaluate, predict, generate text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
+//! | read checkpoints, and write them asynchronously | [`checkpoint::Reader`], [`checkpoint::Saver`] |
 //!
-//! [`prelude`] has the most usual names. `examples/` has a program for each of these; they run
-//! under `mpirun` on any number of ranks as they are.
+//! [`prelude`] re-exports the most common names. `examples/` has a program for each of these tasks;
+//! they run under `mpirun` on any number of ranks.
 //!
-//! All is generic over the device ([`backend::Kernels`]). Operations on several ranks are
-//! *collective*: all ranks of a group make the same calls in the same order. Work that may fail on
-//! some of them goes through [`comm::Group::all_ok`], so that all end alike.
+//! Everything is generic over the device ([`backend::Kernels`]). Operations on several ranks are
+//! *collective*: all ranks of a group make the same calls in the same order. Pass results that may
+//! be errors on some ranks only to [`comm::Group::all_ok`], so that all ranks return an error.
 //!
 //! ```
 //! use hpctrain::prelude::*;
 //!
-//! /// Points of a line, to be found again.
+//! /// Points of a line, which the model learns.
 //! struct Line;
 //!
 //! impl Source for Line {
@@ -75,8 +75,8 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! Modules that are not listed here serve the program and its tests. They are public for those, and
-//! may change at any time.
+//! Modules that are not listed here are public only for the program and its tests, and may change
+//! at any time.
 
 #![warn(missing_docs)]
 #![forbid(unsafe_code)]
@@ -119,7 +119,7 @@ pub use hpctrain_train as train;
 #[doc(inline)]
 pub use hpctrain_train::{evaluate, planner};
 
-/// Devices: memory and operations of each.
+/// Memory and operations of devices: CPUs and NVIDIA GPUs.
 pub mod backend {
     #[doc(inline)]
     pub use hpctrain_cpu as cpu;

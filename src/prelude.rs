@@ -1,4 +1,4 @@
-//! The names that most programs with this crate need, in one line: `use hpctrain::prelude::*;`.
+//! The most common names, imported by `use hpctrain::prelude::*;`.
 
 pub use crate::backend::cpu::Cpu;
 pub use crate::backend::{Backend, Kernels, MemoryKind};

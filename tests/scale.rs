@@ -1,8 +1,8 @@
-//! Work that must not grow with the number of ranks, or only as the formula beside it says: counted
-//! on ranks that are threads, and computed by the formula for 1,000 and 10,000 ranks. A separate
-//! program, because most counts are those of the process.
+//! Tests of scaling: work that must not grow with the number of ranks, or only as the formula
+//! beside it says, is counted on ranks that are threads, and computed by the formula for 1,000 and
+//! 10,000 ranks. It is a separate program, because most counts are per process.
 //!
-//! `HPCTRAIN_SCALE=64,96,256` counts on other numbers of ranks, and prints the table of
+//! `HPCTRAIN_SCALE=64,96,256` counts on these numbers of ranks, and prints the table of
 //! docs/cluster.md.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
@@ -23,29 +23,29 @@ use hpctrain::run_dir::Resume;
 use hpctrain::telemetry::metrics::Step;
 use hpctrain::train::{Customization, Hook, TrainRequest, train};
 
-/// Shards of the data, one of them for validation.
+/// The number of data shards, one of which is for validation.
 const SHARDS: usize = 7;
 
-/// Numbers of ranks for which formulas are computed.
+/// The numbers of ranks for which formulas are computed.
 const LARGE: [usize; 2] = [1_000, 10_000];
 
-/// Tests take turns: counts are those of the process.
+/// Serialises the tests, because counts are per process.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Counts of the process.
+/// The counts of the process.
 #[derive(Debug, Clone, Copy)]
 struct Counts {
-    /// Shards whose description was read.
+    /// The number of shards whose description was read.
     described: u64,
-    /// Manifests that were parsed.
+    /// The number of manifests that were parsed.
     parsed: u64,
-    /// Files of checkpoints that retention looked at.
+    /// The number of checkpoint files that retention inspected.
     looked_at: u64,
-    /// Groups whose ranks were sorted by their nodes.
+    /// The number of groups whose ranks were sorted by node.
     sorted: u64,
-    /// Files of heartbeats at the last step.
+    /// The number of heartbeat files at the last step.
     heartbeats: usize,
-    /// Most bytes of a manifest that a rank received.
+    /// The most bytes of a manifest that a rank received.
     received: u64,
 }
 
@@ -72,7 +72,7 @@ impl Counts {
     }
 }
 
-/// Files of heartbeats at a step.
+/// Counts the heartbeat files at each step.
 struct Heartbeats<'a>(&'a Path, &'a Mutex<usize>);
 
 impl Hook for Heartbeats<'_> {
@@ -84,7 +84,7 @@ impl Hook for Heartbeats<'_> {
     }
 }
 
-/// Trains on threads to a step, and counts.
+/// Trains on threads up to a step. Returns the counts.
 fn trains(
     root: &Path,
     run: &str,
@@ -125,10 +125,11 @@ fn trains(
     Counts { heartbeats: found.into_inner().unwrap(), ..Counts::now().since(before) }
 }
 
-/// As the program does at its start: these ranks share the limit of one process.
+/// Raises the limit on open files as the program does at its start; these ranks share the limit of
+/// one process.
 fn raise_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the structure is live; a limit is only raised as far as it may be.
+    // SAFETY: the structure is live; the limit is only raised to the permitted maximum.
     let code = unsafe {
         libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
         limit.rlim_cur = limit.rlim_max;
@@ -137,7 +138,7 @@ fn raise_limit() {
     assert_eq!(code, 0);
 }
 
-/// Writes the text that is trained on.
+/// Imports the text to train on.
 fn import(root: &Path) {
     let input = root.join("text");
     std::fs::write(&input, "all work and no play ".repeat(4000)).unwrap();
@@ -146,7 +147,7 @@ fn import(root: &Path) {
     import_text(&import).unwrap();
 }
 
-/// A bound of a count that is linear in the ranks.
+/// A bound on a count that is linear in the number of ranks.
 #[derive(Debug)]
 struct Line {
     base: f64,
@@ -154,7 +155,7 @@ struct Line {
 }
 
 impl Line {
-    /// The line through the first two of the points; the others do not lie above it.
+    /// Returns the line through the first two points, and panics if another one lies above it.
     fn above(points: &[(usize, u64)]) -> Self {
         let [first, second] =
             [points[0], points[1]].map(|(ranks, count)| (ranks as f64, count as f64));
@@ -209,7 +210,7 @@ fn files_are_opened_and_read_as_often_as_the_formulas_say() {
         assert_eq!(heartbeats, 1, "{ranks} ranks");
         // Retention reads each save once, with a file of each rank.
         assert_eq!((parsed, looked_at), (4, 4 * ranks as u64), "{ranks} ranks");
-        // The one that it resumes from, on rank 0, and the one that it saves.
+        // Rank 0 parses the manifest that it resumes from, and the one that it saves.
         assert_eq!(again, 2, "{ranks} ranks");
         of_ranks.push((ranks, length, received));
     }
@@ -218,9 +219,9 @@ fn files_are_opened_and_read_as_often_as_the_formulas_say() {
         of_ranks.iter().map(|(ranks, length, _)| (*ranks, *length)).collect();
     let of_manifest = Line::above(&lengths);
     assert!(of_manifest.slope < 500.0 && of_manifest.at(10_000) < 5e6, "{of_manifest:?}");
-    // The others receive the part that does not name ranks, and the pieces of their ranges. With
-    // more ranks a rank has a smaller part of each unit, so no more pieces: what they receive does
-    // not grow.
+    // The other ranks receive the part without ranks, and the pieces of their ranges. With more
+    // ranks a rank has a smaller part of each unit and no more pieces, so what it receives does not
+    // grow.
     let received: Vec<u64> = of_ranks.iter().map(|(.., received)| *received).collect();
     assert!(
         received.iter().all(|bytes| *bytes > 0 && *bytes <= received[0] + received[0] / 50),
@@ -243,11 +244,11 @@ fn ranks_are_sorted_by_nodes_once_for_each_group() {
     for (ranks, two, seven) in of_ranks {
         assert_eq!(two, seven, "{ranks} ranks: steps sort again");
     }
-    // Of its world and of its shards, on a rank: a constant.
+    // Each rank sorts a constant number of groups: its world and its shards.
     assert!(of_ranks.iter().all(|(ranks, two, _)| *two <= 2 * *ranks as u64), "{of_ranks:?}");
 }
 
-/// Bytes that each rank sends in a collective.
+/// Returns the bytes that each rank sends in a collective.
 fn sent(ranks: usize, collective: impl Fn(&Group<Cpu>) -> Result<()> + Sync) -> Vec<u64> {
     on_threads(ranks, |comm| {
         let world = comm.world();
@@ -261,7 +262,7 @@ fn sent(ranks: usize, collective: impl Fn(&Group<Cpu>) -> Result<()> + Sync) -> 
     .unwrap()
 }
 
-/// The ranks, itself included, whose bytes a rank of a binomial tree passes on.
+/// Returns the number of ranks, itself included, whose bytes a rank of a binomial tree passes on.
 fn subtree(rank: usize, ranks: usize) -> usize {
     if rank == 0 { ranks } else { (1 << rank.trailing_zeros()).min(ranks - rank) }
 }
@@ -270,15 +271,15 @@ fn subtree(rank: usize, ranks: usize) -> usize {
 fn collectives_send_as_many_bytes_as_the_formulas_say() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     const LEN: usize = 1_000;
-    /// Every message has the length of each rank's bytes.
+    /// Every message is preceded by the length of each rank's bytes.
     const HEAD: usize = 8;
-    /// The report of a rank that has no error: `null`.
+    /// The message of a rank without an error: `null`.
     const REPORT: usize = 4;
     let log = |ranks: usize| ranks.next_power_of_two().ilog2() as usize;
-    // Sent by each rank alike.
+    // These are the same on each rank.
     let agree = |ranks: usize| (ranks - 1) * (HEAD + REPORT);
     let gather = |ranks: usize| (ranks - 1) * (HEAD + LEN);
-    // By a rank of the tree.
+    // These depend on the rank's place in the tree.
     let to_root =
         |rank: usize, ranks: usize| if rank == 0 { 0 } else { subtree(rank, ranks) * (HEAD + LEN) };
     let scatter = |rank: usize, ranks: usize| (subtree(rank, ranks) - 1) * (HEAD + LEN);
@@ -301,7 +302,8 @@ fn collectives_send_as_many_bytes_as_the_formulas_say() {
         assert_eq!(scattered, each(&|rank| scatter(rank, ranks)), "{name}");
         let spread = sent(ranks, |world| world.broadcast_bytes(vec![0; LEN]).wait().map(drop));
         assert_eq!(spread, each(&|rank| broadcast(rank, ranks)), "{name}");
-        // Numbers: at most twice the buffer, and what two ranks beside a power of two add.
+        // An all-reduce sends at most twice the buffer, and more if the ranks are not a power of
+        // two.
         let elements = 4096 * ranks;
         let bytes = (elements * size_of::<f32>()) as u64;
         let summed = sent(ranks, |world| {
@@ -315,23 +317,23 @@ fn collectives_send_as_many_bytes_as_the_formulas_say() {
         let per_rank = |formula: &dyn Fn(usize) -> usize| {
             (0..ranks).map(formula).sum::<usize>() as f64 / ranks as f64
         };
-        // An agreement is of 12 bytes a rank, not of tables.
+        // An error agreement exchanges 12 bytes per rank.
         assert!(agree(ranks) < 13 * ranks && agree(10_000) < 120_000);
-        // The tables of a save: rank 0 receives all, half of the ranks receive none, and the mean
-        // passes on those of log₂ n / 2.
+        // In a save, rank 0 receives the tables of all ranks, half of the ranks receive none, and
+        // the average rank passes on those of log₂ n / 2.
         let tables = per_rank(&|rank| to_root(rank, ranks)) / LEN as f64;
         assert!(
             tables <= 0.5 * log(ranks) as f64 + 1.0 && tables < 8.0,
             "{ranks} ranks: {tables} tables"
         );
         assert!((1..ranks).step_by(2).all(|rank| subtree(rank, ranks) == 1));
-        // The excerpts of a resume go the same way back.
+        // The excerpts of a resume take the reverse path.
         let excerpts = per_rank(&|rank| scatter(rank, ranks)) / LEN as f64;
         assert!(
             excerpts <= 0.5 * log(ranks) as f64 + 1.0 && excerpts < 8.0,
             "{ranks} ranks: {excerpts} excerpts"
         );
-        // The outline goes to everyone, but no rank sends it to more than log₂ n others.
+        // Every rank receives the outline, but no rank sends it to more than log₂ n others.
         assert!((0..ranks).all(|rank| broadcast(rank, ranks) <= 14 * (HEAD + LEN)));
     }
 }

@@ -1,5 +1,5 @@
-//! Steady training asks nothing of the system: buffers come from the pool, and nothing large from
-//! the heap.
+//! Steady-state training allocates nothing from the system: buffers come from the pool, and nothing
+//! large from the heap.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -16,49 +16,49 @@ use hpctrain::engine::{engine, on_threads, train_round};
 use hpctrain::error::Result;
 use hpctrain::parallel::ControlFlags;
 
-/// Bytes from which an allocation counts as large.
+/// The least bytes of an allocation that counts as large.
 const LARGE: usize = 4 << 10;
-/// Steps before everything is expected to have its memory.
+/// The number of steps in which memory may still be allocated.
 const WARM_UP: usize = 3;
-/// Steps that are watched.
+/// The number of steps after them in which allocations are counted.
 const STEADY: usize = 5;
 
-/// The system's allocator, watched.
-struct Watched;
+/// The system's allocator, with counts.
+struct CountingAllocator;
 
 /// Whether allocations are counted.
-static WATCHING: AtomicBool = AtomicBool::new(false);
-/// Large ones that were.
+static COUNTING: AtomicBool = AtomicBool::new(false);
+/// The number of large allocations that were counted.
 static SEEN: AtomicUsize = AtomicUsize::new(0);
-/// The size of the largest.
+/// The size of the largest of them.
 static LARGEST: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts an allocation, unless it is aligned to cache lines. Two things are: buffers of the pool,
-/// which the ledger counts, and the operands that the crate of matrix products packs and frees
-/// within each product.
-fn note(bytes: usize, align: usize) {
-    if bytes >= LARGE && align < 64 && WATCHING.load(Ordering::Relaxed) {
+/// Counts an allocation, unless it is aligned to cache lines. Two kinds are: buffers of the pool,
+/// which the memory statistics count, and the operands that the GEMM crate packs and frees within
+/// each call.
+fn count(bytes: usize, align: usize) {
+    if bytes >= LARGE && align < 64 && COUNTING.load(Ordering::Relaxed) {
         SEEN.fetch_add(1, Ordering::Relaxed);
         LARGEST.fetch_max(bytes, Ordering::Relaxed);
     }
 }
 
-// SAFETY: every call is passed on to the system's allocator as it is.
-unsafe impl GlobalAlloc for Watched {
+// SAFETY: every call is passed on to the system's allocator unchanged.
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        note(layout.size(), layout.align());
+        count(layout.size(), layout.align());
         // SAFETY: the caller's promise.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        note(layout.size(), layout.align());
+        count(layout.size(), layout.align());
         // SAFETY: the caller's promise.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        note(size, layout.align());
+        count(size, layout.align());
         // SAFETY: the caller's promise.
         unsafe { System.realloc(memory, layout, size) }
     }
@@ -70,9 +70,9 @@ unsafe impl GlobalAlloc for Watched {
 }
 
 #[global_allocator]
-static ALLOCATOR: Watched = Watched;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// The tests of this file watch one allocator.
+/// Serialises the tests, which share one allocator.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 const SMALL: [&str; 6] = [
@@ -91,8 +91,8 @@ fn plan(ranks: usize, threads: usize, settings: &[&str]) -> ResolvedConfig {
     resolve(config, &Environment { ranks, threads, vocabulary: Some(65), on_gpu: false }).unwrap()
 }
 
-/// Trains; calls `watch` with whether steps are watched from now on. Returns the fresh buffers of
-/// watched steps.
+/// Trains, and calls `watch` to start and stop counting allocations. Returns the number of buffers
+/// that were newly allocated in between.
 fn train(comm: &Comm<Cpu>, plan: &ResolvedConfig, watch: impl Fn(bool)) -> Result<usize> {
     let (data, _) = micro_batches::open(&plan.config)?;
     let (mut engine, _) = engine(comm, plan, Cpu::new(plan.threads), None)?;
@@ -121,7 +121,7 @@ fn one_rank_allocates_nothing_large() {
     ] {
         let plan = plan(1, threads, &settings.split_whitespace().collect::<Vec<_>>());
         SEEN.store(0, Ordering::Relaxed);
-        let fresh = train(&comm::single(), &plan, |watch| WATCHING.store(watch, Ordering::Relaxed))
+        let fresh = train(&comm::single(), &plan, |watch| COUNTING.store(watch, Ordering::Relaxed))
             .unwrap();
         let seen = SEEN.load(Ordering::Relaxed);
         let largest = LARGEST.load(Ordering::Relaxed);
@@ -136,9 +136,9 @@ fn one_rank_allocates_nothing_large() {
 #[test]
 fn the_watch_sees() {
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    WATCHING.store(true, Ordering::Relaxed);
+    COUNTING.store(true, Ordering::Relaxed);
     let large = std::hint::black_box(vec![1u8; LARGE]);
-    WATCHING.store(false, Ordering::Relaxed);
+    COUNTING.store(false, Ordering::Relaxed);
     assert!(SEEN.swap(0, Ordering::Relaxed) > 0 && large.len() == LARGE);
 }
 

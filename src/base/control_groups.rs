@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 /// The version of a control group, which decides how the files of its limits are named.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Version {
-    /// A hierarchy for each controller.
+    /// Version 1, with a hierarchy for each controller.
     One,
-    /// One hierarchy.
+    /// Version 2, with a single hierarchy.
     Two,
 }
 
-/// Returns the directories of all groups whose limits on a controller, such as `cpu`, hold for this
-/// process: its own group and those above it. `root` is `/` outside of tests.
+/// Returns the directories of all groups whose limits on a controller, such as `cpu`, apply to this
+/// process: its group and those above it. `root` is `/` outside of tests.
 pub fn groups(root: &Path, controller: &str) -> Vec<(Version, PathBuf)> {
     let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut found = Vec::new();
@@ -28,24 +28,24 @@ pub fn groups(root: &Path, controller: &str) -> Vec<(Version, PathBuf)> {
             }
             _ => continue,
         };
-        // In a container the path may be one of the host: then the group at the mount is that of
-        // the container.
+        // In a container the path may be one of the host; the group at the mount is then the
+        // container's.
         let above = Path::new(path).ancestors().filter_map(|path| path.strip_prefix("/").ok());
         found.extend(above.map(|group| (version, mount.join(group))));
     }
     found
 }
 
-/// The time of CPUs that a control group may take.
+/// The CPU time that a control group may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct CpuQuota {
-    /// In thousandths of a CPU.
+    /// The quota in thousandths of a CPU.
     pub thousandths: u64,
-    /// Device and inode of the group: all processes in it share the quota.
+    /// The device and inode of the group, whose processes share the quota.
     pub group: (u64, u64),
 }
 
-/// Returns the smallest CPU quota that holds for this process; none without one.
+/// Returns the smallest CPU quota that applies to this process, or `None` if there is none.
 pub fn cpu_quota(root: &Path) -> Option<CpuQuota> {
     let quotas = groups(root, "cpu").into_iter().filter_map(|(version, group)| {
         let thousandths = match version {
@@ -53,12 +53,12 @@ pub fn cpu_quota(root: &Path) -> Option<CpuQuota> {
                 let number = |name: &str| {
                     std::fs::read_to_string(group.join(name)).ok()?.trim().parse().ok()
                 };
-                // -1 without a limit, which is not such a number.
+                // Without a limit the file has -1, which does not parse.
                 thousandths(number("cpu.cfs_quota_us")?, number("cpu.cfs_period_us")?)
             }
             Version::Two => {
                 let text = std::fs::read_to_string(group.join("cpu.max")).ok()?;
-                // "max 100000" without a limit.
+                // Without a limit the file has "max 100000".
                 let (quota, period) = text.trim().split_once(' ')?;
                 thousandths(quota.parse().ok()?, period.parse().ok()?)
             }
@@ -82,7 +82,7 @@ impl CpuQuota {
 }
 
 impl std::fmt::Display for CpuQuota {
-    /// In CPUs.
+    /// Formats the quota in CPUs.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.thousandths as f64 / 1000.0)
     }

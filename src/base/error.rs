@@ -1,23 +1,22 @@
-//! The one error type: a message, advice, and the place where it happened.
+//! The error type of all crates: a message, a hint, and the place where it happened.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The crate's result.
+/// The result type of all crates.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Cause of an error; decides the exit code.
+/// The cause of an error, which decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
-    /// The user asked for something impossible, or gave unusable data.
+    /// The user requested something impossible, or gave unusable data.
     Input,
-    /// The file system refused: missing, unreadable, full, read-only.
+    /// A file operation failed: missing, unreadable, full, read-only.
     Io,
-    /// A file of this program is proven to differ from the one written: it is missing, too short,
-    /// or fails its checksum.
+    /// A file of this program is corrupt: it is missing, too short, or fails its checksum.
     Damaged,
-    /// The file system refused for longer than a run tolerates: another start may find it mended.
+    /// File operations failed for longer than a run tolerates; a later restart may succeed.
     Outage,
     /// A message between ranks failed, or a rank is gone.
     Comm,
@@ -25,23 +24,23 @@ pub enum Kind {
     Device,
     /// The training diverged: losses or gradients that are not finite.
     Numeric,
-    /// Memory or arithmetic of a machine gave other values than it should: an audit found it.
+    /// A silent-data-corruption (SDC) check found wrong values in memory or arithmetic.
     Corrupted,
-    /// A signal asked this process to end while it waited.
+    /// A signal requested the end of this process while it waited.
     Interrupted,
-    /// A broken promise inside this program.
+    /// An invariant of this program is broken.
     Internal,
 }
 
-/// The reason for which a file system refused.
+/// The reason why a file operation failed.
 pub trait Reason: fmt::Display {
-    /// Whether it may be gone at another start without anybody's doing: the device or the file
-    /// server had a fault, which is none of the request.
+    /// Returns true if the reason may be gone at a restart without any action: the device or the
+    /// file server failed, and the request was valid.
     fn may_pass(&self) -> bool {
         false
     }
 
-    /// Advice for the user, where the place of the refusal has nothing better to say.
+    /// Returns a hint for the user, unless the caller gives a better one.
     fn advice(&self) -> Option<&'static str> {
         None
     }
@@ -58,19 +57,19 @@ impl Reason for std::io::Error {
     fn advice(&self) -> Option<&'static str> {
         use std::io::ErrorKind;
         Some(match self.kind() {
-            ErrorKind::NotFound => "look whether the path is right, and whether this node sees it",
+            ErrorKind::NotFound => "check that the path is right, and that this node can see it",
             ErrorKind::PermissionDenied => {
-                "look at the owner and the permissions of the path and of the directories above"
+                "check the owner and the permissions of the path and of the directories above"
             }
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
                 "make room there, or choose another place"
             }
             ErrorKind::FileTooLarge => {
-                "the limit on the size of files is met: see ulimit -f; Slurm takes that of the shell that submits \
-                 (sbatch --propagate=NONE)"
+                "the file exceeds the size limit of ulimit -f; Slurm jobs inherit that of the submitting shell \
+                 (sbatch --propagate=NONE prevents it)"
             }
-            ErrorKind::ReadOnlyFilesystem => "choose another place: nothing can be written there",
-            ErrorKind::NotADirectory => "a part of the path is a file: choose another one",
+            ErrorKind::ReadOnlyFilesystem => "choose another place: the file system is read-only",
+            ErrorKind::NotADirectory => "a component of the path is a file: choose another path",
             ErrorKind::IsADirectory => "the path is a directory: give a file",
             _ => return None,
         })
@@ -100,17 +99,17 @@ impl<T: Reason + ?Sized> Reason for &T {
 impl Reason for str {}
 impl Reason for String {}
 
-/// A failure, told as one line plus an optional hint.
+/// A failure, described in one line and an optional hint.
 ///
-/// Messages are lowercase phrases with the real values in them; the hint gives advice.
+/// Messages are lowercase phrases with the actual values; the hint says what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Error {
     kind: Kind,
     message: String,
     hint: Option<String>,
-    /// The file system's fault may be gone at another start.
+    /// Whether the failure of the file system may be gone at a restart.
     passes: bool,
-    /// The rank it was seen on, set when ranks compare notes.
+    /// The rank that it occurred on, set when ranks agree on errors.
     rank: Option<usize>,
     /// Whether every rank returns it.
     shared: bool,
@@ -121,31 +120,32 @@ impl Error {
         Self { kind, message: message.into(), hint: None, passes: false, rank: None, shared: false }
     }
 
-    /// The user's input is wrong.
+    /// Creates the error of wrong user input.
     pub fn input(message: impl Into<String>) -> Self {
         Self::new(Kind::Input, message)
     }
 
-    /// The file system refused to `action` (a phrase such as `"write"`) `path`.
+    /// Creates the error of a failure to `action` `path`, where `action` is a verb such as
+    /// `"write"`.
     pub fn io(action: &str, path: &std::path::Path, reason: impl Reason) -> Self {
         let message = format!("cannot {action} {}: {reason}", path.display());
         let hint = reason.advice().map(str::to_owned);
         Self { passes: reason.may_pass(), hint, ..Self::new(Kind::Io, message) }
     }
 
-    /// The file system refused, as another process tells.
+    /// Creates the error of a failed file operation that another process has reported.
     pub fn refused(message: impl Into<String>) -> Self {
         Self::new(Kind::Io, message)
     }
 
-    /// A file that this program wrote is proven to be gone or changed.
+    /// Creates the error of a corrupt or missing file that this program wrote.
     pub fn damaged(message: impl Into<String>) -> Self {
         Self::new(Kind::Damaged, message)
     }
 
-    /// The file system refused to `action` the file that this program wrote at `path`. A file that
-    /// does not exist, ends too early, or is no text although it was is damage; anything else may
-    /// be otherwise the next time.
+    /// Creates the error of a failure to `action` a file that this program wrote at `path`. The
+    /// file is damaged if it does not exist, ends too early, or is not UTF-8 where it should be;
+    /// other failures may be temporary.
     pub fn unread(action: &str, path: &std::path::Path, source: &std::io::Error) -> Self {
         use std::io::ErrorKind::{InvalidData, NotFound, UnexpectedEof};
         let kind = if matches!(source.kind(), NotFound | UnexpectedEof | InvalidData) {
@@ -156,51 +156,51 @@ impl Error {
         Self { kind, ..Self::io(action, path, source) }
     }
 
-    /// The same refusal of the file system, after which a run ends: `age` has passed since its last
-    /// good checkpoint.
+    /// Turns a failure of the file system into one that ends the run, because its last good
+    /// checkpoint is `age` old.
     pub fn outlasted(self, age: std::time::Duration) -> Self {
         const HINT: &str = "continue with --resume auto; checkpoint.io_retry_seconds sets the time";
         let message =
             format!("{}; the last good checkpoint is {} s old", self.message, age.as_secs());
         let hint = match &self.hint {
             Some(hint) => format!("{hint}; {HINT}"),
-            None => format!("the last published checkpoint is kept: see why, then {HINT}"),
+            None => format!("the last published checkpoint is kept: fix the cause, then {HINT}"),
         };
         Self { kind: Kind::Outage, message, ..self }.hint(hint)
     }
 
-    /// A signal asked this process to end while it waited.
+    /// Creates the error of a signal that requested the end of this process while it waited.
     pub fn interrupted(message: impl Into<String>) -> Self {
         Self::new(Kind::Interrupted, message)
     }
 
-    /// A message between ranks failed.
+    /// Creates the error of a failed message between ranks.
     pub fn comm(message: impl Into<String>) -> Self {
         Self::new(Kind::Comm, message)
     }
 
-    /// A GPU or one of its libraries failed.
+    /// Creates the error of a failure of a GPU or one of its libraries.
     pub fn device(message: impl Into<String>) -> Self {
         Self::new(Kind::Device, message)
     }
 
-    /// The training diverged.
+    /// Creates the error of a diverged training.
     pub fn numeric(message: impl Into<String>) -> Self {
         Self::new(Kind::Numeric, message)
     }
 
-    /// An audit found memory that has changed by itself, or arithmetic that differs between
-    /// machines.
+    /// Creates the error of a failed silent-data-corruption (SDC) check: memory has changed, or
+    /// arithmetic differs between machines.
     pub fn corrupted(message: impl Into<String>) -> Self {
         Self::new(Kind::Corrupted, message)
     }
 
-    /// A promise of this program is broken: please report it.
+    /// Creates the error of a broken invariant, a bug to report.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(Kind::Internal, message)
     }
 
-    /// Adds advice for the user.
+    /// Adds a hint for the user.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
@@ -212,41 +212,41 @@ impl Error {
         self
     }
 
-    /// Notes the rank that saw it first, unless one is noted already.
+    /// Sets the rank on which it occurred, unless one is set already.
     pub fn on_rank(mut self, rank: usize) -> Self {
         self.rank.get_or_insert(rank);
         self
     }
 
-    /// Notes that every rank returns this same error, so that one can print it and all can end in
-    /// good order.
+    /// Marks the error as the same on every rank, so that one rank can print it and all can exit in
+    /// an orderly way.
     pub fn shared(mut self) -> Self {
         self.shared = true;
         self
     }
 
-    /// Whether every rank returns it; if not, the others must be told to end.
+    /// Returns true if every rank has this error. If not, the other ranks must be aborted.
     pub fn is_shared(&self) -> bool {
         self.shared
     }
 
-    /// The message, without rank and hint: one line for a report that has more of them.
+    /// Returns the message without rank and hint, as one line of a longer report.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// The hint: advice for the user.
+    /// Returns the hint for the user.
     pub fn advice(&self) -> Option<&str> {
         self.hint.as_deref()
     }
 
-    /// The cause.
+    /// Returns the cause.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// The exit code of a process that ends with this error: 2 for causes that the user can mend,
-    /// 74 where another start may do, else 1.
+    /// Returns the exit code of a process that ends with this error: 2 for causes that the user can
+    /// fix, 74 where a restart may succeed, 75 after a signal, and 1 otherwise.
     pub fn exit_code(&self) -> i32 {
         match self.kind {
             Kind::Io if self.passes => 74,

@@ -1,29 +1,29 @@
-//! Texts of files as people see them: control characters would move the cursor, colour the screen,
-//! or type into a terminal.
+//! Escapes control characters in text from files for display: they could move the cursor, colour
+//! the screen, or type into a terminal.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// A text with its control characters written out, as JSON writes them: `\u001b`. Lines and tabs
-/// stay.
+/// Escapes control characters of a text as JSON does, such as `\u001b`. Line ends and tabs are
+/// kept.
 pub fn visible(text: &str) -> Cow<'_, str> {
-    // Before the end of a line, a carriage return does nothing more.
-    written_out(text, |c, next| matches!(c, '\n' | '\t') || c == '\r' && next == Some('\n'))
+    // A carriage return before the end of a line is harmless.
+    escape(text, |c, next| matches!(c, '\n' | '\t') || c == '\r' && next == Some('\n'))
 }
 
-/// As [`visible`], in one line: for names and the cells of tables.
+/// Escapes like [`visible`], also line ends and tabs: for names and table cells.
 pub fn in_one_line(text: &str) -> Cow<'_, str> {
-    written_out(text, |_, _| false)
+    escape(text, |_, _| false)
 }
 
-fn written_out(text: &str, stays: impl Fn(char, Option<char>) -> bool) -> Cow<'_, str> {
-    if !text.chars().any(acts) {
+fn escape(text: &str, keep: impl Fn(char, Option<char>) -> bool) -> Cow<'_, str> {
+    if !text.chars().any(is_control) {
         return Cow::Borrowed(text);
     }
     let mut out = String::with_capacity(text.len());
     let mut rest = text.chars().peekable();
     while let Some(c) = rest.next() {
-        if acts(c) && !stays(c, rest.peek().copied()) {
+        if is_control(c) && !keep(c, rest.peek().copied()) {
             // Writing to a string does not fail.
             let _ = write!(out, "\\u{:04x}", u32::from(c));
         } else {
@@ -33,9 +33,8 @@ fn written_out(text: &str, stays: impl Fn(char, Option<char>) -> bool) -> Cow<'_
     Cow::Owned(out)
 }
 
-/// Whether a character does something other than to be seen: controls, and those that turn the
-/// direction of a text.
-fn acts(c: char) -> bool {
+/// Returns true for control characters, and for those that change the direction of text.
+fn is_control(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }

@@ -1,19 +1,19 @@
-//! Files that a process may have open: the limit of the system, and the parts of it.
+//! The limit on open files of a process, and its division among users.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// More open files than this program ever wants.
+/// More open files than this program ever needs.
 const ENOUGH: u64 = 1 << 16;
 
-/// Parts of the limit that are given out: to the shards for training and those for validation, two
-/// files each, to the files of a checkpoint, and for all else.
+/// The number of parts that the limit is divided into: the shards for training and those for
+/// validation use two files each, and there are the files of a checkpoint, and all others.
 const PARTS: u64 = 8;
 
-/// Fewest files that are kept open.
+/// The fewest files that are kept open.
 const FEWEST: usize = 4;
 
-/// Raises the number of files that this process may open as far as its user may. That the system
-/// refuses costs no more than files that are opened again more often.
+/// Raises the limit on open files as far as this user may. If that fails, files are only reopened
+/// more often.
 pub fn raise() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let wanted = maximum.map_or(ENOUGH, |maximum| maximum.min(ENOUGH));
@@ -22,14 +22,14 @@ pub fn raise() {
     }
 }
 
-/// Files that one user of them may keep open, `most` if the limit leaves room for them.
+/// Returns how many files one of their users may keep open: `most`, if the limit allows it.
 pub fn share(most: usize) -> usize {
     part(getrlimit(Resource::Nofile).current, most)
 }
 
 fn part(limit: Option<u64>, most: usize) -> usize {
-    let room = limit.map_or(most, |limit| usize::try_from(limit / PARTS).unwrap_or(most));
-    room.clamp(FEWEST, most.max(FEWEST))
+    let available = limit.map_or(most, |limit| usize::try_from(limit / PARTS).unwrap_or(most));
+    available.clamp(FEWEST, most.max(FEWEST))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Histograms of f32 that add up exactly: parts of a tensor that several ranks hold give the bits
-//! that the whole one would.
+//! Histograms of f32 that merge exactly: histograms of the parts of a tensor merge to the bits of
+//! that of the whole tensor.
 //!
 //! Values fall into bins by the upper bits of their representation: sign, exponent, and three bits
 //! of the fraction, so eight bins for each power of two. Counts are integers. Sum and sum of
@@ -10,17 +10,17 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// Bits of an f32 below those that choose its bin.
+/// The low bits of an f32 that do not affect its bin.
 const BELOW: u32 = 20;
 
-/// Bins.
+/// The number of bins.
 const BINS: usize = 1 << (32 - BELOW);
 
-/// Digits of 32 bits in a sum: squares of f32 span 2^-298 to 2^256, and there is room for 2^63 of
-/// them.
+/// The number of 32-bit digits in a sum: squares of f32 span 2^-298 to 2^256, and 2^63 of them must
+/// fit.
 const DIGITS: usize = 20;
 
-/// A sum without rounding, in units of a power of two that its user knows.
+/// A sum without rounding, in units of a power of two that the caller chooses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct ExactSum {
     /// The number is the sum of `digits[k] · 2^(32 k)`. Between additions all but the last are from
@@ -35,8 +35,8 @@ impl Default for ExactSum {
 }
 
 impl ExactSum {
-    /// Adds `mantissa · 2^shift`, or takes it away. Up to 2^30 additions may follow one another
-    /// before [`ExactSum::carry`].
+    /// Adds or subtracts `mantissa · 2^shift`. [`ExactSum::carry`] must be called after at most
+    /// 2^30 additions.
     fn add(&mut self, mantissa: u64, shift: usize, is_negative: bool) {
         let first = shift / 32;
         let mut rest = u128::from(mantissa) << (shift % 32);
@@ -47,7 +47,7 @@ impl ExactSum {
         }
     }
 
-    /// Brings all digits but the last into their range.
+    /// Normalises all digits but the last.
     fn carry(&mut self) {
         let mut carried = 0;
         for digit in &mut self.digits[..DIGITS - 1] {
@@ -63,7 +63,7 @@ impl ExactSum {
         self.carry();
     }
 
-    /// The number in units of 2^`exponent`.
+    /// Returns the sum, given that its unit is 2^`exponent`.
     fn value(&self, exponent: i32) -> f64 {
         let mut magnitude = self.clone();
         let is_negative = magnitude.digits[DIGITS - 1] < 0;
@@ -81,35 +81,35 @@ impl ExactSum {
 /// A histogram of values.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Histogram {
-    /// Values in each bin that has some, by the bin's number; bins ascend with their values.
+    /// The count of each non-empty bin. Bin numbers ascend with values.
     counts: BTreeMap<u16, u64>,
-    /// The least and the largest value, if there are any.
+    /// The smallest and the largest finite value, if there are any.
     bounds: Option<(f32, f32)>,
-    /// In units of 2^-149.
+    /// The sum, in units of 2^-149.
     sum: ExactSum,
-    /// In units of 2^-298.
+    /// The sum of squares, in units of 2^-298.
     squares: ExactSum,
-    /// Values that are not finite; nothing else counts them.
+    /// The number of values that are not finite, which count nowhere else.
     not_finite: u64,
 }
 
 impl Histogram {
     /// Adds values.
     pub fn add(&mut self, values: &[f32]) {
-        // So many additions leave room in a digit.
+        // This many additions cannot overflow a digit.
         values.chunks(1 << 30).for_each(|values| self.add_some(values));
     }
 
     fn add_some(&mut self, values: &[f32]) {
         let mut counts = vec![0u64; BINS];
-        let (mut least, mut largest) = self.bounds.unwrap_or((f32::INFINITY, f32::NEG_INFINITY));
+        let (mut smallest, mut largest) = self.bounds.unwrap_or((f32::INFINITY, f32::NEG_INFINITY));
         for &value in values {
             if !value.is_finite() {
                 self.not_finite += 1;
                 continue;
             }
             counts[bin(value)] += 1;
-            (least, largest) = (least.min(value), largest.max(value));
+            (smallest, largest) = (smallest.min(value), largest.max(value));
             let (mantissa, shift) = parts(value);
             self.sum.add(mantissa, shift, value < 0.0);
             self.squares.add(mantissa * mantissa, 2 * shift, false);
@@ -117,7 +117,7 @@ impl Histogram {
         self.sum.carry();
         self.squares.carry();
         // Zeros of both signs are one value.
-        self.bounds = (least <= largest).then_some((least + 0.0, largest + 0.0));
+        self.bounds = (smallest <= largest).then_some((smallest + 0.0, largest + 0.0));
         for (bin, count) in (0..).zip(counts).filter(|(_, count)| *count > 0) {
             *self.counts.entry(bin).or_default() += count;
         }
@@ -129,8 +129,8 @@ impl Histogram {
             *self.counts.entry(*bin).or_default() += count;
         }
         self.bounds = match (self.bounds, other.bounds) {
-            (Some((least, largest)), Some((other_least, other_largest))) => {
-                Some((least.min(other_least), largest.max(other_largest)))
+            (Some((smallest, largest)), Some((other_smallest, other_largest))) => {
+                Some((smallest.min(other_smallest), largest.max(other_largest)))
             }
             (one, other) => one.or(other),
         };
@@ -139,33 +139,33 @@ impl Histogram {
         self.not_finite += other.not_finite;
     }
 
-    /// The least and the largest finite value, if there are any.
+    /// Returns the smallest and the largest finite value, if there are any.
     pub fn bounds(&self) -> Option<(f32, f32)> {
         self.bounds
     }
 
-    /// Finite values.
+    /// Returns the number of finite values.
     pub fn count(&self) -> u64 {
         self.counts.values().sum()
     }
 
-    /// Values that are not finite.
+    /// Returns the number of values that are not finite.
     pub fn not_finite(&self) -> u64 {
         self.not_finite
     }
 
-    /// Their sum.
+    /// Returns the sum of the finite values.
     pub fn sum(&self) -> f64 {
         self.sum.value(-149)
     }
 
-    /// The sum of their squares.
+    /// Returns the sum of the squares of the finite values.
     pub fn sum_of_squares(&self) -> f64 {
         self.squares.value(-298)
     }
 
-    /// The bins as upper limits, ascending, and counts: those that hold values, and where others
-    /// lie between two of them, one that is empty.
+    /// Returns the upper limits of bins, ascending, with their counts: all non-empty bins, and one
+    /// empty bin wherever empty ones lie between two of them.
     pub fn buckets(&self) -> Vec<(f64, u64)> {
         let mut buckets = Vec::with_capacity(self.counts.len());
         let mut next = None;
@@ -180,7 +180,7 @@ impl Histogram {
     }
 }
 
-/// The bin of a finite value; bins ascend with values.
+/// Returns the bin of a finite value. Bins ascend with values.
 fn bin(value: f32) -> usize {
     // Zeros of both signs are one value.
     let bits = (value + 0.0).to_bits();
@@ -188,8 +188,8 @@ fn bin(value: f32) -> usize {
     (ascending >> BELOW) as usize
 }
 
-/// The upper limit of a bin: of those of positive values the least that is above, of those of
-/// negative ones the largest in it.
+/// Returns the upper limit of a bin: for positive values the smallest value above the bin, for
+/// negative ones the largest value in it.
 fn limit(bin: u16) -> f64 {
     const HALF: u32 = BINS as u32 / 2;
     match u32::from(bin) {
@@ -201,7 +201,7 @@ fn limit(bin: u16) -> f64 {
     }
 }
 
-/// The magnitude of a finite value as `mantissa · 2^(shift - 149)`.
+/// Splits the magnitude of a finite value into `mantissa · 2^(shift - 149)`.
 fn parts(value: f32) -> (u64, usize) {
     let bits = value.to_bits();
     let exponent = (bits >> 23 & 0xff) as usize;
@@ -217,7 +217,7 @@ mod tests {
     use super::*;
     use crate::random::{Stream, derive};
 
-    fn of(values: &[f32]) -> Histogram {
+    fn histogram_of(values: &[f32]) -> Histogram {
         let mut histogram = Histogram::default();
         histogram.add(values);
         histogram
@@ -243,16 +243,16 @@ mod tests {
             f32::NAN,
             f32::INFINITY,
         ]);
-        let whole = of(&values);
+        let whole = histogram_of(&values);
         for cut in [1, 3, 31, 1024] {
             let mut merged = Histogram::default();
             values
                 .chunks(values.len().div_ceil(cut))
                 .rev()
-                .for_each(|part| merged.merge(&of(part)));
+                .for_each(|part| merged.merge(&histogram_of(part)));
             assert_eq!(merged, whole);
-            let told = serde_json::to_vec(&merged).unwrap();
-            assert_eq!(serde_json::from_slice::<Histogram>(&told).unwrap(), whole);
+            let json = serde_json::to_vec(&merged).unwrap();
+            assert_eq!(serde_json::from_slice::<Histogram>(&json).unwrap(), whole);
         }
         assert_eq!((whole.count(), whole.not_finite()), (values.len() as u64 - 2, 2));
         assert_eq!(whole.bounds(), Some((-f32::MAX, f32::MAX)));
@@ -261,18 +261,18 @@ mod tests {
     #[test]
     fn sums_are_exact() {
         // Added one after the other in f64, the ones would be lost.
-        let histogram = of(&[1e30, 1.0, -1e30, 1.0, -3.0]);
+        let histogram = histogram_of(&[1e30, 1.0, -1e30, 1.0, -3.0]);
         assert_eq!(histogram.sum(), -1.0);
         let expected = 2.0 * f64::from(1e30f32) * f64::from(1e30f32) + 11.0;
         assert_eq!(histogram.sum_of_squares(), expected);
         assert_eq!(
-            of(&[f32::MIN_POSITIVE / 8.0; 3]).sum(),
+            histogram_of(&[f32::MIN_POSITIVE / 8.0; 3]).sum(),
             3.0 * f64::from(f32::MIN_POSITIVE) / 8.0
         );
-        assert_eq!(of(&[-0.5; 6]).sum(), -3.0);
+        assert_eq!(histogram_of(&[-0.5; 6]).sum(), -3.0);
         let values = normal(4096, 0.02);
         let sum: f64 = values.iter().map(|value| f64::from(*value)).sum();
-        assert!((of(&values).sum() - sum).abs() < 1e-12);
+        assert!((histogram_of(&values).sum() - sum).abs() < 1e-12);
     }
 
     #[test]
@@ -302,7 +302,7 @@ mod tests {
             );
         }
         values.retain(|value| *value != 0.0);
-        let buckets = of(&values).buckets();
+        let buckets = histogram_of(&values).buckets();
         assert!(buckets.is_sorted_by(|one, next| one.0 < next.0), "{buckets:?}");
         for (at, &(upper, count)) in buckets.iter().enumerate() {
             let lower = at.checked_sub(1).map_or(f64::NEG_INFINITY, |before| buckets[before].0);
@@ -326,14 +326,14 @@ mod tests {
 
     #[test]
     fn nothing_has_no_bounds() {
-        let nothing = of(&[f32::NAN]);
+        let nothing = histogram_of(&[f32::NAN]);
         assert_eq!(
             (nothing.bounds(), nothing.buckets(), nothing.count(), nothing.sum()),
             (None, vec![], 0, 0.0)
         );
         let mut merged = Histogram::default();
-        merged.merge(&of(&[]));
-        merged.merge(&of(&[2.0]));
+        merged.merge(&histogram_of(&[]));
+        merged.merge(&histogram_of(&[2.0]));
         assert_eq!(merged.bounds(), Some((2.0, 2.0)));
     }
 }

@@ -10,41 +10,41 @@ use crate::error::{Error, Result};
 /// An axis of the mesh, slowest-varying first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {
-    /// Stages of consecutive units.
+    /// Pipeline parallelism: stages of consecutive units.
     Pipeline,
-    /// Copies of the parameters.
+    /// Data parallelism: copies of the parameters.
     Replica,
-    /// Owners of ranges of each unit.
+    /// Sharded data parallelism: owners of ranges of each unit.
     Shard,
-    /// Slices of each block.
+    /// Tensor parallelism: slices of each block.
     Tensor,
 }
 
-/// Ranks along each axis.
+/// The number of ranks along each axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mesh {
-    /// Stages.
+    /// The number of pipeline stages.
     pub pipeline: usize,
-    /// Copies of the sharded parameters.
+    /// The number of copies of the sharded parameters.
     pub replica: usize,
-    /// Ranks that share one copy of the parameters.
+    /// The number of ranks that share one copy of the parameters.
     pub shard: usize,
-    /// Ranks that share one block.
+    /// The number of ranks that share one block.
     pub tensor: usize,
 }
 
 impl Mesh {
-    /// Ranks in all.
+    /// Returns the total number of ranks.
     pub fn ranks(&self) -> usize {
         self.sizes().iter().product()
     }
 
-    /// Ranks that see different data: replica × shard.
+    /// Returns the number of data-parallel ranks: replica × shard.
     pub fn data(&self) -> usize {
         self.replica * self.shard
     }
 
-    /// The pipeline stage of a rank.
+    /// Returns the pipeline stage of a rank.
     pub fn stage(&self, rank: usize) -> usize {
         self.coordinates(rank)[Axis::Pipeline as usize]
     }
@@ -53,7 +53,7 @@ impl Mesh {
         [self.pipeline, self.replica, self.shard, self.tensor]
     }
 
-    /// Coordinates of a rank: pipeline, replica, shard, tensor.
+    /// Returns the coordinates of a rank: pipeline, replica, shard, tensor.
     pub fn coordinates(&self, rank: usize) -> [usize; 4] {
         let mut rest = rank;
         let mut coordinates = [0; 4];
@@ -64,7 +64,7 @@ impl Mesh {
         coordinates
     }
 
-    /// For every rank a colour: ranks of one colour form a group along `axes`.
+    /// Returns a colour for every rank. Ranks of one colour form a group along `axes`.
     pub fn colors(&self, axes: &[Axis]) -> Vec<usize> {
         let color = |rank| {
             let coordinates = self.coordinates(rank);
@@ -75,11 +75,12 @@ impl Mesh {
         (0..self.ranks()).map(color).collect()
     }
 
-    /// Checks that the axes multiply to the ranks there are. `shards` is whether parameters may be
-    /// cut.
+    /// Checks that the sizes of the axes multiply to `ranks`. `shards` is whether parameters may be
+    /// sharded.
     ///
     /// # Errors
-    /// The equation that does not hold, and the nearest values that would mend it.
+    /// Returns an error with the equation if they do not, and a hint with the nearest values that
+    /// do.
     pub fn check(&self, ranks: usize, shards: bool) -> Result<()> {
         if self.ranks() == ranks {
             return Ok(());
@@ -92,14 +93,14 @@ impl Mesh {
         fitting.sort_by_key(|(shard, replica)| {
             shard.abs_diff(self.shard) + replica.abs_diff(self.replica)
         });
-        let mut mended: Vec<String> = fitting
+        let mut fixes: Vec<String> = fitting
             .iter()
             .take(2)
             .map(|(shard, replica)| {
                 format!("parallel.shard = {shard} with parallel.replica = {replica}")
             })
             .collect();
-        mended.push(format!("{} ranks", self.ranks()));
+        fixes.push(format!("{} ranks", self.ranks()));
         Err(Error::input(format!(
             "pipeline({}) × replica({}) × shard({}) × tensor({}) = {} ranks, but {ranks} started",
             self.pipeline,
@@ -108,11 +109,11 @@ impl Mesh {
             self.tensor,
             self.ranks()
         ))
-        .hint(format!("the nearest that fit: {}", mended.join(", or "))))
+        .hint(format!("the nearest that fit: {}", fixes.join(", or "))))
     }
 }
 
-/// All pairs of numbers whose product is `number`.
+/// Iterates over all pairs of numbers that multiply to `number`.
 fn factors(number: usize) -> impl Iterator<Item = (usize, usize)> {
     (1..=number)
         .filter(move |first| number.is_multiple_of(*first))

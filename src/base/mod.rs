@@ -1,7 +1,7 @@
-//! Foundations of hpctrain, which all its crates use: errors, files and directories, signals and
-//! threads, random numbers, shapes of memory and of meshes, spans of threads, energy.
+//! The foundations of all crates of hpctrain: errors, files and directories, signals and threads,
+//! random numbers, layouts of memory and of ranks, spans of threads, energy.
 //!
-//! It serves the other crates of hpctrain: it may change at any time.
+//! It is an internal crate, whose API may change at any time.
 
 #![forbid(unsafe_code)]
 

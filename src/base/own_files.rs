@@ -1,9 +1,10 @@
-//! Files and directories of a run, written where other users may have put entries before: links are
-//! not followed.
+//! Opens files and directories of a run safely where other users may have put entries before: links
+//! are not followed.
 //!
 //! The last component of a path is never followed. A link to the directory of the file is followed
 //! only if it belongs to this user, to root, or to the owner of the directory that it is in, unless
-//! all may write there: the rule of `fs.protected_symlinks`. What is above is the user's choice.
+//! all users may write there: the rule of `fs.protected_symlinks`. Components above are not
+//! checked.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
@@ -13,13 +14,14 @@ use std::process::Command;
 
 use crate::error::{Error, Result};
 
-/// Bit of a mode by which all others may write.
+/// The mode bit that lets all users write.
 const ALL_WRITE: u32 = 0o002;
 
-/// Creates a file, or cuts off what is in it.
+/// Creates a file, or truncates it.
 ///
 /// # Errors
-/// Returns an error if the file system refuses, or the path leads through a link of another user.
+/// Returns an error if the file cannot be opened, it is not a regular file, or the path leads
+/// through a link of another user.
 pub fn create(path: &Path) -> io::Result<File> {
     open(path, OpenOptions::new().write(true).create(true).truncate(true))
 }
@@ -27,7 +29,7 @@ pub fn create(path: &Path) -> io::Result<File> {
 /// Creates a file that does not exist.
 ///
 /// # Errors
-/// As [`create`], or it exists.
+/// Returns an error if the file exists, and in the same cases as [`create`].
 pub fn create_new(path: &Path) -> io::Result<File> {
     open(path, OpenOptions::new().read(true).write(true).create_new(true))
 }
@@ -35,7 +37,7 @@ pub fn create_new(path: &Path) -> io::Result<File> {
 /// Opens a file to append, and creates it if it is missing.
 ///
 /// # Errors
-/// As [`create`].
+/// Returns an error in the same cases as [`create`].
 pub fn append(path: &Path) -> io::Result<File> {
     open(path, OpenOptions::new().append(true).create(true))
 }
@@ -43,26 +45,26 @@ pub fn append(path: &Path) -> io::Result<File> {
 /// Opens a file to read and write anywhere in it, and creates it if it is missing.
 ///
 /// # Errors
-/// As [`create`].
+/// Returns an error in the same cases as [`create`].
 pub fn update(path: &Path) -> io::Result<File> {
     open(path, OpenOptions::new().read(true).write(true).create(true).truncate(false))
 }
 
-/// Writes a file, in place of its old content.
+/// Replaces the content of a file, which is created if it is missing.
 ///
 /// # Errors
-/// As [`create`].
+/// Returns an error in the same cases as [`create`].
 pub fn write(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
     create(path)?.write_all(content.as_ref())
 }
 
-/// Creates a directory unless it exists. The directory that it is in must exist.
+/// Creates a directory unless it exists. Its parent must exist.
 ///
 /// # Errors
-/// Returns an error if the file system refuses, or there is something else, such as a link of
+/// Returns an error if it cannot be created, or the path is something else, such as a link of
 /// another user.
 pub fn directory(path: &Path) -> io::Result<()> {
-    // Others may not write there, whatever the mask.
+    // Other users may not write there, whatever the umask.
     match DirBuilder::new().mode(0o775).create(path) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => check_entry(path),
         made => made,
@@ -71,7 +73,7 @@ pub fn directory(path: &Path) -> io::Result<()> {
 
 fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     check_entry(directory_of(path))?;
-    // The open of a pipe would wait for its other end.
+    // Opening a FIFO would otherwise wait for its other end.
     let opened = options.mode(0o666).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
     let file = opened.map_err(|e| match e.raw_os_error() {
         Some(libc::ELOOP) => io::Error::other("it is a symbolic link, which is not followed here"),
@@ -84,12 +86,12 @@ fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     }
 }
 
-/// The directory that a file is in.
+/// Returns the directory that a file is in.
 fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Refuses all but a directory, and a trusted link to one.
+/// Returns an error unless the path is a directory, or a trusted link to one.
 fn check_entry(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_symlink() {
         check_link(path)?;
@@ -97,7 +99,7 @@ fn check_entry(path: &Path) -> io::Result<()> {
     if fs::metadata(path)?.is_dir() { Ok(()) } else { Err(ErrorKind::NotADirectory.into()) }
 }
 
-/// Refuses a link that another user may have planted.
+/// Returns an error if another user may have planted the link.
 fn check_link(path: &Path) -> io::Result<()> {
     let link = fs::symlink_metadata(path)?.uid();
     let above = fs::metadata(directory_of(path))?;
@@ -105,19 +107,20 @@ fn check_link(path: &Path) -> io::Result<()> {
     if [rustix::process::geteuid().as_raw(), 0].contains(&link) || is_of_owner {
         return Ok(());
     }
-    let told = format!("{} is a link of user {link}, which is not followed", path.display());
-    Err(io::Error::new(ErrorKind::PermissionDenied, told))
+    let message = format!("{} is a link of user {link}, which is not followed", path.display());
+    Err(io::Error::new(ErrorKind::PermissionDenied, message))
 }
 
-/// Refuses an existing directory that is not the user's own: one that belongs neither to the owner
-/// of the files that this process creates there, which a file server may change, nor to the group
-/// `group`; or one that all may write to.
+/// Checks that an existing directory can be trusted: it belongs to the owner of the files that this
+/// process creates there, which a file server may change, or to the group `group`; and not all
+/// users may write to it.
 ///
 /// # Errors
-/// Returns an error ([`crate::error::Kind::Input`]) with the remedy, or one of the file system.
+/// Returns an error ([`crate::error::Kind::Input`]) with the remedy if it cannot, and an error if
+/// the directory cannot be inspected.
 pub fn check_directory(path: &Path, group: Option<u32>) -> Result<()> {
     check_entry(path).map_err(|e| Error::io("open", path, e).hint(FOREIGN))?;
-    let found = fs::metadata(path).map_err(|e| Error::io("look at", path, e))?;
+    let found = fs::metadata(path).map_err(|e| Error::io("stat", path, e))?;
     let is_open = found.mode() & ALL_WRITE != 0;
     let user = rustix::process::geteuid().as_raw();
     let is_mine = found.uid() == user || group == Some(found.gid());
@@ -136,20 +139,20 @@ pub fn check_directory(path: &Path, group: Option<u32>) -> Result<()> {
         ))
         .hint(FOREIGN));
     }
-    // A temporary file is closed to others, where there are permissions.
+    // If permissions have an effect, other users cannot write a temporary file.
     if is_open && probe.mode() & ALL_WRITE == 0 {
         let name = path.display();
         let mode = found.mode() & 0o7777;
         let error =
             Error::input(format!("{name} has mode {mode:o}: all users may put files into it"));
         return Err(
-            error.hint(format!("see that its files are yours, then close it: chmod o-w {name}"))
+            error.hint(format!("check that its files are yours, then close it: chmod o-w {name}"))
         );
     }
     Ok(())
 }
 
-/// The number of a group, by its name or number.
+/// Returns the number of a group, given its name or number.
 ///
 /// # Errors
 /// Returns an error if the system has no such group.
@@ -157,14 +160,14 @@ pub fn group(name: &str) -> Result<u32> {
     if let Ok(number) = name.parse() {
         return Ok(number);
     }
-    // Groups may be in a directory service, which the C library asks.
-    let told = Command::new("getent").args(["group", "--", name]).output();
-    let number = told
+    // Groups may be in a directory service, which getent queries.
+    let output = Command::new("getent").args(["group", "--", name]).output();
+    let number = output
         .ok()
-        .and_then(|told| String::from_utf8(told.stdout).ok()?.split(':').nth(2)?.parse().ok());
+        .and_then(|output| String::from_utf8(output.stdout).ok()?.split(':').nth(2)?.parse().ok());
     number.ok_or_else(|| {
         Error::input(format!("run.group = {name}: the system has no such group"))
-            .hint("give one that `id` prints, by its name or its number")
+            .hint("use the name or number of a group that `id` prints")
     })
 }
 
@@ -202,7 +205,7 @@ mod tests {
         }
         assert!(write(&link, "x").unwrap_err().to_string().contains("symbolic link"));
         assert_eq!(fs::read(&victim).unwrap(), b"precious");
-        // Nor is one made where a link leads to nothing.
+        // Nor is a file created where a dangling link points.
         fs::remove_file(&victim).unwrap();
         write(&link, "x").unwrap_err();
         assert!(!victim.exists());

@@ -1,4 +1,4 @@
-//! Panics of other crates, caught and reported as errors.
+//! Catches panics of other crates and reports them as errors.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -10,8 +10,8 @@ thread_local! {
     static IS_CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work` and returns the message of its panic, which is neither printed nor ends the job.
-/// `work` must not leave anything half changed that is used after a panic.
+/// Runs `work` and catches a panic, which is neither printed nor ends the job. `work` must not
+/// leave state inconsistent that is used after a panic.
 ///
 /// # Errors
 /// Returns the message if `work` panics on this thread.
@@ -31,8 +31,8 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     done.map_err(|panic| message(&*panic))
 }
 
-/// Returns whether a panic on this thread becomes an error: a panic hook that ends the process or
-/// prints leaves it alone.
+/// Returns true if a panic on this thread becomes an error. A panic hook that prints or ends the
+/// process should then do nothing.
 pub fn is_caught() -> bool {
     IS_CAUGHT.get()
 }

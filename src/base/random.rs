@@ -3,12 +3,12 @@
 //! Initial weights, dropout masks and sampled tokens are therefore independent of ranks, threads
 //! and restarts.
 
-/// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-/// 2011): four 32-bit words for a 128-bit counter and a 64-bit key.
+/// Computes Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1,
+/// 2, 3", 2011): four 32-bit words for a 128-bit counter and a 64-bit key.
 #[inline(always)]
 pub fn philox(counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
-    // In words of 64 bits, of which the upper half is zero: so vectors need not be widened for
-    // every product.
+    // Words of 64 bits, whose upper half is zero, so that vectors need not be widened for every
+    // multiplication.
     const LOW: u64 = 0xFFFF_FFFF;
     let [mut c0, mut c1, mut c2, mut c3] = counter.map(u64::from);
     for _ in 0..10 {
@@ -21,26 +21,26 @@ pub fn philox(counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     [c0, c1, c2, c3].map(|word| word as u32)
 }
 
-/// A stream of words, named by a key.
+/// A stream of random words, identified by a key.
 #[derive(Debug, Clone, Copy)]
 pub struct Stream {
     key: [u32; 2],
 }
 
 impl Stream {
-    /// The stream `key`.
+    /// Creates the stream of `key`.
     pub fn new(key: u64) -> Self {
         Self { key: [key as u32, (key >> 32) as u32] }
     }
 
-    /// Words `4·block .. 4·block + 4` of the stream.
+    /// Returns words `4·block .. 4·block + 4` of the stream.
     #[inline(always)]
     pub fn block(self, block: u64) -> [u32; 4] {
         philox([block as u32, (block >> 32) as u32, 0, 0], self.key)
     }
 
-    /// [`Stream::block`] of `N` blocks from `first` on, the i-th words of all of them together: for
-    /// vectors.
+    /// Returns `N` blocks from `first` on, transposed for vector code: element `i` has the i-th
+    /// words of all blocks.
     #[inline(always)]
     pub fn blocks<const N: usize>(self, first: u64) -> [[u32; N]; 4] {
         let mut words = [[0; N]; 4];
@@ -70,7 +70,7 @@ impl Stream {
         }
     }
 
-    /// Element `index` of a uniform sequence in [0, 1).
+    /// Returns element `index` of a uniform sequence in [0, 1).
     pub fn uniform(self, index: u64) -> f64 {
         f64::from(self.block(index)[0]) / 4_294_967_296.0
     }
@@ -89,7 +89,7 @@ pub fn derive(key: u64, parts: &[u64]) -> u64 {
     })
 }
 
-/// A number for a name, to pass to [`derive()`] (FNV-1a).
+/// Hashes a name to a number to pass to [`derive()`] (FNV-1a).
 pub fn name(text: &str) -> u64 {
     text.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3)

@@ -1,56 +1,57 @@
-//! Files that other files name, or that lie in directories of others: opened only if they are
-//! regular files.
+//! Opens files whose names come from other files, or that lie in directories of other users, only
+//! if they are regular files.
 //!
-//! The open of a FIFO waits for its other end, and a device never ends.
+//! Opening a FIFO would wait for its other end, and a device may never end.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Component, Path};
 
-/// Opens a regular file, or one that a link leads to, for reading.
+/// Opens a regular file, or a link to one, for reading.
 ///
 /// # Errors
-/// The file system refused; it is a directory; or it is a pipe, a socket or a device
-/// ([`ErrorKind::InvalidData`]).
+/// Returns an error if the file cannot be opened, is a directory, or is a pipe, a socket or a
+/// device ([`ErrorKind::InvalidData`]).
 pub fn open(path: &Path) -> io::Result<File> {
     check(path)?;
-    // Nor does the open of one that has just taken its place wait.
+    // If a FIFO has just replaced the file, opening it does not wait either.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-    kind(&file.metadata()?).map(|()| file)
+    check_kind(&file.metadata()?).map(|()| file)
 }
 
-/// Refuses all but regular files, and links to them.
+/// Checks that a path is a regular file, or a link to one.
 ///
 /// # Errors
-/// As [`open`].
+/// Returns an error in the same cases as [`open`].
 pub fn check(path: &Path) -> io::Result<()> {
-    kind(&std::fs::metadata(path)?)
+    check_kind(&std::fs::metadata(path)?)
 }
 
-/// The content of a regular file.
+/// Reads a regular file.
 ///
 /// # Errors
-/// As [`open`].
+/// Returns an error in the same cases as [`open`], or if reading fails.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
     open(path)?.read_to_end(&mut content).map(|_| content)
 }
 
-/// The content of a regular file, which is text.
+/// Reads a regular file as text.
 ///
 /// # Errors
-/// As [`open`], or it is not UTF-8 ([`ErrorKind::InvalidData`]).
+/// Returns an error in the same cases as [`read`], or if the file is not UTF-8
+/// ([`ErrorKind::InvalidData`]).
 pub fn read_to_string(path: &Path) -> io::Result<String> {
     let mut content = String::new();
     open(path)?.read_to_string(&mut content).map(|_| content)
 }
 
-fn kind(of: &std::fs::Metadata) -> io::Result<()> {
-    if of.is_file() {
+fn check_kind(metadata: &std::fs::Metadata) -> io::Result<()> {
+    if metadata.is_file() {
         Ok(())
-    } else if of.is_dir() {
-        // As a read has it.
+    } else if metadata.is_dir() {
+        // The error that reading a directory returns.
         Err(io::Error::from_raw_os_error(libc::EISDIR))
     } else {
         Err(io::Error::new(
@@ -60,10 +61,10 @@ fn kind(of: &std::fs::Metadata) -> io::Result<()> {
     }
 }
 
-/// Whether a name is that of an entry of a directory, and leads nowhere else.
+/// Returns true if a name is a single path component, so that it cannot lead out of its directory.
 pub fn is_plain_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
-    // A trailing slash is no component.
+    // A trailing slash is not a component.
     matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
         && !name.contains(['/', '\0'])
 }

@@ -1,9 +1,9 @@
-//! Requests to end that the operating system delivers: SIGTERM, SIGINT, SIGUSR1, and SIGXCPU of a
-//! limit on CPU time.
+//! Handles the signals that request the end of the process: SIGTERM, SIGINT, SIGUSR1, and SIGXCPU,
+//! which a limit on CPU time sends.
 //!
-//! A handler only notes that one came; the ranks agree on the response at the next point where they
-//! meet anyway. SIGXFSZ, of a limit on the size of files, stands for an error of the write that met
-//! the limit, and is handled as such.
+//! The handler only records the signal; the ranks agree on the response at their next
+//! synchronisation. SIGXFSZ, which a limit on the size of files sends, is handled as an error of
+//! the write that exceeds the limit.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -22,25 +22,23 @@ const SIGNALS: [(i32, &str); 4] = [
     (SIGXCPU, "SIGXCPU (limit on CPU time)"),
 ];
 
-/// Time between two looks for a signal during a pause.
+/// Interval at which signals are polled during a pause.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Exit code of a process that a second SIGINT ends at once: 128 and the signal's number, as shells
-/// have it.
+/// Exit code after a second SIGINT: 128 plus the signal's number, as in shells.
 const INTERRUPTED: i32 = 130;
 
-/// One more than the index of the signal that came last; 0 before any.
+/// The index of the last signal plus one; 0 before any.
 static CAME: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 
-/// Notes the signals from now on instead of dying of them. A second SIGINT ends the process at
-/// once.
+/// Records the signals from now on instead of ending the process. A second SIGINT ends it at once.
 ///
 /// # Errors
-/// The system refused.
+/// Returns an error if a signal handler cannot be registered.
 pub fn listen() -> Result<()> {
     let refused = |e: std::io::Error| Error::internal(format!("cannot handle signals: {e}"));
     let came = CAME.get_or_init(Arc::default);
-    // First of all: a signal is noted as soon as the process does not die of it.
+    // Registered first, so that no signal is lost once it no longer ends the process.
     for (index, (signal, _)) in SIGNALS.iter().enumerate() {
         flag::register_usize(*signal, came.clone(), index + 1).map_err(refused)?;
     }
@@ -52,20 +50,20 @@ pub fn listen() -> Result<()> {
     Ok(())
 }
 
-/// Has a write that meets the limit on the size of files (`ulimit -f`) fail with `EFBIG`, instead
-/// of ending the process. Programs that this one starts are ended as ever.
+/// Makes a write that exceeds the limit on the size of files (`ulimit -f`) fail with `EFBIG`
+/// instead of ending the process. Child processes keep the default behaviour.
 ///
 /// # Errors
-/// Returns an error if the system refuses.
+/// Returns an error if the signal handler cannot be registered.
 pub fn survive_file_size_limit() -> Result<()> {
-    // With a handler, whatever it does, the write returns an error. Ignored, the signal would stay
-    // so in started programs.
+    // With any handler, the write returns an error. An ignored signal would also be ignored in
+    // child processes.
     let came = Arc::new(AtomicBool::new(false));
     let handled = flag::register(SIGXFSZ, came);
     handled.map(drop).map_err(|e| Error::internal(format!("cannot handle SIGXFSZ: {e}")))
 }
 
-/// Sleeps for a while, or until a signal asks this process to end.
+/// Sleeps for `time`, or until a signal requests the end of this process.
 pub fn pause(time: Duration) {
     let begun = Instant::now();
     while came().is_none() && begun.elapsed() < time {
@@ -73,7 +71,7 @@ pub fn pause(time: Duration) {
     }
 }
 
-/// The name of the signal that came last, if one came.
+/// Returns the name of the last signal, if one was received.
 pub fn came() -> Option<&'static str> {
     let index = CAME.get()?.load(Ordering::Relaxed).checked_sub(1)?;
     Some(SIGNALS[index].1)

@@ -1,10 +1,10 @@
-//! Plain code, compiled for the widest vectors of the machine.
+//! Runs plain code compiled for the widest vector extensions of the machine.
 
 use std::sync::LazyLock;
 
 static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
 
-/// Returns the name of the machine's vector extensions: they decide the last bits of sums.
+/// Returns the name of the machine's vector extensions, which affect the last bits of sums.
 pub fn name() -> String {
     #[cfg(target_arch = "x86_64")]
     match *ARCH {
@@ -24,8 +24,8 @@ pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     ARCH.dispatch(f)
 }
 
-/// Runs code that is written for vectors of any width with those of the machine; it must be inlined
-/// as that of [`simd`].
+/// Runs code that is generic over the vector width with the machine's vectors. It must be inlined
+/// like that of [`simd`].
 #[inline(always)]
 pub fn vectors<R>(code: impl pulp::WithSimd<Output = R>) -> R {
     ARCH.dispatch(code)

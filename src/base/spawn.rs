@@ -1,4 +1,4 @@
-//! Threads with a name, and advice for a system that refuses one.
+//! Starts named threads, with a hint if the system cannot start one.
 
 use std::path::Path;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 /// Starts a thread.
 ///
 /// # Errors
-/// Returns an error if the system refuses it; its hint names the limits on threads that hold here.
+/// Returns an error if the thread cannot be started. Its hint names the limits on threads that
+/// apply.
 pub fn spawn<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -19,10 +20,10 @@ pub fn spawn<T: Send + 'static>(
     Builder::new().name(name.into()).spawn(work).map_err(|e| refused(name, &e))
 }
 
-/// As [`spawn`], within a scope.
+/// Starts a thread in a scope.
 ///
 /// # Errors
-/// The same.
+/// Returns an error in the same cases as [`spawn`].
 pub fn spawn_scoped<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: &str,
@@ -31,7 +32,7 @@ pub fn spawn_scoped<'scope, T: Send + 'scope>(
     Builder::new().name(name.into()).spawn_scoped(scope, work).map_err(|e| refused(name, &e))
 }
 
-/// Returns the error of a thread that the system refused.
+/// Returns the error of a thread that could not be started.
 fn refused(name: &str, e: &std::io::Error) -> Error {
     let error = Error::input(format!("cannot start the thread {name}: {e}"));
     if e.kind() != std::io::ErrorKind::WouldBlock {
@@ -39,7 +40,9 @@ fn refused(name: &str, e: &std::io::Error) -> Error {
     }
     let limits = limits(Path::new("/"), getrlimit(Resource::Nproc).current);
     if limits.is_empty() {
-        return error.hint("the system has no room for another thread: look at kernel.threads-max and kernel.pid_max");
+        return error.hint(
+            "the system cannot start another thread: check kernel.threads-max and kernel.pid_max",
+        );
     }
     error.hint(format!(
         "raise the limit on processes and threads ({}), or lower run.threads",
@@ -47,8 +50,8 @@ fn refused(name: &str, e: &std::io::Error) -> Error {
     ))
 }
 
-/// Returns the limits on the number of threads, with their values: `ulimit`, of the user, and those
-/// of control groups.
+/// Returns the limits on the number of threads with their values: `ulimit -u`, and those of control
+/// groups.
 fn limits(root: &Path, ulimit: Option<u64>) -> Vec<String> {
     let of_user = ulimit.map(|limit| format!("ulimit -u is {limit}"));
     let of_groups = groups(root, "pids").into_iter().filter_map(|(_, group)| {

@@ -1,4 +1,4 @@
-//! Work that may take a limited time.
+//! Runs work with a time limit.
 
 use std::cell::RefCell;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -10,19 +10,18 @@ use crate::spawn::spawn;
 type Work = Box<dyn FnOnce() + Send>;
 
 thread_local! {
-    /// The helper of this thread, while it has nothing to do.
+    /// The helper of this thread, while it is idle.
     static HELPER: RefCell<Option<Sender<Work>>> = const { RefCell::new(None) };
 }
 
-/// Runs `work` on a helper thread and waits at most `seconds` for it. Returns none if it takes
-/// longer; it goes on then, without effect, until it is done or the process ends.
+/// Runs `work` on a helper thread and waits at most `seconds` for it. Returns `None` if it takes
+/// longer; the work then continues, and its result is discarded.
 ///
-/// The seconds are counted one at a time, so that those in which the process is stopped do not
+/// The seconds are counted one at a time, so that time in which the process is stopped does not
 /// count.
 ///
 /// # Errors
-/// Returns an error if the system refuses a thread. A panic of `work` ends the helper, which is an
-/// internal error.
+/// Returns an error if the helper thread cannot be started, or ends because `work` panics.
 pub fn within<T: Send + 'static>(
     seconds: u64,
     work: impl FnOnce() -> T + Send + 'static,
@@ -31,7 +30,7 @@ pub fn within<T: Send + 'static>(
     let helper = HELPER.take().map_or_else(start, Ok)?;
     let (sender, result) = channel();
     let send = move || {
-        // Nobody waits for a result that comes too late.
+        // The receiver is gone if the result is late.
         let _ = sender.send(work());
     };
     helper.send(Box::new(send)).map_err(|_| ended())?;

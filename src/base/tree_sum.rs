@@ -1,15 +1,16 @@
-//! Sums by one binary tree, neighbours first.
+//! Deterministic sums by a binary tree that adds neighbours first.
 //!
 //! f32 addition is commutative but not associative. A tree whose shape does not depend on the ranks
 //! that hold its terms makes every number of ranks give the same bits.
 
-/// Sums partial results as they come, virtual rank after virtual rank, in the shape of a binary tree: neighbours
-/// first.
+/// Sums the results of consecutive virtual ranks as they arrive, in the shape of a binary tree that
+/// adds neighbours first.
 ///
-/// Two subtrees of equal height merge at once, so at most log2(virtual ranks) + 1 partial sums are alive.
+/// Two subtrees of equal height merge at once, so at most log2(virtual ranks) + 1 partial sums are
+/// alive.
 #[derive(Debug)]
 pub struct Tree<T> {
-    /// Partial sums with their heights; heights fall strictly.
+    /// Partial sums with their heights, which strictly decrease.
     partial: Vec<(u32, T)>,
 }
 
@@ -36,7 +37,7 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// The sum of everything, or nothing when nothing was pushed.
+    /// Returns the sum of everything that was pushed, or `None` if nothing was.
     pub fn finish<E>(
         &mut self,
         mut add: impl FnMut(&mut T, T) -> Result<(), E>,
@@ -50,7 +51,7 @@ impl<T> Tree<T> {
     }
 }
 
-/// The sum of `values` by the same tree; 0 of nothing.
+/// Sums `values` by the same tree. Returns 0 for an empty slice.
 pub fn tree_sum(values: &[f64]) -> f64 {
     let add = |into: &mut f64, from| {
         *into += from;
@@ -68,7 +69,7 @@ pub fn tree_sum(values: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    /// Writes the tree down.
+    /// Formats the tree with parentheses.
     fn shape(virtual_ranks: usize) -> String {
         let add = |into: &mut String, from: String| {
             *into = format!("({into}{from})");

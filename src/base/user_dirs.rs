@@ -1,5 +1,4 @@
-//! Directories of the user's own, also in places where others write: nobody else has put files into
-//! one.
+//! Directories that only this user can write to, even in places where other users can write.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::os::unix::fs::{
@@ -11,51 +10,51 @@ use rustix::fs::OFlags;
 
 use crate::error::{Error, Result};
 
-/// Bits of a mode by which the group or all others may write.
+/// The mode bits that let the group or all users write.
 const OTHERS_WRITE: u32 = 0o022;
-/// Bit of a mode by which only owners remove and rename the entries of a directory.
+/// The mode bit that lets only owners remove and rename the entries of a directory.
 const STICKY: u32 = 0o1000;
 
-/// State in which a directory was found.
+/// The state in which a directory was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trust {
-    /// It was made, or nobody else could write to it.
+    /// The directory was created, or no other user could write to it.
     Trusted,
-    /// It is the user's, but others could write to it until now: content must be checked, not
-    /// believed.
+    /// The directory is the user's, but others could write to it until now, so its content must be
+    /// verified.
     Opened,
 }
 
-/// The user's number, to be part of a name where several users share a place.
+/// Returns the number of the user, for names in places that several users share.
 pub fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Makes the directory `path`, of the user's own, unless it is there; its parent must exist. From
-/// now on nobody else writes to it. Any number of processes may call this at once.
+/// Creates the directory `path` unless it exists, and makes it writable for this user only. Its
+/// parent must exist. Any number of processes may call this at once.
 ///
 /// # Errors
-/// There is something else, such as a link or a directory of another user; others may replace it in
-/// its parent; the file system refused.
+/// Returns an error if the path is something else, such as a link or a directory of another user,
+/// if other users could replace it in its parent, or if it cannot be created or inspected.
 pub fn directory(path: &Path) -> Result<Trust> {
     let parent = path.parent().unwrap_or(Path::new("/"));
-    let above = fs::metadata(parent).map_err(|e| Error::io("look into", parent, e))?;
+    let above = fs::metadata(parent).map_err(|e| Error::io("stat", parent, e))?;
     let is_closed = above.mode() & OTHERS_WRITE == 0;
     let is_sticky = above.mode() & STICKY != 0;
-    // A group that may write to the user's directories is one of the user's own, where it is usual.
+    // Where the group may write to a user's directories, it is usually the user's private group.
     let is_own = above.uid() == user() && above.mode() & 0o002 == 0;
     if !(is_closed || is_sticky || is_own) {
         let name = parent.display();
         let mode = above.mode() & 0o7777;
         return Err(Error::input(format!("{name} has mode {mode:o}: others may replace its entries"))
-            .hint("name a directory of your own, or one where only owners remove entries, as in /tmp (chmod +t)"));
+            .hint("choose a directory that only you can write to, or one with the sticky bit, like /tmp (chmod +t)"));
     }
     match DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => return Ok(Trust::Trusted),
         Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
         Err(e) => return Err(Error::io("create", path, e)),
     }
-    let there = fs::symlink_metadata(path).map_err(|e| Error::io("look at", path, e))?;
+    let there = fs::symlink_metadata(path).map_err(|e| Error::io("stat", path, e))?;
     let refused = |what: String| {
         Err(Error::input(format!("{} {what}", path.display()))
             .hint("it is not used: remove it, ask its owner to, or name another directory"))
@@ -64,7 +63,7 @@ pub fn directory(path: &Path) -> Result<Trust> {
         return refused("is a link, not a directory of your own".into());
     }
     if !there.is_dir() {
-        return refused("is no directory".into());
+        return refused("is not a directory".into());
     }
     if there.uid() != user() {
         return refused(format!("belongs to user {}, not to you (user {})", there.uid(), user()));
@@ -73,14 +72,15 @@ pub fn directory(path: &Path) -> Result<Trust> {
         return Ok(Trust::Trusted);
     }
     fs::set_permissions(path, Permissions::from_mode(0o700))
-        .map_err(|e| Error::io("close to others", path, e))?;
+        .map_err(|e| Error::io("change the mode of", path, e))?;
     Ok(Trust::Opened)
 }
 
-/// The same for `names` below `root`, one within the other; `root` is made if it is missing.
+/// Creates nested directories `names` below `root` as [`directory`] does. `root` is created if it
+/// is missing.
 ///
 /// # Errors
-/// As [`directory`].
+/// Returns an error if `root` cannot be created, or in the same cases as [`directory`].
 pub fn below(root: &Path, names: &[&str]) -> Result<PathBuf> {
     fs::create_dir_all(root).map_err(|e| Error::io("create", root, e))?;
     let mut path = root.to_owned();
@@ -91,22 +91,22 @@ pub fn below(root: &Path, names: &[&str]) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Whether `path` is a file of the user's own, not a link: others did not write it.
+/// Returns true if `path` is a regular file of this user, not a link.
 pub fn is_mine(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|file| file.is_file() && file.uid() == user())
 }
 
-/// Whether `path` is a directory of the user's own, not a link.
+/// Returns true if `path` is a directory of this user, not a link.
 pub fn is_my_directory(path: &Path) -> bool {
     fs::symlink_metadata(path)
         .is_ok_and(|directory| directory.is_dir() && directory.uid() == user())
 }
 
-/// Opens a file to hold a lock on it, and makes it if it is missing. Links are not followed, and
-/// nothing is cut off.
+/// Opens a file to hold a lock on it, and creates it if it is missing. Links are not followed, and
+/// the file is not truncated.
 ///
 /// # Errors
-/// It is a link, or the file system refused.
+/// Returns an error if it is a link, or cannot be opened.
 pub fn lock_file(path: &Path) -> Result<File> {
     let flags = OFlags::NOFOLLOW.bits() as i32;
     let opened = OpenOptions::new()
@@ -119,8 +119,8 @@ pub fn lock_file(path: &Path) -> Result<File> {
     opened.map_err(|e| Error::io("lock", path, e))
 }
 
-/// Places for caches of the user's, best first: in the user's own cache, else in the temporary
-/// directory under a name with the user's number.
+/// Returns places for caches of this user, best first: the user's cache directory, and the
+/// temporary directory with the user's number in the name.
 pub fn cache_roots() -> Vec<(PathBuf, String)> {
     let variable =
         |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -159,7 +159,7 @@ mod tests {
         symlink(root.path().join("target"), root.path().join("link")).unwrap();
         assert!(refusal("link").contains("link is a link"));
         fs::write(root.path().join("file"), "").unwrap();
-        assert!(refusal("file").contains("file is no directory"));
+        assert!(refusal("file").contains("file is not a directory"));
         fs::create_dir(root.path().join("open")).unwrap();
         fs::set_permissions(root.path().join("open"), Permissions::from_mode(0o777)).unwrap();
         assert!(refusal("open/mine").contains("others may replace"));

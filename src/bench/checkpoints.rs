@@ -1,5 +1,5 @@
-//! Timing checkpoints: the time of a save and of a restore, beside plain writes, copies and reads
-//! of as many bytes.
+//! Timing of checkpoints: saves and restores, compared with plain writes, copies and reads of the
+//! same number of bytes.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -16,56 +16,56 @@ use crate::engine::engine;
 use crate::error::{Error, Result};
 use crate::run_dir::{RestoreOptions, Resume, RunDirectory, resume};
 
-/// Directory that is made and removed.
+/// Name of the directory that is created and removed.
 const NAME: &str = "hpctrain-bench.tmp";
 
-/// Bytes of a plain write or read at a time.
+/// The number of bytes in one plain write.
 const CHUNK: usize = 8 << 20;
 
-/// Seconds on the slowest rank.
+/// The times of one round, in seconds on the slowest rank.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Saving {
-    /// Every rank writes its part of the bytes into a file and makes it durable.
+    /// Every rank writes its part of the bytes into a file and syncs it.
     pub raw_write: f64,
-    /// A checkpoint, from the copy to the publication.
+    /// A checkpoint is saved, from the copy to the publication.
     pub save: f64,
     /// Every rank copies its part of the bytes in memory.
     pub raw_copy: f64,
-    /// The part of the save for which training waits.
+    /// The state is copied, which is the part of a save for which training waits.
     pub copy: f64,
-    /// The files of the checkpoint are read, each by one rank.
+    /// The files of the checkpoint are read, one by each rank.
     pub raw_read: f64,
-    /// The checkpoint is checked and loaded.
+    /// The checkpoint is verified and loaded.
     pub restore: f64,
 }
 
 impl Saving {
-    /// The median of every time.
+    /// Returns the median of every time.
     pub fn median(rounds: &[Self]) -> Self {
-        let of = |time: fn(&Self) -> f64| Self::ratio(rounds, time);
+        let median = |time: fn(&Self) -> f64| Self::ratio(rounds, time);
         Self {
-            raw_write: of(|one| one.raw_write),
-            save: of(|one| one.save),
-            raw_copy: of(|one| one.raw_copy),
-            copy: of(|one| one.copy),
-            raw_read: of(|one| one.raw_read),
-            restore: of(|one| one.restore),
+            raw_write: median(|one| one.raw_write),
+            save: median(|one| one.save),
+            raw_copy: median(|one| one.raw_copy),
+            copy: median(|one| one.copy),
+            raw_read: median(|one| one.raw_read),
+            restore: median(|one| one.restore),
         }
     }
 
-    /// The median of `of` over the rounds: ratios of times that were taken one after the other.
-    pub fn ratio(rounds: &[Self], of: impl Fn(&Self) -> f64) -> f64 {
-        let mut all: Vec<f64> = rounds.iter().map(of).collect();
+    /// Returns the median of `value` over the rounds, such as the ratio of two times of one round.
+    pub fn ratio(rounds: &[Self], value: impl Fn(&Self) -> f64) -> f64 {
+        let mut all: Vec<f64> = rounds.iter().map(value).collect();
         all.sort_by(f64::total_cmp);
         all.get(all.len() / 2).copied().unwrap_or(f64::NAN)
     }
 }
 
 /// Times saves of the network of a configuration, sharded over all ranks, in `dir`. Collective over
-/// the world of `comm`. Returns the bytes of a checkpoint and every round.
+/// the world of `comm`. Returns the size of a checkpoint in bytes and the times of every round.
 ///
 /// # Errors
-/// The file system refused, or a message between ranks failed.
+/// Returns an error if a file operation or a message between ranks fails.
 pub fn time<B: Kernels>(
     comm: &Comm<B>,
     config: &Config,
@@ -78,7 +78,7 @@ pub fn time<B: Kernels>(
     let mut config = config.clone();
     config.parallel.zero =
         if comm.size() > 1 { crate::parallel::Zero::One } else { config.parallel.zero };
-    // Removing is not timed: all stay until they are read again.
+    // Retention must not remove any: removing is not timed.
     config.checkpoint.keep = rounds + 1;
     config.run.root = dir.to_string_lossy().into_owned();
     config.run.name = Some(NAME.into());
@@ -110,7 +110,7 @@ pub fn time<B: Kernels>(
         Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, true)?;
     let mut measured = Vec::with_capacity(rounds);
     let mut bytes = 0;
-    // One to warm up.
+    // The first round is a warm-up.
     for round in 0..=rounds as u64 {
         let mut times = Saving::default();
         let progress = Progress { step: round + 1, ..Progress::default() };
@@ -123,7 +123,7 @@ pub fn time<B: Kernels>(
         let path = checkpoints.path(progress.step);
         let manifest = world.all_ok(checkpoints.open(progress.step))?.manifest().clone();
         bytes = manifest.bytes();
-        // Every rank its file: memory that is there, as it is for a restore.
+        // Every rank reads its file into memory that is already mapped, as a restore does.
         let name = manifest.files.keys().nth(world.rank());
         let name = name.ok_or_else(|| Error::internal("a rank wrote no file"))?;
         let mut mine = vec![1; manifest.files[name].bytes as usize];
@@ -131,7 +131,7 @@ pub fn time<B: Kernels>(
         world.all_ok(read(&path.join(name), &mut mine))?;
         times.raw_read = slowest(&world, begun)?;
 
-        // The same bytes: a disk may tell zeros from others.
+        // The same bytes: disks may treat zeros specially.
         let file = directory.path().join(format!("raw-{}", world.rank()));
         let begun = begin(&world)?;
         world.all_ok(write(&file, &mine))?;
@@ -169,13 +169,13 @@ pub fn time<B: Kernels>(
     Ok((bytes, measured))
 }
 
-/// All ranks begin now.
+/// Synchronizes all ranks and returns the current time.
 fn begin<B: Kernels>(world: &Group<B>) -> Result<Instant> {
     world.barrier().wait()?;
     Ok(Instant::now())
 }
 
-/// Seconds until the last rank is done.
+/// Returns the seconds until the last rank is done.
 fn slowest<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<f64> {
     let mine = begun.elapsed().as_secs_f64();
     let all = world.gather_bytes(mine.to_le_bytes().to_vec()).wait()?;
@@ -186,7 +186,7 @@ fn slowest<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<f64> {
         .fold(0.0, f64::max))
 }
 
-/// Writes a file durably.
+/// Writes a file and syncs it.
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let all = || {
         let mut file = File::create(path)?;
@@ -196,7 +196,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     all().map_err(|e| Error::io("write", path, e))
 }
 
-/// Reads a file into memory that is there.
+/// Reads a file into mapped memory.
 fn read(path: &Path, into: &mut [u8]) -> Result<()> {
     File::open(path)
         .and_then(|mut file| file.read_exact(into))

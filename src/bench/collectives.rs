@@ -1,4 +1,4 @@
-//! Timing collectives.
+//! Timing of collectives.
 
 use std::time::Instant;
 
@@ -6,39 +6,40 @@ use crate::backend::{Backend, MemoryKind};
 use crate::comm::{Algorithm, Group, Operation, Table, slowest};
 use crate::error::Result;
 
-/// Bytes copied to find the limit of a memory copy: more than any cache.
+/// The number of bytes copied to measure the memory bandwidth: more than any cache.
 const COPY: usize = 256 << 20;
 
-/// Bytes after which a batch of collectives is long enough to be timed.
+/// The number of bytes after which a batch of collectives is long enough to be timed.
 const BATCH: usize = 32 << 20;
 
-/// Most collectives in a batch.
+/// The maximum number of collectives in a batch.
 const LONGEST_BATCH: usize = 500;
 
-/// Duration of a collective.
+/// The duration of a collective.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CollectiveTiming {
     /// The operation.
     pub operation: Operation,
-    /// Its algorithm.
+    /// The algorithm.
     pub algorithm: Algorithm,
-    /// Ranks that took part.
+    /// The number of participating ranks.
     pub ranks: usize,
-    /// Bytes of the whole buffer.
+    /// The size of the whole buffer in bytes.
     pub bytes: usize,
-    /// Of one collective on the slowest rank: the median over batches.
+    /// The time of one collective on the slowest rank: the median over batches.
     pub seconds: f64,
 }
 
 impl CollectiveTiming {
-    /// Bytes of the buffer a second.
+    /// Returns the bytes of the buffer per second.
     pub fn algorithm_bandwidth(&self) -> f64 {
         self.bytes as f64 / self.seconds
     }
 
-    /// Load of each rank's link, in bytes a second, comparable across numbers of ranks: the
-    /// algorithm bandwidth times 2(n−1)/n for an all-reduce, (n−1)/n for reduce-scatter and
-    /// all-gather, 1 for a reduce or a broadcast, as NVIDIA's nccl-tests define it.
+    /// Returns the load of each rank's link in bytes per second, which is comparable across numbers
+    /// of ranks: the algorithm bandwidth times 2(n−1)/n for an all-reduce, (n−1)/n for
+    /// reduce-scatter and all-gather, and 1 for a reduce or a broadcast, as NVIDIA's nccl-tests
+    /// define it.
     pub fn bus_bandwidth(&self) -> f64 {
         let n = self.ranks as f64;
         let factor = match self.operation {
@@ -50,11 +51,11 @@ impl CollectiveTiming {
     }
 }
 
-/// Collective over `world`: times one operation on a buffer of about `bytes` bytes, in `batches`
-/// batches.
+/// Times one operation on a buffer of about `bytes` bytes, in `batches` batches. Collective over
+/// `world`.
 ///
 /// # Errors
-/// A message failed, or memory is lacking.
+/// Returns an error if a message fails, or memory cannot be allocated.
 pub fn time<B: Backend>(
     world: &Group<B>,
     backend: &B,
@@ -65,11 +66,11 @@ pub fn time<B: Backend>(
 ) -> Result<CollectiveTiming> {
     let group = world.with_algorithms(Table::always(algorithm));
     let len = bytes.div_ceil(size_of::<f32>()).next_multiple_of(world.size());
-    // Zeros stay zeros, however often they are added.
+    // Zeros stay zeros, no matter how often they are added.
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let batch = (BATCH / bytes.max(1)).clamp(1, LONGEST_BATCH);
     let mut seconds = Vec::with_capacity(batches);
-    // The first batch touches memory for the first time.
+    // The first batch is a warm-up that touches the memory.
     for _ in 0..=batches {
         world.barrier().wait()?;
         let start = Instant::now();
@@ -90,11 +91,11 @@ pub fn time<B: Backend>(
     })
 }
 
-/// Collective over `world`: bytes a second that the slowest rank copies within its memory while all
-/// others do.
+/// Measures the bytes per second that the slowest rank copies within its memory while all others do
+/// the same. Collective over `world`.
 ///
 /// # Errors
-/// A message failed.
+/// Returns an error if a message fails.
 pub fn copy_limit<B: Backend>(world: &Group<B>, batches: usize) -> Result<f64> {
     let from = vec![1u8; COPY];
     let mut to = vec![0u8; COPY];

@@ -1,8 +1,8 @@
 //! Speed of a device on the operations of a GPT.
 //!
-//! An operation is queued many times in a row, then waited for: the time of a batch over its
-//! launches, the median of several batches. Operands take turns, so that none is still in a cache
-//! from the launch before.
+//! An operation is queued many times in a row, then waited for: the time of a batch divided by its
+//! launches, the median of several batches. Launches rotate through sets of operands, so that none
+//! is still in a cache from the launch before.
 
 use std::time::Instant;
 
@@ -13,31 +13,32 @@ use crate::backend::{
 use crate::error::{Error, Result};
 use crate::random::Stream;
 
-/// Sizes of the operations that are timed.
+/// The sizes of the timed operations.
 #[derive(Debug, Clone)]
 pub struct OpSizes {
-    /// Rows of activations, one table of operations each.
+    /// The numbers of rows of activations, one table of operations each.
     pub rows: Vec<usize>,
-    /// Positions a sequence; divides every number of rows.
+    /// The sequence length, which divides every number of rows.
     pub time: usize,
-    /// Heads.
+    /// The number of heads.
     pub heads: usize,
-    /// Width of a head.
+    /// The width of a head.
     pub head_width: usize,
-    /// Classes.
+    /// The number of classes.
     pub vocabulary: usize,
-    /// Parameters that the optimizer updates.
+    /// The number of parameters that the optimizer updates.
     pub parameters: usize,
-    /// Elements of a copy.
+    /// The number of elements of a copy.
     pub copied: usize,
-    /// Bytes that the operands which take turns have together.
+    /// The total bytes of the operand sets that are used in rotation.
     pub cold: usize,
-    /// Seconds that a batch of launches takes at least.
+    /// The minimum seconds of a batch of launches.
     pub batch: f64,
 }
 
 impl OpSizes {
-    /// GPT-2 with 124 M parameters, its vocabulary padded to a multiple of 128.
+    /// Returns the sizes of GPT-2 with 124 M parameters, its vocabulary padded to a multiple of
+    /// 128.
     pub fn gpt2() -> Self {
         Self {
             rows: vec![8192, 16_384],
@@ -52,8 +53,8 @@ impl OpSizes {
         }
     }
 
-    /// The same operations on so little that a simulated device is done in minutes. Their times
-    /// mean nothing.
+    /// Returns sizes so small that a simulated device finishes in minutes. Their times are
+    /// meaningless.
     pub fn small() -> Self {
         Self {
             rows: vec![32, 64],
@@ -73,24 +74,25 @@ impl OpSizes {
     }
 }
 
-/// One operation's time.
+/// The time of an operation.
 #[derive(Debug, Clone)]
 pub struct OpTiming {
-    /// Such as `layer norm, backward`.
+    /// The name of the operation, such as `layer norm, backward`.
     pub operation: String,
-    /// Such as `8192×768`.
+    /// The shape, such as `8192×768`.
     pub shape: String,
-    /// Median of the batches, for one launch.
+    /// The time of one launch: the median over batches.
     pub seconds: f64,
-    /// The fastest batch, likewise.
+    /// The time of one launch in the fastest batch.
     pub fastest: f64,
-    /// Bytes that must be read and written, every operand once; indices are not counted.
+    /// The bytes that must be read and written, every operand once; indices are not counted.
     pub bytes: f64,
-    /// Floating-point operations of products and attention; 0 for operations that only move memory.
+    /// The floating-point operations of matmuls and attention; 0 for operations that only move
+    /// memory.
     pub flops: f64,
 }
 
-/// An operand: elements, of which type, how often each is moved.
+/// An operand: the number of elements, their type, and how often each is moved.
 #[derive(Debug, Clone, Copy)]
 struct Tensor {
     len: usize,
@@ -99,80 +101,80 @@ struct Tensor {
 }
 
 impl Tensor {
-    /// In the compute type: parameters and activations.
-    fn of(len: usize) -> Self {
+    /// Creates an operand in the compute type: parameters and activations.
+    fn narrow(len: usize) -> Self {
         Self { len, is_wide: false, passes: 1.0 }
     }
 
-    /// In f32: statistics, gradients of parameters, masters.
+    /// Creates an operand in f32: statistics, gradients of parameters, fp32 master weights.
     fn wide(len: usize) -> Self {
-        Self { is_wide: true, ..Self::of(len) }
+        Self { is_wide: true, ..Self::narrow(len) }
     }
 
-    /// Read, and written in place.
+    /// Makes the operand read, and written in place.
     fn changed(self) -> Self {
         Self { passes: 2.0, ..self }
     }
 
-    /// Only so many elements are moved, each read and written.
+    /// Makes only `elements` of the elements moved, each read and written.
     fn touched(self, elements: usize) -> Self {
         Self { passes: 2.0 * elements as f64 / self.len as f64, ..self }
     }
 
-    /// Only so many elements are moved; the others are padding.
+    /// Makes only `elements` of the elements moved; the others are padding.
     fn holding(self, elements: usize) -> Self {
         Self { passes: self.passes * elements as f64 / self.len as f64, ..self }
     }
 }
 
-/// Most operands that take turns.
+/// The maximum number of operand sets.
 const MOST_TURNS: usize = 64;
 
-/// Most launches of a batch: a device's queue has an end.
+/// The maximum number of launches in a batch: the queue of a device is limited.
 const MOST_LAUNCHES: usize = 1000;
 
 struct Bench<'a, B: Kernels> {
     backend: &'a B,
     sizes: &'a OpSizes,
     batches: usize,
-    /// Normal numbers in f32, of which operands are made.
+    /// Normally distributed f32 numbers, from which operands are filled.
     pattern: B::Buf,
     /// Called with each timing.
-    see: &'a mut dyn FnMut(&OpTiming) -> Result<()>,
+    report: &'a mut dyn FnMut(&OpTiming) -> Result<()>,
 }
 
-/// Times everything, in the order of the reports: the median of so many batches, at least one.
-/// `see` is called with each.
+/// Times all operations in the order of the tables, each as the median of `batches` batches, at
+/// least one. `report` is called with each timing.
 ///
 /// # Errors
-/// Out of memory, or the device failed.
+/// Returns an error if memory is exhausted, the device fails, or `report` returns one.
 pub fn operations<B: Kernels>(
     backend: &B,
     sizes: &OpSizes,
     batches: usize,
-    see: &mut dyn FnMut(&OpTiming) -> Result<()>,
+    report: &mut dyn FnMut(&OpTiming) -> Result<()>,
 ) -> Result<()> {
     let mut pattern = vec![0.0; sizes.copied.min(1 << 20)];
     Stream::new(1).fill_normal(&mut pattern);
     let pattern = backend.upload_f32(MemoryKind::Activations, &pattern)?;
-    let mut bench = Bench { backend, sizes, batches: batches.max(1), pattern, see };
+    let mut bench = Bench { backend, sizes, batches: batches.max(1), pattern, report };
     bench.memory()?;
     for &rows in &sizes.rows {
         bench.elementwise(rows)?;
         bench.norms(rows)?;
         bench.tables(rows)?;
-        bench.products(rows)?;
+        bench.matmuls(rows)?;
         bench.attention(rows)?;
     }
     bench.optimizer()
 }
 
 impl<B: Kernels> Bench<'_, B> {
-    /// The reference of all other timings.
+    /// Times copies and additions, to which the other timings are compared.
     fn memory(&mut self) -> Result<()> {
         let len = self.sizes.copied;
         let shape = len.to_string();
-        let [one, two] = [Tensor::of(len), Tensor::of(len)];
+        let [one, two] = [Tensor::narrow(len), Tensor::narrow(len)];
         self.time("copy", &shape, 0.0, [one, two], |b, [x, y]| b.copy(B::all(x), B::all_mut(y)))?;
         self.time("add", &shape, 0.0, [one, two.changed()], |b, [x, y]| {
             b.add(B::all(x), B::all_mut(y))
@@ -182,8 +184,8 @@ impl<B: Kernels> Bench<'_, B> {
         self.time("add in f32", &shape, 0.0, [one, two.changed()], |b, [x, y]| {
             b.add(B::all(x), B::all_mut(y))
         })?;
-        // Cost of a launch, independent of its work: the lower bound of all timings.
-        let [one, two] = [Tensor::of(8), Tensor::of(8)];
+        // The cost of a launch, independent of its work, is the lower bound of all timings.
+        let [one, two] = [Tensor::narrow(8), Tensor::narrow(8)];
         self.time("launch", "8", 0.0, [one, two.changed()], |b, [x, y]| {
             b.add(B::all(x), B::all_mut(y))
         })
@@ -192,7 +194,7 @@ impl<B: Kernels> Bench<'_, B> {
     fn elementwise(&mut self, rows: usize) -> Result<()> {
         let width = 4 * self.sizes.width();
         let shape = format!("{rows}×{width}");
-        let x = Tensor::of(rows * width);
+        let x = Tensor::narrow(rows * width);
         self.time("gelu", &shape, 0.0, [x, x], |b, [x, y]| {
             b.activation(Activation::Gelu, B::all(x), B::all_mut(y))
         })?;
@@ -205,8 +207,8 @@ impl<B: Kernels> Bench<'_, B> {
         let width = self.sizes.width();
         let norm = Norm { rows, width, epsilon: 1e-5, centred: true };
         let shape = format!("{rows}×{width}");
-        let x = Tensor::of(rows * width);
-        let weight = Tensor::of(width);
+        let x = Tensor::narrow(rows * width);
+        let weight = Tensor::narrow(width);
         let stats = Tensor::wide(2 * rows);
         let dweight = Tensor::wide(width).changed();
         let tensors = [x, weight, weight, x, stats];
@@ -257,31 +259,31 @@ impl<B: Kernels> Bench<'_, B> {
         )
     }
 
-    /// Embedding and classifier.
+    /// Times the embedding and the classifier.
     fn tables(&mut self, rows: usize) -> Result<()> {
         let OpSizes { vocabulary, time, .. } = *self.sizes;
         let width = self.sizes.width();
         let shape = format!("{rows}×{width}");
-        let y = Tensor::of(rows * width);
-        let of = |seed: u64, below: usize| -> Result<B::IndexBuf> {
+        let y = Tensor::narrow(rows * width);
+        let indices = |seed: u64, below: usize| -> Result<B::IndexBuf> {
             let ids =
                 (0..rows as u64).map(|i| (Stream::new(seed).uniform(i) * below as f64) as u32);
             self.backend.upload_ints(&ids.collect::<Vec<_>>())
         };
-        let tokens = of(2, vocabulary)?;
-        let targets = of(3, vocabulary)?;
+        let tokens = indices(2, vocabulary)?;
+        let targets = indices(3, vocabulary)?;
         let words = vocabulary * width;
         let places = time * width;
-        // Each row takes one of the table, at most.
+        // Each row reads at most one row of the table.
         let read = Tensor {
-            passes: 0.5 * Tensor::of(words).touched(rows * width).passes,
-            ..Tensor::of(words)
+            passes: 0.5 * Tensor::narrow(words).touched(rows * width).passes,
+            ..Tensor::narrow(words)
         };
         self.time(
             "embedding",
             &shape,
             0.0,
-            [read, Tensor::of(places), y],
+            [read, Tensor::narrow(places), y],
             |b, [words, places, y]| {
                 b.embedding(&tokens, 0, B::all(words), B::all(places), B::all_mut(y))
             },
@@ -293,7 +295,7 @@ impl<B: Kernels> Bench<'_, B> {
         })?;
         let shape = format!("{rows}×{vocabulary}");
         let stride = B::row_stride(vocabulary);
-        let logits = Tensor::of(rows * stride).changed().holding(rows * vocabulary);
+        let logits = Tensor::narrow(rows * stride).changed().holding(rows * vocabulary);
         let tensors = [logits, Tensor::wide(0), Tensor::wide(rows)];
         let classes = vocabulary;
         let scale = 1.0 / rows as f32;
@@ -304,8 +306,8 @@ impl<B: Kernels> Bench<'_, B> {
         })
     }
 
-    /// Every linear map of a block, and the head, forwards and backwards.
-    fn products(&mut self, rows: usize) -> Result<()> {
+    /// Times every linear layer of a block, and the LM head, forward and backward.
+    fn matmuls(&mut self, rows: usize) -> Result<()> {
         let width = self.sizes.width();
         let vocabulary = self.sizes.vocabulary;
         let maps = [
@@ -319,13 +321,13 @@ impl<B: Kernels> Bench<'_, B> {
             let stride = if name == "head" { B::row_stride(outputs) } else { outputs };
             let linear = Linear { stride, ..Linear::new(rows, inputs, outputs) };
             let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
-            let x = Tensor::of(rows * inputs);
-            let y = Tensor::of(rows * stride).holding(rows * outputs);
-            let weight = Tensor::of(inputs * outputs);
+            let x = Tensor::narrow(rows * inputs);
+            let y = Tensor::narrow(rows * stride).holding(rows * outputs);
+            let weight = Tensor::narrow(inputs * outputs);
             let dweight = Tensor::wide(inputs * outputs).changed();
             let bias = if name == "head" { 0 } else { outputs };
             let shape = format!("{rows}×{inputs}→{outputs}");
-            let tensors = [x, weight, Tensor::of(bias), y];
+            let tensors = [x, weight, Tensor::narrow(bias), y];
             self.time(name, &shape, flops, tensors, |b, [x, weight, bias, y]| {
                 b.linear(linear, B::all(x), B::all(weight), B::all(bias), B::all_mut(y))
             })?;
@@ -360,10 +362,10 @@ impl<B: Kernels> Bench<'_, B> {
         let outputs = 4 * width;
         let linear = Linear::new(rows, inputs, outputs);
         let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
-        let x = Tensor::of(rows * inputs);
-        let y = Tensor::of(rows * outputs);
-        let weight = Tensor::of(inputs * outputs);
-        let bias = Tensor::of(outputs);
+        let x = Tensor::narrow(rows * inputs);
+        let y = Tensor::narrow(rows * outputs);
+        let weight = Tensor::narrow(inputs * outputs);
+        let bias = Tensor::narrow(outputs);
         let shape = format!("{rows}×{inputs}→{outputs}");
         self.time(
             "up and gelu",
@@ -381,10 +383,10 @@ impl<B: Kernels> Bench<'_, B> {
                 )
             },
         )?;
-        // Both dimensions large: the best case of the library.
+        // With both dimensions large, the best case of the library.
         let edge = rows.min(8192);
         let gemm = Gemm { m: edge, n: edge, k: edge, ta: false, tb: true, acc: false };
-        let square = Tensor::of(edge * edge);
+        let square = Tensor::narrow(edge * edge);
         let flops = 2.0 * (edge as f64).powi(3);
         self.time("square product", &format!("{edge}³"), flops, [square; 3], |b, [x, y, z]| {
             b.gemm(gemm, B::all(x), B::all(y), B::all_mut(z))
@@ -395,19 +397,19 @@ impl<B: Kernels> Bench<'_, B> {
         let OpSizes { time, heads, head_width, .. } = *self.sizes;
         let attention = Attention { batch: rows / time, time, heads, kv_heads: heads, head_width };
         let shape = format!("{}×{time}×{heads}×{head_width}", attention.batch);
-        let y = Tensor::of(rows * self.sizes.width());
+        let y = Tensor::narrow(rows * self.sizes.width());
         let lse = Tensor::wide(rows * heads);
-        let qkv = Tensor::of(3 * y.len);
-        // Two products over half a square of scores; backwards five.
-        let product = rows as f64 * time as f64 * (heads * head_width) as f64;
-        self.time("attention", &shape, 2.0 * product, [qkv, y, lse], |b, [qkv, y, lse]| {
+        let qkv = Tensor::narrow(3 * y.len);
+        // Two matmuls over half of the scores, which are causal; five in the backward pass.
+        let matmul = rows as f64 * time as f64 * (heads * head_width) as f64;
+        self.time("attention", &shape, 2.0 * matmul, [qkv, y, lse], |b, [qkv, y, lse]| {
             b.attention(attention, B::all(qkv), B::all_mut(y), B::all_mut(lse))
         })?;
         let tensors = [qkv, y, lse, y, qkv];
         self.time(
             "attention, backward",
             &shape,
-            5.0 * product,
+            5.0 * matmul,
             tensors,
             |b, [qkv, y, lse, dy, dqkv]| {
                 b.attention_backward(
@@ -437,7 +439,7 @@ impl<B: Kernels> Bench<'_, B> {
             grad_scale: 1.0,
         };
         let is_narrow = self.backend.has_master_weights();
-        let copy = Tensor::of(if is_narrow { len } else { 0 });
+        let copy = Tensor::narrow(if is_narrow { len } else { 0 });
         self.time(
             "adamw",
             &shape,
@@ -485,14 +487,14 @@ impl<B: Kernels> Bench<'_, B> {
             }
             Ok(start.elapsed().as_secs_f64() / launches as f64)
         };
-        // The first launches compile, plan and wake the device.
+        // The first launches compile, plan and wake up the device.
         run(1)?;
         let guess = run(turns)?;
         let launches = ((self.sizes.batch / guess).ceil() as usize).clamp(1, MOST_LAUNCHES);
         run(launches)?;
         let mut seconds = (0..self.batches).map(|_| run(launches)).collect::<Result<Vec<_>>>()?;
         seconds.sort_by(f64::total_cmp);
-        (self.see)(&OpTiming {
+        (self.report)(&OpTiming {
             operation: operation.into(),
             shape: shape.into(),
             seconds: seconds[seconds.len() / 2],
@@ -502,7 +504,7 @@ impl<B: Kernels> Bench<'_, B> {
         })
     }
 
-    /// A set of operands.
+    /// Creates a set of operands.
     fn operands<const N: usize>(&self, tensors: [Tensor; N]) -> Result<[B::Buf; N]> {
         let buffers =
             tensors.iter().map(|tensor| self.operand(tensor)).collect::<Result<Vec<_>>>()?;
@@ -516,7 +518,7 @@ impl<B: Kernels> Bench<'_, B> {
             false => backend.alloc(MemoryKind::Activations, tensor.len)?,
         };
         if tensor.is_wide {
-            // Sums begin at nothing, and second moments are not below it.
+            // Zeros are valid for sums and for second moments.
             backend.zero(B::all_mut(&mut buffer))?;
             return Ok(buffer);
         }

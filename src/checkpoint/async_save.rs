@@ -1,15 +1,16 @@
-//! Saving while training goes on: copy, write, meet, publish.
+//! Asynchronous saves: copy, write, publish, apply retention.
 //!
-//! Every rank has a thread for saves. A save is under way in three stages: the thread writes the
-//! rank's file; when all are done, that of rank 0 writes the manifest and publishes, and each rank
-//! reads its file again; when all have found the numbers that they wrote, rank 0 removes the
-//! checkpoints that are not to be kept. Ranks learn that all are done from the control flags that
-//! they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but
-//! compute ever asks for messages, and all ranks enter the next stage at the same step.
+//! Every rank has a thread for saves. A save has three stages. First, the thread writes the rank's
+//! file. When all ranks have done so, the thread of rank 0 writes the manifest and publishes the
+//! checkpoint, and each rank reads its file back. When all ranks have verified what they wrote,
+//! rank 0 removes the checkpoints that retention does not keep. Ranks learn that all are done from
+//! the control flags that they exchange with every step anyway ([`Saver::is_done`],
+//! [`Saver::advance`]), so only the compute thread sends messages, and all ranks enter the next
+//! stage at the same step.
 //!
-//! Training waits only for the copy of the owned ranges, into memory that serves every save. MPI's
-//! calls belong to the communication thread, whose requests must come in the same order on all
-//! ranks, so threads that save send no messages.
+//! Training waits only for the copy of the owned ranges into a buffer that is reused for every
+//! save. MPI calls belong to the communication thread, whose requests must come in the same order
+//! on all ranks, so the save threads send no messages.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,7 +31,7 @@ use hpctrain_data::{Preprocessing, TrainedOn};
 use hpctrain_device::Kernels;
 use hpctrain_parallel::Sharded;
 
-/// The common part of the manifests of a run, and the directory of its checkpoints.
+/// The directory of a run's checkpoints, and the content that their manifests share.
 pub struct SaveContext {
     /// The checkpoints of the run.
     pub checkpoints: Checkpoints,
@@ -40,12 +41,11 @@ pub struct SaveContext {
     pub preprocessing: Option<Preprocessing>,
     /// Training data of the run.
     pub data: Option<TrainedOn>,
-    /// The job that writes; version and time are filled in.
+    /// The job that writes; version and time are set at each save.
     pub origin: Origin,
-    /// Names the job, the same on all ranks: part of the names of directories that are being
-    /// written.
+    /// The id of the job, equal on all ranks; it is part of the names of staging directories.
     pub id: String,
-    /// Files that tell of the steps before a checkpoint: made durable before it is published.
+    /// Log files of the steps before a checkpoint: synced to disk before it is published.
     pub records: Vec<PathBuf>,
     /// Names of the optimizer's buffers.
     pub state: Vec<&'static str>,
@@ -54,25 +54,25 @@ pub struct SaveContext {
 /// A published checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Published {
-    /// Progress of the run.
+    /// The progress of the run.
     pub progress: Progress,
-    /// From the copy to the end of the publication.
+    /// The time from the copy to the end of the publication.
     pub took: Duration,
 }
 
-/// Saves the checkpoints of one rank.
+/// Saves this rank's shards of the checkpoints.
 pub struct Saver<B: Kernels> {
     job: Arc<SaveContext>,
     world: Group<B>,
-    /// None without asynchronous writing, and while the writer has it.
+    /// `None` without asynchronous saves, and while the save thread has it.
     snapshot: Option<Snapshot<B>>,
     underway: Option<InFlightSave<B>>,
     thread: SaveThread,
-    /// The last step at which an audit had found replicas equal when the save began.
-    audited: Option<u64>,
+    /// The last step at which an SDC check had found replicas equal when the save began.
+    sdc_checked: Option<u64>,
 }
 
-/// A save that is not finished.
+/// An unfinished save.
 struct InFlightSave<B: Kernels> {
     progress: Progress,
     begun: Instant,
@@ -80,19 +80,20 @@ struct InFlightSave<B: Kernels> {
 }
 
 enum Stage<B: Kernels> {
-    /// This rank's file is being written.
+    /// The save thread writes this rank's file.
     Writing(SaveTask<(Option<Snapshot<B>>, Result<ShardFile>)>),
-    /// Rank 0 publishes, and this rank reads its file again.
+    /// Rank 0 publishes, and this rank reads its file back.
     Publishing(SaveTask<Result<Instant>>),
-    /// Rank 0 removes older ones.
+    /// Rank 0 applies retention.
     Retaining(Option<SaveTask<()>>),
 }
 
 impl<B: Kernels> Saver<B> {
-    /// A saver of the tensors in `sharded`. `asynchronous` takes the memory for a copy of them.
+    /// Creates a saver of the tensors in `sharded`. `asynchronous` allocates the buffer for a copy
+    /// of them.
     ///
     /// # Errors
-    /// A message between ranks failed, or the system refused a thread.
+    /// Returns an error if a message between ranks fails, or the thread cannot be started.
     pub fn new(
         job: SaveContext,
         world: Group<B>,
@@ -107,16 +108,17 @@ impl<B: Kernels> Saver<B> {
             snapshot,
             underway: None,
             thread: SaveThread::start()?,
-            audited: None,
+            sdc_checked: None,
         })
     }
 
-    /// Begins to save: collective. Returns once the state is copied, or, without asynchronous
-    /// writing, once it is published. While another save is under way this waits for its end, or
-    /// does nothing and returns false.
+    /// Begins a save. Collective. Returns once the state is copied or, without asynchronous saves,
+    /// once the checkpoint is published. While another save is in progress this waits for its end,
+    /// or returns false without saving, by `checkpoint.if_busy`.
     ///
     /// # Errors
-    /// Of the copy on this rank, or of a save that ended, on all.
+    /// Returns an error if the copy fails on this rank, or, on all ranks, if a save that ends here
+    /// failed.
     pub fn save(
         &mut self,
         sharded: &mut Sharded<B>,
@@ -137,7 +139,7 @@ impl<B: Kernels> Saver<B> {
             }
         }
         let begun = Instant::now();
-        self.audited = sharded.audited();
+        self.sdc_checked = sharded.audited();
         let state = self.job.state.clone();
         let rank = self.world.rank();
         let staging = self.job.staging(progress.step);
@@ -169,7 +171,7 @@ impl<B: Kernels> Saver<B> {
         Ok((true, published))
     }
 
-    /// Marks the saves of this job after a step as doubtful, also one that is under way.
+    /// Marks the saves of this job after a step as suspect, including one in progress.
     ///
     /// # Errors
     /// Returns an error if the file system refuses.
@@ -177,17 +179,17 @@ impl<B: Kernels> Saver<B> {
         self.job.checkpoints.doubt_after(&self.job.id, step, why)
     }
 
-    /// Whether a save is under way.
+    /// Returns true if a save is in progress.
     pub fn is_busy(&self) -> bool {
         self.underway.is_some()
     }
 
-    /// The step of the save under way.
+    /// Returns the step of the save in progress.
     pub fn step(&self) -> Option<u64> {
         self.underway.as_ref().map(|underway| underway.progress.step)
     }
 
-    /// Whether this rank has done its part of the stage under way.
+    /// Returns true if this rank has done its part of the current stage.
     pub fn is_done(&self) -> bool {
         match self.underway.as_ref().map(|underway| &underway.stage) {
             Some(Stage::Writing(task)) => task.is_finished(),
@@ -197,11 +199,12 @@ impl<B: Kernels> Saver<B> {
         }
     }
 
-    /// All ranks are done with the stage under way: goes on to the next. Collective.
+    /// Enters the next stage of the save. Call it once all ranks are done with the current one.
+    /// Collective.
     ///
     /// # Errors
-    /// Some rank could not do its part: the same on all. Nothing is published, nothing published is
-    /// lost.
+    /// Returns an error, the same on all ranks, if some rank failed. Then nothing is published, and
+    /// published checkpoints are unchanged.
     pub fn advance(&mut self) -> Result<Option<Published>> {
         let Some(InFlightSave { progress, begun, stage }) = self.underway.take() else {
             return Ok(None);
@@ -222,9 +225,9 @@ impl<B: Kernels> Saver<B> {
                 let path = self.job.checkpoints.path(progress.step);
                 log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
                 let job = self.job.clone();
-                let audited = self.audited;
+                let sdc_checked = self.sdc_checked;
                 let root = self.world.rank() == 0;
-                let retaining = root.then(|| self.thread.begin(move || job.retain(audited)));
+                let retaining = root.then(|| self.thread.begin(move || job.retain(sdc_checked)));
                 self.underway =
                     Some(InFlightSave { progress, begun, stage: Stage::Retaining(retaining) });
                 Ok(Some(Published { progress, took }))
@@ -237,10 +240,10 @@ impl<B: Kernels> Saver<B> {
         }
     }
 
-    /// Waits for the end of the save under way. Collective.
+    /// Waits for the end of the save in progress. Collective.
     ///
     /// # Errors
-    /// As [`Saver::advance`].
+    /// Returns the errors of [`Saver::advance`].
     pub fn finish(&mut self) -> Result<Option<Published>> {
         let mut published = None;
         while self.is_busy() {
@@ -249,7 +252,7 @@ impl<B: Kernels> Saver<B> {
         Ok(published)
     }
 
-    /// The next stage of this rank, once all files are written or one has failed.
+    /// Enters the publishing stage once all files are written, or discards them if a rank failed.
     fn meet(
         &mut self,
         progress: Progress,
@@ -280,13 +283,13 @@ impl<B: Kernels> Saver<B> {
     }
 }
 
-/// Creates the directory that a checkpoint is written in; another rank may have.
+/// Creates the staging directory unless another rank has done so.
 fn create(staging: &Path) -> Result<()> {
     own_files::directory(staging).map_err(|e| refused("create", staging, e))
 }
 
 impl SaveContext {
-    /// Directory in which the checkpoint of a step is written.
+    /// Returns the directory in which the checkpoint of a step is written.
     fn staging(&self, step: u64) -> PathBuf {
         self.checkpoints.staging(step, &self.id)
     }
@@ -294,13 +297,13 @@ impl SaveContext {
     /// Creates the directory in which the checkpoint of a step is written.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the directory cannot be created.
     pub fn create(&self, step: u64) -> Result<PathBuf> {
         let staging = self.staging(step);
         create(&staging).map(|()| staging)
     }
 
-    /// Writes the manifest from the ranks' tables and publishes.
+    /// Writes the manifest from the ranks' tables and publishes the checkpoint.
     pub fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
         let table = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
         let written: Vec<ShardFileInfo> = tables
@@ -334,9 +337,10 @@ impl SaveContext {
         self.checkpoints.publish(progress.step, staging).map(drop)
     }
 
-    /// Removes the checkpoints that are not to be kept; `audited` is the step at which an audit
-    /// last found replicas equal.
-    pub fn retain(&self, audited: Option<u64>) {
-        self.checkpoints.retain(&Retention { audited, ..Retention::of(&self.config.checkpoint) });
+    /// Removes the checkpoints that retention does not keep; `sdc_checked` is the step at which an
+    /// SDC check last found replicas equal.
+    pub fn retain(&self, sdc_checked: Option<u64>) {
+        self.checkpoints
+            .retain(&Retention { audited: sdc_checked, ..Retention::of(&self.config.checkpoint) });
     }
 }

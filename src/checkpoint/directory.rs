@@ -27,36 +27,37 @@ use hpctrain_config::telemetry::evaluations::{Evaluation, Evaluations, Save};
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     root: PathBuf,
-    /// The trainer's lease: without it nothing is changed any more.
+    /// The trainer's lease: without it nothing may be changed.
     lease: Option<Arc<LeaseGuard>>,
 }
 
 impl Checkpoints {
-    /// The checkpoints under `root`, which need not exist yet.
+    /// Creates a handle to the checkpoints under `root`, which need not exist yet.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), lease: None }
     }
 
-    /// The same, changed only as long as `lease` is held.
+    /// Allows changes only while `lease` is held.
     #[must_use]
     pub fn held_by(self, lease: Option<Arc<LeaseGuard>>) -> Self {
         Self { lease, ..self }
     }
 
-    /// Looks at the lease: before every rename.
+    /// Checks that the lease is still held. Called before every rename.
     pub(super) fn may_change(&self) -> Result<()> {
         self.lease.as_ref().map_or(Ok(()), |lease| lease.check())
     }
 
-    /// Their directory.
+    /// Returns the directory of the checkpoints.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Steps of the published checkpoints, ascending; none where there is no such directory.
+    /// Returns the steps of the published checkpoints, ascending; empty if the directory does not
+    /// exist.
     ///
     /// # Errors
-    /// The directory cannot be read.
+    /// Returns an error if the directory cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
         let unreadable = |e| Error::io("list the checkpoints in", &self.root, e);
         let entries = match fs::read_dir(&self.root) {
@@ -72,22 +73,22 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// Path of the checkpoint of a step, once it is published.
+    /// Returns the path of the published checkpoint of a step.
     pub fn path(&self, step: u64) -> PathBuf {
         self.root.join(name_of(step))
     }
 
-    /// Directory in which a job writes the checkpoint of a step.
+    /// Returns the directory in which a job writes the checkpoint of a step.
     pub fn staging(&self, step: u64, job: &str) -> PathBuf {
         self.root.join(format!("{}.tmp-{job}", name_of(step)))
     }
 
-    /// The link to the newest published checkpoint.
+    /// Returns the path of the link to the newest published checkpoint.
     pub fn latest(&self) -> PathBuf {
         self.root.join("latest")
     }
 
-    /// The step that was saved last, as `latest` names it; none where it names no checkpoint.
+    /// Returns the last saved step, as `latest` names it; `None` if it does not name a checkpoint.
     ///
     /// # Errors
     /// Returns an error if `latest` cannot be read.
@@ -95,8 +96,8 @@ impl Checkpoints {
         Pointer::at(self.latest()).step()
     }
 
-    /// The step of the checkpoint that readers of the run take: the one that `latest` names, or the
-    /// newest whole one where `latest` names none that is there. None without checkpoints.
+    /// Returns the step of the checkpoint that readers of the run use: the one that `latest` names,
+    /// or the newest intact one if that does not exist. `None` if there are no checkpoints.
     ///
     /// # Errors
     /// Returns an error if the directory or `latest` cannot be read.
@@ -107,7 +108,7 @@ impl Checkpoints {
         if target == Target::Directory && !steps.is_empty() {
             let path = latest.path().display();
             log::warn!(
-                "{path} is a directory, not a link, and may be old: the newest whole checkpoint is taken"
+                "{path} is a directory, not a link, and may be old: using the newest intact checkpoint"
             );
         }
         if let Target::Step(step) = target
@@ -118,12 +119,12 @@ impl Checkpoints {
         Ok(steps.iter().rev().find(|step| self.sound(**step).is_ok()).or(steps.last()).copied())
     }
 
-    /// The link to the checkpoint with the lowest validation loss.
+    /// Returns the path of the link to the checkpoint with the lowest validation loss.
     pub fn best(&self) -> PathBuf {
         self.root.join("best")
     }
 
-    /// The step that `best` names; none where it names no checkpoint.
+    /// Returns the step that `best` names; `None` if it does not name a checkpoint.
     ///
     /// # Errors
     /// Returns an error if `best` cannot be read.
@@ -131,15 +132,15 @@ impl Checkpoints {
         Pointer::at(self.best()).step()
     }
 
-    /// Claims on checkpoints.
+    /// Returns the leases on the checkpoints.
     pub fn leases(&self) -> Leases {
         Leases::new(self.root.join(".leases"))
     }
 
-    /// Evaluations of the run, as its `eval.jsonl` has them.
+    /// Reads the evaluations of the run from its `eval.jsonl`.
     ///
     /// # Errors
-    /// The file cannot be read.
+    /// Returns an error if the file cannot be read.
     pub fn evaluated(&self) -> Result<Evaluations> {
         self.root.parent().map_or_else(
             || Ok(Evaluations::default()),
@@ -147,12 +148,12 @@ impl Checkpoints {
         )
     }
 
-    /// The published save of a step, as its manifest names it.
+    /// Returns the published save of a step, identified by its manifest.
     pub fn save(&self, step: u64) -> Save {
         match Manifest::read(&self.path(step)) {
             Ok(manifest) => Save::Named(manifest.id),
             Err(e) if e.kind() == Kind::Damaged => Save::Gone,
-            // Another program can read it, or this one later.
+            // Another version of the program may be able to read it, or this one later.
             Err(e) => {
                 log::warn!("{}", one_line(&e));
                 Save::Unknown
@@ -160,22 +161,24 @@ impl Checkpoints {
         }
     }
 
-    /// The step of the last save. Of a run that has passed over newer checkpoints it is not the
-    /// highest; the link may lead nowhere where a user has removed checkpoints.
+    /// Returns the step of the last save. It is not the highest if the run has skipped newer
+    /// checkpoints; the link may dangle if a user has removed checkpoints.
     ///
     /// # Errors
-    /// The directory cannot be read.
+    /// Returns an error if the directory or `latest` cannot be read.
     pub fn last_step(&self) -> Result<Option<u64>> {
         let steps = self.steps()?;
         Ok(self.latest_step()?.filter(|latest| steps.contains(latest)).or(steps.last().copied()))
     }
 
-    /// Creates the directory, restores checkpoints that an earlier job had set aside to replace
-    /// them, and removes directories that earlier jobs left half written or half removed. The
-    /// caller is the only one who writes here.
+    /// Creates the directory, restores checkpoints that an earlier job had renamed in order to
+    /// replace them, and removes directories that earlier jobs left incomplete. The caller must be
+    /// the only writer.
     ///
     /// # Errors
-    /// The file system refused, or lacks an operation that checkpoints need.
+    /// Returns an error if the directory cannot be created or read, the file system lacks an
+    /// operation that checkpoints need, another trainer has taken over the run, or `latest` or
+    /// `best` is a directory that is not a copy of a checkpoint.
     pub fn prepare(&self) -> Result<()> {
         self.root
             .parent()
@@ -205,7 +208,7 @@ impl Checkpoints {
             } else {
                 Ok(())
             };
-            // It does no harm but take space.
+            // What is left there only takes space.
             gone.unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
         }
         self.forget_doubts();
@@ -214,11 +217,11 @@ impl Checkpoints {
             .try_for_each(|path| self.free_name(&Pointer::at(path)))
     }
 
-    /// Removes a directory under the name of a link if it is a copy of a checkpoint that is there:
-    /// a tool that follows links has copied the run.
+    /// Removes a directory in place of a link if it is a copy of an existing checkpoint: a tool
+    /// that follows links has copied the run.
     ///
     /// # Errors
-    /// Returns an error ([`Kind::Input`]) if the directory is something else.
+    /// Returns an error ([`Kind::Input`]) if the directory is not such a copy.
     fn free_name(&self, pointer: &Pointer) -> Result<()> {
         let path = pointer.path();
         if !path.is_dir() || path.is_symlink() {
@@ -238,16 +241,16 @@ impl Checkpoints {
         self.discard(pointer.path())
     }
 
-    /// A checkpoint that was renamed away goes back to its place if that is free and it is whole: a
-    /// kill came between two renames. Else it is removed, unless it is not known whether it is
-    /// whole.
+    /// Restores a checkpoint that was renamed away, if its place is free and it is intact: the job
+    /// was killed between two renames. Removes it otherwise, unless it is unknown whether it is
+    /// intact.
     fn bring_back(&self, step: u64, trash: &Path) -> Result<()> {
         let path = self.path(step);
         let is_free = !path.try_exists().map_err(|e| Error::io("look for", &path, e))?;
         match is_free.then(|| whole(trash)) {
             Some(Ok(_)) => {
                 log::warn!(
-                    "{}: brought back; a job was killed while it replaced or removed it",
+                    "{}: restored; a job was killed while it replaced or removed it",
                     path.display()
                 );
                 fs::rename(trash, &path).map_err(|e| refused("restore", &path, e))?;
@@ -258,10 +261,10 @@ impl Checkpoints {
         }
     }
 
-    /// Forgets a checkpoint that could not be written.
+    /// Discards a checkpoint that could not be written.
     pub fn abandon(&self, staging: &Path) {
-        // It may not even have been created. If another trainer has taken the run over, the save
-        // has failed with that error.
+        // It may not exist. If another trainer has taken over the run, the save has already failed
+        // with that error.
         if staging.exists()
             && self.may_change().is_ok()
             && let Err(e) = self.discard(staging)
@@ -270,11 +273,11 @@ impl Checkpoints {
         }
     }
 
-    /// Renames a complete directory into place and moves `latest`. One of the same step gives way
-    /// at the same moment.
+    /// Renames a complete directory into place and moves `latest`. Atomically replaces a checkpoint
+    /// of the same step.
     ///
     /// # Errors
-    /// The file system refused, or another trainer has taken the run over.
+    /// Returns an error if the file system fails, or another trainer has taken over the run.
     pub fn publish(&self, step: u64, staging: &Path) -> Result<PathBuf> {
         let path = self.path(step);
         sync(staging)?;
@@ -283,7 +286,7 @@ impl Checkpoints {
         sync(&self.root)?;
         self.may_change()?;
         match Pointer::at(self.latest()).point_to(step) {
-            // Waiting would not help, and readers take the newest whole checkpoint.
+            // Retrying would not help, and readers use the newest intact checkpoint.
             Err(e) if e.kind() == Kind::Input => {
                 log::warn!("{}; {} is published", one_line(&e), path.display())
             }
@@ -294,15 +297,15 @@ impl Checkpoints {
             let manifest = Manifest::read(&path)?;
             evaluations::forget_others(&run.join(evaluations::FILE), step, &manifest.id)?;
         }
-        // The removal takes a while: it comes last.
+        // The removal takes a while, so it comes last.
         if let Some(Err(e)) = replaced.map(|old| self.discard_replaced(&old)) {
             log::warn!("{}", one_line(&e));
         }
         Ok(path)
     }
 
-    /// Renames `staging` to `path`, and returns the new path of the directory that was there, if
-    /// there was one. Without a way to exchange names, a kill may come between two renames; then
+    /// Renames `staging` to `path`, and returns the new path of the directory that it replaced, if
+    /// any. If names cannot be exchanged, the job may be killed between two renames; then
     /// [`Checkpoints::prepare`] restores that directory.
     fn put(
         &self,
@@ -313,7 +316,7 @@ impl Checkpoints {
         let exists = path.try_exists().map_err(|e| refused("look for", path, e))?;
         let replaced = match exists.then(|| exchange(staging, path)) {
             Some(Ok(())) => return Ok(Some(staging.to_path_buf())),
-            // Of the kernel, of the file system.
+            // The kernel or the file system does not support it.
             Some(Err(Errno::NOSYS | Errno::INVAL | Errno::NOTSUP)) => self.set_aside(path)?,
             Some(Err(e)) => return Err(refused("replace", path, e)),
             None => None,
@@ -325,25 +328,25 @@ impl Checkpoints {
         published.map(|()| replaced)
     }
 
-    /// Points `best` at the published checkpoint with the lowest validation loss, if any has one.
+    /// Points `best` to the published checkpoint with the lowest validation loss, if any has one.
     ///
     /// # Errors
-    /// The file system refused, or lines of evaluations cannot be read.
+    /// Returns an error if the link cannot be written, or evaluations cannot be read.
     pub fn point_to_best(&self, evaluated: &Evaluations) -> Result<()> {
         self.point_to_best_of(&self.steps()?, evaluated.all()?)
     }
 
-    /// Points `best` at one of `steps`; if none of them has a loss, removes the link, which might
+    /// Points `best` to one of `steps`; if none of them has a loss, removes the link, which might
     /// dangle.
     fn point_to_best_of(&self, steps: &[u64], evaluated: &[Evaluation]) -> Result<()> {
         let best = Pointer::at(self.best());
-        // As for retention, checkpoints newer than the last save do not count.
+        // As in retention, checkpoints newer than the last save do not count.
         let last = self.last_step()?.unwrap_or(u64::MAX);
         let steps: Vec<u64> = steps.iter().copied().filter(|step| *step <= last).collect();
         let steps = &steps[..];
         let target = best.target();
         if matches!(target, Ok(Target::Directory)) {
-            // It costs no checkpoint: retention goes by the losses.
+            // No checkpoint is lost: retention uses the losses, not the link.
             log::warn!("{}", one_line(&best.taken()));
             return Ok(());
         }
@@ -361,9 +364,9 @@ impl Checkpoints {
         }
     }
 
-    /// Removes the checkpoints that need not be kept; `best` is one that stays. One that somebody
-    /// holds a lease on stays, and is looked at again the next time; so is one that cannot be
-    /// removed. Nothing goes while something that decides about it cannot be read.
+    /// Removes the checkpoints that need not be kept; the one that `best` names is kept. Leased
+    /// checkpoints, and those that cannot be removed, are tried again the next time. Nothing is
+    /// removed while anything that the decision depends on cannot be read.
     pub fn retain(&self, retention: &Retention) {
         let retained = || {
             let evaluated = self.evaluated()?;
@@ -377,34 +380,35 @@ impl Checkpoints {
             Err(e) => log::warn!("no checkpoint is removed: {}", one_line(&e)),
             Ok(removable) => {
                 for step in removable {
-                    // Too many checkpoints are no reason to end a run.
+                    // A failed removal must not end the run.
                     if let Err(e) = self.discard_unless_leased(step) {
                         log::warn!("{}", one_line(&e));
                     }
                 }
-                // Those of earlier saves as well, where removals take time.
+                // Also continues removals of earlier saves, which may take time.
                 self.sweep().unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
             }
         }
     }
 
-    /// Steps whose checkpoints need not be kept, ascending.
+    /// Returns the steps whose checkpoints need not be kept, ascending.
     ///
     /// # Errors
-    /// A checkpoint or a lease cannot be read.
+    /// Returns an error if a checkpoint or a lease cannot be read.
     pub fn removable(&self, retention: &Retention, evaluated: &[Evaluation]) -> Result<Vec<u64>> {
         Ok(removed(&self.candidates(evaluated)?, retention))
     }
 
-    /// The published checkpoints as a retention sees them, ascending by step.
+    /// Returns the published checkpoints as candidates for removal, ascending by step.
     ///
     /// # Errors
-    /// A checkpoint or a lease cannot be read: it is not known which checkpoints may be removed.
+    /// Returns an error if a checkpoint or a lease cannot be read, so that it is unknown which
+    /// checkpoints may be removed.
     pub(super) fn candidates(&self, evaluated: &[Evaluation]) -> Result<Vec<Candidate>> {
         let leases = self.leases();
         let waits = leases.queue_is_watched()?;
-        // A run that passed over a damaged checkpoint has gone back: checkpoints newer than the
-        // last save do not count.
+        // A run that skipped a damaged checkpoint has gone back: checkpoints newer than the last
+        // save do not count.
         let latest = Pointer::at(self.latest());
         if latest.target()? == Target::Directory {
             return Err(latest.taken());
@@ -426,7 +430,7 @@ impl Checkpoints {
                     );
                     match e.kind() {
                         Kind::Damaged => (false, false),
-                        // Another program can read it.
+                        // Another version of the program can read it.
                         Kind::Input => (false, true),
                         _ => return Err(e),
                     }
@@ -438,12 +442,12 @@ impl Checkpoints {
         self.steps()?.into_iter().map(candidate).collect()
     }
 
-    /// The save of a step, if it is whole and not in doubt. One that was found whole before, and
-    /// whose manifest is the same file since, is not read again: there may be hundreds, of
-    /// thousands of files each.
+    /// Returns the id of the save of a step, if it is intact and not suspect. A checkpoint that was
+    /// found intact before, and whose manifest has not changed since, is not read again: there may
+    /// be hundreds, of thousands of files each.
     fn sound_id(&self, step: u64) -> Result<String> {
         let path = self.path(step);
-        let stamp = fs::metadata(path.join(manifest::FILE)).ok().map(|of| Stamp::of(&of));
+        let stamp = fs::metadata(path.join(manifest::FILE)).ok().map(|file| Stamp::new(&file));
         let known = || SOUND.lock().unwrap_or_else(PoisonError::into_inner);
         let before = known()
             .get(&path)
@@ -454,33 +458,33 @@ impl Checkpoints {
             None => {
                 let found = whole(&path)?.id;
                 let mut known = known();
-                // Those that are gone need not be known.
+                // Entries of removed checkpoints are dropped.
                 known.retain(|path, _| path.parent() != Some(self.root()) || path.exists());
                 known.extend(stamp.map(|stamp| (path.clone(), (stamp, found.clone()))));
                 found
             }
         };
-        // An audit may have found something since.
+        // An SDC check may have marked it since.
         doubt::check(&path, step, &id).map(|()| id)
     }
 
-    /// Reads the manifest of a step's checkpoint, and checks that its files are there with their
-    /// lengths, and that no audit has put it in doubt.
+    /// Reads the manifest of a step's checkpoint, and checks that its files exist with their
+    /// lengths, and that the checkpoint is not marked as suspect.
     ///
     /// # Errors
-    /// A file is missing or too short, or the checkpoint is doubtful ([`Kind::Damaged`]), or cannot
-    /// be read.
+    /// Returns an error if a file is missing or has the wrong length, or the checkpoint is suspect
+    /// ([`Kind::Damaged`]), or it cannot be read.
     pub fn sound(&self, step: u64) -> Result<Manifest> {
         let path = self.path(step);
         let manifest = whole(&path)?;
         doubt::check(&path, step, &manifest.id).map(|()| manifest)
     }
 
-    /// Opens the checkpoint of a step. It may be missing for an instant, while a removal is taken
-    /// back.
+    /// Opens the checkpoint of a step. Waits a moment if it is missing, since a removal may just be
+    /// reverted.
     ///
     /// # Errors
-    /// It is missing or damaged.
+    /// Returns an error if the checkpoint is missing, damaged or suspect, or cannot be read.
     pub fn open(&self, step: u64) -> Result<Reader> {
         let path = self.path(step);
         if !path.exists() {
@@ -493,11 +497,11 @@ impl Checkpoints {
 /// Prefix of the names of directories that are being removed.
 pub(super) const TRASH: &str = ".trash-";
 
-/// Checkpoints that retention has found whole, with the stamp of the manifest and the name of the
-/// save.
+/// Checkpoints that retention has found intact, with the identity of the manifest file and the id
+/// of the save.
 static SOUND: Mutex<BTreeMap<PathBuf, (Stamp, String)>> = Mutex::new(BTreeMap::new());
 
-/// Tells a file from another one of its name.
+/// Identifies a version of a file.
 #[derive(Debug, PartialEq, Eq)]
 struct Stamp {
     inode: (u64, u64),
@@ -506,22 +510,23 @@ struct Stamp {
 }
 
 impl Stamp {
-    fn of(file: &fs::Metadata) -> Self {
+    fn new(file: &fs::Metadata) -> Self {
         let changed = (file.mtime(), file.mtime_nsec());
         Self { inode: (file.dev(), file.ino()), bytes: file.len(), changed }
     }
 }
 
-/// Files of checkpoints whose lengths this process has looked at.
+/// The number of checkpoint files whose lengths this process has checked.
 static LOOKED_AT: AtomicU64 = AtomicU64::new(0);
 
-/// Number of files of checkpoints whose lengths this process has looked at, for tests of scale.
+/// Returns the number of checkpoint files whose lengths this process has checked, for tests of
+/// scale.
 #[doc(hidden)]
 pub fn looked_at() -> u64 {
     LOOKED_AT.load(Ordering::Relaxed)
 }
 
-/// Reads the manifest of the checkpoint in `dir`, and checks that every file is there with its
+/// Reads the manifest of the checkpoint in `dir`, and checks that every file exists with its
 /// length.
 fn whole(dir: &Path) -> Result<Manifest> {
     let manifest = Manifest::read(dir)?;
@@ -540,12 +545,12 @@ fn whole(dir: &Path) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Exchanges the names of two directories.
+/// Exchanges the names of two directories atomically.
 fn exchange(a: &Path, b: &Path) -> Result<(), Errno> {
     renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)
 }
 
-/// An error in one line of a log.
+/// Formats an error as one line of a log.
 pub(super) fn one_line(e: &Error) -> String {
     e.to_string().replace('\n', "; ")
 }
@@ -554,10 +559,10 @@ fn remove(path: &Path) -> Result<()> {
     fs::remove_dir_all(path).map_err(|e| refused("remove", path, e))
 }
 
-/// Makes a file, or a directory's entries, durable.
+/// Syncs a file, or the entries of a directory, to disk.
 ///
 /// # Errors
-/// The file system refused.
+/// Returns an error if the file cannot be opened or synced.
 pub fn sync(path: &Path) -> Result<()> {
     fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| refused("sync", path, e))
 }
@@ -567,7 +572,7 @@ mod tests {
     use super::*;
     use crate::Removal;
 
-    /// A directory with a manifest that says nothing of any tensor.
+    /// Publishes a checkpoint whose manifest has no tensors.
     fn publish(checkpoints: &Checkpoints, step: u64) {
         let staging = checkpoints.staging(step, "job");
         fs::create_dir_all(&staging).unwrap();
@@ -586,7 +591,7 @@ mod tests {
             checkpoints.retain(&Retention { newest: 2, ..Retention::default() });
         }
         assert_eq!(checkpoints.steps().unwrap(), [20, 100]);
-        // Remains of killed jobs.
+        // What killed jobs left behind.
         fs::create_dir_all(checkpoints.staging(7, "dead").join("x")).unwrap();
         fs::create_dir_all(checkpoints.root().join(".trash-step-00000001")).unwrap();
         std::os::unix::fs::symlink("step-00000020", checkpoints.root().join(".latest.77.tmp"))
@@ -598,8 +603,8 @@ mod tests {
         checkpoints.abandon(&checkpoints.staging(7, "never"));
     }
 
-    /// A run that passed over the damaged checkpoint of step 5 saves step 4: that one must not go
-    /// for the sake of step 5.
+    /// A run that skipped the damaged checkpoint of step 5 saves step 4, which must not be removed
+    /// in favour of step 5.
     #[test]
     fn a_run_that_went_back_keeps_what_it_saves() {
         let dir = tempfile::tempdir().unwrap();
@@ -641,17 +646,17 @@ mod tests {
 
     const ONE: Retention = Retention { newest: 1, multiples: 0, best: 1, audited: None };
 
-    /// The checkpoint of step 1 has the lowest loss. A file that cannot be read may say so, or that
-    /// somebody reads it.
+    /// The checkpoint of step 1 has the lowest loss, or is leased, and the file that says so cannot
+    /// be read.
     #[test]
-    fn nothing_is_removed_on_doubt() {
+    fn nothing_is_removed_while_a_file_is_unreadable() {
         let evaluation = |step, loss| Evaluation::done(step, loss, Default::default());
-        type Doubt = fn(&Path, &Checkpoints);
-        let doubts: [(&str, Doubt); 6] = [
+        type Break = fn(&Path, &Checkpoints);
+        let cases: [(&str, Break); 6] = [
             ("a byte in eval.jsonl", |log, _| {
                 let text = [&fs::read(log).unwrap()[..], b"\xff"].concat();
                 fs::write(log, text).unwrap();
-                // The next line begins below it.
+                // The next line is appended below it.
                 evaluations::append(log, &Evaluation::done(3, 2.0, Default::default())).unwrap();
             }),
             ("eval.jsonl", |log, _| {
@@ -673,7 +678,7 @@ mod tests {
                 fs::write(checkpoints.latest(), "").unwrap();
             }),
         ];
-        for (what, doubt) in doubts {
+        for (what, break_file) in cases {
             let (dir, checkpoints) = prepared();
             let log = dir.path().join(evaluations::FILE);
             for (step, loss) in [(1, 1.0), (2, 3.0), (3, 2.0)] {
@@ -681,7 +686,7 @@ mod tests {
                 evaluations::append(&log, &evaluation(step, loss)).unwrap();
             }
             checkpoints.point_to_best(&checkpoints.evaluated().unwrap()).unwrap();
-            doubt(&log, &checkpoints);
+            break_file(&log, &checkpoints);
             checkpoints.retain(&ONE);
             assert_eq!(checkpoints.steps().unwrap(), [1, 2, 3], "{what}");
             assert_eq!(
@@ -699,9 +704,9 @@ mod tests {
         );
     }
 
-    /// A line that a kill has torn carries no evaluation and stops no retention.
+    /// A line torn by a kill is not an evaluation, and does not stop retention.
     #[test]
-    fn a_torn_evaluation_is_no_doubt() {
+    fn a_torn_evaluation_does_not_stop_retention() {
         let (dir, checkpoints) = prepared();
         let log = dir.path().join(evaluations::FILE);
         for (step, loss) in [(1, 1.0), (2, 3.0), (3, 2.0)] {
@@ -726,7 +731,7 @@ mod tests {
         assert_eq!(checkpoints.steps().unwrap(), [2, 3]);
     }
 
-    /// Id of the save of step 7 that is there.
+    /// Returns the id of the published save of step 7.
     fn id_of_seven(checkpoints: &Checkpoints) -> String {
         Manifest::read(&checkpoints.path(7)).unwrap().id
     }
@@ -754,7 +759,7 @@ mod tests {
             (id_of_seven(&checkpoints), Manifest::read(&old).unwrap().id),
             ("third".into(), "second".into())
         );
-        // The old one comes back if the new one cannot take its place.
+        // The old one is restored if the new one cannot replace it.
         let missing = checkpoints.staging(7, "missing");
         checkpoints.put(&missing, &checkpoints.path(7), |_, _| Err(Errno::NOSYS)).unwrap_err();
         assert_eq!(id_of_seven(&checkpoints), "third");
@@ -800,8 +805,8 @@ mod tests {
         checkpoints.publish(7, &stage(&checkpoints, "first")).unwrap();
         stage(&checkpoints, "second");
         let trash = checkpoints.root().join(".trash-step-00000007");
-        // Killed without exchange, or while it was being removed; then a checkpoint that cannot be
-        // read stays in its place.
+        // Killed without exchange, or during removal; then a checkpoint that cannot be read stays
+        // where it is.
         fs::rename(checkpoints.path(7), &trash).unwrap();
         let manifest = trash.join("manifest.json");
         fs::rename(&manifest, trash.join("x")).unwrap();
@@ -813,7 +818,7 @@ mod tests {
         checkpoints.prepare().unwrap();
         assert_eq!(id_of_seven(&checkpoints), "first");
         assert!(!trash.exists() && !checkpoints.staging(7, "second").exists());
-        // Half removed, it is removed.
+        // A partly removed checkpoint is removed.
         fs::rename(checkpoints.path(7), &trash).unwrap();
         fs::remove_file(&manifest).unwrap();
         checkpoints.prepare().unwrap();

@@ -1,10 +1,10 @@
-//! Doubt: an audit finds replicas that differ some steps after they began to, and the checkpoints
-//! of these steps may hold wrong numbers.
+//! Suspect checkpoints: a silent-data-corruption (SDC) check finds that replicas differ some steps
+//! after they began to, so the checkpoints of these steps may be wrong.
 //!
 //! The mark belongs to the run: `checkpoints/doubtful-<job>` says that no save of the job `<job>`
-//! after a step is trusted, also one that is published after the mark was written. Besides, each
-//! checkpoint that is there gets a file `doubt`, which goes with its copies. A mark that cannot be
-//! read counts as doubt.
+//! after a step is trusted, including those published after the mark was written. In addition, each
+//! existing checkpoint gets a file `doubt`, which is copied with it. An unreadable mark counts as a
+//! mark.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -15,32 +15,32 @@ use serde::{Deserialize, Serialize};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
-/// Name of the file in the directory of a checkpoint that an audit has put in doubt.
+/// Name of the file that marks a checkpoint as suspect, in its directory.
 pub(super) const FILE: &str = "doubt";
 
-/// Prefix of the names of a run's marks; the name of the job follows.
+/// Prefix of the file names of a run's marks, before the id of the job.
 pub(super) const MARK: &str = "doubtful-";
 
 /// The content of a run's mark.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Mark {
-    /// The last step that is trusted.
+    /// The last trusted step.
     pub after: u64,
-    /// The finding of the audit.
+    /// The finding of the SDC check.
     pub why: String,
 }
 
-/// Refuses a checkpoint that is in doubt: the save `id` of step `step` in `dir`.
+/// Checks that no SDC check has marked the save `id` of step `step` in `dir` as suspect.
 ///
 /// # Errors
-/// Returns an error ([`hpctrain_base::error::Kind::Damaged`]) if an audit has put it in doubt, or
-/// one of another kind if the file system does not say whether there is a mark.
+/// Returns an error ([`hpctrain_base::error::Kind::Damaged`]) if the save is marked, or an I/O
+/// error if it cannot be determined whether there is a mark.
 pub(super) fn check(dir: &Path, step: u64, id: &str) -> Result<()> {
     let own = dir.join(FILE);
     if let Some(why) = content(&own)? {
-        return Err(doubtful(dir, &own, why.as_deref().unwrap_or_else(|unread| unread)));
+        return Err(suspect(dir, &own, why.as_deref().unwrap_or_else(|unread| unread)));
     }
-    // The name of a save is that of its job and its step.
+    // The id of a save consists of its job and its step.
     let Some((job, _)) = id.rsplit_once('-').filter(|(job, _)| safe_open::is_plain_name(job))
     else {
         return Ok(());
@@ -51,24 +51,24 @@ pub(super) fn check(dir: &Path, step: u64, id: &str) -> Result<()> {
         Some(Err(unread)) => unread,
         Some(Ok(text)) => match serde_json::from_str::<Mark>(&text) {
             Ok(Mark { after, .. }) if step <= after => return Ok(()),
-            Ok(Mark { why, .. }) => return Err(doubtful(dir, &mark, &why)),
+            Ok(Mark { why, .. }) => return Err(suspect(dir, &mark, &why)),
             Err(e) => format!("{} is not a mark: {e}", mark.display()),
         },
     };
-    Err(doubtful(dir, &mark, &unread))
+    Err(suspect(dir, &mark, &unread))
 }
 
-fn doubtful(dir: &Path, mark: &Path, why: &str) -> Error {
-    Error::damaged(format!("{} is doubtful: {}", dir.display(), why.trim())).hint(format!(
+fn suspect(dir: &Path, mark: &Path, why: &str) -> Error {
+    Error::damaged(format!("{} is suspect: {}", dir.display(), why.trim())).hint(format!(
         "resume from an older checkpoint; to use it all the same, remove {}",
         mark.display()
     ))
 }
 
-/// The text of a mark, or the reason that it cannot be read; none if there is no mark.
+/// Returns the text of a mark, or the reason why it cannot be read; `None` if there is no mark.
 ///
 /// # Errors
-/// Returns an error if the file system does not say whether it exists.
+/// Returns an error if it cannot be determined whether the mark exists.
 fn content(path: &Path) -> Result<Option<Result<String, String>>> {
     match fs::symlink_metadata(path) {
         Ok(_) => {}
@@ -79,7 +79,7 @@ fn content(path: &Path) -> Result<Option<Result<String, String>>> {
     Ok(Some(text.map_err(|e| format!("{} cannot be read: {e}", path.display()))))
 }
 
-/// Whether a save is one of a job.
+/// Returns true if a save belongs to a job.
 pub(super) fn belongs(id: &str, job: &str) -> bool {
-    id.rsplit_once('-').is_some_and(|(of, _)| of == job)
+    id.rsplit_once('-').is_some_and(|(of_save, _)| of_save == job)
 }

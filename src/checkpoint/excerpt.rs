@@ -1,5 +1,5 @@
 //! Excerpts of a manifest. A manifest grows with the number of ranks that wrote the checkpoint, so
-//! rank 0 alone reads and parses it. The others receive its outline, which has no pieces and no
+//! only rank 0 reads and parses it. The others receive its outline, which has no pieces and no
 //! files, and then the entries that they need.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -11,17 +11,17 @@ use serde::{Deserialize, Serialize};
 use super::manifest::{FileEntry, Manifest, Origin, ShardSlice, TensorEntry};
 use hpctrain_base::layout::TensorRange;
 
-/// The most bytes of a manifest that a rank has received for one checkpoint.
+/// The largest number of manifest bytes that a rank has received for one checkpoint.
 static LARGEST: AtomicU64 = AtomicU64::new(0);
 
-/// The most bytes of a manifest that a rank other than 0 has received for one checkpoint since the
-/// last call, for tests of scale.
+/// Returns the largest number of manifest bytes that a rank other than 0 has received for one
+/// checkpoint since the last call, for tests of scale.
 #[doc(hidden)]
 pub fn most_received() -> u64 {
     LARGEST.swap(0, Relaxed)
 }
 
-/// Counts the bytes that a rank has received.
+/// Records the number of bytes that a rank has received.
 pub(super) fn count(bytes: usize) {
     LARGEST.fetch_max(bytes as u64, Relaxed);
 }
@@ -29,16 +29,16 @@ pub(super) fn count(bytes: usize) {
 /// The entries of a manifest that a rank needs.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Excerpt {
-    /// Pieces that it reads, or that lie in files that it checks, by tensor.
+    /// The pieces that it reads, and those in files that it checks, by tensor.
     pub pieces: BTreeMap<String, Vec<ShardSlice>>,
-    /// The files of these pieces, and those that it checks.
+    /// The files of these pieces, and the files that it checks.
     pub files: BTreeMap<String, FileEntry>,
-    /// Names of the files that it checks.
+    /// The names of the files that it checks.
     pub checked: Vec<String>,
 }
 
 impl Excerpt {
-    /// Enters the entries into the outline of the manifest.
+    /// Adds the entries to the outline of the manifest.
     pub fn enter(self, outline: &mut Manifest) {
         outline.files.extend(self.files);
         for (tensor, pieces) in self.pieces {
@@ -47,7 +47,7 @@ impl Excerpt {
     }
 }
 
-/// A manifest without pieces, files and hosts.
+/// Returns the manifest without pieces, files and hosts.
 pub(super) fn outline(manifest: &Manifest) -> Manifest {
     let outline = |entry: &TensorEntry| TensorEntry { shape: entry.shape.clone(), pieces: vec![] };
     Manifest {
@@ -72,12 +72,12 @@ pub(super) fn outline(manifest: &Manifest) -> Manifest {
     }
 }
 
-/// A manifest with indices, to find the entries of many ranks.
+/// A manifest with indices for finding the entries of many ranks.
 pub(super) struct Index<'a> {
     manifest: &'a Manifest,
-    /// The pieces in every file: tensors, and numbers of their pieces.
+    /// The pieces in every file, as the tensor and the number of the piece.
     of_files: HashMap<&'a str, Vec<(&'a str, usize)>>,
-    /// Pieces of the same columns, which follow each other, of every tensor.
+    /// For every tensor, the runs of pieces with the same columns.
     slices: HashMap<&'a str, Vec<Range<usize>>>,
 }
 
@@ -97,8 +97,8 @@ impl<'a> Index<'a> {
         index
     }
 
-    /// The entries for the ranges that rank `rank` of `ranks` reads, and for every file that it
-    /// checks.
+    /// Returns the entries for the ranges that rank `rank` of `ranks` reads, and for the files that
+    /// it checks.
     pub fn excerpt(&self, wanted: &[TensorRange], rank: usize, ranks: usize) -> Excerpt {
         let checked: Vec<&str> =
             self.manifest.files.keys().skip(rank).step_by(ranks).map(String::as_str).collect();
@@ -110,11 +110,11 @@ impl<'a> Index<'a> {
                 continue;
             };
             for piece in self.overlapping(name, entry, range) {
-                // A dataset is numbered among those of its tensor in the file: all of them go
-                // together.
-                let beside =
+                // A dataset is numbered among those of its tensor in the file, so all of them are
+                // needed.
+                let neighbours =
                     self.of_files[&piece.file[..]].iter().filter(|(tensor, _)| tensor == name);
-                found.extend(beside);
+                found.extend(neighbours);
             }
         }
         let mut excerpt = Excerpt::default();
@@ -131,7 +131,7 @@ impl<'a> Index<'a> {
         excerpt
     }
 
-    /// The pieces of a tensor that may have elements of a range.
+    /// Returns the pieces of a tensor that may contain elements of a range.
     fn overlapping(
         &self,
         name: &str,

@@ -1,5 +1,5 @@
-//! Tests of a file system for the operations that checkpoints rely on: atomic renames, links,
-//! durable directories.
+//! Probes a file system for the operations that checkpoints need: atomic renames, links, durable
+//! directories.
 
 use std::fs::{self, File};
 use std::io;
@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use super::pointer::lacks_links;
 use hpctrain_base::error::{Error, Result};
 
-/// File systems over object stores: a rename there copies one object after the other, and readers
-/// see it half done.
+/// File systems over object stores, where a rename copies one object after another, visible to
+/// readers.
 const OBJECT_STORES: [&str; 7] = [
     "fuse.s3fs",
     "fuse.mount-s3",
@@ -21,35 +21,36 @@ const OBJECT_STORES: [&str; 7] = [
     "fuse.blobfuse2",
 ];
 
-/// A file system that checkpoints can be on.
+/// What a probe found out about a file system.
 #[derive(Debug)]
 pub struct FileSystem {
-    /// Its type in the words of /proc/mounts, such as `ext4`; none if it is not listed.
+    /// Its type as in /proc/mounts, such as `ext4`; `None` if it is not listed.
     pub kind: Option<String>,
-    /// Whether files can be locked, or the reason that they cannot.
+    /// Whether files can be locked, or the reason why not.
     pub locks: Result<(), String>,
-    /// Whether there are symbolic links: without them `latest` and `best` are files.
+    /// Whether there are symbolic links; without them `latest` and `best` are files.
     pub links: bool,
 }
 
-/// Tries the operations that checkpoints need in `dir`, which exists. Warns if there are no locks.
+/// Probes `dir`, which must exist, and warns if there are no locks.
 ///
 /// # Errors
-/// The operation that does not work there.
+/// Returns an error that names the first required operation that fails.
 pub(super) fn check(dir: &Path) -> Result<()> {
     if let Err(e) = probe(dir)?.locks {
         log::warn!(
-            "{} has no file locks ({e}): let one evaluator at a time write eval.jsonl",
+            "{} has no file locks ({e}): let only one evaluator at a time write eval.jsonl",
             dir.display()
         );
     }
     Ok(())
 }
 
-/// As `check`, and returns its findings. Ranks may do it at once.
+/// Tries the operations that checkpoints need in `dir`, which must exist. Ranks may do so at the
+/// same time.
 ///
 /// # Errors
-/// The operation that does not work there.
+/// Returns an error that names the first required operation that fails.
 pub fn probe(dir: &Path) -> Result<FileSystem> {
     let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
     let real = fs::canonicalize(dir).map_err(|e| Error::io("open", dir, e))?;
@@ -57,7 +58,9 @@ pub fn probe(dir: &Path) -> Result<FileSystem> {
     if let Some(kind) = kind.filter(|kind| OBJECT_STORES.contains(kind)) {
         return Err(unfit(
             dir,
-            &format!("is on {kind}, where a rename copies and is seen half done"),
+            &format!(
+                "is on {kind}, where a rename copies the files one by one, visible to readers"
+            ),
         ));
     }
     let probe =
@@ -87,13 +90,13 @@ fn unfit(dir: &Path, what: &str) -> Error {
 /// The operation that failed, and its error.
 type Failure = (&'static str, io::Error);
 
-/// Operations that checkpoints can do without.
+/// Whether the operations that checkpoints can do without work.
 struct Tried {
     locks: Result<(), String>,
     links: bool,
 }
 
-/// Tries everything.
+/// Tries all operations.
 fn try_all(probe: &Path) -> Result<Tried, Failure> {
     let named = |what| move |e| (what, e);
     let wrong = |text: &str| io::Error::other(text.to_string());
@@ -136,12 +139,12 @@ fn try_all(probe: &Path) -> Result<Tried, Failure> {
     Ok(Tried { locks: lock().map_err(|e| e.to_string()), links })
 }
 
-/// The type of the file system that holds `path`, in the words of /proc/mounts: the last mount on
-/// the longest prefix.
+/// Returns the type of the file system that holds `path`, as in /proc/mounts: the last mount with
+/// the longest matching prefix.
 fn kind<'a>(mounts: &'a str, path: &Path) -> Option<&'a str> {
     let mounts = mounts.lines().filter_map(|line| {
         let mut words = line.split_whitespace().skip(1);
-        // Blanks are written as \040.
+        // Spaces are written as \040.
         Some((words.next()?.replace("\\040", " "), words.next()?))
     });
     let holding = mounts.filter(|(point, _)| path.starts_with(point));

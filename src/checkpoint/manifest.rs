@@ -1,5 +1,5 @@
-//! The manifest: everything about a checkpoint but the numbers. `docs/checkpoint-format.md`
-//! describes it.
+//! The manifest: everything in a checkpoint except the tensors' elements, described in
+//! `docs/checkpoint-format.md`.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -19,121 +19,121 @@ use hpctrain_base::safe_open::is_plain_name;
 use hpctrain_config::Config;
 use hpctrain_data::{Preprocessing, Source, Tokenizer, TrainedOn};
 
-/// Version of the format that this program writes, and the newest that it reads.
+/// The version of the format that this program writes, and the newest that it reads.
 pub const VERSION: u32 = 3;
 
-/// The oldest version that it reads: the same, without columns.
+/// The oldest version that it reads, which has no columns.
 const OLDEST: u32 = 2;
 
 /// File name of the manifest.
 pub const FILE: &str = "manifest.json";
 
-/// File that holds the manifest's own checksum: eight hexadecimal digits of CRC-32, as checksum
-/// tools write it.
+/// Name of the file with the manifest's own checksum, in the format of checksum tools: eight
+/// hexadecimal digits of CRC-32.
 pub const SEAL: &str = "manifest.crc32";
 
-/// Elements that one checksum covers at most: 4 MiB, so that reading a part of a range need not
-/// read all of it.
+/// The maximal number of elements under one checksum: 4 MiB, so that reading a small range need not
+/// read the whole piece.
 pub const BLOCK: usize = 1 << 20;
 
-/// Manifests that this process has parsed.
+/// The number of manifests that this process has parsed.
 static PARSED: AtomicU64 = AtomicU64::new(0);
 
-/// Number of manifests that this process has parsed, for tests of scale.
+/// Returns the number of manifests that this process has parsed, for tests of scale.
 #[doc(hidden)]
 pub fn parsed() -> u64 {
     PARSED.load(Relaxed)
 }
 
-/// `manifest.json`.
+/// The content of `manifest.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Version of the format.
+    /// The version of the format.
     pub version: u32,
-    /// Names this save: two saves of one step differ in it.
+    /// Identifies this save: two saves of one step have different ids.
     pub id: String,
-    /// Steps finished.
+    /// The number of finished steps.
     pub step: u64,
-    /// Optimizer updates done: steps less the skipped ones.
+    /// The number of optimizer updates: steps less the skipped ones.
     pub updates: u64,
-    /// Samples consumed: the loader's whole state.
+    /// The number of samples consumed, which is the whole state of the data loader.
     pub position: u64,
-    /// Names every random stream. Streams are functions of their name and a counter, so that with
-    /// `step` and `position` this is the generators' whole state.
+    /// The seed of all random streams. A stream is a function of its name and a counter, so the
+    /// seed, `step` and `position` are the whole state of the generators.
     pub seed: u64,
     /// The resolved configuration.
     #[serde(deserialize_with = "hpctrain_config::deserialize_json")]
     pub config: Config,
-    /// Tokenizer from text to token ids, if the data names one.
+    /// The tokenizer from text to token ids, if the data names one.
     pub tokenizer: Option<Tokenizer>,
-    /// Training data of the run; none in checkpoints of before it was kept, and in imported ones.
+    /// The training data of the run; `None` in imported checkpoints and in those of older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<TrainedOn>,
-    /// Preprocessing besides the tokenizer; none in checkpoints of before it was kept.
+    /// Preprocessing except the tokenizer; `None` in checkpoints of older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub preprocessing: Option<Preprocessing>,
     /// The job that wrote it.
     pub origin: Origin,
-    /// Names of the optimizer's buffers: groups beside `params` in the files.
+    /// The names of the optimizer's state buffers, which are groups next to `params` in the files.
     pub state: Vec<String>,
-    /// Every file with numbers.
+    /// The files with tensors, by name.
     pub files: BTreeMap<String, FileEntry>,
-    /// Every tensor, by name.
+    /// The tensors, by name.
     pub tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// The job that wrote a checkpoint. Nothing depends on it.
+/// The job that wrote a checkpoint. For information only.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Origin {
-    /// Version of the program.
+    /// The version of the program.
     pub hpctrain: String,
-    /// Transport of its messages: the MPI library, threads, or none.
+    /// The transport between ranks: the MPI library, threads, or none.
     pub mpi: String,
-    /// Ranks.
+    /// The number of ranks.
     pub ranks: usize,
     /// The node of every rank.
     pub hosts: Vec<String>,
-    /// Seconds since 1970.
+    /// The time of the save, in seconds since 1970.
     pub time: f64,
 }
 
-/// A file with numbers.
+/// A file with tensors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Its length.
+    /// The length of the file.
     pub bytes: u64,
-    /// CRC-32 of all bytes that belong to no tensor, in order: HDF5's own.
+    /// CRC-32 of all bytes outside of tensors, in order: HDF5's metadata.
     pub rest_crc32: u32,
 }
 
-/// One tensor and where its pieces are.
+/// A tensor and its pieces.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TensorEntry {
-    /// Extent of every dimension, row-major.
+    /// The extent of every dimension, row-major.
     pub shape: Vec<usize>,
-    /// Pieces in order of columns, then of elements; together they cover the tensor once.
+    /// The pieces in order of columns, then of elements; together they cover the tensor exactly
+    /// once.
     pub pieces: Vec<ShardSlice>,
 }
 
 /// A range of a tensor, or of some columns of a matrix, in one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardSlice {
-    /// File in the checkpoint's directory.
+    /// The name of the file in the checkpoint's directory.
     pub file: String,
-    /// The columns of a matrix whose elements `start` and `len` count; none if they count those of
-    /// the whole tensor.
+    /// The columns of a matrix in which `start` and `len` count elements; `None` if they count
+    /// those of the whole tensor.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "columns")]
     pub columns: Option<Range<usize>>,
-    /// First flat element of the tensor, or of the matrix `tensor[:, columns]`, which is row-major,
-    /// too.
+    /// The first row-major element of the tensor, or of the matrix `tensor[:, columns]`.
     pub start: usize,
-    /// Elements.
+    /// The number of elements.
     pub len: usize,
-    /// The parameters, then each buffer in [`Manifest::state`].
+    /// The parameters, then each buffer of [`Manifest::state`].
     pub parts: Vec<Stored>,
 }
 
-/// Columns as they are in the manifest: `[first, end]`.
+/// Serialization of columns as `[first, end]`.
 mod columns {
     use std::ops::Range;
 
@@ -153,39 +153,40 @@ mod columns {
     }
 }
 
-/// The elements of a piece as they lie in the file: f32, little-endian, one after another.
+/// The elements of a piece in the file: contiguous little-endian f32.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stored {
-    /// First byte in the file.
+    /// The offset of the first byte in the file.
     pub offset: u64,
     /// CRC-32 of every 2^20 elements; the last block may be shorter.
     pub crc32: Vec<u32>,
 }
 
-/// Description of a rank's file, as it is sent to the other ranks.
+/// The description of a rank's file that is sent to rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ShardFileInfo {
-    /// Name of the file.
+    /// The name of the file.
     pub file: String,
-    /// The file.
+    /// Its entry in the manifest.
     pub entry: FileEntry,
-    /// Tensors with their shapes and a piece of each in the file; a tensor may have several.
+    /// For each piece in the file, the name and shape of its tensor; a tensor may have several.
     pub ranges: Vec<(String, Vec<usize>, ShardSlice)>,
 }
 
 impl Manifest {
-    /// Reads the manifest of the checkpoint in `dir`, and checks it against its seal and in itself.
+    /// Reads the manifest of the checkpoint in `dir`, verifies its checksum and checks its
+    /// consistency.
     ///
     /// # Errors
-    /// It is missing, damaged, or its pieces do not cover every tensor once
-    /// ([`Kind::Damaged`](hpctrain_base::error::Kind::Damaged)); it is of another version of the
-    /// format or the program; or the file system refused.
+    /// Returns an error if it is missing or damaged, or its pieces do not cover every tensor
+    /// exactly once ([`Kind::Damaged`](hpctrain_base::error::Kind::Damaged)); if another version of
+    /// the format or the program wrote it; or if it cannot be read.
     pub fn read(dir: &Path) -> Result<Self> {
         Self::parse(dir, &sealed_text(dir)?)
     }
 
-    /// The manifest of this text, whose seal fits: a program that knows other keys wrote it where
-    /// it cannot be read.
+    /// Parses the text of a manifest whose checksum is right: if it cannot be parsed, a program
+    /// that knows other keys wrote it.
     fn parse(dir: &Path, text: &str) -> Result<Self> {
         PARSED.fetch_add(1, Relaxed);
         let path = dir.join(FILE);
@@ -197,11 +198,11 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Writes it and its seal, durably. The next reader, which is the retention of this save, reads
-    /// them from the disk.
+    /// Writes the manifest and its checksum durably, and drops them from the page cache, so that
+    /// the next reader, which is the retention of this save, reads them from the disk.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if a file cannot be written.
     pub fn write(&self, dir: &Path) -> Result<()> {
         let text =
             serde_json::to_string(self).map_err(|e| Error::internal(format!("manifest: {e}")))?;
@@ -218,10 +219,11 @@ impl Manifest {
         Ok(())
     }
 
-    /// Enters the files that ranks wrote, and checks that they cover every tensor once.
+    /// Adds the files that ranks wrote, and checks that their pieces cover every tensor exactly
+    /// once.
     ///
     /// # Errors
-    /// They do not.
+    /// Returns an error if they do not.
     pub fn enter(&mut self, written: Vec<ShardFileInfo>) -> Result<()> {
         for ShardFileInfo { file, entry, ranges } in written {
             self.files.insert(file, entry);
@@ -237,10 +239,10 @@ impl Manifest {
         self.check_cover().map_err(|e| Error::internal(format!("the ranks' ranges: {e}")))
     }
 
-    /// Every element of every tensor lies in exactly one piece, and every piece within its file,
-    /// which lies beside the manifest.
+    /// Checks that every element of every tensor is in exactly one piece, and every piece within
+    /// its file, which is next to the manifest.
     fn check_cover(&self) -> Result<(), String> {
-        // A manifest may be of others: it names files beside it, nothing else.
+        // A manifest may come from others: it may only name files next to it.
         if let Some(name) = self.files.keys().find(|name| !is_plain_name(name)) {
             return Err(format!("{name:?} is not the name of a file beside it"));
         }
@@ -255,7 +257,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// A piece of the tensor `name` lies within its file.
+    /// Checks that a piece of the tensor `name` lies within its file.
     fn check_place(&self, name: &str, piece: &ShardSlice) -> Result<(), String> {
         let file = self.files.get(&piece.file);
         let file = file
@@ -275,14 +277,15 @@ impl Manifest {
         Ok(())
     }
 
-    /// Makes `data` read samples as the network learned them. Returns notes about it, for people.
+    /// Makes `data` preprocess samples as in training. Returns human-readable notes about what the
+    /// checkpoint does not record.
     ///
     /// # Errors
-    /// The data cannot be brought to that: its tokenizer is another, or a column, a category or a
-    /// class is not known.
+    /// Returns an error if the data has another tokenizer, or a column, a category or a class is
+    /// unknown.
     pub fn conform(&self, data: &mut dyn Source) -> Result<Vec<String>> {
         let own = data.preprocessing();
-        // Checkpoints of older versions, and of programs that made their samples themselves.
+        // Checkpoints of older versions, and of programs with their own samples, have no scales.
         let is_known = self.preprocessing.as_ref().is_some_and(|known| !known.scales.is_empty());
         let is_unknown = !own.scales.is_empty() && !is_known;
         let tokenizer =
@@ -292,38 +295,39 @@ impl Manifest {
             data.conform(&Preprocessing { tokenizer: self.tokenizer.clone(), ..known })?;
         if is_unknown {
             notes.push(
-                "the checkpoint does not tell the scale of its inputs: that of the data is taken"
+                "the checkpoint does not record the scale of its inputs: using that of the data"
                     .into(),
             );
         }
         if let Some(name) = tokenizer {
             notes.push(format!(
-                "the checkpoint does not tell its tokenizer: that of the data is taken, {name}"
+                "the checkpoint does not record its tokenizer: using that of the data, {name}"
             ));
         }
         Ok(notes)
     }
 
-    /// Progress of the run.
+    /// Returns the progress of the run.
     pub fn progress(&self) -> Progress {
         Progress { step: self.step, updates: self.updates, position: self.position }
     }
 
-    /// Elements of all tensors.
+    /// Returns the number of elements of all tensors.
     pub fn parameters(&self) -> u64 {
         self.tensors.values().map(|entry| entry.shape.iter().product::<usize>() as u64).sum()
     }
 
-    /// Bytes of all files with numbers.
+    /// Returns the size of all files with tensors in bytes.
     pub fn bytes(&self) -> u64 {
         self.files.values().map(|file| file.bytes).sum()
     }
 
-    /// Checks that the tensors are those of a whole model, and the optimizer's buffers those of a
-    /// rule.
+    /// Checks that the tensors are those of the model, and the state buffers those of the
+    /// optimizer.
     ///
     /// # Errors
-    /// The first tensor that differs, with both shapes.
+    /// Returns an error that names the first tensor that is missing or has another shape, or the
+    /// differing optimizer state.
     pub fn check(&self, dir: &Path, layouts: &[UnitLayout], state: Option<&[&str]>) -> Result<()> {
         let other = |what: String| {
             Err(Error::input(format!("{}: checkpoint of another model: {what}", dir.display()))
@@ -361,13 +365,15 @@ impl Manifest {
     }
 }
 
-/// The text of the manifest in `dir`, which its seal fits.
+/// Returns the text of the manifest in `dir` after verifying its checksum.
 fn sealed_text(dir: &Path) -> Result<String> {
     let path = dir.join(FILE);
     let text = safe_open::read_to_string(&path).map_err(|e| {
         let error = Error::unread("read the manifest", &path, &e);
         match error.kind() {
-            Kind::Io => error.hint("the checkpoint may well be whole: see why it cannot be read"),
+            Kind::Io => {
+                error.hint("the checkpoint may well be intact: find out why it cannot be read")
+            }
             _ => error.hint("a checkpoint is a directory such as runs/<name>/checkpoints/latest"),
         }
     })?;
@@ -378,8 +384,8 @@ fn sealed_text(dir: &Path) -> Result<String> {
     let seal = dir.join(SEAL);
     let sealed = safe_open::read_to_string(&seal);
     let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
-    // If the seal is broken, the version itself may have changed. A format of another version may
-    // have no seal.
+    // If the checksum is wrong, the version itself may be damaged. A format of another version may
+    // have no checksum.
     let is_broken = sealed
         .as_ref()
         .is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
@@ -412,16 +418,17 @@ fn damaged(path: &Path, what: String) -> Error {
 }
 
 impl TensorEntry {
-    /// The dataset of the piece `number` of the tensor `name`, in each group of its file. A second
-    /// piece in the file and the ones after it have names of their own, `name@1` and so on: no
-    /// tensor's name ends so.
+    /// Returns the dataset of piece `number` of the tensor `name`, which is the same in each group
+    /// of its file. Further pieces in the same file are called `name@1` and so on; names of tensors
+    /// never end so.
     pub(super) fn dataset(&self, name: &str, number: usize) -> String {
         let (before, rest) = self.pieces.split_at(number);
         dataset(name, before.iter().filter(|piece| piece.file == rest[0].file).count())
     }
 
-    /// Every element of the tensor `name` lies in exactly one piece: all pieces are of the whole
-    /// tensor, or every column is in one slice, and every element of a slice in one piece.
+    /// Checks that every element of the tensor `name` is in exactly one piece: all pieces are of
+    /// the whole tensor, or every column is in one slice, and every element of a slice in one
+    /// piece.
     fn check_cover(&self, name: &str) -> Result<(), String> {
         let Self { shape, pieces } = self;
         let len = shape.iter().try_fold(1, |len: usize, extent| len.checked_mul(*extent));
@@ -467,19 +474,19 @@ impl TensorEntry {
 }
 
 impl ShardSlice {
-    /// Orders the pieces of a tensor.
+    /// Returns the sort key of the piece within its tensor.
     fn place(&self) -> (usize, usize) {
         place(self.columns.as_ref(), self.start)
     }
 }
 
-/// Orders the pieces of a tensor: by their columns, then by their first elements.
+/// Returns the sort key of a piece: its columns, then its first element.
 pub fn place(columns: Option<&Range<usize>>, start: usize) -> (usize, usize) {
     (columns.map_or(0, |columns| columns.start), start)
 }
 
-/// The dataset of a piece of the tensor `name` that `before` other pieces of it in the same file
-/// come before.
+/// Returns the dataset of a piece of the tensor `name` which `before` other pieces of it precede in
+/// the same file.
 pub fn dataset(name: &str, before: usize) -> String {
     match before {
         0 => name.to_string(),
@@ -487,7 +494,7 @@ pub fn dataset(name: &str, before: usize) -> String {
     }
 }
 
-/// Each of the `len` elements of something lies in exactly one of `pieces`, which are in order.
+/// Checks that each of the `len` elements is in exactly one of `pieces`, which are in order.
 fn check_once(pieces: &[ShardSlice], len: usize, of: &str) -> Result<(), String> {
     let mut next = 0;
     for piece in pieces {
@@ -510,7 +517,7 @@ fn check_once(pieces: &[ShardSlice], len: usize, of: &str) -> Result<(), String>
     }
 }
 
-/// The text of the seal.
+/// Returns the text of the checksum file.
 fn sealed_as(crc32: &str) -> String {
     format!("{crc32}  {FILE}\n")
 }
@@ -519,7 +526,7 @@ fn sealed_as(crc32: &str) -> String {
 pub(super) mod tests {
     use super::*;
 
-    /// A manifest without tensors.
+    /// Returns a manifest without tensors.
     pub fn empty(step: u64) -> Manifest {
         Manifest {
             version: VERSION,
@@ -584,7 +591,7 @@ pub(super) mod tests {
             let mut manifest = empty(1);
             manifest.enter(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
         };
-        // Of a matrix of 3 x 4.
+        // Slices of a matrix of 3 x 4.
         let left = slice("a", Some(0..1), 0, 3);
         let right = slice("b", Some(1..4), 0, 9);
         let whole = enter(&[right.clone(), left.clone()]).unwrap();
@@ -632,28 +639,28 @@ pub(super) mod tests {
             let error = enter(&pieces).unwrap_err();
             assert!(error.contains(words), "{error}, not {words}");
         }
-        // Numbers of others.
-        let told = |change: fn(&mut TensorEntry)| {
+        // Numbers that other programs may have written.
+        let refusal = |change: fn(&mut TensorEntry)| {
             let mut manifest = whole.clone();
             change(manifest.tensors.get_mut("w").unwrap());
             manifest.check_cover().unwrap_err()
         };
         assert!(
-            told(|w| w.shape = vec![12])
+            refusal(|w| w.shape = vec![12])
                 .contains("a piece of tensor w has columns, and its shape is [12]")
         );
-        assert!(told(|w| w.shape = vec![1, 3, 4]).contains("its shape is [1, 3, 4]"));
-        assert!(told(|w| w.shape = vec![usize::MAX, 4]).contains("tensor w is too long"));
+        assert!(refusal(|w| w.shape = vec![1, 3, 4]).contains("its shape is [1, 3, 4]"));
+        assert!(refusal(|w| w.shape = vec![usize::MAX, 4]).contains("tensor w is too long"));
         assert!(
-            told(|w| w.shape[0] = usize::MAX / 4)
+            refusal(|w| w.shape[0] = usize::MAX / 4)
                 .contains("columns 0..1 of tensor w holds element 3")
         );
         assert!(
-            told(|w| w.pieces[0].len = usize::MAX)
+            refusal(|w| w.pieces[0].len = usize::MAX)
                 .contains("columns 0..1 of tensor w ends at element")
         );
         assert!(
-            told(|w| w.pieces.push(ShardSlice {
+            refusal(|w| w.pieces.push(ShardSlice {
                 start: 9,
                 len: usize::MAX,
                 ..w.pieces[1].clone()
@@ -663,7 +670,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn columns_are_two_numbers_or_left_out() {
+    fn columns_are_two_numbers_or_omitted() {
         let piece = slice("a", Some(2..4), 0, 6).ranges.remove(0).2;
         let text = serde_json::to_value(&piece).unwrap();
         assert_eq!(text["columns"], serde_json::json!([2, 4]));
@@ -693,7 +700,8 @@ pub(super) mod tests {
                 .contains("malformed manifest: checksum")
         );
         assert!(refusal("").contains("malformed manifest"));
-        // A version that does not match the seal is damage; one that does is another program's.
+        // A version that does not match the checksum is damage; one that does was written by
+        // another program.
         let newer = text.replace("\"version\":3", "\"version\":4");
         assert_ne!(newer, text);
         assert!(refusal(&newer).contains("malformed manifest: checksum"));
@@ -716,7 +724,7 @@ pub(super) mod tests {
         std::fs::remove_file(dir.path().join(SEAL)).unwrap();
         let error = Manifest::read(dir.path()).unwrap_err();
         assert!(error.kind() == Kind::Damaged && error.to_string().contains(SEAL), "{error}");
-        // A directory in the place of a file says nothing of the file.
+        // A directory in place of the file does not mean that the file is damaged.
         std::fs::remove_file(&path).unwrap();
         assert_eq!(Manifest::read(dir.path()).unwrap_err().kind(), Kind::Damaged);
         std::fs::create_dir(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Marks of doubt, as a trainer writes and removes them.
+//! Writing and removing the marks of suspect checkpoints.
 
 use std::fs;
 
@@ -10,17 +10,17 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 
 impl Checkpoints {
-    /// Marks all saves of the job `job` after a step as doubtful, because of an audit's finding: to
-    /// readers they count as damaged.
+    /// Marks all saves of the job `job` after a step as suspect because of the finding of an SDC
+    /// check: readers treat them as damaged.
     ///
     /// # Errors
     /// Returns an error if the file system refuses.
     pub fn doubt_after(&self, job: &str, step: u64, why: &str) -> Result<()> {
         let mark = Mark { after: step, why: why.to_owned() };
-        let text =
-            serde_json::to_string(&mark).map_err(|e| Error::internal(format!("doubt: {e}")))?;
+        let text = serde_json::to_string(&mark)
+            .map_err(|e| Error::internal(format!("suspect mark: {e}")))?;
         let path = self.root().join(format!("{MARK}{job}"));
-        // Several ranks may find the same.
+        // Several ranks may find the same difference.
         let temporary = self.root().join(format!(".{MARK}{job}.{}.tmp", std::process::id()));
         let written = own_files::write(&temporary, text + "\n")
             .and_then(|()| fs::File::open(&temporary)?.sync_all());
@@ -41,7 +41,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Removes the marks of jobs that have no save here any more.
+    /// Removes the marks of jobs that no longer have a save here.
     pub(super) fn forget_doubts(&self) {
         let Ok(entries) = fs::read_dir(self.root()) else { return };
         let mut marks = Vec::new();
@@ -54,7 +54,7 @@ impl Checkpoints {
                 saves.push(entry.path());
             }
         }
-        // Most runs have none, and need not read their manifests.
+        // Most runs have no marks, and need not read their manifests.
         if marks.is_empty() {
             return;
         }
@@ -81,7 +81,7 @@ mod tests {
     use crate::{Reader, Retention};
     use hpctrain_base::error::Kind;
 
-    /// A run of two jobs, `a` and `b`, with saves of these steps.
+    /// Creates a run of the jobs `a` and `b` with these saves.
     fn run(saves: &[(&str, u64)]) -> (tempfile::TempDir, Checkpoints) {
         let dir = tempfile::tempdir().unwrap();
         let checkpoints = Checkpoints::new(dir.path().join("checkpoints"));
@@ -109,12 +109,12 @@ mod tests {
         for (step, expected) in [(40, None), (60, Some(Kind::Damaged)), (80, Some(Kind::Damaged))] {
             assert_eq!(kind(&checkpoints, step), expected, "{step}");
         }
-        // The job that goes on from step 40 is another one.
+        // The job that resumes from step 40 is another one.
         publish(&checkpoints, "b", 60);
         publish(&checkpoints, "b", 90);
         assert_eq!([60, 90].map(|step| kind(&checkpoints, step)), [None, None]);
         let through_a_link = Reader::open(&checkpoints.path(80)).map(drop).unwrap_err().to_string();
-        assert!(through_a_link.contains("is doubtful: replicas differ"), "{through_a_link}");
+        assert!(through_a_link.contains("is suspect: replicas differ"), "{through_a_link}");
     }
 
     #[test]

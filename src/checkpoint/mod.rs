@@ -1,17 +1,21 @@
-//! Checkpoints: HDF5 files of owned ranges and a manifest, keyed by tensor name and global range.
+//! Checkpoints: HDF5 files with each rank's shards and a manifest, keyed by tensor name and global
+//! range.
 //!
 //! ```text
 //! checkpoints/
-//!   step-00000200/          complete by its name: it was renamed into place
-//!     manifest.json         step, data position, configuration, every tensor's pieces and checksums
+//!   step-00000200/          complete, because it was renamed into place
+//!     manifest.json         step, data position, configuration, every tensor's shards and
+//! checksums
 //!     manifest.crc32        checksum of the manifest
-//!     rank-00000.h5         the pieces that rank owned: /params/<tensor>, /m/<tensor>, /v/<tensor>
+//!     rank-00000.h5         the shards that rank owned: /params/<tensor>, /m/<tensor>, /v/<tensor>
 //!   step-00000400.tmp-<id>/ being written
-//!   latest, best            symbolic links to published ones, or files that name them (`pointer`)
-//!   .leases/                who reads which
+//!   latest, best            symbolic links to published checkpoints, or files that name them
+//! (`pointer`)
+//!   .leases/                processes that are reading checkpoints
 //! ```
 //!
-//! Nothing in it depends on the ranks that wrote it: any number of ranks in any layout can read it.
+//! The format does not depend on the layout: any number of ranks in any layout can read a
+//! checkpoint.
 //! The format is in `docs/checkpoint-format.md`.
 
 mod async_save;
@@ -53,10 +57,10 @@ pub use save_thread::{SaveTask, SaveThread};
 pub use snapshot::{Ranged, write_ranges};
 pub use trash::Removal;
 
-/// Datasets with parameters are under this group; optimizer state is under the name of its buffer.
+/// The group of the parameters' datasets; optimizer state is in a group named after its buffer.
 pub const PARAMS: &str = "params";
 
-/// The file system refused something that saving needs.
+/// Returns the error of a file system operation that saving needs.
 fn refused(action: &str, path: &Path, e: impl Reason) -> Error {
     Error::io(action, path, e).hint(
         "check the free space, the permissions, and the limit on the size of files (ulimit -f) there; the last published \

@@ -1,11 +1,12 @@
 //! Names of published checkpoints.
 
-/// The name of the checkpoint of a step.
+/// Returns the name of the checkpoint of a step.
 pub fn name_of(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The step in the name of a published checkpoint: a name that [`name_of`] gives.
+/// Returns the step in the name of a published checkpoint; `None` if [`name_of`] does not return
+/// such a name.
 pub(super) fn step_of(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
     (name_of(step) == name).then_some(step)

@@ -1,8 +1,8 @@
-//! `latest` and `best`: names that lead to one of a run's checkpoints.
+//! `latest` and `best`: names that point to one of a run's checkpoints.
 //!
-//! Each is a symbolic link, or, on file systems without symbolic links, a file of one line with the
-//! name of the checkpoint. Tools that follow links while they copy a run leave a directory there: a
-//! copy of the checkpoint, which would grow stale with the next save.
+//! Each is a symbolic link or, on file systems without symbolic links, a file whose one line is the
+//! name of the checkpoint. Tools that follow links while copying a run leave a directory there: a
+//! copy of the checkpoint, which the next save would make stale.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -14,16 +14,16 @@ use super::refused;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
 
-/// One of the names.
+/// One of these names.
 #[derive(Debug, Clone)]
 pub struct Pointer {
     path: PathBuf,
 }
 
-/// The entry under such a name.
+/// What a pointer points to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
-    /// There is no entry.
+    /// The entry does not exist.
     Absent,
     /// It names the checkpoint of this step, which need not exist.
     Step(u64),
@@ -37,20 +37,20 @@ pub enum Target {
 type MakeLink = fn(&Path, &Path) -> io::Result<()>;
 
 impl Pointer {
-    /// The name at `path`, beside the checkpoints.
+    /// Creates the pointer at `path`, next to the checkpoints.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into() }
     }
 
-    /// Its path.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Looks at its entry.
+    /// Returns what it points to.
     ///
     /// # Errors
-    /// Returns an error if the entry cannot be read, or is a file that names no checkpoint.
+    /// Returns an error if the entry cannot be read, or is a file that does not name a checkpoint.
     pub fn target(&self) -> Result<Target> {
         let path = &self.path;
         let unread = |e| Error::io("read", path, e);
@@ -74,10 +74,10 @@ impl Pointer {
         step.map(Target::Step)
     }
 
-    /// The step that it names; none if it names none.
+    /// Returns the step of the checkpoint that it names, if any.
     ///
     /// # Errors
-    /// As [`Pointer::target`].
+    /// Returns the errors of [`Pointer::target`].
     pub fn step(&self) -> Result<Option<u64>> {
         Ok(match self.target()? {
             Target::Step(step) => Some(step),
@@ -85,7 +85,7 @@ impl Pointer {
         })
     }
 
-    /// Makes it name the checkpoint of a step, in one rename.
+    /// Makes it point to the checkpoint of a step, with one rename.
     ///
     /// # Errors
     /// Returns an error if its name is taken by a directory
@@ -101,13 +101,12 @@ impl Pointer {
             std::process::id(),
             hpctrain_config::telemetry::unix_time()
         ));
-        // A process that was killed between the two calls below may have left it; mostly it does
-        // not exist.
+        // A killed process may have left it behind; usually it does not exist.
         let _ = fs::remove_file(&temporary);
         let pointed = make(&temporary, &name_of(step), make_link)
             .and_then(|()| fs::rename(&temporary, &self.path));
         pointed.map_err(|e| {
-            // The error of the rename says more than one of this.
+            // The error of the rename matters, not one of this cleanup.
             let _ = fs::remove_file(&temporary);
             if self.path.is_dir() && !self.path.is_symlink() {
                 self.taken()
@@ -117,7 +116,7 @@ impl Pointer {
         })
     }
 
-    /// The refusal of a directory under its name.
+    /// Returns the error for a directory under its name.
     pub fn taken(&self) -> Error {
         let path = self.path.display();
         Error::input(format!("{path} is a directory, where a link to a checkpoint is expected"))
@@ -137,8 +136,8 @@ fn make(path: &Path, name: &str, make_link: MakeLink) -> io::Result<()> {
     }
 }
 
-/// Whether a file system that fails like this has no symbolic links. See symlink(2): `EPERM` of
-/// vfat and exFAT; SMB, FUSE and others have their own errors.
+/// Returns true if an error means that the file system has no symbolic links. See symlink(2): vfat
+/// and exFAT return `EPERM`; SMB, FUSE and others have their own errors.
 pub(super) fn lacks_links(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EPERM | libc::ENOSYS | libc::EOPNOTSUPP | libc::EINVAL))
 }

@@ -1,4 +1,4 @@
-//! Reading: any range of any tensor, from the files that hold it.
+//! Reading of any range of any tensor from the files that hold it.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -19,29 +19,29 @@ use hpctrain_comm::Group;
 use hpctrain_device::Backend;
 use hpctrain_nn::optim::AVERAGE;
 
-/// An open checkpoint. HDF5 is not needed to read one: the manifest says where everything is.
+/// An open checkpoint. Reading does not need HDF5: the manifest has the offset of every piece.
 pub struct Reader {
-    /// On a rank that received it, without the entries that it does not need.
+    /// The manifest, on a rank that received it without the entries that the rank does not need.
     manifest: Manifest,
     files: Files,
-    /// A block of which only a part was asked for.
+    /// Buffer for a block of which only a part is read.
     block: Vec<f32>,
     /// Names of the files that [`Reader::check_files`] checks.
     checked: Vec<String>,
-    /// Bytes of the manifest without entries, if this rank received it.
+    /// The size of the manifest's outline in bytes, if this rank received it.
     received: usize,
 }
 
-/// Most files that are open at once: a checkpoint may have more than a process may open.
-const OPEN: usize = 128;
+/// Limit of open files: a checkpoint may have more than a process may open.
+const MAX_OPEN: usize = 128;
 
-/// Files of checkpoints that are open in this process, which may have several ranks.
-static HELD: AtomicUsize = AtomicUsize::new(0);
+/// The number of open checkpoint files in this process, which may have several ranks.
+static OPEN_FILES: AtomicUsize = AtomicUsize::new(0);
 
-/// The files of a checkpoint, opened when they are needed.
+/// The files of a checkpoint, opened on demand.
 struct Files {
     dir: PathBuf,
-    /// With the time of their last use.
+    /// Open files by name, each with the time of its last use.
     open: HashMap<String, (u64, File)>,
     uses: u64,
     most: usize,
@@ -51,21 +51,22 @@ impl Reader {
     /// Opens the checkpoint in `dir`.
     ///
     /// # Errors
-    /// The manifest is missing or damaged, or an audit has put the checkpoint in doubt.
+    /// Returns an error if the manifest is missing or damaged, or an SDC check has marked the
+    /// checkpoint as suspect.
     pub fn open(dir: &Path) -> Result<Self> {
         let manifest = Manifest::read(dir)?;
         doubt::check(dir, manifest.step, &manifest.id)?;
         let checked = manifest.files.keys().cloned().collect();
-        Ok(Self::of(dir, manifest, checked))
+        Ok(Self::new(dir, manifest, checked))
     }
 
-    /// Opens the checkpoint in `dir` on all ranks of `world`: collective. Rank 0 alone does so by
-    /// `open`; the others receive the manifest without files and pieces, which [`Reader::fetch`]
-    /// brings.
+    /// Opens the checkpoint in `dir` on all ranks of `world`. Collective. Only rank 0 opens it, by
+    /// calling `open`; the others receive the manifest without files and pieces, which
+    /// [`Reader::fetch`] delivers.
     ///
     /// # Errors
     /// Returns the error of `open`, the same on all ranks, or an error if a message between ranks
-    /// failed.
+    /// fails.
     pub fn open_together<B: Backend>(
         world: &Group<B>,
         dir: &Path,
@@ -91,23 +92,23 @@ impl Reader {
     // Messages are encoded and decoded in functions that are not generic, so that serde's code is
     // compiled once.
 
-    /// The manifest without files and pieces, as a message.
+    /// Encodes the manifest without files and pieces as a message.
     fn outline(&self) -> Result<Vec<u8>> {
         serde_json::to_vec(&outline(&self.manifest)).map_err(unencoded)
     }
 
-    /// The reader of a rank that has received the outline.
+    /// Creates the reader of a rank that has received the outline.
     fn of_outline(dir: &Path, received: &[u8]) -> Result<Self> {
         excerpt::count(received.len());
         let manifest = serde_json::from_slice(received).map_err(malformed)?;
-        Ok(Self { received: received.len(), ..Self::of(dir, manifest, vec![]) })
+        Ok(Self { received: received.len(), ..Self::new(dir, manifest, vec![]) })
     }
 
-    /// Brings the entries of the manifest for the ranges `wanted` of this rank, and for its share
-    /// of the files, which [`Reader::check_files`] checks: collective over `world`.
+    /// Receives the manifest's entries for the ranges `wanted` of this rank, and for its share of
+    /// the files, which [`Reader::check_files`] checks. Collective over `world`.
     ///
     /// # Errors
-    /// Returns an error if a message between ranks failed.
+    /// Returns an error if a message between ranks fails.
     pub fn fetch<B: Backend>(&mut self, world: &Group<B>, wanted: &[TensorRange]) -> Result<()> {
         if world.size() == 1 {
             return Ok(());
@@ -122,7 +123,7 @@ impl Reader {
         serde_json::to_vec(wanted).map_err(unencoded)
     }
 
-    /// Takes what the root has sent, which has the whole manifest already.
+    /// Adds the entries that the root has sent. The root itself has the whole manifest already.
     fn enter(&mut self, received: &[u8], is_root: bool) -> Result<()> {
         let excerpt: Excerpt = serde_json::from_slice(received).map_err(malformed)?;
         self.checked.clone_from(&excerpt.checked);
@@ -133,7 +134,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Encoded excerpts for the ranks that sent `requests`.
+    /// Encodes excerpts for the ranks that sent `requests`.
     fn excerpts(&self, requests: &[Vec<u8>]) -> Result<Vec<Vec<u8>>> {
         let index = Index::new(&self.manifest);
         let excerpt = |(rank, request): (usize, &Vec<u8>)| {
@@ -143,45 +144,45 @@ impl Reader {
         requests.iter().enumerate().map(excerpt).collect()
     }
 
-    fn of(dir: &Path, manifest: Manifest, checked: Vec<String>) -> Self {
+    fn new(dir: &Path, manifest: Manifest, checked: Vec<String>) -> Self {
         let files = Files {
             dir: dir.to_path_buf(),
             open: HashMap::new(),
             uses: 0,
-            most: fd_limit::share(OPEN),
+            most: fd_limit::share(MAX_OPEN),
         };
         Self { manifest, files, block: Vec::new(), checked, received: 0 }
     }
 
-    /// The manifest of the checkpoint.
+    /// Returns the manifest of the checkpoint.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// The manifest alone.
+    /// Returns the manifest and closes the files.
     pub fn into_manifest(self) -> Manifest {
         self.manifest
     }
 
-    /// Its directory.
+    /// Returns the checkpoint's directory.
     pub fn dir(&self) -> &Path {
         &self.files.dir
     }
 
-    /// The part that is used rather than trained: the running average of the parameters, if there
-    /// is one, else themselves.
+    /// Returns the part to use for inference: the running average of the parameters if there is
+    /// one, else the parameters.
     pub fn used(&self) -> usize {
         self.manifest.state.iter().position(|name| name == AVERAGE).map_or(0, |k| k + 1)
     }
 
     /// Reads elements `range` of a tensor, or of the matrix `tensor[:, columns]` if columns are
-    /// given, into `out`, which is as long: part 0 is the parameters, part k the k-th state buffer.
-    /// The tensor may be stored whole or in any slices. Every block touched is read once and
-    /// checked against its checksum.
+    /// given, into `out`, which has the same length. Part 0 is the parameters, part k the k-th
+    /// state buffer. The tensor may be stored whole or in any slices. Every block needed is read
+    /// once and its checksum verified.
     ///
     /// # Errors
-    /// A file is missing or damaged, or there is no such tensor: which tensor, which file. An
-    /// internal error if the tensor has no such elements.
+    /// Returns an error that names the file and the tensor if a file is missing or damaged or the
+    /// tensor does not exist, and an internal error if the tensor has no such elements.
     pub fn read(
         &mut self,
         tensor: &str,
@@ -201,7 +202,7 @@ impl Reader {
         let pieces = if is_there { &entry.pieces[..] } else { &[] };
         let mut written = 0;
         for (number, piece) in pieces.iter().enumerate() {
-            // Elements of the same columns are counted alike, as if they were one row.
+            // If the columns are the same, elements are numbered as if they were one row.
             let (of_stored, of_wanted) = match piece.columns.as_ref().unwrap_or(&all) {
                 of_stored if of_stored == of_wanted => (&ONE_ROW, &ONE_ROW),
                 of_stored => (of_stored, of_wanted),
@@ -227,9 +228,13 @@ impl Reader {
             }
         }
         if !is_there || written != range.len() {
-            let of = columns.map_or_else(String::new, |columns| format!("columns {columns:?} of "));
-            let what =
-                format!("elements {range:?} of {of}{tensor} {:?} into {}", entry.shape, out.len());
+            let within =
+                columns.map_or_else(String::new, |columns| format!("columns {columns:?} of "));
+            let what = format!(
+                "elements {range:?} of {within}{tensor} {:?} into {}",
+                entry.shape,
+                out.len()
+            );
             return Err(Error::internal(format!(
                 "{}: {what}: {written} were there",
                 files.dir.display()
@@ -238,16 +243,16 @@ impl Reader {
         Ok(())
     }
 
-    /// Leaves every `of`-th file from `first` on to [`Reader::check_files`].
-    pub fn share_checks(&mut self, first: usize, of: usize) {
-        self.checked = self.manifest.files.keys().skip(first).step_by(of).cloned().collect();
+    /// Assigns every `step`-th file from `first` on to [`Reader::check_files`].
+    pub fn share_checks(&mut self, first: usize, step: usize) {
+        self.checked = self.manifest.files.keys().skip(first).step_by(step).cloned().collect();
     }
 
-    /// Checks the lengths of the files, and the bytes that belong to no tensor: of all files, or of
+    /// Checks the lengths of the files, and their bytes outside of tensors: of all files, or of
     /// this process's share.
     ///
     /// # Errors
-    /// The first that is missing or damaged.
+    /// Returns an error that names the first file that is missing or damaged.
     pub fn check_files(&mut self) -> Result<()> {
         let Self { manifest, files, checked, .. } = self;
         let mut pieces: HashMap<&str, Vec<&ShardSlice>> = HashMap::new();
@@ -263,7 +268,7 @@ impl Reader {
     /// Reads and checks everything in the file `name`.
     ///
     /// # Errors
-    /// The first thing that is damaged.
+    /// Returns an error that names the first damaged part.
     pub fn verify(&mut self, name: &str) -> Result<()> {
         let Self { manifest, files, block, .. } = self;
         let pieces = manifest.tensors.values().flat_map(|tensor| &tensor.pieces);
@@ -291,30 +296,30 @@ impl Reader {
 struct Slice<'a> {
     /// The columns; there is at least one.
     columns: &'a Range<usize>,
-    /// The elements, flat in the matrix of these columns.
+    /// The elements, numbered row-major in the matrix of these columns.
     range: Range<usize>,
 }
 
-/// The columns of a matrix of a single row, however long.
+/// Columns that make any number of elements a single row.
 const ONE_ROW: Range<usize> = 0..usize::MAX;
 
-/// Elements that follow each other in two slices.
+/// Consecutive elements that two slices have in common.
 struct Run {
-    /// The first one's place in the range of the one.
+    /// Offset of the first element in the range of this slice.
     here: usize,
-    /// Its place in the range of the other.
+    /// Offset of the first element in the range of the other slice.
     there: usize,
-    /// Elements.
+    /// The number of elements.
     len: usize,
 }
 
 impl Slice<'_> {
-    /// Rows that some of the elements are in, if there are any.
+    /// Returns the rows that contain elements of the slice.
     fn rows(&self) -> Range<usize> {
         self.range.start / self.columns.len()..self.range.end.div_ceil(self.columns.len())
     }
 
-    /// Columns of the elements in one of the rows.
+    /// Returns the columns of the slice's elements in one row.
     fn in_row(&self, row: usize) -> Range<usize> {
         let width = self.columns.len();
         let column =
@@ -322,7 +327,8 @@ impl Slice<'_> {
         column(self.range.start)..column(self.range.end)
     }
 
-    /// The elements that it has in common with another slice of the same matrix, row by row.
+    /// Returns the elements that it has in common with another slice of the same matrix, row by
+    /// row.
     fn common(&self, other: &Self) -> impl Iterator<Item = Run> {
         let [here, there] = [self.rows(), other.rows()];
         (here.start.max(there.start)..here.end.min(there.end)).filter_map(move |row| {
@@ -341,7 +347,7 @@ impl Slice<'_> {
 }
 
 impl Files {
-    /// Checks a file but for the numbers in it, which `pieces` are.
+    /// Checks a file outside of the tensors in it, which are at `pieces`.
     fn check(&mut self, name: &str, entry: &FileEntry, pieces: &[&ShardSlice]) -> Result<()> {
         let path = self.dir.join(name);
         let file = self.get(name)?;
@@ -362,7 +368,7 @@ impl Files {
         Ok(())
     }
 
-    /// Reads a whole block of a piece and checks it. `name` gives the path of its dataset, for
+    /// Reads a whole block of a piece and checks it. `name` returns the path of its dataset, for
     /// errors.
     fn read_block(
         &mut self,
@@ -389,8 +395,8 @@ impl Files {
         Ok(())
     }
 
-    /// The file called `name`; of more than may be open, the one of these that was not used for
-    /// longest is closed.
+    /// Returns the open file called `name`. At the limit of open files, it closes the least
+    /// recently used one.
     fn get(&mut self, name: &str) -> Result<&File> {
         self.uses += 1;
         let file = match self.open.remove(name) {
@@ -402,12 +408,14 @@ impl Files {
                     .iter()
                     .min_by_key(|(_, (used, _))| *used)
                     .map(|(name, _)| name.clone());
-                if let Some(name) = longest.filter(|_| HELD.load(Ordering::Relaxed) >= self.most) {
+                if let Some(name) =
+                    longest.filter(|_| OPEN_FILES.load(Ordering::Relaxed) >= self.most)
+                {
                     self.open.remove(&name);
-                    HELD.fetch_sub(1, Ordering::Relaxed);
+                    OPEN_FILES.fetch_sub(1, Ordering::Relaxed);
                 }
                 let file = safe_open::open(&path).map_err(|e| unread("open", &path, &e))?;
-                HELD.fetch_add(1, Ordering::Relaxed);
+                OPEN_FILES.fetch_add(1, Ordering::Relaxed);
                 file
             }
         };
@@ -419,7 +427,7 @@ impl Files {
 
 impl Drop for Files {
     fn drop(&mut self) {
-        HELD.fetch_sub(self.open.len(), Ordering::Relaxed);
+        OPEN_FILES.fetch_sub(self.open.len(), Ordering::Relaxed);
     }
 }
 
@@ -438,12 +446,13 @@ fn damaged(path: &Path, what: String) -> Error {
     Error::damaged(format!("{}: {what}", path.display())).hint(HINT)
 }
 
-/// A file that cannot be read: it is damaged, or the file system refused.
+/// Returns the error for a file that cannot be read, because it is damaged or the file system
+/// fails.
 fn unread(action: &str, path: &Path, e: &std::io::Error) -> Error {
     let error = Error::unread(action, path, e);
     match error.kind() {
         Kind::Damaged => error.hint(HINT),
-        _ => error.hint("the checkpoint may well be whole: see why it cannot be read"),
+        _ => error.hint("the checkpoint may well be intact: find out why it cannot be read"),
     }
 }
 
@@ -457,19 +466,20 @@ mod tests {
     use crate::manifest::tests::empty;
     use crate::shard::{Extent, ShardWriter, file_name};
 
-    /// A piece: number of its file, columns, elements.
+    /// A piece: the number of its file, columns, elements.
     type Placed = (usize, Option<Range<usize>>, Range<usize>);
 
-    /// Columns and elements to read, by their ends in either order.
+    /// Columns and elements to read, each given by its ends in either order.
     type Wanted = (Option<[Index; 2]>, [Index; 2]);
 
-    /// The value of every element: unlike those of others, in parameters and in the buffer.
+    /// Returns the value of an element, different for every element of the parameters and the
+    /// buffer.
     fn value(part: usize, element: usize) -> f32 {
         element as f32 + 0.25 * part as f32
     }
 
-    /// The elements of a matrix that `range` counts in some of its columns, by their indices in the
-    /// matrix.
+    /// Returns the indices in the matrix of the elements that `range` selects in some of its
+    /// columns.
     fn elements(
         [rows, width]: [usize; 2],
         columns: Option<&Range<usize>>,
@@ -480,7 +490,7 @@ mod tests {
         all.skip(range.start).take(range.len()).collect()
     }
 
-    /// Parts of `0..len` that end at these places.
+    /// Returns the parts of `0..len` between these indices.
     fn cut(len: usize, at: &[Index]) -> Vec<Range<usize>> {
         let mut ends: Vec<usize> = at.iter().map(|at| at.index(len + 1)).chain([0, len]).collect();
         ends.sort_unstable();
@@ -488,8 +498,8 @@ mod tests {
         ends.windows(2).map(|ends| ends[0]..ends[1]).collect()
     }
 
-    /// Writes a checkpoint of the matrix `w` of this shape and a buffer `m`: each piece into the
-    /// file with its number.
+    /// Writes a checkpoint of a matrix `w` of this shape and a buffer `m`, each piece into the file
+    /// with its number.
     fn write(dir: &Path, shape: [usize; 2], pieces: &[Placed]) -> Reader {
         let files = pieces.iter().map(|(file, ..)| *file).max().unwrap() + 1;
         let written = (0..files).map(|file| {
@@ -520,7 +530,8 @@ mod tests {
         Reader::open(dir).unwrap()
     }
 
-    /// Every piece is in a dataset of its own with its place, and all of it is whole.
+    /// Checks that every piece is in its own dataset at the recorded place, and that the files are
+    /// intact.
     fn assert_documented(reader: &mut Reader) {
         let manifest = reader.manifest().clone();
         let entry = &manifest.tensors["w"];
@@ -547,7 +558,7 @@ mod tests {
     }
 
     /// Writes a matrix in these slices, or whole, each cut at `pieces`, into the `files`, and reads
-    /// what is wanted.
+    /// the wanted ranges.
     fn check(
         shape: [usize; 2],
         slices: &[Range<usize>],
@@ -580,7 +591,7 @@ mod tests {
             let columns =
                 columns.map(|ends| ordered(width, &ends)).filter(|columns| !columns.is_empty());
             let range = ordered(rows * columns.as_ref().map_or(width, Range::len), ends);
-            // As a rank reads it that has an excerpt alone.
+            // Reads as a rank does that has only an excerpt.
             let mut narrow = narrowed(&reader, columns.clone(), &range, files.len() % 3);
             narrow.check_files().unwrap();
             for (part, reader) in [(0, &mut reader), (1, &mut narrow)] {
@@ -597,7 +608,7 @@ mod tests {
         }
     }
 
-    /// The reader of rank `rank` of three, which reads this range of these columns of the tensor.
+    /// Returns the reader of rank `rank` of three, which reads this range of these columns.
     fn narrowed(
         reader: &Reader,
         columns: Option<Range<usize>>,
@@ -609,7 +620,7 @@ mod tests {
         let checked = excerpt.checked.clone();
         let mut manifest = outline(reader.manifest());
         excerpt.enter(&mut manifest);
-        Reader::of(reader.dir(), manifest, checked)
+        Reader::new(reader.dir(), manifest, checked)
     }
 
     #[test]
@@ -627,10 +638,10 @@ mod tests {
                 pieces.map(|piece| (piece.columns.clone().unwrap().start, piece.start)).collect();
             (pieces, narrow.manifest.files.len(), narrow.checked.len())
         };
-        // Of four files rank 0 checks two, of which each has two or three pieces.
+        // Rank 0 checks two of the four files, each with two or three pieces.
         assert_eq!(found(Some(0..2), 0..0, 0), (vec![(0, 0), (0, 6), (2, 0), (2, 12)], 2, 2));
         assert_eq!(found(Some(0..2), 0..0, 1), (vec![(0, 2), (2, 4)], 1, 1));
-        // Of the same columns, of the others, and of some of each: with the pieces beside them in
+        // Ranges of the same columns, of the others, and of some of each: with their neighbours in
         // the file.
         assert_eq!(found(Some(0..2), 4..5, 1), (vec![(0, 2), (0, 4), (2, 4), (2, 8)], 2, 1));
         assert_eq!(
@@ -663,7 +674,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(4))]
-        /// Pieces and wanted ranges of several blocks each.
+        /// The pieces and the wanted ranges span several blocks each.
         #[test]
         fn any_range_is_read_from_long_pieces(
             height in 2000usize..2500,
@@ -709,7 +720,7 @@ mod tests {
             assert!(error.kind() == Kind::Damaged && error.to_string().contains(words), "{error}");
             read(0, columns, range).unwrap();
         }
-        // Blocks with nothing wanted are not read.
+        // Blocks without wanted elements are not read.
         for (columns, range) in [
             (None, 1500 * in_second_block..1500 * in_second_block + 750),
             (None, 0..1500 * (BLOCK / 750)),

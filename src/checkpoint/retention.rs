@@ -1,24 +1,23 @@
-//! Selection of the checkpoints that need not be kept.
+//! Selection of the checkpoints to remove.
 
 use hpctrain_config as config;
 
-/// Rules for the checkpoints that are kept.
+/// Which checkpoints are kept.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// Number of the newest checkpoints kept.
+    /// The number of the newest checkpoints to keep.
     pub newest: usize,
-    /// Checkpoints of steps that are multiples of this are kept; 0 keeps none for its step.
+    /// Keep checkpoints whose step is a multiple of this; 0 disables it.
     pub multiples: u64,
-    /// Number of checkpoints kept for the lowest validation losses.
+    /// The number of checkpoints with the lowest validation losses to keep.
     pub best: usize,
-    /// The step at which an audit last found replicas equal, if audits compare any: the newest
-    /// checkpoint that is not after this step is kept, since a later audit may put all others in
-    /// doubt.
+    /// The step at which an SDC check last found replicas equal, if such checks run. The newest
+    /// checkpoint up to this step is kept, since a later check may mark all newer ones as suspect.
     pub audited: Option<u64>,
 }
 
 impl Retention {
-    /// The retention that a configuration asks for.
+    /// Creates the retention that a configuration asks for.
     pub fn of(config: &config::Checkpoint) -> Self {
         Self {
             newest: config.keep,
@@ -29,25 +28,24 @@ impl Retention {
     }
 }
 
-/// A published checkpoint, as far as its removal is concerned.
+/// What retention needs to know about a published checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Its step.
+    /// The step of the checkpoint.
     pub step: u64,
-    /// Whether all of it is there: a damaged checkpoint does not count.
+    /// Whether it is complete: a damaged checkpoint does not count.
     pub sound: bool,
-    /// Its validation loss, if it was evaluated.
+    /// The validation loss, if the checkpoint was evaluated.
     pub loss: Option<f64>,
-    /// Whether somebody reads it, or will.
+    /// Whether a process reads it, or will.
     pub held: bool,
 }
 
-/// Steps to remove, ascending. `candidates` are in the order of their steps.
+/// Returns the steps to remove, ascending. `candidates` are in the order of their steps.
 pub fn removed(candidates: &[Candidate], retention: &Retention) -> Vec<u64> {
     let sound: Vec<&Candidate> = candidates.iter().filter(|candidate| candidate.sound).collect();
     let newest = &sound[sound.len().saturating_sub(retention.newest)..];
-    // No checkpoint is removed that is newer than the oldest of these: while all are damaged, all
-    // stay.
+    // Checkpoints newer than the oldest of these stay: if all are damaged, none is removed.
     let Some(oldest) = newest.first().map(|candidate| candidate.step) else { return Vec::new() };
     let mut by_loss: Vec<(f64, u64)> =
         sound.iter().filter_map(|one| Some((one.loss?, one.step))).collect();

@@ -1,4 +1,4 @@
-//! The thread of a process that does the work of its saves.
+//! The thread of a rank that writes its saves.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,21 +8,21 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{Activity, Doing, Track, span};
 use hpctrain_base::spawn::spawn;
 
-/// The result of work on the thread, or of work that needed none.
+/// The result of work on the save thread, or of work that did not need it.
 pub enum SaveTask<T> {
-    /// Work on the thread.
+    /// The work is on the thread.
     Begun {
         /// Receives the result.
         result: Receiver<T>,
-        /// Set once the work is over.
+        /// Set once the work has ended.
         is_over: Arc<AtomicBool>,
     },
-    /// A result.
+    /// The result is available.
     Ready(T),
 }
 
 impl<T> SaveTask<T> {
-    /// Whether the result is there.
+    /// Returns true if the result is available.
     pub fn is_finished(&self) -> bool {
         match self {
             Self::Begun { is_over, .. } => is_over.load(Ordering::Acquire),
@@ -44,18 +44,18 @@ impl<T> SaveTask<T> {
     }
 }
 
-/// The thread that does the work of saves, one piece after the other. It runs from the first step
-/// on: a system that has no room for it says so before any work could be lost. It ends once this is
-/// dropped and its work is done.
+/// The thread that does the work of saves, one task after another. It starts before the first step,
+/// so that a system that refuses the thread fails before work could be lost. It ends once this is
+/// dropped and its tasks are done.
 pub struct SaveThread {
     tasks: Sender<Box<dyn FnOnce() + Send>>,
 }
 
 impl SaveThread {
-    /// Starts the thread, which belongs to this rank.
+    /// Starts the thread of this rank.
     ///
     /// # Errors
-    /// Returns an error if the system refuses it.
+    /// Returns an error if the system refuses the thread.
     pub fn start() -> Result<Self> {
         let activity = Activity::current();
         let (tasks, queue) = channel::<Box<dyn FnOnce() + Send>>();
@@ -71,27 +71,27 @@ impl SaveThread {
         Ok(Self { tasks })
     }
 
-    /// Begins a piece of work.
+    /// Queues a task.
     pub fn begin<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> SaveTask<T> {
-        let (tell, result) = channel();
+        let (sender, result) = channel();
         let is_over = Arc::new(AtomicBool::new(false));
         let over = SetAtEnd(is_over.clone());
         let task = move || {
             let _over = over;
             let _span = span(Doing::Checkpoint, None);
-            // The result of a save that was given up is of no use.
-            let _ = tell.send(work());
+            // A save that was given up does not need its result.
+            let _ = sender.send(work());
         };
-        // After a panic the thread is gone: the task is dropped, which its result says.
+        // After a panic the thread is gone: the task is dropped, and waiting for its result fails.
         let _ = self.tasks.send(Box::new(task));
         SaveTask::Begun { result, is_over }
     }
 }
 
-/// Sets a flag when it is dropped, also by a panic.
+/// Sets a flag when it is dropped, even by a panic.
 struct SetAtEnd(Arc<AtomicBool>);
 
 impl Drop for SetAtEnd {

@@ -1,11 +1,10 @@
 //! One rank's file: HDF5 lays it out, plain writes fill it.
 //!
-//! HDF5 locks its library while it works, and the loader reads with it: a thread that wrote a
-//! checkpoint through it would stop the training's data. So HDF5 only reserves the place of every
-//! dataset.
+//! HDF5 holds a global lock while it works, and the data loader reads through it: writing a
+//! checkpoint through HDF5 would stall the loader. So HDF5 only allocates the datasets.
 //!
-//! Each block is handed to the disk as soon as it is written, and the copy bypasses the caches, so
-//! a save runs at the disk's speed.
+//! Each block is handed to the disk as soon as it is written, so a save runs at the speed of the
+//! disk.
 
 use std::fs::File;
 use std::ops::Range;
@@ -22,21 +21,20 @@ use hpctrain_base::own_files;
 use hpctrain_data::hdf5_open;
 use hpctrain_data::one_line;
 
-/// The action that errors of a file name.
+/// The action named in error messages.
 const WRITE: &str = "write the checkpoint";
 
 /// A range of a tensor, or of some columns of a matrix, that a rank writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Extent {
-    /// Name of the tensor.
+    /// The name of the tensor.
     pub tensor: String,
-    /// Its shape.
+    /// The shape of the tensor.
     pub shape: Vec<usize>,
-    /// The columns of a matrix whose elements `range` counts; none if it counts those of the whole
-    /// tensor.
+    /// The columns of a matrix in which `range` counts elements; `None` if it counts those of the
+    /// whole tensor.
     pub columns: Option<Range<usize>>,
-    /// The range, in flat elements of the tensor, or of the matrix `tensor[:, columns]`, which is
-    /// row-major, too.
+    /// The range of row-major elements of the tensor, or of the matrix `tensor[:, columns]`.
     pub range: Range<usize>,
 }
 
@@ -47,26 +45,26 @@ pub struct ShardWriter {
     written: ShardFileInfo,
 }
 
-/// The name of a rank's file.
+/// Returns the name of a rank's file.
 pub fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.h5")
 }
 
-/// Bytes of so many elements.
+/// Returns the size of this many elements in bytes.
 fn bytes(elements: usize) -> u64 {
     (elements * size_of::<f32>()) as u64
 }
 
 impl ShardWriter {
-    /// Creates the file `name` in `dir` with a dataset for each extent: of the parameters and of
+    /// Creates the file `name` in `dir`, with datasets for each extent of the parameters and of
     /// each buffer of `state`.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be created or laid out.
     pub fn create(dir: &Path, name: &str, state: &[&str], extents: &[Extent]) -> Result<Self> {
         let path = dir.join(name);
         let file = own_files::update(&path).map_err(|e| refused(WRITE, &path, e))?;
-        // HDF5 follows links: it gets the file that is open, not its name.
+        // HDF5 follows links, so it gets the open file instead of the name.
         let opened = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         let offsets =
             lay_out(&opened, state, extents).map_err(|e| refused(WRITE, &path, one_line(&e)))?;
@@ -97,7 +95,7 @@ impl ShardWriter {
     /// Writes one part of an extent.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn write(&mut self, extent: usize, part: usize, values: &[f32]) -> Result<()> {
         let stored = &mut self.written.ranges[extent].2.parts[part];
         let mut offset = stored.offset;
@@ -111,10 +109,10 @@ impl ShardWriter {
         Ok(())
     }
 
-    /// Makes the file durable.
+    /// Syncs the file to disk.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be synced or read.
     pub fn finish(self) -> Result<ShardFile> {
         let Self { path, file, mut written } = self;
         file.sync_all().map_err(|e| refused(WRITE, &path, e))?;
@@ -127,37 +125,37 @@ impl ShardWriter {
     }
 }
 
-/// A file that is written.
+/// A complete file.
 pub struct ShardFile {
     path: PathBuf,
-    /// Still open: its directory is renamed.
+    /// Kept open because its directory is renamed.
     file: File,
     written: ShardFileInfo,
 }
 
 impl ShardFile {
-    /// The table of its content.
+    /// Returns the table of its content.
     pub fn written(&self) -> &ShardFileInfo {
         &self.written
     }
 
-    /// The same as a message.
+    /// Encodes the table of its content as a message.
     ///
     /// # Errors
-    /// It cannot be encoded.
+    /// Returns an error if it cannot be encoded.
     pub fn table(&self) -> Result<Vec<u8>> {
         serde_json::to_vec(&self.written).map_err(|e| Error::internal(e.to_string()))
     }
 
-    /// Reads all of it again, past the kernel's copy: older checkpoints are removed only once the
-    /// file system gives back the bytes written.
+    /// Reads all of the file back, bypassing the page cache: older checkpoints are removed only
+    /// once the file system returns the written bytes.
     ///
     /// # Errors
-    /// The file system gave back something else.
+    /// Returns an error if the file cannot be read, or returns other bytes.
     pub fn read_back(&self) -> Result<()> {
         writeback::forget(&self.file, &self.path);
         let otherwise = |what: &str| {
-            let what = format!("{what} reads back otherwise than it was written");
+            let what = format!("{what} reads back differently than it was written");
             Err(Error::io("trust", &self.path, what)
                 .hint("older checkpoints are kept; check the disk and the memory of the node"))
         };
@@ -185,7 +183,7 @@ impl ShardFile {
     }
 }
 
-/// Creates the file; returns the place of every part of every extent.
+/// Creates the file, and returns the offset of every part of every extent.
 fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<Vec<u64>>> {
     let file = hdf5_open::create(path)?;
     let names = datasets(extents);
@@ -216,8 +214,8 @@ fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<
     Ok(offsets)
 }
 
-/// The datasets of the extents: those of one tensor are counted in the order that their pieces have
-/// in the manifest.
+/// Returns the dataset names of the extents: those of one tensor are numbered in the order of their
+/// pieces in the manifest.
 fn datasets(extents: &[Extent]) -> Vec<String> {
     let mut order: Vec<usize> = (0..extents.len()).collect();
     let place = |extent: &Extent| place(extent.columns.as_ref(), extent.range.start);
@@ -231,10 +229,10 @@ fn datasets(extents: &[Extent]) -> Vec<String> {
     names
 }
 
-/// CRC-32 of the bytes of a file of `length` bytes that lie in none of `pieces`, in order.
+/// Returns the CRC-32 of the bytes of a file of `length` bytes outside of `pieces`, in order.
 ///
 /// # Errors
-/// The file could not be read.
+/// Returns an error if the file cannot be read.
 pub fn rest_crc32(file: &File, length: u64, pieces: &[&ShardSlice]) -> std::io::Result<u32> {
     let ranges = pieces.iter().flat_map(|piece| {
         let len = bytes(piece.len);
@@ -262,7 +260,7 @@ pub fn rest_crc32(file: &File, length: u64, pieces: &[&ShardSlice]) -> std::io::
 mod tests {
     use super::*;
 
-    /// A file of 6 MiB, with three blocks in two tensors.
+    /// Writes a file of 6 MiB, with three blocks in two tensors.
     fn written(dir: &Path) -> ShardFile {
         let extent = |tensor: &str, len| Extent {
             tensor: tensor.into(),
@@ -280,12 +278,12 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_written_is_noticed() {
+    fn bytes_that_changed_since_the_write_are_noticed() {
         let dir = tempfile::tempdir().unwrap();
         let file = written(dir.path());
         file.read_back().unwrap();
         let piece = &file.written.ranges[1].2;
-        for (offset, told) in
+        for (offset, message) in
             [(piece.parts[0].offset + 9, "b reads back"), (30, "its HDF5 structure reads back")]
         {
             let mut byte = [0];
@@ -293,7 +291,7 @@ mod tests {
             file.file.write_all_at(&[byte[0] ^ 4], offset).unwrap();
             let error = file.read_back().unwrap_err().to_string();
             assert!(
-                error.contains(told) && error.contains("hint: older checkpoints are kept"),
+                error.contains(message) && error.contains("hint: older checkpoints are kept"),
                 "{error}"
             );
             file.file.write_all_at(&byte, offset).unwrap();
@@ -301,15 +299,16 @@ mod tests {
         file.read_back().unwrap();
     }
 
-    /// Bytes that this thread had the kernel fetch from disks; none where it does not tell.
+    /// Returns the bytes that the kernel has read from disks for this thread; `None` if it does not
+    /// count them.
     fn fetched() -> Option<u64> {
-        let told = std::fs::read_to_string("/proc/thread-self/io").ok()?;
-        told.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.parse().ok())
+        let io = std::fs::read_to_string("/proc/thread-self/io").ok()?;
+        io.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.parse().ok())
     }
 
     #[test]
     fn reading_back_goes_past_the_kernels_copy() {
-        // Of file systems on a disk of this host, whose reads the kernel counts.
+        // File systems on a local disk, whose reads the kernel counts.
         const ON_DISK: [u32; 3] = [0xef53, 0x5846_5342, 0x9123_683e];
         let dir = tempfile::tempdir().unwrap();
         let kind = rustix::fs::statfs(dir.path()).unwrap().f_type as u32;
@@ -320,7 +319,7 @@ mod tests {
         };
         let file = written(dir.path());
         assert!(fetched().unwrap() - before < 1 << 20, "written bytes are in the kernel's copy");
-        // Each time anew: what one reading brought into memory must not serve the next.
+        // Repeated, because the first reading must not fill the cache for the second.
         for _ in 0..2 {
             let before = fetched().unwrap();
             file.read_back().unwrap();

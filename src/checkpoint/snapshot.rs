@@ -1,4 +1,5 @@
-//! A rank's part of a checkpoint: copied to the host at once and written later, or unit by unit.
+//! A rank's shards of a checkpoint: copied to the host at once and written later, or written unit
+//! by unit.
 
 use std::ops::Range;
 use std::path::Path;
@@ -10,15 +11,15 @@ use hpctrain_base::layout::UnitLayout;
 use hpctrain_device::{Kernels, MemoryKind, MemoryStats};
 use hpctrain_parallel::{Owned, Sharded, Values};
 
-/// Location in a snapshot of one part of a unit's owned range.
+/// The location in a snapshot of one part of a unit's owned range.
 struct Place {
     part: usize,
     data: Range<usize>,
-    /// Extents in the range, and where in it they are.
+    /// The extents in the range, and their places in it.
     extents: Vec<(usize, Range<usize>)>,
 }
 
-/// A copy of a rank's parameters and optimizer state, in memory that serves every save.
+/// A copy of a rank's parameters and optimizer state, in a buffer that is reused for every save.
 pub struct Snapshot<B: Kernels> {
     backend: B,
     extents: Vec<Extent>,
@@ -27,10 +28,11 @@ pub struct Snapshot<B: Kernels> {
 }
 
 impl<B: Kernels> Snapshot<B> {
-    /// Memory for a copy. It is touched here: the first save is as fast as the others.
+    /// Allocates the buffer for a copy and touches its pages, so that the first save is as fast as
+    /// the others.
     ///
     /// # Errors
-    /// A message between ranks failed.
+    /// Returns an error if a message between ranks fails.
     pub fn new(backend: &B, sharded: &mut Sharded<B>) -> Result<Self> {
         let mut extents = Vec::new();
         let mut places = Vec::new();
@@ -50,10 +52,10 @@ impl<B: Kernels> Snapshot<B> {
         Ok(Self { backend: backend.clone(), extents, places, data })
     }
 
-    /// Copies the state as it is now.
+    /// Copies the current state.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn take(&mut self, sharded: &mut Sharded<B>) -> Result<()> {
         let mut places = self.places.iter();
         for unit in sharded.owned()? {
@@ -69,14 +71,14 @@ impl<B: Kernels> Snapshot<B> {
     /// Writes the copy into the file of `rank` in `dir`.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn write(&self, dir: &Path, rank: usize, state: &[&str]) -> Result<ShardFile> {
         let mut writer = ShardWriter::create(dir, &file_name(rank), state, &self.extents)?;
         for Place { part, data, extents } in &self.places {
             let values = &self.data[data.clone()];
-            extents
-                .iter()
-                .try_for_each(|(extent, of)| writer.write(*extent, *part, &values[of.clone()]))?;
+            extents.iter().try_for_each(|(extent, values_range)| {
+                writer.write(*extent, *part, &values[values_range.clone()])
+            })?;
         }
         writer.finish()
     }
@@ -84,16 +86,16 @@ impl<B: Kernels> Snapshot<B> {
 
 impl<B: Kernels> Drop for Snapshot<B> {
     fn drop(&mut self) {
-        let ledger: &MemoryStats = self.backend.ledger();
-        ledger.give(MemoryKind::Checkpoint, self.data.len() * size_of::<f32>());
+        let stats: &MemoryStats = self.backend.ledger();
+        stats.give(MemoryKind::Checkpoint, self.data.len() * size_of::<f32>());
     }
 }
 
-/// Writes the state into the file of `rank` in `dir`, with no more than one part of one unit on the
-/// host.
+/// Writes the state into the file of `rank` in `dir`, with at most one part of one unit in host
+/// memory.
 ///
 /// # Errors
-/// The file system refused, or the device failed.
+/// Returns an error if the file cannot be written, or the device fails.
 pub fn write_through<B: Kernels>(
     sharded: &mut Sharded<B>,
     dir: &Path,
@@ -110,37 +112,38 @@ pub fn write_through<B: Kernels>(
         let extents = within(unit, first);
         for (part, values) in parts(unit).enumerate() {
             values.read(&mut host)?;
-            extents
-                .iter()
-                .try_for_each(|(extent, of)| writer.write(*extent, part, &host[of.clone()]))?;
+            extents.iter().try_for_each(|(extent, host_range)| {
+                writer.write(*extent, part, &host[host_range.clone()])
+            })?;
         }
         first += extents.len();
     }
     writer.finish()
 }
 
-/// A range of a unit on the host.
+/// A range of a unit in host memory.
 pub struct Ranged<'a> {
     /// The unit.
     pub layout: &'a UnitLayout,
-    /// Its elements.
+    /// The range of its elements.
     pub range: Range<usize>,
-    /// Parameters, then each buffer of state.
+    /// The parameters, then each state buffer.
     pub parts: Vec<&'a [f32]>,
 }
 
-/// Writes ranges into the file of `rank` in `dir`, and reads it back; returns the table of its
+/// Writes ranges into the file of `rank` in `dir`, and reads it back. Returns the table of its
 /// content.
 ///
 /// # Errors
-/// The file system refused.
+/// Returns an error if the file cannot be written, or does not read back as written.
 pub fn write_ranges(
     dir: &Path,
     rank: usize,
     state: &[&str],
     ranges: &[Ranged<'_>],
 ) -> Result<ShardFileInfo> {
-    let extents: Vec<Extent> = ranges.iter().flat_map(|of| extents(of.layout, &of.range)).collect();
+    let extents: Vec<Extent> =
+        ranges.iter().flat_map(|ranged| extents(ranged.layout, &ranged.range)).collect();
     let mut writer = ShardWriter::create(dir, &file_name(rank), state, &extents)?;
     let mut extent = 0;
     for Ranged { layout, range, parts } in ranges {
@@ -156,12 +159,12 @@ pub fn write_ranges(
     Ok(file.written().clone())
 }
 
-/// The parts of the tensors of a unit that the rank writes.
+/// Returns the extents that the rank owns in a unit.
 fn extents_of<B: Kernels>(unit: &Owned<'_, B>) -> Vec<Extent> {
     extents(unit.layout, &unit.range)
 }
 
-/// The parts of tensors that lie in a range of a unit.
+/// Returns the extents of tensors in a range of a unit.
 fn extents(layout: &UnitLayout, range: &Range<usize>) -> Vec<Extent> {
     let pieces = layout.pieces(range.clone());
     let extent = |piece: hpctrain_base::layout::Piece<'_>| Extent {
@@ -173,12 +176,12 @@ fn extents(layout: &UnitLayout, range: &Range<usize>) -> Vec<Extent> {
     pieces.map(extent).collect()
 }
 
-/// The same as places in the owned range, numbered from `first`.
+/// Returns the same extents as places in the owned range, numbered from `first`.
 fn within<B: Kernels>(unit: &Owned<'_, B>, first: usize) -> Vec<(usize, Range<usize>)> {
     (first..).zip(unit.layout.pieces(unit.range.clone()).map(|piece| piece.of_owned)).collect()
 }
 
-/// Parameters and state of a unit.
+/// Returns the parameters and the state buffers of a unit.
 fn parts<'a, 'b, B: Kernels>(unit: &'b Owned<'a, B>) -> impl Iterator<Item = &'b Values<'a, B>> {
     std::iter::once(&unit.params).chain(&unit.state)
 }

@@ -1,5 +1,5 @@
-//! The removal of checkpoints, in two steps: renamed away, and removed once every lease on them
-//! shows.
+//! Removal of checkpoints in two steps: a checkpoint is renamed away, and removed once every lease
+//! on it is visible.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -11,24 +11,25 @@ use super::names::{name_of, step_of};
 use super::{Checkpoints, refused};
 use hpctrain_base::error::{Error, Result};
 
-/// The state of a removal.
+/// The outcome of a removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Removal {
-    /// It is removed.
+    /// The checkpoint is removed.
     Removed,
-    /// Somebody holds it: it stays.
+    /// A process holds a lease on it: it stays.
     Held,
-    /// It is out of the way, and is removed or brought back by a later [`Checkpoints::sweep`].
+    /// It is renamed away; a later [`Checkpoints::sweep`] removes or restores it.
     Begun,
 }
 
 impl Checkpoints {
-    /// Removes the checkpoint of a step unless somebody takes a lease on it meanwhile. A holder
-    /// makes its lease first and looks for the checkpoint then: either the lease is seen here, or
-    /// the holder finds no checkpoint.
+    /// Removes the checkpoint of a step unless a process takes a lease on it in the meantime. A
+    /// reader creates its lease first and then looks for the checkpoint: either its lease is seen
+    /// here, or it finds no checkpoint.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the checkpoint cannot be renamed, removed or restored, or another
+    /// trainer has taken over the run.
     pub fn discard_unless_leased(&self, step: u64) -> Result<Removal> {
         self.may_change()?;
         let path = self.path(step);
@@ -37,11 +38,12 @@ impl Checkpoints {
         self.sweep_one(&trash)
     }
 
-    /// As [`Checkpoints::discard_unless_leased`], until all of `steps` are removed or held; those
-    /// that are removed, and those that are held.
+    /// Removes the checkpoints of `steps` like [`Checkpoints::discard_unless_leased`], and waits
+    /// until each is removed or found leased. Returns the removed steps and the leased ones.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if a checkpoint cannot be renamed, removed or restored, or another trainer
+    /// has taken over the run.
     pub fn discard_all(&self, steps: &[u64]) -> Result<(Vec<u64>, Vec<u64>)> {
         let mut gone = Vec::new();
         let mut held = Vec::new();
@@ -51,14 +53,14 @@ impl Checkpoints {
                 Ok(Removal::Removed) => gone.push(step),
                 Ok(Removal::Held) => held.push(step),
                 Ok(Removal::Begun) => begun.push(step),
-                // Somebody else was faster.
+                // Another process was faster.
                 Err(_) if !self.path(step).exists() => {}
                 Err(e) => return Err(e),
             }
         }
         if !begun.is_empty() {
             let time = self.leases().settles_after();
-            log::info!("waiting {} s until every lease shows", time.as_secs());
+            log::info!("waiting {} s until leases of all nodes are visible", time.as_secs());
             std::thread::sleep(time);
             self.sweep()?;
         }
@@ -69,10 +71,10 @@ impl Checkpoints {
         Ok((gone, held))
     }
 
-    /// Goes on with removals that have begun.
+    /// Continues removals that have begun.
     ///
     /// # Errors
-    /// The directory cannot be read.
+    /// Returns an error if the directory cannot be read.
     pub fn sweep(&self) -> Result<()> {
         let unreadable = |e| Error::io("list", self.root(), e);
         for entry in fs::read_dir(self.root()).map_err(unreadable)? {
@@ -86,24 +88,24 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Removes a directory in the trash, if that may be.
+    /// Removes a directory in the trash unless it is leased.
     pub(super) fn sweep_one(&self, trash: &Path) -> Result<Removal> {
         self.may_change()?;
         let name = trash.file_name().unwrap_or_default().to_string_lossy();
         let name = name.strip_prefix(TRASH).unwrap_or(&name);
-        let of = name.split('.').next().unwrap_or(name);
-        // Only what has the name of a checkpoint is a whole one, whose readers know it by that
-        // name.
+        let checkpoint = name.split('.').next().unwrap_or(name);
+        // Only a directory with the exact name of a checkpoint is a complete one, which readers
+        // know by that name.
         let path = step_of(name).map(|step| self.path(step));
         let leases = self.leases();
-        let fate = leases.trash_status(trash, of);
+        let status = leases.trash_status(trash, checkpoint);
         let bring_back = || match &path {
             Some(path) if !path.exists() => fs::rename(trash, path)
                 .map_err(|e| refused("restore", path, e))
                 .map(|()| Removal::Held),
             _ => Ok(Removal::Held),
         };
-        match fate {
+        match status {
             Ok(TrashStatus::Free) => leases
                 .remove_retired(trash)
                 .map_err(|e| refused("remove", trash, e))
@@ -114,8 +116,8 @@ impl Checkpoints {
         }
     }
 
-    /// Removes a directory of the trainer's own that no reader knows, if it exists: renamed first,
-    /// so that no reader sees half of it under its name.
+    /// Removes a directory of this trainer that no reader knows, if it exists. It is renamed first,
+    /// so that no reader sees a part of it under its name.
     pub(super) fn discard(&self, path: &Path) -> Result<()> {
         let trash = self.set_aside(path)?;
         let removed = trash.map(|trash| {
@@ -124,7 +126,7 @@ impl Checkpoints {
         removed.unwrap_or(Ok(()))
     }
 
-    /// Removes a save that another of the same step has replaced, unless somebody reads it.
+    /// Removes a checkpoint that a newer save of the same step has replaced, unless it is leased.
     pub(super) fn discard_replaced(&self, path: &Path) -> Result<()> {
         let is_aside =
             path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(TRASH));
@@ -132,7 +134,7 @@ impl Checkpoints {
         trash.map_or(Ok(()), |trash| self.sweep_one(&trash).map(drop))
     }
 
-    /// Renames a directory to one that is to be removed; none if it does not exist.
+    /// Renames a directory into the trash; returns `None` if it does not exist.
     pub(super) fn set_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let trash = self.trash_of(&name);
@@ -143,7 +145,7 @@ impl Checkpoints {
         }
     }
 
-    /// A free name in the trash.
+    /// Returns a free name in the trash.
     fn trash_of(&self, name: &str) -> PathBuf {
         let numbered = |number: usize| match number {
             1 => self.root().join(format!("{TRASH}{name}")),

@@ -1,5 +1,5 @@
-//! `hpctrain checkpoint`: look at, check, compare, thin out and convert checkpoints. None of it
-//! needs MPI.
+//! `hpctrain checkpoint`: lists, inspects, verifies, compares, prunes, exports and imports
+//! checkpoints, without MPI.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::job::fail;
 use crate::telemetry::{grouped, say};
 
-/// Look at, check, compare, thin out and convert checkpoints
+/// List, inspect, verify, compare, prune, export and import checkpoints
 #[derive(Args)]
 pub struct CheckpointArgs {
     #[command(subcommand)]
@@ -45,7 +45,7 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Read everything and compare it with its checksums
+    /// Read all data of a checkpoint and compare it with its checksums
     Verify {
         /// A checkpoint, or a run: all of its checkpoints
         path: PathBuf,
@@ -53,25 +53,26 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Compare two checkpoints bit by bit; the exit code is 0 if they are identical, 1 if they
+    /// Compare two checkpoints bit by bit; exits with code 0 if they are identical, 1 if they
     /// differ
     Diff(DiffArgs),
-    /// Remove checkpoints of a run that need not be kept
+    /// Remove the checkpoints of a run that the options do not keep
     ///
-    /// Damaged checkpoints do not count as kept, and leased ones stay: somebody reads them.
+    /// Damaged checkpoints do not count as kept. Leased checkpoints, which a process is reading,
+    /// are not removed.
     Prune(PruneArgs),
-    /// Write a GPT or a Llama and its tokenizer for Hugging Face's transformers
+    /// Export a GPT or Llama model and its tokenizer to Hugging Face format
     ///
-    /// A GPT without biases gets biases of zero.
+    /// A GPT without biases is exported with biases of zero.
     Export {
         /// A checkpoint, or a run: its latest
         checkpoint: PathBuf,
-        /// Directory for model.safetensors, config.json, tokenizer.json and their settings; it may
-        /// hold no files yet
+        /// Directory for model.safetensors, config.json, tokenizer.json and their settings; it must
+        /// not exist or be empty
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
     },
-    /// Make a checkpoint of a GPT-2 or a Llama that Hugging Face's save_pretrained wrote
+    /// Convert a GPT-2 or Llama model written by Hugging Face's save_pretrained to a checkpoint
     Import(ImportArgs),
 }
 
@@ -79,9 +80,9 @@ enum Command {
 struct DiffArgs {
     /// A checkpoint, or a run: its latest
     a: PathBuf,
-    /// Another
+    /// Another checkpoint or run
     b: PathBuf,
-    /// Compare the parameters alone: neither optimizer state nor progress
+    /// Compare only parameters, not optimizer state and progress
     #[arg(long)]
     weights_only: bool,
     /// Print one JSON object instead of the table
@@ -93,16 +94,16 @@ struct DiffArgs {
 struct PruneArgs {
     /// A run, such as runs/x
     run: PathBuf,
-    /// Keep the newest K
+    /// Keep the K newest checkpoints
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
     keep: u32,
-    /// Keep those of steps that are multiples of N; 0 keeps none for its step
+    /// Keep checkpoints whose step is a multiple of N; 0 disables this
     #[arg(long, value_name = "N", default_value_t = 0)]
     keep_every: u64,
-    /// Keep the B with the lowest validation losses
+    /// Keep the B checkpoints with the lowest validation losses
     #[arg(long, value_name = "B", default_value_t = 1)]
     keep_best: usize,
-    /// List the checkpoints that would be removed, and remove nothing
+    /// List the checkpoints that would be removed, without removing them
     #[arg(long)]
     dry_run: bool,
     /// Print one JSON object instead of the table
@@ -114,11 +115,11 @@ struct PruneArgs {
 struct ImportArgs {
     /// Directory with config.json and model.safetensors
     dir: PathBuf,
-    /// Directory for the checkpoint; it may hold no files yet
+    /// Directory for the checkpoint; it must not exist or be empty
     #[arg(long, value_name = "CHECKPOINT")]
     out: PathBuf,
-    /// How text becomes ids; data that it is trained or measured on must have the same [default:
-    /// the tokenizer.json in DIR, if there is one]
+    /// Tokenizer of the model; data for training or evaluation must use the same one [default: the
+    /// tokenizer.json in DIR, if there is one]
     #[arg(long, value_name = "none|byte|gpt2|FILE")]
     tokenizer: Option<ImportTokenizer>,
 }
@@ -142,14 +143,14 @@ impl FromStr for ImportTokenizer {
     }
 }
 
-/// Runs the command; returns the exit code.
+/// Runs the subcommand and returns the exit code.
 pub fn run(args: &CheckpointArgs) -> i32 {
     match &args.command {
         Command::List { run, json } => report(list_all(run, *json)),
         Command::Inspect { checkpoint, json } => report(inspect(checkpoint, *json)),
         Command::Verify { path, json } => report(verify_all(path, *json)),
         Command::Diff(args) => compare(args).unwrap_or_else(|e| fail(&e)),
-        Command::Prune(args) => report(thin_out(args)),
+        Command::Prune(args) => report(prune_run(args)),
         Command::Export { checkpoint, out } => report(export(checkpoint, out)),
         Command::Import(args) => report(import(args)),
     }
@@ -176,7 +177,7 @@ fn inspect(path: &Path, as_json: bool) -> Result<()> {
 
 /// The object of `checkpoint verify --json`.
 #[derive(Serialize)]
-struct Read {
+struct VerifyReport {
     damaged: usize,
     files: Vec<File>,
 }
@@ -195,7 +196,7 @@ fn verify_all(path: &Path, as_json: bool) -> Result<()> {
         all = Verified { files: all.files + files, damaged: all.damaged + damaged };
     }
     if as_json {
-        json(&Read { damaged: all.damaged, files: read })?;
+        json(&VerifyReport { damaged: all.damaged, files: read })?;
     }
     match (all.damaged, dirs.len()) {
         (0, 0) => Err(Error::input(format!("there is no checkpoint in {}", path.display()))
@@ -206,7 +207,7 @@ fn verify_all(path: &Path, as_json: bool) -> Result<()> {
             path.display(),
             all.files
         ))
-        .hint("--resume auto passes over damaged checkpoints; restore a copy if you have one")),
+        .hint("--resume auto skips damaged checkpoints; restore a copy if you have one")),
     }
 }
 
@@ -218,16 +219,19 @@ struct Differences {
     differences: Vec<CheckpointDifference>,
 }
 
-/// Compares; returns 1 if there is a difference.
+/// Compares two checkpoints; returns 1 if they differ, else 0.
 fn compare(args: &DiffArgs) -> Result<i32> {
     let dirs = [resolve_path::checkpoint(&args.a)?, resolve_path::checkpoint(&args.b)?];
     let _leases = dirs.each_ref().map(|dir| resolve_path::hold(dir));
     let [mut a, mut b] = [Reader::open(&dirs[0])?, Reader::open(&dirs[1])?];
-    let mut told = Vec::new();
-    let mut tell = |one: CheckpointDifference| if args.json { told.push(one) } else { say(one) };
-    let found = diff::diff(&mut a, &mut b, args.weights_only, &mut tell)?;
+    let mut differences = Vec::new();
+    let mut report = |difference: CheckpointDifference| match args.json {
+        true => differences.push(difference),
+        false => say(difference),
+    };
+    let found = diff::diff(&mut a, &mut b, args.weights_only, &mut report)?;
     if args.json {
-        json(&Differences { tensors: found.tensors, elements: found.elements, differences: told })?;
+        json(&Differences { tensors: found.tensors, elements: found.elements, differences })?;
         return Ok(i32::from(found.differences > 0));
     }
     let tensors = found.tensors;
@@ -247,7 +251,7 @@ struct Pruned {
     done: prune::Pruning,
 }
 
-fn thin_out(args: &PruneArgs) -> Result<()> {
+fn prune_run(args: &PruneArgs) -> Result<()> {
     let checkpoints = resolve_path::run(&args.run)?;
     let retention = Retention {
         newest: args.keep as usize,
@@ -333,14 +337,15 @@ fn import(args: &ImportArgs) -> Result<()> {
     Ok(())
 }
 
-/// Returns a section as arguments of the command line, without the keys that have their defaults.
+/// Returns the keys of `model` that differ from the defaults as `--set` arguments.
 fn settings(model: &Model) -> Result<String> {
     let mut text = String::new();
     add_settings(&mut text, "model", &written(model)?, &written(&Model::default())?);
     Ok(text)
 }
 
-/// Adds the keys of a section, and of sections in it, whose values are not the defaults.
+/// Adds `--set` arguments for the keys of a section and its subsections that differ from the
+/// defaults.
 fn add_settings(text: &mut String, section: &str, table: &Table, defaults: &Table) {
     for (key, value) in table.iter().filter(|(key, value)| defaults.get(*key) != Some(value)) {
         let name = format!("{section}.{key}");

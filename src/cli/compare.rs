@@ -1,4 +1,4 @@
-//! `hpctrain compare`: two runs side by side.
+//! `hpctrain compare`: prints the differences between two runs.
 
 use std::path::PathBuf;
 
@@ -14,9 +14,9 @@ use crate::telemetry::say;
 #[derive(Args)]
 #[command(after_help = "Example: hpctrain compare runs/gpt-char runs/gpt-char-2")]
 pub struct CompareArgs {
-    /// The directory of a run
+    /// Directory of a run
     a: PathBuf,
-    /// That of another
+    /// Directory of another run
     b: PathBuf,
     /// Print one JSON object instead of tables
     #[arg(long)]

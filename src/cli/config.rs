@@ -1,4 +1,5 @@
-//! `hpctrain config`: the configuration that would run.
+//! `hpctrain config`: prints configuration keys, the resolved configuration, and the layers of the
+//! model.
 
 use std::ops::Range;
 
@@ -28,23 +29,23 @@ pub struct ConfigArgs {
 enum ConfigCommand {
     /// Print all keys of the configuration file with their explanations and defaults, as comments.
     Keys {
-        /// Of this section alone, such as optimizer.
+        /// Print only this section, such as optimizer.
         #[arg(value_name = "SECTION")]
         section: Option<String>,
     },
-    /// Print the resolved configuration file: every key with the value that would be used.
+    /// Print the resolved configuration: every key with the value that would be used.
     Show {
         #[command(flatten)]
         sources: SourceArgs,
-        /// Ranks to resolve for.
+        /// Number of ranks to resolve for.
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
         ranks: u16,
         /// Print it as one JSON object instead of TOML.
         #[arg(long)]
         json: bool,
     },
-    /// Print the network's layers: output, parameters, operations and kept elements of each; of a
-    /// pipeline, its stages as well.
+    /// Print the layers of the model: output shape, parameters, FLOPs and saved activations of
+    /// each; with pipeline parallelism, the stages too.
     Summary {
         #[command(flatten)]
         sources: SourceArgs,
@@ -63,14 +64,14 @@ pub fn run(args: &ConfigArgs) -> Result<()> {
     }
 }
 
-/// Token ids in the data, if the network depends on it.
-fn of_data(config: &Config) -> Result<Option<usize>> {
+/// Returns the number of token ids in the data, if the network depends on it.
+fn data_vocabulary(config: &Config) -> Result<Option<usize>> {
     let depends = config.model.vocabulary.is_none() && config.model.kind != ModelKind::Layers;
     depends.then(|| vocabulary(config)).transpose()
 }
 
-/// The configuration with its epochs counted in steps, for which the data is looked at.
-fn counted(mut config: Config) -> Result<Config> {
+/// Returns the configuration with epochs converted to steps, which opens the data.
+fn resolve_epochs(mut config: Config) -> Result<Config> {
     if config.is_in_epochs() {
         let (train, _) = micro_batches::open(&config)?;
         config.count_epochs(train.samples());
@@ -80,47 +81,58 @@ fn counted(mut config: Config) -> Result<Config> {
 
 fn summary(sources: &SourceArgs, as_json: bool) -> Result<()> {
     let (mut config, _) = sources.load()?;
-    let of_data = of_data(&config)?;
-    let whole = config.clone();
-    let network = network(&mut config.model, of_data)?;
-    let pipeline =
-        (whole.parallel.pipeline > 1).then(|| Pipeline::of(whole, of_data)).transpose()?;
+    let vocabulary = data_vocabulary(&config)?;
+    let original = config.clone();
+    let network = network(&mut config.model, vocabulary)?;
+    let pipeline = (original.parallel.pipeline > 1)
+        .then(|| Pipeline::new(original, vocabulary))
+        .transpose()?;
     if as_json {
-        return json(&Report { network: network.describe(), layers: network.summary(), pipeline });
+        return json(&ModelSummary {
+            network: network.describe(),
+            layers: network.summary(),
+            pipeline,
+        });
     }
-    let mut rows = vec![["layer", "output", "parameters", "flops", "kept"].map(str::to_owned)];
+    let mut rows = vec![["layer", "output", "parameters", "flops", "saved"].map(str::to_owned)];
     let mut parameters = 0;
     let mut flops = 0;
-    let mut kept = 0;
+    let mut saved = 0;
     for layer in network.summary() {
         parameters += layer.parameters;
         flops += layer.flops;
-        kept += layer.kept;
-        let [of_layer, computed] = [layer.parameters as u64, layer.flops].map(grouped);
+        saved += layer.kept;
+        let [layer_parameters, layer_flops] = [layer.parameters as u64, layer.flops].map(grouped);
         rows.push([
             layer.name,
             shown(&layer.output),
-            of_layer,
-            computed,
+            layer_parameters,
+            layer_flops,
             bytes(layer.kept * size_of::<f32>()),
         ]);
     }
-    let all = [grouped(parameters as u64), grouped(flops), bytes(kept * size_of::<f32>())];
-    let [parameters, flops, kept] = all;
-    rows.push(["all".to_owned(), String::new(), parameters, flops, kept]);
+    rows.push([
+        "all".to_owned(),
+        String::new(),
+        grouped(parameters as u64),
+        grouped(flops),
+        bytes(saved * size_of::<f32>()),
+    ]);
     say(network.describe());
     say(table(&rows).trim_end());
-    say("flops: of a forward's matrix products, a sample; kept: in f32 for the backward, a sample");
+    say(
+        "flops: of the matmuls of a forward pass, per sample; saved: activations in f32, per sample",
+    );
     pipeline.iter().for_each(Pipeline::print);
     Ok(())
 }
 
 /// The object of `config summary --json`.
 #[derive(Serialize)]
-struct Report {
+struct ModelSummary {
     network: String,
     layers: Vec<LayerSummary>,
-    /// Of a pipeline.
+    /// The stages, with pipeline parallelism.
     #[serde(skip_serializing_if = "Option::is_none")]
     pipeline: Option<Pipeline>,
 }
@@ -130,7 +142,8 @@ struct Report {
 struct Pipeline {
     ranks: usize,
     micro_batches: usize,
-    /// Part of a step in which a rank waits for others, where all stages take as long.
+    /// The fraction of a step in which a rank is idle (the pipeline bubble), if all stages take the
+    /// same time.
     idle: f64,
     stages: Vec<Stage>,
 }
@@ -138,23 +151,23 @@ struct Pipeline {
 /// A stage of a pipeline.
 #[derive(Serialize)]
 struct Stage {
-    /// Names of its blocks.
+    /// The names of its blocks.
     blocks: Vec<String>,
     parameters: usize,
-    /// Its part of all work.
+    /// Its fraction of the total work.
     work: f64,
-    /// Estimate of a rank.
+    /// The estimated memory of a rank.
     memory_bytes: usize,
 }
 
 impl Pipeline {
-    fn of(config: Config, of_data: Option<usize>) -> Result<Self> {
+    fn new(config: Config, vocabulary: Option<usize>) -> Result<Self> {
         let Parallel { pipeline, shard, replica, .. } = config.parallel;
         let ranks = pipeline * shard.unwrap_or(1) * replica.unwrap_or(1);
         let on_gpu = config.needs_gpu();
         let plan = resolve(
             config.of_any_length(),
-            &Environment { ranks, threads: 1, vocabulary: of_data, on_gpu },
+            &Environment { ranks, threads: 1, vocabulary, on_gpu },
         )?;
         let held = memory::Held {
             messages: 0,
@@ -164,11 +177,11 @@ impl Pipeline {
         };
         let blocks = plan.network.blocks_summary();
         let work = plan.network.work(plan.config.parallel.recompute);
-        let all: f64 = work.iter().sum();
+        let total: f64 = work.iter().sum();
         let stage = |(stage, units): (usize, &Range<usize>)| Stage {
             blocks: blocks[units.clone()].iter().map(|block| block.name.clone()).collect(),
             parameters: blocks[units.clone()].iter().map(|block| block.parameters).sum(),
-            work: work[units.clone()].iter().sum::<f64>() / all,
+            work: work[units.clone()].iter().sum::<f64>() / total,
             memory_bytes: match on_gpu {
                 false => memory::estimate::<Cpu>(&plan, stage, held).host(),
                 true => memory::estimate::<Cuda>(&plan, stage, held).gpu(),
@@ -186,7 +199,7 @@ impl Pipeline {
 
     fn print(&self) {
         let mut rows =
-            vec![["stage", "blocks", "parameters", "work", "memory a rank"].map(str::to_owned)];
+            vec![["stage", "blocks", "parameters", "work", "memory per rank"].map(str::to_owned)];
         for (stage, Stage { blocks, parameters, work, memory_bytes }) in
             self.stages.iter().enumerate()
         {
@@ -208,22 +221,20 @@ impl Pipeline {
         let idle = 100.0 * idle;
         say(format_args!("\n{}", table(&rows).trim_end()));
         say(format_args!(
-            "{ranks} ranks, {micro_batches} micro-batches each a step: {idle:.1} % of it idle where all stages take as long"
+            "{ranks} ranks, {micro_batches} micro-batches each per step: pipeline bubble {idle:.1} %, if all stages take the same time"
         ));
     }
 }
 
 fn show(sources: &SourceArgs, ranks: u16, as_json: bool) -> Result<()> {
     let (config, name) = sources.load()?;
-    let mut config = counted(config)?;
+    let mut config = resolve_epochs(config)?;
     config.run.name.get_or_insert(name);
-    let of_data = of_data(&config)?;
+    let vocabulary = data_vocabulary(&config)?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let on_gpu = config.needs_gpu();
-    let plan = resolve(
-        config,
-        &Environment { ranks: usize::from(ranks), threads, vocabulary: of_data, on_gpu },
-    )?;
+    let plan =
+        resolve(config, &Environment { ranks: usize::from(ranks), threads, vocabulary, on_gpu })?;
     if as_json {
         return json(&plan.config);
     }

@@ -1,4 +1,4 @@
-//! `hpctrain ps coordinator`: begins a run whose servers and workers come by themselves.
+//! `hpctrain ps coordinator`: starts a run to which servers and workers connect.
 
 use clap::Args;
 
@@ -10,18 +10,18 @@ use crate::signals;
 /// Arguments of `hpctrain ps coordinator`.
 #[derive(Args)]
 pub struct CoordinateArgs {
-    /// Workers that the run is meant for; left out, parameter_server.workers, or those that are
-    /// there at the start.
+    /// Number of workers that the run is planned for [default: parameter_server.workers, or those
+    /// connected at the start]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     workers: Option<u16>,
-    /// Servers to wait for.
+    /// Number of servers to wait for.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     servers: u16,
     #[command(flatten)]
     run: RunArgs,
 }
 
-/// `hpctrain ps coordinator`; returns the exit code.
+/// Runs `hpctrain ps coordinator` and returns the exit code.
 pub fn run(args: &CoordinateArgs) -> i32 {
     exit_on_panic("coordinator");
     match signals::listen().and_then(|()| args.run.request(None)) {

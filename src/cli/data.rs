@@ -1,4 +1,4 @@
-//! `hpctrain data`: import, look at and check training data.
+//! `hpctrain data`: imports, inspects and verifies training data.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
 use crate::telemetry::say;
 
-/// Import, look at and check training data
+/// Import, inspect and verify training data
 #[derive(Debug, Args)]
 pub struct DataArgs {
     #[command(subcommand)]
@@ -22,7 +22,7 @@ pub struct DataArgs {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Turn other formats into HDF5 shards
+    /// Convert other formats to HDF5 shards
     Import(ImportArgs),
     /// Show the contents of HDF5 files: shapes, types, layout, compression, provenance
     Inspect {
@@ -32,7 +32,7 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Read everything and compare it with its checksums, vocabulary and sibling shards
+    /// Read all data and compare it with its checksums, vocabulary and sibling shards
     Verify {
         /// An HDF5 file, or a directory of .h5 files
         path: PathBuf,
@@ -50,18 +50,19 @@ struct ImportArgs {
 
 #[derive(Debug, Subcommand)]
 enum Source {
-    /// Tokenize texts into train-*.h5 and val-*.h5
+    /// Tokenize text into train-*.h5 and val-*.h5
     #[command(
         after_help = "Example: hpctrain data import text input.txt --tokenizer char --shards 4 --out data/mine\n         hpctrain data import text articles.jsonl --field text --tokenizer gpt2 --end-of-text '<|endoftext|>' --out data/articles"
     )]
     Text(TextArgs),
-    /// Token ids of another program, an array of NumPy or a dataset of an HDF5 file, into
+    /// Convert token ids of another program (a NumPy array or a dataset of an HDF5 file) to
     /// train-*.h5 and val-*.h5
     #[command(
         after_help = "Example: hpctrain data import ids packed.npy --tokenizer gpt2 --out data/packed"
     )]
     Ids(IdsArgs),
-    /// Images and labels in the IDX format of MNIST, plain or gzipped, into train-*.h5 and val-*.h5
+    /// Convert images and labels in MNIST's IDX format, plain or gzipped, to train-*.h5 and
+    /// val-*.h5
     #[command(
         after_help = "Example: hpctrain data import idx t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz --out data/mnist"
     )]
@@ -73,74 +74,73 @@ enum Source {
         #[command(flatten)]
         kept: KeptArgs,
     },
-    /// PNG and JPEG images in folders, one folder a class, into train-*.h5 and val-*.h5
+    /// Convert PNG and JPEG images, one folder per class, to train-*.h5 and val-*.h5
     #[command(
         after_help = "Example: hpctrain data import images photos --size 64 --out data/photos"
     )]
     Images {
-        /// Holds a folder for each class, which are numbered in the order of their names, and
-        /// nothing else
+        /// A directory that contains only one folder per class; classes are numbered by folder name
         folder: PathBuf,
-        /// Bring every image to this height and width (one number: both): scaled until it covers
-        /// them, then cut to them around the middle [default: as they are, all of one size]
+        /// Resize every image until it covers this height and width (one number: both), then
+        /// center-crop it [default: images keep their size, which must be the same for all]
         #[arg(long, value_name = "HxW", value_parser = size)]
         size: Option<[u32; 2]>,
-        /// One channel instead of three
+        /// Convert images to one channel (greyscale) instead of three
         #[arg(long)]
         grey: bool,
-        /// The folder holds the images themselves, in no class: rows to be predicted, in the order
-        /// of their names
+        /// The folder contains images without classes, to be predicted in the order of their file
+        /// names
         #[arg(long, conflicts_with = "val_every")]
         no_target: bool,
         #[command(flatten)]
         kept: KeptArgs,
     },
-    /// A table into train-*.h5 and val-*.h5: numbers, columns of categories, classes by name
+    /// Convert a CSV table of numbers, categories and named classes to train-*.h5 and val-*.h5
     #[command(
         after_help = "Example: hpctrain data import csv clicks.csv --target clicked --categorical site,device --out data/clicks\n         hpctrain data import csv iris.csv --target species --drop id --missing mean --out data/iris"
     )]
     Csv(Box<CsvArgs>),
-    /// NumPy arrays of features and labels, as numpy.save writes them, into train-*.h5 and val-*.h5
+    /// Convert NumPy arrays of features and labels (numpy.save) to train-*.h5 and val-*.h5
     #[command(after_help = "Example: hpctrain data import npy X.npy Y.npy --out data/mine")]
     Npy {
-        /// The features: a row for each sample; rows × height × width are images of one channel
+        /// The features, one row per sample; rows × height × width are images of one channel
         features: PathBuf,
-        /// The labels. One integer from 0 on for each row is a class
+        /// The labels; one integer of at least 0 per row is a class
         #[arg(required_unless_present = "no_target")]
         labels: Option<PathBuf>,
-        /// There are no labels: rows are to be predicted
+        /// The data has no labels and is to be predicted
         #[arg(long, conflicts_with_all = ["labels", "regression", "val_every"])]
         no_target: bool,
-        /// A factor of each sample's loss in training: as many numbers of 0 or more
+        /// Loss weights of the samples in training: one number of at least 0 per row
         #[arg(long, value_name = "FILE")]
         weights: Option<PathBuf>,
-        /// Predict numbers, even where they look like classes
+        /// Treat labels as numbers (regression), even if they look like classes
         #[arg(long)]
         regression: bool,
         #[command(flatten)]
         kept: KeptArgs,
     },
-    /// Two arrays of an archive, as numpy.savez and numpy.savez_compressed write it, into
-    /// train-*.h5 and val-*.h5
+    /// Convert two arrays of a NumPy archive (numpy.savez or numpy.savez_compressed) to train-*.h5
+    /// and val-*.h5
     #[command(
         after_help = "Example: hpctrain data import npz mnist.npz --features x_train --labels y_train --out data/mnist"
     )]
     Npz {
         /// The archive
         input: PathBuf,
-        /// Name of the features
+        /// Name of the array of features
         #[arg(long, value_name = "NAME", default_value = "x")]
         features: String,
-        /// Name of the labels
+        /// Name of the array of labels
         #[arg(long, value_name = "NAME", default_value = "y")]
         labels: String,
-        /// There are no labels: rows are to be predicted
+        /// The data has no labels and is to be predicted
         #[arg(long, conflicts_with_all = ["labels", "regression", "val_every"])]
         no_target: bool,
-        /// Name of a factor of each sample's loss in training: as many numbers of 0 or more
+        /// Name of the array of loss weights in training: one number of at least 0 per row
         #[arg(long, value_name = "NAME")]
         weights: Option<String>,
-        /// Predict numbers, even where they look like classes
+        /// Treat labels as numbers (regression), even if they look like classes
         #[arg(long)]
         regression: bool,
         #[command(flatten)]
@@ -150,41 +150,41 @@ enum Source {
 
 #[derive(Debug, Args)]
 struct CsvArgs {
-    /// The table: a line of names, then a line for each row
+    /// The table: a line of column names, then a line for each row
     input: PathBuf,
     #[command(flatten)]
     format: TableFormat,
-    /// A column to predict; may be given several times. One column of integers from 0 on, or of
-    /// words, is of classes [with --like: those of the earlier table, if this one has them]
+    /// Column to predict; may be repeated. A single column of words, or of integers of at least 0,
+    /// is a class [with --like: the targets of the earlier table, if this one has them]
     #[arg(long = "target", value_name = "COLUMN", required_unless_present_any = ["like", "no_target"])]
     targets: Vec<String>,
-    /// Rows have no targets: they are to be predicted
+    /// The table has no targets and is to be predicted
     #[arg(long, conflicts_with_all = ["targets", "regression", "classes", "like", "val_every"])]
     no_target: bool,
-    /// A column with a factor of each sample's loss in training, neither input nor target
+    /// Column of loss weights in training, which is neither input nor target
     #[arg(long, value_name = "COLUMN")]
     weight: Option<String>,
-    /// Columns that are left out, such as numbers of rows
+    /// Columns to ignore, such as row numbers
     #[arg(long, value_name = "COLUMN,…", value_delimiter = ',', conflicts_with = "like")]
     drop: Vec<String>,
-    /// Predict numbers, even where they look like classes
+    /// Treat targets as numbers (regression), even if they look like classes
     #[arg(long)]
     regression: bool,
-    /// Values of the target are names of classes, even where they are numbers
+    /// Treat values of the target as class names, even if they are numbers
     #[arg(long, conflicts_with_all = ["regression", "like"])]
     classes: bool,
-    /// Missing numbers of inputs: an error, rows left out, filled up with the mean of their column,
-    /// or with a number [default: error; with --like, as in the earlier table; with --not-finite
-    /// skip, skip]
+    /// What to do with missing input numbers: fail, skip the row, or fill in the mean of the column
+    /// or a number [default: error; with --like, as for the earlier table; with --not-finite skip,
+    /// skip]
     #[arg(long, value_name = "error|skip|mean|NUMBER", allow_negative_numbers = true)]
     missing: Option<Missing>,
-    /// Columns of categories, whose values become ids from 1 on; empty cells have id 0
+    /// Categorical columns, whose values become ids from 1 on; empty cells have id 0
     #[arg(long, value_name = "COLUMN,…", value_delimiter = ',')]
     categorical: Vec<String>,
-    /// Hash the values of each category to so many ids, rather than list them
+    /// Hash the values of each categorical column to this number of ids instead of listing them
     #[arg(long, value_name = "IDS", requires = "categorical")]
     hash: Option<u32>,
-    /// Take inputs, categories, ids, scale, classes and targets from the table that was imported
+    /// Use the inputs, categories, ids, scaling, classes and targets of the table that was imported
     /// into this directory
     #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash"])]
     like: Option<PathBuf>,
@@ -219,22 +219,21 @@ impl From<CsvArgs> for ImportCsv {
 
 #[derive(Debug, Args)]
 struct KeptArgs {
-    /// Directory to write to; it may hold no shards yet
+    /// Output directory; it must not contain shards yet
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Number of training shards
     #[arg(long, value_name = "N", default_value_t = 1)]
     shards: usize,
-    /// Of so many samples in a row the last is kept for validation; 0 keeps none. Rows without
-    /// targets stay together
+    /// Keep every N-th sample for validation; 0 keeps none. Data without targets is not split
     #[arg(long, value_name = "N", default_value_t = 5)]
     val_every: usize,
-    /// Leave numbers as they are, rather than bring each channel or column to mean 0 and deviation
-    /// 1
+    /// Keep numbers as they are, instead of normalizing each channel or column to mean 0 and
+    /// standard deviation 1
     #[arg(long)]
     raw: bool,
-    /// Treatment of rows with a number that is not finite; empty cells of tables count as such,
-    /// too, if they are skipped
+    /// What to do with rows that have a number that is not finite; skip includes rows with empty
+    /// cells
     #[arg(long, value_enum, default_value_t)]
     not_finite: NotFinite,
 }
@@ -246,32 +245,32 @@ impl From<KeptArgs> for ImportOptions {
     }
 }
 
-/// `32x48`, or `32` for `32x32`.
+/// Parses `32x48`, or `32` for `32x32`.
 fn size(text: &str) -> Result<[u32; 2], String> {
-    const MOST: u32 = 8192;
+    const MAX_SIZE: u32 = 8192;
     let (height, width) = text.split_once('x').unwrap_or((text, text));
     match (height.parse(), width.parse()) {
-        (Ok(height @ 1..=MOST), Ok(width @ 1..=MOST)) => Ok([height, width]),
+        (Ok(height @ 1..=MAX_SIZE), Ok(width @ 1..=MAX_SIZE)) => Ok([height, width]),
         _ => Err(format!(
-            "height and width, such as 32x48, or one number for both, from 1 to {MOST}"
+            "expected height and width, such as 32x48, or one number for both, from 1 to {MAX_SIZE}"
         )),
     }
 }
 
 #[derive(Debug, Args)]
 struct TextArgs {
-    /// Text files, directories of them, or - for the standard input; UTF-8 unless the tokenizer is
-    /// byte
+    /// Text files, directories of text files, or - for standard input; UTF-8 unless the tokenizer
+    /// is byte
     #[arg(required = true, value_name = "INPUT")]
     inputs: Vec<PathBuf>,
-    /// Inputs are lines of JSON objects, with the text of a document in this field
+    /// Read inputs as lines of JSON objects (JSONL), with the text of a document in this field
     #[arg(long, value_name = "NAME")]
     field: Option<String>,
-    /// How text becomes token ids: one for each of its characters, or for each byte; GPT-2's
-    /// byte-pair encoding; or that of a Hugging Face tokenizer.json
+    /// Tokenizer: one id per character of the text, one per byte, GPT-2's byte-pair encoding, or a
+    /// Hugging Face tokenizer.json
     #[arg(long, value_name = "char|byte|gpt2|FILE", default_value = "char")]
     tokenizer: TokenizerKind,
-    /// A token after each document (each file, or line of JSON), by its text, such as
+    /// Token to append to each document (each file, or line of JSON), given as text such as
     /// '<|endoftext|>'
     #[arg(long, value_name = "TOKEN")]
     end_of_text: Option<String>,
@@ -281,18 +280,18 @@ struct TextArgs {
 
 #[derive(Debug, Args)]
 struct IdsArgs {
-    /// An array (.npy) or an HDF5 file, of ids in one dimension, or of documents x ids
+    /// A NumPy array (.npy) or an HDF5 file, one-dimensional or documents × ids
     input: PathBuf,
-    /// The dataset of an HDF5 file
+    /// Name of the dataset in an HDF5 file
     #[arg(long, value_name = "NAME", default_value = "/tokens")]
     dataset: String,
-    /// The tokenizer that made them, for hpctrain sample
+    /// Tokenizer that made the ids, for hpctrain sample
     #[arg(long, value_name = "byte|gpt2|FILE", required_unless_present = "vocabulary")]
     tokenizer: Option<TokenizerKind>,
-    /// The number of different ids, where no tokenizer is known
+    /// Vocabulary size, if the tokenizer is not known
     #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
     vocabulary: Option<usize>,
-    /// Leave out this id at the end of documents, which it fills up
+    /// Padding id, which is removed from the end of documents
     #[arg(long, value_name = "ID")]
     pad: Option<u32>,
     #[command(flatten)]
@@ -312,13 +311,13 @@ struct StreamArgs {
     /// Number of training shards
     #[arg(long, value_name = "N", default_value_t = 1)]
     shards: usize,
-    /// Share of the tokens, from their end, kept for validation
+    /// Fraction of the tokens, at the end, kept for validation
     #[arg(long, value_name = "F", default_value_t = 0.1)]
     val_fraction: f64,
-    /// Directory to write to; it may hold no shards yet
+    /// Output directory; it must not contain shards yet
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Compress with deflate, level 0 to 9 [default: no compression, the fastest to read]
+    /// Compress with deflate at this level, 0 to 9 [default: no compression, the fastest to read]
     #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=9))]
     compress: Option<u8>,
 }
@@ -330,7 +329,7 @@ impl From<StreamArgs> for StreamShards {
     }
 }
 
-/// Runs the command and prints its outcome to the standard output.
+/// Runs the subcommand and prints its result to standard output.
 pub fn run(args: DataArgs) -> Result<()> {
     match args.command {
         Command::Import(ImportArgs { source: Source::Text(text) }) => {

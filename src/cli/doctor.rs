@@ -1,4 +1,4 @@
-//! `hpctrain doctor`: is this machine fit to train on?
+//! `hpctrain doctor`: checks whether this machine can train.
 
 use std::path::PathBuf;
 
@@ -15,17 +15,17 @@ use crate::telemetry::say;
 /// Arguments of `hpctrain doctor`.
 #[derive(Args)]
 #[command(
-    after_help = "Exit code: 0 if nothing failed (warnings do not count), 1 if something did; 75 if a launcher started it and\n\
-                        SIGTERM or SIGUSR1 came meanwhile, as when a batch system preempts the job.\n\
+    after_help = "Exit code: 0 if no check failed (warnings do not count), 1 if one did; 75 if a launcher started it and\n\
+                        SIGTERM or SIGUSR1 arrived, as when a batch system preempts the job.\n\
                         Example: mpirun -np 2 hpctrain doctor --run-root /scratch/runs\n\
                         Before training on GPUs: srun --mpi=pmix hpctrain doctor --require-gpus"
 )]
 pub struct DoctorArgs {
-    /// Directory of runs to come: its file system is tried. Files written there are removed.
+    /// Directory for runs, whose file system is tested; files written there are removed.
     #[arg(long, value_name = "DIR", default_value = "runs")]
     run_root: PathBuf,
-    /// Fail if a rank has no GPU, or shares one: training with run.device=cuda would end. Without
-    /// this it is a warning.
+    /// Fail, instead of warning, if a rank has no GPU or shares one; training with run.device=cuda
+    /// would end.
     #[arg(long)]
     require_gpus: bool,
     /// Print one JSON object instead of the table.
@@ -33,9 +33,9 @@ pub struct DoctorArgs {
     json: bool,
 }
 
-/// Examines as one rank; returns the exit code.
+/// Runs one rank and returns its exit code.
 pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
-    // A rank ends with the others; a process that was started alone ends at once.
+    // A rank ends together with the others; a process without a launcher ends at once.
     if launch.is_some()
         && let Err(e) = signals::listen()
     {
@@ -56,7 +56,7 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
                 say(&report);
             }
         }
-        // The signal may have ended the processes that checked.
+        // The signal may have ended the child processes that run the checks.
         Ok(if signals::came().is_some() { REQUEUE } else { i32::from(report.has_failures()) })
     })
 }
@@ -64,11 +64,11 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
 /// Arguments of `hpctrain doctor-probe`, which `hpctrain doctor` starts.
 #[derive(Args)]
 pub struct ProbeArgs {
-    /// The areas to be checked.
+    /// The checks to run, as JSON.
     probe: String,
 }
 
-/// Runs the checks that could crash, in a process of its own.
+/// Runs the checks that could crash, in this separate process.
 pub fn probe(args: &ProbeArgs) -> Result<()> {
     doctor::probe::answer(&args.probe)
 }

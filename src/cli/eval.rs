@@ -1,5 +1,5 @@
-//! `hpctrain eval`: the evaluator of a run, one rank of a job of its own or of the trainer's; or
-//! the measure of one checkpoint.
+//! `hpctrain eval`: evaluates the checkpoints of a run, in a separate job or on ranks of the
+//! trainer's job, or measures one checkpoint.
 
 use std::path::PathBuf;
 
@@ -22,31 +22,31 @@ use crate::signals;
 #[derive(Args)]
 #[command(group = ArgGroup::new("what").required(true))]
 pub struct EvalArgs {
-    /// Evaluate the checkpoints of this run, such as runs/gpt-char, on its own validation data, and
-    /// record the results there.
+    /// Evaluate the checkpoints of this run, such as runs/gpt-char, on its validation data, and
+    /// record the results in the run.
     #[arg(long, value_name = "DIR", group = "what")]
     run: Option<PathBuf>,
-    /// Measure this checkpoint, or the newest of this run, and print the results; nothing is
-    /// recorded.
+    /// Evaluate this checkpoint, or the newest of this run, and print the results without recording
+    /// them.
     #[arg(long, value_name = "DIR", group = "what")]
     checkpoint: Option<PathBuf>,
-    /// Measure on this directory of shards or this HDF5 file [default: the data that the checkpoint
-    /// was trained on]
+    /// Evaluate on this directory of shards or HDF5 file [default: the data that the checkpoint was
+    /// trained on]
     #[arg(long, value_name = "PATH", conflicts_with = "run")]
     data: Option<PathBuf>,
-    /// Of a directory, measure on these shards [default: those for validation, if there are any]
+    /// Shards of a directory to evaluate on [default: validation shards, if there are any]
     #[arg(long, value_enum, conflicts_with = "run")]
     split: Option<SplitChoice>,
-    /// Print one JSON object instead of the table
+    /// Print one JSON object instead of the table.
     #[arg(long, conflicts_with = "run")]
     json: bool,
     /// Wait for further checkpoints until the run ends.
     #[arg(long, conflicts_with = "checkpoint")]
     watch: bool,
-    /// Which checkpoints: the latest, or every one, oldest first.
+    /// Which checkpoints to evaluate.
     #[arg(long, value_enum, default_value_t = Policy::Latest, conflicts_with = "checkpoint")]
     policy: Policy,
-    /// End with exit code 1 when no trainer has held the run for so long, such as 2h [default: 30m]
+    /// Exit with code 1 if no trainer has held the run for this long, such as 2h [default: 30m]
     #[arg(long, value_name = "TIME", conflicts_with = "checkpoint")]
     timeout: Option<Time>,
     /// Override one key of the configuration, such as run.device=cpu or, with --checkpoint,
@@ -55,7 +55,7 @@ pub struct EvalArgs {
     overrides: Vec<String>,
 }
 
-/// Runs one rank; returns the exit code.
+/// Runs one rank and returns its exit code.
 pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
     let run = match (&args.run, &args.checkpoint) {
         (_, Some(checkpoint)) => {
@@ -77,7 +77,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
         return fail(&e);
     }
     job::run(launch, patience(&args.overrides), |comm| {
-        // A trainer's rank that cannot begin says so to all.
+        // A training rank that cannot start reports its error here.
         comm.world().all_ok(Ok(()))?;
         let role = Role::find(comm, Start::Evaluate)?;
         let request = SidecarOptions {
@@ -97,7 +97,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
     })
 }
 
-/// Evaluates where `run.device` says, of the settings given to the evaluator.
+/// Evaluates on the device that `run.device` selects in the evaluator's overrides.
 pub fn watch_on_device(comm: &Comm<Cpu>, request: &SidecarOptions) -> Result<RunOutcome> {
     let config = comm.world().all_ok(overlay(&Config::default(), &request.overrides))?;
     match place(comm, &config)? {
@@ -106,24 +106,26 @@ pub fn watch_on_device(comm: &Comm<Cpu>, request: &SidecarOptions) -> Result<Run
     }
 }
 
-/// Evaluates as one of the ranks that do; returns the exit code. A failure here does not end the
-/// trainer.
+/// Runs an evaluator rank and returns its exit code. In a job with a trainer, an error that all
+/// evaluators share is printed and does not end the trainer.
 ///
 /// # Errors
-/// The errors of [`watch`], in a job of evaluators alone, and errors that the evaluators do not
-/// share.
+/// Returns the errors of [`watch`] in a job of evaluators only; in a job with a trainer, only those
+/// that the evaluators do not share.
 pub fn evaluate(role: &Role, mut request: SidecarOptions) -> Result<i32> {
     if role.mixed {
-        // The trainer knows where it is, also where its run has no name.
-        let told = role.everyone.world().gather_bytes(vec![]).wait()?;
-        let told = told.iter().find(|bytes| !bytes.is_empty());
-        let run = told.ok_or_else(|| Error::internal("no trainer told its directory"))?;
+        // Only the trainer knows the directory of a run without a name.
+        let gathered = role.everyone.world().gather_bytes(vec![]).wait()?;
+        let run = gathered
+            .iter()
+            .find(|bytes| !bytes.is_empty())
+            .ok_or_else(|| Error::internal("no trainer sent the directory of its run"))?;
         request.run = PathBuf::from(String::from_utf8_lossy(run).into_owned());
         let logs = RunDirectory::at(&request.run).logs_path();
         role.comm.world().all_ok(role.comm.watch_beside(&logs))?;
     }
     match watch_on_device(&role.comm, &request) {
-        Ok(ending) => Ok(ending.exit_code()),
+        Ok(outcome) => Ok(outcome.exit_code()),
         Err(e) if role.mixed && (e.is_shared() || role.comm.size() == 1) => {
             if role.comm.rank() == 0 {
                 fail(&e.clone().at("evaluator"));

@@ -1,5 +1,5 @@
-//! `hpctrain eval --checkpoint`: the loss and metrics of a checkpoint on any data. Nothing is
-//! written into a run.
+//! `hpctrain eval --checkpoint`: prints the loss and metrics of a checkpoint on any data, without
+//! writing into a run.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,42 +18,42 @@ use crate::evaluate::{Evaluator, Metrics, model};
 use crate::telemetry::classes::Classes;
 use crate::telemetry::{grouped, say};
 
-/// Arguments of a measurement.
+/// Options of `hpctrain eval --checkpoint`.
 pub struct EvalOptions {
-    /// A checkpoint, or a run, of which the newest is taken.
+    /// A checkpoint, or a run whose newest checkpoint is evaluated.
     pub checkpoint: PathBuf,
-    /// The data; that of the checkpoint's run without.
+    /// The data; default: the data that the checkpoint was trained on.
     pub data: Option<PathBuf>,
-    /// The part of it.
+    /// The shards of the data to evaluate on.
     pub split: Option<SplitChoice>,
-    /// Print one JSON object instead of the table
+    /// Whether to print one JSON object instead of the table.
     pub json: bool,
-    /// Settings over those of the checkpoint.
+    /// Overrides of keys of the checkpoint's configuration.
     pub overrides: Vec<String>,
 }
 
 /// The object of `--json`.
 #[derive(Serialize)]
-struct Report<'a> {
+struct EvalReport<'a> {
     checkpoint: &'a Path,
     id: &'a str,
     step: u64,
     data: &'a str,
     split: &'a str,
-    /// Digest of the data, as records of runs have it.
+    /// The digest of the data, as in the records of runs.
     fingerprint: Option<&'a str>,
     samples: u64,
-    /// Null if it is not finite.
+    /// The mean loss; null if it is not finite.
     loss: f64,
-    /// Of language models.
+    /// The perplexity of a language model.
     #[serde(skip_serializing_if = "Option::is_none")]
     perplexity: Option<f64>,
-    /// Of other networks, by name.
+    /// The metrics of other models, by name.
     metrics: &'a BTreeMap<String, f64>,
-    /// Of a mixture, the loss of each data set.
+    /// The loss on each data set of a mixture.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     sets: &'a BTreeMap<String, f64>,
-    /// Of classifiers.
+    /// The metrics of a classifier by class.
     #[serde(skip_serializing_if = "Option::is_none")]
     classes: Option<&'a Classes>,
 }
@@ -63,18 +63,18 @@ impl Work for EvalOptions {
         let config = model::config_on(reader, &self.overrides, self.data.as_deref())?;
         if config.data.path.is_empty() && config.data.mix.is_empty() {
             return Err(Error::input(format!(
-                "{}: the checkpoint was imported and tells no data",
+                "{}: the checkpoint was imported, so its training data is not known",
                 reader.dir().display()
             ))
-            .hint("give some with --data PATH: shards of hpctrain data import, or an HDF5 file"));
+            .hint("give data with --data PATH: shards of hpctrain data import, or an HDF5 file"));
         }
         Ok(config)
     }
 
     fn on<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
-        let data = found.data(|catalogue, plan| {
+        let data = found.data(|index, plan| {
             micro_batches::measured(
-                catalogue,
+                index,
                 &plan.config,
                 with_checkpoint::split(&plan.config, self.split)?,
             )
@@ -85,23 +85,22 @@ impl Work for EvalOptions {
         let evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
         let mut evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
         let measured = evaluator.measure(&mut model, world, || false)?;
-        let measures = measured.ok_or_else(|| {
-            Error::internal("an evaluation that nobody interrupts was interrupted")
-        })?;
+        let measures = measured
+            .ok_or_else(|| Error::internal("the evaluation was interrupted without a request"))?;
         if world.rank() == 0 {
-            say(told(reader, plan, split, &evaluator, &measures, self.json)?);
+            say(result_text(reader, plan, split, &evaluator, &measures, self.json)?);
         }
         Ok(())
     }
 }
 
-/// Runs one rank; returns the exit code.
+/// Runs one rank and returns its exit code.
 pub fn run(request: &EvalOptions, launch: Option<&Launch>) -> i32 {
     with_checkpoint::run(request, &request.checkpoint, &request.overrides, launch)
 }
 
-/// The result as a line of text, or as JSON.
-fn told(
+/// Returns the result as a line of text, or as JSON.
+fn result_text(
     reader: &Reader,
     plan: &ResolvedConfig,
     split: Split,
@@ -133,7 +132,7 @@ fn told(
     let fingerprint = set.digest();
     let loss = *loss;
     let classes = classes.as_ref();
-    let report = Report {
+    let report = EvalReport {
         checkpoint,
         id,
         step,

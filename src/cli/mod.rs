@@ -1,4 +1,4 @@
-//! The command line: one file a subcommand, thin.
+//! The command line: each subcommand has a file, which parses arguments and calls the library.
 
 mod bench;
 mod checkpoint;
@@ -37,7 +37,7 @@ use crate::job::{self, fail};
 use crate::signals;
 use crate::telemetry;
 
-/// Trains neural networks on clusters that speak MPI.
+/// Trains neural networks on MPI clusters.
 ///
 /// Without a subcommand it trains the bundled default: a small GPT on tiny Shakespeare.
 #[derive(Parser)]
@@ -47,67 +47,68 @@ struct Cli {
     command: Option<Command>,
     #[command(flatten)]
     train: train::TrainArgs,
-    /// Start so many ranks on this machine, as processes that talk over TCP, without MPI.
+    /// Start N ranks as processes on this machine that communicate over TCP, without MPI.
     #[arg(long, value_name = "N", global = true, value_parser = clap::value_parser!(u16).range(1..=1024))]
     spawn: Option<u16>,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    /// Train a network, one rank for each process that mpirun or srun starts.
+    /// Train a model; each process that mpirun or srun starts is one rank.
     Train(train::TrainArgs),
-    /// Evaluate the checkpoints of a run, beside its trainer or afterwards; or any checkpoint on
-    /// any data.
+    /// Evaluate the checkpoints of a run, during training or afterwards, or one checkpoint on any
+    /// data.
     Eval(eval::EvalArgs),
-    /// Write a network's outputs for every row of a data set, one rank for each process that mpirun
-    /// or srun starts.
+    /// Write a model's outputs for every row of a data set; each process that mpirun or srun starts
+    /// is one rank.
     Predict(predict::PredictArgs),
-    /// Train with threads as ranks: the same program in one process, without MPI.
+    /// Train with ranks as threads of one process, without MPI.
     Simulate(simulate::SimulateArgs),
-    /// Train on parameter servers: coordinator, servers, workers.
+    /// Train with parameter servers: coordinator, servers, workers.
     #[command(subcommand)]
     Ps(PsCommand),
-    /// Start a job again until its run has ended: hpctrain supervise -- mpirun -np 8 hpctrain train
+    /// Restart a job until its run is complete: hpctrain supervise -- mpirun -np 8 hpctrain train
     Supervise(supervise::SuperviseArgs),
-    /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO
-    /// stage.
+    /// Check that loss, parameters and optimizer state are bitwise equal on any number of ranks and
+    /// in any ZeRO stage.
     Verify(verify::VerifyArgs),
-    /// One rank of a row of `verify --mpi`.
+    /// Run one rank of a layout of `verify --mpi`.
     #[command(hide = true)]
     VerifyRank(verify::RankArgs),
-    /// Ask the MPI library to exchange memory of the GPU: a child of a rank, which may crash.
+    /// Probe CUDA-aware MPI in a child process of a rank, which may crash.
     #[command(hide = true, name = comm::PROOF)]
-    ProveDirect,
-    /// The proof that NCCL works between all ranks, in a process that may crash.
+    ProbeCudaAware,
+    /// Probe NCCL between all ranks, in a child process of each, which may crash.
     #[command(hide = true, name = comm::TOGETHER)]
-    ProveTogether(probe_transport::TogetherArgs),
-    /// Print text that a trained language model continues.
+    ProbeNccl(probe_transport::TogetherArgs),
+    /// Generate text with a trained language model.
     Sample(sample::SampleArgs),
-    /// Import, describe and check data.
+    /// Import, inspect and verify training data.
     Data(data::DataArgs),
-    /// Look at, check, compare, thin out and convert checkpoints.
+    /// List, inspect, verify, compare, prune, export and import checkpoints.
     Checkpoint(checkpoint::CheckpointArgs),
     /// List the runs of a directory: state, step, losses, speed, age, layout, size.
     Runs(runs::RunsArgs),
     /// Compare two runs: configuration, version, data, the first step whose bits differ, losses,
     /// speed.
     Compare(compare::CompareArgs),
-    /// Show the configuration that would run.
+    /// Print the configuration keys, the resolved configuration, or the layers of the model.
     Config(config::ConfigArgs),
-    /// Make a page about runs: curves, where time went, ranks, checkpoints, evaluations, settings.
+    /// Write an HTML report of runs: curves, time breakdown, ranks, checkpoints, evaluations,
+    /// settings.
     Report(report::ReportArgs),
-    /// Choose a layout: every one for so many ranks, with its memory, the time of its step, and the
-    /// reasons.
+    /// Search parallel layouts for N ranks: print the memory and step time of each, and why others
+    /// were rejected.
     Plan(plan::PlanArgs),
-    /// Look whether this machine is fit to train on: GPUs, MPI, HDF5, file system, limits.
+    /// Check whether this machine can train: GPUs, MPI, HDF5, file system, limits.
     Doctor(doctor::DoctorArgs),
-    /// Some checks of `doctor`, in a process that may crash.
+    /// Run some checks of `doctor`, in a process that may crash.
     #[command(hide = true, name = crate::doctor::probe::COMMAND)]
     DoctorProbe(doctor::ProbeArgs),
-    /// Open HDF5 files that standard input names, in a process that may crash.
+    /// Open the HDF5 files that standard input lists, in a process that may crash.
     #[command(hide = true, name = sandbox::COMMAND)]
     DataSandbox,
-    /// Time the machine: kernels, steps, messages, data, checkpoints.
+    /// Benchmark this machine: kernels, steps, collectives, data, checkpoints.
     Bench(bench::BenchArgs),
     /// Print a completion script for a shell.
     Completions {
@@ -116,29 +117,30 @@ enum Command {
     },
 }
 
-/// Processes of a run on parameter servers.
+/// Processes of a run with parameter servers.
 #[derive(clap::Subcommand)]
 enum PsCommand {
-    /// Start a run on parameter servers and hand out its work; servers and workers connect to it.
+    /// Start a run with parameter servers and schedule its batches; servers and workers connect to
+    /// it.
     Coordinator(coordinate::CoordinateArgs),
-    /// Hold parameters for a run on parameter servers, until it ends.
+    /// Hold a shard of the parameters of a run, until it ends.
     Server(servers::ServerArgs),
-    /// Train for a run on parameter servers, until it ends or this process gets SIGTERM.
+    /// Compute gradients for a run, until it ends or this process gets SIGTERM.
     Worker(servers::WorkerArgs),
     /// Run the process that `TF_CONFIG`, or `RANK` and `WORLD_SIZE`, assign to this task.
     Auto(ps_auto::RoleArgs),
-    /// Show servers and workers of a run: steps, load, last contact.
+    /// Show the servers and workers of a run: steps, load, last contact.
     Status(servers::StatusArgs),
 }
 
 impl Command {
-    /// Whether a launcher may start it as several processes.
+    /// Returns whether a launcher may start this command as several ranks.
     fn has_ranks(&self) -> bool {
         match self {
             Command::Train(_) | Command::Eval(_) | Command::Predict(_) | Command::Sample(_) => true,
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
             Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) => false,
-            Command::ProveDirect | Command::ProveTogether(_) => false,
+            Command::ProbeCudaAware | Command::ProbeNccl(_) => false,
             Command::Data(_)
             | Command::Checkpoint(_)
             | Command::Config(_)
@@ -153,7 +155,7 @@ impl Command {
     }
 }
 
-/// Runs the program; returns its exit code.
+/// Runs the program and returns its exit code.
 pub fn run() -> i32 {
     fd_limit::raise();
     comm::can_be_tried();
@@ -161,14 +163,14 @@ pub fn run() -> i32 {
         return fail(&e);
     }
     let launch = comm::launched(|name| std::env::var(name).ok());
-    // Every rank reads the same arguments: one of them speaks for all. Processes without ranks
-    // speak for themselves.
+    // Every rank parses the same arguments, so only rank 0 prints errors in them. Processes that
+    // are not ranks each print their own.
     let speaks = !matches!(&launch, Ok(Some(launch)) if launch.rank.unwrap_or(0) > 0);
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {
             if speaks {
-                // Nobody is left to tell when standard error is closed.
+                // If standard error is closed, the error cannot be shown.
                 let _ = e.print();
             }
             return e.exit_code();
@@ -177,14 +179,14 @@ pub fn run() -> i32 {
     match std::env::current_exe() {
         Ok(program) => sandbox::enable(program, vec![sandbox::COMMAND.to_owned()]),
         Err(e) => log::warn!(
-            "data: HDF5 files are opened without a child process: where is this program? {e}"
+            "data: HDF5 files are opened without a sandbox process: cannot find this program: {e}"
         ),
     }
     let command = cli.command.unwrap_or(Command::Train(cli.train));
     let launch = match launch {
         Ok(launch) => launch,
         Err(e) if command.has_ranks() => return fail(&e),
-        // A command without ranks needs no launcher that can start them.
+        // A command without ranks does not need a supported launcher.
         Err(_) => None,
     };
     job::name_console(launch.as_ref());
@@ -208,20 +210,22 @@ pub fn run() -> i32 {
             Some(_) => return 2,
         }
     }
-    // The results of a training are its records and checkpoints.
+    // Training writes its results to records and checkpoints, the other commands to standard
+    // output.
     let is_for_output = !matches!(
         command,
         Command::Train(_) | Command::Simulate(_) | Command::Ps(PsCommand::Coordinator(_))
     );
-    let code = carry_out(command, launch.as_ref(), speaks);
+    let code = dispatch(command, launch.as_ref(), speaks);
     match telemetry::lost() {
         Some(e) if is_for_output && code == 0 => fail(&e),
         _ => code,
     }
 }
 
-/// Runs a command on a rank that `speaks` for all, or does not; returns its exit code.
-fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
+/// Runs a command and returns its exit code. `speaks` is true on rank 0 and in processes that are
+/// not ranks.
+fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
     match command {
         Command::Train(args) => train::run(&args, launch),
         Command::Eval(args) => eval::run(&args, launch),
@@ -233,10 +237,10 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::DataSandbox => report(sandbox::serve()),
         Command::Plan(args) => plan::run(&args, launch),
         Command::VerifyRank(args) => verify::run_rank(&args, launch),
-        // Both processes of a proof take part.
-        Command::ProveDirect => report(probe_transport::run()),
-        Command::ProveTogether(args) => report(probe_transport::together(&args)),
-        // Each process is one by itself, whoever started it.
+        // Every process of a probe runs, not only that of rank 0.
+        Command::ProbeCudaAware => report(probe_transport::run()),
+        Command::ProbeNccl(args) => report(probe_transport::together(&args)),
+        // Each process has its own role, also when a launcher started several.
         Command::Ps(PsCommand::Server(args)) => servers::serve_alone(&args),
         Command::Ps(PsCommand::Worker(args)) => servers::work_alone(&args),
         Command::Ps(PsCommand::Auto(args)) => ps_auto::run(&args),
@@ -269,6 +273,7 @@ fn json(result: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
+/// Returns the exit code of a command, and prints its error.
 fn report(result: Result<()>) -> i32 {
     result.map_or_else(|e| fail(&e), |()| 0)
 }

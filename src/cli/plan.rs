@@ -1,4 +1,5 @@
-//! `hpctrain plan`: the layouts of a network on so many ranks, the fastest that fits first.
+//! `hpctrain plan`: searches the parallel layouts of a model on N ranks, and prints the fastest
+//! that fits first.
 
 use clap::Args;
 
@@ -17,47 +18,46 @@ use crate::planner::{
 };
 use crate::telemetry::say;
 
-/// Layouts that are shown without `--all`.
-const SHOWN: usize = 10;
+/// The number of layouts shown without `--all`.
+const SHOWN_LAYOUTS: usize = 10;
 
 /// Arguments of `hpctrain plan`.
 #[derive(Args)]
 #[command(
-    after_help = "Keys of [parallel], and batch.micro, that a file or --set gives stay as they are.\n\
+    after_help = "Keys of [parallel], and batch.micro, that a file or --set sets are not searched.\n\
                         Example: mpirun -np 4 hpctrain plan --preset gpt-baby --measure"
 )]
 pub struct PlanArgs {
     #[command(flatten)]
     sources: SourceArgs,
-    /// Ranks; left out, those that mpirun or srun starts.
+    /// Number of ranks [default: those that mpirun or srun starts]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     ranks: Option<u32>,
-    /// Nodes that the ranks are on, equally many on each; left out, as many as the machine's
-    /// description needs, or one.
+    /// Number of nodes, with the same number of ranks on each [default: as many as the description
+    /// of the machine requires, else 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "measure")]
     nodes: Option<u32>,
-    /// The machine: a100x8, h100x8, h200x8, or a file; left out, this one, by a rough look.
+    /// The machine: a100x8, h100x8, h200x8, or a file [default: this machine, roughly estimated]
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "measure")]
     machine: Option<String>,
-    /// Time blocks and collectives on all ranks at once: those of mpirun, or threads of this
-    /// process.
+    /// Benchmark blocks and collectives on all ranks: those of mpirun, or threads of this process.
     #[arg(long)]
     measure: bool,
-    /// Run some steps of the first so many layouts as well, and order those by their real time.
+    /// Run some steps of the first N layouts as well, and sort them by the measured time.
     #[arg(long = "try", value_name = "N", default_value_t = 0, requires = "measure")]
     tries: usize,
-    /// Show every layout, and every one that is left out.
+    /// Show every layout, including those that were rejected.
     #[arg(long)]
     all: bool,
-    /// Print one JSON object instead of the table
+    /// Print one JSON object instead of the table.
     #[arg(long)]
     json: bool,
 }
 
-/// Runs one rank; returns the exit code.
+/// Runs one rank and returns its exit code.
 pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
     if launch.is_none() && args.measure {
-        return on_threads_here(args).map_or_else(|e| fail(&e), |()| 0);
+        return plan_on_threads(args).map_or_else(|e| fail(&e), |()| 0);
     }
     job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
         let world = comm.world();
@@ -66,7 +66,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
             let ranks = args.ranks.map_or(comm.size(), |ranks| ranks as usize);
             return world
                 .all_ok(if comm.rank() == 0 {
-                    described(args, &config, &name, ranks)
+                    plan_described(args, &config, &name, ranks)
                 } else {
                     Ok(())
                 })
@@ -76,7 +76,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
         match place(comm, &config)? {
             None => {
                 world.all_ok(cpu_can(&config))?;
-                measured(
+                plan_measured(
                     args,
                     &config,
                     &name,
@@ -88,7 +88,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                 let backend = |plan: &ResolvedConfig| gpu.backend(plan);
                 let here =
                     Here { comm, backend, gpu: Some(gpu.memory), threads: None, vocabulary: None };
-                measured(args, &config, &name, &here)?;
+                plan_measured(args, &config, &name, &here)?;
             }
         }
         Ok(0)
@@ -102,7 +102,7 @@ impl PlanArgs {
         Ok((config.of_any_length(), name))
     }
 
-    /// Ranks that are measured are those that run.
+    /// Refuses `--ranks` other than the number of ranks that run, which are those measured.
     fn check_ranks(&self, started: usize) -> Result<()> {
         match self.ranks {
             Some(ranks) if ranks as usize != started => Err(Error::input(format!(
@@ -116,28 +116,32 @@ impl PlanArgs {
     fn print(&self, report: &PlanReport<'_>) -> Result<()> {
         say(match self.json {
             true => report.json()?,
-            false => report.text(SHOWN, self.all),
+            false => report.text(SHOWN_LAYOUTS, self.all),
         });
         Ok(())
     }
 }
 
-/// With rates of a description, or of a look at this machine.
-fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Result<()> {
+/// Plans from a description of a machine, or from an estimate of this one.
+fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Result<()> {
     let on_nodes = |nodes: usize| {
         let divides = ranks.is_multiple_of(nodes);
         let error = || Error::input(format!("--nodes {nodes} does not divide --ranks {ranks}"));
-        if divides { Ok(ranks / nodes) } else { Err(error().hint("as many ranks on each node")) }
+        if divides {
+            Ok(ranks / nodes)
+        } else {
+            Err(error().hint("every node has the same number of ranks"))
+        }
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = |per_node: usize| config.run.threads.unwrap_or((cores / per_node).max(1));
     let resident = memory::resident().0;
     let held = |messages_on_device| Held { messages: 0, messages_on_device, resident, cache: 0 };
-    let asked = args.nodes.map(|nodes| on_nodes(nodes as usize)).transpose()?;
+    let given = args.nodes.map(|nodes| on_nodes(nodes as usize)).transpose()?;
     let (machine, per_node, held) = match &args.machine {
         Some(machine) => {
             let machine = Machine::named(machine)?;
-            let per_node = asked.unwrap_or(machine.ranks_per_node.min(ranks));
+            let per_node = given.unwrap_or(machine.ranks_per_node.min(ranks));
             if per_node > machine.ranks_per_node {
                 let most = machine.ranks_per_node;
                 let name = &machine.name;
@@ -154,7 +158,7 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
                 return Err(Error::input("the configuration is for GPUs, whose rates are not known here")
                     .hint("describe them: --machine h100x8; or measure them: mpirun -np N hpctrain plan --measure"));
             }
-            let per_node = asked.unwrap_or(ranks);
+            let per_node = given.unwrap_or(ranks);
             let held = held(false);
             let limit = config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
             let share =
@@ -169,8 +173,8 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
     args.print(&PlanReport { network: name, ranks, per_node, rates, choice: &choice, trials: &[] })
 }
 
-/// With rates of the ranks and devices at hand.
-fn measured<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
+/// Plans from rates that are measured on these ranks and devices.
+fn plan_measured<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     args: &PlanArgs,
     config: &Config,
     name: &str,
@@ -193,12 +197,12 @@ fn measured<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     })
 }
 
-/// With ranks as threads of this process.
-fn on_threads_here(args: &PlanArgs) -> Result<()> {
+/// Plans from rates that are measured on threads of this process as ranks.
+fn plan_on_threads(args: &PlanArgs) -> Result<()> {
     let (config, name) = args.load()?;
     if config.needs_gpu() {
         return Err(Error::input(
-            "threads of this process as ranks compute on CPUs, but the configuration is for GPUs",
+            "ranks as threads of this process compute on CPUs, but the configuration is for GPUs",
         )
         .hint("mpirun -np N hpctrain plan --measure"));
     }
@@ -207,7 +211,7 @@ fn on_threads_here(args: &PlanArgs) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = Some((cores / ranks).max(1));
     let rank = |comm: &Comm<Cpu>| {
-        measured(
+        plan_measured(
             args,
             &config,
             &name,

@@ -1,4 +1,5 @@
-//! `hpctrain predict`: outputs of a network for every row of its input, on any number of ranks.
+//! `hpctrain predict`: writes the outputs of a model for every row of its input, on any number of
+//! ranks.
 
 use std::path::{Path, PathBuf};
 
@@ -24,54 +25,53 @@ use crate::telemetry::{grouped, say};
     after_help = "Example: hpctrain predict --checkpoint runs/iris --input new.csv --out predictions.csv\n         hpctrain predict --checkpoint runs/photos --input new-photos --out predictions.jsonl"
 )]
 pub struct PredictArgs {
-    /// A checkpoint, or a run, of which the newest is taken.
+    /// A checkpoint, or a run whose newest checkpoint is taken.
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Rows of inputs; targets are not needed: a table (.csv, .tsv), an array of NumPy (.npy), a
-    /// folder of PNG and JPEG images, an HDF5 file (.h5), or a directory of shards.
+    /// Input rows, with or without targets: a table (.csv, .tsv), a NumPy array (.npy), a folder of
+    /// PNG and JPEG images, an HDF5 file (.h5), or a directory of shards.
     #[arg(long, alias = "data", value_name = "PATH")]
     input: PathBuf,
-    /// Of a directory of shards, which of them [default: those for validation, if there are any]
+    /// Which shards of a directory [default: validation shards, if there are any]
     #[arg(long, value_enum)]
     split: Option<SplitChoice>,
-    /// The file to write, in the form of its name: a table (.csv), lines of JSON (.jsonl) or HDF5
-    /// (.h5).
+    /// The file to write; its extension selects the format: a table (.csv), JSON lines (.jsonl) or
+    /// HDF5 (.h5).
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Columns of a table that are written beside the predictions, in the place of the number of
-    /// the row.
+    /// Columns of a table to copy to the predictions, instead of the row number.
     #[arg(long, value_name = "COLUMN,…", value_delimiter = ',')]
     keep: Vec<String>,
     #[command(flatten)]
     format: TableFormat,
-    /// Missing numbers of a table: an error, filled up with the column's mean in the training data,
-    /// or with a number [default: as in the training data, else error]
+    /// What to do with missing numbers of a table: fail, or fill in the column's mean in the
+    /// training data or a number [default: as for the training data, else error]
     #[arg(long, value_name = "error|mean|NUMBER", allow_negative_numbers = true)]
     missing: Option<Missing>,
-    /// A key of the configuration, such as run.device=cpu or eval.batch=1000 (rows computed at
-    /// once); repeatable.
+    /// Override one key of the configuration, such as run.device=cpu or eval.batch=1000 (rows per
+    /// forward pass); may be repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
 }
 
 impl PredictArgs {
-    /// The rows of inputs, for a network that gives outputs for rows.
-    fn open(&self, catalogue: &mut ShardIndex, plan: &ResolvedConfig) -> Result<Dataset> {
+    /// Opens the input rows.
+    fn open(&self, index: &mut ShardIndex, plan: &ResolvedConfig) -> Result<Dataset> {
         micro_batches::inputs(
-            catalogue,
+            index,
             &plan.config,
             with_checkpoint::split(&plan.config, self.split)?,
         )
     }
 
-    /// Refuses a network that gives no outputs for rows, and options that this form of input does
-    /// not have.
+    /// Refuses language models, which have no outputs for rows, and options that do not apply to
+    /// this form of input.
     fn check(&self, plan: &ResolvedConfig, form: Form) -> Result<()> {
         if plan.network.is_language() {
             return Err(Error::input("a language model predicts tokens of a text")
                 .hint("hpctrain sample continues one; hpctrain eval measures it"));
         }
-        let of_tables = [
+        let table_options = [
             ("--keep", !self.keep.is_empty()),
             ("--missing", self.missing.is_some()),
             (
@@ -79,18 +79,18 @@ impl PredictArgs {
                 self.format != TableFormat::default(),
             ),
         ];
-        match of_tables.iter().find(|(_, is_given)| *is_given && form != Form::Table) {
+        match table_options.iter().find(|(_, is_given)| *is_given && form != Form::Table) {
             Some((options, _)) => {
-                Err(Error::input(format!("{options}: {} is no table", self.input.display()))
-                    .hint("leave it out, or give a table: --input FILE.csv"))
+                Err(Error::input(format!("{options}: {} is not a table", self.input.display()))
+                    .hint("omit it, or give a table: --input FILE.csv"))
             }
             None => Ok(()),
         }
     }
 
-    /// Columns that tell rows apart: names of images, those of a table that are kept, or else
-    /// numbers.
-    fn beside(&self, form: Form, rows: &Unlabelled) -> Result<RowIds> {
+    /// Returns the columns that identify rows: file names of images, the columns of `--keep`, or
+    /// row numbers.
+    fn row_ids(&self, form: Form, rows: &Unlabelled) -> Result<RowIds> {
         match form {
             Form::Images => Ok(RowIds::columns(
                 vec!["file".to_owned()],
@@ -104,8 +104,8 @@ impl PredictArgs {
         }
     }
 
-    /// Brings the input into the form of shards, in a directory beside the output that all ranks
-    /// see; it goes with what is returned, by rank 0. Collective.
+    /// Converts the input to shards in a temporary directory next to the output, which all ranks
+    /// can read. Returns its path, and on rank 0 the guard that removes it. Collective.
     fn shards<B: Kernels>(
         &self,
         world: &Group<B>,
@@ -113,8 +113,8 @@ impl PredictArgs {
         rows: &Unlabelled,
     ) -> Result<(PathBuf, Option<TempDir>)> {
         let import = || {
-            // A column that is missing shows before a long import.
-            self.beside(form, rows)?;
+            // Fails before a long import if a column is missing.
+            self.row_ids(form, rows)?;
             let directory =
                 tempfile::Builder::new().prefix(".predict-").tempdir_in(folder(&self.out));
             let directory = directory
@@ -122,14 +122,14 @@ impl PredictArgs {
             rows.import(form, directory.path())?;
             Ok(directory)
         };
-        // It may take longer than any message.
+        // The import may take longer than the timeout of messages.
         let directory = world.with_keepalive((world.rank() == 0).then_some(import))?;
         let path =
             directory.as_ref().map(|directory| directory.path().to_path_buf().into_os_string());
-        let told = world
+        let gathered = world
             .gather_bytes(path.map_or(vec![], std::os::unix::ffi::OsStringExt::into_vec))
             .wait()?;
-        let path = <std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&told[0]);
+        let path = <std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&gathered[0]);
         Ok((Path::new(path).to_path_buf(), directory))
     }
 }
@@ -143,7 +143,7 @@ impl Work for PredictArgs {
         let form = found.world.all_ok(Form::of(&self.input))?;
         found.world.all_ok(self.check(&found.plan, form))?;
         let learned = found.reader.manifest().preprocessing.clone();
-        let meaning = OutputSchema::of(&found.plan, learned.as_ref());
+        let schema = OutputSchema::of(&found.plan, learned.as_ref());
         let rows = Unlabelled {
             input: self.input.clone(),
             format: self.format.clone(),
@@ -152,26 +152,26 @@ impl Work for PredictArgs {
             shape: found.plan.config.model.input.clone().unwrap_or_default(),
         };
         let (dataset, _directory) = if form == Form::Hdf5 {
-            (found.data(|catalogue, plan| self.open(catalogue, plan))?, None)
+            (found.data(|index, plan| self.open(index, plan))?, None)
         } else {
             let (path, directory) = self.shards(&found.world, form, &rows)?;
             let own = &found.plan.config.data;
             let path = path.display().to_string();
             found.plan.config.data =
                 Data { path, image_layout: own.image_layout, scale: own.scale, ..Data::default() };
-            // That such rows get the network's scale goes without saying.
-            (found.converted(|catalogue, plan| self.open(catalogue, plan))?.0, directory)
+            // These rows are always scaled as in training, so the notes about it are not logged.
+            (found.converted(|index, plan| self.open(index, plan))?.0, directory)
         };
         let mut model = found.network()?;
         let LoadedCheckpoint { plan, world, .. } = &found;
         let samples = dataset.samples();
-        // The last stage of a pipeline has the outputs.
+        // The last pipeline stage has the outputs.
         let writes = model.sharded.stage().is_last() && model.sharded.data().rank() == 0;
         let create =
-            || Predictions::create(&self.out, samples as usize, meaning, self.beside(form, &rows)?);
-        let to = world.all_ok(writes.then(create).transpose())?;
-        predict(&mut model, dataset, plan.config.eval.batch, to)?;
-        // Shards that were made for this stay until every rank has read them.
+            || Predictions::create(&self.out, samples as usize, schema, self.row_ids(form, &rows)?);
+        let output = world.all_ok(writes.then(create).transpose())?;
+        predict(&mut model, dataset, plan.config.eval.batch, output)?;
+        // The temporary shards are removed only after every rank has read them.
         world.all_ok(Ok(()))?;
         if world.rank() == 0 {
             say(format_args!("{}: outputs of {} rows", self.out.display(), grouped(samples)));
@@ -180,7 +180,7 @@ impl Work for PredictArgs {
     }
 }
 
-/// Runs the subcommand; returns the exit code.
+/// Runs one rank and returns its exit code.
 pub fn run(args: &PredictArgs, launch: Option<&Launch>) -> i32 {
     with_checkpoint::run(args, &args.checkpoint, &args.overrides, launch)
 }

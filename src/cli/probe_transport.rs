@@ -1,4 +1,5 @@
-//! `hpctrain prove-direct` and `prove-together`: processes that may crash in the stead of a rank.
+//! `hpctrain prove-direct` and `prove-together`: probe CUDA-aware MPI and NCCL in child processes,
+//! so that a crash does not end a rank.
 
 use clap::Args;
 
@@ -8,19 +9,19 @@ use crate::comm::{answer_trial, mpi};
 use crate::error::{Error, Result};
 use crate::gpu_assignment::small;
 
-/// Arguments of the process beside a rank.
+/// Arguments of the child process of a rank.
 #[derive(Args, Debug)]
 pub struct TogetherArgs {
-    /// Number of the rank.
+    /// The rank.
     rank: usize,
-    /// Ranks of the job.
+    /// The number of ranks of the job.
     ranks: usize,
-    /// Identifier of the rank's GPU.
+    /// The identifier of the rank's GPU.
     device: String,
 }
 
-/// Hands the MPI library memory of a device of this node: of two processes each takes one of its
-/// own, if there are two.
+/// Exchanges GPU memory by MPI with the other process of the probe; each uses another GPU of this
+/// node, if there are two.
 pub fn run() -> Result<()> {
     match devices().unwrap_or(0) {
         0 => mpi::prove(|_| Ok(Cpu::new(1))),
@@ -28,7 +29,7 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Exchanges memory of a rank's device with the processes beside the other ranks, by NCCL.
+/// Exchanges memory of a rank's GPU by NCCL with the child processes of the other ranks.
 pub fn together(args: &TogetherArgs) -> Result<()> {
     for number in 0..devices()? {
         let device = Device::open(number)?;

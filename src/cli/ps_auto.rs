@@ -1,5 +1,5 @@
-//! `hpctrain ps auto`: the part of this process in a run on servers, by the variables that cluster
-//! managers set.
+//! `hpctrain ps auto`: picks the role of this process in a run with parameter servers from the
+//! variables that cluster managers set.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -17,43 +17,43 @@ use crate::evaluate::{self, Policy};
 use crate::job::{exit_on_panic, fail};
 use crate::signals;
 
-/// The variable that `TensorFlow`'s guides use.
+/// The variable of `TensorFlow`'s `TFConfigClusterResolver`.
 const TF_CONFIG: &str = "TF_CONFIG";
 
 /// Arguments of `hpctrain ps auto`.
 #[derive(Args)]
 pub struct RoleArgs {
-    /// With RANK and WORLD_SIZE, so many of the processes hold the parameters.
+    /// Number of parameter servers, with RANK and WORLD_SIZE; TF_CONFIG lists its own.
     #[arg(long, value_name = "N", default_value_t = 0)]
     servers: usize,
     #[command(flatten)]
     run: RunArgs,
 }
 
-/// The part of a process.
+/// The role of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PsTask {
-    /// It coordinates so many servers and workers.
+    /// It coordinates the run.
     Coordinate {
-        /// Servers.
+        /// The number of servers.
         servers: usize,
-        /// Workers.
+        /// The number of workers.
         workers: usize,
         /// The address to listen on.
         address: Option<String>,
     },
-    /// It holds parameters.
+    /// It is a parameter server.
     Serve {
         /// The address to listen on.
         address: Option<String>,
     },
-    /// It works.
+    /// It is a worker.
     Work,
-    /// It evaluates.
+    /// It evaluates checkpoints.
     Evaluate,
 }
 
-/// `TF_CONFIG`.
+/// The value of `TF_CONFIG`.
 #[derive(Deserialize)]
 struct TfConfig {
     cluster: Cluster,
@@ -79,7 +79,8 @@ struct TfTask {
     index: usize,
 }
 
-/// The part that the environment gives; `servers` counts where it does not tell them.
+/// Returns the role that the environment assigns; `servers` is the number of servers for `RANK` and
+/// `WORLD_SIZE`.
 fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> {
     if let Some(text) = env(TF_CONFIG) {
         return of_tf_config(&text);
@@ -87,14 +88,14 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> 
     let number = |name: &str| -> Result<Option<usize>> {
         let Some(text) = env(name) else { return Ok(None) };
         let wrong = || {
-            Error::input(format!("{name}={text} is no number"))
-                .hint("torchrun sets it; unset it to go without")
+            Error::input(format!("{name}={text} is not a number"))
+                .hint("torchrun sets it; unset it if nothing should")
         };
         text.parse().map(Some).map_err(|_| wrong())
     };
     let (Some(rank), Some(ranks)) = (number("RANK")?, number("WORLD_SIZE")?) else {
         return Err(Error::input(
-            "neither TF_CONFIG nor RANK and WORLD_SIZE give this process a part",
+            "neither TF_CONFIG nor RANK and WORLD_SIZE assign this process a role",
         )
         .hint("set one of them, or use hpctrain ps coordinator, server and worker"));
     };
@@ -102,7 +103,9 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> 
         return Err(Error::input(format!(
             "RANK={rank}, WORLD_SIZE={ranks} and --servers {servers} leave no worker"
         ))
-        .hint("rank 0 coordinates, so many ranks after it serve, and the rest work"));
+        .hint(
+            "rank 0 is the coordinator, the next N of --servers N are servers, the rest workers",
+        ));
     }
     Ok(match rank {
         0 => PsTask::Coordinate {
@@ -115,17 +118,18 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> 
     })
 }
 
-/// The part that `TF_CONFIG` gives.
+/// Returns the role that `TF_CONFIG` assigns.
 ///
 /// # Errors
-/// It is no JSON of that form, or gives no part.
+/// Returns an error if `text` is not JSON of that form, its task is not in the cluster, or the
+/// cluster does not have one chief and at least one server.
 pub fn of_tf_config(text: &str) -> Result<PsTask> {
     let hint = r#"such as {"cluster": {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}, "task": {"type": "worker", "index": 0}}"#;
     let wrong = |what: String| Error::input(format!("{TF_CONFIG}: {what}")).hint(hint);
     let TfConfig { cluster, task } =
         serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
     let Cluster { chief, ps, worker, evaluator } = cluster;
-    let of_kind = match task.kind.as_str() {
+    let addresses = match task.kind.as_str() {
         "chief" | "coordinator" => &chief,
         "ps" => &ps,
         "worker" => &worker,
@@ -136,13 +140,13 @@ pub fn of_tf_config(text: &str) -> Result<PsTask> {
             )));
         }
     };
-    // Guides leave the evaluator out of the cluster.
-    if task.kind != "evaluator" && task.index >= of_kind.len() {
+    // TensorFlow's guides do not list the evaluator in the cluster.
+    if task.kind != "evaluator" && task.index >= addresses.len() {
         return Err(wrong(format!(
             "task.index is {}, but cluster.{} has {}",
             task.index,
             task.kind,
-            of_kind.len()
+            addresses.len()
         )));
     }
     if ps.is_empty() {
@@ -153,7 +157,7 @@ pub fn of_tf_config(text: &str) -> Result<PsTask> {
     if chief.len() != 1 {
         return Err(wrong(format!("cluster.chief has {} addresses, not one", chief.len())));
     }
-    let address = of_kind.get(task.index).cloned();
+    let address = addresses.get(task.index).cloned();
     Ok(match task.kind.as_str() {
         "ps" => PsTask::Serve { address },
         "worker" => PsTask::Work,
@@ -162,7 +166,7 @@ pub fn of_tf_config(text: &str) -> Result<PsTask> {
     })
 }
 
-/// The directory of a run, which all its processes must know.
+/// Returns the directory of a run, which all its processes must know.
 fn directory(config: &Config) -> Result<PathBuf> {
     let name = config.run.name.as_ref().ok_or_else(|| {
         Error::input(
@@ -173,14 +177,14 @@ fn directory(config: &Config) -> Result<PathBuf> {
     Ok(Path::new(&config.run.root).join(name))
 }
 
-/// Takes part; returns the exit code.
+/// Runs the role of this process and returns the exit code.
 pub fn run(args: &RoleArgs) -> i32 {
-    let part = || {
+    let run_role = || {
         signals::listen()?;
         let task = task(|name| std::env::var(name).ok(), args.servers)?;
         let mut request = args.run.request(None)?;
         let run = directory(&request.config)?;
-        let patience = Duration::from_secs(request.config.parameter_server.timeout);
+        let timeout = Duration::from_secs(request.config.parameter_server.timeout);
         match task {
             PsTask::Coordinate { servers, workers, address } => {
                 request.config.parameter_server.address =
@@ -188,10 +192,10 @@ pub fn run(args: &RoleArgs) -> i32 {
                 Ok(coordinate_as(request, servers, Some(workers)))
             }
             PsTask::Serve { address } => {
-                serve_as(&run, address.or(request.config.parameter_server.address), patience)
+                serve_as(&run, address.or(request.config.parameter_server.address), timeout)
                     .map(|()| 0)
             }
-            PsTask::Work => work_as(&run, patience),
+            PsTask::Work => work_as(&run, timeout),
             PsTask::Evaluate => {
                 let request = evaluate::SidecarOptions {
                     run,
@@ -202,12 +206,12 @@ pub fn run(args: &RoleArgs) -> i32 {
                     threads: std::thread::available_parallelism().map_or(1, usize::from),
                     beside_trainer: false,
                 };
-                watch_on_device(&single(), &request).map(|ending| ending.exit_code())
+                watch_on_device(&single(), &request).map(|outcome| outcome.exit_code())
             }
         }
     };
     exit_on_panic("role");
-    part().unwrap_or_else(|e| fail(&e))
+    run_role().unwrap_or_else(|e| fail(&e))
 }
 
 #[cfg(test)]
@@ -220,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn guides_of_tensorflow_are_followed() {
+    fn tf_config_assigns_the_role() {
         let chief = PsTask::Coordinate { servers: 2, workers: 2, address: Some("a:2222".into()) };
         assert_eq!(of_tf_config(&tf("chief", 0)).unwrap(), chief);
         assert_eq!(
@@ -248,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_of_torchrun_are_followed() {
+    fn rank_and_world_size_assign_the_role() {
         let ask = |vars: &[(&str, &str)], servers| {
             task(
                 |name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()),
@@ -264,7 +268,9 @@ mod tests {
         assert_eq!((of_rank("2"), of_rank("3")), (PsTask::Serve { address: None }, PsTask::Work));
         let refused = |vars: &[(&str, &str)], servers| ask(vars, servers).unwrap_err().to_string();
         assert!(refused(&[], 1).contains("neither TF_CONFIG nor RANK"));
-        assert!(refused(&[("RANK", "x"), ("WORLD_SIZE", "5")], 1).contains("RANK=x is no number"));
+        assert!(
+            refused(&[("RANK", "x"), ("WORLD_SIZE", "5")], 1).contains("RANK=x is not a number")
+        );
         assert!(refused(&[("RANK", "0"), ("WORLD_SIZE", "3")], 2).contains("leave no worker"));
         assert!(refused(&[("RANK", "0"), ("WORLD_SIZE", "3")], 0).contains("leave no worker"));
     }

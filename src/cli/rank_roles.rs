@@ -1,5 +1,5 @@
-//! The roles of the ranks of a job, training and evaluation: one exchange between all ranks, so
-//! that one binary serves both.
+//! The roles of the ranks of a job: training, parameter server, evaluation. They are agreed on by
+//! one collective over all ranks of the job.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,84 +14,84 @@ use crate::topology::Topology;
 pub enum Start {
     /// `hpctrain train --evaluators N --servers N`.
     Train {
-        /// Number of the job's training ranks that evaluate instead.
+        /// The number of ranks started by `train` that evaluate instead.
         evaluators: usize,
-        /// Number of the others that hold the parameters instead.
+        /// The number of the other ranks that are parameter servers instead.
         servers: usize,
     },
     /// `hpctrain eval`.
     Evaluate,
 }
 
-/// The work of a rank.
+/// The role of a rank in the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RankRole {
     /// It trains.
     Trains,
-    /// It is this one of the servers.
+    /// It is the parameter server of this index.
     Serves(usize),
-    /// It evaluates.
+    /// It evaluates checkpoints.
     Evaluates,
 }
 
-/// The role of this rank.
+/// The role of this rank, with the communicators that go with it.
 pub struct Role {
     /// All ranks of the job.
     pub everyone: Comm<Cpu>,
-    /// The ranks of the same role, which take themselves for the world.
+    /// A communicator of the ranks of the same role.
     pub comm: Comm<Cpu>,
-    /// The ranks that train or serve, and take themselves for the world; of an evaluator, all.
+    /// A communicator of all ranks that train or serve; on an evaluator, of all evaluators.
     pub side: Comm<Cpu>,
-    /// Its work.
+    /// The role.
     pub part: RankRole,
-    /// Ranks that train, and servers.
+    /// The numbers of training ranks and of servers.
     pub counts: (usize, usize),
-    /// Whether the job evaluates, too.
+    /// Whether the job has both evaluators and other ranks.
     pub mixed: bool,
-    /// Compute threads a rank when all ranks of a node share its cores.
+    /// The number of compute threads per rank when all ranks of a node share its cores.
     pub threads: usize,
 }
 
 impl Role {
-    /// Finds out: collective over the job.
+    /// Determines the role of this rank. Collective over the job.
     ///
     /// # Errors
-    /// Nobody would be left to train, or a message between ranks failed.
+    /// Returns an error if no rank would be left to train, or a message between ranks fails.
     pub fn find(everyone: &Comm<Cpu>, start: Start) -> Result<Self> {
         let world = everyone.world();
         let message = serde_json::to_vec(&start).map_err(|e| Error::internal(e.to_string()))?;
-        let told = world.gather_bytes(message).wait()?;
-        let starts: Vec<Start> = told
+        let messages = world.gather_bytes(message).wait()?;
+        let starts: Vec<Start> = messages
             .iter()
             .map(|bytes| serde_json::from_slice(bytes))
             .collect::<Result<_, _>>()
             .map_err(|e| Error::comm(format!("another rank sent a malformed role: {e}")))?;
-        let parts = parts(&starts)?;
-        let evaluates = |part: &RankRole| usize::from(*part == RankRole::Evaluates);
-        let serves = |part: &RankRole| matches!(part, RankRole::Serves(_));
-        let evaluators: usize = parts.iter().map(evaluates).sum();
-        let mixed = 0 < evaluators && evaluators < parts.len();
+        let roles = assign(&starts)?;
+        let evaluates = |role: &RankRole| usize::from(*role == RankRole::Evaluates);
+        let serves = |role: &RankRole| matches!(role, RankRole::Serves(_));
+        let evaluators: usize = roles.iter().map(evaluates).sum();
+        let mixed = 0 < evaluators && evaluators < roles.len();
         let side = match mixed {
-            true => everyone.role(&parts.iter().map(evaluates).collect::<Vec<_>>())?,
+            true => everyone.role(&roles.iter().map(evaluates).collect::<Vec<_>>())?,
             false => everyone.clone(),
         };
-        let servers = parts.iter().filter(|part| serves(part)).count();
-        let part = parts[everyone.rank()];
-        // Evaluators are a side of their own.
+        let servers = roles.iter().filter(|role| serves(role)).count();
+        let part = roles[everyone.rank()];
+        // Evaluators are already separated from the other ranks.
         let comm = match servers > 0 && part != RankRole::Evaluates {
             true => {
-                let others = parts.iter().filter(|part| **part != RankRole::Evaluates);
-                side.role(&others.map(|part| usize::from(serves(part))).collect::<Vec<_>>())?
+                let others = roles.iter().filter(|role| **role != RankRole::Evaluates);
+                side.role(&others.map(|role| usize::from(serves(role))).collect::<Vec<_>>())?
             }
             false => side.clone(),
         };
         let threads = Topology::gather(&world, everyone.node().host)?.threads();
-        let counts = (parts.len() - evaluators - servers, servers);
+        let counts = (roles.len() - evaluators - servers, servers);
         Ok(Self { everyone: everyone.clone(), comm, side, part, counts, mixed, threads })
     }
 
-    /// Ends the job after an error that all ranks but the evaluators share: these would wait for
-    /// ever.
+    /// Aborts the job after an error that all ranks but the evaluators share, for which the
+    /// evaluators would otherwise wait forever.
     pub fn release_evaluators(&self, error: &Error) {
         if self.mixed && error.is_shared() && self.side.rank() == 0 {
             fail(error);
@@ -100,34 +100,34 @@ impl Role {
     }
 }
 
-/// The work of each rank: those started to train do, but for the last ones if some are to evaluate,
-/// and those before them if some are to serve.
-fn parts(starts: &[Start]) -> Result<Vec<RankRole>> {
-    let asked = starts.iter().filter_map(|start| match start {
+/// Returns the role of each rank. Of the ranks that `train` started, the last `evaluators`
+/// evaluate, the `servers` before them are parameter servers, and the rest train.
+fn assign(starts: &[Start]) -> Result<Vec<RankRole>> {
+    let requests = starts.iter().filter_map(|start| match start {
         Start::Train { evaluators, servers } => Some((*evaluators, *servers)),
         Start::Evaluate => None,
     });
-    let count = asked.clone().count();
-    let evaluators = asked.clone().map(|(evaluators, _)| evaluators).max().unwrap_or(0);
-    let servers = asked.map(|(_, servers)| servers).max().unwrap_or(0);
+    let count = requests.clone().count();
+    let evaluators = requests.clone().map(|(evaluators, _)| evaluators).max().unwrap_or(0);
+    let servers = requests.map(|(_, servers)| servers).max().unwrap_or(0);
     if count > 0 && evaluators + servers >= count {
         let ranks = if count == 1 { "the only rank".into() } else { format!("{count} ranks") };
         let counts = [("--evaluators", evaluators), ("--servers", servers)];
-        let told: Vec<String> = counts
+        let options: Vec<String> = counts
             .iter()
             .filter(|(_, count)| *count > 0)
             .map(|(name, count)| format!("{name} {count}"))
             .collect();
         return Err(Error::input(format!(
             "{} of {ranks} leaves none to train",
-            told.join(" and ")
+            options.join(" and ")
         ))
         .hint(format!("start {} ranks or more", evaluators + servers + 1))
         .shared());
     }
     let workers = count - evaluators - servers;
     let mut number = 0;
-    let mut part = |start: &Start| {
+    let mut role = |start: &Start| {
         if *start == Start::Evaluate {
             return RankRole::Evaluates;
         }
@@ -138,7 +138,7 @@ fn parts(starts: &[Start]) -> Result<Vec<RankRole>> {
             _ => RankRole::Evaluates,
         }
     };
-    Ok(starts.iter().map(&mut part).collect())
+    Ok(starts.iter().map(&mut role).collect())
 }
 
 #[cfg(test)]
@@ -151,20 +151,20 @@ mod tests {
         let start = |evaluators, servers| Start::Train { evaluators, servers };
         let plain = start(0, 0);
         let one = start(1, 0);
-        assert_eq!(parts(&[plain; 2]).unwrap(), [Trains, Trains]);
-        assert_eq!(parts(&[one; 3]).unwrap(), [Trains, Trains, Evaluates]);
-        assert_eq!(parts(&[Start::Evaluate, plain, plain]).unwrap(), [Evaluates, Trains, Trains]);
-        assert_eq!(parts(&[Start::Evaluate; 2]).unwrap(), [Evaluates, Evaluates]);
-        assert_eq!(parts(&[one, Start::Evaluate, one]).unwrap(), [Trains, Evaluates, Evaluates]);
+        assert_eq!(assign(&[plain; 2]).unwrap(), [Trains, Trains]);
+        assert_eq!(assign(&[one; 3]).unwrap(), [Trains, Trains, Evaluates]);
+        assert_eq!(assign(&[Start::Evaluate, plain, plain]).unwrap(), [Evaluates, Trains, Trains]);
+        assert_eq!(assign(&[Start::Evaluate; 2]).unwrap(), [Evaluates, Evaluates]);
+        assert_eq!(assign(&[one, Start::Evaluate, one]).unwrap(), [Trains, Evaluates, Evaluates]);
         assert_eq!(
-            parts(&[start(1, 2); 5]).unwrap(),
+            assign(&[start(1, 2); 5]).unwrap(),
             [Trains, Trains, Serves(0), Serves(1), Evaluates]
         );
         assert!(
-            parts(&[one]).unwrap_err().to_string().contains("the only rank leaves none to train")
+            assign(&[one]).unwrap_err().to_string().contains("the only rank leaves none to train")
         );
-        assert!(parts(&[start(2, 0); 2]).unwrap_err().to_string().contains("3 ranks or more"));
-        let error = parts(&[start(1, 2); 3]).unwrap_err().to_string();
+        assert!(assign(&[start(2, 0); 2]).unwrap_err().to_string().contains("3 ranks or more"));
+        let error = assign(&[start(1, 2); 3]).unwrap_err().to_string();
         assert!(
             error.contains("--evaluators 1 and --servers 2 of 3 ranks leaves none to train"),
             "{error}"

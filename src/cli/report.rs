@@ -1,4 +1,5 @@
-//! `hpctrain report`: a page about runs, a drawing of their losses, a table of their steps.
+//! `hpctrain report`: writes an HTML report of runs, an SVG chart of their losses, or a CSV table
+//! of their steps.
 
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
@@ -11,36 +12,35 @@ use crate::report::{csv, page, svg};
 use crate::run_records::RunRecords;
 use crate::telemetry::{bytes, say};
 
-/// Make a page about runs: curves, where time went, ranks, checkpoints, evaluations, settings
+/// Write an HTML report of runs: curves, time breakdown, ranks, checkpoints, evaluations, settings
 ///
-/// It is one file that needs no network: it opens from disk, in light and dark, and can be printed.
-/// Several runs are shown side by side.
+/// The report is one self-contained file that opens offline. Several runs are shown side by side.
 #[derive(Args)]
 pub struct ReportArgs {
-    /// Directories of runs, such as runs/gpt-char; a run may still be under way
+    /// Directories of runs, such as runs/gpt-char; runs may still be in progress
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// The page; report.html unless another output is asked for
+    /// Write the HTML report to this file [default: report.html, unless --svg or --csv is given]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Draw the losses
+    /// Write a chart of the losses to this file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Write all steps as comma-separated values
+    /// Write all steps as comma-separated values to this file
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
 }
 
+/// Writes the outputs that the arguments ask for.
 pub fn run(args: &ReportArgs) -> Result<()> {
     let mut seen: Vec<PathBuf> = Vec::new();
     for path in &args.runs {
-        let whole = std::fs::canonicalize(path).unwrap_or_else(|_| path.clone());
-        if seen.contains(&whole) {
-            return Err(
-                Error::input(format!("{} is given twice", path.display())).hint("leave one out")
-            );
+        let canonical = std::fs::canonicalize(path).unwrap_or_else(|_| path.clone());
+        if seen.contains(&canonical) {
+            return Err(Error::input(format!("{} is given twice", path.display()))
+                .hint("give each run once"));
         }
-        seen.push(whole);
+        seen.push(canonical);
     }
     let runs = args.runs.iter().map(|path| RunRecords::open(path)).collect::<Result<Vec<_>>>()?;
     for run in &runs {
@@ -68,27 +68,28 @@ pub fn run(args: &ReportArgs) -> Result<()> {
     Ok(())
 }
 
-/// Writes a file whole, or leaves the one that was there. A pipe or a device is written as it is.
+/// Writes a file atomically: on an error, an existing file stays as it was. A pipe or a device is
+/// written directly.
 fn write(path: &Path, content: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
     let refused =
         |e| Error::io("write", path, e).hint("give a file in a directory that can be written");
     let is_special = std::fs::metadata(path).is_ok_and(|there| !there.is_file());
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let place = if is_special {
+    let target = if is_special {
         path.into()
     } else {
         path.with_file_name(format!(".{name}.{}.tmp", std::process::id()))
     };
-    let whole = || {
-        let mut file = BufWriter::new(File::create(&place).map_err(refused)?);
+    let write_and_rename = || {
+        let mut file = BufWriter::new(File::create(&target).map_err(refused)?);
         content(&mut file)?;
         file.flush().map_err(refused)?;
-        if is_special { Ok(()) } else { std::fs::rename(&place, path).map_err(refused) }
+        if is_special { Ok(()) } else { std::fs::rename(&target, path).map_err(refused) }
     };
-    whole().inspect_err(|_| {
+    write_and_rename().inspect_err(|_| {
         if !is_special {
-            // Where it was never made there is nothing to remove.
-            let _ = std::fs::remove_file(&place);
+            // This fails if the file was never created.
+            let _ = std::fs::remove_file(&target);
         }
     })
 }

@@ -1,4 +1,4 @@
-//! `hpctrain runs`: the runs of a directory side by side.
+//! `hpctrain runs`: lists the runs of a directory.
 
 use std::path::PathBuf;
 
@@ -12,14 +12,14 @@ use crate::telemetry::say;
 /// Arguments of `hpctrain runs`.
 #[derive(Args)]
 #[command(
-    after_help = "A run is running, finished, preempted, failed, or stale: killed, so that nothing tells its end.\n\
+    after_help = "A run is running, finished, preempted, failed, or stale: killed without recording its end.\n\
                         Example: hpctrain runs --sort best"
 )]
 pub struct RunsArgs {
-    /// The directory that holds the runs.
+    /// The directory that contains the runs.
     #[arg(default_value = "runs")]
     root: PathBuf,
-    /// The column by which they are sorted; runs without a value come last.
+    /// Sort by this column; runs without a value come last.
     #[arg(long, value_enum, value_name = "COLUMN", default_value_t = SortBy::Name)]
     sort: SortBy,
     /// Print one JSON object instead of the table.
@@ -27,7 +27,7 @@ pub struct RunsArgs {
     json: bool,
 }
 
-/// Prints the runs.
+/// Prints the table of runs.
 pub fn run(args: &RunsArgs) -> Result<()> {
     let found = Listing::of(&args.root, args.sort)?;
     if args.json {

@@ -1,4 +1,4 @@
-//! `hpctrain sample`: text from a checkpoint, on any number of ranks.
+//! `hpctrain sample`: generates text with a checkpoint, on any number of ranks.
 
 use std::path::PathBuf;
 
@@ -23,71 +23,72 @@ pub struct SampleArgs {
     /// A checkpoint, such as runs/x/checkpoints/latest.
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Text to continue; repeatable. Without any, a line break.
+    /// Prompt to continue; may be repeated [default: a line break]
     #[arg(long, value_name = "TEXT")]
     prompt: Vec<String>,
-    /// A file with a text to continue on each line, after those of --prompt; empty lines are passed
-    /// over.
+    /// File with a prompt on each line, which follow those of --prompt; empty lines are skipped.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Tokens to draw for each text.
+    /// Number of tokens to sample for each prompt.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
-    /// A text that ends a continuation, which does not have it; repeatable.
+    /// Stop generating at this text, which is not printed; may be repeated.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Continue after the token that ends a text, instead of ending there.
+    /// Do not stop at the end-of-text token.
     #[arg(long)]
     ignore_eos: bool,
-    /// Divides the logits; 0 takes the likeliest token.
+    /// Sampling temperature; 0 takes the most likely token.
     #[arg(long, default_value_t = 0.8)]
     temperature: f64,
-    /// Draw among the K likeliest tokens only.
+    /// Sample from the K most likely tokens only.
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
     top_k: Option<u32>,
-    /// Names the random stream; each text has its own.
+    /// Random seed; each prompt has a separate random stream.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Print a line for each text, an object for programs: prompt, text, ids, and the reason of the
-    /// end.
+    /// Print one JSON object per line and prompt: prompt, text, ids, and end, the reason for
+    /// stopping.
     #[arg(long)]
     json: bool,
-    /// A key of the configuration, such as run.device=cpu or parallel.tensor=2; repeatable.
+    /// Override one key of the configuration, such as run.device=cpu or parallel.tensor=2; may be
+    /// repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
 }
 
-/// A text to continue.
+/// A prompt and its token ids.
 struct Prompt {
     text: String,
     ids: Vec<u32>,
 }
 
-/// A continuation, for programs.
+/// The object of a prompt for `--json`.
 #[derive(Serialize)]
-struct Continued<'a> {
+struct Completion<'a> {
     prompt: &'a str,
     /// The continuation, without the prompt.
     text: &'a str,
-    /// All ids that were drawn, those of a text that ended it included.
+    /// All sampled ids, including those of a stop text.
     ids: &'a [u32],
-    /// `stop` (a text of --stop), `eos` (the token that ends a text) or `length`.
+    /// The reason for stopping: `stop` (a text of --stop), `eos` (the end-of-text token) or
+    /// `length`.
     end: &'static str,
 }
 
 impl SampleArgs {
-    /// The texts to continue.
+    /// Returns the prompts.
     fn prompts(&self) -> Result<Vec<String>> {
         let mut prompts = self.prompt.clone();
         if let Some(path) = &self.prompts {
             let text = safe_open::read_to_string(path).map_err(|e| {
                 Error::io("read", path, e)
-                    .hint("--prompts is a text file in UTF-8 with a text to continue on each line")
+                    .hint("--prompts expects a UTF-8 text file with a prompt on each line")
             })?;
             prompts.extend(text.lines().filter(|line| !line.is_empty()).map(str::to_owned));
             if prompts.is_empty() {
-                return Err(Error::input(format!("{} has no text to continue", path.display()))
-                    .hint("write one on each line, or leave --prompts out"));
+                return Err(Error::input(format!("{} has no prompt", path.display()))
+                    .hint("write one on each line, or omit --prompts"));
             }
         }
         if prompts.is_empty() {
@@ -96,49 +97,50 @@ impl SampleArgs {
         Ok(prompts)
     }
 
-    /// The checkpoint's tokenizer, and the prompts with their ids.
+    /// Returns the checkpoint's tokenizer, and the prompts with their ids.
     fn encoded<'a>(&self, manifest: &'a Manifest) -> Result<(&'a Tokenizer, Vec<Prompt>)> {
         let place = self.checkpoint.display();
         if manifest.config.model.kind == ModelKind::Layers {
-            return Err(Error::input(format!("{place}: a network by layers is no language model")).hint(
-                "hpctrain predict writes what it gives for rows of data; hpctrain eval --checkpoint measures it",
+            return Err(Error::input(format!("{place}: a layer-list model is not a language model")).hint(
+                "hpctrain predict writes its outputs for rows of data; hpctrain eval --checkpoint evaluates it",
             ));
         }
         let tokenizer = manifest.tokenizer.as_ref().ok_or_else(|| {
             Error::input(format!("{place}: the data of this model had no tokenizer"))
-                .hint("train on data made by hpctrain data import, or name the tokenizer in hpctrain checkpoint import --tokenizer")
+                .hint("train on data made by hpctrain data import, or give the tokenizer to hpctrain checkpoint import --tokenizer")
         })?;
         if self.stop.iter().any(String::is_empty) {
-            return Err(Error::input("--stop is empty")
-                .hint("give at least one character, or leave it out"));
+            return Err(
+                Error::input("--stop is empty").hint("give at least one character, or omit it")
+            );
         }
         let vocabulary = config::network(&mut manifest.config.model.clone(), None)?.outputs();
         let encode = |text: String| {
             let ids = tokenizer.prompt(&text).map_err(|e| e.at(&place))?;
             if ids.is_empty() {
                 return Err(Error::input("--prompt is empty")
-                    .hint("give at least one character, or leave it out"));
+                    .hint("give at least one character, or omit it"));
             }
             match ids.iter().find(|id| **id as usize >= vocabulary) {
                 None => Ok(Prompt { text, ids }),
                 Some(id) => Err(Error::input(format!(
-                    "{place}: the tokenizer {} gives id {id} for {text:?}, but the model knows {vocabulary} ids",
+                    "{place}: the tokenizer {} gives id {id} for {text:?}, but the vocabulary of the model has {vocabulary}",
                     tokenizer.name()
                 ))
-                .hint("import the model again with the tokenizer that it was trained with: hpctrain checkpoint import --tokenizer")),
+                .hint("import the model again with the tokenizer it was trained with: hpctrain checkpoint import --tokenizer")),
             }
         };
         Ok((tokenizer, self.prompts()?.into_iter().map(encode).collect::<Result<_>>()?))
     }
 
-    /// Where in a continuation the first of the stops begins; none if there is none.
-    fn stopped(&self, text: &str) -> Option<usize> {
+    /// Returns the position of the first stop text in a continuation.
+    fn find_stop(&self, text: &str) -> Option<usize> {
         self.stop.iter().filter_map(|stop| text.find(stop)).min()
     }
 }
 
-/// Tokens before the last ones of which a stop can consist: those whose text hangs on their
-/// neighbours.
+/// The number of extra tokens decoded in the search for stop texts, because the text of a token may
+/// depend on its neighbours.
 const MARGIN: usize = 8;
 
 impl Work for SampleArgs {
@@ -158,7 +160,7 @@ impl Work for SampleArgs {
         let mut model = found.network()?;
         let (tokenizer, prompts) = self.encoded(found.reader.manifest())?;
         let context = found.plan.network.context();
-        // Every token of a stop has a byte of it at least.
+        // Every token of a stop text covers at least one byte of it.
         let longest = self.stop.iter().map(String::len).max().unwrap_or(0) + MARGIN;
         for (index, Prompt { text: prompt, ids }) in prompts.iter().enumerate() {
             let seed = if index == 0 {
@@ -178,7 +180,7 @@ impl Work for SampleArgs {
                     return true;
                 }
                 let last = &drawn[drawn.len().saturating_sub(longest)..];
-                !self.stop.is_empty() && self.stopped(&tokenizer.decode(last)).is_some()
+                !self.stop.is_empty() && self.find_stop(&tokenizer.decode(last)).is_some()
             };
             let drawn = generate(&mut model, ids, context, sampling, is_end)?;
             if found.world.rank() != 0 {
@@ -186,7 +188,7 @@ impl Work for SampleArgs {
             }
             let has_eos = eos.is_some() && drawn.last().copied() == eos;
             let text = tokenizer.decode_after(ids, &drawn[..drawn.len() - usize::from(has_eos)]);
-            let stopped = self.stopped(&text);
+            let stopped = self.find_stop(&text);
             let text = &text[..stopped.unwrap_or(text.len())];
             if self.json {
                 let end = match stopped {
@@ -194,7 +196,7 @@ impl Work for SampleArgs {
                     None if has_eos => "eos",
                     None => "length",
                 };
-                let line = serde_json::to_string(&Continued { prompt, text, ids: &drawn, end });
+                let line = serde_json::to_string(&Completion { prompt, text, ids: &drawn, end });
                 say(line.map_err(|e| Error::internal(e.to_string()))?);
             } else {
                 let between = if index == 0 { "" } else { "\n" };
@@ -205,7 +207,7 @@ impl Work for SampleArgs {
     }
 }
 
-/// Prints prompts and continuations; returns the exit code.
+/// Runs one rank and returns its exit code.
 pub fn run(args: &SampleArgs, launch: Option<&Launch>) -> i32 {
     with_checkpoint::run(args, &args.checkpoint, &args.overrides, launch)
 }

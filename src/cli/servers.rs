@@ -1,4 +1,4 @@
-//! Runs on parameter servers: as ranks of one job, as processes that come and go, or as threads.
+//! Runs with parameter servers: as ranks of one job, as elastic processes, or as threads.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -25,14 +25,15 @@ use crate::train::TrainRequest;
 /// Arguments of `hpctrain ps server`.
 #[derive(Args)]
 pub struct ServerArgs {
-    /// Directory of the run, which `hpctrain ps coordinator` makes.
+    /// Directory of the run, which `hpctrain ps coordinator` creates.
     #[arg(long, value_name = "DIR")]
     run: PathBuf,
-    /// Host, port, or both at which others reach it, such as `node7:2222`; it listens there if it
-    /// is an IP address. Omitted, as parameter_server.address and comm.interface of the run.
+    /// Host, port, or both at which the others reach this server, such as `node7:2222`; if the host
+    /// is an IP address, the server listens only there [default: parameter_server.address and
+    /// comm.interface of the run]
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
-    /// Time within which the coordinator must be there, and come back.
+    /// Time to wait for the coordinator to start, and to come back after a lost connection.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     timeout: u64,
 }
@@ -40,10 +41,10 @@ pub struct ServerArgs {
 /// Arguments of `hpctrain ps worker`.
 #[derive(Args)]
 pub struct WorkerArgs {
-    /// Directory of the run, which `hpctrain ps coordinator` makes.
+    /// Directory of the run, which `hpctrain ps coordinator` creates.
     #[arg(long, value_name = "DIR")]
     run: PathBuf,
-    /// Time within which the coordinator must be there, and come back.
+    /// Time to wait for the coordinator to start, and to come back after a lost connection.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     timeout: u64,
 }
@@ -54,40 +55,41 @@ pub struct StatusArgs {
     /// Directory of the run.
     #[arg(long, value_name = "DIR")]
     run: PathBuf,
-    /// Print one JSON object instead of the table
+    /// Print one JSON object instead of the table.
     #[arg(long)]
     json: bool,
 }
 
-/// Refuses settings of servers in a run without any.
+/// Refuses keys of parameter servers in a run that has none.
 ///
 /// # Errors
-/// There is one.
+/// Returns an error if such a key is not at its default.
 pub fn check_without(config: &Config) -> Result<()> {
     let comm = config::Comm { interface: None, encrypt: true, ..config.comm };
     let batch = Batch { worker: None, ..config.batch };
     let without =
         Config { parameter_server: ParameterServer::default(), batch, comm, ..config.clone() };
-    let [given, without] = [config, &without].map(serde_json::to_value);
-    let (Ok(given), Ok(without)) = (given, without) else { return Ok(()) };
+    let [given, defaults] = [config, &without].map(serde_json::to_value);
+    let (Ok(given), Ok(defaults)) = (given, defaults) else { return Ok(()) };
     for section in ["parameter_server", "batch", "comm"] {
         let keys = given[section].as_object().into_iter().flatten();
         if let Some((key, value)) =
-            keys.into_iter().find(|(key, value)| without[section][key.as_str()] != **value)
+            keys.into_iter().find(|(key, value)| defaults[section][key.as_str()] != **value)
         {
             return Err(Error::input(format!(
                 "{section}.{key} = {value}, but the run has no servers"
             ))
-            .hint("start it with --servers N, or leave this out"));
+            .hint("start it with --servers N, or omit the key"));
         }
     }
     Ok(())
 }
 
-/// One rank of a job with servers; returns the exit code. The first server coordinates.
+/// Runs one rank of a job with parameter servers and returns its exit code. The first server is the
+/// coordinator, too.
 ///
 /// # Errors
-/// The run cannot begin, which all ranks share; or this rank failed.
+/// Returns an error if the run cannot start, on all ranks, or if this rank fails.
 pub fn take_part(role: &Role, mut request: TrainRequest) -> Result<i32> {
     let (workers, servers) = role.counts;
     let timeout = Duration::from_secs(request.config.parameter_server.timeout);
@@ -96,26 +98,28 @@ pub fn take_part(role: &Role, mut request: TrainRequest) -> Result<i32> {
     }
     let config = request.config.clone();
     let coordinates = role.part == RankRole::Serves(0);
-    let call = CoordinatorOptions {
+    let options = CoordinatorOptions {
         run: request,
         servers,
         workers: Some(workers),
         log: "coordinator".into(),
     };
-    let opened = coordinates.then(|| CoordinatorRun::open(call)).transpose();
+    let opened = coordinates.then(|| CoordinatorRun::open(options)).transpose();
     let opened = role.side.world().all_ok(opened).inspect_err(|e| role.release_evaluators(e))?;
-    let told = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
-    let told = role.everyone.world().gather_bytes(told.unwrap_or_default().into_bytes()).wait()?;
-    let run = told
+    let own = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
+    let gathered =
+        role.everyone.world().gather_bytes(own.unwrap_or_default().into_bytes()).wait()?;
+    let run = gathered
         .iter()
         .find(|path| !path.is_empty())
-        .ok_or_else(|| Error::internal("nobody told the directory"))?;
+        .ok_or_else(|| Error::internal("no rank sent the directory of the run"))?;
     let site = PsRendezvous::of(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
     let RankRole::Serves(_) = role.part else {
-        let hand = WorkerOptions { site, patience: timeout, threads: role.threads, leaves: false };
-        return work_on_device(&role.comm, &config, &hand);
+        let options =
+            WorkerOptions { site, patience: timeout, threads: role.threads, leaves: false };
+        return work_on_device(&role.comm, &config, &options);
     };
-    let post = ServerOptions {
+    let server = ServerOptions {
         site,
         address: config.parameter_server.address.as_deref().and_then(host_of),
         patience: timeout,
@@ -124,17 +128,17 @@ pub fn take_part(role: &Role, mut request: TrainRequest) -> Result<i32> {
     std::thread::scope(|scope| {
         let coordinator =
             opened.map(|opened| spawn_scoped(scope, "coordinator", || opened.run())).transpose()?;
-        let served = serve(&post);
+        let served = serve(&server);
         let Some(coordinator) = coordinator else { return served.map(|()| 0) };
         let ended = coordinator.join().map_err(|_| Error::internal("the coordinator panicked"))?;
         Ok(code_of(ended))
     })
 }
 
-/// The exit code of a run, whose error is printed: all others end by themselves.
+/// Returns the exit code of a run, and prints its error. Servers and workers end by themselves.
 fn code_of(ended: Result<RunOutcome>) -> i32 {
     match ended {
-        Ok(ending) => ending.exit_code(),
+        Ok(outcome) => outcome.exit_code(),
         Err(e) => {
             fail(&e);
             e.exit_code()
@@ -142,21 +146,21 @@ fn code_of(ended: Result<RunOutcome>) -> i32 {
     }
 }
 
-/// Works where `run.device` says; collective over the workers of a job.
-fn work_on_device(comm: &Comm<Cpu>, config: &Config, hand: &WorkerOptions) -> Result<i32> {
+/// Runs a worker on the device that `run.device` selects. Collective over the workers of a job.
+fn work_on_device(comm: &Comm<Cpu>, config: &Config, options: &WorkerOptions) -> Result<i32> {
     match place(comm, config)? {
         None => {
             comm.world().all_ok(cpu_can(config))?;
-            work(hand, &cpu_name(config), cpu)
+            work(options, &cpu_name(config), cpu)
         }
-        Some(gpu) => work(hand, &gpu.name()?, |plan| gpu.backend(plan)),
+        Some(gpu) => work(options, &gpu.name()?, |plan| gpu.backend(plan)),
     }
 }
 
-/// Ranks as threads of this process; returns the exit code.
+/// Runs all ranks as threads of this process and returns the exit code.
 ///
 /// # Errors
-/// The run cannot begin, or a thread failed.
+/// Returns an error if no rank is left to train, the run cannot start, or a thread fails.
 pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i32> {
     if servers >= ranks {
         return Err(Error::input(format!(
@@ -177,29 +181,29 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
         log: "coordinator".into(),
     })?;
     let site = PsRendezvous::of(opened.directory());
-    let post = ServerOptions {
+    let server = ServerOptions {
         site: site.clone(),
         address: config.parameter_server.address.as_deref().and_then(host_of),
         patience: timeout,
         threads,
     };
-    let hand = WorkerOptions { site, patience: timeout, threads, leaves: false };
+    let worker = WorkerOptions { site, patience: timeout, threads, leaves: false };
     let device = cpu_name(&config);
     std::thread::scope(|scope| {
         let coordinator = scope.spawn(|| opened.run());
-        let serving: Vec<_> = (0..servers).map(|_| scope.spawn(|| serve(&post))).collect();
+        let serving: Vec<_> = (0..servers).map(|_| scope.spawn(|| serve(&server))).collect();
         let working: Vec<_> =
-            (0..workers).map(|_| scope.spawn(|| work(&hand, &device, cpu))).collect();
+            (0..workers).map(|_| scope.spawn(|| work(&worker, &device, cpu))).collect();
         let panicked = || Error::internal("a thread panicked");
         let ended = coordinator.join().map_err(|_| panicked())?;
-        // The coordinator tells of their errors.
+        // The coordinator reports the errors of servers and workers.
         working.into_iter().for_each(|thread| drop(thread.join()));
         serving.into_iter().for_each(|thread| drop(thread.join()));
-        ended.map(|ending| ending.exit_code())
+        ended.map(|outcome| outcome.exit_code())
     })
 }
 
-/// Coordinates a run of processes that come and go; returns the exit code.
+/// Coordinates a run whose servers and workers are separate processes; returns the exit code.
 pub fn coordinate_as(run: TrainRequest, servers: usize, workers: Option<usize>) -> i32 {
     match CoordinatorRun::open(CoordinatorOptions {
         run,
@@ -216,22 +220,28 @@ pub fn coordinate_as(run: TrainRequest, servers: usize, workers: Option<usize>) 
     }
 }
 
-/// `hpctrain ps server`; returns the exit code.
+/// Runs `hpctrain ps server` and returns the exit code.
 pub fn serve_alone(args: &ServerArgs) -> i32 {
     exit_on_panic("server");
     let served = serve_as(&args.run, args.address.clone(), Duration::from_secs(args.timeout));
     served.map_or_else(|e| fail(&e), |()| 0)
 }
 
-/// Serves the run in a directory until it is over.
+/// Runs a parameter server of the run in a directory until the run ends.
 ///
 /// # Errors
-/// The address cannot be listened on, or the coordinator is gone.
-pub fn serve_as(run: &Path, address: Option<String>, patience: Duration) -> Result<()> {
-    serve(&ServerOptions { site: PsRendezvous::of(run), address, patience, threads: cores() })
+/// Returns an error if the server cannot listen on the address, or the coordinator is gone for
+/// longer than `timeout`.
+pub fn serve_as(run: &Path, address: Option<String>, timeout: Duration) -> Result<()> {
+    serve(&ServerOptions {
+        site: PsRendezvous::of(run),
+        address,
+        patience: timeout,
+        threads: cores(),
+    })
 }
 
-/// `hpctrain ps worker`; returns the exit code.
+/// Runs `hpctrain ps worker` and returns the exit code.
 pub fn work_alone(args: &WorkerArgs) -> i32 {
     exit_on_panic("worker");
     let worked =
@@ -239,34 +249,39 @@ pub fn work_alone(args: &WorkerArgs) -> i32 {
     worked.unwrap_or_else(|e| fail(&e))
 }
 
-/// Works for the run in a directory until it is over, or this process is asked to leave; returns
-/// the exit code.
+/// Runs a worker of the run in a directory until the run ends or a signal asks this process to
+/// leave; returns the exit code.
 ///
 /// # Errors
-/// The coordinator is gone, the data cannot be read, or the device failed.
-pub fn work_as(run: &Path, patience: Duration) -> Result<i32> {
-    let hand =
-        WorkerOptions { site: PsRendezvous::of(run), patience, threads: cores(), leaves: true };
-    match config_of_run(&hand)? {
+/// Returns an error if the coordinator is gone for longer than `timeout`, the data cannot be read,
+/// or the device fails.
+pub fn work_as(run: &Path, timeout: Duration) -> Result<i32> {
+    let options = WorkerOptions {
+        site: PsRendezvous::of(run),
+        patience: timeout,
+        threads: cores(),
+        leaves: true,
+    };
+    match config_of_run(&options)? {
         Err(code) => Ok(code),
-        Ok(config) => work_on_device(&single(), &config, &hand),
+        Ok(config) => work_on_device(&single(), &config, &options),
     }
 }
 
-/// Cores that this process may use.
+/// Returns the number of cores that this process may use.
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// `hpctrain ps status`.
+/// Prints the status of a run for `hpctrain ps status`.
 ///
 /// # Errors
-/// The run has no coordinator.
+/// Returns an error if the run has no coordinator that answers.
 pub fn status(args: &StatusArgs) -> Result<()> {
-    let told = crate::servers::status(&PsRendezvous::of(&args.run))?;
+    let status = crate::servers::status(&PsRendezvous::of(&args.run))?;
     if args.json {
-        return super::json(&told);
+        return super::json(&status);
     }
-    say(crate::servers::told(&told));
+    say(crate::servers::told(&status));
     Ok(())
 }

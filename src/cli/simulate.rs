@@ -1,4 +1,4 @@
-//! `hpctrain simulate`: ranks as threads of this process.
+//! `hpctrain simulate`: trains with ranks as threads of this process.
 
 use clap::Args;
 
@@ -13,17 +13,17 @@ use crate::train::{Customization, TrainRequest, train};
 /// Arguments of `hpctrain simulate`.
 #[derive(Args)]
 pub struct SimulateArgs {
-    /// Ranks.
+    /// Number of ranks.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
-    /// So many of the ranks hold the parameters instead of training: parameter servers.
+    /// Number of ranks that are parameter servers instead of training.
     #[arg(long, value_name = "N", default_value_t = 0)]
     servers: usize,
     #[command(flatten)]
     run: RunArgs,
 }
 
-/// Runs all ranks; returns the exit code.
+/// Runs all ranks and returns the exit code.
 pub fn run(args: &SimulateArgs) -> i32 {
     let ranks = usize::from(args.ranks);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -40,6 +40,6 @@ pub fn run(args: &SimulateArgs) -> i32 {
 }
 
 fn simulate(ranks: usize, request: &TrainRequest) -> Result<i32> {
-    let endings = on_threads(ranks, |comm| train(comm, request, Customization::default(), None))?;
-    Ok(endings.first().map_or(0, RunOutcome::exit_code))
+    let outcomes = on_threads(ranks, |comm| train(comm, request, Customization::default(), None))?;
+    Ok(outcomes.first().map_or(0, RunOutcome::exit_code))
 }

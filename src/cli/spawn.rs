@@ -1,5 +1,4 @@
-//! `--spawn N`: this program starts its ranks itself, as processes of this machine that talk over
-//! TCP.
+//! `--spawn N`: starts N ranks as processes on this machine that communicate over TCP.
 
 use std::ffi::OsString;
 use std::fs::{File, Permissions};
@@ -18,10 +17,10 @@ use crate::job::fail;
 use crate::run_dir::REQUEUE;
 use crate::{signals, user_dirs};
 
-/// Interval at which ranks and signals are looked at.
+/// The interval at which ranks and signals are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Time that the other ranks have to end, once one has failed.
+/// The time in which the other ranks must end after one has failed.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Starts `ranks` processes with the arguments of this one, waits for all, and returns the exit
@@ -33,26 +32,26 @@ pub fn run(ranks: usize) -> i32 {
     }
 }
 
-/// Prefix of the names of meeting places.
-const PLACE: &str = "hpctrain-spawn-";
+/// The prefix of the names of rendezvous directories.
+const PREFIX: &str = "hpctrain-spawn-";
 
-/// File in a meeting place that its launcher has locked as long as it lives.
+/// The file in a rendezvous directory that its launcher keeps locked while it lives.
 const LOCK: &str = "launcher";
 
-/// The directory in which the ranks of a job meet; it holds their secret.
-struct Place {
+/// The directory in which the ranks of a job find each other; it holds their secret.
+struct RendezvousDir {
     folder: TempDir,
     _lock: File,
 }
 
-impl Place {
-    /// Creates one in `root`, where nobody else can look into it. Removes those of this user's
-    /// launchers that were killed.
+impl RendezvousDir {
+    /// Creates a directory in `root` that only this user can access, and removes those of this
+    /// user's launchers that were killed.
     fn new(root: &Path) -> Result<Self> {
         remove_abandoned(root);
         let mut builder = tempfile::Builder::new();
         let folder =
-            builder.prefix(PLACE).permissions(Permissions::from_mode(0o700)).tempdir_in(root);
+            builder.prefix(PREFIX).permissions(Permissions::from_mode(0o700)).tempdir_in(root);
         let folder = folder.map_err(|e| Error::io("create a directory in", root, e))?;
         user_dirs::directory(folder.path())?;
         let path = folder.path().join(LOCK);
@@ -63,28 +62,28 @@ impl Place {
     }
 }
 
-/// Removes the meeting places of launchers that no longer live. One that cannot be removed stays:
-/// this job does not need it.
+/// Removes the rendezvous directories of launchers that were killed. A directory that cannot be
+/// removed is left: this job does not need it.
 fn remove_abandoned(root: &Path) {
     for entry in root.read_dir().into_iter().flatten().flatten() {
         let path = entry.path();
-        let is_place = entry.file_name().to_string_lossy().starts_with(PLACE);
-        if !is_place || !user_dirs::is_my_directory(&path) {
+        let has_prefix = entry.file_name().to_string_lossy().starts_with(PREFIX);
+        if !has_prefix || !user_dirs::is_my_directory(&path) {
             continue;
         }
-        // A launcher creates the lock before the secret: without one there is nothing to hide.
+        // A launcher creates the lock before the secret: without a lock, there is no secret to
+        // remove.
         let lock = path.join(LOCK);
         if user_dirs::is_mine(&lock)
             && user_dirs::lock_file(&lock).is_ok_and(|lock| lock.try_lock().is_ok())
         {
             match std::fs::remove_dir_all(&path) {
                 Ok(()) => {
-                    log::info!("removed {}, which a killed launcher has left", path.display())
+                    log::info!("removed {}, left by a killed launcher", path.display())
                 }
-                Err(e) => log::warn!(
-                    "cannot remove {}, which a killed launcher has left: {e}",
-                    path.display()
-                ),
+                Err(e) => {
+                    log::warn!("cannot remove {}, left by a killed launcher: {e}", path.display())
+                }
             }
         }
     }
@@ -92,13 +91,13 @@ fn remove_abandoned(root: &Path) {
 
 fn spawn(ranks: usize) -> Result<i32> {
     signals::listen()?;
-    let place = Place::new(&std::env::temp_dir())?;
+    let rendezvous = RendezvousDir::new(&std::env::temp_dir())?;
     let program = std::env::current_exe()
-        .map_err(|e| Error::internal(format!("this program is not found: {e}")))?;
+        .map_err(|e| Error::internal(format!("cannot find this program: {e}")))?;
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let mut job = Job { ranks: Vec::with_capacity(ranks) };
     for rank in 0..ranks {
-        let meeting = TcpRendezvous { dir: place.folder.path().into(), rank, ranks };
+        let meeting = TcpRendezvous { dir: rendezvous.folder.path().into(), rank, ranks };
         let child =
             Command::new(&program).args(&arguments).env(MEETING, meeting.to_string()).spawn();
         job.ranks.push(child.map_err(|e| Error::io("start", &program, e))?);
@@ -106,24 +105,24 @@ fn spawn(ranks: usize) -> Result<i32> {
     Ok(job.wait())
 }
 
-/// The processes of a job; those that are left end with it.
+/// The processes of a job, which are killed when this is dropped.
 struct Job {
     ranks: Vec<Child>,
 }
 
 impl Job {
-    /// Waits for all ranks, and hands signals on to them.
+    /// Waits for all ranks and forwards signals to them. Returns the first exit code that is not 0.
     fn wait(&mut self) -> i32 {
         let mut codes: Vec<Option<i32>> = vec![None; self.ranks.len()];
         let mut first = 0;
-        let mut told = None;
+        let mut forwarded = None;
         let mut failed = None;
         while codes.contains(&None) {
             std::thread::sleep(POLL_INTERVAL);
-            let came = signals::came();
-            if came != told {
-                told = came;
-                self.tell(came);
+            let signal = signals::came();
+            if signal != forwarded {
+                forwarded = signal;
+                self.forward(signal);
             }
             for (rank, (child, code)) in self.ranks.iter_mut().zip(&mut codes).enumerate() {
                 let Some(status) = child.try_wait().ok().flatten().filter(|_| code.is_none())
@@ -150,7 +149,7 @@ impl Job {
     }
 
     /// Sends the signal of this name to every rank.
-    fn tell(&self, name: Option<&str>) {
+    fn forward(&self, name: Option<&str>) {
         let signal = match name {
             Some("SIGINT") => Signal::INT,
             Some("SIGUSR1") => Signal::USR1,
@@ -158,7 +157,7 @@ impl Job {
             None => return,
         };
         for child in &self.ranks {
-            // One that has ended needs none.
+            // This fails for a process that has ended.
             let _ = kill_process(Pid::from_child(child), signal);
         }
     }
@@ -167,14 +166,14 @@ impl Job {
 impl Drop for Job {
     fn drop(&mut self) {
         for child in &mut self.ranks {
-            // One that has ended is only reaped.
+            // A process that has ended is only reaped.
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 }
 
-/// The exit code of a process, as a shell has it.
+/// Returns the exit code of a process as a shell reports it: 128 plus the signal that killed it.
 fn exit_code(status: ExitStatus) -> i32 {
     status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1)
 }
@@ -184,21 +183,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_private_and_those_of_killed_launchers_are_removed() {
+    fn rendezvous_dirs_are_private_and_those_of_killed_launchers_are_removed() {
         let root = tempfile::tempdir().unwrap();
-        let alive = Place::new(root.path()).unwrap();
+        let alive = RendezvousDir::new(root.path()).unwrap();
         let mode = alive.folder.path().metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o700);
         // Killed, it would leave its directory, without a lock.
-        let killed = Place::new(root.path()).unwrap();
-        let Place { folder, _lock } = killed;
+        let killed = RendezvousDir::new(root.path()).unwrap();
+        let RendezvousDir { folder, _lock } = killed;
         let left = folder.keep();
         drop(_lock);
         // Others: a directory with another name, and one whose launcher has not locked it yet.
         let other = root.path().join("other");
-        let starting = root.path().join(format!("{PLACE}starting"));
+        let starting = root.path().join(format!("{PREFIX}starting"));
         [&other, &starting].iter().for_each(|path| std::fs::create_dir(path).unwrap());
-        let next = Place::new(root.path()).unwrap();
+        let next = RendezvousDir::new(root.path()).unwrap();
         assert!(!left.exists() && other.exists() && starting.exists());
         assert!(alive.folder.path().join("secret").exists() && next.folder.path().exists());
     }

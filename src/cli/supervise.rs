@@ -1,4 +1,4 @@
-//! `hpctrain supervise`.
+//! `hpctrain supervise`: restarts a job until its run is complete.
 
 use clap::{Args, Parser};
 
@@ -11,20 +11,20 @@ use crate::supervise::{AGENT, HOSTS, HostList, Hosts, RANKS, SuperviseOptions, s
 /// Arguments of `hpctrain supervise`.
 #[derive(Debug, Args)]
 pub struct SuperviseArgs {
-    /// Starts in a row that may gain no checkpoint, besides the first.
+    /// Number of consecutive restarts without a new checkpoint after which to give up.
     #[arg(long, value_name = "N", default_value_t = 3)]
     retries: u32,
-    /// End with exit code 75 where the job does, rather than start it again: a batch system
-    /// requeues it.
+    /// Exit with code 75 when the job does, so that a batch system requeues it, instead of
+    /// restarting it.
     #[arg(long)]
     requeue: bool,
-    /// The hosts that the job may have, with their ranks, such as node1:8,node2:8. Each start has
-    /// those that answer, with the most ranks that the layout allows, in the places of {hosts} and
-    /// {ranks} in the command.
+    /// The hosts that the job may use, with their numbers of ranks, such as node1:8,node2:8. At
+    /// each start, {hosts} and {ranks} in the command are replaced by the hosts that respond and
+    /// the largest number of ranks on them that the layout allows.
     #[arg(long, value_name = "HOST:RANKS,…")]
     hosts: Option<String>,
-    /// The program that runs a command on another host: it is given the host and `true`, and a host
-    /// that fails it has no ranks.
+    /// The program that runs a command on another host; called with the host and `true`, it must
+    /// succeed for the host to be used.
     #[arg(long, value_name = "COMMAND", default_value = AGENT, requires = "hosts")]
     agent: String,
     /// The job's command, after `--`: a launcher with its arguments, or this program.
@@ -32,53 +32,55 @@ pub struct SuperviseArgs {
     command: Vec<String>,
 }
 
-/// The end of a job's command, from `train` on.
+/// The arguments of a job's command from `train` on.
 #[derive(Parser)]
-struct Training {
+struct TrainCommand {
     #[command(flatten)]
     train: TrainArgs,
 }
 
-/// Supervises a job; returns the exit code of its last start.
+/// Supervises a job and returns the exit code of its last start.
 pub fn run(args: SuperviseArgs) -> i32 {
-    request(args).and_then(|request| supervise(&request)).unwrap_or_else(|e| fail(&e))
+    options(args).and_then(|options| supervise(&options)).unwrap_or_else(|e| fail(&e))
 }
 
-fn request(args: SuperviseArgs) -> Result<SuperviseOptions> {
+/// Converts the arguments to options.
+fn options(args: SuperviseArgs) -> Result<SuperviseOptions> {
     let SuperviseArgs { retries, requeue, hosts, agent, command } = args;
-    let hosts = hosts.map(|list| hosts_of(&list, &agent, &command)).transpose()?;
-    let open = command
+    let hosts = hosts.map(|list| parse_hosts(&list, &agent, &command)).transpose()?;
+    let placeholder = command
         .iter()
         .find(|word| hosts.is_none() && (word.contains(HOSTS) || word.contains(RANKS)));
-    if let Some(word) = open {
+    if let Some(word) = placeholder {
         return Err(Error::input(format!("{word} in the command, but no --hosts"))
             .hint("hpctrain supervise --hosts node1:8,node2:8 -- mpirun --host {hosts} -np {ranks} hpctrain train"));
     }
     Ok(SuperviseOptions { command, retries, requeue, hosts })
 }
 
-/// The hosts, and the numbers of ranks that the job's layout allows on them.
-fn hosts_of(list: &str, agent: &str, command: &[String]) -> Result<Hosts> {
+/// Parses the hosts, and finds the numbers of ranks that the job's layout allows on them.
+fn parse_hosts(list: &str, agent: &str, command: &[String]) -> Result<Hosts> {
     let list: HostList = list.parse()?;
     let hint = "hpctrain supervise --hosts node1:8,node2:8 -- mpirun --host {hosts} -np {ranks} hpctrain train";
     if !command.iter().any(|word| word.contains(HOSTS)) {
         return Err(Error::input(format!("--hosts, but no {HOSTS} in the command")).hint(hint));
     }
-    // Its layout says how many ranks may be.
+    // The arguments of `train` give the layout, and so the allowed numbers of ranks.
     let Some(at) = command.iter().rposition(|word| word == "train") else {
         return Err(Error::input("--hosts, but no train in the command").hint(hint));
     };
-    let training = Training::try_parse_from(&command[at..]).map_err(|e| {
-        Error::input(format!("the command after train: {}", first_line(&e.to_string()))).hint(hint)
+    let training = TrainCommand::try_parse_from(&command[at..]).map_err(|e| {
+        Error::input(format!("the arguments after train: {}", first_line(&e.to_string())))
+            .hint(hint)
     })?;
     let config = training.train.config()?;
     let others = training.train.ranks_beside();
     let fits = |ranks: usize| match ranks.checked_sub(others).filter(|training| *training > 0) {
         Some(training) => check_ranks(&config, training),
         None => Err(Error::input(format!(
-            "{ranks} ranks, of which {others} do not train, leave none that does"
+            "{ranks} ranks, of which {others} are servers or evaluators, leave none to train"
         ))
-        .hint("give more hosts, or more ranks of each")),
+        .hint("give more hosts, or more ranks on each")),
     };
     let allowed: Vec<usize> = (1..=list.slots()).filter(|ranks| fits(*ranks).is_ok()).collect();
     if allowed.is_empty() {
@@ -98,7 +100,7 @@ mod tests {
     use super::*;
 
     fn asked(list: &str, command: &str) -> Result<Hosts> {
-        hosts_of(list, "ssh -x", &command.split(' ').map(str::to_string).collect::<Vec<_>>())
+        parse_hosts(list, "ssh -x", &command.split(' ').map(str::to_string).collect::<Vec<_>>())
     }
 
     #[test]
@@ -139,7 +141,7 @@ mod tests {
         let args =
             SuperviseArgs { retries: 0, requeue: false, hosts: None, agent: AGENT.into(), command };
         assert!(
-            request(args)
+            options(args)
                 .unwrap_err()
                 .to_string()
                 .contains("{ranks} in the command, but no --hosts")

@@ -1,4 +1,4 @@
-//! `hpctrain train`: one rank of a job.
+//! `hpctrain train`: runs one rank of a training job.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -19,13 +19,13 @@ use crate::run_dir::{RestoreScope, Resume};
 use crate::signals;
 use crate::train::{Customization, TrainRequest, check_alike, train};
 
-/// Where the configuration comes from.
+/// The sources of the configuration.
 #[derive(Args)]
 pub struct SourceArgs {
     /// Configuration file (TOML); `hpctrain config show` prints one.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Compiled-in configuration to start from.
+    /// Built-in configuration to start from.
     #[arg(long, value_name = "NAME", value_parser = PresetParser)]
     preset: Option<String>,
     /// Override one key, such as run.steps=500; may be repeated.
@@ -33,8 +33,8 @@ pub struct SourceArgs {
     overrides: Vec<String>,
 }
 
-/// Takes any name, so that the error of one that is none names the nearest; help and completions
-/// have those that are.
+/// Accepts any name, so that the error for an unknown preset can suggest the nearest one; help and
+/// completions list the presets.
 #[derive(Clone)]
 struct PresetParser;
 
@@ -56,7 +56,7 @@ impl TypedValueParser for PresetParser {
 }
 
 impl SourceArgs {
-    /// The configuration, and the name of a run that has none.
+    /// Loads the configuration, and returns it with the default name of the run.
     pub fn load(&self) -> Result<(Config, String)> {
         let preset = self.preset.as_deref();
         let file = self.config.as_deref();
@@ -64,33 +64,33 @@ impl SourceArgs {
     }
 }
 
-/// The run that is asked for.
+/// Arguments of the commands that start a run.
 #[derive(Args)]
 pub struct RunArgs {
     #[command(flatten)]
     sources: SourceArgs,
-    /// Continue a run: `auto` takes the newest whole checkpoint of its directory, or starts if
-    /// there is none; without run.name, that of the one unnamed run with this configuration that
-    /// has saved; else the path of a checkpoint, or of a run whose newest is meant, from which
-    /// another run goes on.
+    /// Resume from a checkpoint: `auto` takes the newest valid checkpoint of the run's directory,
+    /// and starts from scratch if there is none (without run.name, it looks for the only unnamed
+    /// run of this configuration that has a checkpoint); CHECKPOINT, the path of a checkpoint or of
+    /// a run whose newest checkpoint is taken, starts a new run from it.
     #[arg(long, value_name = "auto|CHECKPOINT")]
     resume: Option<String>,
-    /// Take only the parameters of the checkpoint and begin at step 0: fine-tuning.
+    /// Load only the parameters of the checkpoint and start at step 0 (fine-tuning).
     #[arg(long, requires = "resume", conflicts_with = "skip_optimizer")]
     weights_only: bool,
-    /// Take parameters and progress of the checkpoint, but begin with a fresh optimizer.
+    /// Load the parameters and progress of the checkpoint, but not the optimizer state.
     #[arg(long, requires = "resume")]
     skip_optimizer: bool,
-    /// Go on although the training data is not that of the checkpoint; the change is noted in
-    /// run.json and in checkpoints.
+    /// Resume although the training data differs from that of the checkpoint; the change is
+    /// recorded in run.json and in checkpoints.
     #[arg(long, requires = "resume", conflicts_with = "weights_only")]
     allow_changed_data: bool,
-    /// Write the activity of every thread of every rank, with its times, to FILE at the end, for
+    /// Write a timeline of every thread of every rank to FILE at the end, to be opened at
     /// ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Count the time of every kernel on rank 0: a table at the end, and profile.json in the run's
-    /// directory.
+    /// Profile every kernel on rank 0: print a table at the end, and write profile.json into the
+    /// run's directory.
     #[arg(long)]
     profile: bool,
 }
@@ -100,21 +100,21 @@ pub struct RunArgs {
 pub struct TrainArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// So many of the ranks evaluate checkpoints instead of training: the last ones.
+    /// Number of ranks, the last ones, that evaluate checkpoints instead of training.
     #[arg(long, value_name = "N", default_value_t = 0)]
     evaluators: usize,
     /// Which checkpoints the evaluators evaluate.
     #[arg(long, value_enum, default_value_t = Policy::Latest, requires = "evaluators")]
     policy: Policy,
-    /// So many of the ranks hold the parameters instead of training, those before the evaluators:
-    /// parameter servers.
+    /// Number of ranks, those before the evaluators, that are parameter servers instead of
+    /// training.
     #[arg(long, value_name = "N", default_value_t = 0)]
     servers: usize,
 }
 
 impl TrainArgs {
-    /// The request of the job's evaluators. The trainer tells the directory.
-    fn evaluation(&self, role: &Role) -> evaluate::SidecarOptions {
+    /// Returns the options of the job's evaluators. The trainer sends them the run's directory.
+    fn sidecar_options(&self, role: &Role) -> evaluate::SidecarOptions {
         evaluate::SidecarOptions {
             run: PathBuf::new(),
             watch: true,
@@ -126,19 +126,20 @@ impl TrainArgs {
         }
     }
 
-    /// The configuration.
+    /// Loads the configuration.
     pub fn config(&self) -> Result<Config> {
         self.run.sources.load().map(|(config, _)| config)
     }
 
-    /// Ranks of the job that do not train.
+    /// Returns the number of ranks of the job that do not train.
     pub fn ranks_beside(&self) -> usize {
         self.evaluators + self.servers
     }
 }
 
 impl RunArgs {
-    /// The run that the arguments ask for, of the ranks of one job, of which so many are servers.
+    /// Returns the run of a job of which `servers` ranks are parameter servers; refuses keys of
+    /// parameter servers if there are none.
     pub fn request_of_job(&self, servers: usize, threads: Option<usize>) -> Result<TrainRequest> {
         let request = self.request(threads)?;
         if servers == 0 {
@@ -147,7 +148,7 @@ impl RunArgs {
         Ok(request)
     }
 
-    /// The run that the arguments ask for.
+    /// Returns the run that the arguments describe.
     pub fn request(&self, threads: Option<usize>) -> Result<TrainRequest> {
         let (config, name) = self.sources.load()?;
         let resume = match self.resume.as_deref() {
@@ -155,12 +156,12 @@ impl RunArgs {
             Some("auto") => Resume::Auto,
             Some(path) => Resume::From(path.into()),
         };
-        let take = match (self.weights_only, self.skip_optimizer) {
+        let scope = match (self.weights_only, self.skip_optimizer) {
             (true, _) if resume == Resume::Auto => {
                 return Err(Error::input(
-                    "--weights-only with --resume auto would begin the run again at every restart",
+                    "--weights-only with --resume auto would start the run from step 0 at every restart",
                 )
-                .hint("give the path of a checkpoint the first time, and --resume auto alone afterwards"));
+                .hint("give the path of a checkpoint at the first start, and --resume auto alone afterwards"));
             }
             (true, _) => RestoreScope::Weights,
             (_, true) => RestoreScope::NoOptimizer,
@@ -171,7 +172,7 @@ impl RunArgs {
         let allow_changed_data = self.allow_changed_data;
         Ok(TrainRequest {
             resume,
-            take,
+            take: scope,
             allow_changed_data,
             trace,
             profile,
@@ -181,13 +182,13 @@ impl RunArgs {
     }
 }
 
-/// Runs one rank; returns the exit code.
+/// Runs one rank and returns its exit code.
 pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     if let Err(e) = signals::listen() {
         return fail(&e);
     }
-    // A rank whose configuration failed still meets the others, so that all hear of it and one
-    // speaks.
+    // A rank whose configuration failed still joins the others, so that all end with the error and
+    // one of them prints it.
     let request = args.run.request_of_job(args.servers, None);
     let patience = request
         .as_ref()
@@ -201,21 +202,21 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
                 .inspect_err(|e| role.release_evaluators(e))?;
         }
         match role.part {
-            RankRole::Evaluates => evaluate(&role, args.evaluation(&role)),
+            RankRole::Evaluates => evaluate(&role, args.sidecar_options(&role)),
             RankRole::Trains if role.counts.1 == 0 => train_as(&role, request),
             RankRole::Trains | RankRole::Serves(_) => servers::take_part(&role, request),
         }
     })
 }
 
-/// Trains as one of the ranks that do; returns the exit code.
+/// Runs a training rank and returns its exit code.
 fn train_as(role: &Role, mut request: TrainRequest) -> Result<i32> {
     if !role.mixed {
         return train(&role.comm, &request, Customization::default(), None)
-            .map(|ending| ending.exit_code());
+            .map(|outcome| outcome.exit_code());
     }
     request.config.eval.inline = false;
     request.threads = Some(role.threads);
-    let ending = train(&role.comm, &request, Customization::default(), Some(&role.everyone));
-    ending.inspect_err(|e| role.release_evaluators(e)).map(|ending| ending.exit_code())
+    let outcome = train(&role.comm, &request, Customization::default(), Some(&role.everyone));
+    outcome.inspect_err(|e| role.release_evaluators(e)).map(|outcome| outcome.exit_code())
 }

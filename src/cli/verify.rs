@@ -1,4 +1,4 @@
-//! `hpctrain verify`: the same result in every layout, shown.
+//! `hpctrain verify`: checks that training gives the same bits in every layout.
 
 use std::path::PathBuf;
 
@@ -14,29 +14,30 @@ use crate::verify::{Launcher, VerifyOptions, rank, task, verify};
 /// Arguments of `hpctrain verify`.
 #[derive(Args)]
 #[command(
-    after_help = "Exit code: 0 if all rows agree, 1 if one differs, 2 if the input is wrong.\n\
+    after_help = "Exit code: 0 if all layouts agree, 1 if one differs, 2 if the input is invalid.\n\
                         Example: hpctrain verify --set parallel.virtual_ranks=8 --ranks 1,2,4,8 --zero 0,1,2,3"
 )]
 pub struct VerifyArgs {
     #[command(flatten)]
     sources: SourceArgs,
-    /// Numbers of ranks.
+    /// Numbers of ranks to compare.
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2,4,8",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: Vec<u16>,
-    /// Stages of a pipeline; the ranks are those of all stages.
+    /// Numbers of pipeline stages to compare; --ranks counts the ranks of all stages.
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     pipeline: Vec<u16>,
-    /// Ranks that share blocks; the ranks are those of all stages and slices.
+    /// Tensor-parallel sizes to compare; --ranks counts all tensor-parallel ranks of all stages.
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     tensor: Vec<u16>,
-    /// ZeRO stages; 1 to 3 also with several copies of several shards.
+    /// ZeRO stages to compare; 1 to 3 also with several replicas of several shards (hybrid
+    /// sharding).
     #[arg(long, value_name = "STAGE,…", value_delimiter = ',', default_value = "0,1,2,3",
           value_parser = clap::value_parser!(u8).range(0..=3))]
     zero: Vec<u8>,
-    /// Steps of each row.
+    /// Number of steps of each layout.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     /// Start the ranks with mpirun instead of as threads of this process.
@@ -48,7 +49,8 @@ pub struct VerifyArgs {
 }
 
 impl VerifyArgs {
-    fn request(&self) -> Result<VerifyOptions> {
+    /// Converts the arguments to options.
+    fn options(&self) -> Result<VerifyOptions> {
         let (config, name) = self.sources.load()?;
         let [ranks, pipelines, tensors] =
             [&self.ranks, &self.pipeline, &self.tensor].map(|numbers| {
@@ -80,9 +82,9 @@ impl VerifyArgs {
     }
 }
 
-/// Compares the rows; returns the exit code.
+/// Compares the layouts and returns the exit code.
 pub fn run(args: &VerifyArgs) -> i32 {
-    match args.request().and_then(|request| verify(&request)) {
+    match args.options().and_then(|options| verify(&options)) {
         Ok(true) => 0,
         Ok(false) => 1,
         Err(e) => fail(&e),
@@ -92,13 +94,13 @@ pub fn run(args: &VerifyArgs) -> i32 {
 /// Arguments of `hpctrain verify-rank`, which `hpctrain verify --mpi` starts under mpirun.
 #[derive(Args)]
 pub struct RankArgs {
-    /// The task.
+    /// File that describes the layout to run.
     task: PathBuf,
-    /// File for the result, which rank 0 writes.
+    /// File to which rank 0 writes the result.
     recording: PathBuf,
 }
 
-/// Runs one rank of a row; returns the exit code.
+/// Runs one rank of a layout and returns its exit code.
 pub fn run_rank(args: &RankArgs, launch: Option<&Launch>) -> i32 {
     let task = task(&args.task);
     job::run(launch, super::with_checkpoint::patience(&[]), |comm| {

@@ -1,5 +1,5 @@
-//! A checkpoint that is used rather than trained on: the common part of `sample`, `predict` and
-//! `eval --checkpoint`.
+//! Loads a checkpoint for inference: the common part of `sample`, `predict` and `eval
+//! --checkpoint`.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,47 +20,49 @@ use crate::job;
 use crate::run_dir::RunDirectory;
 use crate::topology::Topology;
 
-/// Part of a directory of shards.
+/// The split of a directory of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum SplitChoice {
-    /// Those for training.
+    /// Training shards.
     Train,
-    /// Those for validation.
+    /// Validation shards.
     Validation,
 }
 
-/// The work of a command with a checkpoint.
+/// A command that uses a checkpoint.
 pub trait Work {
-    /// The configuration, on top of that of the checkpoint.
+    /// Returns the checkpoint's configuration with the overrides of the command.
     ///
     /// # Errors
-    /// A key or value is not known, or something is missing.
+    /// Returns an error if a key or value is unknown, or a required argument is missing.
     fn config(&self, reader: &Reader) -> Result<Config>;
 
-    /// Works with the checkpoint: collective over the world.
+    /// Runs the command with the loaded checkpoint. Collective over the world.
     ///
     /// # Errors
-    /// Of the data, the device, the file system, or a message between ranks.
+    /// Returns an error if the data cannot be read, the result cannot be written, the device fails,
+    /// or a message between ranks fails.
     fn on<B: Kernels>(&self, found: LoadedCheckpoint<'_, B>) -> Result<()>;
 }
 
-/// A checkpoint, and the ranks that are to use it.
+/// A checkpoint, and the ranks that use it.
 pub struct LoadedCheckpoint<'a, B: Kernels> {
     /// The checkpoint.
     pub reader: Reader,
-    /// The plan of its network on these ranks.
+    /// The configuration resolved for these ranks.
     pub plan: ResolvedConfig,
-    /// All ranks.
+    /// The group of all ranks.
     pub world: Group<B>,
     comm: &'a Comm<B>,
     backend: B,
 }
 
 impl<B: Kernels> LoadedCheckpoint<'_, B> {
-    /// The data that `open` opens, with samples as the network learned them. On every rank.
+    /// Returns the data that `open` opens, with samples preprocessed as in training, and logs notes
+    /// on the conversion. Collective.
     ///
     /// # Errors
-    /// Of `open`; or the data cannot be brought to that.
+    /// Returns the error of `open`, or an error if the samples cannot be converted.
     pub fn data<D: Source>(
         &self,
         open: impl FnOnce(&mut ShardIndex, &ResolvedConfig) -> Result<D>,
@@ -72,26 +74,26 @@ impl<B: Kernels> LoadedCheckpoint<'_, B> {
         Ok(data)
     }
 
-    /// As [`data`](Self::data), with notes on the conversion in the place of warnings.
+    /// Does the same as [`data`](Self::data), and returns the notes instead of logging them.
     ///
     /// # Errors
-    /// The same.
+    /// Returns the same errors as [`data`](Self::data).
     pub fn converted<D: Source>(
         &self,
         open: impl FnOnce(&mut ShardIndex, &ResolvedConfig) -> Result<D>,
     ) -> Result<(D, Vec<String>)> {
-        let opened = |catalogue: &mut ShardIndex| {
-            let mut data = open(catalogue, &self.plan)?;
+        let opened = |index: &mut ShardIndex| {
+            let mut data = open(index, &self.plan)?;
             let notes = self.reader.manifest().conform(&mut data)?;
             Ok((data, notes))
         };
         micro_batches::together(&self.world, opened)
     }
 
-    /// The network with the parameters of the checkpoint.
+    /// Builds the model with the parameters of the checkpoint.
     ///
     /// # Errors
-    /// The checkpoint is damaged, or out of memory.
+    /// Returns an error if the checkpoint is damaged, or the memory does not suffice.
     pub fn network(&mut self) -> Result<Model<B>> {
         let Self { reader, plan, world, comm, backend } = self;
         let mut model = model::build(comm, plan, backend.clone())?;
@@ -100,29 +102,30 @@ impl<B: Kernels> LoadedCheckpoint<'_, B> {
     }
 }
 
-/// Does `work` with the checkpoint at `path`, or the newest of the run there, on the device of its
-/// configuration; returns the exit code. Rank 0 holds a lease on it, so that a trainer beside does
-/// not remove it meanwhile.
+/// Runs `work` with the checkpoint at `path`, or the newest checkpoint of the run there, on the
+/// device of its configuration; returns the exit code. Rank 0 holds a lease on the checkpoint, so
+/// that a running trainer does not remove it.
 pub fn run(work: &impl Work, path: &Path, overrides: &[String], launch: Option<&Launch>) -> i32 {
     job::run(launch, patience(overrides), |comm| {
         let world = comm.world();
         let threads = Topology::gather(&world, comm.node().host)?.threads();
         let (path, _lease) = resolve_path::together(&world, path)?;
         let reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
-        comm.watch_apart(&places(&path))?;
+        comm.watch_apart(&heartbeat_dirs(&path))?;
         let config = world.all_ok(work.config(&reader))?;
         comm.wait_at_most(seconds(config.comm.timeout))?;
         match place(comm, &config)? {
-            None => on(work, comm, reader, config, threads, cpu),
+            None => run_on(work, comm, reader, config, threads, cpu),
             Some(gpu) => {
-                on(work, &gpu.beside(comm), reader, config, threads, |plan| gpu.backend(plan))
+                run_on(work, &gpu.beside(comm), reader, config, threads, |plan| gpu.backend(plan))
             }
         }?;
         Ok(0)
     })
 }
 
-fn on<B: Kernels>(
+/// Runs `work` on the backend that `backend` creates.
+fn run_on<B: Kernels>(
     work: &impl Work,
     comm: &Comm<B>,
     reader: Reader,
@@ -136,34 +139,34 @@ fn on<B: Kernels>(
     work.on(LoadedCheckpoint { reader, plan, world, comm, backend })
 }
 
-/// Time after which a wait for another rank ends the job, as long as nothing but the command line
-/// is known.
+/// Returns the time after which a wait for another rank ends the job, `comm.timeout`, as long as
+/// only the overrides of the command line are known.
 pub fn patience(overrides: &[String]) -> Duration {
-    // Keys that are not known are refused later, by all ranks.
+    // Unknown keys are refused later, by all ranks together.
     let config = overlay(&Config::default(), overrides).unwrap_or_default();
     seconds(config.comm.timeout)
 }
 
-/// `comm.timeout`.
+/// Returns `comm.timeout` as a duration.
 pub fn seconds(timeout: u64) -> Duration {
     Duration::from_secs(timeout)
 }
 
-/// Directories in which the ranks that use a checkpoint can leave signs of life: its run's, or one
-/// of the node.
-fn places(checkpoint: &Path) -> Vec<PathBuf> {
+/// Returns directories in which the ranks that use a checkpoint can write heartbeats: that of its
+/// run, else one of the node.
+fn heartbeat_dirs(checkpoint: &Path) -> Vec<PathBuf> {
     let run =
         checkpoint.parent().and_then(Path::parent).map(|run| RunDirectory::at(run).logs_path());
     run.into_iter().chain([std::env::temp_dir()]).collect()
 }
 
-/// The shards that are meant: those asked for, else those for validation if there are any.
+/// Returns the split to use: `choice`, else validation shards if there are any.
 ///
 /// # Errors
-/// The data of the configuration cannot be looked for.
-pub fn split(config: &Config, asked: Option<SplitChoice>) -> Result<Split> {
-    Ok(match asked {
-        // One file is one part, with any name, unless a fraction of it was kept.
+/// Returns an error if the data of the configuration cannot be listed.
+pub fn split(config: &Config, choice: Option<SplitChoice>) -> Result<Split> {
+    Ok(match choice {
+        // A single file has only a training split, unless a fraction of it is kept for validation.
         _ if config.data.mix.is_empty()
             && config.data.val_fraction == 0.0
             && Path::new(&config.data.path).is_file() =>

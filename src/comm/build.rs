@@ -1,4 +1,4 @@
-//! Compiles constants of the MPI library, whose values only its own headers have, with the compiler
+//! Compiles constants of the MPI library, whose values only its headers define, with the compiler
 //! that the bindings were made with.
 
 fn main() -> Result<(), String> {

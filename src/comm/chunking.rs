@@ -1,9 +1,9 @@
-//! Cutting pieces of memory into messages.
+//! Divides pieces of memory into messages.
 
 use std::ops::Range;
 
 /// Walks over pieces of memory, message by message. The cuts depend only on the lengths of the
-/// pieces, so that sender and receiver cut alike.
+/// pieces, so that sender and receiver make the same ones.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct ChunkCursor {
     piece: usize,
@@ -11,8 +11,8 @@ pub struct ChunkCursor {
 }
 
 impl ChunkCursor {
-    /// The next message, of at most `limit` elements: calls `run` for every piece's part in it.
-    /// Short pieces share a message. Returns its length; 0 when nothing is left.
+    /// Advances by one message of at most `limit` elements and calls `run` for every piece's part
+    /// of it. Short pieces share a message. Returns the message's length, which is 0 at the end.
     pub fn message(
         &mut self,
         len: impl Fn(usize) -> Option<usize>,

@@ -1,4 +1,4 @@
-//! A rank's handle to its communication thread: its start, its view of the world, its end.
+//! A rank's handle to its communication thread: startup, information about the world, shutdown.
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,15 +33,15 @@ pub(super) const WORLD: &str = "world";
 /// A handle to this rank's communication thread. Clones share it.
 pub struct Comm<B: Backend> {
     pub(super) inner: Arc<Inner>,
-    /// The ranks that this handle takes for the world.
+    /// The ranks that this handle treats as the world.
     pub(super) home: GroupRanks,
-    /// The path of messages to device memory.
+    /// The transport of device memory.
     pub(super) path: DeviceTransport,
-    /// The reason for it, where it was chosen here.
+    /// Why `auto` chose it, if it did.
     pub(super) why: Option<Arc<str>>,
     /// The device of this rank, if it is known.
     pub(super) device: Option<Arc<LocalDevice<B>>>,
-    /// Words of device memory that go through the host at a time.
+    /// Words of device memory in one host-staged chunk.
     pub(super) slot: usize,
     backend: PhantomData<fn() -> B>,
 }
@@ -52,9 +52,9 @@ pub(super) struct Inner {
     algorithm: Algorithm,
     pub shared: Arc<Shared>,
     exit: Exit,
-    /// Whether the ranks of the job have different work.
+    /// Whether the ranks of the job have different roles.
     has_roles: Arc<AtomicBool>,
-    /// The watch over this rank, once it has begun.
+    /// The watchdog of this rank, once it has started.
     watch: Mutex<Option<Guard>>,
 }
 
@@ -64,7 +64,7 @@ impl<B: Backend> Clone for Comm<B> {
     }
 }
 
-/// The communicator of a process that was started alone: no MPI, no thread.
+/// Creates the communicator of a process that runs alone, without MPI and without a thread.
 pub fn single<B: Backend>() -> Comm<B> {
     let node = NodeInfo { local_rank: 0, local_size: 1, host: "localhost".into() };
     let world = World {
@@ -81,54 +81,55 @@ pub fn single<B: Backend>() -> Comm<B> {
     Comm::new(world, Algorithm::HalvingDoubling, Abort::Exit, Arc::default(), None)
 }
 
-/// Time between two looks whether a rank has started.
+/// Interval at which the start of the communication thread is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Time that the processes of a job have to start, at least: launchers do not start all of them at
+/// The least time that the processes of a job have to start: launchers do not start all of them at
 /// once.
 const START: Duration = Duration::from_secs(15);
 
-/// A communication thread of this name, whose wire `open` makes on it.
+/// Starts a communication thread of this name, on which `open` creates the transport.
 ///
-/// After `patience` without an answer the process ends: another rank may never come.
+/// If `open` has not returned after `timeout`, which is not zero, and [`START`], the process exits:
+/// another rank may never start.
 fn start(
     name: &str,
-    patience: Duration,
+    timeout: Duration,
     open: impl FnOnce(Arc<Shared>) -> Result<(Box<dyn Transport>, World)> + Send + 'static,
 ) -> Result<(Worker, Arc<Shared>, World)> {
     let shared: Arc<Shared> = Arc::default();
-    let (tell, told) = sync_channel(1);
+    let (sender, receiver) = sync_channel(1);
     let worker = Worker::start(name, &shared, {
         let shared = shared.clone();
         move || {
-            let (wire, news) = match open(shared) {
-                Ok((wire, world)) => (Some(wire), Ok(world)),
+            let (transport, outcome) = match open(shared) {
+                Ok((transport, world)) => (Some(transport), Ok(world)),
                 Err(error) => (None, Err(error)),
             };
             // The receiver waits below.
-            let _ = tell.send(news);
-            wire
+            let _ = sender.send(outcome);
+            transport
         }
     })?;
-    // As in the watch, time in which this process was stopped does not count.
+    // As in the watchdog, time in which this process was stopped does not count.
     let mut last = Instant::now();
     let mut waited = Duration::ZERO;
     loop {
-        match told.recv_timeout(POLL_INTERVAL) {
-            Ok(news) => return Ok((worker, shared, news?)),
+        match receiver.recv_timeout(POLL_INTERVAL) {
+            Ok(outcome) => return Ok((worker, shared, outcome?)),
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(Error::comm("the communication thread did not start"));
             }
             Err(RecvTimeoutError::Timeout) => waited += last.elapsed().min(2 * POLL_INTERVAL),
         }
         last = Instant::now();
-        if !patience.is_zero() && waited > patience.max(START) {
+        if !timeout.is_zero() && waited > timeout.max(START) {
             log::error!(
-                "the job stands still: MPI_Init has not returned for {:.1} s: another rank has not started, or cannot be \
-                 reached\nhint: look where the launcher has started them; a start may take comm.timeout = {} seconds, and {} \
-                 at least",
+                "the job hangs: MPI_Init has not returned for {:.1} s: another rank has not started, or cannot be \
+                 reached\nhint: check on which hosts the launcher started the ranks; the time limit is \
+                 comm.timeout = {} seconds, but at least {}",
                 waited.as_secs_f64(),
-                patience.as_secs(),
+                timeout.as_secs(),
                 START.as_secs()
             );
             leave(CODE)
@@ -136,24 +137,25 @@ fn start(
     }
 }
 
-/// The communicator of a process that an MPI launcher started: initialises MPI on a new
-/// communication thread. Once in a process, best before other threads start: then it may set
-/// environment variables that MPI and CUDA read.
+/// Creates the communicator of a process that an MPI launcher started: initialises MPI on a new
+/// communication thread. Call it once in a process, best before other threads start: only then does
+/// it set environment variables that MPI and CUDA read.
 ///
 /// # Errors
-/// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
+/// Returns an error if MPI cannot be initialised, or the processes were started by the launcher of
+/// another MPI library.
 pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
     start_mpi_within(algorithm, Duration::ZERO)
 }
 
-/// As [`start_mpi`]; but if the other ranks have not come after `patience`, which is not zero, this
-/// process ends.
+/// Starts as [`start_mpi`] does, but the process exits if the other ranks have not started after
+/// `timeout`; zero waits for ever.
 ///
 /// # Errors
-/// As [`start_mpi`].
-pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, patience: Duration) -> Result<Comm<B>> {
+/// Returns an error in the same cases as [`start_mpi`].
+pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, timeout: Duration) -> Result<Comm<B>> {
     mpi::prepare_environment();
-    let (worker, shared, world) = start("comm", patience, mpi::open)?;
+    let (worker, shared, world) = start("comm", timeout, mpi::open)?;
     match launched_size(|name| std::env::var(name).ok()) {
         Some(started) if started > 1 && world.nodes.len() == 1 => {
             worker.end();
@@ -166,41 +168,44 @@ pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, patience: Duration) ->
     }
 }
 
-/// The communicator of a process that meets the others of its world by itself, over TCP.
+/// Creates the communicator of a process that connects to the other ranks over TCP.
 ///
 /// # Errors
-/// They do not come in time, or the network refused.
+/// Returns an error if a rank does not connect in time, or the network fails.
 pub fn start_tcp<B: Backend>(meeting: &TcpRendezvous, algorithm: Algorithm) -> Result<Comm<B>> {
     let place = meeting.clone();
-    // The meeting has a time limit of its own.
+    // The rendezvous has its own time limit.
     let open = move |shared| tcp::open(&place, shared);
     let (worker, shared, world) = start(&format!("comm-{}", meeting.rank), Duration::ZERO, open)?;
     Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker)))
 }
 
-/// The communicators of `ranks` ranks in this process. Give each to a thread of its own.
+/// Creates the communicators of `ranks` ranks in this process. Give each to its own thread.
 ///
 /// # Errors
-/// Returns an error if the system refused a thread.
+/// Returns an error if a thread cannot be started.
 pub fn start_threads<B: Backend>(ranks: usize, algorithm: Algorithm) -> Result<Vec<Comm<B>>> {
     start_threads_on_nodes(&vec![0; ranks], algorithm)
 }
 
-/// As [`start_threads`], of ranks that behave as if each were on the node given for it.
+/// Creates the communicators of as many ranks as `nodes` has entries, as [`start_threads`] does.
+/// Each rank behaves as if it were on the node of its entry.
 ///
 /// # Errors
-/// The same.
+/// Returns an error if a thread cannot be started.
 pub fn start_threads_on_nodes<B: Backend>(
     nodes: &[usize],
     algorithm: Algorithm,
 ) -> Result<Vec<Comm<B>>> {
     let shared: Vec<Arc<Shared>> = nodes.iter().map(|_| Arc::default()).collect();
-    let start = |((wire, world), shared): ((Box<dyn Transport + Send>, World), Arc<Shared>)| {
-        let name = format!("comm-{}", world.rank);
-        let worker = (nodes.len() > 1)
-            .then(|| Worker::start(&name, &shared, move || Some(wire as Box<dyn Transport>)));
-        Ok(Comm::new(world, algorithm, Abort::Unwind, shared, worker.transpose()?))
-    };
+    let start =
+        |((transport, world), shared): ((Box<dyn Transport + Send>, World), Arc<Shared>)| {
+            let name = format!("comm-{}", world.rank);
+            let worker = (nodes.len() > 1).then(|| {
+                Worker::start(&name, &shared, move || Some(transport as Box<dyn Transport>))
+            });
+            Ok(Comm::new(world, algorithm, Abort::Unwind, shared, worker.transpose()?))
+        };
     in_process::open(nodes, &shared).into_iter().zip(shared).map(start).collect()
 }
 
@@ -235,7 +240,7 @@ impl<B: Backend> Comm<B> {
         }
     }
 
-    /// The same thread and world, for buffers of another backend.
+    /// Returns a handle to the same thread and world for buffers of another backend.
     pub fn on<C: Backend>(&self) -> Comm<C> {
         let Self { inner, home, path, why, slot, device: _, backend: _ } = self;
         let inner = inner.clone();
@@ -244,58 +249,58 @@ impl<B: Backend> Comm<B> {
         Comm { inner, home, path: *path, why, device: None, slot: *slot, backend: PhantomData }
     }
 
-    /// The same, of a rank that has this device.
+    /// Returns a handle that knows the device of this rank.
     #[must_use]
     pub fn with_local_device(&self, device: LocalDevice<B>) -> Self {
         Self { device: Some(Arc::new(device)), ..self.clone() }
     }
 
-    /// This rank's number in the world.
+    /// Returns this rank's number in the world.
     pub fn rank(&self) -> usize {
         self.home.rank
     }
 
-    /// Ranks in the world.
+    /// Returns the number of ranks in the world.
     pub fn size(&self) -> usize {
         self.home.size()
     }
 
-    /// The node of this rank.
+    /// Returns the node of this rank.
     pub fn node(&self) -> NodeInfo {
         self.inner.world.node.clone()
     }
 
-    /// The library that carries messages, such as `"Open MPI v4.1.4"`.
+    /// Returns the name of the communication library, such as `"Open MPI v4.1.4"`.
     pub fn library(&self) -> &str {
         &self.inner.world.library
     }
 
-    /// Whether the ranks of this node exchange through shared memory.
+    /// Returns true if the ranks of this node exchange through shared memory.
     pub fn shares_memory(&self) -> bool {
         self.inner.world.shares_memory
     }
 
-    /// Whether the MPI library says that it takes addresses of GPUs. Some say so where they cannot.
+    /// Returns true if the MPI library claims to be CUDA-aware. Some claim it where they are not.
     pub fn claims_devices(&self) -> bool {
         self.inner.world.claims_devices
     }
 
-    /// Thread level of MPI, such as `MPI_THREAD_FUNNELED`; none without MPI.
+    /// Returns the thread level of MPI, such as `MPI_THREAD_FUNNELED`, or `None` without MPI.
     pub fn thread_level(&self) -> Option<&'static str> {
         self.inner.world.threads
     }
 
-    /// The default algorithm of groups.
+    /// Returns the default algorithm of groups.
     pub fn algorithm(&self) -> Algorithm {
         self.inner.algorithm
     }
 
-    /// Cost of communication for this rank so far.
+    /// Returns the communication statistics of this rank so far.
     pub fn stats(&self) -> Stats {
         self.inner.shared.stats()
     }
 
-    /// Bytes of memory that messages pass through, at most.
+    /// Returns the most bytes of staging memory that messages may need.
     pub fn staging(&self) -> usize {
         let on_device = match self.device_path() {
             Some(_) if self.size() == 1 => 0,
@@ -313,44 +318,44 @@ impl<B: Backend> Comm<B> {
         self.inner.world.staging + on_device
     }
 
-    /// A handle whose messages reach device memory by a path that is known to work. All ranks take
-    /// the same.
+    /// Returns a handle with a device transport that is known to work. All ranks must pass the
+    /// same.
     #[must_use]
     pub fn with_transport(&self, path: DeviceTransport) -> Self {
         Self { path, why: None, ..self.clone() }
     }
 
-    /// As [`Comm::with_transport`], with the reasons.
+    /// Returns a handle with a device transport and the reason for it.
     pub(super) fn because(&self, path: DeviceTransport, why: Arc<str>) -> Self {
         Self { path, why: Some(why), ..self.clone() }
     }
 
-    /// A handle whose staged messages go in chunks of so many words, rather than 4 MiB. All ranks
-    /// take the same.
+    /// Returns a handle whose host-staged messages go in chunks of `words` words instead of 4 MiB.
+    /// All ranks must pass the same.
     #[must_use]
     pub fn in_chunks(&self, words: usize) -> Self {
         Self { slot: words.max(1), ..self.clone() }
     }
 
-    /// The path of messages to the memory of the backend; none if it is the host's.
+    /// Returns the device transport, or `None` if the backend's memory is the host's.
     pub fn device_path(&self) -> Option<DeviceTransport> {
         (!B::ON_HOST).then_some(self.path)
     }
 
-    /// The reasons for that path, where [`Comm::select_transport`] had the choice.
+    /// Returns why [`Comm::select_transport`] chose the device transport, if it had the choice.
     pub fn transport_reason(&self) -> Option<&str> {
         self.why.as_deref().filter(|_| !B::ON_HOST)
     }
 
-    /// Gives back the device memory and the communicators by which messages have passed so far;
-    /// collective over the world.
+    /// Frees the device memory and the device communicators that messages have used so far.
+    /// Collective over the world.
     pub(super) fn forget_devices(&self) -> Result<()> {
         let world = self.home.clone();
         let label = self.label("forget", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
         self.inner.submit(CommRequest::run(move |state| {
             reply.send(state.collective(&world, &label, |state| {
-                state.device_comms.part(&mut *state.wire);
+                state.device_comms.part(&mut *state.transport);
                 state.room.empty(&state.shared);
                 Ok(())
             }));
@@ -358,25 +363,25 @@ impl<B: Backend> Comm<B> {
         pending.wait()
     }
 
-    /// Counts the memory that messages pass through as the backend's.
+    /// Counts staging memory in the backend's memory statistics.
     pub fn count_memory(&self, backend: B) {
         self.inner.shared.count_staging(Box::new(move |bytes| {
             backend.ledger().take(MemoryKind::Communication, bytes)
         }));
     }
 
-    /// Collective over the world: a handle for which the ranks that share my colour are the world.
-    /// Ranks of other colours are out of its reach, but for [`Comm::abort`]. Every rank passes the
-    /// colours of *all* ranks.
+    /// Returns a handle whose world is the ranks of this rank's colour. It cannot reach ranks of
+    /// other colours, except by [`Comm::abort`]. Every rank passes the colours of *all* ranks.
+    /// Collective over the world.
     ///
     /// # Errors
-    /// As [`Comm::split`].
+    /// Returns an error if the number of colours is wrong, or a message between ranks failed.
     pub fn role(&self, colors_of_all_ranks: &[usize]) -> Result<Self> {
         self.inner.has_roles.store(true, Ordering::Relaxed);
         Ok(Self { home: self.members(colors_of_all_ranks)?, ..self.clone() })
     }
 
-    /// The ranks that share my colour.
+    /// Splits the world by colours and returns the ranks of this rank's colour.
     pub(super) fn members(&self, colors: &[usize]) -> Result<GroupRanks> {
         if colors.len() != self.size() {
             return Err(Error::internal(format!(
@@ -393,8 +398,9 @@ impl<B: Backend> Comm<B> {
             let label = self.label("split", Size::Own(0));
             let (reply, pending) = reply(&self.inner.shared);
             self.inner.submit(CommRequest::run(move |state| {
-                reply
-                    .send(state.collective(&world, &label, |state| state.wire.split(&world, mine)));
+                reply.send(
+                    state.collective(&world, &label, |state| state.transport.split(&world, mine)),
+                );
             }));
             pending.wait()?
         };
@@ -403,16 +409,16 @@ impl<B: Backend> Comm<B> {
         Ok(GroupRanks::new(id, self.inner.world.rank, ranks, self.inner.world.nodes.clone()))
     }
 
-    /// Record of the activity of this rank's threads.
+    /// Returns the recorded activity of this rank's threads.
     pub fn activity(&self) -> &Activity {
         &self.inner.shared.activity
     }
 
-    /// Collective over the world: nanoseconds to add to this rank's
-    /// [`now`](hpctrain_base::spans::now) for that of rank 0.
+    /// Returns the nanoseconds to add to this rank's [`now`](hpctrain_base::spans::now) to get that
+    /// of rank 0. Collective over the world.
     ///
     /// # Errors
-    /// The message failed.
+    /// Returns an error if a message failed.
     pub fn clock_offset(&self) -> Result<i64> {
         if self.size() == 1 {
             return Ok(0);
@@ -422,29 +428,29 @@ impl<B: Backend> Comm<B> {
         let (reply, pending) = reply(&self.inner.shared);
         self.inner.submit(CommRequest::run(move |state| {
             reply.send(state.collective(&world, &label, |state| {
-                clock::offset(&mut *state.wire, &world, spans::now)
+                clock::offset(&mut *state.transport, &world, spans::now)
             }));
         }));
         pending.wait()
     }
 
-    /// Something that concerns the world.
+    /// Returns the label of an operation on the world.
     pub(super) fn label(&self, op: &'static str, size: Size) -> Label {
         Label { op, group: WORLD, unit: None, size, algorithm: "direct", root: None }
     }
 
     /// Ends the communication thread once it has finished its requests, and leaves the world
-    /// (`MPI_Finalize`). Groups that are still alive can make no further requests. Dropping the
+    /// (`MPI_Finalize`). Requests of groups that are still alive fail from then on. Dropping the
     /// last handle does the same.
     pub fn shutdown(self) {
         self.inner.end();
     }
 
-    /// Ends *all* ranks, even while they wait for one another.
+    /// Aborts *all* ranks, even while they wait for one another.
     ///
-    /// With MPI this is `MPI_Abort` on the communication thread, and after two seconds without
-    /// effect the end of this process, which makes the launcher end the others. Between threads
-    /// every request of every rank fails from now on, and the calling thread unwinds with
+    /// With MPI the communication thread calls `MPI_Abort`; if that has no effect within two
+    /// seconds, this process exits, which makes the launcher end the others. Between threads of one
+    /// process every request of every rank fails from now on, and the calling thread unwinds with
     /// [`Aborted`](crate::Aborted).
     pub fn abort(&self, code: i32) -> ! {
         self.inner.exit.abort(code)
@@ -458,7 +464,7 @@ impl Inner {
         self.exit.submit(request);
     }
 
-    /// This rank as its watch sees it.
+    /// Returns what the watchdog needs to know of this rank.
     pub fn seat(&self) -> WatchdogContext {
         let Self { world, shared, exit, has_roles, .. } = self;
         WatchdogContext {
@@ -473,7 +479,7 @@ impl Inner {
         self.watch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does something with the watch over this rank, which begins if it has not.
+    /// Runs `act` on the watchdog of this rank, which is started if it does not run.
     pub fn watched<T>(&self, act: impl FnOnce(&Guard) -> Result<T>) -> Result<T> {
         let mut watch = self.watch();
         let guard = match watch.take() {
@@ -485,12 +491,12 @@ impl Inner {
         done
     }
 
-    /// Whether a watch over this rank has begun.
+    /// Returns true if the watchdog of this rank runs.
     pub fn is_watched(&self) -> bool {
         self.watch().is_some()
     }
 
-    /// Ends the watch over this rank.
+    /// Stops the watchdog of this rank.
     pub fn end_watch(&self) {
         let watch = self.watch().take();
         drop(watch);
@@ -521,7 +527,7 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // The others may be waiting for messages that this rank will never send.
+            // The other ranks may wait for messages that this rank will never send.
             self.exit.request_abort(1);
         }
         self.end();

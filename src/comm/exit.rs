@@ -1,4 +1,4 @@
-//! The ends of a rank: in good order, or with all others.
+//! The ways a rank ends: an orderly exit, or an abort of all ranks.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -7,25 +7,25 @@ use super::shared::Shared;
 use super::transport::in_process::Aborted;
 use super::worker::{CommRequest, Worker};
 
-/// Time limit of an abort, after which the process ends on its own.
-const ABORT_PATIENCE: Duration = Duration::from_secs(2);
+/// Time limit of an abort, after which the process exits by itself.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The end of a rank that aborts.
+/// How a rank ends when it aborts.
 #[derive(Debug, Clone, Copy)]
 pub enum Abort {
-    /// With its process.
+    /// Its process exits.
     Exit,
-    /// By unwinding with [`Aborted`]: the process is shared with other ranks.
+    /// The thread unwinds with [`Aborted`], because other ranks share the process.
     Unwind,
 }
 
-/// A rank's way to its end, which its handles and its watch share.
+/// Ends a rank. Its handles and its watchdog share it.
 #[derive(Clone)]
 pub struct Exit {
     abort: Abort,
     has_others: bool,
     shared: Arc<Shared>,
-    /// None in a world of one, which needs no communication, and once it has ended.
+    /// The communication thread; `None` in a world of one rank, and once the thread has ended.
     worker: Arc<Mutex<Option<Worker>>>,
 }
 
@@ -47,12 +47,12 @@ impl Exit {
         }
     }
 
-    /// The communication thread, for its end.
+    /// Takes the communication thread, to end it.
     pub fn take_worker(&self) -> Option<Worker> {
         self.worker.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Orders an abort.
+    /// Requests an abort of all ranks.
     pub fn request_abort(&self, code: i32) {
         self.shared.abort(code);
         // The thread may be asleep on its queue.
@@ -66,31 +66,31 @@ impl Exit {
             Abort::Unwind => std::panic::resume_unwind(Box::new(Aborted { code })),
             Abort::Exit => {
                 if self.has_others {
-                    std::thread::sleep(ABORT_PATIENCE);
+                    std::thread::sleep(ABORT_TIMEOUT);
                 }
                 leave(code)
             }
         }
     }
 
-    /// Ends the job from a thread that knows it to be stuck, and this process with it.
+    /// Ends the job and this process. Called by the watchdog when the job hangs.
     pub fn end_job(&self, code: i32) -> ! {
         if let Abort::Exit = self.abort {
             self.request_abort(code);
-            std::thread::sleep(ABORT_PATIENCE);
+            std::thread::sleep(ABORT_TIMEOUT);
         }
         leave(code)
     }
 }
 
-/// Ends this process. Libraries clean up when a process ends, and may wait for a lock that a stuck
-/// thread holds: after a while it ends without.
+/// Exits this process. The exit handlers of libraries may wait for a lock that a stuck thread
+/// holds, so after [`ABORT_TIMEOUT`] the process aborts without them.
 pub fn leave(code: i32) -> ! {
-    let impatient = || {
-        std::thread::sleep(ABORT_PATIENCE);
+    let abort_later = || {
+        std::thread::sleep(ABORT_TIMEOUT);
         std::process::abort()
     };
-    // Without a thread the process waits for them.
-    let _ = std::thread::Builder::new().spawn(impatient);
+    // If no thread can be started, the process waits for the handlers.
+    let _ = std::thread::Builder::new().spawn(abort_later);
     std::process::exit(code)
 }

@@ -1,4 +1,4 @@
-//! Collectives and messages of a group of ranks.
+//! Collectives and point-to-point messages of a group of ranks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,16 +20,16 @@ use super::worker::{CommRequest, CommThreadState};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, CommBuffer};
 
-/// Some ranks of the world, in order. Clones share the communication thread.
+/// A group of ranks of the world, in order. Clones share the communication thread.
 ///
-/// Collectives are requested by all ranks of the group, in the same order. A group of one is the
-/// identity.
+/// All ranks of the group must request its collectives, in the same order. On a group of one rank
+/// every collective is the identity.
 pub struct Group<B: Backend> {
     comm: Comm<B>,
     members: GroupRanks,
     table: Arc<Table>,
     name: &'static str,
-    /// Name of the block that requests through this handle concern.
+    /// The name of the unit that requests through this handle concern.
     unit: Option<Arc<str>>,
 }
 
@@ -46,16 +46,17 @@ impl<B: Backend> Clone for Group<B> {
 }
 
 impl<B: Backend> Comm<B> {
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn world(&self) -> Group<B> {
         Group::new(self.clone(), self.home.clone()).named(WORLD)
     }
 
-    /// Collective over the world: the group of the ranks that share my colour, ordered by rank.
-    /// Every rank passes the colours of *all* ranks. The group lives as long as the communicator.
+    /// Returns the group of the ranks of this rank's colour, ordered by rank. Every rank passes the
+    /// colours of *all* ranks. The group lives as long as the communicator. Collective over the
+    /// world.
     ///
     /// # Errors
-    /// A colour is missing, or the message between ranks failed.
+    /// Returns an error if the number of colours is wrong, or a message between ranks failed.
     pub fn split(&self, colors_of_all_ranks: &[usize]) -> Result<Group<B>> {
         Ok(Group::new(self.clone(), self.members(colors_of_all_ranks)?))
     }
@@ -67,43 +68,45 @@ impl<B: Backend> Group<B> {
         Self { comm, members, table, name: "group", unit: None }
     }
 
-    /// The same group with a name for people to read.
+    /// Returns the same group with a name that logs and reports show.
     #[must_use]
     pub fn named(mut self, name: &'static str) -> Self {
         self.name = name;
         self
     }
 
-    /// A handle for requests about a unit, such as a block: people find its name in ledgers, errors
-    /// and traces. Debug builds check that all ranks request the same of the same.
+    /// Returns a handle for requests about a unit, such as a block, whose name flight recorders,
+    /// errors and traces show. Debug builds check that all ranks request the same operation of the
+    /// same unit.
     #[must_use]
     pub fn with_label(&self, unit: &Arc<str>) -> Self {
         Self { unit: Some(unit.clone()), ..self.clone() }
     }
 
-    /// The same ranks, with algorithms chosen by `table`, which is the same on all of them.
+    /// Returns the same group with the algorithms of `table`, which must be the same on all ranks.
     #[must_use]
     pub fn with_algorithms(&self, table: Table) -> Self {
         Self { table: Arc::new(table), ..self.clone() }
     }
 
-    /// The algorithms of the operations.
+    /// Returns the algorithms of the operations.
     pub fn table(&self) -> &Table {
         &self.table
     }
 
-    /// Nodes that the group's ranks are on.
+    /// Returns the number of nodes that the group's ranks are on.
     pub fn nodes(&self) -> usize {
         self.members.by_node().len()
     }
 
-    /// Whether this rank is the first one of the group on its node.
+    /// Returns true if this rank is the first one of the group on its node.
     pub fn is_first_of_node(&self) -> bool {
         self.members.by_node().iter().any(|ranks| ranks.first() == Some(&self.rank()))
     }
 
-    /// Algorithms that this group can run: the library's own only where there is a library. With
-    /// `exact`, only those that add in the order of [`Algorithm::HalvingDoubling`].
+    /// Returns the algorithms that this group can run: the vendor's only where the transport has
+    /// vendor collectives. With `exact`, only those that add in the order of
+    /// [`Algorithm::HalvingDoubling`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
         let vendor =
             self.comm.inner.world.vendor || self.comm.device_path() == Some(DeviceTransport::Nccl);
@@ -114,27 +117,27 @@ impl<B: Backend> Group<B> {
         Algorithm::ALL.into_iter().filter(fits).collect()
     }
 
-    /// My rank in the world and my host, for people.
+    /// Describes this rank for messages: its number in the world and its host.
     pub fn place(&self) -> String {
         format!("rank {} on {}", self.comm.rank(), self.comm.node().host)
     }
 
-    /// My number in the group.
+    /// Returns this rank's number in the group.
     pub fn rank(&self) -> usize {
         self.members.rank
     }
 
-    /// Ranks in the group.
+    /// Returns the number of ranks in the group.
     pub fn size(&self) -> usize {
         self.members.size()
     }
 
-    /// Cost of communication for this rank so far, in all groups.
+    /// Returns the communication statistics of this rank so far, over all groups.
     pub fn stats(&self) -> Stats {
         self.comm.stats()
     }
 
-    /// The sum over all ranks of the elements in `range`, on every rank.
+    /// Sums the elements in `range` over all ranks, on every rank.
     pub fn all_reduce(&self, buf: B::Buf, range: Range<usize>) -> Pending<B::Buf> {
         let len = B::len(&buf);
         if range.start > range.end || range.end > len {
@@ -145,8 +148,9 @@ impl<B: Backend> Group<B> {
         self.collective(Operation::AllReduce, Pending::ready(buf), range, None)
     }
 
-    /// As [`all_reduce`](Group::all_reduce), of the buffer that `before` will give: it follows that
-    /// request without any other thread in between. The range lies in the buffer.
+    /// Runs [`all_reduce`](Group::all_reduce) on the buffer that `before` will return. The
+    /// communication thread chains the two requests without the caller waiting for the first. The
+    /// range must lie in the buffer.
     pub fn all_reduce_after(
         &self,
         before: Pending<B::Buf>,
@@ -155,36 +159,40 @@ impl<B: Backend> Group<B> {
         self.collective(Operation::AllReduce, before, range, None)
     }
 
-    /// The sum over all ranks of a whole buffer, on rank 0; elsewhere its elements are unspecified.
+    /// Sums a whole buffer over all ranks, on rank 0. On the other ranks its elements are
+    /// unspecified afterwards.
     pub fn reduce(&self, buf: B::Buf) -> Pending<B::Buf> {
         let range = 0..B::len(&buf);
         self.reduce_after(Pending::ready(buf), range)
     }
 
-    /// As [`reduce`](Group::reduce), of the elements in `range` of the buffer that `before` will
-    /// give, as in [`all_reduce_after`](Group::all_reduce_after).
+    /// Runs [`reduce`](Group::reduce) on the elements in `range` of the buffer that `before` will
+    /// return, as [`all_reduce_after`](Group::all_reduce_after) does.
     pub fn reduce_after(&self, before: Pending<B::Buf>, range: Range<usize>) -> Pending<B::Buf> {
         self.collective(Operation::Reduce, before, range, None)
     }
 
-    /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of
-    /// the buffer is unspecified afterwards. The length is a multiple of the group's size.
+    /// Sums over all ranks and leaves each rank its part, elements
+    /// `rank·len/size..(rank+1)·len/size`. The rest of the buffer is unspecified afterwards. The
+    /// length must be a multiple of the group's size.
     pub fn reduce_scatter(&self, buf: B::Buf) -> Pending<B::Buf> {
         self.collective_of_parts(Operation::ReduceScatter, buf)
     }
 
-    /// Every rank's part, as in [`reduce_scatter`](Group::reduce_scatter), on every rank, in place.
+    /// Brings every rank's part, as in [`reduce_scatter`](Group::reduce_scatter), to every rank, in
+    /// place.
     pub fn all_gather(&self, buf: B::Buf) -> Pending<B::Buf> {
         self.collective_of_parts(Operation::AllGather, buf)
     }
 
-    /// As [`all_gather`](Group::all_gather), of the buffer that `before` will give, as in
-    /// [`all_reduce_after`](Group::all_reduce_after). Its length is a multiple of the group's size.
+    /// Runs [`all_gather`](Group::all_gather) on the buffer that `before` will return, as
+    /// [`all_reduce_after`](Group::all_reduce_after) does. Its length `len` must be a multiple of
+    /// the group's size.
     pub fn all_gather_after(&self, before: Pending<B::Buf>, len: usize) -> Pending<B::Buf> {
         self.collective(Operation::AllGather, before, 0..len, None)
     }
 
-    /// The elements of rank `root`, on every rank.
+    /// Broadcasts the elements of rank `root` to every rank.
     pub fn broadcast(&self, buf: B::Buf, root: usize) -> Pending<B::Buf> {
         if root >= self.size() {
             return Pending::refused(Error::internal(format!(
@@ -196,12 +204,13 @@ impl<B: Backend> Group<B> {
         self.collective(Operation::Broadcast, Pending::ready(buf), range, Some(root))
     }
 
-    /// The elements of rank 0 in `range`, on every rank. The range lies in the buffer.
+    /// Broadcasts the elements of rank 0 in `range` to every rank. The range must lie in the
+    /// buffer.
     pub fn broadcast_range(&self, buf: B::Buf, range: Range<usize>) -> Pending<B::Buf> {
         self.collective(Operation::Broadcast, Pending::ready(buf), range, Some(0))
     }
 
-    /// One of the collectives above on a whole buffer; rank 0 is the root of a broadcast.
+    /// Runs `operation` on a whole buffer. Rank 0 is the root of a broadcast.
     pub fn run(&self, operation: Operation, buf: B::Buf) -> Pending<B::Buf> {
         match operation {
             Operation::AllReduce => {
@@ -215,8 +224,8 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// Sends a buffer, which comes back when it may be written again. The communication thread does
-    /// not wait for the receiver before it turns to the next request.
+    /// Sends a buffer, which is returned when it may be written again. The communication thread
+    /// does not wait for the receiver before it serves the next request.
     pub fn send(&self, to: usize, buf: B::Buf) -> Pending<B::Buf> {
         let ready = match self.check_peer(to).and_then(|()| B::record_event(&buf)) {
             Ok(ready) => ready,
@@ -227,31 +236,31 @@ impl<B: Backend> Group<B> {
         let path = self.comm.path;
         let words = self.comm.slot;
         self.comm.inner.submit(CommRequest::run(move |state| {
-            let mut parcel = Box::new(P2pRequest::<B> { buf, reply, entry: None });
+            let mut message = Box::new(P2pRequest::<B> { buf, reply, entry: None });
             if let Err(error) =
                 state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err))
             {
-                return parcel.finish(Err(error));
+                return message.finish(Err(error));
             }
             if !B::ON_HOST && path.stages_messages() {
-                let sent = state.attempt(|state| match whole::<B>(&mut parcel.buf)? {
+                let sent = state.attempt(|state| match whole::<B>(&mut message.buf)? {
                     CommBuffer::Device(memory, copies) => {
                         let staging =
                             PinnedStaging { copies: &*copies, slots: &state.slots, words };
-                        staging.send(memory, &mut *state.wire, &members, to)
+                        staging.send(memory, &mut *state.transport, &members, to)
                     }
                     CommBuffer::Host(_) => Err(on_host()),
                 });
-                return parcel.finish(sent);
+                return message.finish(sent);
             }
-            // The wire answers through the parcel, also after a failure.
-            let _ = state.attempt(|state| state.wire.post(&members, Peer::To(to), parcel));
+            // The transport answers through the message, also after a failure.
+            let _ = state.attempt(|state| state.transport.post(&members, Peer::To(to), message));
         }));
         pending
     }
 
-    /// Fills a buffer with a message of rank `from`, which has the same length. The communication
-    /// thread does not wait for it before it turns to the next request.
+    /// Receives a message of the buffer's length from rank `from`. The communication thread does
+    /// not wait for it before it serves the next request.
     pub fn recv(&self, from: usize, buf: B::Buf) -> Pending<B::Buf> {
         let ready = match self.check_peer(from).and_then(|()| B::record_event(&buf)) {
             Ok(ready) => ready,
@@ -273,8 +282,9 @@ impl<B: Backend> Group<B> {
             let number = state.shared.ledger().begin(&members, &label).0;
             posted.entry = Some(P2pRecord::new(&state.shared, number));
             if B::ON_HOST || !path.stages_messages() {
-                // The wire answers through the parcel, also after a failure.
-                let _ = state.attempt(|state| state.wire.post(&members, Peer::From(from), posted));
+                // The transport answers through the message, also after a failure.
+                let _ =
+                    state.attempt(|state| state.transport.post(&members, Peer::From(from), posted));
                 return;
             }
             match chunks(posted, &state.slots, words) {
@@ -282,7 +292,7 @@ impl<B: Backend> Group<B> {
                 Ok(chunks) => {
                     for chunk in chunks {
                         let _ = state.attempt(|state| {
-                            state.wire.post(&members, Peer::From(from), Box::new(chunk))
+                            state.transport.post(&members, Peer::From(from), Box::new(chunk))
                         });
                     }
                 }
@@ -291,51 +301,51 @@ impl<B: Backend> Group<B> {
         pending
     }
 
-    /// Every rank's bytes, of any length, in rank order, on every rank.
+    /// Returns every rank's bytes, of any length, in rank order, on every rank.
     pub fn gather_bytes(&self, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         self.gather_as("gather_bytes", mine)
     }
 
-    /// Every rank's bytes, of any length, in rank order, on rank 0 of the group; nothing on the
-    /// other ranks.
+    /// Returns every rank's bytes, of any length, in rank order, on rank 0 of the group, and an
+    /// empty vector on the other ranks.
     pub fn gather_bytes_to_root(&self, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         if self.size() == 1 {
             return Pending::ready(vec![mine]);
         }
         let label = self.label("gather_bytes_to_root", Size::Own(mine.len()), "binomial tree");
-        self.metadata(label, |wire, members| bytes::gather_to_root(wire, members, mine))
+        self.metadata(label, |transport, members| bytes::gather_to_root(transport, members, mine))
     }
 
-    /// The bytes of rank 0 of the group, of any length, on every rank; those of the other ranks are
-    /// ignored.
+    /// Returns the bytes of rank 0 of the group, of any length, on every rank. `mine` is ignored on
+    /// the other ranks.
     pub fn broadcast_bytes(&self, mine: Vec<u8>) -> Pending<Vec<u8>> {
         if self.size() == 1 {
             return Pending::ready(mine);
         }
         let label = self.label("broadcast_bytes", Size::Own(mine.len()), "binomial tree");
-        self.metadata(label, |wire, members| bytes::broadcast(wire, members, mine))
+        self.metadata(label, |transport, members| bytes::broadcast(transport, members, mine))
     }
 
-    /// The bytes that rank 0 of the group gives for each rank, of any lengths, in rank order; each
-    /// rank receives its own. The other ranks give nothing.
+    /// Returns on each rank the bytes that rank 0 of the group has for it. On rank 0 `all` has the
+    /// bytes of each rank in rank order, of any length; on the other ranks it is ignored.
     pub fn scatter_bytes(&self, mut all: Vec<Vec<u8>>) -> Pending<Vec<u8>> {
         if self.size() == 1 {
             return Pending::ready(all.pop().unwrap_or_default());
         }
         let label =
             self.label("scatter_bytes", Size::Own(all.iter().map(Vec::len).sum()), "binomial tree");
-        self.metadata(label, |wire, members| bytes::scatter(wire, members, all))
+        self.metadata(label, |transport, members| bytes::scatter(transport, members, all))
     }
 
-    /// As [`Group::gather_bytes`], of numbers; waits for them.
+    /// Returns every rank's numbers, in rank order, on every rank. Blocks until they have arrived.
     ///
     /// # Errors
-    /// A message failed.
+    /// Returns an error if a message failed.
     pub fn all_gather_u64(&self, mine: &[u64]) -> Result<Vec<Vec<u64>>> {
         Ok(self.gather_bytes(encode(mine)).wait()?.iter().map(|bytes| decode(bytes)).collect())
     }
 
-    /// As [`Group::broadcast_bytes`], of numbers; waits for them.
+    /// Returns the numbers of rank 0 on every rank. Blocks until they have arrived.
     ///
     /// # Errors
     /// Returns an error if a message failed.
@@ -348,10 +358,10 @@ impl<B: Backend> Group<B> {
             return Pending::ready(vec![mine]);
         }
         let label = self.label(op, Size::Own(mine.len()), "dissemination");
-        self.metadata(label, |wire, members| bytes::gather(wire, members, mine))
+        self.metadata(label, |transport, members| bytes::gather(transport, members, mine))
     }
 
-    /// Done when every rank has made the request.
+    /// Returns a request that is done when every rank has made it.
     pub fn barrier(&self) -> Pending<()> {
         if self.size() == 1 {
             return Pending::ready(());
@@ -369,18 +379,18 @@ impl<B: Backend> Group<B> {
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(CommRequest::run(move |state| {
-            let done =
-                state.collective(&members, &label, |state| exchange(&mut *state.wire, &members));
+            let done = state
+                .collective(&members, &label, |state| exchange(&mut *state.transport, &members));
             reply.send(done);
         }));
         pending
     }
 
-    /// Collective: succeeds on all ranks or on none.
+    /// Agrees on errors: succeeds on all ranks or on none. Collective.
     ///
     /// # Errors
-    /// The error of the lowest rank that has one, the same on every rank. It names that rank,
-    /// unless all ranks failed alike.
+    /// Returns the error of the lowest rank that has one, the same on every rank. It names that
+    /// rank, unless all ranks have the same error.
     pub fn all_ok<T>(&self, mine: Result<T>) -> Result<T> {
         if self.size() == 1 {
             return mine;
@@ -391,8 +401,8 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// The error that all ranks of [`Self::all_ok`] return, if one of them has one. Not generic: it
-    /// is compiled once.
+    /// Returns the error that all ranks of [`Self::all_ok`] return, if a rank has one. It does not
+    /// depend on the type of the result, so it is compiled once.
     fn first_error(&self, mine: Option<&Error>) -> Option<Error> {
         let report = match serde_json::to_vec(&mine) {
             Ok(report) => report,
@@ -403,18 +413,19 @@ impl<B: Backend> Group<B> {
         let reports = match self.gather_as("agree", report).wait() {
             Ok(reports) => reports,
             // A local error says more than the failure to report it.
-            Err(unheard) => return Some(mine.cloned().unwrap_or(unheard)),
+            Err(failure) => return Some(mine.cloned().unwrap_or(failure)),
         };
-        let alike = reports.iter().all(|report| *report == reports[0]);
+        let same = reports.iter().all(|report| *report == reports[0]);
         for (&rank, report) in self.members.ranks.iter().zip(&reports) {
             match serde_json::from_slice::<Option<Error>>(report) {
                 Ok(None) => {}
                 Ok(Some(error)) => {
-                    return Some(if alike { error } else { error.on_rank(rank) }.shared());
+                    return Some(if same { error } else { error.on_rank(rank) }.shared());
                 }
                 Err(error) => {
                     return Some(
-                        Error::internal(format!("unreadable report: {error}")).on_rank(rank),
+                        Error::internal(format!("cannot parse the error of this rank: {error}"))
+                            .on_rank(rank),
                     );
                 }
             }
@@ -434,8 +445,8 @@ impl<B: Backend> Group<B> {
         self.collective(op, Pending::ready(buf), 0..len, None)
     }
 
-    /// Queues a collective on a range of a buffer, which may be one that an earlier request of this
-    /// rank will give.
+    /// Queues a collective on a range of a buffer, which an earlier request of this rank may still
+    /// have to return.
     fn collective(
         &self,
         operation: Operation,
@@ -446,7 +457,7 @@ impl<B: Backend> Group<B> {
         if self.size() == 1 {
             return before;
         }
-        // A buffer that a request gives is done with when it comes.
+        // A buffer that an earlier request returns needs no event.
         let ready = match before.at_hand().map(B::record_event).transpose() {
             Ok(ready) => ready.flatten(),
             Err(error) => return Pending::refused(error),
@@ -462,7 +473,7 @@ impl<B: Backend> Group<B> {
         self.comm.inner.submit(CommRequest::run(move |state| {
             let done = state.after(ready).and_then(|()| {
                 state.collective(&members, &label, |state| {
-                    // Requests run in their order: the buffer is there.
+                    // Requests run in order, so `before` is done.
                     let mut buf = before.wait()?;
                     let reach = (range.len(), B::comm_buffer(&mut buf, range)?);
                     run(state, call, &members, reach, path)?;
@@ -490,18 +501,18 @@ impl<B: Backend> Group<B> {
     }
 }
 
-/// Numbers as bytes.
+/// Encodes numbers as bytes.
 fn encode(numbers: &[u64]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
 }
 
-/// The numbers in bytes.
+/// Decodes numbers from bytes.
 fn decode(bytes: &[u8]) -> Vec<u64> {
     bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect()
 }
 
-/// Runs a collective on so many elements where their memory is. Device memory takes the given path,
-/// through slots of so many words.
+/// Runs a collective on memory of `elements` elements, on the host or on a device. Device memory
+/// uses transport `path`, with host-staged chunks of `slot` words.
 fn run(
     state: &mut CommThreadState,
     call: Call,
@@ -509,56 +520,64 @@ fn run(
     (elements, memory): (usize, CommBuffer<'_>),
     (path, slot): (DeviceTransport, usize),
 ) -> Result<()> {
-    let CommThreadState { wire, scratch, slots, room, device_comms, shared, .. } = state;
-    let wire = &mut **wire;
+    let CommThreadState {
+        transport,
+        scratch,
+        slots,
+        room: device_scratch,
+        device_comms,
+        shared,
+        ..
+    } = state;
+    let transport = &mut **transport;
     let words = match &memory {
         CommBuffer::Host(memory) => memory.len(),
         CommBuffer::Device(memory, _) => memory.words(),
     };
     if call.operation.adds() && words != elements {
-        return Err(Error::internal(format!("{} of numbers that are not f32", call.operation)));
+        return Err(Error::internal(format!("{} requires f32 elements", call.operation)));
     }
     let in_parts = matches!(call.operation, Operation::ReduceScatter | Operation::AllGather);
     if in_parts && !words.is_multiple_of(group.size()) {
-        let told =
+        let message =
             format!("{} of {words} words of memory in {} parts", call.operation, group.size());
-        return Err(Error::internal(told));
+        return Err(Error::internal(message));
     }
     match (memory, path) {
         (CommBuffer::Host(memory), _) => {
-            algorithms::run(call, &mut HostBuffer { memory, scratch }, wire, group)
+            algorithms::run(call, &mut HostBuffer { memory, scratch }, transport, group)
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::HostStaged) => {
             PinnedStaging { copies: &*copies, slots, words: slot }
-                .collective(call, memory, wire, scratch, group)
+                .collective(call, memory, transport, scratch, group)
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::CudaAware) => {
             let copies = &*copies;
             algorithms::run(
                 call,
-                &mut CudaAware { memory, device_comm: None, copies, room, shared },
-                wire,
+                &mut CudaAware { memory, device_comm: None, copies, room: device_scratch, shared },
+                transport,
                 group,
             )
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::Nccl) => {
-            let (copies, device_comm) = (&*copies, device_comms.of(&*copies, wire, group)?);
+            let (copies, device_comm) = (&*copies, device_comms.of(&*copies, transport, group)?);
             if let Some(levels) = nccl_p2p::takes(call, group) {
                 let chunk = nccl_p2p::chunk(slot, group.size());
                 let grouped = NcclP2pCollective {
                     memory,
                     device_comm,
                     copies,
-                    places: &mut room.terms,
+                    places: &mut device_scratch.terms,
                     chunk,
                 };
-                return grouped.run(call, &levels, wire, group);
+                return grouped.run(call, &levels, transport, group);
             }
             let device_comm = Some(device_comm);
             algorithms::run(
                 call,
-                &mut CudaAware { memory, device_comm, copies, room, shared },
-                wire,
+                &mut CudaAware { memory, device_comm, copies, room: device_scratch, shared },
+                transport,
                 group,
             )
         }

@@ -1,5 +1,4 @@
-//! Work of some ranks that the others wait for, however long it takes, without being taken for
-//! stuck.
+//! Lets ranks wait for long work of other ranks without the watchdog reporting a hang.
 
 use std::time::Duration;
 
@@ -8,18 +7,19 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn_scoped;
 use hpctrain_device::Backend;
 
-/// Times between two meetings: the first, which doubles, and the longest.
+/// The first and the longest pause between two keepalive collectives. The pause doubles each time.
 const FIRST: Duration = Duration::from_micros(200);
 const LONGEST: Duration = Duration::from_secs(1);
 
 impl<B: Backend> Group<B> {
-    /// Does the work of the ranks that have some; the others meet meanwhile with a message from
-    /// time to time, so that no wait is longer than a moment as long as every rank lives. Returns
-    /// the result of this rank's work, or the error of any. For work that takes longer than a
-    /// collective may, and has a time limit of its own or shows progress by itself. Collective.
+    /// Runs the work of the ranks that have some, while all ranks run small keepalive collectives,
+    /// so that no single wait is long while every rank is alive. Returns the result of this rank's
+    /// work. For work that may take longer than a collective's timeout, and has its own time limit
+    /// or reports progress. Collective.
     ///
     /// # Errors
-    /// That of the work of a rank, which all ranks share; or a message between them failed.
+    /// Returns an error if the work of any rank failed, the same on all ranks, or a message between
+    /// them failed.
     pub fn with_keepalive<T: Send>(
         &self,
         work: Option<impl FnOnce() -> Result<T> + Send>,
@@ -28,15 +28,15 @@ impl<B: Backend> Group<B> {
             return work.map(|work| work()).transpose();
         }
         std::thread::scope(|scope| {
-            let mut begun = work.map(|work| spawn_scoped(scope, "patient", work));
+            let mut begun = work.map(|work| spawn_scoped(scope, "keepalive-work", work));
             let mut pause = FIRST;
             loop {
                 let is_done = match &begun {
                     Some(Ok(thread)) => thread.is_finished(),
                     _ => true,
                 };
-                let told = self.gather_as("meet", vec![u8::from(is_done)]).wait()?;
-                if told.iter().all(|done| *done == [1]) {
+                let reports = self.gather_as("meet", vec![u8::from(is_done)]).wait()?;
+                if reports.iter().all(|done| *done == [1]) {
                     break;
                 }
                 std::thread::sleep(pause);

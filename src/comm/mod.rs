@@ -1,15 +1,15 @@
-//! Messages between ranks.
+//! Collectives and point-to-point messages between ranks.
 //!
-//! One **communication thread** per rank owns the wire: with MPI it initialises the library, makes
-//! every call and finalises it. Compute threads hand it buffers *by move*, and [`Pending::wait`]
-//! gives them back, so no borrow can race with the wire. Requests run in the order they were made,
-//! one at a time; only sends finish in the background. The ranks of a group must make the same
-//! collective requests in the same order, which debug builds check.
+//! One **communication thread** per rank owns the transport: with MPI it initialises the library,
+//! makes every call and finalises it. Compute threads hand it buffers *by move*, and
+//! [`Pending::wait`] gives them back, so no borrow can race with the transport. Requests run in the
+//! order they were made, one at a time; only sends finish in the background. The ranks of a group
+//! must make the same collective requests in the same order, which debug builds check.
 //!
-//! Four things carry messages: MPI ([`start_mpi`]), TCP between processes that meet by themselves
-//! ([`start_tcp`]), mailboxes between threads of one process ([`start_threads`], for tests and
-//! simulation), and nothing at all ([`single`]). The collectives above them are shared. A group of
-//! one rank is the identity, so callers never ask how large a group is.
+//! The transports are MPI ([`start_mpi`]), TCP between processes that meet by themselves
+//! ([`start_tcp`]), and mailboxes between threads of one process ([`start_threads`], for tests and
+//! simulation); a single rank needs none ([`single`]). The collectives above them are shared. A
+//! collective of a group of one rank is the identity, so callers need not check the group's size.
 
 mod algorithms;
 mod autotune;

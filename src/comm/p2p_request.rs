@@ -1,4 +1,4 @@
-//! Buffers that the wire owns while a message leaves or arrives.
+//! Buffers that the transport owns while a point-to-point message is in flight.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,17 +10,17 @@ use super::transport::{P2pBuffer, Payload};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, CommBuffer};
 
-/// All of a buffer.
+/// Returns the memory of a whole buffer.
 pub fn whole<B: Backend>(buf: &mut B::Buf) -> Result<CommBuffer<'_>> {
     let len = B::len(buf);
     B::comm_buffer(buf, 0..len)
 }
 
-/// A buffer on its way to another rank, or from one.
+/// A buffer that is sent to another rank, or received from one.
 pub struct P2pRequest<B: Backend> {
     pub buf: B::Buf,
     pub reply: Reply<B::Buf>,
-    /// The entry of one that arrives.
+    /// The flight recorder's entry of a message that is received.
     pub entry: Option<P2pRecord>,
 }
 
@@ -47,7 +47,7 @@ impl<B: Backend> P2pBuffer for P2pRequest<B> {
     }
 }
 
-/// The ledger's entry of a message under way.
+/// The flight recorder's entry of a message in flight.
 pub struct P2pRecord {
     shared: Arc<Shared>,
     number: u64,
@@ -63,15 +63,15 @@ impl P2pRecord {
     }
 }
 
-/// A buffer that a message fills by way of the host, a slot at a time.
+/// A buffer that a host-staged message fills slot by slot.
 struct StagedRecv<B: Backend> {
-    /// Taken when the last slot has been copied, or one has failed.
+    /// The request; taken when the last slot has been copied, or one has failed.
     posted: Option<Box<P2pRequest<B>>>,
-    /// Slots that have not been copied.
+    /// The number of slots that have not been copied yet.
     left: usize,
 }
 
-/// A slot of a [`StagedRecv`] that a message arrives in.
+/// A slot of a [`StagedRecv`] that receives a part of the message.
 pub struct RecvChunk<B: Backend> {
     slot: Lent,
     words: Range<usize>,
@@ -79,7 +79,7 @@ pub struct RecvChunk<B: Backend> {
 }
 
 impl<B: Backend> RecvChunk<B> {
-    /// Brings the slot to the device.
+    /// Copies the slot to the device.
     fn copy(&mut self, buf: &mut B::Buf) -> Result<()> {
         match whole::<B>(buf)? {
             CommBuffer::Device(memory, copies) => {
@@ -97,13 +97,13 @@ impl<B: Backend> P2pBuffer for RecvChunk<B> {
     }
 
     fn finish(mut self: Box<Self>, done: Result<()>) {
-        let filling = self.whole.clone();
-        let mut filling = filling.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(posted) = &mut filling.posted else { return };
+        let staged = self.whole.clone();
+        let mut staged = staged.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(posted) = &mut staged.posted else { return };
         let done = done.and_then(|()| self.copy(&mut posted.buf));
-        filling.left -= 1;
-        if (filling.left == 0 || done.is_err())
-            && let Some(posted) = filling.posted.take()
+        staged.left -= 1;
+        if (staged.left == 0 || done.is_err())
+            && let Some(posted) = staged.posted.take()
         {
             posted.finish(done);
         }
@@ -115,14 +115,14 @@ impl<B: Backend> P2pBuffer for RecvChunk<B> {
     }
 }
 
-/// The parcels in which a message for device memory arrives by way of the host; none of an empty
-/// one, which is there. After an error the buffer is given back with it.
+/// Creates the receives of a host-staged message for device memory. An empty message has none and
+/// finishes at once. After an error the request is finished with it.
 pub fn chunks<B: Backend>(
     mut posted: Box<P2pRequest<B>>,
     slots: &Arc<Slots>,
     words: usize,
 ) -> Result<Vec<RecvChunk<B>>> {
-    let taken = whole::<B>(&mut posted.buf).and_then(|reach| match reach {
+    let taken = whole::<B>(&mut posted.buf).and_then(|memory| match memory {
         CommBuffer::Device(memory, copies) => {
             PinnedStaging { copies: &*copies, slots, words }.chunks_to_fill(memory)
         }
@@ -132,8 +132,8 @@ pub fn chunks<B: Backend>(
         Ok(taken) if !taken.is_empty() => {
             let whole =
                 Arc::new(Mutex::new(StagedRecv { posted: Some(posted), left: taken.len() }));
-            let parcel = |(slot, words)| RecvChunk { slot, words, whole: whole.clone() };
-            Ok(taken.into_iter().map(parcel).collect())
+            let chunk = |(slot, words)| RecvChunk { slot, words, whole: whole.clone() };
+            Ok(taken.into_iter().map(chunk).collect())
         }
         done => {
             let done = done.map(drop);
@@ -143,7 +143,7 @@ pub fn chunks<B: Backend>(
     }
 }
 
-/// The memory of a backend on a device.
+/// Creates the error of a device backend whose memory is on the host.
 pub fn on_host() -> Error {
-    Error::internal("device memory turned out to be the host's")
+    Error::internal("a device backend returned host memory")
 }

@@ -1,4 +1,4 @@
-//! The result of a request that may still be on its way.
+//! The result of a request that may still be in flight.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use super::shared::Shared;
 use hpctrain_base::error::{Error, Result};
 
-/// A value that the communication thread will hand back.
+/// A value that the communication thread will return.
 #[must_use = "the buffer comes back, and errors show, only through `wait`"]
 pub struct Pending<T>(State<T>);
 
@@ -18,7 +18,7 @@ enum State<T> {
 /// The sending end of an answer, for the communication thread.
 pub struct Reply<T>(SyncSender<Result<T>>);
 
-/// Both ends of one answer.
+/// Creates both ends of one answer.
 pub fn reply<T>(shared: &Arc<Shared>) -> (Reply<T>, Pending<T>) {
     let (sender, answer) = sync_channel(1);
     (Reply(sender), Pending(State::Requested { answer, shared: shared.clone() }))
@@ -32,17 +32,17 @@ impl<T> Reply<T> {
 }
 
 impl<T> Pending<T> {
-    /// A value that needed no communication.
+    /// Creates a result that needed no communication.
     pub fn ready(value: T) -> Self {
         Self(State::Ready(Ok(value)))
     }
 
-    /// A request that was refused.
+    /// Creates the result of a request that was refused.
     pub(super) fn refused(error: Error) -> Self {
         Self(State::Ready(Err(error)))
     }
 
-    /// The value, if it needed no communication.
+    /// Returns the value if it needed no communication.
     pub(super) fn at_hand(&self) -> Option<&T> {
         match &self.0 {
             State::Ready(value) => value.as_ref().ok(),
@@ -50,7 +50,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Whether the request is done: [`Pending::wait`] would not block.
+    /// Returns true if the request is done: [`Pending::wait`] would not block.
     pub fn is_done(&mut self) -> bool {
         if let State::Requested { answer, .. } = &self.0 {
             self.0 = State::Ready(match answer.try_recv() {
@@ -65,7 +65,8 @@ impl<T> Pending<T> {
     /// Blocks until the request is done and returns its value.
     ///
     /// # Errors
-    /// The request, or one before it, failed: a message between ranks was lost, a rank is gone.
+    /// Returns an error if this request or an earlier one failed, for example because a message was
+    /// lost or a rank has exited.
     pub fn wait(self) -> Result<T> {
         let (answer, shared) = match self.0 {
             State::Ready(value) => return value,

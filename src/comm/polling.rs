@@ -1,13 +1,13 @@
 //! Polling of the communication thread.
 //!
-//! Non-blocking requests are polled: hot while compute is blocked on the result, with naps while
-//! compute works, because both want the same core. Where the node is oversubscribed (ranks
-//! outnumber cores, or Open MPI's `mpi_yield_when_idle` says that the cores are shared), a blocked
-//! rank yields its core and, after [`YIELDING`], naps, too. An abort is therefore heard in the
-//! middle of a collective; only the library's own collectives block.
+//! Non-blocking requests are polled: by busy polling while compute is blocked on the result, and
+//! with sleeps while compute works, because both need the same core. Where the node is
+//! oversubscribed (ranks outnumber cores, or Open MPI's `mpi_yield_when_idle` says that the cores
+//! are shared), a blocked rank yields its core and, after [`YIELD_TIME`], sleeps, too. An abort
+//! therefore takes effect in the middle of a collective; only vendor collectives block.
 //!
-//! A nap costs its core some 40 µs on a virtual machine, so each is twice as long as the one
-//! before. Compute that blocks, and a new request, end it.
+//! A sleep costs its core some 40 µs on a virtual machine, so each is twice as long as the one
+//! before. Compute that blocks, or a new request, ends it.
 
 use std::time::{Duration, Instant};
 
@@ -16,124 +16,134 @@ use super::transport::Transport;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::DeviceEvent;
 
-/// Hot polls between two offers of the core to others.
+/// Busy polls between two yields of the core.
 const POLLS_PER_YIELD: u32 = 64;
 
-/// Duration of yields of a blocked rank before it naps, on an oversubscribed node: other ranks and
+/// Time that a blocked rank yields before it sleeps, on an oversubscribed node: other ranks and
 /// programs need its core.
-const YIELDING: Duration = Duration::from_micros(200);
+const YIELD_TIME: Duration = Duration::from_micros(200);
 
-/// Duration of brisk polling although nobody waits: most messages of a transfer in progress arrive
-/// within it.
-const BRISK: Duration = Duration::from_micros(20);
+/// Duration of busy polling although no thread waits: most messages of a transfer in progress
+/// arrive within it.
+const BUSY_POLL_TIME: Duration = Duration::from_micros(20);
 
-/// The same where another thread of this process ends the wait, as it mostly does within that time:
-/// NCCL starts one for each group of messages of a communicator that does not block.
-const HANDED_OVER: Duration = Duration::from_micros(300);
+/// Duration of yielding where another thread of this process ends the wait, usually within that
+/// time: NCCL starts one for each group of messages of a non-blocking communicator.
+const HANDOVER_TIME: Duration = Duration::from_micros(300);
 
-/// The first nap between polls while compute works. With the timer slack of the thread it lasts a
+/// The first sleep between polls while compute works. The timer slack of the thread makes it a
 /// little longer.
-const NAP: Duration = Duration::from_micros(30);
+const FIRST_SLEEP: Duration = Duration::from_micros(30);
 
-/// The longest one: another rank may wait for this one's next message.
-const LONGEST: Duration = Duration::from_micros(120);
+/// The longest sleep: another rank may wait for this one's next message.
+const LONGEST_SLEEP: Duration = Duration::from_micros(120);
 
-/// While a posted message leaves a nap may also last such a part of the time since: its receiver,
-/// which was not ready so long, waits longer by no more.
-const PART: u32 = 8;
+/// While a posted message is being sent, a sleep may also last this fraction of the time since, so
+/// that its receiver, which was not ready so far, waits longer by at most that fraction.
+const SLEEP_FRACTION: u32 = 8;
 
-/// The longest one where messages are to arrive and nobody waits for them.
-const LONGEST_IDLE: Duration = Duration::from_millis(2);
+/// The longest sleep while messages are to arrive and no thread waits for them.
+const LONGEST_IDLE_SLEEP: Duration = Duration::from_millis(2);
 
-/// Waits for a device, while messages that are leaving go on and an abort is heard.
-pub fn settle(event: &dyn DeviceEvent, wire: &mut dyn Transport, shared: &Shared) -> Result<()> {
+/// Waits for a device event, while progressing posted messages and checking for an abort.
+///
+/// # Errors
+/// Returns an error if the event or a message failed, or an abort was requested.
+pub fn settle(
+    event: &dyn DeviceEvent,
+    transport: &mut dyn Transport,
+    shared: &Shared,
+) -> Result<()> {
     let mut backoff = Backoff::new(false);
     while !event.is_done()? {
         if let Some(code) = shared.aborted() {
-            wire.abort(code);
+            transport.abort(code);
             return Err(Error::comm(format!("aborted with code {code}")));
         }
-        wire.progress()?;
+        transport.progress()?;
         backoff.pause(shared);
     }
     Ok(())
 }
 
-/// Waits until a thread of the library of a device's vendor has queued what it was given, as
-/// [`settle`].
+/// Waits, like [`settle`], until a thread of the device vendor's library has queued the work that
+/// it was given.
 pub fn handed_over(
     event: &dyn DeviceEvent,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     shared: &Shared,
 ) -> Result<()> {
     let begun = Instant::now();
-    while begun.elapsed() < HANDED_OVER {
+    while begun.elapsed() < HANDOVER_TIME {
         if event.is_done()? {
             return Ok(());
         }
-        // It may have this core alone.
+        // That thread may share this core.
         std::thread::yield_now();
     }
-    settle(event, wire, shared)
+    settle(event, transport, shared)
 }
 
-/// One wait. While a thread of this rank is blocked, polling is hot, because compute cannot go on;
-/// otherwise compute needs the core, and polling soon backs off to naps.
+/// The backoff of one wait. While a thread of this rank is blocked, it busy-polls, because compute
+/// cannot continue; otherwise compute needs the core, and polling soon backs off to sleeps.
 pub struct Backoff {
     polls: u32,
-    /// Yields the core between any two polls.
+    /// Whether the core is yielded between any two polls.
     yields: bool,
-    /// Begin of polling while a thread is blocked.
+    /// The start of polling while a thread is blocked.
     blocked: Option<Instant>,
-    /// Begin of polling while compute works.
+    /// The start of polling while compute works.
     since: Option<Instant>,
-    /// The next nap.
-    nap: Duration,
+    /// The next sleep.
+    sleep: Duration,
 }
 
 impl Backoff {
-    /// A new wait that yields the core between any two polls if `yields` is set, and otherwise
-    /// spins.
+    /// Creates a backoff that yields the core between any two polls if `yields` is set, and
+    /// otherwise spins.
     pub fn new(yields: bool) -> Self {
-        Self { polls: 0, yields, blocked: None, since: None, nap: NAP }
+        Self { polls: 0, yields, blocked: None, since: None, sleep: FIRST_SLEEP }
     }
 
-    /// Ends the naps of a blocked rank: something has moved, and more is about to.
+    /// Resets the backoff of a blocked rank after progress: more is about to arrive.
     pub fn restart(&mut self) {
         if self.blocked.take().is_some() {
-            self.nap = NAP;
+            self.sleep = FIRST_SLEEP;
         }
     }
 
-    /// Passes the time until the next poll.
+    /// Pauses until the next poll.
     pub fn pause(&mut self, shared: &Shared) {
-        self.pass(shared, |_| LONGEST);
+        self.pass(shared, |_| LONGEST_SLEEP);
     }
 
-    /// As [`Backoff::pause`], where posted messages leave and there is no other request.
+    /// Pauses until the next poll while posted messages are being sent and there is no other
+    /// request.
     pub fn leaving(&mut self, shared: &Shared) {
-        self.pass(shared, |waited| LONGEST.max(waited / PART).min(LONGEST_IDLE));
+        self.pass(shared, |waited| {
+            LONGEST_SLEEP.max(waited / SLEEP_FRACTION).min(LONGEST_IDLE_SLEEP)
+        });
     }
 
-    /// As [`Backoff::pause`], where nothing of this rank's is wanted by others.
+    /// Pauses until the next poll while no other rank needs anything of this one.
     pub fn idle(&mut self, shared: &Shared) {
-        self.pass(shared, |_| LONGEST_IDLE);
+        self.pass(shared, |_| LONGEST_IDLE_SLEEP);
     }
 
-    /// `longest` is the longest nap, by the duration of the wait.
+    /// Pauses until the next poll. `longest` returns the longest sleep for a duration of the wait.
     fn pass(&mut self, shared: &Shared, longest: impl Fn(Duration) -> Duration) {
         self.polls = self.polls.wrapping_add(1);
         if shared.has_waiters() {
             self.since = None;
             if shared.is_oversubscribed() {
                 let waited = self.blocked.get_or_insert_with(Instant::now).elapsed();
-                if waited >= YIELDING {
-                    std::thread::park_timeout(self.nap);
-                    self.nap = (2 * self.nap).min(LONGEST);
+                if waited >= YIELD_TIME {
+                    std::thread::park_timeout(self.sleep);
+                    self.sleep = (2 * self.sleep).min(LONGEST_SLEEP);
                     return;
                 }
             }
-            self.nap = NAP;
+            self.sleep = FIRST_SLEEP;
             if self.yields
                 || shared.is_oversubscribed()
                 || self.polls.is_multiple_of(POLLS_PER_YIELD)
@@ -146,13 +156,12 @@ impl Backoff {
         }
         self.blocked = None;
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
-        if waited < BRISK {
-            // No offer of the core: on a shared one compute would take it for a slice of
-            // milliseconds.
+        if waited < BUSY_POLL_TIME {
+            // Do not yield: on a shared core compute would keep it for milliseconds.
             std::hint::spin_loop();
         } else {
-            std::thread::park_timeout(self.nap.min(longest(waited)));
-            self.nap = (2 * self.nap).min(LONGEST_IDLE);
+            std::thread::park_timeout(self.sleep.min(longest(waited)));
+            self.sleep = (2 * self.sleep).min(LONGEST_IDLE_SLEEP);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Operands of the algorithms: memory of the host or of a device that can be sent from and added
-//! to.
+//! The operands of the algorithms: host or device memory that messages are sent from, received into
+//! and added to.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,39 +9,39 @@ use super::transport::{DeviceCollective, GroupRanks, Incoming, Outgoing, Transpo
 use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::add_serial;
 
-/// Treatment of received elements.
+/// What happens to received elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Combine {
-    /// They replace those in memory.
+    /// They overwrite those in memory.
     Replace,
     /// They are added to those in memory.
     Add,
-    /// They are kept aside under a number, for [`ReduceBuffer::fold`].
+    /// They go to the scratch slot of this number, for [`ReduceBuffer::fold`].
     Aside(usize),
 }
 
-/// The memory of one collective. Ranges count its elements.
+/// The memory of one collective. Ranges are in elements.
 pub trait ReduceBuffer {
     fn len(&self) -> usize;
 
-    /// Sends the elements of some ranges to one rank and receives into ranges from another, which
-    /// must not overlap. Sender and receiver name the same ranges, and both that the receiver sums
-    /// or that it does not.
+    /// Sends the elements of some ranges to one rank and receives elements from another into ranges
+    /// that must not overlap them. Sender and receiver pass the same ranges and agree on whether
+    /// the receiver sums.
     fn exchange(
         &mut self,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         how: Combine,
         send: Option<(usize, &[Range<usize>])>,
         receive: Option<(usize, &[Range<usize>])>,
     ) -> Result<()>;
 
-    /// Keeps a copy of the elements of some ranges aside under a number, for
+    /// Copies the elements of some ranges to the scratch slot `number`, for
     /// [`ReduceBuffer::fold`].
     fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()>;
 
-    /// Adds the terms set aside and the one in memory, at `ranges`, which is number `own`, by
-    /// `additions` (into, from) in this order, and leaves term 0 at `ranges`.
+    /// Adds terms by `additions` (into, from) in this order and leaves term 0 at `ranges`. Term
+    /// `own` is in memory at `ranges`, the others are in the scratch slots of their numbers.
     fn fold(
         &mut self,
         ranges: &[Range<usize>],
@@ -49,28 +49,28 @@ pub trait ReduceBuffer {
         additions: &[(usize, usize)],
     ) -> Result<()>;
 
-    /// Hands the whole memory to a collective of the library that carries messages.
+    /// Runs a collective of the transport's library on the whole memory.
     fn vendor(
         &mut self,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         call: DeviceCollective,
     ) -> Result<()>;
 }
 
-/// Memory that messages pass through; kept between collectives.
+/// Scratch memory for terms of sums; kept between collectives.
 pub struct Scratch {
     aside: Vec<Vec<f32>>,
     shared: Arc<Shared>,
 }
 
 impl Scratch {
-    /// Empty; its growth is counted.
+    /// Creates empty scratch memory. `shared` counts its growth.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { aside: Vec::new(), shared }
     }
 
-    /// A place of exactly `len` elements under a number.
+    /// Returns scratch slot `number`, resized to `len` elements.
     fn aside(&mut self, number: usize, len: usize) -> &mut [f32] {
         if self.aside.len() <= number {
             self.aside.resize_with(number + 1, Vec::new);
@@ -83,27 +83,30 @@ impl Scratch {
     }
 }
 
-/// Host memory, which the wire may touch directly.
+/// Host memory, which the transport may access directly.
 pub struct HostBuffer<'a> {
     pub memory: &'a mut [f32],
     pub scratch: &'a mut Scratch,
 }
 
-/// The pieces of `memory` that are read, and those that are written.
+/// Pieces of memory that are read, and pieces that are written.
 type Pieces<'a> = (Vec<&'a [f32]>, Vec<&'a mut [f32]>);
 
-/// Takes ranges of `memory` that do not overlap.
+/// Borrows ranges of `memory` that do not overlap.
+///
+/// # Errors
+/// Returns an error if the ranges are not in ascending order, or overlap.
 fn pieces<'a>(
     memory: &'a mut [f32],
     read: &[Range<usize>],
     written: &[Range<usize>],
 ) -> Result<Pieces<'a>> {
-    // Elements are sent in the order of their ranges, and received in it.
+    // Elements are sent and received in the order of their ranges.
     let ascending = |ranges: &[Range<usize>]| {
         ranges.iter().filter(|range| !range.is_empty()).is_sorted_by_key(|range| range.start)
     };
     if !ascending(read) || !ascending(written) {
-        return Err(Error::internal("an exchange of ranges out of order"));
+        return Err(Error::internal("the ranges of an exchange are not in ascending order"));
     }
     let tag = |write: bool| move |range: &Range<usize>| (range.clone(), write);
     let mut order: Vec<_> =
@@ -117,7 +120,7 @@ fn pieces<'a>(
     for (range, write) in order {
         let gap = range.start.checked_sub(at);
         let gap = gap.ok_or_else(|| {
-            Error::internal(format!("an exchange uses elements before {at} twice"))
+            Error::internal(format!("the ranges of an exchange overlap before element {at}"))
         })?;
         let (piece, after) = rest[gap..].split_at_mut(range.len());
         if write {
@@ -137,7 +140,7 @@ impl ReduceBuffer for HostBuffer<'_> {
 
     fn exchange(
         &mut self,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         how: Combine,
         send: Option<(usize, &[Range<usize>])>,
@@ -151,7 +154,7 @@ impl ReduceBuffer for HostBuffer<'_> {
             writes = vec![self.scratch.aside(number, ranges.iter().map(Range::len).sum())];
         }
         let add = how == Combine::Add;
-        wire.exchange(
+        transport.exchange(
             group,
             how != Combine::Replace,
             send.map(|(to, _)| Outgoing { to, pieces: &reads }),
@@ -199,11 +202,11 @@ impl ReduceBuffer for HostBuffer<'_> {
 
     fn vendor(
         &mut self,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         call: DeviceCollective,
     ) -> Result<()> {
-        wire.vendor(group, call, self.memory)
+        transport.vendor(group, call, self.memory)
     }
 }
 

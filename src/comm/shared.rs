@@ -1,5 +1,5 @@
-//! State shared by a rank's handles and its communication thread: counters, the ledger, and the
-//! order to abort.
+//! State shared by a rank's handles and its communication thread: counters, the flight recorder,
+//! and the abort request.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -10,27 +10,25 @@ use super::health::flight_recorder::FlightRecorder;
 use super::health::pending_peers::Partners;
 use hpctrain_base::spans::{Activity, Doing, SpanEvent, Track, span};
 
-/// No abort was ordered; exit codes are 32 bits wide.
+/// No abort was requested. Exit codes are 32 bits wide, so this is none.
 const NO_ABORT: i64 = i64::MIN;
 
-/// Cost of communication for a rank.
+/// Communication statistics of a rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Stats {
-    /// Seconds the communication thread spent on requests, waiting for ranks that come late
-    /// included. A request counts when it ends.
+    /// Seconds that the communication thread spent on requests, including waits for late ranks. A
+    /// request counts when it ends.
     pub busy: f64,
-    /// Seconds threads were blocked in [`wait`](super::Pending::wait): communication that compute
-    /// did not hide.
+    /// Seconds that threads were blocked in [`wait`](super::Pending::wait): exposed communication.
     pub blocked: f64,
-    /// Bytes handed to the wire; for the vendor's collectives the bytes a bandwidth-optimal
-    /// algorithm sends.
+    /// Bytes sent. For vendor collectives, the bytes that a bandwidth-optimal algorithm sends.
     pub sent: u64,
-    /// Exchanges that had to come one after the other: the longest chain, over all ranks, that ends
-    /// here. Counted between threads only, without posted messages.
+    /// Length of the longest chain of dependent exchanges, over all ranks, that ends on this rank.
+    /// Counted only between threads of one process, without point-to-point messages.
     pub rounds: u64,
 }
 
-/// Memory that messages pass through.
+/// Staging memory that messages pass through.
 #[derive(Default)]
 struct Staging {
     bytes: usize,
@@ -46,12 +44,12 @@ pub struct Shared {
     sent: AtomicU64,
     rounds: AtomicU64,
     abort: AtomicI64,
-    /// The communication thread, once it runs.
+    /// The communication thread, once it has started.
     thread: OnceLock<Thread>,
-    ledger: Mutex<FlightRecorder>,
+    recorder: Mutex<FlightRecorder>,
     /// The ranks of the exchange under way.
     pub partners: Partners,
-    /// Activity of this rank.
+    /// The recorded activity of this rank's threads.
     pub activity: Activity,
 }
 
@@ -67,7 +65,7 @@ impl Default for Shared {
             rounds: AtomicU64::new(0),
             abort: AtomicI64::new(NO_ABORT),
             thread: OnceLock::new(),
-            ledger: Mutex::default(),
+            recorder: Mutex::default(),
             partners: Partners::default(),
             activity: Activity::default(),
         }
@@ -86,13 +84,13 @@ impl Shared {
         }
     }
 
-    /// Exchanges in a row so far.
+    /// Returns the length of the longest chain of dependent exchanges so far.
     pub fn rounds(&self) -> u64 {
         self.rounds.load(Ordering::Relaxed)
     }
 
-    /// An exchange is over, which has sent elements, and received those of another rank's exchange
-    /// in that round.
+    /// Records the end of an exchange: `sent` is whether it sent elements, `received` the round of
+    /// the sender's exchange if it received some.
     pub fn exchanged(&self, sent: bool, received: Option<u64>) {
         let before = self.rounds();
         let after = received.map_or(before, |theirs| before.max(theirs))
@@ -100,7 +98,7 @@ impl Shared {
         self.rounds.store(after, Ordering::Relaxed);
     }
 
-    /// Runs `wait` as a wait that compute cannot go on without.
+    /// Runs `wait` and counts its time as blocked: compute cannot continue before it returns.
     pub fn blocked<T>(&self, wait: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let _wait = span(Doing::Waiting, None);
@@ -112,44 +110,44 @@ impl Shared {
         value
     }
 
-    /// The calling thread is the communication thread.
+    /// Registers the calling thread as the communication thread.
     pub fn is_served_here(&self) {
-        // There is one, which calls this once.
+        // There is one communication thread, which calls this once.
         let _ = self.thread.set(std::thread::current());
     }
 
-    /// Ends a nap of the communication thread.
+    /// Wakes the communication thread from a pause.
     pub fn wake(&self) {
         if let Some(thread) = self.thread.get() {
             thread.unpark();
         }
     }
 
-    /// Whether compute is blocked: the core is free for the communication thread, and its speed
-    /// matters.
+    /// Returns true if a thread is blocked on communication: the core is free for the communication
+    /// thread, and latency matters.
     pub fn has_waiters(&self) -> bool {
         self.waiters.load(Ordering::Relaxed) > 0
     }
 
-    /// Marks the node as oversubscribed: others need the core of a rank that waits.
+    /// Marks the node as oversubscribed: a waiting rank should yield its core.
     pub fn set_oversubscribed(&self) {
         self.oversubscribed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the node is oversubscribed.
+    /// Returns true if the node is oversubscribed.
     pub fn is_oversubscribed(&self) -> bool {
         self.oversubscribed.load(Ordering::Relaxed)
     }
 
-    /// The last collectives.
+    /// Locks the flight recorder of the last collectives.
     pub fn ledger(&self) -> MutexGuard<'_, FlightRecorder> {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+        self.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Operation `number` of the ledger has succeeded.
+    /// Records that operation `number` of the flight recorder has succeeded.
     pub fn ended(&self, number: u64) {
-        let mut ledger = self.ledger();
-        if let Some(entry) = ledger.end(number)
+        let mut recorder = self.ledger();
+        if let Some(entry) = recorder.end(number)
             && self.activity.records()
         {
             self.activity.keep(SpanEvent {
@@ -171,7 +169,7 @@ impl Shared {
         self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Notes memory that messages will pass through from now on.
+    /// Adds staging memory that was allocated to the count.
     pub fn hold(&self, bytes: usize) {
         if bytes > 0 {
             let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
@@ -182,27 +180,28 @@ impl Shared {
         }
     }
 
-    /// Notes that such memory was given back, before anybody counts it.
+    /// Subtracts staging memory that was freed. Only for use before [`Shared::count_staging`].
     pub fn release(&self, bytes: usize) {
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         staging.bytes = staging.bytes.saturating_sub(bytes);
     }
 
-    /// From now on `count` is called with the bytes of such memory, first with those there are.
+    /// Calls `count` with the bytes of staging memory, now with the present total and later with
+    /// each growth.
     pub fn count_staging(&self, count: Box<dyn Fn(usize) + Send>) {
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         count(staging.bytes);
         staging.count = Some(count);
     }
 
-    /// Orders an abort; the first order stands.
+    /// Requests an abort. Only the first request has an effect.
     pub fn abort(&self, code: i32) {
         let order = i64::from(code);
-        // Only the first caller finds the marker; that a later one does not is as intended.
+        // Only the first call replaces the marker; later ones fail on purpose.
         let _ = self.abort.compare_exchange(NO_ABORT, order, Ordering::SeqCst, Ordering::SeqCst);
     }
 
-    /// The exit code, once an abort was ordered.
+    /// Returns the exit code, once an abort was requested.
     pub fn aborted(&self) -> Option<i32> {
         i32::try_from(self.abort.load(Ordering::Relaxed)).ok()
     }

@@ -1,4 +1,4 @@
-//! Every algorithm and operation between threads, against references.
+//! Tests every algorithm and operation between threads against references.
 
 use std::ops::Range;
 use std::sync::LazyLock;
@@ -21,8 +21,8 @@ use hpctrain_device::{Backend, MemoryKind};
 const LONGEST: usize = 300_000;
 const LENGTHS: [usize; 8] = [0, 1, 2, 3, 7, 64, 1000, LONGEST];
 
-/// Runs `rank` on a thread for each rank, given the node of each, and returns their results, or
-/// fails after a while.
+/// Runs `rank` on a thread for each rank; `nodes` has their nodes. Returns their results, or panics
+/// after a timeout.
 fn run<T: Send + 'static>(
     nodes: &[usize],
     algorithm: Algorithm,
@@ -32,7 +32,7 @@ fn run<T: Send + 'static>(
     run_each(comms.map(|comm| move || comm).collect(), rank)
 }
 
-/// As [`run`], over TCP.
+/// Runs `rank` like [`run`], over TCP.
 fn run_over_tcp<T: Send + 'static>(
     ranks: usize,
     algorithm: Algorithm,
@@ -47,7 +47,7 @@ fn run_over_tcp<T: Send + 'static>(
     run_each((0..ranks).map(start).collect(), rank)
 }
 
-/// Runs `rank` on a thread for each of `starts`, which makes its communicator there.
+/// Runs `rank` on a thread for each of `starts`, which creates its communicator there.
 fn run_each<T: Send + 'static>(
     starts: Vec<impl FnOnce() -> Comm<Cpu> + Send + 'static>,
     rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
@@ -74,7 +74,7 @@ fn buf(values: &[f32]) -> CpuBuf {
     Cpu::new(1).upload(MemoryKind::Gradients, values).unwrap()
 }
 
-/// Values whose sum depends on the order of additions, of more ranks than any test has.
+/// Returns values whose sum depends on the order of additions, for more ranks than any test has.
 fn values(rank: usize, len: usize) -> &'static [f32] {
     static VALUES: LazyLock<Vec<Vec<f32>>> = LazyLock::new(|| {
         let of_rank = |rank: u64| {
@@ -92,7 +92,7 @@ fn values(rank: usize, len: usize) -> &'static [f32] {
     &VALUES[rank][..len]
 }
 
-/// The sum of one element by the documented tree.
+/// Computes the sum of one element by the documented tree.
 fn tree_sum(partial: &mut [f32]) -> f32 {
     let mut stride = 1;
     while stride < partial.len() {
@@ -106,7 +106,7 @@ fn tree_sum(partial: &mut [f32]) -> f32 {
     partial[0]
 }
 
-/// Whether `got` is the sum over `ranks` ranks of `values`, of the elements in `range`.
+/// Checks that `got` is the sum of `values` over `ranks` ranks, for the elements in `range`.
 fn check_sum(exact: bool, ranks: usize, got: &[f32], len: usize, range: Range<usize>) {
     let inputs: Vec<_> = (0..ranks).map(|rank| values(rank, len)).collect();
     let mut terms = vec![0.0; ranks];
@@ -191,8 +191,8 @@ fn every_operation_on_any_number_of_ranks() {
     }
 }
 
-/// Rounds of each collective of 4,096 elements a rank, and bytes that rank 0 sends, on so many
-/// ranks.
+/// Measures on `ranks` ranks the rounds of each collective of 4,096 elements per rank, and the
+/// bytes that rank 0 sends.
 fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
     let results =
         run(&vec![0; ranks], algorithm, move |comm| -> Result<Vec<(&'static str, u64, u64)>> {
@@ -200,14 +200,14 @@ fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
             let rank = comm.rank();
             let len = 4096 * comm.size();
             let mine: Vec<f32> = (0..len).map(|i| (rank * 31 + i % 97) as f32 * 0.1).collect();
-            let mut told = Vec::new();
+            let mut counts = Vec::new();
             let mut count = |name, collective: &dyn Fn() -> Result<()>| {
-                // All begin in the same round.
+                // All ranks begin in the same round.
                 world.barrier().wait()?;
                 let before = comm.stats();
                 collective()?;
                 let after = comm.stats();
-                told.push((name, after.rounds - before.rounds, after.sent - before.sent));
+                counts.push((name, after.rounds - before.rounds, after.sent - before.sent));
                 Ok::<(), Error>(())
             };
             count("agree", &|| world.all_ok(Ok(())))?;
@@ -226,14 +226,14 @@ fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
             ] {
                 count(operation.name(), &|| world.run(operation, buf(&mine)).wait().map(drop))?;
             }
-            Ok(told)
+            Ok(counts)
         });
     let results: Vec<_> = results.into_iter().map(|result| result.unwrap().unwrap()).collect();
-    let most = |i: usize| results.iter().map(|told| told[i].1).max().unwrap();
+    let most = |i: usize| results.iter().map(|counts| counts[i].1).max().unwrap();
     results[0].iter().enumerate().map(|(i, &(name, _, sent))| (name, most(i), sent)).collect()
 }
 
-/// Twice the logarithm of the ranks, and two.
+/// Collectives take at most 2⌈log₂ n⌉ + 2 rounds; all_reduce and reduce take ⌈log₂ n⌉ more.
 #[test]
 fn rounds_grow_with_the_logarithm_of_the_ranks() {
     for ranks in (2..=40usize).chain([64, 96, 129, 256]) {
@@ -264,7 +264,7 @@ fn rounds_grow_with_the_logarithm_of_the_ranks() {
     }
 }
 
-/// Ranks on nodes in every way that matters: evenly, unevenly, interleaved, alone.
+/// Distributes ranks over nodes evenly, unevenly, interleaved, and one per node.
 #[test]
 fn hierarchies_of_any_shape() {
     let algorithm = Algorithm::Hierarchical;
@@ -325,7 +325,7 @@ fn groups_work_by_themselves() {
 
 #[test]
 fn a_role_is_a_world() {
-    // Ranks 0, 2 and 4, and ranks 1 and 3, which talk at other times.
+    // Ranks 0, 2 and 4, and ranks 1 and 3, which communicate at other times.
     let results = run(&[0; 5], Algorithm::HalvingDoubling, |comm| -> Result<()> {
         let role = comm.role(&[0, 1, 0, 1, 0])?;
         assert_eq!(
@@ -341,8 +341,8 @@ fn a_role_is_a_world() {
             every_operation(&pair, Algorithm::Ring)?;
             assert!(role.split(&[0; 5]).is_err());
         }
-        let told = comm.world().gather_bytes(vec![role.rank() as u8]).wait()?;
-        assert_eq!(told, [[0], [0], [1], [1], [2]]);
+        let ranks = comm.world().gather_bytes(vec![role.rank() as u8]).wait()?;
+        assert_eq!(ranks, [[0], [0], [1], [1], [2]]);
         Ok(())
     });
     assert!(results.iter().all(|result| matches!(result, Ok(Ok(())))), "{results:?}");
@@ -402,13 +402,13 @@ fn messages_bytes_and_barriers() {
     }
 }
 
-/// Messages of three ranks.
+/// Runs point-to-point messages between three ranks.
 fn messages(comm: Comm<Cpu>) -> Result<()> {
     let world = comm.world();
     let rank = comm.rank();
     let next = (rank + 1) % 3;
     let previous = (rank + 2) % 3;
-    // Everyone sends before anyone receives.
+    // Every rank sends before any receives.
     let sent: Vec<_> =
         (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
     for i in 0..4 {
@@ -418,7 +418,7 @@ fn messages(comm: Comm<Cpu>) -> Result<()> {
     for sent in sent {
         assert_eq!(sent.wait()?.len(), 100);
     }
-    // Everyone is ready to receive before anyone sends, and neither holds up a collective.
+    // Every rank posts its receive before any sends, and neither blocks a collective.
     let ready: Vec<_> = (0..4).map(|_| world.recv(previous, buf(&[0.0; 100]))).collect();
     let all = world.gather_bytes(vec![rank as u8; rank * 2]).wait()?;
     assert_eq!(all, [vec![], vec![1; 2], vec![2; 4]]);
@@ -446,7 +446,7 @@ fn every_operation_over_tcp() {
             let work = move |comm: Comm<Cpu>| {
                 assert_eq!((comm.library(), comm.size()), ("TCP", ranks));
                 every_operation(&comm.world(), algorithm)?;
-                // Two groups of ranks, in which groups are made at other times.
+                // Two groups of ranks, which are split at other times.
                 let colors: Vec<usize> = (0..ranks).map(|rank| rank % 2).collect();
                 let role = comm.role(&colors)?;
                 if comm.rank().is_multiple_of(2) {
@@ -461,8 +461,8 @@ fn every_operation_over_tcp() {
     }
 }
 
-/// Posted messages of many megabytes pass each other, before and after their memory is there, and
-/// exchanges between them.
+/// Posted messages of many megabytes pass each other, before and after their receives are posted,
+/// and with exchanges between them.
 #[test]
 fn long_messages_pass_each_other_over_tcp() {
     const LEN: usize = 3 << 20;
@@ -538,10 +538,10 @@ fn a_rank_that_left_is_missed() {
 #[test]
 fn an_abort_ends_the_waits_of_all() {
     let results = run(&[0; 3], Algorithm::HalvingDoubling, |comm| {
-        // A group of its own, on which nobody sends.
+        // A separate group, on which no rank sends.
         let quiet = comm.split(&[0; 3])?;
         if comm.rank() == 1 {
-            // Its own communication thread is waiting, too.
+            // This rank's communication thread waits, too.
             let _stuck = quiet.recv(0, buf(&[0.0]));
             comm.abort(3);
         }
@@ -577,13 +577,9 @@ fn different_requests_are_named() {
             if comm.rank() == 0 { world.all_gather(buf) } else { world.all_reduce(buf, 0..4) };
         request.wait().err().map(|error| error.to_string())
     });
-    let wants = "rank 1 wants collective 1: all_reduce, 16 bytes";
-    let told = results.into_iter().filter_map(|result| result.unwrap());
-    assert!(
-        told.filter(|error| error.contains(wants) && error.contains("all_gather, 24 bytes"))
-            .count()
-            > 0
-    );
+    let wanted = "rank 1 requests collective 1: all_reduce, 16 bytes";
+    let mut errors = results.into_iter().filter_map(|result| result.unwrap());
+    assert!(errors.any(|error| error.contains(wanted) && error.contains("all_gather, 24 bytes")));
 }
 
 /// Requests of equal operation and size are compared by unit and root, too.
@@ -593,8 +589,8 @@ fn units_and_roots_are_compared() {
     let results = run(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let unit: std::sync::Arc<str> = format!("{}{}", "long".repeat(50), comm.rank()).into();
         let world = comm.world();
-        let alike = world.with_label(&"block0".into()).all_gather(buf(&[0.0; 2])).wait();
-        (alike.map(drop), world.with_label(&unit).all_gather(buf(&[0.0; 2])).wait().map(drop))
+        let same = world.with_label(&"block0".into()).all_gather(buf(&[0.0; 2])).wait();
+        (same.map(drop), world.with_label(&unit).all_gather(buf(&[0.0; 2])).wait().map(drop))
     });
     assert!(results.iter().all(|result| result.as_ref().unwrap().0.is_ok()), "{results:?}");
     assert!(results.iter().any(|result| result.as_ref().unwrap().1.is_err()), "{results:?}");
@@ -604,34 +600,32 @@ fn units_and_roots_are_compared() {
             comm.world().with_label(&"block1".into()).broadcast(buf(&[0.0; 2]), comm.rank());
         request.wait().err().map(|error| error.to_string())
     });
-    let wants =
-        "rank 1 wants collective 1: broadcast of block1, 8 bytes from 1 by halving-doubling";
-    let told = results.into_iter().filter_map(|result| result.unwrap());
-    assert!(
-        told.filter(|error| error.contains(wants) && error.contains("8 bytes from 0")).count() > 0
-    );
+    let wanted =
+        "rank 1 requests collective 1: broadcast of block1, 8 bytes from 1 by halving-doubling";
+    let mut errors = results.into_iter().filter_map(|result| result.unwrap());
+    assert!(errors.any(|error| error.contains(wanted) && error.contains("8 bytes from 0")));
 }
 
 #[test]
 fn clocks_are_compared() {
-    const APART: u64 = 3_600_000_000_000;
+    const HOUR: u64 = 3_600_000_000_000;
     let results = run(&[0, 0, 1], Algorithm::HalvingDoubling, |comm| {
         assert!(comm.clock_offset().unwrap().unsigned_abs() < 1_000_000_000);
         let members = GroupRanks::world(comm.rank(), [0, 0, 1].into());
         let label = comm.label("clock", Size::Same(0));
         // Every rank's clock is an hour ahead of the one before.
-        let ahead = comm.rank() as u64 * APART;
+        let ahead = comm.rank() as u64 * HOUR;
         let (reply, pending) = reply(&comm.inner.shared);
         comm.inner.submit(CommRequest::run(move |state| {
             let now = || spans::now() + ahead;
             reply.send(state.collective(&members, &label, |state| {
-                clock::offset(&mut *state.wire, &members, now)
+                clock::offset(&mut *state.transport, &members, now)
             }));
         }));
         pending.wait().unwrap()
     });
     for (rank, result) in results.into_iter().enumerate() {
-        let error = result.unwrap() + rank as i64 * APART as i64;
+        let error = result.unwrap() + rank as i64 * HOUR as i64;
         assert!(error.unsigned_abs() < 100_000_000, "rank {rank}: {error} ns");
     }
 }
@@ -644,7 +638,7 @@ fn impossible_requests_are_refused() {
         assert!(world.reduce_scatter(buf(&[0.0; 3])).wait().is_err());
         assert!(world.broadcast(buf(&[0.0; 3]), 2).wait().is_err());
         assert!(world.send(comm.rank(), buf(&[])).wait().is_err());
-        // Refusals do no harm; this one is the transport's.
+        // Refused requests do not break the group; the last one is refused by the transport.
         world.barrier().wait().unwrap();
         world.all_reduce(buf(&[0.0; 4]), 0..4).wait().err().unwrap().to_string()
     });

@@ -19,15 +19,15 @@ use hpctrain_base::spans::Track;
 use hpctrain_base::spawn::spawn;
 use hpctrain_device as backend;
 
-/// Duration of polling for the next request after one that a thread waited for, which will soon
-/// make it.
-const LOOKOUT: Duration = Duration::from_micros(50);
+/// Duration of polling for the next request after one that a thread waited for: that thread will
+/// probably make it soon.
+const POLL_AFTER_WAIT: Duration = Duration::from_micros(50);
 
-/// A request to the thread.
+/// A request to the communication thread.
 pub enum CommRequest {
-    /// A piece of communication; it answers through a `Reply` that it owns.
+    /// Runs some communication, which answers through a `Reply` that it owns.
     Run(Box<dyn FnOnce(&mut CommThreadState) + Send>),
-    /// Leave the world, when all before is done.
+    /// Leaves the world when all earlier requests are done.
     End,
 }
 
@@ -37,25 +37,25 @@ impl CommRequest {
     }
 }
 
-/// State of the communication thread, which requests use.
+/// The state of the communication thread, which requests use.
 pub struct CommThreadState {
-    pub wire: Box<dyn Transport>,
+    pub transport: Box<dyn Transport>,
     pub scratch: Scratch,
-    /// For device memory that goes through the host.
+    /// Pinned slots for host-staged device memory.
     pub slots: Arc<Slots>,
-    /// For device memory that goes by its address.
+    /// Scratch device memory for CUDA-aware transports.
     pub room: Room,
-    /// For device memory that goes by a library of its vendor's.
+    /// The communicators of the device vendor's library, such as NCCL.
     pub device_comms: DeviceComms,
     pub shared: Arc<Shared>,
     failed: Option<Error>,
-    /// Whether a thread was waiting when the last request was done.
+    /// Whether a thread was blocked when the last request was done.
     awaited: bool,
 }
 
 impl CommThreadState {
-    /// Runs `act` unless an earlier request has failed: after that ranks no longer agree on the
-    /// next request.
+    /// Runs `act` unless an earlier request has failed: after a failure, ranks may no longer agree
+    /// on the next request.
     pub fn attempt<T>(&mut self, act: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -70,14 +70,14 @@ impl CommThreadState {
         result
     }
 
-    /// Waits for the work of compute on a buffer. The wait does not count as communication.
+    /// Waits for the device work that produces a buffer. The wait does not count as communication.
     pub fn after(&mut self, ready: Option<Box<dyn backend::DeviceEvent>>) -> Result<()> {
         let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
-        polling::settle(&*ready, &mut *self.wire, &self.shared)
+        polling::settle(&*ready, &mut *self.transport, &self.shared)
             .inspect_err(|error| self.fail(error.clone()))
     }
 
-    /// The error that stopped the thread's work.
+    /// Returns the error after which the thread serves no more requests.
     pub fn failure(&self) -> Option<Error> {
         self.failed.clone()
     }
@@ -85,21 +85,22 @@ impl CommThreadState {
     fn fail(&mut self, error: Error) {
         self.failed = Some(error);
         self.device_comms.tear();
-        self.wire.leave(false);
+        self.transport.leave(false);
     }
 
-    /// Lets posted messages go on; those that are still under way.
+    /// Progresses posted messages and returns which are still in flight.
     fn in_flight(&mut self) -> InFlight {
         if self.failed.is_some() {
             return InFlight::Nothing;
         }
-        self.wire.progress().unwrap_or_else(|error| {
+        self.transport.progress().unwrap_or_else(|error| {
             self.fail(error);
             InFlight::Nothing
         })
     }
 
-    /// As [`CommThreadState::attempt`], for operations that the ledger records.
+    /// Runs an operation as [`CommThreadState::attempt`] does, and records it in the flight
+    /// recorder.
     pub fn recorded<T>(
         &mut self,
         group: &GroupRanks,
@@ -115,7 +116,8 @@ impl CommThreadState {
         })
     }
 
-    /// As [`CommThreadState::recorded`], for collectives of a group.
+    /// Runs a collective as [`CommThreadState::recorded`] does. Debug builds first check that the
+    /// group's ranks agree on it.
     pub fn collective<T>(
         &mut self,
         group: &GroupRanks,
@@ -130,7 +132,10 @@ impl CommThreadState {
         })
     }
 
-    /// Compares my next collective, `number` of the group, with my neighbour's.
+    /// Compares this rank's next collective, `number` of the group, with the neighbour's.
+    ///
+    /// # Errors
+    /// Returns an error if they differ, or a message failed.
     fn compare(&mut self, group: &GroupRanks, label: &Label, number: u64) -> Result<()> {
         let mut mine = format!("collective {number}: {}", announced(label)).into_bytes();
         // The hash covers the end of long names, which is cut off.
@@ -138,7 +143,7 @@ impl CommThreadState {
         mine.resize(ANNOUNCED, b' ');
         mine.extend(hash.to_le_bytes());
         let mut theirs = [0; ANNOUNCED + size_of::<u32>()];
-        self.wire.exchange_bytes(
+        self.transport.exchange_bytes(
             group,
             Some((group.next(), &mine)),
             Some((group.previous(), &mut theirs)),
@@ -146,23 +151,23 @@ impl CommThreadState {
         if mine == theirs {
             return Ok(());
         }
-        let told = |rank: usize, text: &[u8]| {
+        let describe = |rank: usize, text: &[u8]| {
             format!(
-                "rank {} wants {}",
+                "rank {} requests {}",
                 group.ranks[rank],
                 String::from_utf8_lossy(&text[..ANNOUNCED]).trim_end()
             )
         };
-        let me = told(group.rank, &mine);
-        let other = told(group.previous(), &theirs);
+        let me = describe(group.rank, &mine);
+        let other = describe(group.previous(), &theirs);
         Err(Error::internal(format!("ranks of a group disagree: {me}, {other}")))
     }
 }
 
-/// Bytes of a collective's description that another rank sees.
+/// Bytes of a collective's description that are sent to another rank.
 const ANNOUNCED: usize = 124;
 
-/// The description of a collective that must be the same on all ranks of the group.
+/// Describes what must be the same about a collective on all ranks of the group.
 fn announced(label: &Label) -> String {
     let mut text = label.op.to_string();
     if let Some(unit) = &label.unit {
@@ -177,7 +182,7 @@ fn announced(label: &Label) -> String {
     text + " by " + label.algorithm
 }
 
-/// The handles' end of the thread.
+/// The handle to the communication thread.
 pub struct Worker {
     requests: Sender<CommRequest>,
     shared: Arc<Shared>,
@@ -185,7 +190,8 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread. `open` makes the wire on it, or reports elsewhere why it cannot.
+    /// Starts the thread. `open` creates the transport on it; if it cannot, it reports the reason
+    /// itself and returns `None`.
     ///
     /// # Errors
     /// Returns an error if the system refused the thread.
@@ -200,18 +206,18 @@ impl Worker {
         let body = move || {
             shared.is_served_here();
             shared.activity.here(Track::Communication);
-            if let Some(wire) = open() {
+            if let Some(transport) = open() {
                 let scratch = Scratch::new(shared.clone());
-                let room = Room::new(&shared);
-                let wire: Box<dyn Transport> =
-                    Box::new(TrackedTransport::new(wire, shared.clone()));
+                let device_scratch = Room::new(&shared);
+                let transport: Box<dyn Transport> =
+                    Box::new(TrackedTransport::new(transport, shared.clone()));
                 let slots = Arc::new(Slots::new(shared.clone()));
                 let device_comms = DeviceComms::new(shared.clone());
                 let state = CommThreadState {
-                    wire,
+                    transport,
                     scratch,
                     slots,
-                    room,
+                    room: device_scratch,
                     device_comms,
                     shared,
                     failed: None,
@@ -225,15 +231,16 @@ impl Worker {
     }
 
     pub fn submit(&self, request: CommRequest) {
-        // When the thread has ended, the request's `Reply` is dropped, and its `Pending` says so.
+        // If the thread has ended, the request's `Reply` is dropped, and its `Pending` returns an
+        // error.
         let _ = self.requests.send(request);
         self.shared.wake();
     }
 
-    /// Lets the thread finish its queue, and waits for that.
+    /// Waits until the thread has finished its queue and ended.
     pub fn end(self) {
         self.submit(CommRequest::End);
-        // A panic there has failed the requests it could not answer.
+        // A panic there has failed the requests that were not answered.
         let _ = self.thread.join();
     }
 }
@@ -242,25 +249,26 @@ fn serve(mut state: CommThreadState, queue: &Receiver<CommRequest>) {
     while let Some(CommRequest::Run(run)) = next(&mut state, queue) {
         run(&mut state);
         if let Some(code) = state.shared.aborted() {
-            state.wire.abort(code);
+            state.transport.abort(code);
             state.failed.get_or_insert_with(|| Error::comm(format!("aborted with code {code}")));
         }
     }
-    // Posted messages must be done with before the wire is closed.
+    // Posted messages must complete before the transport is closed.
     let mut backoff = Backoff::new(true);
     while state.in_flight() != InFlight::Nothing {
         backoff.pause(&state.shared);
     }
     if state.failed.is_none() {
-        state.device_comms.part(&mut *state.wire);
-        state.wire.leave(true);
+        state.device_comms.part(&mut *state.transport);
+        state.transport.leave(true);
     }
 }
 
-/// The next request. The thread sleeps until it comes, unless messages are on their way or, after a
-/// request that a thread waited for, the next one is about to come.
+/// Returns the next request. The thread sleeps until it comes, unless messages are in flight or the
+/// last request was waited for, after which the next one usually follows soon.
 fn next(state: &mut CommThreadState, queue: &Receiver<CommRequest>) -> Option<CommRequest> {
-    let mut lookout = std::mem::take(&mut state.awaited).then(|| Instant::now() + LOOKOUT);
+    let mut poll_until =
+        std::mem::take(&mut state.awaited).then(|| Instant::now() + POLL_AFTER_WAIT);
     let mut backoff = Backoff::new(true);
     loop {
         match queue.try_recv() {
@@ -268,8 +276,8 @@ fn next(state: &mut CommThreadState, queue: &Receiver<CommRequest>) -> Option<Co
             Err(TryRecvError::Disconnected) => return None,
             Err(TryRecvError::Empty) => {}
         }
-        lookout = lookout.filter(|&end| Instant::now() < end);
-        match (state.in_flight(), lookout) {
+        poll_until = poll_until.filter(|&end| Instant::now() < end);
+        match (state.in_flight(), poll_until) {
             (InFlight::Nothing, None) => return queue.recv().ok(),
             (InFlight::Nothing, Some(_)) => std::thread::yield_now(),
             (InFlight::Arriving, _) => backoff.idle(&state.shared),

@@ -1,4 +1,4 @@
-//! Other names of keys: those that mean exactly the same are read, the others are named in errors.
+//! Aliases of keys: names that mean exactly the same are read, similar ones are named in errors.
 
 use std::collections::BTreeMap;
 
@@ -81,13 +81,13 @@ const IN_SECTIONS: [(&str, &str, &str); 9] = [
     ("loss", "name", "loss.kind"),
 ];
 
-/// Of [`IN_SECTIONS`], the name whose meaning differs.
+/// The name in [`IN_SECTIONS`] whose meaning differs.
 const SIMILAR_IN_SECTION: (&str, &str) = ("batch", "size");
 
 /// Former names of sections.
 const SECTIONS: [(&str, &str); 2] = [("schedule", "lr_schedule"), ("servers", "parameter_server")];
 
-/// Former names of keys, in sections with their names of today.
+/// Former names of keys, in sections by their present names.
 const FORMER: [(&str, &str); 20] = [
     ("run.audit_every", "run.sdc_check_every"),
     ("data.stage", "data.local_cache"),
@@ -111,7 +111,7 @@ const FORMER: [(&str, &str); 20] = [
     ("log.sample", "log.sample_tokens"),
 ];
 
-/// A name as [`Names`] have it.
+/// Returns a name in the form that [`Names`] has: in lower case, without `_` and `-`.
 fn plain(name: &str) -> String {
     name.to_lowercase().replace(['_', '-'], "")
 }
@@ -161,7 +161,7 @@ fn twice(alias: &str, ours: &str) -> Error {
         .hint(format!("keep {ours}"))
 }
 
-/// The value of a key that was given by another name.
+/// Converts the value of a key that was given by another name.
 fn converted(ours: &str, value: Value) -> Value {
     match (ours, value.as_str()) {
         ("device.matmul_autotune", Some("timed")) => true.into(),
@@ -170,7 +170,7 @@ fn converted(ours: &str, value: Value) -> Value {
     }
 }
 
-/// The key that means exactly what a key of another name in this section means.
+/// Returns the key that means exactly the same as a key of another name in this section.
 fn same(section: &str, key: &str) -> Option<&'static str> {
     let dotted = format!("{section}.{key}");
     if dotted == "device.matmul" {
@@ -180,26 +180,27 @@ fn same(section: &str, key: &str) -> Option<&'static str> {
         return Some(ours);
     }
     let name = plain(key);
-    let in_section = IN_SECTIONS.iter().find(|(of, alias, _)| *of == section && *alias == name);
-    if let Some((of, alias, ours)) = in_section {
-        return ((*of, *alias) != SIMILAR_IN_SECTION).then_some(ours);
+    let in_section = IN_SECTIONS.iter().find(|(its, alias, _)| *its == section && *alias == name);
+    if let Some((section, alias, ours)) = in_section {
+        return ((*section, *alias) != SIMILAR_IN_SECTION).then_some(ours);
     }
     let ours = KEYS.iter().find(|names| names.exact.contains(&&name[..]))?.key;
-    ours.split_once('.').is_some_and(|(of, own)| of == section && own != key).then_some(ours)
+    ours.split_once('.').is_some_and(|(its, own)| its == section && own != key).then_some(ours)
 }
 
-/// The key that another program's key means here; `section` is where it stands, if that is known.
+/// Returns the key that another program's key means here; `section` is the section that it is in,
+/// if known.
 pub(super) fn meant(section: Option<&str>, key: &str) -> Option<&'static str> {
     let name = plain(key);
     if let Some((.., ours)) =
-        IN_SECTIONS.iter().find(|(of, alias, _)| section == Some(of) && *alias == name)
+        IN_SECTIONS.iter().find(|(its, alias, _)| section == Some(its) && *alias == name)
     {
         return Some(ours);
     }
     let is_known =
         |names: &&Names| names.exact.contains(&&name[..]) || names.similar.contains(&&name[..]);
     let by_name = || {
-        // A key of ours in a section that is not: `train.lr`, `training.weight_decay`.
+        // One of our keys in an unknown section: `train.lr`, `training.weight_decay`.
         let mut same = KEYS
             .iter()
             .filter(|names| names.key.split_once('.').is_some_and(|(_, own)| plain(own) == name));
@@ -228,7 +229,7 @@ mod tests {
         assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
     }
 
-    /// A configuration that writes every key down.
+    /// Returns a configuration in which every key has a value.
     fn full() -> Config {
         let mut config = Config::default();
         config.run.name = Some("x".into());
@@ -275,7 +276,7 @@ mod tests {
             let mut read = set(&[given]).unwrap();
             let aliases = std::mem::take(&mut read.aliases);
             assert_eq!(read, set(&[canonical]).unwrap(), "{given}");
-            // Another name of a value is none of a key.
+            // An alias of a value is not an alias of a key.
             assert_eq!(aliases.is_empty(), given.starts_with("comm.algorithm"), "{given}");
         }
         let error = set(&["batch.batch_size=8"]).unwrap_err().to_string();

@@ -1,5 +1,5 @@
-//! The largest integers of a configuration. Sizes are products of several of them, and must not
-//! overflow; nor does a key of a file ask for memory before a size is known.
+//! The largest integers of a configuration. Sizes multiply several of them and must not overflow,
+//! and no key of a file may request an absurd amount of memory before sizes are known.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -8,39 +8,39 @@ use super::range::out_of_range;
 use super::{Config, Model};
 use hpctrain_base::error::{Error, Result};
 
-/// Blocks of a transformer.
+/// The most blocks of a transformer.
 const BLOCKS: u64 = 1 << 14;
 
-/// Extents of a network.
+/// The largest extent of a network.
 const EXTENT: u64 = 1 << 20;
 
-/// Positions of a sequence, and extents of a sample.
+/// The most positions of a sequence, and the largest extent of a sample.
 const CONTEXT: u64 = 1 << 24;
 
-/// Ids.
+/// The most ids.
 const IDS: u64 = 1 << 31;
 
-/// Threads of a rank: more than any machine has cores.
+/// The most threads of a rank: more than any machine has cores.
 const THREADS: u64 = 1 << 12;
 
-/// Samples, virtual ranks, ranks: there is memory for each.
+/// The most samples, virtual ranks or ranks: memory is allocated for each.
 const COUNT: u64 = 1 << 24;
 
-/// All other integers, such as steps and seconds.
+/// The largest value of all other integers, such as steps and seconds.
 const ANY: u64 = 1 << 48;
 
-/// Refuses the first integer that is too large.
+/// Checks that no integer of a configuration is too large.
 ///
 /// # Errors
-/// The key, its value and the largest one.
+/// Returns an error for the first integer that is too large, with its key and the largest value.
 pub fn check(config: &Config) -> Result<()> {
     walk(&mut String::new(), &value(config)?)
 }
 
-/// As [`check`], of a section that describes a network.
+/// Checks a `[model]` section as [`check`] does.
 ///
 /// # Errors
-/// As [`check`].
+/// Returns an error for the first integer that is too large.
 pub fn check_model(model: &Model) -> Result<()> {
     walk(&mut "model".to_owned(), &value(model)?)
 }
@@ -76,11 +76,11 @@ fn walk(path: &mut String, value: &Value) -> Result<()> {
     }
 }
 
-/// The largest integer of a key.
+/// Returns the largest integer of a key.
 fn most(path: &str) -> u64 {
     let (section, key) = path.split_once('.').unwrap_or((path, ""));
     match (section, key) {
-        // It names random streams.
+        // The seed is not a size.
         ("run", "seed") => u64::MAX,
         ("model", "layers") => BLOCKS,
         ("model", "context") => CONTEXT,
@@ -112,7 +112,7 @@ mod tests {
                 load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
             check(&config).unwrap_err().to_string()
         };
-        for (setting, told) in [
+        for (setting, expected) in [
             (
                 "model.layers=1000000000000",
                 "model.layers = 1000000000000 is out of range\nhint: model.layers must be at most 16384",
@@ -128,7 +128,7 @@ mod tests {
             ("run.steps=9223372036854775807", "run.steps must be at most 281474976710656"),
         ] {
             let error = refused(setting);
-            assert!(error.contains(told), "{setting}: {error}");
+            assert!(error.contains(expected), "{setting}: {error}");
         }
         let all = [
             "run.seed=9223372036854775807",

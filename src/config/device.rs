@@ -1,4 +1,4 @@
-//! `run.device`: where a rank computes.
+//! `run.device`: the device that ranks compute on.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,23 +12,23 @@ pub enum DeviceChoice {
     Auto,
     /// The CPU.
     Cpu,
-    /// The GPUs of the node, shared out.
+    /// The GPUs of the node, distributed among its ranks.
     Cuda,
-    /// The GPUs of the node with these numbers, shared out.
+    /// The GPUs of the node with these numbers, distributed among its ranks.
     CudaAt(Numbers),
 }
 
-/// Numbers of GPUs below 64, at least one.
+/// A set of GPU numbers below 64; at least one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Numbers(u64);
 
 impl Numbers {
-    /// The numbers, ascending.
+    /// Returns the numbers in ascending order.
     pub fn iter(self) -> impl Iterator<Item = usize> {
         (0..64).filter(move |number| self.0 >> number & 1 == 1)
     }
 
-    /// Reads numbers with commas between them; none twice.
+    /// Parses numbers separated by commas; none may occur twice.
     fn read(text: &str) -> Option<Self> {
         text.split(',').try_fold(Self(0), |Self(so_far), number| {
             let bit = 1u64.checked_shl(number.parse().ok()?)?;
@@ -62,7 +62,9 @@ impl FromStr for DeviceChoice {
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda),
             _ => numbered().ok_or_else(|| {
-                format!("`{text}` is no device: auto, cpu, cuda, or cuda:0,2 for some of several")
+                format!(
+                    "`{text}` is not a device: use auto, cpu, cuda, or cuda:0,2 for some of several"
+                )
             }),
         }
     }
@@ -92,7 +94,7 @@ mod tests {
         for text in
             ["gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:64", "cuda:1,1", "cuda:1,", "cuda:0 1"]
         {
-            assert!(text.parse::<DeviceChoice>().unwrap_err().contains("is no device"));
+            assert!(text.parse::<DeviceChoice>().unwrap_err().contains("is not a device"));
         }
     }
 }

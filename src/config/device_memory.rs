@@ -14,19 +14,19 @@ use hpctrain_base::error::Result;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Written", into = "Written")]
 pub enum DeviceMemory {
-    /// Blocks, as they are needed.
+    /// Memory is allocated in blocks as they are needed.
     Grow,
-    /// This part of it, at the start, for all ranks that share it.
+    /// This fraction of the memory is allocated at the start, for all ranks that share the GPU.
     Part(f64),
-    /// So many bytes for each rank, at the start.
+    /// This many bytes are allocated at the start, for each rank.
     Bytes(Size),
 }
 
-/// The part that ranks take if nothing else is said, and the most that pools which grow take: the
-/// rest is left to CUDA itself, to NCCL and to other programs.
+/// The default fraction of a GPU's memory that ranks take, and the largest fraction that growing
+/// pools take: the rest is for CUDA itself, NCCL and other programs.
 pub const USUAL_PART: f64 = 0.9;
 
-/// Its forms in a file.
+/// The forms of the value in a file.
 #[derive(Serialize, Deserialize)]
 #[serde(
     untagged,
@@ -34,17 +34,17 @@ pub const USUAL_PART: f64 = 0.9;
 )]
 enum Written {
     Whole(u64),
-    Part(f64),
+    Fraction(f64),
     Text(String),
 }
 
 impl DeviceMemory {
     /// # Errors
-    /// It is no part, or no memory at all.
+    /// Returns an error if a fraction is not more than 0 and at most 1, or a size is 0.
     pub(super) fn check(self) -> Result<()> {
         let is_some = match self {
             DeviceMemory::Grow => true,
-            DeviceMemory::Part(part) => part > 0.0 && part <= 1.0,
+            DeviceMemory::Part(fraction) => fraction > 0.0 && fraction <= 1.0,
             DeviceMemory::Bytes(bytes) => bytes.0 > 0,
         };
         let wanted = "\"grow\", a part of the GPU's memory that is more than 0 and at most 1, or a size such as \"40GiB\"";
@@ -63,12 +63,14 @@ impl FromStr for DeviceMemory {
         if let Ok(bytes @ 2..) = text.parse() {
             return Ok(DeviceMemory::Bytes(Size(bytes)));
         }
-        if let Ok(part) = text.parse() {
-            return Ok(DeviceMemory::Part(part));
+        if let Ok(fraction) = text.parse() {
+            return Ok(DeviceMemory::Part(fraction));
         }
-        let told =
-            "is not \"grow\", a part of the GPU's memory such as 0.9, or a size such as \"40GiB\"";
-        text.parse().map(DeviceMemory::Bytes).map_err(|_| format!("{text:?} {told}"))
+        text.parse().map(DeviceMemory::Bytes).map_err(|_| {
+            format!(
+                "{text:?} is not \"grow\", a part of the GPU's memory such as 0.9, or a size such as \"40GiB\""
+            )
+        })
     }
 }
 
@@ -77,14 +79,14 @@ impl TryFrom<Written> for DeviceMemory {
 
     fn try_from(written: Written) -> std::result::Result<Self, String> {
         match written {
-            // As for other sizes, a whole number is bytes; 0 and 1 are parts.
+            // A whole number is a size in bytes, as in other keys; 0 and 1 are fractions.
             Written::Whole(bytes @ 2..) => {
                 let bytes =
                     usize::try_from(bytes).map_err(|_| format!("{bytes} bytes are too many"))?;
                 Ok(DeviceMemory::Bytes(Size(bytes)))
             }
-            Written::Whole(part) => Ok(DeviceMemory::Part(part as f64)),
-            Written::Part(part) => Ok(DeviceMemory::Part(part)),
+            Written::Whole(fraction) => Ok(DeviceMemory::Part(fraction as f64)),
+            Written::Fraction(fraction) => Ok(DeviceMemory::Part(fraction)),
             Written::Text(text) => text.parse(),
         }
     }
@@ -93,7 +95,7 @@ impl TryFrom<Written> for DeviceMemory {
 impl From<DeviceMemory> for Written {
     fn from(memory: DeviceMemory) -> Self {
         match memory {
-            DeviceMemory::Part(part) => Written::Part(part),
+            DeviceMemory::Part(fraction) => Written::Fraction(fraction),
             other => Written::Text(other.to_string()),
         }
     }
@@ -103,7 +105,7 @@ impl fmt::Display for DeviceMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             DeviceMemory::Grow => f.write_str("grow"),
-            DeviceMemory::Part(part) => part.fmt(f),
+            DeviceMemory::Part(fraction) => fraction.fmt(f),
             DeviceMemory::Bytes(bytes) => bytes.fmt(f),
         }
     }

@@ -5,37 +5,38 @@ use toml::{Table, Value};
 use super::{Config, Interval};
 use hpctrain_base::error::{Error, Result};
 
-/// Section, key in steps, and the key that takes its place in epochs. Where one of them is 0 the
-/// other counts.
+/// Section, key in steps, and the key in epochs that may be given instead. If one of them is 0 the
+/// other applies.
 const KEYS: [(&str, &str, &str); 3] = [
     ("run", "steps", "epochs"),
     ("eval", "every", "every_epochs"),
     ("checkpoint", "every", "every_epochs"),
 ];
 
-/// Gives each key of a layer that is not 0 the place of its partner, whatever layers below have.
+/// Sets the partner of each key of a layer that is not 0 to 0, so that the layer overrides layers
+/// below it that have the partner.
 ///
 /// # Errors
-/// The layer has both.
+/// Returns an error if the layer has both keys of a pair.
 pub(super) fn replace_partners(layer: &mut Table) -> Result<()> {
     for (section, steps, epochs) in KEYS {
-        let Some(Value::Table(of_section)) = layer.get_mut(section) else { continue };
-        let is_given =
-            |key: &str| of_section.get(key).is_some_and(|value| *value != Value::Integer(0));
+        let Some(Value::Table(table)) = layer.get_mut(section) else { continue };
+        let is_given = |key: &str| table.get(key).is_some_and(|value| *value != Value::Integer(0));
         match (is_given(steps), is_given(epochs)) {
             (true, true) => return Err(both(section, steps, epochs)),
-            (true, false) => of_section.insert(epochs.into(), Value::Integer(0)),
-            (false, true) => of_section.insert(steps.into(), Value::Integer(0)),
+            (true, false) => table.insert(epochs.into(), Value::Integer(0)),
+            (false, true) => table.insert(steps.into(), Value::Integer(0)),
             (false, false) => None,
         };
     }
     Ok(())
 }
 
-/// Refuses a configuration that has both keys, or epochs that were not counted in steps.
+/// Checks that a configuration has one key of each pair, and that the epochs of the run were
+/// converted to steps.
 ///
 /// # Errors
-/// The keys and the remedy.
+/// Returns an error if both keys of a pair are given, or if `run.epochs` was not converted.
 pub(super) fn check(config: &Config) -> Result<()> {
     let Config { run, eval, checkpoint, .. } = config;
     let given = [
@@ -50,7 +51,7 @@ pub(super) fn check(config: &Config) -> Result<()> {
     }
     if run.epochs > 0 {
         let message = format!(
-            "run.epochs = {}, but the data whose epochs they are was not looked at",
+            "run.epochs = {}, but the data was not read, so the steps of an epoch are not known",
             run.epochs
         );
         return Err(Error::input(message).hint("give run.steps: epochs · samples / batch.global"));
@@ -60,17 +61,17 @@ pub(super) fn check(config: &Config) -> Result<()> {
 
 fn both(section: &str, steps: &str, epochs: &str) -> Error {
     Error::input(format!("{section}.{steps} and {section}.{epochs} are both given"))
-        .hint("leave one of them out; 0 is as good as left out")
+        .hint("give only one of them; 0 counts as not given")
 }
 
 impl Config {
-    /// Counts the epochs of the run and of its averages in steps, of training data with so many
+    /// Converts the epochs of the run and of local SGD to steps, for training data with `samples`
     /// samples. The run ends with the step in which the last sample of its last epoch is seen.
     /// Intervals of evaluations and checkpoints stay in epochs, which need not be whole steps.
     pub fn count_epochs(&mut self, samples: u64) {
         let batch = self.batch.global.max(1);
         self.local_sgd.sync_every = self.local_sgd.sync_every.over(samples, batch);
-        // Two lengths are refused later.
+        // If both are given, `check` refuses them later.
         if self.run.epochs > 0 && self.run.steps == 0 {
             let seen = u128::from(self.run.epochs) * u128::from(samples);
             self.run.steps = u64::try_from(seen.div_ceil(u128::from(batch))).unwrap_or(u64::MAX);
@@ -78,7 +79,7 @@ impl Config {
         }
     }
 
-    /// Forgets a length in epochs, for work that does not depend on the length.
+    /// Replaces a length in epochs by one step, for work that does not depend on the length.
     #[must_use]
     pub fn of_any_length(mut self) -> Self {
         if self.run.epochs > 0 && self.run.steps == 0 {
@@ -87,14 +88,14 @@ impl Config {
         self
     }
 
-    /// Whether steps cannot be counted without the training data.
+    /// Returns true if the number of steps depends on the training data.
     pub fn is_in_epochs(&self) -> bool {
         self.run.epochs > 0 || self.local_sgd.sync_every == Interval::Epoch
     }
 }
 
-/// The epochs of `samples` samples that end among the `taken` samples before `position`: numbers
-/// from 1.
+/// Returns the numbers, from 1, of the epochs of `samples` samples that end within the `taken`
+/// samples before `position`.
 pub fn ended(position: u64, taken: u64, samples: u64) -> std::ops::Range<u64> {
     let samples = samples.max(1);
     position.saturating_sub(taken) / samples + 1..position / samples + 1
@@ -119,7 +120,7 @@ mod tests {
             (config.run.steps, config.run.epochs)
         };
         assert_eq!(counted("run.epochs=1", "batch.global=16", 100), (7, 0));
-        // Batches go on where an epoch ends: 400 samples, not four times seven batches.
+        // Batches span the ends of epochs: 400 samples, not four times seven batches.
         assert_eq!(counted("run.epochs=4", "batch.global=16", 100), (25, 0));
         assert_eq!(
             counted("run.epochs=281474976710656", "batch.global=1", u64::MAX),
@@ -144,7 +145,7 @@ mod tests {
         let error = loaded(&["run.epochs=2", "run.steps=5"]).unwrap_err().to_string();
         assert_eq!(
             error,
-            "run.steps and run.epochs are both given\nhint: leave one of them out; 0 is as good as left out"
+            "run.steps and run.epochs are both given\nhint: give only one of them; 0 counts as not given"
         );
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.toml");
@@ -155,7 +156,7 @@ mod tests {
             error.contains("x.toml: eval.every and eval.every_epochs are both given"),
             "{error}"
         );
-        // Keys that a run has written read back.
+        // Keys that a run has written are read back.
         let mut config = loaded(&["run.epochs=2", "eval.every_epochs=1"]).unwrap();
         config.count_epochs(64);
         std::fs::write(&path, toml::to_string(&config).unwrap()).unwrap();

@@ -1,7 +1,7 @@
 //! Assignment of GPUs to ranks.
 //!
-//! Every rank tells the GPUs that it sees; all share the GPUs of each node out in the same way. A
-//! rank that sees one GPU only, because a batch system bound it, takes that one.
+//! Ranks exchange lists of the GPUs that they see, and each computes the same assignment. A rank
+//! that sees one GPU only, because a batch system bound it, takes that one.
 //!
 //! A rank takes the least used GPU, near its cores if possible.
 
@@ -21,18 +21,18 @@ use hpctrain_cpu::{Cpu, Products};
 use hpctrain_cuda::{Arithmetic, Cuda, Device, PoolBudget, Precision, devices, libraries};
 use hpctrain_device::{Backend, readable};
 
-/// Bytes of a GPU that are enough to try things out.
+/// Bytes of GPU memory that are enough for probes.
 const SMALL: usize = 64 << 20;
 
 /// A GPU as a rank sees it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Seen {
-    /// Tells GPUs, and slices of them, apart on all of the node's ranks.
+    /// The identity of the GPU, or of a slice of it, which is the same on all ranks of the node.
     id: String,
     name: String,
     pci: String,
     memory: usize,
-    /// Whether it hangs on the processor whose cores the rank has.
+    /// Whether it is attached to the processor whose cores the rank has.
     is_near: bool,
 }
 
@@ -43,34 +43,34 @@ type View = std::result::Result<Vec<Seen>, String>;
 #[derive(Clone)]
 pub struct Gpu {
     device: Device,
-    /// Bytes of its memory for this rank; if they grow, at most.
+    /// Bytes of its memory for this rank; the most, if the pool grows.
     pub memory: usize,
-    /// Whether they are taken as they are needed.
+    /// Whether memory is allocated as it is needed.
     grows: bool,
-    /// Ranks that share it, this one included.
+    /// The number of ranks that share it, this one included.
     pub sharers: usize,
     /// Whether ranks of this node see other GPUs than this one does.
-    is_apart: bool,
-    /// Device of every rank, a line each.
+    is_isolated: bool,
+    /// The device of every rank, one line each.
     pub table: Vec<String>,
 }
 
 impl Gpu {
-    /// The device itself.
+    /// Returns the device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Whether ranks of this node see different GPUs, as where a batch system binds each rank to
-    /// its own.
+    /// Returns true if ranks of this node see different GPUs, for example because a batch system
+    /// binds each rank to its own.
     pub fn is_apart(&self) -> bool {
-        self.is_apart
+        self.is_isolated
     }
 
-    /// The rank's device, ready to compute by `plan`.
+    /// Opens the device with the number format, memory and logging of `plan`.
     ///
     /// # Errors
-    /// A library is missing, or the device has not so much memory.
+    /// Returns an error if a library is missing, or the device has too little free memory.
     pub fn backend(&self, plan: &ResolvedConfig) -> Result<Cuda> {
         let precision = match plan.config.precision.dtype {
             Compute::Auto | Compute::Bf16 => Precision::Bf16,
@@ -81,7 +81,7 @@ impl Gpu {
         Cuda::with_journal(&self.device, memory, precision, plan.config.log.placement)
     }
 
-    /// Returns the name of the device: all that decides the bits that it computes.
+    /// Returns the name of the device, with all properties that determine the bits it computes.
     ///
     /// # Errors
     /// Returns an error if cuBLASLt is missing.
@@ -94,68 +94,68 @@ impl Gpu {
         ))
     }
 
-    /// The communicator of a rank that has this device.
+    /// Returns a communicator for buffers of this device.
     pub fn beside(&self, comm: &Comm<Cpu>) -> Comm<Cuda> {
         let device = self.device.clone();
         let own = LocalDevice::new(self.device.id.clone(), move || small(&device));
-        comm.on().with_local_device(own.apart(self.is_apart))
+        comm.on().with_local_device(own.apart(self.is_isolated))
     }
 
-    /// As [`Gpu::backend`], with little memory and in f32: to try things out.
+    /// Opens the device for probes, with little memory and in f32.
     ///
     /// # Errors
-    /// As [`Gpu::backend`].
+    /// Returns an error if a library is missing, or the device has too little free memory.
     pub fn small(&self) -> Result<Cuda> {
         small(&self.device)
     }
 }
 
-/// A device with little memory and in f32: to try things out.
+/// Opens a device for probes, with little memory and in f32.
 ///
 /// # Errors
-/// As [`Gpu::backend`].
+/// Returns an error if a library is missing, or the device has too little free memory.
 pub fn small(device: &Device) -> Result<Cuda> {
     Cuda::new(device, SMALL, Precision::F32(Arithmetic::Full))
 }
 
-/// The implementation of matrix products on the CPU.
-fn products(config: &Config) -> Products {
+/// Returns the implementation of GEMMs on the CPU.
+fn gemms(config: &Config) -> Products {
     if config.precision.dtype == Compute::Bf16 { Products::bf16() } else { Products::Own }
 }
 
-/// The CPU as a rank's device.
+/// Opens the CPU as the device of a rank.
 ///
 /// # Errors
-/// As [`cpu_can`], or the system refused a thread.
+/// Returns an error if the CPU does not support the number format, or the system refuses a thread.
 pub fn cpu(plan: &ResolvedConfig) -> Result<Cpu> {
-    Cpu::new(plan.threads).with_all_threads()?.with_products(products(&plan.config))
+    Cpu::new(plan.threads).with_all_threads()?.with_products(gemms(&plan.config))
 }
 
-/// Returns the name of the CPU as a device: all that decides the bits that it computes by these
-/// settings.
+/// Returns the name of the CPU as a device, with all that determines the bits it computes with this
+/// configuration.
 pub fn cpu_name(config: &Config) -> String {
-    let products = match products(config) {
+    let gemms = match gemms(config) {
         Products::Own => "",
         Products::OwnBf16 => ", bf16",
         Products::OneDnn => ", oneDNN",
         Products::OneDnnBf16 => ", bf16 by oneDNN",
     };
-    format!("CPU ({}{products})", simd::name())
+    format!("CPU ({}{gemms})", simd::name())
 }
 
-/// Whether the CPU computes in the format that is asked for.
+/// Checks that the CPU supports the number format of a configuration.
 ///
 /// # Errors
-/// With bf16: the CPU does not multiply it, or oneDNN is not there.
+/// Returns an error if the format is bf16 and the CPU does not multiply it, or oneDNN is missing.
 pub fn cpu_can(config: &Config) -> Result<()> {
-    products(config).check()
+    gemms(config).check()
 }
 
-/// Decides where the ranks of `comm` compute: collective. None is the CPU.
+/// Assigns a GPU to each rank of `comm`; returns `None` if ranks compute on the CPU. Collective.
 ///
 /// # Errors
-/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks or
-/// `comm.transport` need.
+/// Returns an error if `run.device` asks for GPUs that are not there, if there are fewer than
+/// the ranks or `comm.transport` need, or if `device.memory` exceeds the memory of a GPU.
 pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
     let choice = config.run.device;
     let world = comm.world();
@@ -164,13 +164,14 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
     }
     let topology = Topology::gather(&world, comm.node().host)?;
     let mut opened = Vec::new();
-    let mine: View = look(&topology, &mut opened).map_err(|e| e.to_string());
+    let mine: View = visible_gpus(&topology, &mut opened).map_err(|e| e.to_string());
     let message = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
-    let told = world.gather_bytes(message).wait()?;
-    let views =
-        told.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<View>, _>>();
-    let views = views.map_err(|e| Error::comm(format!("another rank sent malformed GPUs: {e}")))?;
-    let Some(chosen) = share_out(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)?
+    let messages = world.gather_bytes(message).wait()?;
+    let views = messages.iter().map(|bytes| serde_json::from_slice(bytes));
+    let views = views.collect::<Result<Vec<View>, _>>();
+    let views = views
+        .map_err(|e| Error::comm(format!("another rank sent a malformed list of GPUs: {e}")))?;
+    let Some(chosen) = assign(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)?
     else {
         return Ok(None);
     };
@@ -179,13 +180,13 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
         let others = (0..chosen.len()).filter(|&other| topology.host(other) == topology.host(rank));
         others.filter(|&other| seen(other).id == seen(rank).id).collect()
     };
-    let crowd = (0..chosen.len()).map(sharers).find(|ranks| ranks.len() > 1);
-    if let (TransportChoice::Nccl, Some(ranks)) = (config.comm.transport, crowd) {
+    let shared = (0..chosen.len()).map(sharers).find(|ranks| ranks.len() > 1);
+    if let (TransportChoice::Nccl, Some(ranks)) = (config.comm.transport, shared) {
         let (Seen { name, pci, .. }, host) = (seen(ranks[0]), topology.host(ranks[0]));
         let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
         let message = format!("ranks {} on {host} share {name} at {pci}", ranks.join(", "));
         return Err(Error::input(format!(
-            "comm.transport = nccl wants a GPU for every rank: {message}"
+            "comm.transport = nccl requires a GPU for every rank: {message}"
         ))
         .hint("set comm.transport=host-staged, or start fewer ranks")
         .shared());
@@ -199,9 +200,10 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
             let given = config.device.memory;
             let whole = readable(*whole);
             let ranks = sharers(rank).len();
-            let of = if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
+            let each =
+                if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
             let message =
-                format!("device.memory = {given}{of}: {name} at {pci} on {host} has {whole}");
+                format!("device.memory = {given}{each}: {name} at {pci} on {host} has {whole}");
             return Err(Error::input(message)
                 .hint("set it lower, or to a part such as 0.9, which all ranks on a GPU share")
                 .shared());
@@ -225,30 +227,30 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
     let ids = |rank: usize| -> BTreeSet<&str> {
         views[rank].iter().flatten().map(|seen| &seen.id[..]).collect()
     };
-    let is_apart = (0..views.len())
+    let is_isolated = (0..views.len())
         .any(|other| topology.host(other) == topology.host(rank) && ids(other) != ids(rank));
     Ok(Some(Gpu {
         device,
         memory: memory(rank),
         grows,
         sharers: sharers(rank).len(),
-        is_apart,
+        is_isolated,
         table,
     }))
 }
 
-/// Bytes of a GPU with `whole` that each of `ranks` on it may take.
+/// Returns the bytes that each of `ranks` ranks on a GPU with `whole` bytes may take.
 fn share(device: &config::Device, whole: usize, ranks: usize) -> usize {
     let bytes = match device.memory {
         DeviceMemory::Bytes(bytes) => bytes.0,
-        DeviceMemory::Part(part) => (whole as f64 * part) as usize / ranks,
+        DeviceMemory::Part(fraction) => (whole as f64 * fraction) as usize / ranks,
         DeviceMemory::Grow => (whole as f64 * USUAL_PART) as usize / ranks,
     };
     device.memory_limit.map_or(bytes, |limit| bytes.min(limit.0))
 }
 
-/// The GPUs that this rank sees.
-fn look(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<Seen>> {
+/// Opens the GPUs that this rank sees and describes them.
+fn visible_gpus(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<Seen>> {
     for number in 0..devices()? {
         opened.push(Device::open(number)?);
     }
@@ -263,14 +265,14 @@ fn look(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<Seen>> {
     Ok(seen.collect())
 }
 
-/// The cores of the processor that a device hangs on, where the system knows.
+/// Returns the cores of the processor that a PCI device is attached to, if the system knows them.
 pub fn near_cores(pci: &str) -> Option<BTreeSet<usize>> {
     let path = Path::new("/sys/bus/pci/devices").join(pci).join("local_cpulist");
     parse_list(std::fs::read_to_string(path).ok()?.trim())
 }
 
-/// The number of every rank's GPU among those it sees; none if all compute on the CPU.
-fn share_out(
+/// Returns the number of each rank's GPU among those it sees; `None` if all compute on the CPU.
+fn assign(
     choice: DeviceChoice,
     views: &[View],
     hosts: &[String],
@@ -284,9 +286,9 @@ fn share_out(
     let mut chosen = Vec::with_capacity(views.len());
     for (rank, (view, host)) in views.iter().zip(hosts).enumerate() {
         let none = |why: &str| {
-            let hint = "set run.device=cpu to do without, or let ranks without a GPU hold the parameters: --servers N";
+            let hint = "set run.device=cpu to train without GPUs, or let ranks without a GPU hold the parameters: --servers N";
             let (why, own) = why.split_once("\nhint: ").unwrap_or((why, hint));
-            // Where others have one, this rank need not get one.
+            // If others see GPUs, ranks without one may be servers.
             let hint = if views.iter().any(sees) { hint } else { own };
             Error::input(format!("run.device = {choice}: rank {rank} on {host} has no GPU: {why}"))
                 .hint(hint)
@@ -310,7 +312,7 @@ fn share_out(
                 .hint(format!("cuda:0 to cuda:{}", seen.len() - 1))
                 .shared());
         }
-        // The least used, then a near one, then the first.
+        // Prefers the least used GPU, then one near the cores, then the first.
         let least = among.iter().min_by_key(|&&number| (load(number), !seen[number].is_near));
         let number = least.copied().unwrap_or(0);
         if load(number) == ranks_per_gpu {
@@ -328,7 +330,7 @@ fn share_out(
     Ok(Some(chosen))
 }
 
-/// `1 GPU`, `4 GPUs`.
+/// Returns a number of GPUs as text: `1 GPU`, `4 GPUs`.
 fn count(gpus: usize) -> String {
     format!("{gpus} GPU{}", if gpus == 1 { "" } else { "s" })
 }
@@ -353,7 +355,7 @@ mod tests {
         views: &[View],
         per_gpu: usize,
     ) -> Result<Option<Vec<usize>>, String> {
-        share_out(choice, views, &vec!["n".to_string(); views.len()], per_gpu)
+        assign(choice, views, &vec!["n".to_string(); views.len()], per_gpu)
             .map_err(|e| e.to_string())
     }
 
@@ -371,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn some_of_several_are_shared_out() {
+    fn a_choice_of_several_gpus_is_assigned() {
         let three = gpus(&[("a", true), ("b", true), ("c", true)]);
         let some: DeviceChoice = "cuda:0,2".parse().unwrap();
         assert_eq!(shared(some, &vec![three.clone(); 2], 1), Ok(Some(vec![0, 2])));
@@ -423,12 +425,12 @@ mod tests {
         let two = gpus(&[("a", true), ("b", true)]);
         let one = gpus(&[("a", true)]);
         let hosts = ["m", "m", "n"].map(String::from);
-        let chosen = share_out(DeviceChoice::Auto, &[two.clone(), two, one], &hosts, 1);
+        let chosen = assign(DeviceChoice::Auto, &[two.clone(), two, one], &hosts, 1);
         assert_eq!(chosen.map_err(|e| e.to_string()), Ok(Some(vec![0, 1, 0])));
     }
 
     #[test]
-    fn too_many_ranks_are_told_how_to_share() {
+    fn an_error_for_too_many_ranks_suggests_how_to_share() {
         let error = shared(DeviceChoice::Auto, &vec![gpus(&[("a", true)]); 3], 1).unwrap_err();
         assert!(
             error.contains("3 ranks on n are to share 1 GPU\nhint: ")
@@ -438,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_refused_or_left() {
+    fn missing_gpus_are_an_error_unless_the_choice_is_auto() {
         let none: View = Err("no CUDA driver\nhint: do without".into());
         assert_eq!(shared(DeviceChoice::Auto, &[none.clone(), none.clone()], 1), Ok(None));
         let error = shared(DeviceChoice::Cuda, std::slice::from_ref(&none), 1).unwrap_err();

@@ -1,4 +1,4 @@
-//! Embedding tables in the memory of the host: `model.place.tables`.
+//! Embedding offload to host memory: `model.place.tables`.
 
 use super::{Config, EmbeddingPlacement};
 use hpctrain_base::error::{Error, Result};
@@ -6,12 +6,12 @@ use hpctrain_base::mesh::Mesh;
 use hpctrain_nn::Network;
 use hpctrain_parallel::Storage;
 
-/// The network as its tables' place wants it: with tables on the host the first block is nothing
-/// but them.
+/// Returns the network for the placement of its embedding tables: with tables on the host, its
+/// first block contains only the tables.
 ///
 /// # Errors
-/// The host cannot keep them: there is no GPU, the network has none, or the layout divides their
-/// block or averages it.
+/// Returns an error if the host cannot hold the tables: there is no GPU, the network does not begin
+/// with embedding tables, or the layout shards their block or averages it.
 pub fn placed(
     config: &Config,
     network: Network,
@@ -24,22 +24,23 @@ pub fn placed(
     }
     let refused = |why: &str| Error::input(format!("model.place.tables = host {why}"));
     if !on_gpu {
-        return Err(refused("is for GPUs")
-            .hint("leave it out, or run on a node with a GPU: on a CPU tables are in the memory of the host anyway"));
+        return Err(refused("is for GPUs").hint(
+            "leave it out, or run on a node with a GPU: on a CPU tables are in host memory anyway",
+        ));
     }
     let parallel = &config.parallel;
     let layouts = [
-        (mesh.pipeline > 1, "parallel.pipeline", "which the host is no stage of"),
-        (virtual_tensor_ranks > 1, "parallel.tensor", "which cuts tables into slices"),
+        (mesh.pipeline > 1, "parallel.pipeline", "whose stages are all on GPUs"),
+        (virtual_tensor_ranks > 1, "parallel.tensor", "which divides tables among GPUs"),
         (
             parallel.storage == Storage::Central,
             "parallel.storage",
-            "whose owners keep all parameters",
+            "whose owners hold all parameters",
         ),
         (
             config.local_sgd.sync_every != super::Interval::Steps(0),
             "local_sgd.sync_every",
-            "which averages GPUs' parameters",
+            "which averages parameters on GPUs",
         ),
     ];
     if let Some((_, key, why)) = layouts.into_iter().find(|(is_set, ..)| *is_set) {
@@ -47,7 +48,8 @@ pub fn placed(
             .hint(format!("leave {key} out, or set model.place.tables=device")));
     }
     network.with_tables_apart().map_err(|why| {
-        refused(why).hint("leave it out: tables of networks by layers, and of Llamas with an output matrix of their own, can be there")
+        refused(why)
+            .hint("leave it out: layer-list models, and Llamas with model.tied = false, support it")
     })
 }
 
@@ -70,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_are_a_block_of_their_own_with_the_same_tensors() {
+    fn tables_are_a_separate_block_with_the_same_tensors() {
         use hpctrain_cpu::Cpu;
         use hpctrain_nn::Network;
         let names = |network: &Network| {
@@ -83,14 +85,14 @@ mod tests {
             let plan = resolved(preset, 2, &["parallel.zero=3"], true).unwrap();
             let whole = crate::network(&mut plan.config.model.clone(), None).unwrap();
             assert_eq!(plan.network.describe(), whole.describe());
-            let apart = names(&plan.network);
+            let offloaded = names(&plan.network);
             let whole = names(&whole);
             assert!(
-                apart[0]
+                offloaded[0]
                     .iter()
                     .all(|(name, _)| name.contains("tables") || name.contains("embed_tokens"))
             );
-            let [mut one, mut other] = [apart, whole].map(|blocks| blocks.concat());
+            let [mut one, mut other] = [offloaded, whole].map(|blocks| blocks.concat());
             one.sort();
             other.sort();
             assert_eq!(one, other, "{preset}");
@@ -103,9 +105,9 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_cannot_keep_is_refused() {
+    fn unsupported_embedding_offload_is_an_error() {
         let only = "model.layers=[{kind='embedding_tables', ids=[3], width=1}, {kind='flatten'}]";
-        for (preset, ranks, settings, on_gpu, told) in [
+        for (preset, ranks, settings, on_gpu, expected) in [
             ("dlrm", 1, &[][..], false, "is for GPUs"),
             ("dlrm", 2, &["parallel.pipeline=2"], true, "does not go with parallel.pipeline"),
             ("llama-char", 2, &["parallel.tensor=2"], true, "does not go with parallel.tensor"),
@@ -151,7 +153,7 @@ mod tests {
             let error = resolved(preset, ranks, settings, on_gpu).unwrap_err();
             let text = error.to_string();
             assert!(
-                text.starts_with("model.place.tables = host ") && text.contains(told),
+                text.starts_with("model.place.tables = host ") && text.contains(expected),
                 "{settings:?}: {text}"
             );
             assert!(

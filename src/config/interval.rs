@@ -1,18 +1,18 @@
-//! A distance between averages as people write it.
+//! The interval between averages, in steps or epochs.
 
 use serde::{Deserialize, Serialize};
 
-/// Steps, or `epoch`: those of a pass over the training data.
+/// An interval: a number of steps, or `epoch`, a pass over the training data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Written", into = "Written")]
 pub enum Interval {
-    /// So many steps; 0 is never.
+    /// A number of steps; 0 means never.
     Steps(u64),
-    /// The steps in which every training sample is seen, rounded up.
+    /// The number of steps in which every training sample is seen, rounded up.
     Epoch,
 }
 
-/// Its forms in a file.
+/// The forms of the value in a file.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged, expecting = "a number of steps, or \"epoch\"")]
 enum Written {
@@ -44,7 +44,7 @@ impl From<Interval> for Written {
 }
 
 impl Interval {
-    /// In steps, of data with so many samples of which a step takes `batch`.
+    /// Converts the interval to steps, for data with `samples` samples and steps of `batch`.
     #[must_use]
     pub fn over(self, samples: u64, batch: u64) -> Self {
         match self {

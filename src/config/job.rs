@@ -1,4 +1,4 @@
-//! One rank of a job: meeting the others, and ending together.
+//! Start and end of a rank: connects it to the others of its job, and ends with them.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use hpctrain_comm::{self as comm, Algorithm, Comm};
 use hpctrain_comm::{Launch, launched};
 use hpctrain_cpu::Cpu;
 
-/// The whole of a program that works on ranks: does the work of this one, in a world of its own
-/// unless an MPI launcher such as `mpirun` started the process, and ends with the others. Warnings
-/// and errors go to standard error, an error that all ranks share once; exit codes are those of the
-/// command line.
+/// Runs a program that works on ranks: calls `work` with the world of ranks that an MPI launcher
+/// such as `mpirun` started, or with a single rank, and ends together with the others. Warnings
+/// and errors go to standard error; an error that all ranks share is printed once. Returns the exit
+/// code, which has the meaning of those of the command line.
 ///
 /// ```no_run
 /// fn main() -> std::process::ExitCode {
@@ -29,7 +29,7 @@ pub fn start(work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitCode {
     let code = match launched(|name| std::env::var(name).ok()) {
         Ok(launch) => {
             name_console(launch.as_ref());
-            // A program's own ranks may wait for each other as long as they like.
+            // Ranks of a custom program may wait for each other for any time.
             run(launch.as_ref(), Duration::ZERO, |comm| work(comm).map(|()| 0))
         }
         Err(e) => fail(&e),
@@ -37,7 +37,7 @@ pub fn start(work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
-/// Sends this rank's warnings to standard error, under its name.
+/// Sends this rank's warnings to standard error, prefixed with its name.
 #[doc(hidden)]
 pub fn name_console(launch: Option<&Launch>) {
     logging::to_console(&match launch.and_then(|launch| launch.rank) {
@@ -46,30 +46,29 @@ pub fn name_console(launch: Option<&Launch>) {
     });
 }
 
-/// Does the work of one rank, in a world of its own unless a launcher started it; returns the exit
+/// Runs the work of one rank, as a single rank unless a launcher started it; returns the exit
 /// code, which is that of the work if it succeeds. A wait for another rank ends the job after
-/// `patience`, from the start to the end; zero waits for ever.
+/// `timeout`; zero waits for ever.
 #[doc(hidden)]
 pub fn run(
     launch: Option<&Launch>,
-    patience: Duration,
+    timeout: Duration,
     work: impl FnOnce(&Comm<Cpu>) -> Result<i32>,
 ) -> i32 {
-    run_boxed(launch, patience, Box::new(work))
+    run_boxed(launch, timeout, Box::new(work))
 }
 
 type Work<'a> = Box<dyn FnOnce(&Comm<Cpu>) -> Result<i32> + 'a>;
 
-/// Not generic, so that it is compiled once.
-fn run_boxed(launch: Option<&Launch>, patience: Duration, work: Work<'_>) -> i32 {
+/// Implements [`run`] without generics, so that it is compiled once.
+fn run_boxed(launch: Option<&Launch>, timeout: Duration, work: Work<'_>) -> i32 {
     if launch.is_some_and(|launch| launch.meeting.is_some()) {
-        // Ranks do not outlive the program that has started them; a system that refuses this loses
-        // no more than that.
+        // Ranks end with the program that has started them, if the system supports it.
         let _ = set_parent_process_death_signal(Some(Signal::KILL));
     }
     let started = match launch.map(|launch| &launch.meeting) {
         None => Ok(comm::single()),
-        Some(None) => comm::start_mpi_within(Algorithm::HalvingDoubling, patience),
+        Some(None) => comm::start_mpi_within(Algorithm::HalvingDoubling, timeout),
         Some(Some(meeting)) => comm::start_tcp(meeting, Algorithm::HalvingDoubling),
     };
     let comm: Comm<Cpu> = match started {
@@ -77,7 +76,7 @@ fn run_boxed(launch: Option<&Launch>, patience: Duration, work: Work<'_>) -> i32
         Err(e) => return fail(&e),
     };
     abort_on_panic(&comm);
-    let watched = if patience.is_zero() { Ok(()) } else { comm.wait_at_most(patience) };
+    let watched = if timeout.is_zero() { Ok(()) } else { comm.wait_at_most(timeout) };
     let code = match watched.and_then(|()| work(&comm)) {
         Ok(code) => code,
         Err(e) if e.is_shared() || comm.size() == 1 => {
@@ -87,8 +86,8 @@ fn run_boxed(launch: Option<&Launch>, patience: Duration, work: Work<'_>) -> i32
             e.exit_code()
         }
         Err(e) => {
-            // The others wait for this rank and would for ever. The console has its name, if the
-            // launcher told it.
+            // The others would wait for this rank for ever. The console names the rank if the
+            // launcher has set its number.
             let is_named = launch.is_some_and(|launch| launch.rank.is_some());
             let e = if is_named { e } else { e.on_rank(comm.rank()) };
             log::error!("{e}");
@@ -106,8 +105,8 @@ pub fn fail(error: &Error) -> i32 {
     error.exit_code()
 }
 
-/// From now on a panic on any thread of this process, which has no ranks, ends it with exit code 1
-/// and a message: a thread that others wait for would be missed by nobody.
+/// Installs a panic hook for a process without ranks: a panic on any thread prints a message and
+/// exits with code 1, because nothing else would notice a thread that others wait for.
 pub fn exit_on_panic(process: &'static str) {
     std::panic::set_hook(Box::new(move |panic| {
         if panics::is_caught() {
@@ -118,7 +117,7 @@ pub fn exit_on_panic(process: &'static str) {
     }));
 }
 
-/// A panic on any thread of a rank ends the whole job, with the rank named.
+/// Installs a panic hook for a rank: a panic on any thread names the rank and ends the whole job.
 fn abort_on_panic(comm: &Comm<Cpu>) {
     let comm = comm.clone();
     std::panic::set_hook(Box::new(move |panic| {
@@ -140,7 +139,7 @@ mod tests {
 
     use super::*;
 
-    /// The variable that makes the test play the process that panics.
+    /// The environment variable that makes the test run as the process that panics.
     const PLAYS: &str = "HPCTRAIN_TEST_PANICS";
 
     #[test]

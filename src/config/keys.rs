@@ -1,4 +1,4 @@
-//! The keys of the configuration file, with their explanations and defaults.
+//! Description of the keys of the configuration file: their explanations and defaults.
 
 use std::fmt::Write as _;
 
@@ -9,7 +9,7 @@ use super::schema::Key;
 use super::*;
 use hpctrain_base::error::{Error, Result};
 
-/// The keys of a section of the file, or of a section in one (`model.place`).
+/// Returns the keys of a section of the file, or of a section in one (`model.place`).
 fn keys(section: &str) -> Option<&'static [Key]> {
     Some(match section {
         "run" => Run::KEYS,
@@ -35,17 +35,17 @@ fn keys(section: &str) -> Option<&'static [Key]> {
     })
 }
 
-/// The sections of the file.
+/// Returns the sections of the file.
 fn sections() -> impl Iterator<Item = &'static Key> {
     Config::KEYS.iter().filter(|key| key.is_in_files())
 }
 
-/// A file with all keys of a section, or of all sections, each with its explanation. Defaults are
-/// comments: a key that is given has another meaning than one that is left out, where a layout is
-/// chosen.
+/// Returns a configuration file with all keys of a section, or of all sections, each with its
+/// explanation. Defaults are commented out, because `parallel.layout = auto` keeps the keys of a
+/// layout that are given fixed.
 ///
 /// # Errors
-/// There is no such section.
+/// Returns an error if there is no such section.
 pub fn described(section: Option<&str>) -> Result<String> {
     let names: Vec<&str> = sections().map(|key| key.name).collect();
     if let Some(unknown) = section.filter(|section| !names.contains(section)) {
@@ -62,7 +62,7 @@ pub fn described(section: Option<&str>) -> Result<String> {
     Ok(text.trim_end().to_owned())
 }
 
-/// Adds a section, and the sections in it behind its own keys.
+/// Appends a section, and after its keys the sections in it.
 fn describe(text: &mut String, section: &str, defaults: &Table) {
     // Writing to a string does not fail.
     let _ = writeln!(text, "[{section}]");
@@ -97,7 +97,7 @@ fn describe(text: &mut String, section: &str, defaults: &Table) {
     }
 }
 
-/// Adds the explanation of a key.
+/// Appends the explanation of a key.
 fn explain(text: &mut String, key: &Key) {
     for line in key.text {
         let _ = writeln!(text, "# {}", line.trim());
@@ -114,7 +114,7 @@ mod tests {
         let text = described(None).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("all.toml");
-        // As it is, and with all that has a default.
+        // The text as it is, and with all defaults uncommented.
         let is_default = |line: &&str| !line.starts_with("# ") && !line.ends_with(" =");
         let uncommented = |line: &str| line.strip_prefix('#').unwrap_or(line).to_owned();
         let all: Vec<String> = text.lines().filter(is_default).map(uncommented).collect();
@@ -143,7 +143,7 @@ mod tests {
     fn a_section_is_described_alone() {
         let text = described(Some("batch")).unwrap();
         assert!(
-            text.starts_with("# Samples a step.\n[batch]\n# ") && !text.contains("[optimizer]"),
+            text.starts_with("# Batch sizes.\n[batch]\n# ") && !text.contains("[optimizer]"),
             "{text}"
         );
         let error = described(Some("optimiser")).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The layout that a configuration asks for: the mesh of its ranks, virtual ranks and micro-batches, the
+//! The layout of a configuration: the mesh of its ranks, virtual ranks and micro-batches, and the
 //! stages of a pipeline.
 
 use std::ops::Range;
@@ -11,22 +11,22 @@ use hpctrain_base::mesh::Mesh;
 use hpctrain_nn::Network;
 use hpctrain_parallel::{LocalSgd, OuterOptimizer, PipelineSchedule, Storage, Zero, partition};
 
-/// Tokens that a micro-batch has at most unless the configuration says: enough for efficient
-/// products, few enough for the memory of activations.
+/// The most tokens of a micro-batch by default: enough for efficient GEMMs, few enough for the
+/// memory of activations.
 const MICRO_TOKENS: u64 = 4096;
 
-/// Rows whose logits are in memory at once on GPUs, unless the configuration says. Products of so
-/// many rows should keep a GPU busy by their count of tiles; no GPU has measured it.
-const LOGIT_ROWS: usize = 4096;
+/// The default `parallel.loss_chunk_tokens` on GPUs. GEMMs with this many rows should have enough
+/// tiles to keep a GPU busy; it has not been measured.
+const LOSS_CHUNK_TOKENS: usize = 4096;
 
-/// Micro-batches that a rank has at least for each stage of a pipeline, unless the configuration
-/// says: with four times as many as stages, a fifth of the step is idle at most.
-const MICROS_A_STAGE: u64 = 4;
+/// The fewest micro-batches per rank and pipeline stage by default: with four times as many
+/// micro-batches as stages, at most a fifth of the step is idle.
+const MICRO_BATCHES_PER_STAGE: u64 = 4;
 
-/// The mesh of so many ranks.
+/// Returns the mesh of `ranks` ranks.
 ///
 /// # Errors
-/// The axes do not multiply to them, or one of them does nothing.
+/// Returns an error if the axes do not multiply to the number of ranks, or if a key has no effect.
 pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     let parallel = &config.parallel;
     let keys = [
@@ -46,7 +46,7 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     if config.local_sgd.replicas == Some(0) {
         return Err(out_of_range("local_sgd.replicas", 0, "at least 1"));
     }
-    let of_stage = (ranks / parallel.pipeline / parallel.tensor).max(1);
+    let stage_ranks = (ranks / parallel.pipeline / parallel.tensor).max(1);
     check_storage(config)?;
     let shard = match (parallel.zero, parallel.shard) {
         _ if parallel.storage == Storage::Central => parallel.owners,
@@ -58,17 +58,17 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
         }
         (Zero::Zero, _) => 1,
         (_, Some(shard)) => shard,
-        (_, None) => (of_stage / parallel.replica.unwrap_or(1).min(of_stage)).max(1),
+        (_, None) => (stage_ranks / parallel.replica.unwrap_or(1).min(stage_ranks)).max(1),
     };
-    let replica = parallel.replica.unwrap_or((of_stage / shard.min(of_stage)).max(1));
+    let replica = parallel.replica.unwrap_or((stage_ranks / shard.min(stage_ranks)).max(1));
     let mesh = Mesh { pipeline: parallel.pipeline, replica, shard, tensor: parallel.tensor };
-    if parallel.storage == Storage::Central && !of_stage.is_multiple_of(parallel.owners) {
+    if parallel.storage == Storage::Central && !stage_ranks.is_multiple_of(parallel.owners) {
         let owners = parallel.owners;
-        let nearest = (1..=of_stage)
-            .filter(|n| of_stage.is_multiple_of(*n))
+        let nearest = (1..=stage_ranks)
+            .filter(|n| stage_ranks.is_multiple_of(*n))
             .min_by_key(|n| n.abs_diff(owners));
         return Err(Error::input(format!(
-            "parallel.owners = {owners} does not divide the {of_stage} data-parallel ranks"
+            "parallel.owners = {owners} does not divide the {stage_ranks} data-parallel ranks"
         ))
         .hint(format!("the nearest that does: {}", nearest.unwrap_or(1))));
     }
@@ -76,7 +76,7 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     Ok(mesh)
 }
 
-/// Whether the keys of central storage go together, and with the others.
+/// Checks that the keys of central storage are consistent with each other and with other keys.
 fn check_storage(config: &Config) -> Result<()> {
     let parallel = &config.parallel;
     let owners = parallel.owners;
@@ -95,7 +95,7 @@ fn check_storage(config: &Config) -> Result<()> {
             "parallel.storage = central keeps all parameters on every rank, but parallel.zero = {zero}"
         ))
         .hint(
-            "leave parallel.zero out, or parallel.storage; several owners divide the optimizer state: parallel.owners",
+            "leave parallel.zero or parallel.storage out; parallel.owners divides the optimizer state among several ranks",
         ));
     }
     if let Some(shard) = parallel.shard.filter(|shard| *shard != owners) {
@@ -106,24 +106,25 @@ fn check_storage(config: &Config) -> Result<()> {
     }
     if config.local_sgd.sync_every != Interval::Steps(0) {
         return Err(Error::input(
-            "local_sgd.sync_every trains replicas apart, which parallel.storage = central does not",
+            "local_sgd.sync_every is not supported with parallel.storage = central",
         )
         .hint("leave one of them out"));
     }
     Ok(())
 }
 
-/// The averages of replicas that train apart, if they do.
+/// Returns the settings of local SGD, if it is enabled.
 ///
 /// # Errors
-/// There is one replica, the ranks cannot divide them among themselves, or a key of averages is set
-/// without any.
+/// Returns an error if there is one replica, if ranks cannot divide the replicas equally, if
+/// checkpoints that are kept do not fall on averages, or if a key of `[local_sgd]` is out of range
+/// or has no effect.
 pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
     let LocalSgdConfig { sync_every, replicas, outer_lr: lr, outer_momentum: momentum } =
         config.local_sgd;
     let Interval::Steps(every) = sync_every else {
         return Err(Error::input(
-            "local_sgd.sync_every = epoch, but the data whose epoch it is was not looked at",
+            "local_sgd.sync_every = epoch, but the data was not read, so the steps of an epoch are not known",
         )
         .hint("give the steps of an epoch: samples / batch.global"));
     };
@@ -176,7 +177,7 @@ pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
         let up = keep.next_multiple_of(every);
         let nearest = if keep > every { format!("{} or {up}", up - every) } else { up.to_string() };
         return Err(Error::input(format!(
-            "checkpoint.keep_every = {keep} is no multiple of local_sgd.sync_every = {every}: checkpoints are those of averages"
+            "checkpoint.keep_every = {keep} is not a multiple of local_sgd.sync_every = {every}: checkpoints are saved at averages"
         ))
         .hint(format!("the nearest that is: {nearest}")));
     }
@@ -184,10 +185,11 @@ pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
     Ok(Some(LocalSgd { every, replicas, outer }))
 }
 
-/// Rows whose logits are in memory at once; 0 are all.
+/// Returns the number of tokens whose logits are in memory at once; 0 means all.
 ///
 /// # Errors
-/// The configuration gives a number, but the network's last block takes all rows at once.
+/// Returns an error if the configuration gives a number, but the network or the layout does not
+/// support chunked cross-entropy.
 pub fn logit_rows(
     config: &Config,
     network: &Network,
@@ -200,29 +202,28 @@ pub fn logit_rows(
     let is_row_by_row =
         || network.cpu_blocks(&slices).last().is_some_and(|last| last.is_row_by_row());
     let why = match () {
-        () if !network.is_language() => "but the network is no language model",
-        () if sequence => "but parallel.sequence = true divides rows among ranks",
+        () if !network.is_language() => "but the network is not a language model",
+        () if sequence => "but parallel.sequence = true shards its tokens among ranks",
         () if mesh.pipeline > 1 && schedule == PipelineSchedule::ZeroBubble => {
-            "but parallel.schedule = zero-bubble keeps the logits' gradient for later"
+            "but parallel.schedule = zero-bubble keeps the gradient of all logits"
         }
-        () if !is_row_by_row() => {
-            "but the last block of the program's own network takes all rows at once"
-        }
-        () => return Ok(loss_chunk_tokens.unwrap_or(if on_gpu { LOGIT_ROWS } else { 0 })),
+        () if !is_row_by_row() => "but the last block of the custom model takes all tokens at once",
+        () => return Ok(loss_chunk_tokens.unwrap_or(if on_gpu { LOSS_CHUNK_TOKENS } else { 0 })),
     };
     match loss_chunk_tokens {
-        Some(rows) if rows > 0 => {
-            Err(Error::input(format!("parallel.loss_chunk_tokens = {rows}, {why}"))
+        Some(tokens) if tokens > 0 => {
+            Err(Error::input(format!("parallel.loss_chunk_tokens = {tokens}, {why}"))
                 .hint("leave it out"))
         }
         _ => Ok(0),
     }
 }
 
-/// The virtual tensor ranks of a network.
+/// Returns the number of virtual tensor-parallel ranks of a network.
 ///
 /// # Errors
-/// Its blocks cannot be divided so, or ranks cannot divide the virtual ranks among themselves.
+/// Returns an error if blocks of the network cannot be divided by this number, or ranks cannot
+/// divide the virtual ranks equally.
 pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<usize> {
     let Parallel { tensor, sequence, .. } = *parallel;
     let virtual_ranks = parallel.virtual_tensor_ranks.unwrap_or(tensor);
@@ -247,20 +248,18 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
         Network::Gpt(gpt) => (gpt.heads, "model.heads"),
         Network::Llama(llama) => (llama.kv_heads, "model.kv_heads"),
         Network::Layers(_) | Network::Own(_) => {
-            let kind =
-                if matches!(network, Network::Own(_)) { "of a program's own" } else { "by layers" };
+            let kind = if matches!(network, Network::Own(_)) { "custom" } else { "layer-list" };
             return Err(Error::input(format!(
-                "parallel.{key} = {virtual_ranks}, but a network {kind} is not divided"
+                "parallel.{key} = {virtual_ranks}, but {kind} models do not support tensor parallelism"
             ))
-            .hint("leave it out: parallel.pipeline and parallel.zero are for all networks"));
+            .hint("leave it out: all models support parallel.pipeline and parallel.zero"));
         }
     };
     if !heads.is_multiple_of(virtual_ranks) {
-        // Any divisor, or of slices given apart those that the ranks divide.
+        // Any divisor of the heads; if virtual ranks are given, only multiples of the ranks.
         let step = if parallel.virtual_tensor_ranks.is_some() { tensor } else { 1 };
-        let fits = |slices: &usize| heads.is_multiple_of(*slices) && slices.is_multiple_of(step);
-        let legal: Vec<String> =
-            (1..=heads).filter(fits).map(|slices| slices.to_string()).collect();
+        let fits = |count: &usize| heads.is_multiple_of(*count) && count.is_multiple_of(step);
+        let legal: Vec<String> = (1..=heads).filter(fits).map(|count| count.to_string()).collect();
         let hint = match &legal[..] {
             [] => format!("parallel.tensor = {tensor} must divide {kind}"),
             legal => format!("parallel.{key} may be {}", legal.join(", ")),
@@ -270,7 +269,7 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
         ))
         .hint(hint));
     }
-    // The last virtual rank has fewer rows of what does not divide, but not none.
+    // The last virtual rank may have fewer rows of these than the others, but not none.
     let mut widths = vec![("model.vocabulary", network.outputs())];
     if let Network::Llama(llama) = network {
         widths.push(("model.hidden", llama.hidden));
@@ -278,29 +277,29 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
     for (name, width) in widths {
         if width.div_ceil(virtual_ranks) * (virtual_ranks - 1) >= width {
             return Err(Error::input(format!(
-                "parallel.{key} = {virtual_ranks} leaves a slice without any of {name} = {width}"
+                "parallel.{key} = {virtual_ranks} leaves a rank without any of {name} = {width}"
             ))
-            .hint("use fewer slices"));
+            .hint("use fewer tensor-parallel ranks"));
         }
     }
     if sequence && !network.context().is_multiple_of(virtual_ranks) {
         let context = network.context();
         return Err(Error::input(format!(
-            "parallel.sequence = true, but {virtual_ranks} slices do not divide model.context = {context}"
+            "parallel.sequence = true, but parallel.{key} = {virtual_ranks} does not divide model.context = {context}"
         ))
         .hint(format!(
-            "a context of {} divides, or leave parallel.sequence out",
+            "set model.context={}, or leave parallel.sequence out",
             context.next_multiple_of(virtual_ranks)
         )));
     }
     Ok(virtual_ranks)
 }
 
-/// Virtual ranks of the global batch, of which each replica has an equal part and each of its shards one of
-/// that.
+/// Returns the number of virtual ranks of the global batch, which are divided equally among
+/// replicas, and those of a replica among its shards.
 ///
 /// # Errors
-/// They cannot be divided so.
+/// Returns an error if they cannot be divided equally.
 pub fn virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
     let ranks = replicas * mesh.shard;
     let virtual_ranks = config.parallel.virtual_ranks.unwrap_or(ranks);
@@ -320,10 +319,10 @@ pub fn virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<us
     .hint(format!("the nearest that does: {nearest}")))
 }
 
-/// Whether so many ranks can train a configuration, as far as its layout and its batch say.
+/// Checks that `ranks` ranks can train a configuration, as far as its layout and batch determine.
 ///
 /// # Errors
-/// They cannot: the first key that does not fit, with its value.
+/// Returns an error for the first key that does not fit, with its value.
 pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
     let mesh = mesh(config, ranks)?;
     let replicas = averaging(config, &mesh)?.map_or(mesh.replica, |averaging| averaging.replicas);
@@ -331,10 +330,11 @@ pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
     batch(config, virtual_ranks, replicas, &mesh).map(drop)
 }
 
-/// Samples of a virtual rank, and of a micro-batch, where `replicas` divide the virtual ranks.
+/// Returns the samples of a virtual rank and of a micro-batch, if `replicas` replicas divide the
+/// virtual ranks.
 ///
 /// # Errors
-/// The batch cannot be cut so.
+/// Returns an error if the batch cannot be divided equally.
 pub fn batch(
     config: &Config,
     virtual_ranks: usize,
@@ -359,13 +359,14 @@ pub fn batch(
     let virtual_rank_samples = global / virtual_ranks;
     let predictions =
         if config.model.kind == ModelKind::Layers { 1 } else { config.model.context as u64 };
-    let of_pass = virtual_ranks / (replicas * mesh.shard) as u64 * virtual_rank_samples;
-    let enough =
-        |micro: u64| mesh.pipeline == 1 || of_pass / micro >= MICROS_A_STAGE * mesh.pipeline as u64;
+    let rank_samples = virtual_ranks / (replicas * mesh.shard) as u64 * virtual_rank_samples;
+    let fills_pipeline = |micro: u64| {
+        mesh.pipeline == 1 || rank_samples / micro >= MICRO_BATCHES_PER_STAGE * mesh.pipeline as u64
+    };
     let fits = |micro: &u64| {
         virtual_rank_samples.is_multiple_of(*micro)
             && micro * predictions <= MICRO_TOKENS
-            && enough(*micro)
+            && fills_pipeline(*micro)
     };
     let micro = config
         .batch
@@ -384,10 +385,12 @@ pub fn batch(
     Ok((virtual_rank_samples, micro))
 }
 
-/// The blocks of every stage of the pipeline: as the configuration has them, or cut by their work.
+/// Returns the blocks of every stage of the pipeline: as the configuration gives them, or
+/// partitioned by work.
 ///
 /// # Errors
-/// There are more stages than blocks, or the configuration's do not add up.
+/// Returns an error if there are more stages than blocks, or if `parallel.stages` does not add up
+/// to the blocks of the network.
 pub fn stages(parallel: &Parallel, network: &Network) -> Result<Vec<Range<usize>>> {
     let wanted = parallel.pipeline;
     let costs = network.work(parallel.recompute);
@@ -403,7 +406,7 @@ pub fn stages(parallel: &Parallel, network: &Network) -> Result<Vec<Range<usize>
         return cut.ok_or_else(|| Error::internal(format!("{blocks} blocks in {wanted} stages")));
     };
     let sum: usize = given.iter().sum();
-    let told = if given.len() != wanted {
+    let problem = if given.len() != wanted {
         format!("has {} stages, but parallel.pipeline = {wanted}", given.len())
     } else if given.contains(&0) {
         "has a stage without blocks".into()
@@ -416,6 +419,6 @@ pub fn stages(parallel: &Parallel, network: &Network) -> Result<Vec<Range<usize>
         });
         return Ok(ends.collect());
     };
-    Err(Error::input(format!("parallel.stages = {given:?} {told}"))
-        .hint("leave it out; hpctrain config summary shows the blocks and the cut by their work"))
+    Err(Error::input(format!("parallel.stages = {given:?} {problem}"))
+        .hint("leave it out; hpctrain config summary shows the blocks and a partition by work"))
 }

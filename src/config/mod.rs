@@ -1,4 +1,4 @@
-//! Configuration: TOML in, a checked [`ResolvedConfig`] out.
+//! Configuration: reads TOML and resolves it to a checked [`ResolvedConfig`].
 
 #![forbid(unsafe_code)]
 

@@ -13,30 +13,30 @@ use hpctrain_nn::llama::Llama;
 use hpctrain_nn::loss::Loss;
 use hpctrain_nn::{CustomModel, Input, Network};
 
-/// The network that a section describes; fills the keys that it leaves open. `of_data` is the
-/// number of token ids in the data, if that is known.
+/// Returns the network that a section describes, and sets optional keys of the section to their
+/// defaults. `data_vocabulary` is the number of token ids in the data, if known.
 ///
 /// # Errors
-/// The first invalid key, with its value and the values that are valid.
-pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
+/// Returns an error for the first invalid key, with its value and the values that are valid.
+pub fn network(model: &mut Model, data_vocabulary: Option<usize>) -> Result<Network> {
     bounds::check_model(model)?;
     if let Some(own) = model.own.clone() {
-        return own_network(model, own, of_data);
+        return custom_network(model, own, data_vocabulary);
     }
     if model.kind == ModelKind::Layers {
-        return by_layers(model).map(Network::Layers);
+        return layer_list_network(model).map(Network::Layers);
     }
     if model.input.is_some() {
-        return Err(Error::input("model.input is not of a language model")
+        return Err(Error::input("model.input is not a key of language models")
             .hint("leave it out, or set model.kind=layers"));
     }
-    let vocabulary = vocabulary(model, of_data)?;
+    let vocabulary = vocabulary(model, data_vocabulary)?;
     model.vocabulary = Some(vocabulary);
     let LayerList::Count(layers) = model.layers else {
         return Err(Error::input(
             "model.layers is a list, but transformers have a number of blocks",
         )
-        .hint("set model.kind=\"layers\" for a network by layers"));
+        .hint("set model.kind=\"layers\" for a list of layers"));
     };
     if layers == 0 {
         return Err(out_of_range("model.layers", 0, "at least 1"));
@@ -53,7 +53,7 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
                 ("model.norm_epsilon", model.norm_epsilon.is_some()),
             ];
             if let Some((key, _)) = of_llama.into_iter().find(|(_, given)| *given) {
-                return Err(Error::input(format!("{key} is not of a GPT"))
+                return Err(Error::input(format!("{key} is not a key of GPTs"))
                     .hint("leave it out, or set model.kind=llama"));
             }
             let bias = *model.bias.get_or_insert(true);
@@ -77,7 +77,7 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
             if !(width / heads).is_multiple_of(2) {
                 let head = width / heads;
                 return Err(Error::input(format!(
-                    "model.width / model.heads = {head}, but rotary positions turn pairs"
+                    "model.width / model.heads = {head}, but rotary positions (RoPE) require an even number"
                 ))
                 .hint(format!(
                     "a width of {} has heads of {}",
@@ -116,27 +116,29 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
             };
             Ok(Network::Llama(llama))
         }
-        ModelKind::Layers => by_layers(model).map(Network::Layers),
+        ModelKind::Layers => layer_list_network(model).map(Network::Layers),
     }
 }
 
-/// A network that a program has built.
-fn own_network(model: &Model, own: CustomModel, of_data: Option<usize>) -> Result<Network> {
+/// Checks a custom model.
+fn custom_network(
+    model: &Model,
+    own: CustomModel,
+    data_vocabulary: Option<usize>,
+) -> Result<Network> {
     let name = own.name();
     let elements = match own.input() {
         None => {
-            return Err(Error::input(format!("model.own = {name:?}: the network is a program's own"))
-                .hint("use that program: it can train it, evaluate it and predict with it; or leave the key out"));
+            return Err(Error::input(format!("model.own = {name:?} names a custom model, which only the program that defines it can build"))
+                .hint("use that program to train, evaluate and predict, or leave the key out"));
         }
         Some(Input::Text { context, vocabulary: ids }) => {
-            vocabulary(model, of_data)?;
+            vocabulary(model, data_vocabulary)?;
             if own.outputs() != *ids {
-                let message = format!(
-                    "{name}: {} outputs, but text of {ids} ids has as many to predict",
-                    own.outputs()
-                );
+                let message =
+                    format!("{name} has {} outputs for a vocabulary of {ids} ids", own.outputs());
                 return Err(
-                    Error::input(message).hint("let outputs() be the vocabulary of input()")
+                    Error::input(message).hint("outputs() must return the vocabulary of input()")
                 );
             }
             *context
@@ -153,9 +155,9 @@ fn own_network(model: &Model, own: CustomModel, of_data: Option<usize>) -> Resul
     Ok(Network::Own(own))
 }
 
-/// A network by layers.
-fn by_layers(model: &Model) -> Result<Layers> {
-    let of_transformers = [
+/// Returns the network of a list of layers.
+fn layer_list_network(model: &Model) -> Result<Layers> {
+    let transformer_keys = [
         ("model.kv_heads", model.kv_heads.is_some(), "leave it out"),
         ("model.hidden", model.hidden.is_some(), "leave it out: dense layers have units"),
         ("model.tied", model.tied.is_some(), "leave it out"),
@@ -166,32 +168,28 @@ fn by_layers(model: &Model) -> Result<Layers> {
             model.norm_epsilon.is_some(),
             "leave it out: layer_norm has an epsilon",
         ),
-        (
-            "model.dropout",
-            model.dropout != 0.0,
-            "leave it out, and put dropout layers where they are to be",
-        ),
-        ("model.bias", model.bias == Some(true), "leave it out: layers have their own"),
+        ("model.dropout", model.dropout != 0.0, "leave it out, and add layers of kind dropout"),
+        ("model.bias", model.bias == Some(true), "leave it out: layers have a key bias"),
     ];
-    if let Some((key, _, hint)) = of_transformers.into_iter().find(|(_, given, _)| *given) {
-        return Err(Error::input(format!("{key} is not of a network by layers")).hint(hint));
+    if let Some((key, _, hint)) = transformer_keys.into_iter().find(|(_, given, _)| *given) {
+        return Err(Error::input(format!("{key} is not a key of layer-list models")).hint(hint));
     }
     let (LayerList::List(layers), Some(input)) = (&model.layers, &model.input) else {
-        return Err(Error::input("model.kind = layers wants model.input and [[model.layers]]")
+        return Err(Error::input("model.kind = layers requires model.input and [[model.layers]]")
             .hint("give the shape of a sample and a list of layers; see the presets mlp-mnist and cnn-mnist"));
     };
-    let of_ids_alone =
+    let has_only_ids =
         matches!(&layers[..], [Layer::EmbeddingTables { dense, .. }, ..] if dense.is_empty());
-    if input.is_empty() || input.contains(&0) && !of_ids_alone {
+    if input.is_empty() || input.contains(&0) && !has_only_ids {
         return Err(Error::input(format!("model.input = {input:?} has no elements"))
             .hint("give the shape of a sample"));
     }
     Layers::new(input, layers)
 }
 
-/// Token ids, which must be enough for the data.
-fn vocabulary(model: &Model, of_data: Option<usize>) -> Result<usize> {
-    match (model.vocabulary, of_data) {
+/// Returns the vocabulary size, which must not be smaller than that of the data.
+fn vocabulary(model: &Model, data_vocabulary: Option<usize>) -> Result<usize> {
+    match (model.vocabulary, data_vocabulary) {
         (Some(asked), Some(needed)) if asked < needed => Err(Error::input(format!(
             "model.vocabulary = {asked} is smaller than the data's vocabulary of {needed}"
         ))
@@ -203,11 +201,11 @@ fn vocabulary(model: &Model, of_data: Option<usize>) -> Result<usize> {
     }
 }
 
-/// The samples that the network of a configuration takes. The vocabulary of a language model may
-/// still be open.
+/// Returns the samples that the network of a configuration takes. The vocabulary of a language
+/// model need not be known yet.
 ///
 /// # Errors
-/// The network or its loss is not possible.
+/// Returns an error if the network or its loss is invalid.
 pub fn sample_spec(config: &Config) -> Result<SampleSpec> {
     if config.model.kind != ModelKind::Layers {
         return Ok(SampleSpec::Text);
@@ -216,34 +214,34 @@ pub fn sample_spec(config: &Config) -> Result<SampleSpec> {
     Ok(network.sample_spec(&loss(config, &network)?))
 }
 
-/// The loss that the network minimises.
+/// Returns the loss that the network minimises.
 pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
-    let own = &config.loss;
-    if !(0.0..1.0).contains(&own.label_smoothing) {
+    let section = &config.loss;
+    if !(0.0..1.0).contains(&section.label_smoothing) {
         return Err(out_of_range(
             "loss.label_smoothing",
-            own.label_smoothing,
+            section.label_smoothing,
             "at least 0 and less than 1",
         ));
     }
-    if !(own.huber_delta > 0.0 && own.huber_delta.is_finite()) {
-        return Err(out_of_range("loss.huber_delta", own.huber_delta, "greater than 0"));
+    if !(section.huber_delta > 0.0 && section.huber_delta.is_finite()) {
+        return Err(out_of_range("loss.huber_delta", section.huber_delta, "greater than 0"));
     }
     if network.is_language() && config.data.weights.as_ref().is_some_and(|name| !name.is_empty()) {
         return Err(
-            Error::input("data.weights: samples of language models have none").hint("leave it out")
+            Error::input("data.weights is not supported for language models").hint("leave it out")
         );
     }
     if network.is_language() && (config.data.image_layout, config.data.scale) != (Axes::Nhwc, None)
     {
         return Err(Error::input(
-            "data.image_layout and data.scale: samples of language models are ids",
+            "data.image_layout and data.scale are not supported for language models",
         )
         .hint("leave them out"));
     }
-    let by = match own.kind {
+    let deviation = match section.kind {
         LossKind::CrossEntropy => {
-            let given = own.class_weights.len();
+            let given = section.class_weights.len();
             let classes = network.outputs();
             if given > 0 && given != classes {
                 return Err(Error::input(format!(
@@ -252,7 +250,7 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
                 .hint("give one for each class, or none"));
             }
             if let Some(weight) =
-                own.class_weights.iter().find(|weight| !(**weight >= 0.0 && weight.is_finite()))
+                section.class_weights.iter().find(|weight| !(**weight >= 0.0 && weight.is_finite()))
             {
                 return Err(out_of_range("loss.class_weights", weight, "0 or more"));
             }
@@ -261,30 +259,30 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
             {
                 let output = hpctrain_nn::layers::shown(layers.output());
                 let message = format!(
-                    "the last of model.layers gives {output}, but cross-entropy wants one axis of classes"
+                    "the last of model.layers gives {output}, but cross-entropy requires one axis of classes"
                 );
                 return Err(Error::input(message)
                     .hint("end with flatten and dense, or set another loss.kind"));
             }
             return Ok(Loss::CrossEntropy {
-                smoothing: own.label_smoothing,
-                weights: own.class_weights.clone(),
+                smoothing: section.label_smoothing,
+                weights: section.class_weights.clone(),
             });
         }
         LossKind::Mse => Deviation::Squared,
         LossKind::Mae => Deviation::Absolute,
-        LossKind::Huber => Deviation::Huber(own.huber_delta),
+        LossKind::Huber => Deviation::Huber(section.huber_delta),
         LossKind::BinaryCrossEntropy => Deviation::Binary,
     };
     if network.is_language() {
-        return Err(Error::input("loss.kind: language models predict tokens")
-            .hint("leave it out: cross-entropy"));
+        return Err(Error::input("loss.kind: language models support only cross-entropy")
+            .hint("leave it out"));
     }
-    if own.label_smoothing != 0.0 || !own.class_weights.is_empty() {
+    if section.label_smoothing != 0.0 || !section.class_weights.is_empty() {
         return Err(Error::input(
             "loss.label_smoothing and loss.class_weights are for cross-entropy",
         )
         .hint("leave them out, or set loss.kind=cross-entropy"));
     }
-    Ok(Loss::Deviation(by))
+    Ok(Loss::Deviation(deviation))
 }

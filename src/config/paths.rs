@@ -1,5 +1,5 @@
-//! Paths of the configuration that begin with the home directory or a variable of the environment,
-//! as a shell has them.
+//! Expansion of paths of the configuration that begin with the home directory or an environment
+//! variable, as in a shell.
 
 use toml::{Table, Value};
 
@@ -51,8 +51,8 @@ fn expanded(path: &str, env: &impl Fn(&str) -> Option<String>) -> Result<String>
         return Ok(path.to_owned());
     };
     let value = env(name).filter(|value| !value.is_empty()).ok_or_else(|| {
-        Error::input(format!("the variable {name:?} of the environment is not set"))
-            .hint("set it on all ranks, or write the path out; a name that begins so is written ./~ or ./$")
+        Error::input(format!("the environment variable {name:?} is not set"))
+            .hint("set it on all ranks, or write the path out; a directory whose name begins with ~ or $ is written ./~ or ./$")
     })?;
     Ok(value + rest)
 }
@@ -106,7 +106,7 @@ mod tests {
             expand_paths(&mut toml::from_str("data.local_cache = '$B'").unwrap(), &|_| None)
                 .unwrap_err();
         assert!(
-            error.to_string().starts_with("data.local_cache = $B: the variable \"B\""),
+            error.to_string().starts_with("data.local_cache = $B: the environment variable \"B\""),
             "{error}"
         );
     }

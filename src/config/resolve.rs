@@ -1,5 +1,4 @@
-//! From the written configuration to the one that runs: every optional key filled, every
-//! combination checked.
+//! Resolution of a configuration: sets every optional key and checks every combination.
 
 use std::ops::Range;
 
@@ -30,76 +29,77 @@ use hpctrain_parallel::{LocalSgd, PipelineSchedule, ShardingPolicy, Stage, StepS
 /// Facts about the environment that a [`ResolvedConfig`] depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct Environment {
-    /// Ranks that train.
+    /// The number of ranks that train.
     pub ranks: usize,
-    /// Compute threads of this rank, unless the configuration says.
+    /// The number of compute threads of this rank, unless the configuration sets it.
     pub threads: usize,
-    /// Token ids in the data, if the data says.
+    /// The number of token ids in the data, if the data records it.
     pub vocabulary: Option<usize>,
     /// Whether ranks compute on GPUs.
     pub on_gpu: bool,
 }
 
-/// A run with nothing left open. It holds no invalid combination.
+/// A resolved configuration: all values are set, and their combination is valid.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ResolvedConfig {
-    /// The configuration, resolved: running it again gives this plan again.
+    /// The configuration with all keys set; it resolves to itself.
     pub config: Config,
     /// The layout of the ranks.
     pub mesh: Mesh,
-    /// Blocks of every stage of the pipeline.
+    /// The blocks of every stage of the pipeline.
     pub stages: Vec<Range<usize>>,
-    /// Virtual ranks of the global batch.
+    /// The number of virtual ranks of the global batch.
     pub virtual_ranks: usize,
-    /// Slices of each block.
+    /// The number of virtual tensor-parallel ranks, which share each block.
     pub virtual_tensor_ranks: usize,
-    /// Samples a virtual rank.
+    /// The number of samples per virtual rank.
     pub virtual_rank_samples: u64,
-    /// Samples computed at once; divides `virtual_rank_samples`.
+    /// The number of samples per micro-batch; divides `virtual_rank_samples`.
     pub micro: u64,
-    /// Rows whose logits are in memory at once; 0 are all of a micro-batch.
+    /// The number of tokens whose logits are in memory at once; 0 means all of a micro-batch.
     pub logit_rows: usize,
-    /// Compute threads of this rank.
+    /// The number of compute threads of this rank.
     pub threads: usize,
     /// The network.
     pub network: Network,
     /// The loss that it minimises.
     pub loss: Loss,
-    /// The samples that it takes.
+    /// The samples that the network takes.
     pub samples: SampleSpec,
-    /// The update rule.
+    /// The update rule of the optimizer.
     pub rule: UpdateRule,
-    /// Decay of the parameters' running average, if one is kept.
+    /// The decay of the exponential moving average of the parameters, if enabled.
     pub average: Option<f32>,
-    /// The averages of replicas, where those train apart.
+    /// The settings of local SGD, if enabled.
     pub averaging: Option<LocalSgd>,
-    /// The learning rate over time.
+    /// The learning-rate schedule.
     pub schedule: Schedule,
 }
 
 impl ResolvedConfig {
-    /// The network's objective, on a device.
+    /// Returns the objective of the network, for a device.
     pub fn objective<B: Kernels>(&self) -> Objective<B> {
         Objective::new(self.loss.clone(), self.network.outputs(), !self.network.is_language())
     }
 
-    /// Micro-batches in a virtual rank.
+    /// Returns the number of micro-batches of a virtual rank.
     pub fn micros_per_virtual_rank(&self) -> usize {
         (self.virtual_rank_samples / self.micro) as usize
     }
 
-    /// Replicas that divide the virtual ranks of a batch: those of the mesh, or those that train apart.
+    /// Returns the number of replicas that divide the virtual ranks of a batch: those of local SGD
+    /// if enabled, else those of the mesh.
     pub fn replicas(&self) -> usize {
         self.averaging.map_or(self.mesh.replica, |averaging| averaging.replicas)
     }
 
-    /// Replicas that a rank trains, in turn.
+    /// Returns the number of replicas that a rank trains in turn.
     pub fn replicas_here(&self) -> usize {
         self.replicas() / self.mesh.replica
     }
 
-    /// Virtual ranks of a batch that data-parallel rank `rank` of a stage computes, by replica that it
-    /// trains.
+    /// Returns the virtual ranks of a batch that data-parallel rank `rank` of a stage computes: a
+    /// range for each replica that it trains.
     pub fn virtual_ranks_of(&self, rank: usize) -> Vec<Range<usize>> {
         let replica = rank / self.mesh.shard;
         let shard = rank % self.mesh.shard;
@@ -111,41 +111,42 @@ impl ResolvedConfig {
         part(self.replicas(), replica, self.mesh.replica).map(of_replica).collect()
     }
 
-    /// The steps that lead to the end of the round that step `step` belongs to: to the next
-    /// average, or one.
+    /// Returns the number of the last step of the round after `step` steps: that of the next
+    /// average with local SGD, else the next step.
     pub fn round_end(&self, step: u64) -> u64 {
         let every = self.averaging.map_or(1, |averaging| averaging.every);
         (step / every + 1).saturating_mul(every).min(self.config.run.steps)
     }
 
-    /// Whether something that is wanted `every` so many steps is due after step `step`, the end of
-    /// a round: 0 wants it never.
+    /// Returns true if an action with a period of `every` steps is due after `step`, the last step
+    /// of a round. A period of 0 disables the action.
     pub fn is_due(&self, every: u64, step: u64) -> bool {
         let round = self.averaging.map_or(1, |averaging| averaging.every);
         let before = step.saturating_sub(1) / round * round;
         every > 0 && step / every > before / every
     }
 
-    /// Samples of the round that ends with step `step`.
+    /// Returns the number of samples of the round that ends with step `step`.
     pub fn round_samples(&self, step: u64) -> u64 {
         let round = self.averaging.map_or(1, |averaging| averaging.every);
         (step - step.saturating_sub(1) / round * round) * self.config.batch.global
     }
 
-    /// As [`ResolvedConfig::is_due`], of something that is wanted at the end of every so many
-    /// epochs of `samples` samples: the round that ends with step `step` ends at `position`.
+    /// Returns true if an action with a period of `every` epochs of `samples` samples is due after
+    /// the round that ends with step `step`, at position `position` of the data. A period of 0
+    /// disables the action.
     pub fn is_due_by_epochs(&self, every: u64, step: u64, position: u64, samples: u64) -> bool {
         every > 0
             && epochs::ended(position, self.round_samples(step), samples)
                 .any(|epoch| epoch.is_multiple_of(every))
     }
 
-    /// The order of work in stage `stage` of the pipeline of a rank's step, of each replica that it
-    /// trains.
+    /// Returns the order of work of a step in stage `stage` of the pipeline, for each replica that
+    /// a rank trains.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
         let virtual_ranks = self.virtual_ranks / (self.replicas() * self.mesh.shard);
         let micros_per_virtual_rank = self.micros_per_virtual_rank();
-        // One stage has nothing to put off.
+        // A single stage has no idle time, so it does not defer weight gradients.
         let order = if self.mesh.pipeline > 1 {
             self.config.parallel.schedule
         } else {
@@ -160,22 +161,22 @@ impl ResolvedConfig {
         }
     }
 
-    /// Stage `index` of the pipeline, of a network whose blocks have these loans. With one stage it
-    /// may be another network than the plan's.
-    pub fn stage(&self, index: usize, loans: &[Option<TiedParam>]) -> Stage {
+    /// Returns stage `index` of the pipeline, of a network whose blocks have these tied parameters.
+    /// With one stage it may be another network than that of this configuration.
+    pub fn stage(&self, index: usize, tied: &[Option<TiedParam>]) -> Stage {
         match self.mesh.pipeline {
-            1 if self.has_tables_on_host() => Stage::behind_tables(loans),
-            1 => Stage::whole(loans),
-            _ => Stage::new(&self.stages, index, loans),
+            1 if self.has_tables_on_host() => Stage::behind_tables(tied),
+            1 => Stage::whole(tied),
+            _ => Stage::new(&self.stages, index, tied),
         }
     }
 
-    /// Whether the first block is tables that the host keeps.
+    /// Returns true if the first block is embedding tables in host memory.
     pub fn has_tables_on_host(&self) -> bool {
         self.config.model.place.tables == EmbeddingPlacement::Host
     }
 
-    /// The slices of blocks that rank `rank` of the run has.
+    /// Returns the tensor-parallel shards of blocks that rank `rank` of the run holds.
     pub fn slices(&self, rank: usize) -> TensorShards {
         let tensor = self.mesh.coordinates(rank)[Axis::Tensor as usize];
         TensorShards::of_rank(
@@ -186,38 +187,38 @@ impl ResolvedConfig {
         )
     }
 
-    /// Lifetime of full buffers.
+    /// Returns the sharding policy of units.
     pub fn residency(&self) -> ShardingPolicy {
         let Parallel { prefetch, zero, .. } = self.config.parallel;
         let on_host = self.config.offload.params;
         ShardingPolicy { ahead: prefetch, on_host, ..zero.residency() }.over(self.mesh.shard)
     }
 
-    /// The same of tables that the host has.
+    /// Returns the sharding policy of embedding tables in host memory.
     pub fn host_residency(&self) -> ShardingPolicy {
         ShardingPolicy { on_host: false, ..self.residency() }.over(self.mesh.shard)
     }
 
-    /// Tokens in the part of a global batch whose mean is a gradient: all, or where replicas train
-    /// apart, those of one.
+    /// Returns the number of tokens over which a gradient is averaged: those of a global batch, or
+    /// with local SGD those of one replica.
     pub fn tokens_of_replica(&self) -> u64 {
         self.tokens_per_step() / self.averaging.map_or(1, |averaging| averaging.replicas as u64)
     }
 
-    /// Tokens in a global batch.
+    /// Returns the number of tokens of a global batch.
     pub fn tokens_per_step(&self) -> u64 {
         self.config.batch.global * self.network.context() as u64
     }
 }
 
-/// Longest timeout, in seconds: a week.
+/// The longest timeout, in seconds: a week.
 const LONGEST_TIMEOUT: u64 = 604_800;
 
-/// Resolves a configuration for the ranks and data at hand.
+/// Resolves a configuration for an environment.
 ///
 /// # Errors
-/// The first invalid key, with its value and the values that are valid.
-pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig> {
+/// Returns an error for the first invalid key, with its value and the values that are valid.
+pub fn resolve(mut config: Config, environment: &Environment) -> Result<ResolvedConfig> {
     if config.parallel.layout == LayoutMode::Auto {
         return Err(Error::input(
             "parallel.layout = auto chooses a layout for a run, which this command does not start",
@@ -227,28 +228,28 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
     config.parallel.given.clear();
     epochs::check(&config)?;
     check_ranges(&config)?;
-    let mesh = mesh(&config, facts.ranks)?;
+    let mesh = mesh(&config, environment.ranks)?;
     let averaging = averaging(&config, &mesh)?;
     let replicas = averaging.map_or(mesh.replica, |averaging| averaging.replicas);
     let virtual_ranks = virtual_ranks(&config, replicas, &mesh)?;
     let (virtual_rank_samples, micro) = batch(&config, virtual_ranks, replicas, &mesh)?;
-    let threads = config.run.threads.unwrap_or(facts.threads);
-    let network = network(&mut config.model, facts.vocabulary)?;
+    let threads = config.run.threads.unwrap_or(environment.threads);
+    let network = network(&mut config.model, environment.vocabulary)?;
     let virtual_tensor_ranks = virtual_tensor_ranks(&config.parallel, &network)?;
-    let network = placed(&config, network, &mesh, virtual_tensor_ranks, facts.on_gpu)?;
+    let network = placed(&config, network, &mesh, virtual_tensor_ranks, environment.on_gpu)?;
     let stages = stages(&config.parallel, &network)?;
-    // Replicas that train apart share no statistics.
-    let (virtual_ranks_together, ranks_together) = match averaging {
+    // Replicas of local SGD do not share statistics of batch normalization.
+    let (synced_virtual_ranks, synced_ranks) = match averaging {
         None => (virtual_ranks, mesh.data()),
         Some(_) => (virtual_ranks / replicas, mesh.shard),
     };
     check_batch_norm(
         &config.model.layers,
-        virtual_ranks_together,
-        ranks_together,
-        virtual_ranks / virtual_ranks_together,
+        synced_virtual_ranks,
+        synced_ranks,
+        virtual_ranks / synced_virtual_ranks,
     )?;
-    check_batch(&network, micro, ranks_together)?;
+    check_batch(&network, micro, synced_ranks)?;
     let loss = loss(&config, &network)?;
     let samples = network.sample_spec(&loss);
     check_groups(&config.optimizer.groups, &network)?;
@@ -266,42 +267,40 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
         OptimizerKind::Lars => UpdateRule::Lars { momentum, nesterov, trust },
         OptimizerKind::Lion => UpdateRule::Elementwise(Elementwise::Lion { beta1, beta2 }),
     };
-    config.precision.dtype = compute(&config, facts.on_gpu)?;
-    if config.offload.optimizer && !facts.on_gpu {
+    config.precision.dtype = resolved_dtype(&config, environment.on_gpu)?;
+    if config.offload.optimizer && !environment.on_gpu {
         return Err(Error::input("offload.optimizer = true is for GPUs").hint(
-            "leave it out, or run on a node with a GPU: on a CPU the optimizer is in the memory of the host anyway",
+            "leave it out, or run on a node with a GPU: on a CPU the optimizer state is in host memory anyway",
         ));
     }
     if config.offload.activations {
         let refused = |why: &str| Error::input(format!("offload.activations = true {why}"));
-        if !facts.on_gpu {
+        if !environment.on_gpu {
             return Err(refused("is for GPUs")
-                .hint("leave it out: on a CPU activations are in the memory of the host anyway"));
+                .hint("leave it out: on a CPU activations are in host memory anyway"));
         }
         if !config.parallel.recompute {
-            return Err(refused("takes the inputs of blocks that are computed again, but parallel.recompute = false")
+            return Err(refused("requires parallel.recompute = true")
                 .hint("set parallel.recompute=true too"));
         }
     }
     if config.offload.params {
         let refused = |why: &str| Error::input(format!("offload.params = true {why}"));
-        if !facts.on_gpu {
+        if !environment.on_gpu {
             return Err(refused("is for GPUs")
-                .hint("leave it out: on a CPU parameters are in the memory of the host anyway"));
+                .hint("leave it out: on a CPU parameters are in host memory anyway"));
         }
-        let wants = u8::from(config.parallel.zero) == 3 && config.offload.optimizer;
-        if !wants {
+        if u8::from(config.parallel.zero) != 3 || !config.offload.optimizer {
             return Err(refused("requires parallel.zero = 3 and offload.optimizer = true")
                 .hint("set parallel.zero=3 and offload.optimizer=true too"));
         }
         if config.log.histograms > 0 || averaging.is_some() {
-            return Err(refused(
-                "leaves no gradients and no parameters on the GPU to be looked at or averaged",
-            )
-            .hint("set log.histograms=0 and local_sgd.sync_every=0, or offload.params=false"));
+            return Err(refused("does not support log.histograms and local_sgd.sync_every")
+                .hint("set log.histograms=0 and local_sgd.sync_every=0, or offload.params=false"));
         }
     }
-    let logit_rows = logit_rows(&config, &network, &mesh, virtual_tensor_ranks, facts.on_gpu)?;
+    let logit_rows =
+        logit_rows(&config, &network, &mesh, virtual_tensor_ranks, environment.on_gpu)?;
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.virtual_ranks = Some(virtual_ranks);
@@ -335,8 +334,8 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
     })
 }
 
-/// The number format, which the device must know.
-fn compute(config: &Config, on_gpu: bool) -> Result<Compute> {
+/// Returns the number format, which the device must support.
+fn resolved_dtype(config: &Config, on_gpu: bool) -> Result<Compute> {
     match (config.precision.dtype, on_gpu) {
         (Compute::Auto, true) => Ok(Compute::Bf16),
         (Compute::Auto, false) => Ok(Compute::F32),
@@ -346,7 +345,7 @@ fn compute(config: &Config, on_gpu: bool) -> Result<Compute> {
     }
 }
 
-/// The number of 64 bits that is written as one of 32 bits is: 0.1 and not 0.10000000149011612.
+/// Converts an `f32` to the `f64` with the same decimal digits: 0.1 and not 0.10000000149011612.
 fn digits(number: f32) -> f64 {
     number.to_string().parse().unwrap_or(f64::from(number))
 }
@@ -430,12 +429,12 @@ fn check_ranges(config: &Config) -> Result<()> {
         ));
     }
     if log.histograms > 0 && !log.tensorboard {
-        let told = format!(
-            "log.histograms = {}, but log.tensorboard = false: histograms are points for TensorBoard",
+        let message = format!(
+            "log.histograms = {}, but log.tensorboard = false: histograms are written for TensorBoard",
             log.histograms
         );
         return Err(
-            Error::input(told).hint("set log.tensorboard=true, or leave log.histograms out")
+            Error::input(message).hint("set log.tensorboard=true, or leave log.histograms out")
         );
     }
     if optimizer.nesterov && optimizer.momentum == 0.0 {
@@ -468,8 +467,9 @@ fn check_ranges(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Ranks can share only the statistics of samples that they compute at the same time: of the virtual ranks
-/// of one replica, where so many train apart.
+/// Checks that ranks which share statistics of batch normalization have one virtual rank each, as
+/// they can share only the statistics of samples that they compute at the same time. `replicas` is
+/// the number of replicas that do not share statistics (local SGD).
 fn check_batch_norm(
     layers: &LayerList,
     virtual_ranks: usize,
@@ -479,8 +479,8 @@ fn check_batch_norm(
     let LayerList::List(layers) = layers else { return Ok(()) };
     match Layer::synchronised(layers, "model.layers") {
         Some(place) if virtual_ranks > ranks => Err(Error::input(format!(
-            "{place} (batch_norm) shares statistics among ranks, but of parallel.virtual_ranks = {} several are one rank's, \
-             one after the other",
+            "{place} (batch_norm) shares statistics among ranks, but with parallel.virtual_ranks = {} a rank computes several \
+             virtual ranks, one after the other",
             virtual_ranks * replicas
         ))
         .hint(format!(
@@ -491,13 +491,13 @@ fn check_batch_norm(
     }
 }
 
-/// One number has no variance.
+/// Checks that batch normalization gets more than one number per channel, as one has no variance.
 fn check_batch(network: &Network, micro: u64, ranks: usize) -> Result<()> {
     let Network::Layers(layers) = network else { return Ok(()) };
     match layers.single() {
         Some((place, synchronised)) if micro * if synchronised { ranks as u64 } else { 1 } < 2 => {
             Err(Error::input(format!(
-                "{place} (batch_norm) would have one number a channel in a batch"
+                "{place} (batch_norm) would have one number per channel in a batch"
             ))
             .hint("set batch.micro to 2 or more, or use layer_norm or group_norm"))
         }
@@ -505,7 +505,7 @@ fn check_batch(network: &Network, micro: u64, ranks: usize) -> Result<()> {
     }
 }
 
-/// Every group must hold some parameter.
+/// Checks that every group has valid values and matches at least one parameter.
 fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
     if groups.is_empty() {
         return Ok(());
@@ -528,11 +528,11 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
         if !tensors.iter().any(|tensor| group.holds(tensor)) {
             let some: Vec<&str> = tensors.iter().take(4).map(|tensor| &tensor.name[..]).collect();
             return Err(Error::input(format!(
-                "{key}.names = {:?} holds no parameter",
+                "{key}.names = {:?} matches no parameter",
                 group.names
             ))
             .hint(format!(
-                "`*` stands for any characters; names are such as {}",
+                "`*` matches any characters; parameters are called, for example, {}",
                 some.join(", ")
             )));
         }
@@ -618,7 +618,7 @@ mod tests {
             ["model.kind=layers", "model.input=[3]", "model.layers=[{kind='dense', units=4}]"];
         let sliced = refusal(2, &[&layers[..], &["parallel.tensor=2"]].concat());
         assert!(
-            sliced.contains("parallel.tensor = 2, but a network by layers is not divided"),
+            sliced.contains("parallel.tensor = 2, but layer-list models do not support"),
             "{sliced}"
         );
         assert!(refusal(1, &["parallel.zero=4"]).contains("ZeRO has stages 0 to 3, not 4"));
@@ -626,46 +626,47 @@ mod tests {
     }
 
     #[test]
-    fn replicas_that_train_apart_divide_the_virtual_ranks() {
+    fn local_sgd_replicas_divide_the_virtual_ranks() {
         let settings =
             ["local_sgd.sync_every=8", "local_sgd.replicas=4", "parallel.virtual_ranks=8"];
-        let apart = |ranks, more: &[&str]| plan(ranks, &[&settings[..], more].concat()).unwrap();
-        let one = apart(1, &[]);
+        let local_sgd =
+            |ranks, more: &[&str]| plan(ranks, &[&settings[..], more].concat()).unwrap();
+        let one = local_sgd(1, &[]);
         assert_eq!(one.virtual_ranks_of(0), [0..2, 2..4, 4..6, 6..8]);
         assert_eq!(
             (one.replicas_here(), one.step_schedule(0).virtual_ranks, one.tokens_of_replica()),
             (4, 2, 16 / 4 * 64)
         );
         // Each replica's virtual ranks are divided among its shards.
-        let sharded = apart(4, &["parallel.zero=1", "parallel.shard=2"]);
+        let sharded = local_sgd(4, &["parallel.zero=1", "parallel.shard=2"]);
         assert_eq!(
             [0, 1, 2, 3].map(|rank| sharded.virtual_ranks_of(rank)),
             [[0..1, 2..3], [1..2, 3..4], [4..5, 6..7], [5..6, 7..8]]
         );
         let facts = Environment { ranks: 4, threads: 2, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(sharded.config.clone(), &facts).unwrap(), sharded);
-        let together =
+        let synchronous =
             plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.virtual_ranks=8"]).unwrap();
         assert_eq!(
-            [0, 3].map(|rank| together.virtual_ranks_of(rank)),
+            [0, 3].map(|rank| synchronous.virtual_ranks_of(rank)),
             [vec![0..2; 1], vec![6..8; 1]]
         );
     }
 
     #[test]
     fn rounds_end_at_averages() {
-        let apart = plan(2, &["local_sgd.sync_every=8", "run.steps=20"]).unwrap();
-        assert_eq!([0, 7, 8, 13, 16].map(|step| apart.round_end(step)), [8, 8, 16, 16, 20]);
-        // At the first average after it is wanted.
-        let due = |every| [8, 16, 20].map(|step| apart.is_due(every, step));
+        let local_sgd = plan(2, &["local_sgd.sync_every=8", "run.steps=20"]).unwrap();
+        assert_eq!([0, 7, 8, 13, 16].map(|step| local_sgd.round_end(step)), [8, 8, 16, 16, 20]);
+        // An action is due at the first average after its period.
+        let due = |every| [8, 16, 20].map(|step| local_sgd.is_due(every, step));
         assert_eq!(
             (due(0), due(8), due(10)),
             ([false; 3], [true, true, false], [false, true, true])
         );
-        let together = plan(2, &["run.steps=20"]).unwrap();
-        assert_eq!([0, 7].map(|step| together.round_end(step)), [1, 8]);
+        let synchronous = plan(2, &["run.steps=20"]).unwrap();
+        assert_eq!([0, 7].map(|step| synchronous.round_end(step)), [1, 8]);
         assert_eq!(
-            [1, 4, 5, 6, 10].map(|step| together.is_due(5, step)),
+            [1, 4, 5, 6, 10].map(|step| synchronous.is_due(5, step)),
             [false, false, true, false, true]
         );
     }
@@ -680,7 +681,7 @@ mod tests {
             ("model.heads=3", "does not divide into model.heads = 3"),
             (
                 "model.kv_heads=2",
-                "model.kv_heads is not of a GPT\nhint: leave it out, or set model.kind=llama",
+                "model.kv_heads is not a key of GPTs\nhint: leave it out, or set model.kind=llama",
             ),
             ("model.vocabulary=10", "model.vocabulary = 10"),
             ("run.name=../x", "run.name"),
@@ -693,7 +694,7 @@ mod tests {
             ("comm.timeout=1000000", "comm.timeout = 1000000"),
             (
                 "optimizer.groups=[{names='x*'}]",
-                "optimizer.groups[0].names = \"x*\" holds no parameter\nhint: ",
+                "optimizer.groups[0].names = \"x*\" matches no parameter\nhint: ",
             ),
             (
                 "optimizer.groups=[{names='*', lr_factor=-1.0}]",
@@ -715,7 +716,7 @@ mod tests {
     }
 
     #[test]
-    fn logits_of_some_rows_are_for_heads_that_take_them() {
+    fn chunked_cross_entropy_requires_a_supporting_head() {
         let rows = |on_gpu: bool, overrides: &[&str]| {
             let overrides: Vec<String> =
                 overrides.iter().map(|setting| (*setting).into()).collect();
@@ -738,8 +739,8 @@ mod tests {
         );
         for (settings, why) in [
             (&zero_bubble[..], "parallel.schedule = zero-bubble keeps"),
-            (&sequence, "parallel.sequence = true divides rows"),
-            (&layers, "the network is no language model"),
+            (&sequence, "parallel.sequence = true shards its tokens"),
+            (&layers, "the network is not a language model"),
         ] {
             assert_eq!(rows(true, settings), Ok(0), "{why}");
             let error =
@@ -770,7 +771,7 @@ mod tests {
             ),
             (
                 "model.width=12",
-                "model.width / model.heads = 3, but rotary positions turn pairs\nhint: a width of 16",
+                "model.width / model.heads = 3, but rotary positions (RoPE) require an even number\nhint: a width of 16",
             ),
             ("model.bias=true", "a Llama has no biases"),
             ("model.hidden=0", "model.hidden = 0 is out of range"),
@@ -853,12 +854,12 @@ mod tests {
             &["model.kind=layers", "model.input=[4]", "model.layers=[{kind='relu'}]"],
         ] {
             let error = refusal(1, &[kind, &llama3[1..]].concat());
-            assert!(error.contains("model.rope_scaling is not of a "), "{error}");
+            assert!(error.contains("model.rope_scaling is not a key of "), "{error}");
         }
     }
 
     #[test]
-    fn networks_by_layers_are_checked() {
+    fn layer_list_models_are_checked() {
         let dense = "model.layers=[{kind='flatten'}, {kind='dense', units=10}]";
         let model = ["model.kind=layers", "model.input=[4, 4, 1]", dense];
         let first = plan(1, &model).unwrap();
@@ -866,12 +867,12 @@ mod tests {
         let facts = Environment { ranks: 1, threads: 9, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(first.config.clone(), &facts).unwrap(), first);
         for (setting, wanted) in [
-            ("model.layers=3", "model.kind = layers wants model.input and [[model.layers]]"),
+            ("model.layers=3", "model.kind = layers requires model.input and [[model.layers]]"),
             ("model.layers=[{kind='relu'}]", "model.layers has no layer with parameters"),
             ("model.layers=[{kind='dense', units=0}]", "model.layers[0] (dense): units = 0"),
             (
                 "model.layers=[{kind='dense', units=2}]",
-                "the last of model.layers gives 4 × 4 × 2, but cross-entropy wants",
+                "the last of model.layers gives 4 × 4 × 2, but cross-entropy requires",
             ),
             ("model.input=[]", "model.input = [] has no elements"),
             (
@@ -880,18 +881,18 @@ mod tests {
             ),
             (
                 "model.layers=[{kind='conv2d', filters=1048576, kernel=1048576, padding=1048575}, {kind='dense', units=3}]",
-                "model.layers[0] (conv2d) gets 4 × 4 × 1, but wants a kernel of a size that can be",
+                "model.layers[0] (conv2d) gets 4 × 4 × 1, but expects a smaller kernel",
             ),
             (
                 "model.layers=[{kind='reshape', shape=[1048576, 1048576, 1048576, 1048576]}]",
-                "but wants the elements of",
+                "but expects the elements of",
             ),
-            ("model.layers=[{kind='dense', units=1048576}]", "but cross-entropy wants"),
+            ("model.layers=[{kind='dense', units=1048576}]", "but cross-entropy requires"),
             (
                 "model.dropout=0.1",
-                "model.dropout is not of a network by layers\nhint: leave it out, and put",
+                "model.dropout is not a key of layer-list models\nhint: leave it out, and add",
             ),
-            ("model.kv_heads=2", "model.kv_heads is not of a network by layers"),
+            ("model.kv_heads=2", "model.kv_heads is not a key of layer-list models"),
             ("loss.class_weights=[1.0]", "loss.class_weights has 1 weights for 10 classes"),
             ("loss.label_smoothing=1.0", "loss.label_smoothing = 1 is out of range"),
             ("loss.huber_delta=0.0", "loss.huber_delta = 0 is out of range"),
@@ -902,20 +903,23 @@ mod tests {
         let error =
             refusal(1, &[&model[..], &["loss.kind=mse", "loss.label_smoothing=0.1"]].concat());
         assert!(error.contains("are for cross-entropy"), "{error}");
-        assert!(refusal(1, &["loss.kind=mse"]).contains("language models predict tokens"));
+        assert!(
+            refusal(1, &["loss.kind=mse"]).contains("language models support only cross-entropy")
+        );
         assert!(refusal(1, &["data.image_layout=nchw"]).contains(
-            "data.image_layout and data.scale: samples of language models are ids\nhint: "
+            "data.image_layout and data.scale are not supported for language models\nhint: "
         ));
         assert!(
             refusal(1, &["data.weights=/w"])
-                .contains("data.weights: samples of language models have none\nhint: ")
+                .contains("data.weights is not supported for language models\nhint: ")
         );
         assert!(
             refusal(1, &[dense])
                 .contains("model.layers is a list, but transformers have a number of blocks")
         );
         assert!(
-            refusal(1, &["model.input=[3]"]).contains("model.input is not of a language model")
+            refusal(1, &["model.input=[3]"])
+                .contains("model.input is not a key of language models")
         );
     }
 
@@ -948,7 +952,7 @@ mod tests {
             ["model.kind=layers", "model.input=[3]", layers, "loss.kind=mse", "batch.micro=1"];
         let error = refusal(1, &one);
         assert!(
-            error.starts_with("model.layers[1] (batch_norm) would have one number a channel"),
+            error.starts_with("model.layers[1] (batch_norm) would have one number per channel"),
             "{error}"
         );
         assert!(plan(2, &one).is_ok());

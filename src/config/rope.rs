@@ -1,4 +1,4 @@
-//! The scaling of rotary positions that `[model.rope_scaling]` describes.
+//! The scaling of rotary position embeddings (RoPE) that `[model.rope_scaling]` describes.
 
 use super::range::out_of_range;
 use super::{RopeScaling, RopeType};
@@ -88,7 +88,7 @@ pub fn scaling(section: &RopeScaling) -> Result<FrequencyScaling> {
     }
 }
 
-/// Refuses a number that is not in its range, or not finite.
+/// Returns an error if a number is not in its range, or not finite.
 fn check(is_in_range: bool, key: &str, value: f64, range: &str) -> Result<()> {
     match is_in_range && value.is_finite() {
         true => Ok(()),

@@ -18,23 +18,23 @@ use hpctrain_parallel::{PipelineSchedule, Storage, Zero};
 
 /// A key as its section declares it.
 pub struct Key {
-    /// Its name in the section.
+    /// The name in the section.
     pub name: &'static str,
-    /// Lines that explain it.
+    /// The lines of the explanation.
     pub text: &'static [&'static str],
-    /// Its attribute of serde, if it has one.
+    /// The serde attribute; empty if there is none.
     attribute: &'static str,
 }
 
 impl Key {
-    /// Whether files have it.
+    /// Returns true if the key may be in a configuration file.
     pub fn is_in_files(&self) -> bool {
         self.attribute != "serde(skip)"
     }
 }
 
-/// Sections, each key with its explanation, an attribute of its own in brackets, its type and
-/// default.
+/// Defines sections: each key has its explanation, an optional attribute in brackets, its type and
+/// its default.
 macro_rules! sections {
     ($(
         $(#[doc = $doc:literal])* $name:ident {
@@ -49,7 +49,7 @@ macro_rules! sections {
         }
 
         impl $name {
-            /// Its keys, in order.
+            /// The keys of the section, in order.
             pub const KEYS: &'static [Key] = &[
                 $(Key {
                     name: stringify!($field),
@@ -72,37 +72,37 @@ sections! {
     Config {
         /// The run: its directory, device and length.
         run: Run = Run::default(),
-        /// The network.
+        /// The model.
         model: Model = Model::default(),
-        /// The loss.
+        /// The loss function.
         loss: Loss = Loss::default(),
         /// The data.
         data: Data = Data::default(),
-        /// Samples a step.
+        /// Batch sizes.
         batch: Batch = Batch::default(),
-        /// The update rule.
+        /// The optimizer.
         optimizer: Optimizer = Optimizer::default(),
-        /// The learning rate over time.
+        /// The learning-rate schedule.
         lr_schedule: LrSchedule = LrSchedule::default(),
-        /// The layout over ranks.
+        /// Parallelism: the layout of model and batch over ranks.
         parallel: Parallel = Parallel::default(),
         /// Local SGD and DiLoCo.
         local_sgd: LocalSgdConfig = LocalSgdConfig::default(),
-        /// CPU offload of GPUs.
+        /// CPU offload: state of GPUs in host memory.
         offload: Offload = Offload::default(),
         /// Parameter servers.
         parameter_server: ParameterServer = ParameterServer::default(),
         /// Number formats.
         precision: Precision = Precision::default(),
-        /// GPUs.
+        /// Settings of GPUs.
         device: Device = Device::default(),
-        /// Saving.
+        /// Checkpoints: how often they are saved, and which are kept.
         checkpoint: Checkpoint = Checkpoint::default(),
         /// Evaluation.
         eval: Eval = Eval::default(),
-        /// Messages between ranks.
+        /// Communication between ranks.
         comm: Comm = Comm::default(),
-        /// Log and progress lines.
+        /// Logging: the log, progress lines and TensorBoard.
         log: Log = Log::default(),
         /// Other names by which keys were given, and the keys they were read as.
         [serde(skip)]
@@ -111,88 +111,93 @@ sections! {
 
     /// `[run]`
     Run {
-        /// Directory under `root`; left out, the preset's or file's name with the next free number.
+        /// Name of the run's directory in `root`. Default: the name of the preset or file, with the
+        /// next free number.
         name: Option<String> = None,
-        /// Directory in which run directories are made.
+        /// Directory in which run directories are created.
         root: String = "runs".into(),
         /// Group, by name or number, whose members share the run: its directory may belong to
-        /// another user if it belongs to this group. Omitted, a directory of another user is
+        /// another user if it belongs to this group. Default: a directory of another user is
         /// refused.
         group: Option<String> = None,
-        /// Optimizer steps.
+        /// Number of optimizer steps.
         steps: u64 = 1000,
-        /// Passes over the training data, in the place of `steps`: to the step in which the last
-        /// sample of the last one is seen. 0 goes by steps.
+        /// Number of passes over the training data, instead of `steps`: the run ends with the step
+        /// in which the last sample of the last epoch is seen. 0 uses `steps`.
         epochs: u64 = 0,
-        /// Names every random stream: weights, sample order, dropout.
+        /// Seed of all random streams: initial weights, sample order, dropout.
         seed: u64 = 1337,
-        /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank),
-        /// `cuda:0,2` (those of them), or `auto`: GPUs where there are any.
+        /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one per rank),
+        /// `cuda:0,2` (only these GPUs of the node), or `auto` (GPUs if there are any, else the
+        /// CPU).
         device: DeviceChoice = DeviceChoice::Auto,
-        /// Compute threads a rank; default: the cores the rank may use, shared with its neighbours,
-        /// at most the CPU quota of its control group.
+        /// Compute threads per rank. Default: the cores that the rank may use, divided among the
+        /// ranks that share them, at most the CPU quota of its control group (cgroup).
         threads: Option<usize> = None,
-        /// Steps in a row whose loss or gradient is not finite before the run gives up.
+        /// Number of consecutive steps with a non-finite loss or gradient, whose updates are
+        /// skipped, after which the run fails.
         max_skipped: u64 = 10,
-        /// Steps between two checks for silent data corruption: replicas compare checksums of
-        /// parameters and optimizer state, and each update verifies that they are as the update
-        /// before it left them. 0 disables the check.
+        /// Steps between checks for silent data corruption (SDC): replicas compare checksums of
+        /// parameters and optimizer state, and each update verifies that they have not changed
+        /// since the update before it. 0 disables the checks.
         sdc_check_every: u64 = 0,
-        /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused
-        /// before it starts. Left out, the memory of the node is the limit.
+        /// Most memory that a rank may need, such as `8GiB`: a run that would need more is refused
+        /// before it starts. Default: only the memory of the node is the limit.
         memory_limit: Option<Size> = None,
-        /// Time limit of the job, such as `3h 50m`: it saves and ends before, with exit code 75.
-        /// Left out, the end that Slurm has set, if it has; `0s` is no limit.
+        /// Time limit of the job, such as `3h 50m`: the run saves a checkpoint before the limit and
+        /// exits with code 75. Default: the end time that Slurm has set, if any. `0s` disables the
+        /// limit.
         time_limit: Option<Time> = None,
     }
 
     /// `[model]`
     Model {
-        /// The family.
+        /// Kind of model: gpt, llama, or layers (a list of layers).
         kind: ModelKind = ModelKind::Gpt,
-        /// Transformer blocks; of a network of kind `layers`, its layers: `[[model.layers]]`.
+        /// Number of transformer blocks; for kind `layers`, the list of layers: `[[model.layers]]`.
         layers: LayerList = LayerList::Count(4),
         /// Layers: shape of a sample, such as `[28, 28, 1]`; images have their channels last.
         input: Option<Vec<usize>> = None,
-        /// Attention heads a block.
+        /// Number of attention heads per block.
         heads: usize = 4,
-        /// Llama: heads of keys and values, which that many heads of queries share; left out, as
-        /// many as heads.
+        /// Llama: number of key and value heads, each shared by a group of query heads
+        /// (grouped-query attention). Default: `heads`.
         kv_heads: Option<usize> = None,
-        /// Width of the residual stream.
+        /// Width of the residual stream (embedding dimension).
         width: usize = 128,
-        /// Llama: gates of a block; left out, 8/3 of the width, rounded up to a multiple of 64.
+        /// Llama: width of the feed-forward layers. Default: 8/3 of `width`, rounded up to a
+        /// multiple of 64.
         hidden: Option<usize> = None,
-        /// Positions a sequence.
+        /// Context length: tokens per sequence.
         context: usize = 64,
-        /// Token ids; left out, as many as the data has.
+        /// Vocabulary size: number of token ids. Default: that of the data.
         vocabulary: Option<usize> = None,
-        /// GPT: biases in linear maps and norms; left out, there are some.
+        /// GPT: whether linear layers and norms have biases. Default: true.
         bias: Option<bool> = None,
-        /// Llama: the output matrix is the token table; left out, it is one of its own.
+        /// Llama: whether the LM head is tied to the token embedding. Default: false.
         tied: Option<bool> = None,
-        /// Llama: base of the angles of rotary positions; left out, 10000.
+        /// Llama: base of the rotary position embedding (RoPE). Default: 10000.
         rope_theta: Option<f64> = None,
-        /// `[model.rope_scaling]`, for Llamas: scaling of the frequencies of rotary positions, so
-        /// that contexts may be longer than those of pre-training.
+        /// `[model.rope_scaling]`, for Llamas: scaling of RoPE frequencies, for contexts longer
+        /// than those of pre-training.
         rope_scaling: RopeScaling = RopeScaling::default(),
-        /// Llama: added to the mean square in norms; left out, 1e-5.
+        /// Llama: epsilon of RMSNorm, which is added to the mean square. Default: 1e-5.
         norm_epsilon: Option<f64> = None,
-        /// Dropout rate.
+        /// Dropout probability.
         dropout: f32 = 0.0,
-        /// Name of a network of a program's own, which that program alone can build.
+        /// Name of a custom model, which only the program that defines it can build.
         own: Option<CustomModel> = None,
-        /// `[model.place]`, for GPUs: `tables` (`host`: the embedding tables of the first layer,
-        /// their gradients and their optimizer state are in the memory of the host, which looks
-        /// rows up and updates them; `device`).
+        /// `[model.place]`, for GPUs: embedding offload. With `tables = "host"` the embedding
+        /// tables of the first layer, their gradients and their optimizer state are in host memory,
+        /// and the host looks rows up and updates them; with `device` they are on the GPU.
         place: Place = Place::default(),
     }
 
     /// `[model.rope_scaling]`
     RopeScaling {
-        /// Scaling: default (none), linear (all frequencies are divided by `factor`), or llama3,
-        /// that of Llama 3.1 to 3.3 (low frequencies are divided by `factor`, high ones are kept,
-        /// those in between are interpolated).
+        /// Scaling: default (none), linear (all frequencies are divided by `factor`), or llama3, as
+        /// in Llama 3.1 to 3.3 (low frequencies are divided by `factor`, high ones are kept, those
+        /// in between are interpolated).
         rope_type: RopeType = RopeType::Default,
         /// Linear, llama3: the divisor, at least 1.
         factor: Option<f64> = None,
@@ -202,27 +207,28 @@ sections! {
         /// Llama3: frequencies that turn at least this many times within the original context are
         /// kept.
         high_freq_factor: Option<f64> = None,
-        /// Llama3: the original context, the positions of a sequence in pre-training.
+        /// Llama3: the original context length, in tokens, of pre-training.
         original_max_position_embeddings: Option<usize> = None,
     }
 
     /// `[model.place]`
     Place {
-        /// The embedding tables of the first layer.
+        /// Memory that holds the embedding tables of the first layer: device or host.
         tables: EmbeddingPlacement = EmbeddingPlacement::Device,
     }
 
     /// `[loss]`
     Loss {
-        /// The loss: cross-entropy (of classes), mse, mae, huber, or binary-cross-entropy (of
+        /// Loss function: cross-entropy (of classes), mse, mae, huber, or binary-cross-entropy (of
         /// logits).
         kind: LossKind = LossKind::CrossEntropy,
-        /// Cross-entropy: part of the target that is spread evenly over all classes. Evaluations go
-        /// without.
+        /// Cross-entropy: fraction of the target that is spread evenly over all classes.
+        /// Evaluations do not use it.
         label_smoothing: f32 = 0.0,
-        /// Cross-entropy: a factor for each class; empty is 1 for all. Evaluations go without.
+        /// Cross-entropy: a weight for each class; empty means 1 for all. Evaluations do not use
+        /// them.
         class_weights: Vec<f32> = vec![],
-        /// Huber: the distance up to which it is a square.
+        /// Huber: the absolute error up to which the loss is quadratic; it is linear beyond.
         huber_delta: f32 = 1.0,
     }
 
@@ -230,37 +236,39 @@ sections! {
     Data {
         /// A directory of shards, one file, or `bundled:tiny-shakespeare`.
         path: String = "bundled:tiny-shakespeare".into(),
-        /// File names of the training shards: `*` stands for anything, `[02-4]` for one of those in
+        /// File names of the training shards: `*` matches any characters, `[02-4]` one of those in
         /// brackets.
         train: String = "train-*.h5".into(),
-        /// File names of the validation shards; others than these must be there.
+        /// File names of the validation shards. If this is not the default, there must be such
+        /// files, unless `val_fraction` is set.
         validation: String = "val-*.h5".into(),
-        /// Part of the samples kept for validation where there are no validation shards: of rows
-        /// some everywhere, of text the end; 0 trains without validation data.
+        /// Fraction of the samples held out for validation if there are no validation shards: of
+        /// rows, some from everywhere; of text, the end. 0 trains without validation data.
         val_fraction: f64 = 0.0,
-        /// Dataset with a stream of tokens.
+        /// Name of the HDF5 dataset that holds the stream of tokens.
         tokens: String = "/tokens".into(),
-        /// Dataset with one sample a row.
+        /// Name of the HDF5 dataset that holds one sample per row.
         inputs: String = "/inputs".into(),
-        /// Dataset with an id of each category a row, for networks with embedding tables.
+        /// Name of the HDF5 dataset that holds an id of each category per row, for models with
+        /// embedding tables.
         categories: String = "/categories".into(),
-        /// Dataset with one target a row.
+        /// Name of the HDF5 dataset that holds one target per row.
         targets: String = "/targets".into(),
-        /// Dataset with one factor of the loss a row, for training; left out, `/weights` where
-        /// shards have it; empty, none.
+        /// Name of the HDF5 dataset that holds one loss weight per row, used for training. Default:
+        /// `/weights`, in shards that have it; an empty name means no weights.
         weights: Option<String> = None,
         /// Layout of images in files: nhwc (height × width × channels), or nchw, which is
         /// transposed to nhwc when it is read.
         image_layout: Axes = Axes::Nhwc,
-        /// Scaling of inputs: unit (unsigned bytes divided by 255) or none, in the place of the
-        /// attributes `mean` and `std` of the dataset; left out, by these where there are any.
+        /// Scaling of inputs: unit (unsigned bytes divided by 255) or none, instead of the
+        /// attributes `mean` and `std` of the dataset. Default: these attributes, if there are any.
         scale: Option<InputScale> = None,
-        /// Visit samples in a random order, another every epoch.
+        /// Visit samples in a random order, a new one every epoch.
         shuffle: bool = true,
-        /// Micro-batches read ahead.
+        /// Number of micro-batches that are read ahead.
         prefetch: usize = 4,
-        /// Blocks of shards that are compared with their checksums as they are read: off,
-        /// first-pass (each when a rank first reads of it), or always.
+        /// Which blocks of shards are compared with their checksums as they are read: off,
+        /// first-pass (each when a rank first reads from it), or always.
         verify: Verify = Verify::FirstPass,
         /// External raw files of HDF5 outside the directory of the file that names them: refuse, or
         /// allow where the data is trusted.
@@ -269,99 +277,103 @@ sections! {
         /// the shards before training; intact copies are reused. Default: shards are read where
         /// they are.
         local_cache: Option<String> = None,
-        /// `[data.augment]`, for images while training: `flip` (true: mirror every other one, left
-        /// to right), `shift` (move by up to so many pixels, the border repeated), `crop` (pad with
-        /// so many zeros, cut out the old size).
+        /// `[data.augment]`, for training images: `flip` (true mirrors half of them, left to
+        /// right), `shift` (moves by up to this many pixels, the border repeated), `crop` (pads
+        /// with this many zeros on every side and crops to the original size).
         augment: Augment = Augment::default(),
-        /// `[[data.mix]]`: several data sets in the stead of `path`, each with a `path` and a
-        /// `weight`.
+        /// `[[data.mix]]`: several datasets instead of `path`, each with a `path` and a `weight`.
         mix: Vec<Mix> = vec![],
     }
 
     /// `[batch]`
     Batch {
-        /// Samples a step, over all ranks: the contract.
+        /// Global batch size: samples per step over all ranks, however many there are.
         global: u64 = 16,
-        /// Samples computed at once; left out, all of a virtual rank, or so many that they have 4096 tokens
-        /// at most.
+        /// Micro-batch size: samples computed at once. Default: the most that divide the samples of
+        /// a virtual rank, have at most 4096 tokens, and keep pipeline stages busy.
         micro: Option<u64> = None,
-        /// With servers, where workers do not wait for each other: samples of a worker's own batch;
-        /// left out, `global` over the workers, rounded.
+        /// Parameter servers, with workers that do not wait for each other: samples per batch of a
+        /// worker. Default: `global` divided by the number of workers, rounded.
         worker: Option<u64> = None,
     }
 
     /// `[optimizer]`
     Optimizer {
-        /// The update rule: adamw, adam, sgd, adagrad, rmsprop, lamb, lars, lion.
+        /// Optimizer: adamw, adam, sgd, adagrad, rmsprop, lamb, lars, lion.
         kind: OptimizerKind = OptimizerKind::Adamw,
         /// Peak learning rate.
         lr: f64 = 1e-3,
         /// AdamW, Adam, LAMB: decay of the first moment. Lion: weight of the moment in a step.
         beta1: f32 = 0.9,
-        /// AdamW, Adam, LAMB: decay of the second moment. RMSProp: of the mean square. Lion: of the
-        /// moment.
+        /// AdamW, Adam, LAMB: decay of the second moment. RMSProp: decay of the mean square. Lion:
+        /// decay of the moment.
         beta2: f32 = 0.99,
-        /// AdamW, Adam, LAMB, Adagrad, RMSProp: added to the root of squares.
+        /// AdamW, Adam, LAMB, Adagrad, RMSProp: added to the denominator for numerical stability.
         eps: f32 = 1e-8,
         /// SGD, LARS, RMSProp: decay of the momentum buffer.
         momentum: f32 = 0.9,
-        /// SGD, LARS: look ahead along the momentum.
+        /// SGD, LARS: use Nesterov momentum.
         nesterov: bool = false,
-        /// LARS: the norm of a matrix's step at a learning rate of one, as a part of the matrix's
-        /// own norm.
+        /// LARS: trust coefficient: the norm of a matrix's step at a learning rate of 1, as a
+        /// fraction of the norm of the matrix.
         trust: f32 = 0.001,
-        /// Weight decay of matrices and tables.
+        /// Weight decay of matrices and embedding tables.
         weight_decay: f32 = 0.1,
-        /// Largest global norm of the gradient; 0 does not clip.
+        /// Maximum global norm of the gradient; 0 disables clipping.
         grad_clip: f64 = 1.0,
-        /// Decay of a running average of the parameters, which evaluations, predictions and exports
-        /// take in their stead; 0 keeps none.
+        /// Decay of an exponential moving average (EMA) of the parameters, which evaluations,
+        /// predictions and exports use instead of them; 0 disables it.
         ema: f32 = 0.0,
-        /// Parameters that are updated otherwise than the rest; the first group that matches a
-        /// parameter's name counts.
+        /// `[[optimizer.groups]]`: parameters with a learning rate or weight decay that differs
+        /// from the rest, as `names`, `lr_factor` and `weight_decay`; the first group that matches
+        /// the name of a parameter applies.
         groups: Vec<Group> = vec![],
     }
 
     /// `[lr_schedule]`
     LrSchedule {
-        /// Shape of the decay after the warm-up.
+        /// Decay after the warm-up: constant, linear, cosine, or wsd (constant, then a linear decay
+        /// in the last steps).
         kind: LrDecay = LrDecay::Cosine,
         /// Steps of linear warm-up.
         warmup: u64 = 100,
-        /// Learning rate at the end, as a fraction of the peak.
+        /// Final learning rate, as a fraction of the peak.
         min_ratio: f64 = 0.1,
-        /// Steps of the final decay, for `wsd`; default: a tenth of the run.
+        /// Steps of the final decay, for `wsd`. Default: a tenth of the run.
         decay: Option<u64> = None,
         /// Global batch that `optimizer.lr` was tuned for: if set, the rate is scaled to
         /// `batch.global`.
         reference_batch: Option<u64> = None,
-        /// Rule by which the rate is scaled.
+        /// Rule by which the rate is scaled: linear, or sqrt (with the square root of the batch).
         scaling: Scaling = Scaling::Linear,
     }
 
     /// `[parallel]`
     Parallel {
-        /// Choice of the layout: `given`, by the keys of this section, or `auto`, the fastest that
-        /// fits, as `hpctrain plan` has it; keys of this section that are given stay as they are.
+        /// Choice of the layout: `given` (the keys of this section), or `auto` (the fastest that
+        /// fits in memory, as found by `hpctrain plan`; keys that are given in this section stay
+        /// fixed).
         layout: LayoutMode = LayoutMode::Given,
         /// Keys of the layout that a file or `--set` gives, such as `parallel.zero`.
         [serde(skip)]
         given: BTreeSet<String> = BTreeSet::new(),
-        /// ZeRO stage, 0 to 3.
+        /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too
+        /// (FSDP).
         zero: Zero = Zero::Zero,
-        /// Place of the parameters that are updated and of their optimizer state: `ranks`, on all
-        /// of them as `zero` has it, or `central`, on some, to which the others send their
-        /// gradients and from which they take new parameters.
+        /// Where parameters are updated and their optimizer state is kept: `ranks`, on all of them
+        /// as `zero` says, or `central`, on `owners` ranks, to which the others send their
+        /// gradients and from which they receive the new parameters.
         storage: Storage = Storage::Ranks,
-        /// Central storage: ranks that hold it, each an equal part.
+        /// Central storage: number of ranks that hold it, each an equal part.
         owners: usize = 1,
-        /// Ranks that share one copy of the parameters; left out, 1 at stage 0, else all that are
-        /// left.
+        /// Number of ranks that one copy of the parameters is sharded over. Default: 1 at ZeRO
+        /// stage 0, else all remaining ranks.
         shard: Option<usize> = None,
-        /// Copies; left out, all ranks that are left.
+        /// Number of copies of the parameters (replicas). Default: as many as the remaining ranks
+        /// allow.
         replica: Option<usize> = None,
-        /// Ranks that share the blocks of a GPT or a Llama: each has some heads, some columns of
-        /// the hidden layers and some rows of the vocabulary.
+        /// Tensor parallelism: number of ranks that share the blocks of a GPT or a Llama; each has
+        /// some heads, some columns of the hidden layers and some rows of the vocabulary.
         tensor: usize = 1,
         /// Virtual tensor-parallel ranks: the sums of each block are reduced in a fixed tree over
         /// them. Ranks that divide them into equal groups of a power of two give the same bits.
@@ -370,22 +382,22 @@ sections! {
         /// Sequence parallelism: shard activations outside of GEMMs across the ranks of `tensor`,
         /// too.
         sequence: bool = false,
-        /// Stages of consecutive blocks, each on ranks of its own; micro-batches pass through them
-        /// one after the other.
+        /// Pipeline parallelism: number of stages of consecutive blocks, each on ranks of its own;
+        /// micro-batches pass through them one after the other.
         pipeline: usize = 1,
-        /// Blocks of every stage, such as [4, 5, 3]; left out, the cut with the least work in the
-        /// busiest stage.
+        /// Number of blocks in every stage, such as [4, 5, 3]. Default: the partition with the
+        /// least work in the busiest stage.
         stages: Option<Vec<usize>> = None,
-        /// Order of a pipeline's work: `1f1b`, or `zero-bubble`, which puts the products that make
-        /// gradients of weights off into time that would be idle, for more memory of activations.
+        /// Pipeline schedule: `1f1b`, or `zero-bubble`, which defers the GEMMs of weight gradients
+        /// to time that would be idle, at the cost of more memory for activations.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
         /// Virtual data-parallel ranks: gradients are reduced in a fixed tree over them. Ranks
         /// that divide them into equal groups of a power of two give the same bits. Default: the
         /// data-parallel ranks.
         virtual_ranks: Option<usize> = None,
-        /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one
-        /// block's parameters and hides a gather behind the blocks before; 0 gathers when a block
-        /// needs them.
+        /// ZeRO 3: number of blocks whose parameters are all-gathered ahead of their turn. Each
+        /// costs the memory of one block's parameters and hides an all-gather behind the blocks
+        /// before; 0 all-gathers the parameters of a block when it needs them.
         prefetch: usize = 1,
         /// Activation checkpointing: keep only the input of each block and recompute its
         /// activations in the backward.
@@ -402,9 +414,9 @@ sections! {
         /// take local steps in between; `epoch` averages after each pass over the data. 0 disables
         /// local SGD: gradients are reduced in every step.
         sync_every: Interval = Interval::Steps(0),
-        /// Replicas in all. A rank trains several of them in turn if it must; ranks that divide
-        /// them into equal groups of a power of two give the same bits. Default: the replicas of
-        /// the mesh.
+        /// Total number of replicas. A rank trains several of them in turn if it must; ranks that
+        /// divide them into equal groups of a power of two give the same bits. Default: the
+        /// replicas of the mesh.
         replicas: Option<usize> = None,
         /// Learning rate of the outer step, on the change of the averaged parameters; 1 without
         /// momentum takes the average.
@@ -427,32 +439,32 @@ sections! {
 
     /// `[parameter_server]`, for runs with `--servers`.
     ParameterServer {
-        /// Cut of each unit into ranges, each of which one server holds: `fixed:2` (so many),
-        /// `min:256KiB` (as many as servers, none smaller), or `max:64MiB` (as few as there can be,
-        /// none larger).
+        /// Partition of each unit into ranges, each held by one server: `fixed:2` (2 ranges),
+        /// `min:256KiB` (one range per server, but none smaller than this), or `max:64MiB` (as few
+        /// ranges as possible, none larger than this).
         partition: Partition = Partition::Min(Size(256 << 10)),
-        /// Steps that a worker may be ahead of the slowest: 0 (all take each step together, with
-        /// the bits of data parallelism), a number, or `none`.
+        /// Maximum staleness: steps that a worker may be ahead of the slowest: 0 (synchronous, with
+        /// the bits of data parallelism), a number of steps, or `none` (no limit).
         staleness: Staleness = Staleness::Bound(0),
         /// Number format of parameters and gradients in messages: f32 or bf16.
         wire: WireFormat = WireFormat::F32,
-        /// Connections of each worker to each server, among which ranges are dealt out: for
-        /// networks on which one is not fast enough.
+        /// Connections from each worker to each server, among which ranges are distributed: for
+        /// networks on which one connection is not fast enough.
         connections: usize = 1,
-        /// Learning rate of a gradient that is late: `none` leaves it, `inverse` divides it by one
-        /// more than the updates in between.
+        /// Learning rate of a stale gradient: `none` does not change it, `inverse` divides it by
+        /// one more than the updates in between.
         stale_lr: StaleRate = StaleRate::None,
-        /// Batches of one lease, which a worker gets at a time.
+        /// Number of batches that a worker leases from the coordinator at a time.
         batches_per_lease: u64 = 64,
-        /// Workers that the run is meant for: as many batches make a step; left out, those that are
-        /// there at the start.
+        /// Number of workers that the run is planned for: a step has this many batches. Default:
+        /// the workers that are there at the start.
         workers: Option<usize> = None,
         /// Host, port, or both at which others reach coordinator and servers, such as `10.0.0.7`,
-        /// `[2001:db8::7]:2222`, `:2222` or `node7:2222`. They listen at an IP address that is
-        /// given here, else at that of `comm.interface`, else at the one that the host's name
-        /// stands for. Omitted, the host's name (or the interface's address) and any port.
+        /// `[2001:db8::7]:2222`, `:2222` or `node7:2222`. They listen at an IP address given here,
+        /// else at that of `comm.interface`, else at the one that the host's name stands for.
+        /// Default: the host's name (or the interface's address) and any port.
         address: Option<String> = None,
-        /// Seconds after which a process that is not heard of counts as gone, and within which one
+        /// Seconds without a message after which a process is considered dead, and within which one
         /// that all need must come back.
         timeout: u64 = 60,
     }
@@ -468,14 +480,14 @@ sections! {
 
     /// `[device]`
     Device {
-        /// Memory that ranks take of their GPU: a part of it for all that share it, or a size for
-        /// each rank such as `40GiB`, taken at the start; or `grow`: blocks as they are needed, up
-        /// to 0.9 of it.
+        /// Memory that ranks take of their GPU: a fraction of it for all ranks that share it, or a
+        /// size for each rank such as `40GiB`, allocated at the start; or `grow`: blocks allocated
+        /// as they are needed, up to 0.9 of the GPU.
         [serde(alias = "memory_fraction")]
         memory: DeviceMemory = DeviceMemory::Part(USUAL_PART),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,
-        /// Ranks that may share one GPU, each with its part of the memory.
+        /// Number of ranks that may share one GPU, each with its part of the memory.
         ranks_per_gpu: usize = 1,
         /// Time the algorithms that cuBLASLt proposes for each GEMM before the first step, take the
         /// fastest, and keep the choice in `matmuls.json`; false takes the one it proposes first.
@@ -486,25 +498,26 @@ sections! {
     Checkpoint {
         /// Steps between checkpoints; 0 saves at the end only.
         every: u64 = 500,
-        /// Epochs between checkpoints, in the place of `every`: with the step in which the last
-        /// sample of an epoch is seen. 0 goes by steps.
+        /// Epochs between checkpoints, instead of `every`: saved with the step in which the last
+        /// sample of an epoch is seen. 0 uses `every`.
         every_epochs: u64 = 0,
-        /// Seconds after which a checkpoint is saved although `every` asks for none yet; 0 goes by
+        /// Seconds after which a checkpoint is saved although none is due by `every`; 0 saves by
         /// steps alone.
         every_seconds: u64 = 0,
-        /// Newest checkpoints kept.
+        /// Number of newest checkpoints that are kept.
         keep: usize = 2,
         /// Checkpoints of steps that are multiples of this are kept for ever; 0 keeps none for its
         /// step.
         keep_every: u64 = 0,
-        /// Checkpoints with the lowest validation losses that are kept besides.
+        /// Number of checkpoints with the lowest validation losses that are kept in addition.
         keep_best: usize = 1,
-        /// Write while training goes on: costs memory for a copy of the tensors that a rank saves.
+        /// Write checkpoints while training continues: costs memory for a copy of the tensors that
+        /// a rank saves.
         async_save: bool = true,
         /// Behaviour of a save while the one before is still being written: wait, or skip.
         if_busy: WhenBusy = WhenBusy::Wait,
-        /// Seconds after the last good checkpoint for which a run continues and retries although
-        /// files cannot be written; 0 ends it at once.
+        /// Seconds since the last good checkpoint for which a run continues and retries although
+        /// files cannot be written; 0 ends the run at once.
         io_retry_seconds: u64 = 1800,
     }
 
@@ -512,19 +525,19 @@ sections! {
     Eval {
         /// Steps between evaluations; 0 evaluates at the end only.
         every: u64 = 250,
-        /// Epochs between evaluations, in the place of `every`: after the step in which the last
-        /// sample of an epoch is seen. 0 goes by steps.
+        /// Epochs between evaluations, instead of `every`: after the step in which the last sample
+        /// of an epoch is seen. 0 uses `every`.
         every_epochs: u64 = 0,
-        /// Validation samples; left out, all.
+        /// Number of validation samples. Default: all.
         samples: Option<u64> = None,
-        /// Samples computed at once; the same on any rank count, so that the loss is.
+        /// Samples computed at once; the same on any number of ranks, so that the loss is.
         batch: u64 = 16,
-        /// Let the trainer evaluate; false leaves that to evaluators beside it.
+        /// Evaluate in the trainer; false leaves it to evaluators, which run beside the trainer.
         inline: bool = true,
-        /// Evaluations in a row without a lower loss after which training ends; 0 trains to the
-        /// end.
+        /// Early stopping: number of consecutive evaluations without a lower loss after which
+        /// training ends; 0 disables it.
         patience: u64 = 0,
-        /// Decrease that a loss must exceed to count as lower.
+        /// Early stopping: decrease that a loss must exceed to count as lower.
         min_delta: f64 = 0.0,
     }
 
@@ -541,35 +554,35 @@ sections! {
         /// pinned host memory), nccl (a GPU for every rank), or auto: nccl or cuda-aware, the
         /// faster of those that pass a probe at the start, else host-staged.
         transport: TransportChoice = TransportChoice::Auto,
-        /// Seconds that a rank may wait for the others before the job says where each is and ends:
-        /// more than the longest evaluation or checkpoint takes; 0 waits for ever.
+        /// Seconds that a rank may wait for the others before the job reports where each rank is
+        /// and ends: more than the longest evaluation or checkpoint takes; 0 waits for ever.
         timeout: u64 = 600,
         /// Network interface at which the coordinator and the servers of a run listen: its name,
-        /// such as `ib0`, or the network of its address, such as `10.1.0.0/16`. Omitted, the one
-        /// that the host's name stands for. Ranks that MPI starts have the settings of the MPI
+        /// such as `ib0`, or the network of its address, such as `10.1.0.0/16`. Default: the one
+        /// that the host's name stands for. Ranks that MPI starts follow the settings of the MPI
         /// library.
         interface: Option<String> = None,
-        /// Encrypt the connections of a run with servers between hosts. Both ends prove in any case
-        /// that they know the run's secret.
+        /// Encrypt the connections of a run with servers between hosts. Both ends authenticate with
+        /// the run's secret in any case.
         encrypt: bool = true,
     }
 
     /// `[log]`
     Log {
-        /// Least serious messages that are written: error, warn, info, debug, trace.
+        /// Least severe messages that are logged: error, warn, info, debug, trace.
         level: Level = Level::Info,
         /// Steps between progress lines when the output is not a terminal.
         every: u64 = 50,
-        /// A rank that computes so many times as long as the median rank, and 5 ms a step longer,
-        /// is named in the log of rank 0; 0 names none.
+        /// A rank whose compute time is this many times that of the median rank, and 5 ms a step
+        /// longer, is named as a straggler in the log of rank 0; 0 names none.
         straggler_factor: f64 = 1.5,
-        /// Steps over which ranks are compared.
+        /// Number of steps over which ranks are compared.
         straggler_window: u64 = 20,
-        /// Log which GPU each buffer, kernel and product goes to, every kind once.
+        /// Log which GPU each buffer, kernel and GEMM goes to, once for every kind.
         placement: bool = false,
-        /// Tokens of text that the trained model generates at the end.
+        /// Number of tokens of text that the trained model generates at the end.
         sample_tokens: usize = 300,
-        /// Write points for TensorBoard into `tensorboard/` of the run's directory.
+        /// Write scalars for TensorBoard into `tensorboard/` of the run's directory.
         tensorboard: bool = false,
         /// With `tensorboard`: steps between two histograms of all weights and gradients; 0 writes
         /// none.
@@ -578,7 +591,7 @@ sections! {
 }
 
 impl Data {
-    /// Location of the data, for people.
+    /// Returns the location of the data for display.
     pub fn told(&self) -> String {
         let mixed = |one: &Mix| format!("{} × {}", one.weight, one.path);
         match &self.mix[..] {
@@ -589,9 +602,9 @@ impl Data {
 }
 
 impl Model {
-    /// The section of a network of a program's own, with the keys by which its data is read.
+    /// Returns the section of a custom model, with the keys that its data needs.
     pub fn of_own(network: CustomModel) -> Self {
-        let of_rows = |input: Vec<usize>| Self {
+        let of_shape = |input: Vec<usize>| Self {
             kind: ModelKind::Layers,
             input: Some(input),
             ..Self::default()
@@ -600,8 +613,8 @@ impl Model {
             Some(Input::Text { context, vocabulary }) => {
                 Self { context: *context, vocabulary: Some(*vocabulary), ..Self::default() }
             }
-            Some(Input::Numbers(shape)) => of_rows(shape.clone()),
-            Some(Input::Ids { count, .. }) => of_rows(vec![*count]),
+            Some(Input::Numbers(shape)) => of_shape(shape.clone()),
+            Some(Input::Ids { count, .. }) => of_shape(vec![*count]),
             None => Self::default(),
         };
         Self { own: Some(network), ..section }
@@ -609,7 +622,7 @@ impl Model {
 }
 
 impl Config {
-    /// Whether it asks for something that only GPUs can do.
+    /// Returns true if a key asks for something that only GPUs support.
     pub fn needs_gpu(&self) -> bool {
         let Offload { optimizer, params, activations } = self.offload;
         let offloads = optimizer || params || activations;
@@ -623,13 +636,13 @@ impl Config {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LayoutMode {
-    /// The keys of `[parallel]`.
+    /// The layout is given by the keys of `[parallel]`.
     Given,
-    /// The fastest that fits.
+    /// The planner chooses the fastest layout that fits in memory.
     Auto,
 }
 
-/// Families of networks.
+/// Kinds of models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ModelKind {
@@ -637,24 +650,24 @@ pub enum ModelKind {
     Gpt,
     /// Llama.
     Llama,
-    /// Layers, one after the other.
+    /// A list of layers, one after the other.
     Layers,
 }
 
-/// Scaling of the frequencies of rotary positions.
+/// Scaling of the frequencies of rotary position embeddings (RoPE).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RopeType {
-    /// None.
+    /// No scaling.
     Default,
-    /// All are divided.
+    /// All frequencies are divided by a factor.
     Linear,
-    /// Low ones are divided.
+    /// Low frequencies are divided by a factor, as in Llama 3.1.
     Llama3,
 }
 
 impl RopeType {
-    /// Returns the name of the type here and in Hugging Face's files.
+    /// Returns the name of the type, which is the same in Hugging Face's files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Default => "default",
@@ -664,28 +677,28 @@ impl RopeType {
     }
 }
 
-/// Memory of embedding tables.
+/// The memory that holds embedding tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EmbeddingPlacement {
-    /// That of the device that computes.
+    /// The memory of the device that computes.
     Device,
-    /// The host's, which also looks rows up and updates them.
+    /// Host memory; the host also looks rows up and updates them.
     Host,
 }
 
-/// Number of blocks, or list of layers.
+/// The number of transformer blocks, or a list of layers.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum LayerList {
-    /// So many transformer blocks.
+    /// The number of transformer blocks.
     Count(usize),
     /// The layers of the list.
     List(Vec<Layer>),
 }
 
 impl<'de> Deserialize<'de> for LayerList {
-    /// By hand: a mistake in a list is to be told with the layer's number.
+    /// Deserializes by hand, so that an error in a list names the number of the layer.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Either;
         impl<'de> Visitor<'de> for Either {
@@ -721,23 +734,23 @@ impl<'de> Deserialize<'de> for LayerList {
     }
 }
 
-/// The loss that a network minimises.
+/// Loss functions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossKind {
     /// Softmax cross-entropy of classes.
     CrossEntropy,
-    /// Mean of squares.
+    /// Mean squared error.
     Mse,
-    /// Mean of absolute values.
+    /// Mean absolute error.
     Mae,
-    /// Mean of squares near the target, of absolute values far from it.
+    /// Huber loss: quadratic near the target, linear far from it.
     Huber,
-    /// Of logits and numbers between 0 and 1.
+    /// Binary cross-entropy of logits and targets between 0 and 1.
     BinaryCrossEntropy,
 }
 
-/// Update rules.
+/// Optimizers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerKind {
@@ -745,21 +758,22 @@ pub enum OptimizerKind {
     Adamw,
     /// Stochastic gradient descent with momentum.
     Sgd,
-    /// Adam, its weight decay added to the gradient.
+    /// Adam, with weight decay added to the gradient.
     Adam,
     /// Adagrad.
     Adagrad,
     /// RMSProp with momentum.
     Rmsprop,
-    /// AdamW, the step of each matrix scaled to its norm.
+    /// AdamW, with the step of each matrix scaled to the norm of the matrix.
     Lamb,
-    /// Stochastic gradient descent with momentum, the gradient of each matrix scaled to its norm.
+    /// Stochastic gradient descent with momentum, with the gradient of each matrix scaled to the
+    /// norm of the matrix.
     Lars,
-    /// Lion, with decoupled weight decay.
+    /// Lion with decoupled weight decay.
     Lion,
 }
 
-/// Scaling of the learning rate with the batch size.
+/// Rules that scale the learning rate with the batch size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scaling {
@@ -769,37 +783,37 @@ pub enum Scaling {
     Sqrt,
 }
 
-/// Behaviour of a save while another is under way.
+/// Behaviour of a save while the one before is still being written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WhenBusy {
-    /// It waits for the other's end.
+    /// The save waits until the one before has ended.
     Wait,
-    /// It is left out.
+    /// The save is skipped.
     Skip,
 }
 
-/// Number formats of messages to and from servers.
+/// Number formats of messages to and from parameter servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WireFormat {
-    /// 32 bits.
+    /// IEEE single precision, 32 bits.
     F32,
-    /// 16 bits, of which 8 are the exponent.
+    /// bfloat16: 16 bits, of which 8 are the exponent.
     Bf16,
 }
 
-/// Learning rate of a gradient that is late.
+/// The learning rate of a stale gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StaleRate {
-    /// As of any other.
+    /// The learning rate does not depend on staleness.
     None,
-    /// Divided by one more than the updates in between.
+    /// The learning rate is divided by one more than the updates in between.
     Inverse,
 }
 
-/// Number formats of matrix products.
+/// Number formats of parameters, activations and GEMMs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Compute {
@@ -807,37 +821,37 @@ pub enum Compute {
     Auto,
     /// IEEE single precision.
     F32,
-    /// The same, with operands of products rounded to 10 bits.
+    /// Single precision, with operands of GEMMs rounded to 10 bits of mantissa (TF32).
     Tf32,
-    /// Its upper half, with sums, masters and optimizer in f32.
+    /// bfloat16, with accumulation, master weights and optimizer state in f32.
     Bf16,
 }
 
 impl Compute {
-    /// Whether only GPUs support it.
+    /// Returns true if only GPUs support the format.
     pub fn needs_gpu(self) -> bool {
         self == Compute::Tf32
     }
 
-    /// Bytes of a parameter or activation, on the host or on a GPU.
+    /// Returns the size of a parameter or activation in bytes, on the host or on a GPU.
     pub fn size(self, on_host: bool) -> usize {
         if self == Compute::Bf16 && !on_host { 2 } else { 4 }
     }
 }
 
-/// Seriousness of log messages.
+/// Severity of log messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
-    /// Only errors.
+    /// Logs only errors.
     Error,
-    /// And warnings.
+    /// Logs warnings, too.
     Warn,
-    /// And the course of the run.
+    /// Logs the progress of the run, too.
     Info,
-    /// And details.
+    /// Logs details, too.
     Debug,
-    /// And everything.
+    /// Logs everything.
     Trace,
 }
 

@@ -1,4 +1,4 @@
-//! The words of `[servers]`.
+//! Values of keys of `[parameter_server]`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,11 +11,11 @@ use super::Size;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Partition {
-    /// So many of each unit.
+    /// Each unit has this many ranges.
     Fixed(usize),
-    /// As many as there are servers, but none with fewer bytes.
+    /// Each unit has one range per server, but none with fewer bytes than this.
     Min(Size),
-    /// As few as there can be with no more bytes each.
+    /// Each unit has as few ranges as possible, none with more bytes than this.
     Max(Size),
 }
 
@@ -42,7 +42,9 @@ impl FromStr for Partition {
             }
         };
         parse().ok_or_else(|| {
-            format!("{text:?} is no partition such as \"fixed:2\", \"min:256KiB\" or \"max:64MiB\"")
+            format!(
+                "{text:?} is not a partition such as \"fixed:2\", \"min:256KiB\" or \"max:64MiB\""
+            )
         })
     }
 }
@@ -64,7 +66,7 @@ impl From<Partition> for String {
 }
 
 impl Partition {
-    /// Ranges of a unit of so many bytes, of so many servers.
+    /// Returns the number of ranges of a unit of `bytes` bytes, on `servers` servers.
     pub fn count(self, bytes: usize, servers: usize) -> usize {
         match self {
             Self::Fixed(count) => count,
@@ -78,13 +80,13 @@ impl Partition {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "WrittenBound", into = "WrittenBound")]
 pub enum Staleness {
-    /// So many; with 0 all take each step together.
+    /// A number of steps; with 0 all workers take each step together.
     Bound(u64),
-    /// Any number.
+    /// No limit applies.
     None,
 }
 
-/// Its forms in a file.
+/// The forms of the value in a file.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged, expecting = "a number of steps, or \"none\"")]
 enum WrittenBound {
@@ -135,7 +137,7 @@ mod tests {
         }
         for wrong in ["", "fixed", "fixed:0", "fixed:x", "min:0", "max:-1", "most:3"] {
             assert!(
-                wrong.parse::<Partition>().unwrap_err().contains("is no partition such as"),
+                wrong.parse::<Partition>().unwrap_err().contains("is not a partition such as"),
                 "{wrong}"
             );
         }

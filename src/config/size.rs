@@ -1,4 +1,4 @@
-//! Sizes in bytes as people write them.
+//! Sizes in bytes, such as `8GiB`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,12 +6,12 @@ use std::str::FromStr;
 use parse_size::parse_size;
 use serde::{Deserialize, Serialize};
 
-/// Bytes: `8GiB`, `512 MiB`, `1.5GB` or a number.
+/// A size in bytes: `8GiB`, `512 MiB`, `1.5GB` or a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Written", into = "String")]
 pub struct Size(pub usize);
 
-/// Its forms in a file.
+/// The forms of the value in a file.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "a size such as \"8GiB\"")]
 enum Written {

@@ -1,4 +1,4 @@
-//! Spans of time as people write them.
+//! Spans of time, such as `3h 50m`.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "Written", into = "String")]
 pub struct Time(pub Duration);
 
-/// Its forms in a file.
+/// The forms of the value in a file.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "a time such as \"3h 50m\"")]
 enum Written {

@@ -1,4 +1,4 @@
-//! Places of ranks, and the number of threads that each may use.
+//! Placement of ranks on hosts and cores, and the number of threads that each may use.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,18 +10,18 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_device::Backend;
 
-/// A rank's place.
+/// The placement of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankPlacement {
-    /// The node's name.
+    /// The name of the node.
     pub host: String,
-    /// Cores the rank may run on.
+    /// The cores that the rank may run on.
     pub cores: BTreeSet<usize>,
-    /// The time on them that its control group may take, if that is limited.
+    /// The CPU quota of its control group, if that has one.
     pub quota: Option<CpuQuota>,
 }
 
-/// The places of all ranks.
+/// The placement of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topology {
     places: Vec<RankPlacement>,
@@ -29,10 +29,10 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// Collective: every rank tells where it is.
+    /// Exchanges the placement of every rank. Collective.
     ///
     /// # Errors
-    /// The message failed.
+    /// Returns an error if a message fails.
     pub fn gather<B: Backend>(world: &Group<B>, host: String) -> Result<Self> {
         let here = RankPlacement { host, cores: allowed_cores(), quota: cpu_quota(Path::new("/")) };
         let message = serde_json::to_vec(&here).map_err(|e| Error::internal(e.to_string()))?;
@@ -40,32 +40,32 @@ impl Topology {
         let places = messages.iter().map(|bytes| serde_json::from_slice(bytes));
         let places = places
             .collect::<Result<_, _>>()
-            .map_err(|e| Error::comm(format!("a rank's place: {e}")))?;
+            .map_err(|e| Error::comm(format!("a rank sent a malformed placement: {e}")))?;
         Ok(Self { places, rank: world.rank() })
     }
 
-    /// This rank's place.
+    /// Returns the placement of this rank.
     pub fn here(&self) -> &RankPlacement {
         &self.places[self.rank]
     }
 
-    /// Host of rank `rank`.
+    /// Returns the host of rank `rank`.
     pub fn host(&self, rank: usize) -> &str {
         self.places.get(rank).map_or("unknown", |place| &place.host)
     }
 
-    /// Cores of rank `rank`, as the system lists them: `0-2,5`.
+    /// Returns the cores of rank `rank` as the system lists them: `0-2,5`.
     pub fn cores(&self, rank: usize) -> String {
         self.places.get(rank).map_or(String::new(), |place| list(&place.cores))
     }
 
-    /// Host of every rank.
+    /// Returns the host of every rank.
     pub fn hosts(&self) -> Vec<String> {
         self.places.iter().map(|place| place.host.clone()).collect()
     }
 
-    /// Whether cores of this rank's node are left to no rank: mpirun binds each rank of a small job
-    /// to one core.
+    /// Returns true if cores of this rank's node are used by no rank: mpirun binds each rank of a
+    /// small job to one core.
     pub fn has_spare_cores(&self) -> bool {
         let here = self.here();
         let used: BTreeSet<_> = self
@@ -78,18 +78,18 @@ impl Topology {
         parse_list(online.trim()).is_some_and(|online| online.len() > used.len())
     }
 
-    /// Ranks on this rank's node, itself included.
+    /// Returns the number of ranks on this rank's node, itself included.
     pub fn ranks_here(&self) -> usize {
         self.places.iter().filter(|place| place.host == self.here().host).count()
     }
 
-    /// Distinct hosts.
+    /// Returns the number of distinct hosts.
     pub fn host_count(&self) -> usize {
         self.places.iter().map(|place| &place.host).collect::<BTreeSet<_>>().len()
     }
 
-    /// Compute threads for this rank: its cores, shared with the ranks of its node that may use
-    /// them too, but no more than the quota of its control group keeps busy.
+    /// Returns the number of compute threads for this rank: its cores divided among the ranks of
+    /// its node that may use them too, but no more than the quota of its control group allows.
     pub fn threads(&self) -> usize {
         let here = self.here();
         let shares = |other: &&RankPlacement| {
@@ -107,7 +107,7 @@ impl Topology {
     }
 }
 
-/// The cores in this process's affinity mask.
+/// Returns the cores in this process's affinity mask.
 fn allowed_cores() -> BTreeSet<usize> {
     let listed = std::fs::read_to_string("/proc/self/status").ok().and_then(|status| {
         let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
@@ -119,7 +119,7 @@ fn allowed_cores() -> BTreeSet<usize> {
     })
 }
 
-/// `0-2,5` as a set.
+/// Parses a list of cores such as `0-2,5`.
 pub fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
     let mut cores = BTreeSet::new();
     for part in text.split(',') {
@@ -129,7 +129,7 @@ pub fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
     Some(cores)
 }
 
-/// A set as `0-2,5`.
+/// Formats a set of cores as `0-2,5`.
 fn list(cores: &BTreeSet<usize>) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &core in cores {

@@ -9,7 +9,7 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Activation, ActivationOps, KernelCost};
 
-/// √(2/π) and the cubic coefficient of GELU's tanh form.
+/// √(2/π), and the cubic coefficient of GELU's tanh form.
 const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
@@ -18,14 +18,15 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// The logistic function of 2u, u = √(2/π)(x + 0.044715x³): GELU is x times it.
+/// Returns the logistic function of 2u, u = √(2/π)(x + 0.044715x³): GELU is x times it.
 #[inline(always)]
 fn gelu_gate(x: f32) -> f32 {
     let minus_2u = x * (x * x).mul_add(-2.0 * GELU_SCALE * GELU_CUBIC, -2.0 * GELU_SCALE);
     1.0 / (1.0 + exp(minus_2u))
 }
 
-/// By the logistic function of 2x; near zero by its series, where the difference would cancel.
+/// Computes tanh from the logistic function of 2x, or near zero from its series, where the
+/// difference would cancel.
 #[inline(always)]
 fn tanh(x: f32) -> f32 {
     let square = x * x;
@@ -34,7 +35,7 @@ fn tanh(x: f32) -> f32 {
     if square < 0.01 { series } else { far }
 }
 
-/// `y = f(x)`, compiled for the machine's vectors.
+/// Computes `y = f(x)`, compiled for the machine's vectors.
 fn map(threads: &Threads, x: &[f32], y: &mut [f32], f: impl Fn(f32) -> f32 + Sync + Copy) {
     assert_eq!(x.len(), y.len());
     threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| {
@@ -49,7 +50,7 @@ fn map(threads: &Threads, x: &[f32], y: &mut [f32], f: impl Fn(f32) -> f32 + Syn
     });
 }
 
-/// `dy *= slope(x)`, likewise.
+/// Computes `dy *= slope(x)`, compiled for the machine's vectors.
 fn scale(threads: &Threads, x: &[f32], dy: &mut [f32], slope: impl Fn(f32) -> f32 + Sync + Copy) {
     assert_eq!(x.len(), dy.len());
     threads.each(x.par_chunks(CHUNK).zip(dy.par_chunks_mut(CHUNK)), |(x, dy)| {
@@ -65,8 +66,8 @@ fn scale(threads: &Threads, x: &[f32], dy: &mut [f32], slope: impl Fn(f32) -> f3
 }
 
 pub fn forward(threads: &Threads, f: Activation, x: &[f32], y: &mut [f32]) {
-    // All of them inlined: a function called from a vector loop would be compiled for the oldest
-    // machine.
+    // All closures are inlined: a function called from a vector loop would be compiled for the
+    // oldest supported CPU.
     match f {
         Activation::Relu => map(
             threads,

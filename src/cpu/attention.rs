@@ -1,11 +1,12 @@
 //! Causal multi-head attention whose memory is linear in the context.
 //!
-//! Each (sequence, head) is one task. Queries go in blocks, whose scores lie transposed, a row of
-//! them for each key: so a vector has the scores of some queries for one key, and maxima and sums
-//! of the softmax are those of whole vectors. The scores of a block are kept until its output is
-//! summed; the backward computes them again from the saved log-denominators (Dao et al.,
-//! "FlashAttention", 2022). All products are those of [`tile`](super::small_gemm), which skip most
-//! of what the mask hides. A query's output has the same bits with any other queries in its block.
+//! Each (sequence, head) is one task. Queries are processed in blocks, whose scores are stored
+//! transposed, one row per key: a vector holds the scores of some queries for one key, so maxima
+//! and sums of the softmax are computed on whole vectors. The scores of a block are kept until its
+//! output is summed; the backward recomputes them from the saved log-denominators (Dao et al.,
+//! "FlashAttention", 2022). All matmuls are those of [`small_gemm`](super::small_gemm), which skip
+//! most of the masked scores. A query's output has the same bits whichever other queries are in its
+//! block.
 
 use std::cell::RefCell;
 use std::f32::consts::LOG2_E;
@@ -26,36 +27,37 @@ use super::threads::{Threads, list};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Attention, AttentionOps, KernelCost};
 
-/// Partial sums of a softmax's denominator, to which keys go in turn.
+/// The number of partial sums of a softmax's denominator, over which keys are distributed in turn.
 const PARTS: usize = 4;
 
-/// Sequences for each thread from which on it has whole ones: a list of all heads would be long.
-const ENOUGH: usize = 2;
+/// The number of sequences per thread from which on a task is a whole sequence: a list of all heads
+/// would be long.
+const SEQUENCES_PER_THREAD: usize = 2;
 
-/// Numbers of the queries of a block.
-const NUMBERS: Strip = {
-    let mut numbers = [0.0; COLUMNS];
+/// Indices of the queries of a block.
+const INDICES: Strip = {
+    let mut indices = [0.0; COLUMNS];
     let mut i = 0;
     while i < COLUMNS {
-        numbers[i] = i as f32;
+        indices[i] = i as f32;
         i += 1;
     }
-    Strip(numbers)
+    Strip(indices)
 };
 
-const NOTHING: Strip = Strip([0.0; COLUMNS]);
+const ZERO: Strip = Strip([0.0; COLUMNS]);
 
 thread_local! {
-    /// Packed operands and scores of a task; kept, because a fresh allocation would fault page by
-    /// page.
+    /// Packed operands and scores of a task, kept between tasks because a fresh allocation would
+    /// cause page faults.
     static SCRATCH: RefCell<Vec<Strip>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Parts of the scratch, of so many strips each, contents unspecified.
-fn parts<const N: usize>(scratch: &mut Vec<Strip>, sizes: [usize; N]) -> [&mut [Strip]; N] {
+/// Splits the scratch into parts of the given numbers of strips, with unspecified contents.
+fn split_scratch<const N: usize>(scratch: &mut Vec<Strip>, sizes: [usize; N]) -> [&mut [Strip]; N] {
     let all = sizes.iter().sum();
     if scratch.len() < all {
-        scratch.resize(all, NOTHING);
+        scratch.resize(all, ZERO);
     }
     let mut rest = scratch.as_mut_slice();
     sizes.map(|size| {
@@ -65,7 +67,7 @@ fn parts<const N: usize>(scratch: &mut Vec<Strip>, sizes: [usize; N]) -> [&mut [
     })
 }
 
-/// The disjoint columns, `w` wide each, of rows of so many.
+/// Splits rows of `width` elements into disjoint blocks of `w` columns.
 fn columns(x: &mut [f32], width: usize, w: usize) -> Vec<ArrayViewMut2<'_, f32>> {
     let mut rest = ArrayViewMut2::from_shape((x.len() / width, width), x).expect("whole rows");
     let mut parts = Vec::with_capacity(width / w);
@@ -77,7 +79,7 @@ fn columns(x: &mut [f32], width: usize, w: usize) -> Vec<ArrayViewMut2<'_, f32>>
     parts
 }
 
-/// Writes rows of panels of `height` strips, each times its factor.
+/// Writes rows of panels of `height` strips, each multiplied by its factor.
 #[inline(always)]
 fn write<S: Simd>(
     simd: S,
@@ -99,7 +101,7 @@ fn write<S: Simd>(
     }
 }
 
-/// Columns of one head in rows that lie `stride` apart.
+/// The columns of one head in rows with leading dimension `stride`.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     x: &'a [f32],
@@ -113,7 +115,7 @@ impl<'a> Rows<'a> {
         self.first..self.first + self.width
     }
 
-    /// One of so many sequences' rows, and its columns from `first` on.
+    /// Creates the rows of one sequence, with a head's columns from `first` on.
     fn of_sequence(
         shape: Attention,
         x: &'a [f32],
@@ -125,7 +127,7 @@ impl<'a> Rows<'a> {
         Self { x: &x[sequence * len..][..len], stride, first, width: shape.head_width }
     }
 
-    /// One head of queries, and the keys and values that it sees, of packed rows.
+    /// Creates the rows of a query head and of its key and value heads from packed rows.
     fn of_head(shape: Attention, qkv: &'a [f32], sequence: usize, head: usize) -> [Self; 3] {
         let key = shape.heads + head / shape.group();
         [head, key, key + shape.kv_heads].map(|place| {
@@ -133,7 +135,7 @@ impl<'a> Rows<'a> {
         })
     }
 
-    /// One head of results.
+    /// Creates the rows of a head of the output.
     fn of_results(shape: Attention, y: &'a [f32], sequence: usize, head: usize) -> Self {
         Self::of_sequence(
             shape,
@@ -148,29 +150,29 @@ impl<'a> Rows<'a> {
         &self.x[i * self.stride..][self.columns()]
     }
 
-    /// Some of the rows.
+    /// Returns a range of the rows.
     fn part(self, rows: Range<usize>) -> Self {
         Self { x: &self.x[rows.start * self.stride..rows.end * self.stride], ..self }
     }
 
-    /// To panels of `height` strips.
+    /// Packs the rows into panels of `height` strips.
     #[inline(always)]
     fn pack(self, to: &mut [Strip], height: usize) {
         pack(self.x, self.stride, self.columns(), to, height);
     }
 }
 
-/// Rows of the next block, asked for a few at a time while this one is computed: more than a core
-/// can wait for would hold it up.
-struct Ahead<'a, const N: usize> {
+/// Prefetches the rows of the next block, a few at a time while this block is computed: more
+/// outstanding loads than a core supports would stall it.
+struct RowPrefetcher<'a, const N: usize> {
     operands: [Rows<'a>; N],
     rows: Range<usize>,
     step: usize,
 }
 
-impl<'a, const N: usize> Ahead<'a, N> {
-    /// Those after a block of a task, in so many steps; the next `task` begins with a block that
-    /// ends with row number `end`.
+impl<'a, const N: usize> RowPrefetcher<'a, N> {
+    /// Creates a prefetcher for the block after `block`, to be called `steps` times. After the last
+    /// block of a task that is the first block of the next `task`, which ends at row `end`.
     fn new(
         block: &Block,
         operands: [Rows<'a>; N],
@@ -196,14 +198,14 @@ impl<'a, const N: usize> Ahead<'a, N> {
     }
 }
 
-/// Neighbouring queries, whose scores for one key are a strip.
+/// A block of neighbouring queries, whose scores for one key are a strip.
 struct Block {
     first: usize,
     last: usize,
 }
 
 impl Block {
-    /// The blocks of the positions of `queries`.
+    /// Returns the blocks of the positions `queries`.
     fn all(queries: Range<usize>) -> impl Iterator<Item = Self> {
         let end = queries.end;
         queries.step_by(COLUMNS).map(move |first| Self { first, last: (first + COLUMNS).min(end) })
@@ -217,28 +219,29 @@ impl Block {
         self.last - self.first
     }
 
-    /// First keys of the groups that some query sees.
+    /// Returns the first keys of the groups that some query of the block attends to.
     fn keys(&self) -> impl Iterator<Item = usize> + use<> {
         (0..self.last).step_by(ROWS)
     }
 
-    /// Keys that the group of queries from number `group` of the block on sees.
+    /// Returns the number of keys that the queries from `group` to `group + ROWS` of the block
+    /// attend to.
     fn keys_of(&self, group: usize) -> usize {
         self.last.min(self.first + group + ROWS)
     }
 
-    /// Queries before the first group that sees the group of keys at `key`.
-    fn blind(&self, key: usize) -> usize {
+    /// Returns the number of queries before the first group that attends to the keys at `key`.
+    fn masked_queries(&self, key: usize) -> usize {
         key.saturating_sub(self.first) / ROWS * ROWS
     }
 
-    /// Vectors of the queries that see the group of keys at `key`.
+    /// Returns the vectors of the queries that attend to the keys at `key`.
     #[inline(always)]
     fn vectors<S: Simd>(&self, key: usize) -> Range<usize> {
-        self.blind(key) / S::F32_LANES..self.len().div_ceil(S::F32_LANES)
+        self.masked_queries(key) / S::F32_LANES..self.len().div_ceil(S::F32_LANES)
     }
 
-    /// `scores` of vector number `vector` for one key, with `other` where the key comes after the
+    /// Replaces `scores` of vector `vector` for one key by `other` where the key comes after the
     /// query.
     #[inline(always)]
     fn mask<S: Simd>(
@@ -253,17 +256,17 @@ impl Block {
             return scores;
         }
         let hidden = simd.splat_f32s((key - self.first) as f32);
-        let hidden = simd.less_than_f32s(NUMBERS.vectors::<S>()[vector], hidden);
+        let hidden = simd.less_than_f32s(INDICES.vectors::<S>()[vector], hidden);
         simd.select_f32s(hidden, simd.splat_f32s(other), scores)
     }
 }
 
-/// Output and log-denominators of one head, for the positions from `from` on.
+/// Computes output and log-denominators of one head, for the positions from `from` on.
 struct Forward<'a> {
     shape: Attention,
     from: usize,
     qkv: [Rows<'a>; 3],
-    /// Those of the task that this thread will probably have next.
+    /// The operands of the task that this thread will probably run next.
     next: [Rows<'a>; 3],
     y: ArrayViewMut2<'a, f32>,
     lse: &'a mut [f32],
@@ -283,7 +286,7 @@ impl WithSimd for Forward<'_> {
         let all = panels * height;
         let few = panels * COLUMNS;
         let sizes = [all, all, few, few, height, panels * ROWS, 1, PARTS];
-        let [k, v, q_rows, q_turned, p, y, tops, totals] = parts(self.scratch, sizes);
+        let [k, v, q_rows, q_turned, p, y, tops, totals] = split_scratch(self.scratch, sizes);
         let [q, keys, values] = self.qkv;
         let mut packed = 0;
         for block in Block::all(self.from..t) {
@@ -295,7 +298,7 @@ impl WithSimd for Forward<'_> {
             let here = block.first - self.from;
             if block.len() == 1 {
                 let scores = &mut p[..block.last.div_ceil(COLUMNS)];
-                let (factor, lse) = alone(
+                let (factor, lse) = single_query(
                     simd,
                     self.shape,
                     block.last,
@@ -312,12 +315,12 @@ impl WithSimd for Forward<'_> {
             turn(q_rows, q_turned);
             let q_turned = &q_turned[..w];
             let steps = 2 * block.keys().count() + block.len().div_ceil(ROWS);
-            let mut ahead =
-                Ahead::new(&block, self.qkv, self.next, t.min(self.from + COLUMNS), steps);
+            let mut prefetcher =
+                RowPrefetcher::new(&block, self.qkv, self.next, t.min(self.from + COLUMNS), steps);
             tops.fill(Strip([f32::NEG_INFINITY; COLUMNS]));
-            totals.fill(NOTHING);
+            totals.fill(ZERO);
             for key in block.keys() {
-                ahead.step();
+                prefetcher.step();
                 let vectors = block.vectors::<S>(key);
                 let p = &mut p[key..key + ROWS];
                 let scores = ByRows {
@@ -330,10 +333,10 @@ impl WithSimd for Forward<'_> {
                     add: false,
                 };
                 scores.compute(simd, vectors.clone());
-                raise(simd, &block, key, vectors, p, &mut tops[0]);
+                mask_and_max(simd, &block, key, vectors, p, &mut tops[0]);
             }
             for key in block.keys() {
-                ahead.step();
+                prefetcher.step();
                 exponentials(
                     simd,
                     block.vectors::<S>(key),
@@ -348,7 +351,7 @@ impl WithSimd for Forward<'_> {
                 *lse = tops[0].0[i] * scale + totals[0].0[i].ln();
             }
             for group in (0..block.len()).step_by(ROWS) {
-                ahead.step();
+                prefetcher.step();
                 let keys = block.keys_of(group);
                 for (panel, (v, y)) in
                     v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate()
@@ -369,15 +372,16 @@ impl WithSimd for Forward<'_> {
     }
 }
 
-/// As a block of one query, which sees so many keys and is the first of the packed ones, with the
-/// same bits: here the scores lie in a row. Leaves the output but for a factor in the first strips
-/// of `y`; returns the factor and the log-denominator.
+/// Computes a block of one query, which attends to the first `keys` keys and is the first of the
+/// packed queries, with the same bits as a larger block: here the scores are stored in a row.
+/// Writes the output without a common factor to the first strips of `y`; returns the factor and the
+/// log-denominator.
 #[inline(always)]
 #[expect(
     clippy::too_many_arguments,
     reason = "one argument for each operand and each part of the scratch"
 )]
-fn alone<S: Simd>(
+fn single_query<S: Simd>(
     simd: S,
     shape: Attention,
     keys: usize,
@@ -395,9 +399,9 @@ fn alone<S: Simd>(
             turn(&k[strip * COLUMNS..][..COLUMNS], turned);
         }
         let b = &turned[..w];
-        let product =
+        let matmul =
             ByRows { a: q, height: COLUMNS, row: 0, b, from: 0, to: &mut *scores, add: false };
-        product.compute_row(simd, whole.clone());
+        matmul.compute_row(simd, whole.clone());
     }
     let flat: &mut [f32] = bytemuck::cast_slice_mut(scores);
     flat[keys..].fill(f32::NEG_INFINITY);
@@ -427,10 +431,10 @@ fn alone<S: Simd>(
     (1.0 / total, top * scale + total.ln())
 }
 
-/// Hides scores of the keys that come after a query, and raises each query's maximum to the others;
-/// NaN is passed over.
+/// Masks scores of the keys that come after a query, and updates each query's maximum with the
+/// others; NaN is ignored.
 #[inline(always)]
-fn raise<S: Simd>(
+fn mask_and_max<S: Simd>(
     simd: S,
     block: &Block,
     key: usize,
@@ -449,8 +453,8 @@ fn raise<S: Simd>(
     }
 }
 
-/// Turns a group's scores into exponentials, and adds them to the totals, key after key to one
-/// after the other.
+/// Replaces a group's scores by their exponentials, and adds them to the partial sums, to which
+/// keys are assigned in turn.
 #[inline(always)]
 fn exponentials<S: Simd>(
     simd: S,
@@ -460,7 +464,7 @@ fn exponentials<S: Simd>(
     tops: &Strip,
     totals: &mut [Strip],
 ) {
-    // Powers of two, whose exponents take a factor more, cost less than those of e.
+    // exp2 with a scaled argument is cheaper than exp.
     let scale = simd.splat_f32s(scale * LOG2_E);
     for vector in vectors {
         let top = simd.neg_f32s(simd.mul_f32s(tops.vectors::<S>()[vector], scale));
@@ -475,7 +479,7 @@ fn exponentials<S: Simd>(
     }
 }
 
-/// Leaves the sum of the parts in the place of the first, and its inverse in that of the second.
+/// Replaces the first partial sum by the sum of all, and the second by its inverse.
 #[inline(always)]
 fn sum_parts<S: Simd>(simd: S, totals: &mut [Strip]) {
     for vector in 0..COLUMNS / S::F32_LANES {
@@ -486,10 +490,10 @@ fn sum_parts<S: Simd>(simd: S, totals: &mut [Strip]) {
     }
 }
 
-/// The gradients of the queries that share one head of keys and values, and of that head.
+/// Computes the gradients of the query heads that share a key/value head, and of that head.
 struct Backward<'a, 'b> {
     shape: Attention,
-    /// Of each head of queries: queries, keys, values; output; its gradient.
+    /// Returns the queries, keys, values, output and gradient of the output of a query head.
     heads: &'b dyn Fn(usize) -> [Rows<'a>; 5],
     lse: &'a [f32],
     dqs: Vec<ArrayViewMut2<'a, f32>>,
@@ -539,10 +543,10 @@ impl WithSimd for Backward<'_, '_> {
             p,
             ds,
             dq_strips,
-            of_queries,
-            of_each,
-            turned,
-        ] = parts(self.scratch, sizes);
+            query_stats,
+            row_products,
+            transposed,
+        ] = split_scratch(self.scratch, sizes);
         for (shared, dq) in self.dqs.iter_mut().enumerate() {
             let [q, keys, values, y, dy] = (self.heads)(shared);
             for block in Block::all(0..t) {
@@ -553,8 +557,13 @@ impl WithSimd for Backward<'_, '_> {
                 }
                 let steps = 4 * block.keys().count() + block.len().div_ceil(ROWS);
                 let operands = [q, keys, values, y, dy];
-                let mut ahead =
-                    Ahead::new(&block, operands, (self.heads)(shared + 1), t.min(COLUMNS), steps);
+                let mut prefetcher = RowPrefetcher::new(
+                    &block,
+                    operands,
+                    (self.heads)(shared + 1),
+                    t.min(COLUMNS),
+                    steps,
+                );
                 let is_last = shared + 1 == group && block.last == t;
                 let [q, y, dy] = [q, y, dy].map(|x| x.part(block.range()));
                 q.pack(q_rows, COLUMNS);
@@ -563,15 +572,15 @@ impl WithSimd for Backward<'_, '_> {
                 turn(dy_rows, dy_turned);
                 let q_turned = &q_turned[..w];
                 let dy_turned = &dy_turned[..w];
-                of_queries[0].0[..block.len()]
+                query_stats[0].0[..block.len()]
                     .copy_from_slice(&self.lse[shared * t..][block.first..block.last]);
-                for (i, products_of) in of_each.iter_mut().take(block.len()).enumerate() {
-                    *products_of = products(simd, y.row(i), dy.row(i));
+                for (i, sums) in row_products.iter_mut().take(block.len()).enumerate() {
+                    *sums = products(simd, y.row(i), dy.row(i));
                 }
-                turn(of_each, turned);
-                of_queries[1] = sum_strips(simd, turned);
+                turn(row_products, transposed);
+                query_stats[1] = sum_strips(simd, transposed);
                 for key in block.keys() {
-                    ahead.step();
+                    prefetcher.step();
                     let vectors = block.vectors::<S>(key);
                     let ds = &mut ds[key..key + ROWS];
                     let scores = ByRows {
@@ -584,7 +593,7 @@ impl WithSimd for Backward<'_, '_> {
                         add: false,
                     };
                     scores.compute(simd, vectors.clone());
-                    ahead.step();
+                    prefetcher.step();
                     let weights = ByRows {
                         a: v,
                         height,
@@ -595,13 +604,13 @@ impl WithSimd for Backward<'_, '_> {
                         add: false,
                     };
                     weights.compute(simd, vectors.clone());
-                    differentiate(simd, &block, key, vectors, scale, [p, ds], of_queries);
-                    // The first block that sees the keys overwrites their gradients, the later ones
-                    // add.
+                    differentiate(simd, &block, key, vectors, scale, [p, ds], query_stats);
+                    // The first block that attends to the keys overwrites their gradients, later
+                    // blocks add to them.
                     let add = shared > 0 || key < block.first;
                     for (a, rows, sums) in [(&*p, &*dy_rows, &mut *dv), (&*ds, &*q_rows, &mut *dk)]
                     {
-                        ahead.step();
+                        prefetcher.step();
                         let both = rows.chunks_exact(COLUMNS).zip(sums.chunks_exact_mut(height));
                         for (panel, (rows, sums)) in both.enumerate() {
                             let b = &rows[..block.len()];
@@ -611,7 +620,7 @@ impl WithSimd for Backward<'_, '_> {
                                 height: ROWS,
                                 row: 0,
                                 b,
-                                from: block.blind(key),
+                                from: block.masked_queries(key),
                                 to,
                                 add,
                             };
@@ -624,7 +633,7 @@ impl WithSimd for Backward<'_, '_> {
                     }
                 }
                 for group in (0..block.len()).step_by(ROWS) {
-                    ahead.step();
+                    prefetcher.step();
                     let keys = block.keys_of(group);
                     for (panel, (k, dq)) in
                         k.chunks_exact(height).zip(dq_strips.chunks_exact_mut(ROWS)).enumerate()
@@ -647,10 +656,10 @@ impl WithSimd for Backward<'_, '_> {
     }
 }
 
-/// Sum of strips, column by column, in as many parts as a denominator has.
+/// Returns the sum of strips, column by column, in as many partial sums as a denominator has.
 #[inline(always)]
 fn sum_strips<S: Simd>(simd: S, strips: &[Strip]) -> Strip {
-    let mut sum = NOTHING;
+    let mut sum = ZERO;
     for vector in 0..COLUMNS / S::F32_LANES {
         let mut parts = [simd.splat_f32s(0.0); PARTS];
         for strips in strips.chunks_exact(PARTS) {
@@ -664,8 +673,8 @@ fn sum_strips<S: Simd>(simd: S, strips: &[Strip]) -> Strip {
     sum
 }
 
-/// Turns a group's scores into probabilities, and the gradients of these into those of the scores,
-/// but for the scale.
+/// Replaces a group's scores by probabilities, and the gradients of these by those of the scores,
+/// without the scale.
 #[inline(always)]
 fn differentiate<S: Simd>(
     simd: S,
@@ -674,13 +683,13 @@ fn differentiate<S: Simd>(
     vectors: Range<usize>,
     scale: f32,
     [scores, gradients]: [&mut [Strip]; 2],
-    of_queries: &[Strip],
+    query_stats: &[Strip],
 ) {
-    // Powers of two, whose exponents take a factor more, cost less than those of e.
+    // exp2 with a scaled argument is cheaper than exp.
     let scale = simd.splat_f32s(scale * LOG2_E);
     for vector in vectors {
-        let lse = simd.mul_f32s(of_queries[0].vectors::<S>()[vector], simd.splat_f32s(-LOG2_E));
-        let dot = simd.neg_f32s(of_queries[1].vectors::<S>()[vector]);
+        let lse = simd.mul_f32s(query_stats[0].vectors::<S>()[vector], simd.splat_f32s(-LOG2_E));
+        let dot = simd.neg_f32s(query_stats[1].vectors::<S>()[vector]);
         for (i, (scores, gradients)) in scores.iter_mut().zip(&mut *gradients).enumerate() {
             let p = &mut scores.vectors_mut::<S>()[vector];
             let d = &mut gradients.vectors_mut::<S>()[vector];
@@ -695,7 +704,7 @@ fn scale(shape: Attention) -> f32 {
     1.0 / (shape.head_width as f32).sqrt()
 }
 
-/// Calls `f` with the number of each sequence, the number of each of its tasks, and the task.
+/// Calls `f` with the index of each sequence, the index of each of its tasks, and the task.
 fn each_task<S: Send, T: Send, I: Iterator<Item = T>>(
     threads: &Threads,
     sequences: impl IndexedParallelIterator<Item = S>,
@@ -703,7 +712,7 @@ fn each_task<S: Send, T: Send, I: Iterator<Item = T>>(
     f: impl Fn(usize, usize, T) + Sync,
 ) {
     let sequences = sequences.enumerate();
-    if sequences.len() >= ENOUGH * threads.count() {
+    if sequences.len() >= SEQUENCES_PER_THREAD * threads.count() {
         return threads.each(sequences, |(sequence, part)| {
             tasks(part).enumerate().for_each(|(i, task)| f(sequence, i, task));
         });
@@ -714,7 +723,7 @@ fn each_task<S: Send, T: Send, I: Iterator<Item = T>>(
     threads.each(all, |(sequence, i, task)| f(sequence, i, task));
 }
 
-/// Of every sequence the positions from `from` on.
+/// Computes output and log-denominators for the positions from `from` on of every sequence.
 pub fn forward(
     threads: &Threads,
     shape: Attention,
@@ -754,7 +763,7 @@ pub fn backward(
     let t = shape.time;
     let w = shape.head_width;
     let width = shape.packed_width();
-    // A task is one head of keys and values, with the heads of queries that share it one after the
+    // A task is one key/value head, with the query heads that share it one after the
     // other.
     let group = shape.group();
     let tasks = |rows| {
@@ -868,7 +877,7 @@ mod tests {
         x.iter().map(|x| x.to_bits()).collect()
     }
 
-    /// Output and log-denominators of the positions from `from` on.
+    /// Returns output and log-denominators of the positions from `from` on.
     fn computed(shape: Attention, from: usize, qkv: &[f32]) -> [Vec<f32>; 2] {
         let rows = shape.time - from;
         let mut y = vec![f32::NAN; rows * shape.heads * shape.head_width];
@@ -892,7 +901,7 @@ mod tests {
                 let want: Vec<f32> = lse.chunks(t).flat_map(|lse| &lse[first..]).copied().collect();
                 assert_eq!(bits(&of_later), bits(&want), "{shape:?} from {first}");
             }
-            // Positions that nobody sees yet change nothing.
+            // Keys after a position do not influence it.
             let seen = t.div_ceil(2);
             let fewer = Attention { time: seen, ..shape };
             let [earlier, _] = computed(fewer, 0, &qkv[..seen * shape.packed_width()]);
@@ -900,8 +909,8 @@ mod tests {
         }
     }
 
-    /// Output, log-denominators and gradients, by one kind of vectors.
-    fn by<S: Simd>(simd: S, shape: Attention, [qkv, dy]: [&[f32]; 2]) -> [Vec<f32>; 3] {
+    /// Returns output, log-denominators and gradients, computed with one kind of vectors.
+    fn compute_with<S: Simd>(simd: S, shape: Attention, [qkv, dy]: [&[f32]; 2]) -> [Vec<f32>; 3] {
         let t = shape.time;
         let w = shape.head_width;
         let group = shape.group();
@@ -966,7 +975,9 @@ mod tests {
             let [y, lse] = computed(shape, 0, &qkv);
             let mut dqkv = vec![f32::NAN; qkv.len()];
             backward(&Threads::new(1), shape, &qkv, &y, &lse, &dy, &mut dqkv);
-            for (plain, got) in by(pulp::Scalar, shape, [&qkv, &dy]).iter().zip([y, lse, dqkv]) {
+            for (plain, got) in
+                compute_with(pulp::Scalar, shape, [&qkv, &dy]).iter().zip([y, lse, dqkv])
+            {
                 let most = plain.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                 assert!(
                     plain.iter().zip(got).all(|(a, b)| (a - b).abs() <= 1e-5 * most),
@@ -986,8 +997,10 @@ mod tests {
         for shape in shapes() {
             let qkv = random(2, shape.time * shape.packed_width());
             let dy = random(3, shape.time * shape.heads * shape.head_width);
-            let of_avx2 = by(avx2, shape, [&qkv, &dy]);
-            for (of_avx2, of_avx512) in of_avx2.iter().zip(&by(avx512, shape, [&qkv, &dy])) {
+            let of_avx2 = compute_with(avx2, shape, [&qkv, &dy]);
+            for (of_avx2, of_avx512) in
+                of_avx2.iter().zip(&compute_with(avx512, shape, [&qkv, &dy]))
+            {
                 assert_eq!(bits(of_avx2), bits(of_avx512), "{shape:?}");
                 assert!(of_avx2.iter().all(|x| x.is_finite()), "{shape:?}");
             }

@@ -1,4 +1,4 @@
-//! Statistics of channels and normalisation by them: the parts of batch and group normalisation.
+//! Batch and group normalisation of channels, and its statistics.
 
 use rayon::prelude::*;
 
@@ -8,14 +8,14 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::{ChannelNormShape, ChannelOps, KernelCost};
 
-/// Places of one partial sum.
+/// Positions of one partial sum.
 const PLACES: usize = 256;
-/// Places that a task normalises.
+/// Positions that a task normalises.
 const ROWS: usize = 64;
 
-/// For every sample and channel the sums of both numbers that `add` adds for a place, of chunks of
-/// places first: `add` gets the sample, the place's range of elements, and a pair of sums for each
-/// channel.
+/// Computes two sums per sample and channel over the positions of the sample, first over chunks of
+/// positions. `add` gets the sample, the range of a position's elements, and both sums of each
+/// channel; `out` gets the sample and its sums.
 fn sums(
     threads: &Threads,
     s: ChannelNormShape,
@@ -51,10 +51,10 @@ fn sums(
 pub fn moments(threads: &Threads, s: ChannelNormShape, x: &[f32], moments: &mut [f32]) {
     assert!(x.len() == s.elements() && moments.len() == s.samples * 3 * s.channels);
     let width = s.channels;
-    let of_sample = s.places * s.channels;
+    let sample_len = s.places * s.channels;
     let to = |sample: usize, sums: &[f32]| {
         let moments = &mut moments[sample * 3 * width..][..3 * width];
-        moments[..width].copy_from_slice(&x[sample * of_sample..][..width]);
+        moments[..width].copy_from_slice(&x[sample * sample_len..][..width]);
         moments[width..].copy_from_slice(sums);
     };
     sums(
@@ -63,7 +63,7 @@ pub fn moments(threads: &Threads, s: ChannelNormShape, x: &[f32], moments: &mut 
         to,
         #[inline(always)]
         |sample, place, a, b| {
-            let shift = &x[sample * of_sample..][..width];
+            let shift = &x[sample * sample_len..][..width];
             for (((&x, &shift), a), b) in x[place].iter().zip(shift).zip(a).zip(b) {
                 *a += x - shift;
                 *b += (x - shift) * (x - shift);
@@ -72,23 +72,23 @@ pub fn moments(threads: &Threads, s: ChannelNormShape, x: &[f32], moments: &mut 
     );
 }
 
-/// For every channel of every sample the `N` numbers `of(statistics, channel)`, from the statistics
-/// of its group.
+/// Returns, for every channel of every sample, the `N` numbers `of(statistics, channel)` computed
+/// from the statistics of its group.
 fn spread<const N: usize>(
     s: ChannelNormShape,
-    of_groups: &[f32],
+    group_stats: &[f32],
     of: impl Fn(&[f32], usize) -> [f32; N],
 ) -> Vec<[f32; N]> {
-    let each = of_groups.len() / (s.samples * s.groups);
+    let each = group_stats.len() / (s.samples * s.groups);
     let channel = |at: usize| {
         let sample = at / s.channels;
         let channel = at % s.channels;
-        of(&of_groups[(sample * s.groups + channel / s.of_group()) * each..][..each], channel)
+        of(&group_stats[(sample * s.groups + channel / s.of_group()) * each..][..each], channel)
     };
     (0..s.samples * s.channels).map(channel).collect()
 }
 
-/// The table of the sample that an element is of.
+/// Returns the part of `table` for the sample of an element.
 fn of_sample<T>(s: ChannelNormShape, table: &[T], element: usize) -> &[T] {
     &table[element / (s.places * s.channels) * s.channels..][..s.channels]
 }
@@ -170,8 +170,9 @@ pub fn backward(
 ) {
     assert!(x.len() == s.elements() && dy.len() == x.len() && dx.len() == x.len());
     let pairs = stats.as_chunks::<2>().0.iter().zip(means.as_chunks::<2>().0);
-    let of_groups: Vec<f32> = pairs.flat_map(|(stats, means)| [*stats, *means].concat()).collect();
-    let table = spread(s, &of_groups, |group, channel| {
+    let group_stats: Vec<f32> =
+        pairs.flat_map(|(stats, means)| [*stats, *means].concat()).collect();
+    let table = spread(s, &group_stats, |group, channel| {
         let [mean, rstd, a, b] = [group[0], group[1], group[2], group[3]];
         [mean, rstd * weight[channel], rstd * a, rstd * rstd * b]
     });

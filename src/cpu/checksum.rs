@@ -1,4 +1,4 @@
-//! Digests, also in the pass of an update: each element is counted while a register has it.
+//! Checksums, also fused into updates: each element is added while it is in a register.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,7 +11,7 @@ use hpctrain_base::error::Result;
 use hpctrain_device::ops::checksum::{CHUNK, weight};
 use hpctrain_device::{Audit, DigestOps, KernelCost};
 
-/// The digest of chunk `number`.
+/// Returns the checksum of chunk `number`.
 fn of_chunk(number: usize, x: &[f32]) -> u32 {
     let first = (number * CHUNK) as u32;
     simd(
@@ -27,22 +27,22 @@ fn of_chunk(number: usize, x: &[f32]) -> u32 {
     )
 }
 
-/// Digests of the chunks of an update, from all threads.
+/// Checksums of an update's buffers, accumulated by all threads.
 #[derive(Default)]
 pub struct Counts {
     found: AtomicU64,
     left: AtomicU64,
 }
 
-/// Sees the elements of a chunk as an update finds them and as it leaves them.
+/// Observes the elements of a chunk before and after an update.
 pub trait Watch<const N: usize> {
-    /// Element `i` of each buffer, before.
+    /// Observes element `i` of each buffer before the update.
     fn found(&mut self, i: usize, elements: &[f32; N]);
-    /// And after.
+    /// Observes element `i` of each buffer after the update.
     fn left(&mut self, i: usize, elements: &[f32; N]);
 }
 
-/// Nobody asks.
+/// An observer that does nothing.
 pub struct Unwatched;
 
 impl<const N: usize> Watch<N> for Unwatched {
@@ -52,7 +52,7 @@ impl<const N: usize> Watch<N> for Unwatched {
     fn left(&mut self, _: usize, _: &[f32; N]) {}
 }
 
-/// The digests of a chunk of each of `N` buffers.
+/// The checksums of a chunk of each of `N` buffers.
 pub struct Watched<'a, const N: usize> {
     counts: &'a Counts,
     /// The index of the chunk's first element.
@@ -62,7 +62,7 @@ pub struct Watched<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Watched<'a, N> {
-    /// Of chunk `number`; `counts` has them when it is dropped.
+    /// Creates the checksums of chunk `number`; they are added to `counts` when it is dropped.
     pub fn new(counts: &'a Counts, number: usize) -> Self {
         Self { counts, first: (number * CHUNK) as u32, found: [0; N], left: [0; N] }
     }
@@ -96,14 +96,14 @@ impl<const N: usize> Drop for Watched<'_, N> {
     }
 }
 
-/// Runs an update whose digests are counted if there is an audit.
-pub fn audited(audit: Option<&mut Audit<f64>>, update: impl FnOnce(Option<&Counts>)) {
-    let Some(audit) = audit else { return update(None) };
+/// Runs an update, and adds the checksums of its buffers to `checksums`, if given.
+pub fn audited(checksums: Option<&mut Audit<f64>>, update: impl FnOnce(Option<&Counts>)) {
+    let Some(checksums) = checksums else { return update(None) };
     let counts = Counts::default();
     update(Some(&counts));
-    // An integer below 2⁵³.
-    audit.found.push(counts.found.into_inner() as f64);
-    audit.left.push(counts.left.into_inner() as f64);
+    // An integer below 2⁵³, which f64 holds exactly.
+    checksums.found.push(counts.found.into_inner() as f64);
+    checksums.left.push(counts.left.into_inner() as f64);
 }
 
 fn digest(threads: &Threads, x: &[f32]) -> f64 {

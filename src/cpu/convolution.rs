@@ -1,7 +1,7 @@
-//! Convolution, tile by tile: some places of the window are unfolded and multiplied while they are
-//! in a core's cache.
+//! Tiled convolution: im2col rows of some window positions are computed and multiplied while they
+//! are in a core's cache.
 //!
-//! Tiles, and the parts that gradients of filters are summed in, follow from the shape alone.
+//! Tiles, and the parts in which gradients of filters are summed, depend on the shape alone.
 
 use std::cell::RefCell;
 
@@ -19,47 +19,47 @@ use hpctrain_device::{
     Backend, Convolution, ConvolutionOps, Im2colShape, KernelCost, MemoryKind, ops,
 };
 
-/// Elements of an unfolded tile: 128 KiB.
+/// Elements of an im2col tile: 128 KiB.
 const TILE: usize = 1 << 15;
 
-/// Most elements of filters that tiles are worth it for: each tile reads them all, and each part of
-/// a gradient has as many.
+/// The most elements of filters for which tiles are used: each tile reads them all, and each
+/// partial gradient has as many.
 const FILTERS: usize = 1 << 16;
 
-/// Parts in which gradients of filters are summed.
+/// The number of partial sums of the gradients of filters.
 const PARTS: usize = 32;
 
 thread_local! {
-    /// An unfolded tile; kept, because a fresh allocation would fault page by page.
+    /// An im2col tile, kept between calls because a fresh allocation would cause page faults.
     static UNFOLDED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
     /// Filters, transposed.
-    static FILTERS_ACROSS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    static TRANSPOSED_FILTERS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Whether tiles suit a convolution.
+/// Returns whether a convolution is computed in tiles.
 pub fn suits(s: Convolution) -> bool {
     s.seen() * s.filters <= FILTERS && (1..=TILE / 16).contains(&s.seen())
 }
 
-/// Places of a tile.
+/// Returns the window positions of a tile.
 fn tile(s: Convolution) -> usize {
     (TILE / s.seen()).min(1024)
 }
 
-/// Elements of the partial gradients of [`backward_weight`].
+/// Returns the number of elements of the partial gradients of [`backward_weight`].
 pub fn partial(s: Convolution) -> usize {
     s.window.rows().div_ceil(tile(s)).min(PARTS) * s.seen() * s.filters
 }
 
-/// Room for so many elements, contents unspecified.
-fn room(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
+/// Returns `len` elements of the scratch, which grows as needed, with unspecified contents.
+fn reserve(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if scratch.len() < len {
         scratch.resize(len, 0.0);
     }
     &mut scratch[..len]
 }
 
-/// Unfolds `rows` places from `first` on for `work`.
+/// Calls `work` with the im2col rows of `rows` window positions from `first` on.
 fn unfolded(
     s: Convolution,
     first: usize,
@@ -68,7 +68,7 @@ fn unfolded(
     work: impl FnOnce(ArrayView2<'_, f32>),
 ) {
     UNFOLDED.with_borrow_mut(|scratch| {
-        let unfolded = room(scratch, rows * s.seen());
+        let unfolded = reserve(scratch, rows * s.seen());
         unfold_rows(&s.window, s.first, s.channels, first, x, unfolded);
         work(matrix(unfolded, rows, s.seen()));
     });
@@ -85,29 +85,30 @@ pub fn forward(
     let seen = s.seen();
     let tile = tile(s);
     assert!(x.len() == s.window.elements() && y.len() == s.window.rows() * s.filters, "{s:?}");
-    FILTERS_ACROSS.with_borrow_mut(|across| {
-        // With the filters side by side no tile needs to pack them.
-        let across = room(across, weight.len());
+    TRANSPOSED_FILTERS.with_borrow_mut(|transposed| {
+        // With the filters transposed no tile needs to pack them.
+        let transposed = reserve(transposed, weight.len());
         for (filter, weight) in weight.chunks_exact(seen).enumerate() {
             weight
                 .iter()
-                .zip(across[filter..].iter_mut().step_by(s.filters))
+                .zip(transposed[filter..].iter_mut().step_by(s.filters))
                 .for_each(|(from, to)| *to = *from);
         }
-        let across = matrix(across, seen, s.filters);
+        let transposed = matrix(transposed, seen, s.filters);
         threads.each(y.par_chunks_mut(tile * s.filters).enumerate(), |(i, y)| {
             let rows = y.len() / s.filters;
             if !bias.is_empty() {
                 y.chunks_exact_mut(s.filters).for_each(|y| y.copy_from_slice(bias));
             }
             unfolded(s, i * tile, rows, x, |unfolded| {
-                multiply(unfolded, across, matrix_mut(y, rows, s.filters), !bias.is_empty());
+                multiply(unfolded, transposed, matrix_mut(y, rows, s.filters), !bias.is_empty());
             });
         });
     });
 }
 
-/// `partial` has [`partial`] elements, of any values.
+/// Computes the gradients of filters and bias. `partial` has [`partial`] elements with any
+/// contents.
 pub fn backward_weight(
     threads: &Threads,
     s: Convolution,
@@ -154,14 +155,14 @@ pub fn backward_input(
     assert!(dx.len() == s.window.elements() && dy.len() == s.window.rows() * s.filters, "{s:?}");
     let image = Im2colShape { batch: 1, ..s.window };
     let weight = matrix(weight, s.filters, seen);
-    // Windows overlap: an image belongs to one task, tile after tile.
+    // Windows overlap, so an image belongs to one task, which processes tile after tile.
     threads.each(
         dy.par_chunks(image.rows() * s.filters).zip(dx.par_chunks_mut(image.elements())),
         |(dy, dx)| {
             UNFOLDED.with_borrow_mut(|scratch| {
                 for (i, dy) in dy.chunks(tile * s.filters).enumerate() {
                     let rows = dy.len() / s.filters;
-                    let unfolded = room(scratch, rows * seen);
+                    let unfolded = reserve(scratch, rows * seen);
                     multiply(
                         matrix(dy, rows, s.filters),
                         weight,

@@ -11,21 +11,21 @@ use hpctrain_device::{
     ClassifierOps, CrossEntropy, CrossEntropyPart, KernelCost, LogitsPart, LossWeights,
 };
 
-/// Elements of a row whose exponentials are taken while they are in a core's nearest cache, and
-/// most such blocks of a row.
+/// The least elements of a block of a row, which fits in the L1 cache while its exponentials are
+/// computed, and the most blocks of a row.
 const BLOCK: usize = 1 << 11;
 const MOST_BLOCKS: usize = 64;
 
-/// The largest logit and `Σ exp(x - largest)` of two parts of a row together, from those of each.
+/// Merges the largest logit and `Σ exp(x - largest)` of two parts of a row.
 #[inline(always)]
 fn merged((top, total): (f32, f32), (largest, sum): (f32, f32)) -> (f32, f32) {
     let above = top.max(largest);
     (above, total * exp(top - above) + sum * exp(largest - above))
 }
 
-/// The largest logit of a row, and `Σ exp(x - largest)`. With `replace`, logits become their
-/// exponentials, less the largest logit of their block, which is left in `tops`: one exponential a
-/// logit is enough for loss and gradient.
+/// Returns the largest logit of a row, and `Σ exp(x - largest)`. With `replace`, logits are
+/// replaced by their exponentials relative to the largest logit of their block, which is stored in
+/// `tops`: one exponential per logit is enough for loss and gradient.
 #[inline(always)]
 fn softmax_sum(
     logits: &mut [f32],
@@ -34,15 +34,15 @@ fn softmax_sum(
     tops: &mut [f32; MOST_BLOCKS],
 ) -> (f32, f32) {
     let mut all = (f32::MIN, 0.0);
-    for (logits, of_block) in logits.chunks_mut(block).zip(tops) {
-        // Of classes that are ruled out by -∞ nothing is left, even where a block has no others.
+    for (logits, block_top) in logits.chunks_mut(block).zip(tops) {
+        // Logits masked by -∞ contribute nothing, even in a block without any others.
         let largest = max(logits).max(f32::MIN);
         let sum = if replace {
             replace_and_sum(logits, |x| exp(x - largest))
         } else {
             sum(logits, |x| exp(x - largest))
         };
-        (all, *of_block) = (merged(all, (largest, sum)), largest);
+        (all, *block_top) = (merged(all, (largest, sum)), largest);
     }
     all
 }
@@ -57,9 +57,12 @@ pub fn cross_entropy(
 ) {
     assert_eq!((logits.len(), targets.len(), losses.len()), (s.rows * s.classes, s.rows, s.rows));
     assert_eq!(s.stride, s.classes, "padded rows");
-    let LossWeights { classes: of_classes, rows: of_rows } = weights;
-    assert!(of_classes.is_empty() || of_classes.len() == s.classes, "a weight for each class");
-    assert!(of_rows.is_empty() || of_rows.len() == s.rows, "a weight for each row");
+    let LossWeights { classes: class_weights, rows: row_weights } = weights;
+    assert!(
+        class_weights.is_empty() || class_weights.len() == s.classes,
+        "a weight for each class"
+    );
+    assert!(row_weights.is_empty() || row_weights.len() == s.rows, "a weight for each row");
     let rest = 1.0 - s.smoothing;
     let spread = s.smoothing / s.classes as f32;
     let rows = (CHUNK / s.classes.max(1)).max(1);
@@ -79,8 +82,8 @@ pub fn cross_entropy(
                     let own = logits[target as usize];
                     let others = if s.smoothing > 0.0 { sum(logits, |x| x - own) } else { 0.0 };
                     let (top, total) = softmax_sum(logits, block, s.gradient, &mut tops);
-                    let of_class = of_classes.get(target as usize).copied().unwrap_or(1.0);
-                    let weight = of_class * of_rows.get(row).copied().unwrap_or(1.0);
+                    let class_weight = class_weights.get(target as usize).copied().unwrap_or(1.0);
+                    let weight = class_weight * row_weights.get(row).copied().unwrap_or(1.0);
                     *loss = total.ln() - rest * (own - top);
                     if s.smoothing > 0.0 {
                         *loss -= spread * (others + s.classes as f32 * (own - top));
@@ -102,16 +105,17 @@ pub fn cross_entropy(
     });
 }
 
-/// The largest logit of a part of a row, `Σ exp(x - largest)`, and the sum of its logits.
+/// Returns the largest logit of a part of a row, `Σ exp(x - largest)`, and the sum of its logits.
 #[inline(always)]
 fn part_sums(logits: &[f32]) -> (f32, f32, f32) {
     let mut softmax = (f32::MIN, 0.0);
     let mut plain = 0.0;
     for logits in logits.chunks(BLOCK) {
-        // As in `softmax_sum`.
+        // Masked logits contribute nothing, as in `softmax_sum`.
         let largest = max(logits).max(f32::MIN);
         softmax = merged(softmax, (largest, sum(logits, |x| exp(x - largest))));
-        // Of the differences from the largest: a common shift of all logits costs few digits.
+        // Sums differences from the largest, so that a common shift of all logits costs little
+        // precision.
         plain += (logits.len() as f32).mul_add(largest, sum(logits, |x| x - largest));
     }
     (softmax.0, softmax.1, plain)
@@ -161,9 +165,12 @@ pub fn cross_entropy_part(
     let (stats, _) = stats.as_chunks::<{ LogitsPart::STATS }>();
     assert_eq!((logits.len(), stats.len()), (part.rows * part.classes, s.parts * part.rows));
     assert_eq!((targets.len(), losses.len(), part.stride), (part.rows, part.rows, part.classes));
-    let LossWeights { classes: of_classes, rows: of_rows } = weights;
-    assert!(of_classes.is_empty() || of_classes.len() == s.classes, "a weight for each class");
-    assert!(of_rows.is_empty() || of_rows.len() == part.rows, "a weight for each row");
+    let LossWeights { classes: class_weights, rows: row_weights } = weights;
+    assert!(
+        class_weights.is_empty() || class_weights.len() == s.classes,
+        "a weight for each class"
+    );
+    assert!(row_weights.is_empty() || row_weights.len() == part.rows, "a weight for each row");
     let rest = 1.0 - s.smoothing;
     let spread = s.smoothing / s.classes as f32;
     let rows = (CHUNK / part.classes.max(1)).max(1);
@@ -182,15 +189,16 @@ pub fn cross_entropy_part(
                     let mut softmax = (f32::MIN, 0.0);
                     let mut own = 0.0;
                     let mut plain = 0.0;
-                    for of_part in 0..s.parts {
-                        let [largest, sum, of_target, of_logits] = stats[of_part * part.rows + row];
+                    for index in 0..s.parts {
+                        let [largest, sum, target_logit, logit_sum] =
+                            stats[index * part.rows + row];
                         softmax = merged(softmax, (largest, sum));
-                        own += of_target;
-                        plain += of_logits;
+                        own += target_logit;
+                        plain += logit_sum;
                     }
                     let (top, total) = softmax;
-                    let of_class = of_classes.get(target as usize).copied().unwrap_or(1.0);
-                    let weight = of_class * of_rows.get(row).copied().unwrap_or(1.0);
+                    let class_weight = class_weights.get(target as usize).copied().unwrap_or(1.0);
+                    let weight = class_weight * row_weights.get(row).copied().unwrap_or(1.0);
                     *loss = total.ln() - rest * (own - top);
                     if s.smoothing > 0.0 {
                         *loss -= spread * (s.classes as f32).mul_add(-top, plain);
@@ -230,7 +238,7 @@ pub fn hits(
         for ((logits, &target), hit) in logits.chunks_exact(classes).zip(targets).zip(hits) {
             let (before, rest) = logits.split_at(target as usize);
             let own = rest[0];
-            // A logit that is no number is larger than all.
+            // A logit that is NaN is larger than all others.
             let smaller = before.iter().filter(|x| **x < own).count()
                 + rest[1..].iter().filter(|x| **x <= own).count();
             let larger = classes - 1 - smaller;

@@ -1,4 +1,4 @@
-//! Products of a sample's rows in pairs.
+//! Pairwise dot interactions of a sample's rows.
 
 use rayon::prelude::*;
 
@@ -9,7 +9,7 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::{DotInteraction, KernelCost, PairsOps};
 
-/// Samples of one task.
+/// Returns the number of samples of one task.
 fn of_task(s: DotInteraction) -> usize {
     (CHUNK / (s.rows * s.width).max(1)).max(1)
 }

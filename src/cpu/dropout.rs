@@ -10,7 +10,7 @@ use hpctrain_base::error::Result;
 use hpctrain_base::random::Stream;
 use hpctrain_device::{Dropout, DropoutOps, KernelCost};
 
-/// Blocks of random words that are computed side by side.
+/// Blocks of random words that are computed together.
 const BLOCKS: usize = 64;
 
 pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
@@ -39,8 +39,8 @@ pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
                     let mut factors = [[0.0; BLOCKS]; 4];
                     for (factors, words) in factors.iter_mut().zip(&words) {
                         for (factor, &word) in factors.iter_mut().zip(words) {
-                            // A choice would become a branch, and half of them would be guessed
-                            // wrong.
+                            // A conditional would become a branch, which is mispredicted for many
+                            // elements.
                             *factor = f32::from(u8::from(word >= dropped_below)) * kept;
                         }
                     }

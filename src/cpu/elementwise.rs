@@ -15,7 +15,7 @@ pub const CHUNK: usize = 1 << 14;
 
 /// Elements of one partial sum of squares.
 pub const SQUARES_CHUNK: usize = 1 << 12;
-/// Chunks whose sums are kept before they are added.
+/// Chunks whose sums are buffered before they are added.
 const SQUARES_PART: usize = 256;
 
 pub fn zero(threads: &Threads, y: &mut [f32]) {
@@ -27,7 +27,7 @@ pub fn copy(threads: &Threads, x: &[f32], y: &mut [f32]) {
     threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| y.copy_from_slice(x));
 }
 
-/// `y = x`, rounded to bf16 as GPUs do: to the nearest, ties to even. `y` is its bits.
+/// Computes `y = x`, rounded to bf16 as GPUs do: to the nearest, ties to even. `y` holds its bits.
 pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
     assert_eq!(x.len(), y.len());
     threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| {
@@ -42,7 +42,7 @@ pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
     });
 }
 
-/// `y += x` on the calling thread; reductions over the wire use it, too.
+/// Computes `y += x` on the calling thread; also used by reductions of messages.
 pub fn add_serial(x: &[f32], y: &mut [f32]) {
     simd(
         #[inline(always)]
@@ -59,7 +59,7 @@ pub fn add(threads: &Threads, x: &[f32], y: &mut [f32]) {
     threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| add_serial(x, y));
 }
 
-/// `Σ x²`: f64 sums of fixed chunks, added in order.
+/// Returns `Σ x²`: f64 sums of fixed chunks, added in order.
 pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
     sum_chunks(threads, x.len(), |range| {
         simd(
@@ -69,11 +69,11 @@ pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
     })
 }
 
-/// The sum of the results of `sum` for chunks of `0..len` of [`SQUARES_CHUNK`] elements, added in
+/// Returns the sum of `sum(range)` over chunks of `0..len` of [`SQUARES_CHUNK`] elements, added in
 /// order.
 pub fn sum_chunks(threads: &Threads, len: usize, sum: impl Fn(Range<usize>) -> f64 + Sync) -> f64 {
     let mut total = 0.0;
-    // The partial sums of one part wait on the stack.
+    // The partial sums of one part are on the stack.
     for part in (0..len).step_by(SQUARES_PART * SQUARES_CHUNK) {
         let mut partial = [0.0f64; SQUARES_PART];
         let chunks = (len - part).div_ceil(SQUARES_CHUNK).min(SQUARES_PART);
@@ -86,17 +86,17 @@ pub fn sum_chunks(threads: &Threads, len: usize, sum: impl Fn(Range<usize>) -> f
     total
 }
 
-/// `Σ x²` of one chunk in a fixed order, within [`simd`].
+/// Returns `Σ x²` of one chunk in a fixed order; called within [`simd`].
 #[inline(always)]
 pub fn squares(x: &[f32]) -> f64 {
-    let mut lanes = [0.0f64; 8];
+    let mut partials = [0.0f64; 8];
     let (blocks, tail) = x.as_chunks::<8>();
     for block in blocks {
         for i in 0..8 {
-            lanes[i] += f64::from(block[i]) * f64::from(block[i]);
+            partials[i] += f64::from(block[i]) * f64::from(block[i]);
         }
     }
-    lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
+    partials.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
 }
 
 impl ElementwiseOps for Cpu {

@@ -1,4 +1,4 @@
-//! Token and position tables, added.
+//! Token and position embeddings, added.
 
 use rayon::prelude::*;
 
@@ -13,12 +13,12 @@ const ROWS: usize = 64;
 /// Table columns of one task in the backward.
 const COLUMNS: usize = 32;
 
-/// The width and context of the tables, from their lengths and the number of rows.
+/// Returns the width of the tables, given the number of rows of `y`.
 fn width(rows: usize, y: &[f32]) -> usize {
     y.len() / rows.max(1)
 }
 
-/// The row of a token in a table that has those of consecutive tokens from `first` on.
+/// Returns the row of a token in a table of consecutive tokens from `first` on.
 #[inline(always)]
 fn row_of(token: u32, first: usize, rows: usize) -> Option<usize> {
     (token as usize).checked_sub(first).filter(|row| *row < rows)
@@ -35,7 +35,7 @@ pub fn forward(
     let d = width(tokens.len(), y);
     let words = token_table.len() / d.max(1);
     let context = position_table.len() / d.max(1);
-    // Without positions every row takes its words as they are.
+    // Without positions every row is its token's embedding.
     let place = |row: usize| (context > 0).then(|| &position_table[row % context * d..][..d]);
     threads.each(
         y.par_chunks_mut(ROWS * d).zip(tokens.par_chunks(ROWS)).enumerate(),
@@ -75,8 +75,9 @@ pub fn backward(
     }
 }
 
-/// `table[at(row)] += dy[row]`, of the rows that have a place. Each task owns some columns of the
-/// table and walks all rows in order: no two tasks meet, and the order of every sum is fixed.
+/// Computes `table[at(row)] += dy[row]` for the rows for which `at` returns an index. Each task
+/// owns some columns of the table and walks all rows in order, so tasks do not conflict and the
+/// order of every sum is fixed.
 fn add_rows_at(
     threads: &Threads,
     d: usize,

@@ -1,12 +1,13 @@
-//! Matrix products: tiles that read an operand in place (`sgemm/`), or the single-threaded kernel
-//! of `gemm`, a pure-Rust crate, on fixed parts of the output. Both have the same bits; the crate
-//! has what is small, and CPUs without AVX2.
+//! Matmuls by tiles that read an operand unpacked (`sgemm/`), or by the single-threaded kernel of
+//! `gemm`, a pure-Rust crate, on fixed parts of the output. Both give the same bits; the crate is
+//! used for small matmuls and for CPUs without AVX2.
 //!
-//! For `gemm`, the output is cut along rows and columns into parts, one task each, by its shape
-//! alone. Each part packs its operands anew, so an operand that must be packed number by number is
-//! cut as little as possible, or transposed once before. Terms are summed in pieces whose length
-//! depends on their number alone, so the cut does not change the bits. By the crate's source, the
-//! sizes of the caches do not either; no other machine has been tried.
+//! For `gemm`, the output is divided along rows and columns into parts, one task each, by its shape
+//! alone. Each part packs its operands separately, so an operand that must be packed element by
+//! element is divided as little as possible, or transposed once before. Terms are summed in K
+//! blocks whose length depends on the number of terms alone, so the division does not change the
+//! bits. According to the crate's source code, cache sizes do not either; no other CPU has been
+//! tested.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -21,29 +22,29 @@ use super::sgemm;
 use super::threads::{Threads, with_chunks};
 use super::transpose::transpose;
 
-/// Work of one task: large enough to hide the hand-over and the packing, small enough to balance.
+/// FLOPs of one task: large enough to hide dispatch and packing, small enough to balance.
 const TASK_FLOPS: usize = 16 << 20;
 
-/// The same where an operand must be packed number by number.
+/// FLOPs of one task if an operand must be packed element by element.
 const PACKING_TASK_FLOPS: usize = 32 << 20;
 
-/// Tasks are smaller, but not than this, while there would be fewer than so many: threads want
-/// something to do.
+/// While there are fewer than [`FEW_TASKS`] tasks, they are smaller, down to this size, to occupy
+/// the threads.
 const LEAST_FLOPS: usize = 8 << 20;
 const FEW_TASKS: usize = 4;
 const MAX_TASKS: usize = 64;
 
-/// A part is at least so many rows or columns wide: less leaves the kernel's tiles half empty.
+/// The least rows or columns of a part: fewer leave the kernel's tiles half empty.
 const MIN_PART: usize = 48;
 
-/// Rows and columns of the kernel's tiles; parts are whole ones.
+/// Rows and columns of the kernel's tiles; parts consist of whole tiles.
 pub const TILE_ROWS: usize = 6;
 const TILE_COLUMNS: usize = 16;
 
-/// Columns of a product from which on it pays to transpose an operand first.
+/// Columns of the output from which on it is faster to transpose an operand first.
 const ACROSS_FROM: usize = 256;
 
-/// Elements of a transposed operand at a time, 4 MiB, and most of one of its rows.
+/// Elements of an operand that are transposed at once, 4 MiB, and the most of one of its rows.
 const ACROSS: usize = 1 << 20;
 const DEEPEST: usize = 2048;
 
@@ -53,13 +54,12 @@ const STRIP: usize = 64;
 /// Elements of a cache line.
 const LINE: usize = 16;
 
-/// The kernel copies `a` into a packed form from this many tiles on; below, reading it in place is
-/// faster.
+/// The kernel packs `a` from this many tiles on; below, reading it unpacked is faster.
 const PACK_FROM_TILES: usize = 64;
 
 thread_local! {
-    /// An operand, transposed; kept, because a fresh allocation would fault page by page.
-    static ACROSS_ROOM: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// A transposed operand, kept between calls because a fresh allocation would cause page faults.
+    static TRANSPOSED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Sets the kernel's packing threshold for the shapes of small networks. Process-wide.
@@ -67,7 +67,7 @@ pub fn configure() {
     gemm_common::gemm::set_rhs_packing_threshold(PACK_FROM_TILES);
 }
 
-/// `c = a·b`, or `c += a·b` with `acc`; any strides. One thread.
+/// Computes `c = a·b`, or `c += a·b` with `acc`, for any strides on one thread.
 pub fn multiply(
     a: ArrayView2<'_, f32>,
     b: ArrayView2<'_, f32>,
@@ -77,7 +77,7 @@ pub fn multiply(
     multiply_by(depth(a.ncols()), a, b, c, acc);
 }
 
-/// As [`multiply`], in pieces of `depth` terms.
+/// Computes [`multiply`] in K blocks of `depth` terms.
 fn multiply_by(
     depth: usize,
     a: ArrayView2<'_, f32>,
@@ -89,7 +89,7 @@ fn multiply_by(
     let (kb, n) = b.dim();
     assert!(
         kb == k && c.dim() == (m, n),
-        "product of {:?} and {:?} into {:?}",
+        "cannot multiply {:?} by {:?} into {:?}",
         a.dim(),
         b.dim(),
         c.dim()
@@ -103,8 +103,8 @@ fn multiply_by(
         // is valid, and that `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions
         // agree, and `terms` lie within them.
         unsafe {
-            // The kernel wants columns of its result contiguous, ours are the rows: it computes cᵀ
-            // = bᵀ·aᵀ.
+            // The kernel expects contiguous columns of its result, while ours has contiguous
+            // rows: it computes cᵀ = bᵀ·aᵀ.
             kernel(
                 n,
                 m,
@@ -130,9 +130,9 @@ fn multiply_by(
     }
 }
 
-/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into
-/// parts, which may follow the threads, and each sum into pieces by the number of its terms alone,
-/// so bits do not depend on the number of threads.
+/// Adds `a·b` to the initial value `start` of `c` on all threads, for any strides. The output is
+/// divided into parts, which may depend on the threads, and each sum into K blocks by its number of
+/// terms alone, so bits do not depend on the number of threads.
 pub fn multiply_parallel(
     threads: &Threads,
     a: ArrayView2<'_, f32>,
@@ -143,7 +143,7 @@ pub fn multiply_parallel(
     multiply_parallel_by(depth(a.ncols()), threads, a, b, c, start);
 }
 
-/// As [`multiply_parallel`], in pieces of `depth` terms.
+/// Computes [`multiply_parallel`] in K blocks of `depth` terms.
 fn multiply_parallel_by(
     depth: usize,
     threads: &Threads,
@@ -168,8 +168,8 @@ fn multiply_parallel_by(
     });
 }
 
-/// Calls `f` with the parts of a product's output and their rows and columns, spread over the
-/// threads: parts of m×k times k×n, where the kernel `packs` either operand number by number.
+/// Calls `f` with the parts of the output of an m×k by k×n matmul and their rows and columns,
+/// distributed over the threads. `packs` says which operands the kernel packs element by element.
 pub fn each_part(
     threads: &Threads,
     c: ArrayViewMut2<'_, f32>,
@@ -181,12 +181,12 @@ pub fn each_part(
     each_of(threads, c, grid(m, n, k, packs), [TILE_ROWS, TILE_COLUMNS], f);
 }
 
-/// As [`multiply_parallel`], of `aᵀ` and `b`, where `a` is row-major with `m` columns; adds the
-/// sums of its columns to `sums`, unless there are none.
+/// Computes [`multiply_parallel`] for `aᵀ` and `b`, where `a` is row-major with `m` columns; adds
+/// the sums of its columns to `sums`, unless it is empty.
 ///
-/// The kernel would pack `aᵀ` again in every part, number by number. If parts are many, tiles have
-/// panels of it (`sgemm/`) where the sums are long; else it is transposed once, so much at a time
-/// as the caches hold.
+/// The kernel would pack `aᵀ` again in every part, element by element. With many parts and long
+/// sums, tiles read packed panels of it (`sgemm/`); otherwise it is transposed once, in blocks that
+/// fit in the caches.
 pub fn multiply_across(
     threads: &Threads,
     a: &[f32],
@@ -200,24 +200,24 @@ pub fn multiply_across(
         multiply_parallel(threads, matrix(a, b.nrows(), m).reversed_axes(), b, c, start);
         return add_rows(threads, a, m, sums);
     }
-    // Whole pieces of the sum over all rows, whose order does not depend on the number of columns.
+    // K blocks of the sum over all rows, whose order does not depend on the number of columns.
     let depth = depth(b.nrows());
     if sgemm::multiply_across(depth, threads, a, m, b, c.view_mut(), start, sums) {
         return;
     }
     let deep = b.nrows().min(DEEPEST / DEPTH * depth);
-    // From row to row an odd number of cache lines: a power of two would send all rows to the same
-    // few places of a cache.
+    // The leading dimension is an odd number of cache lines: a power of two would map all rows to
+    // the same few cache sets.
     let stride = deep.next_multiple_of(2 * LINE) + LINE;
     let high = (ACROSS / stride).next_multiple_of(STRIP).min(m.max(1));
     let mut sums = sums.chunks_mut(high);
-    ACROSS_ROOM.with_borrow_mut(|room| {
-        room.resize(room.len().max(high * stride), 0.0);
+    TRANSPOSED.with_borrow_mut(|buffer| {
+        buffer.resize(buffer.len().max(high * stride), 0.0);
         for (i, mut c) in c.axis_chunks_iter_mut(Axis(0), high).enumerate() {
             let sums = sums.next().unwrap_or_default();
             for (j, (a, b)) in a.chunks(deep * m).zip(b.axis_chunks_iter(Axis(0), deep)).enumerate()
             {
-                let across = &mut room[..c.nrows() * stride];
+                let across = &mut buffer[..c.nrows() * stride];
                 let strips = with_chunks(across.par_chunks_mut(STRIP * stride), sums, STRIP);
                 threads.each(strips.enumerate(), |(strip, (across, sums))| {
                     let first = i * high + strip * STRIP;
@@ -228,7 +228,7 @@ pub fn multiply_across(
                 });
                 let across =
                     ArrayView2::from_shape((c.nrows(), b.nrows()).strides((stride, 1)), across);
-                let across = across.expect("room for a row of each column");
+                let across = across.expect("the buffer has a row for each column");
                 multiply_parallel_by(
                     depth,
                     threads,
@@ -242,11 +242,11 @@ pub fn multiply_across(
     });
 }
 
-/// Numbers of parts of a product of m×k and k×n along rows and along columns.
+/// Returns the number of parts along rows and along columns of an m×k by k×n matmul.
 fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 2] {
     let flops = 2 * m * n * k;
     let tasks = flops.div_ceil(if packs_a { PACKING_TASK_FLOPS } else { TASK_FLOPS });
-    // A power of two divides evenly over the usual numbers of threads.
+    // A power of two divides evenly over common numbers of threads.
     let tasks = tasks
         .max(flops.div_ceil(LEAST_FLOPS).min(FEW_TASKS))
         .clamp(1, MAX_TASKS)
@@ -258,8 +258,8 @@ fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 
         }
         parts
     };
-    // If an operand is packed number by number, the other one is cut as little as possible: each of
-    // its parts packs the first anew.
+    // If an operand is packed element by element, the other one is divided as little as
+    // possible: each of its parts packs the first again.
     if packs_a {
         let high = cut(m, tasks);
         return [high, if high > 1 { 1 } else { cut(n, tasks) }];
@@ -273,7 +273,7 @@ mod tests {
     use super::*;
     use hpctrain_base::random::Stream;
 
-    /// A rank that has some of the columns has their bits.
+    /// A rank with some of the columns computes the same bits for them.
     #[test]
     fn columns_have_the_same_bits_among_any_others() {
         let numbers = |len: usize, seed: u64| {
@@ -288,7 +288,7 @@ mod tests {
             let few = 64;
             let a = numbers(k * m, 1);
             let b = numbers(k * n, 2);
-            let product = |columns: Range<usize>| {
+            let compute = |columns: Range<usize>| {
                 let b: Vec<f32> =
                     b.chunks(n).flat_map(|row| &row[columns.clone()]).copied().collect();
                 let mut c = vec![0.5; m * columns.len()];
@@ -304,8 +304,8 @@ mod tests {
                 );
                 c
             };
-            let whole = product(0..n);
-            let part = product(n - few..n);
+            let whole = compute(0..n);
+            let part = compute(n - few..n);
             for (row, (whole, part)) in whole.chunks(n).zip(part.chunks(few)).enumerate() {
                 let same =
                     whole[n - few..].iter().zip(part).all(|(a, b)| a.to_bits() == b.to_bits());
@@ -316,7 +316,7 @@ mod tests {
 
     #[test]
     fn transposed_operands_are_cut_where_they_are_large() {
-        // More rows than are transposed at a time, and than fit at a time; one row less than a
+        // More rows than are transposed at once, and than fit at once; one row less than a
         // strip.
         for (k, m, n) in [(DEEPEST + 3, 700, 256), (5, ACROSS / 32 + 1, 256), (3, 63, 300)] {
             let numbers = |len: usize, step: usize| {

@@ -1,7 +1,7 @@
-//! Cuts of products: parts of the result for threads, and pieces of the sums.
+//! Blocking of matmuls: parts of the output for threads, and K blocks of the sums.
 //!
-//! Parts depend on shapes and may depend on threads; pieces depend on the number of terms alone,
-//! and so do bits.
+//! Parts depend on shapes and may depend on threads; K blocks, and therefore bits, depend on the
+//! number of terms alone.
 
 use std::ops::Range;
 
@@ -9,29 +9,29 @@ use ndarray::{ArrayViewMut2, Axis};
 
 use super::threads::Threads;
 
-/// Most terms that a kernel sums before it adds them to the result. `gemm` would choose by the
-/// shape and the machine's caches; with a limit below its own the order of sums, so the bits, hangs
-/// on the number of terms alone.
+/// The most terms that a kernel sums before it adds them to the result. `gemm` would choose by the
+/// shape and the machine's caches; with a limit below its own, the order of sums and so the bits
+/// depend on the number of terms alone.
 pub const DEPTH: usize = 512;
 
-/// Terms of a piece where so many are cut into even pieces of at most [`DEPTH`].
+/// Returns the terms of a K block if `terms` are divided evenly into blocks of at most [`DEPTH`].
 pub fn depth(terms: usize) -> usize {
     terms.div_ceil(terms.div_ceil(DEPTH).max(1))
 }
 
-/// Cuts so many terms into pieces of `depth`; no terms are one piece.
+/// Divides `terms` terms into K blocks of `depth`; no terms are one empty block.
 pub fn pieces(terms: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
     let count = terms.div_ceil(depth.max(1)).max(1);
     (0..count).map(move |piece| piece * depth..((piece + 1) * depth).min(terms))
 }
 
-/// The pieces of a sum of so many terms, of any product.
+/// Returns the K blocks of a sum of `terms` terms, of any matmul.
 pub fn depths(terms: usize) -> impl Iterator<Item = Range<usize>> {
     pieces(terms, depth(terms))
 }
 
-/// Calls `f` with the parts of an output and their rows and columns, spread over the threads: it is
-/// cut so many times along rows and along columns, into parts of whole tiles.
+/// Calls `f` with the parts of an output and their rows and columns, distributed over the threads:
+/// the output is divided into `high` by `wide` parts of whole tiles.
 pub fn each_of(
     threads: &Threads,
     c: ArrayViewMut2<'_, f32>,
@@ -49,8 +49,8 @@ pub fn each_of(
     threads.each(all.collect::<Vec<_>>(), |(rows, columns, c)| f(rows, columns, c));
 }
 
-/// Cuts a matrix along an axis into so many parts of whole tiles, none more than a tile larger than
-/// another: a smaller last part would leave threads without work.
+/// Divides a matrix along an axis into `count` parts of whole tiles, none more than a tile larger
+/// than another: a smaller last part would leave threads idle.
 fn parts(
     c: ArrayViewMut2<'_, f32>,
     axis: Axis,

@@ -1,4 +1,4 @@
-//! Windows that move over images: the operands of convolutions, and pooling. An image is one task.
+//! Sliding windows over images: im2col for convolutions, and pooling. An image is one task.
 
 use std::ops::Range;
 
@@ -10,8 +10,8 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Im2colShape, KernelCost, WindowOps};
 
-/// The elements that a window sees along one axis at a place: their range in the window, and the
-/// first one's index in the image.
+/// Returns the elements under a window along one axis at a position: their range in the window, and
+/// the index of the first one in the image.
 fn seen(w: &Im2colShape, axis: usize, place: usize) -> (Range<usize>, usize) {
     let len = if axis == 0 { w.height } else { w.width };
     let at = place * w.stride[axis];
@@ -20,13 +20,13 @@ fn seen(w: &Im2colShape, axis: usize, place: usize) -> (Range<usize>, usize) {
     (first..last, (at + first).saturating_sub(w.padding[axis]))
 }
 
-/// Elements of an image.
+/// Returns the elements of an image.
 fn image(w: &Im2colShape) -> usize {
     w.height * w.width * w.channels
 }
 
-/// The part of an image that a window sees at a place: rows and columns of the window, and the
-/// first ones in the image.
+/// The part of an image under a window at a position: rows and columns of the window, and the first
+/// ones in the image.
 #[derive(Clone)]
 struct WindowView {
     rows: Range<usize>,
@@ -35,8 +35,8 @@ struct WindowView {
     left: usize,
 }
 
-/// The places of an image from the `place`-th on, in order, with the part that the window sees
-/// there, until `see` wants no more; returns whether that was so.
+/// Calls `see` with the part under the window at each position of an image, in order from the
+/// position `place` on, until it returns false; returns whether it did.
 #[inline(always)]
 fn each_place(w: &Im2colShape, place: usize, mut see: impl FnMut(WindowView) -> bool) -> bool {
     let [high, wide] = w.places();
@@ -55,14 +55,15 @@ fn each_place(w: &Im2colShape, place: usize, mut see: impl FnMut(WindowView) -> 
 }
 
 impl WindowView {
-    /// Whether the window reaches beyond an edge.
+    /// Returns whether the window reaches into the padding.
     #[inline(always)]
-    fn is_cut(&self, w: &Im2colShape) -> bool {
+    fn is_clipped(&self, w: &Im2colShape) -> bool {
         self.rows.len() < w.size[0] || self.columns.len() < w.size[1]
     }
 
-    /// The elements seen of `channels` neighbouring channels, in runs of memory: the start in the
-    /// place's row, the start in the image if the channels are the first, and the length.
+    /// Calls `see` for each contiguous run of the elements under the window of `channels`
+    /// neighbouring channels, with the start in the im2col row, the start in the image if the
+    /// channels are the first, and the length.
     #[inline(always)]
     fn each_run(&self, w: &Im2colShape, channels: usize, mut see: impl FnMut(usize, usize, usize)) {
         let height = self.rows.len();
@@ -71,7 +72,7 @@ impl WindowView {
             let to = ((self.rows.start + i) * w.size[1] + self.columns.start) * channels;
             let from = ((self.top + i) * w.width + self.left) * w.channels;
             if channels == w.channels {
-                // All channels of neighbouring columns lie side by side.
+                // Neighbouring columns of all channels are contiguous.
                 see(to, from, width * channels);
             } else {
                 (0..width).for_each(
@@ -82,14 +83,14 @@ impl WindowView {
         }
     }
 
-    /// The share of each element that is seen.
+    /// Returns the reciprocal of the number of elements under the window.
     #[inline(always)]
     fn share(&self) -> f32 {
         1.0 / (self.rows.len() * self.columns.len()) as f32
     }
 
-    /// The elements seen of channel 0, in order: the number of those before each, and its index in
-    /// the image.
+    /// Calls `see` for each element of channel 0 under the window, in order, with the number of
+    /// elements before it and its index in the image.
     #[inline(always)]
     fn each_element(&self, w: &Im2colShape, mut see: impl FnMut(u32, usize)) {
         let mut number = 0;
@@ -108,7 +109,7 @@ fn copy(x: &[f32], y: &mut [f32]) {
     if x.len() >= LANES {
         return y.copy_from_slice(x);
     }
-    // A call would take longer than pieces whose sizes the compiler knows.
+    // A call would take longer than copies of constant size.
     let mut at = 0;
     macro_rules! piece {
         ($size:literal) => {
@@ -125,7 +126,7 @@ fn copy(x: &[f32], y: &mut [f32]) {
     debug_assert_eq!(at, y.len());
 }
 
-/// Rows of [`unfold`], those of the places from the `place`-th on; `x` is all images.
+/// Computes rows of [`unfold`] for the positions from `place` on; `x` is all images.
 pub fn unfold_rows(
     w: &Im2colShape,
     first: usize,
@@ -137,15 +138,15 @@ pub fn unfold_rows(
     let row = w.size[0] * w.size[1] * channels;
     let mut rows = y.chunks_exact_mut(row);
     let whole = image(w);
-    let of_image = w.rows() / w.batch;
-    for image in place / of_image..w.batch {
+    let image_rows = w.rows() / w.batch;
+    for image in place / image_rows..w.batch {
         let x = &x[image * whole..][..whole];
-        let done = each_place(w, place.saturating_sub(image * of_image), |sight| {
+        let done = each_place(w, place.saturating_sub(image * image_rows), |view| {
             let Some(y) = rows.next() else { return false };
-            if sight.is_cut(w) {
+            if view.is_clipped(w) {
                 y.fill(0.0);
             }
-            sight.each_run(w, channels, |to, from, len| {
+            view.each_run(w, channels, |to, from, len| {
                 copy(&x[from + first..][..len], &mut y[to..to + len])
             });
             true
@@ -171,7 +172,7 @@ pub fn unfold(
     threads.each(images, |(image, y)| unfold_rows(&w, first, channels, image * high * wide, x, y));
 }
 
-/// Rows of [`fold`], those of the places of one image from the `place`-th on.
+/// Computes rows of [`fold`] for the positions of one image from `place` on.
 pub fn fold_rows(
     w: &Im2colShape,
     first: usize,
@@ -189,9 +190,9 @@ pub fn fold_rows(
                 w,
                 place,
                 #[inline(always)]
-                |sight| {
+                |view| {
                     let Some(dy) = rows.next() else { return false };
-                    sight.each_run(
+                    view.each_run(
                         w,
                         channels,
                         #[inline(always)]
@@ -225,22 +226,22 @@ pub fn fold(
     threads.each(images, |(dy, dx)| fold_rows(&w, first, channels, 0, dy, dx));
 }
 
-/// `N` neighbouring elements from `at` on.
+/// Returns `N` neighbouring elements from `at` on.
 #[inline(always)]
 fn neighbours<const N: usize>(x: &[f32], at: usize) -> &[f32; N] {
     x[at..].first_chunk().expect("channels of an element")
 }
 
-/// The largest elements seen, of `N` channels from `first` on. NaN is passed over.
+/// Returns the largest elements under the window, for `N` channels from `first` on. NaN is ignored.
 #[inline(always)]
 fn largest<const N: usize>(
     w: &Im2colShape,
-    sight: &WindowView,
+    view: &WindowView,
     first: usize,
     x: &[f32],
 ) -> [f32; N] {
     let mut largest = [f32::NEG_INFINITY; N];
-    sight.each_element(
+    view.each_element(
         w,
         #[inline(always)]
         |_, at| {
@@ -266,15 +267,15 @@ pub fn max_pool(threads: &Threads, w: Im2colShape, x: &[f32], y: &mut [f32]) {
                         &w,
                         0,
                         #[inline(always)]
-                        |sight| {
+                        |view| {
                             let (blocks, tail) =
                                 rows.next().unwrap_or(&mut []).as_chunks_mut::<LANES>();
                             let whole = blocks.len() * LANES;
                             for (i, y) in blocks.iter_mut().enumerate() {
-                                *y = largest(&w, &sight, i * LANES, x);
+                                *y = largest(&w, &view, i * LANES, x);
                             }
                             for (i, y) in tail.iter_mut().enumerate() {
-                                [*y] = largest(&w, &sight, whole + i, x);
+                                [*y] = largest(&w, &view, whole + i, x);
                             }
                             true
                         },
@@ -285,23 +286,23 @@ pub fn max_pool(threads: &Threads, w: Im2colShape, x: &[f32], y: &mut [f32]) {
     );
 }
 
-/// Channels whose largest elements are looked for at a time.
+/// Channels whose largest elements are searched at once.
 const CHANNELS: usize = 64;
 
-/// Adds the gradients of some channels, from `first` on and [`CHANNELS`] at most, to the first of
-/// their largest elements.
+/// Adds the gradients of up to [`CHANNELS`] channels from `first` on to the first of their largest
+/// elements.
 #[inline(always)]
-fn give(w: &Im2colShape, sight: &WindowView, first: usize, x: &[f32], dy: &[f32], dx: &mut [f32]) {
+fn give(w: &Im2colShape, view: &WindowView, first: usize, x: &[f32], dy: &[f32], dx: &mut [f32]) {
     let mut largest = [0.0; CHANNELS];
     let mut chosen = [0; CHANNELS];
     let largest = &mut largest[..dy.len()];
     let chosen = &mut chosen[..dy.len()];
-    sight.each_element(
+    view.each_element(
         w,
         #[inline(always)]
         |number, at| {
             let x = &x[at + first..][..dy.len()];
-            // The first one stands until there is a larger one, also if it is NaN.
+            // The first element wins until there is a larger one, even if it is NaN.
             if number == 0 {
                 largest.copy_from_slice(x);
                 return;
@@ -312,7 +313,7 @@ fn give(w: &Im2colShape, sight: &WindowView, first: usize, x: &[f32], dy: &[f32]
             }
         },
     );
-    sight.each_element(
+    view.each_element(
         w,
         #[inline(always)]
         |number, at| {
@@ -341,10 +342,10 @@ pub fn max_pool_backward(threads: &Threads, w: Im2colShape, x: &[f32], dy: &[f32
                     &w,
                     0,
                     #[inline(always)]
-                    |sight| {
+                    |view| {
                         let dy = rows.next().unwrap_or(&[]);
                         for (i, dy) in dy.chunks(CHANNELS).enumerate() {
-                            give(&w, &sight, i * CHANNELS, x, dy, dx);
+                            give(&w, &view, i * CHANNELS, x, dy, dx);
                         }
                         true
                     },
@@ -367,15 +368,15 @@ pub fn average_pool(threads: &Threads, w: Im2colShape, x: &[f32], y: &mut [f32])
                         &w,
                         0,
                         #[inline(always)]
-                        |sight| {
+                        |view| {
                             let y = rows.next().unwrap_or(&mut []);
                             y.fill(0.0);
-                            sight.each_element(
+                            view.each_element(
                                 &w,
                                 #[inline(always)]
                                 |_, at| y.iter_mut().zip(&x[at..]).for_each(|(y, &x)| *y += x),
                             );
-                            let factor = sight.share();
+                            let factor = view.share();
                             y.iter_mut().for_each(|y| *y *= factor);
                             true
                         },
@@ -400,10 +401,10 @@ pub fn average_pool_backward(threads: &Threads, w: Im2colShape, dy: &[f32], dx: 
                         &w,
                         0,
                         #[inline(always)]
-                        |sight| {
+                        |view| {
                             let dy = rows.next().unwrap_or(&[]);
-                            let factor = sight.share();
-                            sight.each_element(
+                            let factor = view.share();
+                            view.each_element(
                                 &w,
                                 #[inline(always)]
                                 |_, at| {

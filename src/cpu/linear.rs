@@ -1,4 +1,4 @@
-//! Affine maps of rows, and their two backward products.
+//! Linear layers, and the two matmuls of their backward.
 
 use super::bf16::{self, Operand};
 use super::gemm::{multiply_across, multiply_parallel};
@@ -9,7 +9,7 @@ use super::{Cpu, Products};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Gemm, KernelCost, Linear, LinearOps};
 
-/// Computes the product, and adds it to the bias, if there is one.
+/// Computes a matmul and adds the bias, if there is one.
 pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) {
     let c = matrix_mut(c, s.m, s.n);
     let start = OutputInit::new(s.acc, bias);
@@ -21,8 +21,8 @@ pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bia
     }
 }
 
-/// As [`gemm`], operands rounded to bf16. A bias takes the place of the result before; the sums of
-/// the rows of a transposed left operand are added to `sums`, if there are any.
+/// Computes [`gemm`] with operands rounded to bf16. A bias replaces the previous result; the sums
+/// of the rows of a transposed left operand are added to `sums`, unless it is empty.
 pub fn gemm_bf16(
     threads: &Threads,
     s: Gemm,
@@ -37,19 +37,19 @@ pub fn gemm_bf16(
     bf16::multiply(threads, left, right, c, OutputInit::new(s.acc, bias), sums);
 }
 
-/// The product of [`hpctrain_device::LinearOps::linear`].
+/// Returns the matmul of [`hpctrain_device::LinearOps::linear`].
 pub fn forward(s: Linear) -> Gemm {
     assert_eq!(s.stride, s.outputs, "padded rows");
     Gemm { m: s.rows, n: s.outputs, k: s.inputs, ta: false, tb: true, acc: false }
 }
 
-/// The product of [`hpctrain_device::LinearOps::linear_backward_input`].
+/// Returns the matmul of [`hpctrain_device::LinearOps::linear_backward_input`].
 pub fn backward_input(s: Linear) -> Gemm {
     assert_eq!(s.stride, s.outputs, "padded rows");
     Gemm { m: s.rows, n: s.inputs, k: s.outputs, ta: false, tb: false, acc: false }
 }
 
-/// The product of [`hpctrain_device::LinearOps::linear_backward_weight`].
+/// Returns the matmul of [`hpctrain_device::LinearOps::linear_backward_weight`].
 pub fn weight_gradient(s: Linear, add: bool) -> Gemm {
     assert_eq!(s.stride, s.outputs, "padded rows");
     Gemm { m: s.outputs, n: s.inputs, k: s.rows, ta: true, tb: false, acc: add }

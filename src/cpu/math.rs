@@ -1,26 +1,26 @@
 //! Vectorisable building blocks shared by the CPU kernels.
 //!
-//! Elementwise code is written plainly and compiled for the widest vectors of the machine by
-//! [`simd`]. Fused multiply-adds are spelled out: the compiler never fuses by itself, so the bits
-//! are the same on every machine. Sums run over [`LANES`] fixed partial sums, so their bits do not
-//! depend on the vector width.
+//! Elementwise code is written as scalar loops and compiled for the widest vectors of the machine
+//! by [`simd`]. Fused multiply-adds are explicit, since the compiler never fuses by itself, so the
+//! bits are the same on every machine. Sums run over [`LANES`] fixed partial sums, so their bits do
+//! not depend on the vector width.
 
 use pulp::Simd;
 
 pub use hpctrain_base::simd::{simd, vectors};
 
-/// Partial sums in a reduction.
+/// The number of partial sums in a reduction.
 pub const LANES: usize = 16;
 
-/// `eˣ` to about 1 ulp for x in -87..88; 0 below, saturates above. NaN stays NaN.
+/// Returns `eˣ` to about 1 ulp for x in -87..88; 0 below, saturates above. NaN stays NaN.
 ///
-/// Cody-Waite reduction to |r| ≤ ln2/2 and a degree-6 Taylor-Horner polynomial with minimax
+/// Uses Cody-Waite reduction to |r| ≤ ln2/2 and a degree-6 Taylor-Horner polynomial with minimax
 /// coefficients (Cephes, `expf`).
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LOWEST: f32 = -87.336_54;
     const HIGHEST: f32 = 88.376_26;
-    // 1.5·2²³: adding it rounds to an integer, which then stands in the low bits of the sum.
+    // 1.5·2²³: adding it rounds to an integer, which is then in the low bits of the sum.
     const SHIFT: f32 = 12_582_912.0;
     // Comparisons, not `clamp`: they are one instruction each and let NaN pass.
     let clamped = if x < LOWEST { LOWEST } else { x };
@@ -40,10 +40,10 @@ pub fn exp(x: f32) -> f32 {
     if x < LOWEST { 0.0 } else { y * scale }
 }
 
-/// `2ˣ` of each lane, to about 1 ulp for x in -126..127; 0 below. NaN stays NaN.
+/// Returns `2ˣ` of each vector lane, to about 1 ulp for x in -126..127; 0 below. NaN stays NaN.
 ///
-/// As [`exp`] without its reduction: a degree-6 polynomial with minimax coefficients (Cephes,
-/// `exp2f`).
+/// Works like [`exp`] without its reduction: a degree-6 polynomial with minimax coefficients
+/// (Cephes, `exp2f`).
 #[inline(always)]
 pub fn exp2s<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const TERMS: [f32; 6] = [
@@ -54,7 +54,7 @@ pub fn exp2s<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         2.402_264_8e-1,
         6.931_472e-1,
     ];
-    // From here on down the exponent bits below are those of 0.
+    // At and below this value the exponent bits below are those of 0.
     const LOWEST: f32 = -127.0;
     const SHIFT: f32 = 12_582_912.0;
     let all = |x| simd.splat_f32s(x);
@@ -71,7 +71,7 @@ pub fn exp2s<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.mul_f32s(y, simd.transmute_f32s_u32s(scale))
 }
 
-/// The bits of bf16 that are nearest, ties to even. NaN stays NaN.
+/// Returns the bits of the nearest bf16, ties to even. NaN stays NaN.
 #[inline(always)]
 pub fn to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -83,79 +83,78 @@ pub fn to_bf16(x: f32) -> u16 {
 
 /// Adds the partial sums in a fixed binary tree.
 #[inline(always)]
-fn fold(lanes: [f32; LANES]) -> f32 {
-    let mut lanes = lanes;
+fn fold(mut partials: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
-            lanes[i] += lanes[i + width];
+            partials[i] += partials[i + width];
         }
         width /= 2;
     }
-    lanes[0]
+    partials[0]
 }
 
-/// `Σ f(x)` over a slice in a fixed order.
+/// Returns `Σ f(x)` over a slice in a fixed order.
 #[inline(always)]
 pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let (blocks, tail) = x.as_chunks::<LANES>();
-    let mut lanes = [0.0; LANES];
+    let mut partials = [0.0; LANES];
     for block in blocks {
         for i in 0..LANES {
-            lanes[i] += f(block[i]);
+            partials[i] += f(block[i]);
         }
     }
-    for (lane, &x) in lanes.iter_mut().zip(tail) {
-        *lane += f(x);
+    for (partial, &x) in partials.iter_mut().zip(tail) {
+        *partial += f(x);
     }
-    fold(lanes)
+    fold(partials)
 }
 
-/// As [`sum`], and leaves `f(x)` in the place of `x`.
+/// Replaces every `x` with `f(x)` and returns their sum, in the order of [`sum`].
 #[inline(always)]
 pub fn replace_and_sum(x: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
     let (blocks, tail) = x.as_chunks_mut::<LANES>();
-    let mut lanes = [0.0; LANES];
+    let mut partials = [0.0; LANES];
     for block in blocks {
         for i in 0..LANES {
             block[i] = f(block[i]);
-            lanes[i] += block[i];
+            partials[i] += block[i];
         }
     }
-    for (lane, x) in lanes.iter_mut().zip(tail) {
+    for (partial, x) in partials.iter_mut().zip(tail) {
         *x = f(*x);
-        *lane += *x;
+        *partial += *x;
     }
-    fold(lanes)
+    fold(partials)
 }
 
-/// `Σ f(x, y)` over two slices of one length in a fixed order.
+/// Returns `Σ f(x, y)` over two slices of equal length in a fixed order.
 #[inline(always)]
 pub fn sum2(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     let ((x_blocks, x_tail), (y_blocks, y_tail)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
-    let mut lanes = [0.0; LANES];
+    let mut partials = [0.0; LANES];
     for (x, y) in x_blocks.iter().zip(y_blocks) {
         for i in 0..LANES {
-            lanes[i] += f(x[i], y[i]);
+            partials[i] += f(x[i], y[i]);
         }
     }
     for (i, (&x, &y)) in x_tail.iter().zip(y_tail).enumerate() {
-        lanes[i] += f(x, y);
+        partials[i] += f(x, y);
     }
-    fold(lanes)
+    fold(partials)
 }
 
-/// The largest element; -∞ of nothing; NaN elements are passed over.
+/// Returns the largest element; -∞ of an empty slice; NaN elements are ignored.
 #[inline(always)]
 pub fn max(x: &[f32]) -> f32 {
     let (blocks, tail) = x.as_chunks::<LANES>();
-    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut maxima = [f32::NEG_INFINITY; LANES];
     for block in blocks {
         for i in 0..LANES {
-            lanes[i] = if block[i] > lanes[i] { block[i] } else { lanes[i] };
+            maxima[i] = if block[i] > maxima[i] { block[i] } else { maxima[i] };
         }
     }
-    lanes.iter().chain(tail).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+    maxima.iter().chain(tail).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
 }
 
 #[cfg(test)]
@@ -170,8 +169,8 @@ mod tests {
                 #[inline(always)]
                 || exp(x),
             ));
-            let want = f64::from(x).exp();
-            assert!((got / want - 1.0).abs() < 3e-7, "exp({x}) = {got}, not {want}");
+            let expected = f64::from(x).exp();
+            assert!((got / expected - 1.0).abs() < 3e-7, "exp({x}) = {got}, not {expected}");
         }
         assert_eq!((exp(-100.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));
         assert!(exp(f32::NAN).is_nan() && exp(200.0) > 1e38);
@@ -190,14 +189,14 @@ mod tests {
 
     #[test]
     fn powers_of_two_are_close_to_f64() {
-        // As many as any number of lanes divides.
+        // The length is a multiple of any number of vector lanes.
         let x: Vec<f32> = (-126_000..=125_984).map(|i| i as f32 * 1e-3).chain([0.0; 15]).collect();
         let mut y = x.clone();
         vectors(Powers(&mut y));
         assert_eq!(x.len() % 32, 0);
         for (x, y) in x.into_iter().zip(y) {
-            let want = f64::from(x).exp2();
-            assert!((f64::from(y) / want - 1.0).abs() < 2e-7, "2^{x} = {y}, not {want}");
+            let expected = f64::from(x).exp2();
+            assert!((f64::from(y) / expected - 1.0).abs() < 2e-7, "2^{x} = {y}, not {expected}");
         }
         let mut special = [
             f32::NEG_INFINITY,
@@ -232,9 +231,9 @@ mod tests {
     fn reductions_handle_every_length() {
         for len in [0, 1, 15, 16, 17, 31, 33, 1023] {
             let x: Vec<f32> = (0..len).map(|i| (i as f32 * 0.37).sin()).collect();
-            let want: f64 = x.iter().map(|&x| f64::from(x) * 2.0).sum();
-            assert!((f64::from(sum(&x, |x| 2.0 * x)) - want).abs() < 1e-5);
-            assert!((f64::from(sum2(&x, &x, |a, b| a + b)) - want).abs() < 1e-5);
+            let expected: f64 = x.iter().map(|&x| f64::from(x) * 2.0).sum();
+            assert!((f64::from(sum(&x, |x| 2.0 * x)) - expected).abs() < 1e-5);
+            assert!((f64::from(sum2(&x, &x, |a, b| a + b)) - expected).abs() < 1e-5);
             let mut twice = x.clone();
             assert_eq!(replace_and_sum(&mut twice, |x| 2.0 * x), sum(&x, |x| 2.0 * x));
             assert!(twice.iter().zip(&x).all(|(twice, x)| *twice == 2.0 * x));

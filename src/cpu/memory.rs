@@ -1,8 +1,8 @@
-//! Host buffers: cache-line aligned, recycled through a pool, counted by category.
+//! Host buffers: aligned to cache lines, recycled through a pool, counted by category.
 //!
-//! After some steps the pool has every size that a step needs and asks the system for no more;
-//! `tests/steady.rs` tests that. A buffer that the system refuses is an error with its size, its
-//! category and the bytes taken so far.
+//! After some steps the pool has every size that a step needs and requests no more from the system;
+//! `tests/steady.rs` tests that. A failed allocation is an error with its size, its category and
+//! the bytes allocated so far.
 
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +12,7 @@ use bytemuck::{Pod, Zeroable};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{MemoryKind, MemoryStats, readable};
 
-/// One cache line; makes every buffer aligned to it.
+/// A cache line, to which every buffer is aligned.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Line([f32; LINE]);
@@ -20,7 +20,7 @@ struct Line([f32; LINE]);
 /// f32 elements in a cache line.
 const LINE: usize = 16;
 
-/// Free buffers, waiting for their next use, and the count of the live ones.
+/// A pool of free buffers, and the count of the live ones.
 #[derive(Default)]
 pub struct HostPool {
     free: Mutex<Vec<Vec<Line>>>,
@@ -28,22 +28,22 @@ pub struct HostPool {
 }
 
 impl HostPool {
-    /// A buffer with unspecified contents: NaN in debug builds, so that reading them shows.
+    /// Allocates a buffer with unspecified contents: NaN in debug builds, to expose reads.
     ///
     /// # Errors
-    /// The system has no such memory.
+    /// Returns an error if the system cannot allocate the memory.
     pub fn take(self: &Arc<Self>, what: MemoryKind, len: usize) -> Result<CpuBuf> {
         let lines = len.div_ceil(LINE);
         let recycled = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-            // Best fit; a buffer more than a quarter too large would exceed the memory that the
-            // banner promised.
+            // Best fit. A buffer more than a quarter too large would exceed the memory that the
+            // startup summary printed.
             let fits = |have: usize| have >= lines && have <= lines + lines / 4;
             let best =
                 (0..free.len()).filter(|&i| fits(free[i].len())).min_by_key(|&i| free[i].len());
             best.map(|i| free.swap_remove(i))
         };
-        let mut lines = recycled.map_or_else(|| self.fresh(what, lines), Ok)?;
+        let mut lines = recycled.map_or_else(|| self.allocate(what, lines), Ok)?;
         if cfg!(debug_assertions) {
             lines.fill(Line([f32::NAN; LINE]));
         }
@@ -51,19 +51,19 @@ impl HostPool {
         Ok(CpuBuf { lines, len, what, pool: self.clone() })
     }
 
-    /// Memory from the system.
-    fn fresh(&self, what: MemoryKind, len: usize) -> Result<Vec<Line>> {
+    /// Allocates memory from the system.
+    fn allocate(&self, what: MemoryKind, len: usize) -> Result<Vec<Line>> {
         let mut lines = Vec::new();
         lines.try_reserve_exact(len).map_err(|_| {
             let size = readable(len.saturating_mul(size_of::<Line>()));
             let taken = self.ledger.live_by_category();
             Error::input(format!(
-                "out of memory: no {size} for {}; this rank has taken {taken}",
+                "out of memory: cannot allocate {size} for {}; this rank has allocated {taken}",
                 what.name()
             ))
             .hint(
-                "set batch.micro lower, parallel.recompute=true or parallel.zero higher; \
-                 run.memory_limit refuses such a run at its start",
+                "lower batch.micro, set parallel.recompute=true or raise parallel.zero; \
+                 run.memory_limit refuses such a run at startup",
             )
         })?;
         lines.resize(len, Line::zeroed());
@@ -73,13 +73,13 @@ impl HostPool {
         Ok(lines)
     }
 
-    /// Frees all that waits for reuse.
+    /// Frees all cached free buffers.
     pub fn trim(&self) {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 
-/// A flat buffer of f32 on the host. Its memory returns to the pool on drop.
+/// A flat buffer of f32 in host memory, which returns to the pool when it is dropped.
 pub struct CpuBuf {
     lines: Vec<Line>,
     len: usize,
@@ -88,22 +88,22 @@ pub struct CpuBuf {
 }
 
 impl CpuBuf {
-    /// Elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The elements.
+    /// Returns the elements.
     pub fn as_slice(&self) -> &[f32] {
         &bytemuck::cast_slice(&self.lines)[..self.len]
     }
 
-    /// The elements, to write.
+    /// Returns the elements, exclusively.
     pub fn as_mut_slice(&mut self) -> &mut [f32] {
         &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len]
     }
@@ -119,26 +119,26 @@ impl Drop for CpuBuf {
     }
 }
 
-/// Token ids or labels: 32-bit integers in the memory of a buffer.
+/// Indices such as token ids or labels: 32-bit integers stored in a buffer.
 pub struct CpuInts {
     buf: Arc<CpuBuf>,
     range: Range<usize>,
 }
 
 impl CpuInts {
-    /// A copy of `host`.
+    /// Copies `host` into a new buffer.
     ///
     /// # Errors
-    /// The system has no such memory.
+    /// Returns an error if the system cannot allocate the memory.
     pub(super) fn new(pool: &Arc<HostPool>, host: &[u32]) -> Result<Self> {
         let mut buf = pool.take(MemoryKind::Data, host.len())?;
         bytemuck::cast_slice_mut(buf.as_mut_slice()).copy_from_slice(host);
         Ok(Self { buf: Arc::new(buf), range: 0..host.len() })
     }
 
-    /// Elements `range`, in the same memory.
+    /// Returns the indices `range`, in the same memory.
     pub(super) fn part(&self, range: Range<usize>) -> Self {
-        assert!(range.end <= self.range.len(), "a part of indices");
+        assert!(range.end <= self.range.len(), "the range exceeds the indices");
         Self {
             buf: self.buf.clone(),
             range: self.range.start + range.start..self.range.start + range.end,
@@ -195,7 +195,9 @@ mod tests {
         assert_eq!(error.exit_code(), 2);
         let text = error.to_string();
         assert!(
-            text.contains("TiB for activations; this rank has taken parameters 1.0 MiB\nhint: "),
+            text.contains(
+                "TiB for activations; this rank has allocated parameters 1.0 MiB\nhint: "
+            ),
             "{text}"
         );
     }

@@ -1,4 +1,4 @@
-//! The CPU: host memory, vectorised kernels, a pool of threads.
+//! The CPU backend: host memory, vectorised kernels, and a thread pool.
 
 mod activation;
 mod attention;
@@ -56,51 +56,54 @@ pub use threads::Threads;
 
 use output_init::OutputInit;
 
-/// Peak rates of a machine, per second.
+/// Peak rates of the host, per second.
 #[derive(Debug, Clone, Copy)]
 pub struct Peak {
-    /// Operations of fused multiply-adds on registers.
+    /// FLOP/s of fused multiply-adds on registers.
     pub flops: f64,
-    /// Bytes of a triad over memory.
+    /// Bytes per second of a STREAM triad.
     pub bandwidth: f64,
 }
 
-/// The implementation of matrix multiplication: for products, affine maps and convolutions that are
-/// unfolded whole. Attention and convolutions by tiles have small products of their own, in f32.
+/// The matmul implementation, used for matmuls, linear layers and convolutions with a whole im2col
+/// buffer. Attention and tiled convolutions have separate small matmuls, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Products {
-    /// This program's kernels, in f32.
+    /// The built-in kernels, in f32.
     Own,
-    /// This program's kernels, operands rounded to bf16, sums in f32.
+    /// The built-in kernels with operands rounded to bf16 and sums in f32.
     OwnBf16,
     /// oneDNN, in f32.
     OneDnn,
-    /// oneDNN, operands rounded to bf16, sums in f32.
+    /// oneDNN, with operands rounded to bf16 and sums in f32.
     OneDnnBf16,
 }
 
 impl Products {
-    /// The implementation in bf16 for this machine: oneDNN where the CPU multiplies bf16 by tiles
-    /// (AMX), which this program's kernels do not use, and the library is there.
+    /// Returns the bf16 implementation for this machine: oneDNN if it is installed and the CPU has
+    /// AMX, which the built-in kernels do not use.
     pub fn bf16() -> Self {
         if has_amx() && onednn::find().is_ok() { Products::OneDnnBf16 } else { Products::OwnBf16 }
     }
 
-    /// Those of oneDNN, in bf16 or f32.
+    /// Returns oneDNN's implementation in bf16 or f32.
     pub fn onednn(is_bf16: bool) -> Self {
         if is_bf16 { Products::OneDnnBf16 } else { Products::OneDnn }
     }
 
-    /// Whether this machine can.
+    /// Checks that this machine can run it.
     ///
     /// # Errors
-    /// The CPU does not multiply bf16, or the library is not there.
+    /// Returns an error if it needs bf16 instructions that the CPU lacks, or if oneDNN is not
+    /// found.
     pub fn check(self) -> Result<()> {
         if matches!(self, Products::OwnBf16 | Products::OneDnnBf16) && !bf16::is_there() {
             return Err(Error::input(
                 "precision.dtype = bf16 needs a GPU, or a CPU with avx512_bf16 among its flags",
             )
-            .hint("leave it out: CPUs without it compute in f32 (/proc/cpuinfo has the flags)"));
+            .hint(
+                "remove the setting: CPUs without this flag compute in f32 (see /proc/cpuinfo)",
+            ));
         }
         match self {
             Products::Own | Products::OwnBf16 => Ok(()),
@@ -109,7 +112,7 @@ impl Products {
     }
 }
 
-/// The CPU backend of one rank. Clones share memory pool and threads.
+/// The CPU backend of one rank. Clones share the memory pool and the threads.
 #[derive(Clone)]
 pub struct Cpu {
     pool: Arc<memory::HostPool>,
@@ -120,12 +123,12 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// A backend that computes on `threads` threads, the caller's included.
+    /// Creates a backend that computes on `threads` threads, including the caller's.
     pub fn new(threads: usize) -> Self {
         Self::profiled(threads, Profile::default())
     }
 
-    /// As [`Cpu::new`]; its kernels count in the profile of another backend.
+    /// Creates a backend whose kernels are counted in the profile of another backend.
     pub fn profiled(threads: usize, profile: Profile) -> Self {
         gemm::configure();
         let threads = Arc::new(Threads::new(threads));
@@ -138,36 +141,36 @@ impl Cpu {
         }
     }
 
-    /// The same backend, if it has all its threads.
+    /// Returns the backend if all its threads could be started.
     ///
     /// # Errors
-    /// Returns an error if the system refused one.
+    /// Returns an error if the system refused to start a thread.
     pub fn with_all_threads(self) -> Result<Self> {
         self.threads.check().map(|()| self)
     }
 
-    /// The same backend with other products.
+    /// Returns the backend with another matmul implementation.
     ///
     /// # Errors
-    /// As [`Products::check`].
+    /// Returns an error under the conditions of [`Products::check`].
     pub fn with_products(self, products: Products) -> Result<Self> {
         products.check()?;
         Ok(Self { products, ..self })
     }
 
-    /// Threads that compute.
+    /// Returns the number of threads that compute.
     pub fn threads(&self) -> usize {
         self.threads.count()
     }
 
-    /// Floating-point operations that all threads reach in a second, and bytes that they move: the
-    /// best of a few tries, which take 192 MiB of memory.
+    /// Measures the FLOP/s and the memory bandwidth of all threads: the best of several tries,
+    /// which allocate 192 MiB.
     pub fn peak(&self) -> Peak {
         Peak { flops: peak::flops(&self.threads), bandwidth: peak::bandwidth(&self.threads) }
     }
 
-    /// Measures the FLOP/s that all threads reach in the number format of the matmuls; none where
-    /// it cannot be measured: oneDNN's bf16, which may use AMX.
+    /// Measures the FLOP/s that all threads reach in the number format of the matmuls, or returns
+    /// `None` if it cannot be measured: oneDNN's bf16 may use AMX.
     pub fn measure_peak_flops(&self) -> Option<f64> {
         match self.products {
             Products::Own | Products::OneDnn => Some(peak::flops(&self.threads)),
@@ -177,10 +180,10 @@ impl Cpu {
     }
 
     /// Records a measured peak of all threads for later runs on this kind of CPU
-    /// ([`Backend::peak_flops`]); returns the file.
+    /// ([`Backend::peak_flops`]) and returns the file.
     ///
     /// # Errors
-    /// Returns an error if no cache directory of the user can be written.
+    /// Returns an error if no cache directory of the user is writable.
     pub fn record_peak_flops(&self, flops: f64) -> Result<PathBuf> {
         recorded_peak::record(self.number_format(), flops, self.threads())
     }
@@ -192,13 +195,13 @@ impl Cpu {
         }
     }
 
-    /// Rounds to bf16, two to a word, as a GPU would: for memory that goes there. Words that are
-    /// left over stay as they are.
+    /// Rounds `x` to bf16, two to a word, as a GPU stores it, for memory that is copied to a GPU.
+    /// The rest of `words` is unchanged.
     pub fn narrow(&self, x: &[f32], words: &mut [f32]) {
         elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
     }
 
-    /// Computes a product, and adds it to the bias, if there is one.
+    /// Computes a matmul and adds the bias, if there is one.
     fn product(&self, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) -> Result<()> {
         let threads = &self.threads;
         match self.products {
@@ -222,7 +225,7 @@ impl Cpu {
         }
     }
 
-    /// As [`Cpu::product`], of a weight, which may be there in panels.
+    /// Computes a matmul with a weight, from its packed panels if they are cached.
     fn weighed(
         &self,
         s: Gemm,
@@ -246,21 +249,21 @@ impl Cpu {
         }
     }
 
-    /// A copy in bf16, two to a word.
+    /// Returns a copy in bf16, two to a word.
     fn narrowed(&self, x: &[f32]) -> Result<CpuBuf> {
         let mut words = self.pool.take(MemoryKind::Workspace, x.len().div_ceil(2))?;
         self.narrow(x, words.as_mut_slice());
         Ok(words)
     }
 
-    /// Updated parameters go to their copy, if there is one.
+    /// Copies updated parameters to `copy`, if it is given.
     fn copied(&self, p: &[f32], copy: Option<&mut [f32]>) {
         if let Some(copy) = copy {
             elementwise::copy(&self.threads, p, copy);
         }
     }
 
-    /// A kernel begins; it ends where the returned value is dropped.
+    /// Starts the measurement of a kernel, which ends when the returned guard is dropped.
     fn launched(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
         self.profile.launch(size_of::<f32>(), || (), work)
     }
@@ -268,9 +271,9 @@ impl Cpu {
 
 impl Kernels for Cpu {}
 
-/// Whether the CPU multiplies tiles of bf16.
+/// Returns whether the CPU has AMX tiles of bf16.
 fn has_amx() -> bool {
-    // The standard library does not tell yet; the kernel does, if it lets programs use them.
+    // The standard library does not detect AMX yet; the kernel lists it if programs may use it.
     std::fs::read_to_string("/proc/cpuinfo")
         .is_ok_and(|text| text.split_ascii_whitespace().any(|flag| flag == "amx_bf16"))
 }

@@ -1,32 +1,32 @@
-//! Copies that bypass the caches, for data that is not read soon, or by another core; requests for
-//! data that is.
+//! Non-temporal copies, which bypass the caches, for data that is not read soon or is read by
+//! another core; prefetches of data that is read soon.
 //!
 //! An ordinary store first loads the line that it overwrites, so a copy moves three bytes for two.
-//! The C library avoids that for single copies larger than its caches only. If the line is in
+//! The C library avoids that only for single copies larger than its caches. If the line is in
 //! another core's cache, the load waits for that core.
 
-/// Elements from which a copy is worth it.
+/// The least elements for which a non-temporal copy is faster.
 const LARGE: usize = 1 << 16;
 
-/// The same where another core's cache holds the target.
+/// The least elements for which it is faster if another core's cache holds the target.
 const MEDIUM: usize = 1 << 8;
 
-/// Elements of a cache line.
+/// Elements in a cache line.
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 16;
 
-/// As `to.copy_from_slice(from)`.
+/// Copies `from` to `to`, bypassing the caches if it is large.
 pub fn copy(from: &[f32], to: &mut [f32]) {
     copy_from(LARGE, from, to);
 }
 
-/// As `copy`, where another core has read `to`, and will read it again. Between cores that share no
-/// cache ordinary stores take several times as long.
+/// Copies `from` to `to`, where another core has read `to` and will read it again. Between cores
+/// without a shared cache ordinary stores take several times as long.
 pub fn copy_for_another_core(from: &[f32], to: &mut [f32]) {
     copy_from(MEDIUM, from, to);
 }
 
-/// Bypasses the caches from `least` elements on.
+/// Copies `from` to `to`, bypassing the caches from `least` elements on.
 fn copy_from(least: usize, from: &[f32], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "a copy between windows of different lengths");
     if from.len() < least {
@@ -45,7 +45,7 @@ fn streamed(from: &[f32], to: &mut [f32]) {
 fn streamed(from: &[f32], to: &mut [f32]) {
     use std::arch::x86_64::{__m128, _mm_loadu_ps, _mm_sfence, _mm_stream_ps};
 
-    /// Elements of a register.
+    /// Elements in a register.
     const WIDTH: usize = 4;
 
     // SAFETY: any bits are a valid __m128, as they are valid f32.
@@ -65,8 +65,7 @@ fn streamed(from: &[f32], to: &mut [f32]) {
     unsafe { _mm_sfence() };
 }
 
-/// Asks for the cache lines of so many elements from number `first` on, which are read soon.
-/// Changes no memory.
+/// Prefetches the cache lines of `len` elements from index `first` on. Changes no memory.
 #[inline(always)]
 pub fn prefetch(x: &[f32], first: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Layer normalisation, and RMS normalisation: the same with a mean of zero.
+//! Layer normalisation, and RMS normalisation, which is the same with a mean of zero.
 
 use rayon::prelude::*;
 
@@ -10,7 +10,7 @@ use hpctrain_device::{KernelCost, Norm, NormOps};
 
 /// Rows of one task.
 const ROWS: usize = 32;
-/// Columns of one task when rows are summed: their sums stay in registers.
+/// Columns of one task when rows are summed: its partial sums stay in registers.
 const COLUMNS: usize = 32;
 
 pub fn forward(
@@ -41,8 +41,8 @@ pub fn forward(
     );
 }
 
-/// As [`forward`], of the stream after `x` is added to it: a row is normalised while the nearest
-/// cache still holds its sum.
+/// Adds `x` to the stream and computes [`forward`] of it: a row is normalised while its sum is
+/// still in the L1 cache.
 #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
 pub fn add_forward(
     threads: &Threads,
@@ -74,7 +74,7 @@ pub fn add_forward(
     });
 }
 
-/// One row; its mean and rstd.
+/// Normalises one row; returns its mean and rstd.
 #[inline(always)]
 fn normalise(s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> (f32, f32) {
     if s.centred {
@@ -152,7 +152,7 @@ fn backward_of<const CENTRED: bool>(
                         dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
                     for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
                         // With g = dy·w and n = (x - mean)·rstd: dx = rstd·(g - mean(g) -
-                        // n·mean(g·n)), where the second term comes through the mean.
+                        // n·mean(g·n)), where the second term is the gradient through the mean.
                         let (g_sum, gx_sum) = weighted_sums(dy, weight, x, mean);
                         let g_mean = if CENTRED { g_sum / d as f32 } else { 0.0 };
                         let gn_mean = gx_sum * rstd / d as f32;
@@ -164,7 +164,7 @@ fn backward_of<const CENTRED: bool>(
             );
         },
     );
-    // Columns are summed over all rows by the one task that owns them: the order is fixed.
+    // Each column is summed over all rows by the one task that owns it, so the order is fixed.
     let columns = with_chunks(dweight.par_chunks_mut(COLUMNS), dbias, COLUMNS);
     threads.each(columns.enumerate(), |(i, (dweight, dbias))| {
         let mut no_bias = [0.0; COLUMNS];
@@ -182,7 +182,7 @@ fn backward_of<const CENTRED: bool>(
                     let dy = &dy[at..at + width];
                     let x = &x[at..at + width];
                     let stats = (mean[row], rstd[row]);
-                    // The whole is the usual case, and of a length that the compiler knows.
+                    // Usually all columns are there, a length that the compiler knows.
                     match (dy.first_chunk::<COLUMNS>(), x.first_chunk::<COLUMNS>()) {
                         (Some(dy), Some(x)) => add_row(&mut dw, &mut db, dy, x, stats),
                         _ => add_row(&mut dw[..width], &mut db[..width], dy, x, stats),
@@ -195,7 +195,7 @@ fn backward_of<const CENTRED: bool>(
     });
 }
 
-/// A row's share of the gradients of weight and bias.
+/// Adds a row to the gradients of weight and bias.
 #[inline(always)]
 fn add_row(dw: &mut [f32], db: &mut [f32], dy: &[f32], x: &[f32], (mean, rstd): (f32, f32)) {
     for (((dw, db), &dy), &x) in dw.iter_mut().zip(db).zip(dy).zip(x) {
@@ -204,7 +204,7 @@ fn add_row(dw: &mut [f32], db: &mut [f32], dy: &[f32], x: &[f32], (mean, rstd): 
     }
 }
 
-/// `Σ dy·w` and `Σ dy·w·(x - mean)` in one pass, in the fixed order of [`sum`].
+/// Returns `Σ dy·w` and `Σ dy·w·(x - mean)` in one pass, in the fixed order of [`sum`].
 #[inline(always)]
 fn weighted_sums(dy: &[f32], weight: &[f32], x: &[f32], mean: f32) -> (f32, f32) {
     let ((dy, dy_tail), (w, w_tail), (x, x_tail)) =

@@ -1,19 +1,19 @@
-//! Matrix products by oneDNN, a library of kernels that is looked for at run time.
+//! Matmuls by oneDNN, which is loaded at run time.
 //!
-//! Its functions are those of versions 2 and 3, which describe matrices differently. Each thread of
-//! a rank multiplies parts of its own: the library is set to one thread. A thread keeps the
-//! primitives prepared for a shape, since preparing one takes longer than many a product.
+//! Functions of versions 2 and 3 are supported; these versions describe matrices differently. Each
+//! thread of a rank multiplies separate parts of the output: the library is set to one thread. A
+//! thread caches the primitives of each shape, since creating one takes longer than many a matmul.
 //!
-//! It multiplies in f32 where a benchmark asks for it, and with `precision.dtype = "bf16"` on
-//! CPUs with AMX, whose tiles this program's own kernels (`bf16/`) do not use: the operands of
-//! affine maps, of their gradients and of other large products are rounded to bf16, and sums are
-//! f32. The library may be version 2 or 3, built with OpenMP or without threads. Bits do not depend
-//! on the number of threads. Where it is missing, the program's own kernels multiply, and the test
-//! of products reports that it was skipped.
+//! It multiplies in f32 in a benchmark, and with `precision.dtype = "bf16"` on CPUs with AMX, whose
+//! tiles the built-in kernels (`bf16/`) do not use: the operands of linear layers, of their
+//! gradients and of other large matmuls are rounded to bf16, and sums are f32. The library may be
+//! version 2 or 3, built with OpenMP or without threads. Bits do not depend on the number of
+//! threads. If it is missing, the built-in kernels multiply, and the test of matmuls reports that
+//! it was skipped.
 //!
-//! It has run with AVX512-BF16 and oneDNN 2.6.3: the tests of products, 40 steps of the default
-//! (loss 3.0999; in f32 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4 ranks. It has
-//! not run with AMX, nor in bf16 with version 3.
+//! Tested with AVX512-BF16 and oneDNN 2.6.3: the tests of matmuls, 40 steps of the default
+//! configuration (loss 3.0999; in f32 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4
+//! ranks. Not tested with AMX, nor in bf16 with version 3.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -32,11 +32,11 @@ use hpctrain_device::Gemm;
 use hpctrain_device::library;
 use hpctrain_device::library_functions;
 
-/// Its file: as it is installed to run programs, and to build them.
+/// Its file names: those of the runtime packages, and of the development package.
 const FILES: [&CStr; 3] = [c"libdnnl.so.3", c"libdnnl.so.2", c"libdnnl.so"];
 
 /// Advice for a missing library.
-const HINT: &str = "install oneDNN 2 or 3 (Debian 12: apt-get install libdnnl2) and name its folder in LD_LIBRARY_PATH if need be, \
+const HINT: &str = "install oneDNN 2 or 3 (Debian 12: apt-get install libdnnl2) and add its folder to LD_LIBRARY_PATH if needed, \
      or do without: CPUs compute in f32 by default";
 
 /// Types of operands that the library multiplies with sums in f32.
@@ -54,7 +54,8 @@ impl Operand for u16 {
     const TYPE: c_int = 2;
 }
 
-/// `dnnl_cpu`, `dnnl_stream_in_order`, `dnnl_scratchpad_mode_user`, `dnnl_query_scratchpad_md`
+/// The values of `dnnl_cpu`, `dnnl_stream_in_order`, `dnnl_scratchpad_mode_user`,
+/// `dnnl_query_scratchpad_md`.
 const CPU: c_int = 1;
 const IN_ORDER: c_uint = 1;
 const OUR_SCRATCH: c_int = 1;
@@ -67,31 +68,31 @@ const OPENMP: c_uint = 2;
 /// `DNNL_ARG_SRC`, `DNNL_ARG_WEIGHTS`, `DNNL_ARG_DST`, `DNNL_ARG_SCRATCHPAD`
 const ARGUMENTS: [c_int; 4] = [1, 33, 17, 80];
 
-/// Most dimensions of a tensor.
+/// The most dimensions of a tensor.
 const DIMENSIONS: usize = 12;
 
 /// Any object of the library.
 type Handle = *mut c_void;
 
-/// `dnnl_memory_desc_t` of version 2, 696 bytes, with room to spare: only the library looks into
-/// it.
+/// `dnnl_memory_desc_t` of version 2, 696 bytes, with space to spare: only the library accesses its
+/// contents.
 #[repr(C, align(64))]
-struct Room([u8; 1024]);
+struct MemoryDesc([u8; 1024]);
 
-/// `dnnl_matmul_desc_t` of version 2, 2800 bytes, likewise.
+/// `dnnl_matmul_desc_t` of version 2, 2800 bytes, with space to spare.
 #[repr(C, align(64))]
-struct Multiplication([u8; 4096]);
+struct MatmulDesc([u8; 4096]);
 
-/// A matrix's description, to which the library takes a pointer in both versions.
+/// A description of a matrix, to which the library takes a pointer in both versions.
 enum Description {
-    Two(Box<Room>),
+    Two(Box<MemoryDesc>),
     Three(Owned),
 }
 
 impl Description {
     fn pointer(&self) -> *const c_void {
         match self {
-            Description::Two(room) => (&raw const **room).cast(),
+            Description::Two(desc) => (&raw const **desc).cast(),
             Description::Three(owned) => owned.handle,
         }
     }
@@ -116,14 +117,14 @@ struct Version {
 }
 
 library_functions! {
-    /// Of every version.
+    /// Functions of every version.
     Versioned {
         version = c"dnnl_version"() -> *const Version;
     }
 }
 
 library_functions! {
-    /// Of OpenMP, on which the library may depend.
+    /// Functions of OpenMP, on which the library may depend.
     OpenMp {
         set_threads = c"omp_set_num_threads"(c_int) -> ();
     }
@@ -139,9 +140,9 @@ library_functions! {
         attributes_create = c"dnnl_primitive_attr_create"(*mut Handle) -> c_int;
         attributes_destroy = c"dnnl_primitive_attr_destroy"(Handle) -> c_int;
         set_scratch = c"dnnl_primitive_attr_set_scratchpad_mode"(Handle, c_int) -> c_int;
-        set_after = c"dnnl_primitive_attr_set_post_ops"(Handle, Handle) -> c_int;
-        after_create = c"dnnl_post_ops_create"(*mut Handle) -> c_int;
-        after_destroy = c"dnnl_post_ops_destroy"(Handle) -> c_int;
+        set_post_ops = c"dnnl_primitive_attr_set_post_ops"(Handle, Handle) -> c_int;
+        post_ops_create = c"dnnl_post_ops_create"(*mut Handle) -> c_int;
+        post_ops_destroy = c"dnnl_post_ops_destroy"(Handle) -> c_int;
         plan_destroy = c"dnnl_primitive_desc_destroy"(Handle) -> c_int;
         plan_describes = c"dnnl_primitive_desc_query_md"(Handle, c_int, c_int) -> *const c_void;
         primitive_create = c"dnnl_primitive_create"(*mut Handle, Handle) -> c_int;
@@ -154,19 +155,19 @@ library_functions! {
 }
 
 library_functions! {
-    /// Of version 2 alone.
+    /// Functions of version 2 alone.
     Two {
-        describe = c"dnnl_memory_desc_init_by_strides"(*mut Room, c_int, *const i64, c_int, *const i64) -> c_int;
+        describe = c"dnnl_memory_desc_init_by_strides"(*mut MemoryDesc, c_int, *const i64, c_int, *const i64) -> c_int;
         matmul = c"dnnl_matmul_desc_init"(
-            *mut Multiplication, *const c_void, *const c_void, *const c_void, *const c_void
+            *mut MatmulDesc, *const c_void, *const c_void, *const c_void, *const c_void
         ) -> c_int;
-        plan = c"dnnl_primitive_desc_create"(*mut Handle, *const Multiplication, Handle, Handle, Handle) -> c_int;
+        plan = c"dnnl_primitive_desc_create"(*mut Handle, *const MatmulDesc, Handle, Handle, Handle) -> c_int;
         add = c"dnnl_post_ops_append_sum"(Handle, f32) -> c_int;
     }
 }
 
 library_functions! {
-    /// Of version 3 alone.
+    /// Functions of version 3 alone.
     Three {
         describe = c"dnnl_memory_desc_create_with_strides"(*mut Handle, c_int, *const i64, c_int, *const i64) -> c_int;
         forget = c"dnnl_memory_desc_destroy"(Handle) -> c_int;
@@ -177,7 +178,7 @@ library_functions! {
     }
 }
 
-/// Functions that differ between the versions.
+/// The functions that differ between the versions.
 enum Dialect {
     Two(Two),
     Three(Three),
@@ -187,14 +188,14 @@ enum Dialect {
 struct Library {
     functions: Functions,
     dialect: Dialect,
-    /// Sets OpenMP's number of threads for the calling thread; none if the library does not use
+    /// Sets OpenMP's number of threads for the calling thread. `None` if the library does not use
     /// OpenMP.
     open_mp: Option<OpenMp>,
     engine: Engine,
 }
 
 impl Library {
-    /// A matrix of so many rows and columns.
+    /// Describes a matrix of the given sizes and strides.
     fn describe(
         &self,
         operands: c_int,
@@ -210,13 +211,13 @@ impl Library {
         let steps = steps.as_ptr();
         match &self.dialect {
             Dialect::Two(two) => {
-                let mut room = Box::new(Room([0; 1024]));
-                // SAFETY: writes the description, for which there is room; reads as many numbers as
+                let mut desc = Box::new(MemoryDesc([0; 1024]));
+                // SAFETY: writes the description, which is large enough; reads as many numbers as
                 // there can be dimensions.
                 check("describe a matrix", unsafe {
-                    (two.describe)(&raw mut *room, 2, dims, operands, steps)
+                    (two.describe)(&raw mut *desc, 2, dims, operands, steps)
                 })?;
-                Ok(Description::Two(room))
+                Ok(Description::Two(desc))
             }
             Dialect::Three(three) => Owned::new("describe a matrix", three.forget, |description| {
                 // SAFETY: writes the handle; reads as many numbers as there can be dimensions.
@@ -226,36 +227,35 @@ impl Library {
         }
     }
 
-    /// The post-operation by which a product adds to its destination.
+    /// Creates the post-operation by which a matmul adds to its destination.
     fn sum(&self) -> Result<Owned> {
-        let Functions { after_create, after_destroy, .. } = self.functions;
-        // SAFETY: writes the handle.
-        let after =
-            Owned::new("make a sum", after_destroy, |after| unsafe { after_create(after) })?;
+        let Functions { post_ops_create, post_ops_destroy, .. } = self.functions;
+        let post_ops = Owned::new("create a post-operation", post_ops_destroy, |post_ops| {
+            // SAFETY: writes the handle.
+            unsafe { post_ops_create(post_ops) }
+        })?;
         // SAFETY: changes the object that was just created.
-        check("add", unsafe {
+        check("add a sum", unsafe {
             match &self.dialect {
-                Dialect::Two(two) => (two.add)(after.handle, 1.0),
-                Dialect::Three(three) => (three.add)(after.handle, 1.0, 0, 0),
+                Dialect::Two(two) => (two.add)(post_ops.handle, 1.0),
+                Dialect::Three(three) => (three.add)(post_ops.handle, 1.0, 0, 0),
             }
         })?;
-        Ok(after)
+        Ok(post_ops)
     }
 
-    /// The plan of a product of matrices with three descriptions.
+    /// Creates the primitive descriptor of a matmul of three descriptions.
     fn plan(&self, [a, b, c]: [&Description; 3], attributes: &Owned) -> Result<Owned> {
         let [a, b, c] = [a, b, c].map(Description::pointer);
         let engine = self.engine.0;
         let attributes = attributes.handle;
-        Owned::new("plan a product", self.functions.plan_destroy, |plan| match &self.dialect {
+        Owned::new("plan a matmul", self.functions.plan_destroy, |plan| match &self.dialect {
             Dialect::Two(two) => {
-                let mut multiplication = Multiplication([0; 4096]);
-                // SAFETY: writes the description, for which there is room, from three that live.
-                match unsafe { (two.matmul)(&mut multiplication, a, b, null(), c) } {
+                let mut matmul = MatmulDesc([0; 4096]);
+                // SAFETY: writes the description, which is large enough, from three that live.
+                match unsafe { (two.matmul)(&mut matmul, a, b, null(), c) } {
                     // SAFETY: writes the handle; all that it reads lives.
-                    0 => unsafe {
-                        (two.plan)(plan, &multiplication, attributes, engine, null_mut())
-                    },
+                    0 => unsafe { (two.plan)(plan, &matmul, attributes, engine, null_mut()) },
                     failed => failed,
                 }
             }
@@ -267,7 +267,7 @@ impl Library {
     }
 }
 
-/// The library's CPU, which all threads may use.
+/// The library's CPU engine, which all threads may use.
 struct Engine(Handle);
 
 // SAFETY: the library's engines may be used by several threads at once; this one is never
@@ -281,9 +281,7 @@ fn check(what: &str, status: c_int) -> Result<()> {
     match status {
         0 => Ok(()),
         1 => Err(Error::device(format!("oneDNN could not {what}: out of memory"))),
-        3 => {
-            Err(Error::device(format!("oneDNN could not {what}: it does not know how on this CPU")))
-        }
+        3 => Err(Error::device(format!("oneDNN could not {what}: not supported on this CPU"))),
         status => Err(Error::device(format!("oneDNN could not {what}: status {status}"))),
     }
 }
@@ -292,22 +290,24 @@ fn check(what: &str, status: c_int) -> Result<()> {
 fn open() -> Result<Library> {
     // SAFETY: the library does nothing but measure caches when it is opened.
     let Some(file) = (unsafe { library::open(&FILES) }) else {
-        return Err(Error::input("oneDNN is not there: libdnnl.so.3 or libdnnl.so.2").hint(HINT));
+        return Err(
+            Error::input("oneDNN was not found: neither libdnnl.so.3 nor libdnnl.so.2").hint(HINT)
+        );
     };
-    let missing = |name: &str| Error::input(format!("this oneDNN has no {name}")).hint(HINT);
+    let missing = |name: &str| Error::input(format!("oneDNN lacks the function {name}")).hint(HINT);
     // SAFETY: the function has this type in every version, and its result lives as long as the
     // library.
     let version = unsafe { &*(Versioned::of(file, missing)?.version)() };
     let Version { major, minor, patch, cpu_runtime, .. } = *version;
     if !matches!(major, 2 | 3) {
         return Err(Error::input(format!(
-            "oneDNN is {major}.{minor}.{patch}, not of version 2 or 3"
+            "oneDNN {major}.{minor}.{patch} is not supported: expected version 2 or 3"
         ))
         .hint(HINT));
     }
     if !matches!(cpu_runtime, SEQUENTIAL | OPENMP) {
         let message = format!(
-            "oneDNN {major}.{minor}.{patch} is built with threads that are neither none nor OpenMP's"
+            "oneDNN {major}.{minor}.{patch} is built with neither OpenMP nor sequential threading"
         );
         return Err(Error::input(message).hint(HINT));
     }
@@ -326,43 +326,43 @@ fn open() -> Result<Library> {
     };
     let mut engine = null_mut();
     // SAFETY: writes the handle.
-    check("find the CPU", unsafe { (functions.engine_create)(&mut engine, CPU, 0) })?;
+    check("create a CPU engine", unsafe { (functions.engine_create)(&mut engine, CPU, 0) })?;
     Ok(Library { functions, dialect, open_mp, engine: Engine(engine) })
 }
 
-/// The library, opened once.
+/// Returns the library, which is opened once.
 fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
 }
 
-/// Finds the library.
+/// Checks that the library is available.
 ///
 /// # Errors
-/// It is not there, or not one that this program can use.
+/// Returns an error if it is not found, or is not a version that this program can use.
 pub fn find() -> Result<()> {
     library().map(drop)
 }
 
-/// Key of a prepared product.
+/// The key of a prepared matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     operands: c_int,
     /// Rows and columns of `a` and `b`.
     sizes: [[usize; 2]; 2],
-    /// Of all three, from row to row and from column to column.
+    /// The row and column strides of `a`, `b` and `c`.
     strides: [[isize; 2]; 3],
     acc: bool,
 }
 
-/// Handles that are destroyed with it.
+/// A handle that is destroyed when it is dropped.
 struct Owned {
     handle: Handle,
     destroy: unsafe extern "C" fn(Handle) -> c_int,
 }
 
 impl Owned {
-    /// The handle that a call creates.
+    /// Creates a handle by calling `create`; `what` names the call in errors.
     fn new(
         what: &str,
         destroy: unsafe extern "C" fn(Handle) -> c_int,
@@ -376,21 +376,21 @@ impl Owned {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: the handle was created by the library, is used by nobody else and ends here.
+        // SAFETY: the handle was created by the library, has no other user and is not used again.
         unsafe { (self.destroy)(self.handle) };
     }
 }
 
-/// A product of one shape, prepared.
+/// A prepared matmul of one shape.
 struct Prepared {
     primitive: Owned,
-    /// Source, weights, destination, scratch.
+    /// The memory objects of source, weights, destination, scratch.
     memories: [Owned; 4],
-    /// Memory of the last of them.
-    _scratch: Vec<Room>,
+    /// The memory of the scratch.
+    _scratch: Vec<MemoryDesc>,
 }
 
-/// State of the library in one thread.
+/// The library's state in one thread.
 struct ThreadState {
     stream: Owned,
     prepared: HashMap<Shape, Prepared>,
@@ -406,7 +406,7 @@ impl ThreadState {
             // SAFETY: takes a number; it holds for the calling thread alone.
             unsafe { (open_mp.set_threads)(1) };
         }
-        let stream = Owned::new("start a stream", library.functions.stream_destroy, |stream| {
+        let stream = Owned::new("create a stream", library.functions.stream_destroy, |stream| {
             // SAFETY: writes the handle; the engine is there.
             unsafe { (library.functions.stream_create)(stream, library.engine.0, IN_ORDER) }
         })?;
@@ -421,45 +421,47 @@ impl Prepared {
         let b = library.describe(shape.operands, shape.sizes[1], shape.strides[1])?;
         let c = library.describe(f32::TYPE, [m, n], shape.strides[2])?;
         let attributes =
-            Owned::new("make attributes", functions.attributes_destroy, |attributes| {
+            Owned::new("create attributes", functions.attributes_destroy, |attributes| {
                 // SAFETY: writes the handle.
                 unsafe { (functions.attributes_create)(attributes) }
             })?;
         // SAFETY: changes the object that was just created.
-        check("take our scratch", unsafe {
+        check("set the scratchpad mode", unsafe {
             (functions.set_scratch)(attributes.handle, OUR_SCRATCH)
         })?;
         if shape.acc {
             let sum = library.sum()?;
             // SAFETY: as above; the sum is copied.
-            check("add", unsafe { (functions.set_after)(attributes.handle, sum.handle) })?;
+            check("set a post-operation", unsafe {
+                (functions.set_post_ops)(attributes.handle, sum.handle)
+            })?;
         }
         let plan = library.plan([&a, &b, &c], &attributes)?;
         let primitive =
-            Owned::new("prepare a product", functions.primitive_destroy, |primitive| {
+            Owned::new("create a matmul primitive", functions.primitive_destroy, |primitive| {
                 // SAFETY: writes the handle; the plan lives.
                 unsafe { (functions.primitive_create)(primitive, plan.handle) }
             })?;
         // SAFETY: the plan lives, and so does the description that belongs to it.
-        let of_scratch = unsafe { (functions.plan_describes)(plan.handle, SCRATCH, 0) };
+        let scratch_desc = unsafe { (functions.plan_describes)(plan.handle, SCRATCH, 0) };
         // SAFETY: as above.
-        let bytes = unsafe { (functions.size)(of_scratch) };
+        let bytes = unsafe { (functions.size)(scratch_desc) };
         let mut scratch = Vec::new();
-        scratch.resize_with(bytes.div_ceil(size_of::<Room>()), || Room([0; 1024]));
+        scratch.resize_with(bytes.div_ceil(size_of::<MemoryDesc>()), || MemoryDesc([0; 1024]));
         let memory = |description: *const c_void, at: *mut c_void| {
-            Owned::new("name memory", functions.memory_destroy, |memory| {
+            Owned::new("create a memory object", functions.memory_destroy, |memory| {
                 // SAFETY: writes the handle; the description lives and is copied.
                 unsafe { (functions.memory_create)(memory, description, library.engine.0, at) }
             })
         };
         let [a, b, c] = [a, b, c].map(|description| memory(description.pointer(), null_mut()));
-        let memories = [a?, b?, c?, memory(of_scratch, scratch.as_mut_ptr().cast())?];
+        let memories = [a?, b?, c?, memory(scratch_desc, scratch.as_mut_ptr().cast())?];
         Ok(Self { primitive, memories, _scratch: scratch })
     }
 }
 
-/// `c = a·b`, or `c += a·b` with `acc`, on the calling thread. Rows of `c` are contiguous; those or
-/// the columns of `a` and `b` are.
+/// Computes `c = a·b`, or `c += a·b` with `acc`, on the calling thread. Rows of `c` must be
+/// contiguous, and rows or columns of `a` and `b`.
 fn multiply_part<T: Operand>(
     a: ArrayView2<'_, T>,
     b: ArrayView2<'_, T>,
@@ -469,7 +471,7 @@ fn multiply_part<T: Operand>(
     let ((m, k), (kb, n)) = (a.dim(), b.dim());
     assert!(
         kb == k && c.dim() == (m, n),
-        "product of {:?} and {:?} into {:?}",
+        "cannot multiply {:?} by {:?} into {:?}",
         a.dim(),
         b.dim(),
         c.dim()
@@ -481,8 +483,8 @@ fn multiply_part<T: Operand>(
         return Ok(());
     }
     let library = library()?;
-    // The step along an axis of one element is never taken; the library wants it in order all the
-    // same.
+    // The stride along an axis of one element is never used, but the library requires it to be
+    // consistent.
     let strides = |[rows, columns]: [usize; 2], strides: &[isize]| match (rows, columns) {
         (_, 1) => [strides[0], 1],
         (1, _) if strides[1] == 1 => [columns as isize, 1],
@@ -504,20 +506,22 @@ fn multiply_part<T: Operand>(
             none => none.insert(ThreadState::new(library)?),
         };
         let ThreadState { stream, prepared } = state;
-        let product = match prepared.get(&shape) {
-            Some(product) => product,
+        let matmul = match prepared.get(&shape) {
+            Some(matmul) => matmul,
             None => prepared.entry(shape).or_insert(Prepared::new(library, &shape)?),
         };
         let operands =
             [a.as_ptr().cast_mut().cast(), b.as_ptr().cast_mut().cast(), c.as_mut_ptr().cast()];
-        for (memory, at) in product.memories.iter().zip(operands) {
+        for (memory, at) in matmul.memories.iter().zip(operands) {
             // SAFETY: the memory belongs to this thread, and is used only below, while the views
             // are borrowed.
-            check("name memory", unsafe { (library.functions.memory_set)(memory.handle, at) })?;
+            check("set a memory object", unsafe {
+                (library.functions.memory_set)(memory.handle, at)
+            })?;
         }
         let arguments: [Argument; 4] = std::array::from_fn(|i| Argument {
             what: ARGUMENTS[i],
-            memory: product.memories[i].handle,
+            memory: matmul.memories[i].handle,
         });
         let count = arguments.len() as c_int;
         let arguments = arguments.as_ptr();
@@ -526,7 +530,7 @@ fn multiply_part<T: Operand>(
         // scratch, and is done when it returns, since it has no threads but this one.
         let status = unsafe {
             (library.functions.primitive_execute)(
-                product.primitive.handle,
+                matmul.primitive.handle,
                 stream.handle,
                 count,
                 arguments,
@@ -536,11 +540,11 @@ fn multiply_part<T: Operand>(
     })
 }
 
-/// The product described by `s`, and the bias, if there is one, on all threads, in parts that
-/// depend on the shape alone.
+/// Computes the matmul described by `s` and adds the bias, if there is one, on all threads, in
+/// parts that depend on the shape alone.
 ///
 /// # Errors
-/// The library is not there, or failed.
+/// Returns an error if the library is missing or fails.
 pub fn multiply<T: Operand>(
     threads: &Threads,
     s: Gemm,

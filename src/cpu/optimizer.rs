@@ -13,7 +13,7 @@ use hpctrain_device::{
     AdamW, Audit, Elementwise, ElementwiseUpdate, KernelCost, OptimizerOps, Sgd,
 };
 
-/// One pass over a gradient and the `N` buffers that an update changes, all of one length.
+/// Makes one pass over a gradient and the `N` buffers that an update changes, all of equal length.
 fn pass<const N: usize>(
     threads: &Threads,
     grad: &[f32],
@@ -31,8 +31,8 @@ fn pass<const N: usize>(
     });
 }
 
-/// A chunk of it. All closures hold copies: a value behind a reference might change with each
-/// element that is written, as far as the compiler knows, and it would make no vector code.
+/// Updates a chunk. All closures own copies: the compiler must assume that a value behind a
+/// reference changes with each element that is written, and would not vectorise.
 fn over<const N: usize>(
     grad: &[f32],
     buffers: [&mut [f32]; N],
@@ -57,10 +57,10 @@ fn over<const N: usize>(
     );
 }
 
-/// Buffers of one length, element by element: as zipped iterators, which the compiler turns into
-/// vector code. Indices it would check.
+/// Buffers of equal length, iterated together with zipped iterators, which the compiler vectorises.
+/// Indices would be bounds-checked.
 trait Together<const N: usize>: Sized {
-    /// Chunks of all of them.
+    /// Returns chunks of all buffers.
     fn par_chunks(self) -> impl IndexedParallelIterator<Item = Self>;
 
     /// Calls `f` with each index, the gradient's element there, and those of the buffers.
@@ -145,7 +145,7 @@ pub fn adamw(
     );
 }
 
-/// `Σ u²`, where [`adamw`] would take `lr·u` off the parameters.
+/// Returns `Σ u²`, where [`adamw`] would subtract `lr·u` from the parameters.
 pub fn adamw_step_squares(
     threads: &Threads,
     u: AdamW,
@@ -296,11 +296,11 @@ impl OptimizerOps for Cpu {
         v: &mut [f32],
         p: &mut [f32],
         copy: Option<&mut [f32]>,
-        audit: Option<&mut Audit<f64>>,
+        checksums: Option<&mut Audit<f64>>,
     ) -> Result<()> {
         let _launch = self
             .launched(KernelCost::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        audited(audit, |counts| adamw(&self.threads, update, grad, [m, v, &mut *p], counts));
+        audited(checksums, |counts| adamw(&self.threads, update, grad, [m, v, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
     }
@@ -324,11 +324,11 @@ impl OptimizerOps for Cpu {
         m: &mut [f32],
         p: &mut [f32],
         copy: Option<&mut [f32]>,
-        audit: Option<&mut Audit<f64>>,
+        checksums: Option<&mut Audit<f64>>,
     ) -> Result<()> {
         let _launch =
             self.launched(KernelCost::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        audited(audit, |counts| sgd(&self.threads, update, grad, [m, &mut *p], counts));
+        audited(checksums, |counts| sgd(&self.threads, update, grad, [m, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
     }
@@ -339,11 +339,11 @@ impl OptimizerOps for Cpu {
         x: &[f32],
         y: &mut [f32],
         copy: Option<&mut [f32]>,
-        audit: Option<&mut Audit<f64>>,
+        checksums: Option<&mut Audit<f64>>,
     ) -> Result<()> {
         let _launch = self
             .launched(KernelCost::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        audited(audit, |counts| approach(&self.threads, rate, x, y, counts));
+        audited(checksums, |counts| approach(&self.threads, rate, x, y, counts));
         self.copied(y, copy);
         Ok(())
     }
@@ -356,14 +356,14 @@ impl OptimizerOps for Cpu {
         second: &mut [f32],
         p: &mut [f32],
         copy: Option<&mut [f32]>,
-        audit: Option<&mut Audit<f64>>,
+        checksums: Option<&mut Audit<f64>>,
     ) -> Result<()> {
         let _launch = self.launched(KernelCost::elements(
             update,
             grad.len(),
             copy.as_ref().map_or(0, |copy| copy.len()),
         ));
-        audited(audit, |counts| {
+        audited(checksums, |counts| {
             elements(&self.threads, update, grad, [first, second, &mut *p], counts)
         });
         self.copied(p, copy);

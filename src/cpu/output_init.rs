@@ -1,23 +1,23 @@
-//! The result of a product before the first terms are added to it.
+//! The initial value of the output of a matmul.
 
 use std::ops::Range;
 
 use ndarray::{ArrayView1, ArrayViewMut2};
 use pulp::Simd;
 
-/// The result before the product is added to it.
+/// The initial value of the output, to which the matmul is added.
 #[derive(Debug, Clone, Copy)]
 pub enum OutputInit<'a> {
-    /// Nothing: the product overwrites it.
+    /// Zero: the matmul overwrites the output.
     Nothing,
-    /// As it is.
+    /// The present contents of the output.
     Result,
-    /// A number for each column.
+    /// A bias for each column.
     Columns(&'a [f32]),
 }
 
 impl<'a> OutputInit<'a> {
-    /// A bias, if there is one; else the result as it is, with `acc`, or nothing.
+    /// Returns the bias, if there is one; otherwise the present contents with `acc`, or zero.
     pub fn new(acc: bool, bias: &'a [f32]) -> Self {
         match acc {
             _ if !bias.is_empty() => OutputInit::Columns(bias),
@@ -26,7 +26,7 @@ impl<'a> OutputInit<'a> {
         }
     }
 
-    /// That of some columns.
+    /// Returns the initial value of some columns.
     #[inline(always)]
     pub fn of(self, columns: Range<usize>) -> Self {
         match self {
@@ -35,13 +35,14 @@ impl<'a> OutputInit<'a> {
         }
     }
 
-    /// That of the piece of the sums that begins at this term: all but the first are added.
+    /// Returns the initial value of the K block that begins at `term`: all but the first add to the
+    /// output.
     #[inline(always)]
     pub fn at_term(self, term: usize) -> Self {
         if term > 0 { OutputInit::Result } else { self }
     }
 
-    /// Ends a row: writes it, or adds it. The columns are those of the row.
+    /// Writes or adds `sums` to a row. `self` must be the initial value of the columns of `to`.
     #[inline(always)]
     pub fn put(self, to: &mut [f32], sums: &[f32]) {
         match self {
@@ -56,7 +57,7 @@ impl<'a> OutputInit<'a> {
         }
     }
 
-    /// As [`OutputInit::put`], of vectors from number `first` of the columns on.
+    /// Does the same as [`OutputInit::put`] for vectors from vector `first` of the columns on.
     #[inline(always)]
     pub fn put_vectors<S: Simd, const WIDE: usize>(
         self,
@@ -81,8 +82,8 @@ impl<'a> OutputInit<'a> {
         }
     }
 
-    /// For kernels that know no columns: writes these numbers, and tells whether the product is to
-    /// be added.
+    /// For kernels without a bias: writes the bias to `c`, and returns whether the matmul must be
+    /// added to `c`.
     pub fn written(self, mut c: ArrayViewMut2<'_, f32>) -> bool {
         if let OutputInit::Columns(numbers) = self {
             c.assign(&ArrayView1::from(numbers));

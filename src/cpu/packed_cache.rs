@@ -1,9 +1,9 @@
-//! Weights that stay in panels while they do not change: micro-batches of one step share them.
+//! A cache of packed weights, which the micro-batches of a step share while they do not change.
 //!
 //! `Backend::begin_weight_reuse` announces parameters that several micro-batches multiply before
-//! they change. Weights are kept as panels, in the order in which the kernel reads them, within a
-//! fixed number of bytes that the estimate of memory counts. Only weights within announced
-//! parameters are kept: a weight that a block computes anew may have the address of an earlier one.
+//! they change. Weights are cached as panels, in the order in which the kernel reads them, within a
+//! fixed number of bytes that the memory estimate includes. Only weights within announced
+//! parameters are cached: a weight that a block computes may have the address of an earlier one.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,25 +15,25 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::Gemm;
 
-/// Rows of a micro-batch for which it pays: with fewer the kernel has other ways, with more a
-/// product's own packing is small beside its work.
+/// The rows of a micro-batch for which weights are cached: with fewer rows the kernel is different,
+/// with more the packing is cheap compared to the matmul.
 const ROWS: Range<usize> = 64..257;
 
-/// Least terms and columns: parts of smaller products may be vectors, which are summed in another
-/// order.
+/// The least terms and columns: parts of smaller matmuls may be vectors, which are summed in
+/// another order.
 const LEAST: usize = 48;
 
-/// Bytes that a rank spends on it: panels that no cache holds are hardly faster than the weights
-/// themselves.
-const ROOM: usize = 16 << 20;
+/// The most bytes that a rank caches: panels that do not fit in the CPU's caches are hardly faster
+/// than the weights themselves.
+const MAX_BYTES: usize = 16 << 20;
 
-/// As [`hpctrain_device::Backend::reuse_bytes`]: each weight once for the forward and once for the
-/// backward.
+/// Returns the bytes for [`hpctrain_device::Backend::reuse_bytes`]: each weight is packed once for
+/// the forward and once for the backward.
 pub fn bytes(elements: usize, rows: usize) -> usize {
-    if ROWS.contains(&rows) { (2 * elements * size_of::<f32>()).min(ROOM) } else { 0 }
+    if ROWS.contains(&rows) { (2 * elements * size_of::<f32>()).min(MAX_BYTES) } else { 0 }
 }
 
-/// Key of panels: the weight's address, and the layout in which it is read.
+/// The key of packed panels: the weight's address, and the layout in which it is read.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     address: usize,
@@ -42,20 +42,20 @@ struct Key {
     tb: bool,
 }
 
-/// The weights that do not change now, and their panels.
+/// The weights that do not change at present, and their packed panels.
 #[derive(Default)]
 pub struct PackedCache(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// Addresses of parameters. A weight at any other address may be another one next time.
+    /// Addresses of announced parameters. Weights at other addresses may be temporary.
     steady: Vec<Range<usize>>,
     panels: HashMap<Key, Arc<PackedMatrix>>,
     bytes: usize,
 }
 
 impl PackedCache {
-    /// These parameters stay as they are until [`PackedCache::clear`].
+    /// Announces that these parameters do not change until [`PackedCache::clear`].
     pub fn announce(&self, parameters: &[f32]) {
         let range = addresses(parameters);
         let mut state = self.state();
@@ -64,7 +64,7 @@ impl PackedCache {
         }
     }
 
-    /// Parameters may change.
+    /// Empties the cache, because parameters may change.
     pub fn clear(&self) {
         let mut state = self.state();
         state.steady.clear();
@@ -72,11 +72,11 @@ impl PackedCache {
         state.bytes = 0;
     }
 
-    /// The weight in panels, for these products, if that pays and there is room: from before, or
-    /// made now.
+    /// Returns the packed panels of a weight for matmuls of this shape, from the cache or packed
+    /// now. Returns `None` if caching is not worthwhile or the cache is full.
     ///
     /// # Errors
-    /// The system has no such memory.
+    /// Returns an error if the system cannot allocate the memory.
     pub fn panels(
         &self,
         pool: &Arc<HostPool>,
@@ -99,7 +99,7 @@ impl PackedCache {
             return Ok(Some(panels.clone()));
         }
         let bytes = PackedMatrix::elements(k, n) * size_of::<f32>();
-        if state.bytes + bytes > ROOM {
+        if state.bytes + bytes > MAX_BYTES {
             return Ok(None);
         }
         let panels = Arc::new(PackedMatrix::new(pool, threads, shape, weight)?);
@@ -143,9 +143,9 @@ mod tests {
                 let mut want = vec![0.5; m * n];
                 let mut got = vec![0.5; m * n];
                 gemm(&threads, shape, &a, &b, &mut want, &[]);
-                let kept = PackedCache::default();
-                kept.announce(&b);
-                let panels = kept.panels(&pool, &threads, shape, &b).unwrap().unwrap();
+                let cache = PackedCache::default();
+                cache.announce(&b);
+                let panels = cache.panels(&pool, &threads, shape, &b).unwrap().unwrap();
                 panels.multiply(
                     &threads,
                     left(shape, &a),
@@ -162,33 +162,30 @@ mod tests {
         let pool = Arc::new(HostPool::default());
         let threads = Threads::new(1);
         let shape = Gemm { m: 64, n: 64, k: 64, ta: false, tb: true, acc: false };
-        let kept = PackedCache::default();
+        let cache = PackedCache::default();
         let mut weights = numbers(3 * 64 * 64, 3);
-        let of = |kept: &PackedCache, shape: Gemm, weight: &[f32]| {
-            kept.panels(&pool, &threads, shape, weight).unwrap()
+        let get = |cache: &PackedCache, shape: Gemm, weight: &[f32]| {
+            cache.panels(&pool, &threads, shape, weight).unwrap()
         };
-        assert!(of(&kept, shape, &weights[..4096]).is_none(), "nobody has announced it");
-        kept.announce(&weights[..8192]);
-        assert!(of(&kept, shape, &weights[8192..]).is_none(), "this part was not announced");
-        assert!(of(&kept, Gemm { m: 63, ..shape }, &weights[..4096]).is_none(), "too few rows");
-        assert!(
-            of(&kept, Gemm { m: 257, ..shape }, &weights[..4096]).is_none(),
-            "so many that it does not pay"
-        );
-        let first = of(&kept, shape, &weights[4096..8192]).unwrap();
-        assert!(Arc::ptr_eq(&first, &of(&kept, shape, &weights[4096..8192]).unwrap()));
-        let other = of(&kept, Gemm { tb: false, ..shape }, &weights[4096..8192]).unwrap();
-        assert!(!Arc::ptr_eq(&first, &other), "read the other way");
+        assert!(get(&cache, shape, &weights[..4096]).is_none(), "not announced");
+        cache.announce(&weights[..8192]);
+        assert!(get(&cache, shape, &weights[8192..]).is_none(), "this part was not announced");
+        assert!(get(&cache, Gemm { m: 63, ..shape }, &weights[..4096]).is_none(), "too few rows");
+        assert!(get(&cache, Gemm { m: 257, ..shape }, &weights[..4096]).is_none(), "too many rows");
+        let first = get(&cache, shape, &weights[4096..8192]).unwrap();
+        assert!(Arc::ptr_eq(&first, &get(&cache, shape, &weights[4096..8192]).unwrap()));
+        let other = get(&cache, Gemm { tb: false, ..shape }, &weights[4096..8192]).unwrap();
+        assert!(!Arc::ptr_eq(&first, &other), "the layout differs");
         drop((first, other));
-        kept.clear();
+        cache.clear();
         assert_eq!(pool.ledger.live(hpctrain_device::MemoryKind::Workspace), 0);
-        assert!(of(&kept, shape, &weights[4096..8192]).is_none(), "it may have changed");
+        assert!(get(&cache, shape, &weights[4096..8192]).is_none(), "it may have changed");
 
         weights.fill(2.0);
-        kept.announce(&weights);
+        cache.announce(&weights);
         let ones = vec![1.0; 4096];
         let mut sums = vec![0.0; 4096];
-        let panels = of(&kept, shape, &weights[4096..8192]).unwrap();
+        let panels = get(&cache, shape, &weights[4096..8192]).unwrap();
         panels.multiply(
             &threads,
             left(shape, &ones),
@@ -202,16 +199,16 @@ mod tests {
     fn room_is_limited() {
         let pool = Arc::new(HostPool::default());
         let threads = Threads::new(1);
-        let kept = PackedCache::default();
+        let cache = PackedCache::default();
         let weights = numbers(2 * 64 * 64, 3);
-        kept.announce(&weights);
-        kept.state().bytes = ROOM - 64 * 64 * size_of::<f32>();
+        cache.announce(&weights);
+        cache.state().bytes = MAX_BYTES - 64 * 64 * size_of::<f32>();
         let shape = Gemm { m: 64, n: 64, k: 64, ta: false, tb: true, acc: false };
-        assert!(kept.panels(&pool, &threads, shape, &weights[..4096]).unwrap().is_some());
-        assert!(kept.panels(&pool, &threads, shape, &weights[4096..]).unwrap().is_none());
+        assert!(cache.panels(&pool, &threads, shape, &weights[..4096]).unwrap().is_some());
+        assert!(cache.panels(&pool, &threads, shape, &weights[4096..]).unwrap().is_none());
         assert_eq!(
             [bytes(1 << 20, 64), bytes(1 << 30, 256), bytes(1 << 20, 257)],
-            [8 << 20, ROOM, 0]
+            [8 << 20, MAX_BYTES, 0]
         );
     }
 }

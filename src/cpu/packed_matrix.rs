@@ -1,4 +1,4 @@
-//! An operand of products in the order in which the kernel reads it.
+//! A right operand of matmuls, packed in the order in which the kernel reads it.
 
 use std::ops::Range;
 use std::sync::{Arc, LazyLock};
@@ -15,8 +15,7 @@ use super::transpose::transpose;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Gemm, MemoryKind};
 
-/// Columns of a panel, which the kernel computes at a time: four vectors of 16 elements or two of
-/// 8.
+/// Columns of a panel, which the kernel computes at once: four vectors of 16 elements or two of 8.
 static WIDTH: LazyLock<usize> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") {
@@ -25,19 +24,17 @@ static WIDTH: LazyLock<usize> = LazyLock::new(|| {
     16
 });
 
-/// Panels that one task goes through for some rows before it takes the next rows: the caches hold
-/// so many.
+/// Panels that one task processes for some rows before it takes the next rows: they fit in the
+/// caches.
 const GROUP: usize = 8;
 
-/// Rows that are multiplied at a time. The kernel takes a panel as it is for no more than that:
-/// from there on it would copy it once more.
+/// Rows that are multiplied at once. With more rows the kernel would pack the panel again.
 const ROWS: usize = 8 * TILE_ROWS;
 
-/// Tasks for each thread, at least, while there is enough to cut.
+/// Least number of tasks per thread, if there is enough work.
 const TASKS: usize = 2;
 
-/// The right operand, k×n, in panels of its columns; the elements of a row of a panel are
-/// neighbours.
+/// The right operand, k×n, packed into panels of its columns; a row of a panel is contiguous.
 pub struct PackedMatrix {
     elements: CpuBuf,
     k: usize,
@@ -45,15 +42,15 @@ pub struct PackedMatrix {
 }
 
 impl PackedMatrix {
-    /// Elements of such panels, those included that fill the last one up.
+    /// Returns the elements of packed panels, including the padding of the last one.
     pub fn elements(k: usize, n: usize) -> usize {
         n.next_multiple_of(*WIDTH) * k
     }
 
-    /// The right operand of these products.
+    /// Packs the right operand `b` of matmuls of this shape.
     ///
     /// # Errors
-    /// The system has no such memory.
+    /// Returns an error if the system cannot allocate the memory.
     pub fn new(pool: &Arc<HostPool>, threads: &Threads, shape: Gemm, b: &[f32]) -> Result<Self> {
         let Gemm { k, n, tb, .. } = shape;
         assert_eq!(b.len(), k * n, "the right operand's elements");
@@ -72,9 +69,9 @@ impl PackedMatrix {
         Ok(Self { elements, k, n })
     }
 
-    /// Computes `c`, of this start, and `a·b`, with the bits of [`super::gemm::multiply_parallel`]
-    /// where no side of a part of that is a vector. The cut suits the threads; the bits do not
-    /// depend on it.
+    /// Adds `a·b` to the initial value `start` of `c`, with the bits of
+    /// [`super::gemm::multiply_parallel`] unless a part has only one row or column. The division
+    /// depends on the number of threads; the bits do not.
     pub fn multiply(
         &self,
         threads: &Threads,
@@ -92,7 +89,7 @@ impl PackedMatrix {
         });
     }
 
-    /// One task: some rows, and columns of whole panels.
+    /// Computes one task: some rows, and columns of whole panels.
     fn part(
         &self,
         a: ArrayView2<'_, f32>,
@@ -118,7 +115,7 @@ impl PackedMatrix {
         }
     }
 
-    /// Some rows of a panel, and as many of its columns as there are.
+    /// Returns some rows of a panel, without its padding columns.
     fn panel(&self, panel: usize, rows: Range<usize>, columns: usize) -> ArrayView2<'_, f32> {
         let first = (panel * self.k + rows.start) * *WIDTH;
         let shape = (rows.len(), columns).strides((*WIDTH, 1));

@@ -1,4 +1,4 @@
-//! Peak rates of the cores and the memory, with nothing in the way: the reference of kernels.
+//! Peak rates of the cores and the memory without any other work: the reference for kernels.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -8,22 +8,22 @@ use rayon::prelude::*;
 
 use super::threads::Threads;
 
-/// The best of so many tries, since others may be using the machine.
+/// The number of tries, of which the best counts, since other processes may use the machine.
 const TRIES: usize = 10;
 
-/// Fused multiply-adds of a register in one try: some milliseconds.
+/// Fused multiply-adds of each register in one try: some milliseconds.
 const ROUNDS: usize = 1 << 20;
 
-/// Registers that are added to in turn: an addition takes longer than it takes to start the next.
+/// Registers that accumulate in turn, because the latency of an addition exceeds its throughput.
 const REGISTERS: usize = 12;
 
-/// Elements of each array of the triad, 64 MiB: more than caches hold.
+/// Elements of each array of the triad, 64 MiB: larger than the caches.
 const ELEMENTS: usize = 1 << 24;
 
-/// Elements that a thread takes at a time.
+/// Elements of one task.
 const CHUNK: usize = 1 << 16;
 
-/// The least seconds of a few tries.
+/// Returns the shortest time of several tries in seconds.
 pub(super) fn best(mut run: impl FnMut()) -> f64 {
     let tries = (0..TRIES).map(|_| {
         let begun = Instant::now();
@@ -33,7 +33,7 @@ pub(super) fn best(mut run: impl FnMut()) -> f64 {
     tries.fold(f64::INFINITY, f64::min)
 }
 
-/// Fused multiply-adds on registers; returns how many it made, in elements.
+/// Fused multiply-adds on registers; returns how many elements it computed.
 struct Fused(f32);
 
 impl WithSimd for Fused {
@@ -55,20 +55,20 @@ impl WithSimd for Fused {
     }
 }
 
-/// Floating-point operations a second of fused multiply-adds on all threads.
+/// Returns the FLOP/s of fused multiply-adds on all threads.
 pub fn flops(threads: &Threads) -> f64 {
     let arch = Arch::new();
-    let lanes = arch.dispatch(Fused(black_box(0.5))).0;
+    let elements = arch.dispatch(Fused(black_box(0.5))).0;
     let seconds = best(|| {
         threads.run(threads.count(), |_, _| {
             black_box(arch.dispatch(Fused(black_box(0.5))));
         });
     });
-    (2 * lanes * threads.count()) as f64 / seconds
+    (2 * elements * threads.count()) as f64 / seconds
 }
 
-/// Bytes a second that `a = b + 3·c` moves on all threads: McCalpin's triad (STREAM, 1995), every
-/// array once.
+/// Returns the bytes per second that `a = b + 3·c` moves on all threads: McCalpin's triad (STREAM,
+/// 1995), every array counted once.
 pub fn bandwidth(threads: &Threads) -> f64 {
     let mut a = vec![0.0f32; ELEMENTS];
     let b = vec![1.0f32; ELEMENTS];

@@ -1,6 +1,6 @@
-//! Peak rates of CPUs that `hpctrain bench` has measured: the denominator of MFU. A run does not
-//! measure: other processes of the machine would be slowed down, and no two starts would have the
-//! same denominator.
+//! Peak rates of CPUs measured by `hpctrain bench`: the denominator of MFU. A training run does not
+//! measure them: it would slow other processes on the host down, and the denominator would differ
+//! between runs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::user_dirs;
 
-/// Name of the file in the user's cache directory.
+/// The name of the file in the user's cache directory.
 const FILE: &str = "cpu-peaks.json";
 
-/// The lines of /proc/cpuinfo that name a kind of CPU, on x86-64 and ARM.
+/// The lines of /proc/cpuinfo that identify a model of CPU, on x86-64 and ARM.
 const KEYS: [&str; 8] = [
     "vendor_id",
     "model name",
@@ -26,17 +26,17 @@ const KEYS: [&str; 8] = [
     "CPU part",
 ];
 
-/// Measurements by kind of CPU, then by number format.
+/// Measurements by model of CPU, then by number format.
 type Peaks = BTreeMap<String, BTreeMap<String, Peak>>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 struct Peak {
     gflops_per_thread: f64,
-    /// Threads of the rank that measured.
+    /// The number of threads of the rank that measured.
     threads: usize,
 }
 
-/// Records the peak of `threads` threads in FLOP/s, in place of an earlier one; returns the file.
+/// Records the peak of `threads` threads in FLOP/s, replacing an earlier one, and returns the file.
 pub(super) fn record(format: &str, flops: f64, threads: usize) -> Result<PathBuf> {
     let mut refused = None;
     for (root, name) in user_dirs::cache_roots() {
@@ -56,14 +56,14 @@ fn record_in(file: &Path, cpu: &str, format: &str, flops: f64, threads: usize) -
     let peak = Peak { gflops_per_thread: flops / 1e9 / threads as f64, threads };
     peaks.entry(cpu.to_owned()).or_default().insert(format.to_owned(), peak);
     let text = serde_json::to_string_pretty(&peaks).map_err(|e| Error::internal(e.to_string()))?;
-    // Another process may do the same: each renames a file that only it writes.
+    // Another process may do the same, so each renames a file that only it writes.
     let new = file.with_extension(format!("{}.tmp", std::process::id()));
     fs::write(&new, text + "\n").map_err(|e| Error::io("write", &new, e))?;
     fs::rename(&new, file).map_err(|e| Error::io("rename", &new, e))?;
     Ok(file.to_owned())
 }
 
-/// The recorded peak of `threads` threads of this CPU in FLOP/s.
+/// Returns the recorded peak of `threads` threads of this CPU in FLOP/s, if there is one.
 pub(super) fn find(format: &str, threads: usize) -> Option<f64> {
     let cpu = kind_of_cpu();
     let files = user_dirs::cache_roots().into_iter().map(|(root, name)| root.join(name).join(FILE));
@@ -78,17 +78,18 @@ fn find_in(file: &Path, cpu: &str, format: &str, threads: usize) -> Option<f64> 
     (flops.is_finite() && flops > 0.0).then_some(flops)
 }
 
-/// The measurements of a file; none if it is missing or damaged: the next one replaces it.
+/// Returns the measurements in a file; none if it is missing or damaged: the next record replaces
+/// it.
 fn read(file: &Path) -> Peaks {
     fs::read(file).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
 }
 
-/// The kind of CPU of this machine.
+/// Returns the model of this machine's CPU.
 fn kind_of_cpu() -> String {
     kind_in(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default())
 }
 
-/// The kind of the first processor in the text of /proc/cpuinfo.
+/// Returns the model of the first processor in the text of /proc/cpuinfo.
 fn kind_in(cpuinfo: &str) -> String {
     let first = cpuinfo.split("\n\n").next().unwrap_or_default();
     let lines = first.lines().filter_map(|line| line.split_once(':'));
@@ -115,7 +116,7 @@ mod tests {
         assert_eq!(find_in(&file, "one", "f32", 8), Some(8e11));
         assert_eq!(find_in(&file, "one", "bf16", 4), Some(8e11));
         assert_eq!(find_in(&file, "other", "f32", 2), None);
-        // No temporary file stays, and a damaged file is replaced.
+        // The temporary file is gone, and a damaged file is replaced.
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
         fs::write(&file, "{").unwrap();
         assert_eq!(find_in(&file, "one", "f32", 2), None);

@@ -1,4 +1,4 @@
-//! Losses of predictions that are numbers, fused with their gradients.
+//! Regression losses, fused with their gradients.
 
 use rayon::prelude::*;
 
@@ -9,14 +9,14 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Deviation, KernelCost, Regression, RegressionOps};
 
-/// The deviation of one element and its slope.
+/// Returns the loss of one element and its slope.
 fn deviation(by: Deviation, p: f32, t: f32) -> (f32, f32) {
-    let apart = p - t;
+    let error = p - t;
     match by {
-        Deviation::Squared => (apart * apart, 2.0 * apart),
-        Deviation::Absolute => (apart.abs(), if apart == 0.0 { 0.0 } else { apart.signum() }),
-        Deviation::Huber(reach) if apart.abs() <= reach => (0.5 * apart * apart, apart),
-        Deviation::Huber(reach) => (reach * (apart.abs() - 0.5 * reach), reach * apart.signum()),
+        Deviation::Squared => (error * error, 2.0 * error),
+        Deviation::Absolute => (error.abs(), if error == 0.0 { 0.0 } else { error.signum() }),
+        Deviation::Huber(delta) if error.abs() <= delta => (0.5 * error * error, error),
+        Deviation::Huber(delta) => (delta * (error.abs() - 0.5 * delta), delta * error.signum()),
         // max(p, 0) - p·t + ln(1 + e^-|p|): no exponential overflows.
         Deviation::Binary => {
             let small = exp(-p.abs());

@@ -1,4 +1,4 @@
-//! Rotary positions (Su et al., 2021).
+//! Rotary position embeddings (Su et al., 2021).
 
 use rayon::prelude::*;
 

@@ -1,9 +1,8 @@
-//! Products of small matrices whose sums stay in registers.
+//! Small matmuls with register-tiled micro-kernels.
 //!
-//! Matrices lie in strips of some columns, one panel of strips after the other, so vectors are
-//! whole and neighbours. Of each sum the terms are added one after the other, so its bits depend
-//! neither on the width of vectors nor on the number of rows and columns that are computed
-//! together.
+//! Matrices are stored as panels of strips, each with some columns of a row, so vectors are
+//! contiguous and aligned. The terms of each sum are added one after the other, so its bits depend
+//! neither on the vector width nor on the number of rows and columns that are computed together.
 
 use std::ops::Range;
 
@@ -12,44 +11,44 @@ use pulp::Simd;
 
 use super::transpose::transpose_square;
 
-/// Columns of a strip: two vectors of AVX-512, four of AVX2.
+/// Columns of a strip: two AVX-512 vectors, four of AVX2.
 pub const COLUMNS: usize = 32;
 
 /// Rows of a group, which is computed in tiles as high as the registers allow.
 pub const ROWS: usize = 8;
 
-/// So many neighbouring columns of one row; begins on a cache line.
+/// Neighbouring columns of one row, aligned to a cache line.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Pod, Zeroable)]
 pub struct Strip(pub [f32; COLUMNS]);
 
 impl Strip {
-    /// The columns as vectors.
+    /// Returns the columns as vectors.
     #[inline(always)]
     pub fn vectors<S: Simd>(&self) -> &[S::f32s] {
         S::as_simd_f32s(&self.0).0
     }
 
-    /// The same, to be written.
+    /// Returns the columns as exclusive vectors.
     #[inline(always)]
     pub fn vectors_mut<S: Simd>(&mut self) -> &mut [S::f32s] {
         S::as_mut_simd_f32s(&mut self.0).0
     }
 }
 
-/// Strips that hold a row of `width` elements.
+/// Returns the number of strips that hold a row of `width` elements.
 pub fn panels(width: usize) -> usize {
     width.div_ceil(COLUMNS)
 }
 
-/// Vectors of panel number `panel` that hold elements of rows of `width`.
+/// Returns the vectors of panel `panel` that hold elements of rows of `width`.
 #[inline(always)]
 pub fn vectors_of<S: Simd>(width: usize, panel: usize) -> Range<usize> {
     0..(width - panel * COLUMNS).min(COLUMNS).div_ceil(S::F32_LANES)
 }
 
-/// Copies columns of rows that are `stride` apart into panels of `height` strips; columns beyond
-/// stay as they are.
+/// Copies columns of rows with leading dimension `stride` into panels of `height` strips; the
+/// padding of the last panel is unchanged.
 #[inline(always)]
 pub fn pack(x: &[f32], stride: usize, columns: Range<usize>, to: &mut [Strip], height: usize) {
     for (panel, first) in columns.clone().step_by(COLUMNS).enumerate() {
@@ -64,7 +63,7 @@ pub fn pack(x: &[f32], stride: usize, columns: Range<usize>, to: &mut [Strip], h
     }
 }
 
-/// Turns panels of as many strips as a strip has columns over: to a strip for each column.
+/// Transposes panels of [`COLUMNS`] strips into a strip for each column.
 pub fn turn(panels: &[Strip], to: &mut [Strip]) {
     let panels = bytemuck::cast_slice::<_, [f32; COLUMNS]>(panels).as_chunks::<COLUMNS>().0;
     let to = bytemuck::cast_slice_mut::<_, [f32; COLUMNS]>(to).as_chunks_mut::<COLUMNS>().0;
@@ -73,7 +72,7 @@ pub fn turn(panels: &[Strip], to: &mut [Strip]) {
     }
 }
 
-/// Writes row number `row` of panels of `height` strips, times `factor`.
+/// Writes row `row` of panels of `height` strips, multiplied by `factor`.
 #[inline(always)]
 pub fn unpack<S: Simd>(
     simd: S,
@@ -96,15 +95,15 @@ pub fn unpack<S: Simd>(
     }
 }
 
-/// Multiplies rows of one width element by element, and adds up what lies a whole strip apart.
+/// Multiplies two rows elementwise, and adds up the elements that are a multiple of a strip apart.
 #[inline(always)]
 pub fn products<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> Strip {
     let mut sums = Strip([0.0; COLUMNS]);
     for (x, y) in x.chunks(COLUMNS).zip(y.chunks(COLUMNS)) {
         let ((x, x_rest), (y, y_rest)) = (S::as_simd_f32s(x), S::as_simd_f32s(y));
         let mut sums = sums.vectors_mut::<S>().iter_mut();
-        // The sums come last: an iterator that comes first loses an element to the end of the
-        // others.
+        // The sums are zipped last: an iterator that is zipped first loses an element when
+        // the others end.
         for ((x, y), sum) in x.iter().zip(y).zip(&mut sums) {
             *sum = simd.mul_add_f32s(*x, *y, *sum);
         }
@@ -119,13 +118,13 @@ pub fn products<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> Strip {
     sums
 }
 
-/// A product that is computed in tiles.
+/// A matmul that is computed in tiles.
 trait Tiles<S: Simd> {
-    /// Computes `HIGH` rows from `row` of the group on, and `WIDE` vectors from number `vector` on.
+    /// Computes `HIGH` rows from `row` of the group on, and `WIDE` vectors from `vector` on.
     fn tile<const HIGH: usize, const WIDE: usize>(&mut self, simd: S, row: usize, vector: usize);
 }
 
-/// Computes a group of [`ROWS`] rows, or one row, and the vectors of a strip that are asked for.
+/// Computes the vectors `vectors` of a strip for a group of [`ROWS`] rows, or for one row.
 #[inline(always)]
 fn cover<S: Simd>(simd: S, rows: usize, vectors: Range<usize>, tiles: &mut impl Tiles<S>) {
     if rows == 1 {
@@ -156,10 +155,10 @@ fn cover_by<S: Simd, const HIGH: usize>(
     }
 }
 
-/// Sums of `HIGH` rows and `WIDE` vectors.
+/// Accumulators of `HIGH` rows and `WIDE` vectors.
 type Sums<S, const HIGH: usize, const WIDE: usize> = [[<S as Simd>::f32s; WIDE]; HIGH];
 
-/// Adds the products of `HIGH` elements and the vectors of a strip from number `vector` on.
+/// Adds the outer product of `HIGH` elements and `WIDE` vectors of a strip from `vector` on.
 #[inline(always)]
 fn add<S: Simd, const HIGH: usize, const WIDE: usize>(
     simd: S,
@@ -177,9 +176,9 @@ fn add<S: Simd, const HIGH: usize, const WIDE: usize>(
     }
 }
 
-/// Writes sums to their place in a group's strips.
+/// Stores accumulators in a group's strips.
 #[inline(always)]
-fn keep<S: Simd, const HIGH: usize, const WIDE: usize>(
+fn store<S: Simd, const HIGH: usize, const WIDE: usize>(
     sums: &Sums<S, HIGH, WIDE>,
     to: &mut [Strip],
     (row, vector): (usize, usize),
@@ -190,29 +189,29 @@ fn keep<S: Simd, const HIGH: usize, const WIDE: usize>(
     }
 }
 
-/// Product of a group of rows and a matrix of one panel. A term is an element of each row.
+/// The matmul of a group of rows and a matrix of one panel. A term is an element of each row.
 pub struct ByRows<'a> {
-    /// Panels of `height` strips, of which the group begins at strip number `row`.
+    /// The panels of `height` strips, in which the group begins at strip `row`.
     pub a: &'a [Strip],
     pub height: usize,
     pub row: usize,
     /// A strip for each term.
     pub b: &'a [Strip],
-    /// Terms before are left out; in the first panel.
+    /// The first term that is summed, in the first panel.
     pub from: usize,
-    /// The group's strips, which the product is added to if `add`.
+    /// The group's strips, to which the result is added if `add`.
     pub to: &'a mut [Strip],
     pub add: bool,
 }
 
 impl ByRows<'_> {
-    /// Computes so many vectors of the strips.
+    /// Computes the vectors `vectors` of the strips.
     #[inline(always)]
     pub fn compute<S: Simd>(mut self, simd: S, vectors: Range<usize>) {
         cover(simd, ROWS, vectors, &mut self);
     }
 
-    /// Of the group's first row alone.
+    /// Computes the vectors `vectors` of the group's first row alone.
     #[inline(always)]
     pub fn compute_row<S: Simd>(mut self, simd: S, vectors: Range<usize>) {
         cover(simd, 1, vectors, &mut self);
@@ -245,24 +244,24 @@ impl<S: Simd> Tiles<S> for ByRows<'_> {
             }
             (from, panel) = (0, &panel[self.height..]);
         }
-        keep::<S, HIGH, WIDE>(&sums, self.to, (row, vector));
+        store::<S, HIGH, WIDE>(&sums, self.to, (row, vector));
     }
 }
 
-/// Product of the transpose of a group of columns and a matrix of one panel. A term is an element
-/// of each column.
+/// The matmul of the transpose of a group of columns and a matrix of one panel. A term is an
+/// element of each column.
 pub struct ByColumns<'a> {
-    /// A strip for each term, of which the group begins at column number `column`.
+    /// A strip for each term, in which the group begins at column `column`.
     pub a: &'a [Strip],
     pub column: usize,
     /// A strip for each term.
     pub b: &'a [Strip],
-    /// The group's strips.
+    /// The group's strips, which are overwritten.
     pub to: &'a mut [Strip],
 }
 
 impl ByColumns<'_> {
-    /// Computes so many vectors of the strips.
+    /// Computes the vectors `vectors` of the strips.
     #[inline(always)]
     pub fn compute<S: Simd>(mut self, simd: S, vectors: Range<usize>) {
         cover(simd, ROWS, vectors, &mut self);
@@ -284,6 +283,6 @@ impl<S: Simd> Tiles<S> for ByColumns<'_> {
                 vector,
             );
         }
-        keep::<S, HIGH, WIDE>(&sums, self.to, (row, vector));
+        store::<S, HIGH, WIDE>(&sums, self.to, (row, vector));
     }
 }

@@ -9,7 +9,7 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::{KernelCost, SoftmaxOps};
 
-/// Elements of one task: whole rows.
+/// Returns the elements of one task, which consists of whole rows.
 fn part(width: usize) -> usize {
     (CHUNK / width).max(1) * width
 }

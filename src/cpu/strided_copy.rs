@@ -1,4 +1,4 @@
-//! Copies of columns.
+//! Strided copies of columns.
 
 use rayon::prelude::*;
 

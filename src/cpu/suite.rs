@@ -1,4 +1,4 @@
-//! The suite of all devices on the CPU: the same bits with any number of threads.
+//! The tests of all devices on the CPU, which must give the same bits with any number of threads.
 
 use hpctrain_device_tests::common::{Results, bits, random};
 use hpctrain_device_tests::each_operation;
@@ -36,8 +36,8 @@ each_operation! { on_cpu! {
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
-/// Products by this implementation on several numbers of threads, unless CPU or library are
-/// missing.
+/// Tests matmuls by this implementation on several numbers of threads; skips them if the CPU lacks
+/// the instructions or the library is missing.
 fn by(products: Products, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
     let on = |threads| -> Option<Vec<Vec<u32>>> {
         let cpu = Cpu::new(threads)
@@ -65,7 +65,7 @@ fn products_by_onednn_are_right_and_do_not_depend_on_the_threads() {
 
 #[test]
 fn products_of_bf16_are_right_where_the_cpu_has_them() {
-    // Operands that bf16 holds: the sums are those of f32.
+    // Operands that bf16 can hold: the results are those of f32.
     let narrow = |_: &Cpu, seed, len| -> Vec<f32> {
         random(&Cpu::new(1), seed, len)
             .into_iter()

@@ -14,7 +14,7 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Rows of one task.
+/// Returns the number of rows of one task.
 fn rows(width: usize) -> usize {
     (CHUNK / width).max(1)
 }

@@ -1,12 +1,12 @@
-//! A fork-join pool that stays hot between kernels.
+//! A fork-join thread pool whose workers spin between kernels.
 //!
-//! Kernels of a small model last tens of microseconds; waking a sleeping thread costs as much.
-//! Workers therefore spin briefly after a job before they sleep. A job is a number of independent
+//! Kernels of a small model take tens of microseconds; waking a sleeping thread costs as much.
+//! Workers therefore spin briefly after a job before they sleep. A job consists of independent
 //! tasks, each claimed once; the caller works too and returns when all are done.
 //!
-//! A kernel's items are shared out in order: a thread has the same part of all tensors' rows, which
-//! its own caches hold, in one kernel after the other. Only a thread that has no more of its own
-//! takes from others.
+//! A kernel's items are distributed in order: a thread gets the same part of the rows of all
+//! tensors in every kernel, which its caches hold. Only a thread without items of its share steals
+//! from others.
 
 use std::cell::UnsafeCell;
 use std::mem::replace;
@@ -22,22 +22,22 @@ use rayon::slice::ParallelSliceMut;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 
-/// Rounds a worker spins for the next job before it sleeps: some tens of microseconds.
+/// Iterations that a worker spins for the next job before it sleeps: some tens of microseconds.
 const SPINS: u32 = 20_000;
 
-/// Bits of the claim word that hold the next task and the number of tasks; the rest is the job's
-/// number.
+/// The bits of the claim word that hold the next task and the number of tasks each; the rest is the
+/// job's number.
 const TASK_BITS: u32 = 24;
 const TASK_MASK: u64 = (1 << TASK_BITS) - 1;
 
-/// Takes the number of the thread and that of the task.
+/// A task, called with the index of the thread and that of the task.
 type Task<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 struct Shared {
-    /// Job number, number of tasks and next task in one word: a thread that claims a task learns in
-    /// the same instant which job it belongs to and whether the task exists.
+    /// Job number, number of tasks and next task in one word: claiming a task atomically determines
+    /// which job it belongs to and whether it exists.
     claim: AtomicU64,
-    /// Tasks finished of the current job.
+    /// The number of finished tasks of the current job.
     done: AtomicUsize,
     /// The current job. Written only while no claimed task is unfinished.
     job: UnsafeCell<Option<Task<'static>>>,
@@ -52,7 +52,7 @@ struct Shared {
 unsafe impl Sync for Shared {}
 
 impl Shared {
-    /// Takes the next task of the current job, if one is left.
+    /// Claims the next task of the current job, if one is left.
     fn next(&self) -> Option<usize> {
         let split =
             |word: u64| ((word & TASK_MASK) as usize, ((word >> TASK_BITS) & TASK_MASK) as usize);
@@ -64,7 +64,7 @@ impl Shared {
         (index < tasks).then_some(index)
     }
 
-    /// Works on the current job, as this thread, until no task is left to claim.
+    /// Runs tasks of the current job on this thread until none is left to claim.
     fn work(&self, thread: usize) {
         while let Some(index) = self.next() {
             // SAFETY: a claimed, unfinished task keeps `run` from returning and the job from
@@ -91,8 +91,8 @@ impl Shared {
                 std::hint::spin_loop();
             } else {
                 self.sleepers.fetch_add(1, Ordering::SeqCst);
-                // A job published before the line above was counted in is seen here; a later one
-                // wakes us.
+                // A job published before the line above took effect is seen here; a later one wakes
+                // this thread.
                 if self.claim.load(Ordering::SeqCst) == before && !self.stop.load(Ordering::SeqCst)
                 {
                     std::thread::park();
@@ -104,18 +104,18 @@ impl Shared {
     }
 }
 
-/// The threads of one rank.
+/// The compute threads of one rank.
 pub struct Threads {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
-    /// One job at a time.
+    /// Held while a job runs; the number of the last job.
     running: Mutex<u64>,
-    /// The error of a thread that the system refused.
+    /// The error of a thread that the system refused to start.
     refused: Option<Error>,
 }
 
 impl Threads {
-    /// A pool of `count` threads, the caller of [`Threads::run`] included.
+    /// Creates a pool of `count` threads, including the caller of [`Threads::run`].
     pub fn new(count: usize) -> Self {
         let shared = Arc::new(Shared {
             claim: AtomicU64::new(0),
@@ -141,29 +141,29 @@ impl Threads {
         Self { shared, workers, running: Mutex::new(0), refused }
     }
 
-    /// Checks that all threads were started: results are the same with fewer, but later.
+    /// Checks that all threads were started: with fewer, results are the same, but slower.
     ///
     /// # Errors
-    /// Returns an error if the system refused one.
+    /// Returns an error if the system refused to start a thread.
     pub fn check(&self) -> Result<()> {
         self.refused.clone().map_or(Ok(()), Err)
     }
 
-    /// Threads that work on a job.
+    /// Returns the number of threads that work on a job.
     pub fn count(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// Calls `task(thread, 0)` … `task(thread, tasks - 1)`, each once, in any order, with the
-    /// number of the thread that does it; returns when all have returned.
+    /// Calls `task(thread, 0)` … `task(thread, tasks - 1)`, each once and in any order, with the
+    /// index of the thread that runs it; returns when all have returned.
     ///
     /// # Panics
-    /// When a task panics. Must not be called from inside a task.
+    /// Panics if a task panics. Must not be called from inside a task.
     pub fn run(&self, tasks: usize, task: impl Fn(usize, usize) + Sync) {
         self.run_dyn(tasks, &task);
     }
 
-    /// Not generic, so that it is compiled once, not for every kernel.
+    /// Runs a job; not generic, so that it is compiled once instead of for every kernel.
     fn run_dyn(&self, tasks: usize, task: Task<'_>) {
         if self.workers.is_empty() || tasks <= 1 {
             (0..tasks).for_each(|index| task(0, index));
@@ -174,9 +174,9 @@ impl Threads {
         let mut job_number = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         *job_number += 1;
         // SAFETY: only the lifetime changes; every use of the reference ends before this function
-        // returns, because it waits for all claimed tasks and the claim word offers no more.
+        // returns, because it waits for all claimed tasks and no more can be claimed.
         let task: Task<'static> = unsafe { std::mem::transmute(task) };
-        // SAFETY: no task of an earlier job is unfinished, so nobody reads `job` now.
+        // SAFETY: no task of an earlier job is unfinished, so no thread reads `job` now.
         unsafe { *shared.job.get() = Some(task) };
         shared.done.store(0, Ordering::Relaxed);
         let word = *job_number << (2 * TASK_BITS) | (tasks as u64) << TASK_BITS;
@@ -188,7 +188,8 @@ impl Threads {
         let mut spins = 0;
         while shared.done.load(Ordering::Acquire) < tasks {
             spins += 1;
-            // A worker that was descheduled inside its task needs the core that this loop burns.
+            // A worker that was descheduled inside its task needs the core on which this loop
+            // spins.
             if spins % 1024 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
         if shared.panicked.swap(false, Ordering::Relaxed) {
@@ -197,8 +198,8 @@ impl Threads {
         }
     }
 
-    /// Calls `f` once with each item, spread over the threads. Items are typically disjoint parts
-    /// of an output.
+    /// Calls `f` once with each item, distributed over the threads. Items are typically disjoint
+    /// parts of an output.
     pub fn each<I: IntoParallelIterator<Iter: IndexedParallelIterator>>(
         &self,
         items: I,
@@ -210,7 +211,7 @@ impl Threads {
     }
 }
 
-/// Calls of `f` with so many items.
+/// The calls of `f` with `len` items.
 struct Each<'a, F> {
     threads: &'a Threads,
     len: usize,
@@ -233,8 +234,8 @@ impl<T, F: Fn(T) + Sync> ProducerCallback<T> for Each<'_, F> {
         threads.run(count, |thread, _| {
             for turn in 0..count {
                 let share = &shares[(thread + turn) % count];
-                // Of its own share a thread takes the first item, of others' the last: their next
-                // ones may be in their caches.
+                // A thread takes the first item of its own share and the last of others', whose
+                // first ones may be in their threads' caches.
                 let next = || {
                     let mut share = share.lock().unwrap_or_else(PoisonError::into_inner);
                     if turn == 0 { share.take(1).items } else { share.take_last().items }
@@ -247,15 +248,15 @@ impl<T, F: Fn(T) + Sync> ProducerCallback<T> for Each<'_, F> {
     }
 }
 
-/// Items that nobody has begun with.
+/// Items that no thread has claimed.
 struct Share<P> {
-    /// None if there are none.
+    /// `None` if there are none.
     items: Option<P>,
     len: usize,
 }
 
 impl<P: Producer> Share<P> {
-    /// The first ones, so many or as many as there are.
+    /// Removes and returns the first `len` items, or all if there are fewer.
     fn take(&mut self, len: usize) -> Self {
         let len = len.min(self.len);
         let (own, rest) = self.items.take().map(|items| items.split_at(len)).unzip();
@@ -263,14 +264,14 @@ impl<P: Producer> Share<P> {
         Self { items: own.filter(|_| len > 0), len }
     }
 
-    /// The last one.
+    /// Removes and returns the last item.
     fn take_last(&mut self) -> Self {
         let rest = self.take(self.len.saturating_sub(1));
         replace(self, rest)
     }
 }
 
-/// The items as a list, made by the calling thread.
+/// Collects the items into a list on the calling thread.
 pub fn list<I: IndexedParallelIterator>(items: I) -> Vec<I::Item> {
     items.with_producer(List)
 }
@@ -285,7 +286,7 @@ impl<T> ProducerCallback<T> for List {
     }
 }
 
-/// Each of the items, with a chunk of `x` of so many elements, unless that is empty.
+/// Pairs each item with a chunk of `len` elements of `x`, or with `None` if `x` is empty.
 pub fn with_chunks<I: IndexedParallelIterator>(
     items: I,
     x: &mut [f32],

@@ -1,4 +1,4 @@
-//! Turning a matrix over, eight rows by eight columns at a time.
+//! Transposition in blocks of eight rows by eight columns.
 
 use std::array::from_fn;
 use std::ops::Range;
@@ -10,10 +10,10 @@ const BLOCK: usize = 8;
 
 type Block = [[f32; BLOCK]; BLOCK];
 
-/// Writes some columns of `x`, whose rows have `width` elements, to rows of `y`, which begin
-/// `stride` elements apart.
+/// Transposes some columns of `x`, whose rows have `width` elements, to rows of `y` with leading
+/// dimension `stride`.
 pub fn transpose(x: &[f32], width: usize, columns: Range<usize>, y: &mut [f32], stride: usize) {
-    // The compiler makes no shuffles of the plain loop, which takes twice as long.
+    // The compiler emits no shuffles for the scalar loop, which takes twice as long.
     #[cfg(target_arch = "x86_64")]
     if let Some(avx2) = pulp::x86::V3::try_new() {
         return pulp::Simd::vectorize(
@@ -27,7 +27,7 @@ pub fn transpose(x: &[f32], width: usize, columns: Range<usize>, y: &mut [f32], 
                     y,
                     stride,
                     #[inline(always)]
-                    |block| turned(avx2, block),
+                    |block| transpose_block_avx2(avx2, block),
                 );
             },
         );
@@ -38,7 +38,7 @@ pub fn transpose(x: &[f32], width: usize, columns: Range<usize>, y: &mut [f32], 
     );
 }
 
-/// Turns over a square whose edge is a number of whole blocks.
+/// Transposes a square matrix whose size is a multiple of the block size.
 pub fn transpose_square<const N: usize>(x: &[[f32; N]; N], y: &mut [[f32; N]; N]) {
     const { assert!(N.is_multiple_of(BLOCK)) };
     #[cfg(target_arch = "x86_64")]
@@ -51,7 +51,7 @@ pub fn transpose_square<const N: usize>(x: &[[f32; N]; N], y: &mut [[f32; N]; N]
                     x,
                     y,
                     #[inline(always)]
-                    |block| turned(avx2, block),
+                    |block| transpose_block_avx2(avx2, block),
                 );
             },
         );
@@ -59,12 +59,12 @@ pub fn transpose_square<const N: usize>(x: &[[f32; N]; N], y: &mut [[f32; N]; N]
     square_blocks(x, y, |block| from_fn(|i| from_fn(|j| block[j][i])));
 }
 
-/// [`transpose_square`], blocks by `turn`.
+/// Computes [`transpose_square`], transposing blocks with `turn`.
 #[inline(always)]
 fn square_blocks<const N: usize>(
     x: &[[f32; N]; N],
     y: &mut [[f32; N]; N],
-    turn: impl Fn(Block) -> Block,
+    transpose_block: impl Fn(Block) -> Block,
 ) {
     for (band, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
         for (column, y) in y.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
@@ -72,7 +72,7 @@ fn square_blocks<const N: usize>(
             for i in 0..BLOCK {
                 block[i] = x[i].as_chunks().0[column];
             }
-            let block = turn(block);
+            let block = transpose_block(block);
             for i in 0..BLOCK {
                 y[i].as_chunks_mut().0[band] = block[i];
             }
@@ -80,7 +80,7 @@ fn square_blocks<const N: usize>(
     }
 }
 
-/// [`transpose`], whole blocks by `turn`.
+/// Computes [`transpose`], transposing whole blocks with `turn`.
 #[inline(always)]
 fn blocks(
     x: &[f32],
@@ -88,7 +88,7 @@ fn blocks(
     columns: Range<usize>,
     y: &mut [f32],
     stride: usize,
-    turn: impl Fn(Block) -> Block,
+    transpose_block: impl Fn(Block) -> Block,
 ) {
     for (band, x) in x.chunks(BLOCK * width).enumerate() {
         let row = band * BLOCK;
@@ -98,7 +98,7 @@ fn blocks(
             let to = (column - columns.start) * stride + row;
             let from = |i: usize| x[i * width + column..].first_chunk::<BLOCK>();
             if (high, wide) == (BLOCK, BLOCK) {
-                let block = turn(from_fn(|i| from(i).copied().unwrap_or_default()));
+                let block = transpose_block(from_fn(|i| from(i).copied().unwrap_or_default()));
                 for (i, line) in block.iter().enumerate() {
                     y[to + i * stride..][..BLOCK].copy_from_slice(line);
                 }
@@ -111,11 +111,11 @@ fn blocks(
     }
 }
 
-/// A block, turned over in registers: pairs of elements, then of pairs, then of halves change
-/// places.
+/// Transposes a block in registers by exchanging elements, then pairs of elements, then halves of
+/// rows.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn turned(avx2: pulp::x86::V3, block: Block) -> Block {
+fn transpose_block_avx2(avx2: pulp::x86::V3, block: Block) -> Block {
     use std::arch::x86_64::__m256;
     let avx = avx2.avx;
     let rows: [__m256; BLOCK] = bytemuck::cast(block);
@@ -133,7 +133,7 @@ fn turned(avx2: pulp::x86::V3, block: Block) -> Block {
             avx._mm256_shuffle_ps::<0xee>(one, two)
         }
     });
-    let turned: [__m256; BLOCK] = from_fn(|i| {
+    let columns: [__m256; BLOCK] = from_fn(|i| {
         let one = fours[i % 4];
         let two = fours[i % 4 + 4];
         if i < 4 {
@@ -142,7 +142,7 @@ fn turned(avx2: pulp::x86::V3, block: Block) -> Block {
             avx._mm256_permute2f128_ps::<0x31>(one, two)
         }
     });
-    bytemuck::cast(turned)
+    bytemuck::cast(columns)
 }
 
 #[cfg(test)]

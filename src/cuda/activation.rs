@@ -1,4 +1,4 @@
-//! Functions of every element.
+//! Elementwise activation functions.
 
 use super::Cuda;
 use super::launch::Arg;

@@ -1,4 +1,4 @@
-//! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments hold the
+//! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments have the
 //! formulas used here.
 
 use super::Cuda;
@@ -9,11 +9,11 @@ use super::nvrtc::Variant;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Attention, AttentionOps, Backend, ElementwiseOps, KernelCost, MemoryKind};
 
-/// Widest head that the kernels are made for.
+/// The widest head that the kernels support.
 const WIDEST_HEAD: usize = 256;
 
-/// Tiles of one kernel: rows of a block, blocks that sum a gradient each for the same rows, and
-/// bytes of shared memory.
+/// The tiles of a kernel: rows of a block, the number of blocks that each sum one gradient for the
+/// same rows, and bytes of shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tiles {
     rows: usize,
@@ -21,7 +21,7 @@ struct Tiles {
     shared: usize,
 }
 
-/// Tiles of the kernels for one head width and element type.
+/// The tiles of the kernels for one head width and element type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cuts {
     forward: Tiles,
@@ -30,7 +30,7 @@ struct Cuts {
 }
 
 impl Cuts {
-    /// Of bf16 the kernels for tensor cores, of f32 the plain ones.
+    /// Returns the tiles: bf16 uses the tensor-core kernels, f32 the plain ones.
     fn new(element: Element, head: usize) -> Self {
         if element == Element::Bf16 {
             let row = head.next_power_of_two().max(32);
@@ -61,7 +61,7 @@ impl Cuts {
     }
 }
 
-/// A grid of tiles over so many heads of every sequence.
+/// Creates a grid of tiles over `heads` heads of every sequence.
 fn grid(shape: Attention, heads: usize, tiles: Tiles) -> Grid {
     let blocks =
         ((shape.time.div_ceil(tiles.rows) * tiles.parts) as u32, heads as u32, shape.batch as u32);
@@ -75,8 +75,10 @@ fn sizes(shape: Attention) -> [Arg; 4] {
 impl Cuda {
     fn attention_variant(&self, source: &'static str, shape: Attention) -> Result<Variant> {
         if shape.head_width > WIDEST_HEAD {
-            let message =
-                format!("model.width / model.heads = {}, beyond {WIDEST_HEAD}", shape.head_width);
+            let message = format!(
+                "model.width / model.heads = {}, but GPUs support at most {WIDEST_HEAD}",
+                shape.head_width
+            );
             return Err(Error::input(message).hint("set model.heads higher, or run.device=cpu"));
         }
         Ok(Variant { head: Some(shape.head_width), ..self.variant(source) })
@@ -147,7 +149,7 @@ impl AttentionOps for Cuda {
         self.attend(shape, qkv, &y, &lse)
     }
 
-    /// The kernel computes all positions: the earlier ones once more, which are dropped.
+    /// The kernel computes all positions, and those before `first` are discarded.
     fn attention_from(
         &self,
         shape: Attention,

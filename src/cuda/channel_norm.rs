@@ -1,4 +1,4 @@
-//! Statistics of channels and normalisation by them.
+//! Channel statistics, and normalisation with them.
 
 use super::Cuda;
 use super::launch::Arg;
@@ -8,14 +8,15 @@ use super::reduce::CHUNK_ROWS;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Backend, ChannelNormShape, ChannelOps, KernelCost, MemoryKind};
 
-/// Channels as the kernels take them.
+/// Returns the shape as kernel arguments.
 fn channels(s: ChannelNormShape) -> [Arg; 4] {
     [s.samples, s.places, s.channels, s.groups].map(Arg::from)
 }
 
 impl Cuda {
-    /// Sums of channels over places: `of_chunks(grid, partial)` writes pairs for chunks of places,
-    /// and `first` is where the first place's channels are, if they go before the sums.
+    /// Sums channels over spatial positions. `of_chunks(grid, partial)` writes pairs of sums for
+    /// chunks of positions. If `first` is given, the channels of its first position are written
+    /// before the sums.
     fn sum_places(
         &self,
         s: ChannelNormShape,

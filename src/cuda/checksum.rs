@@ -1,4 +1,4 @@
-//! Digests, in passes of their own.
+//! Checksums, computed in separate passes.
 
 use super::launch::Arg;
 use super::memory::{Element, View};
@@ -22,8 +22,8 @@ impl DigestOps for Cuda {
 }
 
 impl Cuda {
-    /// Runs an update with digests of the buffers that it changes before and after, if there is an
-    /// audit.
+    /// Runs an update. For a silent-data-corruption (SDC) check, also computes checksums of the
+    /// buffers before and after it.
     pub(super) fn audited<const N: usize>(
         &self,
         audit: Option<&mut Audit<Scalar>>,

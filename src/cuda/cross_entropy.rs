@@ -1,4 +1,4 @@
-//! Cross-entropy and hits of classes.
+//! Cross-entropy, and top-k hits of classes.
 
 use super::launch::Arg;
 use super::launch_dims::Grid;
@@ -9,10 +9,10 @@ use hpctrain_device::{
     ClassifierOps, CrossEntropy, CrossEntropyPart, KernelCost, LogitsPart, LossWeights,
 };
 
-/// Bytes of logits that a block of `cross_entropy.cu` keeps in shared memory at most, and reads
-/// once; of longer rows, of more than 50,424 classes in bf16, it reads all twice. Two such blocks
-/// fit a multiprocessor of 228 KiB, one those of 100 KiB and more: a block may have 99 KiB of
-/// these, 256 bytes of which are the kernel's own.
+/// The most bytes of logits that a block of `cross_entropy.cu` keeps in shared memory and reads
+/// once. Longer rows (more than 50,424 classes in bf16) are read twice. Two such blocks fit a
+/// multiprocessor with 228 KiB, one fits those with 100 KiB or more: a block may have 99 KiB of
+/// these, of which the kernel declares 256 bytes itself.
 const KEPT_ROW: usize = (99 << 10) - 512;
 
 fn check_weights(weights: LossWeights<View<'_>>, classes: usize, rows: usize) {

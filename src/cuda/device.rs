@@ -9,34 +9,34 @@ use super::Precision;
 use super::libraries::{check, driver};
 use hpctrain_base::error::{Error, Result};
 
-/// Advice where a process may not use a GPU beside another one.
-const SHARING: &str = "its compute mode keeps this process out, as another one has it or none may: nvidia-smi -c DEFAULT lets several use it";
+/// The hint if the compute mode does not let another process use the GPU.
+const SHARING: &str = "its compute mode is exclusive and another process uses it, or it is prohibited: nvidia-smi -c DEFAULT lets processes share it";
 
-/// One GPU.
+/// A GPU.
 #[derive(Clone)]
 pub struct Device {
-    /// Its number among those that this process sees.
+    /// The index among the GPUs that this process sees.
     ordinal: usize,
     handle: sys::CUdevice,
-    /// Made when the device is used: it takes memory there and time, and in the exclusive mode no
+    /// The context, created on first use: it takes device memory and time, and in exclusive mode no
     /// other process may have one.
     context: OnceLock<Arc<CudaContext>>,
-    /// Unique identifier of the GPU, or of a slice of it.
+    /// The UUID of the GPU, or of a MIG instance.
     pub id: String,
-    /// Such as `NVIDIA H200`.
+    /// The name, such as `NVIDIA H200`.
     pub name: String,
-    /// Its place on the bus, such as `0000:4e:00.0`.
+    /// The PCI address, such as `0000:4e:00.0`.
     pub pci: String,
-    /// Major and minor compute capability.
+    /// The major and minor compute capability.
     pub capability: (i32, i32),
-    /// Bytes of memory.
+    /// The bytes of memory.
     pub memory: usize,
 }
 
-/// Number of GPUs that this process sees.
+/// Returns the number of GPUs that this process sees.
 ///
 /// # Errors
-/// As [`driver`].
+/// Returns an error under the conditions of [`driver`].
 pub fn devices() -> Result<usize> {
     driver()?;
     let count = check("count GPUs", CudaContext::device_count())?;
@@ -44,43 +44,43 @@ pub fn devices() -> Result<usize> {
 }
 
 impl Device {
-    /// GPU number `ordinal` of those this process sees. Makes no context there.
+    /// Opens GPU number `ordinal` of those that this process sees, without creating a context.
     ///
     /// # Errors
-    /// There is no such GPU, or the driver fails.
+    /// Returns an error if there is no such GPU, or if the driver fails.
     pub fn open(ordinal: usize) -> Result<Self> {
         let count = devices()?;
         if ordinal >= count {
             return Err(Error::input(format!(
                 "there is no GPU {ordinal}: this process sees {count}"
             ))
-            .hint("set run.device to one of them, or auto; CUDA_VISIBLE_DEVICES hides GPUs"));
+            .hint("set run.device to one of them or to auto; CUDA_VISIBLE_DEVICES hides GPUs"));
         }
         let handle = check(&format!("find GPU {ordinal}"), result::device::get(ordinal as i32))?;
         let mut pci = [0u8; 32];
-        // SAFETY: the buffer is as long as said, and the driver gave the handle.
-        let told =
+        // SAFETY: the buffer is `pci.len()` bytes long, and the driver gave the handle.
+        let status =
             unsafe { sys::cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), pci.len() as i32, handle) };
-        check("tell its place on the bus", told.result())?;
-        let id = check("tell its id", result::device::get_uuid(handle))?;
-        let capability = |name| check("tell its capability", attribute(handle, name));
+        check("report its PCI address", status.result())?;
+        let id = check("report its UUID", result::device::get_uuid(handle))?;
+        let capability = |name| check("report its compute capability", attribute(handle, name));
         Ok(Self {
             id: id.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect(),
-            name: check("tell its name", result::device::get_name(handle))?,
+            name: check("report its name", result::device::get_name(handle))?,
             pci: String::from_utf8_lossy(&pci).trim_end_matches('\0').to_lowercase(),
             capability: (
                 capability(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
                 capability(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             ),
             // SAFETY: the driver gave the handle.
-            memory: check("tell its memory", unsafe { result::device::total_mem(handle) })?,
+            memory: check("report its memory", unsafe { result::device::total_mem(handle) })?,
             context: OnceLock::new(),
             ordinal,
             handle,
         })
     }
 
-    /// The driver's context for it, which is this thread's from now on.
+    /// Returns its context, and makes it the current one of the calling thread.
     pub(super) fn context(&self) -> Result<&Arc<CudaContext>> {
         if self.context.get().is_none() {
             let opened = CudaContext::new(self.ordinal);
@@ -89,7 +89,7 @@ impl Device {
             let opened = check(&format!("open GPU {}", self.ordinal), opened);
             let opened =
                 opened.map_err(|error| if is_taken { error.hint(SHARING) } else { error })?;
-            // Another thread's is as good: both are the device's primary context.
+            // If another thread was faster, its context is the same: the device's primary context.
             drop(self.context.set(opened));
         }
         let context = self.context.get().expect("set above");
@@ -97,32 +97,32 @@ impl Device {
         Ok(context)
     }
 
-    /// Bytes of free memory.
+    /// Returns the bytes of free memory.
     ///
     /// # Errors
-    /// The driver failed.
+    /// Returns an error if the driver fails.
     pub fn free_memory(&self) -> Result<usize> {
-        Ok(check("tell its free memory", self.context()?.mem_get_info())?.0)
+        Ok(check("report its free memory", self.context()?.mem_get_info())?.0)
     }
 
-    /// Target architecture of kernels: the device's own, with the features that only its generation
-    /// has.
+    /// Returns the target architecture of kernels: that of the device, with architecture-specific
+    /// features.
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
     }
 
-    /// Multiprocessors.
+    /// Returns the number of multiprocessors.
     ///
     /// # Errors
-    /// The driver failed.
+    /// Returns an error if the driver fails.
     pub fn multiprocessors(&self) -> Result<usize> {
         let count =
             attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         Ok(check("count its multiprocessors", count)? as usize)
     }
 
-    /// Whether it can compute in `precision`.
+    /// Returns an error if it does not support `precision`.
     pub(super) fn check_precision(&self, precision: Precision) -> Result<()> {
         let (major, minor) = self.capability;
         if major >= 8 || matches!(precision, Precision::F32(_)) {
@@ -136,7 +136,7 @@ impl Device {
     }
 }
 
-/// A property of a device that the driver gave.
+/// Returns an attribute of a device.
 fn attribute(device: sys::CUdevice, name: CUdevice_attribute) -> Result<i32, DriverError> {
     // SAFETY: the driver gave the handle, and writes one integer.
     unsafe { result::device::get_attribute(device, name) }

@@ -1,5 +1,4 @@
-//! Access to device memory beside compute: separate streams for messages, and for state kept on the
-//! host.
+//! Copies of device memory on separate streams: for messages, and for state offloaded to the host.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -20,17 +19,17 @@ use hpctrain_device::{
     MemoryKind, Pinned, Scratch,
 };
 
-/// The streams that work on a buffer: the one of compute, and those of the copies.
+/// The streams that use a buffer: the compute stream and the copy streams.
 pub struct CopyStreams {
     compute: Arc<CudaStream>,
     pub(super) copies: Arc<CudaCopies>,
 }
 
 impl CopyStreams {
-    /// Three streams beside `compute`.
+    /// Creates three copy streams besides `compute`.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn new(
         pool: &Arc<DevicePool>,
         compute: &Arc<CudaStream>,
@@ -40,29 +39,29 @@ impl CopyStreams {
         Ok(Arc::new(Self { compute: compute.clone(), copies: Arc::new(copies) }))
     }
 
-    /// The copies of messages.
+    /// Returns the copy streams.
     pub fn copies(&self) -> Arc<dyn DeviceCopies> {
         self.copies.clone()
     }
 
-    /// Chooses the device for the calling thread.
+    /// Selects the device for the calling thread.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn bind(&self) -> Result<()> {
         self.copies.bind()
     }
 
-    /// Done when the kernels queued so far are.
+    /// Returns an event that completes when the kernels queued so far are done.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn stamp(&self) -> Result<Box<dyn DeviceEvent>> {
         mark(&self.compute)
     }
 }
 
-/// A point in a stream.
+/// An event in a stream.
 struct Mark(CudaEvent);
 
 impl DeviceEvent for Mark {
@@ -76,13 +75,14 @@ impl DeviceEvent for Mark {
 }
 
 fn mark(stream: &CudaStream) -> Result<Box<dyn DeviceEvent>> {
-    Ok(Box::new(Mark(check("mark a point in its work", stream.record_event(None))?)))
+    Ok(Box::new(Mark(check("record an event", stream.record_event(None))?)))
 }
 
-/// The end of the queued work; after a failure, none of it is left running.
+/// Returns an event at the end of the queued work. After a failure, waits until none of it is
+/// running.
 fn all_or_nothing(stream: &CudaStream, queued: Result<()>) -> Result<Box<dyn DeviceEvent>> {
     queued.and_then(|()| mark(stream)).inspect_err(|_| {
-        // If it cannot be waited for either, the device has ended.
+        // If waiting for it fails too, the device has failed.
         let _ = stream.synchronize();
     })
 }
@@ -93,7 +93,7 @@ impl Pinned for pinned::Pinned<f32> {
     }
 }
 
-/// A piece of the rank's pool.
+/// Scratch memory from the rank's pool.
 struct CudaScratch {
     piece: Piece,
     words: usize,
@@ -101,30 +101,30 @@ struct CudaScratch {
 
 impl Scratch for CudaScratch {
     fn span(&self) -> DeviceSpan<'_> {
-        // SAFETY: the piece has so many words and lives as long as the borrow; the pool is not of
-        // the stream-ordered allocator.
+        // SAFETY: the piece has `words` words and lives as long as the borrow; the pool does not
+        // use the stream-ordered allocator.
         unsafe { DeviceSpan::new(self.piece.pointer() as usize, self.words) }
     }
 }
 
-/// Three streams beside the one that computes, more urgent than that.
+/// Three streams with a higher priority than the compute stream.
 pub struct CudaCopies {
     pool: Arc<DevicePool>,
     compute: Arc<CudaStream>,
     programs: Arc<KernelModules>,
-    /// Additions, and copies within the device.
+    /// The stream of additions and of copies within the device.
     sums: Arc<CudaStream>,
-    /// Copies to the host.
+    /// The stream of copies to the host.
     out: Arc<CudaStream>,
-    /// Copies from the host.
+    /// The stream of copies from the host.
     back: Arc<CudaStream>,
 }
 
 impl CudaCopies {
-    /// Streams beside `compute`.
+    /// Creates the streams.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn new(
         pool: &Arc<DevicePool>,
         compute: &Arc<CudaStream>,
@@ -141,7 +141,7 @@ impl CudaCopies {
         })
     }
 
-    /// Its own streams.
+    /// Returns the three streams.
     pub(super) fn streams(&self) -> [&Arc<CudaStream>; 3] {
         [&self.sums, &self.out, &self.back]
     }
@@ -171,8 +171,8 @@ impl DeviceCopies for CudaCopies {
     ) -> Result<Box<dyn DeviceEvent>> {
         self.bind()?;
         let queue = |(span, at): &AllocatedOn<'_>| {
-            // SAFETY: the caller's pieces have their places in the host memory, untouched until the
-            // event.
+            // SAFETY: the caller guarantees that the pieces lie in the host memory, which nothing
+            // touches until the event.
             let to = unsafe { std::slice::from_raw_parts_mut(host.add(*at), span.words()) };
             // SAFETY: the span has as many words, which live until the event as the caller
             // promises.
@@ -235,7 +235,7 @@ impl DeviceCopies for CudaCopies {
         self.bind()?;
         let bytes = from.words() * size_of::<f32>();
         let stream: sys::CUstream = self.sums.cu_stream();
-        // SAFETY: both spans have so many bytes.
+        // SAFETY: both spans have `bytes` bytes.
         let queued = unsafe {
             result::memcpy_dtod_async(to.address() as u64, from.address() as u64, bytes, stream)
         };
@@ -264,20 +264,20 @@ impl DeviceCopies for CudaCopies {
 impl ComputeOrderedCopies for CudaCopies {
     fn after_compute(&self) -> Result<()> {
         self.bind()?;
-        let here = check("mark a point in its work", self.compute.record_event(None))?;
+        let here = check("record an event", self.compute.record_event(None))?;
         for stream in self.streams() {
-            check("wait for itself", stream.wait(&here))?;
+            check("wait for another stream", stream.wait(&here))?;
         }
         Ok(())
     }
 
     fn before_compute(&self) -> Result<()> {
         self.bind()?;
-        check("wait for itself", self.compute.join(&self.back))
+        check("wait for another stream", self.compute.join(&self.back))
     }
 
     fn after_downloads(&self) -> Result<()> {
         self.bind()?;
-        check("wait for itself", self.compute.join(&self.out))
+        check("wait for another stream", self.compute.join(&self.out))
     }
 }

@@ -1,4 +1,4 @@
-//! Products of rows in pairs.
+//! The dot products of all pairs of rows.
 
 use super::Cuda;
 use super::launch_dims::Grid;

@@ -1,4 +1,4 @@
-//! Fills, copies, sums.
+//! Fills, copies and sums.
 
 use super::launch::Arg;
 use super::launch_dims::Grid;
@@ -16,7 +16,7 @@ impl Cuda {
         })
     }
 
-    /// A copy between the two types, or within one.
+    /// Copies with conversion between the element types.
     fn convert(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
         assert_eq!(x.len, y.len, "a copy");
         let name = match (x.element, y.element) {

@@ -1,4 +1,4 @@
-//! Tables of tokens and positions.
+//! Embeddings of tokens and positions.
 
 use super::launch_dims::Grid;
 use super::memory::{View, ViewMut};

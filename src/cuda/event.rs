@@ -1,4 +1,4 @@
-//! Events of the driver.
+//! CUDA events.
 
 use std::sync::OnceLock;
 
@@ -11,38 +11,38 @@ use hpctrain_device::library;
 use hpctrain_device::library_functions;
 
 library_functions! {
-    /// Of the driver, by the name that all drivers know: cudarc takes a newer one, which came with
-    /// CUDA 12.8.
+    /// A function of the driver, by the name that all drivers have: cudarc uses a newer name,
+    /// introduced with CUDA 12.8.
     Clock {
         elapsed = c"cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> CUresult;
     }
 }
 
-/// Whether an event is over. It may be the first call of the thread into the driver: unlike
-/// cudarc's other calls, its query chooses no context.
+/// Returns true if an event is complete. Sets the context first, since this may be the thread's
+/// first driver call, and cudarc's query does not.
 pub fn passed(event: &CudaEvent) -> Result<bool> {
     check("be chosen", event.context().bind_to_thread())?;
-    check("tell how far it is", event.try_is_complete())
+    check("query an event", event.try_is_complete())
 }
 
-/// Milliseconds between two events with times; waits for the second.
+/// Returns the milliseconds between two timed events. Blocks until the second one is complete.
 ///
 /// # Errors
-/// The device failed before.
+/// Returns an error if the device has failed.
 pub fn milliseconds(begun: &CudaEvent, ended: &CudaEvent) -> Result<f32> {
     static CLOCK: OnceLock<Result<Clock>> = OnceLock::new();
     let clock = CLOCK.get_or_init(|| {
         let lacks = |function: &str| Error::device(format!("the CUDA driver has no {function}"));
         // SAFETY: the library is open already, as there are events.
         let file = unsafe { library::open(&[c"libcuda.so.1", c"libcuda.so"]) };
-        // SAFETY: it is open, and its function has had this type since it was there.
+        // SAFETY: it is open, and its function has had this type since it was introduced.
         unsafe { Clock::of(file.ok_or_else(|| lacks("library"))?, lacks) }
     });
     let clock = clock.as_ref().map_err(Clone::clone)?;
     check("finish its work", ended.synchronize())?;
     let mut milliseconds = 0.0;
     // SAFETY: both events are alive; writes one number.
-    let told = unsafe { (clock.elapsed)(&mut milliseconds, begun.cu_event(), ended.cu_event()) };
-    check("tell the time between events", told.result())?;
+    let status = unsafe { (clock.elapsed)(&mut milliseconds, begun.cu_event(), ended.cu_event()) };
+    check("measure the time between events", status.result())?;
     Ok(milliseconds)
 }

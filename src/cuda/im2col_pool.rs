@@ -1,4 +1,4 @@
-//! Windows that move over images: unfolding and pooling.
+//! Sliding windows over images: im2col and pooling.
 
 use super::Cuda;
 use super::launch::Arg;
@@ -7,7 +7,7 @@ use super::memory::{View, ViewMut};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Im2colShape, KernelCost, WindowOps};
 
-/// A window as the kernels take it.
+/// Returns the window as kernel arguments.
 fn numbers(w: Im2colShape) -> [Arg; 12] {
     let [high, wide] = w.places();
     let Im2colShape { batch, height, width, channels, size, stride, padding } = w;

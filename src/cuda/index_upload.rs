@@ -1,4 +1,4 @@
-//! Indices on their way in: pinned on the host, copied on a stream of their own while kernels run.
+//! Uploads of indices from pinned host memory, on a separate stream while kernels run.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ use super::pool::{DevicePool, Piece};
 use hpctrain_base::error::Result;
 use hpctrain_device::MemoryKind;
 
-/// The two streams and the memory that waits for its next use.
+/// Uploads indices, with a pool of buffers for reuse.
 pub struct IndexUploader {
     pool: Arc<DevicePool>,
     pub(super) copy: Arc<CudaStream>,
@@ -19,31 +19,31 @@ pub struct IndexUploader {
     free: Mutex<Vec<Slot>>,
 }
 
-/// Memory for indices on both sides.
+/// A host and a device buffer for indices.
 struct Slot {
     host: Pinned<u32>,
     device: Piece,
-    /// The last copy is complete.
+    /// Recorded after the last copy.
     copied: CudaEvent,
-    /// The kernels that read the last copy are.
+    /// Recorded after the kernels that read the last copy.
     used: CudaEvent,
 }
 
-/// Indices on the device: a range of those that came in one copy.
+/// Indices on the device: a range of one upload.
 pub struct CudaInts {
     copied: Arc<Copied>,
     range: Range<usize>,
 }
 
-/// Indices that came in one copy.
+/// The indices of one upload.
 struct Copied {
     home: Arc<IndexUploader>,
-    /// Always there until it is dropped.
+    /// Always present until the drop.
     slot: Option<Slot>,
 }
 
 impl IndexUploader {
-    /// Copies on `copy`, for kernels on `compute`.
+    /// Creates an uploader that copies on the stream `copy` for kernels on `compute`.
     pub fn new(
         pool: &Arc<DevicePool>,
         copy: Arc<CudaStream>,
@@ -52,10 +52,10 @@ impl IndexUploader {
         Arc::new(Self { pool: pool.clone(), copy, compute, free: Mutex::default() })
     }
 
-    /// Starts the copy of `host`; kernels queued from now on find it there.
+    /// Starts an upload of `host`. Kernels queued later see the indices.
     ///
     /// # Errors
-    /// Out of memory, or the device failed.
+    /// Returns an error if the device is out of memory or fails.
     pub fn upload(self: &Arc<Self>, host: &[u32]) -> Result<CudaInts> {
         let fits = |slot: &Slot| slot.host.as_slice().len() >= host.len();
         let known = {
@@ -75,28 +75,28 @@ impl IndexUploader {
             result::memcpy_htod_async(slot.device.pointer(), from, self.copy.cu_stream())
         };
         check("copy indices", queued)?;
-        check("note a copy", slot.copied.record(&self.copy))?;
+        check("record a copy", slot.copied.record(&self.copy))?;
         check("wait for a copy", self.compute.wait(&slot.copied))?;
         let copied = Arc::new(Copied { home: self.clone(), slot: Some(slot) });
         Ok(CudaInts { copied, range: 0..host.len() })
     }
 
-    /// Memory for `len` indices that was never used.
+    /// Allocates a slot for `len` indices.
     fn slot(&self, len: usize) -> Result<Slot> {
         let context = self.copy.context();
         let event = || check("make an event", context.new_event(None));
         let host = Pinned::new(context, len)?;
         let device = self.pool.take(MemoryKind::Data, len * size_of::<u32>())?;
         let slot = Slot { host, device, copied: event()?, used: event()? };
-        // The piece of memory may have been another buffer's, which kernels still use.
-        check("note kernels", slot.used.record(&self.compute))?;
+        // Kernels may still use the memory for an earlier buffer.
+        check("record the end of kernels", slot.used.record(&self.compute))?;
         Ok(slot)
     }
 
-    /// Frees the slots that wait for their next use.
+    /// Frees the slots that are not in use.
     pub fn trim(&self) {
         let slots = std::mem::take(&mut *self.free.lock().unwrap_or_else(PoisonError::into_inner));
-        // Their memory may serve another stream next.
+        // Their memory may be used by another stream next.
         for slot in &slots {
             let _ = slot.copied.synchronize();
         }
@@ -104,12 +104,12 @@ impl IndexUploader {
 }
 
 impl CudaInts {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub(super) fn len(&self) -> usize {
         self.range.len()
     }
 
-    /// Elements `range`, in the same memory.
+    /// Returns the elements `range`, in the same memory.
     pub(super) fn part(&self, range: Range<usize>) -> Self {
         assert!(range.end <= self.len(), "a part of indices");
         Self {
@@ -118,7 +118,7 @@ impl CudaInts {
         }
     }
 
-    /// The places of the elements by value, those of equal ones ascending.
+    /// Returns the positions of the elements sorted by value (stable).
     pub(super) fn order(&self) -> Vec<u32> {
         let values = self
             .copied
@@ -128,7 +128,7 @@ impl CudaInts {
         counting_order(values)
     }
 
-    /// Their address on the device.
+    /// Returns the address on the device.
     pub fn pointer(&self) -> u64 {
         let first = (self.range.start * size_of::<u32>()) as u64;
         self.copied.slot.as_ref().map_or(0, |slot| slot.device.pointer() + first)
@@ -145,8 +145,8 @@ impl Drop for Copied {
     }
 }
 
-/// The places of `values` by value, those of equal ones ascending: a counting sort, as they are
-/// below a vocabulary's size.
+/// Returns the positions of `values` sorted by value (stable), by a counting sort, since values are
+/// less than the vocabulary size.
 fn counting_order(values: &[u32]) -> Vec<u32> {
     let mut starts = vec![0u32; values.iter().max().map_or(0, |&most| most as usize + 1)];
     for &value in values {

@@ -1,4 +1,4 @@
-//! Starting kernels.
+//! Launches of kernels.
 
 use std::ffi::c_void;
 
@@ -47,7 +47,7 @@ impl From<&CudaInts> for Arg {
 }
 
 impl From<usize> for Arg {
-    /// A size that a kernel counts in `int`.
+    /// Converts a size that a kernel takes as `int`.
     fn from(size: usize) -> Self {
         Self::Int(i32::try_from(size).expect("sizes beyond 2^31 are passed as Arg::Long"))
     }
@@ -60,19 +60,19 @@ impl From<f32> for Arg {
 }
 
 impl Arg {
-    /// A size that a kernel counts in `long long`.
+    /// Converts a size that a kernel takes as `long long`.
     pub fn long(size: usize) -> Self {
         Self::Long(size as i64)
     }
 }
 
 impl Cuda {
-    /// The compilation of `source` for this rank's precision.
+    /// Returns the variant of `source` for this rank's precision.
     pub(super) fn variant(&self, source: &'static str) -> Variant {
         Variant { source, narrow: self.element() == Element::Bf16, head: None }
     }
 
-    /// Queues the kernel `name` of `source`, one of the project's own.
+    /// Queues the kernel `name` of `source` in the compute stream.
     pub(super) fn launch(
         &self,
         source: &'static str,
@@ -83,7 +83,7 @@ impl Cuda {
         self.launch_variant(self.variant(source), name, grid, args)
     }
 
-    /// As [`Cuda::launch`], of a given compilation.
+    /// Queues the kernel `name` of a given variant in the compute stream.
     pub(super) fn launch_variant(
         &self,
         variant: Variant,
@@ -97,9 +97,10 @@ impl Cuda {
         let function = self.0.programs.function(variant, name, grid.shared)?;
         let mut pointers: Vec<*mut c_void> = args.iter().map(pointer).collect();
         let stream = self.0.compute.cu_stream();
-        // SAFETY: the function's module lives as long as the programs; the arguments are those that
-        // the kernel declares, which the suite of the backend has run with checked bounds; every
-        // address is of a buffer whose memory has no other user on this stream before the kernel.
+        // SAFETY: the function's module lives as long as the kernel modules; the arguments are
+        // those that the kernel declares, which the backend's tests have run with bounds checks;
+        // every address belongs to a buffer whose memory is not reused on this stream before the
+        // kernel.
         let queued = unsafe {
             launch_kernel(
                 function.cu_function(),
@@ -114,7 +115,7 @@ impl Cuda {
     }
 }
 
-/// The address of an argument's value.
+/// Returns the address of an argument's value.
 fn pointer(arg: &Arg) -> *mut c_void {
     match arg {
         Arg::Pointer(value) | Arg::UnsignedLong(value) => {

@@ -1,63 +1,61 @@
-//! The cut of a kernel into blocks and threads.
+//! Grid and block dimensions of kernels.
 
 use hpctrain_base::error::{Error, Result};
 
-/// Threads of a block where the kernel leaves it open.
+/// The default number of threads per block.
 const THREADS: u32 = 256;
 
-/// Blocks of a grid where the kernel leaves it open, at most: enough to fill any device several
-/// times.
+/// The most blocks of a grid-stride kernel: enough to fill any device several times.
 const MOST_BLOCKS: usize = 4096;
 
-/// Blocks, threads of a block, and bytes of shared memory that a block gets besides those that the
-/// kernel declares.
+/// The dimensions of a launch.
 #[derive(Debug, Clone, Copy)]
 pub struct Grid {
-    /// Blocks.
+    /// The number of blocks.
     pub blocks: (u32, u32, u32),
-    /// Threads of a block.
+    /// The number of threads per block.
     pub threads: (u32, u32, u32),
-    /// Bytes.
+    /// The bytes of dynamic shared memory per block.
     pub shared: u32,
 }
 
-/// Blocks of a grid that CUDA allows, in each direction.
+/// The most blocks that CUDA allows in each dimension.
 const LIMITS: [u32; 3] = [0x7fff_ffff, 65_535, 65_535];
 
 impl Grid {
-    /// An error if the driver would refuse it. Sizes that grow with a batch lie along x.
+    /// Checks that the driver accepts the grid. Sizes that grow with a batch should be along x.
     ///
     /// # Errors
-    /// It has more blocks than CUDA allows in a direction.
+    /// Returns an error if it has more blocks than CUDA allows in a dimension.
     pub fn check(&self, kernel: &str) -> Result<()> {
         let (x, y, z) = self.blocks;
         if [x, y, z].iter().zip(LIMITS).all(|(&blocks, most)| blocks <= most) {
             return Ok(());
         }
         let message = format!(
-            "{kernel} on {x}×{y}×{z} blocks, where a GPU takes {}×{}×{}",
+            "{kernel}: a grid of {x}×{y}×{z} blocks exceeds the limits of {}×{}×{}",
             LIMITS[0], LIMITS[1], LIMITS[2]
         );
-        Err(Error::input(message).hint("set batch.micro, or the context of the model, lower"))
+        Err(Error::input(message).hint("reduce batch.micro or model.context"))
     }
 
-    /// A grid of blocks in a row.
+    /// Creates a one-dimensional grid.
     pub fn new(blocks: usize, threads: u32) -> Self {
         Self::plane(blocks, 1, (threads, 1, 1))
     }
 
-    /// A grid of blocks in rows.
+    /// Creates a two-dimensional grid.
     pub fn plane(x: usize, y: usize, threads: (u32, u32, u32)) -> Self {
         Self { blocks: (count(x), count(y), 1), threads, shared: 0 }
     }
 
-    /// For kernels that walk over `items` in strides of the grid.
+    /// Creates a grid for a grid-stride loop over `items`.
     pub fn over(items: usize) -> Self {
         Self::new(items.div_ceil(THREADS as usize).clamp(1, MOST_BLOCKS), THREADS)
     }
 }
 
-/// So many blocks, or more than any grid may have.
+/// Converts a number of blocks, saturating above any limit.
 fn count(blocks: usize) -> u32 {
     u32::try_from(blocks).unwrap_or(u32::MAX)
 }
@@ -72,7 +70,10 @@ mod tests {
         assert!(Grid::plane(0x7fff_ffff, 65_535, threads).check("k").is_ok());
         let error =
             Grid::plane(1, 65_536, threads).check("attention_forward").unwrap_err().to_string();
-        assert!(error.starts_with("attention_forward on 1×65536×1 blocks, where"), "{error}");
+        assert!(
+            error.starts_with("attention_forward: a grid of 1×65536×1 blocks exceeds"),
+            "{error}"
+        );
         assert!(
             Grid::new(1 << 31, 32).check("k").is_err()
                 && Grid::new(1 << 33, 32).check("k").is_err()

@@ -1,7 +1,6 @@
-//! NVIDIA's libraries, which are looked for at run time: the driver, NVRTC, cuBLASLt, and NCCL
-//! where it is wanted.
+//! NVIDIA's libraries, loaded at run time: the driver, NVRTC, cuBLASLt, and NCCL if it is used.
 //!
-//! A call into a library that is not there would panic, so every use begins here.
+//! A call into a missing library would panic, so the functions here must be called first.
 
 use std::ffi::CStr;
 
@@ -10,40 +9,40 @@ use cudarc::driver;
 use super::library_versions;
 use hpctrain_base::error::{Error, Result};
 
-/// The oldest driver that runs kernels compiled here, as `cuDriverGetVersion` counts: CUDA 12.0.
+/// The oldest supported driver, in the encoding of `cuDriverGetVersion`: CUDA 12.0.
 const OLDEST_DRIVER: i32 = 12_000;
 
-/// A library's version for people: 13000 is 13.0.
+/// Formats a version: 13000 is `13.0`.
 fn version(number: i32) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
 }
 
-/// Whether this node has a driver at all, working or not.
+/// Returns true if this node has a driver, working or not.
 pub fn driver_is_there() -> bool {
     // SAFETY: only looks whether the library can be opened.
     unsafe { driver::sys::is_culib_present() }
 }
 
-/// The CUDA version that the driver speaks, such as `13.0`.
+/// Initialises the driver, and returns the CUDA version that it supports, such as `13.0`.
 ///
 /// # Errors
-/// There is no driver, it finds no device, or it is too old.
+/// Returns an error if there is no driver, it finds no device, or it is too old.
 pub fn driver() -> Result<String> {
     if !driver_is_there() {
-        return Err(Error::input("no CUDA driver: libcuda.so.1 is not there")
+        return Err(Error::input("no CUDA driver: libcuda.so.1 was not found")
             .hint("run on a node with a GPU, or set run.device=cpu"));
     }
     driver::result::init().map_err(|e| {
         Error::input(format!("the CUDA driver finds no GPU: {}", message(e)))
-            .hint("look at nvidia-smi and CUDA_VISIBLE_DEVICES, or set run.device=cpu")
+            .hint("check nvidia-smi and CUDA_VISIBLE_DEVICES, or set run.device=cpu")
     })?;
     let mut found = 0;
     // SAFETY: the driver is there and writes one integer.
     let asked = unsafe { driver::sys::cuDriverGetVersion(&mut found) };
-    check("ask the driver's version", asked.result())?;
+    check("report the driver's version", asked.result())?;
     if found < OLDEST_DRIVER {
         return Err(Error::input(format!(
-            "the GPU driver speaks CUDA {}, and {} is needed",
+            "the GPU driver supports CUDA {}, but {} is required",
             version(found),
             version(OLDEST_DRIVER)
         ))
@@ -52,23 +51,24 @@ pub fn driver() -> Result<String> {
     Ok(version(found))
 }
 
-/// NVRTC's version, such as `13.0`.
+/// Returns NVRTC's version, such as `13.0`.
 ///
 /// # Errors
-/// The library is not there, or too new for the driver.
+/// Returns an error if the library is missing or too new for the driver.
 pub fn nvrtc() -> Result<String> {
     Ok(library_versions::nvrtc()?.version())
 }
 
-/// cuBLASLt's version, such as `13.0`.
+/// Returns cuBLASLt's version, such as `13.0`.
 ///
 /// # Errors
-/// As [`nvrtc()`].
+/// Returns an error under the conditions of [`nvrtc()`].
 pub fn cublaslt() -> Result<String> {
     Ok(library_versions::cublaslt()?.version())
 }
 
-/// The driver's text of an error: `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`.
+/// Returns the driver's text of an error: `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is
+/// detected`.
 pub fn message(error: driver::DriverError) -> String {
     let text = |text: Result<&CStr, driver::DriverError>| {
         text.ok().map(|text| text.to_string_lossy().into_owned())
@@ -79,10 +79,10 @@ pub fn message(error: driver::DriverError) -> String {
     }
 }
 
-/// Names the action that the driver refused: `action` is a phrase such as `"launch adamw"`.
+/// Adds to a driver's error what was attempted. `action` is a phrase such as `"launch adamw"`.
 ///
 /// # Errors
-/// If `result` is one.
+/// Returns an error if `result` is one.
 pub fn check<T>(action: &str, result: Result<T, driver::DriverError>) -> Result<T> {
     result.map_err(|e| Error::device(format!("the GPU could not {action}: {}", message(e))))
 }

@@ -1,8 +1,8 @@
-//! NVRTC and cuBLASLt, each in a version that the driver runs.
+//! NVRTC and cuBLASLt, each in a version that the driver supports.
 //!
-//! Files of several versions may be installed: Python's packages put the newest beside a driver
-//! that does not know it. A driver refuses kernels of libraries of a newer major version, with
-//! errors that name neither, so the first file of a major version that the driver knows is taken.
+//! Several versions may be installed: Python packages may bring a newer version than the driver
+//! supports. A driver refuses kernels of libraries with a newer major version, with errors that
+//! name neither, so the first file with a supported major version is used.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -15,12 +15,12 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_device::library;
 use hpctrain_device::library_functions;
 
-/// Advice for a missing library.
+/// The hint if a library is missing.
 const HINT: &str = "install CUDA's run-time libraries, or name their folder in LD_LIBRARY_PATH; \
      pip install nvidia-cuda-nvrtc nvidia-cublas has both";
 
 library_functions! {
-    /// Of NVRTC.
+    /// The functions of NVRTC.
     pub(super) Nvrtc {
         version = c"nvrtcVersion"(*mut c_int, *mut c_int) -> nvrtc::nvrtcResult;
         create = c"nvrtcCreateProgram"(
@@ -36,7 +36,7 @@ library_functions! {
 }
 
 library_functions! {
-    /// Of cuBLASLt.
+    /// The functions of cuBLASLt.
     pub(super) CublasLt {
         version = c"cublasLtGetVersion"() -> usize;
         create = c"cublasLtCreate"(*mut lt::cublasLtHandle_t) -> lt::cublasStatus_t;
@@ -81,14 +81,14 @@ pub type Version = (u32, u32);
 
 /// A library's functions and its version.
 pub struct FoundLibrary<T> {
-    /// Its functions.
+    /// The functions of the library.
     pub functions: T,
-    /// Its version.
+    /// The version of the library.
     pub version: Version,
 }
 
 impl<T> FoundLibrary<T> {
-    /// For people: `13.0`.
+    /// Returns the version as a string, such as `13.0`.
     pub fn version(&self) -> String {
         named(self.version)
     }
@@ -98,28 +98,28 @@ fn named((major, minor): Version) -> String {
     format!("{major}.{minor}")
 }
 
-/// A library as it is looked for.
+/// A library to find.
 struct Wanted {
     name: &'static str,
     use_for: &'static str,
-    /// As it is installed to build programs, and to run them.
+    /// The file names of the development and of the run-time packages.
     files: [&'static CStr; 4],
 }
 
-/// NVRTC.
+/// Returns NVRTC.
 ///
 /// # Errors
-/// It is not there, lacks a function, or is too new for the driver.
+/// Returns an error if the library is missing, lacks a function, or is too new for the driver.
 pub fn nvrtc() -> Result<&'static FoundLibrary<Nvrtc>> {
     static FOUND: OnceLock<Result<FoundLibrary<Nvrtc>>> = OnceLock::new();
     const WANTED: Wanted = Wanted {
         name: "NVRTC",
-        use_for: "which compiles the GPU's kernels, is not there: libnvrtc.so",
+        use_for: "which compiles the GPU kernels, was not found: libnvrtc.so",
         files: [c"libnvrtc.so", c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so.11.2"],
     };
     let found = FOUND.get_or_init(|| {
         first(&WANTED, driver_version(), |file| {
-            // SAFETY: NVRTC's functions have had these types since they were there.
+            // SAFETY: NVRTC's functions have had these types since they were introduced.
             let functions = unsafe { Nvrtc::of(file, |function| lacks(&WANTED, function)) }?;
             let mut major = 0;
             let mut minor = 0;
@@ -132,15 +132,15 @@ pub fn nvrtc() -> Result<&'static FoundLibrary<Nvrtc>> {
     found.as_ref().map_err(Clone::clone)
 }
 
-/// cuBLASLt.
+/// Returns cuBLASLt.
 ///
 /// # Errors
-/// As [`nvrtc()`].
+/// Returns an error under the conditions of [`nvrtc()`].
 pub fn cublaslt() -> Result<&'static FoundLibrary<CublasLt>> {
     static FOUND: OnceLock<Result<FoundLibrary<CublasLt>>> = OnceLock::new();
     const WANTED: Wanted = Wanted {
         name: "cuBLASLt",
-        use_for: "which multiplies matrices on the GPU, is not there: libcublasLt.so",
+        use_for: "which multiplies matrices on the GPU, was not found: libcublasLt.so",
         files: [
             c"libcublasLt.so",
             c"libcublasLt.so.13",
@@ -150,18 +150,19 @@ pub fn cublaslt() -> Result<&'static FoundLibrary<CublasLt>> {
     };
     let found = FOUND.get_or_init(|| {
         first(&WANTED, driver_version(), |file| {
-            // SAFETY: cuBLASLt's functions have had these types since they were there.
+            // SAFETY: cuBLASLt's functions have had these types since they were introduced.
             let functions = unsafe { CublasLt::of(file, |function| lacks(&WANTED, function)) }?;
             // SAFETY: takes nothing.
             let number = unsafe { (functions.version)() } as u32;
-            // Since 11 it counts 10000 a major and 100 a minor version.
+            // Since version 11 the number is 10000·major + 100·minor + patch.
             Ok(FoundLibrary { functions, version: (number / 10_000, number % 10_000 / 100) })
         })
     });
     found.as_ref().map_err(Clone::clone)
 }
 
-/// The CUDA version that the driver speaks, if there is one: it need not have found a GPU.
+/// Returns the CUDA version that the driver supports, or `None` without a driver. It need not have
+/// found a GPU.
 fn driver_version() -> Option<Version> {
     // SAFETY: only looks whether the library can be opened.
     if !unsafe { driver::is_culib_present() } {
@@ -178,8 +179,8 @@ fn lacks(wanted: &Wanted, function: &str) -> Error {
     Error::input(format!("{} has no {function}", wanted.name)).hint(HINT)
 }
 
-/// The first of the library's files whose major version is not above the driver's. Without a
-/// driver, the first of all.
+/// Returns the first of the library's files whose major version the driver supports, or the first
+/// of all without a driver.
 fn first<T>(
     wanted: &Wanted,
     driver: Option<Version>,
@@ -198,7 +199,7 @@ fn first<T>(
                     found.version()
                 );
                 too_new.get_or_insert(refusal(wanted.name, found.version, driver));
-                // SAFETY: nothing of it is used any more: its table goes as well.
+                // SAFETY: nothing of it is used any more, including its table of functions.
                 unsafe { libc::dlclose(opened) };
             }
             _ => return Ok(found),
@@ -208,7 +209,7 @@ fn first<T>(
         .unwrap_or_else(|| Error::input(format!("{}, {}", wanted.name, wanted.use_for)).hint(HINT)))
 }
 
-/// The error of a library that is too new for the driver.
+/// Returns the error for a library that is too new for the driver.
 fn refusal(name: &str, (major, minor): Version, driver: Version) -> Error {
     let release = match major {
         13 => " (580 or later)",
@@ -217,7 +218,7 @@ fn refusal(name: &str, (major, minor): Version, driver: Version) -> Error {
     };
     let known = driver.0;
     Error::input(format!(
-        "{name} {major}.{minor} needs a GPU driver of CUDA {major}{release}, and this one speaks CUDA {}",
+        "{name} {major}.{minor} requires a GPU driver of CUDA {major}{release}, but this one supports CUDA {}",
         named(driver)
     ))
     .hint(format!(

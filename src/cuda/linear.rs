@@ -1,4 +1,4 @@
-//! Products of matrices, and affine maps of rows.
+//! GEMMs and linear layers.
 
 use super::matmul_desc::{BIAS_ALIGNMENT, Epilogue, Matrix, Product};
 use super::memory::{Element, View, ViewMut};
@@ -6,8 +6,8 @@ use super::{Cuda, CudaBuf};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Activation, ActivationOps, Gemm, KernelCost, Linear, LinearOps, MemoryKind};
 
-/// Whether a product can keep the input of its GELU there: cuBLASLt does so in bf16, in rows that
-/// are aligned.
+/// Returns true if a fused matmul can store the input of its GELU in `kept`: cuBLASLt does so for
+/// bf16 and aligned rows.
 fn keeps_gelu(width: usize, kept: View<'_>) -> bool {
     kept.element == Element::Bf16 && width.is_multiple_of(8) && kept.pointer.is_multiple_of(16)
 }
@@ -16,13 +16,13 @@ fn matrix(view: View<'_>) -> Matrix {
     Matrix { pointer: view.pointer, element: view.element }
 }
 
-/// The strides of matrices without padding.
+/// Returns the strides of matrices without padding.
 fn packed(shape: Gemm) -> [usize; 3] {
     let Gemm { m, n, k, ta, tb, .. } = shape;
     [if ta { m } else { k }, if tb { k } else { n }, n]
 }
 
-/// A product of these operands, whose rows lie so many elements apart.
+/// Creates a matmul of these operands with these row strides.
 fn strided(
     shape: Gemm,
     strides: [usize; 3],
@@ -51,16 +51,16 @@ fn strided(
     }
 }
 
-/// A product of these operands.
+/// Creates a matmul of these operands without padding.
 fn product(shape: Gemm, a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Product {
     strided(shape, packed(shape), a, b, c, epilogue)
 }
 
-/// A bias where cuBLASLt can read it.
+/// A bias that is aligned for cuBLASLt.
 struct Bias {
-    /// Null if there is none.
+    /// The address, or null if there is no bias.
     pointer: u64,
-    /// Keeps a copy until the product is queued: memory is used again in the order of the stream.
+    /// Keeps a copy alive until the matmul is queued: memory is reused in stream order.
     _copy: Option<CudaBuf>,
 }
 
@@ -70,8 +70,7 @@ impl Cuda {
         self.0.matmul.run(product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
     }
 
-    /// The bias itself, or a copy of one whose address is no multiple of [`BIAS_ALIGNMENT`]: the
-    /// sums are the same.
+    /// Returns the bias, or a copy of it if its address is not a multiple of [`BIAS_ALIGNMENT`].
     fn bias(&self, bias: View<'_>) -> Result<Bias> {
         let pointer = bias.pointer_or_null();
         if pointer.is_multiple_of(BIAS_ALIGNMENT) {

@@ -1,4 +1,4 @@
-//! Matrix products by cuBLASLt: planned once a shape, then repeated.
+//! Matmuls by cuBLASLt, planned once per shape.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -16,27 +16,27 @@ use super::memory::Element;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Algorithm, Chosen, ProductKind};
 
-/// Bytes of scratch that an algorithm may use: NVIDIA's recommendation for the largest devices.
+/// The bytes of workspace that an algorithm may use: NVIDIA's recommendation for the largest
+/// devices.
 pub const WORKSPACE: usize = 32 << 20;
 
-/// Elements that the rows of logits are padded to a multiple of. From one row to the next there
-/// must be a multiple of 16 bytes, or no algorithm that copies tiles by TMA, or by vectors into
-/// tensor cores, can be taken; at multiples of 128 bytes, which these are in f32 and bf16, no row
-/// of a tile touches a cache line more than it fills. Strides count, the number of columns may be
-/// any: PyTorch's compiler, too, pads strides alone for NVIDIA's GPUs, to 128 bytes
-/// (<https://github.com/pytorch/pytorch/pull/120758>).
+/// The number of elements to whose multiple the rows of logits are padded. Row strides must be
+/// multiples of 16 bytes for algorithms that copy tiles by TMA or load vectors into tensor cores;
+/// with multiples of 128 bytes, which these are in f32 and bf16, rows of a tile touch no extra
+/// cache lines. Only strides matter, not the number of columns: PyTorch's compiler also pads only
+/// strides on NVIDIA GPUs, to 128 bytes (<https://github.com/pytorch/pytorch/pull/120758>).
 pub const ROW: usize = 128;
 
-/// Arithmetic of f32 products.
+/// The arithmetic of f32 matmuls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Arithmetic {
-    /// With all bits.
+    /// Full f32 precision.
     Full,
-    /// On tensor cores, operands rounded to TF32's 10 bits.
+    /// Tensor cores, with operands rounded to TF32 (10 bits of mantissa).
     Tf32,
 }
 
-/// A product that cuBLASLt is ready to run.
+/// A matmul that cuBLASLt is ready to run.
 struct Plan {
     library: &'static CublasLt,
     description: sys::cublasLtMatmulDesc_t,
@@ -44,10 +44,10 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-/// Products so far, and choices for some of them and others.
+/// The plans of matmuls so far, and the algorithms chosen by autotuning.
 #[derive(Default)]
 struct Plans {
-    /// None of a product for which cuBLASLt knows no algorithm.
+    /// `None` for a matmul for which cuBLASLt knows no algorithm.
     made: HashMap<ProductKind, Option<Plan>>,
     chosen: HashMap<ProductKind, Algorithm>,
 }
@@ -79,11 +79,11 @@ unsafe impl Send for Matmul {}
 unsafe impl Sync for Matmul {}
 
 impl Matmul {
-    /// On the device of `context`. Without a context of the thread the library would take the first
-    /// device.
+    /// Opens cuBLASLt on the device of `context`, which is made the thread's current one: otherwise
+    /// the library would use the first device.
     ///
     /// # Errors
-    /// The library is not there, or fails.
+    /// Returns an error if the library is missing or fails.
     pub fn new(context: &Arc<CudaContext>, arithmetic: Arithmetic) -> Result<Self> {
         let library = &library_versions::cublaslt()?.functions;
         check("be chosen", context.bind_to_thread())?;
@@ -93,11 +93,11 @@ impl Matmul {
         Ok(Self { library, context: context.clone(), handle, arithmetic, plans: Mutex::default() })
     }
 
-    /// Whether cuBLASLt knows an algorithm for a product. The first time it is asked, and a fused
-    /// GELU that it does not know is warned of.
+    /// Returns true if cuBLASLt knows an algorithm for a matmul. The answer is cached, and a
+    /// warning is logged if a fused GELU is not supported.
     ///
     /// # Errors
-    /// The library or the device failed.
+    /// Returns an error if the library or the device fails.
     pub fn knows(&self, product: &Product) -> Result<bool> {
         if product.is_empty() {
             return Ok(true);
@@ -105,13 +105,13 @@ impl Matmul {
         Ok(self.planned(&mut self.plans(), self.kind(product))?.is_some())
     }
 
-    /// The version of the library, as it counts itself.
+    /// Returns the version number of the library.
     pub fn version(&self) -> usize {
         // SAFETY: takes nothing.
         unsafe { (self.library.version)() }
     }
 
-    /// All products so far that it knows an algorithm for, in order.
+    /// Returns all matmuls so far for which it knows an algorithm, sorted.
     pub fn seen(&self) -> Vec<ProductKind> {
         let plans = self.plans();
         let mut seen: Vec<_> =
@@ -120,20 +120,21 @@ impl Matmul {
         seen
     }
 
-    /// From now on these products go by these algorithms, and others by the library's best guess.
+    /// Sets the algorithms of these matmuls. All others use the first choice of cuBLASLt's
+    /// heuristic.
     pub fn choose(&self, chosen: &[Chosen]) {
         let mut plans = self.plans();
         plans.chosen =
             chosen.iter().map(|Chosen { product, algorithm, .. }| (*product, *algorithm)).collect();
-        // They are made anew.
+        // Plans are remade on demand.
         plans.made.retain(|_, plan| plan.is_none());
     }
 
-    /// Algorithms that cuBLASLt proposes for a product, at most so many, its best guess first; none
-    /// if it knows none.
+    /// Returns up to `most` algorithms that cuBLASLt's heuristic proposes for a matmul, the best
+    /// guess first. It is empty if cuBLASLt knows none.
     ///
     /// # Errors
-    /// The library or the device failed.
+    /// Returns an error if the library or the device fails.
     pub fn proposals(&self, kind: &ProductKind, most: usize) -> Result<Vec<Algorithm>> {
         check("be chosen", self.context.bind_to_thread())?;
         let proposed = self.describe(kind).and_then(|plan| self.proposed(&plan, kind, most));
@@ -146,13 +147,13 @@ impl Matmul {
         }
     }
 
-    /// Whether cuBLASLt computes a product by an algorithm, with the workspace that there is.
+    /// Returns true if cuBLASLt supports a matmul with this algorithm and the available workspace.
     ///
     /// # Errors
-    /// The library or the device failed.
+    /// Returns an error if the library or the device fails.
     pub fn takes(&self, kind: &ProductKind, algorithm: Algorithm) -> Result<bool> {
         check("be chosen", self.context.bind_to_thread())?;
-        // Nothing is read there, but a null address may be a reason to refuse.
+        // Nothing is read there, but cuBLASLt may reject a null address.
         let Some(epilogue) = Epilogue::of(kind.epilogue, BIAS_ALIGNMENT, BEST_ALIGNMENT as u64)
         else {
             return Ok(false);
@@ -164,15 +165,24 @@ impl Matmul {
         let [left, right, out] = plan.layouts;
         // SAFETY: the result is written to; plain numbers, for which zeros are valid. The
         // descriptors are alive.
-        let (status, told) = unsafe {
-            let mut told = std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>();
+        let (status, result) = unsafe {
+            let mut result = std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>();
             let check = self.library.check_algorithm;
             (
-                check(self.handle, plan.description, left, right, out, out, &algorithm, &mut told),
-                told,
+                check(
+                    self.handle,
+                    plan.description,
+                    left,
+                    right,
+                    out,
+                    out,
+                    &algorithm,
+                    &mut result,
+                ),
+                result,
             )
         };
-        Ok(status.result().and(told.state.result()).is_ok() && told.workspaceSize <= WORKSPACE)
+        Ok(status.result().and(result.state.result()).is_ok() && result.workspaceSize <= WORKSPACE)
     }
 
     fn plans(&self) -> MutexGuard<'_, Plans> {
@@ -183,7 +193,7 @@ impl Matmul {
         product.kind(self.arithmetic == Arithmetic::Tf32)
     }
 
-    /// The plan of a product, made the first time.
+    /// Returns the plan of a matmul, creating it on first use.
     fn planned<'a>(&self, plans: &'a mut Plans, kind: ProductKind) -> Result<&'a mut Option<Plan>> {
         let Plans { made, chosen } = plans;
         match made.entry(kind) {
@@ -197,7 +207,8 @@ impl Matmul {
                 };
                 if plan.is_none() && kind.keeps {
                     log::warn!(
-                        "cuBLASLt knows no algorithm to multiply {kind} with GELU: the two run one after the other"
+                        "cuBLASLt knows no algorithm to multiply {kind} with fused GELU: they run as two \
+                         kernels"
                     );
                 }
                 Ok(new.insert(plan))
@@ -205,11 +216,11 @@ impl Matmul {
         }
     }
 
-    /// Queues a product on `stream`; `workspace` is the address of [`WORKSPACE`] bytes that nothing
-    /// else on other streams uses.
+    /// Queues a matmul on `stream`. `workspace` is the address of [`WORKSPACE`] bytes that no other
+    /// stream uses.
     ///
     /// # Errors
-    /// The library knows no algorithm, or the device failed.
+    /// Returns an error if the library knows no algorithm, or if the device fails.
     pub fn run(&self, product: &Product, workspace: u64, stream: sys::cudaStream_t) -> Result<()> {
         if product.is_empty() {
             return Ok(());
@@ -226,11 +237,11 @@ impl Matmul {
             .map_err(|e| failed(&format!("multiply {kind}"), e))
     }
 
-    /// As [`Matmul::run`], by an algorithm that was proposed for such a product, `times` over.
-    /// Whether the library could.
+    /// Queues a matmul `times` times with an algorithm that was proposed for it. Returns false if
+    /// cuBLASLt refuses the algorithm.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn run_by(
         &self,
         algorithm: Algorithm,
@@ -250,7 +261,7 @@ impl Matmul {
             Err(e) if e.0 == sys::cublasStatus_t::CUBLAS_STATUS_EXECUTION_FAILED => {
                 Err(failed(&format!("multiply {kind}"), e))
             }
-            // Some algorithms are proposed and then refused, with several codes.
+            // cuBLASLt proposes some algorithms and then refuses them, with various codes.
             Err(e) => {
                 log::debug!(
                     "cuBLASLt proposes an algorithm to multiply {kind} and refuses it: {:?}",
@@ -261,13 +272,13 @@ impl Matmul {
         }
     }
 
-    /// Tells the addresses of an epilogue.
+    /// Sets the addresses of an epilogue.
     fn point(&self, plan: &Plan, epilogue: Epilogue) -> Result<(), CublasError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         if let Some(bias) = epilogue.bias() {
             assert!(bias.is_multiple_of(BIAS_ALIGNMENT), "a bias at {bias:#x}");
-            // SAFETY: the attribute is an address. Nobody else describes the plan meanwhile: it is
-            // the caller's, or behind the lock.
+            // SAFETY: the attribute is an address. Nothing else changes the plan meanwhile: it
+            // belongs to the caller, or is behind the lock.
             unsafe {
                 describe(
                     self.library,
@@ -323,7 +334,7 @@ impl Matmul {
         .result()
     }
 
-    /// A product with the algorithm that was chosen for it, or with cuBLASLt's best guess.
+    /// Creates the plan of a matmul with its chosen algorithm, or with the heuristic's first.
     fn plan(&self, kind: &ProductKind, chosen: Option<&Algorithm>) -> Result<Plan, CublasError> {
         let mut plan = self.describe(kind)?;
         plan.algorithm = match chosen {
@@ -333,7 +344,7 @@ impl Matmul {
         Ok(plan)
     }
 
-    /// A product as cuBLASLt sees it, without an algorithm.
+    /// Creates the cuBLASLt descriptors of a matmul, without an algorithm.
     fn describe(&self, kind: &ProductKind) -> Result<Plan, CublasError> {
         let ProductKind {
             sizes: [m, n, k],
@@ -401,7 +412,7 @@ impl Matmul {
         Ok(plan)
     }
 
-    /// Asks cuBLASLt for its best algorithms: at least one, at most so many.
+    /// Returns the best algorithms of cuBLASLt's heuristic: at least one, at most `most`.
     fn proposed(
         &self,
         plan: &Plan,
@@ -419,8 +430,8 @@ impl Matmul {
             unsafe { (library.prefer)(preference, attribute, value.as_ptr().cast(), value.len()) }
                 .result()
         };
-        // The order of sums must not depend on who comes first: no reduction in place. Partial sums
-        // are kept in f32, also where the result is bf16.
+        // In-place reductions are excluded: the order of sums must not depend on the order in which
+        // blocks finish. Partial sums are f32 even if the result is bf16.
         let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         // SAFETY: the results are plain numbers, for which zeros are valid.
         let mut results =
@@ -446,7 +457,7 @@ impl Matmul {
                     let handle = self.handle;
                     let described = plan.description;
                     let most = most as c_int;
-                    // SAFETY: there is room for so many results, and descriptors are alive.
+                    // SAFETY: there is room for `most` results, and descriptors are alive.
                     unsafe {
                         (library.heuristic)(
                             handle, described, left, right, out, out, preference, most, first,
@@ -475,7 +486,7 @@ impl Drop for Matmul {
     }
 }
 
-/// Sets one attribute of a product.
+/// Sets an attribute of a matmul descriptor.
 ///
 /// # Safety
 /// The description is alive and T is the attribute's type.
@@ -485,14 +496,14 @@ unsafe fn describe<T>(
     attribute: sys::cublasLtMatmulDescAttributes_t,
     value: &T,
 ) -> Result<(), CublasError> {
-    // SAFETY: of the caller.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         (library.describe)(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
     }
     .result()
 }
 
-/// The type of elements of so many bytes.
+/// Returns the element type with a size of `bytes` bytes.
 fn element(bytes: usize) -> sys::cudaDataType {
     match Element::of(bytes) {
         Element::F32 => sys::cudaDataType::CUDA_R_32F,
@@ -500,7 +511,7 @@ fn element(bytes: usize) -> sys::cudaDataType {
     }
 }
 
-/// The error where cuBLASLt knows no algorithm.
+/// The error if cuBLASLt knows no algorithm.
 const NONE: CublasError = CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED);
 
 fn is_refusal(error: &CublasError) -> bool {

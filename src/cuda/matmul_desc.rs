@@ -1,42 +1,41 @@
-//! A matrix product as cuBLASLt is to compute it.
+//! The description of a matmul for cuBLASLt.
 
 use cudarc::cublaslt::sys;
 
 use super::memory::Element;
 use hpctrain_device::ProductKind;
 
-/// Bytes that an address must be a multiple of for the best algorithms: what cuBLASLt takes for
-/// granted if nothing is said.
+/// The alignment in bytes that the best algorithms require, which cuBLASLt assumes by default.
 pub const BEST_ALIGNMENT: usize = 256;
 
-/// Bytes that the address of a bias must be a multiple of. No preference of cuBLASLt speaks of it,
-/// and algorithms may read it by vectors (<https://github.com/pytorch/pytorch/issues/194497>).
+/// The alignment in bytes of a bias. cuBLASLt has no preference for it, and algorithms may read it
+/// by vectors (<https://github.com/pytorch/pytorch/issues/194497>).
 pub const BIAS_ALIGNMENT: u64 = 16;
 
-/// Operation on a product before it is stored.
+/// An operation on the result of a matmul before it is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Epilogue {
-    /// Nothing.
+    /// No operation.
     None,
-    /// A vector is added to every row: its address.
+    /// Adds a vector to every row. The value is its address.
     Bias(u64),
-    /// The vector is added, unless its address is null; the sum is kept at `kept`, and its GELU
-    /// stored.
+    /// Adds a vector, unless its address is null, stores the sum at `kept`, and its GELU as the
+    /// result.
     Gelu {
-        /// As of [`Epilogue::Bias`].
+        /// The address of the vector, as in [`Epilogue::Bias`].
         bias: u64,
-        /// Address of a matrix like the result.
+        /// The address of a matrix like the result.
         kept: u64,
     },
-    /// It is multiplied by the derivative of GELU at the kept sum.
+    /// Multiplies by the derivative of GELU at the stored sum.
     GeluBackward {
-        /// As of [`Epilogue::Gelu`].
+        /// The address of the sum, as in [`Epilogue::Gelu`].
         kept: u64,
     },
 }
 
 impl Epilogue {
-    /// cuBLASLt's name for it.
+    /// Returns the cuBLASLt epilogue.
     pub fn kind(self) -> sys::cublasLtEpilogue_t {
         match self {
             Epilogue::None => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
@@ -47,8 +46,8 @@ impl Epilogue {
         }
     }
 
-    /// That of a name, of a vector and a matrix at these addresses; none if there is none of that
-    /// name.
+    /// Returns the epilogue of a cuBLASLt code, with a bias and a stored sum at these addresses, or
+    /// `None` for an unknown code.
     pub fn of(kind: u32, bias: u64, kept: u64) -> Option<Self> {
         let all = [
             Self::None,
@@ -60,7 +59,7 @@ impl Epilogue {
         all.into_iter().find(|epilogue| epilogue.kind() as u32 == kind)
     }
 
-    /// The address of a vector to add.
+    /// Returns the address of the vector to add.
     pub fn bias(self) -> Option<u64> {
         match self {
             Epilogue::Bias(bias) | Epilogue::Gelu { bias, .. } => {
@@ -70,7 +69,7 @@ impl Epilogue {
         }
     }
 
-    /// The address of the sum kept between forward and backward.
+    /// Returns the address of the sum saved for the backward.
     pub fn kept(self) -> Option<u64> {
         match self {
             Epilogue::Gelu { kept, .. } | Epilogue::GeluBackward { kept } => Some(kept),
@@ -82,40 +81,42 @@ impl Epilogue {
 /// An operand or the result: address and element type.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix {
-    /// Its address on the device.
+    /// The address on the device.
     pub pointer: u64,
-    /// Element type.
+    /// The element type.
     pub element: Element,
 }
 
-/// `c = op(a)·op(b) (+ from)`, all row-major; the letters as in [`Gemm`](hpctrain_device::Gemm).
+/// A matmul `c = op(a)·op(b) (+ from)`, all row-major, with the letters of
+/// [`Gemm`](hpctrain_device::Gemm).
 #[derive(Debug, Clone, Copy)]
 pub struct Product {
     /// Sizes and transpositions.
     pub shape: hpctrain_device::Gemm,
-    /// Elements from a row of a, b and c, as they are stored, to the next.
+    /// The row strides of a, b and c as they are stored, in elements.
     pub strides: [usize; 3],
-    /// Left operand.
+    /// The left operand.
     pub a: Matrix,
-    /// Right operand.
+    /// The right operand.
     pub b: Matrix,
-    /// Result.
+    /// The result.
     pub c: Matrix,
-    /// Address of a matrix like the result, to which the product is added where its shape says so;
-    /// the result itself, or apart.
+    /// The address of a matrix like the result, to which the matmul is added if `shape.acc`. It may
+    /// be the result itself.
     pub from: u64,
-    /// Operation on the result before it is stored.
+    /// The operation on the result before it is stored.
     pub epilogue: Epilogue,
 }
 
 impl Product {
-    /// Whether there is nothing to compute.
+    /// Returns true if there is nothing to compute.
     pub fn is_empty(&self) -> bool {
         self.shape.m == 0 || self.shape.n == 0
     }
 
-    /// All that the choice of its algorithm depends on; `tf32` if f32 operands may be rounded. Of
-    /// the alignment of a bias cuBLASLt cannot be told: [`BIAS_ALIGNMENT`] holds for all.
+    /// Returns everything on which the choice of the algorithm depends. `tf32` says whether f32
+    /// operands may be rounded. The alignment of a bias is not included, since it is always
+    /// [`BIAS_ALIGNMENT`].
     pub fn kind(&self, tf32: bool) -> ProductKind {
         let Self { shape, strides, a, b, c, from, epilogue } = *self;
         ProductKind {

@@ -1,7 +1,8 @@
-//! The algorithms that cuBLASLt proposes for a product, measured on operands of its shape.
+//! Matmul autotuning: measures the algorithms that cuBLASLt proposes for a matmul, on operands of
+//! its shape.
 //!
-//! Nothing of a training is read or written: operands are scratch. They are read over and over, so
-//! the caches hold more of them than within a step; all algorithms have the same advantage of it.
+//! Operands are scratch memory; no training state is read or written. Operands are read repeatedly,
+//! so more of them are in the caches than within a step, which is the same for all algorithms.
 
 use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
@@ -18,23 +19,24 @@ use hpctrain_device::{
     Algorithm, Backend, Chosen, Gemm, MemoryKind, ProductAlgorithms, ProductKind,
 };
 
-/// Algorithms that are measured, the library's best guess among them.
+/// The number of algorithms to measure, including the heuristic's first.
 const PROPOSALS: usize = 8;
 
-/// Measurements of each, of which the median counts.
+/// The number of measurements of each algorithm, of which the median is taken.
 const ROUNDS: usize = 5;
 
-/// Milliseconds that a measurement takes if it can: the clock of events ticks in half microseconds.
+/// The least milliseconds of a measurement, if [`MOST_TIMES`] allows: event timers have a
+/// resolution of half a microsecond.
 const LEAST: f32 = 0.1;
 
-/// The most products in one measurement.
+/// The most matmuls in one measurement.
 const MOST_TIMES: usize = 10;
 
-/// Random numbers that operands are filled with, over and over: zeros draw less power than the
-/// numbers of a training.
+/// The number of random values with which operands are filled, repeatedly. Zeros would draw less
+/// power than real values.
 const NUMBERS: usize = 1 << 16;
 
-/// A product on operands of its own.
+/// A matmul with scratch operands.
 struct Scratch {
     product: Product,
     _operands: Vec<CudaBuf>,
@@ -43,16 +45,16 @@ struct Scratch {
 /// An algorithm under measurement.
 struct Candidate {
     algorithm: Algorithm,
-    /// Its place among those proposed.
+    /// Its rank among the proposals.
     place: usize,
-    /// Products in one measurement.
+    /// Matmuls in one measurement.
     times: usize,
-    /// Milliseconds of a product.
+    /// Milliseconds per matmul.
     took: Vec<f32>,
 }
 
 impl Candidate {
-    /// The median.
+    /// Returns the median time.
     fn seconds(&mut self) -> f64 {
         self.took.sort_by(f32::total_cmp);
         f64::from(self.took[self.took.len() / 2]) / 1e3
@@ -60,8 +62,8 @@ impl Candidate {
 }
 
 impl Cuda {
-    /// So many random numbers at an address that is a multiple of `alignment` bytes and no more, up
-    /// to 256.
+    /// Allocates `len` random values at an address that is a multiple of exactly `alignment` bytes,
+    /// up to 256. Returns the buffer and the address.
     fn operand(&self, len: usize, element: Element, alignment: usize) -> Result<(CudaBuf, u64)> {
         let lead = if alignment < BEST_ALIGNMENT { alignment / element.size() } else { 0 };
         let mut buf = self.take(MemoryKind::Activations, lead + len, element)?;
@@ -79,7 +81,7 @@ impl Cuda {
         Ok((buf, at))
     }
 
-    /// Operands of a product's shapes and alignments.
+    /// Allocates operands with a matmul's shapes and alignments.
     fn scratch(&self, kind: &ProductKind) -> Result<Scratch> {
         let ProductKind {
             sizes: [m, n, k],
@@ -99,9 +101,10 @@ impl Cuda {
             operands.push(buf);
             Ok::<_, Error>(at)
         };
-        let mut matrix = |of: usize| {
-            let pointer = operand(rows[of] * strides[of], elements[of], alignments[of] as usize)?;
-            Ok::<_, Error>(Matrix { pointer, element: elements[of] })
+        let mut matrix = |index: usize| {
+            let pointer =
+                operand(rows[index] * strides[index], elements[index], alignments[index] as usize)?;
+            Ok::<_, Error>(Matrix { pointer, element: elements[index] })
         };
         let a = matrix(0)?;
         let b = matrix(1)?;
@@ -117,8 +120,8 @@ impl Cuda {
         })
     }
 
-    /// Milliseconds of as many products by an algorithm as it has times; none if cuBLASLt refuses
-    /// it.
+    /// Returns the milliseconds of `candidate.times` matmuls, or `None` if cuBLASLt refuses the
+    /// algorithm.
     fn measured(&self, candidate: &Candidate, product: &Product) -> Result<Option<f32>> {
         let stream = &self.0.compute;
         let workspace = self.0.workspace.pointer();
@@ -143,12 +146,12 @@ impl Cuda {
         milliseconds(&begun, &ended).map(Some)
     }
 
-    /// The candidates that cuBLASLt does not refuse after all, each measured.
+    /// Measures the proposals, and returns those that cuBLASLt does not refuse.
     fn race(&self, proposals: Vec<Algorithm>, product: &Product) -> Result<Vec<Candidate>> {
         let mut candidates = Vec::with_capacity(proposals.len());
         for (place, algorithm) in proposals.into_iter().enumerate() {
             let mut candidate = Candidate { algorithm, place, times: 1, took: vec![] };
-            // The first product loads the kernel.
+            // The first matmul loads the kernel.
             if self.measured(&candidate, product)?.is_none() {
                 continue;
             }
@@ -157,11 +160,11 @@ impl Cuda {
                 candidates.push(candidate);
             }
         }
-        // All in turn, so that a clock that slows down slows all of them down.
+        // Candidates are interleaved, so that a change of clock rates affects all of them.
         for _ in 0..ROUNDS {
             for candidate in &mut candidates {
                 let refused =
-                    || Error::device("cuBLASLt refused an algorithm that it has computed by");
+                    || Error::device("cuBLASLt refused an algorithm that it had accepted");
                 let took = self.measured(candidate, product)?.ok_or_else(refused)?;
                 candidate.took.push(took / candidate.times as f32);
             }
@@ -170,7 +173,7 @@ impl Cuda {
     }
 }
 
-/// The library's best guess.
+/// Returns the choice of the heuristic's first algorithm.
 fn first_of(product: &ProductKind, algorithm: Algorithm) -> Chosen {
     Chosen { product: *product, algorithm, place: 0 }
 }
@@ -193,20 +196,20 @@ impl ProductAlgorithms for Cuda {
         Ok(self.0.matmul.proposals(product, 1)?.first().map(|first| first_of(product, *first)))
     }
 
-    fn measure(&self, product: &ProductKind) -> Result<Option<Chosen>> {
-        let proposals = self.0.matmul.proposals(product, PROPOSALS)?;
+    fn measure(&self, kind: &ProductKind) -> Result<Option<Chosen>> {
+        let proposals = self.0.matmul.proposals(kind, PROPOSALS)?;
         let Some(first) = proposals.first() else { return Ok(None) };
-        let first = first_of(product, *first);
+        let first = first_of(kind, *first);
         if proposals.len() == 1 {
             return Ok(Some(first));
         }
-        let scratch = match self.scratch(product) {
+        let scratch = match self.scratch(kind) {
             Ok(scratch) => scratch,
-            // Memory that is free between steps is less than the operands: those of another rank's
-            // stage may be larger.
+            // The memory that is free between steps may not hold the operands: a pipeline stage on
+            // another rank may have larger ones.
             Err(e) if e.kind() == Kind::Input => {
                 log::warn!(
-                    "{product} is not measured, cuBLASLt's first algorithm is taken: {}",
+                    "{kind} is not measured, cuBLASLt's default algorithm is used: {}",
                     e.message()
                 );
                 return Ok(Some(first));
@@ -215,7 +218,7 @@ impl ProductAlgorithms for Cuda {
         };
         let mut candidates = self.race(proposals, &scratch.product)?;
         let seconds: Vec<f64> = candidates.iter_mut().map(Candidate::seconds).collect();
-        log::debug!("{product}: {seconds:?} s");
+        log::debug!("{kind}: {seconds:?} s");
         let best = candidates.get(fastest(&seconds));
         Ok(Some(best.map_or(first, |best| Chosen {
             algorithm: best.algorithm,

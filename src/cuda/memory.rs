@@ -1,4 +1,4 @@
-//! Buffers on the device and windows into them.
+//! Buffers on the device and views into them.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -9,17 +9,17 @@ use super::pool::Piece;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{CommBuffer, DeviceEvent, DeviceSpan};
 
-/// Element type of a buffer.
+/// The element type of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
     /// IEEE single precision.
     F32,
-    /// Its upper half.
+    /// bfloat16: the upper half of an f32.
     Bf16,
 }
 
 impl Element {
-    /// Bytes of one.
+    /// Returns the bytes of an element.
     pub fn size(self) -> usize {
         match self {
             Element::F32 => 4,
@@ -27,7 +27,7 @@ impl Element {
         }
     }
 
-    /// That of so many bytes.
+    /// Returns the type whose elements have `bytes` bytes.
     pub fn of(bytes: usize) -> Self {
         if bytes == Element::Bf16.size() { Element::Bf16 } else { Element::F32 }
     }
@@ -39,12 +39,12 @@ pub struct CudaBuf {
     len: usize,
     element: Element,
     lines: Arc<CopyStreams>,
-    /// Elements that lie before it in its piece: tests look at windows that begin anywhere.
+    /// The offset in its allocation, in elements: tests use unaligned buffers.
     #[cfg(test)]
     lead: usize,
 }
 
-/// Elements before every buffer of parameters and gradients that this thread takes next.
+/// The offset of all buffers of parameters and gradients that this thread allocates next.
 #[cfg(test)]
 pub mod lead {
     use std::cell::Cell;
@@ -55,25 +55,25 @@ pub mod lead {
         static LEAD: Cell<usize> = const { Cell::new(0) };
     }
 
-    /// Sets their number.
+    /// Sets the offset, in elements.
     pub fn set(elements: usize) {
         LEAD.set(elements);
     }
 
-    /// Their number: for kinds of memory that no kernel takes as scratch.
+    /// Returns the offset for a kind of memory, which is 0 for kinds that kernels use as scratch.
     pub fn of(what: MemoryKind) -> usize {
         if matches!(what, MemoryKind::Parameters | MemoryKind::Gradients) { LEAD.get() } else { 0 }
     }
 }
 
 impl CudaBuf {
-    /// The same after so many elements of its piece.
+    /// Sets the offset in the allocation.
     #[cfg(test)]
     pub(super) fn after(self, lead: usize) -> Self {
         Self { lead, ..self }
     }
 
-    /// A buffer of `len` elements in `piece`, which messages reach by `lines`.
+    /// Creates a buffer of `len` elements in `piece`. `lines` are the streams for messages.
     pub(super) fn new(
         piece: Piece,
         len: usize,
@@ -90,11 +90,11 @@ impl CudaBuf {
         }
     }
 
-    /// The elements `range` for messages. The device is that of the calling thread from now on: MPI
-    /// may look for it.
+    /// Returns the elements `range` for messages, and selects the device for the calling thread,
+    /// since MPI may query it.
     ///
     /// # Errors
-    /// The range cuts a word of four bytes, or the device failed.
+    /// Returns an error if the range splits a word of four bytes, or if the device fails.
     pub(super) fn reach(&mut self, range: Range<usize>) -> Result<CommBuffer<'_>> {
         let to_words =
             |elements: usize| (elements * self.element.size()).div_ceil(size_of::<f32>());
@@ -102,32 +102,34 @@ impl CudaBuf {
             at == self.len || (at * self.element.size()).is_multiple_of(size_of::<f32>())
         };
         if !is_whole(range.start) || !is_whole(range.end) {
-            return Err(Error::internal(format!("a message of elements {range:?} cuts a word")));
+            return Err(Error::internal(format!(
+                "a message of elements {range:?} splits a word of 4 bytes"
+            )));
         }
         let words = to_words(range.end) - to_words(range.start);
         let address = self.pointer() as usize + to_words(range.start) * size_of::<f32>();
-        // SAFETY: the words lie in the piece, which begins and ends at multiples of 256 bytes and
-        // lives as long as the borrow; it is not of the stream-ordered allocator, so MPI may open
-        // it.
+        // SAFETY: the words lie in the allocation, which begins and ends at multiples of 256 bytes
+        // and lives as long as the borrow; it is not from the stream-ordered allocator, so MPI may
+        // open it.
         let span = unsafe { DeviceSpan::new(address, words) };
         self.lines.bind()?;
         Ok(CommBuffer::Device(span, self.lines.copies()))
     }
 
-    /// Done when the kernels queued so far are.
+    /// Returns an event that completes when the kernels queued so far are done.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub(super) fn stamp(&self) -> Result<Box<dyn DeviceEvent>> {
         self.lines.stamp()
     }
 
-    /// Elements.
+    /// Returns the number of elements.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// The address of the first element.
+    /// Returns the address of the first element.
     fn pointer(&self) -> u64 {
         #[cfg(test)]
         return self.piece.pointer() + (self.lead * self.element.size()) as u64;
@@ -135,7 +137,7 @@ impl CudaBuf {
         self.piece.pointer()
     }
 
-    /// The window `range`.
+    /// Returns a view of the elements `range`.
     pub fn view(&self, range: Range<usize>) -> View<'_> {
         assert!(
             range.start <= range.end && range.end <= self.len,
@@ -146,63 +148,63 @@ impl CudaBuf {
         View { pointer, len: range.len(), element: self.element, life: PhantomData }
     }
 
-    /// The exclusive window `range`.
+    /// Returns a mutable view of the elements `range`.
     pub fn view_mut(&mut self, range: Range<usize>) -> ViewMut<'_> {
         let View { pointer, len, element, .. } = self.view(range);
         ViewMut { pointer, len, element, life: PhantomData }
     }
 }
 
-/// A window to read.
+/// A read-only view.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    /// Its address on the device.
+    /// The address on the device.
     pub pointer: u64,
-    /// Elements.
+    /// The number of elements.
     pub len: usize,
-    /// Element type.
+    /// The element type.
     pub element: Element,
     life: PhantomData<&'a ()>,
 }
 
 impl View<'_> {
-    /// The parts before and from element `at`.
+    /// Splits the view at element `at`.
     pub fn cut(self, at: usize) -> (Self, Self) {
         assert!(at <= self.len, "a cut at {at} of {}", self.len);
         let pointer = self.pointer + (at * self.element.size()) as u64;
         (Self { len: at, ..self }, Self { pointer, len: self.len - at, ..self })
     }
 
-    /// Its address, or null if it is empty: the kernels' sign of an operand that is left out.
+    /// Returns the address, or null if the view is empty: kernels take null for an omitted operand.
     pub fn pointer_or_null(self) -> u64 {
         if self.len == 0 { 0 } else { self.pointer }
     }
 }
 
-/// A window to write.
+/// A mutable view.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
-    /// Its address on the device.
+    /// The address on the device.
     pub pointer: u64,
-    /// Elements.
+    /// The number of elements.
     pub len: usize,
-    /// Element type.
+    /// The element type.
     pub element: Element,
     life: PhantomData<&'a mut ()>,
 }
 
 impl ViewMut<'_> {
-    /// The same window, to read.
+    /// Returns the same view, read-only.
     pub fn shared(&self) -> View<'_> {
         View { pointer: self.pointer, len: self.len, element: self.element, life: PhantomData }
     }
 
-    /// The same window, for a while.
+    /// Reborrows the view.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut { pointer: self.pointer, len: self.len, element: self.element, life: PhantomData }
     }
 
-    /// The parts before and from element `at`.
+    /// Splits the view at element `at`.
     pub fn cut(self, at: usize) -> (Self, Self) {
         assert!(at <= self.len, "a cut at {at} of {}", self.len);
         let pointer = self.pointer + (at * self.element.size()) as u64;

@@ -1,32 +1,31 @@
-//! A GPU through NVIDIA's driver: kernels compiled at run time, products by cuBLASLt, one pool of
-//! memory.
+//! The CUDA backend: kernels compiled at run time, matmuls by cuBLASLt, one memory pool.
 //!
 //! Building needs no CUDA; [`libraries`] detects a machine without the libraries. One stream
-//! computes, another takes batches in, and others carry messages, which go first (`streams.rs`);
-//! nothing within a step waits for the whole device.
+//! computes, another one uploads batches, and others carry messages, with a higher priority
+//! (`streams.rs`). Nothing within a step synchronises the whole device.
 //!
-//! The libraries are looked for at run time: one program serves nodes with and without GPUs.
+//! The libraries are loaded at run time: one program serves nodes with and without GPUs.
 //!
 //! - Kernels are CUDA C++ without CUDA's headers, in `kernels/<operation>.cu`; inline PTX is in
 //!   `ptx.cuh` alone.
 //! - With bf16, parameters, activations and gradients of activations are bf16; gradients of
-//!   parameters, statistics, losses, masters and optimizer state are f32. `Backend::alloc` chooses
-//!   by category, `alloc_f32` is for the exceptions. The owner of a range updates its f32 master,
-//!   and the same kernel writes the bf16 copy.
+//!   parameters, statistics, losses, fp32 master weights and optimizer state are f32.
+//!   `Backend::alloc` chooses by category, `alloc_f32` is for the exceptions. The owner of a range
+//!   updates its fp32 master weights, and the same kernel writes the bf16 copy.
 //! - No sum depends on the order in which thread blocks run: partial sums of fixed chunks of rows
-//!   are added in order; rows are sorted by token on the host, without atomics; cuBLASLt may not
-//!   reduce in place. Two runs give the same bits.
-//! - Losses and norms are read by the host later (`Backend::Scalar`): within a step nothing waits
-//!   for the device until the gradients have been reduced.
-//! - Tensors lie in their units without gaps: operands begin anywhere. Kernels look at addresses
-//!   before they move 16 bytes at a time, cuBLASLt is told the alignment of each operand, and a
-//!   bias that it could not read is copied first.
-//! - Attention never stores a matrix of time × time (Dao, 2023): bf16 on tensor cores, f32 in plain
-//!   arithmetic.
+//!   are added in order; rows are sorted by token on the host, without atomics; in-place reductions
+//!   of cuBLASLt are excluded. Two runs give the same bits.
+//! - The host reads losses and norms later (`Backend::Scalar`): within a step it does not wait for
+//!   the device until the gradients are reduced.
+//! - Tensors are stored in their units without gaps, so operands may have any alignment. Kernels
+//!   check addresses before they move 16 bytes at a time, cuBLASLt is given the alignment of each
+//!   operand, and a bias that it could not read is copied first.
+//! - Attention never stores a time × time matrix (Dao, 2023). It uses tensor cores in bf16, and
+//!   plain arithmetic in f32.
 //!
-//! `tests/cudasim/` stands in for the libraries, NCCL included: it runs kernels on the CPU and
-//! looks for races, overruns and missing waits. `tests/gpu/nvrtc.rs` compiles every kernel with
-//! NVIDIA's own compiler. Results from hardware are in `docs/gpu-verification.md` alone.
+//! `tests/cudasim/` simulates the libraries, NCCL included: it runs kernels on the CPU and detects
+//! races, overruns and missing waits. `tests/gpu/nvrtc.rs` compiles every kernel with NVIDIA's own
+//! compiler. Results from hardware are in `docs/gpu-verification.md`.
 
 mod activation;
 mod attention;
@@ -99,12 +98,12 @@ pub use memory::{CudaBuf, View, ViewMut};
 pub use pool::PoolBudget;
 pub use scalar::Scalar;
 
-/// Number formats of a rank's arithmetic.
+/// The number formats that a rank computes with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
     /// f32 everywhere.
     F32(Arithmetic),
-    /// Parameters and activations in bf16, sums and masters in f32.
+    /// Parameters and activations are bf16; sums and master weights are f32.
     Bf16,
 }
 
@@ -122,7 +121,7 @@ struct Inner {
     programs: Arc<KernelModules>,
     lines: Arc<device_memcpy::CopyStreams>,
     matmul: Matmul,
-    /// Scratch of matrix products.
+    /// The cuBLASLt workspace.
     workspace: Piece,
     scalars: Arc<scalar::Scalars>,
     intake: Arc<index_upload::IndexUploader>,
@@ -130,19 +129,20 @@ struct Inner {
 }
 
 impl Cuda {
-    /// A rank on `device` with `bytes` of its memory.
+    /// Creates a backend on `device` with `bytes` of its memory.
     ///
     /// # Errors
-    /// A library is not there, the device cannot compute in this precision, or has less memory.
+    /// Returns an error if a library is missing, or if the device does not support the precision or
+    /// has less memory.
     pub fn new(device: &Device, bytes: usize, precision: Precision) -> Result<Self> {
         Self::with_journal(device, PoolBudget { bytes, grows: false }, precision, false)
     }
 
-    /// As [`Cuda::new`], also with memory that grows; with `placement`, buffers, kernels and
-    /// products on the device are logged, every kind once.
+    /// Creates a backend, optionally with a growing memory pool. With `placement`, each kind of
+    /// buffer, kernel and matmul on the device is logged once.
     ///
     /// # Errors
-    /// As [`Cuda::new`].
+    /// Returns an error under the conditions of [`Cuda::new`].
     pub fn with_journal(
         device: &Device,
         memory: PoolBudget,
@@ -178,18 +178,18 @@ impl Cuda {
         })))
     }
 
-    /// The GPU.
+    /// Returns the GPU.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Bytes of its memory that are this rank's; if they grow, at most.
+    /// Returns the bytes of device memory of this rank, or their limit if the pool grows.
     pub fn memory(&self) -> usize {
         self.0.pool.bytes()
     }
 
-    /// Priorities of the stream that computes, and of all others, those of a communicator of NCCL
-    /// among them.
+    /// Returns the priority of the compute stream, and those of all other streams, including one of
+    /// an NCCL communicator.
     #[cfg(test)]
     pub fn priorities(&self) -> Result<(i32, Vec<i32>)> {
         let communicator = nccl::NcclComm::init_rank(
@@ -205,7 +205,7 @@ impl Cuda {
         Ok((streams::priority(&self.0.compute)?, others))
     }
 
-    /// The type of parameters and activations.
+    /// Returns the type of parameters and activations.
     fn element(&self) -> Element {
         match self.0.precision {
             Precision::F32(_) => Element::F32,
@@ -223,8 +223,7 @@ impl Cuda {
         Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element, &self.0.lines))
     }
 
-    /// Chooses the device for the calling thread: any thread may be the first to meet the driver in
-    /// any call.
+    /// Selects the device for the calling thread, whose first driver call this may be.
     fn bind(&self) -> Result<()> {
         check("be chosen", self.0.compute.context().bind_to_thread())
     }
@@ -234,7 +233,7 @@ impl Cuda {
         self.bind()?;
         let bytes = x.len * x.element.size();
         let stream = self.0.compute.cu_stream();
-        // SAFETY: both windows have so many bytes, and do not overlap: one is exclusive.
+        // SAFETY: both views have `bytes` bytes, and do not overlap, since one is exclusive.
         check("copy within it", unsafe {
             result::memcpy_dtod_async(y.pointer, x.pointer, bytes, stream)
         })
@@ -245,18 +244,18 @@ impl Cuda {
         self.bind()?;
         let bytes = y.len * y.element.size();
         let stream = self.0.compute.cu_stream();
-        // SAFETY: the window has so many bytes.
+        // SAFETY: the view has `bytes` bytes.
         check("clear memory", unsafe { result::memset_d8_async(y.pointer, 0, bytes, stream) })
     }
 
-    /// Waits until all that was queued for computing is done.
+    /// Blocks until all work in the compute stream is done.
     fn finish(&self) -> Result<()> {
         check("finish its work", self.0.compute.synchronize())
     }
 
-    /// A kernel begins; it ends where the returned value is dropped.
+    /// Starts the profile of a kernel, which ends when the returned value is dropped.
     fn launched(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
-        // A failure here fails the next kernel, too.
+        // A failure here makes the next kernel fail too.
         let settle = || drop(self.finish());
         self.0.profile.launch(self.element().size(), settle, work)
     }
@@ -296,8 +295,7 @@ impl Backend for Cuda {
         let stream = self.0.compute.cu_stream();
         match to.element {
             Element::F32 => {
-                // SAFETY: the window is as long as `host`, which lives until the stream has
-                // finished.
+                // SAFETY: the view is as long as `host`, which lives until the stream has finished.
                 check("copy from the host", unsafe {
                     result::memcpy_htod_async(to.pointer, host, stream)
                 })?;
@@ -321,7 +319,7 @@ impl Backend for Cuda {
         let stream = self.0.compute.cu_stream();
         match from.element {
             Element::F32 => {
-                // SAFETY: the window is as long as `host`, which is not used before the stream has
+                // SAFETY: the view is as long as `host`, which is not used before the stream has
                 // finished.
                 check("copy to the host", unsafe {
                     result::memcpy_dtoh_async(host, from.pointer, stream)

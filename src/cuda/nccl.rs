@@ -1,16 +1,16 @@
-//! NCCL, NVIDIA's library of messages between GPUs, which is looked for at run time.
+//! NCCL, NVIDIA's library for communication between GPUs, loaded at run time.
 //!
-//! Its functions are found here one by one: cudarc does not know the name under which NCCL is
-//! installed without its headers, and panics for a function that an older version lacks. The
-//! interface is that of 2.14, and 2.18 is the oldest version: before, the thread that meets the
-//! other ranks wrote through the address of the handle after the call had returned.
+//! Its functions are looked up here one by one: cudarc does not know the file name of NCCL without
+//! its headers, and panics if an older version lacks a function. The interface is that of 2.14, but
+//! at least 2.18 is required: older versions wrote to the address of the handle after the call to
+//! initialise had returned.
 //!
-//! Communicators do not block. A call returns at once; the state of the work is read from the
+//! Communicators are non-blocking. A call returns at once; the state of the work is read from the
 //! communicator, and until it reports success, the work may not be in the stream yet.
 //!
-//! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. The memory that NCCL
-//! keeps on the device is in no estimate: `device.memory` leaves room for it. Between nodes NCCL
-//! finds its own way (`NCCL_SOCKET_IFNAME` and others).
+//! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. Estimates do not include
+//! the device memory that NCCL allocates: `device.memory` leaves room for it. NCCL configures its
+//! network itself (`NCCL_SOCKET_IFNAME` and others).
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::VecDeque;
@@ -32,26 +32,26 @@ use hpctrain_device::{
     CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceSpan, FOLDED, OrderedSum,
 };
 
-/// Its file: as it is installed to run programs, and to build them.
+/// The file names of the run-time and of the development package.
 const FILES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
 
-/// The oldest version, as NCCL counts.
+/// The oldest supported version, in NCCL's encoding.
 const OLDEST: c_int = 21_800;
 
-/// Advice for a missing NCCL.
+/// The hint if NCCL is missing.
 const HINT: &str = "install NCCL 2.18 or later (pip install nvidia-nccl-cu13 has it) and name its folder in LD_LIBRARY_PATH, \
      or set comm.transport=host-staged";
 
-/// `ncclInProgress`; 0 is success.
+/// `ncclInProgress`. Success is 0.
 const IN_PROGRESS: c_int = 7;
 
-/// `ncclFloat32`. Words that are only copied keep their bits.
+/// `ncclFloat32`. Copies preserve all bits.
 const WORD: c_int = 7;
 
 /// `ncclSum`
 const SUM: c_int = 0;
 
-/// Polling interval of a thread that has nothing else to do.
+/// The polling interval of a waiting thread.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// `ncclComm_t`
@@ -62,8 +62,7 @@ type Handle = *mut c_void;
 #[derive(Clone, Copy)]
 struct UniqueId(CommId);
 
-/// `ncclConfig_t` as it was in 2.14; later versions keep their defaults for fields that they have
-/// added.
+/// `ncclConfig_t` of version 2.14. Later versions use defaults for fields that they have added.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -78,7 +77,7 @@ impl Config {
 }
 
 library_functions! {
-    /// The library, which stays open.
+    /// The functions of the library, which stays open.
     Library {
         get_version = c"ncclGetVersion"(*mut c_int) -> c_int;
         get_error_string = c"ncclGetErrorString"(c_int) -> *const c_char;
@@ -101,7 +100,7 @@ library_functions! {
     }
 }
 
-/// The library, opened once.
+/// Returns the library, which is opened once.
 fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
     let missing =
@@ -109,61 +108,65 @@ fn library() -> Result<&'static Library> {
     let open = || {
         // SAFETY: NCCL does nothing when it is opened.
         let file = unsafe { library::open(&FILES) };
-        let file =
-            file.ok_or_else(|| Error::input("NCCL is not there: libnccl.so.2").hint(HINT))?;
-        // SAFETY: its functions have had these types since they were there.
+        let file = file.ok_or_else(|| {
+            Error::input("NCCL is missing: libnccl.so.2 was not found").hint(HINT)
+        })?;
+        // SAFETY: its functions have had these types since they were introduced.
         let library = unsafe { Library::of(file, missing) }?;
         let found = library.number()?;
         if found < OLDEST {
-            return Err(Error::input(format!("NCCL is too old: it is {}", named(found))).hint(HINT));
+            return Err(
+                Error::input(format!("NCCL is too old: {} is installed", named(found))).hint(HINT)
+            );
         }
         Ok(library)
     };
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
 }
 
-/// NCCL's version, such as `2.27.3`.
+/// Returns NCCL's version, such as `2.27.3`.
 ///
 /// # Errors
-/// The library is not there, or too old.
+/// Returns an error if the library is missing or too old.
 pub fn version() -> Result<String> {
     Ok(named(library()?.number()?))
 }
 
-/// A version for people.
+/// Formats a version, such as `2.27.3`.
 fn named(version: c_int) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// A number for others to join in, from which `ncclCommInitRank` finds this process.
+/// Creates a unique identifier of a communicator, by which `ncclCommInitRank` of other ranks finds
+/// this process.
 ///
 /// # Errors
-/// The library is not there, or finds no network to be reached by.
+/// Returns an error if the library is missing, or if it finds no network interface.
 pub fn comm_id() -> Result<CommId> {
     let library = library()?;
     let mut id = UniqueId([0; size_of::<CommId>()]);
-    // SAFETY: writes the number.
-    library.check("make an identifier of a communicator", null(), unsafe {
+    // SAFETY: writes the identifier.
+    library.check("create an identifier of a communicator", null(), unsafe {
         (library.get_unique_id)(&mut id)
     })?;
     Ok(id.0)
 }
 
-/// No communicator.
+/// Returns a null handle.
 fn null() -> Handle {
     std::ptr::null_mut()
 }
 
 impl Library {
-    /// Its version, as it counts.
+    /// Returns the version in NCCL's encoding.
     fn number(&self) -> Result<c_int> {
         let mut found = 0;
         // SAFETY: writes one integer.
-        self.check("tell its version", null(), unsafe { (self.get_version)(&mut found) })?;
+        self.check("report its version", null(), unsafe { (self.get_version)(&mut found) })?;
         Ok(found)
     }
 
-    /// Turns a code into an error: `action` is a phrase such as `"send"`.
+    /// Turns a status code into an error. `action` is a phrase such as `"send"`.
     fn check(&self, action: &str, handle: Handle, code: c_int) -> Result<()> {
         if code == 0 || code == IN_PROGRESS {
             return Ok(());
@@ -174,16 +177,15 @@ impl Library {
                 .then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
             text.filter(|text| !text.is_empty())
         };
-        // SAFETY: any code has a text; the last error may be asked for of a communicator, or of
-        // none.
+        // SAFETY: any code has a text; the handle of `ncclCommGetLastError` may be null.
         let (what, more) =
             unsafe { (text((self.get_error_string)(code)), text((self.get_last_error)(handle))) };
-        let told = what
+        let message = what
             .into_iter()
             .chain(more.as_deref().and_then(|more| more.lines().last().map(str::to_owned)));
-        let told = told.collect::<Vec<_>>().join(": ");
-        Err(Error::device(format!("NCCL could not {action}: {told}"))
-            .hint("NCCL_DEBUG=INFO makes it say more"))
+        let message = message.collect::<Vec<_>>().join(": ");
+        Err(Error::device(format!("NCCL could not {action}: {message}"))
+            .hint("set NCCL_DEBUG=INFO for more messages of NCCL"))
     }
 }
 
@@ -191,14 +193,15 @@ impl Library {
 struct Communicator {
     library: &'static Library,
     context: Arc<CudaContext>,
-    /// None when it is destroyed.
+    /// `None` once it is destroyed.
     handle: Mutex<Option<Owned>>,
 }
 
-/// A handle that one thread at a time uses.
+/// A handle used by one thread at a time.
 struct Owned(Handle);
 
-// SAFETY: communicators are bound to a device and to no thread; the lock lets one in at a time.
+// SAFETY: communicators are bound to a device, not to a thread; the lock admits one thread at a
+// time.
 unsafe impl Send for Owned {}
 
 impl Communicator {
@@ -206,34 +209,35 @@ impl Communicator {
         self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a call with the device chosen.
+    /// Makes a call with this communicator's device selected.
     fn call(&self, action: &str, call: impl FnOnce(&Library, Handle) -> c_int) -> Result<()> {
         check("be chosen", self.context.bind_to_thread())?;
         match &*self.lock() {
             Some(Owned(handle)) => self.library.check(action, *handle, call(self.library, *handle)),
-            None => Err(Error::device(format!(
-                "NCCL could not {action}: its communicator was torn apart"
-            ))),
+            None => {
+                Err(Error::device(format!("NCCL could not {action}: its communicator was aborted")))
+            }
         }
     }
 
-    /// Whether the operations started are known to have succeeded: work of a stream, to have been
-    /// queued there.
+    /// Returns true if all operations started so far have succeeded. For stream operations that
+    /// means that they have been queued.
     fn is_settled(&self) -> Result<bool> {
         let mut state = 0;
         // SAFETY: the communicator lives; writes one integer.
-        self.call("tell how far it is", |library, handle| unsafe {
+        self.call("report its state", |library, handle| unsafe {
             (library.comm_get_async_error)(handle, &mut state)
         })?;
-        self.call("go on", |_, _| state)?;
+        self.call("make progress", |_, _| state)?;
         Ok(state == 0)
     }
 
-    /// Gives the communicator back: in good order only if nothing is under way.
+    /// Destroys the communicator, or aborts it unless `in_order`: it may only be destroyed if no
+    /// operation is pending.
     fn end(&self, in_order: bool) {
-        // The lock is let go of: the calls may take long.
+        // The lock is released first, since these calls may take long.
         let Some(Owned(handle)) = self.lock().take() else { return };
-        // A communicator that cannot be given back any more ends with the process.
+        // A communicator that cannot be destroyed any more ends with the process.
         let _ = self.context.bind_to_thread();
         // SAFETY: the handle was the last one.
         unsafe {
@@ -246,28 +250,28 @@ impl Communicator {
     }
 }
 
-/// The ranks of a communicator.
+/// An NCCL communicator of several ranks.
 pub struct NcclComm {
     communicator: Arc<Communicator>,
-    /// The stream of its messages, used by nothing else.
+    /// The stream of its messages, which nothing else uses.
     pub(super) stream: Arc<CudaStream>,
     rank: usize,
     size: usize,
     parts: OnceCell<()>,
-    /// Sums of terms.
+    /// The kernel of ordered sums.
     fold: CudaFunction,
-    /// The stream of sums.
+    /// The stream of ordered sums.
     sums: Arc<CudaStream>,
-    /// The ends of calls of `fold` that no message waits for yet, in their order.
+    /// Events at the ends of calls of `fold` for which no message waits yet, in order.
     folded: RefCell<VecDeque<CudaEvent>>,
 }
 
 impl NcclComm {
-    /// As [`DeviceCopies::init_rank`](hpctrain_device::DeviceCopies::init_rank), on the device of
-    /// `context`.
+    /// Joins a communicator on the device of `context`, see
+    /// [`DeviceCopies::init_rank`](hpctrain_device::DeviceCopies::init_rank).
     ///
     /// # Errors
-    /// The library is not there, or it failed.
+    /// Returns an error if the library is missing or fails.
     pub fn init_rank(
         context: &Arc<CudaContext>,
         programs: &Arc<KernelModules>,
@@ -279,7 +283,7 @@ impl NcclComm {
         check("be chosen", context.bind_to_thread())?;
         let stream = streams::urgent(context)?;
         let sums = streams::urgent(context)?;
-        // Before any message: the driver may wait for the device to load a kernel.
+        // The kernel is loaded before any message, since loading may synchronise the device.
         let fold = programs.function(
             Variant { source: "reduce_terms.cu", narrow: false, head: None },
             "fold_terms",
@@ -300,14 +304,14 @@ impl NcclComm {
                 &mut config,
             )
         };
-        library.check("meet the other ranks", null(), code)?;
+        library.check("initialise the communicator", null(), code)?;
         let handle = Mutex::new(Some(Owned(handle)));
         let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
         let folded = RefCell::default();
         Ok(Self { communicator, stream, rank, size, parts: OnceCell::new(), fold, sums, folded })
     }
 
-    /// Starts one sum.
+    /// Queues an ordered sum.
     fn add(&self, OrderedSum { own, number, others }: OrderedSum<'_>) -> Result<()> {
         let ranks = others.words().checked_div(own.words()).map_or(1, |others| others + 1);
         assert!(
@@ -315,7 +319,9 @@ impl NcclComm {
             "term {number} of {ranks}"
         );
         if ranks > FOLDED {
-            return Err(Error::internal(format!("a sum of {ranks} terms at once")));
+            return Err(Error::internal(format!(
+                "an ordered sum of {ranks} terms, more than {FOLDED}"
+            )));
         }
         let from = others.address() as u64;
         let to = own.address() as u64;
@@ -332,8 +338,8 @@ impl NcclComm {
         ];
         let Grid { blocks, threads, shared } = Grid::over(own.words());
         let stream = self.sums.cu_stream();
-        // SAFETY: the kernel takes two addresses, two lengths and two numbers; `own` has `words`
-        // words, and `others` as many for each term but one.
+        // SAFETY: the kernel takes two addresses, two lengths and two integers; `own` has `words`
+        // words, and `others` has as many for each other term.
         let queued = unsafe {
             result::launch_kernel(
                 self.fold.cu_function(),
@@ -348,13 +354,13 @@ impl NcclComm {
     }
 }
 
-/// A number as NCCL wants it.
+/// Converts a number of ranks to NCCL's type.
 fn count(number: usize) -> Result<c_int> {
     c_int::try_from(number)
-        .map_err(|_| Error::internal(format!("NCCL cannot count {number} ranks")))
+        .map_err(|_| Error::internal(format!("{number} ranks are more than NCCL supports")))
 }
 
-/// The address of a span as NCCL wants it.
+/// Returns the address of a span.
 fn at(span: DeviceSpan<'_>) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(span.address())
 }
@@ -366,11 +372,11 @@ impl DeviceComm for NcclComm {
         receives: &[(usize, DeviceSpan<'_>)],
     ) -> Result<()> {
         let stream = self.stream.cu_stream().cast();
-        // NCCL counts ranks in this type.
+        // All ranks fit NCCL's type of ranks.
         count(self.size)?;
         self.communicator.call("exchange a message", |library, handle| {
-            // SAFETY: the communicator lives, and the spans until it is done with them, as the
-            // caller ensures. A group that was started is ended on every path.
+            // SAFETY: the communicator is alive, and the caller keeps the spans alive until it is
+            // done with them. A group that was started is ended on every path.
             unsafe {
                 let begun = (library.group_start)();
                 let send = |&(to, span): &(usize, DeviceSpan<'_>)| {
@@ -390,22 +396,20 @@ impl DeviceComm for NcclComm {
 
     fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
         if !folds.is_empty() {
-            check("wait for itself", self.sums.join(&self.stream))?;
+            check("wait for another stream", self.sums.join(&self.stream))?;
             folds.iter().try_for_each(|&fold| self.add(fold))?;
         }
-        // An empty call is one, too.
-        self.folded
-            .borrow_mut()
-            .push_back(check("mark a point in its work", self.sums.record_event(None))?);
+        // A call without sums counts as a call too.
+        self.folded.borrow_mut().push_back(check("record an event", self.sums.record_event(None))?);
         Ok(())
     }
 
     fn after_folds(&self, but: usize) -> Result<()> {
         let mut folded = self.folded.borrow_mut();
         let past = folded.len().saturating_sub(but);
-        // The last one comes behind the others.
+        // The last event comes after the others.
         match folded.drain(..past).next_back() {
-            Some(last) => check("wait for itself", self.stream.wait(&last)),
+            Some(last) => check("wait for another stream", self.stream.wait(&last)),
             None => Ok(()),
         }
     }
@@ -421,8 +425,9 @@ impl DeviceComm for NcclComm {
             _ => 0,
         };
         self.communicator.call("run a collective", |library, handle| {
-            // SAFETY: the communicator lives, and the memory until it is done with it, as the
-            // caller sees to; in place is where NCCL wants it, my part being number `rank` of all.
+            // SAFETY: the communicator is alive, and the caller keeps the memory alive until it is
+            // done with it. For in-place collectives NCCL requires that `mine` is part number
+            // `rank` of `all`.
             unsafe {
                 match call {
                     DeviceCollective::AllReduce => {
@@ -448,7 +453,9 @@ impl DeviceComm for NcclComm {
     fn part(&self) -> Result<()> {
         self.parts.get_or_init(|| ());
         // SAFETY: the communicator lives.
-        self.communicator.call("part", |library, handle| unsafe { (library.comm_finalize)(handle) })
+        self.communicator.call("finalise the communicator", |library, handle| unsafe {
+            (library.comm_finalize)(handle)
+        })
     }
 
     fn mark(&self) -> Result<Box<dyn DeviceEvent>> {
@@ -464,8 +471,7 @@ impl DeviceComm for NcclComm {
 
     fn tear(&self) {
         self.communicator.end(false);
-        // Sums may be queued behind the messages. If they cannot be waited for either, the device
-        // has ended.
+        // Sums may be queued behind the messages. If waiting for them fails, the device has failed.
         let _ = self.stream.synchronize().and_then(|()| self.sums.synchronize());
     }
 }
@@ -477,7 +483,7 @@ impl Drop for NcclComm {
     }
 }
 
-/// The moment from which the operation started last is in its stream.
+/// Completes when the last operation started has been queued in its stream.
 struct Queued(Arc<Communicator>);
 
 impl DeviceEvent for Queued {
@@ -493,24 +499,25 @@ impl DeviceEvent for Queued {
     }
 }
 
-/// The end of all that was started.
+/// Completes when all operations started have finished.
 struct Mark {
     communicator: Arc<Communicator>,
     stream: Arc<CudaStream>,
-    /// Behind the work in the stream, once that is there.
+    /// An event after the work in the stream, once that is queued.
     point: OnceCell<CudaEvent>,
 }
 
 impl DeviceEvent for Mark {
     fn is_done(&self) -> Result<bool> {
-        // Also while the stream works: the error of another rank may be all that comes of it.
+        // This is checked even while the stream works, since an error of another rank may keep it
+        // from ever finishing.
         if !self.communicator.is_settled()? {
             return Ok(false);
         }
         let point = match self.point.get() {
             Some(point) => point,
             None => {
-                let point = check("mark a point in its work", self.stream.record_event(None))?;
+                let point = check("record an event", self.stream.record_event(None))?;
                 self.point.get_or_init(|| point)
             }
         };

@@ -8,7 +8,7 @@ use super::{Cuda, CudaBuf};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Backend, KernelCost, MemoryKind, Norm, NormOps};
 
-/// The kernels that take a norm back in one pass, with the packs of a row that a lane has in each.
+/// The one-pass kernels of the norm backward, with the number of packs of a row per warp lane.
 const IN_ONE: [(usize, &str); 4] = [
     (1, "norm_backward_1"),
     (2, "norm_backward_2"),
@@ -16,20 +16,20 @@ const IN_ONE: [(usize, &str); 4] = [
     (4, "norm_backward_4"),
 ];
 
-/// The same for wider rows, with the runs of columns that a thread has in each; of four in f32
-/// alone.
+/// The one-pass kernels for wider rows, with the number of column runs per thread; four only in
+/// f32.
 const WIDE: [(usize, &str); 3] =
     [(1, "norm_backward_wide_1"), (2, "norm_backward_wide_2"), (4, "norm_backward_wide_4")];
 
-/// Threads of their blocks, at most: `WIDE` of `norm_backward.cu`.
+/// The most threads of their blocks: `WIDE` of `norm_backward.cu`.
 const WIDE_THREADS: usize = 512;
 
-/// The widest rows that they keep in registers, in f32 and bf16 alike.
+/// The widest rows that they keep in registers, in f32 and in bf16.
 const WIDEST: usize = 8192;
 
-/// The kernel that takes back a norm of rows of `width` elements, `pack` of them in 16 bytes, in
-/// one pass whatever their alignment, and the threads of its blocks: those of a row, and rows at a
-/// time. None of narrower and of the widest rows.
+/// Returns the one-pass kernel of the norm backward for rows of `width` elements with any
+/// alignment, where `pack` elements have 16 bytes, and the threads of its blocks: threads per row,
+/// and rows at a time. Returns `None` for narrower rows and for the widest ones.
 fn wide(width: usize, pack: usize) -> Option<(&'static str, (u32, u32, u32))> {
     let narrower = IN_ONE.map(|(packs, _)| packs * 32 * pack).into_iter().max()?;
     if width <= narrower || width > WIDEST {
@@ -166,7 +166,7 @@ mod tests {
                     "{width}: {name} on {x}"
                 );
                 assert!(y >= 1 && (x * y) as usize <= WIDE_THREADS, "{width}: {x}×{y}");
-                // Kernels of bf16 have up to two packs.
+                // bf16 kernels have up to two packs.
                 assert!(packs * pack <= 16, "{width}: {name}");
             }
         }

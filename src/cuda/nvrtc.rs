@@ -1,7 +1,8 @@
-//! Kernels: sources in this binary, compiled for the device at hand by NVRTC, kept on disk.
+//! Kernels: their sources are embedded in the binary, compiled by NVRTC for the device, and cached
+//! on disk.
 //!
-//! A kernel is compiled when it is first used and kept in the user's cache under a hash of all that
-//! it depends on; the ranks of a node compile it once.
+//! A kernel is compiled on first use and stored in the user's cache directory under a hash of
+//! everything on which it depends. The ranks of a node compile it once.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};
@@ -20,12 +21,12 @@ use super::library_versions::{self, Nvrtc};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::user_dirs;
 
-/// A file below `kernels/`: its name and text.
+/// A file in `kernels/`.
 #[derive(Debug, Clone, Copy)]
 pub struct KernelSource {
-    /// Such as `adamw.cu`.
+    /// The name, such as `adamw.cu`.
     pub name: &'static str,
-    /// CUDA C++ that includes none but [`HEADERS`].
+    /// CUDA C++ that includes only [`HEADERS`].
     pub text: &'static str,
 }
 
@@ -33,15 +34,15 @@ macro_rules! sources {
     ($($name:literal)*) => { [$(KernelSource { name: $name, text: include_str!(concat!("kernels/", $name)) }),*] };
 }
 
-/// Bytes of shared memory that a block may be given without asking: 48 KiB, less those that a
-/// kernel declares itself.
-const UNASKED_SHARED: u32 = 40 << 10;
+/// The bytes of dynamic shared memory that a block may have without an attribute: 48 KiB, less
+/// those that a kernel declares statically.
+const DEFAULT_SHARED: u32 = 40 << 10;
 
-/// Headers that kernels include.
+/// The headers that kernels include.
 pub const HEADERS: [KernelSource; 6] =
     sources!["attention.cuh" "common.cuh" "ptx.cuh" "rows.cuh" "sum.cuh" "vector.cuh"];
 
-/// Every kernel.
+/// All kernel sources.
 pub const KERNELS: [KernelSource; 28] = sources![
     "activation.cu" "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "channel_norm.cu"
     "checksum.cu" "column_sum.cu" "convert.cu" "cross_entropy.cu" "dot_interaction.cu" "dropout.cu"
@@ -50,21 +51,22 @@ pub const KERNELS: [KernelSource; 28] = sources![
     "sgd.cu" "softmax.cu" "strided_copy.cu" "sum.cu" "swiglu.cu"
 ];
 
-/// One compilation of a source.
+/// A variant of a source to compile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Variant {
-    /// Name of the source.
+    /// The name of the source.
     pub source: &'static str,
-    /// Whether tensors are of bf16 instead of f32.
+    /// Whether tensors are bf16 instead of f32.
     pub narrow: bool,
-    /// Width of a head, where the kernel is made for one.
+    /// The head width, if the kernel is specialised for one.
     pub head: Option<usize>,
 }
 
-/// Compiles `variant` for an architecture such as `sm_90a`: a cubin.
+/// Compiles `variant` for an architecture such as `sm_90a`, and returns the cubin.
 ///
 /// # Errors
-/// There is no NVRTC, no such source, or the compiler refuses it; its log is in the message.
+/// Returns an error if NVRTC or the source is missing, or if it does not compile. The message has
+/// the compiler's log.
 pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
     let library = &library_versions::nvrtc()?.functions;
     let source = source(variant.source)?;
@@ -89,7 +91,7 @@ pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
         sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
         status => Err(failed(action, status)),
     };
-    // SAFETY: all strings end in zero and outlive the call; as many headers as names.
+    // SAFETY: all strings end in zero and outlive the call; there are as many headers as names.
     let status = unsafe {
         let headers = pointers(&headers);
         let names = pointers(&names);
@@ -121,10 +123,10 @@ pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
         )));
     }
     output(program, library.cubin_size, library.cubin)
-        .map_err(|status| failed("give its result", status))
+        .map_err(|status| failed("return the cubin", status))
 }
 
-/// An output of NVRTC for a program: the length is read first, then the bytes.
+/// Returns an output of NVRTC for a program, after querying its length.
 fn output(
     program: sys::nvrtcProgram,
     size: unsafe extern "C" fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
@@ -141,7 +143,7 @@ fn output(
     Ok(bytes)
 }
 
-/// Ends a program of NVRTC.
+/// Destroys a program of NVRTC when dropped.
 struct End(&'static Nvrtc, sys::nvrtcProgram);
 
 impl Drop for End {
@@ -163,29 +165,29 @@ fn options(variant: Variant, architecture: &str) -> Vec<String> {
     options
 }
 
-/// A function on the device.
+/// A loaded function.
 #[derive(Clone)]
 struct Loaded {
     function: CudaFunction,
-    /// Bytes of shared memory that its blocks may be given.
+    /// The bytes of dynamic shared memory that its blocks may have.
     shared: u32,
 }
 
-/// The kernels of one device, compiled when they are first wanted.
+/// The kernels of one device, compiled on first use.
 pub struct KernelModules {
     context: Arc<CudaContext>,
     architecture: String,
-    /// Folder of compiled kernels; none if no folder can be written.
+    /// The cache directory, or `None` if none is writable.
     folder: Option<PathBuf>,
     modules: Mutex<HashMap<Variant, Arc<CudaModule>>>,
     functions: Mutex<HashMap<(Variant, &'static str), Loaded>>,
 }
 
 impl KernelModules {
-    /// None compiled yet. `architecture` as for [`compile`].
+    /// Creates an empty set of kernels. For `architecture` see [`compile`].
     ///
     /// # Errors
-    /// There is no NVRTC.
+    /// Returns an error if NVRTC is missing.
     pub fn new(context: &Arc<CudaContext>, architecture: String) -> Result<Self> {
         let folder = cache_folder(&libraries::nvrtc()?);
         let modules = Mutex::default();
@@ -193,11 +195,11 @@ impl KernelModules {
         Ok(Self { context: context.clone(), architecture, folder, modules, functions })
     }
 
-    /// The entry `name` of a variant, allowed `shared` bytes of shared memory a block besides its
-    /// own.
+    /// Returns the function `name` of a variant, with up to `shared` bytes of dynamic shared memory
+    /// per block.
     ///
     /// # Errors
-    /// It does not compile, or the device does not load it.
+    /// Returns an error if it does not compile or load.
     pub fn function(
         &self,
         variant: Variant,
@@ -217,7 +219,7 @@ impl KernelModules {
                 let function = self.module(variant)?.load_function(name);
                 Loaded {
                     function: check(&format!("find {name} in {}", variant.source), function)?,
-                    shared: UNASKED_SHARED,
+                    shared: DEFAULT_SHARED,
                 }
             }
         };
@@ -247,10 +249,10 @@ impl KernelModules {
             let loaded = self.context.load_module(Ptx::from_binary(image));
             check(&format!("load {} for {}", variant.source, self.architecture), loaded)
         };
-        let module = match self.image(variant, Kept::Welcome)? {
+        let module = match self.image(variant, DiskCache::Allowed)? {
             (image, Origin::Disk) => load(image).or_else(|e| {
-                log::warn!("{e}: compiling it again");
-                load(self.image(variant, Kept::Refused)?.0)
+                log::warn!("{e}: recompiling the cached kernel");
+                load(self.image(variant, DiskCache::Ignored)?.0)
             }),
             (image, Origin::Compiler) => load(image),
         }?;
@@ -258,49 +260,49 @@ impl KernelModules {
         Ok(module)
     }
 
-    /// The cubin, from disk if it was compiled before and that is welcome. The ranks of a node
-    /// compile it once: the first holds a lock.
-    fn image(&self, variant: Variant, kept: Kept) -> Result<(Vec<u8>, Origin)> {
+    /// Returns the cubin, from disk if it is cached and `cache` allows it. The ranks of a node
+    /// compile it once, under a file lock.
+    fn image(&self, variant: Variant, cache: DiskCache) -> Result<(Vec<u8>, Origin)> {
         let Some(folder) = &self.folder else {
             return Ok((compile(variant, &self.architecture)?, Origin::Compiler));
         };
         let path = folder.join(format!("{}.cubin", key(variant, &self.architecture)?));
         let on_disk =
-            || if kept == Kept::Welcome { unsealed(&fs::read(&path).ok()?) } else { None };
+            || if cache == DiskCache::Allowed { unsealed(&fs::read(&path).ok()?) } else { None };
         if let Some(image) = on_disk() {
             return Ok((image, Origin::Disk));
         }
         let lock = user_dirs::lock_file(&path.with_extension("lock")).ok();
-        // A file system without locks costs a compilation, nothing else.
+        // Without file locks a kernel may be compiled more than once, but nothing breaks.
         let _locked = lock.as_ref().is_some_and(|lock| lock.lock().is_ok());
         if let Some(image) = on_disk() {
             return Ok((image, Origin::Disk));
         }
         let image = compile(variant, &self.architecture)?;
         keep(&path, &image)
-            .unwrap_or_else(|e| log::debug!("kernel not kept in {}: {e}", path.display()));
+            .unwrap_or_else(|e| log::debug!("kernel not cached in {}: {e}", path.display()));
         Ok((image, Origin::Compiler))
     }
 }
 
-/// Whether a cubin that was kept may be used.
+/// Whether a cached cubin may be used.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kept {
-    Welcome,
-    Refused,
+enum DiskCache {
+    Allowed,
+    Ignored,
 }
 
-/// Origin of a cubin.
+/// The origin of a cubin.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Origin {
     Disk,
     Compiler,
 }
 
-/// Bytes of the SHA-256 that stands before a cubin on disk.
+/// The bytes of the SHA-256 before a cubin on disk.
 const SEAL: usize = 32;
 
-/// Writes a file that appears whole: a cubin behind its hash.
+/// Writes a cubin behind its hash, atomically.
 fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(folder)?;
@@ -309,13 +311,14 @@ fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
     file.persist(path).map(drop).map_err(|e| e.error)
 }
 
-/// The cubin of a file, unless its hash differs: a crash may have cut it.
+/// Returns the cubin of a file, or `None` if its hash differs: a crash may have truncated it.
 fn unsealed(sealed: &[u8]) -> Option<Vec<u8>> {
     let (seal, image) = sealed.split_at_checked(SEAL)?;
     (Sha256::digest(image)[..] == *seal).then(|| image.to_vec())
 }
 
-/// Names a compilation by all that it depends on, the compiler's version aside.
+/// Returns the cache key of a variant: a hash of everything on which it depends except the
+/// compiler's version.
 fn key(variant: Variant, architecture: &str) -> Result<String> {
     let mut hash = Sha256::new();
     for KernelSource { name, text } in HEADERS.into_iter().chain([source(variant.source)?]) {
@@ -326,14 +329,14 @@ fn key(variant: Variant, architecture: &str) -> Result<String> {
     Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Folder of kernels compiled by this version of NVRTC, in a directory of the user's own, if there
-/// can be one.
+/// Returns the directory of kernels compiled by this version of NVRTC, in a cache directory of the
+/// user, or `None` if there is no writable one.
 fn cache_folder(nvrtc: &str) -> Option<PathBuf> {
-    // Files with and without a seal are not of one kind.
+    // The name differs from that of caches without hashes.
     let kernels = format!("sealed-kernels-{nvrtc}");
     user_dirs::cache_roots().into_iter().find_map(|(root, name)| {
         let folder = user_dirs::below(&root, &[&name, &kernels])
-            .inspect_err(|e| log::debug!("no kernels kept: {e}"))
+            .inspect_err(|e| log::debug!("no kernel cache: {e}"))
             .ok()?;
         tempfile::tempfile_in(&folder).is_ok().then_some(folder)
     })

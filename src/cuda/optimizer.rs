@@ -125,7 +125,7 @@ impl OptimizerOps for Cuda {
             copy.as_ref().map_or(0, |copy| copy.len),
         ));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
-        // In the order of the kernel's own list: rule, rate, root, decay, a, b, eps.
+        // In the order of the kernel's arguments: rule, rate, root, decay, a, b, eps.
         let (rule, [rate, root, decay, a, b, eps]) = match u.rule {
             Elementwise::Adam { beta1, beta2, eps } => {
                 let rate = (f64::from(u.lr) / correct(beta1)) as f32;

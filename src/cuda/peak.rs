@@ -1,15 +1,15 @@
-//! Dense peak rates of NVIDIA's GPUs by SKU: the denominator of MFU.
+//! Dense peak FLOP/s of NVIDIA GPUs by SKU, the denominator of MFU.
 
 use super::{Arithmetic, Precision};
 
-/// A GPU's dense peaks in TFLOP/s. TF32 runs at half the rate of bf16 on every tensor core of this
-/// table.
+/// The dense peaks of a GPU in TFLOP/s. On all tensor cores of this table TF32 has half the rate of
+/// bf16.
 struct Sku {
-    /// The driver's name of the device contains it.
+    /// A part of the driver's name of the device.
     name: &'static str,
-    /// Tensor cores, operands in bf16, sums in f32, without sparsity. Zero where they lack bf16.
+    /// Tensor cores with bf16 operands and f32 sums, without sparsity; 0 if they lack bf16.
     bf16: f64,
-    /// Fused multiply-adds in f32.
+    /// FMAs in f32.
     f32: f64,
 }
 
@@ -17,12 +17,12 @@ const fn sku(name: &'static str, bf16: f64, f32: f64) -> Sku {
     Sku { name, bf16, f32 }
 }
 
-/// From NVIDIA's data sheets; where a sheet gives the rate with sparsity only, half of it. The
-/// first name that matches counts, so a longer one comes before its prefix. Sheets: "H100 Tensor
-/// Core GPU" (SXM, PCIe, NVL), "H200 Tensor Core GPU" (SXM, NVL), "GH200 Grace Hopper Superchip",
-/// "DGX B200" and "GB200 NVL72" (per GPU), "A100 Tensor Core GPU", "A40", "A30", "A10", "L40S",
-/// "L40", "L4", "V100", "T4"; for GeForce and RTX the appendices of the white papers of GA102 and
-/// AD102 (tensor rates with f32 accumulation).
+/// Values from NVIDIA's data sheets, or half of them if a sheet gives only the rate with sparsity.
+/// The first matching name is used, so longer names come before their prefixes. Sheets: "H100
+/// Tensor Core GPU" (SXM, PCIe, NVL), "H200 Tensor Core GPU" (SXM, NVL), "GH200 Grace Hopper
+/// Superchip", "DGX B200" and "GB200 NVL72" (per GPU), "A100 Tensor Core GPU", "A40", "A30", "A10",
+/// "L40S", "L40", "L4", "V100", "T4"; for GeForce and RTX the appendices of the white papers of
+/// GA102 and AD102 (tensor rates with f32 accumulation).
 const SKUS: [Sku; 24] = [
     sku("GB200", 2500.0, 80.0),
     sku("B200", 2250.0, 75.0),
@@ -50,8 +50,8 @@ const SKUS: [Sku; 24] = [
     sku("T4", 0.0, 8.1),
 ];
 
-/// The dense peak in FLOP/s of the device that the driver calls `name`, if the table has it. A
-/// slice of a GPU (MIG) has none.
+/// Returns the dense peak in FLOP/s of the device that the driver calls `name`, if it is in the
+/// table. MIG instances have none.
 pub(super) fn flops(name: &str, precision: Precision) -> Option<f64> {
     let words: Vec<&str> = name.split([' ', '-']).collect();
     if words.contains(&"MIG") {

@@ -1,4 +1,4 @@
-//! Host memory that the device copies from and to without the driver's help.
+//! Pinned host memory, which the device copies asynchronously.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use cudarc::driver::{CudaContext, result};
 use super::libraries::check;
 use hpctrain_base::error::Result;
 
-/// Page-locked memory for `len` values.
+/// Pinned host memory for `len` values.
 pub struct Pinned<T> {
     context: Arc<CudaContext>,
     pointer: *mut T,
@@ -21,28 +21,29 @@ unsafe impl<T: Send> Send for Pinned<T> {}
 unsafe impl<T: Sync> Sync for Pinned<T> {}
 
 impl<T: Pod> Pinned<T> {
-    /// Zeros.
+    /// Allocates `len` zeros.
     ///
     /// # Errors
-    /// The system locks no more memory.
+    /// Returns an error if no more memory can be pinned.
     pub fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self> {
         check("be chosen", context.bind_to_thread())?;
         let bytes = (len * size_of::<T>()).max(1);
-        // SAFETY: the context is bound; the memory is given back in `drop`.
+        // SAFETY: the context is bound; the memory is freed in `drop`.
         let pointer =
-            check("lock host memory", unsafe { result::malloc_host(bytes, 0) })?.cast::<T>();
-        // SAFETY: the allocation has so many bytes, and zeros are values of T.
+            check("allocate pinned host memory", unsafe { result::malloc_host(bytes, 0) })?
+                .cast::<T>();
+        // SAFETY: the allocation has `bytes` bytes, and zeros are values of T.
         unsafe { pointer.cast::<u8>().write_bytes(0, bytes) };
         Ok(Self { context: context.clone(), pointer, len })
     }
 
-    /// The values.
+    /// Returns the values.
     pub fn as_slice(&self) -> &[T] {
         // SAFETY: `len` values were allocated and set.
         unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
     }
 
-    /// The values, to write.
+    /// Returns the values, mutably.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as above, and the borrow is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.pointer, self.len) }
@@ -52,7 +53,7 @@ impl<T: Pod> Pinned<T> {
 impl<T> Drop for Pinned<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated by `malloc_host`, and given back once.
+            // SAFETY: allocated by `malloc_host`, and freed once.
             let _ = unsafe { result::free_host(self.pointer.cast()) };
         }
     }

@@ -1,4 +1,4 @@
-//! `log.placement`: the device of each buffer, kernel and product, every kind once.
+//! `log.placement`: logs the device of each kind of buffer, kernel and matmul, once.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use super::launch_dims::Grid;
 use hpctrain_device::{Gemm, MemoryKind, readable};
 
-/// A kind that is logged once.
+/// A kind of event that is logged once.
 #[derive(PartialEq, Eq, Hash)]
 enum Kind {
     Buffer(MemoryKind, usize),
@@ -14,44 +14,44 @@ enum Kind {
     Product([usize; 3]),
 }
 
-/// The kinds logged so far.
+/// Logs each kind once.
 pub struct PlacementLog {
-    /// Name and place of the device.
+    /// The name and the PCI address of the device.
     device: String,
-    /// None if nothing is to be logged.
-    told: Option<Mutex<HashSet<Kind>>>,
+    /// The kinds logged so far, or `None` if nothing is logged.
+    logged: Option<Mutex<HashSet<Kind>>>,
 }
 
 impl PlacementLog {
-    /// An empty journal, which logs only if `wanted`.
+    /// Creates a log, which does nothing unless `wanted`.
     pub fn new(device: String, wanted: bool) -> Self {
-        Self { device, told: wanted.then(Mutex::default) }
+        Self { device, logged: wanted.then(Mutex::default) }
     }
 
-    /// A buffer of so many bytes.
+    /// Logs a buffer of `bytes` bytes.
     pub fn buffer(&self, what: MemoryKind, bytes: usize) {
-        self.tell(Kind::Buffer(what, bytes), || {
+        self.log_once(Kind::Buffer(what, bytes), || {
             format!("buffer of {} for {}", readable(bytes), what.name())
         });
     }
 
-    /// A launch.
+    /// Logs the launch of a kernel.
     pub fn kernel(&self, name: &'static str, grid: Grid) {
         let Grid { blocks, threads, shared } = grid;
-        self.tell(Kind::Kernel(name, blocks), || {
+        self.log_once(Kind::Kernel(name, blocks), || {
             format!("kernel {name}, blocks {blocks:?} of {threads:?} threads, {shared} B of shared memory")
         });
     }
 
-    /// A matrix product.
+    /// Logs a matmul.
     pub fn product(&self, shape: Gemm) {
         let Gemm { m, n, k, .. } = shape;
-        self.tell(Kind::Product([m, n, k]), || format!("product {m}×{n}×{k} by cuBLASLt"));
+        self.log_once(Kind::Product([m, n, k]), || format!("matmul {m}×{n}×{k} by cuBLASLt"));
     }
 
-    fn tell(&self, kind: Kind, text: impl FnOnce() -> String) {
-        if let Some(told) = &self.told
-            && told.lock().unwrap_or_else(PoisonError::into_inner).insert(kind)
+    fn log_once(&self, kind: Kind, text: impl FnOnce() -> String) {
+        if let Some(logged) = &self.logged
+            && logged.lock().unwrap_or_else(PoisonError::into_inner).insert(kind)
         {
             log::info!("placement: {} on {}", text(), self.device);
         }

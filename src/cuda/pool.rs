@@ -1,11 +1,11 @@
-//! Device memory: large blocks of it, from which buffers are cut. Usually there is one, taken at
-//! the start; a pool that grows takes another one when none has room for a buffer, and keeps all of
-//! them until its end.
+//! The device memory pool: large blocks of memory, from which buffers are allocated. Usually there
+//! is one block, allocated at the start. A growing pool allocates another block if none has room
+//! for a buffer, and keeps all blocks until its end.
 //!
-//! A buffer that is dropped is free at once, though kernels that use it may still be queued: its
-//! next user is queued behind them on the same stream. Work on another stream waits for events.
+//! A dropped buffer is free at once, even if kernels that use it are still queued: its next user is
+//! queued behind them on the same stream. Work on other streams waits for events.
 //!
-//! Batches come in on a stream of their own (`index_upload.rs`) and messages have three
+//! Batches are uploaded on a separate stream (`index_upload.rs`), and messages have three
 //! (`device_memcpy.rs`).
 
 use std::collections::BTreeMap;
@@ -18,67 +18,66 @@ use super::libraries::check;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{MemoryKind, MemoryStats, readable};
 
-/// Buffers begin at multiples of this many bytes, as the driver's own do.
+/// The alignment of buffers in bytes, as in the driver's own allocations.
 const ALIGNMENT: usize = 256;
 
-/// Bytes of a block of a pool that grows, at least.
+/// The least bytes of a block of a growing pool.
 const BLOCK: usize = 64 << 20;
 
-/// Such a block has at least this part of the bytes that the pool has already: so there are few of
-/// them.
+/// A new block has at least the bytes of the pool divided by this, so that there are few blocks.
 const GROWTH: usize = 8;
 
-/// The memory of a device that a rank takes.
+/// The device memory of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolBudget {
-    /// Bytes; if it grows, at most.
+    /// The bytes, or their limit if the pool grows.
     pub bytes: usize,
-    /// Whether it is taken in blocks as they are needed, rather than at the start.
+    /// Whether blocks are allocated on demand rather than at the start.
     pub grows: bool,
 }
 
-/// The memory of one rank on its device.
+/// The memory pool of one rank on its device.
 pub struct DevicePool {
     context: Arc<CudaContext>,
-    allotment: PoolBudget,
+    budget: PoolBudget,
     blocks: Mutex<Blocks>,
-    /// The bytes taken, by category.
+    /// The statistics of allocated bytes, by category.
     pub ledger: MemoryStats,
 }
 
-/// A piece of the pool, given back when dropped.
+/// An allocation from the pool, freed when dropped.
 pub struct Piece {
     pool: Arc<DevicePool>,
     place: Place,
     pointer: u64,
     bytes: usize,
-    /// None if the caller counts it.
+    /// The category that counts it, or `None` if the caller counts it.
     what: Option<MemoryKind>,
 }
 
 impl DevicePool {
-    /// Takes the memory, or the first block of it.
+    /// Allocates the memory, or the first block of it.
     ///
     /// # Errors
-    /// The device has less.
+    /// Returns an error if the device has less free memory.
     pub fn new(
         context: &Arc<CudaContext>,
         PoolBudget { bytes, grows }: PoolBudget,
     ) -> Result<Arc<Self>> {
         let bytes = bytes / ALIGNMENT * ALIGNMENT;
-        let allotment = PoolBudget { bytes, grows };
+        let budget = PoolBudget { bytes, grows };
         let blocks = Mutex::default();
         let pool =
-            Self { context: context.clone(), allotment, blocks, ledger: MemoryStats::default() };
+            Self { context: context.clone(), budget, blocks, ledger: MemoryStats::default() };
         let first = if grows { bytes.min(BLOCK) } else { bytes };
         if !pool.allocate(&mut pool.lock(), first)? {
             let first = readable(first);
             let free = pool.free()?;
             return Err(Error::input(format!(
-                "out of GPU memory: {first} were asked for where {free} are free"
+                "out of GPU memory: {first} requested, {free} free"
             ))
             .hint(
-                "set device.memory or device.memory_limit lower, or end what else runs on this GPU",
+                "reduce device.memory or device.memory_limit, or end other processes on this GPU",
             ));
         }
         Ok(Arc::new(pool))
@@ -88,20 +87,20 @@ impl DevicePool {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes of the pool; if it grows, at most.
+    /// Returns the bytes of the pool, or their limit if it grows.
     pub fn bytes(&self) -> usize {
-        self.allotment.bytes
+        self.budget.bytes
     }
 
-    /// The most bytes that were taken at once, by whomever.
+    /// Returns the peak of allocated bytes, including uncounted allocations.
     pub fn peak(&self) -> usize {
         self.lock().most_taken
     }
 
-    /// A piece of at least `bytes`.
+    /// Allocates at least `bytes` bytes.
     ///
     /// # Errors
-    /// None is left that large.
+    /// Returns an error if there is not enough memory.
     pub fn take(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
         let mut piece = self.piece(what, bytes)?;
         self.ledger.take(what, piece.bytes);
@@ -109,10 +108,10 @@ impl DevicePool {
         Ok(piece)
     }
 
-    /// As [`DevicePool::take`], for a caller that counts it.
+    /// Allocates memory without counting it in the statistics.
     ///
     /// # Errors
-    /// As [`DevicePool::take`].
+    /// Returns an error under the conditions of [`DevicePool::take`].
     pub fn take_uncounted(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
         self.piece(what, bytes)
     }
@@ -133,20 +132,20 @@ impl DevicePool {
         Ok(Piece { pool: self.clone(), place, pointer, bytes, what: None })
     }
 
-    /// Makes room for a piece, if the pool may grow.
+    /// Allocates another block for an allocation of `bytes`, if the pool may grow.
     ///
     /// # Errors
-    /// It may not, or the device has no more.
+    /// Returns an error if the pool may not grow, or if the device is out of memory.
     fn grow(&self, blocks: &mut Blocks, what: MemoryKind, bytes: usize) -> Result<()> {
-        let PoolBudget { bytes: most, grows } = self.allotment;
+        let PoolBudget { bytes: most, grows } = self.budget;
         let wanted = readable(bytes);
         let taken = self.ledger.live_by_category();
         let hint = "set batch.micro lower, parallel.recompute=true, offload.optimizer=true or parallel.zero higher";
         if !grows || most - blocks.bytes() < bytes {
-            let whose =
-                if grows { "that this rank may take: it has" } else { "of this rank, which has" };
+            let whose = if grows { "limit of this rank" } else { "pool of this rank" };
             return Err(Error::input(format!(
-                "out of GPU memory: no {wanted} for {} in the {} {whose} taken {taken}; the largest free piece is {}",
+                "out of GPU memory: {wanted} for {} do not fit into the {} {whose}; in use: \
+                 {taken}; largest free range: {}",
                 what.name(),
                 readable(most),
                 readable(blocks.largest())
@@ -156,36 +155,37 @@ impl DevicePool {
         let ample = bytes.max(BLOCK).max(blocks.bytes() / GROWTH).min(most - blocks.bytes())
             / ALIGNMENT
             * ALIGNMENT;
-        // A block that is ample for this rank may be more than others have left.
+        // If the device does not have an ample block, one that is just large enough may do.
         if self.allocate(blocks, ample)? || self.allocate(blocks, bytes)? {
             return Ok(());
         }
         let free = self.free()?;
         let had = readable(blocks.bytes());
         let message = format!(
-            "out of GPU memory: no {wanted} for {} where {free} of the GPU are free; this rank has {had}, and has taken {taken}",
+            "out of GPU memory: {wanted} for {} requested, {free} of the GPU free; this rank has {had}, \
+             in use: {taken}",
             what.name(),
         );
-        Err(Error::input(message).hint(format!("{hint}, or end what else runs on this GPU")))
+        Err(Error::input(message).hint(format!("{hint}, or end other processes on this GPU")))
     }
 
-    /// Bytes that the device has left, for people.
+    /// Returns the free bytes of the device, formatted for display.
     fn free(&self) -> Result<String> {
-        Ok(readable(check("tell its free memory", self.context.mem_get_info())?.0))
+        Ok(readable(check("report its free memory", self.context.mem_get_info())?.0))
     }
 
-    /// Takes a block of the device; whether it had so much.
+    /// Allocates a block. Returns false if the device does not have that much memory.
     ///
     /// # Errors
-    /// The device failed before.
+    /// Returns an error if the device has failed.
     fn allocate(&self, blocks: &mut Blocks, bytes: usize) -> Result<bool> {
         check("be chosen", self.context.bind_to_thread())?;
-        // SAFETY: the context is bound; the memory is given back in `drop`. It does not come from
-        // the stream-ordered allocator, whose memory other processes cannot open.
+        // SAFETY: the context is bound; the memory is freed in `drop`. It does not come from the
+        // stream-ordered allocator, whose memory other processes cannot open.
         match unsafe { result::malloc_sync(bytes) } {
             Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(false),
             base => {
-                blocks.add(check("give memory", base)?, bytes);
+                blocks.add(check("allocate memory", base)?, bytes);
                 Ok(true)
             }
         }
@@ -196,8 +196,8 @@ impl Drop for DevicePool {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
             for block in &self.lock().blocks {
-                // SAFETY: every piece holds the pool, so none is left. Failures are of no use to
-                // anybody by now.
+                // SAFETY: every allocation holds the pool, so none is left. Failures here have no
+                // consequence.
                 let _ = unsafe { result::free_sync(block.base) };
             }
         }
@@ -205,7 +205,7 @@ impl Drop for DevicePool {
 }
 
 impl Piece {
-    /// Its address on the device.
+    /// Returns the address on the device.
     pub fn pointer(&self) -> u64 {
         self.pointer
     }
@@ -220,22 +220,22 @@ impl Drop for Piece {
     }
 }
 
-/// The end of a free range that a piece is cut from. Pieces that come and go within a block's turn
-/// lie apart from those that live longer, and so leave larger ranges behind.
+/// The end of a free range from which memory is allocated. Short-lived allocations use the other
+/// end than long-lived ones, which reduces fragmentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Low,
     High,
 }
 
-/// A place in a pool: its block, and the bytes of that before it.
+/// A place in a pool: the index of a block, and an offset in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     block: usize,
     offset: usize,
 }
 
-/// The blocks of a pool, and the bytes taken.
+/// The blocks of a pool, and the bytes allocated.
 #[derive(Default)]
 struct Blocks {
     blocks: Vec<Block>,
@@ -243,11 +243,11 @@ struct Blocks {
     most_taken: usize,
 }
 
-/// A block of the device's memory.
+/// A block of device memory.
 struct Block {
     base: u64,
     bytes: usize,
-    /// The free ranges, by offset; neighbours are one range.
+    /// The free ranges: offset and length. Adjacent ranges are merged.
     free: BTreeMap<usize, usize>,
 }
 
@@ -264,14 +264,14 @@ impl Blocks {
         self.blocks[block].base + offset as u64
     }
 
-    /// Cuts `bytes` off an end of the smallest range that holds them.
+    /// Allocates `bytes` at an end of the smallest range that holds them.
     fn take(&mut self, bytes: usize, end: End) -> Option<Place> {
         if bytes == 0 {
             return Some(Place { block: 0, offset: 0 });
         }
         let ranges = self.blocks.iter().enumerate();
-        let ranges = ranges.flat_map(|(block, of)| {
-            of.free.iter().map(move |(offset, have)| (block, *offset, *have))
+        let ranges = ranges.flat_map(|(block, data)| {
+            data.free.iter().map(move |(offset, have)| (block, *offset, *have))
         });
         let (block, offset, have) =
             ranges.filter(|(.., have)| *have >= bytes).min_by_key(|(.., have)| *have)?;
@@ -359,7 +359,8 @@ mod tests {
         free.add(1 << 20, 60);
         let c = free.take(60, End::High).unwrap();
         assert_eq!((c, free.address(c), free.bytes(), free.taken), (at(2, 0), 1 << 20, 260, 220));
-        // A block's end and the next one's beginning are no neighbours, wherever they lie.
+        // The end of a block and the beginning of the next are not adjacent, whatever their
+        // addresses.
         free.give(a, 60);
         free.give(b, 100);
         assert_eq!((free.largest(), free.take(101, End::Low)), (100, None));

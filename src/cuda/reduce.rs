@@ -1,4 +1,4 @@
-//! Sums over rows and over all elements, in an order that depends on the lengths alone.
+//! Sums over rows and over all elements, in an order that depends only on the lengths.
 
 use super::launch::Arg;
 use super::launch_dims::Grid;
@@ -8,14 +8,15 @@ use super::{Cuda, Scalar};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Backend, MemoryKind};
 
-/// Rows that are added before the sums of chunks are: the order depends on nothing else.
+/// The rows of a chunk. Chunks are summed first, then their sums, in an order that depends only on
+/// the number of rows.
 pub const CHUNK_ROWS: usize = 128;
 
-/// Elements that one block of `sum.cuh` adds.
+/// The number of elements that one block of `sum.cuh` adds.
 const SUM_CHUNK: usize = 16_384;
 
 impl Cuda {
-    /// `out += Σ` over rows of `x`.
+    /// Computes `out += Σ` over the rows of `x`.
     pub(super) fn add_columns(&self, x: View<'_>, rows: usize, out: &ViewMut<'_>) -> Result<()> {
         let width = out.len;
         let chunks = rows.div_ceil(CHUNK_ROWS);
@@ -26,9 +27,9 @@ impl Cuda {
         self.finish_columns(partial, out, None, chunks, width)
     }
 
-    /// `out += Σ` over chunks, each `stride` apart, of `partial`, and likewise `second` of the
-    /// columns after those of `out`. So many threads add parts of a column's chunks that each has
-    /// one of them, up to 32: the order depends on the chunks alone.
+    /// Computes `out += Σ` over the chunks of `partial`, which are `stride` elements apart, and the
+    /// same for `second` and the columns after those of `out`. A column has one thread for each
+    /// chunk, up to 32, so the order depends only on the number of chunks.
     pub(super) fn finish_columns(
         &self,
         partial: View<'_>,
@@ -45,18 +46,19 @@ impl Cuda {
         self.launch("column_sum.cu", "column_finish", grid, &[args, sizes].concat())
     }
 
-    /// The grid of `sum_rows` of `rows.cuh`.
+    /// Returns the grid of `sum_rows` in `rows.cuh`.
     pub(super) fn row_chunks(&self, chunks: usize, width: usize) -> Grid {
         Grid::plane(chunks, width.div_ceil(32 * self.pack()), (32, 8, 1))
     }
 
-    /// Elements of activations that a thread moves at a time: `Pack<elem>::SIZE` of `vector.cuh`.
+    /// Returns the number of activation elements that a thread moves at a time: `Pack<elem>::SIZE`
+    /// of `vector.cuh`.
     pub(super) fn pack(&self) -> usize {
         16 / self.element().size()
     }
 
-    /// The sum of the numbers that `of_chunks(grid, partial)` writes: an f64 for every chunk of
-    /// `len` elements.
+    /// Returns the sum of the partial sums that `of_chunks(grid, partial)` writes: an f64 for every
+    /// chunk of `len` elements.
     pub(super) fn sum_chunks(
         &self,
         len: usize,
@@ -64,7 +66,7 @@ impl Cuda {
     ) -> Result<Scalar> {
         let scalar = self.0.scalars.begin()?;
         let blocks = len.div_ceil(SUM_CHUNK).max(1);
-        // An f64 takes the place of two elements.
+        // An f64 has the size of two elements.
         let partial = self.alloc_f32(MemoryKind::Activations, 2 * blocks)?;
         let partial = Arg::from(Self::all(&partial));
         of_chunks(Grid::new(blocks, 256), partial)?;

@@ -1,4 +1,4 @@
-//! Losses of numbers.
+//! Losses of predicted values.
 
 use super::Cuda;
 use super::launch::Arg;
@@ -27,7 +27,7 @@ impl RegressionOps for Cuda {
             weights.len == 0 || weights.len == rows && weights.element == Element::F32,
             "{rows} weights"
         );
-        // In the order of the kernel's own list.
+        // In the order of the kernel's enum.
         let (by, reach) = match by {
             Deviation::Squared => (0, 0.0),
             Deviation::Absolute => (1, 0.0),

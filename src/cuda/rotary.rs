@@ -1,4 +1,4 @@
-//! Rotary positions.
+//! Rotary position embeddings (RoPE).
 
 use super::Cuda;
 use super::launch::Arg;

@@ -1,4 +1,4 @@
-//! Numbers that kernels compute and the host reads later, many at a time.
+//! Scalars that kernels compute and the host reads later, many at a time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,13 +10,13 @@ use super::pool::{DevicePool, Piece};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::MemoryKind;
 
-/// Numbers that may be waiting to be read at once.
+/// The largest number of scalars that may exist at once.
 const SLOTS: usize = 1 << 14;
 
-/// Bytes that their places take on the device.
+/// The bytes of their slots on the device.
 pub const BYTES: usize = SLOTS * size_of::<f64>();
 
-/// Places for numbers on the device, and their last copy on the host.
+/// Slots for scalars on the device, and their last copy on the host.
 pub struct Scalars {
     slots: Piece,
     state: Mutex<State>,
@@ -24,25 +24,25 @@ pub struct Scalars {
 
 struct State {
     free: Vec<u32>,
-    /// Numbers that were asked for so far, and how many of them the copy has.
+    /// The number of scalars created so far, and how many of them the copy contains.
     begun: u64,
     copied: u64,
     copy: Pinned<f64>,
 }
 
-/// A number on its way.
+/// A scalar that a kernel computes.
 pub struct Scalar {
     home: Arc<Scalars>,
     slot: u32,
-    /// It is in copies made after so many numbers were asked for.
+    /// Its serial number: copies made after its creation contain it.
     number: u64,
 }
 
 impl Scalars {
-    /// No numbers yet.
+    /// Creates the slots.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Returns an error if memory is exhausted.
     pub fn new(pool: &Arc<DevicePool>, stream: &CudaStream) -> Result<Arc<Self>> {
         let slots = pool.take(MemoryKind::Workspace, BYTES)?;
         let copy = Pinned::new(stream.context(), SLOTS)?;
@@ -50,32 +50,32 @@ impl Scalars {
         Ok(Arc::new(Self { slots, state: Mutex::new(State { free, begun: 0, copied: 0, copy }) }))
     }
 
-    /// A number that the next kernel will write at [`Scalar::pointer`].
+    /// Creates a scalar, which the next kernel will write at [`Scalar::pointer`].
     ///
     /// # Errors
-    /// Too many are waiting.
+    /// Returns an error if too many scalars exist.
     pub fn begin(self: &Arc<Self>) -> Result<Scalar> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = state
             .free
             .pop()
-            .ok_or_else(|| Error::internal(format!("{SLOTS} numbers wait to be read")))?;
+            .ok_or_else(|| Error::internal(format!("more than {SLOTS} scalars wait to be read")))?;
         state.begun += 1;
         Ok(Scalar { home: self.clone(), slot, number: state.begun })
     }
 }
 
 impl Scalar {
-    /// Address to which a kernel on the stream of [`Scalar::read`] writes it.
+    /// Returns the address to which a kernel on the stream of [`Scalar::read`] writes it.
     pub fn pointer(&self) -> u64 {
         self.home.slots.pointer() + u64::from(self.slot) * size_of::<f64>() as u64
     }
 
-    /// Its value: all numbers that are computed by now are copied at once, unless this one was
-    /// copied already.
+    /// Returns its value. Unless it has already been copied, all scalars computed so far are copied
+    /// at once.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn read(&self, stream: &CudaStream) -> Result<f64> {
         let mut state = self.home.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.copied < self.number {
@@ -89,7 +89,7 @@ impl Scalar {
                     stream.cu_stream(),
                 )
             };
-            check("copy numbers to the host", copied)?;
+            check("copy scalars to the host", copied)?;
             check("finish its work", stream.synchronize())?;
             state.copied = state.begun;
         }

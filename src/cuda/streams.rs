@@ -1,8 +1,8 @@
-//! Streams by urgency: messages and copies go before kernels that compute.
+//! Streams with priorities: messages and copies have a higher one than compute kernels.
 //!
-//! Work of a stream of higher priority is given to a multiprocessor before waiting blocks of
-//! others. A message is small beside the kernels that compute, and the ranks that wait for it stand
-//! still; the order of results does not depend on it.
+//! Blocks of a stream with higher priority are scheduled before waiting blocks of other streams.
+//! Messages are small compared with compute kernels, and other ranks are blocked until they arrive.
+//! Results do not depend on priorities.
 
 use std::sync::Arc;
 
@@ -11,35 +11,33 @@ use cudarc::driver::{CudaContext, CudaStream, result};
 use super::libraries::check;
 use hpctrain_base::error::Result;
 
-/// A stream of the device's lowest priority, which is the driver's own choice: for kernels that
-/// compute.
+/// Creates a stream with the lowest priority, the driver's default, for compute kernels.
 ///
 /// # Errors
-/// The driver failed.
+/// Returns an error if the driver fails.
 pub fn patient(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
     check("make a stream", context.new_stream())
 }
 
-/// A stream of the device's highest priority: for messages and copies. On devices that know no
-/// priorities it is as any other.
+/// Creates a stream with the highest priority, for messages and copies. Devices without priorities
+/// ignore it.
 ///
 /// # Errors
-/// The driver failed.
+/// Returns an error if the driver fails.
 pub fn urgent(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
     check("be chosen", context.bind_to_thread())?;
-    // The second number is the smaller one, and the more urgent.
-    let (_, highest) =
-        check("tell the priorities of streams", result::stream::get_priority_range())?;
+    // The second number is the smaller one, which is the higher priority.
+    let (_, highest) = check("report stream priorities", result::stream::get_priority_range())?;
     check("make a stream", context.new_stream_with_priority(highest))
 }
 
-/// The priority that the driver knows of a stream.
+/// Returns the priority of a stream from the driver.
 #[cfg(test)]
 pub fn priority(stream: &CudaStream) -> Result<i32> {
     let mut priority = 0;
     // SAFETY: the stream is alive, and the number is written to.
-    let told =
+    let status =
         unsafe { cudarc::driver::sys::cuStreamGetPriority(stream.cu_stream(), &mut priority) };
-    check("tell a stream's priority", told.result())?;
+    check("report a stream's priority", status.result())?;
     Ok(priority)
 }

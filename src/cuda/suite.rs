@@ -1,5 +1,5 @@
-//! The suite of all devices on a GPU, in each precision, and on the simulator of one: two runs give
-//! the same bits.
+//! The device test suite on a GPU and on its simulator, in each precision. Two runs must give the
+//! same bits.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,27 +9,28 @@ use hpctrain_device_tests::each_operation;
 
 use crate::{Cuda, Device, lead};
 
-/// An operation on the first GPU, twice.
+/// Runs an operation twice on the first GPU.
 fn on_first_gpu(precision: crate::Precision, test: fn(&Cuda) -> Results) {
     let device = Device::open(0).unwrap();
     let once = || bits(test(&Cuda::new(&device, 256 << 20, precision).unwrap()));
     assert!(once() == once(), "two runs give different bits");
 }
 
-/// Elements that operands begin after a multiple of 256 bytes, as tensors do within a unit.
+/// Offsets of operands from a multiple of 256 bytes, in elements: tensors in a unit have any
+/// offset.
 const LEADS: [usize; 3] = [1, 3, 5];
 
-/// The variable with which the first of these is enough.
+/// The environment variable that restricts tests to the first of these offsets.
 const ONE_LEAD: &str = "HPCTRAIN_TEST_ONE_LEAD";
 
-/// As [`on_first_gpu`], with operands that begin anywhere.
+/// Runs an operation like [`on_first_gpu`], with unaligned operands.
 fn on_first_gpu_anywhere(precision: crate::Precision, operation: &str, test: fn(&Cuda) -> Results) {
     if operation == "attention" {
         return eprintln!(
-            "skipped: operands of attention are buffers of their own, which tensor cores want aligned"
+            "skipped: operands of attention are whole buffers, aligned for tensor cores"
         );
     }
-    // The simulator knows alignment alone, which is that of any odd number of elements.
+    // The simulator depends only on the alignment, which is the same for all odd offsets.
     let leads = if std::env::var_os(ONE_LEAD).is_some() { &LEADS[..1] } else { &LEADS };
     for lead in leads {
         lead::set(*lead);
@@ -54,7 +55,7 @@ fn messages_and_copies_go_before_kernels_that_compute() {
 fn simulated(test: &str, settings: &[(&str, &str)]) {
     let program = std::env::current_exe().unwrap();
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    // Beside the folder of the programs, where integration tests build it too.
+    // The folder that integration tests use too.
     let out = program.ancestors().nth(3).unwrap().join("tmp/cudasim");
     assert!(
         Command::new(root.join("../../tests/cudasim/build.sh"))
@@ -134,7 +135,7 @@ each_operation! { on_cuda_anywhere! {
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
-/// The tests of a module on the simulator, with settings of it.
+/// Runs the tests of a module on the simulator, with settings for it.
 macro_rules! simulated {
     ($module:ident, $of:literal, $settings:expr; $($operation:ident: $_test:expr,)*) => {
         mod $module {
@@ -178,14 +179,13 @@ each_operation! { simulated! {
     convolutions: hpctrain_device_tests::convolution::convolutions,
 } }
 
-/// Where cuBLASLt knows no algorithm for a product with its GELU, the two go one after the other,
-/// to the same results.
+/// If cuBLASLt knows no algorithm for a matmul with fused GELU, two kernels give the same results.
 #[test]
 fn products_without_fused_gelu() {
     simulated("cuda_bf16::products", &[("CUDASIM_FAIL", "nogelu")]);
 }
 
-/// Without any algorithm the error names the product.
+/// Without any algorithm the error names the matmul.
 #[test]
 fn products_without_an_algorithm() {
     simulated("unknown_products", &[("CUDASIM_FAIL", "noalgo")]);
@@ -206,7 +206,7 @@ fn unknown_products() {
     assert!(error.contains(says) && error.contains("hint: "), "{error}");
 }
 
-/// More chunks of places, and more samples, than a grid has blocks along y or z.
+/// More chunks of positions, and more samples, than a grid may have blocks along y or z.
 #[test]
 fn channels_of_a_long_batch() {
     simulated("long_channels", &[]);

@@ -1,4 +1,4 @@
-//! Images moved and mirrored at random while they are read for training.
+//! Random augmentation of images as they are read for training: flips, shifts and crops.
 //!
 //! The augmentation of an image is a function of the run's seed, the epoch and the sample's number:
 //! it depends neither on the ranks nor on earlier reads.
@@ -12,16 +12,16 @@ use hpctrain_base::random::{Stream, derive, name};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Augment {
-    /// Mirror every other image, left to right.
+    /// Mirrors an image left to right with probability 1/2.
     pub flip: bool,
-    /// Move by up to so many pixels in each direction; the border is repeated.
+    /// The largest shift in each direction, in pixels; the border is repeated.
     pub shift: usize,
-    /// Pad with so many zeros on every side, as they are stored, and cut out an image of the old
-    /// size.
+    /// The width of the border of stored zeros from which an image of the original size is cropped
+    /// at random.
     pub crop: usize,
 }
 
-/// An [`Augment`] of images of a shape, by a seed.
+/// Applies an [`Augment`] to images of one shape, with random numbers derived from a seed.
 #[derive(Debug, Clone)]
 pub(super) struct Augmenter {
     by: Augment,
@@ -33,22 +33,23 @@ pub(super) struct Augmenter {
 }
 
 impl Augmenter {
-    /// An augmenter of samples of `shape`.
+    /// Creates an augmenter of samples of `shape`.
     ///
     /// # Errors
-    /// Samples are no images, or images would be moved out of sight.
+    /// Returns an error if `shape` is not height, width and channels, or if a shift or crop is not
+    /// smaller than the image.
     pub(super) fn new(by: Augment, shape: &[usize], seed: u64) -> Result<Self> {
         let &[height, width, channels] = shape else {
             return Err(Error::input(format!(
                 "data.augment is for images, but model.input = {shape:?}"
             ))
-            .hint("leave it out, or give height, width and channels as model.input"));
+            .hint("omit it, or set model.input to height, width and channels"));
         };
         let smallest = height.min(width);
         for (key, pixels) in [("shift", by.shift), ("crop", by.crop)] {
             if pixels >= smallest {
                 return Err(Error::input(format!(
-                    "data.augment.{key} = {pixels} moves images of {height} × {width} out of sight"
+                    "data.augment.{key} = {pixels} is too large for images of {height} × {width}"
                 ))
                 .hint(format!("data.augment.{key} must be less than {smallest}")));
             }
@@ -57,7 +58,7 @@ impl Augmenter {
         Ok(Self { by, shape, key: derive(seed, &[name("augment")]), original: Vec::new() })
     }
 
-    /// Augments image number `sample` in place, as `epoch` sees it.
+    /// Augments image number `sample` in place, as in `epoch`.
     pub(super) fn apply(&mut self, epoch: u64, sample: u64, image: &mut [f32]) {
         let stream = Stream::new(derive(self.key, &[epoch, sample]));
         let ([a, b, c, d], [e, ..]) = (stream.block(0), stream.block(1));
@@ -102,7 +103,7 @@ mod tests {
 
     use super::*;
 
-    /// A 3 × 4 image of two channels: 1 to 12, and a hundred more.
+    /// Returns a 3 × 4 image of two channels: 1 to 12, and a hundred more.
     fn image() -> Vec<f32> {
         (1..=12).flat_map(|i| [i as f32, i as f32 + 100.0]).collect()
     }
@@ -113,12 +114,12 @@ mod tests {
         seen
     }
 
-    /// The first channel.
+    /// Returns the first channel.
     fn first(image: &[f32]) -> Vec<i32> {
         image.iter().step_by(2).map(|x| *x as i32).collect()
     }
 
-    /// All that may become of the image, by hand.
+    /// Returns all possible results of an augmentation, computed by hand.
     fn expected(by: Augment) -> HashSet<Vec<i32>> {
         let [shift, crop] = [by.shift as i32, by.crop as i32];
         let mut all = HashSet::new();
@@ -188,7 +189,7 @@ mod tests {
         let shift = Augment { shift: 28, ..Augment::default() };
         assert!(
             refused(shift, &[28, 30, 1])
-                .contains("data.augment.shift = 28 moves images of 28 × 30 out of sight")
+                .contains("data.augment.shift = 28 is too large for images of 28 × 30")
         );
         let crop = Augment { crop: 28, ..Augment::default() };
         assert!(refused(crop, &[28, 30, 1]).contains("data.augment.crop = 28"));

@@ -1,4 +1,4 @@
-//! Throughput of the loader, beside plain positional reads of the same bytes.
+//! Throughput of the loader, compared with plain positional reads of the same bytes.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -20,27 +20,27 @@ use hpctrain_base::random::Stream;
 /// Bytes of an image of 28 × 28, and of its class.
 const IMAGE: usize = 784;
 const CLASS: usize = size_of::<u32>();
-/// Images of a compressed chunk.
+/// Images per compressed chunk.
 const CHUNK: usize = 64;
-/// Ids of a window, without the one that follows.
+/// Ids per window, without the one that follows.
 const CONTEXT: usize = 256;
-/// Samples of a batch, and batches read ahead.
+/// Samples per batch, and batches read ahead.
 const BATCH: u64 = 128;
 const DEPTH: usize = 4;
 
-/// One way to lay out data and to read it.
+/// The times of reading one layout of data in one way.
 #[derive(Debug, Clone)]
 pub struct ReadTiming {
     /// The case that was measured.
     pub what: &'static str,
-    /// Samples of a pass.
+    /// The number of samples per pass.
     pub samples: u64,
-    /// Bytes of a sample, as they are stored or would be if they were not compressed.
+    /// The uncompressed size of a sample in bytes.
     pub bytes: usize,
     /// Seconds of each round's pass through the loader.
     pub seconds: Vec<f64>,
     /// Seconds of plain reads of the same rows in the same order, one for each row of each dataset;
-    /// none where the file does not have them side by side.
+    /// empty if the file does not store rows contiguously.
     pub plain: Vec<f64>,
 }
 
@@ -52,16 +52,17 @@ struct Case {
     context: usize,
     shuffled: bool,
     verify: Verify,
-    /// Bytes of a row of each dataset with its name and the distance of rows, if rows lie side by
-    /// side.
+    /// For each dataset with contiguous rows, its name, the bytes of a row and the distance between
+    /// rows in bytes.
     rows: Vec<(&'static str, usize, u64)>,
 }
 
-/// Writes `samples` random images and as many windows of tokens below `folder`, reads them `rounds`
-/// times in several ways, each round with files newly opened. The files are in the page cache.
+/// Writes `samples` random images and as many windows of tokens below `folder`, and reads them
+/// `rounds` times in several ways, opening the files anew in each round. The files are in the page
+/// cache.
 ///
 /// # Errors
-/// The file system refused.
+/// Returns an error if a file cannot be written or read.
 pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<ReadTiming>> {
     let [images, packed, tokens] =
         ["images.h5", "packed.h5", "tokens.h5"].map(|name| folder.join(name));
@@ -142,7 +143,8 @@ impl Case {
         Ok(ReadTiming { what: self.what, samples: samples / BATCH * BATCH, bytes, seconds, plain })
     }
 
-    /// Seconds of plain reads of the same rows.
+    /// Returns the seconds that plain reads of the same rows take; `None` if rows are not
+    /// contiguous.
     fn read_plainly(&self, sampler: &Sampler, samples: u64) -> Result<Option<f64>> {
         if self.rows.is_empty() {
             return Ok(None);
@@ -173,7 +175,8 @@ impl Case {
     }
 }
 
-/// Images of random bytes with their checksums, or with few of them set in compressed chunks.
+/// Writes images of random bytes with their checksums, or mostly zeros in compressed chunks if
+/// `packed`.
 fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
     let file = hdf5_open::create(path)?;
     let mut pixels = random(samples * IMAGE);
@@ -204,7 +207,7 @@ fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
     file.close()
 }
 
-/// Ids of 16 bits, with checksums.
+/// Writes ids of 16 bits, with checksums.
 fn write_tokens(path: &Path, samples: usize) -> Result<()> {
     let count = samples * CONTEXT + 1;
     let tokenizer = Tokenizer::Gpt2;

@@ -1,4 +1,4 @@
-//! Rows from a file, compared with their checksums as they are read for training.
+//! Verification of rows against their checksums as they are read for training.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,12 +9,12 @@ use super::h5::one_line;
 use super::packing::Missing;
 use super::spec::Verify;
 
-/// Failure to read rows.
+/// A failure to read rows.
 #[derive(Debug)]
 pub(super) enum ReadError {
-    /// HDF5 or the system refused.
+    /// HDF5 or the operating system returned an error.
     Refused(hdf5::Error),
-    /// A block of rows does not have the checksum that was written.
+    /// The checksum of a block of rows differs from the one that was written.
     Damaged { rows: Range<u64>, found: u32, written: u32 },
     /// An element, counted from the first of the dataset, is missing.
     Missing { element: u64, missing: Missing },
@@ -47,14 +47,14 @@ impl From<String> for ReadError {
     }
 }
 
-/// The result of reading rows. Room for a block that is read for its checksum, shared by all
-/// readers of a data set: they take turns.
+/// A buffer for blocks that are read to compare their checksums, shared by all readers of a data
+/// set, which take turns.
 pub(super) type Scratch = Arc<Mutex<Vec<u8>>>;
 
-/// Bit set of the blocks of a dataset that were compared already.
+/// A bit set of the blocks of a dataset that were already compared.
 pub(super) type Seen = Vec<u64>;
 
-/// The checksums of a dataset that is being read.
+/// The checksums of a dataset that is being read, and the blocks already compared.
 pub(super) struct Compared {
     sums: BlockSums,
     seen: Seen,
@@ -63,7 +63,7 @@ pub(super) struct Compared {
 }
 
 impl Compared {
-    /// With no block compared yet. `None` where none is to be compared.
+    /// Starts with no block compared. Returns `None` if `verify` compares none.
     pub(super) fn new(sums: BlockSums, verify: Verify, scratch: Scratch) -> Option<Self> {
         let seen = vec![0; sums.crc32.len().div_ceil(64)];
         (verify != Verify::Off).then(|| Self {
@@ -74,12 +74,12 @@ impl Compared {
         })
     }
 
-    /// Blocks that were compared when the file was open before.
+    /// Restores the set of blocks that were compared while the file was open before.
     pub(super) fn resume(&mut self, seen: Seen) {
         self.seen = seen;
     }
 
-    /// The state for [`Compared::resume`].
+    /// Returns the state for [`Compared::resume`].
     pub(super) fn into_seen(self) -> Seen {
         self.seen
     }
@@ -89,7 +89,8 @@ impl Compared {
     }
 
     /// Overwrites `out` with rows of `row_bytes` from `first` on, out of `all`. `read` overwrites
-    /// bytes with rows from a row on. All rows of a block that is to be compared are read.
+    /// its second argument with rows starting at its first. If any row of a block that is to be
+    /// compared is requested, the whole block is read.
     pub(super) fn read(
         &mut self,
         first: u64,
@@ -108,7 +109,7 @@ impl Compared {
             let stop = (number + 1).saturating_mul(block).min(all);
             let due = self.is_due(number);
             let mut until = stop;
-            // Blocks that need no comparison are read at once.
+            // Blocks that need no comparison are read in one call.
             while !due && until < end && !self.is_due(until / block) {
                 until = until.saturating_add(block);
             }
@@ -149,7 +150,7 @@ impl Compared {
 mod tests {
     use super::*;
 
-    /// 23 rows of 2 bytes in blocks of 5, with their checksums.
+    /// Returns 23 rows of 2 bytes in blocks of 5, with their checksums.
     fn data() -> (Vec<u8>, BlockSums) {
         let bytes: Vec<u8> = (0..46).collect();
         let sums = BlockSums { block: 5, crc32: bytes.chunks(10).map(crc32fast::hash).collect() };
@@ -160,7 +161,7 @@ mod tests {
         Compared::new(sums.clone(), verify, Scratch::default()).unwrap()
     }
 
-    /// Reads rows, and says which ones were asked for.
+    /// Reads rows, and returns the ranges that were requested from the file.
     fn read(
         compared: &mut Compared,
         bytes: &[u8],
@@ -188,7 +189,7 @@ mod tests {
         assert_eq!(read(&mut once, &bytes, 1..23).unwrap(), [(1, 19), (20, 3)]);
         assert_eq!(read(&mut once, &bytes, 0..23).unwrap(), [(0, 23)]);
         assert_eq!(read(&mut once, &bytes, 4..4).unwrap(), []);
-        // The file was closed meanwhile.
+        // The file was closed in between.
         let mut again = compared(&sums, Verify::FirstPass);
         again.resume(once.into_seen());
         assert_eq!(read(&mut again, &bytes, 2..3).unwrap(), [(2, 1)]);

@@ -1,4 +1,4 @@
-//! Descriptions of shards in messages: parts that the shard before has, too, are sent once.
+//! Descriptions of shards in messages: parts equal to those of the previous shard are sent once.
 
 use std::sync::Arc;
 
@@ -8,33 +8,33 @@ use super::Tokenizer;
 use super::preprocessing::DescribedPreprocessing;
 use super::shard::Shard;
 
-/// A shard without the parts that the one before has, too. Lists of values and tokenizers may be
-/// long, and are mostly the same in all shards.
+/// The description of a shard without the parts that equal those of the previous one. Lists of
+/// category values and tokenizers may be long, and are usually the same in all shards.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Brief {
     shard: Box<Shard>,
-    told: Option<DescribedPreprocessing>,
+    preprocessing: Option<DescribedPreprocessing>,
     tokenizer: OfText,
 }
 
-/// The tokenizer of a shard.
+/// The tokenizer of a shard in a message.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum OfText {
-    /// That of the shard before.
+    /// The tokenizer equals that of the previous shard.
     Same,
     Own(Option<Tokenizer>),
 }
 
-/// The parts that the next shard may share, at either end.
+/// The parts of the previous shard that the next one may share, kept by both sender and receiver.
 #[derive(Debug, Default)]
 pub(super) struct Before {
-    told: Option<Arc<DescribedPreprocessing>>,
+    preprocessing: Option<Arc<DescribedPreprocessing>>,
     tokenizer: Option<Option<Tokenizer>>,
 }
 
 impl Before {
-    /// Returns the message for a shard. Its preprocessing becomes that of the shard before if both
-    /// are equal.
+    /// Returns the message for a shard. If its preprocessing equals that of the previous shard,
+    /// both share one copy afterwards.
     pub(super) fn shorten(&mut self, shard: &mut Shard) -> Brief {
         let tokenizer = match &self.tokenizer {
             Some(before) if *before == shard.header.tokenizer => OfText::Same,
@@ -43,33 +43,33 @@ impl Before {
                 OfText::Own(shard.header.tokenizer.clone())
             }
         };
-        let told = match &self.told {
+        let preprocessing = match &self.preprocessing {
             Some(before) if *before == shard.told => {
                 shard.told = before.clone();
                 None
             }
             _ => {
-                self.told = Some(shard.told.clone());
+                self.preprocessing = Some(shard.told.clone());
                 Some((*shard.told).clone())
             }
         };
         let mut brief = shard.clone();
         brief.header.tokenizer = None;
-        Brief { shard: Box::new(brief), told, tokenizer }
+        Brief { shard: Box::new(brief), preprocessing, tokenizer }
     }
 
-    /// Returns the shard of a message; none if the message refers to a shard before that there was
-    /// not.
+    /// Returns the shard of a message; `None` if the message refers to a previous shard that was
+    /// not received.
     pub(super) fn complete(&mut self, brief: Brief) -> Option<Shard> {
-        let Brief { mut shard, told, tokenizer } = brief;
+        let Brief { mut shard, preprocessing, tokenizer } = brief;
         if let OfText::Own(tokenizer) = tokenizer {
             self.tokenizer = Some(tokenizer);
         }
-        if let Some(told) = told {
-            self.told = Some(told.into());
+        if let Some(preprocessing) = preprocessing {
+            self.preprocessing = Some(preprocessing.into());
         }
         shard.header.tokenizer = self.tokenizer.clone()?;
-        shard.told = self.told.clone()?;
+        shard.told = self.preprocessing.clone()?;
         Some(*shard)
     }
 }

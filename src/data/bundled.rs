@@ -1,4 +1,4 @@
-//! The data set that comes inside the program, for first runs without a download.
+//! The data set that is built into the program, for first runs without a download.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use hpctrain_base::user_dirs;
 
 struct Bundle {
     name: &'static str,
-    /// File names and contents.
+    /// The names and contents of the files.
     files: &'static [(&'static str, &'static [u8])],
 }
 
@@ -27,27 +27,29 @@ const BUNDLES: &[Bundle] = &[Bundle {
     ],
 }];
 
-/// The directory that holds the shards of the bundled data set `name`, written there if need be.
+/// Returns the directory with the shards of the bundled data set `name`, and writes them if they
+/// are not there yet.
 ///
-/// It lies in the user's cache directory, or in one of the user's own in the temporary one where
-/// that cannot be written. Any number of processes may call this at once.
+/// The directory lies in the user's cache directory, or, if that is not writable, in a per-user
+/// directory below the temporary one. Any number of processes may call this at once.
 pub fn locate(name: &str) -> Result<PathBuf> {
     match BUNDLES.iter().find(|bundle| bundle.name == name) {
         Some(bundle) => bundle.unpack(&user_dirs::cache_roots()),
         None => {
             let names: Vec<&str> = BUNDLES.iter().map(|bundle| bundle.name).collect();
             Err(Error::input(format!("no bundled data set is named {name:?}"))
-                .hint(format!("there is {}", names.join(", "))))
+                .hint(format!("available: {}", names.join(", "))))
         }
     }
 }
 
 impl Bundle {
-    /// Writes the files below the first of `roots`, under the name beside it, that takes them.
+    /// Writes the files below the first of `roots` that is writable, in a directory with the name
+    /// that is paired with it.
     fn unpack(&self, roots: &[(PathBuf, String)]) -> Result<PathBuf> {
         let mut failure = Error::internal("there is no directory to unpack data into");
         for (root, name) in roots {
-            // The hash keeps programs of different versions apart.
+            // The hash separates programs of different versions.
             let unpacked = user_dirs::below(root, &[name, &self.hash()])
                 .and_then(|directory| self.unpack_into(&directory).map(|()| directory));
             match unpacked {
@@ -87,7 +89,7 @@ impl Bundle {
     }
 }
 
-/// A string no other thread, process or node uses at this time.
+/// Returns a string that no other thread, process or node uses at this time.
 fn unique() -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let time = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
@@ -149,7 +151,7 @@ mod tests {
         let e = locate("huge-shakespeare").unwrap_err().to_string();
         assert_eq!(
             e,
-            "no bundled data set is named \"huge-shakespeare\"\nhint: there is tiny-shakespeare"
+            "no bundled data set is named \"huge-shakespeare\"\nhint: available: tiny-shakespeare"
         );
     }
 }

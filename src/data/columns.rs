@@ -1,7 +1,6 @@
 //! Columns of an imported table: their names, and the mapping of categories to ids.
 //!
-//! Shards carry them as JSON, so that another table can be converted to the same ids and the same
-//! scale.
+//! Shards store them as JSON, so that another table can be converted to the same ids and scale.
 
 use std::collections::HashMap;
 
@@ -25,12 +24,12 @@ pub struct Columns {
     pub inputs: Vec<String>,
     /// Columns of categories.
     pub categories: Vec<Category>,
-    /// Names of the columns to predict; empty in shards that were written before these were kept,
-    /// and of rows without targets.
+    /// Names of the columns to predict; empty in shards of older versions and in rows without
+    /// targets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<String>,
-    /// Numbers in the place of missing values, one for each input; empty where rows with missing
-    /// values were not taken.
+    /// The numbers that replace missing values, one for each input; empty if rows with missing
+    /// values were not imported.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fill: Vec<f32>,
 }
@@ -44,18 +43,18 @@ pub struct Category {
     pub coding: Coding,
 }
 
-/// Mapping of values to ids; id 0 stands for an empty cell or an unknown value.
+/// The mapping of values to ids; id 0 stands for an empty cell or an unknown value.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Coding {
-    /// The first of these has id 1, and so on.
+    /// Listed values: the first has id 1, and so on.
     Values(Vec<String>),
-    /// The CRC-32 of the value, brought below this number of ids.
+    /// The CRC-32 of the value, reduced below this number of ids.
     Hash(u32),
 }
 
 impl Coding {
-    /// Ids that there are: rows of a table.
+    /// Returns the number of ids, which is the number of rows of the embedding table.
     pub fn ids(&self) -> usize {
         match self {
             Coding::Values(values) => 1 + values.len(),
@@ -63,7 +62,7 @@ impl Coding {
         }
     }
 
-    /// Whether values can be brought to ids.
+    /// Returns whether every value can be mapped to an id other than 0.
     fn is_possible(&self) -> bool {
         match self {
             Coding::Values(_) => true,
@@ -87,8 +86,8 @@ impl Columns {
         columns.check().map(|()| Some(columns))
     }
 
-    /// Every category has ids besides that of empty cells, and each input or none a number for
-    /// missing values.
+    /// Returns an error unless every category has an id other than that of empty cells, and either
+    /// no input or every input has a number for missing values.
     fn check(&self) -> Result<()> {
         let fill = self.fill.len();
         let inputs = self.inputs.len();
@@ -102,15 +101,15 @@ impl Columns {
             Some(Category { name, coding }) => {
                 let ids = coding.ids();
                 Err(Error::input(format!(
-                    "dataset {COLUMNS} gives the category {name:?} {ids} ids"
+                    "dataset {COLUMNS} has {ids} ids for the category {name:?}"
                 ))
-                .hint("it takes 2 or more, since id 0 is of empty cells: import the table again"))
+                .hint("a category needs at least 2 ids, since id 0 stands for empty cells: import the table again"))
             }
             None => Ok(()),
         }
     }
 
-    /// The columns in the form in which a shard holds them.
+    /// Returns the columns as a shard stores them.
     pub fn stored(&self) -> Result<VarLenUnicode> {
         var_len(
             &serde_json::to_string(self)
@@ -119,7 +118,7 @@ impl Columns {
     }
 }
 
-/// Gives values of a column their ids.
+/// Assigns ids to the values of a column.
 pub(super) enum Coder {
     /// Listed values; `grows` gives new ones the next id.
     Values {
@@ -131,8 +130,8 @@ pub(super) enum Coder {
 }
 
 impl Coder {
-    /// The coder of a first table: hashed ids if a number of ids is given, else ids in order of
-    /// appearance.
+    /// Creates the coder of a first table: hashed ids if a number of ids is given, otherwise ids in
+    /// order of appearance.
     pub fn new(hash: Option<u32>) -> Self {
         match hash {
             Some(ids) => Self::Hash(ids),
@@ -140,7 +139,7 @@ impl Coder {
         }
     }
 
-    /// The coder of a table like an earlier one.
+    /// Creates the coder of a table with the ids of an earlier one.
     pub fn like(coding: &Coding) -> Self {
         match coding {
             Coding::Hash(ids) => Self::Hash(*ids),
@@ -151,7 +150,7 @@ impl Coder {
         }
     }
 
-    /// The id of a value.
+    /// Returns the id of a value.
     pub fn id(&mut self, value: &str) -> u32 {
         match self {
             _ if value.is_empty() => UNKNOWN,
@@ -169,7 +168,7 @@ impl Coder {
         }
     }
 
-    /// The coding so far.
+    /// Returns the mapping so far.
     pub fn coding(self) -> Coding {
         match self {
             Self::Hash(ids) => Coding::Hash(ids),

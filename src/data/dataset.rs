@@ -21,9 +21,9 @@ use hpctrain_base::fd_limit;
 use hpctrain_base::pattern::matches;
 use hpctrain_base::simd::simd;
 
-/// Shards kept open at a time, where the process may open so many files.
+/// The largest number of shards kept open at once; fewer if the process may open fewer files.
 const MAX_OPEN: usize = 256;
-/// Most bytes cached for all shards together, unless single chunks are larger.
+/// The largest number of bytes cached for all shards together, unless single chunks are larger.
 const CACHE_TOTAL: usize = 128 << 20;
 
 /// The samples of one split: rows with their targets, or, for language models, `context` input ids
@@ -36,18 +36,18 @@ pub struct Dataset {
     shards: Vec<Shard>,
     /// The number of the first sample of each shard, and of all samples at the end.
     first_sample: Vec<u64>,
-    /// Samples of each data set.
+    /// The number of samples of each data set.
     parts: Vec<u64>,
-    /// The division of each data set: its stored samples that belong to the split.
+    /// For each data set, which of its stored samples belong to the split.
     divisions: Vec<TrainValSplit>,
-    /// Millionths of the stored samples that are kept for validation, where some are.
+    /// The fraction of the stored samples that is kept for validation, in millionths; 0 for none.
     held_out: u64,
     context: usize,
     spec: SampleSpec,
-    /// Ids are below this: of text, or of rows of ids.
+    /// All ids are below this, whether of text or of rows.
     vocabulary: usize,
     open: OpenShards,
-    /// Preprocessing of all samples, and the conversion to it for each shard.
+    /// The preprocessing of all samples, and the conversion to it for each shard.
     preprocessing: Preprocessing,
     forms: Vec<Arc<Transform>>,
     /// Augmentation of images, before they are scaled.
@@ -58,7 +58,7 @@ impl Dataset {
     /// Opens and checks every shard of `split`.
     ///
     /// # Errors
-    /// Data is missing or malformed; the error names the place.
+    /// Returns an error that names the file or dataset if data is missing or malformed.
     pub fn open(spec: &DataSpec, split: Split, context: usize) -> Result<Self> {
         Self::open_all(std::slice::from_ref(spec), split, context)
     }
@@ -67,24 +67,26 @@ impl Dataset {
     /// numbered one after the other.
     ///
     /// # Errors
-    /// As [`Dataset::open`], or the data sets do not go together.
+    /// Returns an error if [`Dataset::open`] would for one of them, or if the data sets do not fit
+    /// together.
     pub fn open_all(specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
         Self::open_by(&mut ShardIndex::of_files(), specs, split, context)
     }
 
-    /// As [`Dataset::open_all`], with what `catalogue` knows of the files.
+    /// Opens data sets like [`Dataset::open_all`], with the descriptions of files that
+    /// `shard_index` provides.
     ///
     /// # Errors
-    /// As [`Dataset::open_all`].
+    /// Returns an error if [`Dataset::open_all`] would.
     pub fn open_by(
-        catalogue: &mut ShardIndex,
+        shard_index: &mut ShardIndex,
         specs: &[DataSpec],
         split: Split,
         context: usize,
     ) -> Result<Self> {
         if context == 0 {
-            return Err(Error::input("a sample of 0 tokens teaches nothing")
-                .hint("set the context to 1 or more"));
+            return Err(Error::input("the context is 0 tokens, but must be at least 1")
+                .hint("set model.context to 1 or more"));
         }
         let mut shards = Vec::<Shard>::new();
         let mut first_sample = vec![0];
@@ -94,13 +96,13 @@ impl Dataset {
         for spec in specs {
             let own = shards.len();
             let before = samples;
-            let is_divided = spec.val_fraction > 0.0 && catalogue.held(spec)? == Held::Fraction;
-            // Both parts are in the same shards.
+            let is_divided = spec.val_fraction > 0.0 && shard_index.held(spec)? == Held::Fraction;
+            // Both splits are in the same shards.
             let of_files = if is_divided { Split::Train } else { split };
-            for path in catalogue.files(spec, of_files)? {
-                let mut shard = catalogue.shard(&path, spec)?;
-                // Lists of values may be long, and are mostly the same in all shards: one of them
-                // is kept.
+            for path in shard_index.files(spec, of_files)? {
+                let mut shard = shard_index.shard(&path, spec)?;
+                // Lists of values may be long, and are usually the same in all shards: one copy is
+                // kept.
                 if let Some(last) = shards.last().filter(|last| last.told == shard.told) {
                     shard.told = last.told.clone();
                 }
@@ -158,44 +160,45 @@ impl Dataset {
             forms,
             augmenter: None,
         };
-        let own = dataset.told();
+        let own = dataset.described_preprocessing();
         dataset.conform(&own)?;
         Ok(dataset)
     }
 
-    /// Preprocessing that the shards describe; columns and classes of the first one that has any.
-    fn told(&self) -> Preprocessing {
+    /// Returns the preprocessing that the shards describe; columns and classes are those of the
+    /// first shard that has any.
+    fn described_preprocessing(&self) -> Preprocessing {
         let mut own = Preprocessing {
             tokenizer: self.shards[0].header.tokenizer.clone(),
             ..Preprocessing::default()
         };
-        for told in self.shards.iter().map(|shard| &shard.told) {
-            if self.sizes().features > 0 && !own.scales.contains(&told.scale) {
-                own.scales.push(told.scale.clone());
+        for described in self.shards.iter().map(|shard| &shard.told) {
+            if self.sizes().features > 0 && !own.scales.contains(&described.scale) {
+                own.scales.push(described.scale.clone());
             }
-            own.columns = own.columns.or_else(|| told.columns.as_deref().cloned());
+            own.columns = own.columns.or_else(|| described.columns.as_deref().cloned());
             if own.classes.is_empty() {
-                own.classes.clone_from(&told.classes);
+                own.classes.clone_from(&described.classes);
             }
         }
         own
     }
 
-    /// Preprocessing of samples as they are read: the shards' own, or the last one given to
-    /// [`Dataset::conform`].
+    /// Returns the preprocessing of samples as they are read: the shards' own, or the last one
+    /// given to [`Dataset::conform`].
     pub fn preprocessing(&self) -> &Preprocessing {
         &self.preprocessing
     }
 
-    /// From now on samples are read as a network learned them that was trained with the
-    /// preprocessing `to`: on its scale, with its order of columns and its numbers of categories
-    /// and classes. Returns a description of each conversion, one line each.
+    /// Makes later reads return samples with the preprocessing `to` that a network was trained
+    /// with: its scale, its order of columns, and its numbers of categories and classes. Returns a
+    /// description of each conversion, one line each.
     ///
     /// # Errors
-    /// They cannot be converted, or the tokenizers differ: the error names the shard and the
-    /// remedy.
+    /// Returns an error that names the shard and the remedy if samples cannot be converted, or if
+    /// the tokenizers differ.
     pub fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
-        let own = self.told();
+        let own = self.described_preprocessing();
         let tokenizer = preprocessing::tokenizer(own.tokenizer.as_ref(), to.tokenizer.as_ref());
         let tokenizer = tokenizer.map_err(|e| e.at(self.shards[0].path.display()))?.cloned();
         let is_class = matches!(self.spec, SampleSpec::Rows { target: Target::Class(_), .. });
@@ -203,7 +206,7 @@ impl Dataset {
         let mut notes = Vec::new();
         let mut forms = Vec::<Arc<Transform>>::new();
         for (index, shard) in self.shards.iter().enumerate() {
-            // The shards of a data set mostly tell the same.
+            // The shards of a data set usually describe the same preprocessing.
             let form = match forms.last() {
                 Some(before) if shard.told == self.shards[index - 1].told => before.clone(),
                 _ => Transform::new(&shard.told, to, parts, &mut notes)
@@ -223,10 +226,12 @@ impl Dataset {
         Ok(notes)
     }
 
-    /// From now on augments images at random by `seed`; `shape` is the shape of a row.
+    /// Makes later reads augment images at random, derived from `seed`; `shape` is the shape of a
+    /// row.
     ///
     /// # Errors
-    /// Samples are no images, or they would be moved out of sight.
+    /// Returns an error if samples are not images, or if a shift or crop is not smaller than they
+    /// are.
     pub fn augment(&mut self, by: Augment, shape: &[usize], seed: u64) -> Result<()> {
         if self.sizes().ids > 0 {
             return Err(Error::input("data.augment is for images, but samples have ids")
@@ -256,13 +261,13 @@ impl Dataset {
         }
     }
 
-    /// Number of samples; at least one.
+    /// Returns the number of samples; at least one.
     pub fn samples(&self) -> u64 {
         self.parts.iter().sum()
     }
 
-    /// Index of sample `number` among all stored samples, and the length of the run of samples from
-    /// there on.
+    /// Returns the index of sample `number` among all stored samples, and the number of consecutive
+    /// stored samples of the split from there on.
     fn stored(&self, number: u64) -> (u64, u64) {
         let mut number = number;
         let mut before = 0;
@@ -277,22 +282,22 @@ impl Dataset {
         (before, 0)
     }
 
-    /// Number of samples of each data set.
+    /// Returns the number of samples of each data set.
     pub fn parts(&self) -> &[u64] {
         &self.parts
     }
 
-    /// All ids are below this.
+    /// Returns a bound that all ids are below.
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
     }
 
-    /// Predictions of a sample; of text, its ids.
+    /// Returns the number of predictions per sample; for text, the number of its ids.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// Elements of a sample's parts.
+    /// Returns the number of elements of each part of a sample.
     pub fn sizes(&self) -> SampleSizes {
         let sizes = self.spec.sizes(self.context);
         match self.spec {
@@ -304,13 +309,14 @@ impl Dataset {
         }
     }
 
-    /// Fingerprint of the data.
+    /// Returns the fingerprint of the data.
     pub fn fingerprint(&self) -> Fingerprint {
         let shards = self.shards.iter().map(|shard| shard.print.clone()).collect();
         Fingerprint { samples: self.samples(), held_out: self.held_out, shards }
     }
 
-    /// Number of input elements in the shards; for text, including ids outside any whole window.
+    /// Returns the number of input elements in the shards; for text, including ids outside any
+    /// whole window.
     pub fn tokens(&self) -> u64 {
         let all: u64 =
             self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum();
@@ -322,7 +328,7 @@ impl Dataset {
         }
     }
 
-    /// A warning, if the network is given unscaled bytes.
+    /// Returns a warning if the network would get unscaled bytes.
     pub fn unscaled(&self) -> Option<String> {
         let is_unscaled = |(shard, form): &(&Shard, &Arc<Transform>)| {
             shard.content.is_unscaled() && form.scale.is_none()
@@ -334,9 +340,9 @@ impl Dataset {
         ))
     }
 
-    /// A note on rows that an import has left out, if it has.
+    /// Returns a note on rows that an import has skipped, if there are any.
     pub fn left_out(&self) -> Option<String> {
-        // Every shard tells of its whole import, which the first one of a source stands for.
+        // Every shard describes its whole import, so the first one of each source suffices.
         let mut sources: Vec<_> =
             self.shards.iter().map(|shard| (shard.path.parent(), &shard.header)).collect();
         sources.dedup_by_key(|(folder, _)| *folder);
@@ -344,12 +350,12 @@ impl Dataset {
         (rows > 0).then(|| left_out(rows))
     }
 
-    /// The tokenizer, if the shards describe one.
+    /// Returns the tokenizer, if the shards describe one.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.preprocessing.tokenizer.as_ref()
     }
 
-    /// Most bytes of data cached for further reads.
+    /// Returns the largest number of bytes of data cached for later reads.
     pub fn cache_limit(&self) -> usize {
         let limit = |shard: &Shard| shard.cache_limit(self.open.cache_bytes, self.open.verify);
         let mut limits: Vec<usize> = self.shards.iter().map(limit).collect();
@@ -357,7 +363,7 @@ impl Dataset {
         limits.iter().take(self.open.max_open).sum()
     }
 
-    /// Bytes of data cached now for further reads.
+    /// Returns the number of bytes of data cached now for later reads.
     pub fn cached(&self) -> usize {
         self.open.shards.iter().flatten().flat_map(|open| &open.readers).map(RowReader::held).sum()
     }
@@ -365,17 +371,18 @@ impl Dataset {
     /// Overwrites `into` with sample number `sample`.
     ///
     /// # Errors
-    /// The file system refused, an id or a class is out of its range, or a number is none.
+    /// Returns an error if the file cannot be read, an id or class is out of range, or a number is
+    /// not finite.
     pub fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
         self.read_run(sample, 1, 0, into)
     }
 
-    /// As [`Dataset::read`], of `count` samples from `first` on, whose parts stand one after the
-    /// other: samples that are neighbours in the file are read at once. In another `epoch` images
-    /// are augmented otherwise.
+    /// Reads `count` samples from `first` on into `into`, whose parts hold them one after the
+    /// other; samples that are adjacent in the file are read in one call. The augmentation of
+    /// images depends on `epoch`.
     ///
     /// # Errors
-    /// As [`Dataset::read`].
+    /// Returns an error if [`Dataset::read`] would for one of the samples.
     pub fn read_run(
         &mut self,
         first: u64,
@@ -405,7 +412,7 @@ impl Dataset {
         Ok(())
     }
 
-    /// Reads samples of shard `index` from its sample `row` on, as many as there is room for.
+    /// Reads samples of shard `index` from its sample `row` on, as many as `into` has space for.
     fn read_rows(&mut self, index: usize, row: u64, when: When, into: SampleMut<'_>) -> Result<()> {
         let SampleMut { ids, features, classes, values, weights: factors } = into;
         let shard = &self.shards[index];
@@ -456,7 +463,7 @@ impl Dataset {
             }
             ShardSchema::Rows(rows) => {
                 let Rows { inputs, categories, targets, weights: of_weights, planes, .. } = &**rows;
-                // In the order of the content's datasets.
+                // In the order of `ShardSchema::datasets`.
                 let mut readers = readers.iter_mut();
                 let mut of = |field| readers.next().map(|reader| (field, reader));
                 let inputs = inputs.as_ref().and_then(&mut of);
@@ -524,8 +531,8 @@ impl Dataset {
     }
 }
 
-/// Refuses fewer or more shards than an import has made, unless the pattern leaves some out or one
-/// file is named.
+/// Returns an error if shards of an import are missing or duplicated, unless the pattern excludes
+/// them or one file is named.
 fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result<()> {
     if spec.path.is_file() {
         return Ok(());
@@ -534,16 +541,16 @@ fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result
     match shard_set_check::problems(shards, |name| matches(pattern, name)).into_iter().next() {
         None => Ok(()),
         Some(problem) => Err(Error::input(format!("{}: {problem}", spec.path.display())).hint(format!(
-            "copy or import the shards again; to leave some out on purpose, let {key} fit the others alone, as \"{}\" does",
+            "copy or import the shards again; to omit some on purpose, set {key} to a pattern that matches the others only, as \"{}\" does",
             pattern.replacen('*', "0000[013]", 1)
         ))),
     }
 }
 
-/// The hint for a negative id or class, which elsewhere stands for a target without a loss.
-const IGNORED: &str = "targets without a loss, such as PyTorch's ignore_index of -100, are not supported: leave their samples out";
+/// The hint for a negative id or class, which other programs use for targets without a loss.
+const IGNORED: &str = "targets without a loss, such as PyTorch's ignore_index of -100, are not supported: omit their samples";
 
-/// When samples are seen, and the number of the first of them in the whole data set.
+/// The epoch in which samples are read, and the number of the first of them in the whole data set.
 #[derive(Clone, Copy)]
 struct When {
     epoch: u64,
@@ -563,7 +570,7 @@ fn read_checked(
     check_ids(shard, ids, first, out, vocabulary)
 }
 
-/// Puts the numbers of rows into the order of `places`, which says where each of them stands now.
+/// Reorders the numbers of rows; `places` has the present index of each of them.
 fn reorder(places: &[usize], rows: &mut [f32]) {
     let mut stored = vec![0.0; places.len()];
     for row in rows.chunks_exact_mut(places.len()) {
@@ -572,7 +579,8 @@ fn reorder(places: &[usize], rows: &mut [f32]) {
     }
 }
 
-/// Gives the categories of rows from `row` on the order and the ids that a network knows.
+/// Converts the categories of rows from `row` on to the order and the ids that a network was
+/// trained with.
 fn recode(
     shard: &Shard,
     field: &Field,
@@ -590,7 +598,7 @@ fn recode(
                 Some(ids) => *ids.get(stored[*column] as usize).ok_or_else(|| {
                     let element = field.element((row as usize + i) * width + column);
                     Error::input(format!(
-                        "{element} is id {}, of which /columns tells no value",
+                        "{element} is id {}, for which /columns lists no value",
                         stored[*column] as i32
                     ))
                     .hint("import the data again")
@@ -602,7 +610,8 @@ fn recode(
     Ok(())
 }
 
-/// Refuses an id of a category that has no row in its table, and has ids count through all tables.
+/// Returns an error if an id of a category has no row in its embedding table. Otherwise makes ids
+/// count through all tables.
 fn check_categories(
     shard: &Shard,
     field: &Field,
@@ -629,7 +638,7 @@ fn check_categories(
     Ok(())
 }
 
-/// Refuses ids outside the vocabulary among rows from `first` on.
+/// Returns an error if rows from `first` on have ids outside the vocabulary.
 fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: usize) -> Result<()> {
     match first_invalid(out, vocabulary) {
         None => Ok(()),
@@ -650,7 +659,7 @@ fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: us
     }
 }
 
-/// Reads rows' classes. A field of numbers has one-hot rows.
+/// Reads the classes of rows. A field of numbers has one-hot rows.
 fn read_class(
     shard: &Shard,
     field: &Field,
@@ -664,8 +673,8 @@ fn read_class(
     reader.read(row, out).map_err(|e| shard.unreadable(field, e))
 }
 
-/// Refuses a class that is not among `all` in rows from `row` on; `who` names their origin in the
-/// message.
+/// Returns an error if rows from `row` on have a class that is not below `all`; `who` names the
+/// origin of the bound in the message.
 fn check_classes(
     shard: &Shard,
     field: &Field,
@@ -691,7 +700,7 @@ fn check_classes(
     }
 }
 
-/// Reads one-hot rows as classes, and refuses a row that is not one-hot.
+/// Reads one-hot rows as classes. Returns an error if a row is not one-hot.
 fn read_one_hot(
     shard: &Shard,
     field: &Field,
@@ -709,7 +718,7 @@ fn read_one_hot(
             Some(place) if ones == 1 && zeros == columns.len() - 1 => *class = place as u32,
             _ => {
                 let element = format!("{}[{}]", field.name, row as usize + i);
-                return Err(Error::input(format!("{element} has {ones} ones and {zeros} zeros in {} columns, and is no one-hot row", columns.len()))
+                return Err(Error::input(format!("{element} is not a one-hot row: it has {ones} ones and {zeros} zeros in {} columns", columns.len()))
                     .hint("store the number of the class of each row, or a 1 in its column and 0 in all others; for several labels a row, set loss.kind = \"binary-cross-entropy\"")
                     .at(shard.path.display()));
             }
@@ -718,7 +727,7 @@ fn read_one_hot(
     Ok(())
 }
 
-/// Reads rows of numbers and refuses NaN and infinity.
+/// Reads rows of numbers. Returns an error if one is NaN or infinite.
 fn read_numbers(
     shard: &Shard,
     field: &Field,
@@ -727,7 +736,7 @@ fn read_numbers(
     out: &mut [f32],
 ) -> Result<()> {
     reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, e))?;
-    // No search, unless there is something to find: this way it takes vector instructions.
+    // Folds instead of searching, which the compiler vectorises; usually there is nothing to find.
     let all_finite = || {
         simd(
             #[inline(always)]
@@ -748,7 +757,7 @@ fn read_numbers(
     }
 }
 
-/// Reads rows' weights and refuses any that is not a finite number of 0 or more.
+/// Reads the weights of rows. Returns an error if one is not a finite number of 0 or more.
 fn read_weights(
     shard: &Shard,
     field: &Field,
@@ -765,24 +774,24 @@ fn read_weights(
     }
 }
 
-/// Whether a number can be the weight of a sample.
+/// Returns whether a number can be the weight of a sample.
 pub fn is_weight(x: f32) -> bool {
     x >= 0.0 && x.is_finite()
 }
 
-/// The shards with open files; the least recently used one makes room for another.
+/// The shards with open files; opening one more closes the least recently used.
 struct OpenShards {
-    /// Open files of each shard; none for closed shards.
+    /// The open files of each shard; `None` for closed shards.
     shards: Vec<Option<OpenShard>>,
-    /// Number of open shards.
+    /// The number of open shards.
     count: usize,
     max_open: usize,
     cache_bytes: usize,
     verify: Verify,
     scratch: Scratch,
-    /// Compared blocks of each dataset, for shards that were closed.
+    /// The blocks of each dataset that were compared, for shards that were closed.
     seen: HashMap<usize, Vec<Seen>>,
-    /// Counts uses; orders `OpenShard::last_use`.
+    /// The number of uses so far; orders `OpenShard::last_use`.
     clock: u64,
 }
 
@@ -801,7 +810,7 @@ impl OpenShards {
         Self { shards, count: 0, max_open, cache_bytes, verify, scratch, seen, clock: 0 }
     }
 
-    /// A reader for each dataset of the shard, which is number `index`.
+    /// Returns a reader for each dataset of the shard, which is number `index`.
     fn readers(&mut self, shard: &Shard, index: usize) -> Result<&mut [RowReader]> {
         if self.shards[index].is_none() {
             if self.count == self.max_open {
@@ -878,7 +887,8 @@ mod tests {
         assert_eq!(open, [false, false, true, true], "the two used last");
     }
 
-    /// Shards that were closed and opened again are not compared anew, and those never read are.
+    /// Shards that were closed and opened again are not compared anew; shards never read before
+    /// are.
     #[test]
     fn what_was_compared_is_not_forgotten() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Decompression within bounds: a small file may decode to more than any memory holds.
+//! Limits on decompression: a small file may decode to more than any memory holds.
 //!
 //! A decoder reads no more bytes than a header declares. The declared size itself is refused if it
 //! is more than 64 MiB and more than 256 times that of the file.
@@ -7,14 +7,14 @@ use std::io::{ErrorKind, Read};
 
 use hpctrain_base::error::{Error, Result};
 
-/// Decoded bytes that a file of any size may have.
+/// Decoded bytes that are allowed for a file of any size.
 const ALWAYS: u64 = 64 << 20;
 
-/// Decoded bytes for each stored one, at most. Images and tables have less than a tenth of it;
-/// deflate reaches 1,032.
+/// The largest number of decoded bytes per stored byte. Images and tables have less than a tenth of
+/// it; deflate reaches 1,032.
 const RATIO: u64 = 256;
 
-/// Refuses content of `decoded` bytes in `stored` ones, if it is far too much; the error says so.
+/// Returns an error if `decoded` bytes are too many for content of `stored` bytes.
 pub(super) fn check(decoded: u64, stored: u64) -> Result<(), String> {
     if decoded <= ALWAYS || decoded <= stored.saturating_mul(RATIO) {
         return Ok(());
@@ -22,12 +22,12 @@ pub(super) fn check(decoded: u64, stored: u64) -> Result<(), String> {
     Err(format!("it decodes to {decoded} bytes from {stored}, more than {RATIO} times as many"))
 }
 
-/// Fault of a file that is decoded.
+/// Why a file cannot be decoded.
 #[derive(Debug)]
 pub(super) enum Fault {
-    /// Of its content; the text names it.
+    /// The content is invalid; the text says how.
     Content(String),
-    /// Another one.
+    /// Another error occurred.
     Other(Error),
 }
 
@@ -43,14 +43,15 @@ impl From<Error> for Fault {
     }
 }
 
-/// Bytes that are decoded at once.
+/// The number of bytes that are decoded at once.
 const PIECE: usize = 1 << 18;
 
-/// Decodes content of which a header declares `declared` bytes, in `stored` ones, a piece at a
-/// time. Returns the number of bytes, which may be less.
+/// Decodes content for which a header declares `declared` bytes, stored in `stored` bytes, a block
+/// at a time. Returns the number of decoded bytes, which may be less.
 ///
 /// # Errors
-/// It is more than declared, or far too much; the decoder's own; or that of `each`.
+/// Returns an error if the content is longer than declared or exceeds the limits, if the decoder
+/// fails, or if `each` does.
 pub(super) fn decode(
     mut from: impl Read,
     declared: u64,
@@ -77,10 +78,10 @@ pub(super) fn decode(
     }
 }
 
-/// Elements of a shape, or of a row of it; none if any product of its extents, or twice as many
-/// words, overflows.
+/// Returns the number of elements of a shape, or of a row of it; `None` if 16 bytes for each of
+/// them, counting extents of 0 as 1, would overflow.
 pub(super) fn extent(shape: &[usize]) -> Option<usize> {
-    // An extent of 0 makes the product 0, but its neighbours are multiplied by themselves
+    // An extent of 0 would hide an overflow of the others, which are multiplied without it
     // elsewhere.
     shape.iter().try_fold(16usize, |all, extent| all.checked_mul((*extent).max(1)))?;
     Some(shape.iter().product())
@@ -109,7 +110,7 @@ mod tests {
                 Err(Fault::Content(what)) => what,
                 other => panic!("{other:?}"),
             };
-        // Without an end: only the bound ends it.
+        // An endless input: only the limit ends it.
         let error = refused(&mut std::io::repeat(0), 1000, 10);
         assert!(error.contains("more than the 1000 bytes that its header declares"), "{error}");
         assert_eq!(decoded(&mut &[7; 1000][..], 1000, 10).unwrap(), [7; 1000]);

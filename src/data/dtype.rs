@@ -1,4 +1,4 @@
-//! Types of the elements of datasets: their names, and their possible conversions to ids or
+//! The types of the elements of datasets: their names, and whether they can be converted to ids or
 //! numbers.
 
 use std::fmt;
@@ -22,10 +22,10 @@ pub(super) struct Dtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Class {
     Integer,
-    /// Names for integers, truth values among them.
+    /// An enumeration, such as of truth values.
     Enum,
     Float,
-    /// A float that HDF5 does not convert as its maker means it.
+    /// A float that HDF5 does not convert as its writer intended.
     OtherFloat,
     Text,
     Compound,
@@ -33,29 +33,29 @@ enum Class {
 }
 
 impl Dtype {
-    /// The type of a dataset's elements.
+    /// Returns the type of a dataset's elements.
     pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Self> {
         let facts = h5::type_facts(dtype)?;
         let (name, class) = named(&facts);
         Ok(Self { name, class, size: facts.size })
     }
 
-    /// Bytes of an element in the file.
+    /// Returns the bytes of an element in the file.
     pub(super) fn size(&self) -> usize {
         self.size
     }
 
-    /// Whether elements are plain integers.
+    /// Returns whether elements are plain integers.
     pub(super) fn is_integer(&self) -> bool {
         self.class == Class::Integer
     }
 
-    /// Whether elements are unsigned bytes, as those of images are.
+    /// Returns whether elements are unsigned bytes, such as those of images.
     pub(super) fn is_byte(&self) -> bool {
         self.is_integer() && self.name == "uint8"
     }
 
-    /// Refuses elements of the dataset `of` that cannot be converted to `kind`.
+    /// Returns an error if elements of the dataset `of` cannot be converted to `kind`.
     pub(super) fn check(&self, of: &str, kind: ReadAs) -> Result<()> {
         let wanted = match (kind, self.class) {
             (_, Class::Integer | Class::Enum) | (ReadAs::Numbers, Class::Float) => return Ok(()),
@@ -68,7 +68,7 @@ impl Dtype {
                 "store them as a dataset of integers of any width, or of one-hot rows"
             }
             (ReadAs::Numbers, Class::Compound) => {
-                "store each field, or all of them as columns, in a dataset of its own"
+                "store each field, or all of them as columns, in a separate dataset"
             }
             (ReadAs::Numbers, Class::OtherFloat) => "store it as float16, float32 or float64",
             (ReadAs::Ids, _) => "store them as a dataset of integers of any width",

@@ -1,4 +1,4 @@
-//! Types of stored elements, and their conversion: ids and classes to `u32`, numbers to `f32`.
+//! The types of stored elements, and their conversion: ids and classes to `u32`, numbers to `f32`.
 
 use half::f16;
 use hdf5::{Datatype, H5Type};
@@ -6,16 +6,16 @@ use serde::{Deserialize, Serialize};
 
 use hpctrain_base::simd::simd;
 
-/// Type that the elements of a dataset are read as.
+/// The type that the elements of a dataset are read as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum ReadAs {
     /// `u32`: ids, classes.
     Ids,
-    /// `f32`
+    /// `f32`: numbers.
     Numbers,
 }
 
-/// An element in memory, in the byte order of this machine.
+/// The type of an element in memory, in the byte order of this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum ElementType {
     U8,
@@ -46,7 +46,8 @@ impl ElementType {
         Self::F64,
     ];
 
-    /// The type that matches the file's bit for bit, if there is one: none for another byte order.
+    /// Returns the type that matches the file's bit for bit, or `None` if there is none, as for
+    /// another byte order.
     pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Option<Self>> {
         for stored in Self::ALL {
             if stored.datatype()? == *dtype {
@@ -56,7 +57,7 @@ impl ElementType {
         Ok(None)
     }
 
-    /// Type to which HDF5 converts elements of other types.
+    /// Returns the type to which HDF5 converts elements of other types.
     pub(super) fn converted(kind: ReadAs) -> Self {
         match kind {
             ReadAs::Ids => Self::I32,
@@ -64,7 +65,7 @@ impl ElementType {
         }
     }
 
-    /// The type of the same bits without a sign.
+    /// Returns the unsigned type of the same width.
     pub(super) fn unsigned(self) -> Self {
         match self {
             Self::I8 => Self::U8,
@@ -75,7 +76,7 @@ impl ElementType {
         }
     }
 
-    /// The type of the same bits with a sign.
+    /// Returns the signed type of the same width.
     pub(super) fn signed(self) -> Self {
         match self {
             Self::U8 => Self::I8,
@@ -86,27 +87,27 @@ impl ElementType {
         }
     }
 
-    /// HDF5's name for it.
+    /// Returns the HDF5 type.
     pub(super) fn datatype(self) -> hdf5::Result<Datatype> {
-        fn of<T: H5Type>() -> hdf5::Result<Datatype> {
+        fn datatype_of<T: H5Type>() -> hdf5::Result<Datatype> {
             Datatype::from_type::<T>()
         }
         match self {
-            Self::U8 => of::<u8>(),
-            Self::I8 => of::<i8>(),
-            Self::U16 => of::<u16>(),
-            Self::I16 => of::<i16>(),
-            Self::U32 => of::<u32>(),
-            Self::I32 => of::<i32>(),
-            Self::U64 => of::<u64>(),
-            Self::I64 => of::<i64>(),
-            Self::F16 => of::<f16>(),
-            Self::F32 => of::<f32>(),
-            Self::F64 => of::<f64>(),
+            Self::U8 => datatype_of::<u8>(),
+            Self::I8 => datatype_of::<i8>(),
+            Self::U16 => datatype_of::<u16>(),
+            Self::I16 => datatype_of::<i16>(),
+            Self::U32 => datatype_of::<u32>(),
+            Self::I32 => datatype_of::<i32>(),
+            Self::U64 => datatype_of::<u64>(),
+            Self::I64 => datatype_of::<i64>(),
+            Self::F16 => datatype_of::<f16>(),
+            Self::F32 => datatype_of::<f32>(),
+            Self::F64 => datatype_of::<f64>(),
         }
     }
 
-    /// Bytes of an element.
+    /// Returns the bytes of an element.
     pub(super) fn width(self) -> usize {
         match self {
             Self::U8 | Self::I8 => 1,
@@ -116,13 +117,13 @@ impl ElementType {
         }
     }
 
-    /// Whether elements may be NaN or infinite.
+    /// Returns whether elements may be NaN or infinite.
     pub(super) fn is_float(self) -> bool {
         matches!(self, Self::F16 | Self::F32 | Self::F64)
     }
 
-    /// Elements as ids. No vocabulary reaches 2³¹ − 1: negative ones arrive above it, and too large
-    /// ones as it.
+    /// Converts elements to ids. No vocabulary reaches 2³¹ − 1: negative elements become larger ids
+    /// than that, and elements that are too large become exactly that.
     pub(super) fn to_ids(self, bytes: &[u8], out: &mut [u32]) {
         const LARGEST: u32 = i32::MAX as u32;
         simd(
@@ -145,7 +146,7 @@ impl ElementType {
         )
     }
 
-    /// Elements as numbers, rounded to the nearest.
+    /// Converts elements to numbers, rounded to the nearest.
     pub(super) fn to_numbers(self, bytes: &[u8], out: &mut [f32]) {
         simd(
             #[inline(always)]
@@ -165,7 +166,7 @@ impl ElementType {
         )
     }
 
-    /// The elements themselves, as exactly as a double holds them.
+    /// Returns the elements, as exactly as an `f64` represents them.
     pub(super) fn doubles(self, bytes: &[u8]) -> impl Iterator<Item = f64> {
         bytes.chunks_exact(self.width()).map(move |bytes| match self {
             Self::U8 => f64::from(bytemuck::pod_read_unaligned::<u8>(bytes)),

@@ -1,7 +1,7 @@
 //! Links of HDF5 files to objects of other files.
 //!
-//! HDF5 opens those files by itself, and would wait for the other end of a pipe: all external links
-//! of a file are looked at when it is opened.
+//! HDF5 opens those files by itself, and would block on a pipe: all external links of a file are
+//! checked when it is opened.
 
 use std::ffi::{CStr, CString, c_char};
 use std::path::{Path, PathBuf};
@@ -14,18 +14,18 @@ use hdf5_sys::h5p::H5P_DEFAULT;
 use super::walk::{DEEPEST, Target, Walk};
 use hpctrain_base::error::{Error, Result};
 
-/// The variable with directories of files that external links lead to.
+/// The environment variable with the directories of files that external links refer to.
 pub(super) const PREFIX: &str = "HDF5_EXT_PREFIX";
 
-/// Refuses a file with a link to a pipe, a socket or a device, or with groups that are nested too
-/// deep to look for one.
+/// Checks that no link of a file refers to a pipe, a socket or a device, and that its groups are
+/// not nested too deeply to check all links.
 ///
 /// # Errors
 /// Returns an error that names the link and its target, or the group.
 pub(super) fn check(file: &Group, path: &Path) -> Result<()> {
     let mut walk = Walk::new(file);
     while let Some(visited) = walk.next() {
-        // The error of a group that cannot be listed comes from whoever looks for its content.
+        // A group that cannot be listed is reported when its content is read.
         for name in visited.group.member_names().unwrap_or_default() {
             match link(&visited.group, &name) {
                 Some(Link::Soft(_)) => {}
@@ -33,8 +33,12 @@ pub(super) fn check(file: &Group, path: &Path) -> Result<()> {
                 None => {
                     if walk.follow(&visited, &name) == Target::TooDeep {
                         let at = path.display();
-                        return Err(Error::input(format!("{at}: groups are nested more than {DEEPEST} deep"))
-                            .hint("write the datasets into groups near the root, or into a file of their own"));
+                        return Err(Error::input(format!(
+                            "{at}: groups are nested more than {DEEPEST} deep"
+                        ))
+                        .hint(
+                            "write the datasets into groups near the root, or into a separate file",
+                        ));
                     }
                 }
             }
@@ -43,7 +47,7 @@ pub(super) fn check(file: &Group, path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Refuses an external link that leads to a file that is not a regular one.
+/// Returns an error if an external link refers to a file that is not regular.
 fn check_target(name: &str, file: &str, object: &str, path: &Path) -> Result<()> {
     let found = candidates(file, path, PREFIX).find(|place| place.exists());
     match found.filter(|place| !place.is_file() && !place.is_dir()) {
@@ -54,31 +58,31 @@ fn check_target(name: &str, file: &str, object: &str, path: &Path) -> Result<()>
             Err(Error::input(format!(
                 "{at}: {name} is an external link to {object} of {place}, which is a pipe, a socket or a device"
             ))
-            .hint("remove the link, or let it lead to an HDF5 file"))
+            .hint("remove the link, or replace it by one to an HDF5 file"))
         }
     }
 }
 
-/// Target of a link that is not a hard link.
+/// The target of a link that is not a hard link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Link {
-    /// To a path in the same file.
+    /// A path in the same file.
     Soft(String),
-    /// To an object of another file.
+    /// An object of another file.
     External { file: String, object: String },
 }
 
-/// Target of the link `name`, unless it is a hard link.
+/// Returns the target of the link `name`, unless it is a hard link.
 pub(super) fn link(file: &Group, name: &str) -> Option<Link> {
-    /// More than a path can have.
-    const ROOM: usize = 64 << 10;
+    /// More bytes than a path can have.
+    const CAPACITY: usize = 64 << 10;
     let name = CString::new(name).ok()?;
-    let mut value = vec![0u8; ROOM + 1];
+    let mut value = vec![0u8; CAPACITY + 1];
     hdf5::sync::sync(|| {
-        // SAFETY: HDF5 writes at most `ROOM` bytes, and nothing of a hard link, for which it
+        // SAFETY: HDF5 writes at most `CAPACITY` bytes, and nothing for a hard link, for which it
         // returns an error.
         let got = unsafe {
-            H5Lget_val(file.id(), name.as_ptr(), value.as_mut_ptr().cast(), ROOM, H5P_DEFAULT)
+            H5Lget_val(file.id(), name.as_ptr(), value.as_mut_ptr().cast(), CAPACITY, H5P_DEFAULT)
         };
         if got < 0 {
             return None;
@@ -93,23 +97,30 @@ pub(super) fn link(file: &Group, name: &str) -> Option<Link> {
         let mut target = ptr::null();
         let mut object = ptr::null();
         // The value of an external link begins with a zero: its version. SAFETY: HDF5 looks for two
-        // strings within `ROOM` bytes, and tells where in `value` they are.
+        // strings within `CAPACITY` bytes, and sets `target` and `object` to their addresses in
+        // `value`.
         let unpacked = unsafe {
-            H5Lunpack_elink_val(value.as_ptr().cast(), ROOM, &mut flags, &mut target, &mut object)
+            H5Lunpack_elink_val(
+                value.as_ptr().cast(),
+                CAPACITY,
+                &mut flags,
+                &mut target,
+                &mut object,
+            )
         };
         let is_external = unpacked >= 0 && !target.is_null() && !object.is_null();
         is_external.then(|| Link::External { file: text(target), object: text(object) })
     })
 }
 
-/// Path at which HDF5 finds a file that the file at `path` refers to: the absolute path, else its
-/// last part, in the directories of an environment variable, beside the referring file, or in the
-/// current directory.
+/// Returns the path at which HDF5 finds a file that the file at `path` refers to: the absolute
+/// path, else its last component, in the directories of an environment variable, beside the
+/// referring file, or in the current directory.
 pub(super) fn find(name: &str, path: &Path, variable: &str) -> Option<PathBuf> {
     candidates(name, path, variable).find(|path| path.is_file())
 }
 
-/// Paths at which HDF5 looks for a file, in order.
+/// Returns the paths at which HDF5 looks for a file, in order.
 fn candidates(name: &str, path: &Path, variable: &str) -> impl Iterator<Item = PathBuf> {
     let absolute = Path::new(name).is_absolute().then(|| PathBuf::from(name));
     let relative = match &absolute {
@@ -117,12 +128,12 @@ fn candidates(name: &str, path: &Path, variable: &str) -> impl Iterator<Item = P
         None => Some(PathBuf::from(name)),
     };
     let prefixes = std::env::var(variable).unwrap_or_default();
-    let beside = |path: &Path| path.parent().map(Path::to_path_buf);
+    let parent = |path: &Path| path.parent().map(Path::to_path_buf);
     let mut folders: Vec<PathBuf> =
         prefixes.split(':').filter(|prefix| !prefix.is_empty()).map(PathBuf::from).collect();
-    folders.extend(beside(path));
+    folders.extend(parent(path));
     folders.push(PathBuf::new());
-    folders.extend(path.canonicalize().ok().as_deref().and_then(beside));
+    folders.extend(path.canonicalize().ok().as_deref().and_then(parent));
     let below =
         relative.map(|relative| folders.into_iter().map(move |folder| folder.join(&relative)));
     absolute.into_iter().chain(below.into_iter().flatten())

@@ -1,5 +1,5 @@
-//! Identity of a run's training data: enough of every shard to tell it from another, without a read
-//! of all of it.
+//! Identity of a run's training data: enough of every shard to distinguish it from another without
+//! reading all of it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,7 +15,7 @@ use super::import::hex;
 use super::shard_schema::{Field, ShardSchema};
 use hpctrain_base::error::{Error, Result};
 
-/// Bytes of a hash: 64 bits, against chance and not against malice.
+/// Bytes of a hash: 64 bits protect against chance, not against malice.
 const HASH: usize = 8;
 /// For datasets without checksums: number of pieces to read, evenly spread, and bytes of each.
 const PIECES: u64 = 8;
@@ -26,14 +26,14 @@ const PIECE: u64 = 4 << 10;
 /// number of ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
-    /// Number of samples.
+    /// The number of samples.
     pub samples: u64,
-    /// Millionths of the stored samples that are kept for validation (`data.val_fraction`), where
-    /// there are no shards for it.
+    /// The fraction of the stored samples that is kept for validation (`data.val_fraction`), in
+    /// millionths, if there are no validation shards.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub held_out: u64,
-    /// The shards of all data sets, one data set after the other; none for samples that a program
-    /// makes.
+    /// The shards of all data sets, one data set after the other; empty for samples that a program
+    /// generates.
     pub shards: Vec<ShardPrint>,
 }
 
@@ -42,21 +42,22 @@ pub struct Fingerprint {
 pub struct ShardPrint {
     /// File name without its directory.
     pub file: String,
-    /// Rows; of a token stream, ids.
+    /// The number of rows; of ids for a token stream.
     pub rows: u64,
-    /// Sixteen hexadecimal digits. Of shards with checksums a hash of these; of others one of
-    /// types, shapes and some pieces of the elements. Tokenizer, vocabulary and scale of the inputs
-    /// count as well.
+    /// Sixteen hexadecimal digits: the hash of the checksums of a shard, or, if it has none, of the
+    /// types, the shapes and some blocks of the elements. Tokenizer, vocabulary and scale of the
+    /// inputs are included.
     pub hash: String,
 }
 
 impl Fingerprint {
-    /// A fingerprint of samples that do not come from files: their number only.
+    /// Creates the fingerprint of samples that do not come from files: it has their number only.
     pub fn of_samples(samples: u64) -> Self {
         Self { samples, held_out: 0, shards: vec![] }
     }
 
-    /// Sixteen hexadecimal digits that stand for the whole in records. Names of files do not count.
+    /// Returns sixteen hexadecimal digits that identify the fingerprint in records. They do not
+    /// depend on the names of files.
     pub fn digest(&self) -> String {
         let mut hash = Sha256::new();
         hash.update(self.samples.to_le_bytes());
@@ -70,8 +71,8 @@ impl Fingerprint {
         short(hash)
     }
 
-    /// The first difference from the data `before`; `None` if the samples are the same, even under
-    /// other file names.
+    /// Returns the first difference from the data `before`; `None` if the samples are the same,
+    /// even under other file names.
     ///
     /// ```
     /// use hpctrain_data::Fingerprint;
@@ -99,7 +100,7 @@ impl Fingerprint {
         };
         match own.iter().zip(other).find(differs) {
             Some((own, other)) if own.file != other.file => {
-                Some(format!("{} in the place of {}", own.file, other.file))
+                Some(format!("{} instead of {}", own.file, other.file))
             }
             Some((own, other)) if own.rows != other.rows => {
                 Some(format!("{} has {} rows, trained on {}", own.file, own.rows, other.rows))
@@ -117,25 +118,25 @@ impl Fingerprint {
     }
 }
 
-/// Training data of a run: the data of its last start, and earlier changes.
+/// The training data of a run: the data of its last start, and earlier changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainedOn {
-    /// The data.
+    /// The data of the last start.
     #[serde(flatten)]
     pub fingerprint: Fingerprint,
-    /// Changes to other data than before, in the order of their steps.
+    /// Changes of the data during the run, in the order of their steps.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<DataChange>,
 }
 
-/// A run went on with other data than before.
+/// A change of a run's training data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataChange {
-    /// Steps finished with the data before.
+    /// The steps finished with the previous data.
     pub step: u64,
-    /// Digest of the data before.
+    /// The digest of the previous data.
     pub before: String,
-    /// The first difference, as [`Fingerprint::difference`] tells it.
+    /// The first difference, as [`Fingerprint::difference`] describes it.
     pub what: String,
 }
 
@@ -143,13 +144,13 @@ fn is_zero(n: &u64) -> bool {
     *n == 0
 }
 
-/// The first digits of a hash.
+/// Returns the first digits of a hash.
 fn short(hash: Sha256) -> String {
     hex(&hash.finalize()[..HASH])
 }
 
 impl ShardPrint {
-    /// The fingerprint of a file that has just been described.
+    /// Creates the fingerprint of a file that has just been described.
     pub(super) fn of(
         file: &hdf5::File,
         path: &Path,
@@ -169,7 +170,7 @@ impl ShardPrint {
             hash.update(format!("{planes:?}\n"));
         }
         let fields = content.datasets();
-        // Other numbers of the same bytes.
+        // The same bytes stand for other numbers.
         for packing in fields.iter().filter_map(|field| field.packing.as_ref()) {
             hash.update(format!("{packing:?}\n"));
         }
@@ -194,8 +195,8 @@ impl ShardPrint {
     }
 }
 
-/// Enters the parts of a dataset without checksums that are cheap to read: of contiguous elements
-/// some pieces; of chunks their total bytes, and pieces of the first one.
+/// Hashes the parts of a dataset without checksums that are cheap to read: some blocks of
+/// contiguous elements; for chunks, their total bytes and blocks of the first one.
 fn sample(hash: &mut Sha256, file: &hdf5::File, field: &Field) -> Result<()> {
     let dataset = file
         .dataset(&field.name)
@@ -210,7 +211,7 @@ fn sample(hash: &mut Sha256, file: &hdf5::File, field: &Field) -> Result<()> {
         Layout::Chunked => dataset.chunk_info(0).map(|chunk| (chunk.addr, chunk.size)),
         _ => dataset.offset().map(|offset| (offset, stored)),
     };
-    // Without a place of its own in a file, as without elements, it has only type and shape.
+    // Without an offset in the file, or without elements, only type and shape are hashed.
     let Some((start, bytes)) = first.filter(|(start, bytes)| *start < u64::MAX && *bytes > 0)
     else {
         return Ok(());
@@ -219,11 +220,11 @@ fn sample(hash: &mut Sha256, file: &hdf5::File, field: &Field) -> Result<()> {
     let path = PathBuf::from(dataset.filename());
     let plain = File::open(&path).map_err(|e| Error::io("read", &path, e))?;
     let mut piece = vec![0; PIECE.min(bytes) as usize];
-    // The first piece begins with the first byte, the last one ends near the last.
-    let apart = (bytes - piece.len() as u64) / (PIECES - 1);
+    // The first block begins with the first byte, the last one ends near the last.
+    let stride = (bytes - piece.len() as u64) / (PIECES - 1);
     for number in 0..PIECES {
         let read = plain
-            .read_at(&mut piece, start + number * apart)
+            .read_at(&mut piece, start + number * stride)
             .map_err(|e| Error::io("read", &path, e))?;
         hash.update(&piece[..read]);
     }
@@ -246,7 +247,7 @@ mod tests {
     #[test]
     fn the_first_difference_is_told() {
         let before = data(30, &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")]);
-        for (samples, shards, told) in [
+        for (samples, shards, expected) in [
             (30, &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")][..], None),
             // Other names of the same content in the same order.
             (30, &[("x.h5", 10, "0a"), ("y.h5", 10, "0b"), ("z.h5", 10, "0c")], None),
@@ -273,7 +274,7 @@ mod tests {
             (
                 30,
                 &[("a.h5", 10, "0a"), ("d.h5", 10, "0d"), ("c.h5", 10, "0c")],
-                Some("d.h5 in the place of b.h5"),
+                Some("d.h5 instead of b.h5"),
             ),
             (
                 15,
@@ -282,8 +283,8 @@ mod tests {
             ),
         ] {
             let now = data(samples, shards);
-            assert_eq!(now.difference(&before).as_deref(), told);
-            assert_eq!(now.digest() == before.digest(), told.is_none(), "{told:?}");
+            assert_eq!(now.difference(&before).as_deref(), expected);
+            assert_eq!(now.digest() == before.digest(), expected.is_none(), "{expected:?}");
         }
     }
 }

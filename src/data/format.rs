@@ -13,7 +13,7 @@
 //! | `/checksums/inputs`, … | of each of them CRC-32 of each block of rows as little-endian bytes; attribute `checksum_block` is the number of rows a block |
 //! | attributes of `/` | the fields of [`Header`] and `format` |
 //!
-//! Shards of rows of version 1 have no checksums and say nothing of their import's other shards.
+//! Shards of rows of version 1 have neither checksums nor the number of the import's shards.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -28,10 +28,9 @@ use super::tokenizer::Tokenizer;
 use crate::hdf5_open;
 use hpctrain_base::error::{Error, Result};
 
-/// Ids between two checksums; also the chunk of compressed shards, so that damage stays in one.
+/// Ids per checksum, and per chunk of compressed shards, so that damage stays within one chunk.
 const BLOCK: usize = 1 << 16;
-/// Bytes of rows between two checksums, or one row if that is more: random reads are not much
-/// smaller.
+/// Bytes of rows per checksum, or one row if that is more: random reads are not much smaller.
 const ROW_BLOCK_BYTES: usize = 16 << 10;
 /// Blocks of rows that are written at once.
 const BLOCKS: usize = 256;
@@ -39,13 +38,13 @@ const BLOCKS: usize = 256;
 const TOKENS: &str = "/tokens";
 pub(super) const CHECKSUMS: &str = "/checksums";
 pub(super) const TOKENIZER: &str = "/tokenizer";
-/// Attribute of shards of rows: number of rows that the import has left out.
+/// Attribute of shards of rows: the number of rows that the import has skipped.
 pub(super) const SKIPPED_ROWS: &str = "skipped_rows";
 /// Attribute of shards of rows: identifies their import.
 pub(super) const IMPORT: &str = "import";
 const CHECKSUM_BLOCK: &str = "checksum_block";
 
-/// Kind of content of a file that this crate wrote.
+/// The kind of content of a file that this crate wrote.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Format {
     /// A stream of ids.
@@ -57,7 +56,7 @@ pub(super) enum Format {
 impl Format {
     const ALL: [Self; 2] = [Self::Tokens, Self::Rows];
 
-    /// The value of the attribute `format`.
+    /// Returns the value of the attribute `format`.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Tokens => "hpctrain-tokens",
@@ -65,7 +64,7 @@ impl Format {
         }
     }
 
-    /// The version that is written, and the newest that is read.
+    /// Returns the version that is written, which is the newest that can be read.
     pub(super) fn version(self) -> u32 {
         match self {
             Self::Tokens => 1,
@@ -73,7 +72,7 @@ impl Format {
         }
     }
 
-    /// The first version that has checksums.
+    /// Returns the first version that has checksums.
     fn first_with_checksums(self) -> u32 {
         match self {
             Self::Tokens => 1,
@@ -82,7 +81,7 @@ impl Format {
     }
 }
 
-/// Attributes of a file that this crate wrote; each is none in a file that lacks it.
+/// The attributes of a file that this crate wrote; `None` for those that a file lacks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Header {
     /// Format and version; `None` for a file that was not written by this crate.
@@ -95,11 +94,11 @@ pub(super) struct Header {
     /// Identifies the import of a shard of rows.
     pub import: Option<String>,
     pub split: Option<String>,
-    /// The shard's number among those of its split, from 0 on.
+    /// The shard's number among those of its split, counted from 0.
     pub shard: Option<u64>,
-    /// Shards of the split.
+    /// The number of shards of the split.
     pub num_shards: Option<u64>,
-    /// Rows of the imported file that are in no shard.
+    /// The rows of the imported file that are in no shard.
     pub skipped_rows: Option<u64>,
 }
 
@@ -119,7 +118,7 @@ impl Header {
             }
             (Some(format), Some(version)) if version > format.version() => {
                 let message = format!(
-                    "format_version is {version}, but this program knows up to {}",
+                    "format_version is {version}, but this program reads up to {}",
                     format.version()
                 );
                 return Err(Error::input(message)
@@ -157,13 +156,13 @@ impl Header {
         Ok(header)
     }
 
-    /// Whether a file of its format has checksums.
+    /// Returns whether files of this format and version have checksums.
     pub(super) fn has_checksums(&self) -> bool {
         self.format.is_some_and(|(format, version)| version >= format.first_with_checksums())
     }
 }
 
-/// An attribute of the root group, `None` if there is none of this name.
+/// Returns an attribute of the root group, or `None` if there is none of this name.
 fn attribute<T: H5Type>(file: &File, name: &str) -> Result<Option<T>> {
     let unreadable = |e| Error::input(format!("attribute {name} cannot be read: {}", one_line(&e)));
     if !file.attr_names().map_err(unreadable)?.iter().any(|existing| existing == name) {
@@ -197,7 +196,7 @@ pub(super) struct BlockSums {
 }
 
 impl Checksums {
-    /// `None` if the file has none.
+    /// Reads the checksums of a file, or returns `None` if it has none.
     pub(super) fn read(file: &File) -> Result<Option<Self>> {
         if !file.link_exists(CHECKSUMS) {
             return Ok(None);
@@ -228,7 +227,7 @@ impl Checksums {
         }
     }
 
-    /// Checksums of the dataset `name`, if it has any.
+    /// Returns the checksums of the dataset `name`, if it has any.
     pub(super) fn of(&self, name: &str) -> Option<&BlockSums> {
         self.0
             .iter()
@@ -236,7 +235,7 @@ impl Checksums {
             .map(|(_, sums)| sums)
     }
 
-    /// All, in the order of the names.
+    /// Returns all checksums, sorted by the names of the datasets.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &BlockSums)> {
         self.0.iter().map(|(name, sums)| (&name[..], sums))
     }
@@ -248,15 +247,15 @@ impl BlockSums {
         Ok(Self { block: usize::try_from(block).unwrap_or(0), crc32: read_all(dataset)? })
     }
 
-    /// Checksums of the bytes of a whole dataset, in blocks of so many rows of `row_bytes`.
-    fn of(bytes: &[u8], block: usize, row_bytes: usize) -> Self {
+    /// Computes the checksums of a whole dataset, in blocks of `block` rows of `row_bytes`.
+    fn compute(bytes: &[u8], block: usize, row_bytes: usize) -> Self {
         Self {
             block,
             crc32: bytes.chunks((block * row_bytes).max(1)).map(crc32fast::hash).collect(),
         }
     }
 
-    /// Number of blocks of a dataset of so many rows.
+    /// Returns the number of blocks of a dataset of `rows` rows.
     pub(super) fn needed(&self, rows: usize) -> usize {
         rows.div_ceil(self.block)
     }
@@ -283,8 +282,8 @@ pub(super) fn write_rows<T: H5Type + bytemuck::NoUninit>(
     write_rows_by(file, name, shape, 0..shape[0], of_row)
 }
 
-/// As [`write_rows`], of some `rows`, whose elements `of_row` adds: as many as the shape has, and a
-/// few in memory at a time.
+/// Writes a dataset like [`write_rows`], from rows whose elements `of_row` appends, so that only a
+/// few rows are in memory at once. `rows` has as many as the shape.
 pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
     file: &File,
     name: &str,
@@ -302,8 +301,9 @@ pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
         let count = (BLOCKS * block).min(shape[0] - first);
         elements.clear();
         rows.by_ref().take(count).try_for_each(|row| of_row(row, &mut elements))?;
-        // As HDF5 stores them: no machine that this runs on has another byte order.
-        sums.crc32.extend(BlockSums::of(bytemuck::cast_slice(&elements), block, row_bytes).crc32);
+        // HDF5 stores little-endian elements, the byte order of every machine that this runs on.
+        sums.crc32
+            .extend(BlockSums::compute(bytemuck::cast_slice(&elements), block, row_bytes).crc32);
         let dims: Vec<usize> = std::iter::once(count).chain(shape[1..].iter().copied()).collect();
         let some = ndarray::ArrayViewD::from_shape(dims, &elements)
             .map_err(|e| hdf5::Error::from(e.to_string()))?;
@@ -320,7 +320,7 @@ pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
     Ok(dataset)
 }
 
-/// Ids as a shard stores them.
+/// Ids in the width in which a shard stores them.
 enum Narrow {
     U8(Vec<u8>),
     U16(Vec<u16>),
@@ -328,7 +328,7 @@ enum Narrow {
 }
 
 impl Narrow {
-    /// Ids that fit.
+    /// Converts ids, which must fit, to `width`.
     fn new(ids: Vec<u32>, width: IntSize) -> Self {
         match width {
             IntSize::U1 => Self::U8(ids.iter().map(|&id| id as u8).collect()),
@@ -337,9 +337,9 @@ impl Narrow {
         }
     }
 
-    /// The CRC-32 of the little-endian integers.
+    /// Returns the CRC-32 of the little-endian integers.
     fn checksum(&self) -> u32 {
-        // No machine that this runs on has another byte order.
+        // Every machine that this runs on is little-endian.
         crc32fast::hash(match self {
             Self::U8(ids) => ids,
             Self::U16(ids) => bytemuck::cast_slice(ids),
@@ -356,12 +356,12 @@ impl Narrow {
     }
 }
 
-/// One shard about to be written.
+/// A token shard to be written.
 pub(super) struct TokenShard<'a> {
     pub ids: &'a [u32],
-    /// None where only the number of ids is known.
+    /// `None` if only the number of ids is known.
     pub tokenizer: Option<&'a Tokenizer>,
-    /// Number of ids.
+    /// The number of ids.
     pub vocabulary: usize,
     /// The imported file's name, without its directory.
     pub source: &'a str,
@@ -369,12 +369,12 @@ pub(super) struct TokenShard<'a> {
     pub split: Split,
     pub shard: usize,
     pub num_shards: usize,
-    /// Deflate level; `None` stores the ids as they are.
+    /// The deflate level; `None` does not compress.
     pub compress: Option<u8>,
 }
 
 impl TokenShard<'_> {
-    /// Writes the shard to `path`, byte for byte the same each time.
+    /// Writes the shard to `path`. The same content always gives the same bytes.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let mut rest = self.ids;
         let mut next = |count: usize| {
@@ -385,8 +385,8 @@ impl TokenShard<'_> {
         self.write_by(path, self.ids.len(), &mut next)
     }
 
-    /// As [`TokenShard::write`], of `count` ids that `next` gives, as many at a time as it is asked
-    /// for.
+    /// Writes the shard like [`TokenShard::write`], with `count` ids that `next` provides, as many
+    /// at a time as it is asked for.
     pub(super) fn write_by(
         &self,
         path: &Path,
@@ -402,7 +402,7 @@ impl TokenShard<'_> {
             ("split", var_len(self.split.name())?),
         ];
         let mut refused = None;
-        // HDF5 knows no errors but its own.
+        // HDF5's error type carries no other errors.
         let mut next = |count| {
             next(count).map_err(|e| {
                 let message = e.message().to_string();
@@ -415,7 +415,7 @@ impl TokenShard<'_> {
             return Err(e);
         }
         written.map_err(|e| Error::io("write", path, one_line(&e)))?;
-        // The name must never outlive the content.
+        // The file must not get its name before its content is on disk.
         std::fs::File::open(path)
             .and_then(|file| file.sync_all())
             .map_err(|e| Error::io("write", path, e))
@@ -446,7 +446,7 @@ impl TokenShard<'_> {
             file.new_dataset::<VarLenUnicode>().create(TOKENIZER)?.write_scalar(json)?;
         }
 
-        // They have their place in the file before the ids, and their values after.
+        // The checksums are allocated before the ids, and written after them.
         let mut sums = BlockSums { block: BLOCK, crc32: vec![0; count.div_ceil(BLOCK)] };
         sums.write(&file, CHECKSUMS)?;
 
@@ -470,7 +470,7 @@ impl TokenShard<'_> {
         file.close()
     }
 
-    /// The narrowest integer that holds every id of the vocabulary.
+    /// Returns the narrowest integer type that holds every id of the vocabulary.
     fn id_width(&self) -> IntSize {
         match self.vocabulary {
             0..=0x100 => IntSize::U1,

@@ -1,6 +1,6 @@
-//! Additions to the HDF5 binding: rows read straight into a buffer that the caller keeps, caches
-//! and buffers sized for random reads, facts about types, filters and virtual data sets, and
-//! failures told in one line.
+//! Additions to the HDF5 binding: reads of rows directly into a buffer that the caller keeps,
+//! caches and buffers sized for random reads, properties of types, filters and virtual data sets,
+//! and error messages of one line.
 
 use std::ffi::{CStr, c_char};
 use std::io::ErrorKind;
@@ -37,7 +37,7 @@ use hpctrain_base::safe_open;
 /// The first bytes of an HDF5 file.
 const SIGNATURE: &[u8] = b"\x89HDF\r\n\x1a\n";
 
-/// Size of the chunk cache of an open file.
+/// The size of the chunk cache of an open file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ChunkCache {
     /// Decompressed bytes kept for each dataset.
@@ -46,13 +46,13 @@ pub(super) struct ChunkCache {
     pub chunk_bytes: usize,
 }
 
-/// Retries of a file that another process has locked, and the pause before each. A child process
-/// that was started while a file was written holds the writer's lock until it executes its own
-/// program.
+/// The number of retries of a file that another process has locked, and the pause before each. A
+/// child process that was started while a file was written holds the writer's lock until it calls
+/// exec.
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
-/// The system's words for a lock that another process holds (EAGAIN).
+/// The system's message for a lock that another process holds (EAGAIN).
 const IN_USE: &str = "temporarily unavailable";
 
 /// Opens a file for reading only, which takes no exclusive lock.
@@ -64,11 +64,11 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
         let slots = (10 * bytes / chunk_bytes.max(1)).clamp(521, 1 << 16) | 1;
         options.with_fapl(|fapl| fapl.chunk_cache(slots, bytes, 0.0));
     }
-    // HDF5 would wait for the other end of a pipe.
+    // HDF5 would block on a pipe.
     safe_open::check(path).map_err(|e| match e.kind() {
         ErrorKind::InvalidData => {
             Error::input(format!("{} is not an HDF5 file: {e}", path.display()))
-                .hint("name HDF5 files, or move it away from among them")
+                .hint("name HDF5 files, or move it to another directory")
         }
         _ => Error::io("read", path, e),
     })?;
@@ -84,8 +84,8 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
     external_links::check(&file, path).map(|()| file)
 }
 
-/// Distinguishes the causes that the user can mend: no permission, not HDF5 at all, a newer format,
-/// a part of something larger, damaged, not lockable.
+/// Returns an error that distinguishes the causes that the user can fix: no permission, not HDF5 at
+/// all, a newer format, one of several files, damaged, not lockable.
 fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     let start = match read_start(path) {
         Ok(start) => start,
@@ -94,7 +94,7 @@ fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     let name = path.display();
     let detail = one_line(error);
     let has = |bytes: &[u8]| start.windows(bytes.len()).any(|window| window == bytes);
-    // The blocks of a user may precede it: 512 bytes, or twice as many, and so on.
+    // A user block may precede it: 512 bytes, or twice as many, and so on.
     let blocks = std::iter::successors(Some(512), |at| Some(2 * at)).take_while(|at| *at < START);
     let is_hdf5 = std::iter::once(0)
         .chain(blocks)
@@ -127,7 +127,7 @@ fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     }
 }
 
-/// Bytes in which the signature is looked for: there are no larger blocks of users in practice.
+/// The bytes in which the signature is looked for: larger user blocks are not used in practice.
 const START: usize = 1 << 20;
 
 fn read_start(path: &Path) -> std::io::Result<Vec<u8>> {
@@ -137,7 +137,7 @@ fn read_start(path: &Path) -> std::io::Result<Vec<u8>> {
     Ok(start)
 }
 
-/// Whether the library refused a part of a file because it does not know its version.
+/// Returns whether the library rejected a part of a file because it does not know its version.
 pub(super) fn is_newer(error: &hdf5::Error) -> bool {
     let Some(stack) = error.stack() else { return false };
     stack.iter().any(|frame| {
@@ -147,7 +147,8 @@ pub(super) fn is_newer(error: &hdf5::Error) -> bool {
     })
 }
 
-/// Says that a file, or an object of a file, is of a newer format than the library knows.
+/// Returns the error of a file, or an object of a file, that has a newer format than the library
+/// reads.
 pub(super) fn newer(name: &str, error: &hdf5::Error) -> Error {
     let ((major, minor, release), detail) = (hdf5::library_version(), one_line(error));
     let message = format!(
@@ -158,8 +159,8 @@ pub(super) fn newer(name: &str, error: &hdf5::Error) -> Error {
     )
 }
 
-/// The top and the bottom of HDF5's error stack, with the system's reason if it refused to read or
-/// write.
+/// Returns the top and the bottom of HDF5's error stack in one line, with the system's reason if it
+/// failed to read or write.
 pub fn one_line(error: &hdf5::Error) -> String {
     let text = match error.stack() {
         Some(stack) => stack.description().to_owned(),
@@ -175,7 +176,8 @@ pub fn one_line(error: &hdf5::Error) -> String {
     }
 }
 
-/// All elements of a dataset that tells of others: not more than its stored bytes can hold.
+/// Reads all elements of a dataset of metadata, if they are not more than its stored bytes can
+/// hold.
 pub(super) fn read_all<T: H5Type>(dataset: &hdf5::Dataset) -> hdf5::Result<Vec<T>> {
     let elements = decompression_limit::extent(&dataset.get_shape()?)
         .ok_or("its shape is larger than any memory")?;
@@ -186,16 +188,16 @@ pub(super) fn read_all<T: H5Type>(dataset: &hdf5::Dataset) -> hdf5::Result<Vec<T
     dataset.read_raw()
 }
 
-/// A string as HDF5 stores it.
+/// Returns a string as HDF5 stores it.
 pub(crate) fn var_len(text: &str) -> Result<VarLenUnicode> {
     text.parse().map_err(|e| Error::input(format!("{text:?} cannot be stored in HDF5: {e}")))
 }
 
-/// Reads rows of a dataset through the library: single elements if it has one dimension, else whole
-/// slices along the first one.
+/// Reads rows of a dataset through the library: single elements if it has one dimension, otherwise
+/// whole slices along the first one.
 pub(super) struct SlabReader {
     dataset: hdf5::Dataset,
-    /// Elements of a row, and bytes of an element in memory.
+    /// Elements of a row; bytes of an element in memory.
     row_len: usize,
     width: usize,
     file_space: Dataspace,
@@ -207,8 +209,8 @@ pub(super) struct SlabReader {
 }
 
 impl SlabReader {
-    /// Elements are converted to `stored` from any type in the file: integers that do not fit are
-    /// clamped by HDF5.
+    /// Creates a reader that converts elements of any type in the file to `stored`; HDF5 clamps
+    /// integers that do not fit.
     pub(super) fn new(dataset: hdf5::Dataset, stored: ElementType) -> hdf5::Result<Self> {
         let shape = dataset.get_shape()?;
         if shape.is_empty() {
@@ -234,7 +236,7 @@ impl SlabReader {
         let rows = elements / self.row_len.max(1);
         if rows * self.row_len * self.width != out.len() {
             return Err(format!(
-                "{} bytes are no whole number of rows of {}",
+                "{} bytes are not a whole number of rows of {}",
                 out.len(),
                 self.row_len
             )
@@ -306,13 +308,13 @@ impl Drop for SmallTransfer {
     }
 }
 
-/// Properties of a type by which it is named.
+/// The properties of a type by which it is named.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TypeFacts {
     pub class: H5T_class_t,
     /// Bytes of an element.
     pub size: usize,
-    /// Bits of a number that count.
+    /// Significant bits of a number.
     pub precision: usize,
     pub is_signed: bool,
     /// An enumeration of FALSE and TRUE.
@@ -323,14 +325,14 @@ pub(super) struct TypeFacts {
     pub float: [usize; 3],
 }
 
-/// Looks at a type.
+/// Returns the properties of a type.
 pub(super) fn type_facts(dtype: &Datatype) -> hdf5::Result<TypeFacts> {
     let id = dtype.id();
     hdf5::sync::sync(|| {
-        // SAFETY: the type is open as long as `dtype`; all of these only look at it.
+        // SAFETY: the type is open as long as `dtype`; none of these modifies it.
         let (class, size, precision) =
             unsafe { (H5Tget_class(id), H5Tget_size(id), H5Tget_precision(id)) };
-        // SAFETY: as above; of other classes the answer is an error, which is no sign.
+        // SAFETY: as above; for other classes this returns an error code, which is not a sign.
         let is_signed = unsafe { H5Tget_sign(id) } == H5T_sign_t::H5T_SGN_2;
         // SAFETY: as above.
         let is_variable = class == H5T_class_t::H5T_STRING && unsafe { H5Tis_variable_str(id) } > 0;
@@ -342,7 +344,7 @@ pub(super) fn type_facts(dtype: &Datatype) -> hdf5::Result<TypeFacts> {
             let mut sign_at = 0;
             let mut exponent_at = 0;
             let mut mantissa_at = 0;
-            // SAFETY: the type is a float, and all places are those of local numbers.
+            // SAFETY: the type is a float, and all pointers are to local variables.
             let got = unsafe {
                 H5Tget_fields(
                     id,
@@ -361,7 +363,7 @@ pub(super) fn type_facts(dtype: &Datatype) -> hdf5::Result<TypeFacts> {
     })
 }
 
-/// Names of the first members of an enumeration.
+/// Returns the names of the first members of an enumeration.
 fn members(id: hid_t) -> Vec<String> {
     // SAFETY: the caller holds an open enumeration.
     let count = unsafe { H5Tget_nmembers(id) }.clamp(0, 3);
@@ -381,7 +383,7 @@ fn members(id: hid_t) -> Vec<String> {
     (0..count as u32).map(name).collect()
 }
 
-/// Numbers of the filters of a dataset that this library lacks.
+/// Returns the numbers of the filters of a dataset that this library lacks.
 pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i32>> {
     let id = properties.id();
     hdf5::sync::sync(|| {
@@ -390,8 +392,8 @@ pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i3
         let number = |place| {
             let mut flags = 0;
             let mut values = 0;
-            // SAFETY: there is a filter at the place; no room is offered for its parameters and its
-            // name.
+            // SAFETY: there is a filter at this index; no buffers are passed for its parameters and
+            // its name.
             hdf5::h5check(unsafe {
                 H5Pget_filter2(
                     id,
@@ -406,24 +408,25 @@ pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i3
             })
         };
         let numbers: Vec<i32> = (0..count as u32).map(number).collect::<hdf5::Result<_>>()?;
-        // SAFETY: any number may be asked for. One that cannot be looked for is not there.
+        // SAFETY: any number may be passed. A filter that cannot be looked up is not available.
         Ok(numbers.into_iter().filter(|number| unsafe { H5Zfilter_avail(*number) } <= 0).collect())
     })
 }
 
-/// A part of a virtual data set.
+/// A source of a virtual data set.
 #[derive(Debug, Clone)]
 pub(super) struct Source {
-    /// The file that has it, `.` for the same one.
+    /// The file that has the source; `.` for the same one.
     pub file: String,
     pub dataset: String,
-    /// Number of elements of the virtual data set that it gives; none if unlimited.
+    /// The number of elements of the virtual data set that the source provides; `None` if
+    /// unlimited.
     pub gives: Option<u64>,
-    /// Required extents of the source; none if any will do.
+    /// The required extents of the source; `None` if any are allowed.
     pub extents: Option<Vec<usize>>,
 }
 
-/// The parts of a virtual data set; none of any other.
+/// Returns the sources of a virtual data set; none for any other.
 pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<Source>> {
     let id = properties.id();
     hdf5::sync::sync(|| {
@@ -431,25 +434,25 @@ pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<Source>> {
         // SAFETY: the list is open as long as `properties`, and that of a virtual data set.
         hdf5::h5check(unsafe { H5Pget_virtual_count(id, &mut count) })?;
         let source = |number| {
-            // SAFETY: there is a part of this number; HDF5 writes at most the bytes that it is told
-            // of, a final zero included.
+            // SAFETY: there is a source of this number; HDF5 writes at most the number of bytes
+            // that it is given, a final zero included.
             let file =
                 text(|room, bytes| unsafe { H5Pget_virtual_filename(id, number, room, bytes) })?;
             // SAFETY: as above.
             let dataset =
                 text(|room, bytes| unsafe { H5Pget_virtual_dsetname(id, number, room, bytes) })?;
-            // SAFETY: there is a part of this number.
+            // SAFETY: there is a source of this number.
             let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_vspace(id, number) })?);
-            // SAFETY: the space is open; of a selection without end the answer is negative.
+            // SAFETY: the space is open; for an unlimited selection the result is negative.
             let gives = u64::try_from(unsafe { H5Sget_select_npoints(space.0) }).ok();
-            // SAFETY: there is a part of this number.
+            // SAFETY: there is a source of this number.
             let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_srcspace(id, number) })?);
             // SAFETY: the space is open.
             let rank = hdf5::h5check(unsafe { H5Sget_simple_extent_ndims(space.0) })? as usize;
             let mut first = vec![0; rank];
             let mut last = vec![0; rank];
-            // SAFETY: there is room for a number of each dimension; of a selection without end the
-            // answer is an error, or ends at the largest number.
+            // SAFETY: both vectors have a number for each dimension; for an unlimited selection
+            // this returns an error, or ends at the largest number.
             let bounded =
                 unsafe { H5Sget_select_bounds(space.0, first.as_mut_ptr(), last.as_mut_ptr()) }
                     >= 0;
@@ -466,7 +469,7 @@ pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<Source>> {
     })
 }
 
-/// A data space that is closed when it is no longer needed.
+/// A data space that is closed on drop.
 struct Selection(hid_t);
 
 impl Drop for Selection {
@@ -476,7 +479,7 @@ impl Drop for Selection {
     }
 }
 
-/// A text of which HDF5 first tells the length.
+/// Reads a text whose length HDF5 returns first.
 fn text(get: impl Fn(*mut c_char, usize) -> isize) -> hdf5::Result<String> {
     let length = usize::try_from(get(ptr::null_mut(), 0))
         .map_err(|_| hdf5::Error::from("a name cannot be read"))?;
@@ -488,7 +491,7 @@ fn text(get: impl Fn(*mut c_char, usize) -> isize) -> hdf5::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// `100 x 64`; a single number for one dimension.
+/// Formats a shape as `100 x 64`; as a single number for one dimension.
 pub(super) fn shape(dims: &[usize]) -> String {
     if dims.is_empty() {
         return "scalar".to_owned();

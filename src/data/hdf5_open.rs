@@ -1,5 +1,5 @@
-//! HDF5 files: the format in which they are written, and descriptors that no other program
-//! inherits.
+//! Creation and opening of HDF5 files: in a format with checksums, and with descriptors that child
+//! processes do not inherit.
 //!
 //! Files are written in the format of HDF5 1.8 (superblock 2), whose headers, groups and heaps have
 //! checksums: a damaged header is refused instead of being followed. The newer format of 1.10 is
@@ -9,8 +9,8 @@
 //!
 //! HDF5 opens files without close-on-exec and locks them, and a lock belongs to every process with
 //! the descriptor. A program that is started while a file is open would hold the lock after this
-//! process has closed it, and nobody could open the file before that program ends. Here descriptors
-//! are marked as soon as they are open.
+//! process has closed it, and no process could open the file before that program ends. Here
+//! descriptors are marked close-on-exec as soon as they are open.
 
 use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
@@ -26,7 +26,7 @@ use hdf5_sys::h5p::H5P_DEFAULT;
 /// Creates a file, or overwrites the one that is there.
 ///
 /// # Errors
-/// Returns HDF5's own error.
+/// Returns an error if HDF5 does.
 pub fn create(path: &Path) -> Result<File> {
     let mut options = File::with_options();
     options.with_fapl(|fapl| fapl.libver_bounds(LibraryVersion::V18, LibraryVersion::V18));
@@ -38,7 +38,7 @@ pub fn create(path: &Path) -> Result<File> {
 /// Creates a group in a file that is being written.
 ///
 /// # Errors
-/// Returns HDF5's own error.
+/// Returns an error if HDF5 does.
 pub fn create_group(parent: &Group, name: &str) -> Result<Group> {
     parent.create_group_builder().obj_track_times(false).create(name)
 }
@@ -46,31 +46,31 @@ pub fn create_group(parent: &Group, name: &str) -> Result<Group> {
 /// Opens a file for reading.
 ///
 /// # Errors
-/// HDF5's own.
+/// Returns an error if HDF5 does.
 pub fn open(path: &Path) -> Result<File> {
     open_with(&File::with_options(), path)
 }
 
-/// Opens a file for reading, with options.
+/// Opens a file for reading with options.
 ///
 /// # Errors
-/// HDF5's own.
+/// Returns an error if HDF5 does.
 pub fn open_with(options: &FileBuilder, path: &Path) -> Result<File> {
     close_on_exec(options.open(path)?)
 }
 
-/// Marks the descriptor of a file. Drivers other than the default one, which the environment can
-/// name, are left alone.
+/// Marks the descriptor of a file close-on-exec. Drivers other than the default one, which the
+/// environment can select, are left unchanged.
 fn close_on_exec(file: File) -> Result<File> {
     if !matches!(file.access_plist()?.driver(), FileDriver::Sec2) {
         return Ok(file);
     }
     let mut handle: *mut c_void = ptr::null_mut();
-    // SAFETY: the file is open, and `handle` is where the pointer to its descriptor goes.
+    // SAFETY: the file is open, and `handle` receives the pointer to its descriptor.
     let status =
         hdf5::sync::sync(|| unsafe { H5Fget_vfd_handle(file.id(), H5P_DEFAULT, &raw mut handle) });
     if status < 0 || handle.is_null() {
-        return Err("HDF5 does not tell the descriptor of a file".into());
+        return Err("HDF5 does not return the descriptor of a file".into());
     }
     // SAFETY: this driver's handle points to the descriptor, which stays open as long as the file.
     let descriptor = unsafe { BorrowedFd::borrow_raw(*handle.cast::<i32>()) };
@@ -86,11 +86,11 @@ mod tests {
 
     use super::*;
 
-    /// Far more time than a program has the files of the one that starts it (from fork to exec:
-    /// other tests start some), far less than the programs of this test live.
+    /// Far longer than a forked child keeps its parent's files before exec (other tests start
+    /// some), and far shorter than the child processes of this test live.
     const TIMEOUT: Duration = Duration::from_secs(20);
 
-    /// Files have the superblock whose format has checksums, and no time anywhere.
+    /// Files have a superblock version with checksums, and no timestamps.
     #[test]
     fn files_are_of_the_format_with_checksums() {
         let folder = tempfile::tempdir().unwrap();
@@ -116,7 +116,8 @@ mod tests {
         assert!(first == write("b.h5"));
     }
 
-    /// A program that is started while a file is being written lives on, and has nothing of it.
+    /// A program that is started while a file is being written keeps running, and holds no
+    /// descriptor of the file.
     #[test]
     fn a_program_that_is_started_meanwhile_holds_no_lock() {
         let folder = tempfile::tempdir().unwrap();
@@ -137,7 +138,7 @@ mod tests {
         opened.and(again).and(written).unwrap();
     }
 
-    /// Opens a file and closes it, as soon as that succeeds.
+    /// Opens a file and closes it, retrying until that succeeds or the time is over.
     fn soon(open: impl Fn() -> Result<File>) -> Result<()> {
         let started = Instant::now();
         loop {

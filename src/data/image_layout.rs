@@ -1,19 +1,18 @@
-//! Shapes of rows as files have them and as networks take them, and the order of the axes of
-//! images.
+//! The shapes of rows in files and in networks, and the order of the axes of images.
 
 use serde::{Deserialize, Serialize};
 
 use super::h5::shape;
 use hpctrain_base::error::{Error, Result};
 
-/// Order of the axes of images in files; networks take their channels last.
+/// The order of the axes of images in files; networks take their channels last.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Axes {
     /// Height × width × channels.
     #[default]
     Nhwc,
-    /// Channels × height × width, which become height × width × channels when they are read.
+    /// Channels × height × width; converted to height × width × channels when read.
     Nchw,
 }
 
@@ -25,16 +24,16 @@ pub(super) struct Planes {
     pub pixels: usize,
 }
 
-/// The hint for any other shape.
+/// The hint for a shape that does not match in any order.
 const SHAPE: &str = "set model.input to the shape of a row; rows without axes fit any shape";
 
 impl Planes {
-    /// Checks rows of shape `stored` of the dataset `name` for a network that takes `wanted`:
-    /// returns images with their channels first, or none where no axis is to be moved. Axes of one
-    /// place do not count, and rows without axes are in the order of `axes`.
+    /// Checks rows of shape `stored` of the dataset `name` for a network that takes `wanted`.
+    /// Returns the layout of images whose channels come first, or `None` if no axis is to be moved.
+    /// Singleton dimensions are ignored, and rows without axes are in the order of `axes`.
     ///
     /// # Errors
-    /// The rows have other axes than the network takes.
+    /// Returns an error if the shapes differ.
     pub(super) fn check(
         name: &str,
         stored: &[usize],
@@ -68,7 +67,7 @@ impl Planes {
                     shape(wanted)
                 );
                 Err(Error::input(message)
-                    .hint("leave it out, or give height, width and channels as model.input"))
+                    .hint("omit it, or set model.input to height, width and channels"))
             }
             (Axes::Nchw, Some(first)) if fits(&first) => {
                 let [channels, height, width] = first;
@@ -91,7 +90,7 @@ impl Planes {
         }
     }
 
-    /// Moves the channels of rows, one after the other in `rows`, from the beginning to the end.
+    /// Moves the channels of rows, stored one after the other in `rows`, from the front to the end.
     pub(super) fn to_last(self, rows: &mut [f32]) {
         let Self { channels, pixels } = self;
         let mut first = vec![0.0; channels * pixels];
@@ -132,7 +131,7 @@ mod tests {
         assert_eq!(checked(&[3, 6, 8], &[6, 8, 3], Nchw), Ok(planes));
         assert_eq!(checked(&[144], &[6, 8, 3], Nchw), Ok(planes));
         assert_eq!(checked(&[1, 28, 28], &[28, 28, 1], Nchw), Ok(None));
-        for (stored, wanted, axes, told) in [
+        for (stored, wanted, axes, expected) in [
             (&[3, 8, 8][..], &[8, 8, 3][..], Nhwc, "data.image_layout = \"nchw\""),
             (&[8, 6, 3], &[6, 8, 3], Nhwc, "set model.input to the shape"),
             (&[8, 24], &[8, 8, 3], Nhwc, "set model.input to the shape"),
@@ -141,7 +140,7 @@ mod tests {
             (&[64], &[64], Nchw, "is for images, but model.input is 64"),
         ] {
             let e = checked(stored, wanted, axes).unwrap_err();
-            assert!(e.contains(told) && e.contains(&shape(wanted)), "{e}");
+            assert!(e.contains(expected) && e.contains(&shape(wanted)), "{e}");
         }
     }
 

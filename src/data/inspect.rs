@@ -1,4 +1,4 @@
-//! Content of HDF5 files, as a table for people or an object for programs.
+//! The content of HDF5 files, as a human-readable table or a serialisable object.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -13,24 +13,24 @@ use super::spec::file_names;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::escape::in_one_line;
 
-/// Contents of HDF5 files.
+/// The contents of HDF5 files.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Contents {
     /// The files, sorted.
     pub files: Vec<Inspected>,
 }
 
-/// Looks at one HDF5 file, or all `.h5` files of a directory.
+/// Describes one HDF5 file, or all `.h5` files of a directory.
 ///
 /// # Errors
-/// There is none, or one cannot be read.
+/// Returns an error if there is no such file, or if one cannot be read.
 pub fn inspect(path: &Path) -> Result<Contents> {
     let mut sandbox = Sandbox::default();
     let files = h5_files(path)?.iter().map(|path| sandbox.inspect(path)).collect::<Result<_>>()?;
     Ok(Contents { files })
 }
 
-/// A table for people, and notes below it, each with the files that it applies to.
+/// Formats a table for display, and notes below it, each with the files that it applies to.
 impl fmt::Display for Contents {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut rows = vec![
@@ -59,7 +59,7 @@ impl fmt::Display for Contents {
     }
 }
 
-/// The file itself, or the `.h5` files of a directory, sorted; at least one.
+/// Returns the file itself, or the `.h5` files of a directory, sorted; at least one.
 pub(super) fn h5_files(path: &Path) -> Result<Vec<PathBuf>> {
     let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", path.display()))
@@ -79,8 +79,8 @@ pub(super) fn h5_files(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Columns as wide as their widest cell, two spaces apart. Rows have equally many cells, and a row
-/// is one line, whatever is in its cells.
+/// Formats columns as wide as their widest cell, separated by two spaces. All rows have the same
+/// number of cells, and each becomes one line, whatever its cells contain.
 pub fn table(rows: &[impl AsRef<[String]>]) -> String {
     let seen = |row: &[String]| row.iter().map(|cell| in_one_line(cell).into_owned()).collect();
     let rows: Vec<Vec<String>> = rows.iter().map(|row| seen(row.as_ref())).collect();

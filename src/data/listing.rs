@@ -1,4 +1,4 @@
-//! Content of one HDF5 file: its datasets and its origin.
+//! The content of one HDF5 file: its datasets and its origin.
 
 use std::path::Path;
 
@@ -14,35 +14,35 @@ use super::packing::is_dimension_scale;
 use super::walk::dataset_names;
 use hpctrain_base::error::{Error, Result};
 
-/// An HDF5 file.
+/// A description of an HDF5 file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Inspected {
-    /// Its name.
+    /// The name of the file.
     pub file: String,
-    /// Its datasets.
+    /// The datasets of the file.
     pub datasets: Vec<Stored>,
-    /// Origin of its content, as far as it names it.
+    /// The origin of the content, as far as the file records it.
     pub origin: String,
-    /// Names of classes, where it has some.
+    /// The names of the classes, if the file has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub classes: Option<Vec<String>>,
 }
 
-/// A dataset of a file.
+/// A description of a dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Stored {
-    /// Its path in the file.
+    /// The path of the dataset in the file.
     pub name: String,
-    /// Its shape.
+    /// The shape of the dataset.
     pub shape: Vec<usize>,
-    /// Type of its elements.
+    /// The type of the elements.
     #[serde(rename = "type")]
     pub dtype: String,
-    /// Contiguous, compact, or chunks of a shape.
+    /// `contiguous`, `compact`, or the shape of the chunks.
     pub layout: String,
-    /// Filters, or `none`.
+    /// The filters, or `none`.
     pub compression: String,
-    /// Bytes in the file.
+    /// The number of bytes in the file.
     pub bytes: u64,
 }
 
@@ -63,7 +63,7 @@ pub(super) fn of(path: &Path) -> Result<Inspected> {
     Ok(Inspected { file: name, datasets, origin: origin(&header), classes })
 }
 
-/// Whether a dataset describes others rather than holds samples.
+/// Returns whether a dataset describes others rather than holding samples.
 fn is_about(name: &str) -> bool {
     [COLUMNS, TOKENIZER].contains(&name)
         || name.strip_prefix(CHECKSUMS).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -73,7 +73,7 @@ fn unreadable(path: &Path, error: &hdf5::Error) -> Error {
     Error::io("read", path, h5::one_line(error))
 }
 
-/// Describes a dataset; none for coordinates of the axes of others.
+/// Describes a dataset; returns `None` for coordinates of the axes of others.
 fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Option<Stored>> {
     let dataset = file.dataset(name)?;
     if is_dimension_scale(&dataset)? {
@@ -98,7 +98,7 @@ fn filter(filter: &Filter) -> String {
     }
 }
 
-/// Origin of the content of a file, as far as the file names it.
+/// Returns the origin of the content of a file, as far as the file records it.
 fn origin(header: &Header) -> String {
     let or_unknown = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
     let number = |n: Option<u64>| or_unknown(n.map(|n| n.to_string()));

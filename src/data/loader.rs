@@ -1,4 +1,4 @@
-//! Reads batches ahead of the training step, on a thread of its own.
+//! Reading of batches ahead of the training step, on a separate thread.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,23 +16,23 @@ use hpctrain_base::spawn::spawn;
 /// The samples of one micro-batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
-    /// Positions of the samples in the run.
+    /// The positions of the samples in the run.
     pub positions: Range<u64>,
     /// Each part, sample after sample.
     pub parts: SampleFields<Vec<u32>, Vec<f32>>,
 }
 
 impl Batch {
-    /// Empty, with room for so many samples.
+    /// Creates an empty batch with capacity for `samples` samples.
     fn with_room(sizes: SampleSizes, samples: usize) -> Self {
         let parts = sizes.times(samples).map(Vec::with_capacity, Vec::with_capacity);
         Self { positions: 0..0, parts }
     }
 
-    /// Samples `numbers` of a data set, which stand at `positions`.
+    /// Reads samples `numbers` of a data set, which have the positions `positions` in the run.
     ///
     /// # Errors
-    /// As [`Source::read`].
+    /// Returns an error if [`Source::read_run`] does.
     pub fn read(
         dataset: &mut dyn Source,
         positions: Range<u64>,
@@ -43,7 +43,7 @@ impl Batch {
         Ok(batch)
     }
 
-    /// As [`Batch::read`], into buffers of any size.
+    /// Reads samples like [`Batch::read`], into the existing buffers, which are resized.
     fn fill(
         &mut self,
         dataset: &mut dyn Source,
@@ -72,17 +72,17 @@ impl Batch {
         Ok(())
     }
 
-    /// Bytes that its buffers take.
+    /// Returns the bytes that the buffers take.
     fn bytes(&self) -> usize {
         let elements = self.parts.as_ref().map(Vec::capacity, Vec::capacity);
         elements.all().into_iter().sum::<usize>() * size_of::<u32>()
     }
 }
 
-/// Batches besides those ready: one being read, one in use.
+/// The number of batches besides those that are ready: one being read, one in use.
 const BESIDE_READY: usize = 2;
 
-/// Hands out batches in the order asked for at the start, read in advance.
+/// Returns batches in the order given at the start, read in advance.
 ///
 /// One thread is enough: plain reads keep up with a network, and HDF5 serialises its callers.
 pub struct Loader {
@@ -90,7 +90,7 @@ pub struct Loader {
     batches: Option<Receiver<Result<Batch>>>,
     used: SyncSender<Batch>,
     reader: Option<JoinHandle<()>>,
-    /// Bytes of all batches, and of the data set's cache.
+    /// The bytes of all batches, and of the data set's cache.
     held: Arc<AtomicUsize>,
     waited: Duration,
 }
@@ -105,8 +105,8 @@ impl Loader {
         depth: usize,
     ) -> Result<Self> {
         let (ready, receiver) = sync_channel(depth);
-        // Room for all batches there will be: a channel without a bound would ask for memory now
-        // and then.
+        // Capacity for all batches that will exist: an unbounded channel would allocate now and
+        // then.
         let (used, recycled) = sync_channel(depth + BESIDE_READY);
         let held = Arc::new(AtomicUsize::new(0));
         let counter = held.clone();
@@ -126,9 +126,10 @@ impl Loader {
         })
     }
 
-    /// The next batch; waits for it if need be.
+    /// Returns the next batch, and waits for it if necessary.
     ///
-    /// After a failure, and after the last batch, there are no more.
+    /// Returns an error if the batch cannot be read, and in every call after that or after the last
+    /// batch.
     #[expect(
         clippy::should_implement_trait,
         reason = "the end is an error here: the caller knows the schedule"
@@ -145,19 +146,19 @@ impl Loader {
         })
     }
 
-    /// Gives the buffers of a batch back, to be filled again.
+    /// Hands the buffers of a batch back to the loader, to be filled again.
     pub fn recycle(&self, batch: Batch) {
-        // A reader that is done, or has enough, needs no buffers.
+        // A reader that has ended, or has enough buffers, does not need this one.
         let _ = self.used.try_send(batch);
     }
 
-    /// Bytes of the batches that were read ahead, are being read, or were handed out, and of the
-    /// data set's cache.
+    /// Returns the bytes of the batches that were read ahead, are being read, or are in use, and of
+    /// the data set's cache.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
 
-    /// The time that [`next`](Self::next) has waited, in sum.
+    /// Returns the total time that [`next`](Self::next) has waited.
     pub fn waited(&self) -> Duration {
         self.waited
     }
@@ -165,7 +166,7 @@ impl Loader {
 
 impl Drop for Loader {
     fn drop(&mut self) {
-        // Without a receiver the reader's next send fails, even one that waits for room.
+        // Without a receiver the reader's next send fails, even if it is blocked.
         self.batches = None;
         if let Some(reader) = self.reader.take() {
             // A panic of the reader has been reported by its thread and ended the batches.
@@ -174,7 +175,7 @@ impl Drop for Loader {
     }
 }
 
-/// Sends all batches, or those before the first failure and the failure.
+/// Sends all batches; after an error, sends the error and stops.
 fn read_ahead(
     mut dataset: impl Source,
     order: &SampleOrder,
@@ -185,8 +186,8 @@ fn read_ahead(
     held: &AtomicUsize,
 ) {
     let mut batches = batches.peekable();
-    // All that there will ever be, so that memory does not grow with the reader's luck: those
-    // ready, one being read, one in use.
+    // All batches that will ever exist, so that memory does not depend on the reader's progress:
+    // those ready, one being read, one in use.
     let samples = batches.peek().map_or(0, |positions| positions.clone().count());
     let sizes = dataset.sizes();
     let empty = || Batch::with_room(sizes, samples);

@@ -1,4 +1,4 @@
-//! Copies of shards on a disk of the node's own, made once and used by all ranks there.
+//! Copies of shards on a node's local disk, made once and used by all ranks there.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, FileTimes};
@@ -17,24 +17,24 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::user_dirs;
 use hpctrain_base::user_dirs::Trust;
 
-/// Record of the copies in a directory.
+/// The name of the record of the copies in a directory.
 const RECORD: &str = "staged.json";
-/// Lock file of a directory of copies: only its holder may change the directory, since two jobs may
-/// want the same data.
+/// The name of the lock file of a directory of copies. Only its holder may change the directory,
+/// since two jobs may copy the same data.
 const LOCK: &str = ".lock";
-/// Bytes copied at a time.
+/// The number of bytes copied at a time.
 const PIECE: usize = 1 << 20;
 
-/// Result of staging.
+/// The result of [`stage`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Staged {
-    /// Files that were copied, and their bytes.
+    /// The number of files that were copied, and their bytes.
     pub copied: (usize, u64),
-    /// Files whose copies were there already and in order.
+    /// The number of files whose copies already existed and were intact.
     pub reused: usize,
 }
 
-/// A shard as it was when it was copied.
+/// The state of a shard when it was copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 struct Copied {
     bytes: u64,
@@ -43,28 +43,29 @@ struct Copied {
     crc32: u32,
 }
 
-/// Location of the copies of a data set below `root`, whether they exist yet or not.
+/// Returns the location of the copies of a data set below `root`, whether they exist yet or not.
 ///
 /// # Errors
-/// The data set does not exist.
+/// Returns an error if the data set does not exist.
 pub fn place(spec: &DataSpec, root: &Path) -> Result<DataSpec> {
     let (folder, file) = folder(spec, root)?;
     let path = file.map_or(folder.clone(), |name| folder.join(name));
     Ok(DataSpec { path, ..spec.clone() })
 }
 
-/// Copies all shards of a data set to a directory of their own below `root`, unless copies of the
-/// same size, time and checksum are there. A copy is read again and compared before it gets its
-/// name. Others that want the same wait.
+/// Copies all shards of a data set to a separate directory below `root`, unless copies of the same
+/// size, time and checksum exist. A copy is read again and compared before it gets its name. Other
+/// processes that copy the same data set wait.
 ///
 /// # Errors
-/// There is no room, the data set or `root` does not exist, the directory of copies is not the
-/// user's own, the file system refused, or a copy differs from its source.
+/// Returns an error if there is not enough space, the data set or `root` does not exist, the
+/// directory of copies does not belong to the user, a file cannot be read or written, or a copy
+/// differs from its source.
 pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     let place = root.display();
     if !root.is_dir() {
-        return Err(Error::input(format!("data.local_cache = {place} is no directory"))
-            .hint("name a directory that is there on every node, such as /tmp"));
+        return Err(Error::input(format!("data.local_cache = {place} is not a directory"))
+            .hint("name a directory that exists on every node, such as /tmp"));
     }
     let mut files = spec.files(Split::Train)?;
     if spec.held()? == Held::Shards {
@@ -78,7 +79,7 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     let lock = user_dirs::lock_file(&lock_path)?;
     lock.lock().map_err(|e| Error::io("lock", &lock_path, e))?;
     let record = folder.join(RECORD);
-    // One that cannot be read is as good as none, and so is one that others could write.
+    // A record that cannot be read counts as missing, and so does one that other users could write.
     let text = if found == Trust::Trusted { fs::read(&record).ok() } else { None };
     let mut known: BTreeMap<String, Copied> =
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
@@ -117,7 +118,7 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
             name.clone(),
             Copied { bytes: *bytes, modified: nanoseconds(*modified), crc32 },
         );
-        // After each, so that an interrupted start need not begin again.
+        // The record is written after each copy, so that an interrupted start need not begin again.
         let text = serde_json::to_vec(&kept).map_err(|e| Error::internal(e.to_string()))?;
         let temporary = folder.join(format!(".{RECORD}.tmp"));
         fs::write(&temporary, text).map_err(|e| Error::io("write", &temporary, e))?;
@@ -127,8 +128,8 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     Ok(Staged { copied: (missing.len(), needed), reused })
 }
 
-/// The directory of copies, which is the user's own, and the name of the file if the data set is a
-/// single one.
+/// Returns the directory of copies, which belongs to the user, and the name of the file if the data
+/// set is a single one.
 fn folder(spec: &DataSpec, root: &Path) -> Result<(PathBuf, Option<PathBuf>)> {
     let source = fs::canonicalize(&spec.path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => {
@@ -147,14 +148,14 @@ fn check_room(root: &Path, needed: u64, room: u64) -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "data.local_cache = {} has room for {room} bytes, but {needed} are to be copied",
+        "data.local_cache = {} has {room} bytes free, but {needed} are to be copied",
         root.display()
     );
     Err(Error::input(message)
-        .hint("make room there, name another directory, or leave data.local_cache out"))
+        .hint("free space there, name another directory, or omit data.local_cache"))
 }
 
-/// Bytes of a file and when it was written.
+/// Returns the bytes of a file and the time when it was written.
 fn described(path: &Path) -> Result<(u64, SystemTime)> {
     let metadata =
         fs::metadata(path).and_then(|metadata| Ok((metadata.len(), metadata.modified()?)));
@@ -165,7 +166,7 @@ fn nanoseconds(time: SystemTime) -> u128 {
     time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos())
 }
 
-/// Whether a copy still has its size, time and checksum.
+/// Returns whether a copy still has its size, time and checksum.
 fn is_intact(path: &Path, copied: Copied) -> bool {
     described(path)
         .is_ok_and(|(bytes, time)| (bytes, nanoseconds(time)) == (copied.bytes, copied.modified))
@@ -178,7 +179,7 @@ fn checksum(path: &Path) -> Result<u32> {
         .map_err(|e| Error::io("read", path, e))
 }
 
-/// Passes everything on; the checksum of it.
+/// Copies `from` to `to`, and returns the checksum of the bytes.
 fn pass(from: &mut impl Read, to: &mut impl Write) -> std::io::Result<u32> {
     let mut hasher = crc32fast::Hasher::new();
     let mut piece = vec![0; PIECE];
@@ -222,7 +223,7 @@ fn copy(from: &Path, to: &Path, modified: SystemTime) -> Result<u32> {
 mod tests {
     use super::*;
 
-    /// Two shards for training and one for validation, not that anybody looks into them; and a
+    /// Creates two shards for training and one for validation, whose content is never parsed, and a
     /// root.
     fn shards() -> (tempfile::TempDir, DataSpec, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
@@ -251,7 +252,7 @@ mod tests {
         assert_eq!(fs::read(to.join("train-1.h5")).unwrap(), b"one");
         assert_eq!(stage(&spec, &root).unwrap(), copied(0, 0, 3));
 
-        // Other bytes of the same size and time: only a checksum tells.
+        // Other bytes of the same size and time: only a checksum detects them.
         let time = fs::metadata(to.join("val-0.h5")).unwrap().modified().unwrap();
         fs::write(to.join("val-0.h5"), "bad").unwrap();
         File::options().write(true).open(to.join("val-0.h5")).unwrap().set_modified(time).unwrap();
@@ -277,10 +278,10 @@ mod tests {
     fn what_cannot_be_is_refused() {
         let (folder, spec, root) = shards();
         let error = stage(&spec, &folder.path().join("nowhere")).unwrap_err().to_string();
-        assert!(error.contains("nowhere is no directory\nhint: "), "{error}");
+        assert!(error.contains("nowhere is not a directory\nhint: "), "{error}");
         let error = check_room(&root, 11, 10).unwrap_err().to_string();
         assert!(
-            error.contains("has room for 10 bytes, but 11 are to be copied\nhint: make room"),
+            error.contains("has 10 bytes free, but 11 are to be copied\nhint: free space"),
             "{error}"
         );
         assert!(check_room(&root, 10, 10).is_ok());

@@ -1,9 +1,9 @@
 //! Sharded HDF5 data: shards, sample order, prefetching, import, verification.
 //!
-//! From the file up: [`Dataset`] opens the shards of one split and numbers their samples,
-//! [`Sampler`] says which sample stands at which position of the run ([`SampleOrder`] does where
-//! several data sets are mixed), and [`Loader`] reads positions ahead of the training step. A
-//! program that makes its samples itself puts a [`Source`] of its own in the place of the files.
+//! [`Dataset`] opens the shards of one split and numbers their samples, [`Sampler`] maps each
+//! position of the run to a sample ([`SampleOrder`] if several data sets are mixed), and [`Loader`]
+//! reads samples ahead of the training step. A program that generates its samples implements
+//! [`Source`] instead of reading files.
 
 mod augment;
 pub mod bench;

@@ -1,4 +1,4 @@
-//! The scale of inputs that a file gives: means and standard deviations.
+//! The scale of inputs that a file records: means and standard deviations.
 
 use hdf5::File;
 use serde::{Deserialize, Serialize};
@@ -7,14 +7,15 @@ use super::h5;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::simd::simd;
 
-/// Mean and standard deviation of inputs, one for each place of their last axis or of a whole row.
+/// The mean and standard deviation of inputs, one for each index of their last axis or of a whole
+/// row.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct MeanStd {
     pub mean: Vec<f32>,
     pub std: Vec<f32>,
 }
 
-/// Names of the attributes of inputs that hold a [`Standard`].
+/// Names of the attributes of inputs that hold a [`MeanStd`].
 pub(super) const MEAN: &str = "mean";
 pub(super) const STD: &str = "std";
 
@@ -56,13 +57,13 @@ impl MeanStd {
         Ok(Some(standard))
     }
 
-    /// Brings rows to the scale.
+    /// Normalises rows: subtracts the mean and divides by the standard deviation.
     pub(super) fn apply(&self, rows: &mut [f32]) {
         simd(
             #[inline(always)]
             || {
                 if let ([mean], [std]) = (&self.mean[..], &self.std[..]) {
-                    // The same, in a form that takes vector instructions.
+                    // The same computation, in a form that the compiler vectorises.
                     return rows.iter_mut().for_each(|x| *x = (*x - mean) / std);
                 }
                 for row in rows.chunks_exact_mut(self.mean.len()) {

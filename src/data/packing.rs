@@ -1,5 +1,5 @@
-//! NetCDF's conventions for the numbers of a dataset: packed numbers, and values that stand for
-//! missing ones.
+//! NetCDF's conventions for the numbers of a dataset: packed numbers, and numbers that stand for
+//! missing values.
 //!
 //! | attribute of a dataset | meaning |
 //! |---|---|
@@ -9,8 +9,8 @@
 //! | no `_FillValue`, in a NetCDF-4 file | the fill value of the dataset stands for missing elements, unless elements are bytes |
 //! | `valid_range`, `valid_min`, `valid_max` | elements outside are missing; floating-point bounds of packed integers are of the elements, all others of the stored numbers |
 //!
-//! Elements are unpacked when rows are read, before the scale of inputs. A missing element is an
-//! error. Other attributes of NetCDF, such as units and names, do not change numbers.
+//! Elements are unpacked when rows are read, before the scale of inputs is applied. A missing
+//! element is an error. Other attributes of NetCDF, such as units and names, do not change numbers.
 
 use std::fmt;
 
@@ -25,7 +25,7 @@ use super::element_convert::{ElementType, ReadAs};
 use super::{h5, storage};
 use hpctrain_base::error::{Error, Result};
 
-/// Characters of an attribute that is compared with a word.
+/// The longest attribute that is compared with a word, in characters.
 const WORD: usize = 64;
 
 /// Names of attributes.
@@ -33,7 +33,7 @@ const SCALE: &str = "scale_factor";
 const OFFSET: &str = "add_offset";
 const UNSIGNED: &str = "_Unsigned";
 const FILLS: [&str; 2] = ["_FillValue", "missing_value"];
-/// The fill value by the properties of a dataset, where it has no attribute.
+/// Stands for the fill value among a dataset's properties, if it has no attribute for it.
 const DEFAULT_FILL: &str = "fill value by NetCDF";
 /// The attribute by which the NetCDF library marks the root group of its files, since version
 /// 4.4.1.
@@ -64,7 +64,7 @@ struct Bound {
     attribute: String,
     number: f64,
     is_least: bool,
-    /// It is compared with elements, not with stored numbers.
+    /// Whether the bound applies to elements rather than stored numbers.
     of_unpacked: bool,
 }
 
@@ -78,7 +78,7 @@ pub(super) struct Missing {
 
 #[derive(Debug, Clone, PartialEq)]
 enum Why {
-    /// The number is the one of this attribute.
+    /// The number equals the one of this attribute.
     Is(String),
     /// The element is beyond the bound of this attribute.
     Beyond(String, f64),
@@ -97,12 +97,12 @@ impl fmt::Display for Missing {
 }
 
 impl Packing {
-    /// Reads the packing of the dataset `name`, whose elements are bit by bit of the type `native`
-    /// in memory, or of none that is known there. Returns the type by its attribute `_Unsigned`,
-    /// the type as which stored numbers are read, and the packing.
+    /// Reads the packing of the dataset `name`, whose elements have the type `native` in memory, or
+    /// `None` if no type matches bit for bit. Returns the type according to the attribute
+    /// `_Unsigned`, the type as which stored numbers are read, and the packing.
     ///
     /// # Errors
-    /// As [`Packing::read`], or if the sign of integers cannot be changed.
+    /// Returns an error if [`Packing::read`] does, or if the sign of integers cannot be changed.
     pub(super) fn of(
         dataset: &Dataset,
         name: &str,
@@ -135,8 +135,8 @@ impl Packing {
         Ok((native, stored, packing))
     }
 
-    /// Reads the packing of the dataset `name`; none if it has no such attributes. `stored` is the
-    /// type of stored numbers.
+    /// Reads the packing of the dataset `name`; `None` if it has no such attributes. `stored` is
+    /// the type of stored numbers.
     ///
     /// # Errors
     /// Returns an error if an attribute cannot be read or has no meaning, or if ids would be
@@ -175,7 +175,7 @@ impl Packing {
         let mut fills = Vec::new();
         for attribute in FILLS {
             let all = read(attribute)?.map(|(numbers, _)| numbers).unwrap_or_default();
-            // Elements that are not finite are refused as such.
+            // Elements that are not finite are reported elsewhere.
             let all = all
                 .into_iter()
                 .map(|number| rounded(stored, number))
@@ -221,7 +221,7 @@ impl Packing {
         Ok((packing.is_scaled() || packing.may_miss()).then_some(packing))
     }
 
-    /// Whether elements differ from stored numbers.
+    /// Returns whether elements differ from stored numbers.
     pub(super) fn is_scaled(&self) -> bool {
         (self.scale, self.offset) != (1.0, 0.0)
     }
@@ -230,12 +230,12 @@ impl Packing {
         !(self.fills.is_empty() && self.bounds.is_empty())
     }
 
-    /// The element of a stored number.
+    /// Returns the element of a stored number.
     fn unpack(&self, number: f64) -> f64 {
         number * self.scale + self.offset
     }
 
-    /// The elements of stored numbers, rounded once.
+    /// Computes the elements of stored numbers, rounded once.
     pub(super) fn unpack_all(&self, stored: ElementType, bytes: &[u8], out: &mut [f32]) {
         if self.is_scaled() {
             stored
@@ -247,7 +247,7 @@ impl Packing {
         }
     }
 
-    /// The first missing one of stored numbers, and its place.
+    /// Returns the index of the first stored number that is missing, and the reason.
     pub(super) fn first_missing(
         &self,
         mut numbers: impl Iterator<Item = f64>,
@@ -278,7 +278,8 @@ impl Packing {
     }
 }
 
-/// Whether stored integers have no sign by the attribute `_Unsigned`, if there is one.
+/// Returns whether stored integers are unsigned according to the attribute `_Unsigned`, if there is
+/// one.
 ///
 /// # Errors
 /// Returns an error if the attribute cannot be read or has another value than `true` and `false`.
@@ -297,7 +298,8 @@ fn is_unsigned(dataset: &Dataset, name: &str) -> Result<Option<bool>> {
     }
 }
 
-/// The type that rounds as the elements of a dataset do, whatever their byte order and width.
+/// Returns the type that rounds like the elements of a dataset, whatever their byte order and
+/// width.
 fn similar(dataset: &Dataset) -> hdf5::Result<ElementType> {
     let facts = h5::type_facts(&dataset.dtype()?)?;
     Ok(match (facts.class, facts.size) {
@@ -307,9 +309,9 @@ fn similar(dataset: &Dataset) -> hdf5::Result<ElementType> {
     })
 }
 
-/// Returns the number that stands for missing elements where a dataset of NetCDF-4 has no attribute
-/// `_FillValue`: what the NetCDF library has set as the fill value of elements that are never
-/// written, by default one of each type (`NC_FILL_SHORT` and so on). By NetCDF's conventions all
+/// Returns the number that stands for missing elements if a dataset of NetCDF-4 has no attribute
+/// `_FillValue`: the fill value that the NetCDF library has set for elements that are never
+/// written, by default one for each type (`NC_FILL_SHORT` and so on). By NetCDF's conventions all
 /// bytes are valid then, and a dataset without filling has no such number.
 fn default_fill(dataset: &Dataset) -> hdf5::Result<Option<f64>> {
     let facts = h5::type_facts(&dataset.dtype()?)?;
@@ -327,7 +329,7 @@ fn default_fill(dataset: &Dataset) -> hdf5::Result<Option<f64>> {
     }
 }
 
-/// Whether a dataset is a dimension scale: coordinates of an axis of others.
+/// Returns whether a dataset is a dimension scale, which holds coordinates of an axis of others.
 pub(super) fn is_dimension_scale(dataset: &Location) -> hdf5::Result<bool> {
     if !dataset.attr_names()?.iter().any(|name| name == "CLASS") {
         return Ok(false);
@@ -350,7 +352,7 @@ fn odd(name: &str, attribute: &str, what: &str) -> Error {
         .hint("correct the attribute, or remove it if it has another meaning than NetCDF's")
 }
 
-/// The numbers of an attribute, and whether they are of a floating-point type.
+/// Returns the numbers of an attribute, and whether they have a floating-point type.
 fn numbers(dataset: &Dataset, name: &str, attribute: &str) -> Result<(Vec<f64>, bool)> {
     let read = || -> hdf5::Result<_> {
         let found = dataset.attr(attribute)?;
@@ -364,7 +366,7 @@ fn numbers(dataset: &Dataset, name: &str, attribute: &str) -> Result<(Vec<f64>, 
     read().map_err(|e| unreadable(name, attribute, &e))
 }
 
-/// The text of an attribute with one string of any kind; none if it has another type.
+/// Returns the text of an attribute with one string of any kind; `None` if it has another type.
 fn text(attribute: &Attribute) -> hdf5::Result<Option<String>> {
     Ok(match attribute.dtype()?.to_descriptor()? {
         TypeDescriptor::FixedAscii(_) => first(attribute.read_raw::<FixedAscii<WORD>>()?),
@@ -379,8 +381,8 @@ fn first(texts: Vec<impl ToString>) -> Option<String> {
     texts.first().map(|text| text.to_string())
 }
 
-/// An attribute's number as an element of a type: attributes may be of wider types, and negative
-/// where `_Unsigned` has integers without a sign.
+/// Rounds an attribute's number to a type of elements: attributes may have wider types, and be
+/// negative if `_Unsigned` makes integers unsigned.
 fn rounded(stored: ElementType, number: f64) -> f64 {
     let without_sign =
         |bits: u32| if number < 0.0 { number + 2f64.powi(bits as i32) } else { number };
@@ -428,7 +430,7 @@ mod tests {
             attribute(dataset, "add_offset", &[100.0f32]);
             attribute(dataset, "_FillValue", &[-32768i16]);
             attribute(dataset, "missing_value", &[-1i16, -2]);
-            // Of stored numbers, and of elements.
+            // Bounds of stored numbers, and of elements.
             attribute(dataset, "valid_min", &[-10i16]);
             attribute(dataset, "valid_max", &[300.0f32]);
         });
@@ -483,8 +485,8 @@ mod tests {
         );
     }
 
-    /// As the NetCDF library writes variables: with a fill value among the properties, and without
-    /// one where filling is off.
+    /// Variables as the NetCDF library writes them: with a fill value among the properties, and
+    /// without one if filling is off.
     #[test]
     fn default_fill_values_of_netcdf_are_missing_elements() {
         let folder = tempfile::tempdir().unwrap();
@@ -521,7 +523,7 @@ mod tests {
             ("nofill", ElementType::I16, 0.0, None),
             ("own", ElementType::I16, -1.0, Some("is missing: -1 is its _FillValue")),
         ];
-        // A fill value of any HDF5 file means nothing by itself.
+        // The fill value of any other HDF5 file means nothing by itself.
         assert_eq!(missing("short", ElementType::I16, &[-32767.0]), None);
         let text: VarLenAscii =
             VarLenAscii::from_ascii("version=2,netcdf=4.10.1,hdf5=2.2.0").unwrap();

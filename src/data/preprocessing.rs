@@ -1,10 +1,10 @@
-//! Preprocessing: scale, columns, classes and tokenizer that turn stored samples into inputs and
-//! targets. Shards describe it, checkpoints keep it, and other data are converted to it, so that a
-//! network gets new samples in the form in which it learned.
+//! Preprocessing: the scale, columns, classes and tokenizer that turn stored samples into inputs
+//! and targets. Shards describe it, checkpoints record it, and other data are converted to it, so
+//! that a network gets new samples in the form that it was trained on.
 //!
-//! A shard describes its own preprocessing, and a manifest keeps that of the training data. Users
+//! A shard describes its own preprocessing, and a manifest records that of the training data. Users
 //! of a checkpoint convert their data to it (`Manifest::conform`, `Source::conform`), which only
-//! changes the reading of rows.
+//! changes how rows are read.
 
 use std::sync::Arc;
 
@@ -15,30 +15,30 @@ use super::columns::{Category, Coder, Coding, Columns, UNKNOWN};
 use super::normalization::MeanStd;
 use hpctrain_base::error::{Error, Result};
 
-/// Conversion of stored samples into inputs and classes.
+/// The conversion of stored samples into inputs and classes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Preprocessing {
-    /// Scales of inputs: one, or the distinct scales of the data sets of a mixture; none where
-    /// inputs are no numbers. `null` stands for numbers taken as they are stored.
+    /// The scales of inputs: one, or the distinct scales of the data sets of a mixture; empty if
+    /// inputs are not numbers. `null` stands for numbers that are used as they are stored.
     #[serde(default)]
     pub scales: Vec<Option<Scale>>,
-    /// Columns of a table by their use, and the mapping of categories to ids.
+    /// The columns of a table by their use, and the mapping of categories to ids.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Columns>,
-    /// Names of the classes in the order of their numbers; empty where they have none.
+    /// The names of the classes in the order of their numbers; empty if they have none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<String>,
-    /// Tokenizer of text. A manifest has it in a field of its own.
+    /// The tokenizer of text. A manifest has it in a separate field.
     #[serde(skip)]
     pub tokenizer: Option<Tokenizer>,
 }
 
-/// Inputs are given to the network less the mean and divided by the deviation.
+/// The normalisation of inputs: the mean is subtracted, and the result divided by the deviation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Scale {
-    /// Means, one for each place of the last axis of inputs, or of a whole row.
+    /// The means, one for each index of the last axis of inputs, or of a whole row.
     pub mean: Vec<f32>,
-    /// Standard deviations, as many.
+    /// The standard deviations, as many as means.
     pub std: Vec<f32>,
 }
 
@@ -48,7 +48,7 @@ impl From<&MeanStd> for Scale {
     }
 }
 
-/// Preprocessing that a shard describes.
+/// The preprocessing that a shard describes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct DescribedPreprocessing {
     pub scale: Option<Scale>,
@@ -57,7 +57,7 @@ pub(super) struct DescribedPreprocessing {
     pub classes: Vec<String>,
 }
 
-/// Columns that several hold, as those of one.
+/// Serialisation of shared columns, like that of owned ones.
 mod columns {
     use std::sync::Arc;
 
@@ -79,20 +79,20 @@ mod columns {
     }
 }
 
-/// Conversion of a shard's samples to a preprocessing.
+/// The conversion of a shard's samples to a preprocessing.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Transform {
     pub scale: Option<MeanStd>,
-    /// Stored index of each number of a row; none if the order is the same.
+    /// The stored index of each number of a row; `None` if the order is the same.
     pub numbers: Option<Vec<usize>>,
-    /// Stored column of each category, with the new id of each stored id where ids differ; none if
-    /// nothing differs.
+    /// The stored column of each category, with the new id of each stored id if ids differ; `None`
+    /// if nothing differs.
     pub categories: Option<Vec<Recoded>>,
-    /// New class of each stored class; none if classes keep their numbers.
+    /// The new class of each stored class; `None` if classes keep their numbers.
     pub classes: Option<Vec<u32>>,
 }
 
-/// A category of other data.
+/// The stored column of a category, and the new ids of its values if they differ.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Recoded {
     pub column: usize,
@@ -102,17 +102,17 @@ pub(super) struct Recoded {
 /// The parts of a sample that are converted.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Converted {
-    /// Numbers of a row of inputs.
+    /// The number of numbers in a row of inputs.
     pub numbers: usize,
     pub classes: bool,
 }
 
 impl Transform {
-    /// Conversion of samples stored with the preprocessing `own` to the preprocessing `to`. Adds a
-    /// description of each conversion to `notes`.
+    /// Creates the conversion of samples stored with the preprocessing `own` to the preprocessing
+    /// `to`. Adds a description of each conversion to `notes`.
     ///
     /// # Errors
-    /// There is no such conversion.
+    /// Returns an error if `own` cannot be converted to `to`.
     pub fn new(
         own: &DescribedPreprocessing,
         to: &Preprocessing,
@@ -134,14 +134,14 @@ impl Transform {
     }
 }
 
-/// Says something once.
+/// Adds a note unless it is already there.
 fn note(notes: &mut Vec<String>, text: String) {
     if !notes.contains(&text) {
         notes.push(text);
     }
 }
 
-/// The scale of inputs of `row_len` numbers.
+/// Returns the scale of inputs of `row_len` numbers.
 fn scale(
     own: Option<&Scale>,
     to: &Preprocessing,
@@ -190,7 +190,7 @@ fn scale(
     Ok(Some(MeanStd { mean, std }))
 }
 
-/// Index in the data of each column of numbers; none if the columns are the same.
+/// Returns the index in the data of each column of numbers; `None` if the columns are the same.
 fn numbers(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Option<Vec<usize>>> {
     if own.inputs == to.inputs {
         return Ok(None);
@@ -201,8 +201,8 @@ fn numbers(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Optio
     Ok(Some(places))
 }
 
-/// Index in the data of each category, and the new ids of its values; none if the categories are
-/// the same.
+/// Returns the index in the data of each category, and the new ids of its values; `None` if the
+/// categories are the same.
 fn categories(
     own: &Columns,
     to: &Columns,
@@ -225,7 +225,7 @@ fn categories(
             }
             (Coding::Hash(ids), _) => {
                 return Err(Error::input(format!(
-                    "values of column {:?} are hashed to {ids} ids, of which those of the network do not follow",
+                    "values of column {:?} are hashed to {ids} ids, which cannot be mapped to the ids of the network",
                     category.name
                 ))
                 .hint(LIKE));
@@ -249,7 +249,7 @@ fn categories(
 
 const LIKE: &str = "import the table again: hpctrain data import csv TABLE --like DIR, the directory of the training's import";
 
-/// The place of the only column of that name.
+/// Returns the index of the only column of a name.
 fn place<'a>(name: &String, mut among: impl Iterator<Item = &'a String> + Clone) -> Result<usize> {
     let refused = |what: &str| {
         Err(Error::input(format!("{what} column {name:?}, from which the network learned"))
@@ -262,7 +262,8 @@ fn place<'a>(name: &String, mut among: impl Iterator<Item = &'a String> + Clone)
     }
 }
 
-/// The network's number of each class of the data, by name; none if the numbers are the same.
+/// Returns the network's number of each class of the data, by name; `None` if the numbers are the
+/// same.
 fn classes(own: &[String], to: &[String], notes: &mut Vec<String>) -> Result<Option<Vec<u32>>> {
     if own.is_empty() || to.is_empty() || own == to {
         return Ok(None);
@@ -270,7 +271,7 @@ fn classes(own: &[String], to: &[String], notes: &mut Vec<String>) -> Result<Opt
     let number = |name: &String| match to.iter().position(|known| known == name) {
         Some(number) => Ok(number as u32),
         None => Err(Error::input(format!(
-            "class {name:?} is none that the network learned: {}",
+            "class {name:?} is not one of the network's: {}",
             to.join(", ")
         ))
         .hint("give folders the names of those classes and import them again")),
@@ -283,10 +284,10 @@ fn classes(own: &[String], to: &[String], notes: &mut Vec<String>) -> Result<Opt
     Ok(Some(numbers))
 }
 
-/// The tokenizer of data that has `own`, for a network that learned with `to`.
+/// Returns the tokenizer of data that has `own`, for a network that was trained with `to`.
 ///
 /// # Errors
-/// They are two different ones.
+/// Returns an error if the two differ.
 pub(super) fn tokenizer<'a>(
     own: Option<&'a Tokenizer>,
     to: Option<&'a Tokenizer>,
@@ -295,15 +296,15 @@ pub(super) fn tokenizer<'a>(
         (Some(own), Some(to)) if own != to => {
             let [own, to] = tokenizer_names(Some(own), Some(to));
             Err(Error::input(format!("the tokenizer of the data is {own}, that of the network {to}")).hint(
-                "ids would mean other text: give data with the tokenizer of the network, or train a network of its own",
+                "ids would mean other text: give data with the tokenizer of the network, or train another network",
             ))
         }
         (own, to) => Ok(to.or(own)),
     }
 }
 
-/// Names of two tokenizers: with the first character in which they differ, if they are of
-/// characters; with the number of their ids, if they came in files.
+/// Returns the names of two tokenizers: with the first character in which they differ, if they are
+/// of characters; with the number of their ids, if they came in files.
 pub(super) fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [String; 2] {
     if let (Some(Tokenizer::Char { chars: a }), Some(Tokenizer::Char { chars: b })) = (a, b) {
         return match a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b) {
@@ -340,7 +341,7 @@ mod tests {
         Some(Scale { mean: vec![mean], std: vec![2.0] })
     }
 
-    /// The form, and the notes for people.
+    /// Returns the conversion, and the notes on it.
     fn form(own: DescribedPreprocessing, to: &Preprocessing) -> Result<(Transform, Vec<String>)> {
         let mut notes = Vec::new();
         Ok((Transform::new(&own, to, Converted { numbers: 4, classes: true }, &mut notes)?, notes))
@@ -358,7 +359,7 @@ mod tests {
             assert_eq!(form.scale.map(|scale| scale.mean), Some(vec![1.0]));
             assert_eq!(notes.is_empty(), own == scaled(1.0), "{notes:?}");
         }
-        // A network that learned from numbers as they are is given those.
+        // A network that was trained on numbers as they are stored gets those.
         let raw = Preprocessing { scales: vec![None], ..Preprocessing::default() };
         assert_eq!(
             form(
@@ -370,7 +371,7 @@ mod tests {
             .scale,
             None
         );
-        // Of several, each data set has one; another would have to be guessed.
+        // Of several scales, each data set has one; another would have to be guessed.
         let mixed = Preprocessing { scales: vec![scaled(1.0), None], ..Preprocessing::default() };
         assert_eq!(
             form(
@@ -409,7 +410,7 @@ mod tests {
         let to =
             table(&["age", "pay"], &[values("city", &["Rome", "Oslo"]), values("pet", &["cat"])]);
         let to = Preprocessing { columns: Some(to), ..Preprocessing::default() };
-        let told = |columns: Columns| DescribedPreprocessing {
+        let described = |columns: Columns| DescribedPreprocessing {
             columns: Some(columns.into()),
             ..DescribedPreprocessing::default()
         };
@@ -417,16 +418,17 @@ mod tests {
             &["pay", "age"],
             &[values("pet", &["cat"]), values("city", &["Bonn", "Oslo", "Rome"])],
         );
-        let (form_of, notes) = form(told(own), &to).unwrap();
+        let (form_of, notes) = form(described(own), &to).unwrap();
         assert_eq!(form_of.numbers, Some(vec![1, 0]));
         let city = Recoded { column: 1, ids: Some(vec![0, 0, 2, 1]) };
         assert_eq!(form_of.categories, Some(vec![city, Recoded { column: 0, ids: None }]));
         assert_eq!(notes.len(), 3, "{notes:?}");
-        // Listed values can be hashed as well; hashes lead to no values.
+        // Listed values can be hashed as well; hashes cannot be mapped back to values.
         let hashed = |ids| Category { name: "city".into(), coding: Coding::Hash(ids) };
         let to_hash =
             Preprocessing { columns: Some(table(&[], &[hashed(50)])), ..Preprocessing::default() };
-        let (form_of, _) = form(told(table(&[], &[values("city", &["Rome"])])), &to_hash).unwrap();
+        let (form_of, _) =
+            form(described(table(&[], &[values("city", &["Rome"])])), &to_hash).unwrap();
         let mut coder = Coder::new(Some(50));
         assert_eq!(
             form_of.categories,
@@ -443,10 +445,10 @@ mod tests {
                 "\"city\" are hashed to 9 ids",
             ),
         ] {
-            let error = form(told(own), &to).unwrap_err().to_string();
+            let error = form(described(own), &to).unwrap_err().to_string();
             assert!(error.contains(wanted), "{error}");
         }
-        assert!(form(told(table(&[], &[hashed(9)])), &to_hash).is_err());
+        assert!(form(described(table(&[], &[hashed(9)])), &to_hash).is_err());
         // Data that does not name its columns is taken as it is.
         assert_eq!(form(DescribedPreprocessing::default(), &to).unwrap().0, Transform::default());
     }
@@ -467,7 +469,7 @@ mod tests {
         }
         let error = of(&["cat", "owl"]).unwrap_err().to_string();
         assert!(
-            error.contains("class \"owl\" is none that the network learned: cat, dog, eel\nhint: "),
+            error.contains("class \"owl\" is not one of the network's: cat, dog, eel\nhint: "),
             "{error}"
         );
     }

@@ -1,5 +1,5 @@
-//! Paths in messages between processes, as their bytes where they are not UTF-8: JSON has texts
-//! alone.
+//! Serialisation of paths in messages between processes, as bytes if they are not UTF-8, since JSON
+//! strings are Unicode.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};

@@ -1,14 +1,16 @@
-//! Rows of a dataset: single elements if it has one dimension, else whole slices along the first
-//! one.
+//! Reading of rows of a dataset: single elements if it has one dimension, otherwise whole slices
+//! along the first one.
 //!
-//! Contiguous elements stored as they are in memory are read with plain positional reads, past HDF5
-//! and its lock; short rows and tokens by blocks that are kept, if all fit. All else goes through
-//! the library: chunked data by whole chunks, of which some are kept.
+//! Contiguous elements that are stored as they are in memory are read with plain positional reads,
+//! without HDF5 and its lock; short rows and tokens in blocks that are cached if all fit.
+//! Everything else goes through the library: chunked data by whole chunks, some of which are
+//! cached.
 //!
-//! A data set keeps up to 128 MiB of blocks and chunks together, which estimate and ledger count as
-//! data. Elements arrive as they are stored; `stored` converts them to ids or numbers. Samples of a
-//! batch that are neighbours in the file are read at once. Batches are not sorted: among 128 of
-//! 60,000 shuffled samples, one in 500 has its neighbour in the batch.
+//! A data set caches up to 128 MiB of blocks and chunks together, which memory estimates and
+//! statistics count as data. Elements are returned as they are stored; `element_convert` converts
+//! them to ids or numbers. Samples of a batch that are adjacent in the file are read in one call.
+//! Batches are not sorted: among 128 of 60,000 shuffled samples, one in 500 has its neighbour in
+//! the batch.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -25,7 +27,7 @@ type Result<T> = std::result::Result<T, ReadError>;
 /// A dataset open for reading.
 pub(super) struct RowReader {
     source: Source,
-    /// Checksums to compare with, if reads are verified.
+    /// The checksums to compare with, if reads are verified.
     compared: Option<Compared>,
     stored: ElementType,
     /// How numbers are packed, and which elements are missing.
@@ -33,17 +35,17 @@ pub(super) struct RowReader {
     row_len: usize,
     rows: u64,
     blocks: Blocks,
-    /// Rows as they are stored, on their way.
+    /// A buffer for rows as they are stored.
     raw: Vec<u8>,
-    /// Buffer of [`RowReader::read_bytes`].
+    /// The buffer of [`RowReader::read_bytes`].
     bytes: Vec<u8>,
 }
 
-/// Source of rows.
+/// Where rows are read from.
 pub(super) enum Source {
-    /// Contiguous in a file, the first at this offset.
+    /// Contiguous bytes in a file, the first at this offset.
     File(Arc<File>, u64),
-    /// Read through the HDF5 library.
+    /// The HDF5 library.
     Library(SlabReader),
 }
 
@@ -59,15 +61,15 @@ impl Source {
     }
 }
 
-/// Blocks of rows that are kept in memory.
+/// A cache of blocks of rows.
 struct Blocks {
-    /// Rows of a block; 0 keeps none.
+    /// The number of rows of a block; 0 caches none.
     rows: u64,
-    /// Most bytes that are kept, besides that there is always room for one block.
+    /// The largest number of bytes that are cached; a single block is always allowed.
     limit: usize,
     held: HashMap<u64, Block>,
     bytes: usize,
-    /// Counts uses; orders [`Block::last_use`].
+    /// The number of uses so far; orders [`Block::last_use`].
     clock: u64,
 }
 
@@ -77,8 +79,8 @@ struct Block {
 }
 
 impl RowReader {
-    /// A reader of `rows` rows of `row_len` elements. Blocks of `block` rows are read at once and
-    /// kept, `limit` bytes of them; a block of 0 rows is none.
+    /// Creates a reader of `rows` rows of `row_len` elements. Blocks of `block` rows are read at
+    /// once and cached up to `limit` bytes; 0 caches none.
     pub(super) fn new(
         source: Source,
         stored: ElementType,
@@ -101,26 +103,26 @@ impl RowReader {
         }
     }
 
-    /// Unpacks numbers, and refuses missing elements, from now on.
+    /// Makes reads unpack numbers, and return an error for missing elements.
     pub(super) fn unpack(mut self, packing: Option<Packing>) -> Self {
         self.packing = packing;
         self
     }
 
-    /// Compares rows with checksums from now on.
+    /// Makes reads compare rows with checksums.
     pub(super) fn compare(mut self, compared: Option<Compared>) -> Self {
         self.compared = compared;
         self
     }
 
-    /// Blocks that were compared before, when the file was open.
+    /// Restores the set of blocks that were compared while the file was open before.
     pub(super) fn resume(&mut self, seen: Seen) {
         if let Some(compared) = &mut self.compared {
             compared.resume(seen);
         }
     }
 
-    /// The blocks that were compared.
+    /// Returns the set of blocks that were compared.
     pub(super) fn into_seen(self) -> Seen {
         self.compared.map_or(vec![], Compared::into_seen)
     }
@@ -130,8 +132,8 @@ impl RowReader {
         self.read_as(first, ids, |stored, _, bytes, out| stored.to_ids(bytes, out))
     }
 
-    /// For rows of one element: overwrites `ids` with the elements from `first` on, and `next` with
-    /// as many from `first` + 1 on.
+    /// Overwrites `ids` with the elements from `first` on, and `next` with as many from `first` + 1
+    /// on. Rows must have one element.
     pub(super) fn read_shifted(
         &mut self,
         first: u64,
@@ -166,7 +168,7 @@ impl RowReader {
         self.read(end, &mut next[count - 1..])
     }
 
-    /// As [`RowReader::read`], of a dataset whose elements become numbers.
+    /// Overwrites `numbers` with the rows from `first` on, like [`RowReader::read`].
     pub(super) fn read_numbers(&mut self, first: u64, numbers: &mut [f32]) -> Result<()> {
         self.read_as(first, numbers, |stored, packing, bytes, out| match packing {
             Some(packing) => packing.unpack_all(stored, bytes, out),
@@ -174,18 +176,18 @@ impl RowReader {
         })
     }
 
-    /// Whether numbers may be NaN or infinite.
+    /// Returns whether numbers may be NaN or infinite.
     pub(super) fn is_float(&self) -> bool {
         self.stored.is_float()
     }
 
-    /// Bytes of the blocks that are kept.
+    /// Returns the bytes of the blocks that are cached.
     pub(super) fn held(&self) -> usize {
         self.blocks.bytes
     }
 
-    /// The bytes of `rows` rows from `first` on, as they are in memory before they become ids or
-    /// numbers, and their element type.
+    /// Returns the bytes of `rows` rows from `first` on as they are in memory, before they become
+    /// ids or numbers, and their element type.
     pub(super) fn read_bytes(&mut self, first: u64, rows: usize) -> Result<(ElementType, &[u8])> {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();
@@ -206,7 +208,7 @@ impl RowReader {
         let rows = (out.len() / self.row_len.max(1)) as u64;
         if rows * self.row_len as u64 != out.len() as u64 {
             return Err(format!(
-                "{} elements are no whole number of rows of {}",
+                "{} elements are not a whole number of rows of {}",
                 out.len(),
                 self.row_len
             )
@@ -227,7 +229,7 @@ impl RowReader {
         read
     }
 
-    /// Hands the bytes of `rows` rows from `first` on to `take`, piece after piece of whole rows.
+    /// Passes the bytes of `rows` rows from `first` on to `take`, in pieces of whole rows.
     fn pieces(
         &mut self,
         first: u64,
@@ -263,8 +265,8 @@ impl RowReader {
     }
 }
 
-/// Refuses a missing element among the stored ones in `bytes`, the first of which is number `first`
-/// of the dataset.
+/// Returns an error if a stored element in `bytes` is missing; the first one is number `first` of
+/// the dataset.
 fn check_present(
     packing: Option<&Packing>,
     stored: ElementType,
@@ -280,7 +282,7 @@ fn check_present(
 }
 
 /// Overwrites `out` with the bytes of rows of `row_bytes` from `first` on, out of `all`, compared
-/// with their checksums where that is due.
+/// with their checksums if necessary.
 fn fetch(
     source: &mut Source,
     compared: Option<&mut Compared>,
@@ -297,7 +299,7 @@ fn fetch(
 }
 
 impl Blocks {
-    /// A block of so many bytes, which `read` fills if it is not there.
+    /// Returns a block of `bytes` bytes, which `read` fills if it is not cached.
     fn get(
         &mut self,
         number: u64,
@@ -353,7 +355,7 @@ mod tests {
             assert!(blocks.bytes <= 20);
         }
         assert_eq!(reads, [0, 1, 2, 1, 3]);
-        // One that is larger than all there may be.
+        // A block that is larger than the limit.
         assert_eq!(blocks.get(9, 50, |_| Ok(())).unwrap().len(), 50);
         assert_eq!((blocks.bytes, blocks.held.len()), (50, 1));
         assert!(blocks.get(7, 10, |_| Err("broken".to_owned().into())).is_err());

@@ -1,10 +1,10 @@
-//! The parts of a sample: ids and numbers to take, classes and numbers to predict, a weight.
+//! The parts of a sample: input ids and numbers, target classes and numbers, and a weight.
 
-/// One value for each part of a sample: `I` for parts that are whole numbers, `F` for the others.
+/// One value for each part of a sample: `I` for parts that are integers, `F` for the others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SampleFields<I, F> {
-    /// Ids of the input: tokens of text, or rows of embedding tables; those of several tables count
-    /// through all of them, as [`Ids::Tables`](super::Ids::Tables) says.
+    /// Ids of the input: tokens of text, or rows of embedding tables; the ids of several tables
+    /// count through all of them, as [`Ids::Tables`](super::Ids::Tables) describes.
     pub ids: I,
     /// Numbers of the input.
     pub features: F,
@@ -12,11 +12,12 @@ pub struct SampleFields<I, F> {
     pub classes: I,
     /// Numbers to predict.
     pub values: F,
-    /// A factor of 0 or more of the sample's loss in training; none where all samples count alike.
+    /// The factor of the sample's loss in training, 0 or more; empty if all samples have the same
+    /// weight.
     pub weights: F,
 }
 
-/// Elements of each part of a sample; 0 where samples have no such part.
+/// The number of elements of each part of a sample; 0 if samples have no such part.
 pub type SampleSizes = SampleFields<usize, usize>;
 
 /// Buffers for samples: each part has the length that [`Dataset::sizes`](super::Dataset::sizes)
@@ -24,7 +25,7 @@ pub type SampleSizes = SampleFields<usize, usize>;
 pub type SampleMut<'a> = SampleFields<&'a mut [u32], &'a mut [f32]>;
 
 impl<I, F> SampleFields<I, F> {
-    /// Applies `ints` to the parts of whole numbers and `floats` to the others.
+    /// Applies `ints` to the parts that are integers and `floats` to the others.
     pub fn map<J, G>(
         self,
         mut ints: impl FnMut(I) -> J,
@@ -39,7 +40,7 @@ impl<I, F> SampleFields<I, F> {
         }
     }
 
-    /// Each part beside the same part of `other`.
+    /// Pairs each part with the same part of `other`.
     pub fn zip<J, G>(self, other: SampleFields<J, G>) -> SampleFields<(I, J), (F, G)> {
         SampleFields {
             ids: (self.ids, other.ids),
@@ -50,13 +51,13 @@ impl<I, F> SampleFields<I, F> {
         }
     }
 
-    /// References to the parts.
+    /// Returns references to the parts.
     pub fn as_ref(&self) -> SampleFields<&I, &F> {
         let Self { ids, features, classes, values, weights } = self;
         SampleFields { ids, features, classes, values, weights }
     }
 
-    /// Mutable references to the parts.
+    /// Returns mutable references to the parts.
     pub fn as_mut(&mut self) -> SampleFields<&mut I, &mut F> {
         let Self { ids, features, classes, values, weights } = self;
         SampleFields { ids, features, classes, values, weights }
@@ -64,31 +65,31 @@ impl<I, F> SampleFields<I, F> {
 }
 
 impl<T> SampleFields<T, T> {
-    /// The parts in order.
+    /// Returns the parts in order.
     pub fn all(self) -> [T; 5] {
         [self.ids, self.features, self.classes, self.values, self.weights]
     }
 }
 
 impl SampleSizes {
-    /// Sizes of so many samples.
+    /// Returns the sizes of `count` samples.
     pub fn times(self, count: usize) -> Self {
         self.map(|ids| ids * count, |numbers| numbers * count)
     }
 }
 
 impl SampleMut<'_> {
-    /// Elements of each part.
+    /// Returns the number of elements of each part.
     pub(super) fn lens(&self) -> SampleSizes {
         self.as_ref().map(|ids| ids.len(), |numbers| numbers.len())
     }
 
-    /// The same buffers, for a while.
+    /// Borrows the same buffers for a shorter lifetime.
     pub fn reborrow(&mut self) -> SampleMut<'_> {
         self.as_mut().map(|ids| &mut **ids, |numbers| &mut **numbers)
     }
 
-    /// The part `first..first + count` of samples of `sizes`.
+    /// Returns the buffers of the samples `first..first + count`, which have the given `sizes`.
     pub(super) fn samples(
         &mut self,
         sizes: SampleSizes,
@@ -103,7 +104,7 @@ impl SampleMut<'_> {
 }
 
 impl<'a> SampleMut<'a> {
-    /// Buffers of text: ids and the ids that follow them.
+    /// Returns buffers of text: ids and the ids that follow them.
     pub fn text(ids: &'a mut [u32], classes: &'a mut [u32]) -> Self {
         Self { ids, classes, ..Self::default() }
     }

@@ -1,5 +1,5 @@
-//! The sample at each position of a run, from one data set or a mixture of several: a pure
-//! function.
+//! The sample at each position of a run, from one data set or a mixture of several, computed by a
+//! pure function.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,18 +11,19 @@ use hpctrain_base::random::derive;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mix {
-    /// As `data.path`.
+    /// The path of the data set, like `data.path`.
     pub path: String,
-    /// Relative share of positions: shares of two data sets have the ratio of their weights.
+    /// The relative share of positions: the shares of two data sets have the ratio of their
+    /// weights.
     pub weight: f64,
-    /// Its name in evaluations; left out, the last part of the path.
+    /// The name in evaluations. Default: the last component of the path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }
 
 impl Mix {
-    /// A name for each data set of a mixture: its own, or the last part of its path; the whole path
-    /// and its number where that is another's as well.
+    /// Returns a name for each data set of a mixture: its own, or the last component of its path;
+    /// the whole path and its number if another data set has the same name.
     pub fn names(mix: &[Self]) -> Vec<String> {
         let short = |one: &Self| {
             let last = one.path.trim_end_matches('/').rsplit(['/', ':']).next().unwrap_or_default();
@@ -30,53 +31,54 @@ impl Mix {
         };
         let all: Vec<String> = mix.iter().map(short).collect();
         let is_one = |name: &String| all.iter().filter(|other| *other == name).count() == 1;
-        let told = |(number, (one, name)): (usize, (&Self, &String))| match is_one(name) {
+        let display = |(number, (one, name)): (usize, (&Self, &String))| match is_one(name) {
             true => name.clone(),
             false => format!("{} ({number})", one.name.as_ref().unwrap_or(&one.path)),
         };
-        mix.iter().zip(&all).enumerate().map(told).collect()
+        mix.iter().zip(&all).enumerate().map(display).collect()
     }
 }
 
-/// Positions after which the pattern of a mixture repeats: parts are multiples of one in so many.
+/// The number of positions after which the pattern of a mixture repeats. Shares are rounded to
+/// whole positions of it.
 const PERIOD: u64 = 1024;
 
 /// Maps positions of a run to samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SampleOrder {
-    parts: Vec<Part>,
-    /// For each position of a period: its part, and the number of earlier positions of that part in
-    /// the period.
+    parts: Vec<MixedSet>,
+    /// For each position of a period: its data set, and the number of earlier positions of that
+    /// data set in the period.
     pattern: Vec<(usize, u64)>,
 }
 
-/// One of the data sets.
+/// One of the data sets of a mixture.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Part {
-    /// Number of its first sample among those of all.
+struct MixedSet {
+    /// The number of its first sample in the numbering of all samples.
     first: u64,
     samples: u64,
     sampler: Sampler,
-    /// Positions of a period.
+    /// The number of its positions in a period.
     share: u64,
 }
 
 /// The sample at a position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draw {
-    /// Number of the sample.
+    /// The number of the sample.
     pub sample: u64,
-    /// Completed passes over its data set.
+    /// The number of completed passes over its data set.
     pub epoch: u64,
 }
 
 impl SampleOrder {
-    /// An order of data sets with so many samples each, one after the other in one numbering. Each
-    /// is gone through by itself, shuffled by `seed` or without one in its own order, and their
-    /// turns are spread evenly.
+    /// Creates an order of data sets with these numbers of samples, which are numbered one data set
+    /// after the other. Each data set is traversed by itself, shuffled by `seed`, or in its own
+    /// order without one, and the data sets are interleaved evenly.
     ///
     /// # Errors
-    /// A weight is no positive number, or so small that it would not be seen.
+    /// Returns an error if a weight is not a positive number, or is less than 1 / 1024 of all.
     ///
     /// # Panics
     ///
@@ -87,19 +89,19 @@ impl SampleOrder {
         let mut first = 0;
         for ((number, &samples), &share) in samples.iter().enumerate().zip(&shares) {
             let sampler = match seed {
-                // The first as it would be alone.
+                // The first data set has the order that it would have alone.
                 Some(seed) if number == 0 => Sampler::new(samples, seed),
                 Some(seed) => Sampler::new(samples, derive(seed, &[number as u64])),
                 None => Sampler::in_order(samples),
             };
-            parts.push(Part { first, samples, sampler, share });
+            parts.push(MixedSet { first, samples, sampler, share });
             first += samples;
         }
         let period: u64 = shares.iter().sum();
         let mut counts = vec![0; shares.len()];
         let mut pattern = Vec::with_capacity(period as usize);
         for place in 1..=period as i64 {
-            // The one that lags behind its part most; of equal ones the first.
+            // The data set that is furthest behind its share; the first of equal ones.
             let lag =
                 |part: &usize| shares[*part] as i64 * place - period as i64 * counts[*part] as i64;
             let part = (0..shares.len()).rev().max_by_key(lag).unwrap_or(0);
@@ -109,21 +111,21 @@ impl SampleOrder {
         Ok(Self { parts, pattern })
     }
 
-    /// The sample at `position`, counted from the start of the run.
+    /// Returns the sample at `position`, counted from the start of the run.
     pub fn draw(&self, position: u64) -> Draw {
         let period = self.pattern.len() as u64;
         let (part, before) = self.pattern[(position % period) as usize];
-        let Part { first, samples, sampler, share } = &self.parts[part];
+        let MixedSet { first, samples, sampler, share } = &self.parts[part];
         let own = position / period * share + before;
         Draw { sample: first + sampler.index(own), epoch: own / samples }
     }
 
-    /// The data set that `positions` positions in a row might take a sample of twice, if there is
-    /// one: its number, its number of samples, and the number of positions that draw from it.
+    /// Returns the first data set that `positions` consecutive positions might take a sample of
+    /// twice: its number, its number of samples, and the number of positions that draw from it.
     pub fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
         let period = self.pattern.len();
         self.parts.iter().enumerate().find_map(|(number, part)| {
-            // For each place of a period, the number of earlier places of the part.
+            // For each position of a period, the number of earlier positions of the data set.
             let mut before = Vec::with_capacity(period);
             let mut count = 0;
             for (owner, _) in &self.pattern {
@@ -143,23 +145,23 @@ impl SampleOrder {
 
 impl From<Sampler> for SampleOrder {
     fn from(sampler: Sampler) -> Self {
-        let part = Part { first: 0, samples: sampler.samples(), sampler, share: 1 };
+        let part = MixedSet { first: 0, samples: sampler.samples(), sampler, share: 1 };
         Self { parts: vec![part], pattern: vec![(0, 0)] }
     }
 }
 
-/// Positions of a period for each weight: rounded so that they add up.
+/// Returns the number of positions in a period for each weight, rounded so that they add up.
 fn shares(weights: &[f64]) -> Result<Vec<u64>> {
     if let Some(weight) = weights.iter().find(|weight| !(**weight > 0.0 && weight.is_finite())) {
         return Err(Error::input(format!("data.mix has weight = {weight}"))
-            .hint("weights are positive numbers; leave out data that is not to be used"));
+            .hint("weights are positive numbers; remove data sets that are not to be used"));
     }
     if let [_] = weights {
         return Ok(vec![1]);
     }
     let all: f64 = weights.iter().sum();
     if !all.is_finite() {
-        return Err(Error::input("data.mix has weights whose sum is no finite number")
+        return Err(Error::input("data.mix has weights whose sum is not finite")
             .hint("divide them all by one number"));
     }
     let exact: Vec<f64> = weights.iter().map(|weight| weight / all * PERIOD as f64).collect();
@@ -176,7 +178,7 @@ fn shares(weights: &[f64]) -> Result<Vec<u64>> {
             "data.mix has weight = {}, less than one in {PERIOD} of all",
             weights[part]
         ))
-        .hint("leave that data out, or give it more weight")),
+        .hint("remove that data set, or increase its weight")),
     }
 }
 
@@ -207,7 +209,7 @@ mod tests {
                 counts[part_of(order.draw(position).sample)] += 1.0;
             }
             for (count, weight) in counts.into_iter().zip(weights) {
-                // The parts are rounded to one in 1024.
+                // Shares are rounded to one in 1024.
                 assert!(
                     (count - 3000.0 * weight).abs() < 2.0 + 3000.0 / 1024.0,
                     "{counts:?} from {start}"

@@ -4,7 +4,8 @@
 //! over the smallest even-bit domain that holds them (Luby & Rackoff, "How to construct
 //! pseudorandom permutations from pseudorandom functions", SIAM J. Comput. 17, 1988), walked
 //! along its cycle until it lands on a sample (Black & Rogaway, "Ciphers with arbitrary finite
-//! domains", CT-RSA 2002). A resumed run needs one integer, and the number of ranks is no input.
+//! domains", CT-RSA 2002). A resumed run needs one integer, and the order does not depend on the
+//! number of ranks.
 
 /// More than the four rounds that theory asks for: small domains have few bits to mix.
 const ROUNDS: u64 = 8;
@@ -18,7 +19,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Shuffles `samples` samples anew in each epoch.
+    /// Creates a sampler that shuffles `samples` samples anew in each epoch.
     ///
     /// # Panics
     ///
@@ -28,7 +29,7 @@ impl Sampler {
         Self { samples, seed: Some(seed) }
     }
 
-    /// Visits `samples` samples in the order of the data set, epoch after epoch.
+    /// Creates a sampler that visits `samples` samples in the order of the data set in every epoch.
     ///
     /// # Panics
     ///
@@ -38,12 +39,12 @@ impl Sampler {
         Self { samples, seed: None }
     }
 
-    /// Number of samples.
+    /// Returns the number of samples.
     pub(super) fn samples(&self) -> u64 {
         self.samples
     }
 
-    /// The sample at `position`, counted from the start of the run.
+    /// Returns the sample at `position`, counted from the start of the run.
     pub fn index(&self, position: u64) -> u64 {
         let epoch = position / self.samples;
         let within = position % self.samples;
@@ -54,7 +55,7 @@ impl Sampler {
     }
 }
 
-/// The image of `index` under the permutation of `0..size` chosen by `key`.
+/// Returns the image of `index` under the permutation of `0..size` chosen by `key`.
 fn permute(index: u64, size: u64, key: u64) -> u64 {
     let bits = u64::BITS - (size - 1).leading_zeros();
     let half_bits = bits.div_ceil(2);
@@ -69,7 +70,7 @@ fn permute(index: u64, size: u64, key: u64) -> u64 {
     }
 }
 
-/// One pass of a balanced Feistel network over `2 * half_bits` bits.
+/// Computes one pass of a balanced Feistel network over `2 * half_bits` bits.
 fn feistel(value: u64, half_bits: u32, key: u64) -> u64 {
     let mask = (1 << half_bits) - 1;
     let mut left = value >> half_bits;
@@ -81,8 +82,8 @@ fn feistel(value: u64, half_bits: u32, key: u64) -> u64 {
     left << half_bits | right
 }
 
-/// The output function of SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number
-/// generators", OOPSLA 2014).
+/// Computes the output function of SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom
+/// number generators", OOPSLA 2014).
 fn mix(value: u64) -> u64 {
     let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -40,14 +40,14 @@ pub const COMMAND: &str = "data-sandbox";
 /// Address space of the child. One row of a filtered dataset may take 1 GiB of it.
 const MEMORY: u64 = 8 << 30;
 
-/// Seconds that the child may take for a file, by the processor's clock and by the wall's.
+/// The seconds that the child may take for a file, of CPU time and of elapsed time.
 const TIMEOUT: u64 = 60;
 
 /// The program that is started as the child, and its arguments.
 static PROGRAM: OnceLock<(PathBuf, Vec<String>)> = OnceLock::new();
 
-/// From now on this process opens HDF5 files first in a child: `program`, started with `arguments`,
-/// which calls [`serve`]. Later calls change nothing.
+/// Makes this process open HDF5 files first in a child: `program`, started with `arguments`, which
+/// calls [`serve`]. Later calls have no effect.
 pub fn enable(program: PathBuf, arguments: Vec<String>) {
     let _ = PROGRAM.set((program, arguments));
 }
@@ -55,13 +55,13 @@ pub fn enable(program: PathBuf, arguments: Vec<String>) {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Request {
-    /// Describe a shard of a data set.
+    /// Describes a shard of a data set.
     Shard {
         #[serde(with = "raw_path")]
         path: PathBuf,
         spec: Box<DataSpec>,
     },
-    /// List the content of any file.
+    /// Lists the content of any file.
     Inspect {
         #[serde(with = "raw_path")]
         path: PathBuf,
@@ -76,7 +76,7 @@ enum Reply {
     Refused(Error),
 }
 
-/// Answers requests from standard input until it ends: the child's part.
+/// Answers requests from standard input until it ends. The child calls this.
 ///
 /// # Errors
 /// Returns an error if a limit cannot be set, or a request or reply cannot be read or written.
@@ -124,19 +124,19 @@ fn answer(request: Request, before: &mut Before) -> Reply {
     }
 }
 
-/// Opens files in a child, if the program has one: the first file starts it, and it lives as long
-/// as this.
+/// Opens files in a child, if the program has enabled one: the first file starts it, and it runs
+/// until this is dropped.
 #[derive(Debug, Default)]
 pub(super) struct Sandbox {
     helper: Option<Helper>,
-    /// No child can be started: this process opens files itself.
+    /// Whether no child can be started, so that this process opens files itself.
     is_without: bool,
 }
 
 #[derive(Debug)]
 struct Helper {
     child: Child,
-    /// None once the child is to end.
+    /// The child's standard input; `None` once the child is to end.
     requests: Option<ChildStdin>,
     replies: Receiver<Reply>,
     before: Before,
@@ -163,7 +163,7 @@ impl Sandbox {
     /// Lists the content of a file.
     ///
     /// # Errors
-    /// As [`Sandbox::shard`].
+    /// Returns an error if [`Sandbox::shard`] would.
     pub(super) fn inspect(&mut self, path: &Path) -> Result<Inspected> {
         match self.ask(path, &Request::Inspect { path: path.to_owned() })? {
             None => listing::of(path),
@@ -173,8 +173,8 @@ impl Sandbox {
         }
     }
 
-    /// Returns the reply to a request about the file at `path`; none if there is no child. After an
-    /// error the next request starts another child.
+    /// Returns the reply to a request about the file at `path`; `None` if there is no child. After
+    /// an error the next request starts another child.
     fn ask(&mut self, path: &Path, request: &Request) -> Result<Option<Reply>> {
         if self.helper.is_none() && !self.is_without {
             self.helper = PROGRAM.get().and_then(|(program, arguments)| start(program, arguments));
@@ -189,9 +189,9 @@ impl Sandbox {
     }
 }
 
-/// Starts a child. A system that refuses is reported once a start.
+/// Starts a child. If that fails, logs a warning and returns `None`.
 fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
-    // Signals for the job are not for the child, which ends with its standard input.
+    // The child does not get the job's signals; it ends when its standard input is closed.
     let spawned = Command::new(program)
         .args(arguments)
         .stdin(Stdio::piped())
@@ -213,8 +213,8 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
     let (sender, replies) = channel();
     let hear = move || {
         for line in BufReader::new(stdout).split(b'\n').map_while(std::io::Result::ok) {
-            // Plugins of HDF5 may print, too. Texts of a file need not be UTF-8, whatever their
-            // type says.
+            // HDF5 plugins may print, too. Strings of a file need not be UTF-8, whatever their type
+            // is.
             let Ok(reply) = serde_json::from_str(&String::from_utf8_lossy(&line)) else { continue };
             if sender.send(reply).is_err() {
                 return;
@@ -223,7 +223,7 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
     };
     if let Err(e) = spawn("data sandbox", hear) {
         drop(requests);
-        // It ends with its standard input; a child that was not waited for would stay as a zombie.
+        // It ends with its standard input; without `wait` it would remain as a zombie.
         drop(child.wait());
         log::warn!("data: HDF5 files are opened without a child process: {}", e.message());
         return None;
@@ -257,21 +257,22 @@ impl Helper {
 
 impl Drop for Helper {
     fn drop(&mut self) {
-        // The end of its standard input is its own, unless it hangs.
+        // The child ends when its standard input is closed, unless it hangs.
         self.requests = None;
         if let Err(RecvTimeoutError::Disconnected) =
             self.replies.recv_timeout(Duration::from_secs(1))
         {
             let _ = self.child.wait();
         } else {
-            // A process that waits for a dead file system ends only when that answers.
+            // A process that is blocked on an unresponsive file system ends only when that
+            // responds.
             let _ = self.child.kill();
             let _ = self.child.try_wait();
         }
     }
 }
 
-/// The error of a file whose reading has ended the child.
+/// Returns the error of a file that made the child end.
 fn ended(path: &Path, status: ExitStatus) -> Error {
     let name = path.display();
     let Some(signal) = status.signal() else {
@@ -283,10 +284,12 @@ fn ended(path: &Path, status: ExitStatus) -> Error {
     );
     match signal {
         SIGXCPU => too_long(path),
-        SIGSEGV | SIGBUS | SIGABRT | SIGFPE | SIGILL | SIGTRAP | SIGSYS => {
-            Error::input(format!("{name} is damaged: reading it {how}"))
-                .hint("copy or import it again; newer versions of libhdf5 refuse more of such files by themselves")
-        }
+        SIGSEGV | SIGBUS | SIGABRT | SIGFPE | SIGILL | SIGTRAP | SIGSYS => Error::input(format!(
+            "{name} is damaged: reading it {how}"
+        ))
+        .hint(
+            "copy or import it again; newer versions of libhdf5 detect more such files themselves",
+        ),
         _ => Error::refused(format!("{name} cannot be read: the attempt {how}"))
             .hint("the node may be out of memory: look at its kernel log, and start again"),
     }
@@ -294,22 +297,19 @@ fn ended(path: &Path, status: ExitStatus) -> Error {
 
 fn too_long(path: &Path) -> Error {
     Error::input(format!("{} cannot be opened within {TIMEOUT} s", path.display())).hint(
-        "the file system does not answer, or the file is damaged: look whether `h5ls` opens it",
+        "the file system does not answer, or the file is damaged: check whether `h5ls` opens it",
     )
 }
 
 fn unexpected(path: &Path) -> Error {
-    Error::internal(format!(
-        "the process that opens {} sent another reply than was asked for",
-        path.display()
-    ))
+    Error::internal(format!("the process that opens {} sent an unexpected reply", path.display()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A child that is a shell script, and the error of its first file.
+    /// Returns the error of the first file if the child is a shell script.
     fn error_of(script: &str) -> Error {
         let mut helper = start(Path::new("sh"), &["-c".to_owned(), script.to_owned()]).unwrap();
         let path = Path::new("train-7.h5");
@@ -324,7 +324,7 @@ mod tests {
         assert_eq!(error.exit_code(), 2);
         let error = error_of("read request; kill -XCPU $$").to_string();
         assert!(error.starts_with("train-7.h5 cannot be opened within 60 s\nhint: "), "{error}");
-        // Not the file's fault.
+        // Here the file is not at fault.
         let error = error_of("read request; kill -KILL $$").to_string();
         assert!(
             error.starts_with(

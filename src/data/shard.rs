@@ -1,11 +1,11 @@
-//! One shard: the content of a file, and whether it can be trained on.
+//! One shard: the description of a file, and the checks before it is trained on.
 //!
 //! A shard is described once, when a data set is opened; the description keeps no handle.
 //!
-//! A shard names its import and its number there, so a missing shard is noticed (`completeness`).
-//! Reads are compared with the checksums at the lowest level, where bytes come from the file
-//! (`compare`). Checksums, or digests of pieces of files without them, tell data sets apart
-//! (`fingerprint`).
+//! A shard records its import and its number there, so that a missing shard is noticed
+//! (`shard_set_check`). Reads are compared with the checksums at the lowest level, where bytes come
+//! from the file (`block_checksums`). Checksums, or hashes of blocks of files without them,
+//! distinguish data sets (`fingerprint`).
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt as _;
@@ -37,13 +37,13 @@ pub(super) struct Shard {
     pub path: PathBuf,
     pub header: Header,
     pub content: ShardSchema,
-    /// Distinguishes it from other shards.
+    /// The fingerprint, which distinguishes the shard from others.
     pub print: ShardPrint,
-    /// Length of the file.
+    /// The length of the file in bytes.
     pub bytes: u64,
-    /// Its inode, and the second and nanosecond of its last change.
+    /// The inode of the file, and the second and nanosecond of its last change.
     identity: (u64, i64, i64),
-    /// Its preprocessing, besides the tokenizer.
+    /// The preprocessing that the file describes, except for the tokenizer.
     #[serde(skip)]
     pub told: Arc<DescribedPreprocessing>,
 }
@@ -54,10 +54,10 @@ fn identity(metadata: &Metadata) -> (u64, i64, i64) {
     (metadata.ino(), metadata.mtime(), metadata.mtime_nsec())
 }
 
-/// Bytes that blocks of rows have at least, unless chunks are larger: fewer are not worth their
-/// place in a table.
+/// The least number of bytes in a block of rows, unless chunks are larger: smaller blocks are not
+/// worth caching.
 const BLOCK_BYTES: usize = 16 << 10;
-/// Rows of so many bytes are not worth a call to the system each.
+/// Rows of fewer bytes are not worth a system call each.
 const SMALL_ROW: usize = 64;
 
 impl Shard {
@@ -69,11 +69,19 @@ impl Shard {
             let place = Place { file: &file, path, external_files: spec.external_files };
             let content = ShardSchema::find(place, spec)?;
             let print = ShardPrint::of(&file, path, &header, &content)?;
-            let told = told(&file, &content)?.into();
+            let preprocessing = read_preprocessing(&file, &content)?.into();
             let metadata = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
             let bytes = metadata.len();
             let identity = identity(&metadata);
-            Ok(Self { path: path.to_owned(), header, content, print, bytes, identity, told })
+            Ok(Self {
+                path: path.to_owned(),
+                header,
+                content,
+                print,
+                bytes,
+                identity,
+                told: preprocessing,
+            })
         };
         describe().map_err(|e: Error| e.at(path.display()))
     }
@@ -100,7 +108,7 @@ impl Shard {
         ))
     }
 
-    /// Refuses a shard that does not fit the `first` one of its data set.
+    /// Returns an error if a shard does not match the `first` one of its data set.
     pub(super) fn check_sibling(&self, first: &Self) -> Result<()> {
         self.check(
             first,
@@ -108,13 +116,14 @@ impl Shard {
         )
     }
 
-    /// Refuses a shard whose samples are not of the kind of those of the `first` one, which is of
-    /// another data set. Types and scales may differ: reads convert types and apply scales.
+    /// Returns an error if the samples of a shard are not of the same kind as those of the `first`
+    /// one, which belongs to another data set. Types and scales may differ: reads convert types and
+    /// apply scales.
     pub(super) fn check_mixable(&self, first: &Self) -> Result<()> {
         self.check(first, &["set of datasets", "sample shape", "vocabulary_size"])
     }
 
-    /// Refuses a shard that has weights where the `first` one has none, or the other way round.
+    /// Returns an error if a shard has weights and the `first` one does not, or vice versa.
     pub(super) fn check_weights(&self, first: &Self) -> Result<()> {
         let weights = |shard: &Self| {
             shard.content.weights().map_or("none".to_owned(), |field| field.name.clone())
@@ -133,7 +142,7 @@ impl Shard {
         let aspects = |shard: &Self| {
             let describe = |one: &dyn Fn(&Field) -> String| {
                 let mut fields = shard.content.datasets();
-                // Validation shards need none.
+                // Validation shards do not need weights.
                 fields.truncate(fields.len() - shard.content.weights().iter().len());
                 let all: Vec<String> = fields.into_iter().map(one).collect();
                 all.join(", ")
@@ -172,7 +181,7 @@ impl Shard {
             .hint("the shards of one data set must agree: import them in one go; those of data.mix must hold samples of one kind")
     }
 
-    /// Refuses datasets that were made and never written.
+    /// Returns an error if datasets were created and never written.
     pub(super) fn check_written(&self) -> Result<()> {
         match self.content.datasets().into_iter().find(|field| field.is_unwritten) {
             Some(field) => Err(storage::unwritten(&field.name).at(self.path.display())),
@@ -180,7 +189,7 @@ impl Shard {
         }
     }
 
-    /// Number of samples of `context` ids; at least one.
+    /// Returns the number of samples of `context` ids; at least one.
     pub(super) fn samples(&self, context: usize) -> Result<u64> {
         let at = self.path.display();
         match &self.content {
@@ -231,7 +240,8 @@ impl Shard {
         }
     }
 
-    /// The number of ids a model has to know: the shard's, or a larger one from the configuration.
+    /// Returns the number of ids that a model must have: the shard's, or a larger one from the
+    /// configuration.
     pub(super) fn vocabulary(&self, configured: Option<usize>) -> Result<usize> {
         let at = self.path.display();
         let own = self.header.vocabulary_size.map(|size| size.try_into().unwrap_or(usize::MAX));
@@ -247,7 +257,7 @@ impl Shard {
                 return Err(Error::input(format!(
                     "vocabulary_size is {own}, but model.vocabulary is {configured}"
                 ))
-                .hint(format!("set model.vocabulary to {own} or more, or leave it out"))
+                .hint(format!("set model.vocabulary to {own} or more, or omit it"))
                 .at(at));
             }
             (Some(configured), _) => configured,
@@ -262,9 +272,9 @@ impl Shard {
         }
     }
 
-    /// Opens the file anew and returns a reader for each dataset of its content. `cache_bytes` may
-    /// be kept of each, more if a chunk is larger: else each read would decompress it again. Reads
-    /// are compared with checksums as `verify` says.
+    /// Opens the file again and returns a reader for each dataset of its content. Up to
+    /// `cache_bytes` of each are cached, or more if a chunk is larger, since each read would
+    /// decompress it again otherwise. Reads are compared with checksums as `verify` specifies.
     pub(super) fn readers(
         &self,
         cache_bytes: usize,
@@ -272,7 +282,7 @@ impl Shard {
         scratch: &Scratch,
     ) -> Result<Vec<RowReader>> {
         let datasets = self.content.datasets();
-        // HDF5 need not cache data whose blocks are kept by its reader.
+        // HDF5 need not cache data whose blocks are cached by its reader.
         let chunk_bytes = |field: &&Field| {
             field.chunk_bytes().filter(|_| self.block(field, cache_bytes, verify) == 0)
         };
@@ -292,7 +302,7 @@ impl Shard {
                 self.bytes
             );
             return Err(Error::input(message)
-                .hint("the files of a data set may not change during a run, and are the same on every node"));
+                .hint("the files of a data set must not change during a run, and must be the same on every node"));
         }
         let plain = Arc::new(plain);
         let checksums = if verify != Verify::Off && self.header.has_checksums() {
@@ -325,7 +335,7 @@ impl Shard {
         datasets.iter().map(open).collect()
     }
 
-    /// The checksums of a dataset; none where its elements in memory are not those of the file.
+    /// Returns the checksums of a dataset; `None` if its elements are converted when they are read.
     fn sums(&self, checksums: &Checksums, field: &Field) -> Result<Option<BlockSums>> {
         if !field.is_native {
             return Ok(None);
@@ -347,8 +357,8 @@ impl Shard {
             .at(self.path.display())
     }
 
-    /// Most bytes that the readers of all its datasets keep together, if `cache_bytes` may be kept
-    /// of each.
+    /// Returns the largest number of bytes that the readers of all its datasets cache together, if
+    /// up to `cache_bytes` of each may be cached.
     pub(super) fn cache_limit(&self, cache_bytes: usize, verify: Verify) -> usize {
         let limit = |field: &Field| {
             let block = self.block(field, cache_bytes, verify) * field.row_bytes();
@@ -361,16 +371,17 @@ impl Shard {
         self.content.datasets().into_iter().map(limit).sum()
     }
 
-    /// Rows of a dataset that are read at once and kept, if `cache_bytes` may be; 0 reads the
-    /// requested rows only and keeps nothing.
+    /// Returns the number of rows of a dataset that are read at once and cached, if up to
+    /// `cache_bytes` may be; 0 reads only the requested rows and caches nothing.
     fn block(&self, field: &Field, cache_bytes: usize, verify: Verify) -> usize {
         let is_tokens = matches!(self.content, ShardSchema::Tokens(_));
         let row_bytes = field.row_bytes().max(1);
         let fits = field.rows() * row_bytes <= cache_bytes;
         let enough_rows = BLOCK_BYTES.div_ceil(row_bytes);
         match &field.chunk {
-            // Targets, which take less than a few samples, and tokens: a window of them in memory
-            // costs less than a call. Where each use is compared, the file is read for each.
+            // Targets, which take less space than a few samples, and tokens: copying a window from
+            // memory costs less than a system call. If every read is compared, the file is read
+            // every time.
             None if fits && row_bytes < SMALL_ROW && !(is_tokens && verify == Verify::Always) => {
                 enough_rows
             }
@@ -388,7 +399,7 @@ impl Shard {
         }
     }
 
-    /// A read of `field` failed although the file once was in order.
+    /// Returns the error of a failed read of `field`.
     pub(super) fn unreadable(&self, field: &Field, error: ReadError) -> Error {
         match error {
             ReadError::Refused(error) if h5::is_newer(&error) => {
@@ -401,7 +412,7 @@ impl Shard {
             }
             ReadError::Missing { element, missing } => {
                 Error::input(format!("{} {missing}", field.element(element as usize)))
-                    .hint("fill it up, or leave its row out: networks take numbers alone")
+                    .hint("replace it, or remove its row: networks take numbers only")
                     .at(self.path.display())
             }
             damaged @ ReadError::Damaged { .. } => Error::input(format!("{}{damaged}", field.name))
@@ -414,10 +425,10 @@ impl Shard {
 }
 
 /// Reads the preprocessing that a file describes.
-fn told(file: &File, content: &ShardSchema) -> Result<DescribedPreprocessing> {
+fn read_preprocessing(file: &File, content: &ShardSchema) -> Result<DescribedPreprocessing> {
     let ShardSchema::Rows(rows) = content else { return Ok(DescribedPreprocessing::default()) };
     let scale = rows.standard.as_ref().map(Scale::from);
-    // Datasets of these names may be anything in files of other make.
+    // In files of other programs, datasets of these names may be anything.
     if !is_of_samples(file) {
         return Ok(DescribedPreprocessing { scale, ..DescribedPreprocessing::default() });
     }
@@ -428,12 +439,12 @@ fn told(file: &File, content: &ShardSchema) -> Result<DescribedPreprocessing> {
 }
 
 fn no_samples(field: &Field) -> Error {
-    Error::input(format!("{} has no samples", field.name)).hint("write some, or leave the file out")
+    Error::input(format!("{} has no samples", field.name)).hint("write some, or remove the file")
 }
 
-/// The place of the first id outside the vocabulary.
+/// Returns the index of the first id outside the vocabulary.
 pub(super) fn first_invalid(ids: &[u32], vocabulary: usize) -> Option<usize> {
-    // Nearly always there is none, which vector instructions tell sooner than a search.
+    // Nearly always there is none, which a vectorised maximum detects faster than a search.
     let largest = simd(
         #[inline(always)]
         || ids.iter().fold(0, |largest, id| largest.max(*id)),

@@ -1,7 +1,7 @@
-//! Descriptions of the files of data sets: looked up once in a job, and sent to its other ranks.
+//! Descriptions of the files of data sets: made once in a job, and sent to its other ranks.
 //!
-//! The rank that looks keeps its answers in their order. All ranks open the same data by the same
-//! configuration, so another one asks the same questions, and the answers that it is sent fit.
+//! The rank that reads the files records its answers in order. All ranks open the same data with
+//! the same configuration, so the others ask the same questions, and the recorded answers match.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -16,78 +16,79 @@ use super::shard::Shard;
 use super::spec::{DataSpec, Held};
 use hpctrain_base::error::{Error, Result};
 
-/// Shards that this process has opened to describe them.
+/// The number of shards that this process has opened to describe them.
 static DESCRIBED: AtomicU64 = AtomicU64::new(0);
 
-/// Number of shards that this process has opened to describe them, for tests of scale.
+/// Returns the number of shards that this process has opened to describe them, for tests of scale.
 #[doc(hidden)]
 pub fn described() -> u64 {
     DESCRIBED.load(Ordering::Relaxed)
 }
 
-/// Answers about files.
+/// Answers questions about the files of data sets.
 #[derive(Debug)]
 pub struct ShardIndex(Source);
 
 #[derive(Debug)]
 enum Source {
-    /// The files themselves.
-    Files { sandbox: Sandbox, kept: Option<Kept> },
-    /// The answers of another rank that are left.
-    Told {
+    /// Reads the files, and records the answers if they are to be sent.
+    Files { sandbox: Sandbox, recorded: Option<Recorded> },
+    /// Repeats the answers of another rank.
+    Received {
         left: VecDeque<Answer>,
         before: Before,
-        /// Whether the files here are compared with the answers.
+        /// Whether the files on this node are compared with the answers.
         compares: bool,
     },
 }
 
-/// Answers so far, to be sent.
+/// The answers so far, to be sent.
 #[derive(Debug, Default)]
-struct Kept {
+struct Recorded {
     answers: Vec<Answer>,
     before: Before,
 }
 
-/// An answer.
+/// An answer to a question about the files.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Answer {
-    Held(Held),
+    ValidationSource(Held),
     Files(Vec<PathBuf>),
     Shard(Brief),
 }
 
 impl ShardIndex {
-    /// Looks at the files.
+    /// Creates an index that reads the files.
     pub(super) fn of_files() -> Self {
-        Self(Source::Files { sandbox: Sandbox::default(), kept: None })
+        Self(Source::Files { sandbox: Sandbox::default(), recorded: None })
     }
 
-    /// Looks at the files, and keeps the answers for [`ShardIndex::tell`].
+    /// Creates an index that reads the files, and records the answers for other ranks.
     pub fn to_be_told() -> Self {
-        Self(Source::Files { sandbox: Sandbox::default(), kept: Some(Kept::default()) })
+        Self(Source::Files { sandbox: Sandbox::default(), recorded: Some(Recorded::default()) })
     }
 
-    /// Repeats the answers of another rank. `compares` them with the files that this rank sees: on
-    /// one rank of each node, since nodes may have copies of their own.
+    /// Creates an index that repeats the answers of another rank, given in `bytes`. If `compares`,
+    /// they are compared with the files that this rank sees: one rank of each node does so, since
+    /// nodes may have their own copies.
     ///
     /// # Errors
-    /// Returns an error if they are malformed.
+    /// Returns an error if `bytes` are malformed.
     pub fn told(bytes: &[u8], compares: bool) -> Result<Self> {
         let left = serde_json::from_slice(bytes).map_err(|e| {
             Error::comm(format!("another rank sent malformed descriptions of data: {e}"))
         })?;
-        Ok(Self(Source::Told { left, before: Before::default(), compares }))
+        Ok(Self(Source::Received { left, before: Before::default(), compares }))
     }
 
-    /// The answers so far, for other ranks.
+    /// Returns the answers so far in the form in which other ranks receive them.
     ///
     /// # Errors
-    /// Returns an error if they cannot be written.
+    /// Returns an error if the answers cannot be serialised, or if they came from another rank.
     pub fn tell(self) -> Result<Vec<u8>> {
         let answers = match self.0 {
-            Source::Files { kept, .. } => kept.unwrap_or_default().answers,
-            Source::Told { .. } => {
+            Source::Files { recorded, .. } => recorded.unwrap_or_default().answers,
+            Source::Received { .. } => {
                 return Err(Error::internal("descriptions of another rank are sent again"));
             }
         };
@@ -95,52 +96,56 @@ impl ShardIndex {
             .map_err(|e| Error::internal(format!("descriptions of data: {e}")))
     }
 
-    /// Location of the validation samples of a data set.
+    /// Returns where the validation samples of a data set are.
     ///
     /// # Errors
-    /// As [`DataSpec::held`].
+    /// Returns an error if the data does not exist, or if no file matches a name that was given.
     pub fn held(&mut self, spec: &DataSpec) -> Result<Held> {
         match &mut self.0 {
-            Source::Files { kept, .. } => {
-                let held = spec.held()?;
-                kept.iter_mut().for_each(|kept| kept.answers.push(Answer::Held(held)));
-                Ok(held)
+            Source::Files { recorded, .. } => {
+                let source = spec.held()?;
+                if let Some(recorded) = recorded {
+                    recorded.answers.push(Answer::ValidationSource(source));
+                }
+                Ok(source)
             }
-            Source::Told { left, .. } => match left.pop_front() {
-                Some(Answer::Held(held)) => Ok(held),
+            Source::Received { left, .. } => match left.pop_front() {
+                Some(Answer::ValidationSource(source)) => Ok(source),
                 _ => Err(other_question(&spec.path)),
             },
         }
     }
 
-    /// The shards of a part of a data set.
+    /// Returns the shards of a split of a data set.
     pub(super) fn files(&mut self, spec: &DataSpec, split: Split) -> Result<Vec<PathBuf>> {
         match &mut self.0 {
-            Source::Files { kept, .. } => {
+            Source::Files { recorded, .. } => {
                 let files = spec.files(split)?;
-                kept.iter_mut().for_each(|kept| kept.answers.push(Answer::Files(files.clone())));
+                recorded
+                    .iter_mut()
+                    .for_each(|recorded| recorded.answers.push(Answer::Files(files.clone())));
                 Ok(files)
             }
-            Source::Told { left, .. } => match left.pop_front() {
+            Source::Received { left, .. } => match left.pop_front() {
                 Some(Answer::Files(files)) => Ok(files),
                 _ => Err(other_question(&spec.path)),
             },
         }
     }
 
-    /// The shard at `path`.
+    /// Returns the shard at `path`.
     pub(super) fn shard(&mut self, path: &Path, spec: &DataSpec) -> Result<Shard> {
         match &mut self.0 {
-            Source::Files { sandbox, kept } => {
+            Source::Files { sandbox, recorded } => {
                 DESCRIBED.fetch_add(1, Ordering::Relaxed);
                 let mut shard = sandbox.shard(path, spec)?;
-                if let Some(kept) = kept {
-                    let brief = kept.before.shorten(&mut shard);
-                    kept.answers.push(Answer::Shard(brief));
+                if let Some(recorded) = recorded {
+                    let brief = recorded.before.shorten(&mut shard);
+                    recorded.answers.push(Answer::Shard(brief));
                 }
                 Ok(shard)
             }
-            Source::Told { left, before, compares } => match left.pop_front() {
+            Source::Received { left, before, compares } => match left.pop_front() {
                 Some(Answer::Shard(brief)) => {
                     let shard = before.complete(brief);
                     let shard = shard.ok_or_else(|| {

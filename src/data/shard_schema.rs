@@ -19,7 +19,7 @@ use super::storage;
 use super::walk::dataset_names;
 use hpctrain_base::error::{Error, Result};
 
-/// The largest value means "too large", see [`Stored::to_ids`].
+/// The largest value means "too large", see [`ElementType::to_ids`].
 pub(super) const MAX_VOCABULARY: usize = i32::MAX as usize;
 
 /// The datasets that samples are made of.
@@ -29,68 +29,68 @@ pub(super) enum ShardSchema {
     Tokens(Field),
     /// Samples of `context` ids each, with their targets.
     Samples { inputs: Field, targets: Field },
-    /// A row of each for every sample.
+    /// One row of each dataset for every sample.
     Rows(Box<Rows>),
 }
 
 /// The datasets of rows.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Rows {
-    /// None where samples have categories alone.
+    /// The inputs; `None` if samples have categories only.
     pub inputs: Option<Field>,
     /// Ids of categories.
     pub categories: Option<Field>,
-    /// None where they are not asked for.
+    /// The targets; `None` if they are not requested.
     pub targets: Option<Field>,
-    /// Factors of the rows' losses, one each.
+    /// The factors of the rows' losses, one for each row.
     pub weights: Option<Field>,
-    /// Scale of the inputs: means and standard deviations; none for numbers taken as stored.
+    /// The scale of the inputs: means and standard deviations; `None` for numbers used as stored.
     pub standard: Option<MeanStd>,
     /// Images whose channels come first in the file.
     pub planes: Option<Planes>,
-    /// Inputs are unsigned bytes without a scale.
+    /// Whether inputs are unsigned bytes without a scale.
     pub is_unscaled: bool,
 }
 
-/// An open file, and where it is.
+/// An open file and its path.
 #[derive(Clone, Copy)]
 pub(super) struct Place<'a> {
     pub file: &'a File,
     pub path: &'a Path,
-    /// Treatment of its external raw files.
+    /// The treatment of its external raw files.
     pub external_files: ExternalFiles,
 }
 
-/// A dataset.
+/// The description of a dataset.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Field {
     pub name: String,
-    /// Type that its elements are read as.
+    /// The type that its elements are read as.
     pub kind: ReadAs,
     pub dtype: Dtype,
     pub shape: Vec<usize>,
-    /// Type of its elements in memory, before conversion to ids or numbers.
+    /// The type of its elements in memory, before conversion to ids or numbers.
     pub stored: ElementType,
-    /// The file has them bit by bit as they are in memory.
+    /// Whether the file has the elements bit for bit as they are in memory.
     pub is_native: bool,
-    /// Shape of a chunk, if it is chunked.
+    /// The shape of a chunk, if it is chunked.
     pub chunk: Option<Vec<usize>>,
-    /// Chunks are compressed, or filtered otherwise.
+    /// Whether chunks are compressed, or filtered otherwise.
     pub is_filtered: bool,
-    /// Offset of its elements in the shard's own file, if they are contiguous and stored as they
-    /// are in memory.
+    /// The offset of its elements in the shard's own file, if they are contiguous and stored as
+    /// they are in memory.
     pub offset: Option<u64>,
-    /// Some of its elements are in other files.
+    /// Whether some of its elements are in other files.
     pub is_elsewhere: bool,
-    /// None of its elements was ever written.
+    /// Whether none of its elements was ever written.
     pub is_unwritten: bool,
-    /// How its numbers are packed, and which elements are missing; none where there is nothing to
-    /// do.
+    /// How its numbers are packed, and which elements are missing; `None` if neither applies.
     pub packing: Option<Packing>,
 }
 
 impl ShardSchema {
-    /// Tokens if there are any, else samples.
+    /// Finds the datasets of a file: rows if `spec` asks for them, otherwise tokens if there are
+    /// any, else samples.
     pub(super) fn find(place: Place<'_>, spec: &DataSpec) -> Result<Self> {
         let file = place.file;
         match &spec.samples {
@@ -131,7 +131,7 @@ impl ShardSchema {
         Ok(Self::Samples { inputs, targets })
     }
 
-    /// The scale of the inputs, if there is one.
+    /// Returns the scale of the inputs, if there is one.
     pub(super) fn standard(&self) -> Option<&MeanStd> {
         match self {
             Self::Rows(rows) => rows.standard.as_ref(),
@@ -139,12 +139,12 @@ impl ShardSchema {
         }
     }
 
-    /// Whether inputs are bytes that nothing scales.
+    /// Returns whether inputs are bytes that nothing scales.
     pub(super) fn is_unscaled(&self) -> bool {
         matches!(self, Self::Rows(rows) if rows.is_unscaled)
     }
 
-    /// Images whose channels come first, if they do.
+    /// Returns the layout of images whose channels come first, if they do.
     pub(super) fn planes(&self) -> Option<Planes> {
         match self {
             Self::Rows(rows) => rows.planes,
@@ -152,7 +152,7 @@ impl ShardSchema {
         }
     }
 
-    /// Rows of `input` elements, ids of categories, and targets.
+    /// Finds rows of `input` elements, ids of categories, and targets.
     fn rows(
         place: Place<'_>,
         spec: &DataSpec,
@@ -190,7 +190,7 @@ impl ShardSchema {
             return Err(Error::input(format!(
                 "{message}, but the network has {tables} embedding tables"
             ))
-            .hint("let `ids` of embedding_tables have a number for each category"));
+            .hint("set `ids` of embedding_tables to one number for each category"));
         }
         let targets = match target {
             Target::Unknown => None,
@@ -201,7 +201,7 @@ impl ShardSchema {
             return Err(Error::input(
                 "data.scale is for inputs that are numbers, but the network takes ids",
             )
-            .hint("leave it out"));
+            .hint("omit it"));
         }
         let mut planes = None;
         let mut standard = None;
@@ -246,7 +246,7 @@ impl ShardSchema {
         Ok(content)
     }
 
-    /// A number for each of `rows` rows, if there is to be one.
+    /// Finds the weights of `rows` rows, if there are to be any.
     fn find_weights(place: Place<'_>, spec: &DataSpec, rows: usize) -> Result<Option<Field>> {
         let file = place.file;
         let name = match spec.weights.as_deref() {
@@ -257,7 +257,7 @@ impl ShardSchema {
         };
         if !file.link_exists(name) {
             return Err(lacking(file, format!("has no dataset {name}"))
-                .hint("name a dataset that is there as data.weights, or leave it out"));
+                .hint("set data.weights to an existing dataset, or omit it"));
         }
         let weights = Field::describe(place, name, ReadAs::Numbers)?;
         if (weights.rows(), weights.row_len()) != (rows, 1) {
@@ -269,7 +269,7 @@ impl ShardSchema {
         Ok(Some(weights))
     }
 
-    /// The dataset of weights, if there is one.
+    /// Returns the dataset of weights, if there is one.
     pub(super) fn weights(&self) -> Option<&Field> {
         match self {
             Self::Rows(rows) => rows.weights.as_ref(),
@@ -292,7 +292,7 @@ impl ShardSchema {
     }
 }
 
-/// The scale of the inputs of a file: of `data.scale`, else the file's own.
+/// Returns the scale of the inputs of a file: that of `data.scale`, otherwise the file's own.
 fn standard_of(
     file: &File,
     inputs: &Field,
@@ -305,7 +305,7 @@ fn standard_of(
             "data.scale = \"unit\" is for plain bytes, but {} has scale_factor or add_offset",
             inputs.name
         ))
-        .hint("leave data.scale out: the numbers are unpacked as they are read")),
+        .hint("omit data.scale: the numbers are unpacked as they are read")),
         Some(InputScale::Unit) if inputs.dtype.is_byte() => {
             Ok(Some(MeanStd { mean: vec![0.0], std: vec![255.0] }))
         }
@@ -315,7 +315,7 @@ fn standard_of(
                 inputs.name
             );
             Err(Error::input(format!("{message} {}", inputs.dtype))
-                .hint("leave it out; attributes mean and std of the dataset scale any type"))
+                .hint("omit it; attributes mean and std of the dataset scale any type"))
         }
         None => {
             let standard = MeanStd::read(file, &inputs.name, inputs.row_len())?;
@@ -344,8 +344,8 @@ fn standard_of(
     }
 }
 
-/// Elements of a row, the ids beside them and the kind of its target, if a file holds rows rather
-/// than text.
+/// Returns the number of elements of a row, the ids of its categories and the kind of its target,
+/// if a file holds rows rather than text.
 fn rows_of(place: Place<'_>, spec: &DataSpec) -> Result<Option<(usize, Ids, Target)>> {
     let file = place.file;
     let has = |name: &str| file.link_exists(name);
@@ -366,7 +366,7 @@ fn rows_of(place: Place<'_>, spec: &DataSpec) -> Result<Option<(usize, Ids, Targ
     }
     let targets = Field::describe(place, &spec.targets, ReadAs::Numbers)?;
     let is_integer = |field: &Field| field.dtype.is_integer() && !field.is_scaled();
-    // Windows of text: an id to predict for each id.
+    // Windows of text have an id to predict for each id.
     let is_text = |inputs: &Field| {
         is_integer(inputs) && inputs.shape.len() == 2 && inputs.shape == targets.shape
     };
@@ -388,16 +388,16 @@ fn lacking(file: &File, message: String) -> Error {
 }
 
 impl Field {
-    /// A dataset of token ids in so many dimensions, or so many.
+    /// Describes a dataset of token ids, which must have one of these numbers of dimensions.
     fn ids(place: Place<'_>, name: &str, ranks: &[usize]) -> Result<Self> {
         let field = Self::describe(place, name, ReadAs::Ids)?;
         if !ranks.contains(&field.shape.len()) {
-            let want = match ranks {
+            let expected = match ranks {
                 [2] => "two dimensions, samples x context",
                 _ => "one dimension, or documents x ids",
             };
             return Err(Error::input(format!(
-                "{name} has shape {}, but {want} is expected",
+                "{name} has shape {}, but {expected} is expected",
                 shape(&field.shape)
             ))
             .hint("name another dataset, or store the ids in that shape"));
@@ -405,29 +405,29 @@ impl Field {
         Ok(field)
     }
 
-    /// A class a row, or a one-hot row of all classes.
+    /// Describes targets that are classes, or one-hot rows of all classes.
     fn classes(place: Place<'_>, name: &str, classes: usize) -> Result<Self> {
         let dataset = storage::open(place.file, place.path, name)?;
-        // Products are checked where the dataset is described.
+        // Overflow of sizes is checked where the dataset is described.
         match dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent)) {
             1 => Self::describe(place, name, ReadAs::Ids),
             columns if columns == classes => Self::describe(place, name, ReadAs::Numbers),
             columns => {
-                Err(Error::input(format!("{name} has rows of {columns}, but the network tells {classes} classes apart"))
+                Err(Error::input(format!("{name} has rows of {columns}, but the network has {classes} classes"))
                     .hint(format!("store the number of the class of each row, or one-hot rows of {classes}; for several labels a row, set loss.kind = \"binary-cross-entropy\"")))
             }
         }
     }
 
-    /// So many numbers a row.
+    /// Describes targets that are `width` numbers per row.
     fn values(place: Place<'_>, name: &str, width: usize) -> Result<Self> {
         let targets = Self::describe(place, name, ReadAs::Numbers)?;
         if targets.row_len() == width {
             return Ok(targets);
         }
         let message = format!("{name} has rows of {}", targets.row_len());
-        Err(Error::input(format!("{message}, but the network predicts {width} of each sample"))
-            .hint("the last of model.layers must give as many, and loss.kind must fit the targets"))
+        Err(Error::input(format!("{message}, but the network predicts {width} for each sample"))
+            .hint("the last of model.layers must have as many units, and loss.kind must fit the targets"))
     }
 
     fn describe(place: Place<'_>, name: &str, kind: ReadAs) -> Result<Self> {
@@ -446,7 +446,7 @@ impl Field {
                 Error::input(format!("{name} is a scalar")).hint("store one row for each sample")
             );
         }
-        // Sizes are counted in bytes from here on.
+        // From here on sizes are counted in bytes.
         if decompression_limit::extent(&dims)
             .and_then(|elements| elements.checked_mul(dtype.size().max(8)))
             .is_none()
@@ -462,7 +462,7 @@ impl Field {
             dataset.dtype().and_then(|dtype| ElementType::of(&dtype)).map_err(unreadable)?;
         let (native, stored, packing) = Packing::of(&dataset, name, native, kind)?;
         let properties = dataset.create_plist().map_err(unreadable)?;
-        // A link may lead into another file, and elements may lie in files without structure.
+        // A link may lead into another file, and elements may lie in external raw files.
         let is_here = dataset.filename() == file.filename() && properties.external().is_empty();
         let is_virtual = dataset.layout() == Layout::Virtual;
         let sources =
@@ -484,22 +484,22 @@ impl Field {
         })
     }
 
-    /// Whether its elements differ from stored numbers by a scale or an offset.
+    /// Returns whether its elements differ from stored numbers by a scale or an offset.
     pub(super) fn is_scaled(&self) -> bool {
         self.packing.as_ref().is_some_and(Packing::is_scaled)
     }
 
-    /// Whether its elements have the same bits in memory as in the file.
+    /// Returns whether its elements have the same bits in memory as in the file.
     pub(super) fn is_native(&self) -> bool {
         self.is_native
     }
 
-    /// Bytes of a row in memory.
+    /// Returns the bytes of a row in memory.
     pub(super) fn row_bytes(&self) -> usize {
         self.row_len() * self.stored.width()
     }
 
-    /// Decompressed bytes of a chunk, if there are chunks.
+    /// Returns the decompressed bytes of a chunk, if there are chunks.
     pub(super) fn chunk_bytes(&self) -> Option<usize> {
         let bytes = |chunk: &Vec<usize>| {
             chunk.iter().fold(self.dtype.size(), |bytes, extent| bytes.saturating_mul(*extent))
@@ -507,22 +507,22 @@ impl Field {
         self.chunk.as_ref().map(bytes)
     }
 
-    /// Elements, or rows of elements if there are two dimensions.
+    /// Returns the number of rows; the number of elements if there is one dimension.
     pub(super) fn rows(&self) -> usize {
         self.shape[0]
     }
 
-    /// Elements of a row.
+    /// Returns the number of elements of a row.
     pub(super) fn row_len(&self) -> usize {
         self.shape[1..].iter().product()
     }
 
-    /// Ids of a document: of a stream, all; else those of a row.
+    /// Returns the number of ids of a document: all ids of a stream, otherwise those of a row.
     pub(super) fn document(&self) -> usize {
         if self.shape.len() == 1 { self.rows() } else { self.row_len() }
     }
 
-    /// All ids.
+    /// Returns the number of all ids.
     pub(super) fn len(&self) -> usize {
         self.shape.iter().product()
     }

@@ -1,4 +1,5 @@
-//! Whether all shards of an import are there: training on fewer of them is not to be an accident.
+//! Checks that all shards of an import are present, so that training on a part of them is never an
+//! accident.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,10 +9,10 @@ use super::import::shard_name;
 use super::shard::Shard;
 use super::spec::Split;
 
-/// Missing shards that are named, at most.
+/// The largest number of missing shards that are named.
 const NAMED: usize = 5;
 
-/// The shards of one split of an import, as each of them tells of it.
+/// The shards of one split of an import, as each of them records it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Import<'a> {
     split: &'a str,
@@ -22,8 +23,9 @@ struct Import<'a> {
 }
 
 impl<'a> Import<'a> {
-    /// The import of a shard and its number; none where it does not tell.
-    fn of(shard: &'a Shard) -> Option<(Self, u64)> {
+    /// Returns the import of a shard and its number there; `None` if the shard does not record
+    /// them.
+    fn from_shard(shard: &'a Shard) -> Option<(Self, u64)> {
         let header = &shard.header;
         let text = |text: &'a Option<String>| text.as_deref().unwrap_or_default();
         let import = Self {
@@ -36,7 +38,8 @@ impl<'a> Import<'a> {
         Some((import, header.shard?))
     }
 
-    /// The file name of shard `number`: as that of `other`, which is another one of them.
+    /// Returns the file name of shard `number`, formed like the name of `other`, another shard of
+    /// the import.
     fn file(&self, number: u64, (of_other, other): (&str, u64)) -> String {
         let digits = |number: u64| format!("{number:05}");
         match of_other.rsplit_once(&digits(other)) {
@@ -58,15 +61,15 @@ impl fmt::Display for Import<'_> {
     }
 }
 
-/// Lists the faults among the shards of a directory, of the first import first: two with one
-/// number, numbers that there cannot be, and missing ones, as far as their names are `wanted`.
-/// Shards that tell nothing of others count for nothing.
+/// Lists the problems of the shards of a directory: two with the same number, numbers that are out
+/// of range, and missing ones whose names are `wanted`. Problems of the first import come first.
+/// Shards that do not record their import are ignored.
 pub(super) fn problems(shards: &[Shard], wanted: impl Fn(&str) -> bool) -> Vec<String> {
     let file_name =
         |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut imports: BTreeMap<Import<'_>, BTreeMap<u64, Vec<String>>> = BTreeMap::new();
     for shard in shards {
-        if let Some((import, number)) = Import::of(shard) {
+        if let Some((import, number)) = Import::from_shard(shard) {
             imports
                 .entry(import)
                 .or_default()
@@ -93,9 +96,10 @@ pub(super) fn problems(shards: &[Shard], wanted: impl Fn(&str) -> bool) -> Vec<S
         let missing = missing.map(|number| (number, import.file(number, (&files[0], *first))));
         let mut absent = Vec::new();
         for (number, name) in missing.filter(|(_, name)| wanted(name)) {
-            match shards.iter().find(|shard| file_name(&shard.path) == name).map(Import::of) {
+            match shards.iter().find(|shard| file_name(&shard.path) == name).map(Import::from_shard)
+            {
                 None => absent.push(name),
-                // Perhaps the double of another, which has been told.
+                // Perhaps a duplicate of another shard, which was reported above.
                 Some(Some((other, own))) if other == *import => match numbers.get(&own) {
                     Some(files) if files.len() > 1 => {}
                     _ => problems

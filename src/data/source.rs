@@ -1,20 +1,20 @@
-//! Sources of samples: files, or a program's own code.
+//! The trait of sources of samples: files, or code of a program.
 
 use super::sample_fields::{SampleMut, SampleSizes};
 use super::{Dataset, Fingerprint, Preprocessing, Tokenizer, preprocessing};
 use hpctrain_base::error::Result;
 
-/// Numbered samples for training or evaluation. [`Dataset`] is one, of HDF5 files; a program may
-/// have others, of other files or made in code.
+/// Numbered samples for training or evaluation. [`Dataset`] implements it for HDF5 files; a program
+/// may implement it for other files or for samples that it generates.
 ///
-/// Every rank has a source of its own and is asked for the samples of its part of each batch. Which
-/// sample stands at which position of a run follows from seed, epoch and position alone
-/// ([`Sampler`](super::Sampler)); so if a number always gives the same sample, on every rank, a run
-/// has the same bits on any number of ranks and after every restart. Random parts of a sample are
-/// therefore to be drawn from its number, as with [`random`](hpctrain_base::random).
+/// Every rank has its own source and requests the samples of its part of each batch. Seed, epoch
+/// and position alone determine which sample is at which position of a run
+/// ([`Sampler`](super::Sampler)). So if a number always gives the same sample on every rank, a run
+/// has the same bits on any number of ranks and after every restart. Random parts of a sample
+/// should therefore be derived from its number, as with [`random`](hpctrain_base::random).
 ///
-/// A whole run looks at each sample, for ids and classes that the network does not know and numbers
-/// that are none; in a loop of one's own, `engine::Splits::checked` does.
+/// A whole run checks each sample for ids and classes that the network does not have and for
+/// numbers that are not finite; in a custom loop, `engine::Splits::checked` does.
 ///
 /// ```
 /// use hpctrain_data::{SampleMut, SampleSizes, Source};
@@ -47,27 +47,26 @@ use hpctrain_base::error::Result;
 /// # Ok::<(), hpctrain_base::error::Error>(())
 /// ```
 pub trait Source: Send {
-    /// Number of samples; at least one.
+    /// Returns the number of samples; at least one.
     fn samples(&self) -> u64;
 
-    /// Elements of a sample's parts: the inputs of the network, and its targets. Of text, as many
-    /// ids as classes; of rows, ids or features, and one class or some values, and if samples are
-    /// not to count alike in training, a weight.
+    /// Returns the number of elements of a sample's parts: the inputs of the network, and its
+    /// targets. Text has as many ids as classes; rows have ids or features, and one class or some
+    /// values, and a weight if samples have different weights in training.
     fn sizes(&self) -> SampleSizes;
 
-    /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] gives, with sample
+    /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] returns, with sample
     /// number `sample`.
     ///
     /// # Errors
-    /// Any failure to read the sample: it ends the run.
+    /// Returns an error if the sample cannot be read, which ends the run.
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()>;
 
-    /// Overwrites `into` with `count` samples from number `first` on, one after the other, as pass
-    /// number `epoch` over the data sees them. Unless a source knows better, each is read by itself
-    /// and every pass sees the same.
+    /// Overwrites `into` with `count` samples from number `first` on, one after the other, as in
+    /// epoch `epoch`. The default reads each by itself, and the same samples in every epoch.
     ///
     /// # Errors
-    /// As [`Source::read`].
+    /// Returns an error if [`Source::read`] does.
     fn read_run(
         &mut self,
         first: u64,
@@ -83,71 +82,70 @@ pub trait Source: Send {
         Ok(())
     }
 
-    /// Samples of each of the data sets that it is made of, one after the other.
+    /// Returns the number of samples of each of the data sets that it is made of.
     fn parts(&self) -> Vec<u64> {
         vec![self.samples()]
     }
 
-    /// Identity of the samples: a checkpoint keeps it, and a run goes on from there only with the
-    /// same ones. Unless a source knows better, it is their number only. `None` makes no claim at
-    /// all.
+    /// Returns the identity of the samples: a checkpoint records it, and a run is resumed only with
+    /// the same samples. The default is their number. `None` disables the check.
     fn fingerprint(&self) -> Option<Fingerprint> {
         Some(Fingerprint::of_samples(self.samples()))
     }
 
-    /// Most bytes that it caches.
+    /// Returns the largest number of bytes that it caches.
     fn cache_limit(&self) -> usize {
         0
     }
 
-    /// Bytes that it caches now.
+    /// Returns the number of bytes that it caches now.
     fn cached(&self) -> usize {
         0
     }
 
-    /// A note on samples that were left out when the source was made.
+    /// Returns a note on samples that were skipped when the source was created.
     fn left_out(&self) -> Option<String> {
         None
     }
 
-    /// A warning of one line, if the network is given unscaled bytes.
+    /// Returns a warning of one line if the network would get unscaled bytes.
     fn unscaled(&self) -> Option<String> {
         None
     }
 
-    /// Predictions of a sample; of text, positions.
+    /// Returns the number of predictions per sample; for text, of positions.
     fn context(&self) -> usize {
         self.sizes().classes.max(1)
     }
 
-    /// All ids of a text are below this; 0 where the data does not say, or has none.
+    /// Returns a bound that all ids of text are below; 0 if it is not known, or if there are no
+    /// ids.
     fn vocabulary(&self) -> usize {
         0
     }
 
-    /// Elements of inputs that all samples have together, for people.
+    /// Returns the number of input elements of all samples together, for display.
     fn tokens(&self) -> u64 {
         let SampleSizes { ids, features, .. } = self.sizes();
         self.samples().saturating_mul((ids + features) as u64)
     }
 
-    /// The tokenizer, if there is one.
+    /// Returns the tokenizer, if there is one.
     fn tokenizer(&self) -> Option<&Tokenizer> {
         None
     }
 
-    /// Preprocessing of samples as they are read. A program that makes its samples itself has a
-    /// tokenizer at most.
+    /// Returns the preprocessing of samples as they are read. For samples that a program generates,
+    /// it has a tokenizer at most.
     fn preprocessing(&self) -> Preprocessing {
         Preprocessing { tokenizer: self.tokenizer().cloned(), ..Preprocessing::default() }
     }
 
-    /// Converts samples from now on to the preprocessing `to` that a network was trained with.
-    /// Returns a description of each conversion. Samples that a program makes itself are left as
-    /// they are.
+    /// Makes later reads convert samples to the preprocessing `to` that a network was trained with.
+    /// Returns a description of each conversion. The default does not convert samples.
     ///
     /// # Errors
-    /// They cannot be brought to it, or the tokenizers differ.
+    /// Returns an error if samples cannot be converted to it, or if the tokenizers differ.
     fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
         preprocessing::tokenizer(self.tokenizer(), to.tokenizer.as_ref()).map(|_| vec![])
     }

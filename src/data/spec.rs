@@ -1,5 +1,5 @@
-//! Description of a data set: location of its files, names of their datasets, and the parts of a
-//! sample.
+//! The description of a data set: the location of its files, the names of their datasets, and the
+//! parts of a sample.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -13,79 +13,79 @@ use super::sample_fields::SampleSizes;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::pattern::matches;
 
-/// The dataset that weights are looked for in unless another is named.
+/// The dataset of weights unless another is named.
 pub(super) const WEIGHTS: &str = "/weights";
 
-/// File names of validation shards unless others are given: they need not be there.
+/// The default file names of validation shards, which need not exist.
 const VALIDATION: &str = "val-*.h5";
 
-/// Location of the validation samples.
+/// Where the validation samples are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Held {
-    /// In shards of their own.
+    /// In separate shards.
     Shards,
-    /// Among those for training: [`DataSpec::val_fraction`] of them.
+    /// Among the training samples: the fraction [`DataSpec::val_fraction`] of them.
     Fraction,
-    /// There are none.
+    /// Nowhere: there are none.
     Nowhere,
 }
 
-/// Location of the data, and the names of its files and datasets.
+/// The location of the data, and the names of its files and datasets.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DataSpec {
     /// A directory of shards, or one HDF5 file.
     #[serde(with = "raw_path")]
     pub path: PathBuf,
-    /// File names of the training shards: `*` stands for any characters, `[02-4]` for one of those
-    /// in brackets.
+    /// The file names of the training shards: `*` stands for any characters, `[02-4]` for one of
+    /// those in brackets.
     pub train: String,
-    /// File names of the validation shards.
+    /// The file names of the validation shards.
     pub validation: String,
-    /// The dataset of token ids, one dimension.
+    /// The dataset of token ids, in one dimension.
     pub tokens: String,
-    /// The dataset of input ids where samples are ready-made, samples x context.
+    /// The dataset of input ids if samples are already cut, samples x context.
     pub inputs: String,
     /// The dataset of ids of categories, samples x categories.
     pub categories: String,
-    /// The dataset of target ids, of the same shape.
+    /// The dataset of target ids, with the shape of the inputs.
     pub targets: String,
-    /// The dataset with a factor of each row's loss; `/weights` if none is given and files have
-    /// one, none if empty.
+    /// The dataset with a factor of each row's loss; `/weights` if none is given and the files have
+    /// it; no weights if empty.
     pub weights: Option<String>,
-    /// Shape of a row as the network takes it; empty where any with as many elements will do.
+    /// The shape of a row as the network takes it; empty if any with as many elements is allowed.
     pub shape: Vec<usize>,
-    /// Order of the axes of images.
+    /// The order of the axes of images.
     pub axes: Axes,
-    /// The part of the samples that is kept for validation where there are no validation shards; 0
+    /// The fraction of the samples that is kept for validation if there are no validation shards; 0
     /// keeps none.
     pub val_fraction: f64,
-    /// Scaling of inputs; if left out, the mean and standard deviation in the files.
+    /// The scaling of inputs. Default: the mean and standard deviation in the files.
     pub scale: Option<InputScale>,
-    /// The number of ids, for files that do not tell; may also pad the files' own number.
+    /// The number of ids, for files that do not record it; may also pad the files' own number.
     pub vocabulary: Option<usize>,
-    /// Verification of blocks against their checksums as they are read.
+    /// The verification of blocks against their checksums as they are read.
     pub verify: Verify,
-    /// Treatment of external raw files outside the directory of the file that names them.
+    /// The treatment of external raw files outside the directory of the file that names them.
     pub external_files: ExternalFiles,
     /// The samples to be read.
     pub samples: SampleSpec,
 }
 
-/// Verification of blocks against their checksums as they are read.
+/// The verification of blocks against their checksums as they are read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verify {
-    /// No block.
+    /// No block is verified.
     Off,
-    /// Each block on the first read of it by this process.
+    /// Each block is verified when this process first reads it.
     #[default]
     FirstPass,
-    /// Every block on every read.
+    /// Every block is verified on every read.
     Always,
 }
 
-/// Treatment of external raw files of HDF5 outside the directory of the file that names them: such
-/// a file names any path, and all that the user may read would become data.
+/// The treatment of external raw files of HDF5 outside the directory of the file that names them: a
+/// file can name any path, so anything that the user may read could become data.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ExternalFiles {
@@ -96,11 +96,11 @@ pub enum ExternalFiles {
     Allow,
 }
 
-/// Scaling of inputs, in the place of the mean and standard deviation that a file may give.
+/// The scaling of inputs, which replaces the mean and standard deviation that a file may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum InputScale {
-    /// Not at all.
+    /// Inputs are not scaled.
     None,
     /// Unsigned bytes are divided by 255.
     Unit,
@@ -111,33 +111,33 @@ pub enum InputScale {
 pub enum SampleSpec {
     /// Token ids and the ids that follow them.
     Text,
-    /// All parts found in the files: to inspect, not to train on.
+    /// All parts found in the files, for inspection rather than training.
     Anything,
     /// A row of inputs and a target.
     Rows {
-        /// Elements of the inputs.
+        /// The number of elements of the inputs.
         input: usize,
-        /// The ids among them or beside them.
+        /// The ids among or besides the inputs.
         ids: Ids,
         /// The target.
         target: Target,
     },
 }
 
-/// Ids that are not of text.
+/// The ids of samples that are not text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Ids {
     /// There are none: inputs are numbers.
     None,
-    /// Inputs are ids below this.
+    /// Inputs are ids below this number.
     Input(usize),
-    /// Beside inputs, which are numbers, there is an id of each category, below its own number:
-    /// rows of its table. As parts of a sample they count through all tables, those of the second
-    /// from where those of the first end.
+    /// Besides inputs, which are numbers, there is an id for each category: a row of its embedding
+    /// table, below this number of rows. As parts of a sample, ids count through all tables: those
+    /// of the second table start where those of the first end.
     Tables(#[serde(with = "tables")] Arc<[usize]>),
 }
 
-/// Rows of tables that several hold, as a list.
+/// Serialisation of shared numbers of rows, as a list.
 mod tables {
     use std::sync::Arc;
 
@@ -155,17 +155,17 @@ mod tables {
 /// The target of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Target {
-    /// One of so many classes.
+    /// One of this number of classes.
     Class(usize),
-    /// So many numbers.
+    /// This number of values.
     Values(usize),
-    /// None: the network is to predict it.
+    /// No target: the network is to predict it.
     Unknown,
 }
 
 impl SampleSpec {
-    /// Elements of a sample's parts, of `context` predictions; no weights, which rows may have or
-    /// not.
+    /// Returns the number of elements of a sample's parts, with `context` predictions, and without
+    /// weights, which rows may or may not have.
     pub fn sizes(&self, context: usize) -> SampleSizes {
         let Self::Rows { input, ids, target } = self else {
             return SampleSizes { ids: context, classes: context, ..SampleSizes::default() };
@@ -183,7 +183,7 @@ impl SampleSpec {
         SampleSizes { ids, features, classes, values, weights: 0 }
     }
 
-    /// The number that all ids are below; none of text, whose vocabulary is the network's.
+    /// Returns a bound that all ids are below; `None` for text, whose vocabulary is the network's.
     pub fn ids_below(&self) -> Option<usize> {
         let Self::Rows { ids, .. } = self else { return None };
         Some(match ids {
@@ -195,7 +195,7 @@ impl SampleSpec {
 }
 
 impl DataSpec {
-    /// The names that the importer gives, at `path`.
+    /// Creates a description with the names that the importer uses, at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
@@ -217,7 +217,7 @@ impl DataSpec {
         }
     }
 
-    /// The key with the pattern of names of a split, and the pattern.
+    /// Returns the key with the pattern of file names of a split, and the pattern.
     pub(super) fn pattern(&self, split: Split) -> (&'static str, &str) {
         match split {
             Split::Train => ("data.train", &self.train),
@@ -225,10 +225,11 @@ impl DataSpec {
         }
     }
 
-    /// Location of the validation samples.
+    /// Returns where the validation samples are.
     ///
     /// # Errors
-    /// The data does not exist, or file names that were asked for fit none.
+    /// Returns an error if the data does not exist, or if no file matches a validation pattern that
+    /// was given.
     pub fn held(&self) -> Result<Held> {
         let has_shards =
             || Ok(file_names(&self.path)?.iter().any(|name| matches(&self.validation, name)));
@@ -245,7 +246,7 @@ impl DataSpec {
         }
     }
 
-    /// The shards of `split`, sorted by name; at least one.
+    /// Returns the shards of `split`, sorted by name; at least one.
     pub fn files(&self, split: Split) -> Result<Vec<PathBuf>> {
         let path = self.path.display();
         let metadata = std::fs::metadata(&self.path).map_err(|e| match e.kind() {
@@ -277,7 +278,7 @@ impl DataSpec {
     }
 }
 
-/// The names of all entries of a directory, sorted.
+/// Returns the names of all entries of a directory, sorted.
 pub(super) fn file_names(directory: &Path) -> Result<Vec<String>> {
     let failed = |e| Error::io("list", directory, e);
     let entries: Vec<_> =
@@ -288,7 +289,7 @@ pub(super) fn file_names(directory: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The first few names, and their total number.
+/// Lists the first few names, and their total number.
 fn listing(names: &[String]) -> String {
     const SHOWN: usize = 5;
     match names.len() {
@@ -298,7 +299,7 @@ fn listing(names: &[String]) -> String {
     }
 }
 
-/// The two parts of a data set.
+/// The two splits of a data set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
     /// Training samples.
@@ -308,7 +309,7 @@ pub enum Split {
 }
 
 impl Split {
-    /// The word for it in files and messages.
+    /// Returns the name of the split in files and messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Train => "train",

@@ -1,7 +1,7 @@
-//! Location of the elements of a dataset, and whether all of them are there.
+//! Checks that all elements of a dataset are present, wherever they are stored.
 //!
-//! HDF5 opens a dataset whose elements are elsewhere, and reads fill values or zeros in the place
-//! of missing ones. So their presence is checked first, and errors name dataset and file.
+//! HDF5 opens a dataset whose elements are in other files, and reads fill values or zeros instead
+//! of missing ones. So their presence is checked first, and errors name the dataset and the file.
 
 use std::path::{Path, PathBuf};
 
@@ -16,13 +16,13 @@ use super::h5::{self, Source, shape};
 use super::spec::ExternalFiles;
 use hpctrain_base::error::{Error, Result};
 
-/// Virtual data sets within each other, at most: more are a circle.
+/// The largest depth of nested virtual data sets: more are a cycle.
 const DEEPEST: usize = 8;
 
 /// Opens a dataset of the file at `path`.
 ///
 /// # Errors
-/// It is not there, a link to it leads nowhere, or it is of a newer format.
+/// Returns an error if it does not exist, a link to it is broken, or it has a newer format.
 pub(super) fn open(file: &File, path: &Path, name: &str) -> Result<Dataset> {
     file.dataset(name).map_err(|e| {
         if let Some(e) = broken_link(file, path, name) {
@@ -37,13 +37,13 @@ pub(super) fn open(file: &File, path: &Path, name: &str) -> Result<Dataset> {
     })
 }
 
-/// The error of a dataset that HDF5 does not open for a reason of its own.
+/// Returns the error of a dataset that HDF5 does not open for another reason.
 pub(super) fn unreadable(name: &str, error: &hdf5::Error) -> Error {
     Error::input(format!("{name} cannot be opened as a dataset: {}", h5::one_line(error)))
         .hint("look at it with `h5ls -v` or h5py; import or write it again")
 }
 
-/// The error of the first broken link on the way to `name`, if there is one.
+/// Returns the error of the first broken link on the way to `name`, if there is one.
 fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
     let mut place = String::new();
     for part in name.split('/').filter(|part| !part.is_empty()) {
@@ -56,7 +56,7 @@ fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
         let leads = file.dataset(&place).is_ok() || file.group(&place).is_ok();
         match link(file, &place) {
             Some(Link::Soft(target)) if !leads => {
-                let message = format!("{whole} is a soft link to {target}, which is not there");
+                let message = format!("{whole} is a soft link to {target}, which does not exist");
                 return Some(
                     Error::input(message).hint("mend the link, or name the dataset itself"),
                 );
@@ -82,11 +82,11 @@ fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
     None
 }
 
-/// Refuses a dataset of the file at `path` some of whose elements are missing, cannot be decoded,
-/// or are in raw files that `external` does not allow.
+/// Checks that all elements of a dataset of the file at `path` are present and can be decoded, and
+/// that none are in raw files that `external` does not allow.
 ///
 /// # Errors
-/// Returns an error if a file or dataset is missing or refused; it names it and its place.
+/// Returns an error that names the file and dataset if one is missing or not allowed.
 pub(super) fn check(
     dataset: &Dataset,
     path: &Path,
@@ -117,8 +117,9 @@ fn check_to(
     check_size(dataset, name, width)
 }
 
-/// A read takes memory for whole rows and chunks: they must not be far larger than all that is
-/// stored, nor chunks hold far more than their size, which a decoder would unpack.
+/// Checks the sizes of rows and chunks. A read allocates whole rows and chunks: they must not be
+/// far larger than all that is stored, nor may chunks hold far more than their size, which a
+/// decoder would unpack.
 fn check_size(dataset: &Dataset, name: &str, width: usize) -> Result<()> {
     let shape = dataset.shape();
     let stored = dataset.storage_size();
@@ -136,7 +137,7 @@ fn check_size(dataset: &Dataset, name: &str, width: usize) -> Result<()> {
         let along =
             shape.iter().zip(&chunk).map(|(extent, chunk)| extent.div_ceil((*chunk).max(1)) as u64);
         let chunks = along.fold(1u64, u64::saturating_mul);
-        // Filters may make a chunk somewhat longer.
+        // Filters may make a chunk slightly longer.
         let most = chunks.saturating_mul((of_chunk + of_chunk / 4).saturating_add(CHUNK_ROOM));
         if stored > most {
             return Err(Error::input(format!(
@@ -151,21 +152,21 @@ fn check_size(dataset: &Dataset, name: &str, width: usize) -> Result<()> {
 /// Bytes that filters may add to a chunk of any size.
 const CHUNK_ROOM: u64 = 64 << 10;
 
-/// Whether a dataset has elements of its own none of which was ever written: all would be the fill
-/// value.
+/// Returns whether a dataset stores its own elements and none of them was ever written, so that all
+/// would be the fill value.
 pub(super) fn is_unwritten(dataset: &Dataset) -> hdf5::Result<bool> {
     let properties = dataset.create_plist()?;
     let is_own = properties.layout() != Layout::Virtual && properties.external().is_empty();
     Ok(is_own && dataset.size() > 0 && dataset.storage_size() == 0)
 }
 
-/// The error of such a dataset.
+/// Returns the error of a dataset that was never written.
 pub(super) fn unwritten(name: &str) -> Error {
     Error::input(format!("{name} was never written: all of its elements would be the fill value"))
         .hint("its writer may have failed: write it, or name another dataset")
 }
 
-/// Names of filters that are registered with the HDF Group, and not part of the library.
+/// Returns the name of a filter that is registered with the HDF Group but not part of the library.
 fn filter_name(number: i32) -> String {
     let name = match number {
         4 => "szip",
@@ -182,10 +183,11 @@ fn filter_name(number: i32) -> String {
     format!("{name} (filter {number})")
 }
 
-/// Elements of a row that is read to see whether it can be.
+/// The largest row that is read to test the filters, in elements.
 const LARGEST_ROW: usize = 1 << 28;
 
-/// A chunk may have been written without a filter that its dataset has: only a read tells.
+/// Returns an error if a filter of a dataset is missing. A chunk may have been written without the
+/// filter, so one is read to find out.
 fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> Result<()> {
     let missing = h5::missing_filters(properties).map_err(|e| unreadable(name, &e))?;
     let Some(first) = missing.first() else { return Ok(()) };
@@ -194,7 +196,7 @@ fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> R
         let row_len =
             dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent));
         if row_len > LARGEST_ROW {
-            return Err("a row that is too large to be tried".into());
+            return Err("a row that is too large to read".into());
         }
         let mut rows = h5::SlabReader::new(dataset.clone(), stored)?;
         rows.read(0, &mut vec![0; row_len * stored.width()])
@@ -215,7 +217,7 @@ fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> R
     }))
 }
 
-/// Every source must be there, large enough and in order itself, and all elements must have one.
+/// Checks that every source exists, is large enough and complete, and that all elements have one.
 fn check_sources(
     properties: &DatasetCreate,
     path: &Path,
@@ -233,9 +235,9 @@ fn check_sources(
     };
     let virtual_set = format!("{name} is a virtual data set, and its source");
     let of_source =
-        |e: Error| e.at(format_args!("{name}, a virtual data set, takes from its source"));
+        |e: Error| e.at(format_args!("{name}, a virtual data set, reads from its source"));
     for Source { file, dataset: of, gives, extents } in &sources {
-        // A pattern of names stands for the files that are there.
+        // A pattern of names stands for the files that exist.
         if [file, of].iter().any(|text| text.contains("%b")) {
             continue;
         }
@@ -262,7 +264,7 @@ fn check_sources(
             Error::input(format!("{virtual_set} {of} is {}, larger than any memory", shape(&has)))
                 .hint("write it with the shape that its data has")
         })? as u64;
-        // All of a source has no extents: there must be as many elements.
+        // If all of a source is used, extents are empty: it must have as many elements.
         let missing = match (extents.as_deref(), gives) {
             (Some([]), Some(gives)) => {
                 (*gives != elements).then(|| format!("{gives} elements of it"))
@@ -302,8 +304,8 @@ fn check_sources(
     }
 }
 
-/// Files without structure must be there, where they are allowed to be, and as long as the dataset
-/// needs.
+/// Checks that external raw files exist, are where they are allowed to be, and are as long as the
+/// dataset needs.
 fn check_raw(
     properties: &DatasetCreate,
     path: &Path,
@@ -313,7 +315,7 @@ fn check_raw(
 ) -> Result<()> {
     let mut left = bytes as u64;
     for raw in properties.external() {
-        // A size of 0 is no limit.
+        // A size of 0 means unlimited.
         let here = if raw.size == 0 { left } else { left.min(raw.size as u64) };
         left -= here;
         let place = raw_path(&raw.name, path);
@@ -333,7 +335,7 @@ fn check_raw(
             Ok(metadata) => metadata.len(),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return Err(Error::input(format!("{what}, which does not exist"))
-                    .hint("copy it too, and set HDF5_EXTFILE_PREFIX to its directory; ${ORIGIN} there is that of the HDF5 file"));
+                    .hint("copy it too, and set HDF5_EXTFILE_PREFIX to its directory; ${ORIGIN} in it stands for that of the HDF5 file"));
             }
             Err(e) => return Err(Error::io("read", &place, e)),
         };
@@ -348,7 +350,7 @@ fn check_raw(
     Ok(())
 }
 
-/// The directory of a file.
+/// Returns the directory of a file.
 fn folder(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -356,8 +358,9 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
-/// Whether a raw file is below the directory of the HDF5 file at `path`, or below the one that a
-/// link there leads to. One that cannot be found counts as beside: its absence is the error.
+/// Returns whether a raw file is below the directory of the HDF5 file at `path`, or below that of
+/// the target if `path` is a link. A file that does not exist counts as beside: its absence is
+/// reported separately.
 fn is_beside(raw: &Path, path: &Path) -> bool {
     let Ok(raw) = raw.canonicalize() else { return true };
     let of_target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
@@ -366,8 +369,8 @@ fn is_beside(raw: &Path, path: &Path) -> bool {
     is_below(folder(path)) || is_below(folder(&of_target))
 }
 
-/// Path at which HDF5 looks for an external raw file: below `HDF5_EXTFILE_PREFIX`, else the current
-/// directory.
+/// Returns the path at which HDF5 looks for an external raw file: below `HDF5_EXTFILE_PREFIX`,
+/// otherwise in the current directory.
 fn raw_path(name: &str, path: &Path) -> PathBuf {
     let prefix = std::env::var("HDF5_EXTFILE_PREFIX").unwrap_or_default();
     Path::new(&prefix.replace("${ORIGIN}", &folder(path).to_string_lossy())).join(name)
@@ -384,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_files_beside_the_file_are_told_from_others() {
+    fn raw_files_beside_the_file_are_distinguished_from_others() {
         let root = tempfile::tempdir().unwrap();
         let at = |name: &str| root.path().join(name);
         for folder in ["data", "data/raw", "data-2"] {
@@ -401,7 +404,7 @@ mod tests {
             ("data-2/x.raw", "data/x.h5", false),
             ("data/link.raw", "data/x.h5", false),
             ("data/raw/../../data-2/x.raw", "data/x.h5", false),
-            // Both the directory of the link and that of its target are the data's.
+            // Both the directory of the link and that of its target belong to the data.
             ("data/x.raw", "data-2/link.h5", true),
             ("data-2/x.raw", "data-2/link.h5", true),
             ("data-2/gone.raw", "data/x.h5", true),

@@ -1,58 +1,57 @@
-//! One data set cut into samples to learn from and samples to be measured on, where it has no
-//! shards for the latter.
+//! The split of one data set into training and validation samples, if it has no validation shards.
 //!
-//! The split follows from the samples' numbers and the fraction alone: not from a seed, the number
-//! of ranks, or the content of the samples. Of text the last windows are kept for validation; of
-//! rows one of every 1 / fraction that follow one another, at a place that a hash of their number
-//! gives, so that data in a repeating order is not cut along its period.
+//! The split is determined by the samples' numbers and the fraction alone: not by a seed, the
+//! number of ranks, or the content of the samples. For text, the last windows are kept for
+//! validation; for rows, one of every 1 / fraction consecutive ones, at an index that a hash of
+//! their number gives, so that data in a repeating order is not cut along its period.
 
 use super::spec::Split;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random::{derive, name};
 
-/// Fractions count in these parts of all.
+/// Fractions are counted in parts of this number.
 const WHOLE: u64 = 1_000_000;
 
-/// Numbering of the samples of a data set within a split.
+/// The numbering of the samples of a data set within a split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TrainValSplit {
-    /// Samples that are stored.
+    /// The number of samples that are stored.
     samples: u64,
-    part: Part,
+    selection: Selection,
 }
 
-/// The part of the samples that belongs to a split.
+/// Which samples belong to a split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum Selection {
     All,
-    /// The first ones, or the last ones.
+    /// The first samples, or the last ones.
     Ends {
         validation: u64,
         split: Split,
     },
-    /// One of every group of neighbours, or all others.
+    /// One sample of every group of consecutive samples, or all others.
     Scattered {
         parts: u64,
         split: Split,
     },
 }
 
-/// The fraction of samples kept for validation, in millionths.
+/// Returns the fraction of samples kept for validation, in millionths.
 pub(super) fn millionths(fraction: f64) -> u64 {
     (fraction * WHOLE as f64).round() as u64
 }
 
 impl TrainValSplit {
-    /// All samples.
+    /// Creates a split that has all samples.
     pub(super) fn all(samples: u64) -> Self {
-        Self { samples, part: Part::All }
+        Self { samples, selection: Selection::All }
     }
 
-    /// Samples of `path` that belong to `split`, if `fraction` of them are kept for validation: of
-    /// text its end, of rows some everywhere.
+    /// Creates the split `split` of `samples` samples of `path`, of which `fraction` are kept for
+    /// validation: the last ones for text, evenly spread ones for rows.
     ///
     /// # Errors
-    /// Nothing would be left for one of both.
+    /// Returns an error if one of the splits would have no samples.
     pub(super) fn new(
         samples: u64,
         fraction: f64,
@@ -69,44 +68,44 @@ impl TrainValSplit {
             return Err(Error::input(format!("{message} for validation"))
                 .hint("give a fraction that leaves at least one sample for training and one for validation"));
         }
-        let part = if is_text {
-            Part::Ends { validation, split }
+        let selection = if is_text {
+            Selection::Ends { validation, split }
         } else {
-            Part::Scattered { parts, split }
+            Selection::Scattered { parts, split }
         };
-        Ok(Self { samples, part })
+        Ok(Self { samples, selection })
     }
 
-    /// Number of stored samples.
+    /// Returns the number of stored samples.
     pub(super) fn stored(&self) -> u64 {
         self.samples
     }
 
-    /// Number of samples of the split.
+    /// Returns the number of samples of the split.
     pub(super) fn count(&self) -> u64 {
         let of = |validation: u64, split| {
             if split == Split::Validation { validation } else { self.samples - validation }
         };
-        match self.part {
-            Part::All => self.samples,
-            Part::Ends { validation, split } => of(validation, split),
-            Part::Scattered { parts, split } => of(self.groups(parts), split),
+        match self.selection {
+            Selection::All => self.samples,
+            Selection::Ends { validation, split } => of(validation, split),
+            Selection::Scattered { parts, split } => of(self.groups(parts), split),
         }
     }
 
-    /// Stored index of sample `number` of the split, and the number of consecutive stored samples
-    /// of the split from there on.
+    /// Returns the stored index of sample `number` of the split, and the number of consecutive
+    /// stored samples of the split from there on.
     pub(super) fn run(&self, number: u64) -> (u64, u64) {
-        match self.part {
-            Part::All => (number, self.samples - number),
-            Part::Ends { validation, split: Split::Train } => {
+        match self.selection {
+            Selection::All => (number, self.samples - number),
+            Selection::Ends { validation, split: Split::Train } => {
                 (number, self.samples - validation - number)
             }
-            Part::Ends { validation, split: Split::Validation } => {
+            Selection::Ends { validation, split: Split::Validation } => {
                 (self.samples - validation + number, validation - number)
             }
-            Part::Scattered { parts, split: Split::Validation } => (kept(number, parts), 1),
-            Part::Scattered { parts, split: Split::Train } => {
+            Selection::Scattered { parts, split: Split::Validation } => (kept(number, parts), 1),
+            Selection::Scattered { parts, split: Split::Train } => {
                 let groups = self.groups(parts);
                 // The last group before which no more than `number` samples are for training.
                 let mut group = 0;
@@ -130,18 +129,19 @@ impl TrainValSplit {
         }
     }
 
-    /// Groups that have a sample for validation; samples after the last group are for training.
+    /// Returns the number of groups that have a validation sample; samples after the last group are
+    /// for training.
     fn groups(&self, parts: u64) -> u64 {
         (u128::from(self.samples) * u128::from(parts) / u128::from(WHOLE)) as u64
     }
 }
 
-/// The first sample of a group.
+/// Returns the first sample of a group.
 fn start(group: u64, parts: u64) -> u64 {
     (u128::from(group) * u128::from(WHOLE)).div_ceil(u128::from(parts)) as u64
 }
 
-/// The sample of a group that is kept for validation.
+/// Returns the sample of a group that is kept for validation.
 fn kept(group: u64, parts: u64) -> u64 {
     let first = start(group, parts);
     let end = start(group + 1, parts);
@@ -153,7 +153,7 @@ fn kept(group: u64, parts: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// The stored samples of a split, by its numbers and by its runs.
+    /// Returns the stored samples of a split, by its numbers and by its runs.
     fn stored(samples: u64, fraction: f64, is_text: bool, split: Split) -> Vec<u64> {
         let division = TrainValSplit::new(samples, fraction, is_text, split, "x").unwrap();
         let one_by_one: Vec<u64> =

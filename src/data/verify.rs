@@ -1,4 +1,4 @@
-//! Reads all data and compares it with checksums and declared ranges.
+//! Verification of data: reads all of it and compares it with checksums and declared ranges.
 
 use std::fmt;
 use std::ops::Range;
@@ -22,23 +22,23 @@ use super::{DataSpec, SampleSpec, is_weight};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::pattern::matches;
 
-/// Ids read at a time where no checksum gives the block.
+/// The number of ids read at a time if no checksum gives the block.
 const BLOCK: usize = 1 << 16;
-/// Stored chunks of a few MiB are decompressed once even if blocks straddle them.
+/// Chunks of a few MiB are decompressed once even if blocks straddle them.
 const CACHE_BYTES: usize = 32 << 20;
 
-/// Counts of a successful verification.
+/// The counts of a successful verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct VerifyReport {
-    /// Files read.
+    /// The number of files read.
     pub files: usize,
-    /// Ids read, inputs and targets counted apart.
+    /// The number of ids read; inputs and targets are counted separately.
     pub ids: u64,
-    /// Numbers read, likewise.
+    /// The number of numbers read; inputs and targets are counted separately.
     pub numbers: u64,
-    /// Blocks whose checksum was compared.
+    /// The number of blocks whose checksum was compared.
     pub checksums: u64,
-    /// Checks that were not possible, each with the reason.
+    /// The checks that were not possible, each with the reason.
     pub notes: Vec<String>,
 }
 
@@ -58,7 +58,8 @@ fn count(n: usize, noun: &str) -> String {
     format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
 }
 
-/// Checks one file, or all `.h5` files of a directory: checksums, ids, agreement with each other.
+/// Checks the checksums and ids of one file, or all `.h5` files of a directory, and that they match
+/// each other.
 ///
 /// All problems are collected; the error lists them below a summary.
 pub fn verify(path: &Path) -> Result<VerifyReport> {
@@ -72,7 +73,7 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
             Ok(shard) => {
                 let sibling = shards.first().map_or(Ok(()), |first| shard.check_sibling(first));
                 check.note_failure(sibling);
-                // Evaluations go without.
+                // Validation shards need no weights.
                 let is_train = |shard: &Shard| {
                     shard
                         .path
@@ -93,7 +94,7 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
             check.problem(format!("{}: {problem}", path.display()));
         }
     }
-    // Every shard tells of the whole import.
+    // Every shard describes the whole import.
     if let Some(rows) = shards.iter().filter_map(|shard| shard.header.skipped_rows).max() {
         check.report.notes.push(left_out(rows));
     }
@@ -119,7 +120,7 @@ struct Check {
 
 impl Check {
     fn problem(&mut self, problem: impl fmt::Display) {
-        // The hints of single problems would drown the list.
+        // Hints of single problems would make the list hard to read.
         let text = problem.to_string();
         self.problems.push(format!("  {}", text.lines().next().unwrap_or_default()));
     }
@@ -155,14 +156,14 @@ impl Check {
                 .notes
                 .push(format!("{path} has no vocabulary_size: only negative ids are found"));
         }
-        // All blocks are compared below, and a wrong one is not the end.
+        // All blocks are compared below, so that a wrong one does not end the verification.
         let result =
             shard.readers(CACHE_BYTES, Verify::Off, &Scratch::default()).map(|mut readers| {
                 for (field, reader) in shard.content.datasets().into_iter().zip(&mut readers) {
                     let sums = checksums.as_ref().and_then(|checksums| checksums.of(&field.name));
                     if sums.is_some() && !field.is_native() {
                         self.report.notes.push(format!(
-                            "{path}: {} was converted, its checksums do not tell",
+                            "{path}: {} was converted, so its checksums are not compared",
                             field.name
                         ));
                     }
@@ -170,9 +171,9 @@ impl Check {
                     match (sums, &checksums) {
                         (Some(sums), _) if sums.crc32.len() != sums.needed(field.rows()) => {
                             let has = sums.crc32.len();
-                            let wants = sums.needed(field.rows());
+                            let needs = sums.needed(field.rows());
                             self.problem(format!(
-                                "{path}: {} has {has} checksums for {wants} blocks",
+                                "{path}: {} has {has} checksums for {needs} blocks",
                                 field.name
                             ));
                         }
@@ -205,8 +206,8 @@ impl Check {
         self.note_failure(result);
     }
 
-    /// Reads a dataset of ids block by block. A block that cannot be read is one problem, not the
-    /// end.
+    /// Reads a dataset of ids block by block. A block that cannot be read is one problem, and the
+    /// verification continues.
     fn ids(
         &mut self,
         shard: &Shard,
@@ -286,16 +287,16 @@ impl Check {
             }
         }
         if wrong > 1 {
-            let what = if right(-1.0) { "no numbers" } else { "no weights" };
+            let what = if right(-1.0) { "finite numbers" } else { "valid weights" };
             self.problem(format!(
-                "{path}: {} has {wrong} elements that are {what} in all",
+                "{path}: {} has {wrong} elements in all that are not {what}",
                 field.name
             ));
         }
     }
 
-    /// The bytes of a block of rows, compared with their checksum if there is one; none if they
-    /// cannot be read.
+    /// Returns the bytes of a block of rows, compared with their checksum if there is one; `None`
+    /// if they cannot be read.
     fn block<'r>(
         &mut self,
         shard: &Shard,
@@ -342,7 +343,7 @@ fn missing_in(
     Some(format!("{} {missing}", field.element(first)))
 }
 
-/// Rows of a dataset in the blocks of its checksums, if it has any.
+/// Returns the rows of a dataset in the blocks of its checksums, if it has any.
 fn blocks(field: &Field, sums: Option<&BlockSums>) -> impl Iterator<Item = Range<usize>> + use<> {
     let all = field.rows();
     let rows = sums.map_or(BLOCK.div_ceil(field.row_len().max(1)), |sums| sums.block);

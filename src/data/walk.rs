@@ -1,47 +1,47 @@
-//! The groups of an HDF5 file, each visited once.
+//! Iteration over the groups of an HDF5 file, each visited once.
 //!
-//! Links may lead back to a group above, and groups of foreign files nest as deep as their writer
-//! likes. So the walk keeps a list instead of calling itself, remembers the objects that it has
-//! seen, and stops at a depth.
+//! Links may lead back to a group above, and groups of other programs' files may be nested
+//! arbitrarily deep. So the walk keeps a list instead of recursing, remembers the objects that it
+//! has visited, and stops at a depth.
 
 use std::collections::HashSet;
 
 use hdf5::{Group, LocationInfo, LocationType};
 
-/// Groups within each other, at most.
+/// The largest depth of nested groups.
 pub(super) const DEEPEST: usize = 64;
 
-/// A walk over the groups of a file.
+/// An iteration over the groups of a file.
 pub(super) struct Walk<'a> {
     root: &'a Group,
-    /// Paths of groups that are still to be visited, and their depths.
+    /// The paths of groups that are still to be visited, and their depths.
     pending: Vec<(String, usize)>,
-    /// Groups that were visited or are pending.
+    /// The groups that were visited or are pending.
     seen: HashSet<String>,
 }
 
-/// A group that is visited.
+/// A group that is being visited.
 pub(super) struct Visited {
     pub group: Group,
-    /// Its path, without a slash at the end.
+    /// The path of the group, without a slash at the end.
     pub path: String,
     depth: usize,
 }
 
-/// Target of a link.
+/// The target of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Target {
     Dataset,
     /// A group, which is visited later unless it was seen before.
     Group,
-    /// A group that was not seen before, at a greater depth than the walk goes.
+    /// A group that was not seen before, deeper than the walk goes.
     TooDeep,
     /// A named type, or nothing that can be opened.
     Other,
 }
 
 impl<'a> Walk<'a> {
-    /// Begins at a group.
+    /// Creates a walk that begins at a group.
     pub(super) fn new(root: &'a Group) -> Self {
         let seen = root.loc_info().map(|info| identity(&info)).into_iter().collect();
         Self { root, pending: vec![(String::new(), 0)], seen }
@@ -58,8 +58,8 @@ impl<'a> Walk<'a> {
         None
     }
 
-    /// Follows the link `name` of a group that is visited. HDF5 opens the file that an external
-    /// link leads to.
+    /// Follows the link `name` of a group that is being visited. HDF5 opens the file that an
+    /// external link refers to.
     pub(super) fn follow(&mut self, from: &Visited, name: &str) -> Target {
         let Ok(info) = from.group.loc_info_by_name(name) else { return Target::Other };
         match info.loc_type {
@@ -75,16 +75,17 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// An object, whatever links lead to it. HDF5 offers its address for comparison and printing alone.
+/// Returns the identity of an object, whatever links lead to it. HDF5 provides its address for
+/// comparison and printing only.
 fn identity(info: &LocationInfo) -> String {
     format!("{} {:?}", info.fileno, info.token)
 }
 
-/// Returns the paths of all datasets, sorted: those of groups and behind links included, each
-/// group's once.
+/// Returns the paths of all datasets, sorted. Datasets of nested groups and behind links are
+/// included, once for each group.
 ///
 /// # Errors
-/// Returns HDF5's own error if a group cannot be listed.
+/// Returns an error if a group cannot be listed.
 pub(super) fn dataset_names(root: &Group) -> hdf5::Result<Vec<String>> {
     let mut names = Vec::new();
     let mut walk = Walk::new(root);

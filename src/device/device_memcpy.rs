@@ -1,12 +1,12 @@
-//! Access of messages to the memory of a device.
+//! Access to the memory of a device for communication.
 //!
-//! The communication thread knows nothing of devices.
-//! [`Backend::comm_buffer`](super::Backend::comm_buffer) gives it a buffer as a [`DeviceSpan`], which it
-//! cannot look into, and the [`DeviceCopies`] that copies and adds spans: a stream of the device
-//! that compute does not use. Memory is counted in **words** of four bytes: a pair of bf16 travels
-//! as one word, and only f32 is ever added.
+//! The communication thread does not depend on a kind of device.
+//! [`Backend::comm_buffer`](super::Backend::comm_buffer) gives it a buffer as a [`DeviceSpan`],
+//! whose contents it cannot access, and the [`DeviceCopies`] that copies and adds spans on a stream
+//! of the device that compute does not use. Memory is counted in **words** of four bytes: a pair of
+//! bf16 is sent as one word, and only f32 is ever added.
 //!
-//! All of it is asynchronous. A caller that needs a result waits for a [`DeviceEvent`].
+//! All operations are asynchronous. A caller that needs a result waits for a [`DeviceEvent`].
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -14,31 +14,31 @@ use std::sync::Arc;
 
 use hpctrain_base::error::{Error, Result};
 
-/// A part of a buffer, as messages reach it.
+/// A part of a buffer that is sent or received.
 pub enum CommBuffer<'a> {
     /// Host memory.
     Host(&'a mut [f32]),
-    /// Device memory, and the copies that move it.
+    /// Device memory, and the copies that access it.
     Device(DeviceSpan<'a>, Arc<dyn DeviceCopies>),
 }
 
-/// A point in the work of a device.
+/// An event in the work of a device.
 pub trait DeviceEvent: Send {
-    /// Whether the device has passed it. Does not block.
+    /// Returns whether the device has reached the event. Does not block.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn is_done(&self) -> Result<bool>;
 
-    /// Blocks until the device has passed it.
+    /// Blocks until the device has reached the event.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn wait(&self) -> Result<()>;
 }
 
-/// Words of device memory that live for `'a`. The host cannot look into them: copies of a span are
-/// addresses.
+/// Words of device memory that live for `'a`. The host cannot access them: copying a span copies
+/// its address.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceSpan<'a> {
     address: usize,
@@ -47,26 +47,26 @@ pub struct DeviceSpan<'a> {
 }
 
 impl<'a> DeviceSpan<'a> {
-    /// The words at an address.
+    /// Creates a span of the words at an address.
     ///
     /// # Safety
-    /// They are memory of a device, aligned to words, and live for `'a`. MPI may be given the
-    /// address.
+    /// The words must be device memory, aligned to words, and live for `'a`. The address may be
+    /// passed to MPI.
     pub unsafe fn new(address: usize, words: usize) -> Self {
         Self { address, words, memory: PhantomData }
     }
 
-    /// The address on the device, for libraries that take it.
+    /// Returns the address on the device, for libraries that take it.
     pub fn address(self) -> usize {
         self.address
     }
 
-    /// Words.
+    /// Returns the number of words.
     pub fn words(self) -> usize {
         self.words
     }
 
-    /// The words of a range, which lies within.
+    /// Returns the words of `range`; panics if it is not within the span.
     #[must_use]
     pub fn part(self, range: Range<usize>) -> Self {
         assert!(
@@ -82,145 +82,150 @@ impl<'a> DeviceSpan<'a> {
     }
 }
 
-/// Page-locked host memory, which the device copies to and from by itself.
+/// Pinned host memory, which the device copies to and from asynchronously.
 pub trait Pinned: Send {
-    /// The words. Their address never changes.
+    /// Returns the words. Their address never changes.
     fn words(&mut self) -> &mut [f32];
 }
 
 /// Device memory that belongs to the communication thread.
 pub trait Scratch: Send {
-    /// All of it.
+    /// Returns all of it.
     fn span(&self) -> DeviceSpan<'_>;
 }
 
-/// A collective that a library has of its own, in place.
+/// An in-place collective of the vendor's library.
 #[derive(Debug, Clone, Copy)]
 pub enum DeviceCollective {
-    /// The sum over all ranks.
+    /// Sums over all ranks.
     AllReduce,
-    /// The sum over all ranks, on the first one.
+    /// Sums over all ranks; the first rank receives the sum.
     Reduce,
-    /// My part of the memory holds the sum afterwards.
+    /// Sums over all ranks; this rank's part of the memory receives its part of the sum.
     ReduceScatter,
-    /// My part of the memory is contributed.
+    /// Gathers every rank's part of the memory on all ranks.
     AllGather,
-    /// The memory of one rank.
+    /// Copies the memory of one rank to all.
     Broadcast {
-        /// Its number.
+        /// The rank that is copied from.
         root: usize,
     },
 }
 
-/// The identifier of a communicator: one rank makes it, and all of them need it to create their
+/// The identifier of a communicator: one rank creates it, and all ranks need it to create their
 /// [`DeviceComm`].
 pub type CommId = [u8; 128];
 
-/// The most terms that a [`OrderedSum`] adds.
+/// The most terms that an [`OrderedSum`] adds.
 pub const FOLDED: usize = 255;
 
-/// A sum of terms in f32, each addition rounded as in [`DeviceCopies::add`]: of term 2k + 1 to term
-/// 2k, then of each second sum to the one before it, and so on.
+/// A sum of terms in f32 in a fixed binary tree: term 2k + 1 is added to term 2k, then each second
+/// sum to the one before it, and so on. Each addition is rounded as in [`DeviceCopies::add`].
 #[derive(Debug, Clone, Copy)]
 pub struct OrderedSum<'a> {
-    /// One term, which becomes the sum.
+    /// This rank's term, which is overwritten by the sum.
     pub own: DeviceSpan<'a>,
-    /// Its number among the terms.
+    /// The index of `own` among the terms.
     pub number: usize,
-    /// The others one after the other, each as long as `own`, in the order of their numbers.
+    /// The other terms one after the other, each as long as `own`, in the order of their indices.
     pub others: DeviceSpan<'a>,
 }
 
-/// Ranks with a device each, which exchange memory by a library of the device's vendor.
+/// A communicator of ranks with a device each, which communicate by a library of the device's
+/// vendor (NCCL).
 ///
-/// One thing is started at a time: the device runs all in this order but for folds, and the
-/// [`queued`](DeviceComm::queued) of one is done before the next. It may wait for the other ranks
-/// to start theirs. Dropping one without [`part`](DeviceComm::part) aborts the communicator.
+/// Operations are started one at a time: the device runs all but folds in the order in which they
+/// were started, and the caller waits for [`queued`](DeviceComm::queued) of each before it starts
+/// the next. An operation may wait for the other ranks to start theirs. Dropping a communicator
+/// without [`part`](DeviceComm::part) aborts it.
 pub trait DeviceComm: Send {
-    /// Starts to send to some ranks and to receive from some at once. A sender may wait for its
-    /// receiver. Messages between two ranks arrive in the order of the slices.
+    /// Starts point-to-point sends to some ranks and receives from some as one group. A send may
+    /// wait for its receive. Messages between two ranks arrive in the order of the slices.
     ///
     /// # Errors
-    /// The library failed.
+    /// Returns an error if the library fails.
     fn exchange(
         &self,
         sends: &[(usize, DeviceSpan<'_>)],
         receives: &[(usize, DeviceSpan<'_>)],
     ) -> Result<()>;
 
-    /// Starts sums, if there are any, behind all messages that were started, and beside those that
-    /// will be.
+    /// Starts sums, if there are any, ordered after all messages started before and concurrent with
+    /// those started later.
     ///
     /// # Errors
-    /// The device failed, or one has more than [`FOLDED`] terms.
+    /// Returns an error if the device fails, or a sum has more than [`FOLDED`] terms.
     fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()>;
 
-    /// Messages that are started from now on come behind the sums of all calls of
-    /// [`fold`](DeviceComm::fold) but the last `but`.
+    /// Orders messages that are started from now on after the sums of all calls of
+    /// [`fold`](DeviceComm::fold) except the last `but` calls.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn after_folds(&self, but: usize) -> Result<()>;
 
-    /// Starts a collective of the library.
+    /// Starts a collective of the vendor's library.
     ///
     /// # Errors
-    /// The library failed.
+    /// Returns an error if the library fails.
     fn vendor(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()>;
 
-    /// Starts a good end, after which nothing else is started.
+    /// Starts an orderly shutdown, after which nothing else is started.
     ///
     /// # Errors
-    /// The library failed.
+    /// Returns an error if the library fails.
     fn part(&self) -> Result<()>;
 
-    /// An event that is done when all that was started is. Its error may come from another rank.
+    /// Records an event that completes when all operations started so far have. Its error may come
+    /// from another rank.
     ///
     /// # Errors
-    /// The library failed.
+    /// Returns an error if the library fails.
     fn mark(&self) -> Result<Box<dyn DeviceEvent>>;
 
-    /// An event that is done when the device has the operation started last among its work, which
-    /// it need not have begun.
+    /// Returns an event that completes when the operation started last is in the device's queue; it
+    /// need not have begun.
     fn queued(&self) -> Box<dyn DeviceEvent>;
 
-    /// Stops the operations under way here, at once. Nothing more can be started; the other ranks
-    /// may wait for ever.
+    /// Aborts this rank's running operations at once. Nothing more can be started; the other ranks
+    /// may wait forever.
     fn tear(&self);
 }
 
-/// The error of a device whose vendor has no such library.
+/// Returns the error of a device whose vendor has no such library.
 pub(super) fn no_device_comm() -> Error {
-    Error::input("there is no library by which devices of this kind exchange memory")
+    Error::input("there is no collective library (such as NCCL) for this kind of device")
 }
 
-/// Device words, and the place of their first one in a piece of host memory.
+/// Words of device memory, and the offset of the first one in a block of host memory.
 pub type AllocatedOn<'a> = (DeviceSpan<'a>, usize);
 
-/// The communication thread's access to a device. Operations run in the order they were started,
-/// apart from compute, save that copies in one direction may run beside all else. A call that
-/// returns an error has nothing left running.
+/// The communication thread's access to a device. Operations run in the order in which they were
+/// started, independently of compute, except that copies in one direction may run concurrently with
+/// everything else. A call that returns an error leaves nothing running.
 pub trait DeviceCopies: Send + Sync {
-    /// So many words of page-locked memory, with unspecified contents. The caller counts them.
+    /// Allocates `words` words of pinned host memory with unspecified contents. The caller accounts
+    /// for them.
     ///
     /// # Errors
-    /// The system has no such memory.
+    /// Returns an error if the system cannot allocate the memory.
     fn pinned(&self, words: usize) -> Result<Box<dyn Pinned>>;
 
-    /// So many words of device memory, with unspecified contents. The caller counts them.
+    /// Allocates `words` words of device memory with unspecified contents. The caller accounts for
+    /// them.
     ///
     /// # Errors
-    /// The device has no such memory.
+    /// Returns an error if the device cannot allocate the memory.
     fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>>;
 
     /// Starts copies from the device to the host memory that begins at `host`.
     ///
     /// # Safety
-    /// Every piece has its place in page-locked memory that nobody touches and that lives until the
-    /// event is done.
+    /// Every piece must lie in pinned memory that nothing reads or writes and that lives until the
+    /// event completes.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     unsafe fn download(
         &self,
         pieces: &[AllocatedOn<'_>],
@@ -230,118 +235,118 @@ pub trait DeviceCopies: Send + Sync {
     /// Starts copies to the device from the host memory that begins at `host`.
     ///
     /// # Safety
-    /// Every piece has its place in page-locked memory that nobody writes and that lives until the
-    /// event is done.
+    /// Every piece must lie in pinned memory that nothing writes and that lives until the event
+    /// completes.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     unsafe fn upload(
         &self,
         host: *const f32,
         pieces: &[AllocatedOn<'_>],
     ) -> Result<Box<dyn DeviceEvent>>;
 
-    /// Starts `to += from`, in f32, each element rounded once and as it is, denormal or not: the
-    /// sums of the CPU.
+    /// Starts `to += from` in f32, each element rounded once and denormals kept, so that the bits
+    /// are those of the CPU.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn add(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()>;
 
     /// Starts a copy within the device, in order with [`DeviceCopies::add`].
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn copy(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()>;
 
-    /// An event that is done when every addition and copy within the device that was started before
-    /// is.
+    /// Records an event that completes when every addition and copy within the device started so
+    /// far has.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn mark(&self) -> Result<Box<dyn DeviceEvent>>;
 
-    /// Makes the identifier of a new communicator.
+    /// Creates the identifier of a new communicator.
     ///
     /// # Errors
-    /// There is no library for it, or it failed.
+    /// Returns an error if the device has no collective library, or the library fails.
     fn comm_id(&self) -> Result<CommId> {
         Err(no_device_comm())
     }
 
-    /// Starts to create the communicator of the `size` ranks that have the same identifier, as
-    /// number `rank` of them. It is there when the first mark is done.
+    /// Starts to create the communicator of the `size` ranks that have the same identifier, as rank
+    /// `rank` of it. It is complete when the first [`mark`](DeviceComm::mark) is.
     ///
     /// # Errors
-    /// There is no library for it, or it failed.
+    /// Returns an error if the device has no collective library, or the library fails.
     fn init_rank(&self, _id: &CommId, _rank: usize, _size: usize) -> Result<Box<dyn DeviceComm>> {
         Err(no_device_comm())
     }
 }
 
-/// Copies in an order with compute that the device keeps: the host does not wait to start them.
+/// Copies that the device orders with compute: the host need not wait before it starts them.
 /// Messages use other streams.
 pub trait ComputeOrderedCopies: DeviceCopies {
-    /// Copies started from now on run after all work that compute has requested so far.
+    /// Orders copies that are started from now on after all work that compute has requested so far.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn after_compute(&self) -> Result<()>;
 
-    /// Work that compute requests from now on runs after all copies to the device that were started
-    /// so far.
+    /// Orders work that compute requests from now on after all copies to the device started so far.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn before_compute(&self) -> Result<()>;
 
-    /// The same after all copies to the host: the memory that they read may have another use.
+    /// Orders work that compute requests from now on after all copies to the host started so far:
+    /// it may overwrite the memory that they read.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn after_downloads(&self) -> Result<()>;
 }
 
-/// Any memory will do if no copies are asynchronous.
+/// Any memory is suitable if no copies are asynchronous.
 impl Pinned for Vec<f32> {
     fn words(&mut self) -> &mut [f32] {
         self
     }
 }
 
-/// Page-locked memory that goes to the device or comes from it, and the copy that uses it.
+/// A pinned buffer for copies to or from the device, and the copy that is using it.
 ///
-/// It gives no access while a copy is under way, and waits for the copy before it gives the memory
-/// back.
+/// It gives no access to the memory while a copy is running, and waits for the copy before it frees
+/// the memory.
 pub struct Slot {
-    /// Taken on drop only.
+    /// `None` only while it is dropped.
     memory: Option<Box<dyn Pinned>>,
     copy: Option<Box<dyn DeviceEvent>>,
 }
 
 impl Slot {
-    /// A slot of so many words.
+    /// Allocates a slot of `words` words.
     ///
     /// # Errors
-    /// As [`DeviceCopies::pinned`].
+    /// Returns an error under the conditions of [`DeviceCopies::pinned`].
     pub fn new(copies: &dyn DeviceCopies, words: usize) -> Result<Self> {
         Ok(Self::of(copies.pinned(words)?))
     }
 
-    /// A slot of this memory.
+    /// Creates a slot of this memory.
     pub fn of(memory: Box<dyn Pinned>) -> Self {
         Self { memory: Some(memory), copy: None }
     }
 
-    /// The copy under way, if one is.
+    /// Returns the running copy, if there is one.
     pub fn copy(&self) -> Option<&dyn DeviceEvent> {
         self.copy.as_deref()
     }
 
-    /// The words, once no copy uses them.
+    /// Waits for the running copy, if there is one, and returns the words.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn memory(&mut self) -> Result<&mut [f32]> {
         if let Some(copy) = &self.copy {
             copy.wait()?;
@@ -350,42 +355,45 @@ impl Slot {
         self.memory
             .as_mut()
             .map(|memory| memory.words())
-            .ok_or_else(|| Error::internal("a slot without memory"))
+            .ok_or_else(|| Error::internal("a pinned slot has no memory"))
     }
 
-    /// Starts to fill the slot from the device.
+    /// Starts a copy from the device into the slot.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails, or the pieces do not fit in the slot.
     pub fn download(
         &mut self,
         copies: &dyn DeviceCopies,
         pieces: &[AllocatedOn<'_>],
     ) -> Result<()> {
         let memory = self.holding(pieces)?;
-        // SAFETY: all pieces lie in the memory, as `holding` has checked; `copy` keeps everyone
-        // away until it is done.
+        // SAFETY: all pieces fit in the memory, as `holding` has checked; `copy` denies access to
+        // it until it completes.
         self.copy = Some(unsafe { copies.download(pieces, memory)? });
         Ok(())
     }
 
-    /// Starts to empty the slot to the device.
+    /// Starts a copy from the slot to the device.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails, or the pieces do not fit in the slot.
     pub fn upload(&mut self, copies: &dyn DeviceCopies, pieces: &[AllocatedOn<'_>]) -> Result<()> {
         let memory = self.holding(pieces)?;
-        // SAFETY: as above.
+        // SAFETY: as in `download`.
         self.copy = Some(unsafe { copies.upload(memory, pieces)? });
         Ok(())
     }
 
-    /// The memory, which has the places of all pieces.
+    /// Waits for the running copy and returns the memory, after checking that all pieces fit in it.
     fn holding(&mut self, pieces: &[AllocatedOn<'_>]) -> Result<*mut f32> {
         let memory = self.memory()?;
         let end = pieces.iter().map(|(span, at)| at + span.words()).max().unwrap_or(0);
         if end > memory.len() {
-            return Err(Error::internal(format!("{end} words in a slot of {}", memory.len())));
+            return Err(Error::internal(format!(
+                "a copy of {end} words in a pinned slot of {}",
+                memory.len()
+            )));
         }
         Ok(memory.as_mut_ptr())
     }
@@ -396,7 +404,7 @@ impl Drop for Slot {
         if let Some(copy) = &self.copy
             && copy.wait().is_err()
         {
-            // The device may still use the memory.
+            // The device may still be using the memory, so it is leaked.
             std::mem::forget(self.memory.take());
         }
     }

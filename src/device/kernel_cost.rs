@@ -1,28 +1,29 @@
-//! Operations and bytes of every kernel, from its shape alone: profiles and benchmarks divide them
-//! by time.
+//! The FLOPs and bytes of every kernel, computed from its shape alone: profiles and benchmarks
+//! divide them by time.
 //!
-//! Floating-point operations are those of products and attention; kernels that only move memory
-//! have none. Bytes are those of every operand once (twice, where it is changed in place), as if
+//! FLOPs are those of matmuls and attention; kernels that only move memory have none. Bytes count
+//! every operand once (twice if it is changed in place), as if nothing were in a cache; indices are
+//! not counted.
 //! nothing were in a cache; indices are not counted.
 
-/// One launch of a kernel.
+/// The cost of one launch of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KernelCost {
-    /// Such as `norm, backward`.
+    /// The name of the kernel, such as `norm, backward`.
     pub kernel: &'static str,
-    /// The sizes that its time depends on: rows first; zeros at the end are none.
+    /// The sizes that its time depends on, rows first; trailing zeros are unused.
     pub shape: [usize; 4],
-    /// Multiplications and additions.
+    /// Floating-point operations: a multiplication and an addition are two.
     pub flops: f64,
-    /// Elements of the compute type that are read or written: parameters and activations.
+    /// The elements of the compute type that are read or written: parameters and activations.
     pub elements: f64,
-    /// As `elements`, of those that are f32 for every compute type: statistics, gradients of
-    /// parameters, masters.
+    /// The elements read or written that are f32 for every compute type: statistics, gradients of
+    /// parameters, fp32 master weights.
     pub exact: f64,
 }
 
 impl KernelCost {
-    /// Moves so many elements, which are its whole shape.
+    /// Creates the cost of a kernel that reads or writes `elements` elements and has no other size.
     pub(super) fn moves(kernel: &'static str, elements: usize) -> Self {
         Self {
             kernel,
@@ -47,13 +48,13 @@ impl KernelCost {
         Self { flops, ..self }
     }
 
-    /// Bytes, where the compute type takes so many.
+    /// Returns the bytes read or written if an element of the compute type has `width` bytes.
     pub fn bytes(&self, width: usize) -> f64 {
         self.elements * width as f64 + self.exact * size_of::<f32>() as f64
     }
 }
 
-/// Multiplications and additions of a product.
+/// Returns the FLOPs of an m×k by k×n matmul.
 pub(super) fn flops(m: usize, n: usize, k: usize) -> f64 {
     2.0 * m as f64 * n as f64 * k as f64
 }
@@ -76,7 +77,7 @@ mod tests {
         );
         let attention = Attention { batch: 2, time: 8, heads: 4, kv_heads: 2, head_width: 16 };
         let work = KernelCost::attention(attention);
-        // 8 · 8 / 2 pairs of positions, 16 numbers each, 2 operations, 2 products, 4 heads, 2
+        // 8 · 8 / 2 pairs of positions, 16 numbers each, 2 operations, 2 matmuls, 4 heads, 2
         // sequences.
         assert_eq!(work.flops, 32.0 * 16.0 * 2.0 * 2.0 * 4.0 * 2.0);
         assert_eq!(work.bytes(4), 4.0 * (16.0 * (128.0 + 64.0) + 64.0));

@@ -1,4 +1,5 @@
-//! Algorithms of matrix products that are chosen by measurement, and what tells products apart.
+//! Matmul algorithms that are chosen by measurement, and the keys of the matmuls they are chosen
+//! for.
 
 use std::fmt;
 
@@ -6,28 +7,28 @@ use serde::{Deserialize, Serialize};
 
 use hpctrain_base::error::Result;
 
-/// All that the choice of an algorithm for a product on one kind of device depends on. The letters
-/// are those of [`Gemm`](super::Gemm).
+/// The key of a matmul: everything that the choice of its algorithm on one kind of device depends
+/// on. The letters are those of [`Gemm`](super::Gemm).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProductKind {
-    /// m, n and k.
+    /// The sizes m, n and k.
     pub sizes: [usize; 3],
-    /// Elements from a row of a, b and c, as they are stored, to the next.
+    /// The leading dimensions of a, b and c as they are stored: elements from one row to the next.
     pub strides: [usize; 3],
     /// Whether a and b are stored transposed.
     pub transposed: [bool; 2],
-    /// Whether the product is added to a matrix like the result.
+    /// Whether a matrix of the result's shape is added (beta is 1).
     pub adds: bool,
-    /// The library's number of the operation on the result before it is stored.
+    /// The library's number for the epilogue, the operation on the result before it is stored.
     pub epilogue: u32,
-    /// Whether the input of that operation is kept, or read.
+    /// Whether the epilogue writes or reads an auxiliary matrix, the input of its function.
     pub keeps: bool,
     /// Bytes of an element of a, b and c: 4 is f32, 2 is bf16.
     pub bytes: [usize; 3],
     /// Whether f32 operands may be rounded to TF32.
     pub tf32: bool,
-    /// Bytes that the addresses of a, b, and of c and the matrix added to it, are multiples of.
+    /// The alignments in bytes of the addresses of a, of b, and of c and the matrix added to it.
     pub alignments: [u32; 3],
 }
 
@@ -39,8 +40,8 @@ impl fmt::Display for ProductKind {
     }
 }
 
-/// An algorithm as its library describes it, for the same version of the library on the same kind
-/// of device. Written as 128 hexadecimal digits.
+/// An opaque description of an algorithm by its library, valid for the same version of the library
+/// on the same kind of device. Serialised as 128 hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Algorithm(pub [u64; 8]);
@@ -55,7 +56,7 @@ impl TryFrom<String> for Algorithm {
     type Error = String;
 
     fn try_from(text: String) -> std::result::Result<Self, String> {
-        let wrong = || format!("{text:?} is no algorithm: 128 hexadecimal digits");
+        let wrong = || format!("{text:?} is not an algorithm: expected 128 hexadecimal digits");
         let words: Vec<u64> = text
             .as_bytes()
             .chunks(16)
@@ -71,55 +72,56 @@ impl TryFrom<String> for Algorithm {
     }
 }
 
-/// The choice for one product.
+/// The algorithm chosen for one matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Chosen {
-    /// The product.
+    /// The matmul.
     pub product: ProductKind,
-    /// Its algorithm.
+    /// The algorithm.
     pub algorithm: Algorithm,
-    /// Its place among those that the library proposed, its best guess first.
+    /// Its index among the algorithms that the library proposed, the heuristic's best guess first.
     pub place: usize,
 }
 
-/// A device whose library of matrix products proposes several algorithms, with other last bits
-/// each.
+/// A device whose matmul library offers several algorithms, whose results differ in the last bits.
 pub trait ProductAlgorithms: Sync {
-    /// The kind of device and the version of the library, for which alone a choice holds.
+    /// Returns the kind of device and the version of the library: choices are valid for these only.
     fn kind(&self) -> String;
 
-    /// All products so far that have an algorithm, in order.
+    /// Returns all matmuls run so far for which the library has an algorithm, sorted.
     fn seen(&self) -> Vec<ProductKind>;
 
-    /// Whether the library takes an algorithm of an earlier choice.
+    /// Returns whether the library accepts an algorithm chosen earlier.
     ///
     /// # Errors
-    /// The library or the device failed.
+    /// Returns an error if the library or the device fails.
     fn takes(&self, chosen: &Chosen) -> Result<bool>;
 
-    /// The library's best guess for a product, unmeasured; none if it knows no algorithm.
+    /// Returns the first algorithm of the library's heuristic for a matmul, unmeasured, or `None`
+    /// if the library has none.
     ///
     /// # Errors
-    /// The library or the device failed.
+    /// Returns an error if the library or the device fails.
     fn guess(&self, product: &ProductKind) -> Result<Option<Chosen>>;
 
-    /// Measures the algorithms that the library proposes for a product, on operands of its own;
-    /// none if it knows none.
+    /// Times the algorithms that the library proposes for a matmul, on scratch operands, and
+    /// returns the fastest, or `None` if the library has none.
     ///
     /// # Errors
-    /// The library or the device failed.
+    /// Returns an error if the library or the device fails.
     fn measure(&self, product: &ProductKind) -> Result<Option<Chosen>>;
 
-    /// From now on these products go by these algorithms, others by the library's best guess.
+    /// Sets the algorithms of these matmuls; others use the library's heuristic.
     fn choose(&self, chosen: &[Chosen]);
 }
 
-/// A part of the time of the library's best guess that another algorithm must save: less is noise.
+/// The fraction of the time of the heuristic's choice that another algorithm must save; less is
+/// noise.
 const WORTH: f64 = 0.02;
 
-/// The place of the algorithm to take, of those that took so many seconds: the fastest, or the
-/// library's best guess, which is the first, if none is faster by 2 % or more.
+/// Returns the index of the algorithm to use, given the seconds that each took: the fastest, or the
+/// first, which the library's heuristic prefers, if none is faster by 2 % or more.
 pub fn fastest(seconds: &[f64]) -> usize {
     let (place, least) = seconds
         .iter()
@@ -143,7 +145,7 @@ mod tests {
         assert_eq!(fastest(&[1.0, 0.981]), 0);
         assert_eq!(fastest(&[1.0, 0.98]), 1);
         assert_eq!(fastest(&[1.0, 0.97, 0.96, 0.99]), 2);
-        // Of equals the earlier one, by the library's word.
+        // Ties go to the earlier one, which the library's heuristic prefers.
         assert_eq!(fastest(&[1.0, 0.5, 0.5]), 1);
         assert_eq!(fastest(&[2.0, f64::INFINITY, 1.0]), 2);
         assert_eq!(fastest(&[f64::INFINITY, 1.0]), 1);

@@ -1,32 +1,32 @@
-//! Categories of memory, and the bytes of each.
+//! Memory categories and the bytes allocated in each.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Category of a buffer.
+/// The category of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MemoryKind {
-    /// Weights, and their f32 masters where the two differ.
+    /// Weights, and their fp32 master weights where the two differ.
     Parameters,
     /// Flat gradients, which are also the send buffers.
     Gradients,
     /// Moments of the optimizer.
     Optimizer,
-    /// Masters, moments and gradients that are kept on the host in the stead of a GPU.
+    /// Master weights, moments and gradients that are offloaded from a GPU to the host.
     Offloaded,
-    /// Values that the forward keeps for the backward, and scratch.
+    /// Activations saved for the backward, and scratch.
     Activations,
-    /// Staging of messages.
+    /// Staging buffers of messages.
     Communication,
-    /// Batches on their way in.
+    /// Prefetched batches.
     Data,
-    /// The copy that a checkpoint is written from.
+    /// The snapshot that a checkpoint is written from.
     Checkpoint,
-    /// Scratch of a device's libraries, weights that a CPU keeps in panels.
+    /// Workspace of a device's libraries, and weights that a CPU packs into panels.
     Workspace,
 }
 
 impl MemoryKind {
-    /// Every category, in the order of reports.
+    /// Every category, in the order in which it is printed.
     pub const ALL: [MemoryKind; 9] = [
         MemoryKind::Parameters,
         MemoryKind::Gradients,
@@ -39,7 +39,7 @@ impl MemoryKind {
         MemoryKind::Workspace,
     ];
 
-    /// The word for it in reports.
+    /// Returns the name of the category as it is printed.
     pub fn name(self) -> &'static str {
         match self {
             MemoryKind::Parameters => "parameters",
@@ -66,7 +66,7 @@ pub struct MemoryStats {
 }
 
 impl MemoryStats {
-    /// Notes an allocation.
+    /// Records an allocation.
     pub fn take(&self, what: MemoryKind, bytes: usize) {
         let now = self.live[what as usize].fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak[what as usize].fetch_max(now, Ordering::Relaxed);
@@ -74,13 +74,13 @@ impl MemoryStats {
         self.total_peak.fetch_max(total, Ordering::Relaxed);
     }
 
-    /// Notes a release.
+    /// Records a release.
     pub fn give(&self, what: MemoryKind, bytes: usize) {
         self.live[what as usize].fetch_sub(bytes, Ordering::Relaxed);
         self.total.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Notes that something that was counted with `before` bytes has `now`.
+    /// Records that an allocation counted with `before` bytes now has `now`.
     pub fn resize(&self, what: MemoryKind, before: usize, now: usize) {
         match now.checked_sub(before) {
             Some(more) => self.take(what, more),
@@ -88,32 +88,33 @@ impl MemoryStats {
         }
     }
 
-    /// Notes that memory was asked of the system because no buffer that waits for reuse would do.
+    /// Records that memory was requested from the system because no cached free buffer fits.
     pub fn note_fresh(&self) {
         self.fresh.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Buffers that were asked of the system so far. In steady training there are no more of them.
+    /// Returns the number of buffers requested from the system so far. It stays constant in steady
+    /// training.
     pub fn fresh(&self) -> usize {
         self.fresh.load(Ordering::Relaxed)
     }
 
-    /// Bytes live now.
+    /// Returns the bytes of a category that are live now.
     pub fn live(&self, what: MemoryKind) -> usize {
         self.live[what as usize].load(Ordering::Relaxed)
     }
 
-    /// The most bytes that were live at once.
+    /// Returns the most bytes of a category that were live at once.
     pub fn peak(&self, what: MemoryKind) -> usize {
         self.peak[what as usize].load(Ordering::Relaxed)
     }
 
-    /// The most bytes of all categories together that were live at once.
+    /// Returns the most bytes of all categories together that were live at once.
     pub fn total_peak(&self) -> usize {
         self.total_peak.load(Ordering::Relaxed)
     }
 
-    /// Live bytes by category, for reports: `parameters 3.1 MiB, gradients 3.1 MiB`.
+    /// Returns the live bytes by category, for messages: `parameters 3.1 MiB, gradients 3.1 MiB`.
     pub fn live_by_category(&self) -> String {
         let parts = MemoryKind::ALL.iter().filter(|what| self.live(**what) > 0);
         let parts: Vec<String> =
@@ -122,7 +123,7 @@ impl MemoryStats {
     }
 }
 
-/// Bytes with a binary unit: `12.5 MiB`.
+/// Formats a number of bytes with a binary unit: `12.5 MiB`.
 pub fn readable(count: usize) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = count as f64;
@@ -140,16 +141,16 @@ mod tests {
 
     #[test]
     fn peak_remembers() {
-        let ledger = MemoryStats::default();
-        ledger.take(MemoryKind::Data, 100);
-        ledger.take(MemoryKind::Data, 50);
-        ledger.give(MemoryKind::Data, 100);
-        assert_eq!((ledger.live(MemoryKind::Data), ledger.peak(MemoryKind::Data)), (50, 150));
-        assert_eq!(ledger.live(MemoryKind::Gradients), 0);
-        ledger.resize(MemoryKind::Data, 50, 20);
-        ledger.take(MemoryKind::Gradients, 100);
-        assert_eq!((ledger.live(MemoryKind::Data), ledger.total_peak()), (20, 150));
-        assert_eq!(ledger.live_by_category(), "gradients 100 B, data 20 B");
+        let stats = MemoryStats::default();
+        stats.take(MemoryKind::Data, 100);
+        stats.take(MemoryKind::Data, 50);
+        stats.give(MemoryKind::Data, 100);
+        assert_eq!((stats.live(MemoryKind::Data), stats.peak(MemoryKind::Data)), (50, 150));
+        assert_eq!(stats.live(MemoryKind::Gradients), 0);
+        stats.resize(MemoryKind::Data, 50, 20);
+        stats.take(MemoryKind::Gradients, 100);
+        assert_eq!((stats.live(MemoryKind::Data), stats.total_peak()), (20, 150));
+        assert_eq!(stats.live_by_category(), "gradients 100 B, data 20 B");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Memory and operations of a device. Everything above is generic over these two traits.
 //!
-//! [`Backend`] is memory: buffers of f32 (or the device's compute type), views into them, and
-//! transfers. [`Kernels`] is arithmetic. Both are implemented once per device.
+//! [`Backend`] is memory: buffers of f32 (or of the device's compute type), views into them, and
+//! transfers. [`Kernels`] is arithmetic. Each device implements both once.
 
 mod device_memcpy;
 #[doc(hidden)]
@@ -38,19 +38,19 @@ pub use profile::{KernelStats, Launch, Profile, Tallies};
 /// The memory of one device.
 ///
 /// A buffer is one flat allocation that moves between owners and returns to a pool when dropped.
-/// Its category ([`MemoryKind`]) is stated at allocation: it is counted there, and a device that
-/// computes in another precision than it accumulates in chooses the element type by it.
+/// Its category ([`MemoryKind`]) is given at allocation: it is counted there, and a device that
+/// computes in another precision than it accumulates in derives the element type from it.
 pub trait Backend: Clone + Send + Sync + 'static {
-    /// Whether buffers are host memory, which messages take as it is.
+    /// Whether buffers are host memory, which messages can use directly.
     const ON_HOST: bool;
-    /// Bytes of scratch that a rank's libraries take on the device.
+    /// Bytes of workspace that a rank's libraries allocate on the device.
     const WORKSPACE: usize;
 
     /// An owned, flat buffer.
     type Buf: Send + Sync + 'static;
-    /// Token ids, class labels: indices on the device.
+    /// Indices on the device, such as token ids or class labels.
     type IndexBuf: Send + Sync + 'static;
-    /// A number that the device computes, to be read later: asking for it at once would stop the
+    /// A number that the device computes and that is read later: reading it at once would stall the
     /// device.
     type Scalar: Send + Sync + 'static;
     /// A shared window into a buffer.
@@ -58,42 +58,43 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// An exclusive window into a buffer.
     type ViewMut<'a>: Send;
 
-    /// A buffer of `len` elements with unspecified contents.
+    /// Allocates a buffer of `len` elements with unspecified contents.
     ///
     /// # Errors
-    /// Out of memory, with the category and the bytes already taken.
+    /// Returns an error with the category and the bytes already allocated if memory runs out.
     fn alloc(&self, what: MemoryKind, len: usize) -> Result<Self::Buf>;
 
-    /// As [`Backend::alloc`], in f32 for every compute type: masters, statistics, losses.
+    /// Allocates a buffer in f32, whatever the compute type: for fp32 master weights, statistics
+    /// and losses.
     ///
     /// # Errors
-    /// As [`Backend::alloc`].
+    /// Returns an error under the conditions of [`Backend::alloc`].
     fn alloc_f32(&self, what: MemoryKind, len: usize) -> Result<Self::Buf>;
 
-    /// Whether parameters are kept in a narrower type than f32, so that updates need f32 masters
-    /// besides.
+    /// Whether parameters are stored in a narrower type than f32, so that updates also need fp32
+    /// master weights.
     fn has_master_weights(&self) -> bool;
 
-    /// Copies `host` into a window of its length, rounded to the window's type.
+    /// Copies `host` into a window of the same length, rounded to the window's type.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn write(&self, host: &[f32], to: Self::ViewMut<'_>) -> Result<()>;
 
-    /// A buffer that holds `host`.
+    /// Copies `host` into a new buffer.
     ///
     /// # Errors
-    /// As [`Backend::alloc`].
+    /// Returns an error under the conditions of [`Backend::alloc`], or if the copy fails.
     fn upload(&self, what: MemoryKind, host: &[f32]) -> Result<Self::Buf> {
         let mut buf = self.alloc(what, host.len())?;
         self.write(host, Self::all_mut(&mut buf))?;
         Ok(buf)
     }
 
-    /// As [`Backend::upload`], in f32.
+    /// Copies `host` into a new buffer in f32.
     ///
     /// # Errors
-    /// As [`Backend::alloc`].
+    /// Returns an error under the conditions of [`Backend::upload`].
     fn upload_f32(&self, what: MemoryKind, host: &[f32]) -> Result<Self::Buf> {
         let mut buf = self.alloc_f32(what, host.len())?;
         self.write(host, Self::all_mut(&mut buf))?;
@@ -103,40 +104,40 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Copies a window to the host; `host` has the window's length.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn download(&self, from: Self::View<'_>, host: &mut [f32]) -> Result<()>;
 
-    /// The value of a number, waiting until the device has computed it.
+    /// Returns the value of a scalar, blocking until the device has computed it.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn read(&self, scalar: Self::Scalar) -> Result<f64>;
 
-    /// Copies indices to the device.
+    /// Copies indices to a new buffer on the device.
     ///
     /// # Errors
-    /// As [`Backend::alloc`].
+    /// Returns an error under the conditions of [`Backend::upload`].
     fn upload_ints(&self, host: &[u32]) -> Result<Self::IndexBuf>;
 
-    /// Indices in `ints`.
+    /// Returns the number of indices in `ints`.
     fn ints_len(ints: &Self::IndexBuf) -> usize;
 
-    /// The indices `range` of `ints`, in the same memory.
+    /// Returns the indices `range` of `ints`, in the same memory.
     fn slice_indices(ints: &Self::IndexBuf, range: Range<usize>) -> Self::IndexBuf;
 
-    /// The window `range` of `buf`.
+    /// Returns the window `range` of `buf`.
     fn view(buf: &Self::Buf, range: Range<usize>) -> Self::View<'_>;
 
-    /// The exclusive window `range` of `buf`.
+    /// Returns the exclusive window `range` of `buf`.
     fn view_mut(buf: &mut Self::Buf, range: Range<usize>) -> Self::ViewMut<'_>;
 
-    /// The same window, to read.
+    /// Returns the same window, read-only.
     fn shared<'a>(view: &'a Self::ViewMut<'_>) -> Self::View<'a>;
 
-    /// The same window, for a while.
+    /// Returns the same window with a shorter lifetime.
     fn reborrow<'a>(view: &'a mut Self::ViewMut<'_>) -> Self::ViewMut<'a>;
 
-    /// Elements in `buf`.
+    /// Returns the number of elements in `buf`.
     fn len(buf: &Self::Buf) -> usize;
 
     /// Splits a window in two at element `at`.
@@ -145,100 +146,101 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Splits an exclusive window in two at element `at`.
     fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>);
 
-    /// The elements `range` of a buffer, as messages reach them. On a device with several elements
-    /// in a word the range is one of whole words, except at the end of the buffer: the padding of
-    /// its last word travels along.
+    /// Returns the elements `range` of a buffer for communication. On a device with several
+    /// elements in a word the range must consist of whole words, except at the end of the buffer,
+    /// whose padding is sent too.
     ///
     /// # Errors
-    /// The range cuts a word.
+    /// Returns an error if the range does not begin and end at a word boundary.
     fn comm_buffer(buf: &mut Self::Buf, range: Range<usize>) -> Result<CommBuffer<'_>>;
 
-    /// An event that is done when all work on `buf` that compute has requested so far is: the
-    /// communication thread waits for it before it reaches the buffer. None if all is done already.
-    /// When a message is done with the buffer, any stream may use it.
+    /// Records an event that completes when all work on `buf` that compute has requested so far
+    /// has: the communication thread waits for it before it accesses the buffer. Returns `None` if
+    /// all of it has completed already. Once a message has finished with the buffer, any stream may
+    /// use it.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn record_event(buf: &Self::Buf) -> Result<Option<Box<dyn DeviceEvent>>>;
 
-    /// The copies between the device and the host beside compute; none where buffers are host
-    /// memory.
+    /// Returns the streams that copy between the device and the host concurrently with compute, or
+    /// `None` where buffers are host memory.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn copies(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
         Ok(None)
     }
 
-    /// The library by which the devices of ranks can exchange memory as [`DeviceComm`], and its
-    /// version.
+    /// Returns the name and version of the library by which the devices of ranks can communicate
+    /// directly ([`DeviceComm`]), such as NCCL.
     ///
     /// # Errors
-    /// There is none.
+    /// Returns an error if the library is missing.
     fn device_comm_library() -> Result<String> {
         Err(device_memcpy::no_device_comm())
     }
 
-    /// Announces that these parameters stay as they are until [`Backend::end_weight_reuse`] and
-    /// will be multiplied several times: a backend may also keep forms of them that multiply
-    /// faster. Announced again, they are as before.
+    /// Announces that these parameters do not change until [`Backend::end_weight_reuse`] and that
+    /// several matmuls will read them: a backend may also cache them in a packed layout that
+    /// multiplies faster. Announcing them again changes nothing.
     fn begin_weight_reuse(&self, _parameters: Self::View<'_>) {}
 
-    /// Parameters may change from here on.
+    /// Ends the reuse: parameters may change from here on.
     fn end_weight_reuse(&self) {}
 
-    /// Bytes that [`Backend::begin_weight_reuse`] may take, for so many elements of parameters and
-    /// rows of a micro-batch.
+    /// Returns the bytes that [`Backend::begin_weight_reuse`] may allocate, given the number of
+    /// elements of the parameters and of rows of a micro-batch.
     fn reuse_bytes(_elements: usize, _rows: usize) -> usize {
         0
     }
 
-    /// Elements from one row to the next in a matrix of so many columns that products and kernels
-    /// of classes alone read: no fewer than its columns, and more where products are faster in
-    /// aligned rows.
+    /// Returns the leading dimension (elements from one row to the next) of a matrix of `columns`
+    /// columns that only matmuls and classifier kernels read: at least `columns`, and more where
+    /// matmuls are faster with aligned rows.
     fn row_stride(columns: usize) -> usize {
         columns
     }
 
-    /// The choice among algorithms of matrix products, where the device has one.
+    /// Returns the interface for choosing among matmul algorithms, if the device has one.
     fn product_algorithms(&self) -> Option<&dyn ProductAlgorithms> {
         None
     }
 
-    /// Gives memory that waits for reuse back to the system: shapes are about to change.
+    /// Returns cached free memory to the system, because shapes are about to change.
     fn trim(&self);
 
-    /// The count of allocated bytes, by category.
+    /// Returns the counts of allocated bytes by category.
     fn ledger(&self) -> &MemoryStats;
 
-    /// The times of its kernels.
+    /// Returns the profile of this device's kernels.
     fn profile(&self) -> &Profile;
 
-    /// The most bytes of a memory of its own that were taken at once; none where buffers are host
-    /// memory.
+    /// Returns the most bytes of the device's own memory that were allocated at once, or `None`
+    /// where buffers are host memory.
     fn device_peak(&self) -> Option<usize> {
         None
     }
 
-    /// Peak FLOP/s of a rank's device in the number format of its matmuls, dense; none if it is
-    /// unknown.
+    /// Returns the peak dense FLOP/s of a rank's device in the number format of its matmuls, or
+    /// `None` if it is unknown.
     fn peak_flops(&self) -> Option<f64> {
         None
     }
 
-    /// The whole of `buf`.
+    /// Returns the whole of `buf` as a window.
     fn all(buf: &Self::Buf) -> Self::View<'_> {
         Self::view(buf, 0..Self::len(buf))
     }
 
-    /// The whole of `buf`, exclusively.
+    /// Returns the whole of `buf` as an exclusive window.
     fn all_mut(buf: &mut Self::Buf) -> Self::ViewMut<'_> {
         let len = Self::len(buf);
         Self::view_mut(buf, 0..len)
     }
 }
 
-/// Cuts a window into consecutive parts of the given lengths; the rest is padding.
+/// Splits a window into consecutive parts of the given lengths; the rest is padding.
 pub fn split<'a, B: Backend, const N: usize>(
     mut view: B::View<'a>,
     lens: [usize; N],
@@ -250,7 +252,7 @@ pub fn split<'a, B: Backend, const N: usize>(
     })
 }
 
-/// As [`split`], for an exclusive window.
+/// Splits an exclusive window into consecutive parts of the given lengths; the rest is padding.
 pub fn split_mut<'a, B: Backend, const N: usize>(
     view: B::ViewMut<'a>,
     lens: [usize; N],

@@ -1,10 +1,10 @@
-//! Profile of the kernels: counts of launches, seconds, and the work that was done in them.
+//! A profile of the kernels: number of launches, time, and the work done in them.
 //!
-//! Off, a kernel costs the reading of one flag. On, a device that computes beside the host is
-//! waited for after every kernel, so that its time is its own; the run is slower for it.
+//! When off, a kernel pays for reading one flag. When on, a device that computes asynchronously is
+//! synchronized after every kernel, so that its time is attributed to it; this slows the run down.
 //!
-//! Every kernel begins with a `KernelCost`, and the guard that it returns ends the measurement when
-//! it is dropped. A kernel that is a default of `Kernels`, composed of others, counts as those.
+//! Every kernel begins with a `KernelCost`, and dropping the returned guard ends the measurement.
+//! An operation whose default in `Kernels` is composed of other operations is counted as those.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,27 +13,28 @@ use std::time::{Duration, Instant};
 
 use super::kernel_cost::KernelCost;
 
-/// Launches of a kernel.
+/// Statistics of the launches of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KernelStats {
-    /// Launches.
+    /// The number of launches.
     pub calls: u64,
-    /// Their time.
+    /// The total time of the launches, in seconds.
     pub seconds: f64,
-    /// Time of the fastest.
+    /// The time of the fastest launch, in seconds.
     pub fastest: f64,
-    /// Multiplications and additions, of products and attention.
+    /// Floating-point operations of matmuls and attention, multiplications and additions counted
+    /// separately.
     pub flops: f64,
     /// Bytes that had to be read and written.
     pub bytes: f64,
 }
 
 impl KernelStats {
-    /// Nothing yet.
+    /// The statistics of no launches.
     const NONE: Self =
         Self { calls: 0, seconds: 0.0, fastest: f64::INFINITY, flops: 0.0, bytes: 0.0 };
 
-    /// Both together.
+    /// Returns the sum of both.
     pub fn plus(self, other: Self) -> Self {
         Self {
             calls: self.calls + other.calls,
@@ -45,10 +46,10 @@ impl KernelStats {
     }
 }
 
-/// Launches by kernel and shape.
+/// Statistics of launches by kernel and shape.
 pub type Tallies = BTreeMap<(&'static str, [usize; 4]), KernelStats>;
 
-/// The kernels of a backend. Clones share it.
+/// The profile of a backend's kernels. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct Profile(Arc<Inner>);
 
@@ -59,23 +60,23 @@ struct Inner {
 }
 
 impl Profile {
-    /// Counts from now on, or no longer.
+    /// Turns the recording of kernels on or off.
     pub fn record(&self, on: bool) {
         self.0.on.store(on, Ordering::Relaxed);
     }
 
-    /// The counts since they were last taken.
+    /// Returns the statistics since the last call and resets them.
     pub fn take(&self) -> Tallies {
         std::mem::take(&mut *self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A kernel begins; it ends where the returned value is dropped. Elements of the compute type
-    /// have `width` bytes; `settle` waits until the device is done.
-    pub fn launch<S: Fn()>(&self, width: usize, settle: S, work: KernelCost) -> Launch<'_, S> {
+    /// Starts the measurement of a kernel; it ends when the returned guard is dropped. Elements of
+    /// the compute type have `width` bytes; `synchronize` blocks until the device is idle.
+    pub fn launch<S: Fn()>(&self, width: usize, synchronize: S, work: KernelCost) -> Launch<'_, S> {
         let open = self.0.on.load(Ordering::Relaxed).then(|| {
-            // Work queued before is not this kernel's.
-            settle();
-            Open { profile: self, work, width, settle, begun: Instant::now() }
+            // Work queued before belongs to other kernels.
+            synchronize();
+            Open { profile: self, work, width, synchronize, begun: Instant::now() }
         });
         Launch(open)
     }
@@ -95,22 +96,22 @@ impl Profile {
     }
 }
 
-/// A kernel under way.
-#[must_use = "the kernel ends where this is dropped"]
+/// The measurement of a kernel that is running.
+#[must_use = "the measurement ends when this is dropped"]
 pub struct Launch<'a, S: Fn()>(Option<Open<'a, S>>);
 
 struct Open<'a, S> {
     profile: &'a Profile,
     work: KernelCost,
     width: usize,
-    settle: S,
+    synchronize: S,
     begun: Instant,
 }
 
 impl<S: Fn()> Drop for Launch<'_, S> {
     fn drop(&mut self) {
-        let Some(Open { profile, work, width, settle, begun }) = self.0.take() else { return };
-        settle();
+        let Some(Open { profile, work, width, synchronize, begun }) = self.0.take() else { return };
+        synchronize();
         profile.count(&work, width, begun.elapsed());
     }
 }
@@ -123,11 +124,11 @@ mod tests {
     fn a_device_is_waited_for_before_and_after() {
         let profile = Profile::default();
         let waits = std::cell::Cell::new(0);
-        let settle = || waits.set(waits.get() + 1);
-        drop(profile.launch(4, settle, KernelCost::zero(1)));
+        let synchronize = || waits.set(waits.get() + 1);
+        drop(profile.launch(4, synchronize, KernelCost::zero(1)));
         assert_eq!(waits.get(), 0);
         profile.record(true);
-        drop(profile.launch(4, settle, KernelCost::zero(1)));
+        drop(profile.launch(4, synchronize, KernelCost::zero(1)));
         assert_eq!(waits.get(), 2);
     }
 }

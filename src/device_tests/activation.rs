@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `activation.rs`.
+//! Tests of the operations in `hpctrain_device::ops::activation`.
 
 use crate::common::{Results, close, down, random, rounded, up, wide};
 use hpctrain_device::{Activation, Kernels};

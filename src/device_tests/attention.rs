@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `attention.rs`.
+//! Tests of the operations in `hpctrain_device::ops::attention`.
 
 use crate::common::{Results, close, down, random, up, up_f32, wide};
 use hpctrain_device::{Attention, Kernels};
@@ -21,7 +21,7 @@ pub fn attentions<B: Kernels>(b: &B) -> Results {
     ];
     let alone =
         alone.map(|(batch, time, heads, head_width)| (batch, time, heads, heads, head_width));
-    // Heads of keys and values that several of queries share.
+    // Key/value heads that several query heads share.
     let shared = [
         (2, 33, 6, 2, 5),
         (1, 130, 3, 1, 33),
@@ -29,8 +29,8 @@ pub fn attentions<B: Kernels>(b: &B) -> Results {
         (1, 65, 2, 1, 128),
         (1, 257, 2, 1, 20),
     ];
-    // Where tensor cores compute: heads that end within a block of columns, below and above a width
-    // of 128.
+    // Shapes for tensor cores: heads that end within a block of columns, of widths below and above
+    // 128.
     let narrow = [(1, 140, 1, 1, 24), (1, 130, 2, 1, 200)];
     let narrow = &narrow[..if b.has_master_weights() { narrow.len() } else { 0 }];
     for (batch, time, heads, kv_heads, head_width) in
@@ -105,7 +105,7 @@ pub fn attentions<B: Kernels>(b: &B) -> Results {
                 .unwrap();
             close(b, &y, &want_y[first * d..], "attention from a position");
             let want: Vec<f32> =
-                down(b, &lse).chunks(time).flat_map(|of_head| of_head[first..].to_vec()).collect();
+                down(b, &lse).chunks(time).flat_map(|head| head[first..].to_vec()).collect();
             close(b, &later, &wide(&want), "denominators from a position");
             results.extend([down(b, &y), down(b, &later)]);
         }

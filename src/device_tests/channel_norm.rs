@@ -1,20 +1,20 @@
-//! Operations of `hpctrain_device::ops`, file `channel.rs`.
+//! Tests of the operations in `hpctrain_device::ops::channel_norm`.
 
 use crate::common::{Results, close, close_f32, down, random, rounded, up, up_f32, wide};
 use hpctrain_device::{ChannelNormShape, Kernels};
 
-/// Statistics and normalisation of channels, each number by its definition.
+/// Tests the statistics and normalisation of channels against their definitions.
 pub fn channels<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
-    // One chunk of places and many, one channel and more than a warp's, groups of one channel and
-    // of several.
+    // One chunk of positions and many, one channel and more than a warp's, groups of one channel
+    // and of several.
     for (samples, places, channels, groups) in
         [(1, 1, 1, 1), (3, 37, 6, 3), (1, 301, 35, 35), (2, 600, 8, 1), (4, 2, 40, 5)]
     {
         let shape = ChannelNormShape { samples, places, channels, groups };
         let len = shape.elements();
         let of_group = channels / groups;
-        // Far from zero, as sums of squares do not like it.
+        // Far from zero, where sums of squares lose precision.
         let x: Vec<f32> = random(b, 1, len).iter().map(|x| x + 3.0).collect();
         let x = rounded(b, &x);
         let dy = random(b, 2, len);
@@ -42,14 +42,14 @@ pub fn channels<B: Kernels>(b: &B) -> Results {
         let mut want = Vec::new();
         for sample in 0..samples {
             let shift = |channel| xs[at(sample, 0, channel)];
-            let apart = |channel, place| xs[at(sample, place, channel)] - shift(channel);
+            let deviation = |channel, place| xs[at(sample, place, channel)] - shift(channel);
             want.extend((0..channels).map(shift));
             want.extend(
                 (0..channels)
-                    .map(|channel| (0..places).map(|place| apart(channel, place)).sum::<f64>()),
+                    .map(|channel| (0..places).map(|place| deviation(channel, place)).sum::<f64>()),
             );
             want.extend((0..channels).map(|channel| {
-                (0..places).map(|place| apart(channel, place).powi(2)).sum::<f64>()
+                (0..places).map(|place| deviation(channel, place).powi(2)).sum::<f64>()
             }));
         }
         close_f32(&down(b, &moments), &want, &format!("moments {what}"));

@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `digest.rs`.
+//! Tests of the operations in `hpctrain_device::ops::checksum`.
 
 use crate::common::{Results, down, random, up, up_f32};
 use hpctrain_device::ops::checksum::{CHUNK, weight};
@@ -34,8 +34,7 @@ pub fn digests<B: Kernels>(b: &B) -> Results {
     updates(b)
 }
 
-/// Updates leave the same elements with an audit, whose digests are those of the buffers before and
-/// after.
+/// Updates give the same elements with checksums, which are those of the buffers before and after.
 fn updates<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     let len = CHUNK + 77;
@@ -57,7 +56,7 @@ fn updates<B: Kernels>(b: &B) -> Results {
     let two = of(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 });
     let one = of(Elementwise::Lion { beta1: 0.9, beta2: 0.99 });
     for rule in 0..5 {
-        let update = |audit: Option<&mut Audit<B::Scalar>>| {
+        let update = |checksums: Option<&mut Audit<B::Scalar>>| {
             let second = if rule == 3 { &[][..] } else { &state };
             let mut bufs = [&state[..], second, &p].map(|values| up_f32(b, values));
             let mut copy = up(b, &p);
@@ -69,20 +68,20 @@ fn updates<B: Kernels>(b: &B) -> Results {
                 let g = B::all(&g);
                 let copy = Some(B::all_mut(&mut copy));
                 match rule {
-                    0 => b.adamw(adamw, g, first, second, to, copy, audit),
-                    1 => b.sgd(sgd, g, first, to, copy, audit),
-                    2 => b.elements(two, g, first, second, to, copy, audit),
-                    3 => b.elements(one, g, first, second, to, copy, audit),
-                    _ => b.approach(0.3, g, to, copy, audit),
+                    0 => b.adamw(adamw, g, first, second, to, copy, checksums),
+                    1 => b.sgd(sgd, g, first, to, copy, checksums),
+                    2 => b.elements(two, g, first, second, to, copy, checksums),
+                    3 => b.elements(one, g, first, second, to, copy, checksums),
+                    _ => b.approach(0.3, g, to, copy, checksums),
                 }
                 .unwrap();
             }
             bufs.map(|buf| down(b, &buf))
         };
         let plain = update(None);
-        let mut audit = Audit::default();
-        let audited = update(Some(&mut audit));
-        assert_eq!(plain, audited, "rule {rule}");
+        let mut checksums = Audit::default();
+        let checked = update(Some(&mut checksums));
+        assert_eq!(plain, checked, "rule {rule}");
         let changed: &[usize] = match rule {
             0 | 2 => &[0, 1, 2],
             4 => &[2],
@@ -93,9 +92,9 @@ fn updates<B: Kernels>(b: &B) -> Results {
             digests.into_iter().map(|one| b.read(one).unwrap()).sum::<f64>()
         };
         let found: f64 = changed.iter().map(|&i| digest_of(before[i])).sum();
-        let left: f64 = changed.iter().map(|&i| digest_of(&audited[i])).sum();
-        assert_eq!((sum(audit.found), sum(audit.left)), (found, left), "rule {rule}");
-        results.extend(audited);
+        let left: f64 = changed.iter().map(|&i| digest_of(&checked[i])).sum();
+        assert_eq!((sum(checksums.found), sum(checksums.left)), (found, left), "rule {rule}");
+        results.extend(checked);
     }
     results
 }

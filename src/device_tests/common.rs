@@ -1,24 +1,24 @@
-//! Operands, results, and comparison with f64, for the tests of operations.
+//! Operands, results, and comparison with f64 for the tests of operations.
 
 use hpctrain_base::random::Stream;
 use hpctrain_device::{Kernels, MemoryKind};
 
-/// Results of kernels, one vector a kernel and shape.
+/// Results of kernels, one vector per kernel and shape.
 pub type Results = Vec<Vec<f32>>;
 
-/// Relative error allowed, against the largest value of the result.
+/// Returns the relative error allowed, against the largest value of the result.
 pub fn tolerance<B: Kernels>(b: &B) -> f64 {
     if b.has_master_weights() { 1e-2 } else { 1e-5 }
 }
 
-/// Normal numbers that the device's compute type can hold, named by `seed`.
+/// Returns normally distributed numbers that the device's compute type can hold, seeded by `seed`.
 pub fn random<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
     let mut values = vec![0.0; len];
     Stream::new(seed).fill_normal(&mut values);
     rounded(b, &values)
 }
 
-/// The values as the device's compute type holds them.
+/// Returns the values rounded to the device's compute type.
 pub fn rounded<B: Kernels>(b: &B, values: &[f32]) -> Vec<f32> {
     down(b, &up(b, values))
 }
@@ -50,12 +50,12 @@ pub fn close<B: Kernels>(b: &B, got: &B::Buf, want: &[f64], what: &str) {
     );
 }
 
-/// In the compute type: parameters, activations.
+/// Uploads parameters or activations in the compute type.
 pub fn up<B: Kernels>(b: &B, x: &[f32]) -> B::Buf {
     b.upload(MemoryKind::Parameters, x).unwrap()
 }
 
-/// In f32: masters, gradients of parameters, statistics, losses.
+/// Uploads fp32 master weights, gradients of parameters, statistics or losses in f32.
 pub fn up_f32<B: Kernels>(b: &B, x: &[f32]) -> B::Buf {
     b.upload_f32(MemoryKind::Gradients, x).unwrap()
 }
@@ -66,21 +66,21 @@ pub fn down<B: Kernels>(b: &B, x: &B::Buf) -> Vec<f32> {
     host
 }
 
-/// Elements from a row of so many columns to the next that a device takes: none between them, and
-/// its own padding.
+/// Returns the leading dimensions to test for rows of `columns` elements: without padding, and with
+/// the device's.
 pub fn strides<B: Kernels>(columns: usize) -> Vec<usize> {
     let mut all = vec![columns, B::row_stride(columns)];
     all.dedup();
     all
 }
 
-/// Rows that lie so far apart, with NaN between them: no result may come of that.
+/// Pads rows to `stride` elements with NaN, which must not influence any result.
 pub fn apart(rows: &[f32], columns: usize, stride: usize) -> Vec<f32> {
     let padding = vec![f32::NAN; stride - columns];
     rows.chunks(columns).flat_map(|row| row.iter().chain(&padding).copied()).collect()
 }
 
-/// The rows of [`apart`] again. Panics if anything but NaN is between them.
+/// Removes the padding again. Panics if a kernel has written to it.
 pub fn together<B: Kernels>(b: &B, buf: &B::Buf, columns: usize, stride: usize) -> Vec<f32> {
     let all = down(b, buf);
     assert!(
@@ -90,7 +90,7 @@ pub fn together<B: Kernels>(b: &B, buf: &B::Buf, columns: usize, stride: usize) 
     all.chunks(stride).flat_map(|row| row[..columns].iter().copied()).collect()
 }
 
-/// A row-major product in f64, `a` m×k and `b` k×n.
+/// Returns the row-major matmul in f64 of `a`, m×k, and `b`, k×n.
 pub fn product(
     m: usize,
     n: usize,
@@ -101,23 +101,27 @@ pub fn product(
     (0..m * n).map(|i| (0..k).map(|l| a(i / n, l) * b(l, i % n)).sum()).collect()
 }
 
-/// As [`close`], for sums that are f32 on every device: relative to the largest of all.
-pub fn close_f32(got: &[f32], want: &[f64], what: &str) {
-    let most = want.iter().fold(0.0f64, |most, want| most.max(want.abs())).max(1.0);
-    for (i, (got, want)) in got.iter().zip(want).enumerate() {
-        assert!((f64::from(*got) - want).abs() <= 2e-6 * most, "{what}[{i}]: {got} is not {want}");
+/// Panics unless sums that are f32 on every device are as expected, relative to the largest of
+/// all.
+pub fn close_f32(got: &[f32], expected: &[f64], what: &str) {
+    let largest = expected.iter().fold(1.0f64, |largest, x| largest.max(x.abs()));
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        assert!(
+            (f64::from(*got) - expected).abs() <= 2e-6 * largest,
+            "{what}[{i}]: {got} is not {expected}"
+        );
     }
 }
 
-/// The bits of results, to compare them exactly.
+/// Returns the bits of results, for an exact comparison.
 pub fn bits(results: Results) -> Vec<Vec<u32>> {
     results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
 }
 
-/// Bits of TF32's mantissa.
+/// The number of bits of TF32's mantissa.
 pub const TF32_BITS: u32 = 10;
 
-/// As [`random`], in TF32.
+/// Returns [`random`] numbers that TF32 can hold.
 pub fn random_tf32<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
     let lost = f32::MANTISSA_DIGITS - 1 - TF32_BITS;
     random(b, seed, len).into_iter().map(|x| f32::from_bits(x.to_bits() >> lost << lost)).collect()

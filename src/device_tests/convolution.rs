@@ -1,17 +1,17 @@
-//! Operations of `hpctrain_device::ops`, file `convolution.rs`.
+//! Tests of the operations in `hpctrain_device::ops::convolution`.
 
 use crate::common::{Results, close, down, up, up_f32, wide};
 use crate::im2col_pool::each_seen;
 use hpctrain_device::{Convolution, Im2colShape, Kernels};
 
-/// `random` draws operands of products.
+/// Tests convolutions; `random` draws the operands of their matmuls.
 pub fn convolutions<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
     let mut results = Vec::new();
     for (batch, [height, width, all], size, stride, padding, [first, channels, filters]) in [
         (1, [1, 1, 1], [1, 1], [1, 1], [0, 0], [0, 1, 1]),
         (2, [5, 7, 3], [3, 3], [1, 1], [1, 1], [0, 3, 17]),
         (3, [9, 8, 5], [3, 2], [2, 3], [1, 0], [2, 3, 4]),
-        // Several tiles an image, and parts of the gradient of the filters.
+        // Several tiles per image, and several parts of the filters' gradient.
         (2, [40, 41, 1], [3, 3], [1, 1], [0, 0], [0, 1, 3]),
         (5, [12, 12, 16], [5, 3], [1, 1], [2, 1], [0, 16, 8]),
         // More filters than tiles are worth it for.

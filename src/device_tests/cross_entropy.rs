@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `classifier.rs`.
+//! Tests of the operations in `hpctrain_device::ops::cross_entropy`.
 
 use crate::common::{
     Results, apart, close, down, ids, random, rounded, strides, together, tolerance, up, up_f32,
@@ -6,7 +6,7 @@ use crate::common::{
 };
 use hpctrain_device::{CrossEntropy, CrossEntropyPart, Kernels, LogitsPart, LossWeights};
 
-/// Losses and gradients of logits.
+/// Computes losses and gradients of logits in f64.
 fn in_f64(
     s: CrossEntropy,
     logits: &[f32],
@@ -27,7 +27,7 @@ fn in_f64(
             smoothing / s.classes as f64
                 + if class == target as usize { 1.0 - smoothing } else { 0.0 }
         };
-        // A class that is ruled out by -∞ costs nothing where nobody wants it.
+        // A class that is masked by -∞ adds no loss where its target is zero.
         let counted = x.iter().enumerate().filter(|(class, _)| wanted(*class) > 0.0);
         losses
             .push(weight * counted.map(|(class, x)| wanted(class) * (log_total - x)).sum::<f64>());
@@ -48,7 +48,7 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
         let tb = b.upload_ints(&targets).unwrap();
         let scale = 0.25;
         let some: Vec<f32> = (0..classes).map(|class| 0.5 + (class % 3) as f32).collect();
-        // Among them a row that does not count.
+        // Includes a row with weight zero.
         let of_rows: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
         for (smoothing, weights, of_rows) in
             [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows), (0.0, &[], &of_rows)]
@@ -79,7 +79,7 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
             }
         }
 
-        // Few values, so that some logits are equal.
+        // Few distinct values, so that some logits are equal.
         let few: Vec<f32> = ids(31, rows * classes, 7).into_iter().map(|id| id as f32).collect();
         for (stride, k) in strides::<B>(classes).into_iter().flat_map(|s| [(s, 1), (s, 5)]) {
             let fb = up(b, &apart(&few, classes, stride));
@@ -106,9 +106,9 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
     results
 }
 
-/// The cross-entropy of logits whose columns are cut into parts, at `bounds`: the sums of all
-/// parts, the losses, and the columns of all parts side by side afterwards. The rows of each part
-/// are padded, or not.
+/// Computes the cross-entropy of logits whose columns are split into parts at `bounds`. Returns the
+/// statistics of all parts, the losses, and the columns of all parts side by side afterwards. The
+/// rows of each part are padded if `is_padded`.
 fn in_parts<B: Kernels>(
     b: &B,
     s: CrossEntropy,
@@ -165,7 +165,7 @@ fn in_parts<B: Kernels>(
     [down(b, &stats), all_losses.swap_remove(0), after]
 }
 
-/// Classes that are cut into parts.
+/// Tests cross-entropy over classes that are split into parts.
 pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, classes) in [(0, 17), (1, 17), (23, 65), (2, 9001)] {
@@ -199,7 +199,7 @@ pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
             let plain_loss = wide(&down(b, &plain_loss));
             let plain_d = wide(&down(b, &plain_d));
             for (parts, is_padded) in [(1, true), (2, false), (3, true), (5, false)] {
-                // Each wider than the one before.
+                // Each part is wider than the one before.
                 let bounds: Vec<usize> = (0..=parts)
                     .map(|part| classes * part * (part + 1) / (parts * (parts + 1)))
                     .collect();
@@ -222,7 +222,7 @@ pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
         }
     }
 
-    // Classes that are ruled out: in one row all of two parts.
+    // Masked classes: in one row all classes of two parts.
     let rows = 2;
     let classes = 45;
     let targets = [20, 16];
@@ -254,7 +254,7 @@ pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
     results
 }
 
-/// Panics unless the sums of parts are those of their logits.
+/// Panics unless the statistics of parts are those of their logits.
 fn check_stats<B: Kernels>(
     b: &B,
     stats: &[f32],
@@ -281,7 +281,7 @@ fn check_stats<B: Kernels>(
                 "{} is not {total}",
                 got[1]
             );
-            // No narrower than f32 on any device.
+            // At least f32 on every device.
             assert!(
                 (f64::from(got[3]) - plain).abs() <= 1e-6 * plain.abs(),
                 "{} is not {plain}",

@@ -1,11 +1,11 @@
-//! Operations of `hpctrain_device::ops`, file `pairs.rs`.
+//! Tests of the operations in `hpctrain_device::ops::dot_interaction`.
 
 use crate::common::{Results, close, down, random, up, wide};
 use hpctrain_device::{DotInteraction, Kernels};
 
 pub fn pairs<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
-    // Pairs counted from 0 where their square root is whole, or not quite.
+    // Numbers of pairs whose square root, which indexes them, is whole or almost.
     for (samples, rows, width) in [(1, 2, 1), (3, 5, 7), (33, 27, 16), (2, 130, 3), (700, 3, 35)] {
         let shape = DotInteraction { samples, rows, width };
         let inputs = rows * width;

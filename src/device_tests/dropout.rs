@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `dropout.rs`.
+//! Tests of the operations in `hpctrain_device::ops::dropout`.
 
 use crate::common::{Results, down, random, rounded, up};
 use hpctrain_device::{Dropout, Kernels};

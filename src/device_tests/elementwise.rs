@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `elementwise.rs`.
+//! Tests of the operations in `hpctrain_device::ops::elementwise`.
 
 use crate::common::{Results, close, down, random, up, up_f32, wide};
 use hpctrain_device::{Kernels, MemoryKind};

@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `embedding.rs`.
+//! Tests of the operations in `hpctrain_device::ops::embedding`.
 
 use crate::common::{Results, close, down, ids, random, up, up_f32, wide};
 use hpctrain_device::Kernels;
@@ -57,7 +57,7 @@ pub fn embeddings<B: Kernels>(b: &B) -> Results {
     results
 }
 
-/// Tables that have some of the tokens each.
+/// Tests token tables that have a part of the tokens each.
 pub fn embedding_parts<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (sequences, time, vocabulary, width) in

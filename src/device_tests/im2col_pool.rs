@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `window.rs`.
+//! Tests of the operations in `hpctrain_device::ops::im2col_pool`.
 
 use crate::common::{Results, close, down, ids, random, up, wide};
 use hpctrain_device::{Im2colShape, Kernels};
@@ -42,7 +42,7 @@ pub fn windows<B: Kernels>(b: &B) -> Results {
             results.push(down(b, &dx));
         }
 
-        // Few values, so that some windows have two largest elements.
+        // Few distinct values, so that some windows have two largest elements.
         let few: Vec<f32> =
             ids(64, w.elements(), 4).into_iter().map(|id| id as f32 - 2.0).collect();
         let fb = up(b, &few);
@@ -97,8 +97,8 @@ pub fn windows<B: Kernels>(b: &B) -> Results {
     results
 }
 
-/// Calls `see` for every element that the window sees: place of the output, row and column in the
-/// window, element.
+/// Calls `see` for every element under the window with the output position, the row and column in
+/// the window, and the element, or `None` in the padding.
 pub fn each_seen(
     w: Im2colShape,
     channel: usize,

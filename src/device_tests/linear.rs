@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `linear.rs`.
+//! Tests of the operations in `hpctrain_device::ops::linear`.
 
 use crate::common::{
     Results, TF32_BITS, apart, close, down, product, random, random_tf32, rounded, strides,
@@ -6,8 +6,8 @@ use crate::common::{
 };
 use hpctrain_device::{Activation, Gemm, Kernels, Linear};
 
-/// A long sum of which halves and thirds are large and cancel: partial sums kept in bf16 would lose
-/// what is left.
+/// Computes a long sum whose halves and thirds are large and cancel: partial sums in bf16 would
+/// lose the remainder.
 fn cancelling_sum<B: Kernels>(b: &B) -> Vec<f32> {
     let m = 8;
     let n = 8;
@@ -30,8 +30,8 @@ fn cancelling_sum<B: Kernels>(b: &B) -> Vec<f32> {
     down(b, &z)
 }
 
-/// A map without a bias and both its gradients, of results whose rows are as far apart as the
-/// device wants them, and close together.
+/// Tests a linear layer without a bias and both its gradients, on outputs whose rows are padded as
+/// the device prefers, and on unpadded ones.
 fn padded<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
     let mut results = Vec::new();
     for (rows, inputs, outputs) in [(1, 8, 1), (33, 31, 65), (7, 24, 257), (300, 16, 127)] {
@@ -100,7 +100,7 @@ fn padded<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results 
     results
 }
 
-/// Products of the values that `random` gives.
+/// Tests matmuls and linear layers of values drawn by `random`.
 pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
     let mut results = Vec::new();
     if b.has_master_weights() {
@@ -138,7 +138,7 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
             results.push(down(b, &cb));
         }
     }
-    // More chunks of rows than a block adds up at a time.
+    // More chunks of rows than a block adds up at once.
     for (rows, outputs) in [(4353, 3), (8321, 33)] {
         let dy = random(b, 16, rows * outputs);
         let db0 = random(b, 17, outputs);
@@ -218,7 +218,7 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
             }
             results.extend([down(b, &y), down(b, &dw), down(b, &db)]);
 
-            // With a sum, also of views that begin anywhere.
+            // With a residual, including views that begin anywhere.
             let more = random(b, 15, rows * outputs);
             let want: Vec<f64> = sums
                 .iter()
@@ -244,7 +244,7 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
                 results.push(down(b, &y));
             }
         }
-        // Fused with GELU as one after the other, without a bias and with one that begins anywhere.
+        // Fused with GELU like separate calls, without a bias and with one that begins anywhere.
         let none = up(b, &[]);
         for from in [None, Some(0), Some(1), Some(3), Some(5)] {
             let own = from.map(|from| up(b, &[&vec![9.0; from][..], &bias].concat()));
@@ -261,20 +261,21 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
                 B::all_mut(&mut y),
             )
             .unwrap();
-            let mut apart = up(b, &vec![0.0; rows * outputs]);
-            b.linear(shape, B::all(&xb), B::all(&wb), bias, B::all_mut(&mut apart)).unwrap();
-            close(b, &h, &wide(&down(b, &apart)), "linear, of linear and gelu");
-            b.activation(Activation::Gelu, B::all(&h), B::all_mut(&mut apart)).unwrap();
-            close(b, &y, &wide(&down(b, &apart)), "gelu, of linear and gelu");
+            let mut separate = up(b, &vec![0.0; rows * outputs]);
+            b.linear(shape, B::all(&xb), B::all(&wb), bias, B::all_mut(&mut separate)).unwrap();
+            close(b, &h, &wide(&down(b, &separate)), "linear, of linear and gelu");
+            b.activation(Activation::Gelu, B::all(&h), B::all_mut(&mut separate)).unwrap();
+            close(b, &y, &wide(&down(b, &separate)), "gelu, of linear and gelu");
             results.push(down(b, &y));
         }
-        let [mut dh, mut apart] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * inputs]));
+        let [mut dh, mut separate] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * inputs]));
         let before = B::all(&xb);
         b.linear_gelu_backward_input(shape, B::all(&dyb), B::all(&wb), before, B::all_mut(&mut dh))
             .unwrap();
-        b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut apart)).unwrap();
-        b.activation_backward(Activation::Gelu, before, B::all_mut(&mut apart)).unwrap();
-        close(b, &dh, &wide(&down(b, &apart)), "back through linear and gelu");
+        b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut separate))
+            .unwrap();
+        b.activation_backward(Activation::Gelu, before, B::all_mut(&mut separate)).unwrap();
+        close(b, &dh, &wide(&down(b, &separate)), "back through linear and gelu");
 
         let mut dx = up(b, &random(b, 13, rows * inputs));
         b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
@@ -291,11 +292,12 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
     results
 }
 
-/// Products in TF32 round their operands to it and no further: operands that it holds give the
-/// results of f32, and others are off by the rounding of the two, of each product's magnitude.
+/// Tests that matmuls in TF32 round their operands to it and no further: operands that it holds
+/// give the results of f32, and the error of others is that of rounding both, relative to the sum
+/// of magnitudes.
 pub fn products_in_tf32<B: Kernels>(b: &B) -> Results {
     let mut results = products(b, random_tf32);
-    // For any rounding. Sums in f32 add their own error.
+    // For any rounding mode. Sums in f32 add their own error.
     let operand = 0.5f64.powi(TF32_BITS as i32);
     let mut furthest = 0.0f64;
     let mut beyond_f32 = 0;
@@ -309,21 +311,23 @@ pub fn products_in_tf32<B: Kernels>(b: &B) -> Results {
         b.gemm(shape, B::all(&xb), B::all(&yb), B::all_mut(&mut zb)).unwrap();
         let xt = |i: usize, l: usize| f64::from(x[i * k + l]);
         let yt = |l: usize, j: usize| f64::from(y[l * n + j]);
-        let want = product(m, n, k, xt, yt);
+        let expected = product(m, n, k, xt, yt);
         let magnitudes = product(m, n, k, |i, l| xt(i, l).abs(), |l, j| yt(l, j).abs());
         let got = down(b, &zb);
-        for (i, ((&got, want), magnitude)) in got.iter().zip(want).zip(magnitudes).enumerate() {
-            let off = (f64::from(got) - want).abs() / magnitude;
-            let of_sums = k as f64 * f64::from(f32::EPSILON);
+        for (i, ((&got, expected), magnitude)) in
+            got.iter().zip(expected).zip(magnitudes).enumerate()
+        {
+            let off = (f64::from(got) - expected).abs() / magnitude;
+            let sum_error = k as f64 * f64::from(f32::EPSILON);
             assert!(
-                off <= (1.0 + operand).powi(2) - 1.0 + of_sums,
-                "tf32 {m}×{n}×{k}[{i}]: {got}, in f64 {want}"
+                off <= (1.0 + operand).powi(2) - 1.0 + sum_error,
+                "tf32 {m}×{n}×{k}[{i}]: {got}, in f64 {expected}"
             );
             furthest = furthest.max(off);
-            beyond_f32 += usize::from(off > of_sums);
+            beyond_f32 += usize::from(off > sum_error);
         }
         results.push(got);
     }
-    assert!(beyond_f32 > 0, "products are at most {furthest:e} off: they are not in TF32");
+    assert!(beyond_f32 > 0, "matmuls are at most {furthest:e} off: they are not in TF32");
     results
 }

@@ -1,7 +1,7 @@
-//! The tests that every device passes: each kernel against f64 arithmetic at awkward sizes. They
-//! return their results, so that a device can compare the bits of two runs.
+//! Tests that every device passes: each kernel is compared with f64 arithmetic at awkward sizes.
+//! They return their results, so that a device can compare the bits of two runs.
 //!
-//! Only tests of the crates of devices use it.
+//! Only the tests of device crates use this crate.
 
 #![forbid(unsafe_code)]
 #![allow(
@@ -31,8 +31,9 @@ pub mod softmax;
 pub mod strided_copy;
 pub mod swiglu;
 
-/// A test of each operation on one device: `$stamp!` makes them, of the pairs of name and test that
-/// it is given, and of those of all operations but products, whose tests differ with the precision.
+/// Instantiates the tests of all operations on one device: `$stamp!` is called with the given pairs
+/// of name and test, followed by those of all operations except matmuls, whose tests depend on the
+/// precision.
 #[macro_export]
 macro_rules! each_operation {
     ($stamp:ident! { $($of:tt)* }) => {

@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `norm.rs`.
+//! Tests of the operations in `hpctrain_device::ops::norm`.
 
 use crate::common::{Results, close, down, random, rounded, up, up_f32, wide};
 use hpctrain_device::{Kernels, Norm};

@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `optimizer.rs`.
+//! Tests of the operations in `hpctrain_device::ops::optimizer`.
 
 use crate::common::{Results, close, down, random, rounded, up, up_f32, wide};
 use hpctrain_device::{AdamW, Elementwise, ElementwiseUpdate, Kernels, Sgd};
@@ -43,9 +43,12 @@ pub fn optimizers<B: Kernels>(b: &B) -> Results {
             want_p.push(f64::from(p[i]) * (1.0 - lr * decay) - lr * m_hat / (v_hat.sqrt() + 1e-8));
         }
         let step = |(&p, want): (&f32, &f64)| (f64::from(p) - want) / lr;
-        let want: f64 = p.iter().zip(&want_p).map(step).map(|u| u * u).sum();
+        let expected: f64 = p.iter().zip(&want_p).map(step).map(|u| u * u).sum();
         let got = b.read(squares).unwrap();
-        assert!((got - want).abs() <= 1e-5 * want, "adamw step squares: {got} is not {want}");
+        assert!(
+            (got - expected).abs() <= 1e-5 * expected,
+            "adamw step squares: {got} is not {expected}"
+        );
         close(b, &mb, &want_m, "adamw m");
         close(b, &vb, &want_v, "adamw v");
         close(b, &pb, &want_p, "adamw p");

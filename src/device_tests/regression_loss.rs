@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `regression.rs`.
+//! Tests of the operations in `hpctrain_device::ops::regression_loss`.
 
 use crate::common::{Results, close, down, random, up, up_f32, wide};
 use hpctrain_device::{Deviation, Kernels, Regression};
@@ -27,16 +27,16 @@ pub fn regressions<B: Kernels>(b: &B) -> Results {
         let mut want_loss = vec![0.0; rows];
         let mut want_d = vec![];
         for (i, (p, t)) in wide(&p).into_iter().zip(wide(&t)).enumerate() {
-            let apart: f64 = p - t;
-            let reach = f64::from(0.7f32);
+            let error: f64 = p - t;
+            let delta = f64::from(0.7f32);
             let (value, slope) = match by {
-                Deviation::Squared => (apart * apart, 2.0 * apart),
+                Deviation::Squared => (error * error, 2.0 * error),
                 Deviation::Absolute => {
-                    (apart.abs(), if apart == 0.0 { 0.0 } else { apart.signum() })
+                    (error.abs(), if error == 0.0 { 0.0 } else { error.signum() })
                 }
-                Deviation::Huber(_) if apart.abs() <= reach => (0.5 * apart * apart, apart),
+                Deviation::Huber(_) if error.abs() <= delta => (0.5 * error * error, error),
                 Deviation::Huber(_) => {
-                    (reach * (apart.abs() - 0.5 * reach), reach * apart.signum())
+                    (delta * (error.abs() - 0.5 * delta), delta * error.signum())
                 }
                 Deviation::Binary => ((1.0 + p.exp()).ln() - p * t, 1.0 / (1.0 + (-p).exp()) - t),
                 Deviation::Agreement => (f64::from((p > 0.0) == (t > 0.5)), 0.0),

@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `rotary.rs`.
+//! Tests of the operations in `hpctrain_device::ops::rotary`.
 
 use crate::common::{Results, close, down, random, up, up_f32, wide};
 use hpctrain_device::{Kernels, Rotary};

@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `softmax.rs`.
+//! Tests of the operations in `hpctrain_device::ops::softmax`.
 
 use crate::common::{Results, close, down, random, rounded, up, wide};
 use hpctrain_device::Kernels;

@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `columns.rs`.
+//! Tests of the operations in `hpctrain_device::ops::strided_copy`.
 
 use crate::common::{Results, down, random, up};
 use hpctrain_device::{Kernels, StridedCopy};

@@ -1,4 +1,4 @@
-//! Operations of `hpctrain_device::ops`, file `swiglu.rs`.
+//! Tests of the operations in `hpctrain_device::ops::swiglu`.
 
 use crate::common::{Results, close, down, random, rounded, up};
 use hpctrain_device::Kernels;

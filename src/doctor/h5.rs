@@ -1,5 +1,5 @@
-//! HDF5: which one, whether it writes, reads and locks in the run root; and the data inside this
-//! program.
+//! Checks of HDF5 (its version, and whether it writes, reads and locks files in the run root) and of
+//! the bundled data.
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
@@ -12,15 +12,15 @@ use crate::data::{DataSpec, Dataset, Split, bundled, one_line};
 use crate::error::{Error, Result};
 use crate::telemetry::grouped;
 
-/// Decides whether HDF5 locks files.
+/// The environment variable that sets whether HDF5 locks files.
 const LOCKING: &str = "HDF5_USE_FILE_LOCKING";
 
-/// The data inside this program, and a length of its samples.
+/// The bundled data, and the context length to open it with.
 const BUNDLED: &str = "tiny-shakespeare";
 const CONTEXT: usize = 64;
 
-pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
-    tell.attempt("hdf5", || {
+pub(super) fn probe(reporter: &ProbeReporter, run_root: &Path) {
+    reporter.attempt("hdf5", || {
         let (major, minor, patch) = hdf5::library_version();
         let safe = if hdf5::is_library_threadsafe() {
             "thread-safe"
@@ -29,7 +29,7 @@ pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
         };
         Finding::ok(format!("{major}.{minor}.{patch}, {safe}"))
     });
-    tell.attempt("hdf5 files", || {
+    reporter.attempt("hdf5 files", || {
         let dir = nearest(run_root);
         let locks = round_trip(&dir).map(|locks| match (locks, std::env::var(LOCKING)) {
             (true, _) => "locked while they are open".to_owned(),
@@ -40,7 +40,7 @@ pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
     });
 }
 
-/// Writes a file, reads it back; whether HDF5 holds a lock on a file that it writes.
+/// Writes a file and reads it back; returns true if HDF5 locks a file that it writes.
 fn round_trip(dir: &Path) -> Result<bool> {
     let folder = scratch(dir)?;
     let path = folder.path().join("probe.h5");
@@ -66,21 +66,21 @@ fn round_trip(dir: &Path) -> Result<bool> {
     let locked = write().map_err(failed("write"))?;
     let read = || hdf5_open::open(&path)?.dataset("values")?.read_raw::<f32>();
     if read().map_err(failed("read"))? != values {
-        return Err(Error::io("read", &path, "it is not what was written")
+        return Err(Error::io("read", &path, "the values differ from those written")
             .hint("choose another --run-root"));
     }
     Ok(locked)
 }
 
-/// Whether somebody holds a lock on a file, as HDF5 does. A file system without locks has none that
-/// are held.
+/// Returns true if a process holds a lock on a file, as HDF5 does; false if the file system does
+/// not support locks.
 fn is_locked(path: &Path) -> bool {
     File::open(path).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
 }
 
-/// Unpacks the data inside this program and opens it.
-pub(super) fn probe_data(tell: &ProbeReporter) {
-    tell.attempt("bundled data", || {
+/// Unpacks the bundled data and opens it.
+pub(super) fn probe_data(reporter: &ProbeReporter) {
+    reporter.attempt("bundled data", || {
         let opened = bundled::locate(BUNDLED).and_then(|folder| {
             let dataset = Dataset::open(&DataSpec::new(&folder), Split::Train, CONTEXT)?;
             Ok(format!("{BUNDLED}, {} tokens, in {}", grouped(dataset.tokens()), folder.display()))

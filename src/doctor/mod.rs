@@ -1,9 +1,9 @@
-//! Is this machine fit to train on? Everything a run rests on, tried: GPUs, MPI, HDF5, the file
-//! system, limits, data.
+//! `hpctrain doctor`: checks that this machine can train: GPUs, MPI, HDF5, the file system, limits
+//! and data.
 //!
-//! Each rank checks its own resources, the first rank of each node those of the node as well.
-//! Checks that could crash or hang run in a child process ([`probe`]), which the doctor outlives.
-//! All findings meet in one [`DoctorReport`].
+//! Each rank checks its own resources, and the first rank of each node those of the node. Checks
+//! that could crash or hang run in a child process ([`probe`]). All findings are merged into one
+//! [`DoctorReport`].
 
 mod gpu;
 mod h5;
@@ -32,24 +32,24 @@ use ranks::{Gpu, Seat};
 
 pub use report::DoctorReport;
 
-/// Outcome of a check.
+/// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckStatus {
-    /// Fit.
+    /// The check passed.
     Ok,
-    /// Training will run; not as well as it could, or not everywhere.
+    /// Training works, but not as well as it could, or not on all devices.
     Warning,
-    /// Something that is there does not work.
+    /// Something does not work.
     Failure,
 }
 
-/// Finding of a check.
+/// The finding of a check.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Finding {
     /// The outcome.
     pub status: CheckStatus,
-    /// A short fact.
+    /// A short description of what was found.
     pub found: String,
     /// Advice for the user.
     pub hint: Option<String>,
@@ -68,7 +68,7 @@ impl Finding {
         Self { status: CheckStatus::Failure, found: found.into(), hint: Some(hint.into()) }
     }
 
-    /// A failure that can be lived with.
+    /// Turns a failure into a warning.
     fn at_most_a_warning(mut self) -> Self {
         if self.status == CheckStatus::Failure {
             self.status = CheckStatus::Warning;
@@ -88,7 +88,7 @@ impl From<Result<String>> for Finding {
             Err(error) => {
                 let hint = match error.kind() {
                     Kind::Device => {
-                        "nvidia-smi and the kernel's log may tell more; another driver or toolkit may do"
+                        "nvidia-smi and the kernel's log (dmesg) may show the cause; try another driver or toolkit"
                     }
                     _ => "this should not happen: please report it",
                 };
@@ -101,34 +101,34 @@ impl From<Result<String>> for Finding {
 /// One line of the report.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Check {
-    /// The thing that was checked.
+    /// The name of what was checked.
     pub name: String,
-    /// Its state.
+    /// The finding.
     #[serde(flatten)]
     pub finding: Finding,
 }
 
-/// Arguments of the doctor.
+/// The options of the doctor.
 #[derive(Debug, Clone)]
 pub struct DoctorOptions {
-    /// Directory of the runs.
+    /// The directory of runs.
     pub run_root: PathBuf,
-    /// The launcher of the ranks; none for a process that was started alone.
+    /// The launcher of the ranks; `None` for a process that was started alone.
     pub launcher: Option<&'static str>,
     /// Whether a rank without its own GPU is a failure.
     pub requires_gpus: bool,
 }
 
-/// The message of every rank before the checks that concern several.
+/// The message of every rank before the checks that involve several ranks.
 #[derive(Serialize, Deserialize)]
 struct Greeting {
-    /// A file that rank 0 has made in the run root.
+    /// A file that rank 0 has created in the run root.
     marker: Option<PathBuf>,
-    /// Whether the GPUs that it looked at, if any, have passed all checks.
+    /// Whether the GPUs that it has checked, if any, have passed all checks.
     gpus_work: bool,
 }
 
-/// All that a rank has found, in the order of the report.
+/// All findings of a rank, in the order of the report.
 #[derive(Serialize, Deserialize)]
 struct Facts {
     seat: Seat,
@@ -137,15 +137,15 @@ struct Facts {
     node: Vec<Check>,
 }
 
-/// Collective over the world: the report on all ranks, the same on each.
+/// Runs all checks; returns the same report on each rank. Collective over the world.
 ///
 /// # Errors
-/// A message between ranks failed.
+/// Returns an error if a message between ranks fails.
 pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
     let world = comm.world();
     let node = comm.node();
     let topology = Topology::gather(&world, node.host.clone())?;
-    let speaks_for_node = node.local_rank == 0;
+    let is_first_of_node = node.local_rank == 0;
 
     let devices = probe::ask(&Probe::Gpu { first: node.local_rank, every: node.local_size });
     let spread = topology.host_count() > 1;
@@ -159,7 +159,7 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
 
     let mut messages = mpi::checks(comm, request.launcher);
     let mut gpu = None;
-    // A child has shown that this process will not crash here.
+    // The checks in child processes have shown that this process will not crash here.
     if greetings.iter().all(|rank| rank.gpus_work) {
         let mut config = Config::default();
         if request.requires_gpus {
@@ -182,13 +182,13 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
             messages.push(bound_to_gpus().named("visible gpus"));
         }
         if request.launcher.is_some() {
-            messages.extend(paths::checks(comm, gpu, speaks_for_node)?);
+            messages.extend(paths::checks(comm, gpu, is_first_of_node)?);
         }
     }
-    let mut of_node = Vec::new();
-    if speaks_for_node {
-        of_node = probe::ask(&Probe::Node { run_root: request.run_root.clone() });
-        of_node.extend(greetings[0].marker.as_deref().map(run_root::is_shared));
+    let mut node_checks = Vec::new();
+    if is_first_of_node {
+        node_checks = probe::ask(&Probe::Node { run_root: request.run_root.clone() });
+        node_checks.extend(greetings[0].marker.as_deref().map(run_root::is_shared));
     }
     let seat = Seat {
         host: node.host,
@@ -197,13 +197,13 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
         spare_cores: topology.has_spare_cores(),
         gpu: gpu.as_ref().map(|gpu| Gpu::new(gpu.device())),
     };
-    let facts = gather(&world, &Facts { seat, devices, messages, node: of_node })?;
-    // Every rank has looked for it by now.
+    let facts = gather(&world, &Facts { seat, devices, messages, node: node_checks })?;
+    // Every rank has already looked for the file.
     drop::<Option<NamedTempFile>>(marker);
     Ok(DoctorReport::new(facts))
 }
 
-/// Ranks of a node do not see the same GPUs.
+/// Returns the warning that ranks of a node see different GPUs.
 fn bound_to_gpus() -> Finding {
     Finding::warning(
         "ranks of this node see different GPUs: no CUDA IPC between them, so NCCL copies through host memory and not by NVLink",
@@ -211,13 +211,15 @@ fn bound_to_gpus() -> Finding {
     )
 }
 
-/// Collective: the values of all ranks.
+/// Gathers the values of all ranks. Collective.
 fn gather<T: Serialize + serde::de::DeserializeOwned>(
     world: &Group<Cpu>,
     mine: &T,
 ) -> Result<Vec<T>> {
     let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
     let messages = world.gather_bytes(message).wait()?;
-    let told = messages.iter().map(|bytes| serde_json::from_slice(bytes));
-    told.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("what another rank found: {e}")))
+    let values = messages.iter().map(|bytes| serde_json::from_slice(bytes));
+    values
+        .collect::<Result<_, _>>()
+        .map_err(|e| Error::comm(format!("another rank sent malformed findings: {e}")))
 }

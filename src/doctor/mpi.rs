@@ -1,15 +1,15 @@
-//! MPI: the library, the level of threads that it grants, and shared memory.
+//! Checks of MPI: the library, its thread level, and shared memory.
 
 use super::{Check, Finding};
 use crate::backend::cpu::Cpu;
 use crate::comm::{self, Comm};
 
-/// Looks at the library as this rank sees it.
+/// Checks the MPI library of this rank.
 pub(super) fn checks(comm: &Comm<Cpu>, launcher: Option<&str>) -> Vec<Check> {
     let Some(launcher) = launcher else {
         let library = comm::mpi::library();
         let found = format!(
-            "{library}; not begun, as this process was started alone: mpirun -np 2 hpctrain doctor"
+            "{library}; not initialised, as this process was started alone: mpirun -np 2 hpctrain doctor"
         );
         return vec![Finding::ok(found).named("mpi")];
     };
@@ -31,9 +31,9 @@ pub(super) fn checks(comm: &Comm<Cpu>, launcher: Option<&str>) -> Vec<Check> {
 
 fn shared_memory(shares: bool) -> Finding {
     match shares {
-        true => Finding::ok("ranks of a node exchange through memory that they share"),
+        true => Finding::ok("ranks of a node communicate through shared memory"),
         false => Finding::warning(
-            "ranks of a node have no memory in common: they exchange by messages, which is slower",
+            "ranks of a node do not share memory: they communicate by messages, which is slower",
             "unset HPCTRAIN_RANKS_PER_NODE; ranks of a node share memory if they see each other's processes in /proc",
         ),
     }

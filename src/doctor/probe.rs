@@ -1,8 +1,9 @@
-//! Checks that lean on a library or a file system, in a child: one that crashes or hangs is a
-//! finding like any other.
+//! Runs checks that depend on a library or a file system in a child process: a crash or a hang is
+//! reported as a finding.
 //!
-//! The child is this program. It prints the name of each check before it and the finding after it,
-//! a line of JSON each, so that the last line of a child that did not come back names the culprit.
+//! The child runs this program. It prints the name of each check before it and the finding after
+//! it, each as a line of JSON, so that the last line of a child that crashes or hangs names the
+//! check.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
@@ -17,27 +18,27 @@ use crate::error::{Error, Result};
 use crate::spawn::spawn;
 use crate::telemetry::say;
 
-/// The hidden command of the child; a [`Probe`] in JSON follows.
+/// The hidden command of the child; its argument is a [`Probe`] in JSON.
 pub const COMMAND: &str = "doctor-probe";
 
-/// Time limit of one attempt: a driver that starts eight GPUs takes its time.
+/// The time limit of one check: a driver may take long to initialise eight GPUs.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The checks of a child.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Probe {
-    /// Driver and libraries, and of the GPUs that this process sees every `every`th from `first`
-    /// on. Ranks of a node that begin at their own numbers look at all of them together.
+    /// Checks driver and libraries, and every `every`th of the GPUs that this process sees, from
+    /// `first` on. Ranks of a node that start at their own numbers check all GPUs together.
     Gpu {
-        /// Number of the rank on its node.
+        /// The number of the rank on its node.
         first: usize,
-        /// Ranks on the node.
+        /// The number of ranks on the node.
         every: usize,
     },
-    /// HDF5, file system, limits, data.
+    /// Checks HDF5, the file system, limits and the bundled data.
     Node {
-        /// Directory of the runs.
+        /// The directory of runs.
         run_root: PathBuf,
     },
 }
@@ -46,37 +47,37 @@ pub enum Probe {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Line {
-    /// The name of the check that is tried next.
+    /// The name of the check that starts.
     Trying(String),
     Found(Check),
 }
 
-/// The child's voice.
+/// Prints the findings of the child.
 pub(super) struct ProbeReporter;
 
 impl ProbeReporter {
     fn line(&self, line: &Line) {
-        // No line has anything in it that JSON could not say.
+        // A line consists of text only, so it can be serialized.
         say(serde_json::to_string(line).unwrap_or_default());
     }
 
-    /// Prints the name of a check, then its finding; returns whether that is no failure.
-    pub fn attempt(&self, name: &str, work: impl FnOnce() -> Finding) -> bool {
+    /// Prints the name of a check, runs it, and prints its finding. Returns false if it failed.
+    pub fn attempt(&self, name: &str, check: impl FnOnce() -> Finding) -> bool {
         self.line(&Line::Trying(name.to_owned()));
-        let finding = work();
-        let fine = finding.status != CheckStatus::Failure;
+        let finding = check();
+        let passed = finding.status != CheckStatus::Failure;
         self.line(&Line::Found(finding.named(name)));
-        fine
+        passed
     }
 }
 
-/// The child's part.
+/// Runs a probe in the child process.
 ///
 /// # Errors
-/// The argument is no probe.
+/// Returns an error if the argument is not a [`Probe`] in JSON.
 pub fn answer(probe: &str) -> Result<()> {
     let probe = serde_json::from_str(probe)
-        .map_err(|e| Error::input(format!("{probe} is no probe: {e}")))?;
+        .map_err(|e| Error::input(format!("{probe} is not a probe in JSON: {e}")))?;
     match probe {
         Probe::Gpu { first, every } => gpu::probe(&ProbeReporter, first, every),
         Probe::Node { run_root } => {
@@ -90,7 +91,7 @@ pub fn answer(probe: &str) -> Result<()> {
 }
 
 impl Probe {
-    /// Its name if it fails before its first check.
+    /// Returns the name of the finding if the child fails before its first check.
     fn name(&self) -> &'static str {
         match self {
             Probe::Gpu { .. } => "gpu driver",
@@ -99,38 +100,38 @@ impl Probe {
     }
 }
 
-/// Starts a child and hears it out.
+/// Runs a probe in a child process and collects its findings.
 pub(super) fn ask(probe: &Probe) -> Vec<Check> {
     let argument = serde_json::to_string(probe).unwrap_or_default();
     match std::env::current_exe() {
         Ok(program) => {
             ask_program(probe, Command::new(program).args([COMMAND, &argument]), TIMEOUT)
         }
-        Err(e) => lost(probe, &format!("where is this program? {e}")),
+        Err(e) => not_started(probe, &format!("the path of this program is not known: {e}")),
     }
 }
 
-fn lost(probe: &Probe, why: &str) -> Vec<Check> {
-    let hint = "the checks run in processes of their own: this one could not be started";
+fn not_started(probe: &Probe, why: &str) -> Vec<Check> {
+    let hint = "the checks run in child processes, and this one could not be started: see the limit on processes (ulimit -u)";
     vec![Finding::failure(why, hint).named(probe.name())]
 }
 
-fn ask_program(probe: &Probe, command: &mut Command, patience: Duration) -> Vec<Check> {
+fn ask_program(probe: &Probe, command: &mut Command, timeout: Duration) -> Vec<Check> {
     let mut child = match command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn() {
         Ok(child) => child,
-        Err(e) => return lost(probe, &format!("no process could be started: {e}")),
+        Err(e) => return not_started(probe, &format!("cannot start a child process: {e}")),
     };
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     if let Some(stdout) = child.stdout.take() {
         let listening = spawn("doctor-probe", move || {
             let lines = BufReader::new(stdout).lines().map_while(std::io::Result::ok);
-            // Libraries may print, too.
+            // Other lines are output of libraries.
             lines
                 .filter_map(|line| serde_json::from_str(&line).ok())
-                .try_for_each(|line| tell.send(line))
+                .try_for_each(|line| sender.send(line))
         });
         if let Err(e) = listening {
-            // It may have ended already.
+            // The child may have ended already.
             let _ = child.kill();
             let _ = child.wait();
             return vec![
@@ -140,32 +141,33 @@ fn ask_program(probe: &Probe, command: &mut Command, patience: Duration) -> Vec<
     }
     let mut checks = Vec::new();
     let mut trying = None;
-    let fate = if hear(&told, patience, &mut checks, &mut trying) {
+    let failure = if receive(&receiver, timeout, &mut checks, &mut trying) {
         match child.wait() {
             Ok(status) if status.success() => return checks,
-            Ok(status) => format!("the process that tried it ended with {status}"),
-            Err(e) => format!("nothing is known of the process that tried it: {e}"),
+            Ok(status) => format!("the process of the check ended with {status}"),
+            Err(e) => format!("cannot wait for the process of the check: {e}"),
         }
     } else {
-        // One that waits for a dead file system does not end even so, and nobody waits for it.
+        // A child that is blocked in a dead file system does not end; it is not waited for.
         let _ = child.kill();
-        format!("no answer for {} seconds", patience.as_secs())
+        format!("no answer for {} seconds", timeout.as_secs())
     };
     let name = trying.unwrap_or_else(|| probe.name().to_owned());
-    let hint = "training would end or hang there as well; what the library said, if anything, is on standard error";
-    checks.push(Finding::failure(fate, hint).named(name));
+    let hint = "training would crash or hang there as well; messages of the library, if any, are on standard error";
+    checks.push(Finding::failure(failure, hint).named(name));
     checks
 }
 
-/// Takes lines until the child has no more; whether that was in time.
-fn hear(
-    told: &Receiver<Line>,
-    patience: Duration,
+/// Receives lines until the child closes its output; returns false if the next line takes longer
+/// than `timeout`.
+fn receive(
+    lines: &Receiver<Line>,
+    timeout: Duration,
     checks: &mut Vec<Check>,
     trying: &mut Option<String>,
 ) -> bool {
     loop {
-        match told.recv_timeout(patience) {
+        match lines.recv_timeout(timeout) {
             Ok(Line::Trying(name)) => *trying = Some(name),
             Ok(Line::Found(check)) => {
                 *trying = None;
@@ -181,9 +183,9 @@ fn hear(
 mod tests {
     use super::*;
 
-    fn hear_shell(script: &str, patience: Duration) -> Vec<Check> {
+    fn ask_shell(script: &str, timeout: Duration) -> Vec<Check> {
         let probe = Probe::Node { run_root: "runs".into() };
-        ask_program(&probe, Command::new("sh").args(["-c", script]), patience)
+        ask_program(&probe, Command::new("sh").args(["-c", script]), timeout)
     }
 
     #[test]
@@ -191,16 +193,16 @@ mod tests {
         let found = r#"echo '{"found":{"name":"one","status":"ok","found":"fine","hint":null}}';"#;
         let trying = r#"echo noise; echo '{"trying":"two"}';"#;
         let minute = Duration::from_secs(60);
-        assert_eq!(hear_shell(found, minute), [Finding::ok("fine").named("one")]);
-        let checks = hear_shell(&format!("{found}{trying} kill -SEGV $$"), minute);
+        assert_eq!(ask_shell(found, minute), [Finding::ok("fine").named("one")]);
+        let checks = ask_shell(&format!("{found}{trying} kill -SEGV $$"), minute);
         assert_eq!((checks.len(), checks[1].name.as_str()), (2, "two"));
         assert!(checks[1].finding.found.contains("signal: 11"), "{checks:?}");
-        let checks = hear_shell(&format!("{trying} exec sleep 60"), Duration::from_secs(1));
+        let checks = ask_shell(&format!("{trying} exec sleep 60"), Duration::from_secs(1));
         assert_eq!(
             (checks[0].name.as_str(), checks[0].finding.found.as_str()),
             ("two", "no answer for 1 seconds")
         );
-        // One that ends badly after its last finding.
-        assert_eq!(hear_shell(&format!("{found} exit 3"), minute)[1].name, "node");
+        // A child that fails after its last finding.
+        assert_eq!(ask_shell(&format!("{found} exit 3"), minute)[1].name, "node");
     }
 }

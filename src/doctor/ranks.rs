@@ -1,4 +1,4 @@
-//! Places of the ranks of a job: hosts, cores, GPUs, and whether these are near one another.
+//! Checks of the placement of ranks: hosts, cores, GPUs, and whether these are near one another.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,11 +11,11 @@ use crate::gpu_assignment::near_cores;
 /// The GPU that a rank computes on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {
-    /// Its name.
+    /// The name of the model.
     pub name: String,
-    /// Its place on the bus.
+    /// The PCI address.
     pub pci: String,
-    /// The cores of the processor that it hangs on; empty where the system does not know.
+    /// The cores of the processor that it is attached to; empty if the system does not know them.
     pub near_cores: BTreeSet<usize>,
 }
 
@@ -26,93 +26,97 @@ impl Gpu {
     }
 }
 
-/// A rank's place.
+/// The resources of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seat {
-    /// Its node.
+    /// The name of its node.
     pub host: String,
-    /// Its number on the node.
+    /// The number of the rank on its node.
     pub local_rank: usize,
-    /// Cores it may run on.
+    /// The cores that it may run on.
     pub cores: BTreeSet<usize>,
     /// Whether its node has cores that no rank may run on.
     pub spare_cores: bool,
-    /// The GPU it would compute on; none where it is the CPU.
+    /// The GPU that it would compute on; `None` if it would compute on the CPU.
     pub gpu: Option<Gpu>,
 }
 
-/// Looks at all seats, by rank.
-pub(super) fn checks(seats: &[Seat]) -> Vec<Check> {
-    let mut checks = vec![hosts(seats).named("ranks"), cores(seats).named("cores")];
-    checks.extend(nearness(seats).map(|finding| finding.named("gpus and cores")));
+/// Checks the placement of all ranks.
+pub(super) fn checks(ranks: &[Seat]) -> Vec<Check> {
+    let mut checks = vec![hosts(ranks).named("ranks"), cores(ranks).named("cores")];
+    checks.extend(gpu_affinity(ranks).map(|finding| finding.named("gpus and cores")));
     checks
 }
 
-fn by_host(seats: &[Seat]) -> BTreeMap<&str, Vec<&Seat>> {
+fn by_host(ranks: &[Seat]) -> BTreeMap<&str, Vec<&Seat>> {
     let mut hosts: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    seats.iter().for_each(|seat| hosts.entry(seat.host.as_str()).or_default().push(seat));
+    ranks.iter().for_each(|rank| hosts.entry(rank.host.as_str()).or_default().push(rank));
     hosts
 }
 
-fn hosts(seats: &[Seat]) -> Finding {
-    let hosts = by_host(seats);
+fn hosts(ranks: &[Seat]) -> Finding {
+    let hosts = by_host(ranks);
     let counts: Vec<String> =
-        hosts.iter().map(|(host, seats)| format!("{} on {host}", seats.len())).collect();
+        hosts.iter().map(|(host, ranks)| format!("{} on {host}", ranks.len())).collect();
     let counts = counts.join(", ");
     let sizes: BTreeSet<usize> = hosts.values().map(Vec::len).collect();
     match sizes.len() > 1 {
         true => Finding::warning(
             counts,
-            "the fullest node is the slowest: give every node as many ranks",
+            "the node with the most ranks is the slowest: start equally many ranks on each node",
         ),
         false => Finding::ok(counts),
     }
 }
 
-fn cores(seats: &[Seat]) -> Finding {
-    let each: Vec<usize> = seats.iter().map(|seat| seat.cores.len()).collect();
+fn cores(ranks: &[Seat]) -> Finding {
+    let each: Vec<usize> = ranks.iter().map(|rank| rank.cores.len()).collect();
     let least = each.iter().min().copied().unwrap_or(0);
     let most = each.iter().max().copied().unwrap_or(0);
     let amount = if least == most { format!("{least}") } else { format!("{least} to {most}") };
     let found = format!("a rank may use {amount}");
-    let crowded = by_host(seats).into_iter().find(|(_, seats)| seats.len() > union(seats).len());
-    if let Some((host, seats)) = crowded {
+    let crowded = by_host(ranks).into_iter().find(|(_, ranks)| ranks.len() > union(ranks).len());
+    if let Some((host, ranks)) = crowded {
         let found =
-            format!("{found}; {} ranks share {} on {host}", seats.len(), union(&seats).len());
+            format!("{found}; {} ranks share {} on {host}", ranks.len(), union(&ranks).len());
         return Finding::warning(found, "start as many ranks as there are cores, or fewer");
     }
-    match seats.iter().any(|seat| seat.cores.len() == 1 && seat.spare_cores) {
+    match ranks.iter().any(|rank| rank.cores.len() == 1 && rank.spare_cores) {
         true => Finding::warning(
             format!("{found}, and others are idle"),
-            "mpirun binds each rank of a small job to one core: --bind-to none, or --map-by slot:PE=4 for four a rank",
+            "mpirun binds each rank of a small job to one core: --bind-to none, or --map-by slot:PE=4 for four per rank",
         ),
         false => Finding::ok(found),
     }
 }
 
-fn union(seats: &[&Seat]) -> BTreeSet<usize> {
-    seats.iter().flat_map(|seat| &seat.cores).copied().collect()
+fn union(ranks: &[&Seat]) -> BTreeSet<usize> {
+    ranks.iter().flat_map(|rank| &rank.cores).copied().collect()
 }
 
-/// Whether ranks run on the processor that their GPU hangs on; none where the system does not say.
-fn nearness(seats: &[Seat]) -> Option<Finding> {
-    let known = |seat: &&Seat| seat.gpu.as_ref().is_some_and(|gpu| !gpu.near_cores.is_empty());
-    let far =
-        |seat: &Seat| seat.gpu.as_ref().is_some_and(|gpu| gpu.near_cores.is_disjoint(&seat.cores));
+/// Checks whether ranks run on the processor that their GPU is attached to; returns `None` if the
+/// system does not know it.
+fn gpu_affinity(ranks: &[Seat]) -> Option<Finding> {
+    let is_known = |rank: &&Seat| rank.gpu.as_ref().is_some_and(|gpu| !gpu.near_cores.is_empty());
+    let is_far =
+        |rank: &Seat| rank.gpu.as_ref().is_some_and(|gpu| gpu.near_cores.is_disjoint(&rank.cores));
     let known: Vec<(usize, &Seat)> =
-        seats.iter().enumerate().filter(|(_, seat)| known(seat)).collect();
+        ranks.iter().enumerate().filter(|(_, rank)| is_known(rank)).collect();
     let far: Vec<String> = known
         .iter()
-        .filter(|(_, seat)| far(seat))
-        .map(|(rank, _)| format!("rank {rank}"))
+        .filter(|(_, rank)| is_far(rank))
+        .map(|(number, _)| format!("rank {number}"))
         .collect();
     if known.is_empty() {
         return None;
     }
     Some(match far.is_empty() {
-        true => Finding::ok("each rank runs on the processor that its GPU hangs on"),
+        true => Finding::ok("each rank runs on the processor that its GPU is attached to"),
         false => Finding::warning(
-            format!("no core of {} is on the processor that its GPU hangs on", far.join(", ")),
+            format!(
+                "no core of {} is on the processor that its GPU is attached to",
+                far.join(", ")
+            ),
             "bind ranks near their GPUs: --map-by numa --bind-to numa, or srun --gpu-bind=closest",
         ),
     })
@@ -123,7 +127,7 @@ mod tests {
     use super::super::CheckStatus::{Ok, Warning};
     use super::*;
 
-    fn seat(host: &str, cores: &[usize], gpu: Option<(&str, &[usize])>) -> Seat {
+    fn rank(host: &str, cores: &[usize], gpu: Option<(&str, &[usize])>) -> Seat {
         let gpu = gpu.map(|(pci, near)| Gpu {
             name: "x".into(),
             pci: pci.into(),
@@ -139,19 +143,19 @@ mod tests {
     }
 
     #[track_caller]
-    fn comes_out(finding: &Finding, status: super::super::CheckStatus, words: &str) {
+    fn has(finding: &Finding, status: super::super::CheckStatus, words: &str) {
         assert!(finding.status == status && finding.found.contains(words), "{finding:?}");
     }
 
     #[test]
     fn uneven_nodes_and_scarce_cores_are_warned_of() {
-        let one = |host| seat(host, &[0, 1], None);
-        comes_out(&hosts(&[one("a"), one("b")]), Ok, "1 on a, 1 on b");
-        comes_out(&hosts(&[one("a"), one("b"), one("b")]), Warning, "1 on a, 2 on b");
-        comes_out(&cores(&[one("a"), one("a")]), Ok, "may use 2");
-        comes_out(&cores(&[one("a"), one("a"), one("a")]), Warning, "3 ranks share 2 on a");
-        comes_out(
-            &cores(&[seat("a", &[0], None), seat("a", &[1, 2], None)]),
+        let one = |host| rank(host, &[0, 1], None);
+        has(&hosts(&[one("a"), one("b")]), Ok, "1 on a, 1 on b");
+        has(&hosts(&[one("a"), one("b"), one("b")]), Warning, "1 on a, 2 on b");
+        has(&cores(&[one("a"), one("a")]), Ok, "may use 2");
+        has(&cores(&[one("a"), one("a"), one("a")]), Warning, "3 ranks share 2 on a");
+        has(
+            &cores(&[rank("a", &[0], None), rank("a", &[1, 2], None)]),
             Warning,
             "1 to 2, and others are idle",
         );
@@ -159,9 +163,9 @@ mod tests {
 
     #[test]
     fn distant_gpus_are_warned_of() {
-        let on = |core, near: &[usize]| seat("a", &[core], Some(("p", near)));
-        comes_out(&nearness(&[on(0, &[0, 1])]).unwrap(), Ok, "each rank");
-        comes_out(&nearness(&[on(0, &[0, 1]), on(7, &[0])]).unwrap(), Warning, "core of rank 1 is");
-        assert_eq!(nearness(&[on(0, &[]), seat("a", &[0], None)]), None);
+        let on = |core, near: &[usize]| rank("a", &[core], Some(("p", near)));
+        has(&gpu_affinity(&[on(0, &[0, 1])]).unwrap(), Ok, "each rank");
+        has(&gpu_affinity(&[on(0, &[0, 1]), on(7, &[0])]).unwrap(), Warning, "core of rank 1 is");
+        assert_eq!(gpu_affinity(&[on(0, &[]), rank("a", &[0], None)]), None);
     }
 }

@@ -1,4 +1,4 @@
-//! The findings of all ranks as one table.
+//! The report of the doctor: a table of the findings of all ranks.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -8,48 +8,49 @@ use serde::Serialize;
 use super::ranks::{self, Seat};
 use super::{Check, CheckStatus, Facts};
 
-/// The findings, the same on every rank.
+/// The report of the doctor, which is the same on every rank.
 #[derive(Debug, Serialize)]
 pub struct DoctorReport {
     checks: Vec<Line>,
     ranks: Vec<Seat>,
 }
 
-/// A check, and the ranks that made it with this outcome.
+/// A check, and the ranks with this finding.
 #[derive(Debug, Serialize)]
 struct Line {
     #[serde(flatten)]
     check: Check,
     ranks: Vec<usize>,
-    /// Whether other ranks found something else, or other nodes nothing.
+    /// Whether other ranks had another finding, or other nodes none.
     #[serde(skip)]
     partial: bool,
 }
 
 impl DoctorReport {
-    /// The report of the ranks' findings.
+    /// Creates the report of the findings of all ranks.
     pub(super) fn new(facts: Vec<Facts>) -> Self {
-        let seats: Vec<Seat> = facts.iter().map(|facts| facts.seat.clone()).collect();
-        let section = |of: fn(&Facts) -> &Vec<Check>| {
-            merge(&facts.iter().map(of).collect::<Vec<_>>(), &seats)
+        let infos: Vec<Seat> = facts.iter().map(|facts| facts.seat.clone()).collect();
+        let section = |checks: fn(&Facts) -> &Vec<Check>| {
+            merge(&facts.iter().map(checks).collect::<Vec<_>>(), &infos)
         };
         let mut checks = section(|facts| &facts.devices);
         checks.extend(section(|facts| &facts.messages));
-        let all: Vec<usize> = (0..seats.len()).collect();
-        let whole = |check| Line { check, ranks: all.clone(), partial: false };
-        checks.extend(ranks::checks(&seats).into_iter().map(whole));
+        let all: Vec<usize> = (0..infos.len()).collect();
+        let of_all = |check| Line { check, ranks: all.clone(), partial: false };
+        checks.extend(ranks::checks(&infos).into_iter().map(of_all));
         checks.extend(section(|facts| &facts.node));
-        Self { checks, ranks: seats }
+        Self { checks, ranks: infos }
     }
 
-    /// Whether a check failed.
+    /// Returns true if a check failed.
     pub fn has_failures(&self) -> bool {
         self.checks.iter().any(|line| line.check.finding.status == CheckStatus::Failure)
     }
 }
 
-/// Checks of the same name stand together, those that came out alike are one line.
-fn merge(by_rank: &[&Vec<Check>], seats: &[Seat]) -> Vec<Line> {
+/// Merges the checks of all ranks: checks of the same name are adjacent, and equal ones are one
+/// line.
+fn merge(by_rank: &[&Vec<Check>], infos: &[Seat]) -> Vec<Line> {
     let mut lines: Vec<Line> = Vec::new();
     for (rank, check) in
         by_rank.iter().enumerate().flat_map(|(rank, checks)| checks.iter().map(move |c| (rank, c)))
@@ -65,9 +66,9 @@ fn merge(by_rank: &[&Vec<Check>], seats: &[Seat]) -> Vec<Line> {
         lines.insert(after, Line { check: check.clone(), ranks: vec![rank], partial: false });
     }
     let hosts = |ranks: &[usize]| {
-        ranks.iter().map(|&rank| seats[rank].host.clone()).collect::<BTreeSet<_>>().len()
+        ranks.iter().map(|&rank| infos[rank].host.clone()).collect::<BTreeSet<_>>().len()
     };
-    let all = hosts(&(0..seats.len()).collect::<Vec<_>>());
+    let all = hosts(&(0..infos.len()).collect::<Vec<_>>());
     let names: Vec<String> = lines.iter().map(|line| line.check.name.clone()).collect();
     for line in &mut lines {
         let several = names.iter().filter(|name| **name == line.check.name).count() > 1;
@@ -76,7 +77,7 @@ fn merge(by_rank: &[&Vec<Check>], seats: &[Seat]) -> Vec<Line> {
     lines
 }
 
-/// `0-2,5`
+/// Formats ranks as `0-2,5`.
 fn listed(ranks: &[usize]) -> String {
     let runs = ranks.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [one] => one.to_string(),
@@ -101,7 +102,7 @@ impl fmt::Display for DoctorReport {
                 true => format!("rank {} on {}: ", listed(ranks), self.ranks[ranks[0]].host),
                 false => String::new(),
             };
-            // Compilers say more than a line, and every rank has a GPU.
+            // Some findings have several lines, such as compiler errors or the GPU of each rank.
             let found =
                 finding.found.replace('\n', &format!("\n{:indent$}", "", indent = width + 4));
             write!(f, "{}{sign} {name:<width$}  {who}{found}", if at > 0 { "\n" } else { "" })?;
@@ -125,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ranks_found_alike_is_one_line() {
+    fn equal_findings_of_ranks_are_one_line() {
         let driver = Finding::ok("13.0").named("driver");
         let nvrtc = Finding::warning("none", "get it").named("nvrtc");
         let old = Finding::ok("12.0").named("driver");

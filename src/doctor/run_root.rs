@@ -1,5 +1,5 @@
-//! The file system that runs are on: its type, its space, renames and locks, and whether all nodes
-//! see it.
+//! Checks of the file system of runs: its type, its free space, renames and locks, and whether all
+//! nodes mount it.
 
 use std::path::{Path, PathBuf, absolute};
 
@@ -12,17 +12,17 @@ use crate::checkpoint::filesystem;
 use crate::error::{Error, Result};
 use crate::telemetry::bytes;
 
-/// Little free space: the checkpoints of a small model would still fit.
+/// With less free space than this a warning is given; checkpoints of small models still fit.
 const LITTLE: u64 = 1 << 30;
 
-/// The run root, or the nearest directory above it that exists.
+/// Returns the run root, or its nearest ancestor that exists.
 pub(super) fn nearest(run_root: &Path) -> PathBuf {
     let full = absolute(run_root).unwrap_or_else(|_| run_root.to_owned());
     let found = full.ancestors().find(|dir| dir.is_dir());
     found.map_or_else(|| PathBuf::from("/"), Path::to_owned)
 }
 
-/// A directory of our own below `dir`, removed when it is dropped.
+/// Creates a temporary directory in `dir`, which is removed when it is dropped.
 pub(super) fn scratch(dir: &Path) -> Result<TempDir> {
     let made = Builder::new().prefix(".doctor-").tempdir_in(dir);
     made.map_err(|e| {
@@ -31,34 +31,31 @@ pub(super) fn scratch(dir: &Path) -> Result<TempDir> {
     })
 }
 
-pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
+pub(super) fn probe(reporter: &ProbeReporter, run_root: &Path) {
     let dir = nearest(run_root);
     let name = match dir.ends_with(run_root.strip_prefix(".").unwrap_or(run_root)) {
         true => run_root.display().to_string(),
-        false => format!("{} (for {}, which is not there yet)", dir.display(), run_root.display()),
+        false => {
+            format!("{} (for {}, which does not exist yet)", dir.display(), run_root.display())
+        }
     };
-    tell.attempt("run root", || match filesystem::probe(&dir) {
+    reporter.attempt("run root", || match filesystem::probe(&dir) {
         Err(error) => Err(error).into(),
         Ok(found) => {
             let kind = found.kind.unwrap_or_else(|| "unknown".into());
-            let links = if found.links {
-                ""
-            } else {
-                ", has no symbolic links (latest and best are files)"
-            };
+            let links =
+                if found.links { "" } else { ", no symbolic links (latest and best are files)" };
             match found.locks {
-                Ok(()) => {
-                    Finding::ok(format!("{name}: {kind}, renames at once, locks files{links}"))
-                }
+                Ok(()) => Finding::ok(format!("{name}: {kind}, atomic renames, file locks{links}")),
                 Err(e) => Finding::warning(
-                    format!("{name}: {kind}, renames at once, has no file locks ({e}){links}"),
-                    "let one evaluator at a time write eval.jsonl",
+                    format!("{name}: {kind}, atomic renames, no file locks ({e}){links}"),
+                    "let only one evaluator at a time write eval.jsonl",
                 ),
             }
         }
     });
-    tell.attempt("free space", || match statvfs(&dir) {
-        Err(e) => Err(Error::io("ask for the space of", &dir, e)).into(),
+    reporter.attempt("free space", || match statvfs(&dir) {
+        Err(e) => Err(Error::io("query the free space of", &dir, e)).into(),
         Ok(space) => {
             let free = space.f_bavail * space.f_frsize;
             let all = space.f_blocks * space.f_frsize;
@@ -66,7 +63,7 @@ pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
             match free < LITTLE {
                 true => Finding::warning(
                     found,
-                    "a checkpoint takes 12 bytes a parameter, and two are kept",
+                    "a checkpoint takes 12 bytes per parameter (AdamW in f32), and two are kept by default",
                 ),
                 false => Finding::ok(found),
             }
@@ -74,12 +71,12 @@ pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
     });
 }
 
-/// A file in the run root for the other nodes to find.
+/// Creates a temporary file in the run root, for which other nodes look.
 pub(super) fn marker(run_root: &Path) -> Option<NamedTempFile> {
     Builder::new().prefix(".doctor-").tempfile_in(nearest(run_root)).ok()
 }
 
-/// Whether this node sees the file that rank 0 has made in the run root.
+/// Checks whether this node sees the file that rank 0 has created in the run root.
 pub(super) fn is_shared(marker: &Path) -> Check {
     let place = marker.parent().unwrap_or(marker).display();
     let finding = match marker.exists() {
@@ -97,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_root_to_come_is_looked_at_above() {
+    fn the_nearest_ancestor_of_a_missing_run_root_is_checked() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(nearest(&root.path().join("a/b")), root.path());
         assert_eq!(nearest(root.path()), root.path());

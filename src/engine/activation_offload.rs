@@ -1,13 +1,13 @@
-//! Inputs of blocks on the host, between the forward of a micro-batch and its backward
-//! (`offload.activations`).
+//! Activation offload: keeps the inputs of blocks on the host between the forward of a micro-batch
+//! and its backward (`offload.activations`).
 //!
-//! With recomputation a tape has little but the input of each block. Here that goes to page-locked
-//! memory while its block computes the forward from it, and the device frees it when both are done;
-//! in the backward it comes back while the block behind computes. So the device has the input of
-//! one block at a time, in the backward of two. The device itself orders copies and compute: the
-//! host waits for neither. The words are copied as they are, so no bit depends on it.
+//! With recomputation, little but the input of each block is saved. It is copied to pinned memory
+//! while the block computes its forward, and the device frees it when both are done; in the
+//! backward it is copied back while the next block computes. So the device stores the input of one
+//! block at a time, and of two in the backward. The device orders copies and compute, and the host
+//! waits for neither. Words are copied unchanged, so results do not depend on offloading.
 //!
-//! Memory that a tape has left waits for the next one: locking pages is slow.
+//! Pinned memory is reused for later micro-batches, since allocating it is slow.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use std::sync::Arc;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, CommBuffer, ComputeOrderedCopies, MemoryKind, Slot};
 
-/// The memory of the host for inputs, and the copies between it and the device.
+/// Host memory for inputs of blocks, and the copies between it and the device.
 pub struct ActivationOffload<B: Backend> {
     backend: B,
-    /// None where the device's buffers are host memory.
+    /// `None` if the device's buffers are host memory.
     copies: Option<Arc<dyn ComputeOrderedCopies>>,
-    /// By words, those first that have waited longest: their copies are done.
+    /// Free slots by size in words, the ones free for longest first, since their copies are done.
     spare: BTreeMap<usize, VecDeque<Slot>>,
-    /// Bytes taken, as they are counted.
+    /// Bytes entered in the memory statistics.
     bytes: usize,
 }
 
@@ -30,15 +30,15 @@ pub struct ActivationOffload<B: Backend> {
 pub struct OffloadedActivation {
     slot: Slot,
     words: usize,
-    /// Elements of the buffer.
+    /// Number of elements in the buffer.
     len: usize,
 }
 
 impl<B: Backend> ActivationOffload<B> {
-    /// No memory yet.
+    /// Creates an offload without memory.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn new(backend: &B) -> Result<Self> {
         Ok(Self {
             copies: backend.copies()?,
@@ -49,7 +49,7 @@ impl<B: Backend> ActivationOffload<B> {
     }
 
     fn copies(&self) -> Result<&dyn ComputeOrderedCopies> {
-        self.copies.as_deref().ok_or_else(|| Error::internal("a device that nothing copies to"))
+        self.copies.as_deref().ok_or_else(|| Error::internal("the device has no copies"))
     }
 
     fn slot(&mut self, words: usize) -> Result<Slot> {
@@ -66,11 +66,11 @@ impl<B: Backend> ActivationOffload<B> {
         Ok(slot)
     }
 
-    /// Starts to copy an input, as compute has left it, to the host. It may be read but not freed
-    /// before [`ActivationOffload::sent`].
+    /// Starts to copy an input to the host, after the work submitted so far. The input may be read,
+    /// but must not be freed before [`ActivationOffload::sent`].
     ///
     /// # Errors
-    /// Out of memory, or the device failed.
+    /// Returns an error if memory runs out, or if the device fails.
     pub fn send(&mut self, input: &mut B::Buf) -> Result<OffloadedActivation> {
         let len = B::len(input);
         match B::comm_buffer(input, 0..len)? {
@@ -90,27 +90,27 @@ impl<B: Backend> ActivationOffload<B> {
         }
     }
 
-    /// The inputs that were sent may be freed: all that compute requests from now on comes after
-    /// their copies.
+    /// Orders all work submitted from now on after the copies to the host, so that the inputs that
+    /// were sent may be freed.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn sent(&self) -> Result<()> {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.after_downloads())
     }
 
-    /// Starts to bring an input back. It may be read after [`ActivationOffload::arrived`].
+    /// Starts to copy an input back. It may be read after [`ActivationOffload::arrived`].
     ///
     /// # Errors
-    /// Out of memory, or the device failed.
-    pub fn fetch(&mut self, away: OffloadedActivation) -> Result<B::Buf> {
-        let OffloadedActivation { mut slot, words, len } = away;
+    /// Returns an error if memory runs out, or if the device fails.
+    pub fn fetch(&mut self, offloaded: OffloadedActivation) -> Result<B::Buf> {
+        let OffloadedActivation { mut slot, words, len } = offloaded;
         let mut input = self.backend.alloc(MemoryKind::Activations, len)?;
         match B::comm_buffer(&mut input, 0..len)? {
             CommBuffer::Host(values) => values.copy_from_slice(slot.memory()?),
             CommBuffer::Device(memory, _) => {
                 let copies = self.copies()?;
-                // Its memory may have been another buffer's, which kernels still use.
+                // The buffer may reuse memory that earlier kernels still read.
                 copies.after_compute()?;
                 slot.upload(copies, &[(memory, 0)])?;
             }
@@ -119,10 +119,10 @@ impl<B: Backend> ActivationOffload<B> {
         Ok(input)
     }
 
-    /// All that compute requests from now on finds the inputs that were fetched.
+    /// Orders all work submitted from now on after the copies of inputs that were fetched.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn arrived(&self) -> Result<()> {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.before_compute())
     }

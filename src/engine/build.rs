@@ -1,4 +1,4 @@
-//! The network of a plan on its mesh, ready to train.
+//! Creates the network of a plan on its mesh, ready to train.
 
 use std::path::Path;
 
@@ -15,11 +15,11 @@ use hpctrain_device::Kernels;
 use hpctrain_nn::{Blocks, loans};
 use hpctrain_parallel::{Groups, Sharded, Stage, Updates, VirtualRanks};
 
-/// The network on its mesh. Collective over the world. `choices` is the file in which a measurement
-/// of collectives may be kept.
+/// Creates the network of a plan on its mesh. `choices` is the file with earlier results of
+/// benchmarks of collectives. Collective over the world.
 ///
 /// # Errors
-/// Out of memory, or a message between ranks failed.
+/// Returns an error if memory runs out, or if a message between ranks fails.
 pub fn engine<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
@@ -34,12 +34,12 @@ pub fn engine<B: Kernels>(
     Ok((engine, exchange))
 }
 
-/// `model`, whose first block the host computes. If it `trains`, its tables have their first
-/// values, and an optimizer; else they are zero, to be restored. Collective over the world of
-/// `comm`.
+/// Adds embedding tables on the host as the first block of `model`. With `trains`, the tables are
+/// initialised and have an optimizer; else they are zero until they are restored. Collective over
+/// the world of `comm`.
 ///
 /// # Errors
-/// Out of memory, or a message between ranks failed.
+/// Returns an error if memory runs out, or if a message between ranks fails.
 pub fn behind_tables<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
@@ -48,15 +48,15 @@ pub fn behind_tables<B: Kernels>(
 ) -> Result<Model<B>> {
     let cpu = Cpu::profiled(plan.threads, model.backend.profile().clone()).with_all_threads()?;
     let groups = Groups::split(&comm.on::<Cpu>(), &plan.mesh, false)?;
-    // None is measured for the host: unless one is given, and can be had there, they add as trees
-    // do.
-    let table = |group: &Group<Cpu>| {
+    // Collectives on the host are not benchmarked: they use the configured algorithm if the host
+    // has it, else halving-doubling.
+    let algorithms = |group: &Group<Cpu>| {
         let given = plan.config.comm.algorithm.fixed();
         let fits = |algorithm: &Algorithm| group.algorithms(false).contains(algorithm);
         Table::always(given.filter(fits).unwrap_or(Algorithm::HalvingDoubling))
     };
-    let of_shards = table(&groups.shard);
-    let of_replicas = table(&groups.replica);
+    let of_shards = algorithms(&groups.shard);
+    let of_replicas = algorithms(&groups.replica);
     let groups = groups.with_algorithms(of_shards, of_replicas);
     let virtual_ranks = VirtualRanks {
         total: plan.virtual_ranks,
@@ -84,7 +84,7 @@ pub fn behind_tables<B: Kernels>(
     Ok(model.with_tables(block, tables))
 }
 
-/// The updates of a plan; `host` as [`Updates`] has it.
+/// Returns the updates of a plan. `host` is the CPU of an offloaded optimizer.
 fn updates(plan: &ResolvedConfig, host: Option<Cpu>) -> Updates {
     Updates {
         rule: plan.rule,
@@ -97,11 +97,13 @@ fn updates(plan: &ResolvedConfig, host: Option<Cpu>) -> Updates {
     }
 }
 
-/// As [`engine`], of other blocks than those of the plan's network, made for the same
-/// [slices](ResolvedConfig::slices): they take the same samples and give outputs of the same width.
+/// Creates an engine like [`engine`], with custom blocks instead of those of the plan's network.
+/// They must be made for the same [slices](ResolvedConfig::slices), take the same samples and give
+/// outputs of the same width.
 ///
 /// # Errors
-/// As [`engine`], or the plan has tables on the host, which are those of its own network.
+/// Returns an error if [`engine`] does, or if the plan has embedding tables on the host, which
+/// custom blocks do not support.
 pub fn engine_of<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
@@ -110,8 +112,8 @@ pub fn engine_of<B: Kernels>(
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, Exchange)> {
     if plan.has_tables_on_host() {
-        return Err(Error::input("model.place.tables = host, but the blocks are a program's own")
-            .hint("leave it out"));
+        return Err(Error::input("model.place.tables = host is not supported with custom blocks")
+            .hint("remove model.place.tables"));
     }
     build(comm, plan, blocks, backend, choices)
 }

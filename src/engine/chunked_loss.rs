@@ -1,7 +1,7 @@
-//! The end of a network in pieces: the last block and the loss of some rows at a time, so that not
-//! all logits are in memory at once (`parallel.loss_chunk_tokens`). A piece's backward follows its
-//! loss, and gradients of parameters add up over the pieces, as in Hsu et al., "Liger kernel",
-//! 2024.
+//! Chunked cross-entropy: computes the last block and the loss for some rows at a time, so that not
+//! all logits are in memory at once (`parallel.loss_chunk_tokens`). The backward of a chunk follows
+//! its loss, and gradients of parameters are accumulated over the chunks, as in Hsu et al., "Liger
+//! kernel", 2024.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use hpctrain_nn::{Block, Context, Grads, MicroBatch, Params};
 pub struct RowChunk<B: Kernels> {
     /// The rows.
     pub micro: MicroBatch<B>,
-    /// Rows × width.
+    /// The last block's input for them, rows × width.
     pub x: B::Buf,
 }
 
 impl<B: Kernels> RowChunk<B> {
-    /// Rows `rows` of a micro-batch whose rows have the input `x`.
+    /// Copies rows `rows` of a micro-batch whose rows have the input `x`.
     pub fn cut(backend: &B, micro: &MicroBatch<B>, x: &B::Buf, rows: Range<usize>) -> Result<Self> {
         let at = elements::<B>(x, micro.rows(), &rows);
         let mut part = backend.alloc(MemoryKind::Activations, at.len())?;
@@ -30,42 +30,42 @@ impl<B: Kernels> RowChunk<B> {
     }
 }
 
-/// A piece whose forward is done.
+/// A chunk whose forward is done.
 pub struct ChunkForward<B: Kernels> {
-    /// Its rows.
+    /// The rows of the chunk.
     pub piece: RowChunk<B>,
     /// The activations that the block's forward saved.
     pub saved: Vec<B::Buf>,
-    /// The gradient of its output.
+    /// The gradient of the block's output.
     pub dy: B::Buf,
 }
 
-/// `rows` rows in pieces of `at_once`; 0 takes all at once.
+/// Cuts `rows` rows into chunks of `at_once` rows; 0 means all at once.
 pub fn pieces(rows: usize, at_once: usize) -> impl Iterator<Item = Range<usize>> {
     let step = if at_once == 0 { rows } else { at_once };
     (0..rows).step_by(step.max(1)).map(move |from| from..(from + step).min(rows))
 }
 
-/// The last block, and the loss of its output.
+/// The last block, with the loss of its output.
 pub struct ChunkedHead<'a, B: Kernels> {
     /// The block.
     pub block: &'a dyn Block<B>,
-    /// Its name, for measurements.
+    /// The name of the block, for profiles.
     pub name: &'a Arc<str>,
     /// The loss.
     pub objective: &'a Objective<B>,
-    /// The factor of its gradient.
+    /// The factor of the loss's gradient.
     pub scale: f32,
-    /// Rows of a piece.
+    /// The number of rows in a chunk.
     pub at_once: usize,
 }
 
 impl<B: Kernels> ChunkedHead<'_, B> {
-    /// The backward of the first piece, then forward, loss and backward of the others: the gradient
-    /// of the whole input `x`. Losses of the others go to `losses`.
+    /// Computes the backward of the first chunk, then forward, loss and backward of the others.
+    /// Returns the gradient of the whole input `x`. The losses of the other chunks go to `losses`.
     ///
     /// # Errors
-    /// The device, or a message between ranks, failed.
+    /// Returns an error if the device or a message between ranks fails.
     pub fn backward(
         &self,
         cx: &Context<'_, B>,
@@ -77,15 +77,15 @@ impl<B: Kernels> ChunkedHead<'_, B> {
     ) -> Result<B::Buf> {
         let rows = cx.micro.rows();
         let mut dx = cx.backend.alloc(MemoryKind::Activations, B::len(x))?;
-        let mut begun = Some(first);
-        for of_piece in pieces(rows, self.at_once) {
-            let at = elements::<B>(x, rows, &of_piece);
-            let ChunkForward { piece, saved, dy } = match begun.take() {
+        let mut first = Some(first);
+        for chunk_rows in pieces(rows, self.at_once) {
+            let at = elements::<B>(x, rows, &chunk_rows);
+            let ChunkForward { piece, saved, dy } = match first.take() {
                 Some(first) => first,
-                None => self.begin(
+                None => self.forward(
                     cx,
                     params,
-                    RowChunk::cut(cx.backend, cx.micro, x, of_piece)?,
+                    RowChunk::cut(cx.backend, cx.micro, x, chunk_rows)?,
                     losses,
                 )?,
             };
@@ -103,8 +103,8 @@ impl<B: Kernels> ChunkedHead<'_, B> {
         Ok(dx)
     }
 
-    /// Forward and loss of a piece.
-    fn begin(
+    /// Computes the forward and the loss of a chunk.
+    fn forward(
         &self,
         cx: &Context<'_, B>,
         params: Params<'_, B>,
@@ -127,7 +127,7 @@ impl<B: Kernels> ChunkedHead<'_, B> {
     }
 }
 
-/// The elements of some of `rows` rows.
+/// Returns the elements of some of the `rows` rows of a buffer.
 fn elements<B: Kernels>(x: &B::Buf, rows: usize, some: &Range<usize>) -> Range<usize> {
     let width = B::len(x) / rows.max(1);
     some.start * width..some.end * width

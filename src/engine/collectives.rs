@@ -1,4 +1,4 @@
-//! The groups of a run, and the algorithms by which they exchange and add.
+//! The groups of a run, and the algorithms of their collectives.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -15,20 +15,20 @@ use hpctrain_device::Kernels;
 use hpctrain_nn::{Block, Blocks};
 use hpctrain_parallel::{Groups, Storage};
 
-/// Operations of shards on units.
-const OF_SHARDS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
+/// Collectives of shards on units.
+const SHARD_OPERATIONS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
 
-/// Operations of replicas on units.
-fn of_replicas_in(storage: Storage) -> &'static [Operation] {
+/// Returns the collectives of replicas on units.
+fn replica_operations(storage: Storage) -> &'static [Operation] {
     match storage {
         Storage::Ranks => &[Operation::AllReduce],
         Storage::Central => &[Operation::Reduce, Operation::Broadcast],
     }
 }
 
-/// `collectives.json`: the result of a measurement, and all that it depends on.
+/// The content of `collectives.json`: the result of a benchmark, and all that it depends on.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Found {
+struct SavedChoices {
     key: Key,
     shard: Table,
     replica: Table,
@@ -45,28 +45,28 @@ struct Key {
     reproducible: bool,
     /// Bytes of the largest unit.
     largest: usize,
-    /// The way of choosing: tables of another one are measured anew.
+    /// Version of the rule of choice. Tables of another version are measured again.
     #[serde(default)]
     way: u32,
 }
 
-/// The way of choosing that this program has. The one before took the winner at the largest size
-/// measured for all larger ones.
-const WAY: u32 = 1;
+/// The present version of the rule of choice. Version 0 used the fastest at the largest measured
+/// size for all larger ones.
+const RULE_VERSION: u32 = 1;
 
-/// Algorithms of the exchange between the ranks of a run.
+/// The chosen algorithms of the collectives of a run.
 pub struct Exchange {
-    /// A line for people; empty where nothing is exchanged.
+    /// A line for display. Empty if there are no collectives.
     pub told: String,
-    /// Result of a new measurement, to be kept in `collectives.json`.
+    /// The result of a new benchmark, to be written to `collectives.json`.
     pub found: Option<String>,
 }
 
-/// Collective over the world: the groups of `plan`'s mesh, each with its algorithms. Rank 0 reads
-/// earlier choices of `auto` from `path`.
+/// Creates the groups of `plan`'s mesh, each with its algorithms. Rank 0 reads earlier choices of
+/// `comm.algorithm = auto` from `path`. Collective over the world.
 ///
 /// # Errors
-/// A message failed.
+/// Returns an error if a message between ranks fails.
 pub fn groups<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
@@ -79,18 +79,18 @@ pub fn groups<B: Kernels>(
     let storage = plan.config.parallel.storage;
     let mut found = None;
     let mut how = "as configured";
-    // One rank has nothing to measure.
+    // With one rank there is nothing to measure.
     let alone = (comm.size() == 1).then_some(Algorithm::HalvingDoubling);
     let (of_shards, of_replicas) = match plan.config.comm.algorithm.fixed().or(alone) {
         Some(algorithm) => (Table::always(algorithm), Table::always(algorithm)),
         None => {
-            let key = Key::of(comm, plan, blocks);
+            let key = Key::new(comm, plan, blocks);
             how = "measured before";
             let choices = match recall(world, path, &key)? {
                 Some(choices) => choices,
                 None => {
                     how = "measured";
-                    let choices = find(world, shard, replica, backend, key)?;
+                    let choices = benchmark(world, shard, replica, backend, key)?;
                     found = Some(
                         serde_json::to_string(&choices)
                             .map_err(|e| Error::internal(e.to_string()))?
@@ -102,22 +102,22 @@ pub fn groups<B: Kernels>(
             (choices.shard, choices.replica)
         }
     };
-    let told = |group: &Group<B>, table: &Table, operations: &[Operation], axis: &str| {
+    let describe = |group: &Group<B>, table: &Table, operations: &[Operation], axis: &str| {
         (group.size() > 1)
             .then(|| format!("{} {axis}: {}", group.size(), table.describe(operations)))
     };
     let parts = [
-        told(shard, &of_shards, &OF_SHARDS, "shards"),
-        told(replica, &of_replicas, of_replicas_in(storage), "replicas"),
+        describe(shard, &of_shards, &SHARD_OPERATIONS, "shards"),
+        describe(replica, &of_replicas, replica_operations(storage), "replicas"),
     ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
-    let told =
+    let line =
         if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
-    Ok((groups.with_algorithms(of_shards, of_replicas), Exchange { told, found }))
+    Ok((groups.with_algorithms(of_shards, of_replicas), Exchange { told: line, found }))
 }
 
 impl Key {
-    fn of<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, blocks: &Blocks<B>) -> Self {
+    fn new<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, blocks: &Blocks<B>) -> Self {
         let slices = plan.slices(0);
         let layout_of = |block: &dyn Block<B>| {
             UnitLayout::sliced(block.name(), block.tensors(), plan.virtual_ranks, &slices)
@@ -131,32 +131,33 @@ impl Key {
             path: comm.device_path(),
             reproducible: plan.config.comm.deterministic,
             largest: sizes.max().unwrap_or(0) * size_of::<f32>(),
-            way: WAY,
+            way: RULE_VERSION,
         }
     }
 }
 
-/// Measures the collectives that the mesh will need.
-fn find<B: Kernels>(
+/// Benchmarks the collectives that the mesh needs.
+fn benchmark<B: Kernels>(
     world: &Group<B>,
     shard: &Group<B>,
     replica: &Group<B>,
     backend: &B,
     key: Key,
-) -> Result<Found> {
-    let of = |group: &Group<B>, operations: &[Operation]| {
+) -> Result<SavedChoices> {
+    let measure_group = |group: &Group<B>, operations: &[Operation]| {
         let operations = if group.size() > 1 { operations } else { &[] };
         measure(world, group, backend, operations, key.largest, key.reproducible)
     };
-    let shard = of(shard, &OF_SHARDS)?;
-    let replica = of(replica, of_replicas_in(key.storage))?;
-    Ok(Found { key, shard, replica })
+    let shard = measure_group(shard, &SHARD_OPERATIONS)?;
+    let replica = measure_group(replica, replica_operations(key.storage))?;
+    Ok(SavedChoices { key, shard, replica })
 }
 
-/// The content of the file of an earlier start; none, with a warning, if it cannot be used.
+/// Returns the content of the file of an earlier start, or `None`, with a warning, if it cannot be
+/// used.
 fn written(path: &Path, reproducible: bool) -> Option<Vec<u8>> {
     let read = safe_open::read(path).and_then(|bytes| {
-        serde_json::from_slice::<Found>(&bytes)?;
+        serde_json::from_slice::<SavedChoices>(&bytes)?;
         Ok(bytes)
     });
     match read {
@@ -168,17 +169,24 @@ fn written(path: &Path, reproducible: bool) -> Option<Vec<u8>> {
             } else {
                 ", which may change the last bits (comm.deterministic=false)"
             };
-            log::warn!("{}: {e}: algorithms of messages are measured again{bits}", path.display());
+            log::warn!(
+                "{}: {e}: algorithms of collectives are measured again{bits}",
+                path.display()
+            );
             None
         }
     }
 }
 
-/// The measurement that rank 0 finds in the file, on every rank.
-fn recall<B: Kernels>(world: &Group<B>, path: Option<&Path>, key: &Key) -> Result<Option<Found>> {
+/// Returns, on every rank, the choices that rank 0 reads from the file.
+fn recall<B: Kernels>(
+    world: &Group<B>,
+    path: Option<&Path>,
+    key: &Key,
+) -> Result<Option<SavedChoices>> {
     let path = path.filter(|_| world.rank() == 0);
     let mine = path.and_then(|path| written(path, key.reproducible)).unwrap_or_default();
     let all = world.gather_bytes(mine).wait()?;
-    let found = all.first().and_then(|bytes| serde_json::from_slice::<Found>(bytes).ok());
+    let found = all.first().and_then(|bytes| serde_json::from_slice::<SavedChoices>(bytes).ok());
     Ok(found.filter(|found| found.key == *key))
 }

@@ -1,5 +1,5 @@
-//! The one training step: forwards and backwards of all micro-batches through the blocks of this
-//! rank's stage, in every layout the same code.
+//! Forward and backward of all micro-batches of a step through the blocks of this rank's stage. All
+//! layouts use the same code.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -17,37 +17,36 @@ use hpctrain_parallel::{Action, ControlFlags, Flow, ReducedStep, Sharded, StepSc
 
 /// A model in training.
 pub struct Engine<B: Kernels> {
-    /// The network with parameters, gradients and optimizer state.
+    /// The network, with parameters, gradients and optimizer state.
     pub model: Model<B>,
     /// Virtual ranks and micro-batches of a step.
     pub geometry: Geometry,
-    /// The host's memory for the inputs of blocks that are computed again; none if they stay on the
-    /// device.
+    /// Offloads the inputs of recomputed blocks to the host. `None` if they stay on the device.
     pub host_inputs: Option<ActivationOffload<B>>,
 }
 
 /// The geometry of a step: its virtual ranks and micro-batches, and the seed of its random streams.
 #[derive(Debug, Clone, Copy)]
 pub struct Geometry {
-    /// The order of work: virtual ranks and micro-batches of this rank.
+    /// The pipeline schedule: virtual ranks and micro-batches of this rank.
     pub schedule: StepSchedule,
     /// Rows of a micro-batch's activations.
     pub rows: usize,
     /// Predictions in the global batch.
     pub predictions: u64,
-    /// Keep only the input of each block for the backward.
+    /// Whether only the input of each block is saved for the backward (activation checkpointing).
     pub recompute: bool,
-    /// The run's seed.
+    /// The seed of the run.
     pub seed: u64,
 }
 
 impl Geometry {
-    /// The factor of the gradient of a loss, which is a sum over predictions.
+    /// Returns the factor of the gradient of a loss that is a sum over predictions.
     fn scale(&self) -> f32 {
         1.0 / self.predictions as f32
     }
 
-    /// The context of a step for blocks, besides a micro-batch.
+    /// Returns the training context of blocks for a micro-batch.
     fn training<'a, B: Kernels>(
         &self,
         micro: &MicroBatch<B>,
@@ -59,42 +58,42 @@ impl Geometry {
     }
 }
 
-/// Results of a forward that its backward needs.
-struct Tape<B: Kernels> {
+/// What the backward of a micro-batch needs from its forward.
+struct SavedForward<B: Kernels> {
     micro: MicroBatch<B>,
-    /// Input of every block.
+    /// The input of every block.
     inputs: Vec<Input<B>>,
-    /// Activations saved by every block; none where they are recomputed.
+    /// Activations saved by every block. `None` where they are recomputed.
     saved: Vec<Option<Vec<B::Buf>>>,
-    /// The rows that the last block has computed, if they are the first of several pieces. In a
-    /// box, so that maps of tapes stay small without pieces.
-    piece: Option<Box<RowChunk<B>>>,
+    /// The rows that the last block has computed, if they are the first of several chunks. Boxed,
+    /// since most micro-batches have none.
+    chunk: Option<Box<RowChunk<B>>>,
 }
 
-impl<B: Kernels> Tape<B> {
-    /// The rows that the output is of.
+impl<B: Kernels> SavedForward<B> {
+    /// Returns the rows that the output is for.
     fn computed(&self) -> &MicroBatch<B> {
-        self.piece.as_ref().map_or(&self.micro, |piece| &piece.micro)
+        self.chunk.as_ref().map_or(&self.micro, |chunk| &chunk.micro)
     }
 }
 
 /// The input of a block.
 enum Input<B: Kernels> {
-    /// On the device.
-    Here(B::Buf),
-    /// On the host.
-    Away(OffloadedActivation),
+    /// The input is on the device.
+    OnDevice(B::Buf),
+    /// The input is on the host.
+    OnHost(OffloadedActivation),
 }
 
-/// Products that the backwards of a stage's blocks have put off, the last block's first.
+/// The deferred wgrads of a stage's blocks, the last block's first.
 type DeferredWgrads<B> = Vec<(usize, Vec<DeferredWgrad<B>>)>;
 
 impl<B: Kernels> Engine<B> {
-    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in
-    /// order, `flags` its control flags for all ranks, once the gradients are summed.
+    /// Computes and reduces the gradients of step `step`. `next` returns this rank's micro-batches
+    /// in order; `flags` returns its control flags, and is called once the gradients are summed.
     ///
     /// # Errors
-    /// A failure of the data, the device, or a message between ranks.
+    /// Returns an error if the data, the device, or a message between ranks fails.
     pub fn gradients(
         &mut self,
         step: u64,
@@ -106,7 +105,7 @@ impl<B: Kernels> Engine<B> {
         self.reduced_gradients(step, &mut next, &mut flags)
     }
 
-    /// [`Self::gradients`], compiled once and not for each caller's closures.
+    /// Does the work of [`Self::gradients`], compiled once rather than for each caller's closures.
     fn reduced_gradients(
         &mut self,
         step: u64,
@@ -122,13 +121,15 @@ impl<B: Kernels> Engine<B> {
         let is_first = self.model.sharded.stage().is_first();
         let is_last = self.model.sharded.stage().is_last();
         let mut losses: Vec<Vec<B::Scalar>> = vec![];
-        // Activations and gradients for computations to come, and the result of the last one;
-        // tapes, and gradients of weights that were put off, by micro-batch.
+        // Activations and gradients for later actions, and the result of the last one.
         let mut inputs = BTreeMap::new();
         let mut result = None;
-        let mut tapes = BTreeMap::new();
-        let mut put_off = BTreeMap::new();
-        let missing = |what: &str| Error::internal(format!("{what} before it was computed"));
+        // By micro-batch.
+        let mut saved_forwards = BTreeMap::new();
+        let mut deferred_wgrads = BTreeMap::new();
+        let missing = |what: &str| {
+            Error::internal(format!("{what} is scheduled before its inputs are computed"))
+        };
         for action in schedule.actions() {
             match action {
                 Action::Receive(flow, k) => {
@@ -145,45 +146,45 @@ impl<B: Kernels> Engine<B> {
                         Some(arriving) => arriving.wait()?,
                         None => self.model.input(&micro)?,
                     };
-                    let (tape, mut y) = self.forward(micro, x, dropout)?;
+                    let (saved_forward, mut y) = self.forward(micro, x, dropout)?;
                     if is_last {
                         losses.resize_with(schedule.virtual_rank(k) + 1, Vec::new);
-                        losses[schedule.virtual_rank(k)].push(self.loss(tape.computed(), &mut y)?);
+                        losses[schedule.virtual_rank(k)]
+                            .push(self.loss(saved_forward.computed(), &mut y)?);
                         inputs.insert((Flow::Gradients, k), Pending::ready(y));
                     } else {
                         result = Some(y);
                     }
-                    tapes.insert(k, tape);
+                    saved_forwards.insert(k, saved_forward);
                 }
                 Action::Backward(k) | Action::BackwardInput(k) => {
-                    let (Some(tape), Some(dy)) =
-                        (tapes.remove(&k), inputs.remove(&(Flow::Gradients, k)))
+                    let (Some(saved_forward), Some(dy)) =
+                        (saved_forwards.remove(&k), inputs.remove(&(Flow::Gradients, k)))
                     else {
                         return Err(missing("a backward"));
                     };
-                    let mut later =
+                    let mut wgrads =
                         matches!(action, Action::BackwardInput(_)).then(DeferredWgrads::new);
-                    // Of the pieces after the first.
-                    let mut more = vec![];
+                    // Losses of the chunks after the first.
+                    let mut chunk_losses = vec![];
                     let dx = self.backward(
-                        tape,
+                        saved_forward,
                         dy.wait()?,
                         dropout,
                         schedule.virtual_rank_end(k),
-                        later.as_mut(),
-                        &mut more,
+                        wgrads.as_mut(),
+                        &mut chunk_losses,
                     )?;
                     if is_last {
-                        losses[schedule.virtual_rank(k)].append(&mut more);
+                        losses[schedule.virtual_rank(k)].append(&mut chunk_losses);
                     }
                     result = (!is_first).then_some(dx);
-                    later.and_then(|later| put_off.insert(k, later));
+                    wgrads.and_then(|wgrads| deferred_wgrads.insert(k, wgrads));
                 }
                 Action::BackwardWeight(k) => {
-                    let put_off =
-                        put_off.remove(&k).ok_or_else(|| missing("gradients of weights"))?;
+                    let wgrads = deferred_wgrads.remove(&k).ok_or_else(|| missing("a wgrad"))?;
                     self.backward_weight(
-                        put_off,
+                        wgrads,
                         schedule.virtual_rank_start(k),
                         schedule.virtual_rank_end(k),
                     )?;
@@ -192,15 +193,15 @@ impl<B: Kernels> Engine<B> {
                     self.model
                         .neighbours
                         .send(flow, result.take().ok_or_else(|| missing("a message"))?);
-                    // Not before: another stage waits for the message, which would come after them.
+                    // Reductions start after the message, for which another stage waits.
                     self.model.sharded.start_reductions()?;
                 }
             }
         }
         let compute = begun.elapsed().saturating_sub(loading).as_secs_f64()
             - (self.model.sharded.waited() - waited);
-        // Read now, not before: the device has no more to do. Ranks that compute slices of the same
-        // have the same.
+        // Losses are read only now, when the device has no more work. All tensor-parallel ranks
+        // have the same losses, so only the first reports them.
         let Model { backend, sharded, .. } = &mut self.model;
         if sharded.slices().held.start > 0 {
             losses.clear();
@@ -212,15 +213,14 @@ impl<B: Kernels> Engine<B> {
         sharded.reduce(&losses, compute.max(0.0), flags())
     }
 
-    /// Forward of one micro-batch through the blocks of the stage, from their input to their
-    /// output.
+    /// Computes the forward of one micro-batch through the blocks of the stage.
     fn forward(
         &mut self,
         micro: MicroBatch<B>,
         mut x: B::Buf,
         dropout: u64,
-    ) -> Result<(Tape<B>, B::Buf)> {
-        let first_piece = self.model.first_piece(micro.rows());
+    ) -> Result<(SavedForward<B>, B::Buf)> {
+        let first_chunk = self.model.first_piece(micro.rows());
         let Self { model: Model { backend, blocks, sharded, .. }, geometry, host_inputs } = self;
         let ranks = sharded.step_data().clone();
         let tensor = sharded.tensor().cloned();
@@ -229,119 +229,119 @@ impl<B: Kernels> Engine<B> {
         let is_last = sharded.stage().is_last();
         let mut inputs = Vec::with_capacity(blocks.len());
         let mut saved = Vec::with_capacity(blocks.len());
-        let mut piece = None;
+        let mut chunk = None;
         for (unit, block) in blocks.iter().enumerate() {
             let name = sharded.name(unit).clone();
-            // The backward begins at once with the network's last block: its saved activations are
-            // not recomputed.
-            let begins = is_last && unit + 1 == blocks.len();
-            // Beside the forward that reads it.
-            let leaves = host_inputs.as_mut().filter(|_| !begins && B::len(&x) > 0);
-            let away = leaves.map(|host| host.send(&mut x)).transpose()?;
+            // The backward of the network's last block follows at once: its activations are not
+            // recomputed.
+            let is_last_block = is_last && unit + 1 == blocks.len();
+            // The copy overlaps with the forward that reads the input.
+            let offload = host_inputs.as_mut().filter(|_| !is_last_block && B::len(&x) > 0);
+            let offloaded = offload.map(|host| host.send(&mut x)).transpose()?;
             let params = sharded.params(unit)?;
             let span = span(Doing::Forward, Some(&name));
-            if let Some(rows) = first_piece.clone().filter(|_| begins) {
-                piece = Some(Box::new(RowChunk::cut(backend, &micro, &x, rows)?));
+            if let Some(rows) = first_chunk.clone().filter(|_| is_last_block) {
+                chunk = Some(Box::new(RowChunk::cut(backend, &micro, &x, rows)?));
             }
-            let (y, kept) = match &piece {
+            let (y, activations) = match &chunk {
                 None => block.forward(&cx, params, &x)?,
-                Some(piece) => block.forward(&cx.of(&piece.micro), params, &piece.x)?,
+                Some(chunk) => block.forward(&cx.of(&chunk.micro), params, &chunk.x)?,
             };
             drop(span);
             sharded.release();
             let input = std::mem::replace(&mut x, y);
-            inputs.push(match (away, &host_inputs) {
-                (Some(away), Some(host)) => {
+            inputs.push(match (offloaded, &host_inputs) {
+                (Some(offloaded), Some(host)) => {
                     host.sent()?;
-                    Input::Away(away)
+                    Input::OnHost(offloaded)
                 }
-                _ => Input::Here(input),
+                _ => Input::OnDevice(input),
             });
-            let again = geometry.recompute && !begins && !kept.is_empty();
-            saved.push((!again).then_some(kept));
+            let recompute = geometry.recompute && !is_last_block && !activations.is_empty();
+            saved.push((!recompute).then_some(activations));
         }
-        Ok((Tape { micro, inputs, saved, piece }, x))
+        Ok((SavedForward { micro, inputs, saved, chunk }, x))
     }
 
-    /// The loss of the network's output (a sum over predictions), of which its gradient takes the
-    /// place.
+    /// Computes the loss of the network's output, a sum over predictions, and replaces the output
+    /// by its gradient.
     fn loss(&mut self, micro: &MicroBatch<B>, output: &mut B::Buf) -> Result<B::Scalar> {
         let _span = span(Doing::Loss, None);
         let Model { backend, objective, sharded, .. } = &self.model;
         objective.train(backend, sharded.tensor(), micro, output, self.geometry.scale())
     }
 
-    /// Backward of one micro-batch, from the gradient of the stage's output to that of its input;
-    /// `virtual_rank_end` as [`StepSchedule::virtual_rank_end`] has it. Products for [`Engine::backward_weight`] go
-    /// to `later`, if it is there, losses of rows that the forward has left to the backward to
-    /// `losses`.
+    /// Computes the backward of one micro-batch, from the gradient of the stage's output to that of
+    /// its input. `virtual_rank_end` is the result of [`StepSchedule::virtual_rank_end`]. With
+    /// `wgrads`, the wgrads are deferred and added there for [`Engine::backward_weight`]. The
+    /// losses of chunks after the first go to `losses`.
     fn backward(
         &mut self,
-        tape: Tape<B>,
+        saved_forward: SavedForward<B>,
         mut dy: B::Buf,
         dropout: u64,
         virtual_rank_end: Option<bool>,
-        mut later: Option<&mut DeferredWgrads<B>>,
+        mut wgrads: Option<&mut DeferredWgrads<B>>,
         losses: &mut Vec<B::Scalar>,
     ) -> Result<B::Buf> {
-        let Tape { micro, mut inputs, mut saved, mut piece } = tape;
+        let SavedForward { micro, mut inputs, mut saved, mut chunk } = saved_forward;
         let Self { model, geometry, host_inputs } = self;
         let Model { backend, blocks, objective, sharded, tables, rows_at_once, .. } = model;
         let ranks = sharded.step_data().clone();
         let tensor = sharded.tensor().cloned();
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
-        let mut input = Self::come(inputs.pop(), host_inputs)?;
+        let mut input = Self::fetch(inputs.pop(), host_inputs)?;
         if virtual_rank_end.is_some() {
             sharded.virtual_rank_ends()?;
         }
         for (unit, block) in blocks.iter().enumerate().rev() {
-            let (Some(x), Some(kept)) = (input.take(), saved.pop()) else {
-                return Err(Error::internal("a backward without what its forward kept"));
+            let (Some(x), Some(activations)) = (input.take(), saved.pop()) else {
+                return Err(Error::internal("backward called without saved activations"));
             };
             if let Some(host) = host_inputs {
                 host.arrived()?;
             }
-            // Beside the backward of this block.
-            input = Self::come(inputs.pop(), host_inputs)?;
+            // The copy overlaps with the backward of this block.
+            input = Self::fetch(inputs.pop(), host_inputs)?;
             let name = sharded.name(unit).clone();
-            let kept = match kept {
-                Some(kept) => kept,
+            let activations = match activations {
+                Some(activations) => activations,
                 None => {
                     let _span = span(Doing::Forward, Some(&name));
                     block.forward(&cx, sharded.params(unit)?, &x)?.1
                 }
             };
-            let mut deferred = later.is_some().then(Vec::new);
+            let mut deferred = wgrads.is_some().then(Vec::new);
             let (params, mut grads) = sharded.params_and_grads(unit)?;
             grads.later = deferred.as_mut();
             let span = span(Doing::Backward, Some(&name));
-            dy = match piece.take() {
-                None => block.backward(&cx, params, grads, &x, kept, dy)?,
-                Some(piece) => {
+            dy = match chunk.take() {
+                None => block.backward(&cx, params, grads, &x, activations, dy)?,
+                Some(chunk) => {
                     let block = &**block;
                     let scale = geometry.scale();
-                    let end = ChunkedHead {
+                    let head = ChunkedHead {
                         block,
                         name: &name,
                         objective,
                         scale,
                         at_once: *rows_at_once,
                     };
-                    end.backward(
+                    head.backward(
                         &cx,
                         params,
                         grads,
                         &x,
-                        ChunkForward { piece: *piece, saved: kept, dy },
+                        ChunkForward { piece: *chunk, saved: activations, dy },
                         losses,
                     )?
                 }
             };
             drop(span);
             sharded.release();
-            match (&mut later, deferred) {
-                (Some(later), Some(deferred)) => later.push((unit, deferred)),
+            match (&mut wgrads, deferred) {
+                (Some(wgrads), Some(deferred)) => wgrads.push((unit, deferred)),
                 _ => Self::block_done(sharded, unit, virtual_rank_end, sharded.stage().is_first())?,
             }
         }
@@ -354,29 +354,31 @@ impl<B: Kernels> Engine<B> {
         }
     }
 
-    /// An input on the device, or on its way there.
-    fn come(
+    /// Returns an input on the device, or starts to copy it there.
+    fn fetch(
         input: Option<Input<B>>,
         host: &mut Option<ActivationOffload<B>>,
     ) -> Result<Option<B::Buf>> {
         match (input, host) {
-            (Some(Input::Away(away)), Some(host)) => host.fetch(away).map(Some),
-            (Some(Input::Away(_)), None) => Err(Error::internal("an input that no host has")),
-            (Some(Input::Here(input)), _) => Ok(Some(input)),
+            (Some(Input::OnHost(offloaded)), Some(host)) => host.fetch(offloaded).map(Some),
+            (Some(Input::OnHost(_)), None) => {
+                Err(Error::internal("an input was offloaded without a host"))
+            }
+            (Some(Input::OnDevice(input)), _) => Ok(Some(input)),
             (None, _) => Ok(None),
         }
     }
 
-    /// The gradients of weights that the backward of one micro-batch has put off: of the first of
-    /// its virtual rank, or another.
+    /// Computes the wgrads that the backward of one micro-batch has deferred.
+    /// `is_virtual_rank_start` is true for the first micro-batch of a virtual rank.
     fn backward_weight(
         &mut self,
-        put_off: DeferredWgrads<B>,
+        wgrads: DeferredWgrads<B>,
         is_virtual_rank_start: bool,
         virtual_rank_end: Option<bool>,
     ) -> Result<()> {
         let Model { backend, sharded, .. } = &mut self.model;
-        for (unit, deferred) in put_off {
+        for (unit, deferred) in wgrads {
             let name = sharded.name(unit).clone();
             let span = span(Doing::Weights, Some(&name));
             {
@@ -384,14 +386,15 @@ impl<B: Kernels> Engine<B> {
                 deferred.into_iter().try_for_each(|deferred| grads.add(backend, deferred))?;
             }
             drop(span);
-            // The virtual rank's last message to the stage before has left.
+            // The virtual rank's last message to the previous stage was sent already.
             Self::block_done(sharded, unit, virtual_rank_end, true)?;
         }
         Ok(())
     }
 
-    /// A block has added all that a micro-batch has for its gradients. At the end of a virtual rank they
-    /// are final; `reduces` if no stage waits for a message that a reduction would hold up.
+    /// Notes that a block's gradients of a micro-batch are added. At the end of a virtual rank the
+    /// gradients are final. `reduces` is true if no stage waits for a message that a reduction
+    /// would delay.
     fn block_done(
         sharded: &mut Sharded<B>,
         unit: usize,
@@ -401,7 +404,7 @@ impl<B: Kernels> Engine<B> {
         if let Some(last) = virtual_rank_end {
             sharded.virtual_rank_done(unit, last)?;
         }
-        // Beside the computations of the other blocks.
+        // Reductions overlap with the computations of the other blocks.
         if reduces { sharded.start_reductions() } else { Ok(()) }
     }
 }

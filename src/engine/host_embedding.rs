@@ -1,14 +1,15 @@
-//! Embedding tables on the host, whose rows a device takes as its input (`model.place.tables`).
+//! Embedding tables on the host, whose rows are the input of a device (`model.place.tables`).
 //!
-//! The network's first block is nothing but tables. The host computes it: it looks the rows of a
-//! micro-batch up and copies them to the device, and later takes the gradient of these rows and
-//! adds it to the tables' gradient. So the device has a micro-batch's rows in the place of tables,
-//! their gradients and the state of their optimizer, and the host does as much work as there are
-//! ids, but for the update. Sums over ranks go by the same collectives, of host memory.
+//! The network's first block consists of embedding tables only. The host computes it: it looks up
+//! the rows of a micro-batch and copies them to the device, and later adds the gradient of these
+//! rows to that of the tables. So the device stores the rows of a micro-batch instead of the
+//! tables, their gradients and their optimizer state, and the host's work, apart from the update,
+//! is proportional to the number of ids. Gradients are summed over ranks by the same collectives,
+//! in host memory.
 //!
-//! Rows go through one piece of page-locked memory, rounded there to the device's type as its own
-//! tables would be: so the device has the same bits. It orders copies and compute by itself; the
-//! host waits for a gradient alone.
+//! Rows are copied through one pinned buffer, in which they are rounded to the device's type as
+//! tables on the device would be, so results are bitwise the same. The device orders copies and
+//! compute; the host waits only for gradients.
 
 use std::sync::Arc;
 
@@ -20,36 +21,36 @@ use hpctrain_device::{Backend, CommBuffer, ComputeOrderedCopies, Kernels, Memory
 use hpctrain_nn::{Block, Context, MicroBatch};
 use hpctrain_parallel::Sharded;
 
-/// The block of tables, and the way of their rows to the device and back.
+/// A block of embedding tables on the host, with the copies of rows to the device and back.
 pub struct HostEmbedding<B: Kernels> {
     backend: B,
     cpu: Cpu,
     block: Box<dyn Block<Cpu>>,
-    /// None where the device's buffers are host memory.
+    /// `None` if the device's buffers are host memory.
     copies: Option<Arc<dyn ComputeOrderedCopies>>,
-    /// Made with the first rows, and anew for more of them.
+    /// The pinned buffer, allocated with the first rows, and again when there are more.
     slot: Option<Slot>,
-    /// Words of the slot.
+    /// Size of the slot in words.
     words: usize,
-    /// Bytes, as they are counted.
+    /// Bytes entered in the memory statistics.
     bytes: usize,
 }
 
 impl<B: Kernels> HostEmbedding<B> {
-    /// `block`, which `cpu` computes beside `backend`.
+    /// Creates an embedding of `block`, computed by `cpu` for the device `backend`.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn new(backend: &B, cpu: Cpu, block: Box<dyn Block<Cpu>>) -> Result<Self> {
         let (backend, copies) = (backend.clone(), backend.copies()?);
         Ok(Self { backend, cpu, block, copies, slot: None, words: 0, bytes: 0 })
     }
 
-    /// The rows of a micro-batch, on their way to the device: work that compute requests from now
-    /// on finds them. It is the tables' turn in the pass of `sharded`.
+    /// Looks up the rows of a micro-batch and starts to copy them to the device. Work that is
+    /// submitted to the compute stream afterwards sees them. Takes the tables' turn in `sharded`.
     ///
     /// # Errors
-    /// Out of memory, the device failed, or a gather of parameters failed.
+    /// Returns an error if memory runs out, or if the device or an all-gather of parameters fails.
     pub fn forward(&mut self, sharded: &mut Sharded<Cpu>, micro: &MicroBatch<B>) -> Result<B::Buf> {
         let _span = span(Doing::Forward, Some(&sharded.name(0).clone()));
         let rows = {
@@ -66,11 +67,11 @@ impl<B: Kernels> HostEmbedding<B> {
         Ok(input)
     }
 
-    /// Adds the gradient of the rows of a micro-batch to that of the tables; at the end of a virtual rank,
-    /// of the `last` one or another, it is final.
+    /// Adds the gradient of the rows of a micro-batch to that of the tables. `virtual_rank_end` is
+    /// set at the end of a virtual rank, and true for the last one; the gradient is then final.
     ///
     /// # Errors
-    /// As [`HostEmbedding::forward`], or a reduction could not be started.
+    /// Returns an error if [`HostEmbedding::forward`] does, or if a reduction cannot be started.
     pub fn backward(
         &mut self,
         sharded: &mut Sharded<Cpu>,
@@ -97,20 +98,20 @@ impl<B: Kernels> HostEmbedding<B> {
         Ok(())
     }
 
-    /// The ids of a micro-batch alone, for the host.
-    fn micro(&self, of: &MicroBatch<B>) -> Result<MicroBatch<Cpu>> {
-        let parts = SampleFields { ids: &of.host_ids[..], ..SampleFields::default() };
-        MicroBatch::upload(&self.cpu, parts, of.samples, of.time, of.first)
+    /// Returns a micro-batch of the host's ids only.
+    fn micro(&self, micro: &MicroBatch<B>) -> Result<MicroBatch<Cpu>> {
+        let parts = SampleFields { ids: &micro.host_ids[..], ..SampleFields::default() };
+        MicroBatch::upload(&self.cpu, parts, micro.samples, micro.time, micro.first)
     }
 
     fn copies(&self) -> Result<Arc<dyn ComputeOrderedCopies>> {
-        self.copies.clone().ok_or_else(|| Error::internal("a device that nothing copies to"))
+        self.copies.clone().ok_or_else(|| Error::internal("the device has no copies"))
     }
 
-    /// A slot of so many words at least.
+    /// Returns a slot of at least `words` words.
     fn slot(&mut self, words: usize) -> Result<&mut Slot> {
         if words > self.words || self.slot.is_none() {
-            // The old one's memory goes first.
+            // The old slot is freed first.
             self.slot = None;
             self.slot = Some(match &self.copies {
                 Some(copies) => Slot::new(&**copies, words)?,
@@ -118,24 +119,24 @@ impl<B: Kernels> HostEmbedding<B> {
             });
             self.words = words;
         }
-        self.slot.as_mut().ok_or_else(|| Error::internal("no way for rows"))
+        self.slot.as_mut().ok_or_else(|| Error::internal("no slot was allocated"))
     }
 
-    /// Starts to copy rows to the device, in its type.
+    /// Starts to copy rows to the device, converted to its type.
     fn send(&mut self, rows: &CpuBuf, to: &mut B::Buf) -> Result<()> {
         let cpu = self.cpu.clone();
         let is_narrow = self.backend.has_master_weights();
         match B::comm_buffer(to, 0..rows.len())? {
             CommBuffer::Host(to) => to.copy_from_slice(rows.as_slice()),
             CommBuffer::Device(memory, _) => {
-                // Waits for the rows before, which were on their way long ago.
+                // Waits for the previous rows, which were sent long ago.
                 let words = self.slot(memory.words())?.memory()?;
                 match is_narrow {
                     true => cpu.narrow(rows.as_slice(), words),
                     false => words[..rows.len()].copy_from_slice(rows.as_slice()),
                 }
                 let copies = self.copies()?;
-                // The buffer's memory may have been another's, which kernels still use.
+                // The buffer may reuse memory that earlier kernels still read.
                 copies.after_compute()?;
                 self.slot(memory.words())?.upload(&*copies, &[(memory, 0)])?;
                 copies.before_compute()?;
@@ -144,7 +145,7 @@ impl<B: Kernels> HostEmbedding<B> {
         Ok(())
     }
 
-    /// The gradient of rows, as compute leaves it.
+    /// Copies the gradient of rows to the host, after compute has written it.
     fn receive(&mut self, mut gradient: B::Buf) -> Result<CpuBuf> {
         let len = B::len(&gradient);
         let mut rows = self.cpu.alloc(MemoryKind::Activations, len)?;
@@ -166,7 +167,7 @@ impl<B: Kernels> HostEmbedding<B> {
         Ok(rows)
     }
 
-    /// Enters the host's memory in the device's ledger. Its pool keeps all that it had once.
+    /// Enters the host's memory in the device's memory statistics. The host's pool never shrinks.
     fn count(&mut self) {
         let now = self.cpu.ledger().total_peak() + self.words * size_of::<f32>();
         self.backend.ledger().resize(MemoryKind::Offloaded, self.bytes, now);
@@ -180,7 +181,7 @@ impl<B: Kernels> Drop for HostEmbedding<B> {
     }
 }
 
-/// Numbers of bf16 as they are.
+/// Converts bf16 to f32.
 fn widen(from: &[u16], to: &mut [f32]) {
     to.iter_mut().zip(from).for_each(|(to, bits)| *to = f32::from_bits(u32::from(*bits) << 16));
 }
@@ -208,7 +209,7 @@ mod tests {
         resolve(config, &Environment { ranks, threads: 1, vocabulary: None, on_gpu: true }).unwrap()
     }
 
-    /// Parameters and state of every tensor after three steps, by name and buffer; and the loss of
+    /// Parameters and state of every tensor after three steps, by name and buffer, and the loss of
     /// each step.
     type Outcome = (Vec<(String, usize, Vec<u32>)>, Vec<u64>);
 
@@ -228,20 +229,27 @@ mod tests {
                     .step_by(plan.micro as usize);
                 let next = || {
                     let first = samples.next().unwrap_or_default();
-                    let of = first..first + plan.micro;
+                    let samples = first..first + plan.micro;
                     let number = |i: u64| (i * 2_654_435_761 + step * 97) % 1009;
-                    let ids = of.clone().flat_map(|i| {
+                    let ids = samples.clone().flat_map(|i| {
                         [number(i) % 5, 5 + number(i + 50) % 3, 8 + number(i + 90) % 9]
                     });
-                    let features =
-                        of.clone().flat_map(|i| (0..sizes.features as u64).map(move |k| i * 7 + k));
+                    let features = samples
+                        .clone()
+                        .flat_map(|i| (0..sizes.features as u64).map(move |k| i * 7 + k));
                     let parts = SampleFields {
                         ids: ids.map(|id| id as u32).collect(),
                         features: features.map(|i| number(i) as f32 / 1009.0).collect(),
-                        values: of.clone().map(|i| (i % 3) as f32).collect(),
+                        values: samples.clone().map(|i| (i % 3) as f32).collect(),
                         ..SampleFields::default()
                     };
-                    micro_batches::micro(&backend, &Batch { positions: of, parts }, 1, 0, &stage)
+                    micro_batches::micro(
+                        &backend,
+                        &Batch { positions: samples, parts },
+                        1,
+                        0,
+                        &stage,
+                    )
                 };
                 let round =
                     train_round(&plan, &mut engine, next, &mut progress, ControlFlags::empty)?;
@@ -266,10 +274,10 @@ mod tests {
             }
             Ok((tensors, losses))
         };
-        let told = on_threads(ranks, rank).unwrap();
-        let losses = told[0].1.clone();
+        let outcomes = on_threads(ranks, rank).unwrap();
+        let losses = outcomes[0].1.clone();
         let mut all = std::collections::BTreeMap::<(String, usize), Vec<(usize, Vec<u32>)>>::new();
-        for (name, part, start, bits) in told.into_iter().flat_map(|(tensors, _)| tensors) {
+        for (name, part, start, bits) in outcomes.into_iter().flat_map(|(tensors, _)| tensors) {
             all.entry((name, part)).or_default().push((start, bits));
         }
         let mut tensors = vec![];
@@ -280,7 +288,7 @@ mod tests {
         (tensors, losses)
     }
 
-    /// Two hosts, one of which stands for a device, add in the same order.
+    /// Embeddings on the host give the same bits as on the device, which is a CPU here.
     #[test]
     fn a_host_has_the_bits_of_its_device() {
         let numbers = format!(
@@ -289,7 +297,8 @@ mod tests {
         let without = format!("model.layers=[{TABLES}}}, {BEHIND}]");
         for (layers, input, clip) in [
             (&without, "model.input=[0]", "optimizer.grad_clip=0.01"),
-            // Beside numbers the tables are a unit of their own, and the norm has other last bits.
+            // Next to numeric inputs the tables are a separate unit, so the norm differs in its
+            // last bits.
             (&numbers, "model.input=[2]", "optimizer.grad_clip=0"),
         ] {
             let network = [layers.as_str(), input, clip];

@@ -1,10 +1,10 @@
-//! Algorithms of a training's matrix products on GPUs, chosen by their time
+//! Matmul autotuning: chooses the algorithms of a training's matmuls on GPUs by their measured time
 //! (`device.matmul_autotune = true`).
 //!
-//! A rehearsed step shows which products the ranks will ask for. For each kind of device its first
-//! rank measures those of all ranks with such a device, unless `matmuls.json` of the run's
-//! directory has their choice already; all ranks with it then take the same. So bits depend on a
-//! measurement once in the life of a run: its next starts find the file.
+//! A warm-up step shows which matmuls the ranks use. For each kind of device, the first rank with
+//! one measures the matmuls of all ranks with such a device, unless `matmuls.json` in the run's
+//! directory has the choices already. All these ranks then use the same algorithms. So the last
+//! bits of a run depend on one measurement: later starts read the file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
@@ -21,52 +21,52 @@ use hpctrain_comm::Group;
 use hpctrain_config::ResolvedConfig;
 use hpctrain_device::{Chosen, Kernels, ProductAlgorithms, ProductKind};
 
-/// Choices by kind of device, in order of their products.
+/// Choices by kind of device, sorted by matmul.
 type Choices = BTreeMap<String, Vec<Chosen>>;
 
-/// `matmuls.json`.
+/// The content of `matmuls.json`.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    /// Of the choices as they are written without spaces, in hexadecimal digits.
+    /// The checksum of the choices in compact JSON, in hexadecimal.
     crc32: String,
     kinds: Choices,
 }
 
-/// Results of the choice.
+/// The result of autotuning.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct TimedProducts {
-    /// A line for people; empty where nothing is chosen by time.
+    /// A line for display. Empty if nothing was autotuned.
     pub told: String,
-    /// On rank 0: the text of `matmuls.json`, where there is something new to be kept.
+    /// The new content of `matmuls.json`, on rank 0, if there are new choices.
     pub found: Option<String>,
 }
 
-/// The products that a rank has asked its device for.
+/// The matmuls that a rank uses.
 #[derive(Serialize, Deserialize)]
-struct Wanted {
+struct UsedMatmuls {
     kind: String,
     products: Vec<ProductKind>,
 }
 
-/// The choices for all products on a kind of device.
+/// The choices for all matmuls on a kind of device.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
-struct Settled {
+struct DeviceChoices {
     kind: String,
     chosen: Vec<Chosen>,
-    /// How many of them were measured now.
+    /// The number of matmuls that were measured now.
     measured: usize,
-    /// How many have the library's best guess in the place of an earlier choice that it does not
-    /// take any more.
+    /// The number of matmuls whose earlier choice the library no longer accepts, so that its first
+    /// proposal is used instead.
     refused: usize,
 }
 
-/// Chooses the algorithms of the products of a training's steps, if that is asked for and the
-/// device has a choice; `path` is the file with earlier choices. Nothing else of the training
-/// changes. Collective over `world`, which are all of its ranks.
+/// Chooses the algorithms of the matmuls of training steps, if `device.matmul_autotune` is set and
+/// the device has a choice. `path` is the file with earlier choices. Nothing else in the training
+/// changes. Collective over `world`, which has all ranks.
 ///
 /// # Errors
-/// The file cannot be read, the device or a message between ranks failed.
+/// Returns an error if the file cannot be read, or if the device or a message between ranks fails.
 pub fn time_products<B: Kernels>(
     world: &Group<B>,
     plan: &ResolvedConfig,
@@ -74,8 +74,8 @@ pub fn time_products<B: Kernels>(
     path: &Path,
 ) -> Result<TimedProducts> {
     let backend = engine.model.backend.clone();
-    let is_wanted = plan.config.device.matmul_autotune;
-    let Some(device) = backend.product_algorithms().filter(|_| is_wanted) else {
+    let is_enabled = plan.config.device.matmul_autotune;
+    let Some(device) = backend.product_algorithms().filter(|_| is_enabled) else {
         return Ok(TimedProducts::default());
     };
     let begun = Instant::now();
@@ -83,80 +83,83 @@ pub fn time_products<B: Kernels>(
 
     let root = world.rank() == 0;
     let mine = world.all_ok(if root { recall(path) } else { Ok(Choices::new()) })?;
-    let before = tell(world, &mine)?.swap_remove(0);
+    let before = exchange(world, &mine)?.swap_remove(0);
     let kind = device.kind();
-    let told = tell(world, &Wanted { kind: kind.clone(), products: device.seen() })?;
-    let is_first = told.iter().position(|one| one.kind == kind) == Some(world.rank());
-    let alike = told.into_iter().filter(|one| one.kind == kind);
-    let products: BTreeSet<ProductKind> = alike.flat_map(|one| one.products).collect();
+    let used = exchange(world, &UsedMatmuls { kind: kind.clone(), products: device.seen() })?;
+    let is_first = used.iter().position(|one| one.kind == kind) == Some(world.rank());
+    let same_kind = used.into_iter().filter(|one| one.kind == kind);
+    let matmuls: BTreeSet<ProductKind> = same_kind.flat_map(|one| one.products).collect();
     let known = before.get(&kind).map_or(&[][..], Vec::as_slice);
-    let settled = world
-        .with_keepalive(is_first.then_some(|| settle(device, kind.clone(), &products, known)))?;
+    let choices = world
+        .with_keepalive(is_first.then_some(|| choose(device, kind.clone(), &matmuls, known)))?;
 
-    let all: Vec<Settled> = tell(world, &settled)?.into_iter().flatten().collect();
-    let chosen = all
-        .iter()
-        .find(|one| one.kind == kind)
-        .ok_or_else(|| Error::internal("no choice of products"))?;
+    let all: Vec<DeviceChoices> = exchange(world, &choices)?.into_iter().flatten().collect();
+    let chosen = all.iter().find(|one| one.kind == kind).ok_or_else(|| {
+        Error::internal("no rank chose matmul algorithms for this kind of device")
+    })?;
     device.choose(&chosen.chosen);
     let refused: usize = all.iter().map(|one| one.refused).sum();
     if root && refused > 0 {
         log::warn!(
-            "cuBLASLt does not take {refused} of the algorithms in {}: its first ones are taken, and last bits may differ",
+            "cuBLASLt no longer accepts {refused} of the algorithms in {}: its first proposals are used, and last bits may differ",
             path.display()
         );
     }
-    let told = describe(&all, begun.elapsed().as_secs_f64());
+    let line = describe(&all, begun.elapsed().as_secs_f64());
     let now = joined(&before, all);
     let found = (root && now != before).then(|| encode(&now)).transpose()?;
-    Ok(TimedProducts { told, found })
+    Ok(TimedProducts { told: line, found })
 }
 
-/// A line for people.
-fn describe(all: &[Settled], seconds: f64) -> String {
+/// Describes the choices in one line.
+fn describe(all: &[DeviceChoices], seconds: f64) -> String {
     let chosen = all.iter().flat_map(|one| &one.chosen);
     let (count, others) = (chosen.clone().count(), chosen.filter(|one| one.place > 0).count());
     let how = match all.iter().map(|one| one.measured).sum::<usize>() {
         0 => "measured before".to_string(),
         measured => format!("{measured} measured, {seconds:.1} s"),
     };
-    format!("{count} by time, {others} of them not as cuBLASLt proposes first ({how})")
+    format!("{count} autotuned, {others} of them not cuBLASLt's first proposal ({how})")
 }
 
-/// Every rank's word, on every rank.
-fn tell<B: Kernels, T: Serialize + DeserializeOwned>(world: &Group<B>, mine: &T) -> Result<Vec<T>> {
-    let mine = serde_json::to_vec(mine).map_err(|e| Error::internal(format!("products: {e}")))?;
-    let told = world.gather_bytes(mine).wait()?;
+/// Gathers a value from every rank, on every rank.
+fn exchange<B: Kernels, T: Serialize + DeserializeOwned>(
+    world: &Group<B>,
+    mine: &T,
+) -> Result<Vec<T>> {
+    let mine =
+        serde_json::to_vec(mine).map_err(|e| Error::internal(format!("matmul choices: {e}")))?;
+    let messages = world.gather_bytes(mine).wait()?;
     let read = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
-    let told = told.iter().map(read).collect::<std::result::Result<_, _>>();
-    told.map_err(|e| Error::comm(format!("another rank sent malformed products: {e}")))
+    let values = messages.iter().map(read).collect::<std::result::Result<_, _>>();
+    values.map_err(|e| Error::comm(format!("another rank sent malformed matmul choices: {e}")))
 }
 
-/// Choices for all of these products that the library knows an algorithm for: earlier ones that it
-/// still takes, or new ones.
-fn settle(
+/// Chooses an algorithm for each matmul that the library has one for: the earlier one if the
+/// library still accepts it, else a new one.
+fn choose(
     device: &dyn ProductAlgorithms,
     kind: String,
-    products: &BTreeSet<ProductKind>,
+    matmuls: &BTreeSet<ProductKind>,
     before: &[Chosen],
-) -> Result<Settled> {
-    let mut settled = Settled { kind, ..Settled::default() };
-    for product in products {
+) -> Result<DeviceChoices> {
+    let mut choices = DeviceChoices { kind, ..DeviceChoices::default() };
+    for product in matmuls {
         let chosen = match before.iter().find(|one| one.product == *product) {
             Some(known) if device.takes(known)? => Some(*known),
-            // The same at every start, as a measurement would not be.
-            Some(_) => device.guess(product)?.inspect(|_| settled.refused += 1),
-            None => device.measure(product)?.inspect(|_| settled.measured += 1),
+            // The first proposal is the same at every start, unlike a measurement.
+            Some(_) => device.guess(product)?.inspect(|_| choices.refused += 1),
+            None => device.measure(product)?.inspect(|_| choices.measured += 1),
         };
-        settled.chosen.extend(chosen);
+        choices.chosen.extend(chosen);
     }
-    Ok(settled)
+    Ok(choices)
 }
 
-/// Earlier choices and new ones, which take the place of those for the same products.
-fn joined(before: &Choices, settled: Vec<Settled>) -> Choices {
+/// Returns the earlier choices with the new ones, which replace those for the same matmuls.
+fn joined(before: &Choices, new_choices: Vec<DeviceChoices>) -> Choices {
     let mut all = before.clone();
-    for Settled { kind, chosen, .. } in settled {
+    for DeviceChoices { kind, chosen, .. } in new_choices {
         let of_kind = all.entry(kind).or_default();
         of_kind.retain(|one| chosen.iter().all(|new| new.product != one.product));
         of_kind.extend(chosen);
@@ -165,7 +168,7 @@ fn joined(before: &Choices, settled: Vec<Settled>) -> Choices {
     all
 }
 
-/// The choices of an earlier start; none if there was none, or if what it left is damaged.
+/// Reads the choices of an earlier start. They are empty if there is no file, or if it is damaged.
 fn recall(path: &Path) -> Result<Choices> {
     let bytes = match std::fs::read(path) {
         Ok(bytes) => bytes,
@@ -174,7 +177,7 @@ fn recall(path: &Path) -> Result<Choices> {
     };
     decode(&bytes).or_else(|why| {
         log::warn!(
-            "{} is damaged ({why}): products are measured anew, and last bits may differ",
+            "{} is damaged ({why}): matmuls are measured again, and last bits may differ",
             path.display()
         );
         Ok(Choices::new())
@@ -190,7 +193,7 @@ fn encode(kinds: &Choices) -> Result<String> {
 fn decode(bytes: &[u8]) -> std::result::Result<Choices, String> {
     let File { crc32, kinds } = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
     let right = checksum(&kinds).map_err(|e| e.to_string())?;
-    if crc32 == right { Ok(kinds) } else { Err("its checksum does not fit".into()) }
+    if crc32 == right { Ok(kinds) } else { Err("its checksum does not match".into()) }
 }
 
 fn checksum(kinds: &Choices) -> Result<String> {
@@ -226,8 +229,8 @@ mod tests {
         }
     }
 
-    /// A library that takes algorithms of even places, measures the second as the fastest, and
-    /// knows no product of 7 rows.
+    /// A library that accepts the algorithms with even places, measures the second as the fastest,
+    /// and has no algorithm for matmuls of 7 rows.
     struct Library;
 
     impl ProductAlgorithms for Library {
@@ -256,40 +259,40 @@ mod tests {
 
     #[test]
     fn earlier_choices_stay_if_the_library_takes_them() {
-        let products = BTreeSet::from([1, 2, 3, 7].map(product));
+        let matmuls = BTreeSet::from([1, 2, 3, 7].map(product));
         let before = [chosen(1, 2), chosen(2, 3), chosen(9, 2)];
-        let settled = settle(&Library, "a device".into(), &products, &before).unwrap();
+        let choices = choose(&Library, "a device".into(), &matmuls, &before).unwrap();
         let all = vec![chosen(1, 2), chosen(2, 0), chosen(3, 1)];
         assert_eq!(
-            settled,
-            Settled { kind: "a device".into(), chosen: all, measured: 1, refused: 1 }
+            choices,
+            DeviceChoices { kind: "a device".into(), chosen: all, measured: 1, refused: 1 }
         );
         assert_eq!(
-            describe(&[settled], 1.25),
-            "3 by time, 2 of them not as cuBLASLt proposes first (1 measured, 1.2 s)"
+            describe(&[choices], 1.25),
+            "3 autotuned, 2 of them not cuBLASLt's first proposal (1 measured, 1.2 s)"
         );
         let again =
-            settle(&Library, "a device".into(), &BTreeSet::from([product(1)]), &before).unwrap();
+            choose(&Library, "a device".into(), &BTreeSet::from([product(1)]), &before).unwrap();
         assert_eq!(
             describe(&[again], 1.0),
-            "1 by time, 1 of them not as cuBLASLt proposes first (measured before)"
+            "1 autotuned, 1 of them not cuBLASLt's first proposal (measured before)"
         );
     }
 
     #[test]
-    fn new_choices_join_those_of_other_products_and_devices() {
-        let settled = |kind: &str, chosen: Vec<Chosen>| Settled {
+    fn new_choices_join_those_of_other_matmuls_and_devices() {
+        let of_kind = |kind: &str, chosen: Vec<Chosen>| DeviceChoices {
             kind: kind.into(),
             chosen,
-            ..Settled::default()
+            ..DeviceChoices::default()
         };
         let before =
-            joined(&Choices::new(), vec![settled("old", vec![chosen(1, 2), chosen(5, 1)])]);
+            joined(&Choices::new(), vec![of_kind("old", vec![chosen(1, 2), chosen(5, 1)])]);
         assert_eq!(joined(&before, vec![]), before);
-        assert_eq!(joined(&before, vec![settled("old", vec![chosen(5, 1)])]), before);
+        assert_eq!(joined(&before, vec![of_kind("old", vec![chosen(5, 1)])]), before);
         let new = vec![
-            settled("old", vec![chosen(3, 0), chosen(1, 3)]),
-            settled("new", vec![chosen(1, 1)]),
+            of_kind("old", vec![chosen(3, 0), chosen(1, 3)]),
+            of_kind("new", vec![chosen(1, 1)]),
         ];
         let now = joined(&before, new);
         assert_eq!(now["old"], [chosen(1, 3), chosen(3, 0), chosen(5, 1)]);
@@ -308,7 +311,7 @@ mod tests {
         let text = encode(&choices).unwrap();
         std::fs::write(&path, &text).unwrap();
         assert_eq!(recall(&path).unwrap(), choices);
-        // Every digit and letter counts, wherever it stands.
+        // A change of any digit or letter is detected.
         let bytes = text.trim_end().as_bytes();
         for at in (0..bytes.len()).filter(|at| bytes[*at].is_ascii_alphanumeric()) {
             let mut damaged = bytes.to_vec();
@@ -320,7 +323,7 @@ mod tests {
         }
         std::fs::write(&path, &bytes[1..]).unwrap();
         assert_eq!(recall(&path).unwrap(), Choices::new());
-        // A file that cannot be read is no damaged one.
+        // A file that cannot be read is not treated as damaged.
         assert!(recall(folder.path()).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! The data of a run: opening it, and the micro-batches of a rank in the order of their use.
+//! Opens the data of a run, and reads the micro-batches of a rank in the order of their use.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -18,45 +18,44 @@ use hpctrain_nn::MicroBatch;
 use hpctrain_parallel::Progress;
 use hpctrain_parallel::Stage;
 
-/// Training and validation data of a configuration; none to validate on where there is none and
-/// none was asked for.
+/// Opens the training and validation data of a configuration. Validation data is `None` if there is
+/// none and the configuration requires none.
 ///
 /// # Errors
-/// Data is missing or malformed; the error names the place.
+/// Returns an error if data is missing or malformed; it names the file.
 pub fn open(config: &Config) -> Result<(Dataset, Option<Dataset>)> {
     open_specs(&mut ShardIndex::to_be_told(), config, &specs(config)?)
 }
 
-/// Opens data on all ranks of `world`: rank 0 looks at its files, and tells the others of them.
-/// Collective.
+/// Opens data on all ranks of `world`: rank 0 inspects the files and sends their index to the other
+/// ranks. Collective.
 ///
 /// # Errors
-/// Those of `open`, which all ranks share; or a message between ranks failed.
+/// Returns an error, shared by all ranks, if `open` fails, or if a message between ranks fails.
 pub fn together<B: Backend, T>(
     world: &Group<B>,
     open: impl FnOnce(&mut ShardIndex) -> Result<T>,
 ) -> Result<T> {
     if world.rank() == 0 {
-        let mut catalogue = ShardIndex::to_be_told();
-        let opened = world.all_ok(open(&mut catalogue))?;
-        let told =
-            world.all_ok(if world.size() > 1 { catalogue.tell() } else { Ok(Vec::new()) })?;
-        world.gather_bytes(told).wait()?;
+        let mut index = ShardIndex::to_be_told();
+        let opened = world.all_ok(open(&mut index))?;
+        let message = world.all_ok(if world.size() > 1 { index.tell() } else { Ok(Vec::new()) })?;
+        world.gather_bytes(message).wait()?;
         return world.all_ok(Ok(opened));
     }
     world.all_ok(Ok(()))?;
     world.all_ok(Ok(()))?;
-    let told = world.gather_bytes(Vec::new()).wait()?;
-    let opened = ShardIndex::told(&told[0], world.is_first_of_node())
-        .and_then(|mut catalogue| open(&mut catalogue));
+    let messages = world.gather_bytes(Vec::new()).wait()?;
+    let opened = ShardIndex::told(&messages[0], world.is_first_of_node())
+        .and_then(|mut index| open(&mut index));
     world.all_ok(opened)
 }
 
-/// As [`open`], on all ranks of a job: with `data.local_cache` one rank of each node copies the
-/// shards first, and all read the copies.
+/// Opens data like [`open`], on all ranks of a job. With `data.local_cache` one rank of each node
+/// first copies the shards to local storage, and all read the copies. Collective.
 ///
 /// # Errors
-/// As [`open`], or the shards could not be copied.
+/// Returns an error if [`open`] does, or if the shards cannot be copied.
 pub fn open_staged<B: Backend>(
     config: &Config,
     world: &Group<B>,
@@ -64,15 +63,15 @@ pub fn open_staged<B: Backend>(
 ) -> Result<(Dataset, Option<Dataset>)> {
     let sources = world.all_ok(specs(config))?;
     let Some(root) = config.data.local_cache.as_ref().map(Path::new) else {
-        return together(world, |catalogue| open_specs(catalogue, config, &sources));
+        return together(world, |index| open_specs(index, config, &sources));
     };
     let here = &topology.here().host;
-    // Errors of the data name the place that the user knows.
-    let looked = || {
+    // The original files are checked first, so that errors name the paths in the configuration.
+    let check = || {
         let (train, validation) = open_specs(&mut ShardIndex::to_be_told(), config, &sources)?;
         std::iter::once(&train).chain(&validation).try_for_each(Dataset::check_self_contained)
     };
-    world.all_ok(if world.rank() == 0 { looked() } else { Ok(()) })?;
+    world.all_ok(if world.rank() == 0 { check() } else { Ok(()) })?;
     let copies = || {
         for spec in &sources {
             let local_cache::Staged { copied: (files, bytes), reused } =
@@ -80,64 +79,64 @@ pub fn open_staged<B: Backend>(
             let from = spec.path.display();
             let to = root.display();
             log::info!(
-                "{here}: {files} shards ({bytes} bytes) of {from} copied to {to}, {reused} were there"
+                "{here}: {files} shards ({bytes} bytes) of {from} copied to {to}, {reused} reused"
             );
         }
         Ok(())
     };
     let is_first = (0..world.rank()).all(|rank| topology.host(rank) != here);
-    // Copies may take longer than any message.
+    // Copies may take longer than the timeout of messages.
     world.with_keepalive(is_first.then_some(copies))?;
     let staged =
         || sources.iter().map(|spec| local_cache::place(spec, root)).collect::<Result<Vec<_>>>();
     let staged = world.all_ok(staged())?;
-    together(world, |catalogue| open_specs(catalogue, config, &staged))
+    together(world, |index| open_specs(index, config, &staged))
 }
 
 fn open_specs(
-    catalogue: &mut ShardIndex,
+    index: &mut ShardIndex,
     config: &Config,
     specs: &[DataSpec],
 ) -> Result<(Dataset, Option<Dataset>)> {
-    let mut train = Dataset::open_by(catalogue, specs, Split::Train, predictions(config))?;
+    let mut train = Dataset::open_by(index, specs, Split::Train, predictions(config))?;
     if config.data.augment != Augment::default() {
-        // Models of text have no shape of a sample.
+        // Samples of language models have no shape.
         let shape = config.model.input.as_deref().unwrap_or_default();
         train.augment(config.data.augment, shape, config.run.seed)?;
     }
-    let mut validation = open_validation(catalogue, config, specs)?;
+    let mut validation = open_validation(index, config, specs)?;
     if let Some(validation) = &mut validation {
         validation.conform(train.preprocessing())?;
     }
     Ok((train, validation))
 }
 
-/// Evaluations look at no weights.
+/// Opens data for evaluation, which ignores weights of samples.
 fn open_measured(
-    catalogue: &mut ShardIndex,
+    index: &mut ShardIndex,
     config: &Config,
     specs: &[DataSpec],
     split: Split,
 ) -> Result<Dataset> {
     let unweighted = |spec: &DataSpec| DataSpec { weights: Some(String::new()), ..spec.clone() };
     let specs: Vec<DataSpec> = specs.iter().map(unweighted).collect();
-    Dataset::open_by(catalogue, &specs, split, predictions(config))
+    Dataset::open_by(index, &specs, split, predictions(config))
 }
 
 /// Opens the validation data, if there is any.
 fn open_validation(
-    catalogue: &mut ShardIndex,
+    index: &mut ShardIndex,
     config: &Config,
     specs: &[DataSpec],
 ) -> Result<Option<Dataset>> {
-    let held = specs.iter().map(|spec| catalogue.held(spec)).collect::<Result<Vec<_>>>()?;
+    let held = specs.iter().map(|spec| index.held(spec)).collect::<Result<Vec<_>>>()?;
     let fraction = config.data.val_fraction;
     if fraction > 0.0 && !held.contains(&Held::Fraction) {
         let path = specs[0].path.display();
         return Err(Error::input(format!(
             "data.val_fraction = {fraction}, but {path} has validation shards"
         ))
-        .hint("leave data.val_fraction out, or move the validation shards away"));
+        .hint("remove data.val_fraction, or move the validation shards away"));
     }
     let without: Vec<&DataSpec> = specs
         .iter()
@@ -156,34 +155,34 @@ fn open_validation(
             .hint("set data.val_fraction to keep a part of its samples for validation"));
         }
     }
-    open_measured(catalogue, config, specs, Split::Validation).map(Some)
+    open_measured(index, config, specs, Split::Validation).map(Some)
 }
 
-/// The validation data of a configuration.
+/// Opens the validation data of a configuration.
 ///
 /// # Errors
-/// As [`open`], or there is none.
-pub fn validation(catalogue: &mut ShardIndex, config: &Config) -> Result<Dataset> {
-    measured(catalogue, config, Split::Validation)
+/// Returns an error if [`open`] does, or if there is none.
+pub fn validation(index: &mut ShardIndex, config: &Config) -> Result<Dataset> {
+    measured(index, config, Split::Validation)
 }
 
-/// A part of a configuration's data, to be measured on.
+/// Opens a split of a configuration's data for evaluation.
 ///
 /// # Errors
-/// As [`open`], or there is none.
-pub fn measured(catalogue: &mut ShardIndex, config: &Config, split: Split) -> Result<Dataset> {
+/// Returns an error if [`open`] does, or if there is none.
+pub fn measured(index: &mut ShardIndex, config: &Config, split: Split) -> Result<Dataset> {
     let specs = specs(config)?;
     match split {
-        Split::Train => open_measured(catalogue, config, &specs, split),
-        Split::Validation => open_validation(catalogue, config, &specs)?
-            .ok_or_else(|| no_validation("nothing can be evaluated on it", config)),
+        Split::Train => open_measured(index, config, &specs, split),
+        Split::Validation => open_validation(index, config, &specs)?
+            .ok_or_else(|| no_validation("evaluation requires it", config)),
     }
 }
 
-/// Whether all data sets of a configuration have a part.
+/// Returns true if all data sets of a configuration have a split.
 ///
 /// # Errors
-/// The bundled data that it names does not exist.
+/// Returns an error if the configuration names bundled data that does not exist.
 pub fn has(config: &Config, split: Split) -> Result<bool> {
     let has = |spec: &DataSpec| match split {
         Split::Train => spec.files(split).is_ok(),
@@ -192,36 +191,36 @@ pub fn has(config: &Config, split: Split) -> Result<bool> {
     Ok(specs(config)?.iter().all(has))
 }
 
-/// The error where validation data is needed and there is none.
+/// Returns the error for missing validation data; `what` says what requires it.
 pub fn no_validation(what: &str, config: &Config) -> Error {
     Error::input(format!("{} has no validation data: {what}", config.data.told()))
         .hint("add validation shards (data.validation), or keep a part of the samples for it, such as data.val_fraction = 0.1")
 }
 
-/// The rows of a configuration's data without their targets, which need not be there.
+/// Opens the rows of a configuration's data without targets, which may be missing.
 ///
 /// # Errors
-/// As [`open`].
-pub fn inputs(catalogue: &mut ShardIndex, config: &Config, split: Split) -> Result<Dataset> {
+/// Returns an error if [`open`] does.
+pub fn inputs(index: &mut ShardIndex, config: &Config, split: Split) -> Result<Dataset> {
     let mut specs = specs(config)?;
     for spec in &mut specs {
         if let SampleSpec::Rows { target, .. } = &mut spec.samples {
             *target = Target::Unknown;
         }
     }
-    Dataset::open_by(catalogue, &specs, split, predictions(config))
+    Dataset::open_by(index, &specs, split, predictions(config))
 }
 
-/// Predictions of a sample.
+/// Returns the number of predictions per sample.
 fn predictions(config: &Config) -> usize {
     if config.model.kind == ModelKind::Layers { 1 } else { config.model.context }
 }
 
-/// Descriptions of the data sets.
+/// Returns the descriptions of the data sets.
 fn specs(config: &Config) -> Result<Vec<DataSpec>> {
     let data = &config.data;
     let samples = sample_spec(config)?;
-    // Models of text take ids: they have no shape of a sample.
+    // Samples of language models are ids and have no shape.
     let shape = match &samples {
         SampleSpec::Rows { .. } => config.model.input.clone().unwrap_or_default(),
         SampleSpec::Text | SampleSpec::Anything => vec![],
@@ -257,7 +256,7 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
     }
 }
 
-/// The order of samples in the run.
+/// Returns the order of samples in the run.
 fn order(config: &Config, train: &dyn Source) -> Result<SampleOrder> {
     let weights: Vec<f64> = match &config.data.mix[..] {
         [] => vec![1.0],
@@ -266,20 +265,20 @@ fn order(config: &Config, train: &dyn Source) -> Result<SampleOrder> {
     SampleOrder::mixed(&train.parts(), &weights, config.data.shuffle.then_some(config.run.seed))
 }
 
-/// Token ids that the data of a configuration uses.
+/// Returns the vocabulary size of a configuration's data.
 ///
 /// # Errors
-/// The data cannot be opened.
+/// Returns an error if the data cannot be opened.
 pub fn vocabulary(config: &Config) -> Result<usize> {
     open(config).map(|(train, _)| train.vocabulary())
 }
 
-/// A batch on the device, of samples of `time` predictions: inputs in the first stage of a
-/// pipeline, targets in the last; but ids on the host where that has their tables. `base` is the
+/// Copies a batch of samples with `time` predictions to the device: inputs in the first pipeline
+/// stage, targets in the last. Ids stay on the host if it has their embedding tables. `base` is the
 /// position of the global batch's first sample.
 ///
 /// # Errors
-/// The device is out of memory.
+/// Returns an error if the device is out of memory.
 pub fn micro<B: Backend>(
     backend: &B,
     batch: &Batch,
@@ -301,12 +300,12 @@ pub fn micro<B: Backend>(
     Ok(MicroBatch { host_ids, ..micro })
 }
 
-/// A step must not see a sample twice.
+/// Checks that no step uses a sample twice.
 ///
 /// # Errors
-/// The data is shorter than one batch.
+/// Returns an error if the data has fewer samples than a global batch.
 pub fn check_size(plan: &ResolvedConfig, train: &dyn Source) -> Result<()> {
-    let Some((number, have, want)) =
+    let Some((number, have, needed)) =
         order(&plan.config, train)?.repeats_within(plan.config.batch.global)
     else {
         return Ok(());
@@ -320,36 +319,36 @@ pub fn check_size(plan: &ResolvedConfig, train: &dyn Source) -> Result<()> {
             (String::new(), "")
         };
         return Err(Error::input(format!(
-            "{path} has {have} training samples{of_tokens}, fewer than batch.global = {want}"
+            "{path} has {have} training samples{of_tokens}, fewer than batch.global = {needed}"
         ))
         .hint(format!("set batch.global to at most {have}{or_shorten}")));
     };
     Err(Error::input(format!(
-        "{} has {have} training samples, but batch.global = {} may take {want} of them",
+        "{} has {have} training samples, but batch.global = {} may take {needed} of them",
         one.path, plan.config.batch.global
     ))
-    .hint("make batch.global or its weight in data.mix smaller"))
+    .hint("reduce batch.global or its weight in data.mix"))
 }
 
-/// A rank's micro-batches, read ahead on the host and put on the device one at a time.
+/// The micro-batches of a rank, read ahead on the host and copied to the device one at a time.
 pub struct MicroBatches<B: Kernels> {
     backend: B,
     loader: Loader,
     stage: Stage,
     /// Predictions of a sample.
     time: usize,
-    /// Position of the first sample of the first global batch, and samples of each.
+    /// Position of the first sample of the first global batch, and samples per global batch.
     first: u64,
     global: u64,
-    /// Bytes of the loader that the ledger knows of.
+    /// Bytes of the loader entered in the memory statistics.
     entered: usize,
 }
 
 impl<B: Kernels> MicroBatches<B> {
-    /// Starts to read the samples that this rank of `model` will compute from `progress` on.
+    /// Starts to read the samples of this rank of `model`, starting at `progress`.
     ///
     /// # Errors
-    /// The reader's thread could not be started.
+    /// Returns an error if the reader thread cannot be started.
     pub fn start(
         model: &Model<B>,
         train: impl Source + 'static,
@@ -360,11 +359,11 @@ impl<B: Kernels> MicroBatches<B> {
         Self::of(model, train, plan, progress.position, positions)
     }
 
-    /// As [`MicroBatches::start`], of the micro-batches at `positions`, where global batches follow
-    /// one another from position `first` on.
+    /// Starts to read the micro-batches at `positions`. Global batches are consecutive, starting at
+    /// position `first`.
     ///
     /// # Errors
-    /// As [`MicroBatches::start`].
+    /// Returns an error if [`MicroBatches::start`] does.
     pub fn of(
         model: &Model<B>,
         train: impl Source + 'static,
@@ -381,10 +380,10 @@ impl<B: Kernels> MicroBatches<B> {
         Ok(Self { backend, loader, stage, time, first, global, entered: 0 })
     }
 
-    /// The next micro-batch on the device.
+    /// Copies the next micro-batch to the device.
     ///
     /// # Errors
-    /// A failure of the data, or the device is out of memory.
+    /// Returns an error if the data cannot be read, or if the device is out of memory.
     pub fn next_micro(&mut self) -> Result<MicroBatch<B>> {
         let batch = self.loader.next()?;
         self.enter(self.loader.held());
@@ -395,22 +394,22 @@ impl<B: Kernels> MicroBatches<B> {
         Ok(micro)
     }
 
-    /// Leaves the next micro-batch out.
+    /// Skips the next micro-batch.
     ///
     /// # Errors
-    /// A failure of the data.
+    /// Returns an error if the data cannot be read.
     pub fn skip(&mut self) -> Result<()> {
         let batch = self.loader.next()?;
         self.loader.recycle(batch);
         Ok(())
     }
 
-    /// The time that [`MicroBatches::next_micro`] has waited for the reader, in sum.
+    /// Returns the total time that [`MicroBatches::next_micro`] has waited for the reader.
     pub fn waited(&self) -> Duration {
         self.loader.waited()
     }
 
-    /// The loader knows no device: its memory is entered here.
+    /// Enters the loader's memory in the memory statistics of the device.
     fn enter(&mut self, held: usize) {
         self.backend.ledger().resize(MemoryKind::Data, self.entered, held);
         self.entered = held;
@@ -423,17 +422,17 @@ impl<B: Kernels> Drop for MicroBatches<B> {
     }
 }
 
-/// The positions of this rank's micro-batches, in the order of their use, to the end of the run.
+/// The positions of this rank's micro-batches, in the order of their use, up to the end of the run.
 struct Positions {
-    /// Virtual ranks of this rank.
+    /// The virtual ranks of this rank.
     virtual_ranks: Vec<u64>,
     virtual_rank_samples: u64,
     micro: u64,
     global: u64,
-    /// Position of the next global batch, and batches left.
+    /// Position of the current global batch, and the number of batches left.
     base: u64,
     steps_left: u64,
-    /// Samples of this rank's part of the batch already handed out.
+    /// Samples of this rank's part of the batch that were returned already.
     done: u64,
 }
 
@@ -468,10 +467,10 @@ impl Iterator for Positions {
             return None;
         }
         let virtual_rank = self.done / self.virtual_rank_samples;
-        let of_virtual_rank = self.done % self.virtual_rank_samples;
+        let within_virtual_rank = self.done % self.virtual_rank_samples;
         let start = self.base
             + self.virtual_ranks[virtual_rank as usize] * self.virtual_rank_samples
-            + of_virtual_rank;
+            + within_virtual_rank;
         self.done += self.micro;
         Some(start..start + self.micro)
     }

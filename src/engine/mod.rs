@@ -1,5 +1,4 @@
-//! The one step, and all that it stands on: the network on its mesh, its samples, the memory it
-//! takes.
+//! The training engine: the training step, and the network on its mesh, its samples and its memory.
 
 #![forbid(unsafe_code)]
 

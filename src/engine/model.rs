@@ -1,4 +1,4 @@
-//! A network with its parameters, and its output outside training.
+//! A network with its parameters, and its forward pass for inference.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use hpctrain_nn::loss::Objective;
 use hpctrain_nn::{Blocks, Context, KvCache, MicroBatch};
 use hpctrain_parallel::{Flow, Sharded};
 
-/// A network with its parameters, ready to compute: of a pipeline, this rank's stage.
+/// A network with its parameters, ready to compute. In a pipeline, only this rank's stage.
 pub struct Model<B: Kernels> {
     /// The device.
     pub backend: B,
@@ -20,19 +20,19 @@ pub struct Model<B: Kernels> {
     pub blocks: Blocks<B>,
     /// The network's loss and metrics.
     pub objective: Objective<B>,
-    /// The stage's parameters; in training, gradients and optimizer state as well.
+    /// The parameters of the stage; in training, gradients and optimizer state as well.
     pub sharded: Sharded<B>,
-    /// Whether every block of the network, of all stages, continues sequences.
-    continues: bool,
-    /// The network's first block, if the host computes it.
+    /// Whether every block of the network, in all stages, supports a KV cache.
+    supports_kv_cache: bool,
+    /// The first block of the network, if it is an embedding on the host.
     pub(super) tables: Option<HostEmbedding<B>>,
-    /// Rows of the last block that are computed at once; 0 are all.
+    /// Rows that the last block computes at once; 0 means all.
     pub(super) rows_at_once: usize,
     pub(super) neighbours: PipelineP2p<B>,
 }
 
 impl<B: Kernels> Model<B> {
-    /// The stage of `sharded` of a network of `blocks`.
+    /// Creates the model of the stage of `sharded` of a network of `blocks`.
     pub fn new(
         backend: B,
         mut blocks: Blocks<B>,
@@ -43,7 +43,7 @@ impl<B: Kernels> Model<B> {
         let width = |block: usize| blocks.get(block).map_or(0, |block| block.input_per_row());
         let neighbours =
             PipelineP2p::new(sharded.pipeline().clone(), width(units.start), width(units.end));
-        let continues = blocks.iter().all(|block| block.supports_kv_cache());
+        let supports_kv_cache = blocks.iter().all(|block| block.supports_kv_cache());
         let objective = objective.of_output(&blocks);
         blocks.truncate(units.end);
         blocks.drain(..units.start);
@@ -52,21 +52,21 @@ impl<B: Kernels> Model<B> {
             blocks,
             objective,
             sharded,
-            continues,
+            supports_kv_cache,
             tables: None,
             rows_at_once: 0,
             neighbours,
         }
     }
 
-    /// The same behind tables that the host has, and their parameters.
+    /// Adds an embedding on the host as the first block, with its parameters.
     #[must_use]
     pub(super) fn with_tables(self, tables: HostEmbedding<B>, parameters: Sharded<Cpu>) -> Self {
         Self { tables: Some(tables), sharded: self.sharded.with_tables(parameters), ..self }
     }
 
-    /// The input of the first block of the first stage: nothing, as it takes the data, or the rows
-    /// of tables that the host has.
+    /// Returns the input of the first block on the device: the rows of an embedding on the host, or
+    /// nothing, if the block reads the data itself.
     pub(super) fn input(&mut self, micro: &MicroBatch<B>) -> Result<B::Buf> {
         match &mut self.tables {
             Some(tables) => tables.forward(self.sharded.tables()?, micro),
@@ -74,8 +74,8 @@ impl<B: Kernels> Model<B> {
         }
     }
 
-    /// The same, which computes the last block and the loss of so many rows at a time, if it is one
-    /// that works [row by row](hpctrain_nn::Block::is_row_by_row); 0 are all.
+    /// Computes the last block and the loss in chunks of `rows` rows, if the block works
+    /// [row by row](hpctrain_nn::Block::is_row_by_row); 0 means all rows at once.
     #[must_use]
     pub fn with_logit_rows(mut self, rows: usize) -> Self {
         let is_by_rows = self.sharded.stage().is_last()
@@ -84,46 +84,46 @@ impl<B: Kernels> Model<B> {
         self
     }
 
-    /// The rows of a micro-batch that the last block takes first, unless it takes all at once.
+    /// Returns the first chunk of rows for the last block, unless it computes all at once.
     pub(super) fn first_piece(&self, rows: usize) -> Option<Range<usize>> {
         pieces(rows, self.rows_at_once).next().filter(|piece| piece.len() < rows)
     }
 
-    /// The output for a micro-batch, outside training: numbers, or logits of classes, those of one
-    /// virtual tensor rank of this rank after the other. Collective over the stages of the pipeline, of
-    /// which the last has it.
+    /// Computes the output for a micro-batch, without training: numbers or logits, grouped by this
+    /// rank's virtual tensor ranks. Collective over the pipeline stages; only the last returns it.
     ///
     /// # Errors
-    /// The device, or a message between ranks, failed.
+    /// Returns an error if the device or a message between ranks fails.
     pub fn output(&mut self, micro: &MicroBatch<B>) -> Result<Option<B::Buf>> {
         self.pass(micro, None, self.blocks.len())
     }
 
-    /// Memory for a sequence of so many positions at most, for [`Model::output_after`]; none if a
-    /// block of the network does not continue sequences.
+    /// Creates KV caches for a sequence of at most `positions` positions, for
+    /// [`Model::output_after`]. Returns `None` if some block does not support a KV cache.
     pub fn past(&self, positions: usize) -> Option<Vec<KvCache<B>>> {
-        self.continues.then(|| self.blocks.iter().map(|_| KvCache::new(positions)).collect())
+        self.supports_kv_cache
+            .then(|| self.blocks.iter().map(|_| KvCache::new(positions)).collect())
     }
 
-    /// As [`Model::output`] of a language model, of positions of one sequence that follow those
-    /// that `past` knows: the logits that the whole sequence would give them, and the computation
-    /// of its new positions alone.
+    /// Computes the output of a language model for positions of one sequence that follow those in
+    /// the caches. The logits equal those of the whole sequence, but only the new positions are
+    /// computed.
     ///
     /// # Errors
-    /// As [`Model::output`], or there is no room for more positions.
+    /// Returns an error if [`Model::output`] does, or if the caches have no room for the positions.
     pub fn output_after(
         &mut self,
         micro: &MicroBatch<B>,
-        past: &mut [KvCache<B>],
+        caches: &mut [KvCache<B>],
     ) -> Result<Option<B::Buf>> {
-        self.pass(micro, Some(past), self.blocks.len())
+        self.pass(micro, Some(caches), self.blocks.len())
     }
 
-    /// The output of the first `blocks` blocks: those of all stages before, and of this one.
+    /// Computes the forward of all stages before this one, and of its first `blocks` blocks.
     fn pass(
         &mut self,
         micro: &MicroBatch<B>,
-        mut past: Option<&mut [KvCache<B>]>,
+        mut caches: Option<&mut [KvCache<B>]>,
         blocks: usize,
     ) -> Result<Option<B::Buf>> {
         self.sharded.begin_forward();
@@ -139,10 +139,12 @@ impl<B: Kernels> Model<B> {
         let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
         for (unit, block) in self.blocks.iter().enumerate().take(blocks) {
             let params = self.sharded.params(unit)?;
-            x = match past.as_deref_mut().map(|past| past.get_mut(unit)) {
+            x = match caches.as_deref_mut().map(|caches| caches.get_mut(unit)) {
                 None => block.forward(&cx, params, &x)?.0,
-                Some(Some(past)) => block.forward_cached(&cx, params, &x, past)?,
-                Some(None) => return Err(Error::internal("a past of another network")),
+                Some(Some(cache)) => block.forward_cached(&cx, params, &x, cache)?,
+                Some(None) => {
+                    return Err(Error::internal("the KV cache belongs to another network"));
+                }
             };
             self.sharded.release();
         }
@@ -153,18 +155,19 @@ impl<B: Kernels> Model<B> {
         Ok(None)
     }
 
-    /// Sums over a micro-batch's predictions, outside training, as [`Objective::measure`] has them:
-    /// the loss first; that of each of `parts` last. As [`Model::output`], of the last stage.
+    /// Returns sums over the predictions of a micro-batch, as [`Objective::measure`] does: the
+    /// loss, metrics, and the loss of each of `parts`. Collective over the pipeline stages; only
+    /// the last returns them.
     ///
     /// # Errors
-    /// As [`Model::output`].
+    /// Returns an error if [`Model::output`] does.
     pub fn measure(
         &mut self,
         micro: &MicroBatch<B>,
         parts: &[Range<usize>],
     ) -> Result<Option<Vec<f64>>> {
         if self.first_piece(micro.rows()).is_some() {
-            return self.measure_in_pieces(micro, parts);
+            return self.measure_in_chunks(micro, parts);
         }
         let output = self.output(micro)?;
         let tensor = self.sharded.tensor();
@@ -175,7 +178,7 @@ impl<B: Kernels> Model<B> {
             .transpose()
     }
 
-    fn measure_in_pieces(
+    fn measure_in_chunks(
         &mut self,
         micro: &MicroBatch<B>,
         parts: &[Range<usize>],
@@ -192,52 +195,52 @@ impl<B: Kernels> Model<B> {
                 parts.iter().map(|part| within(part.start)..within(part.end)).collect();
             let RowChunk { micro, x } = RowChunk::cut(&self.backend, micro, &x, rows)?;
             let (mut output, _) = self.blocks[last].forward(&cx.of(&micro), params, &x)?;
-            let of_piece = self.objective.measure(
+            let chunk_sums = self.objective.measure(
                 &self.backend,
                 tensor.as_ref(),
                 &micro,
                 &mut output,
                 &parts,
             )?;
-            sums.resize(of_piece.len(), 0.0);
-            sums.iter_mut().zip(of_piece).for_each(|(sum, more)| *sum += more);
+            sums.resize(chunk_sums.len(), 0.0);
+            sums.iter_mut().zip(chunk_sums).for_each(|(sum, more)| *sum += more);
         }
         self.sharded.release();
         Ok(Some(sums))
     }
 
-    /// An output of `rows` rows on the host, without the padding that its rows may have; of tensor
-    /// virtual ranks, those of this rank, one after the other.
+    /// Copies an output of `rows` rows to the host, without the padding that its rows may have, and
+    /// grouped by this rank's virtual tensor ranks.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn download(&self, output: &B::Buf, rows: usize) -> Result<Vec<f32>> {
         self.objective.download(&self.backend, output, rows, 0)
     }
 
-    /// Logits of the last of `rows` rows of an output, all classes; on the host. Collective over
-    /// the ranks that compute slices of the same blocks.
+    /// Copies the logits of all classes of the last of `rows` rows to the host. Collective over the
+    /// tensor-parallel ranks.
     ///
     /// # Errors
-    /// The device, or a message between ranks, failed.
+    /// Returns an error if the device or a message between ranks fails.
     pub fn last_logits(&self, output: &B::Buf, rows: usize) -> Result<Vec<f32>> {
         let mine = self.objective.download(&self.backend, output, rows, rows - 1)?;
         let Some(tensor) = self.sharded.tensor() else { return Ok(mine) };
-        let told = tensor.gather_bytes(bytemuck::cast_slice(&mine).to_vec()).wait()?;
-        Ok(told
+        let all = tensor.gather_bytes(bytemuck::cast_slice(&mine).to_vec()).wait()?;
+        Ok(all
             .iter()
             .flat_map(|bytes| bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)))
             .collect())
     }
 
-    /// A number that the last stage has, on all stages.
+    /// Sends a number from the last stage to all stages.
     ///
     /// # Errors
-    /// A message between ranks failed.
+    /// Returns an error if a message between ranks fails.
     pub fn share(&self, number: Option<u32>) -> Result<u32> {
         let mine = number.map_or(vec![], |number| number.to_le_bytes().to_vec());
-        let told = self.sharded.pipeline().gather_bytes(mine).wait()?;
-        let last = told.last().and_then(|bytes| bytes.first_chunk());
+        let all = self.sharded.pipeline().gather_bytes(mine).wait()?;
+        let last = all.last().and_then(|bytes| bytes.first_chunk());
         last.map(|bytes| u32::from_le_bytes(*bytes))
             .ok_or_else(|| Error::comm("the last stage sent no number"))
     }

@@ -1,31 +1,32 @@
-//! The messages between a stage of the pipeline and its neighbours: activations go to the next
-//! stage, gradients of them come back.
+//! Point-to-point messages between neighbouring pipeline stages: activations go to the next stage,
+//! and their gradients come back.
 
 use hpctrain_base::error::Result;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_parallel::Flow;
 
-/// The stages before and behind this one.
+/// The connections to the previous and the next stage.
 pub struct PipelineP2p<B: Kernels> {
-    /// The stages that compute the same data.
+    /// The ranks of all stages that compute the same data.
     group: Group<B>,
-    /// Elements of a row of this stage's input, and of its output.
+    /// Elements per row of this stage's input, and of its output.
     input: usize,
     output: usize,
 }
 
 impl<B: Kernels> PipelineP2p<B> {
-    /// Of a stage with so many elements in a row of its input, and of its output.
+    /// Creates the connections of a stage with `input` elements per row of its input, and `output`
+    /// per row of its output.
     pub fn new(group: Group<B>, input: usize, output: usize) -> Self {
         Self { group, input, output }
     }
 
-    /// Gets ready to receive a message of so many rows: shape rows × input for activations, rows ×
-    /// output for gradients. `about` says for people which it is.
+    /// Starts to receive a message of `rows` rows: `rows` × `input` elements for activations,
+    /// `rows` × `output` for gradients. `about` describes it in messages.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Returns an error if memory runs out.
     pub fn receive(
         &self,
         backend: &B,
@@ -44,8 +45,8 @@ impl<B: Kernels> PipelineP2p<B> {
             .recv(from, buf))
     }
 
-    /// Starts to send a message. The communication thread gives its buffer back to the pool; if it
-    /// fails, so does the next request.
+    /// Starts to send a message. The communication thread returns the buffer to the pool; if the
+    /// send fails, so does the next request.
     pub fn send(&self, flow: Flow, buf: B::Buf) {
         let to = match flow {
             Flow::Activations => self.group.rank() + 1,

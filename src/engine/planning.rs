@@ -1,4 +1,4 @@
-//! From a configuration to a plan, for the ranks and the data at hand.
+//! Resolves a configuration to a plan, for the ranks and the data of a run.
 
 use super::micro_batches;
 use super::splits::check_sizes;
@@ -9,12 +9,14 @@ use hpctrain_config::{Config, Environment, ResolvedConfig, resolve};
 use hpctrain_data::Source;
 use hpctrain_device::Kernels;
 
-/// The plan for the ranks of `comm` and the data of `train`: collective over the world. `threads`
-/// is the compute threads a rank; without it the ranks of a node share its cores.
+/// Resolves a configuration for the ranks of `comm` and the data of `train`. `threads` is the
+/// number of compute threads per rank; by default the ranks of a node share its cores. Collective
+/// over the world.
 ///
 /// # Errors
-/// An invalid key, samples that the network cannot take, or fewer samples than a batch: the same on
-/// all ranks. Or a message between ranks failed.
+/// Returns an error, the same on all ranks, if a key is invalid, if the network cannot take the
+/// samples, or if there are fewer samples than a global batch. Also if a message between ranks
+/// fails.
 pub fn plan<B: Kernels>(
     comm: &Comm<B>,
     mut config: Config,

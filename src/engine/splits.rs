@@ -1,8 +1,7 @@
-//! The data of a run: the files that its configuration names, or samples that a program makes.
+//! The data of a run: the files that its configuration names, or custom sources.
 //!
-//! A program's own source takes the place of the files for the whole run. Its samples are checked
-//! as they are read, as `Dataset` checks those of files: to a kernel a class out of range would be
-//! an address.
+//! A custom source replaces the files for the whole run. Its samples are checked as they are read,
+//! as `Dataset` checks those of files, since a kernel would use a class out of range as an index.
 
 use super::micro_batches;
 use hpctrain_base::error::{Error, Result};
@@ -20,16 +19,16 @@ pub struct Splits {
     pub name: String,
     /// Training samples.
     pub train: Box<dyn Source>,
-    /// Validation samples; without them nothing is evaluated, and the best checkpoint has the
-    /// lowest mean training loss.
+    /// Validation samples. Without them nothing is evaluated, and the best checkpoint is the one
+    /// with the lowest mean training loss.
     pub validation: Option<Box<dyn Source>>,
 }
 
 impl Splits {
-    /// The files of a configuration. Collective over `world`.
+    /// Opens the files of a configuration. Collective over `world`.
     ///
     /// # Errors
-    /// As [`micro_batches::open_staged`].
+    /// Returns an error if [`micro_batches::open_staged`] does.
     pub fn open<B: Backend>(
         config: &Config,
         world: &Group<B>,
@@ -40,23 +39,24 @@ impl Splits {
         Ok(Self { name: config.data.path.clone(), train: Box::new(train), validation })
     }
 
-    /// The sources of both.
+    /// Returns the sources of both splits.
     pub fn sources(&self) -> Vec<&dyn Source> {
         let validation = self.validation.iter().map(|source| source as &dyn Source);
         std::iter::once(&self.train as &dyn Source).chain(validation).collect()
     }
 
-    /// The same, with samples that are looked at as they are read: ids and classes that the network
-    /// of `plan` does not know, and numbers that are none, are refused.
-    /// [`Dataset`](hpctrain_data::Dataset) looks by itself.
+    /// Makes the sources check their samples as they are read: ids and classes out of the range of
+    /// `plan`'s network, and numbers that are not finite, are errors.
+    /// [`Dataset`](hpctrain_data::Dataset) checks these itself.
     ///
     /// # Errors
-    /// The samples have other sizes than the network takes, or there are none.
+    /// Returns an error if the samples have other sizes than the network takes, or if there are
+    /// none.
     pub fn checked(self, plan: &ResolvedConfig) -> Result<Self> {
         let check = |source: Box<dyn Source>, split: &str| -> Result<Box<dyn Source>> {
             check_sizes(plan, &source).map_err(|e| e.at(format_args!("{}, {split}", self.name)))?;
-            let wanted = Wanted::by(plan, source.sizes());
-            Ok(Box::new(Checked { source, name: self.name.clone(), wanted }))
+            let required = Requirements::new(plan, source.sizes());
+            Ok(Box::new(Checked { source, name: self.name.clone(), required }))
         };
         let train = check(self.train, "training")?;
         let validation = self.validation.map(|source| check(source, "validation")).transpose()?;
@@ -64,43 +64,44 @@ impl Splits {
     }
 }
 
-/// Samples must be of the sizes that the network takes.
+/// Checks that samples have the sizes that the network takes.
 ///
 /// # Errors
-/// They are not, or there are none.
+/// Returns an error if they do not, or if there are none.
 pub fn check_sizes(plan: &ResolvedConfig, source: &dyn Source) -> Result<()> {
     let samples = source.samples();
     let sizes = source.sizes();
-    let wanted = Wanted::by(plan, sizes).sizes;
-    if sizes == wanted && samples > 0 {
+    let required = Requirements::new(plan, sizes).sizes;
+    if sizes == required && samples > 0 {
         return Ok(());
     }
     Err(Error::input(format!(
         "{samples} samples of {}, but the network takes {}",
-        told(sizes),
-        told(wanted)
+        describe(sizes),
+        describe(required)
     ))
-    .hint("let samples() and sizes() of the source fit model and loss"))
+    .hint("make samples() and sizes() of the source match the model and the loss"))
 }
 
-/// Sizes for people.
-fn told(SampleSizes { ids, features, classes, values, weights }: SampleSizes) -> String {
+/// Formats sizes for display.
+fn describe(SampleSizes { ids, features, classes, values, weights }: SampleSizes) -> String {
     let weights = if weights > 0 { format!(", {weights} weights") } else { String::new() };
     format!("{ids} ids, {features} features, {classes} classes and {values} values{weights}")
 }
 
-/// Sample sizes and id ranges of a network.
+/// The sample sizes and id ranges that a network requires.
 #[derive(Debug, Clone, Copy)]
-struct Wanted {
+struct Requirements {
     sizes: SampleSizes,
-    /// Ids and classes are below these.
+    /// Ids and classes must be below these.
     ids: usize,
     classes: usize,
 }
 
-impl Wanted {
-    /// Sizes that the network requires of samples with `sizes`: rows may have weights, or not.
-    fn by(plan: &ResolvedConfig, sizes: SampleSizes) -> Self {
+impl Requirements {
+    /// Returns the requirements of a plan's network for samples with `sizes`, whose rows may have
+    /// weights or not.
+    fn new(plan: &ResolvedConfig, sizes: SampleSizes) -> Self {
         let spec = &plan.samples;
         let outputs = plan.network.outputs();
         // Text has no weights.
@@ -110,11 +111,11 @@ impl Wanted {
     }
 }
 
-/// A source whose samples are checked: a kernel would take an invalid class for a place in memory.
+/// A source whose samples are checked, since a kernel would use an invalid class as an index.
 struct Checked {
     source: Box<dyn Source>,
     name: String,
-    wanted: Wanted,
+    required: Requirements,
 }
 
 impl Checked {
@@ -129,7 +130,7 @@ impl Source for Checked {
     }
 
     fn sizes(&self) -> SampleSizes {
-        self.wanted.sizes
+        self.required.sizes
     }
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
@@ -147,22 +148,22 @@ impl Source for Checked {
             .read_run(first, count, epoch, into.reborrow())
             .map_err(|e| self.at(first, e))?;
         let SampleMut { ids, features, classes, values, weights } = into;
-        let sizes = self.wanted.sizes;
-        let below = |what: &str, found: &[u32], a_sample: usize, limit: usize| {
-            let place = found.iter().position(|id| *id as usize >= limit)?;
+        let sizes = self.required.sizes;
+        let below = |what: &str, found: &[u32], per_sample: usize, limit: usize| {
+            let index = found.iter().position(|id| *id as usize >= limit)?;
             let most = limit.saturating_sub(1);
             Some((
-                place / a_sample,
-                format!("{what} {}, but the network knows 0 to {most}", found[place]),
+                index / per_sample,
+                format!("{what} {}, but the network knows 0 to {most}", found[index]),
             ))
         };
-        let finite = |found: &[f32], a_sample: usize| {
-            let place = found.iter().position(|x| !x.is_finite())?;
-            Some((place / a_sample, format!("{} is not a finite number", found[place])))
+        let finite = |found: &[f32], per_sample: usize| {
+            let index = found.iter().position(|x| !x.is_finite())?;
+            Some((index / per_sample, format!("{} is not a finite number", found[index])))
         };
         let found = [
-            below("id", ids, sizes.ids, self.wanted.ids),
-            below("class", classes, sizes.classes, self.wanted.classes),
+            below("id", ids, sizes.ids, self.required.ids),
+            below("class", classes, sizes.classes, self.required.classes),
             finite(features, sizes.features),
             finite(values, sizes.values),
             weights.iter().position(|x| !is_weight(*x)).map(|sample| {

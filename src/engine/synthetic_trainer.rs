@@ -1,4 +1,4 @@
-//! Steps of a network on random data: the speed of training, independent of the data.
+//! Training steps on random data, to measure the speed of training without real data.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ use hpctrain_device::Kernels;
 use hpctrain_parallel::Progress;
 use hpctrain_parallel::{ControlFlags, PipelineSchedule};
 
-/// A network that trains on one micro-batch a rank, over and over.
+/// A network that trains on the same random micro-batch in every step.
 pub struct SyntheticTrainer<B: Kernels> {
     /// The plan of the training.
     pub plan: ResolvedConfig,
@@ -24,11 +24,11 @@ pub struct SyntheticTrainer<B: Kernels> {
 }
 
 impl<B: Kernels> SyntheticTrainer<B> {
-    /// The network of a configuration with so many samples a rank and step, or a micro-batch of its
-    /// own. Collective over the world of `comm`.
+    /// Creates the network of a configuration, with `samples` samples per rank and micro-batch.
+    /// Default: the configuration's micro-batch. Collective over the world of `comm`.
     ///
     /// # Errors
-    /// The configuration cannot be, or the memory does not suffice.
+    /// Returns an error if the configuration is invalid, or if it does not fit into memory.
     pub fn new(
         comm: &Comm<B>,
         config: Config,
@@ -38,9 +38,10 @@ impl<B: Kernels> SyntheticTrainer<B> {
         let world = comm.world();
         let mut config = config.of_any_length();
         let topology = Topology::gather(&world, comm.node().host)?;
-        // Ids of text are those of its tokenizer.
-        let wants_ids = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
-        let vocabulary = world.all_ok(wants_ids.then(|| vocabulary(&config)).transpose())?;
+        // The vocabulary size of text is that of its tokenizer.
+        let is_unknown =
+            config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
+        let vocabulary = world.all_ok(is_unknown.then(|| vocabulary(&config)).transpose())?;
         let facts = Environment {
             ranks: world.size(),
             threads: topology.threads(),
@@ -51,7 +52,7 @@ impl<B: Kernels> SyntheticTrainer<B> {
             Some(samples) => samples,
             None => world.all_ok(resolve(config.clone(), &facts))?.micro,
         };
-        // A pipeline is filled by several micro-batches for each of its stages.
+        // A pipeline needs several micro-batches per stage to be filled.
         let stages = config.parallel.pipeline.max(1);
         let micros = if stages > 1 { 4 * stages } else { 1 };
         let global = samples * (world.size() / stages * micros) as u64;
@@ -63,10 +64,10 @@ impl<B: Kernels> SyntheticTrainer<B> {
         Self::of_plan(comm, plan, backend)
     }
 
-    /// The network of a plan. Collective over the world of `comm`.
+    /// Creates the network of a plan. Collective over the world of `comm`.
     ///
     /// # Errors
-    /// Out of memory, or a message between ranks failed.
+    /// Returns an error if memory runs out, or if a message between ranks fails.
     pub fn of_plan(comm: &Comm<B>, plan: ResolvedConfig, backend: B) -> Result<Self> {
         let comm = &comm.select_transport(plan.config.comm.transport, comm::prove)?;
         let (engine, _) = engine(comm, &plan, backend, None)?;
@@ -74,11 +75,11 @@ impl<B: Kernels> SyntheticTrainer<B> {
         Ok(Self { plan, engine, batch, progress: Progress::default() })
     }
 
-    /// Seconds of the next step on this rank; where replicas train apart, the mean of those to the
-    /// next average.
+    /// Takes a step and returns its seconds on this rank. With local SGD, takes the steps up to the
+    /// next average and returns their mean.
     ///
     /// # Errors
-    /// The device or a message between ranks failed.
+    /// Returns an error if the device or a message between ranks fails.
     pub fn step(&mut self) -> Result<f64> {
         let begun = Instant::now();
         let backend = self.engine.model.backend.clone();
@@ -96,18 +97,17 @@ impl<B: Kernels> SyntheticTrainer<B> {
         Ok(begun.elapsed().as_secs_f64() / round.steps.len() as f64)
     }
 
-    /// From now on gradients of weights are computed apart from those of inputs, as in a late stage
-    /// of a zero-bubble pipeline.
+    /// Defers wgrad from now on, as in a late stage of a zero-bubble pipeline.
     pub fn defer_wgrad(&mut self) {
         self.engine.geometry.schedule.order = PipelineSchedule::ZeroBubble;
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn backend(&self) -> &B {
         &self.engine.model.backend
     }
 
-    /// Parameters of the network.
+    /// Returns the number of parameters of the network.
     pub fn parameters(&self) -> u64 {
         self.engine.model.sharded.parameters()
     }

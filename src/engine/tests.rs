@@ -1,4 +1,4 @@
-//! Every layout against one rank, with threads as ranks: a new configuration is a row.
+//! Compares every layout with one rank, with threads as ranks.
 
 use super::{ActivationOffload, Engine, Geometry, Model};
 use hpctrain_base::error::{Error, Kind, Result};
@@ -22,20 +22,20 @@ const STEPS: u64 = 4;
 const BATCH: usize = 24;
 const TIME: usize = 8;
 
-/// A piece of a part of a tensor: its name, its first element, its values as bits.
+/// A piece of a tensor's values or state: its name, its first element, its values as bits.
 type Tensor = (String, usize, Vec<u32>);
 
-/// Loss and norm of every step, then all parameters and optimizer state of every tensor, as bits.
+/// Loss and norm of every step, and parameters and optimizer state of every tensor, as bits.
 #[derive(PartialEq)]
 struct Outcome {
     curve: Vec<(u64, u64)>,
     tensors: Vec<Tensor>,
-    /// Of every rank.
+    /// Peak bytes of every rank, by kind of memory.
     peaks: Vec<[usize; 4]>,
 }
 
 #[derive(Clone, Copy)]
-struct Row {
+struct LayoutCase {
     pipeline: usize,
     order: PipelineSchedule,
     shard: usize,
@@ -49,14 +49,14 @@ struct Row {
     recompute: bool,
     ahead: usize,
     algorithm: Algorithm,
-    /// A host beside the device, which is one itself here.
+    /// Whether the optimizer is offloaded. The device is a CPU here, too.
     offload: bool,
-    /// Replicas that train apart.
+    /// Local SGD.
     averaging: Option<LocalSgd>,
     storage: Storage,
 }
 
-const ONE: Row = Row {
+const ONE: LayoutCase = LayoutCase {
     pipeline: 1,
     order: PipelineSchedule::OneForwardOneBackward,
     shard: 1,
@@ -77,12 +77,12 @@ const ONE: Row = Row {
 
 const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
-/// The last of its four blocks borrows the unit of the first.
+/// The number of blocks, the last of which is tied to the first.
 const BLOCKS: usize = 4;
 const GPT: Gpt =
     Gpt { layers: 2, heads: 4, width: 16, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
 
-/// Bytes of the padded units.
+/// Returns the bytes of the padded units.
 fn unit_bytes(virtual_ranks: usize) -> Vec<usize> {
     let size = |layout: UnitLayout| layout.padded * size_of::<f32>();
     GPT.blocks::<Cpu>()
@@ -91,11 +91,11 @@ fn unit_bytes(virtual_ranks: usize) -> Vec<usize> {
         .collect()
 }
 
-/// Steps between audits.
-const AUDIT_EVERY: u64 = 2;
+/// Steps between SDC checks.
+const SDC_CHECK_EVERY: u64 = 2;
 
-/// The engine of a rank.
-fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
+/// Creates the engine of a rank.
+fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
     let mesh =
         Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
     let groups = Groups::split(comm, &mesh, row.averaging.is_some()).unwrap();
@@ -118,7 +118,7 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
         average: averaging.map(|_| 0.5),
         averaging,
         storage,
-        audit_every: AUDIT_EVERY,
+        audit_every: SDC_CHECK_EVERY,
         host,
     };
     let on_host = row.offload && row.zero == Zero::Three && averaging.is_none();
@@ -154,13 +154,13 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
         seed: 3,
     };
     let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).sliced(&slices);
-    // The device is a host itself here.
+    // The device is a CPU here, too.
     let host_inputs =
         (row.recompute && row.offload).then(|| ActivationOffload::new(backend).unwrap());
     Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry, host_inputs }
 }
 
-fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
+fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
     let backend = Cpu::new(1);
     let mut engine = engine(comm, row, &backend);
     let sharded = &engine.model.sharded;
@@ -174,13 +174,12 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let sequences = BATCH / row.virtual_ranks / row.micros_per_virtual_rank;
     for step in 0..STEPS {
         if step == 3 {
-            // Outside training: another pass, which finds the parameters that the update has
-            // gathered ahead.
+            // An evaluation uses the parameters that the update has gathered ahead.
             let micro = MicroBatch::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
             let loss = engine.model.measure(&micro, &[]).unwrap();
             let loss = loss.map_or(vec![], |sums| sums[0].to_bits().to_le_bytes().to_vec());
-            let told = engine.model.sharded.pipeline().gather_bytes(loss).wait().unwrap();
-            curve.push((u64::from_le_bytes(*told[stages - 1].first_chunk().unwrap()), 0));
+            let losses = engine.model.sharded.pipeline().gather_bytes(loss).wait().unwrap();
+            curve.push((u64::from_le_bytes(*losses[stages - 1].first_chunk().unwrap()), 0));
         }
         for turn in 0..engine.model.sharded.replicas_here() {
             let replica =
@@ -199,8 +198,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
                 Ok(micro)
             };
             let synced = engine.gradients(step, next, ControlFlags::empty).unwrap();
-            // A step that does not count leaves no trace: of all replicas, or of one that trains
-            // apart.
+            // A skipped step changes nothing: for all replicas, or with local SGD for one.
             let skipped = step == 1 && (row.averaging.is_none() || replica == 1);
             engine.model.sharded.audit(step).unwrap();
             match skipped {
@@ -228,8 +226,8 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             let flags = ControlFlags::empty();
             let compute = vec![0.0; steps];
             let mine = RoundSummary { flags, compute, first_replica, replicas: replicas_here };
-            let told = engine.model.sharded.tell(&mine).unwrap();
-            let all = steps_of_replicas(&told, replicas, steps).unwrap();
+            let summaries = engine.model.sharded.tell(&mine).unwrap();
+            let all = steps_of_replicas(&summaries, replicas, steps).unwrap();
             curve.extend(
                 all.iter().flatten().map(|step| (step.loss.to_bits(), step.norm.to_bits())),
             );
@@ -251,7 +249,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     Outcome { curve, tensors, peaks: vec![peak] }
 }
 
-/// Parameters and state that a rank saves, as bits.
+/// Returns the parameters and state that a rank saves, as bits.
 fn tensors_of(engine: &mut Engine<Cpu>) -> Vec<Tensor> {
     let mut tensors = Vec::new();
     for unit in engine.model.sharded.owned().unwrap() {
@@ -269,7 +267,7 @@ fn tensors_of(engine: &mut Engine<Cpu>) -> Vec<Tensor> {
     tensors
 }
 
-/// One micro-batch of a step for every virtual rank of a rank.
+/// Computes the gradients of a step with one micro-batch for every virtual rank of a rank.
 fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
     let rows = engine.geometry.rows;
     let tokens: Vec<u32> = (0..rows as u32).map(|i| (i * 7 + step as u32) % 19).collect();
@@ -277,13 +275,13 @@ fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
     engine.gradients(step, next, ControlFlags::empty).unwrap();
 }
 
-/// The result of a rank: elements read of parameters and state, or the error; then all tensors
-/// after a step.
+/// The number of elements of parameters and state that a rank has read, or its error, and all
+/// tensors after a step.
 type Restored = (Result<usize>, Vec<Tensor>);
 
-/// Restores an engine from values that are functions of their places, and takes a step. Reads fail
+/// Restores an engine from values that depend on their positions, and takes a step. Reads fail
 /// on rank `broken`.
-fn restored(comm: &Comm<Cpu>, row: Row, broken: usize) -> Restored {
+fn restored(comm: &Comm<Cpu>, row: LayoutCase, broken: usize) -> Restored {
     let backend = Cpu::new(1);
     let mut engine = engine(comm, row, &backend);
     let sharded = &mut engine.model.sharded;
@@ -294,14 +292,14 @@ fn restored(comm: &Comm<Cpu>, row: Row, broken: usize) -> Restored {
     let mut ranges = vec![];
     let done = sharded.restore(|name, part, columns, range, out| {
         if comm.rank() == broken {
-            return Err(Error::io("read", std::path::Path::new("x"), "no luck"));
+            return Err(Error::io("read", std::path::Path::new("x"), "broken"));
         }
         let tensor = tensors.iter().find(|tensor| tensor.name == name).unwrap();
         let width = tensor.shape.last().copied().unwrap_or(1);
         let all = columns.cloned().unwrap_or(0..width);
         for (element, x) in range.clone().zip(&mut *out) {
             let whole = element / all.len() * width + all.start + element % all.len();
-            // Second moments are not negative.
+            // Second moments are never negative.
             *x = ((whole * 7 + part * 5 + name.len()) % 23) as f32 * 0.01;
         }
         read += out.len();
@@ -319,21 +317,21 @@ fn restored(comm: &Comm<Cpu>, row: Row, broken: usize) -> Restored {
 }
 
 #[test]
-fn together_ranks_restore_one_copy_whatever_the_layout() {
+fn ranks_restore_one_copy_together_in_every_layout() {
     let rows = [
-        Row { replica: 4, ..ONE },
-        Row { shard: 4, zero: Zero::One, ..ONE },
-        Row { shard: 2, replica: 2, zero: Zero::Two, ..ONE },
-        Row { shard: 2, replica: 4, zero: Zero::Three, ..ONE },
-        Row { shard: 2, zero: Zero::Three, offload: true, ..ONE },
-        Row { shard: 2, replica: 2, storage: Storage::Central, ..ONE },
-        Row { pipeline: 2, shard: 2, replica: 2, zero: Zero::Three, ..ONE },
-        Row { pipeline: 2, replica: 2, ..ONE },
-        Row { tensor: 2, virtual_tensor_ranks: 2, replica: 2, ..ONE },
+        LayoutCase { replica: 4, ..ONE },
+        LayoutCase { shard: 4, zero: Zero::One, ..ONE },
+        LayoutCase { shard: 2, replica: 2, zero: Zero::Two, ..ONE },
+        LayoutCase { shard: 2, replica: 4, zero: Zero::Three, ..ONE },
+        LayoutCase { shard: 2, zero: Zero::Three, offload: true, ..ONE },
+        LayoutCase { shard: 2, replica: 2, storage: Storage::Central, ..ONE },
+        LayoutCase { pipeline: 2, shard: 2, replica: 2, zero: Zero::Three, ..ONE },
+        LayoutCase { pipeline: 2, replica: 2, ..ONE },
+        LayoutCase { tensor: 2, virtual_tensor_ranks: 2, replica: 2, ..ONE },
     ];
     for row in rows {
-        let one = Row { virtual_tensor_ranks: row.virtual_tensor_ranks, ..ONE };
-        let of_ranks = |row: Row, broken: usize| {
+        let one = LayoutCase { virtual_tensor_ranks: row.virtual_tensor_ranks, ..ONE };
+        let of_ranks = |row: LayoutCase, broken: usize| {
             let ranks = row.pipeline * row.shard * row.replica * row.tensor;
             let comms = start_threads::<Cpu>(ranks, row.algorithm).unwrap();
             let all: Vec<Restored> = std::thread::scope(|scope| {
@@ -351,12 +349,12 @@ fn together_ranks_restore_one_copy_whatever_the_layout() {
         let (read, got) = merged(of_ranks(row, usize::MAX));
         let name = format!("{} x {} x {} x {}", row.pipeline, row.shard, row.replica, row.tensor);
         assert!(got == want, "{name}: other values");
-        // A slice of a network has copies of the whole tensors, and a stage one of the unit that it
-        // borrows.
+        // Tensor-parallel ranks read replicated tensors several times, and stages the unit that
+        // they are tied to.
         if row.pipeline == 1 && row.tensor == 1 {
             assert_eq!(read, whole, "{name}");
         }
-        // A rank that cannot read keeps none of the others waiting.
+        // If one rank cannot read, the others do not wait for it.
         let failed = of_ranks(row, 1);
         assert!(
             failed.iter().enumerate().all(|(rank, (read, _))| read.is_err() == (rank == 1)),
@@ -365,23 +363,24 @@ fn together_ranks_restore_one_copy_whatever_the_layout() {
     }
 }
 
-/// A bit of one rank's memory changes between two steps.
+/// Changes a bit in the memory of one rank between two steps.
 #[test]
-fn audits_find_a_bit_that_changes_in_memory() {
-    for (row, index) in
-        [(Row { replica: 2, ..ONE }, 0), (Row { shard: 2, zero: Zero::One, ..ONE }, 3)]
-    {
+fn sdc_checks_find_a_bit_that_changes_in_memory() {
+    for (row, index) in [
+        (LayoutCase { replica: 2, ..ONE }, 0),
+        (LayoutCase { shard: 2, zero: Zero::One, ..ONE }, 3),
+    ] {
         let comms = start_threads::<Cpu>(2, Algorithm::HalvingDoubling).unwrap();
         let changed = |comm: Comm<Cpu>| {
             let backend = Cpu::new(1);
             let mut engine = engine(&comm, row, &backend);
             for step in 0..3 {
                 take(&mut engine, &backend, step);
-                let audited = engine.model.sharded.audit(step);
+                let checked = engine.model.sharded.audit(step);
                 if step == 2 {
-                    return audited;
+                    return checked;
                 }
-                audited.unwrap();
+                checked.unwrap();
                 let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
                 engine.model.sharded.update(hyper).unwrap();
                 if step > 0 {
@@ -389,7 +388,7 @@ fn audits_find_a_bit_that_changes_in_memory() {
                 }
                 engine.model.sharded.compare_with_update().unwrap();
                 if comm.rank() == 1 {
-                    // The first element that it owns, in another bit.
+                    // Flip a bit of the first element that it owns.
                     let owned = &engine.model.sharded.owned().unwrap()[index];
                     let unit = owned.range.start;
                     let mut value = vec![0.0; owned.range.len()];
@@ -409,17 +408,17 @@ fn audits_find_a_bit_that_changes_in_memory() {
         });
         let error = found[1].clone().unwrap_err();
         let unit = ["embedding", "h.0", "h.1", "head"][index];
-        let told = format!(
+        let expected = format!(
             "step 2: {unit} on rank 1 on localhost: parameters or optimizer state have changed in memory"
         );
-        assert!(error.message().starts_with(&told), "{error}");
+        assert!(error.message().starts_with(&expected), "{error}");
     }
 }
 
-/// One rank of three computes something else.
+/// One rank of three computes a different update.
 #[test]
-fn audits_find_arithmetic_that_differs() {
-    let row = Row { replica: 3, virtual_ranks: 3, ..ONE };
+fn sdc_checks_find_arithmetic_that_differs() {
+    let row = LayoutCase { replica: 3, virtual_ranks: 3, ..ONE };
     let comms = start_threads::<Cpu>(3, Algorithm::HalvingDoubling).unwrap();
     let differs = |comm: Comm<Cpu>| {
         let backend = Cpu::new(1);
@@ -444,7 +443,7 @@ fn audits_find_arithmetic_that_differs() {
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     for (step, error, since) in found {
-        // Found at the next step that is audited.
+        // The difference is found at the next step with a check.
         assert_eq!((step, since), (4, Some(2)));
         assert_eq!(
             error.message(),
@@ -453,8 +452,8 @@ fn audits_find_arithmetic_that_differs() {
     }
 }
 
-/// Runs a row on as many threads as it has ranks; joins the tensors of all.
-fn run(row: Row) -> Outcome {
+/// Runs a layout with threads as ranks, and joins the tensors of all ranks.
+fn run(row: LayoutCase) -> Outcome {
     let comms =
         start_threads(row.pipeline * row.shard * row.replica * row.tensor, row.algorithm).unwrap();
     let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
@@ -471,7 +470,7 @@ fn run(row: Row) -> Outcome {
     }
 }
 
-/// Whole tensors from the pieces of all ranks.
+/// Joins the pieces of all ranks to whole tensors.
 fn joined(mut pieces: Vec<Tensor>) -> Vec<Tensor> {
     pieces.sort();
     let mut whole: Vec<Tensor> = Vec::new();
@@ -494,26 +493,28 @@ fn every_layout_gives_the_bits_of_one_rank() {
     assert!(want.tensors.iter().any(|(name, _, _)| name == "wte.weight/2"));
     let mut rows = Vec::new();
     for ranks in [1, 2, 4, 8] {
-        rows.push(Row { replica: ranks, ..ONE });
-        rows.extend(stages[1..].iter().map(|&zero| Row { shard: ranks, zero, ..ONE }));
+        rows.push(LayoutCase { replica: ranks, ..ONE });
+        rows.extend(stages[1..].iter().map(|&zero| LayoutCase { shard: ranks, zero, ..ONE }));
     }
     for (shard, replica) in [(2, 2), (4, 2), (2, 4)] {
-        rows.extend(stages[1..].iter().map(|&zero| Row { shard, replica, zero, ..ONE }));
+        rows.extend(stages[1..].iter().map(|&zero| LayoutCase { shard, replica, zero, ..ONE }));
     }
-    rows.push(Row { replica: 2, recompute: true, ..ONE });
-    rows.push(Row { shard: 2, zero: Zero::Three, recompute: true, ..ONE });
+    rows.push(LayoutCase { replica: 2, recompute: true, ..ONE });
+    rows.push(LayoutCase { shard: 2, zero: Zero::Three, recompute: true, ..ONE });
     for ahead in [0, 2, 8] {
-        let three = Row { zero: Zero::Three, ahead, ..ONE };
-        rows.push(Row { shard: 4, ..three });
-        rows.push(Row { shard: 2, recompute: true, ..three });
-        rows.push(Row { shard: 2, replica: 2, ..three });
-        rows.push(Row { shard: 4, replica: 2, recompute: true, ..three });
+        let three = LayoutCase { zero: Zero::Three, ahead, ..ONE };
+        rows.push(LayoutCase { shard: 4, ..three });
+        rows.push(LayoutCase { shard: 2, recompute: true, ..three });
+        rows.push(LayoutCase { shard: 2, replica: 2, ..three });
+        rows.push(LayoutCase { shard: 4, replica: 2, recompute: true, ..three });
     }
-    for row in
-        rows.clone().into_iter().chain(rows.into_iter().map(|row| Row { offload: true, ..row }))
+    for row in rows
+        .clone()
+        .into_iter()
+        .chain(rows.into_iter().map(|row| LayoutCase { offload: true, ..row }))
     {
         let got = run(row);
-        let Row { shard, replica, zero, ahead, offload, .. } = row;
+        let LayoutCase { shard, replica, zero, ahead, offload, .. } = row;
         let name =
             format!("shard {shard} replica {replica} {zero:?} ahead {ahead} offload {offload}");
         assert_eq!(got.curve, want.curve, "{name}");
@@ -525,13 +526,21 @@ fn every_layout_gives_the_bits_of_one_rank() {
 fn every_pipeline_gives_the_bits_of_one_rank() {
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
     for (virtual_ranks, micros_per_virtual_rank) in [(8, 1), (4, 3), (2, 2), (2, 6)] {
-        let one = Row { virtual_ranks, micros_per_virtual_rank, ..ONE };
+        let one = LayoutCase { virtual_ranks, micros_per_virtual_rank, ..ONE };
         let want = run(one);
         for pipeline in [2, 3, 4] {
-            let mut rows = vec![Row { pipeline, ..one }, Row { pipeline, recompute: true, ..one }];
-            rows.push(Row { pipeline, replica: 2, ..one });
-            rows.extend(stages[1..].iter().map(|&zero| Row { pipeline, shard: 2, zero, ..one }));
-            rows.push(Row {
+            let mut rows = vec![
+                LayoutCase { pipeline, ..one },
+                LayoutCase { pipeline, recompute: true, ..one },
+            ];
+            rows.push(LayoutCase { pipeline, replica: 2, ..one });
+            rows.extend(stages[1..].iter().map(|&zero| LayoutCase {
+                pipeline,
+                shard: 2,
+                zero,
+                ..one
+            }));
+            rows.push(LayoutCase {
                 pipeline,
                 shard: 2,
                 zero: Zero::Three,
@@ -540,8 +549,8 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
                 ..one
             });
             if virtual_ranks == 4 {
-                rows.push(Row { pipeline, shard: 2, replica: 2, zero: Zero::Two, ..one });
-                rows.extend([Zero::One, Zero::Three].map(|zero| Row {
+                rows.push(LayoutCase { pipeline, shard: 2, replica: 2, zero: Zero::Two, ..one });
+                rows.extend([Zero::One, Zero::Three].map(|zero| LayoutCase {
                     offload: true,
                     pipeline,
                     shard: 2,
@@ -549,11 +558,11 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
                     ..one
                 }));
             }
-            let put_off =
-                rows.iter().map(|row| Row { order: PipelineSchedule::ZeroBubble, ..*row });
-            for row in rows.clone().into_iter().chain(put_off) {
+            let deferred =
+                rows.iter().map(|row| LayoutCase { order: PipelineSchedule::ZeroBubble, ..*row });
+            for row in rows.clone().into_iter().chain(deferred) {
                 let got = run(row);
-                let Row { shard, replica, zero, recompute, offload, order, .. } = row;
+                let LayoutCase { shard, replica, zero, recompute, offload, order, .. } = row;
                 let name = format!(
                     "pipeline {pipeline} {order} shard {shard} replica {replica} {zero:?} recompute {recompute} offload \
                      {offload}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
@@ -566,29 +575,42 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
 }
 
 #[test]
-fn every_division_of_blocks_gives_the_bits_of_one_rank() {
+fn every_tensor_parallel_layout_gives_the_bits_of_one_rank() {
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
     for (virtual_tensor_ranks, virtual_ranks, micros_per_virtual_rank) in
         [(2, 4, 1), (2, 2, 3), (4, 2, 2)]
     {
-        let one = Row { virtual_tensor_ranks, virtual_ranks, micros_per_virtual_rank, ..ONE };
+        let one =
+            LayoutCase { virtual_tensor_ranks, virtual_ranks, micros_per_virtual_rank, ..ONE };
         let want = run(one);
-        let mut rows = vec![Row { recompute: true, ..one }];
+        let mut rows = vec![LayoutCase { recompute: true, ..one }];
         for tensor in [2, 4].into_iter().filter(|tensor| *tensor <= virtual_tensor_ranks) {
-            let cut = Row { tensor, ..one };
-            rows.extend([cut, Row { recompute: true, ..cut }, Row { replica: 2, ..cut }]);
-            rows.extend([2, 3].map(|pipeline| Row { pipeline, ..cut }));
-            rows.push(Row { pipeline: 2, order: PipelineSchedule::ZeroBubble, ..cut });
-            rows.extend(stages[1..].iter().map(|&zero| Row { shard: 2, zero, ..cut }));
-            rows.push(Row { shard: 2, zero: Zero::Three, recompute: true, offload: true, ..cut });
-            rows.push(Row { pipeline: 2, shard: 2, zero: Zero::Two, ..cut });
+            let cut = LayoutCase { tensor, ..one };
+            rows.extend([
+                cut,
+                LayoutCase { recompute: true, ..cut },
+                LayoutCase { replica: 2, ..cut },
+            ]);
+            rows.extend([2, 3].map(|pipeline| LayoutCase { pipeline, ..cut }));
+            rows.push(LayoutCase { pipeline: 2, order: PipelineSchedule::ZeroBubble, ..cut });
+            rows.extend(stages[1..].iter().map(|&zero| LayoutCase { shard: 2, zero, ..cut }));
+            rows.push(LayoutCase {
+                shard: 2,
+                zero: Zero::Three,
+                recompute: true,
+                offload: true,
+                ..cut
+            });
+            rows.push(LayoutCase { pipeline: 2, shard: 2, zero: Zero::Two, ..cut });
         }
-        rows.push(Row { pipeline: 2, order: PipelineSchedule::ZeroBubble, ..one });
-        let divided =
-            rows.iter().filter(|row| row.tensor > 1).map(|row| Row { sequence: true, ..*row });
-        for row in rows.clone().into_iter().chain(divided) {
+        rows.push(LayoutCase { pipeline: 2, order: PipelineSchedule::ZeroBubble, ..one });
+        let with_sequence = rows
+            .iter()
+            .filter(|row| row.tensor > 1)
+            .map(|row| LayoutCase { sequence: true, ..*row });
+        for row in rows.clone().into_iter().chain(with_sequence) {
             let got = run(row);
-            let Row {
+            let LayoutCase {
                 pipeline,
                 order,
                 shard,
@@ -601,7 +623,7 @@ fn every_division_of_blocks_gives_the_bits_of_one_rank() {
                 ..
             } = row;
             let name = format!(
-                "{virtual_tensor_ranks} slices: tensor {tensor} sequence {sequence} pipeline {pipeline} {order} shard {shard} \
+                "{virtual_tensor_ranks} virtual tensor ranks: tensor {tensor} sequence {sequence} pipeline {pipeline} {order} shard {shard} \
                  replica {replica} {zero:?} recompute {recompute} offload {offload}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
             );
             assert_eq!(got.curve, want.curve, "{name}");
@@ -611,26 +633,35 @@ fn every_division_of_blocks_gives_the_bits_of_one_rank() {
 }
 
 #[test]
-fn replicas_that_train_apart_are_the_same_on_any_ranks() {
+fn local_sgd_gives_the_same_bits_on_any_ranks() {
     let momentum = |momentum| Some(OuterOptimizer { lr: 0.7, momentum });
     for (outer, every) in [(None, 1), (None, 3), (momentum(0.0), 3), (momentum(0.9), 3)] {
-        let one = Row { averaging: Some(LocalSgd { every, replicas: 4, outer }), ..ONE };
+        let one = LayoutCase { averaging: Some(LocalSgd { every, replicas: 4, outer }), ..ONE };
         let want = run(one);
         assert!(want.tensors != run(ONE).tensors);
-        let mut rows =
-            vec![Row { recompute: true, ..one }, Row { offload: true, replica: 2, ..one }];
-        rows.extend([2, 4].map(|replica| Row { replica, ..one }));
+        let mut rows = vec![
+            LayoutCase { recompute: true, ..one },
+            LayoutCase { offload: true, replica: 2, ..one },
+        ];
+        rows.extend([2, 4].map(|replica| LayoutCase { replica, ..one }));
         for zero in [Zero::One, Zero::Two, Zero::Three] {
-            rows.extend([1, 2, 4].map(|replica| Row { shard: 2, zero, replica, ..one }));
+            rows.extend([1, 2, 4].map(|replica| LayoutCase { shard: 2, zero, replica, ..one }));
         }
-        rows.push(Row { shard: 2, zero: Zero::Three, replica: 2, offload: true, ahead: 2, ..one });
+        rows.push(LayoutCase {
+            shard: 2,
+            zero: Zero::Three,
+            replica: 2,
+            offload: true,
+            ahead: 2,
+            ..one
+        });
         for pipeline in [2, 3] {
-            rows.extend([1, 2].map(|replica| Row { pipeline, replica, ..one }));
-            rows.push(Row { pipeline, shard: 2, zero: Zero::Three, replica: 2, ..one });
+            rows.extend([1, 2].map(|replica| LayoutCase { pipeline, replica, ..one }));
+            rows.push(LayoutCase { pipeline, shard: 2, zero: Zero::Three, replica: 2, ..one });
         }
         for row in rows {
             let got = run(row);
-            let Row { pipeline, shard, replica, zero, offload, .. } = row;
+            let LayoutCase { pipeline, shard, replica, zero, offload, .. } = row;
             let name = format!(
                 "every {every} {outer:?}: pipeline {pipeline} shard {shard} replica {replica} {zero:?} offload {offload}"
             );
@@ -639,13 +670,16 @@ fn replicas_that_train_apart_are_the_same_on_any_ranks() {
         }
     }
     let averaging = Some(LocalSgd { every: 3, replicas: 2, outer: momentum(0.5) });
-    let one = Row { averaging, virtual_tensor_ranks: 2, ..ONE };
+    let one = LayoutCase { averaging, virtual_tensor_ranks: 2, ..ONE };
     let want = run(one);
-    for row in [Row { tensor: 2, ..one }, Row { tensor: 2, replica: 2, sequence: true, ..one }] {
+    for row in [
+        LayoutCase { tensor: 2, ..one },
+        LayoutCase { tensor: 2, replica: 2, sequence: true, ..one },
+    ] {
         let got = run(row);
         assert!(
             got.curve == want.curve && got.tensors == want.tensors,
-            "slices, {} replicas",
+            "tensor parallel, {} replicas",
             row.replica
         );
     }
@@ -653,29 +687,29 @@ fn replicas_that_train_apart_are_the_same_on_any_ranks() {
 
 #[test]
 fn central_storage_gives_the_bits_of_one_rank() {
-    let one = Row { virtual_tensor_ranks: 2, ..ONE };
+    let one = LayoutCase { virtual_tensor_ranks: 2, ..ONE };
     let mut pairs = vec![];
     for (reference, cuts) in [(ONE, &[1, 2, 3][..]), (one, &[1, 2])] {
-        let want = run(Row { storage: Storage::Ranks, ..reference });
+        let want = run(LayoutCase { storage: Storage::Ranks, ..reference });
         for &pipeline in cuts {
-            let central = Row {
+            let central = LayoutCase {
                 storage: Storage::Central,
                 pipeline,
                 tensor: reference.virtual_tensor_ranks,
                 ..reference
             };
             for (owners, replica) in [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (4, 2)] {
-                let row = Row { shard: owners, replica, ..central };
+                let row = LayoutCase { shard: owners, replica, ..central };
                 let ranks = pipeline * owners * replica * row.tensor;
                 if ranks > 8 {
                     continue;
                 }
                 for row in [
                     row,
-                    Row { offload: true, ..row },
-                    Row { algorithm: Algorithm::ReduceToOne, ..row },
+                    LayoutCase { offload: true, ..row },
+                    LayoutCase { algorithm: Algorithm::ReduceToOne, ..row },
                 ] {
-                    let (got, Row { algorithm, offload, tensor, .. }) = (run(row), row);
+                    let (got, LayoutCase { algorithm, offload, tensor, .. }) = (run(row), row);
                     let name = format!(
                         "{owners} owners of {replica} replicas, pipeline {pipeline}, tensor {tensor}, {algorithm}, offload {offload}"
                     );
@@ -686,10 +720,10 @@ fn central_storage_gives_the_bits_of_one_rank() {
             }
         }
     }
-    // Of a whole network, AdamW's two moments and nothing else.
+    // Owners of a whole network keep AdamW's two moments and nothing else.
     let padded: usize = unit_bytes(ONE.virtual_ranks).iter().sum();
     let of_whole = pairs.iter().filter(|(row, _)| row.pipeline == 1 && row.tensor == 1);
-    for (Row { shard, offload, .. }, peaks) in of_whole {
+    for (LayoutCase { shard, offload, .. }, peaks) in of_whole {
         for (rank, [parameters, optimizer, _, offloaded]) in peaks.iter().enumerate() {
             let owned = if rank < *shard { padded / shard } else { 0 };
             let kept = if *offload {
@@ -710,11 +744,11 @@ fn central_storage_gives_the_bits_of_one_rank() {
 
 #[test]
 fn groups_of_a_power_of_two_agree_on_odd_ranks() {
-    let virtual_ranks = Row { virtual_ranks: 12, ..ONE };
+    let virtual_ranks = LayoutCase { virtual_ranks: 12, ..ONE };
     let want = run(virtual_ranks);
     for (ranks, zero) in [(3, Zero::Zero), (3, Zero::Two), (6, Zero::Three), (12, Zero::One)] {
         let (shard, replica) = if zero == Zero::Zero { (1, ranks) } else { (ranks, 1) };
-        let got = run(Row { shard, replica, zero, ..virtual_ranks });
+        let got = run(LayoutCase { shard, replica, zero, ..virtual_ranks });
         assert!(got.curve == want.curve && got.tensors == want.tensors, "{ranks} ranks {zero:?}");
     }
 }
@@ -722,42 +756,45 @@ fn groups_of_a_power_of_two_agree_on_odd_ranks() {
 #[test]
 fn other_orders_of_addition_are_close() {
     let loss = |row| f64::from_bits(run(row).curve[STEPS as usize - 1].0);
-    let want = loss(ONE);
+    let one_rank = loss(ONE);
     let rows = [
-        Row { virtual_ranks: 1, ..ONE },
-        Row { virtual_ranks: 3, replica: 3, ..ONE },
-        Row { virtual_ranks: 1, micros_per_virtual_rank: 4, ..ONE },
-        Row { replica: 4, algorithm: Algorithm::Ring, ..ONE },
-        Row { shard: 4, zero: Zero::Three, algorithm: Algorithm::Ring, ..ONE },
+        LayoutCase { virtual_ranks: 1, ..ONE },
+        LayoutCase { virtual_ranks: 3, replica: 3, ..ONE },
+        LayoutCase { virtual_ranks: 1, micros_per_virtual_rank: 4, ..ONE },
+        LayoutCase { replica: 4, algorithm: Algorithm::Ring, ..ONE },
+        LayoutCase { shard: 4, zero: Zero::Three, algorithm: Algorithm::Ring, ..ONE },
     ];
     for row in rows {
         let got = loss(row);
-        // A few updates of AdamW turn rounding in tiny gradients into visible, still small,
+        // A few updates of AdamW amplify rounding in tiny gradients to visible but small
         // differences.
-        assert!((got / want - 1.0).abs() < 1e-5, "{got}, one rank with 8 virtual ranks {want}");
+        assert!(
+            (got / one_rank - 1.0).abs() < 1e-5,
+            "{got}, one rank with 8 virtual ranks {one_rank}"
+        );
     }
 }
 
 #[test]
-fn sharding_saves_what_it_promises() {
+fn sharding_saves_the_expected_memory() {
     let padded: usize = unit_bytes(ONE.virtual_ranks).iter().sum();
     for (row, parameters, optimizer) in [
-        (Row { replica: 4, ..ONE }, Some(padded), 2 * padded),
-        (Row { shard: 4, zero: Zero::One, ..ONE }, Some(padded), padded / 2),
-        // In a network of four blocks nothing gathered ahead would be most of it.
-        (Row { shard: 4, zero: Zero::Three, ahead: 0, ..ONE }, None, padded / 2),
+        (LayoutCase { replica: 4, ..ONE }, Some(padded), 2 * padded),
+        (LayoutCase { shard: 4, zero: Zero::One, ..ONE }, Some(padded), padded / 2),
+        // With four blocks, prefetching would gather most of the network.
+        (LayoutCase { shard: 4, zero: Zero::Three, ahead: 0, ..ONE }, None, padded / 2),
     ] {
         let [have_parameters, have_optimizer, _, offloaded] = run(row).peaks[0];
         assert_eq!(offloaded, 0);
         let [bare_parameters, bare_optimizer, _, offloaded] =
-            run(Row { offload: true, ..row }).peaks[0];
-        // Of two moments for every owned element; all but the full parameters is on the host.
+            run(LayoutCase { offload: true, ..row }).peaks[0];
+        // Everything except the full parameters is on the host, with two moments per owned element.
         assert_eq!(
             (bare_optimizer, offloaded),
             (0, offloaded_bytes(RULE.state().len(), optimizer / 8))
         );
-        let masters = if row.zero == Zero::Three { optimizer / 2 } else { 0 };
-        assert_eq!(bare_parameters, have_parameters - masters);
+        let master_weights = if row.zero == Zero::Three { optimizer / 2 } else { 0 };
+        assert_eq!(bare_parameters, have_parameters - master_weights);
         assert_eq!(have_optimizer, optimizer);
         match parameters {
             Some(parameters) => assert_eq!(have_parameters, parameters),
@@ -766,7 +803,7 @@ fn sharding_saves_what_it_promises() {
     }
 }
 
-/// A stage of the row's pipeline, with loans in bytes that buffers of their length take.
+/// Returns a pipeline stage whose tied tensors have the lengths, in bytes, of their buffers.
 fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
     let stage = Stage::new(
         &partition(&[1.0; BLOCKS], pipeline, |_, _| true).unwrap(),
@@ -783,8 +820,9 @@ fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
     }
 }
 
-/// The most that is alive at a moment of a step in stage `index`, with units of these bytes.
-fn most(row: Row, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> usize {
+/// Returns the most bytes alive at any moment of a step in stage `index`, with units of these
+/// bytes.
+fn most(row: LayoutCase, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> usize {
     let keep = ShardingPolicy { ahead: row.ahead, ..row.zero.residency() };
     let stage = stage_in_bytes(row.pipeline, index);
     let alone = StepSchedule::alone(
@@ -798,44 +836,45 @@ fn most(row: Row, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> 
     timeline.step().iter().map(what).max().unwrap()
 }
 
-/// Peaks of parameters and gradients on the first rank of each stage, against the timeline:
-/// measured ones are from `least` to `most` of it.
-fn assert_peaks(row: Row, name: &str, least: f64, most_times: f64) {
+/// Checks the measured peaks of parameters and gradients on the first rank of each stage: they must
+/// be from `least` to `most_times` times those of the timeline.
+fn assert_peaks(row: LayoutCase, name: &str, least: f64, most_times: f64) {
     let units = unit_bytes(row.virtual_ranks);
     let outcome = run(row);
     for index in 0..row.pipeline {
         let [parameters, _, gradients, _] = outcome.peaks[index * row.shard * row.replica];
         let stage = stage_in_bytes(row.pipeline, index);
-        let of = |units_of: &[usize]| {
-            units_of.iter().map(|unit| units[*unit]).sum::<usize>() / row.shard
+        let shard_bytes = |of_units: &[usize]| {
+            of_units.iter().map(|unit| units[*unit]).sum::<usize>() / row.shard
         };
         let slots: Vec<usize> = stage.slots().collect();
-        let masters = if row.zero == Zero::Three { of(&slots) } else { 0 };
-        let said = [
-            masters + most(row, index, &units, |moment| moment.params),
+        let master_weights = if row.zero == Zero::Three { shard_bytes(&slots) } else { 0 };
+        let expected = [
+            master_weights + most(row, index, &units, |moment| moment.params),
             most(row, index, &units, |moment| moment.grads),
         ];
-        for (what, have, said) in
-            [("parameters", parameters, said[0]), ("gradients", gradients, said[1])]
+        for (what, have, expected) in
+            [("parameters", parameters, expected[0]), ("gradients", gradients, expected[1])]
         {
-            let range = (said as f64 * least) as usize..=(said as f64 * most_times) as usize;
+            let range =
+                (expected as f64 * least) as usize..=(expected as f64 * most_times) as usize;
             assert!(
                 range.contains(&have),
-                "{what} in stage {index}, {name}: {have} and not {said} bytes"
+                "{what} in stage {index}, {name}: {have} and not {expected} bytes"
             );
         }
     }
 }
 
 #[test]
-fn no_more_full_buffers_live_than_is_said() {
+fn the_number_of_full_buffers_is_as_estimated() {
     const RANKS: usize = 4;
     for zero in [Zero::One, Zero::Two, Zero::Three] {
         for (virtual_ranks, micros_per_virtual_rank) in
             [(1, 1), (1, 2), (1, 6), (2, 1), (2, 3), (3, 2)]
         {
             for (ahead, recompute) in [(0, false), (1, true), (1, false), (2, true), (8, false)] {
-                let row = Row {
+                let row = LayoutCase {
                     zero,
                     virtual_ranks: RANKS * virtual_ranks,
                     micros_per_virtual_rank,
@@ -844,9 +883,9 @@ fn no_more_full_buffers_live_than_is_said() {
                     recompute,
                     ..ONE
                 };
-                // A reused buffer may be a quarter larger than requested, and is counted by its own
-                // size. If a unit's buffers only ever take each other's places, and a loan's, few
-                // are larger.
+                // A reused buffer may be a quarter larger than requested, and counts with its real
+                // size. If buffers are reused only by the same unit and its tied replica, few are
+                // larger.
                 let exact = (zero, virtual_ranks, micros_per_virtual_rank) == (Zero::Three, 1, 2);
                 let name = format!(
                     "{zero:?}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}, {ahead} ahead"
@@ -855,29 +894,30 @@ fn no_more_full_buffers_live_than_is_said() {
             }
         }
     }
-    // As many buffers as it takes: at depth 0 a block's own and the one it borrows, then one more a
-    // step of depth.
-    let two = Row {
+    // At prefetch depth 0, a block's own buffer and that of the unit it is tied to; then one more
+    // per step of depth.
+    let two = LayoutCase {
         zero: Zero::Three,
         virtual_ranks: RANKS,
         micros_per_virtual_rank: 2,
         shard: RANKS,
         ..ONE
     };
-    let buffers = [0, 1, 2, 8]
-        .map(|ahead| most(Row { ahead, ..two }, 0, &[RANKS; 4], |moment| moment.params) / RANKS);
+    let buffers = [0, 1, 2, 8].map(|ahead| {
+        most(LayoutCase { ahead, ..two }, 0, &[RANKS; 4], |moment| moment.params) / RANKS
+    });
     assert_eq!(buffers, [2, 3, 4, 4]);
 }
 
 #[test]
-fn stages_hold_the_buffers_that_are_said() {
+fn stages_hold_the_estimated_buffers() {
     let orders = [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble];
     for (pipeline, order) in
         [2, 3, 4].into_iter().flat_map(|pipeline| orders.map(|order| (pipeline, order)))
     {
         for zero in [Zero::One, Zero::Two, Zero::Three] {
             for (virtual_ranks, micros_per_virtual_rank) in [(1, 1), (1, 4), (2, 3)] {
-                let row = Row {
+                let row = LayoutCase {
                     pipeline,
                     order,
                     zero,
@@ -886,8 +926,8 @@ fn stages_hold_the_buffers_that_are_said() {
                     shard: 2,
                     ..ONE
                 };
-                // A gradient that leaves for another stage is given back sooner or later; parts
-                // that come are small buffers, which take the places of larger ones.
+                // A gradient sent to another stage is freed at some later time, and received parts
+                // are small buffers that may reuse larger ones.
                 let name = format!(
                     "{pipeline} stages {order}, {zero:?}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
                 );

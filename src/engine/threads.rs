@@ -1,4 +1,4 @@
-//! Ranks as threads of this process.
+//! Runs ranks as threads of this process.
 
 use std::thread::ScopedJoinHandle;
 
@@ -7,11 +7,10 @@ use hpctrain_base::spawn::spawn_scoped;
 use hpctrain_comm::{Algorithm, Comm, start_threads};
 use hpctrain_device::Backend;
 
-/// Runs `rank` on `ranks` threads, each with its communicator; returns their results, in order of
-/// ranks.
+/// Runs `rank` on `ranks` threads, each with its communicator. Returns their results in rank order.
 ///
 /// # Errors
-/// The error of the rank that made the others fail.
+/// Returns the error of the rank that made the others fail.
 pub fn on_threads<B: Backend, T: Send>(
     ranks: usize,
     rank: impl Fn(&Comm<B>) -> Result<T> + Sync,
@@ -39,7 +38,7 @@ pub fn on_threads<B: Backend, T: Send>(
             Err(e) => errors.push(e),
         }
     }
-    // When one rank fails alone, the others fail because it is gone: its error names the cause.
+    // If one rank fails, the others fail because it is gone: its error is the cause.
     errors.sort_by_key(|e| e.kind() == Kind::Comm);
     errors.into_iter().next().map_or(Ok(given), Err)
 }

@@ -1,6 +1,6 @@
-//! One round of optimizer steps from their data to their updates: repeated by a run, compared by
-//! `hpctrain verify`. A round is one step, or where replicas train apart, the steps to their next
-//! average.
+//! One round of optimizer steps, from their data to their updates. A run repeats rounds;
+//! `hpctrain verify` compares them. A round is one step or, with local SGD, the steps up to the
+//! next average.
 
 use std::time::{Duration, Instant};
 
@@ -15,17 +15,17 @@ use hpctrain_parallel::{
     steps_of_replicas,
 };
 
-/// A round that was taken: the same on all ranks, but for its times.
+/// The result of a round: the same on all ranks, except for times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Round {
-    /// Its steps, at least one.
+    /// The steps, at least one.
     pub steps: Vec<StepResult>,
     /// Control flags of each rank.
     pub flags: AllFlags,
 }
 
-/// A step that was taken: the same on all ranks, but for its times. Where replicas train apart,
-/// loss and norm are means over them.
+/// The result of a step: the same on all ranks, except for times. With local SGD, loss and norm are
+/// means over the replicas.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepResult {
     /// Mean loss of the global batch.
@@ -34,28 +34,28 @@ pub struct StepResult {
     pub norm: f64,
     /// Learning rate.
     pub lr: f64,
-    /// Replicas that left the update out because loss or gradient was not finite: of a step that
-    /// all take together, 1.
+    /// Number of replicas that skipped the update because loss or gradient was not finite. In a
+    /// step that all ranks take together, 0 or 1.
     pub skips: usize,
-    /// Seconds that each rank computed, without its waits for messages and data.
+    /// Seconds that each rank computed, without waits for messages and data.
     pub compute: Vec<f64>,
     /// Time of this rank's update.
     pub updating: Duration,
 }
 
 impl StepResult {
-    /// Whether an update was left out.
+    /// Returns true if an update was skipped.
     pub fn skipped(&self) -> bool {
         self.skips > 0
     }
 }
 
-/// Takes the next round: of each step gradients of all micro-batches, then the clipped update,
-/// unless they are not finite. `next` gives micro-batches in order. `flags` is asked for this
-/// rank's requests at the end of the round.
+/// Takes the next round: for each step the gradients of all micro-batches, then the clipped update,
+/// which is skipped if loss or gradient is not finite. `next` returns micro-batches in order.
+/// `flags` is called once at the end of the round, for this rank's requests.
 ///
 /// # Errors
-/// A failure of the data, the device, or a message between ranks.
+/// Returns an error if the data, the device, or a message between ranks fails.
 pub fn train_round<B: Kernels>(
     plan: &ResolvedConfig,
     engine: &mut Engine<B>,
@@ -76,7 +76,7 @@ pub fn train_round<B: Kernels>(
     Ok(round)
 }
 
-/// A step that all ranks take together.
+/// Takes a step together with all ranks.
 fn sync_step<B: Kernels>(
     plan: &ResolvedConfig,
     engine: &mut Engine<B>,
@@ -94,7 +94,7 @@ fn sync_step<B: Kernels>(
     Ok(Round { steps: vec![StepResult { loss, norm, lr, skips, compute, updating }], flags })
 }
 
-/// The steps to the next average, which each replica takes by itself, and the average.
+/// Takes the steps up to the next average, each replica independently, and averages.
 fn local_sgd_round<B: Kernels>(
     plan: &ResolvedConfig,
     averaging: LocalSgd,
@@ -106,7 +106,7 @@ fn local_sgd_round<B: Kernels>(
     let steps = progress.step..plan.round_end(progress.step);
     let here = engine.model.sharded.replicas_here();
     let mut taken = vec![Vec::new(); here];
-    // A replica that leaves an update out has taken fewer than others.
+    // A replica that skips an update has taken fewer than others.
     let mut updates = vec![progress.updates; here];
     let mut compute = Vec::new();
     let mut updating = Vec::new();
@@ -130,7 +130,7 @@ fn local_sgd_round<B: Kernels>(
     let waited = sharded.waited();
     sharded.average()?;
     let waited = Duration::from_secs_f64(sharded.waited() - waited);
-    *updating.last_mut().ok_or_else(|| Error::internal("a round without steps"))? +=
+    *updating.last_mut().ok_or_else(|| Error::internal("a round has no steps"))? +=
         begun.elapsed().saturating_sub(waited);
 
     let mine = RoundSummary {
@@ -139,9 +139,9 @@ fn local_sgd_round<B: Kernels>(
         first_replica: sharded.first_replica(),
         replicas: taken,
     };
-    let told = sharded.tell(&mine)?;
-    let replicas = steps_of_replicas(&told, averaging.replicas, updating.len())?;
-    // The state that all have now is that of as many updates as the most that any has taken.
+    let summaries = sharded.tell(&mine)?;
+    let replicas = steps_of_replicas(&summaries, averaging.replicas, updating.len())?;
+    // The averaged state counts as many updates as the replica that has taken the most.
     let updates =
         |steps: &Vec<ReplicaStep>| steps.iter().filter(|step| !step.skipped).count() as u64;
     progress.updates += replicas.iter().map(updates).max().unwrap_or(0);
@@ -152,24 +152,27 @@ fn local_sgd_round<B: Kernels>(
             norm: mean(of_replicas().map(|step| step.norm)),
             lr: plan.schedule.rate(step),
             skips: of_replicas().filter(|step| step.skipped).count(),
-            compute: told.iter().map(|one| one.compute[index]).collect(),
+            compute: summaries.iter().map(|one| one.compute[index]).collect(),
             updating,
         }
     };
     let results = steps.zip(updating).enumerate().map(result).collect();
-    Ok(Round { steps: results, flags: AllFlags(told.into_iter().map(|one| one.flags).collect()) })
+    Ok(Round {
+        steps: results,
+        flags: AllFlags(summaries.into_iter().map(|one| one.flags).collect()),
+    })
 }
 
-/// An update that was taken or left out.
+/// The result of an update that was taken or skipped.
 struct Update {
-    /// Mean loss of the samples whose gradient it is.
+    /// Mean loss of the samples of the update.
     loss: f64,
     skipped: bool,
     took: Duration,
 }
 
-/// The clipped update by the gradients of step `step`, unless they are not finite; it is one more
-/// of `updates`.
+/// Takes the clipped update of step `step` and counts it in `updates`, or skips it if loss or
+/// gradient is not finite.
 fn update<B: Kernels>(
     plan: &ResolvedConfig,
     engine: &mut Engine<B>,
@@ -198,7 +201,7 @@ fn update<B: Kernels>(
     Ok(Update { loss, skipped, took: start.elapsed() })
 }
 
-/// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.
+/// Returns the factor that clips a gradient of norm `norm` to `limit`; 0 disables clipping.
 pub fn clip(limit: f64, norm: f64) -> f64 {
     if limit > 0.0 && norm > limit { limit / (norm + 1e-6) } else { 1.0 }
 }

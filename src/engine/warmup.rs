@@ -1,5 +1,5 @@
-//! A step on random samples that leaves nothing behind: it shows what training will ask of the
-//! device.
+//! A warm-up step on random data, which shows what training requires of the device. Parameters and
+//! optimizer state are unchanged.
 
 use super::forward_backward::Engine;
 use super::micro_batches;
@@ -10,13 +10,12 @@ use hpctrain_data::{Batch, SampleFields};
 use hpctrain_device::Kernels;
 use hpctrain_parallel::ControlFlags;
 
-/// Takes a step on random samples up to its gradients, which are forgotten: parameters and
-/// optimizer state stay as they are, and so do random streams, which know their step by its number.
-/// Collective over the ranks that take a step together; where replicas train apart, a rank's first
-/// one takes it.
+/// Computes gradients on random samples and discards them. Parameters and optimizer state are
+/// unchanged, and so are random streams, which depend on the number of the step. Collective over
+/// the ranks that take a step together; with local SGD, a rank's first replica takes it.
 ///
 /// # Errors
-/// The device or a message between ranks failed.
+/// Returns an error if the device or a message between ranks fails.
 pub fn warmup_step<B: Kernels>(plan: &ResolvedConfig, engine: &mut Engine<B>) -> Result<()> {
     let batch = random(plan, plan.micro as usize);
     let backend = engine.model.backend.clone();
@@ -30,7 +29,7 @@ pub fn warmup_step<B: Kernels>(plan: &ResolvedConfig, engine: &mut Engine<B>) ->
     engine.model.sharded.skip()
 }
 
-/// Samples of random numbers, and random things to predict.
+/// Returns samples of random inputs and random targets.
 pub fn random(plan: &ResolvedConfig, samples: usize) -> Batch {
     let below = |stream: u64, len: usize, bound: usize| -> Vec<u32> {
         let stream = Stream::new(stream);

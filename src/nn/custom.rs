@@ -1,4 +1,4 @@
-//! Networks of a program's own: blocks that it makes, and the samples that they take.
+//! Custom networks: user-defined blocks and the samples that they take.
 
 use std::any::{Any, TypeId};
 use std::fmt;
@@ -13,47 +13,47 @@ use hpctrain_cuda::Cuda;
 use hpctrain_data::{Ids, SampleSpec, Target};
 use hpctrain_device::Kernels;
 
-/// A network that a program builds of [blocks](super::Block).
+/// A custom network, built of [blocks](super::Block).
 pub trait ModelBuilder: Send + Sync + 'static {
-    /// Its name, and its size, for people. Checkpoints keep it, and a run that goes on says if it
-    /// has changed.
+    /// Returns the name of the network, which may include its size. It is stored in checkpoints,
+    /// and a resumed run reports if it has changed.
     fn name(&self) -> String;
 
-    /// The samples that it takes.
+    /// Returns the kind of samples that it takes.
     fn input(&self) -> Input;
 
-    /// Elements of its output at each prediction: a logit for each class, or numbers. Of text, a
-    /// logit for each id.
+    /// Returns the number of output elements per prediction: the logits of all classes (all token
+    /// ids for text), or the predicted values.
     fn outputs(&self) -> usize;
 
-    /// Its blocks in order. Those of any number of ranks are whole: other axes than
-    /// `parallel.tensor` divide them. The first finds its input in
-    /// [`Context::micro`](super::Context), and its argument `x` is empty.
+    /// Returns the blocks in order. Blocks are not sharded by tensor parallelism; every other kind
+    /// of parallelism works. The first block reads its input from
+    /// [`Context::micro`](super::Context); its argument `x` is empty.
     fn blocks<B: Kernels>(&self) -> Blocks<B>;
 }
 
-/// Samples of a network of a program's own.
+/// The samples of a custom network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
-    /// Text: at each position an id, and the one that follows to predict.
+    /// Text: a token id at each position, and the next one as the target.
     Text {
-        /// Positions.
+        /// The number of positions.
         context: usize,
-        /// Ids are below this.
+        /// The number of token ids.
         vocabulary: usize,
     },
     /// A row of numbers of this shape, and a target.
     Numbers(Vec<usize>),
     /// A row of ids, and a target.
     Ids {
-        /// Ids of a row.
+        /// The number of ids per row.
         count: usize,
-        /// They are below this.
+        /// The exclusive upper bound of the ids.
         below: usize,
     },
 }
 
-/// A [network](ModelBuilder) of a program's own on any device. In a file it is its name alone.
+/// A custom [network](ModelBuilder) on any device. In files only its name is stored.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub struct CustomModel {
@@ -61,7 +61,7 @@ pub struct CustomModel {
     built: Option<Built>,
 }
 
-/// Samples, outputs and blocks.
+/// What the builder gave: samples, outputs and blocks.
 #[derive(Clone)]
 struct Built {
     input: Input,
@@ -69,7 +69,7 @@ struct Built {
     make: Arc<dyn Make>,
 }
 
-/// Makes the blocks for a device.
+/// Builds the blocks for a device.
 trait Make: Send + Sync {
     fn on_cpu(&self) -> Blocks<Cpu>;
     fn on_gpu(&self) -> Blocks<Cuda>;
@@ -86,7 +86,7 @@ impl<N: ModelBuilder> Make for N {
 }
 
 impl CustomModel {
-    /// The network that `network` builds.
+    /// Creates a custom network from its builder.
     pub fn new(network: impl ModelBuilder) -> Self {
         let name = network.name();
         let input = network.input();
@@ -94,26 +94,26 @@ impl CustomModel {
         Self { name, built: Some(Built { input, outputs, make: Arc::new(network) }) }
     }
 
-    /// Its name.
+    /// Returns the name of the network.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The samples that it takes; none of one that was read from a file, and that no program has
-    /// built here.
+    /// Returns the kind of samples that it takes, or `None` if the network was only read from a
+    /// file and has no builder in this program.
     pub fn input(&self) -> Option<&Input> {
         self.built.as_ref().map(|built| &built.input)
     }
 
-    /// Elements of its output at each prediction.
+    /// Returns the number of output elements per prediction.
     pub fn outputs(&self) -> usize {
         self.built.as_ref().map_or(0, |built| built.outputs)
     }
 
-    /// Its blocks; none where no program has built it here.
+    /// Returns the blocks in order, or none if the network has no builder in this program.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         let Some(Built { make, .. }) = &self.built else { return vec![] };
-        // There are no other devices.
+        // The CPU and CUDA are the only devices.
         let blocks: Box<dyn Any> = match TypeId::of::<B>() == TypeId::of::<Cpu>() {
             true => Box::new(make.on_cpu()),
             false => Box::new(make.on_gpu()),
@@ -121,7 +121,7 @@ impl CustomModel {
         blocks.downcast().map_or_else(|_| vec![], |blocks| *blocks)
     }
 
-    /// Predictions a sample.
+    /// Returns the number of predictions per sample.
     pub(super) fn context(&self) -> usize {
         match self.input() {
             Some(Input::Text { context, .. }) => *context,
@@ -129,7 +129,7 @@ impl CustomModel {
         }
     }
 
-    /// Ids of text.
+    /// Returns the number of token ids, if the samples are text.
     pub(super) fn vocabulary(&self) -> Option<usize> {
         match self.input() {
             Some(Input::Text { vocabulary, .. }) => Some(*vocabulary),
@@ -137,7 +137,7 @@ impl CustomModel {
         }
     }
 
-    /// The samples that it takes to be trained with `loss`.
+    /// Returns the samples required to train with `loss`.
     pub(super) fn sample_spec(&self, loss: &Loss) -> SampleSpec {
         let target = match loss {
             Loss::CrossEntropy { .. } => Target::Class(self.outputs()),
@@ -155,7 +155,7 @@ impl CustomModel {
     }
 }
 
-/// Two of one name are taken for one network.
+/// Custom networks are equal if their names are equal.
 impl PartialEq for CustomModel {
     fn eq(&self, other: &Self) -> bool {
         self.name == other.name

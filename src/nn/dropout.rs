@@ -5,21 +5,21 @@ use hpctrain_base::error::Result;
 use hpctrain_base::random;
 use hpctrain_device::{Dropout, Kernels, MemoryKind};
 
-/// Dropout of rows of the stream, at numbered sites of a network.
+/// Dropout of rows of the residual stream, at numbered sites of a network.
 #[derive(Debug, Clone, Copy)]
 pub struct ResidualDropout {
-    /// Chance to drop an element.
+    /// The probability of dropping an element.
     pub rate: f32,
-    /// Columns of the stream.
+    /// The width of the residual stream.
     pub width: usize,
 }
 
 impl ResidualDropout {
-    /// Drops at a site in place; the backward makes the same call. `x` are rows of the micro-batch
-    /// from `first_row` on.
+    /// Applies the dropout of a site in place. The backward makes the same call on the gradient.
+    /// `x` holds rows of the micro-batch from `first_row` on.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn apply<B: Kernels>(
         self,
         cx: &Context<'_, B>,
@@ -33,15 +33,16 @@ impl ResidualDropout {
         cx.backend.dropout(Dropout { rate: self.rate, key, offset }, x)
     }
 
-    /// Whether anything is dropped.
+    /// Returns true if anything is dropped.
     pub fn drops<B: Kernels>(self, cx: &Context<'_, B>) -> bool {
         cx.training.is_some() && self.rate > 0.0
     }
 
-    /// The gradient behind a site: a masked copy, or nothing when there is no dropout.
+    /// Returns a copy of the gradient with the mask of a site applied, or `None` if nothing is
+    /// dropped.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn masked<B: Kernels>(
         self,
         cx: &Context<'_, B>,

@@ -1,5 +1,5 @@
-//! The first block of language models: a row of the token table for each token, and of learned
-//! positions where there are any.
+//! The first block of language models: token embeddings, plus position embeddings if they are
+//! learned.
 
 use std::ops::Range;
 
@@ -10,17 +10,17 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 
-/// Token table, and position table if the network learns positions.
+/// Token embedding, and position embedding if the network learns positions.
 pub struct Embedding {
-    /// Name of the token table.
+    /// The name of the token embedding table.
     pub words: &'static str,
-    /// Name of the position table and its rows.
+    /// The name of the position embedding table and its number of rows.
     pub places: Option<(&'static str, usize)>,
-    /// Token ids.
+    /// The number of token ids.
     pub vocabulary: usize,
-    /// After it; site 0 of the network.
+    /// The dropout after the embedding, which is site 0 of the network.
     pub dropout: ResidualDropout,
-    /// The virtual tensor ranks of this rank, each with some token ids.
+    /// The virtual tensor ranks of this rank, each of which has a range of token ids.
     pub slices: TensorShards,
 }
 
@@ -29,12 +29,12 @@ impl Embedding {
         self.dropout.width
     }
 
-    /// Token ids of a virtual rank.
+    /// Returns the token ids of a virtual rank.
     fn ids(&self, virtual_rank: usize) -> Range<usize> {
         self.slices.share(self.vocabulary, virtual_rank)
     }
 
-    /// Lengths of the tensors of a virtual rank's section.
+    /// Returns the lengths of the tensors in a virtual rank's section.
     fn lens(&self, virtual_rank: usize) -> [usize; 2] {
         [
             self.ids(virtual_rank).len() * self.width(),
@@ -42,12 +42,13 @@ impl Embedding {
         ]
     }
 
-    /// Elements of the positions of a sequence, which may be shorter than the context.
+    /// Returns the number of elements of the position table that a sequence uses, which may be
+    /// shorter than the context.
     fn used<B: Backend>(&self, cx: &Context<'_, B>) -> usize {
         if self.places.is_some() { cx.micro.time * self.width() } else { 0 }
     }
 
-    /// The rows of tokens, the first of which stands at this position of its sequence.
+    /// Returns the embeddings of the tokens, the first of which is at `position` of its sequence.
     fn rows<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
@@ -60,7 +61,8 @@ impl Embedding {
         let [words, places] =
             virtual_ranks.parameters(params, |virtual_rank| self.lens(virtual_rank));
         let before = if self.places.is_some() { position * self.width() } else { 0 };
-        // Of all virtual ranks one has a token's row and the first has its place: the others add nothing.
+        // One virtual rank has the row of a token and the first one has its position: the others
+        // add zeros.
         let sum = virtual_ranks.sum(len, None, |k, mut y| {
             let first = self.ids(self.slices.held.start + k).start;
             let (_, places) =

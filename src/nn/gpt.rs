@@ -18,35 +18,36 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
 use hpctrain_device::{Attention, Backend, Kernels, Linear, MemoryKind, Norm};
 
-/// The size of a GPT.
+/// The hyperparameters of a GPT.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Gpt {
-    /// Transformer blocks.
+    /// The number of transformer blocks.
     pub layers: usize,
-    /// Attention heads a block.
+    /// The number of attention heads per block.
     pub heads: usize,
-    /// Width of the residual stream; a multiple of `heads`.
+    /// The width of the residual stream, a multiple of `heads`.
     pub width: usize,
-    /// Positions a sequence.
+    /// The number of positions per sequence.
     pub context: usize,
-    /// Token ids.
+    /// The number of token ids.
     pub vocabulary: usize,
-    /// Biases in linear maps and norms.
+    /// Whether linear layers and norms have biases.
     pub bias: bool,
-    /// Dropout rate after the embedding, and at the end of each residual branch.
+    /// The dropout rate after the embedding and at the end of each residual branch.
     pub dropout: f32,
 }
 
-/// Added to the variance in norms.
+/// The constant added to the variance in norms.
 pub const EPSILON: f32 = 1e-5;
 
 impl Gpt {
-    /// The network as blocks.
+    /// Returns the network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         self.sliced(&TensorShards::whole())
     }
 
-    /// The network as blocks, of which this rank has `slices`: heads divide among all virtual tensor ranks.
+    /// Returns the network as blocks, sharded for the virtual tensor ranks `slices` of this rank.
+    /// The number of heads must be a multiple of the number of virtual tensor ranks.
     pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
             words: "wte.weight",
@@ -76,12 +77,12 @@ impl Gpt {
         ResidualDropout { rate: self.dropout, width: self.width }
     }
 
-    /// A vector parameter, or none where the model has no biases.
+    /// Returns a bias parameter, or `None` if the model has no biases.
     fn bias(&self, name: String, len: usize) -> Option<Tensor> {
         self.bias.then(|| Tensor::new(name, &[len], Init::Zeros))
     }
 
-    /// Elements of a bias of length `len`.
+    /// Returns the length of a bias, `len` or 0.
     fn bias_len(&self, len: usize) -> usize {
         if self.bias { len } else { 0 }
     }
@@ -95,13 +96,13 @@ struct Transformer {
 }
 
 impl Transformer {
-    /// Columns of a virtual rank's heads, and of its hidden layer.
+    /// Returns the widths of a virtual rank's heads and of its hidden layer.
     fn of_virtual_rank(&self) -> [usize; 2] {
         [self.gpt.width / self.slices.total, 4 * self.gpt.width / self.slices.total]
     }
 
-    /// Lengths of a virtual rank's tensors in storage order: four matrices and two biases, which are cut;
-    /// biases of sums and norms.
+    /// Returns the lengths of a virtual rank's tensors in storage order: the four matrices and two
+    /// biases that are sharded, then the biases of summed outputs and the norms.
     fn lens(&self) -> [usize; 12] {
         let (d, [a, h]) = (self.gpt.width, self.of_virtual_rank());
         let bias = |len| self.gpt.bias_len(len);
@@ -140,12 +141,13 @@ impl Transformer {
         }
     }
 
-    /// Numbers of the two dropout sites; 0 is the embedding's.
+    /// Returns the numbers of the two dropout sites. Site 0 belongs to the embedding.
     fn sites(&self) -> [usize; 2] {
         [2 * self.layer + 1, 2 * self.layer + 2]
     }
 
-    /// Output and saved buffers; none worth saving with a past, which the positions join.
+    /// Returns the output and the saved buffers. With a KV cache `past` the positions are added to
+    /// it, and the saved buffers are of no use.
     fn compute<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
@@ -176,7 +178,8 @@ impl Transformer {
         let has_bias = self.gpt.bias;
         let ([site1, site2], first_row) = (self.sites(), virtual_ranks.own().start);
         let before = x;
-        // Where nothing comes between a product and its sum with the stream, the product adds it.
+        // If nothing comes between a matmul and its addition to the stream, the matmul adds the
+        // stream.
         let joined =
             virtual_ranks.is_uncut() && !self.gpt.dropout().drops(cx) && b.adds_in_products();
 
@@ -247,7 +250,7 @@ impl Transformer {
     }
 }
 
-/// The operations of a block with their sizes: norms of all rows, the others of a virtual rank.
+/// The operations of a block with their sizes: norms of all rows, the rest of one virtual rank.
 struct Shapes {
     norm: Norm,
     qkv: Linear,
@@ -298,13 +301,13 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn saved_elems_per_row(&self) -> usize {
-        // Norm 1, stream, norm 2; of each virtual rank queries, keys and values, heads, up and GELU.
+        // Norm 1, stream, norm 2; for each virtual rank QKV, heads, up and GELU.
         let (d, [a, h]) = (self.gpt.width, self.of_virtual_rank());
         self.slices.own(3 * d) + self.slices.held.len() * (4 * a + 2 * h)
     }
 
     fn saved_f32_per_row(&self) -> usize {
-        // Statistics of both norms, and the lse.
+        // The statistics of both norms, and the LSE.
         self.slices.own(4) + self.slices.held.len() * self.gpt.heads / self.slices.total
     }
 
@@ -314,8 +317,9 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The gradient of the stream, also that of the branch where dropout masks it. That of up
-        // takes the place of its GELU; sums over virtual ranks come when ups are not needed any more.
+        // The gradient of the stream, and that of the branch if dropout masks it. The gradient of
+        // up reuses the memory of its GELU; sums over virtual ranks are allocated after the ups are
+        // freed.
         let (d, [_, h], slices) = (self.gpt.width, self.of_virtual_rank(), &self.slices);
         let streams = if self.gpt.dropout > 0.0 { 2 } else { 1 };
         let sums = slices.sums(d).saturating_sub(slices.held.len() * h);
@@ -323,15 +327,15 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn deferred_per_row(&self) -> usize {
-        // The inputs of the four maps, and the gradients of their outputs: those of sums are whole
-        // in every virtual rank.
+        // The inputs of the four linear layers and the gradients of their outputs. Gradients of
+        // summed outputs have the full width in every virtual rank.
         let (d, [a, h]) = (self.gpt.width, self.of_virtual_rank());
         (2 * d + 2 * d) + self.slices.held.len() * ((a + h) + (3 * a + h))
     }
 
     fn deferred_scratch_per_row(&self) -> usize {
-        // When queries, keys and values get theirs: the gradients of stream, norm and maps'
-        // outputs, less up.
+        // At the gradient of QKV: the gradients of the stream, the norm and the linear layers'
+        // outputs, without up.
         let (d, [a, _], slices) = (self.gpt.width, self.of_virtual_rank(), &self.slices);
         slices.own(d) + slices.sums(d).max(d) + 2 * d + slices.held.len() * 3 * a
     }
@@ -399,7 +403,7 @@ impl<B: Kernels> Block<B> for Transformer {
         let mlp: Vec<[B::Buf; 2]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
         let (dropout, [site1, site2]) = (self.gpt.dropout(), self.sites());
 
-        // dy is the gradient of the stream from here on; each branch adds its share.
+        // From here on dy is the gradient of the stream, to which each branch adds its own.
         let mut dups = Vec::with_capacity(count);
         let branch = virtual_ranks.branch(dropout, site2, &dy, grads.later.is_some())?;
         for (k, [up, act]) in mlp.into_iter().enumerate() {
@@ -436,8 +440,8 @@ impl<B: Kernels> Block<B> for Transformer {
         )?;
         drop(dnorm);
 
-        // The second norm's input is not needed any more: its memory takes the gradient of the
-        // heads.
+        // The input of the second norm is not needed any more: the gradient of the heads reuses its
+        // memory.
         let mut spare = Some(stream).filter(|_| self.slices.total == 1);
         let mut dqkvs = Vec::with_capacity(count);
         let branch = virtual_ranks.branch(dropout, site1, &dy, grads.later.is_some())?;

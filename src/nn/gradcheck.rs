@@ -1,9 +1,9 @@
-//! Is a backward the derivative of its forward? Checked by central differences, on the CPU in f32.
+//! Gradient checking: compares backwards with central differences of the loss, on the CPU in f32.
 //!
-//! A loss is differentiated along one direction in each tensor: half the gradient's own, along
-//! which it changes much against the rounding of f32; half random signs, to which a wrong gradient
-//! cannot be orthogonal. At kinks, such as a rectifier's at zero, there is no derivative: check on
-//! smooth paths, or with inputs that keep away from them.
+//! The loss is differentiated along one direction in each tensor. The direction is the sum of the
+//! normalised gradient, along which the loss changes much compared with f32 rounding, and of random
+//! signs, to which a wrong gradient is hardly orthogonal. The derivative does not exist at kinks,
+//! such as that of ReLU at zero: choose inputs away from them.
 
 use super::{Block, Context, Grads, MicroBatch, Params, Training};
 use hpctrain_base::error::{Error, Result};
@@ -13,44 +13,45 @@ use hpctrain_cpu::{Cpu, CpuBuf};
 use hpctrain_data::SampleFields;
 use hpctrain_device::{Backend as _, MemoryKind};
 
-/// A tensor by name, with its elements.
+/// The name and the elements of a tensor.
 pub type Named = (String, Vec<f32>);
 
-/// Distance along the direction, each way, at which the loss is computed.
+/// The step of the central difference.
 const STEP: f32 = 5e-4;
 
 /// The name of a block's input in the results of [`block`].
 pub const INPUT: &str = "input";
 
-/// The derivative of a loss along a unit direction in one tensor, found in two ways.
+/// The directional derivative of a loss in one tensor, computed in two ways.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Derivative {
-    /// The tensor.
+    /// The name of the tensor.
     pub tensor: String,
-    /// By the gradient that the backward gives.
+    /// The derivative from the gradient of the backward.
     pub backward: f64,
-    /// By the difference of two losses.
+    /// The derivative from the difference of two losses.
     pub differences: f64,
-    /// Largest difference of the two allowed: rounding and curvature allow for no less.
+    /// The tolerance: rounding and curvature make smaller differences meaningless.
     pub allowed: f64,
 }
 
 impl Derivative {
-    /// Whether both ways agree.
+    /// Returns true if the two agree within the tolerance.
     pub fn agrees(&self) -> bool {
-        // Not so if one is no number.
+        // False if one of them is NaN.
         (self.backward - self.differences).abs() < self.allowed
     }
 }
 
-/// Compares the gradients of a loss with its differences. `at` computes the loss for some values of
-/// the tensors, and its gradients by all or some of them, by name. It must be a function: the same
-/// values, the same loss.
+/// Compares the gradients of a loss with finite differences. `at` computes the loss for given
+/// values of the tensors, and its gradients with respect to all or some of them, by name. It must
+/// be deterministic.
 ///
-/// The tolerance is made for a loss of the size of one, such as a mean.
+/// The tolerance is meant for a loss of the order of one, such as a mean.
 ///
 /// # Errors
-/// The first tensor whose derivatives do not agree; or of `at`.
+/// Returns an error if the derivatives of a tensor do not agree (the first such tensor is named),
+/// if a gradient has no tensor of its name and length, or if `at` fails.
 pub fn derivatives(
     tensors: &[Named],
     mut at: impl FnMut(&[Named]) -> Result<(f64, Vec<Named>)>,
@@ -64,7 +65,7 @@ pub fn derivatives(
             .position(|(name, values)| *name == tensor && values.len() == gradient.len());
         let which = which.ok_or_else(|| {
             Error::input(format!(
-                "a gradient of {} elements by {tensor}, which is no tensor of that length",
+                "gradient of {tensor}: there is no tensor of that name with {} elements",
                 gradient.len()
             ))
         })?;
@@ -85,7 +86,8 @@ pub fn derivatives(
         if !found.agrees() {
             let Derivative { tensor, backward, differences, .. } = found;
             let message = format!(
-                "{tensor}: the derivative is {backward:.6} by backward, {differences:.6} by differences"
+                "{tensor}: the derivative is {backward:.6} by backward, {differences:.6} by finite \
+                 differences"
             );
             return Err(Error::numeric(message));
         }
@@ -94,11 +96,11 @@ pub fn derivatives(
     Ok(all)
 }
 
-/// Checks a block by itself, on `samples` samples of `time` rows each (1 for networks by layers),
-/// with random parameters, input and gradient of the output. Besides the derivatives by its
-/// parameters and its input it checks the other properties that the trainer relies on: that the
-/// backward adds to the gradients, or overwrites them where it should, that decayed tensors come
-/// first, and that no more is kept for the backward than the block says.
+/// Checks a single block, on `samples` samples of `time` rows each (1 for layer-list models), with
+/// random parameters, input and output gradient. Besides the derivatives with respect to parameters
+/// and input it checks what the trainer relies on: that the backward accumulates gradients, or
+/// overwrites them where it should, that tensors with weight decay come first, and that no more is
+/// saved for the backward than the block declares.
 ///
 /// ```
 /// use hpctrain_nn::gradcheck;
@@ -112,21 +114,21 @@ pub fn derivatives(
 /// ```
 ///
 /// # Errors
-/// The fault, with the names of the block and the tensor. Blocks that [borrow](Block::tied_to)
-/// parameters, or have no input but the data, are refused: check the network that they are in by
-/// [`derivatives`].
+/// Returns an error if a check fails; the message names the block and the tensor. Also returns an
+/// error if the block has [tied](Block::tied_to) parameters or no input but the micro-batch: check
+/// its network with [`derivatives`] instead.
 pub fn block(block: &dyn Block<Cpu>, samples: usize, time: usize) -> Result<Vec<Derivative>> {
     Checked::new(block, samples, time)
         .and_then(|checked| checked.run())
         .map_err(|e| e.at(block.name()))
 }
 
-/// A fixed random sign for each element.
+/// Returns a fixed random sign for each element.
 fn sign(i: usize) -> f32 {
     if derive(1, &[i as u64]).is_multiple_of(2) { 1.0 } else { -1.0 }
 }
 
-/// Standard normal numbers, the same for a name.
+/// Returns standard normal numbers that depend only on the name.
 fn normal(what: &str, len: usize) -> Vec<f32> {
     let mut values = vec![0.0; len];
     Stream::new(derive(1, &[name(what)])).fill_normal(&mut values);
@@ -145,16 +147,18 @@ impl<'a> Checked<'a> {
     fn new(block: &'a dyn Block<Cpu>, samples: usize, time: usize) -> Result<Self> {
         if block.tied_to().is_some() || block.input_per_row() == 0 {
             return Err(Error::input(
-                "a block that borrows parameters or has no input cannot be checked by itself",
+                "a block with tied parameters or without input cannot be checked on its own",
             )
             .hint("check its network with hpctrain::nn::gradcheck::derivatives"));
         }
         let tensors = block.tensors();
         if !tensors.is_sorted_by_key(|tensor| !tensor.decays()) {
             return Err(Error::input(
-                "tensors() has one of a single dimension before one of several",
+                "tensors() has a tensor without weight decay before one with weight decay",
             )
-            .hint("weight decay is one range of a unit: matrices first, then biases and norms"));
+            .hint(
+                "return matrices first, then biases and norms: weight decay is one range of a unit",
+            ));
         }
         let backend = Cpu::new(1);
         let micro = MicroBatch::upload(&backend, SampleFields::default(), samples, time, 0)?;
@@ -170,13 +174,13 @@ impl<'a> Checked<'a> {
             tensors.push((tensor.name.clone(), values));
         }
         tensors.push((INPUT.into(), normal(INPUT, self.micro.rows() * self.block.input_per_row())));
-        self.adds(&tensors)?;
+        self.check_accumulation(&tensors)?;
         derivatives(&tensors, |tensors| self.at(tensors, 1))
     }
 
-    /// The first backward must overwrite the gradients that it says it does, a second one double
-    /// those of the first.
-    fn adds(&self, tensors: &[Named]) -> Result<()> {
+    /// Checks that the first backward overwrites the gradients that it declares, and that a second
+    /// one doubles them.
+    fn check_accumulation(&self, tensors: &[Named]) -> Result<()> {
         let ((_, once), (_, twice)) = (self.at(tensors, 1)?, self.at(tensors, 2)?);
         for (tensor, (_, once)) in self.layout.tensors.iter().zip(&once) {
             if tensor.overwritten && once.iter().any(|x| x.is_nan()) {
@@ -184,8 +188,9 @@ impl<'a> Checked<'a> {
                     "the first backward does not overwrite the gradient of {}",
                     tensor.name
                 );
-                return Err(Error::input(message)
-                    .hint("= where Grads::first, or leave out Tensor::overwritten"));
+                return Err(Error::input(message).hint(
+                    "assign it where Grads::first is true, or do not call Tensor::overwritten",
+                ));
             }
         }
         for ((tensor, once), (_, twice)) in
@@ -197,15 +202,16 @@ impl<'a> Checked<'a> {
             let off = norm(&mut once.iter().zip(twice).map(|(once, twice)| twice - 2.0 * once));
             if off > 1e-3 * norm(&mut once.iter().copied()) {
                 return Err(Error::input(format!(
-                    "the backward does not add to the gradient of {tensor}"
+                    "the backward does not accumulate the gradient of {tensor}"
                 ))
-                .hint("micro-batches add up in it: += instead of ="));
+                .hint("gradients of micro-batches are summed: use += instead of ="));
             }
         }
         Ok(())
     }
 
-    /// The loss, a fixed random sum of the outputs, and its gradients after so many backwards.
+    /// Returns the loss, which is a fixed random weighted sum of the outputs, and its gradients
+    /// after `backwards` backwards.
     fn at(&self, tensors: &[Named], backwards: usize) -> Result<(f64, Vec<Named>)> {
         let cx = Context {
             backend: &self.backend,
@@ -229,7 +235,7 @@ impl<'a> Checked<'a> {
         let mut dx = Vec::new();
         for backward in 0..backwards {
             let (y, kept) = self.block.forward(&cx, params(), &x)?;
-            self.keeps_what_it_says(&kept)?;
+            self.check_saved_sizes(&kept)?;
             let y = self.download(&y)?;
             let scale = 1.0 / (y.len() as f32).sqrt();
             let dy: Vec<f32> = (0..y.len()).map(|i| sign(i) * scale).collect();
@@ -249,8 +255,8 @@ impl<'a> Checked<'a> {
         Ok((loss, named.chain([(INPUT.to_string(), dx)]).collect()))
     }
 
-    /// The estimate of memory believes the block.
-    fn keeps_what_it_says(&self, kept: &[CpuBuf]) -> Result<()> {
+    /// Checks that the block declares all saved elements, since memory estimates rely on it.
+    fn check_saved_sizes(&self, kept: &[CpuBuf]) -> Result<()> {
         let kept: usize = kept.iter().map(Cpu::len).sum();
         let said =
             self.micro.rows() * (self.block.saved_elems_per_row() + self.block.saved_f32_per_row());
@@ -258,9 +264,10 @@ impl<'a> Checked<'a> {
             return Ok(());
         }
         let message = format!(
-            "{kept} elements are kept for the backward, {said} by saved_per_row and exact_per_row"
+            "{kept} elements are saved for the backward, but saved_elems_per_row and \
+             saved_f32_per_row declare {said}"
         );
-        Err(Error::input(message).hint("count all that forward returns besides the output"))
+        Err(Error::input(message).hint("count all buffers that forward returns besides the output"))
     }
 
     fn download(&self, buf: &CpuBuf) -> Result<Vec<f32>> {
@@ -399,14 +406,18 @@ mod tests {
     fn what_is_wrong_is_named() {
         for (fault, said) in [
             (Fault::InputGradient, "layer: input: the derivative is "),
-            (Fault::Overwrites, "layer: the backward does not add to the gradient of w"),
+            (Fault::Overwrites, "layer: the backward does not accumulate the gradient of w"),
             (
                 Fault::NeverOverwrites,
                 "layer: the first backward does not overwrite the gradient of w",
             ),
-            (Fault::KeepsMore, "layer: 60 elements are kept for the backward, 48 by saved_per_row"),
-            (Fault::Order, "layer: tensors() has one of a single dimension before one of several"),
-            (Fault::Borrows, "layer: a block that borrows parameters"),
+            (
+                Fault::KeepsMore,
+                "layer: 60 elements are saved for the backward, but saved_elems_per_row and \
+                 saved_f32_per_row declare 48",
+            ),
+            (Fault::Order, "layer: tensors() has a tensor without weight decay before"),
+            (Fault::Borrows, "layer: a block with tied parameters"),
         ] {
             let error = block(&Layer(fault), 4, 3).unwrap_err().to_string();
             assert!(error.starts_with(said), "{fault:?}: {error}");
@@ -418,6 +429,11 @@ mod tests {
         let tensors = [("w".to_string(), vec![1.0])];
         let error =
             derivatives(&tensors, |_| Ok((0.0, vec![("v".to_string(), vec![0.0])]))).unwrap_err();
-        assert!(error.to_string().contains("a gradient of 1 elements by v"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("gradient of v: there is no tensor of that name with 1 elements"),
+            "{error}"
+        );
     }
 }

@@ -1,48 +1,48 @@
-//! Keys and values of the positions that a language model has seen, so that a continuation computes
-//! its new positions alone.
+//! The KV cache of a language model: keys and values of earlier positions, so that generation
+//! computes only new positions.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Attention, AttentionOps, Backend, MemoryKind};
 
-/// Memory of one block for the positions of one sequence so far.
+/// The KV cache of one block, for one sequence.
 pub struct KvCache<B: Backend> {
     seen: usize,
-    room: usize,
-    /// Of each virtual tensor rank, the queries, keys and values of every position, packed as attention
-    /// takes them; made on first use.
+    capacity: usize,
+    /// For each virtual tensor rank, the queries, keys and values of every position, packed as
+    /// attention expects them. Allocated on first use.
     virtual_ranks: Vec<B::Buf>,
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Of a sequence that has not begun, with room for so many positions.
-    pub fn new(room: usize) -> Self {
-        Self { seen: 0, room, virtual_ranks: Vec::new() }
+    /// Creates an empty cache with a capacity of `capacity` positions.
+    pub fn new(capacity: usize) -> Self {
+        Self { seen: 0, capacity, virtual_ranks: Vec::new() }
     }
 
-    /// Positions seen.
+    /// Returns the number of positions in the cache.
     pub fn seen(&self) -> usize {
         self.seen
     }
 
-    /// So many more have been seen.
+    /// Records that `positions` more positions are in the cache.
     ///
     /// # Errors
-    /// There is no room for them: a bug.
+    /// Returns an internal error if the capacity is exceeded.
     pub fn pass(&mut self, positions: usize) -> Result<()> {
         self.seen += positions;
-        match self.seen <= self.room {
+        match self.seen <= self.capacity {
             true => Ok(()),
             false => Err(Error::internal(format!(
-                "{} positions where there is room for {}",
-                self.seen, self.room
+                "KV cache: {} positions exceed its capacity of {}",
+                self.seen, self.capacity
             ))),
         }
     }
 
-    /// The rows of virtual rank number `k`, each of so many elements.
+    /// Returns the rows of virtual rank number `k`, each of `packed` elements.
     fn virtual_rank(&mut self, b: &B, k: usize, packed: usize) -> Result<&mut B::Buf> {
         if k == self.virtual_ranks.len() {
-            self.virtual_ranks.push(b.alloc(MemoryKind::Activations, self.room * packed)?);
+            self.virtual_ranks.push(b.alloc(MemoryKind::Activations, self.capacity * packed)?);
         }
         self.virtual_ranks
             .get_mut(k)
@@ -50,12 +50,14 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
-/// Attention of the rows of a micro-batch, of virtual rank number `k`. `project(first, to)` writes their
-/// queries, keys and values, the first of which is position `first`; with a `past` they join it,
-/// and see all positions before them. Returns them without one.
+/// Computes attention for the rows of a micro-batch, in virtual rank number `k`. `project(first,
+/// to)` writes their packed queries, keys and values, of which the first row is position `first`.
+/// With a KV cache `past` these are added to it, and attend to all positions before them; without
+/// one they are returned.
 ///
 /// # Errors
-/// The device failed, or of `project`.
+/// Returns an error if the device or `project` fails, or if the cache is given several sequences or
+/// more positions than its capacity.
 pub fn attend<B: AttentionOps>(
     b: &B,
     past: Option<&mut KvCache<B>>,
@@ -73,10 +75,10 @@ pub fn attend<B: AttentionOps>(
     };
     let first = past.seen;
     let last = past.seen + shape.time;
-    if shape.batch != 1 || last > past.room {
+    if shape.batch != 1 || last > past.capacity {
         return Err(Error::internal(format!(
-            "{} sequences up to position {last} of {}",
-            shape.batch, past.room
+            "KV cache: {} sequences up to position {last}, but it holds 1 sequence of {} positions",
+            shape.batch, past.capacity
         )));
     }
     let rows = past.virtual_rank(b, k, packed)?;

@@ -1,8 +1,9 @@
 //! Llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023): RMS norms,
 //! rotary positions, SwiGLU, no biases; grouped-query attention as in Llama 2 and 3.
 //!
-//! Tensors have the names of Hugging Face's `LlamaForCausalLM`, without `model.`. Queries, keys and
-//! values lie one after the other in a unit, and so do gates and ups: each is one matrix product.
+//! Tensors have the names of Hugging Face's `LlamaForCausalLM`, without `model.`. The weights of
+//! queries, keys and values are consecutive in a unit, and so are gates and ups: each group is one
+//! fused matmul.
 //!
 //! Shape letters: b sequences, t context, d width, f hidden width; rows are b·t.
 
@@ -20,43 +21,43 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
 use hpctrain_device::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary};
 
-/// The size of a Llama.
+/// The hyperparameters of a Llama.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Llama {
-    /// Transformer blocks.
+    /// The number of transformer blocks.
     pub layers: usize,
-    /// Heads of queries a block.
+    /// The number of query heads per block.
     pub heads: usize,
-    /// Heads of keys and values; a divisor of `heads`.
+    /// The number of key and value heads per block, a divisor of `heads`.
     pub kv_heads: usize,
-    /// Width of the residual stream; a multiple of 2·`heads`.
+    /// The width of the residual stream, a multiple of 2·`heads`.
     pub width: usize,
-    /// Gates of a block.
+    /// The hidden width of a block's MLP.
     pub hidden: usize,
-    /// Positions a sequence.
+    /// The number of positions per sequence.
     pub context: usize,
-    /// Token ids.
+    /// The number of token ids.
     pub vocabulary: usize,
-    /// Base of the angles of rotary positions.
+    /// The base of the RoPE frequencies.
     pub rope_theta: f64,
-    /// Scaling of the frequencies of rotary positions.
+    /// The scaling of the RoPE frequencies.
     pub rope_scaling: FrequencyScaling,
-    /// Added to the mean square in norms.
+    /// The constant added to the mean square in norms.
     pub epsilon: f32,
-    /// Whether the output matrix is the token table.
+    /// Whether the LM head is tied to the token embedding.
     pub tied: bool,
-    /// Dropout rate after the embedding, and at the end of each residual branch.
+    /// The dropout rate after the embedding and at the end of each residual branch.
     pub dropout: f32,
 }
 
 impl Llama {
-    /// The network as blocks.
+    /// Returns the network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         self.sliced(&TensorShards::whole())
     }
 
-    /// The network as blocks, of which this rank has `slices`: heads of keys divide among all
-    /// virtual tensor ranks.
+    /// Returns the network as blocks, sharded for the virtual tensor ranks `slices` of this rank.
+    /// The number of key heads must be a multiple of the number of virtual tensor ranks.
     pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
             words: "embed_tokens.weight",
@@ -93,7 +94,7 @@ impl Llama {
         blocks
     }
 
-    /// Width of a head.
+    /// Returns the width of a head.
     pub fn head_width(&self) -> usize {
         self.width / self.heads
     }
@@ -112,31 +113,31 @@ struct Decoder<B: Backend> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Lengths of the parts of a virtual rank that are used at once, in storage order: queries, keys and
-    /// values; out; gates and ups; down; two norms.
+    /// Returns the lengths of a virtual rank's fused weights in storage order: QKV; out; gates and
+    /// ups; down; two norms.
     fn lens(&self, virtual_rank: usize) -> [usize; 6] {
         let d = self.llama.width;
         let f = self.hidden(virtual_rank);
         [self.packed() * d, d * self.heads_width(), 2 * f * d, f * d, d, d]
     }
 
-    /// Columns of a virtual rank's queries.
+    /// Returns the width of a virtual rank's queries.
     fn heads_width(&self) -> usize {
         self.llama.width / self.slices.total
     }
 
-    /// Columns of a virtual rank's queries, keys and values.
+    /// Returns the width of a virtual rank's packed queries, keys and values.
     fn packed(&self) -> usize {
         let Llama { heads, kv_heads, .. } = self.llama;
         (heads + 2 * kv_heads) / self.slices.total * self.llama.head_width()
     }
 
-    /// Gates of a virtual rank.
+    /// Returns the number of gates of a virtual rank.
     fn hidden(&self, virtual_rank: usize) -> usize {
         self.slices.share(self.llama.hidden, virtual_rank).len()
     }
 
-    /// Gates of all virtual ranks of this rank, at most.
+    /// Returns an upper bound of the number of gates of all virtual ranks of this rank.
     fn all_hidden(&self) -> usize {
         self.slices.held.len() * self.hidden(0)
     }
@@ -153,7 +154,7 @@ impl<B: Backend> Decoder<B> {
         Shapes {
             norm: Norm { rows, width: d, epsilon, centred: false },
             qkv: Linear::new(rows, d, packed),
-            // Queries and keys turn; the values behind them do not.
+            // Only queries and keys are rotated, not the values behind them.
             rotary: Rotary {
                 batch,
                 time,
@@ -167,23 +168,23 @@ impl<B: Backend> Decoder<B> {
         }
     }
 
-    /// The map to gates and ups, of a virtual rank.
+    /// Returns the linear layer to gates and ups, of a virtual rank.
     fn gate_up(&self, rows: usize, virtual_rank: usize) -> Linear {
         Linear::new(rows, self.llama.width, 2 * self.hidden(virtual_rank))
     }
 
-    /// The map from their products, of a virtual rank.
+    /// Returns the down projection of a virtual rank.
     fn down(&self, rows: usize, virtual_rank: usize) -> Linear {
         Linear::new(rows, self.hidden(virtual_rank), self.llama.width)
     }
 
-    /// Numbers of the two dropout sites; 0 is the embedding's.
+    /// Returns the numbers of the two dropout sites. Site 0 belongs to the embedding.
     fn sites(&self) -> [usize; 2] {
         [2 * self.layer + 1, 2 * self.layer + 2]
     }
 }
 
-/// The operations of a block with their sizes: norms of all rows, the others of a virtual rank.
+/// The operations of a block with their sizes: norms of all rows, the rest of one virtual rank.
 struct Shapes {
     norm: Norm,
     qkv: Linear,
@@ -193,7 +194,8 @@ struct Shapes {
 }
 
 impl<B: Kernels> Decoder<B> {
-    /// Output and saved buffers; none worth saving with a past, which the positions join.
+    /// Returns the output and the saved buffers. With a KV cache `past` the positions are added to
+    /// it, and the saved buffers are of no use.
     fn compute(
         &self,
         cx: &Context<'_, B>,
@@ -214,7 +216,8 @@ impl<B: Kernels> Decoder<B> {
         let (none, _) = B::split_at(params.own, 0);
         let ([site1, site2], first_row) = (self.sites(), virtual_ranks.own().start);
         let before = x;
-        // Where nothing comes between a product and its sum with the stream, the product adds it.
+        // If nothing comes between a matmul and its addition to the stream, the matmul adds the
+        // stream.
         let joined = virtual_ranks.is_uncut() && !drop_out.drops(cx) && b.adds_in_products();
 
         let (norm1, stats1) = virtual_ranks.norm(s.norm, x, w_norm1[0], none)?;
@@ -327,8 +330,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn saved_elems_per_row(&self) -> usize {
-        // Norm 1, stream, norm 2; of each virtual rank queries, keys and values, heads; gates, ups and
-        // their product.
+        // Norm 1, stream, norm 2; for each virtual rank QKV, heads; gates, ups and their SwiGLU.
         let of_virtual_rank = self.packed() + self.heads_width();
         self.slices.own(3 * self.llama.width)
             + self.slices.held.len() * of_virtual_rank
@@ -336,7 +338,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn saved_f32_per_row(&self) -> usize {
-        // Statistics of both norms, and the lse.
+        // The statistics of both norms, and the LSE.
         self.slices.own(4) + self.slices.held.len() * self.llama.heads / self.slices.total
     }
 
@@ -346,9 +348,9 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The stream's gradient, and that of the branch where dropout masks it. The gradient of
-        // queries, keys and values comes when the memory of gates, ups and their product is free;
-        // sums over virtual ranks when that of the product is.
+        // The gradient of the stream, and that of the branch if dropout masks it. The gradient of
+        // QKV is allocated after gates, ups and their SwiGLU are freed, sums over virtual ranks
+        // after the SwiGLU is freed.
         let (Llama { width, dropout, .. }, slices) = (&self.llama, &self.slices);
         let streams = if *dropout > 0.0 { 2 } else { 1 };
         let packed = (slices.held.len() * self.packed()).saturating_sub(3 * self.all_hidden());
@@ -357,7 +359,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn deferred_per_row(&self) -> usize {
-        // The inputs of the four maps: two norms, heads, gates times ups; and the gradients of
+        // The inputs of the four linear layers (two norms, heads, SwiGLU) and the gradients of
         // their outputs.
         let width = self.llama.width;
         let virtual_ranks = self.slices.held.len();
@@ -366,8 +368,8 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn deferred_scratch_per_row(&self) -> usize {
-        // With the stream's gradient and those that are copied: the gradient of the gates times
-        // ups; or, later, the norm's and that of queries, keys and values.
+        // Besides the gradient of the stream and the copies: first the gradient of the SwiGLU;
+        // later those of the norm and of QKV.
         let width = self.llama.width;
         let slices = &self.slices;
         let packed = slices.held.len() * self.packed();
@@ -433,8 +435,8 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let no_biases = vec![0..0; count];
 
-        // dy is the gradient of the stream from here on; each branch adds its share. Buffers whose
-        // values are not needed any more take gradients.
+        // From here on dy is the gradient of the stream, to which each branch adds its own.
+        // Gradients reuse the memory of values that are not needed any more.
         let mut dgate_ups = Vec::with_capacity(count);
         let branch = virtual_ranks.branch(dropout, site2, &dy, grads.later.is_some())?;
         for (k, [mut gate_up, act]) in mlp.into_iter().enumerate() {

@@ -1,5 +1,5 @@
-//! The last block of language models: a norm, then logits against a table of its own or the token
-//! table.
+//! The LM head, the last block of language models: a norm, then the logits, by a weight of its own
+//! or by the tied token embedding.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,35 +11,35 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
 use hpctrain_device::{Backend, Kernels, Linear, MemoryKind, Norm};
 
-/// The unit of the token table, which a tied head borrows.
+/// The unit of the token embedding, whose weight a tied head uses.
 const EMBEDDING_UNIT: usize = 0;
 
-/// The matrix that logits are computed with, vocabulary × width.
+/// The weight of the logits, vocabulary × width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Table {
-    /// The token table, borrowed from the first unit.
+    /// The token embedding, a tied weight of the first unit.
     Tied,
-    /// A tensor of the head's own, of this name.
+    /// A tensor of the head, with this name.
     Own(&'static str),
 }
 
-/// Final norm and logits.
+/// The final norm and the logits.
 pub struct Head {
-    /// Name of the norm, before `.weight` and `.bias`.
+    /// The name of the norm, before `.weight` and `.bias`.
     pub norm: &'static str,
     /// Whether the norm has a bias.
     pub bias: bool,
     /// Whether the norm subtracts the mean.
     pub centred: bool,
-    /// Added to the variance.
+    /// The constant added to the variance.
     pub epsilon: f32,
-    /// Width of the stream.
+    /// The width of the residual stream.
     pub width: usize,
-    /// Token ids.
+    /// The number of token ids.
     pub vocabulary: usize,
-    /// The matrix of the logits.
+    /// The weight of the logits.
     pub table: Table,
-    /// The virtual tensor ranks of this rank, each with some token ids.
+    /// The virtual tensor ranks of this rank, each of which has a range of token ids.
     pub slices: TensorShards,
 }
 
@@ -48,36 +48,37 @@ impl Head {
         Norm { rows, width: self.width, epsilon: self.epsilon, centred: self.centred }
     }
 
-    /// The map to a virtual rank's logits. Their rows are padded: a vocabulary may be any number, and
-    /// products are fast where rows are aligned.
+    /// Returns the linear layer to a virtual rank's logits. Rows of logits are padded, since a
+    /// vocabulary may have any size and matmuls are fast on aligned rows.
     fn logits<B: Backend>(&self, rows: usize, virtual_rank: usize) -> Linear {
         let classes = self.classes(virtual_rank);
         Linear { stride: B::row_stride(classes), ..Linear::new(rows, self.width, classes) }
     }
 
-    /// Elements of a row of the logits of all virtual ranks of this rank, padding included.
+    /// Returns the elements of a row of logits in all virtual ranks of this rank, with padding.
     fn logits_per_row<B: Backend>(&self) -> usize {
         self.slices.held.clone().map(|virtual_rank| B::row_stride(self.classes(virtual_rank))).sum()
     }
 
-    /// Token ids of a virtual rank.
+    /// Returns the number of token ids of a virtual rank.
     fn classes(&self, virtual_rank: usize) -> usize {
         self.slices.share(self.vocabulary, virtual_rank).len()
     }
 
-    /// Token ids of all virtual ranks of this rank, at most.
+    /// Returns an upper bound of the number of token ids of all virtual ranks of this rank.
     fn all_classes(&self) -> usize {
         self.slices.held.len() * self.classes(0)
     }
 
-    /// Lengths of the tensors of a virtual rank's section: table, norm's weight and bias.
+    /// Returns the lengths of the tensors in a virtual rank's section: table, norm weight, norm
+    /// bias.
     fn lens(&self, virtual_rank: usize) -> [usize; 3] {
         let own =
             if self.table == Table::Tied { 0 } else { self.classes(virtual_rank) * self.width };
         [own, self.width, if self.bias { self.width } else { 0 }]
     }
 
-    /// The table of each virtual rank.
+    /// Returns the table of each virtual rank.
     fn tables<'p, B: Kernels>(
         &self,
         params: &Params<'p, B>,
@@ -97,7 +98,7 @@ impl Head {
         }
     }
 
-    /// The place of each virtual rank's gradient of the table.
+    /// Returns where the gradient of each virtual rank's table is.
     fn places(&self, own: Vec<Range<usize>>) -> Vec<At> {
         match self.table {
             Table::Own(_) => At::own(own),
@@ -156,17 +157,17 @@ impl<B: Kernels> Block<B> for Head {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The logits' gradient, then the input's.
+        // The gradient of the logits, then that of the input.
         (self.logits_per_row::<B>() + self.slices.sums(self.width)).max(self.slices.own(self.width))
     }
 
     fn deferred_per_row(&self) -> usize {
-        // The logits' gradient, and the norm.
+        // The gradient of the logits, and the norm.
         self.logits_per_row::<B>() + self.width
     }
 
     fn deferred_scratch_per_row(&self) -> usize {
-        // The logits' gradient, the norm's and the input's.
+        // The gradients of the logits, the norm and the input.
         self.logits_per_row::<B>() + 2 * self.width + self.slices.sums(self.width)
     }
 
@@ -175,7 +176,7 @@ impl<B: Kernels> Block<B> for Head {
     }
 
     fn is_row_by_row(&self) -> bool {
-        // Where ranks divide the rows of its input, others' come for each product.
+        // With sequence parallelism the rows of other ranks are all-gathered for the matmul.
         !(self.slices.sequence && self.slices.ranks() > 1)
     }
 
@@ -216,7 +217,7 @@ impl<B: Kernels> Block<B> for Head {
         true
     }
 
-    /// Every row by itself.
+    /// Computes each row independently.
     fn forward_cached(
         &self,
         cx: &Context<'_, B>,

@@ -1,5 +1,4 @@
-//! Losses: the end of the forward and the seed of the backward. And the metrics of a network's
-//! output.
+//! Losses and metrics of a network's output.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -13,43 +12,43 @@ use hpctrain_device::{
     MemoryKind, Regression,
 };
 
-/// The loss that a network minimises; the mean over all predictions.
+/// The loss that a network minimises, a mean over all predictions.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Loss {
-    /// Of logits and classes.
+    /// Cross-entropy of logits and classes.
     CrossEntropy {
-        /// Part of the target that is spread evenly over all classes.
+        /// Label smoothing: the fraction of the target that is spread evenly over all classes.
         smoothing: f32,
-        /// A factor for each class, or none. The mean is over predictions, not over weights.
+        /// A weight for each class, or empty. The mean is over predictions, not over weights.
         weights: Vec<f32>,
     },
-    /// Of numbers and numbers.
+    /// A deviation of predicted values from target values.
     Deviation(Deviation),
 }
 
 impl Loss {
-    /// Plain cross-entropy.
+    /// Returns cross-entropy without label smoothing and class weights.
     pub fn cross_entropy() -> Self {
         Loss::CrossEntropy { smoothing: 0.0, weights: vec![] }
     }
 }
 
-/// A number that is measured beside the loss.
+/// A number that evaluations measure besides the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Metric {
-    /// Part of the predictions whose likeliest class is the target; of logits, those on the
-    /// target's side.
+    /// The fraction of predictions whose likeliest class is the target. For a single logit, those
+    /// with the sign of the target.
     Accuracy,
-    /// Part of the predictions whose target is among the five likeliest classes.
+    /// The fraction of predictions whose target is among the five likeliest classes.
     Top5,
-    /// Mean of absolute deviations.
+    /// The mean absolute error.
     MeanAbsolute,
-    /// Root of the mean of squared deviations.
+    /// The root mean squared error.
     RootMeanSquare,
 }
 
 impl Metric {
-    /// Its name in records.
+    /// Returns its name in records.
     pub fn name(self) -> &'static str {
         match self {
             Metric::Accuracy => "accuracy",
@@ -59,23 +58,23 @@ impl Metric {
         }
     }
 
-    /// The metric, from the mean of the values that [`Objective::measure`] sums.
+    /// Returns the metric from the mean of the values that [`Objective::measure`] sums.
     pub fn of_mean(self, mean: f64) -> f64 {
         if self == Metric::RootMeanSquare { mean.sqrt() } else { mean }
     }
 }
 
-/// Outputs of a network that tells classes apart.
+/// The kind of output of a classifier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Classifier {
-    /// A logit for each of so many classes.
+    /// One logit per class, for this number of classes.
     Softmax(usize),
-    /// One logit, of the second of two classes.
+    /// One logit, for the second of two classes.
     Logit,
 }
 
 impl Classifier {
-    /// Classes.
+    /// Returns the number of classes.
     pub fn classes(self) -> usize {
         match self {
             Classifier::Softmax(classes) => classes,
@@ -83,7 +82,7 @@ impl Classifier {
         }
     }
 
-    /// Elements of the output of a sample.
+    /// Returns the number of output elements per sample.
     pub fn outputs(self) -> usize {
         match self {
             Classifier::Softmax(classes) => classes,
@@ -92,23 +91,24 @@ impl Classifier {
     }
 }
 
-/// A loss on a device, and metrics.
+/// A loss and metrics, computed on a device.
 pub struct Objective<B: Backend> {
     loss: Loss,
-    /// Elements of a row of the output.
+    /// The number of elements of a row of the output.
     width: usize,
-    /// The virtual tensor ranks of this rank, each with some classes.
+    /// The virtual tensor ranks of this rank, each of which has a range of classes.
     slices: TensorShards,
-    /// Whether rows of the output are padded, as of
+    /// Whether rows of the output are padded, see
     /// [`Block::pads_output`](super::Block::pads_output).
     is_padded: bool,
     metrics: Vec<Metric>,
-    /// Weights of classes, on the device from their first use on.
+    /// The class weights, uploaded to the device on first use.
     weights: OnceLock<B::Buf>,
 }
 
 impl<B: Kernels> Objective<B> {
-    /// A loss of outputs of `width` elements; with `metrics`, all that go with it.
+    /// Creates a loss of outputs with `width` elements. If `metrics` is true, it has all metrics
+    /// that apply to the loss.
     pub fn new(loss: Loss, width: usize, metrics: bool) -> Self {
         let all = match loss {
             Loss::CrossEntropy { .. } if width > 5 => vec![Metric::Accuracy, Metric::Top5],
@@ -127,32 +127,32 @@ impl<B: Kernels> Objective<B> {
         }
     }
 
-    /// The same, of logits that the virtual tensor ranks divide among themselves.
+    /// Sets the virtual tensor ranks among which the logits are sharded.
     pub fn sliced(self, slices: &TensorShards) -> Self {
         Self { slices: slices.clone(), ..self }
     }
 
-    /// The same, of the output of these blocks: the last one tells whether its rows are padded.
+    /// Sets whether rows of the output are padded, from the last of these blocks.
     pub fn of_output(self, blocks: &Blocks<B>) -> Self {
         Self { is_padded: blocks.last().is_some_and(|block| block.pads_output()), ..self }
     }
 
-    /// Elements from a row of so many columns of the output to the next.
+    /// Returns the stride of output rows with `columns` columns, in elements.
     fn stride(&self, columns: usize) -> usize {
         if self.is_padded { B::row_stride(columns) } else { columns }
     }
 
-    /// The elements of each virtual rank, in an output of so many rows with those of one virtual rank after the
-    /// other.
+    /// Returns the range of each virtual rank's elements in an output of `rows` rows, where virtual
+    /// ranks are stored one after the other.
     fn of_virtual_ranks(&self, rows: usize) -> Vec<Range<usize>> {
         self.slices.of_virtual_ranks(rows, self.width, |columns| self.stride(columns))
     }
 
-    /// Rows `from` on of an output of so many rows, on the host without padding; of virtual ranks, the rows
-    /// of one after those of the other.
+    /// Downloads the rows from `from` on of an output of `rows` rows, without padding. With several
+    /// virtual ranks, their rows follow one another.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn download(
         &self,
         backend: &B,
@@ -172,12 +172,12 @@ impl<B: Kernels> Objective<B> {
         Ok(host)
     }
 
-    /// The metrics that are measured beside the loss.
+    /// Returns the metrics that are measured besides the loss.
     pub fn metrics(&self) -> &[Metric] {
         &self.metrics
     }
 
-    /// The classes that predictions tell apart, of networks with metrics.
+    /// Returns the kind of classifier, or `None` if the network is not one or has no metrics.
     pub fn classifier(&self) -> Option<Classifier> {
         match self.loss {
             _ if self.metrics.is_empty() => None,
@@ -187,11 +187,11 @@ impl<B: Kernels> Objective<B> {
         }
     }
 
-    /// Σ of the losses of a micro-batch's predictions, each times the weights of its class and
-    /// sample; replaces `output` (rows × width) by its gradient times `scale`.
+    /// Returns the sum of the losses of a micro-batch's predictions, each times the weights of its
+    /// class and sample, and replaces `output` (rows × width) by its gradient times `scale`.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn train(
         &self,
         backend: &B,
@@ -237,8 +237,9 @@ impl<B: Kernels> Objective<B> {
         backend.sum(B::all(&losses))
     }
 
-    /// The losses of rows. Of logits that are divided among virtual tensor ranks each virtual rank tells the
-    /// largest and a few sums, once for all virtual ranks; its gradient then needs no other virtual rank's logits.
+    /// Computes the losses of rows. If the logits are sharded among virtual tensor ranks, the
+    /// maximum and a few sums of each virtual rank are all-gathered once; the gradient then needs
+    /// no logits of another virtual rank.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn cross_entropy(
         &self,
@@ -305,12 +306,12 @@ impl<B: Kernels> Objective<B> {
         Ok(())
     }
 
-    /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of the
-    /// values whose means are the metrics, which there are none of where logits are divided among
-    /// virtual tensor ranks. Then Σ of the loss over each of `parts` of the predictions.
+    /// Returns sums over a micro-batch's predictions: first of the loss, without label smoothing
+    /// and weights, then of the values whose means are the metrics, then of the loss over each
+    /// range of `parts`. Sharded logits have no metrics.
     ///
     /// # Errors
-    /// The device, or a message between ranks, failed.
+    /// Returns an error if the device, or a message between ranks, fails.
     pub fn measure(
         &self,
         backend: &B,
@@ -391,11 +392,11 @@ impl<B: Kernels> Objective<B> {
         Ok(sums)
     }
 
-    /// Elements of a row of an output that lies in memory without padding.
+    /// Returns the number of elements per row of an output without padding.
     fn unpadded(&self, output: &B::Buf, rows: usize) -> Result<usize> {
         if self.stride(self.width) > self.width {
             return Err(Error::internal(
-                "rows of numbers are padded, as those of classes alone may be",
+                "rows of values are padded, which is only supported for classes",
             ));
         }
         Ok(B::len(output) / rows.max(1))
@@ -407,12 +408,12 @@ impl<B: Kernels> Objective<B> {
                 Loss::CrossEntropy { weights, .. } => &weights[..],
                 Loss::Deviation(_) => &[],
             };
-            // Another thread's are the same.
+            // If another thread was faster, its weights are the same.
             let _ = self.weights.set(backend.upload_f32(MemoryKind::Activations, weights)?);
         }
         self.weights
             .get()
             .map(B::all)
-            .ok_or_else(|| Error::internal("weights that were set are not there"))
+            .ok_or_else(|| Error::internal("class weights were set, but are missing"))
     }
 }

@@ -1,7 +1,7 @@
 //! Networks: sequences of stateless blocks and a loss.
 //!
-//! A block knows shapes, never parameters: those live in the unit of the same index
-//! ([`hpctrain_base::layout::UnitLayout`]) and are handed in.
+//! A block holds shapes but no parameters: these live in the unit of the same index
+//! ([`hpctrain_base::layout::UnitLayout`]) and are passed in.
 
 #![forbid(unsafe_code)]
 
@@ -35,35 +35,35 @@ pub use network::{LayerSummary, Network};
 pub use rope::FrequencyScaling;
 pub use wgrad::{DeferredWgrad, Grads};
 
-/// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
+/// The standard deviation of the initial weights of language models, as in GPT-2 and Llama.
 const INIT: f32 = 0.02;
 
 /// One micro-batch on the device.
 pub struct MicroBatch<B: Backend> {
-    /// Each part, sample after sample: classes and numbers to predict `samples`·`time` times,
-    /// numbers to predict and weights in f32.
+    /// The fields of the samples, sample after sample: `samples`·`time` classes or values to
+    /// predict; values and weights are f32.
     pub parts: SampleFields<B::IndexBuf, B::Buf>,
-    /// Samples; of language models, sequences.
+    /// The number of samples (sequences of language models).
     pub samples: usize,
-    /// Predictions a sample; of language models, positions.
+    /// The number of predictions per sample (positions of language models).
     pub time: usize,
-    /// Index of the first sample in the global batch: dropout masks are named by it.
+    /// The index of the first sample in the global batch. Dropout masks are derived from it.
     pub first: u64,
-    /// The ids, where the host has the tables that they are rows of; the device has none then.
+    /// The ids, if the embedding tables are on the host. The device has no ids then.
     pub host_ids: Vec<u32>,
 }
 
 impl<B: Backend> MicroBatch<B> {
-    /// Rows of every activation.
+    /// Returns the number of rows of every activation.
     pub fn rows(&self) -> usize {
         self.samples * self.time
     }
 
-    /// A micro-batch on the device, of samples of `time` predictions; `first` is the index of its
-    /// first sample in the global batch.
+    /// Copies a micro-batch to the device. Each sample has `time` predictions, and `first` is the
+    /// index of the first sample in the global batch.
     ///
     /// # Errors
-    /// The device is out of memory.
+    /// Returns an error if the device is out of memory.
     pub fn upload(
         backend: &B,
         parts: SampleFields<&[u32], &[f32]>,
@@ -82,11 +82,11 @@ impl<B: Backend> MicroBatch<B> {
         Ok(Self { parts, samples, time, first, host_ids: Vec::new() })
     }
 
-    /// Rows `rows` alone, each as a sample of one prediction, without ids and features: for what
-    /// works row by row.
+    /// Returns only the rows `rows`, each as a sample with one prediction, without ids and
+    /// features. This is for losses and blocks that work row by row.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn of_rows(&self, backend: &B, rows: Range<usize>) -> Result<Self>
     where
         B: Kernels,
@@ -111,10 +111,10 @@ impl<B: Backend> MicroBatch<B> {
         Ok(Self { parts, samples: rows.len(), time: 1, first: self.first, host_ids: Vec::new() })
     }
 
-    /// A micro-batch of text: `ids` of sequences, and the `targets` to predict.
+    /// Creates a micro-batch of text from the `ids` of sequences and the `targets` to predict.
     ///
     /// # Errors
-    /// As [`MicroBatch::upload`].
+    /// Returns an error under the conditions of [`MicroBatch::upload`].
     pub fn of_text(
         backend: &B,
         ids: &[u32],
@@ -127,20 +127,20 @@ impl<B: Backend> MicroBatch<B> {
     }
 }
 
-/// Context of a block besides its input and parameters.
+/// What a block computes with besides its input and parameters.
 pub struct Context<'a, B: Backend> {
     /// The device.
     pub backend: &'a B,
-    /// The data at hand.
+    /// The current micro-batch.
     pub micro: &'a MicroBatch<B>,
-    /// The training step; none outside training.
+    /// The training step, or `None` outside training.
     pub training: Option<Training<'a, B>>,
-    /// The ranks that compute slices of the same blocks; none where this one computes whole ones.
+    /// The tensor-parallel group, or `None` if this rank computes whole blocks.
     pub tensor: Option<&'a Group<B>>,
 }
 
 impl<B: Backend> Context<'_, B> {
-    /// The same, with other data.
+    /// Returns the same context with another micro-batch.
     pub fn of<'a>(&'a self, micro: &'a MicroBatch<B>) -> Context<'a, B> {
         Context { backend: self.backend, micro, training: self.training, tensor: self.tensor }
     }
@@ -148,12 +148,12 @@ impl<B: Backend> Context<'_, B> {
 
 /// A training step as a block sees it.
 pub struct Training<'a, B: Backend> {
-    /// Names the step's dropout masks.
+    /// The key from which the step's dropout masks are derived.
     pub dropout: u64,
-    /// The ranks that compute micro-batches of the same step at the same time, each its own; none
-    /// alone.
+    /// The ranks that compute other micro-batches of the same step at the same time, or `None` if
+    /// there is one rank.
     pub ranks: Option<&'a Group<B>>,
-    /// The part of the global batch that this micro-batch is.
+    /// The fraction of the global batch in this micro-batch.
     pub share: f32,
 }
 
@@ -165,15 +165,15 @@ impl<B: Backend> Clone for Training<'_, B> {
     }
 }
 
-/// Parameters of a block: its own unit's and, when it borrows, another unit's.
+/// The parameters of a block: those of its own unit and, with tied weights, those of another unit.
 pub struct Params<'a, B: Backend> {
-    /// The block's unit: a section for each virtual tensor rank of this rank.
+    /// The block's unit, with one section for each virtual tensor rank of this rank.
     pub own: B::View<'a>,
-    /// Elements of a section.
+    /// The number of elements of a section.
     pub section: usize,
-    /// Those of [`Block::tied_to`], with the unit's other elements behind them.
+    /// The parameters of [`Block::tied_to`], followed by the other elements of that unit.
     pub lent: Option<B::View<'a>>,
-    /// Elements of a section of the borrowed unit.
+    /// The number of elements of a section of the tied unit.
     pub lent_section: usize,
 }
 
@@ -186,107 +186,109 @@ impl<B: Backend> Clone for Params<'_, B> {
 }
 
 impl<'a, B: Backend> Params<'a, B> {
-    /// Those of a block with one virtual rank that borrows none.
+    /// Creates the parameters of a block with one virtual rank and no tied weights.
     pub fn of(unit: &'a B::Buf) -> Self {
         Self { own: B::all(unit), section: B::len(unit), lent: None, lent_section: 0 }
     }
 
-    /// The block's unit from section `k` on.
+    /// Returns the block's unit from section `k` on.
     pub fn virtual_rank(&self, k: usize) -> B::View<'a> {
         B::split_at(self.own, k * self.section).1
     }
 
-    /// As [`Params::virtual_rank`], of the borrowed unit.
+    /// Returns the tied unit from section `k` on.
     ///
     /// # Errors
-    /// Nothing is lent.
+    /// Returns an error if the block was given no tied parameters.
     pub fn lent_virtual_rank(&self, k: usize) -> Result<B::View<'a>> {
         let lent = self
             .lent
-            .ok_or_else(|| Error::internal("a block that borrows parameters was handed none"))?;
+            .ok_or_else(|| Error::internal("a block with tied parameters was given none"))?;
         Ok(B::split_at(lent, k * self.lent_section).1)
     }
 }
 
-/// Parameters that a block borrows from another block's unit: its first tensor.
+/// A tied parameter: the first tensor of another block's unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TiedParam {
-    /// The unit, of an earlier block.
+    /// The index of the unit, which belongs to an earlier block.
     pub unit: usize,
-    /// Elements of its gradient: equally many for each virtual tensor rank of this rank, as many as the
-    /// first virtual rank of all has.
+    /// The number of elements of its gradient: for each virtual tensor rank of this rank, as many
+    /// as the very first virtual rank has.
     pub len: usize,
 }
 
-/// A layer, or a few that belong together. Its tensors form one unit.
+/// A layer or a few consecutive layers, whose tensors form one unit.
 pub trait Block<B: Kernels>: Send + Sync {
-    /// The unit's name.
+    /// Returns the name of the unit.
     fn name(&self) -> String;
 
-    /// Parameters in storage order, with their whole shapes: those that are cut among virtual tensor ranks
-    /// first, and of each kind decayed ones first.
+    /// Returns the parameters in storage order, with their unsharded shapes: first those sharded
+    /// among virtual tensor ranks, then the others, and within each kind those with weight decay
+    /// first.
     fn tensors(&self) -> Vec<Tensor>;
 
-    /// Parameters of an earlier block's unit that this one uses as well. The gradients of both
-    /// blocks are summed apart, and added when a virtual rank ends.
+    /// Returns the parameter of an earlier block that this block uses too. The gradients of the two
+    /// blocks are accumulated separately and added at the end of a virtual rank.
     fn tied_to(&self) -> Option<TiedParam> {
         None
     }
 
-    /// Elements of one row of the input.
+    /// Returns the number of elements of one row of the input.
     fn input_per_row(&self) -> usize;
 
-    /// Elements that one row keeps between forward and backward, besides the input.
+    /// Returns the number of elements per row that are saved for the backward, without the input.
     fn saved_elems_per_row(&self) -> usize;
 
-    /// As [`Block::saved_elems_per_row`], of elements that are f32 with any compute type, and not
-    /// counted there.
+    /// Returns the number of saved elements per row that are f32 with any compute type. They are
+    /// not counted by [`Block::saved_elems_per_row`].
     fn saved_f32_per_row(&self) -> usize;
 
-    /// Elements a row that live at once in this block's forward, besides the saved ones and the
-    /// output.
+    /// Returns the peak number of temporary elements per row in the forward, without the saved
+    /// elements and the output.
     fn forward_scratch_per_row(&self) -> usize {
         0
     }
 
-    /// Elements a row that live at once while this block works, besides the saved ones.
+    /// Returns the peak number of temporary elements per row in forward and backward, without the
+    /// saved elements.
     fn scratch_per_row(&self) -> usize;
 
-    /// Elements of one row that wait after a backward for the gradients of weights, which it [puts
-    /// off](Grads::later); none if it makes all at once.
+    /// Returns the number of elements per row that are kept after a backward with [deferred
+    /// wgrad](Grads::later), or 0 if the block defers nothing.
     fn deferred_per_row(&self) -> usize {
         0
     }
 
-    /// As [`Block::scratch_per_row`], in a backward that puts gradients off: elements besides the
-    /// saved ones, with those that wait.
+    /// Returns the peak number of elements per row in a backward with deferred wgrad, without the
+    /// saved elements but with those of [`Block::deferred_per_row`].
     fn deferred_scratch_per_row(&self) -> usize {
         self.scratch_per_row()
     }
 
-    /// Whether from a row of its output to the next it is [`Backend::row_stride`] elements, which
-    /// kernels of classes alone can read: of a network's last block. Otherwise rows lie one behind
-    /// the other.
+    /// Returns true if rows of the output are padded to [`Backend::row_stride`] elements. Only the
+    /// last block of a network may pad, and only the cross-entropy kernels read padded rows.
     fn pads_output(&self) -> bool {
         false
     }
 
-    /// Whether each row of its output follows from the same row of its input alone, and from no
-    /// [data](Context::micro): so a network's last block may be computed some rows at a time.
+    /// Returns true if each row of the output depends only on the same row of the input, and not on
+    /// the [micro-batch](Context::micro). The last block of a network can then be computed in
+    /// chunks of rows.
     fn is_row_by_row(&self) -> bool {
         false
     }
 
-    /// Elements of f32 that it keeps from its first use on, with any batch; elements that blocks
-    /// share are counted by one of them.
+    /// Returns the number of f32 elements of constants that live on the device from the first use
+    /// on. Constants that blocks share are counted by one of them.
     fn constants(&self) -> usize {
         0
     }
 
-    /// Output, and the buffers that the backward needs.
+    /// Returns the output and the buffers saved for the backward.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn forward(
         &self,
         cx: &Context<'_, B>,
@@ -294,18 +296,19 @@ pub trait Block<B: Kernels>: Send + Sync {
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)>;
 
-    /// Whether [`Block::forward_cached`] gives an output: of a network whose blocks all do, a
-    /// sequence is continued by the computation of its new positions alone.
+    /// Returns true if [`Block::forward_cached`] is implemented. If all blocks of a network
+    /// implement it, generation computes only the new positions of a sequence.
     fn supports_kv_cache(&self) -> bool {
         false
     }
 
-    /// The output as [`Block::forward`] has it outside training, of one sequence whose earlier
-    /// positions `past` knows: those of `x` follow them, and join them.
+    /// Returns the output of [`Block::forward`] outside training, for one sequence whose earlier
+    /// positions are in the KV cache `past`. The positions of `x` follow them and are added to the
+    /// cache.
     ///
     /// # Errors
-    /// The device failed, there is no room for more positions, or the block does not continue
-    /// sequences.
+    /// Returns an error if the device fails, the cache is full, or the block does not support a KV
+    /// cache.
     fn forward_cached(
         &self,
         _cx: &Context<'_, B>,
@@ -313,16 +316,16 @@ pub trait Block<B: Kernels>: Send + Sync {
         _x: &B::Buf,
         _past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
-        Err(Error::internal(format!("block {} does not continue sequences", self.name())))
+        Err(Error::internal(format!("block {} does not support a KV cache", self.name())))
     }
 
-    /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns
-    /// that of `x` (empty for the first block). Products of [`Grads::linear`] may be put off; all
-    /// else is done when it returns. Takes the buffers that the forward saved, and the gradient of
-    /// the output.
+    /// Accumulates the gradients of the parameters, or overwrites them as [`Grads`] says, and
+    /// returns the gradient of `x` (empty for the first block). `saved` are the buffers that the
+    /// forward saved, `dy` is the gradient of the output. Only the matmuls of [`Grads::linear`] may
+    /// be deferred.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     fn backward(
         &self,
         cx: &Context<'_, B>,
@@ -351,6 +354,7 @@ fn unpack<T, const N: usize>(saved: Vec<T>) -> Result<[T; N]> {
 fn take<T, const N: usize>(saved: &mut impl Iterator<Item = T>) -> Result<[T; N]> {
     let next: Vec<T> = saved.take(N).collect();
     let found = next.len();
-    next.try_into()
-        .map_err(|_| Error::internal(format!("{found} saved buffers where the backward wants {N}")))
+    next.try_into().map_err(|_| {
+        Error::internal(format!("{found} saved buffers where the backward expects {N}"))
+    })
 }

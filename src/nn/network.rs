@@ -1,4 +1,4 @@
-//! The families of networks.
+//! The kinds of networks.
 
 use serde::Serialize;
 
@@ -13,13 +13,13 @@ use hpctrain_cpu::Cpu;
 use hpctrain_data::{SampleSpec, Target};
 use hpctrain_device::Kernels;
 
-/// Operations of matrix products that stand for an element which is written, kept and read again: a
-/// rough figure, with which they are a twentieth of the work of a block of GPT-2.
-const AN_ELEMENT: f64 = 64.0;
+/// The FLOPs of matmuls that take as long as writing, saving and reading one element. It is a rough
+/// figure, by which memory traffic is a twentieth of the work of a GPT-2 block.
+const FLOPS_PER_SAVED_ELEMENT: f64 = 64.0;
 
-/// A product that may be more than any work.
-fn product(of: &[usize]) -> u64 {
-    of.iter().fold(1, |all, one| all.saturating_mul(*one as u64))
+/// Multiplies the factors, saturating at `u64::MAX`.
+fn product(factors: &[usize]) -> u64 {
+    factors.iter().fold(1, |all, one| all.saturating_mul(*one as u64))
 }
 
 /// A network and its size.
@@ -29,30 +29,30 @@ pub enum Network {
     Gpt(Gpt),
     /// Llama.
     Llama(Llama),
-    /// Layers, one after the other.
+    /// A layer-list (sequential) model.
     Layers(Layers),
-    /// Blocks that a program makes.
+    /// A custom network.
     Own(CustomModel),
 }
 
-/// A layer, or a block of a language model, in numbers.
+/// The sizes of a layer, or of a block of a language model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LayerSummary {
     /// Its name and kind.
     pub name: String,
-    /// Shape of its output, of one sample.
+    /// The shape of its output for one sample.
     pub output: Vec<usize>,
-    /// Elements of its tensors.
+    /// The number of elements of its tensors.
     pub parameters: usize,
-    /// Multiplications and additions of a forward's matrix products, a sample. Attention counts
-    /// those that a causal mask leaves.
+    /// The FLOPs of the forward's matmuls per sample. For attention, only those that a causal mask
+    /// leaves count.
     pub flops: u64,
-    /// Elements that a sample keeps from its forward to the backward, without recomputation.
+    /// The number of elements saved for the backward per sample, without recomputation.
     pub kept: usize,
 }
 
 impl Network {
-    /// The parts of the network in order.
+    /// Returns the layers of the network in order.
     pub fn summary(&self) -> Vec<LayerSummary> {
         let (width, heads) = match self {
             Network::Layers(layers) => return layers.summary().to_vec(),
@@ -72,7 +72,7 @@ impl Network {
                 i if i == last => (self.outputs(), self.outputs() * width),
                 _ => (width, matrices),
             };
-            // Scores and their product with the values, of half of all pairs.
+            // The scores and their matmul with the values, for half of all pairs.
             let attention = if i == 0 || i == last {
                 0
             } else {
@@ -89,7 +89,7 @@ impl Network {
         blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
     }
 
-    /// The parts of a network of a program's own: each matrix counts as one product a row.
+    /// Returns the blocks of a custom network. Each matrix counts as one matmul per row.
     fn own_summary(&self) -> Vec<LayerSummary> {
         let context = self.context();
         let blocks = self.blocks::<Cpu>();
@@ -109,7 +109,7 @@ impl Network {
         blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
     }
 
-    /// As [`Network::summary`], by blocks, which are pieces of work that stay together.
+    /// Returns the summary by blocks, the units of recomputation and pipeline parallelism.
     pub fn blocks_summary(&self) -> Vec<LayerSummary> {
         match self {
             Network::Layers(layers) => layers.blocks_summary(),
@@ -136,24 +136,25 @@ impl Network {
         3.0 * (forward + masked)
     }
 
-    /// The work of every block in a training step, a sample, in operations of matrix products.
-    /// Elements that are kept for the backward stand for the rest, which reads and writes memory.
+    /// Returns the estimated work of every block in a training step, per sample, in FLOPs of
+    /// matmuls. Memory traffic is estimated from the number of saved elements.
     pub fn work(&self, recompute: bool) -> Vec<f64> {
         let blocks = self.blocks_summary();
         let last = blocks.len() - 1;
-        // A forward, a backward twice as long, and another forward where nothing inside is kept.
+        // A forward, a backward twice as long, and another forward with recomputation.
         let passes = |block: usize| if recompute && block != last { 4.0 } else { 3.0 };
         let one = |(i, block): (usize, &LayerSummary)| {
-            passes(i) * (block.flops as f64 + AN_ELEMENT * block.kept as f64)
+            passes(i) * (block.flops as f64 + FLOPS_PER_SAVED_ELEMENT * block.kept as f64)
         };
         blocks.iter().enumerate().map(one).collect()
     }
 
-    /// The same network, whose first block is nothing but tables that a host can keep in a device's
-    /// stead; or the reason why it has none. Names of tensors, and their values, stay.
+    /// Returns the same network with its embedding tables as a separate first block, which can be
+    /// offloaded to the host. The names of tensors and their values stay.
     ///
     /// # Errors
-    /// The reason, to follow the name of a key.
+    /// Returns an error if the tables cannot be separated. The error is the reason, to be appended
+    /// to the name of a key.
     pub fn with_tables_apart(&self) -> Result<Self, &'static str> {
         match self {
             Network::Layers(layers) => layers.with_tables_apart().map(Network::Layers).ok_or(
@@ -165,17 +166,17 @@ impl Network {
             }
             Network::Llama(_) => Ok(self.clone()),
             Network::Gpt(_) => Err("but the head of a GPT multiplies by the table as well"),
-            Network::Own(_) => Err("but the network is a program's own"),
+            Network::Own(_) => Err("but the network is a custom one"),
         }
     }
 
-    /// The network as blocks.
+    /// Returns the network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         self.sliced(&TensorShards::whole())
     }
 
-    /// The network as blocks, of which this rank has `slices`; those of a network by layers or of a
-    /// program's own are always whole.
+    /// Returns the network as blocks, sharded for the virtual tensor ranks `slices` of this rank.
+    /// Layer-list models and custom networks are never sharded.
     pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         match self {
             Network::Gpt(gpt) => gpt.sliced(slices),
@@ -185,13 +186,13 @@ impl Network {
         }
     }
 
-    /// Returns the blocks of a rank with `slices` on a CPU, to ask for their tensors and sizes. It
-    /// is not generic, so that callers in other crates compile no copy of the kernels' code.
+    /// Returns the blocks of a rank with `slices` on a CPU, to query their tensors and sizes. It is
+    /// not generic, so that callers in other crates compile no copy of the kernels.
     pub fn cpu_blocks(&self, slices: &TensorShards) -> Blocks<Cpu> {
         self.sliced(slices)
     }
 
-    /// Predictions a sample; of language models, positions of a sequence.
+    /// Returns the number of predictions per sample (positions of a sequence for language models).
     pub fn context(&self) -> usize {
         match self {
             Network::Gpt(gpt) => gpt.context,
@@ -201,7 +202,7 @@ impl Network {
         }
     }
 
-    /// For people: family and size.
+    /// Returns a human-readable description: kind and size.
     pub fn describe(&self) -> String {
         match self {
             Network::Gpt(Gpt { layers, heads, width, context, vocabulary, bias, .. }) => {
@@ -240,7 +241,7 @@ impl Network {
         }
     }
 
-    /// Token ids of a language model.
+    /// Returns the number of token ids of a language model.
     pub fn vocabulary(&self) -> Option<usize> {
         match self {
             Network::Gpt(gpt) => Some(gpt.vocabulary),
@@ -250,7 +251,7 @@ impl Network {
         }
     }
 
-    /// The samples that it takes to be trained with `loss`.
+    /// Returns the samples required to train it with `loss`.
     pub fn sample_spec(&self, loss: &Loss) -> SampleSpec {
         let layers = match self {
             Network::Gpt(_) | Network::Llama(_) => return SampleSpec::Text,
@@ -268,17 +269,17 @@ impl Network {
         }
     }
 
-    /// Whether it is of text: it predicts tokens.
+    /// Returns true if it is a language model, which predicts tokens.
     pub fn is_language(&self) -> bool {
         self.vocabulary().is_some()
     }
 
-    /// The word for its predictions, in the plural.
+    /// Returns the word for its predictions, in the plural.
     pub fn predictions(&self) -> &'static str {
         if self.is_language() { "tokens" } else { "samples" }
     }
 
-    /// Elements of the output at each prediction: classes, or numbers.
+    /// Returns the number of output elements per prediction: classes or values.
     pub fn outputs(&self) -> usize {
         match self {
             Network::Gpt(gpt) => gpt.vocabulary,

@@ -1,4 +1,5 @@
-//! The angles of rotary positions (Su et al., "RoFormer", 2021), shared by the blocks of a network.
+//! The angles of rotary position embeddings (Su et al., "RoFormer", 2021), shared by the blocks of
+//! a network.
 
 use std::f64::consts::TAU;
 use std::sync::OnceLock;
@@ -6,10 +7,10 @@ use std::sync::OnceLock;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, MemoryKind};
 
-/// Scaling of the frequencies of rotary positions, for contexts that are longer than those of
-/// pre-training.
+/// Scaling of the frequencies of rotary position embeddings (RoPE), for contexts that are longer
+/// than those of pre-training.
 ///
-/// Names are those of the `rope_scaling` of Hugging Face's transformers (`modeling_rope_utils`).
+/// The names are those of `rope_scaling` in Hugging Face transformers (`modeling_rope_utils`).
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub enum FrequencyScaling {
     /// Leaves frequencies as they are.
@@ -59,7 +60,7 @@ impl FrequencyScaling {
     }
 }
 
-/// Cosines and sines of every position, on the device from their first use on.
+/// The cosines and sines of every position, uploaded to the device on first use.
 pub struct RopeTable<B: Backend> {
     base: f64,
     scaling: FrequencyScaling,
@@ -69,35 +70,35 @@ pub struct RopeTable<B: Backend> {
 }
 
 impl<B: Backend> RopeTable<B> {
-    /// Returns the angles of `context` positions, for heads of `head_width` elements: pair i has
-    /// the frequency `base`^(-2i / `head_width`), scaled by `scaling`, and position t turns it by t
+    /// Creates the table of `context` positions for heads of `head_width` elements: pair i has the
+    /// frequency `base`^(-2i / `head_width`), scaled by `scaling`, and position t turns it by t
     /// times that.
     pub fn new(base: f64, scaling: FrequencyScaling, head_width: usize, context: usize) -> Self {
         Self { base, scaling, head_width, context, table: OnceLock::new() }
     }
 
-    /// Elements of the table.
+    /// Returns the number of elements of the table.
     pub fn len(&self) -> usize {
         self.context * self.head_width
     }
 
-    /// The table, context × head width: a row is the cosines of a position's angles, then the
-    /// sines.
+    /// Returns the table, context × head width: a row has the cosines of a position's angles, then
+    /// the sines.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Returns an error if the device is out of memory.
     pub fn table(&self, backend: &B) -> Result<B::View<'_>> {
         if self.table.get().is_none() {
-            // Another thread's is the same.
+            // If another thread was faster, its table is the same.
             let _ = self.table.set(backend.upload_f32(MemoryKind::Activations, &self.values())?);
         }
         self.table
             .get()
             .map(B::all)
-            .ok_or_else(|| Error::internal("a table that was set is not there"))
+            .ok_or_else(|| Error::internal("the RoPE table was set, but is missing"))
     }
 
-    /// Computed in f64 and rounded once: far positions have large angles.
+    /// Computes the table in f64 and rounds once, since far positions have large angles.
     fn values(&self) -> Vec<f32> {
         let half = self.head_width / 2;
         let frequency = |i: usize| self.base.powf(-2.0 * i as f64 / self.head_width as f64);

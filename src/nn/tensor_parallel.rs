@@ -1,14 +1,16 @@
-//! A block's work on its virtual tensor ranks (Shoeybi et al., "Megatron-LM", 2019): maps whose columns are
-//! divided give each virtual rank an output of its own; the outputs of maps whose inputs are divided are
-//! summed over all virtual ranks.
+//! Tensor parallelism in a block (Shoeybi et al., "Megatron-LM", 2019). A column-parallel linear
+//! layer gives each virtual rank its own part of the output; the outputs of a row-parallel linear
+//! layer are summed over all virtual ranks.
 //!
-//! Virtual ranks are computed one after the other and summed by one tree, on a rank and between ranks:
-//! whichever rank has a virtual rank, the sum has the same bits. Narrow compute types are summed in f32.
+//! Virtual ranks are computed one after the other and summed by one tree, on a rank and between
+//! ranks, so the sum has the same bits whichever rank has a virtual rank. Narrow compute types are
+//! summed in f32.
 //!
 //! With sequence parallelism (Korthikanti et al., "Reducing activation recomputation in large
-//! transformer models", 2022) a rank keeps its own rows of the stream between the maps, and sums
-//! leave each rank its rows. The gradients of norms and of biases of sums are always taken over the
-//! rows of each virtual rank apart, so that both ways have the same bits.
+//! transformer models", 2022) a rank holds only its own rows of the residual stream between the
+//! linear layers, and sums are reduce-scatters. The gradients of norms and of row-parallel biases
+//! are always computed separately for the rows of each virtual rank, so the bits are the same with
+//! and without sequence parallelism.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +24,7 @@ use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::Pending;
 use hpctrain_device::{Backend, Kernels, Linear, MemoryKind, Norm, split};
 
-/// The virtual ranks of a block, in one computation.
+/// The virtual ranks of a block, in one forward or backward.
 #[derive(Clone, Copy)]
 pub struct TensorParallel<'a, B: Kernels> {
     cx: &'a Context<'a, B>,
@@ -31,44 +33,44 @@ pub struct TensorParallel<'a, B: Kernels> {
 
 /// The gradient of the output of a residual branch.
 pub struct Branch<B: Backend> {
-    /// This rank's rows, where dropout masks them.
+    /// This rank's rows, if dropout masks them.
     masked: Option<Arc<B::Buf>>,
-    /// All rows, where ranks divide them.
+    /// All rows, with sequence parallelism.
     gathered: Option<Arc<B::Buf>>,
 }
 
-/// The gradient of a virtual rank's output: elements of a buffer.
+/// The gradient of a virtual rank's output: a range of elements of a buffer.
 pub type OfVirtualRank<B> = (Arc<<B as Backend>::Buf>, Range<usize>);
 
-/// A map whose outputs are divided among virtual ranks, in its backward.
+/// A column-parallel linear layer, for its backward.
 pub struct Column<'a, B: Kernels> {
-    /// The sizes of each virtual rank.
+    /// The shape of each virtual rank's part.
     pub shapes: Vec<Linear>,
     /// The weight of each virtual rank.
     pub weights: Vec<B::View<'a>>,
-    /// The place of each weight's gradient.
+    /// Where the gradient of each weight is.
     pub places: Vec<At>,
-    /// The place of each bias's gradient.
+    /// Where the gradient of each bias is.
     pub biases: Vec<Range<usize>>,
 }
 
-/// The places of a norm's gradients in the section of each virtual rank.
+/// Where the gradients of a norm are, for each virtual rank.
 #[derive(Clone, Copy)]
 pub struct Places<'a> {
-    /// Of its weight.
+    /// The ranges of the weight's gradient.
     pub weights: &'a [Range<usize>],
-    /// Of its bias.
+    /// The ranges of the bias's gradient.
     pub biases: &'a [Range<usize>],
 }
 
 impl<'a, B: Kernels> TensorParallel<'a, B> {
-    /// The virtual ranks of `slices`.
+    /// Creates the computation for the virtual ranks `slices`.
     pub fn new(cx: &'a Context<'a, B>, slices: &'a TensorShards) -> Self {
         Self { cx, slices }
     }
 
-    /// The parameters of each virtual rank, of tensors one after the other in its section, whose lengths
-    /// `lens(virtual_rank)` has.
+    /// Returns each tensor's parameters in every virtual rank. The tensors are consecutive in a
+    /// virtual rank's section, and `lens(virtual_rank)` gives their lengths.
     pub fn parameters<'p, const N: usize>(
         &self,
         params: &Params<'p, B>,
@@ -83,7 +85,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         })
     }
 
-    /// As [`TensorParallel::parameters`], their ranges in a unit with sections of so many elements.
+    /// Returns the ranges of the tensors of [`TensorParallel::parameters`] in a unit with sections
+    /// of `section` elements.
     pub fn places<const N: usize>(
         &self,
         section: usize,
@@ -100,24 +103,25 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         })
     }
 
-    /// The place of the bias of a summed map's gradient for [`Grads::linear`]: more virtual ranks than one
-    /// take their rows apart, in [`TensorParallel::add_bias`].
+    /// Returns the range of a row-parallel layer's bias gradient for [`Grads::linear`]. It is empty
+    /// with more than one virtual rank: [`TensorParallel::add_bias`] then adds the gradient for
+    /// each virtual rank's rows.
     pub fn bias_of_sum(&self, bias: &Range<usize>) -> Range<usize> {
         if self.slices.total == 1 { bias.clone() } else { 0..0 }
     }
 
-    /// Rows of the stream that this rank has.
+    /// Returns the rows of the residual stream that this rank holds.
     pub fn own(&self) -> Range<usize> {
         self.slices.rows(self.cx.micro.rows())
     }
 
-    /// Whether ranks divide the rows of the stream.
+    /// Returns true if the rows of the residual stream are sharded (sequence parallelism).
     fn is_divided(&self) -> bool {
         self.slices.divides(self.cx.micro.rows())
     }
 
-    /// The rows of each virtual rank, of this rank's rows; and the number of the virtual rank among those of this
-    /// rank, if it is one.
+    /// Returns the rows of each virtual rank among this rank's rows, and the index of the virtual
+    /// rank on this rank if it is held here.
     fn rows(&self) -> Vec<(Range<usize>, Option<usize>)> {
         let rows = self.cx.micro.rows();
         let own = self.own();
@@ -136,20 +140,21 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         (0..total).filter_map(of_virtual_rank).collect()
     }
 
-    /// Whether virtual rank number `k` of this rank is the first of all.
+    /// Returns true if virtual rank number `k` of this rank is the first of all ranks.
     pub fn is_first(&self, k: usize) -> bool {
         self.slices.held.start + k == 0
     }
 
-    /// Whether partial sums are of another type than the compute type.
+    /// Returns true if partial sums are f32 and the compute type is narrower.
     fn sums_wide(&self) -> bool {
         self.slices.total > 1 && self.cx.backend.has_master_weights()
     }
 
-    /// All rows (of `width` elements) of a buffer with this rank's rows, where ranks divide them.
+    /// Returns all rows (of `width` elements) by an all-gather from a buffer with this rank's rows.
+    /// Returns `None` without sequence parallelism.
     ///
     /// # Errors
-    /// The device or a message failed.
+    /// Returns an error if the device or a message fails.
     pub fn gather(&self, own: &B::Buf, width: usize) -> Result<Option<B::Buf>> {
         let Some(group) = self.cx.tensor.filter(|_| self.is_divided()) else { return Ok(None) };
         let b = self.cx.backend;
@@ -159,24 +164,25 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         group.all_gather(all).wait().map(Some)
     }
 
-    /// As [`TensorParallel::gather`], or the buffer itself.
+    /// Returns the result of [`TensorParallel::gather`], or the buffer itself if there is none.
     ///
     /// # Errors
-    /// As there.
+    /// Returns an error under the conditions of [`TensorParallel::gather`].
     pub fn gathered(&self, own: B::Buf, width: usize) -> Result<B::Buf> {
         Ok(self.gather(&own, width)?.unwrap_or(own))
     }
 
-    /// The sum over this rank's virtual ranks of the `len` elements that `product(k, to)` writes for virtual rank
-    /// number `k`. `spare` is memory of as many elements of the compute type.
+    /// Returns the sum over this rank's virtual ranks of the `len` elements that `compute(k, to)`
+    /// writes for virtual rank number `k`. `spare` is a buffer of `len` elements of the compute
+    /// type to reuse.
     ///
     /// # Errors
-    /// The device failed, or of `product`.
+    /// Returns an error if the device or `compute` fails.
     pub fn sum(
         &self,
         len: usize,
         spare: Option<B::Buf>,
-        mut product: impl FnMut(usize, B::ViewMut<'_>) -> Result<()>,
+        mut compute: impl FnMut(usize, B::ViewMut<'_>) -> Result<()>,
     ) -> Result<B::Buf> {
         let b = self.cx.backend;
         let is_wide = self.sums_wide();
@@ -188,7 +194,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
                 None if is_wide => b.alloc_f32(MemoryKind::Activations, len)?,
                 None => b.alloc(MemoryKind::Activations, len)?,
             };
-            product(k, B::all_mut(&mut to))?;
+            compute(k, B::all_mut(&mut to))?;
             tree.push(to, |into: &mut B::Buf, from: B::Buf| {
                 b.add(B::all(&from), B::all_mut(into))?;
                 spare = Some(from);
@@ -200,11 +206,11 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         sum.ok_or_else(|| Error::internal("a block without virtual tensor ranks"))
     }
 
-    /// Fills partial sums `to`, of `len` elements, with numbers that `compute` gives in the compute
-    /// type.
+    /// Fills the partial sums `to`, of `len` elements, with the values that `compute` writes in the
+    /// compute type.
     ///
     /// # Errors
-    /// The device failed, or of `compute`.
+    /// Returns an error if the device or `compute` fails.
     pub fn narrow(
         &self,
         len: usize,
@@ -219,7 +225,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         self.cx.backend.copy(B::all(&narrow), to)
     }
 
-    /// Starts to add the sums of all ranks.
+    /// Starts the sum over all ranks: a reduce-scatter with sequence parallelism, else an
+    /// all-reduce.
     pub fn request(&self, sum: B::Buf) -> Pending<B::Buf> {
         let len = B::len(&sum);
         match self.cx.tensor {
@@ -229,10 +236,11 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         }
     }
 
-    /// This rank's rows (of `width` elements) of a sum that was requested.
+    /// Waits for a sum that [`TensorParallel::request`] started, and returns this rank's rows (of
+    /// `width` elements).
     ///
     /// # Errors
-    /// The device or a message failed.
+    /// Returns an error if the device or a message fails.
     pub fn settle(&self, sum: Pending<B::Buf>, width: usize) -> Result<B::Buf> {
         let sum = sum.wait()?;
         let rows = self.own();
@@ -246,16 +254,17 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(own)
     }
 
-    /// Whether sums over virtual ranks are the products of one: what is added to the sum can be added to
-    /// the product.
+    /// Returns true if there is one virtual rank, so that a matmul can add what is to be added to
+    /// the sum.
     pub fn is_uncut(&self) -> bool {
         self.slices.total == 1
     }
 
-    /// A virtual rank's part of a map whose inputs are divided. The first virtual rank adds the bias.
+    /// Computes a virtual rank's part of a row-parallel linear layer. The first virtual rank adds
+    /// the bias.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn row_linear(
         &self,
         k: usize,
@@ -272,16 +281,16 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         if !self.sums_wide() {
             return b.linear(shape, x, weight, bias, y);
         }
-        // A product takes a bias of the type of its result.
+        // A matmul takes a bias of the type of its result.
         let mut wide = b.alloc_f32(MemoryKind::Activations, shape.outputs)?;
         b.copy(bias, B::all_mut(&mut wide))?;
         b.linear(shape, x, weight, B::all(&wide), y)
     }
 
-    /// Normalises this rank's rows of `x`; also returns the statistics.
+    /// Normalises this rank's rows of `x`. Returns the result and the statistics.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn norm(
         &self,
         s: Norm,
@@ -295,10 +304,11 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         })
     }
 
-    /// Adds `x` to this rank's rows of the stream, then normalises it; also returns the statistics.
+    /// Adds `x` to this rank's rows of the residual stream, then normalises them. Returns the
+    /// result and the statistics.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn add_norm(
         &self,
         s: Norm,
@@ -315,8 +325,9 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         })
     }
 
-    /// The results of a norm of this rank's rows: each virtual rank's by themselves, as the backward wants
-    /// their statistics. `norm(rows, at, y, stats)` computes some rows, elements `at`.
+    /// Returns the result and the statistics of a norm of this rank's rows. The rows of each
+    /// virtual rank are computed separately, as the backward requires. `norm(rows, at, y, stats)`
+    /// computes `rows` rows, the elements `at`.
     fn normalised(
         &self,
         width: usize,
@@ -334,11 +345,12 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok((y, stats))
     }
 
-    /// Adds to the gradient `dx` of the norm's input, this rank's rows; and, for the rows of each
-    /// of its virtual ranks, to the virtual rank's gradients of weight and bias, at `places`.
+    /// Computes the backward of a norm on this rank's rows: accumulates the gradient of its input
+    /// into `dx`, and, for the rows of each virtual rank held here, those of weight and bias at
+    /// `places`.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     pub fn norm_backward(
         &self,
@@ -352,7 +364,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         places: Places<'_>,
     ) -> Result<()> {
         let b = self.cx.backend;
-        // Of rows of other ranks' virtual ranks those ranks have the gradients of the weight.
+        // The weight gradients of rows of virtual ranks on other ranks are computed there.
         let mut others = None;
         for (rows, held) in self.rows() {
             let (s, at) =
@@ -378,11 +390,12 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(())
     }
 
-    /// Adds to each virtual rank's gradient of the bias of a summed map, at `places`, the virtual rank's rows of
-    /// `dy`: this rank's rows, of `width` elements. With one virtual rank [`Grads::linear`] has done so.
+    /// Accumulates the bias gradient of a row-parallel layer: adds each virtual rank's rows of `dy`
+    /// to that virtual rank's gradient at `places`. `dy` has this rank's rows, of `width` elements.
+    /// Does nothing with one virtual rank, where [`Grads::linear`] has done so.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn add_bias(
         &self,
         dy: B::View<'_>,
@@ -405,10 +418,11 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(())
     }
 
-    /// The gradient of a residual branch's output, behind its dropout.
+    /// Returns the gradient of a residual branch's output, before its dropout. If `is_kept`,
+    /// deferred wgrad will read it later.
     ///
     /// # Errors
-    /// The device or a message failed.
+    /// Returns an error if the device or a message fails.
     pub fn branch(
         &self,
         dropout: ResidualDropout,
@@ -427,12 +441,12 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(Branch { masked: masked.map(Arc::new), gathered: gathered.map(Arc::new) })
     }
 
-    /// The gradients of a map whose outputs are divided: of weights and biases, from those of the
-    /// virtual ranks' outputs and all rows of the input; and this rank's rows of the input's gradient. The
-    /// ranks' sum is under way while weights are computed.
+    /// Computes the backward of a column-parallel linear layer from the gradients `dys` of the
+    /// virtual ranks' outputs and all rows `x` of the input. Returns this rank's rows of the
+    /// input's gradient. The sum over ranks overlaps with the computation of the weight gradients.
     ///
     /// # Errors
-    /// The device or a message failed.
+    /// Returns an error if the device or a message fails.
     pub fn column_backward(
         &self,
         map: &Column<'_, B>,
@@ -456,7 +470,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         let len = self.cx.micro.rows() * inputs;
         if self.cx.tensor.is_none() {
             add_weights(grads)?;
-            // The input's memory takes its gradient, unless weights want it later.
+            // The gradient reuses the input's memory, unless deferred wgrad needs the input.
             let sum = self.sum(len, Arc::into_inner(x), input)?;
             return self.settle(Pending::ready(sum), inputs);
         }
@@ -467,17 +481,17 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
 }
 
 impl<B: Kernels> Branch<B> {
-    /// This rank's rows.
+    /// Returns this rank's rows.
     pub fn own<'a>(&'a self, dy: &'a B::Buf) -> B::View<'a> {
         B::all(self.masked.as_deref().unwrap_or(dy))
     }
 
-    /// All rows.
+    /// Returns all rows.
     pub fn all<'a>(&'a self, dy: &'a B::Buf) -> B::View<'a> {
         self.gathered.as_deref().map_or_else(|| self.own(dy), B::all)
     }
 
-    /// The same, for [`Grads::linear`].
+    /// Returns all rows, as [`Grads::linear`] takes them.
     pub fn of_output<'a>(&'a self, dy: &'a B::Buf) -> OutputGradient<'a, B> {
         match self.gathered.as_ref().or(self.masked.as_ref()) {
             Some(kept) => OutputGradient::Kept(kept, 0..B::len(kept)),

@@ -1,5 +1,5 @@
-//! The gradients of a block's parameters: made in its backward, or partly put off until nobody
-//! waits for the gradient of its input.
+//! The gradients of a block's parameters. They are computed in its backward, or some are deferred
+//! (deferred wgrad) until no other rank waits for the gradient of the block's input.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,50 +7,52 @@ use std::sync::Arc;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, Kernels, Linear, MemoryKind};
 
-/// Gradients of a block's parameters. The backward adds into them, but for those of
-/// [`Tensor::overwritten`](hpctrain_base::layout::Tensor::overwritten) tensors when it is the
-/// first.
+/// Gradients of a block's parameters. The backward accumulates into them, except that the first
+/// backward overwrites those of [`Tensor::overwritten`](hpctrain_base::layout::Tensor::overwritten)
+/// tensors.
 pub struct Grads<'a, B: Backend> {
-    /// The block's unit.
+    /// The gradients of the block's unit.
     pub own: B::ViewMut<'a>,
-    /// Whether this backward is the first of its virtual rank that `own` is for: overwritten tensors hold
-    /// nothing yet.
+    /// Whether this is the first backward of its virtual rank into `own`: overwritten tensors are
+    /// still uninitialised.
     pub first: bool,
-    /// The elements of [`Block::tied_to`](super::Block::tied_to), which this block alone adds to.
-    /// The first backward of a virtual rank overwrites them.
+    /// The gradient of [`Block::tied_to`](super::Block::tied_to), to which only this block adds.
+    /// The first backward of a virtual rank overwrites it.
     pub lent: Option<B::ViewMut<'a>>,
-    /// Whether this backward is the first of its virtual rank that `lent` is for: it holds nothing yet.
+    /// Whether this is the first backward of its virtual rank into `lent`, which is still
+    /// uninitialised.
     pub lent_first: bool,
-    /// Takes the products that [`Grads::linear`] is to put off; none where it makes them at once.
+    /// Receives the matmuls that [`Grads::linear`] defers, or is `None` if it computes them at
+    /// once.
     pub later: Option<&'a mut Vec<DeferredWgrad<B>>>,
 }
 
-/// A window of a block's gradients, in elements.
+/// A range of a block's gradients, in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum At {
-    /// Of its unit.
+    /// A range of its own unit.
     Own(Range<usize>),
-    /// Of the borrowed ones.
+    /// A range of the tied parameter.
     Lent(Range<usize>),
 }
 
 impl At {
-    /// These ranges of the unit.
+    /// Returns these ranges of the block's own unit.
     pub fn own(ranges: Vec<Range<usize>>) -> Vec<Self> {
         ranges.into_iter().map(At::Own).collect()
     }
 }
 
-/// The gradient of an affine map's output, to be read now and perhaps once more later.
+/// The gradient of a linear layer's output, read now and perhaps again later.
 pub enum OutputGradient<'a, B: Backend> {
-    /// These elements of a buffer stay as they are.
+    /// Elements of a buffer that will not change.
     Kept(&'a Arc<B::Buf>, Range<usize>),
-    /// It is about to change: a copy is put off.
+    /// A buffer that will change: deferred wgrad keeps a copy.
     Changing(&'a B::Buf),
 }
 
-/// The gradients of an affine map's weight and bias, yet to be computed. Backwards split in two are
-/// of Qi et al., "Zero bubble pipeline parallelism", 2023.
+/// A deferred computation of the weight and bias gradients of a linear layer. Splitting backwards
+/// in this way is due to Qi et al., "Zero bubble pipeline parallelism", 2023.
 pub struct DeferredWgrad<B: Backend> {
     shape: Linear,
     dy: (Arc<B::Buf>, Range<usize>),
@@ -60,7 +62,8 @@ pub struct DeferredWgrad<B: Backend> {
 }
 
 impl<B: Kernels> Grads<'_, B> {
-    /// Those of the block's own weight and bias. The bias comes later in the unit, or is empty.
+    /// Returns the gradients of a weight and a bias in the block's own unit. The bias comes after
+    /// the weight, or is empty.
     pub fn pair(
         &mut self,
         weight: &Range<usize>,
@@ -72,7 +75,7 @@ impl<B: Kernels> Grads<'_, B> {
         (B::cut_mut(from_weight, weight.len()).0, bias)
     }
 
-    /// The same, for one backward of several.
+    /// Reborrows the gradients, for one backward of several.
     pub fn again(&mut self) -> Grads<'_, B> {
         Grads {
             own: B::reborrow(&mut self.own),
@@ -83,11 +86,12 @@ impl<B: Kernels> Grads<'_, B> {
         }
     }
 
-    /// Gradients of the weight and bias of an affine map with the input `x`, now or later: then `x`
-    /// is kept until they are computed.
+    /// Computes the weight and bias gradients of a linear layer with the input `x`, or defers them,
+    /// which keeps `x` until they are computed.
     ///
     /// # Errors
-    /// The device failed, or nothing is lent.
+    /// Returns an error if the device fails, or if the weight is tied and no gradient of it was
+    /// given.
     pub fn linear(
         &mut self,
         backend: &B,
@@ -116,10 +120,10 @@ impl<B: Kernels> Grads<'_, B> {
         Ok(())
     }
 
-    /// Adds what a backward has put off.
+    /// Computes deferred gradients and accumulates them.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn add(&mut self, backend: &B, deferred: DeferredWgrad<B>) -> Result<()> {
         let DeferredWgrad { shape, dy, x, weight, bias } = deferred;
         self.add_linear(backend, shape, B::view(&dy.0, dy.1), B::all(&x), &weight, &bias)
@@ -141,8 +145,9 @@ impl<B: Kernels> Grads<'_, B> {
                 backend.linear_backward_weight(shape, dy, x, dweight, dbias, !first)
             }
             At::Lent(weight) => {
-                let nothing_lent =
-                    || Error::internal("a block that borrows parameters was handed no gradients");
+                let nothing_lent = || {
+                    Error::internal("a block with tied parameters was given no gradient for them")
+                };
                 let lent = B::reborrow(self.lent.as_mut().ok_or_else(nothing_lent)?);
                 let (dweight, _) = B::cut_mut(B::cut_mut(lent, weight.start).1, weight.len());
                 let (dbias, _) = B::cut_mut(B::reborrow(&mut self.own), 0);
@@ -152,7 +157,7 @@ impl<B: Kernels> Grads<'_, B> {
     }
 }
 
-/// Consecutive ranges of these lengths.
+/// Returns consecutive ranges of these lengths.
 pub fn ranges<const N: usize>(lens: [usize; N]) -> [Range<usize>; N] {
     let mut end = 0;
     lens.map(|len| {
@@ -212,9 +217,9 @@ mod tests {
         Cpu::new(1).upload(MemoryKind::Activations, &values).unwrap()
     }
 
-    /// Gradients of input, unit and loan after two micro-batches, and the elements that one has put
-    /// off.
-    fn gradients(block: &dyn Block<Cpu>, puts_off: bool) -> ([Vec<u32>; 3], usize) {
+    /// Returns the gradients of input, unit and tied parameter after two micro-batches, and the
+    /// number of elements that one of them has deferred.
+    fn gradients(block: &dyn Block<Cpu>, defers: bool) -> ([Vec<u32>; 3], usize) {
         let backend = Cpu::new(2);
         let ids = [1; SAMPLES * TIME];
         let micro = MicroBatch::of_text(&backend, &ids, &ids, TIME, 0).unwrap();
@@ -224,7 +229,7 @@ mod tests {
         let layout = UnitLayout::new(block.name(), block.tensors(), 1);
         let unit = values("unit", layout.padded);
         let loan = block.tied_to().map(|loan| values("loan", loan.len));
-        // Tensors that are to be overwritten hold nothing yet.
+        // Tensors that are to be overwritten are uninitialised.
         let mut own = vec![f32::NAN; layout.padded];
         let mut lent = vec![f32::NAN; loan.as_ref().map_or(0, Cpu::len)];
         layout.zeroed().into_iter().for_each(|range| own[range].fill(0.0));
@@ -245,7 +250,7 @@ mod tests {
                 first: k == 0,
                 lent: loan.as_ref().map(|_| Cpu::all_mut(&mut lent)),
                 lent_first: k == 0,
-                later: puts_off.then_some(later),
+                later: defers.then_some(later),
             };
             dxs.push(block.backward(&cx, params(), grads, &x, kept, dy).unwrap());
         }
@@ -270,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_that_are_put_off_have_the_same_bits() {
+    fn deferred_gradients_have_the_same_bits() {
         for (name, blocks) in networks() {
             for block in &blocks[1..] {
                 let (at_once, nothing) = gradients(&**block, false);
@@ -281,7 +286,7 @@ mod tests {
                 assert!(waiting > 0 && at_once == later, "{name}, {unit}: other gradients");
                 let all_there =
                     at_once.iter().flatten().all(|bits| !f32::from_bits(*bits).is_nan());
-                assert!(all_there, "{name}, {unit}: a gradient that nothing has overwritten");
+                assert!(all_there, "{name}, {unit}: part of a gradient was never written");
             }
         }
     }

@@ -1,44 +1,44 @@
-//! The requests that ranks tell each other with every step, beside losses and norms, so that all
-//! act on them at the same step.
+//! Control flags that ranks exchange with every step, together with losses and norms, so that all
+//! ranks act on them at the same step.
 
 use bitflags::bitflags;
 
 bitflags! {
-    /// The requests of one rank at one step.
+    /// The control flags of one rank at one step.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct ControlFlags: u32 {
-        /// The job is to save and end soon: a signal came, or its time is nearly up.
+        /// The job must save and end soon, because of a signal or its time limit.
         const END = 1 << 0;
-        /// The rank has done its part of the save under way.
+        /// The rank has written its part of the current save.
         const WRITTEN = 1 << 1;
-        /// Of rank 0: a checkpoint is due by its clock.
+        /// A checkpoint is due by time. Set by rank 0 only.
         const DUE = 1 << 2;
-        /// Training is to stop, because it no longer helps.
+        /// Training must stop early, because it no longer improves.
         const STOP = 1 << 3;
-        /// A hook of the rank has failed.
+        /// A hook of the rank failed.
         const FAILED = 1 << 4;
     }
 }
 
 impl ControlFlags {
-    /// These flags if `is_set`, else none.
+    /// Returns these flags if `is_set`, else none.
     #[must_use]
     pub fn when(self, is_set: bool) -> Self {
         if is_set { self } else { Self::empty() }
     }
 }
 
-/// The flags of all ranks at one step, in their order.
+/// The flags of all ranks at one step, in rank order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllFlags(pub Vec<ControlFlags>);
 
 impl AllFlags {
-    /// Whether any rank has set the flag.
+    /// Returns whether any rank has set the flag.
     pub fn any(&self, flag: ControlFlags) -> bool {
         self.0.iter().any(|flags| flags.contains(flag))
     }
 
-    /// Whether all ranks have set the flag.
+    /// Returns whether all ranks have set the flag.
     pub fn all(&self, flag: ControlFlags) -> bool {
         self.0.iter().all(|flags| flags.contains(flag))
     }

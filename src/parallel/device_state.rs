@@ -1,5 +1,5 @@
 //! Parameters and optimizer state of a range of a unit in the memory of one device, and their
-//! update there.
+//! update.
 
 use std::ops::Range;
 
@@ -10,17 +10,17 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Audit, Kernels, MemoryKind, Sgd};
 use hpctrain_nn::optim::{AVERAGE, GroupRun, Pair, UpdateRule};
 
-/// Rule and parts of a range's update.
+/// How a range is updated.
 pub struct Recipe {
-    /// None where nothing is trained.
+    /// The update rule; none if nothing is trained.
     pub rule: Option<UpdateRule>,
-    /// Decay of the parameters' running average, if one is kept.
+    /// The decay of the parameters' EMA, if there is one.
     pub average: Option<f32>,
-    /// The outer step on the average of replicas, if there is one.
+    /// The outer optimizer of local SGD, if there is one.
     pub outer: Option<OuterOptimizer>,
-    /// The parts of the range that are updated alike.
+    /// The parts of the range, each of which is updated with the same settings.
     pub parts: Vec<GroupRun>,
-    /// Whether updates are audited.
+    /// Whether updates compute checksums for SDC checks.
     pub audits: bool,
 }
 
@@ -29,33 +29,33 @@ pub struct DeviceState<B: Kernels> {
     /// The device.
     pub backend: B,
     recipe: Recipe,
-    /// The parameters of the range in f32. None where full ones live always, in f32: then they are
-    /// its window of those.
+    /// The fp32 master weights of the range. None if the full parameters are always in memory in
+    /// f32; then the parameters are a window of those.
     master: Option<B::Buf>,
-    /// One buffer for each name in [`Rule::state`], then the running average.
+    /// One buffer for each name in [`UpdateRule::state`], then the EMA.
     state: Vec<B::Buf>,
-    /// The outer step's, if there is one.
+    /// The state of the outer optimizer, if there is one.
     outer: Option<OuterState<B>>,
-    /// Where updates are audited.
-    audit: Option<SdcChecksum<B>>,
+    /// The checksum, if SDC checks are on.
+    checksum: Option<SdcChecksum<B>>,
 }
 
-/// The starting point of the next outer step.
+/// The state of the outer optimizer.
 struct OuterState<B: Kernels> {
     step: OuterOptimizer,
     /// The parameters after the last average.
     anchor: B::Buf,
-    /// Where the step has momentum.
+    /// The momentum buffer, if the momentum is not 0.
     momentum: Option<B::Buf>,
 }
 
 impl<B: Kernels> DeviceState<B> {
-    /// Fresh optimizer state for a range whose parameters are `values`; those too, if they are kept
-    /// apart.
+    /// Creates fresh optimizer state for a range with parameters `values`, and master weights if
+    /// `has_master`.
     ///
     /// # Errors
-    /// Out of memory.
-    pub fn new(backend: &B, recipe: Recipe, values: &[f32], is_apart: bool) -> Result<Self> {
+    /// Returns an error if the memory does not suffice.
+    pub fn new(backend: &B, recipe: Recipe, values: &[f32], has_master: bool) -> Result<Self> {
         let zeros = || {
             let mut buf = backend.alloc_f32(MemoryKind::Optimizer, values.len())?;
             backend.zero(B::all_mut(&mut buf))?;
@@ -77,31 +77,31 @@ impl<B: Kernels> DeviceState<B> {
         Ok(Self {
             state: state.collect::<Result<_>>()?,
             outer: recipe.outer.map(outer).transpose()?,
-            master: is_apart
+            master: has_master
                 .then(|| backend.upload_f32(MemoryKind::Parameters, values))
                 .transpose()?,
-            audit: recipe.audits.then(SdcChecksum::default),
+            checksum: recipe.audits.then(SdcChecksum::default),
             backend: backend.clone(),
             recipe,
         })
     }
 
-    /// The digest of parameters and state after the last update, where updates are audited and
-    /// there was one.
+    /// Returns the digest of parameters and state after the last update, if SDC checks are on and
+    /// there was an update.
     ///
     /// # Errors
-    /// That update had found other values than the one before it had left; or the device failed.
+    /// Returns an error if memory changed between the last two updates, or the device fails.
     pub fn digest(&mut self) -> Result<Option<u64>> {
-        self.audit.as_mut().map_or(Ok(None), |audit| audit.settle(&self.backend))
+        self.checksum.as_mut().map_or(Ok(None), |checksum| checksum.settle(&self.backend))
     }
 
-    /// Compares parameters and state with those that the last update has left, where updates are
-    /// audited. `full` is as in [`DeviceState::update`].
+    /// Checks that parameters and state have not changed since the last update, if SDC checks are
+    /// on. `full` is as in [`DeviceState::update`].
     ///
     /// # Errors
-    /// They differ; the device failed, or no buffer holds the parameters.
+    /// Returns an error if they have changed, the device fails, or no buffer holds the parameters.
     pub fn compare<'a>(&'a mut self, full: Option<B::View<'a>>) -> Result<()> {
-        let Some(audit) = &mut self.audit else { return Ok(()) };
+        let Some(checksum) = &mut self.checksum else { return Ok(()) };
         let params = self.master.as_ref().map(B::all).or(full).ok_or_else(nowhere)?;
         let mut left: Vec<B::View<'_>> =
             std::iter::once(params).chain(self.state.iter().map(B::all)).collect();
@@ -113,24 +113,24 @@ impl<B: Kernels> DeviceState<B> {
                 *view = rest;
             }
         }
-        // Statistics have no state that an update changes.
-        audit.compare(&self.backend, windows.into_iter())
+        // Running statistics have no optimizer state.
+        checksum.compare(&self.backend, windows.into_iter())
     }
 
-    /// The parameters, where they are kept apart.
+    /// Returns the master weights.
     ///
     /// # Errors
-    /// They are not.
+    /// Returns an error if there are none.
     pub fn master(&self) -> Result<&B::Buf> {
         self.master.as_ref().ok_or_else(nowhere)
     }
 
-    /// The squares that scale the steps of tensors ([`Rule::squares`]): of their parts in `range`,
-    /// which counts from the start of this range. `params` and `grad` are windows of the whole
+    /// Returns the squared norms for trust ratios ([`UpdateRule::squares`]) of the parts of tensors
+    /// in `range`, which is relative to this range. `params` and `grad` are windows of the whole
     /// range.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn squares<'a>(
         &'a self,
         hyper: Hyper,
@@ -157,14 +157,15 @@ impl<B: Kernels> DeviceState<B> {
     }
 
     fn rule(&self) -> Result<UpdateRule> {
-        self.recipe.rule.ok_or_else(|| Error::internal("an update without a rule"))
+        self.recipe.rule.ok_or_else(|| Error::internal("the update has no rule"))
     }
 
-    /// Updates the parameters from their gradient. `full` is the range's window of full ones, where
-    /// they live always; `trust` has a factor for every tensor of the unit where steps are scaled.
+    /// Updates the parameters with their gradient. `full` is the range's window of the full
+    /// parameters, if they are always in memory; `trust` has the trust ratio of every tensor of the
+    /// unit, for layer-wise rules.
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn update<'a>(
         &'a mut self,
         hyper: Hyper,
@@ -178,9 +179,9 @@ impl<B: Kernels> DeviceState<B> {
             (None, Some(full)) => (full, None),
             (None, None) => return Err(nowhere()),
         };
-        // One that is not read yet is told first.
-        self.audit.as_mut().map_or(Ok(None), |audit| audit.settle(&self.backend))?;
-        let mut audit = self.audit.is_some().then(Audit::default);
+        // Check the digests of the previous update first.
+        self.checksum.as_mut().map_or(Ok(None), |checksum| checksum.settle(&self.backend))?;
+        let mut audit = self.checksum.is_some().then(Audit::default);
         let state = self.state.iter_mut().map(B::all_mut).collect();
         let mut left = Windows::<B> { grad, state, params, copy };
         for part in &self.recipe.parts {
@@ -205,17 +206,17 @@ impl<B: Kernels> DeviceState<B> {
                 )?;
             }
         }
-        if let (Some(kept), Some(audit)) = (&mut self.audit, audit) {
-            kept.updated(audit);
+        if let (Some(checksum), Some(audit)) = (&mut self.checksum, audit) {
+            checksum.updated(audit);
         }
         Ok(())
     }
 
-    /// Lets the parameters and their average take each other's places, if one is kept. `full` as in
+    /// Swaps the parameters and their EMA, if there is one. `full` is as in
     /// [`DeviceState::update`].
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn swap_ema(&mut self, full: Option<B::ViewMut<'_>>) -> Result<()> {
         let b = &self.backend;
         let Some(average) = self.state.last_mut().filter(|_| self.recipe.average.is_some()) else {
@@ -227,25 +228,26 @@ impl<B: Kernels> DeviceState<B> {
                 full.map_or(Ok(()), |full| b.copy(B::all(master), full))
             }
             (None, Some(mut full)) => {
-                let mut kept = b.alloc_f32(MemoryKind::Parameters, B::len(average))?;
-                b.copy(B::shared(&full), B::all_mut(&mut kept))?;
+                let mut saved = b.alloc_f32(MemoryKind::Parameters, B::len(average))?;
+                b.copy(B::shared(&full), B::all_mut(&mut saved))?;
                 b.copy(B::all(average), B::reborrow(&mut full))?;
-                b.copy(B::all(&kept), B::all_mut(average))
+                b.copy(B::all(&saved), B::all_mut(average))
             }
             (None, None) => Err(nowhere()),
         }
     }
 
-    /// Buffers that are averaged over replicas: parameters, the rule's state, the running average.
+    /// Returns the number of buffers that are averaged over replicas: parameters, the rule's state
+    /// and the EMA.
     pub fn averaged(&self) -> usize {
         1 + self.state.len()
     }
 
-    /// This replica's part of the mean over replicas: `rate` times parameters and state, one after
-    /// the other, into `to`. `full` is as in [`DeviceState::update`].
+    /// Writes this replica's contribution to the mean over replicas into `to`: `rate` times
+    /// parameters and state, one after the other. `full` is as in [`DeviceState::update`].
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn scaled_state<'a>(
         &'a self,
         rate: f32,
@@ -269,18 +271,19 @@ impl<B: Kernels> DeviceState<B> {
         Ok(())
     }
 
-    /// Takes the mean over replicas, laid out as [`DeviceState::share`] has it: state as it is,
-    /// parameters by the outer step, if there is one. `full` is as in [`DeviceState::update`].
+    /// Applies the mean over replicas, which has the layout of [`DeviceState::scaled_state`]:
+    /// replaces the state, and the parameters by the outer step if there is one. `full` is as in
+    /// [`DeviceState::update`].
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn apply_average(
         &mut self,
         mean: B::View<'_>,
         len: usize,
         full: Option<B::ViewMut<'_>>,
     ) -> Result<()> {
-        self.audit.iter_mut().for_each(SdcChecksum::forget);
+        self.checksum.iter_mut().for_each(SdcChecksum::forget);
         let b = &self.backend;
         let (params, mut rest) = B::split_at(mean, len);
         for buf in &mut self.state {
@@ -293,13 +296,13 @@ impl<B: Kernels> DeviceState<B> {
         set(b, B::all(&outer.anchor), &mut self.master, full)
     }
 
-    /// The elements `range` of every buffer of state.
+    /// Returns the elements `range` of every buffer of state.
     pub fn state(&self, range: &Range<usize>) -> impl Iterator<Item = B::View<'_>> {
         let of_outer = self.outer.iter().filter_map(|outer| outer.momentum.as_ref());
         self.state.iter().chain(of_outer).map(|buf| B::view(buf, range.clone()))
     }
 
-    /// Numbers of the parts that [`DeviceState::restore`] asks for, in its order.
+    /// Returns the numbers of the parts that [`DeviceState::restore`] loads, in order.
     pub fn restored_parts(&self) -> Vec<usize> {
         let copies = usize::from(self.master.is_some()) + usize::from(self.outer.is_some());
         let momentum = self.outer.as_ref().is_some_and(|outer| outer.momentum.is_some());
@@ -307,13 +310,13 @@ impl<B: Kernels> DeviceState<B> {
         std::iter::repeat_n(0, copies).chain(1..=states).collect()
     }
 
-    /// Replaces parameters and state by the values that `load` gives: part 0 is the parameters,
+    /// Replaces parameters and state by the values that `load` returns: part 0 is the parameters,
     /// part k the k-th buffer of state.
     ///
     /// # Errors
-    /// Of `load`.
+    /// Returns the error of `load`, or an error if the device fails.
     pub fn restore(&mut self, mut load: impl FnMut(usize) -> Result<Vec<f32>>) -> Result<()> {
-        self.audit.iter_mut().for_each(SdcChecksum::forget);
+        self.checksum.iter_mut().for_each(SdcChecksum::forget);
         if let Some(master) = &mut self.master {
             self.backend.write(&load(0)?, B::all_mut(master))?;
         }
@@ -328,7 +331,7 @@ impl<B: Kernels> DeviceState<B> {
     }
 }
 
-/// Copies parameters to where they are kept.
+/// Copies parameters to the master weights and the full parameters.
 fn set<B: Kernels>(
     backend: &B,
     params: B::View<'_>,
@@ -346,8 +349,8 @@ fn set<B: Kernels>(
 }
 
 impl<B: Kernels> OuterState<B> {
-    /// The step from the last average towards the `mean` of the replicas. Statistics are no
-    /// parameters that are trained: they become the mean.
+    /// Takes the outer step from the last average towards the `mean` of the replicas. Running
+    /// statistics are not trained; they are replaced by the mean.
     fn take(&mut self, backend: &B, parts: &[GroupRun], mean: B::View<'_>) -> Result<()> {
         let OuterOptimizer { lr, momentum } = self.step;
         let mut mean = mean;
@@ -361,7 +364,7 @@ impl<B: Kernels> OuterState<B> {
             match of_velocity {
                 _ if part.average.is_some() => backend.copy(of_part, to)?,
                 None => backend.approach(lr, of_part, to, None, None)?,
-                // The gradient is the anchor less the mean: its first term is a weight decay of 1.
+                // The gradient is the anchor minus the mean; the anchor is a weight decay of 1.
                 Some(velocity) => {
                     let step =
                         Sgd { lr, momentum, nesterov: true, weight_decay: 1.0, grad_scale: -1.0 };
@@ -374,7 +377,7 @@ impl<B: Kernels> OuterState<B> {
     }
 }
 
-/// The same elements of all that an update reads and writes.
+/// The same elements of all buffers that an update reads and writes.
 struct Windows<'g, 'a, B: Kernels> {
     grad: B::View<'g>,
     state: Vec<B::ViewMut<'a>>,
@@ -383,7 +386,7 @@ struct Windows<'g, 'a, B: Kernels> {
 }
 
 impl<B: Kernels> Windows<'_, '_, B> {
-    /// Cuts every window at the same element.
+    /// Splits every window at the same element.
     fn cut(self, at: usize) -> (Self, Self) {
         let (grad, grad_rest) = B::split_at(self.grad, at);
         let (params, params_rest) = B::cut_mut(self.params, at);

@@ -1,4 +1,4 @@
-//! One unit in memory: its full buffers, its shard, the gradients of its virtual ranks.
+//! One FSDP unit in memory: its full buffers, its shard, and the gradients of its virtual ranks.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use hpctrain_comm::{Group, Pending};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::optim::GroupRun;
 
-/// A full buffer: at hand, on the wire, or given up.
+/// A full buffer: in memory, in flight, or freed.
 pub enum BufferState<T> {
     Here(T),
     InFlight(Pending<T>),
@@ -20,7 +20,7 @@ pub enum BufferState<T> {
 }
 
 impl<T: Send + 'static> BufferState<T> {
-    /// Waits until the buffer is here, unless it was given up.
+    /// Waits until the buffer is in memory and returns it, or none if it was freed.
     pub fn wait(&mut self) -> Result<Option<&mut T>> {
         *self = match std::mem::replace(self, BufferState::Gone) {
             BufferState::InFlight(pending) => BufferState::Here(pending.wait()?),
@@ -32,7 +32,7 @@ impl<T: Send + 'static> BufferState<T> {
         })
     }
 
-    /// The buffer, if it is here.
+    /// Returns the buffer, if it is in memory.
     pub fn here(&self) -> Option<&T> {
         match self {
             BufferState::Here(buf) => Some(buf),
@@ -43,59 +43,59 @@ impl<T: Send + 'static> BufferState<T> {
 
 /// The sum of a unit's gradients: over the rank's virtual ranks, then over all ranks.
 pub enum Reduction<B: Kernels> {
-    /// The sum over the virtual ranks of this rank, not yet reduced.
+    /// The sum over the virtual ranks of this rank, whose reduction has not started.
     Ended(B::Buf),
-    /// On its way: over the shard axis, then over the replica axis.
+    /// The reduction over the shard axis, then the replica axis, is in flight.
     InFlight(Pending<B::Buf>),
-    /// Finished.
+    /// The reduction has finished.
     Done(Sum<B>),
 }
 
 /// A reduced gradient.
 pub struct Sum<B: Kernels> {
     pub grad: B::Buf,
-    /// Range of the owned part in its buffer.
+    /// The range of the owned part in the buffer.
     pub window: Range<usize>,
-    /// Squares of this rank's virtual shards.
+    /// The squared norms of this rank's virtual shards.
     pub squares: Vec<B::Scalar>,
 }
 
-/// A replica's part of a unit that waits for its turn.
+/// A unit's shard and parameters of a replica that is not being trained at the moment.
 pub struct InactiveReplica<B: Kernels> {
     pub owner: OptimizerShard<B>,
     pub params: BufferState<B::Buf>,
 }
 
-/// A unit of a rank's stage.
+/// A unit of a rank's pipeline stage.
 pub struct Unit<B: Kernels> {
     pub layout: UnitLayout,
-    /// Settings of the update of each tensor.
+    /// The update settings of each tensor.
     pub tensors: Vec<GroupRun>,
     /// The shard of this rank.
     pub owner: OptimizerShard<B>,
-    /// Full parameters.
+    /// The full parameters.
     pub params: BufferState<B::Buf>,
-    /// Shards and full parameters of the other replicas that this rank trains, in the order of
-    /// their turns.
+    /// The shards and full parameters of the other replicas that this rank trains in turn.
     pub resting: VecDeque<InactiveReplica<B>>,
     /// The full gradient of the current virtual rank.
     pub grads: Option<B::Buf>,
-    /// Whether `grads` holds this virtual rank's sum; if not, `zeroed` is to be zeroed before use.
+    /// Whether `grads` has a sum of this virtual rank; if not, `zeroed` must be zeroed before use.
     pub grads_open: bool,
-    /// Ranges that no backward overwrites.
+    /// The ranges that no backward overwrites.
     pub zeroed: Vec<Range<usize>>,
-    /// The gradient of the current virtual rank of parameters that the block borrows.
+    /// The gradient of tied parameters that the block uses, for the current virtual rank.
     pub borrowed: Option<B::Buf>,
-    /// Of blocks that borrow this unit, gradients of the current virtual rank: each of the unit's first
-    /// elements.
+    /// The gradients of the unit's first elements from blocks that are tied to it, for the current
+    /// virtual rank.
     pub returned: Vec<B::Buf>,
-    /// Finished virtual ranks of this rank.
+    /// The partial sums of finished virtual ranks.
     pub virtual_ranks: Tree<B::Buf>,
     pub reduction: Option<Reduction<B>>,
 }
 
 impl<B: Kernels> Unit<B> {
-    /// Makes the gradient buffer ready for a backward; whether it is the first of the virtual rank.
+    /// Prepares the gradient buffer for a backward; returns whether it is the first of the virtual
+    /// rank.
     pub fn open_grads(&mut self, backend: &B) -> Result<bool> {
         if self.grads.is_none() {
             self.grads = Some(backend.alloc(MemoryKind::Gradients, self.layout.padded)?);
@@ -109,7 +109,8 @@ impl<B: Kernels> Unit<B> {
         Ok(first)
     }
 
-    /// As [`Unit::open_grads`], for `len` elements that the block borrows.
+    /// Prepares the gradient buffer of `len` tied elements for a backward; returns whether it is
+    /// the first of the virtual rank.
     pub fn open_borrowed(&mut self, backend: &B, len: usize) -> Result<bool> {
         let first = self.borrowed.is_none();
         if first {
@@ -118,8 +119,8 @@ impl<B: Kernels> Unit<B> {
         Ok(first)
     }
 
-    /// Adds the gradients that each virtual tensor rank has of whole tensors, here and on the other ranks
-    /// of `tensor`, and gives the sum to all.
+    /// Sums the gradients of replicated tensors over the virtual tensor-parallel ranks, here and on
+    /// the other ranks of `tensor`, and writes the sum to all copies.
     pub fn add_copies(&mut self, backend: &B, tensor: &Group<B>) -> Result<()> {
         let copies: Vec<Range<usize>> =
             self.layout.copies().filter(|copy| !copy.is_empty()).collect();
@@ -127,7 +128,7 @@ impl<B: Kernels> Unit<B> {
         let grads = self
             .grads
             .as_mut()
-            .ok_or_else(|| Error::internal("a virtual rank ended before it began"))?;
+            .ok_or_else(|| Error::internal("a virtual rank ended before it started"))?;
         let add = |into: &mut B::Buf, from: B::Buf| backend.add(B::all(&from), B::all_mut(into));
         let mut tree = Tree::default();
         for copy in &copies {
@@ -135,28 +136,28 @@ impl<B: Kernels> Unit<B> {
             backend.copy(B::view(grads, copy.clone()), B::all_mut(&mut part))?;
             tree.push(part, add)?;
         }
-        let sum = tree.finish(add)?.ok_or_else(|| Error::internal("a unit without sections"))?;
+        let sum = tree.finish(add)?.ok_or_else(|| Error::internal("the unit has no sections"))?;
         let sum = tensor.with_label(&self.layout.name).all_reduce(sum, 0..len).wait()?;
         copies.into_iter().try_for_each(|copy| backend.copy(B::all(&sum), B::view_mut(grads, copy)))
     }
 
-    /// The virtual rank's gradient is final, those of borrowers included: it joins the rank's tree of
-    /// virtual ranks. After the `last` virtual rank their sum is ready to be reduced.
+    /// Adds the final gradient of a virtual rank, including those of tied blocks, to the tree of
+    /// virtual ranks. After the `last` virtual rank the sum is ready to be reduced.
     pub fn virtual_rank_done(&mut self, backend: &B, last: bool) -> Result<()> {
         let mut virtual_rank = self
             .grads
             .take()
-            .ok_or_else(|| Error::internal("a virtual rank ended before it began"))?;
+            .ok_or_else(|| Error::internal("a virtual rank ended before it started"))?;
         self.grads_open = false;
         for part in self.returned.drain(..) {
-            // Equally many elements for each section, of which the last virtual ranks may want fewer.
+            // Every section has the same number of elements, of which the last ones may use fewer.
             let of_section = B::len(&part) / self.layout.slices().held.len();
             for (k, range) in self.layout.first_tensor().enumerate() {
                 let from = k * of_section..k * of_section + range.len();
                 backend.add(B::view(&part, from), B::view_mut(&mut virtual_rank, range))?;
             }
         }
-        // A merged buffer is free again: it serves the next virtual rank.
+        // A merged buffer is reused for the next virtual rank.
         let mut spare = None;
         let mut add = |into: &mut B::Buf, from: B::Buf| {
             backend.add(B::all(&from), B::all_mut(into))?;
@@ -168,7 +169,7 @@ impl<B: Kernels> Unit<B> {
             let sum = self
                 .virtual_ranks
                 .finish(&mut add)?
-                .ok_or_else(|| Error::internal("no virtual rank to reduce"))?;
+                .ok_or_else(|| Error::internal("there is no virtual rank to reduce"))?;
             self.reduction = Some(Reduction::Ended(sum));
         } else {
             self.grads = spare;
@@ -176,7 +177,7 @@ impl<B: Kernels> Unit<B> {
         Ok(())
     }
 
-    /// The next replica takes its turn.
+    /// Switches to the next replica.
     pub fn next_replica(&mut self) {
         if let Some(mut other) = self.resting.pop_front() {
             std::mem::swap(&mut self.owner, &mut other.owner);
@@ -185,9 +186,9 @@ impl<B: Kernels> Unit<B> {
         }
     }
 
-    /// A full buffer with this rank's part of the parameters, to be gathered; none if they are here
-    /// or on their way. If this rank is `alone` with it, they may still be on their way from the
-    /// host.
+    /// Returns a full buffer with this rank's shard of the parameters, to be all-gathered; none if
+    /// they are in memory or in flight. If there is only this shard (`alone`), its upload from the
+    /// host may still be in flight.
     pub fn contribution(&mut self, backend: &B, alone: bool) -> Result<Option<B::Buf>> {
         let BufferState::Gone = self.params else { return Ok(None) };
         let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
@@ -200,7 +201,7 @@ impl<B: Kernels> Unit<B> {
         Ok(Some(full))
     }
 
-    /// Whether the reduction is over, so that nothing need be waited for.
+    /// Returns whether the reduction has finished.
     pub fn has_arrived(&mut self) -> bool {
         match &mut self.reduction {
             Some(Reduction::InFlight(pending)) => pending.is_done(),
@@ -209,8 +210,8 @@ impl<B: Kernels> Unit<B> {
     }
 }
 
-/// The initial values of a unit: each tensor a stream of its own, named by the tensor, of which a
-/// rank takes its part. Without a seed, zero.
+/// Returns the initial values of a unit, which do not depend on the layout: each tensor has a
+/// random stream that its name determines. Without a seed the values are zero.
 pub fn initial(layout: &UnitLayout, seed: Option<u64>) -> Vec<f32> {
     let mut values = vec![0.0; layout.padded];
     let Some(seed) = seed else { return values };

@@ -1,54 +1,56 @@
-//! The groups of ranks that a mesh makes.
+//! The process groups of a mesh.
 
 use hpctrain_base::error::Result;
 use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_comm::{Comm, Group, Table};
 use hpctrain_device::Kernels;
 
-/// The groups of a rank.
+/// The process groups of a rank.
 pub struct Groups<B: Kernels> {
     /// All ranks that train.
     pub world: Group<B>,
-    /// Ranks of the stage that share one copy of its parameters.
+    /// Ranks of the stage among which one replica of its parameters is sharded.
     pub shard: Group<B>,
-    /// Ranks of the stage that own the same range in different copies.
+    /// Ranks of the stage that own the same range in different replicas.
     pub replica: Group<B>,
-    /// Both: ranks of the stage with different data, replica-major.
+    /// Both of these axes: ranks of the stage with different data, replica-major.
     pub data: Group<B>,
-    /// Ranks of the stage that compute slices of the same blocks.
+    /// Tensor-parallel ranks of the stage.
     pub tensor: Group<B>,
-    /// The stages that compute the same data, in order: for activations and their gradients.
+    /// The pipeline stages that compute the same data, in order: for activations and their
+    /// gradients.
     pub pipeline: Group<B>,
-    /// The same, for parameters that one stage borrows from another and for their gradients.
+    /// The same ranks, for tied parameters of other stages and their gradients.
     pub ties: Group<B>,
-    /// Those of these ranks that take a step together.
+    /// The groups of ranks that compute a step together.
     pub step: StepGroups<B>,
 }
 
-/// The groups whose ranks meet in a step: of all replicas, or where those train apart, of one.
+/// The groups of ranks that synchronize at every step: of all replicas, or with local SGD of one
+/// replica.
 pub struct StepGroups<B: Kernels> {
-    /// All of them.
+    /// All ranks that compute a step together.
     pub world: Group<B>,
-    /// Those of the stage that own the same range in different copies.
+    /// Ranks of the stage that own the same range in different replicas.
     pub replica: Group<B>,
-    /// Those of the stage with different data.
+    /// Ranks of the stage with different data.
     pub data: Group<B>,
-    /// Every one of the stage.
+    /// All ranks of the stage.
     pub stage: Group<B>,
 }
 
 impl<B: Kernels> Groups<B> {
-    /// The groups of `mesh`, whose ranks are those of `comm`; `apart` is whether its replicas train
-    /// apart. Collective over its world.
+    /// Creates the groups of `mesh`, whose ranks are those of `comm`; `local_sgd` is whether its
+    /// replicas train with local SGD. Collective over the world of `comm`.
     ///
     /// # Errors
-    /// A message between ranks failed.
-    pub fn split(comm: &Comm<B>, mesh: &Mesh, apart: bool) -> Result<Self> {
+    /// Returns an error if a message between ranks fails.
+    pub fn split(comm: &Comm<B>, mesh: &Mesh, local_sgd: bool) -> Result<Self> {
         let group = |axes: &[Axis], name| Ok(comm.split(&mesh.colors(axes))?.named(name));
         let [world, shard] = [comm.world(), group(&[Axis::Shard], "shard")?];
         let replica = group(&[Axis::Replica], "replica")?;
         let data = group(&[Axis::Replica, Axis::Shard], "data")?;
-        let step = match apart {
+        let step = match local_sgd {
             false => StepGroups {
                 world: world.clone(),
                 replica: replica.clone(),
@@ -74,7 +76,7 @@ impl<B: Kernels> Groups<B> {
         })
     }
 
-    /// The same groups, with algorithms for the units' exchanges over shards and over replicas.
+    /// Sets the algorithms of the units' collectives over shards and over replicas.
     #[must_use]
     pub fn with_algorithms(self, of_shards: Table, of_replicas: Table) -> Self {
         let step = StepGroups {

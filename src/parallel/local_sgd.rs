@@ -1,63 +1,62 @@
-//! Replicas that train apart: each takes its own steps, and every few steps all become their
-//! average.
+//! Local SGD: replicas train independently, and are averaged every few steps.
 //!
 //! With plain averages this is local SGD (Stich, "Local SGD converges fast and communicates
-//! little", 2019); with an average at the end alone, one-shot averaging (Zinkevich et al.,
-//! "Parallelized stochastic gradient descent", 2010). An outer step makes it `DiLoCo` (Douillard et
-//! al., 2023). The optimizer's state is averaged too (Cheng and Glasgow, "Convergence of
-//! distributed adaptive optimization with local updates", 2024): after an average all replicas are
-//! equal, as they are at every step of other layouts, so a checkpoint there is one of any layout.
+//! little", 2019); with a single average at the end, one-shot averaging (Zinkevich et al.,
+//! "Parallelized stochastic gradient descent", 2010). An outer optimizer makes it `DiLoCo`
+//! (Douillard et al., 2023). The optimizer state is averaged too (Cheng and Glasgow, "Convergence
+//! of distributed adaptive optimization with local updates", 2024). After an average all replicas
+//! are equal, so a checkpoint saved then can be loaded in any layout.
 //!
-//! A rank may train several replicas in turn, which gives the bits of ranks that train one each:
-//! means are added by one tree, whose lower levels run inside a rank.
+//! A rank may train several replicas in turn, with the same bits as ranks that train one each:
+//! means are added in one tree, whose lower levels run inside a rank.
 
 use super::control_flags::ControlFlags;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::tree_sum::tree_sum;
 
-/// The averages of replicas.
+/// The settings of local SGD.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LocalSgd {
-    /// Steps between two averages.
+    /// The number of steps between two averages.
     pub every: u64,
-    /// Replicas, over all ranks.
+    /// The number of replicas over all ranks.
     pub replicas: usize,
-    /// The step on the averaged parameters, where they are not just taken.
+    /// The outer optimizer; none for plain averages.
     pub outer: Option<OuterOptimizer>,
 }
 
-/// The outer step: SGD with Nesterov's momentum, whose gradient is the change of the averaged
-/// parameters since the last average, negated.
+/// The outer optimizer: SGD with Nesterov momentum, whose gradient is the negated change of the
+/// averaged parameters since the last average.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OuterOptimizer {
-    /// Learning rate.
+    /// The learning rate.
     pub lr: f32,
-    /// Decay of the momentum; 0 keeps none.
+    /// The momentum; 0 disables it.
     pub momentum: f32,
 }
 
 /// A step of one replica.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ReplicaStep {
-    /// Mean loss of its samples.
+    /// The mean loss of its samples.
     pub loss: f64,
-    /// Norm of its gradient, before clipping.
+    /// The norm of its gradient before clipping.
     pub norm: f64,
-    /// Whether it left its update out.
+    /// Whether its update was skipped.
     pub skipped: bool,
 }
 
-/// A rank's message at an average, about the steps since the last one; little-endian f64 on the
-/// wire.
+/// A rank's message at an average about the steps since the last one; encoded as little-endian f64.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoundSummary {
-    /// The rank's requests.
+    /// The control flags of the rank.
     pub flags: ControlFlags,
-    /// Seconds that the rank computed in each step.
+    /// The compute time of the rank in each step, in seconds.
     pub compute: Vec<f64>,
     /// The first replica that it trains.
     pub first_replica: usize,
-    /// The steps of each replica that it trains. Ranks that train one together tell the same.
+    /// The steps of each replica that it trains; the same on all ranks that train a replica
+    /// together.
     pub replicas: Vec<Vec<ReplicaStep>>,
 }
 
@@ -97,28 +96,29 @@ impl RoundSummary {
     }
 }
 
-/// The steps of every replica, in order, from the messages of all ranks.
+/// Returns the steps of every replica, in order, from the messages of all ranks.
 ///
 /// # Errors
-/// None tells of some replica, or one tells of other steps.
+/// Returns an error if no message has the steps of some replica, or one has another number of
+/// steps.
 pub fn steps_of_replicas(
-    told: &[RoundSummary],
+    summaries: &[RoundSummary],
     replicas: usize,
     steps: usize,
 ) -> Result<Vec<Vec<ReplicaStep>>> {
     let mut all = vec![None; replicas];
-    for one in told {
-        for (replica, taken) in (one.first_replica..).zip(&one.replicas) {
+    for summary in summaries {
+        for (replica, taken) in (summary.first_replica..).zip(&summary.replicas) {
             let to = all.get_mut(replica).filter(|_| taken.len() == steps);
-            *to.ok_or_else(|| Error::comm("another rank has taken other steps"))? =
+            *to.ok_or_else(|| Error::comm("another rank has other steps or replicas"))? =
                 Some(taken.clone());
         }
     }
-    let missing = || Error::comm("no rank has told of some replica");
+    let missing = || Error::comm("the steps of a replica are missing");
     all.into_iter().collect::<Option<_>>().ok_or_else(missing)
 }
 
-/// The mean over replicas, by the tree of averages.
+/// Returns the mean over replicas, added in the same tree as parameters.
 pub fn mean(of_replicas: impl Iterator<Item = f64>) -> f64 {
     let all: Vec<f64> = of_replicas.collect();
     tree_sum(&all) / all.len() as f64
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn summaries_arrive_as_they_were() {
+    fn summaries_are_decoded_as_encoded() {
         let sent = summary(2, &[[1.5, f64::INFINITY], [0.5, 3.0]]);
         assert_eq!(RoundSummary::decode(&sent.encode()).unwrap(), sent);
         for cut in [0, 16, 40, 48, 72] {
@@ -148,14 +148,14 @@ mod tests {
     }
 
     #[test]
-    fn every_replica_is_told_of_whoever_tells() {
-        let losses = |told: &[RoundSummary]| {
-            let all = steps_of_replicas(told, 4, 2)?;
+    fn steps_of_replicas_do_not_depend_on_the_ranks() {
+        let losses = |summaries: &[RoundSummary]| {
+            let all = steps_of_replicas(summaries, 4, 2)?;
             Ok::<_, Error>(all.iter().map(|steps| steps[1].loss).collect::<Vec<f64>>())
         };
         let two = [summary(0, &[[0.0, 1.0], [0.0, 2.0]]), summary(2, &[[0.0, 3.0], [0.0, 4.0]])];
         assert_eq!(losses(&two).unwrap(), [1.0, 2.0, 3.0, 4.0]);
-        // Ranks that train a replica together tell the same.
+        // Ranks that train a replica together send the same steps.
         assert_eq!(losses(&[&two[..], &two[..]].concat()), losses(&two));
         assert!(losses(&two[..1]).is_err() && losses(&[summary(3, &[[0.0; 2]; 2])]).is_err());
         assert!(steps_of_replicas(&two, 4, 3).is_err());

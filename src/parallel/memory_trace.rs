@@ -1,42 +1,42 @@
-//! A step played through with sizes alone: the full parameters and the gradients that are alive at
-//! each moment.
+//! Simulates the memory of a step: the full parameters and gradients that are alive at each moment.
 //!
-//! It follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the two. Of
-//! activations it knows how many micro-batches wait for their backward.
+//! The simulation follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the
+//! two. Of activations it counts only the micro-batches that wait for their backward.
 //!
-//! The banner's `memory` lines follow from it: a GPU's memory is one pool, so its line is the
-//! largest sum over all moments; on the host every category counts with its own peak.
+//! The `memory` lines of the startup summary are computed from it: a GPU's memory is one pool, so
+//! its line is the largest sum over all moments; on the host every category counts with its own
+//! peak.
 
 use super::param_prefetch::{self, BlockUse, alive};
 use super::pipeline_schedule::{Action, StepSchedule};
 use super::pipeline_stage::Stage;
 use super::{Lifetime, ShardingPolicy};
 
-/// Inputs that determine the lifetimes of full buffers in a step.
+/// The inputs that determine the lifetimes of full buffers in a step.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryTimeline<'a> {
     /// The stage of the rank.
     pub stage: &'a Stage,
-    /// Elements of the unit in each of its slots.
+    /// The number of elements of the unit in each slot.
     pub sizes: &'a [usize],
-    /// Ranks that share one copy of the parameters.
+    /// The number of ranks among which the parameters are sharded.
     pub shards: usize,
-    /// Lifetimes of full buffers.
+    /// The lifetimes of full buffers.
     pub keep: ShardingPolicy,
-    /// The step's order of work.
+    /// The schedule of the step.
     pub schedule: StepSchedule,
 }
 
-/// Position in a step.
+/// A position in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum When {
     /// In the forward of a block.
     Forward(usize),
     /// In the backward of a block.
     Backward(usize),
-    /// The same, where gradients of weights are put off.
+    /// In the backward of a block whose wgrad is deferred.
     BackwardInput(usize),
-    /// In the computation of those of a block.
+    /// In the deferred wgrad of a block.
     BackwardWeight(usize),
     /// After the backward of a block, at the end of a virtual rank.
     After(usize),
@@ -47,18 +47,18 @@ pub enum When {
 pub struct Moment {
     /// The moment.
     pub when: When,
-    /// Full parameters.
+    /// The full parameters.
     pub params: usize,
-    /// Gradients, full ones and owned parts.
+    /// The gradients, full ones and owned parts.
     pub grads: usize,
-    /// Micro-batches that wait for their backward, besides the one at hand.
+    /// The number of micro-batches that wait for their backward, besides the current one.
     pub waiting: usize,
-    /// Micro-batches whose gradients of weights are put off, besides the one at hand.
+    /// The number of micro-batches with deferred wgrad, besides the current one.
     pub put_off: usize,
 }
 
 impl MemoryTimeline<'_> {
-    /// The moments of a step that is not the first, in order.
+    /// Returns the moments of a step after the first, in order.
     pub fn step(&self) -> Vec<Moment> {
         let schedule = self.schedule.representative();
         let pass = param_prefetch::step(&self.stage.borrows(), schedule);
@@ -67,7 +67,7 @@ impl MemoryTimeline<'_> {
         let mut moments = Vec::new();
         let mut turn = 0;
         let mut waiting = 0;
-        let mut put_off = 0;
+        let mut deferred = 0;
         let window = self.keep.ahead;
         for action in schedule.actions() {
             match action {
@@ -80,7 +80,7 @@ impl MemoryTimeline<'_> {
                             params,
                             grads: grads.alive(),
                             waiting,
-                            put_off,
+                            put_off: deferred,
                         });
                         turn += 1;
                     }
@@ -88,7 +88,7 @@ impl MemoryTimeline<'_> {
                 }
                 Action::Backward(k) | Action::BackwardInput(k) => {
                     waiting -= 1;
-                    let puts_off = matches!(action, Action::BackwardInput(_));
+                    let defers = matches!(action, Action::BackwardInput(_));
                     let virtual_rank_end = schedule.virtual_rank_end(k);
                     if virtual_rank_end.is_some() {
                         grads.expect();
@@ -96,20 +96,17 @@ impl MemoryTimeline<'_> {
                     for block in (0..blocks).rev() {
                         grads.open(block);
                         let params = self.params(&pass, turn, window);
-                        let when = if puts_off {
-                            When::BackwardInput(block)
-                        } else {
-                            When::Backward(block)
-                        };
+                        let when =
+                            if defers { When::BackwardInput(block) } else { When::Backward(block) };
                         moments.push(Moment {
                             when,
                             params,
                             grads: grads.alive(),
                             waiting,
-                            put_off,
+                            put_off: deferred,
                         });
                         turn += 1;
-                        if let (Some(last), false) = (virtual_rank_end, puts_off) {
+                        if let (Some(last), false) = (virtual_rank_end, defers) {
                             let params = self.params(&pass, turn, window.saturating_sub(1));
                             let grads = grads.virtual_rank_done(block, last, self.stage.is_first());
                             moments.push(Moment {
@@ -117,24 +114,24 @@ impl MemoryTimeline<'_> {
                                 params,
                                 grads,
                                 waiting,
-                                put_off,
+                                put_off: deferred,
                             });
                         }
                     }
-                    put_off += usize::from(puts_off);
-                    if (virtual_rank_end, puts_off) == (Some(true), false) {
+                    deferred += usize::from(defers);
+                    if (virtual_rank_end, defers) == (Some(true), false) {
                         let grads = grads.reduce();
                         moments.push(Moment {
                             when: When::After(0),
                             params: 0,
                             grads,
                             waiting,
-                            put_off,
+                            put_off: deferred,
                         });
                     }
                 }
                 Action::BackwardWeight(k) => {
-                    put_off -= 1;
+                    deferred -= 1;
                     let params = self.params(&pass, turn, window.saturating_sub(1));
                     for block in (0..blocks).rev() {
                         let when = When::BackwardWeight(block);
@@ -143,11 +140,17 @@ impl MemoryTimeline<'_> {
                             params,
                             grads: grads.alive(),
                             waiting,
-                            put_off,
+                            put_off: deferred,
                         });
                         if let Some(last) = schedule.virtual_rank_end(k) {
                             let grads = grads.virtual_rank_done(block, last, true);
-                            moments.push(Moment { when, params, grads, waiting, put_off });
+                            moments.push(Moment {
+                                when,
+                                params,
+                                grads,
+                                waiting,
+                                put_off: deferred,
+                            });
                         }
                     }
                 }
@@ -160,7 +163,7 @@ impl MemoryTimeline<'_> {
         moments
     }
 
-    /// As [`MemoryTimeline::step`], for a forward outside training.
+    /// Returns the moments of a forward pass outside training, in order.
     pub fn forward(&self) -> Vec<Moment> {
         let pass = param_prefetch::forward(&self.stage.borrows());
         let grads = Gradients::new(self).alive();
@@ -171,8 +174,8 @@ impl MemoryTimeline<'_> {
         (0..self.stage.units.len()).map(moment).collect()
     }
 
-    /// Full parameters at the end of the update, with the parts that leave for other stages and
-    /// come from them.
+    /// Returns the full parameters at the end of the update, with the shards of tied parameters
+    /// that are sent to other stages and received from them.
     fn updated(&self) -> usize {
         let full = match self.keep.params {
             Lifetime::Step => self.sizes.iter().sum(),
@@ -180,12 +183,12 @@ impl MemoryTimeline<'_> {
                 self.sizes[..self.stage.units.len().min(self.keep.ahead)].iter().sum::<usize>()
             }
         };
-        let guests = self.stage.units.len()..self.sizes.len();
-        let traded = self.stage.lent.iter().map(|lent| lent.slot).chain(guests);
-        full + traded.map(|slot| self.sizes[slot] / self.shards).sum::<usize>()
+        let tied_replicas = self.stage.units.len()..self.sizes.len();
+        let exchanged = self.stage.lent.iter().map(|lent| lent.slot).chain(tied_replicas);
+        full + exchanged.map(|slot| self.sizes[slot] / self.shards).sum::<usize>()
     }
 
-    /// Full parameters at a turn, with those of the `ahead` next ones.
+    /// Returns the full parameters at a turn, with those prefetched for the next `ahead` turns.
     fn params(&self, pass: &[BlockUse], turn: usize, ahead: usize) -> usize {
         match self.keep.params {
             Lifetime::Step => self.sizes.iter().sum(),
@@ -194,39 +197,40 @@ impl MemoryTimeline<'_> {
     }
 }
 
-/// Gradients that are alive, by unit.
+/// The gradients that are alive, by unit.
 struct Gradients<'a> {
     step: &'a MemoryTimeline<'a>,
-    /// Whether there is a buffer to add to.
+    /// Whether there is a buffer for the current virtual rank.
     open: Vec<bool>,
-    /// Elements of the gradient of borrowed parameters, while it is there.
+    /// The number of elements of the gradient of tied parameters, while it is alive.
     borrowed: Vec<usize>,
-    /// Elements of the gradients that blocks which borrow a unit have given back, or are to.
+    /// The number of elements of the gradients from blocks that are tied to the unit, received or
+    /// expected.
     returned: Vec<usize>,
-    /// Units whose sums are there, and not yet on the wire.
+    /// The units whose sums are ready, and whose reduction has not started.
     ended: Vec<usize>,
-    /// Finished virtual ranks: the heights of their trees.
+    /// The heights of the partial sums of finished virtual ranks.
     trees: Vec<Vec<u32>>,
-    /// Whether the full sum is there, or on the wire.
+    /// Whether the full sum is in memory or being reduced.
     full: Vec<bool>,
-    /// Whether the owned part is there, of a sum whose rest was given up.
+    /// Whether the owned part of a sum is in memory after the full sum was freed.
     owned: Vec<bool>,
-    /// The unit whose sum is on the wire.
+    /// The unit whose sum is being reduced.
     started: Option<usize>,
 }
 
 impl<'a> Gradients<'a> {
-    /// At the start of a step.
+    /// Returns the gradients at the start of a step.
     fn new(step: &'a MemoryTimeline<'a>) -> Self {
         let units = step.stage.units.len();
         let none = vec![false; units];
-        let nothing = vec![0; units];
+        let zeros = vec![0; units];
         let open = vec![step.keep.grads == Lifetime::Step; units];
         Self {
             step,
             open,
-            borrowed: nothing.clone(),
-            returned: nothing,
+            borrowed: zeros.clone(),
+            returned: zeros,
             ended: vec![],
             trees: vec![vec![]; units],
             full: none.clone(),
@@ -241,31 +245,31 @@ impl<'a> Gradients<'a> {
                 + usize::from(self.open[unit])
                 + usize::from(self.full[unit]);
             let part = self.step.sizes[unit] / self.step.shards;
-            let loans = self.borrowed[unit] + self.returned[unit];
-            full * self.step.sizes[unit] + loans + if self.owned[unit] { part } else { 0 }
+            let tied = self.borrowed[unit] + self.returned[unit];
+            full * self.step.sizes[unit] + tied + if self.owned[unit] { part } else { 0 }
         };
         (0..self.open.len()).map(alive).sum()
     }
 
-    /// The backward of a block begins.
+    /// Starts the backward of a block.
     fn open(&mut self, block: usize) {
         self.open[block] = true;
         self.borrowed[block] = self.step.stage.borrowed[block].map_or(0, |loan| loan.len);
     }
 
-    /// The last backward of a virtual rank begins.
+    /// Starts the last backward of a virtual rank.
     fn expect(&mut self) {
         self.step.stage.lent.iter().for_each(|lent| self.returned[lent.slot] += lent.len);
     }
 
-    /// The virtual rank's gradient of a unit is final; after the last virtual rank its sum goes on the wire at once
-    /// if it `reduces`. Returns the most that is alive meanwhile.
+    /// Ends a virtual rank's gradient of a unit; after the last virtual rank its reduction starts
+    /// at once if it `reduces`. Returns the peak meanwhile.
     fn virtual_rank_done(&mut self, unit: usize, last: bool, reduces: bool) -> usize {
         let before = self.alive();
         let borrowed = std::mem::take(&mut self.borrowed[unit]);
         self.returned[unit] = 0;
         match self.step.stage.borrowed[unit] {
-            // It leaves for another stage, which may not be ready for it before long.
+            // It is sent to another stage, which may receive it much later.
             Some(loan) if loan.from.is_some() => self.returned[unit] = borrowed,
             Some(loan) => self.returned[loan.slot] += borrowed,
             None => {}
@@ -284,12 +288,11 @@ impl<'a> Gradients<'a> {
         self.trees[unit].clear();
         self.full[unit] = true;
         self.ended.push(unit);
-        // Where other stages wait for this one's gradients, those go first.
+        // If other stages wait for gradients of this one, those are sent first.
         if reduces { before.max(self.reduce()) } else { before.max(self.alive()) }
     }
 
-    /// The sums of units whose virtual ranks have ended go on the wire. Returns the most that is alive
-    /// meanwhile.
+    /// Starts the reductions of units whose virtual ranks have ended. Returns the peak meanwhile.
     fn reduce(&mut self) -> usize {
         let mut most = 0;
         for unit in std::mem::take(&mut self.ended) {
@@ -299,19 +302,20 @@ impl<'a> Gradients<'a> {
         most
     }
 
-    /// The step's sums are all waited for. Returns the most that is alive meanwhile.
+    /// Waits for all reductions of the step. Returns the peak meanwhile.
     fn end(&mut self) -> usize {
         self.land()
     }
 
-    /// Of the sum on the wire the owned part is copied, then the rest is given up.
+    /// Waits for the current reduction, copies its owned part, then frees the full sum. Returns the
+    /// peak meanwhile.
     fn land(&mut self) -> usize {
         let Some(unit) = self.started.take().filter(|_| self.step.keep.grads == Lifetime::Use)
         else {
             return self.alive();
         };
         if self.step.keep.on_host {
-            // The part before has left for the host.
+            // The previous part was downloaded to the host.
             self.owned.fill(false);
         }
         if self.step.shards > 1 {
@@ -320,7 +324,7 @@ impl<'a> Gradients<'a> {
             self.full[unit] = false;
             return most;
         }
-        // All of it is the owned part.
+        // The full sum is the owned part.
         self.full[unit] = false;
         self.owned[unit] = true;
         self.alive()
@@ -333,7 +337,7 @@ mod tests {
     use crate::Zero;
     use hpctrain_nn::TiedParam;
 
-    /// The most gradients of a step over blocks of these sizes, and the most parameters.
+    /// Returns the peaks of gradients and of parameters of a step over blocks of these sizes.
     fn peaks(
         borrows: &[Option<usize>],
         sizes: &[usize],
@@ -343,18 +347,18 @@ mod tests {
     ) -> [usize; 2] {
         let keep = Zero::Three.residency().over(shards);
         let schedule = StepSchedule::alone(virtual_ranks, micros);
-        let loan = |unit: Option<usize>| unit.map(|unit| TiedParam { unit, len: sizes[unit] });
-        let stage = Stage::whole(&borrows.iter().copied().map(loan).collect::<Vec<_>>());
+        let tied = |unit: Option<usize>| unit.map(|unit| TiedParam { unit, len: sizes[unit] });
+        let stage = Stage::whole(&borrows.iter().copied().map(tied).collect::<Vec<_>>());
         let timeline = MemoryTimeline { stage: &stage, sizes, shards, keep, schedule };
         let most = |what: fn(&Moment) -> usize| timeline.step().iter().map(what).max().unwrap();
         [most(|moment| moment.grads), most(|moment| moment.params)]
     }
 
     #[test]
-    fn gradients_are_given_up_as_they_go() {
-        // Of five blocks two are whole; the kept part of the last four is a quarter.
+    fn gradients_are_freed_during_the_backward() {
+        // Two of five gradients are whole; of the last four, a quarter is kept.
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 1, 1), [8 + 4, 8]);
-        // A lent unit is whole as long as its own block is not done.
+        // The gradient of a tied unit is whole until its own block is done.
         assert_eq!(peaks(&[None, None, Some(0)], &[4; 3], 4, 1, 1)[0], 12 + 1);
     }
 
@@ -364,11 +368,11 @@ mod tests {
         // its part is kept.
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 1, 2)[0], 20 + 1);
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 1, 9)[0], 20 + 1);
-        // Of each block a finished virtual rank, or two of them, beside the one being computed.
+        // Each block has one or two finished virtual ranks besides the current one.
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 2, 1)[0], 20 + 4);
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 4, 1)[0], 40 + 4);
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 4, 2)[0], 60);
-        // One rank gives nothing up.
+        // A single rank frees nothing.
         assert_eq!(peaks(&[None; 5], &[4; 5], 1, 1, 1), [20, 20]);
     }
 }

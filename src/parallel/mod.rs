@@ -1,7 +1,7 @@
-//! Parameters, gradients and optimizer state spread over ranks.
+//! Parallel layouts: parameters, gradients and optimizer state distributed over ranks.
 //!
-//! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh
-//! and by the lifetimes of full gradients and full parameters ([`ShardingPolicy`]).
+//! [`Sharded`] implements every data-parallel mode. Modes differ by the shape of the mesh and by
+//! the lifetimes of full gradients and full parameters ([`ShardingPolicy`]).
 
 #![forbid(unsafe_code)]
 
@@ -47,74 +47,75 @@ pub use virtual_ranks::VirtualRanks;
 
 use serde::{Deserialize, Serialize};
 
-/// The place of the parameters that are updated, and of their optimizer state: `parallel.storage`.
+/// Which ranks have the optimizer state and update parameters: `parallel.storage`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Storage {
-    /// All ranks: every one, or the shards of every replica, update their own.
+    /// The ranks of every replica, each of which updates its shard.
     Ranks,
-    /// One replica: the others send it their gradients and take its parameters.
+    /// The ranks of one replica, to which the others send gradients and from which they receive
+    /// parameters.
     Central,
 }
 
 impl Storage {
-    /// Whether the ranks of a replica own ranges of units.
+    /// Returns whether the ranks of a replica own ranges of units.
     fn owns(self, replica: usize) -> bool {
         self == Storage::Ranks || replica == 0
     }
 }
 
-/// Lifetime of a full buffer.
+/// The lifetime of a full buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
-    /// All the time.
+    /// The buffer is always in memory.
     Step,
-    /// For one use; parameters also while they are gathered ahead of it.
+    /// The buffer is in memory for one use; parameters also while they are prefetched.
     Use,
 }
 
-/// Lifetimes of the full buffers; the owned parts live always.
+/// The lifetimes of the full buffers. The owned parts are always in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardingPolicy {
-    /// Of full gradients.
+    /// The lifetime of full gradients.
     pub grads: Lifetime,
-    /// Of full parameters.
+    /// The lifetime of full parameters.
     pub params: Lifetime,
-    /// Blocks ahead of whose turn full parameters are gathered, where they do not live always.
+    /// The number of blocks whose full parameters are prefetched, if they are freed after use.
     pub ahead: usize,
-    /// Whether what is given up is on the host alone, from which owners fetch it and to which
-    /// reduced gradients go.
+    /// Whether freed buffers are on the host only, from which owners upload parameters and to which
+    /// reduced gradients are downloaded.
     pub on_host: bool,
 }
 
 impl ShardingPolicy {
-    /// The lifetimes over so many shards: a buffer that one rank owns whole is never given up,
-    /// since it would only be copied; unless the host has it.
+    /// Returns the policy for this number of shards. A buffer that one rank owns completely is
+    /// never freed, since it would only be copied, unless it is on the host.
     pub fn over(self, shards: usize) -> Self {
-        let gives_up = shards > 1 || self.on_host;
-        if gives_up { self } else { Self { grads: Lifetime::Step, params: Lifetime::Step, ..self } }
+        let frees = shards > 1 || self.on_host;
+        if frees { self } else { Self { grads: Lifetime::Step, params: Lifetime::Step, ..self } }
     }
 }
 
-/// The full buffers that are given up: the stages of ZeRO (Rajbhandari et al., 2020). Optimizer
-/// state is sharded by the mesh's shard axis in all of them.
+/// The ZeRO stage (Rajbhandari et al., 2020), which determines the full buffers that are freed
+/// after use. Optimizer state is sharded by the mesh's shard axis in all stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum Zero {
-    /// Nothing is sharded: distributed data parallel.
+    /// Nothing is sharded (distributed data parallel).
     Zero,
-    /// Optimizer state.
+    /// Optimizer state is sharded.
     One,
-    /// And gradients.
+    /// Optimizer state and gradients are sharded.
     Two,
-    /// And parameters.
+    /// Optimizer state, gradients and parameters are sharded.
     Three,
 }
 
 impl Zero {
-    /// The lifetimes this stage means; parameters are gathered while the block before computes.
+    /// Returns the policy of this stage; parameters are prefetched one block ahead.
     pub fn residency(self) -> ShardingPolicy {
-        let life = |gives_up| if gives_up { Lifetime::Use } else { Lifetime::Step };
+        let life = |is_sharded| if is_sharded { Lifetime::Use } else { Lifetime::Step };
         ShardingPolicy {
             grads: life(self as u8 >= 2),
             params: life(self as u8 >= 3),

@@ -1,8 +1,8 @@
-//! Squares of the norms of tensors, when each rank has measured its part of them.
+//! Squared norms of tensors that are sharded over ranks.
 //!
-//! LAMB and LARS scale the update of a matrix by norms of the whole matrix. Each rank measures its
-//! virtual shards of all matrices, one small message carries the squares, and every rank adds them
-//! in the same tree before the first update.
+//! LAMB and LARS scale the update of a tensor by norms of the whole tensor. Each rank computes the
+//! squared norms of its virtual shards of all tensors and sends them in one small message, and
+//! every rank adds them in the same tree before the first update.
 
 use std::ops::Range;
 
@@ -10,39 +10,39 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_nn::optim::Pair;
 
-/// A rank's message about its virtual shards; little-endian f64 on the wire.
+/// A rank's message about its virtual shards; encoded as little-endian f64.
 pub struct Norms {
-    /// First virtual shard.
+    /// The first virtual shard.
     first: usize,
     tensors: usize,
-    /// Both squares of every tensor, for one virtual shard after another.
+    /// Both squared norms of every tensor, for one virtual shard after another.
     squares: Vec<Pair<f64>>,
 }
 
 impl Norms {
-    /// None of so many tensors in these virtual shards.
+    /// Creates a message with zeros for `tensors` tensors in these virtual shards.
     pub fn new(shards: Range<usize>, tensors: usize) -> Self {
         Self { first: shards.start, tensors, squares: vec![[0.0; 2]; shards.len() * tensors] }
     }
 
-    /// Sets the squares of a tensor in virtual shard `shard`, counted from the first.
+    /// Sets the squared norms of a tensor in virtual shard `shard`, relative to the first.
     pub fn set(&mut self, shard: usize, tensor: usize, squares: Pair<f64>) {
         self.squares[shard * self.tensors + tensor] = squares;
     }
 
-    /// The message to all ranks.
+    /// Encodes the message to all ranks.
     pub fn encode(&self) -> Vec<u8> {
         let squares = self.squares.iter().flatten();
         [self.first as f64].iter().chain(squares).flat_map(|x| x.to_le_bytes()).collect()
     }
 }
 
-/// The squares of each whole tensor, from the messages of all ranks, of which some may have
-/// measured the same: added over all `shards` virtual shards in the same tree on every rank,
-/// independent of the parts that each has measured.
+/// Returns the squared norms of each whole tensor from the messages of all ranks, which may
+/// overlap. They are added over all `shards` virtual shards in the same tree on every rank, so the
+/// sum does not depend on which rank computed which shard.
 ///
 /// # Errors
-/// A message is malformed.
+/// Returns an error if a message is malformed.
 pub fn whole(messages: &[Vec<u8>], shards: usize, tensors: usize) -> Result<Vec<Pair<f64>>> {
     let malformed = || Error::comm("another rank sent malformed norms of its tensors");
     let mut squares = vec![[0.0; 2]; shards * tensors];
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_of_tensors_add_up_whoever_measured_them() {
+    fn norms_do_not_depend_on_the_ranks() {
         let part =
             |shard: usize, tensor: usize| [0.1 * (shard + 1) as f64, (tensor + 7 * shard) as f64];
         let message = |shards: Range<usize>| {

@@ -1,9 +1,8 @@
-//! A rank's part of a unit: a range of its parameters, the optimizer's state of that range, and
+//! A rank's shard of a unit: a range of its parameters, the optimizer state of that range, and
 //! their update.
 //!
-//! Nothing else knows the place of the state and of its update: on the device that computes
-//! ([`DeviceState`]), or on the host ([`Offloaded`]). The gradient comes as a window, and updated
-//! parameters leave as a window, of the device that computes.
+//! This type hides whether the state and its update are on the device ([`DeviceState`]) or on the
+//! host ([`Offloaded`]). Gradients and updated parameters are always windows of device buffers.
 
 use std::ops::Range;
 
@@ -18,39 +17,39 @@ use hpctrain_cpu::Cpu;
 use hpctrain_device::{Backend as _, Kernels, MemoryKind};
 use hpctrain_nn::optim::{Group, Pair, UpdateRule, parts};
 
-/// Rule and place of the updates of parameters.
+/// How and where parameters are updated.
 #[derive(Clone)]
 pub struct Updates {
-    /// The rule.
+    /// The update rule.
     pub rule: UpdateRule,
-    /// Parameters for which something is different.
+    /// The parameter groups with other settings.
     pub groups: Vec<Group>,
-    /// Decay of a running average of the parameters, if one is kept.
+    /// The decay of the parameters' EMA, if there is one.
     pub average: Option<f32>,
-    /// The averages of replicas, where those train apart.
+    /// The settings of local SGD, if it is used.
     pub averaging: Option<LocalSgd>,
-    /// The ranks that update.
+    /// The ranks that update parameters.
     pub storage: Storage,
-    /// Steps between two comparisons of replicas, whose updates are audited; 0 audits none.
+    /// The number of steps between two SDC checks of replicas; 0 disables SDC checks.
     pub audit_every: u64,
-    /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the
-    /// device that computes.
+    /// The CPU that keeps and updates the master weights and optimizer state (CPU offload); none
+    /// leaves them on the device.
     pub host: Option<Cpu>,
 }
 
 /// Parameters or optimizer state of an owned range, on the device or on the host.
 pub enum Values<'a, B: Kernels> {
-    /// On the device that computes.
+    /// Values on the device.
     Device(&'a B, B::View<'a>),
-    /// On the host.
+    /// Values on the host.
     Host(&'a Cpu, &'a [f32]),
 }
 
 impl<B: Kernels> Values<'_, B> {
-    /// Copies them; `to` has their length.
+    /// Copies the values to `to`, which has their length.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn read(&self, to: &mut [f32]) -> Result<()> {
         match *self {
             Values::Device(backend, view) => backend.download(view, to),
@@ -59,19 +58,19 @@ impl<B: Kernels> Values<'_, B> {
     }
 }
 
-/// A number that the device or the host computed.
+/// A number that the device or the host computes.
 pub enum Number<B: Kernels> {
-    /// On the device that computes.
+    /// A number on the device, which may not be computed yet.
     Later(B::Scalar),
-    /// On the host.
+    /// A number on the host.
     Known(f64),
 }
 
 impl<B: Kernels> Number<B> {
-    /// Its value.
+    /// Waits for the number and returns it.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn read(self, backend: &B) -> Result<f64> {
         match self {
             Number::Later(scalar) => backend.read(scalar),
@@ -84,22 +83,23 @@ impl<B: Kernels> Number<B> {
 pub struct OptimizerShard<B: Kernels> {
     /// The range of the unit.
     range: Range<usize>,
-    home: ShardPlacement<B>,
+    placement: ShardPlacement<B>,
 }
 
-/// The memory of parameters and state.
+/// Where master weights and optimizer state are.
 enum ShardPlacement<B: Kernels> {
     Device(DeviceState<B>),
     Host(Box<Offloaded<B>>),
 }
 
 impl<B: Kernels> OptimizerShard<B> {
-    /// The owner of `range`, whose parameters are `values`, with fresh optimizer state; without
-    /// updates there is none. Parameters are kept, unless full ones live always and there is no
-    /// host to keep them. Of an empty range nothing is kept or done.
+    /// Creates the shard `range` with parameters `values` and fresh optimizer state; without
+    /// `updates` there is no optimizer state. Master weights are kept, unless the full parameters
+    /// are always in memory (`are_full_here`) in f32 and there is no CPU offload. An empty range
+    /// has no state and no updates.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Returns an error if the memory does not suffice.
     pub fn new(
         backend: &B,
         host: Option<&HostUpdater>,
@@ -118,46 +118,46 @@ impl<B: Kernels> OptimizerShard<B> {
         let outer = updates.and_then(|updates| updates.averaging?.outer);
         let audits = updates.is_some_and(|updates| updates.audit_every > 0);
         let recipe = Recipe { rule, average, outer, parts, audits };
-        let is_apart = !range.is_empty() && (!are_full_here || backend.has_master_weights());
-        let home = match host {
-            None => ShardPlacement::Device(DeviceState::new(backend, recipe, values, is_apart)?),
+        let has_master = !range.is_empty() && (!are_full_here || backend.has_master_weights());
+        let placement = match host {
+            None => ShardPlacement::Device(DeviceState::new(backend, recipe, values, has_master)?),
             Some(host) => {
                 ShardPlacement::Host(Box::new(Offloaded::new(backend, host, recipe, values)?))
             }
         };
-        Ok(Self { range, home })
+        Ok(Self { range, placement })
     }
 
-    /// The range of the unit.
+    /// Returns the range of the unit.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
 
-    /// The reduced gradient of the range is the window `at` of `grad`, which stays as it is until
-    /// [`OptimizerShard::update`] or [`OptimizerShard::forget`].
+    /// Takes the reduced gradient of the range, the window `at` of `grad`, which must not change
+    /// until [`OptimizerShard::update`] or [`OptimizerShard::forget`].
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn reduced(&mut self, grad: &mut B::Buf, at: Range<usize>) -> Result<()> {
-        match &mut self.home {
+        match &mut self.placement {
             ShardPlacement::Device(_) => Ok(()),
             ShardPlacement::Host(offloaded) => offloaded.fetch(B::comm_buffer(grad, at)?),
         }
     }
 
-    /// The reduced gradient is not to be used.
+    /// Discards the reduced gradient.
     pub fn forget(&mut self) {
-        if let ShardPlacement::Host(offloaded) = &mut self.home {
+        if let ShardPlacement::Host(offloaded) = &mut self.placement {
             offloaded.forget();
         }
     }
 
-    /// The squares that scale the steps of tensors, of their parts in `range`, a range of the unit
-    /// within the owned one; by the tensors' places in the unit. `grad` is of the owned range,
-    /// `full` as in [`OptimizerShard::update`].
+    /// Returns the squared norms for trust ratios of the parts of tensors in `range`, a range of
+    /// the unit within the owned one, with the index of each tensor in the unit. `grad` is that of
+    /// the owned range, `full` is as in [`OptimizerShard::update`].
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn squares<'a>(
         &'a mut self,
         hyper: Hyper,
@@ -166,7 +166,7 @@ impl<B: Kernels> OptimizerShard<B> {
         full: Option<&'a B::Buf>,
     ) -> Result<Vec<(usize, Pair<Number<B>>)>> {
         let of_owned = range.start - self.range.start..range.end - self.range.start;
-        match &mut self.home {
+        match &mut self.placement {
             ShardPlacement::Device(held) => {
                 let params = match (held.master(), full) {
                     (Ok(master), _) => B::all(master),
@@ -183,12 +183,12 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Updates the parameters from the reduced gradient of the range. `full` are the full ones,
-    /// where they live always; `trust` has a factor for every tensor of the unit where steps are
-    /// scaled.
+    /// Updates the parameters with the reduced gradient of the range. `full` are the full
+    /// parameters, if they are always in memory; `trust` has the trust ratio of every tensor of the
+    /// unit, for layer-wise rules.
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn update(
         &mut self,
         hyper: Hyper,
@@ -199,7 +199,7 @@ impl<B: Kernels> OptimizerShard<B> {
         if self.range.is_empty() {
             return Ok(());
         }
-        match (&mut self.home, full) {
+        match (&mut self.placement, full) {
             (ShardPlacement::Device(held), full) => held.update(
                 hyper,
                 trust,
@@ -214,28 +214,28 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// The digest of parameters and state after the last update, where updates are audited and
-    /// there was one.
+    /// Returns the digest of parameters and state after the last update, if SDC checks are on and
+    /// there was an update.
     ///
     /// # Errors
-    /// That update had found other values than the one before it had left; or the device failed.
+    /// Returns an error if memory changed between the last two updates, or the device fails.
     pub fn digest(&mut self) -> Result<Option<u64>> {
-        match &mut self.home {
+        match &mut self.placement {
             ShardPlacement::Device(held) => held.digest(),
             ShardPlacement::Host(offloaded) => offloaded.held_mut().digest(),
         }
     }
 
-    /// Compares parameters and state with those that the last update has left, where updates are
-    /// audited. `full` as in [`OptimizerShard::update`].
+    /// Checks that parameters and state have not changed since the last update, if SDC checks are
+    /// on. `full` is as in [`OptimizerShard::update`].
     ///
     /// # Errors
-    /// They differ; the device failed, or no buffer holds the parameters.
+    /// Returns an error if they have changed, the device fails, or no buffer holds the parameters.
     pub fn compare(&mut self, full: Option<&B::Buf>) -> Result<()> {
         if self.range.is_empty() {
             return Ok(());
         }
-        match &mut self.home {
+        match &mut self.placement {
             ShardPlacement::Device(held) => {
                 held.compare(full.map(|full| B::view(full, self.range.clone())))
             }
@@ -243,35 +243,37 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// This replica's part of the mean over replicas: `rate` times parameters and optimizer state.
-    /// `full` as in [`OptimizerShard::update`].
+    /// Returns this replica's contribution to the mean over replicas: `rate` times parameters and
+    /// optimizer state. `full` is as in [`OptimizerShard::update`].
     ///
     /// # Errors
-    /// Out of memory, the device failed, or no buffer holds the parameters.
+    /// Returns an error if the memory does not suffice, the device fails, or no buffer holds the
+    /// parameters.
     pub fn scaled_state(&self, backend: &B, rate: f32, full: Option<&B::Buf>) -> Result<B::Buf> {
-        let buffers = match &self.home {
+        let buffers = match &self.placement {
             ShardPlacement::Device(held) => held.averaged(),
             ShardPlacement::Host(offloaded) => offloaded.held().averaged(),
         };
-        let mut share = backend.alloc_f32(MemoryKind::Gradients, buffers * self.range.len())?;
-        match &self.home {
+        let mut scaled = backend.alloc_f32(MemoryKind::Gradients, buffers * self.range.len())?;
+        match &self.placement {
             ShardPlacement::Device(held) => held.scaled_state(
                 rate,
                 full.map(|full| B::view(full, self.range.clone())),
-                &mut share,
+                &mut scaled,
             )?,
-            ShardPlacement::Host(offloaded) => offloaded.scaled_state(rate, &mut share)?,
+            ShardPlacement::Host(offloaded) => offloaded.scaled_state(rate, &mut scaled)?,
         }
-        Ok(share)
+        Ok(scaled)
     }
 
-    /// Takes the sum of the replicas' [shares](OptimizerShard::scaled_state), and the outer step on
-    /// it, if there is one. `full` as in [`OptimizerShard::update`].
+    /// Applies the mean over replicas, the sum of their
+    /// [contributions](OptimizerShard::scaled_state), with the outer optimizer if there is one.
+    /// `full` is as in [`OptimizerShard::update`].
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn apply_average(&mut self, mean: &B::Buf, full: Option<&mut B::Buf>) -> Result<()> {
-        match (&mut self.home, full) {
+        match (&mut self.placement, full) {
             (ShardPlacement::Device(held), full) => {
                 let full = full.map(|full| B::view_mut(full, self.range.clone()));
                 held.apply_average(B::all(mean), self.range.len(), full)
@@ -284,16 +286,15 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Lets parameters and their average take each other's places, where one is kept. `full` as in
-    /// [`OptimizerShard::update`].
+    /// Swaps parameters and their EMA, if there is one. `full` is as in [`OptimizerShard::update`].
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn swap_ema(&mut self, full: Option<&mut B::Buf>) -> Result<()> {
         if self.range.is_empty() {
             return Ok(());
         }
-        match (&mut self.home, full) {
+        match (&mut self.placement, full) {
             (ShardPlacement::Device(held), full) => {
                 held.swap_ema(full.map(|full| B::view_mut(full, self.range.clone())))
             }
@@ -305,12 +306,12 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Puts the parameters into a place of a buffer, to be gathered or sent.
+    /// Copies the parameters into the range `at` of a buffer, to be all-gathered or sent.
     ///
     /// # Errors
-    /// The device failed, or no buffer holds the parameters.
+    /// Returns an error if the device fails, or no buffer holds the parameters.
     pub fn copy_into(&mut self, to: &mut B::Buf, at: Range<usize>) -> Result<()> {
-        match &mut self.home {
+        match &mut self.placement {
             ShardPlacement::Device(held) => {
                 held.backend.copy(B::all(held.master()?), B::view_mut(to, at))
             }
@@ -318,30 +319,30 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// As [`OptimizerShard::copy_into`]; from a host the parameters are there after
-    /// `HostUpdater::arrived`.
+    /// Does the same as [`OptimizerShard::copy_into`]; an upload from the host is complete only
+    /// after `HostUpdater::arrived`.
     ///
     /// # Errors
-    /// As [`OptimizerShard::copy_into`].
+    /// Returns the same errors as [`OptimizerShard::copy_into`].
     pub fn begin_copy_into(&mut self, to: &mut B::Buf, at: Range<usize>) -> Result<()> {
-        match &mut self.home {
+        match &mut self.placement {
             ShardPlacement::Device(_) => self.copy_into(to, at),
             ShardPlacement::Host(offloaded) => offloaded.begin_copy_into(B::comm_buffer(to, at)?),
         }
     }
 
-    /// Parameters and optimizer state of `range`, a range of the unit within the owned one. `full`
-    /// as in [`OptimizerShard::update`].
+    /// Returns parameters and optimizer state of `range`, a range of the unit within the owned one.
+    /// `full` is as in [`OptimizerShard::update`].
     ///
     /// # Errors
-    /// No buffer holds the parameters.
+    /// Returns an error if no buffer holds the parameters.
     pub fn values<'a>(
         &'a self,
         range: Range<usize>,
         full: Option<&'a B::Buf>,
     ) -> Result<(Values<'a, B>, Vec<Values<'a, B>>)> {
         let of_owned = range.start - self.range.start..range.end - self.range.start;
-        match &self.home {
+        match &self.placement {
             ShardPlacement::Device(held) => {
                 let params = match (held.master(), full) {
                     (Ok(master), _) => B::view(master, of_owned.clone()),
@@ -360,25 +361,25 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Numbers of the parts that [`OptimizerShard::restore`] asks for, in its order.
+    /// Returns the numbers of the parts that [`OptimizerShard::restore`] loads, in order.
     pub fn restored_parts(&self) -> Vec<usize> {
-        match &self.home {
+        match &self.placement {
             ShardPlacement::Device(held) => held.restored_parts(),
             ShardPlacement::Host(offloaded) => offloaded.held().restored_parts(),
         }
     }
 
-    /// Replaces parameters and state by the values that `load(part, range)` gives: part 0 is the
+    /// Replaces parameters and state by the values that `load(part, range)` returns: part 0 is the
     /// parameters, part k the k-th buffer of state.
     ///
     /// # Errors
-    /// Of `load`.
+    /// Returns the error of `load`, or an error if the device fails.
     pub fn restore(
         &mut self,
         mut load: impl FnMut(usize, Range<usize>) -> Result<Vec<f32>>,
     ) -> Result<()> {
         let load = |part| load(part, self.range.clone());
-        match &mut self.home {
+        match &mut self.placement {
             ShardPlacement::Device(held) => held.restore(load),
             ShardPlacement::Host(offloaded) => offloaded.restore(load),
         }

@@ -1,82 +1,82 @@
-//! The order in which blocks take their turns, and the units whose full parameters must be at hand:
-//! a window of some turns ahead. Integers in, integers out.
+//! The order in which blocks use their parameters, and the window of units whose full parameters
+//! are prefetched. This module computes with indices only.
 //!
-//! The window decides by position alone, never by arrivals, so that all ranks gather in the same
-//! order.
+//! The window depends on positions only, never on arrivals, so that all ranks all-gather in the
+//! same order.
 //!
-//! Units and guests are counted together, by their slots in the stage
+//! Units and tied-weight replicas are indexed together, by their slots in the stage
 //! ([`Stage`](super::pipeline_stage::Stage)).
 //!
 //! A pass is a step (forward and backward of every micro-batch), or one forward of an evaluation or
 //! of a sampled token. The window is the current turn and the `parallel.prefetch` turns after it:
-//! units that enter it are gathered, units that leave it are dropped. A borrowed unit enters with
-//! the turn of the borrowing block, too. The last block's parameters therefore stay for its
-//! backward, and at most prefetch + 2 full buffers are alive. With a window of 0 a gather starts at
-//! its block's turn, and the last block's parameters still stay. After the update the first units
-//! of the next pass are gathered at once, while data is loaded.
+//! units that enter it are all-gathered, units that leave it are freed. A tied unit also enters
+//! with the turn of the block that is tied to it. The last block's parameters therefore stay for
+//! its backward, and at most prefetch + 2 full buffers are alive. With a prefetch of 0 an
+//! all-gather starts at its block's turn, and the last block's parameters still stay. After the
+//! update the first units of the next pass are all-gathered at once, while data is loaded.
 
 use super::pipeline_schedule::{Action, StepSchedule};
 
-/// A block's turn: its unit, and the unit it borrows.
+/// A block's turn: its unit, and the unit that it is tied to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockUse {
     /// The block's own unit.
     pub own: usize,
-    /// The unit it borrows.
+    /// The unit that it is tied to.
     pub lent: Option<usize>,
 }
 
 impl BlockUse {
-    /// Its units, its own first.
+    /// Returns its units, its own first.
     pub fn units(self) -> impl Iterator<Item = usize> {
         std::iter::once(self.own).chain(self.lent)
     }
 }
 
-/// The turns of a forward of `blocks`, each with the unit that it borrows.
+/// Returns the turns of a forward pass; `borrows` has the unit that each block is tied to.
 pub fn forward(borrows: &[Option<usize>]) -> Vec<BlockUse> {
     borrows.iter().enumerate().map(|(own, &lent)| BlockUse { own, lent }).collect()
 }
 
-/// The turns of a step.
+/// Returns the turns of a step.
 pub fn step(borrows: &[Option<usize>], schedule: StepSchedule) -> Vec<BlockUse> {
-    let there = forward(borrows);
-    let back: Vec<BlockUse> = there.iter().rev().copied().collect();
+    let forwards = forward(borrows);
+    let backwards: Vec<BlockUse> = forwards.iter().rev().copied().collect();
     let turns = |action| match action {
-        Action::Forward(_) => there.iter(),
-        Action::Backward(_) | Action::BackwardInput(_) => back.iter(),
-        // Gradients of weights need no parameters.
+        Action::Forward(_) => forwards.iter(),
+        Action::Backward(_) | Action::BackwardInput(_) => backwards.iter(),
+        // Deferred wgrad needs no parameters.
         Action::BackwardWeight(_) | Action::Receive(..) | Action::Send(..) => [].iter(),
     };
     schedule.actions().into_iter().flat_map(turns).copied().collect()
 }
 
-/// Progress of a pass.
+/// The progress of a pass.
 #[derive(Debug, Default)]
 pub struct Prefetch {
     visits: Vec<BlockUse>,
-    /// The turn under way.
+    /// The index of the current turn.
     at: usize,
 }
 
 impl Prefetch {
-    /// A pass of these turns.
+    /// Creates a pass of these turns.
     pub fn new(visits: Vec<BlockUse>) -> Self {
         Self { visits, at: 0 }
     }
 
-    /// The turn under way.
+    /// Returns the current turn.
     pub fn turn(&self) -> Option<BlockUse> {
         self.visits.get(self.at).copied()
     }
 
-    /// Units of the turn under way and of the `ahead` turns after it, in the order of their use.
+    /// Returns the units of the current turn and of the `ahead` turns after it, in order of use.
     pub fn wanted(&self, ahead: usize) -> impl Iterator<Item = usize> {
         window(&self.visits, self.at, ahead)
     }
 
-    /// Ends the turn under way. Returns the units that it used and the next turns will not: those
-    /// of the window, and the one turn whose parameters are here already.
+    /// Ends the current turn. Returns the units that it used and that the turns of the next window,
+    /// whose parameters are already in memory, do not.
     pub fn pass(&mut self, ahead: usize) -> Vec<usize> {
         let Some(visit) = self.turn() else { return Vec::new() };
         self.at += 1;
@@ -85,12 +85,13 @@ impl Prefetch {
     }
 }
 
-/// Units of turn `at` and of the `ahead` turns after it.
+/// Returns the units of turn `at` and of the `ahead` turns after it.
 fn window(visits: &[BlockUse], at: usize, ahead: usize) -> impl Iterator<Item = usize> {
     visits.iter().skip(at).take(ahead.saturating_add(1)).flat_map(|visit| visit.units())
 }
 
-/// Elements of the full parameters that are alive at turn `at`, with units of these sizes.
+/// Returns the number of elements of the full parameters that are alive at turn `at`, with units of
+/// these sizes.
 pub fn alive(visits: &[BlockUse], at: usize, ahead: usize, sizes: &[usize]) -> usize {
     let units: std::collections::BTreeSet<usize> = window(visits, at, ahead).collect();
     units.into_iter().map(|unit| sizes[unit]).sum()
@@ -104,36 +105,36 @@ mod tests {
         StepSchedule::alone(1, micros_per_virtual_rank)
     }
 
-    /// Three blocks; the last borrows the first's unit.
+    /// Three blocks; the last is tied to the first.
     const BORROWS: [Option<usize>; 3] = [None, None, Some(0)];
 
-    /// Every gather (+) and release (-) of a pass, as text.
+    /// Returns every all-gather (+) and release (-) of a pass as text, and the most units alive.
     fn events(visits: Vec<BlockUse>, ahead: usize) -> (String, usize) {
         let turns = visits.len();
         let mut prefetch = Prefetch::new(visits);
-        let mut here = Vec::new();
+        let mut alive = Vec::new();
         let mut text = String::new();
         let mut most = 0;
         for _ in 0..turns {
             for unit in prefetch.wanted(ahead) {
-                if !here.contains(&unit) {
-                    here.push(unit);
+                if !alive.contains(&unit) {
+                    alive.push(unit);
                     text += &format!("+{unit}");
                 }
             }
-            most = most.max(here.len());
+            most = most.max(alive.len());
             for unit in prefetch.pass(ahead) {
-                here.retain(|&other| other != unit);
+                alive.retain(|&other| other != unit);
                 text += &format!("-{unit}");
             }
             text += " ";
         }
-        assert!(here.is_empty(), "{here:?} are left");
+        assert!(alive.is_empty(), "{alive:?} are left");
         (text.trim_end().into(), most)
     }
 
     #[test]
-    fn units_come_ahead_and_stay_at_the_turn() {
+    fn units_are_prefetched_and_kept_for_the_backward() {
         assert_eq!(events(step(&BORROWS, micros(1)), 0).0, "+0-0 +1-1 +2+0 -2-0 +1-1 +0-0");
         assert_eq!(events(step(&BORROWS, micros(1)), 1).0, "+0+1-0 +2+0-1  +1-2-0 +0-1 -0");
         assert_eq!(events(step(&BORROWS, micros(1)), 2).0, "+0+1+2 -1 +1 -2 -1 -0");

@@ -1,11 +1,11 @@
-//! The order of a rank's work in a step: the one list that the step runs, and from which the order
-//! of gathers and the estimate of memory follow. Integers in, integers out.
+//! The pipeline schedule: the list of a rank's work in a step, from which the order of all-gathers
+//! and the estimate of memory also follow. This module computes with indices only.
 //!
-//! Receives are posted one computation ahead, so that a message arrives beside the computation
-//! before the one that needs it. Only collectives hold up later requests of a rank, and all ranks
-//! of a stage make them at the same places of the same list; so no rank waits for another that
-//! waits for it, if the list of every stage ends when each message comes after its send. A test
-//! plays that through.
+//! Receives are posted one computation ahead, so that a message arrives during the computation
+//! before the one that needs it. Only collectives block later requests of a rank, and all ranks of
+//! a stage call them at the same places of the same list. A schedule therefore cannot deadlock if
+//! the lists of all stages run to completion when each message arrives after its send, which a test
+//! checks.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -15,21 +15,21 @@ use serde::{Deserialize, Serialize};
 /// The messages between neighbouring stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Flow {
-    /// Outputs of a stage's last block, to the next stage.
+    /// The outputs of a stage's last block, sent to the next stage.
     Activations,
-    /// Gradients of a stage's input, to the stage before.
+    /// The gradients of a stage's input, sent to the previous stage.
     Gradients,
 }
 
 /// The order of computations in a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum PipelineSchedule {
-    /// One forward, one backward (Narayanan et al., "PipeDream", 2019).
+    /// 1F1B: one forward, one backward (Narayanan et al., "PipeDream", 2019).
     #[default]
     #[serde(rename = "1f1b")]
     OneForwardOneBackward,
-    /// The same with gradients of weights put off into what would be idle time: ZB-H1 (Qi et al.,
-    /// "Zero bubble pipeline parallelism", 2023).
+    /// ZB-H1: 1F1B with wgrad deferred into the bubble (Qi et al., "Zero bubble pipeline
+    /// parallelism", 2023).
     #[serde(rename = "zero-bubble")]
     ZeroBubble,
 }
@@ -43,37 +43,37 @@ impl fmt::Display for PipelineSchedule {
 /// One piece of a step's work on this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Get ready to receive the message for micro-batch `k`.
+    /// Post the receive of the message for micro-batch `k`.
     Receive(Flow, usize),
-    /// Forward of micro-batch `k`.
+    /// Run the forward of micro-batch `k`.
     Forward(usize),
-    /// Backward of micro-batch `k`.
+    /// Run the backward of micro-batch `k`.
     Backward(usize),
-    /// The same, of which the products that make gradients of weights are put off.
+    /// Run the backward of micro-batch `k` without wgrad, which is deferred.
     BackwardInput(usize),
-    /// Those products of micro-batch `k`.
+    /// Run the deferred wgrad of micro-batch `k`.
     BackwardWeight(usize),
-    /// Send the result of the computation before.
+    /// Send the result of the previous computation.
     Send(Flow, usize),
 }
 
-/// A rank's micro-batches of a step, by virtual ranks, and its place in the pipeline.
+/// The micro-batches and virtual ranks of a rank in a step, and its place in the pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSchedule {
-    /// Virtual ranks of this rank.
+    /// The number of virtual ranks of this rank.
     pub virtual_ranks: usize,
-    /// Micro-batches a virtual rank.
+    /// The number of micro-batches per virtual rank.
     pub micros_per_virtual_rank: usize,
-    /// Number of the stage.
+    /// The index of the stage.
     pub stage: usize,
-    /// Stages.
+    /// The number of stages.
     pub stages: usize,
-    /// The order of computations, where there are several stages.
+    /// The pipeline schedule, if there are several stages.
     pub order: PipelineSchedule,
 }
 
 impl StepSchedule {
-    /// Without a pipeline.
+    /// Returns the schedule without a pipeline.
     pub fn alone(virtual_ranks: usize, micros_per_virtual_rank: usize) -> Self {
         Self {
             virtual_ranks,
@@ -84,12 +84,12 @@ impl StepSchedule {
         }
     }
 
-    /// Micro-batches of the step.
+    /// Returns the number of micro-batches of the step.
     pub fn micros(self) -> usize {
         self.virtual_ranks * self.micros_per_virtual_rank
     }
 
-    /// The work of the step in order.
+    /// Returns the work of the step in order.
     pub fn actions(self) -> Vec<Action> {
         self.with_messages(self.computations())
     }
@@ -102,61 +102,59 @@ impl StepSchedule {
         }
     }
 
-    /// The virtual rank of micro-batch `k`.
+    /// Returns the virtual rank of micro-batch `k`.
     pub fn virtual_rank(self, k: usize) -> usize {
         k / self.micros_per_virtual_rank
     }
 
-    /// Whether micro-batch `k` is the first of its virtual rank.
+    /// Returns whether micro-batch `k` is the first of its virtual rank.
     pub fn virtual_rank_start(self, k: usize) -> bool {
         k.is_multiple_of(self.micros_per_virtual_rank)
     }
 
-    /// Whether the backward of micro-batch `k` ends its virtual rank, and if so, whether it is the rank's
-    /// last virtual rank.
+    /// Returns, if the backward of micro-batch `k` ends its virtual rank, whether that is the last
+    /// virtual rank of this rank.
     pub fn virtual_rank_end(self, k: usize) -> Option<bool> {
         let next = k + 1;
         next.is_multiple_of(self.micros_per_virtual_rank).then_some(next == self.micros())
     }
 
-    /// A shorter step in which the same buffers are alive: all micro-batches of a virtual rank after the
-    /// first find the same, once the stages behind are at work and as many gradients of weights are
-    /// put off as ever.
+    /// Returns a shorter step with the same memory: once the pipeline is filled and the maximum of
+    /// wgrad is deferred, all further micro-batches of a virtual rank have the same buffers alive.
     pub fn representative(self) -> Self {
         Self { micros_per_virtual_rank: self.micros_per_virtual_rank.min(2 * self.stages), ..self }
     }
 
-    /// Part of the step in which a stage has nothing to do, where every stage takes as long, a
-    /// forward as long as the gradients of inputs and as those of weights, and messages no time. Of
-    /// p stages and m micro-batches it is (p − 1) / (m + p − 1) (Narayanan et al., 2021); with
-    /// weights put off, in one virtual rank of at least p micro-batches, (p − 1) / (3·m + p − 1) (Qi et
-    /// al., 2023).
+    /// Returns the fraction of the step in which a stage is idle, if all stages take the same time,
+    /// a forward takes as long as dgrad and as wgrad, and messages take no time. With p stages and
+    /// m micro-batches it is (p − 1) / (m + p − 1) (Narayanan et al., 2021); with deferred wgrad
+    /// and one virtual rank of at least p micro-batches, (p − 1) / (3·m + p − 1) (Qi et al., 2023).
     pub fn bubble_fraction(self) -> f64 {
-        // Stages that wait for each other are idle for ever.
+        // Deadlocked stages are always idle.
         self.length().map_or(1.0, |length| 1.0 - 3.0 * self.micros() as f64 / length as f64)
     }
 
-    /// The time until all stages are done, in forwards; each stops at a computation until the
-    /// message that it needs is there. None if they stand still.
+    /// Simulates all stages, each of which waits for the message that its next computation needs.
+    /// Returns the time until all are done in units of a forward, or none if they deadlock.
     fn length(self) -> Option<usize> {
         let of_stage = |stage| Self { stage, ..self };
         let mut lists: Vec<VecDeque<Action>> =
             (0..self.stages).map(|i| of_stage(i).computations().into()).collect();
         let mut clocks = vec![0; self.stages];
-        // When a message is there, by its receiver.
-        let mut there = HashMap::new();
+        // The arrival time of each message, by its receiver.
+        let mut arrivals = HashMap::new();
         while lists.iter().any(|list| !list.is_empty()) {
             let mut moved = false;
             for stage in 0..self.stages {
                 while let Some(&computation) = lists[stage].front() {
                     if let Some(Action::Receive(flow, k)) = of_stage(stage).needs(computation) {
-                        let Some(time) = there.remove(&(stage, flow, k)) else { break };
+                        let Some(time) = arrivals.remove(&(stage, flow, k)) else { break };
                         clocks[stage] = clocks[stage].max(time);
                     }
                     clocks[stage] += if matches!(computation, Action::Backward(_)) { 2 } else { 1 };
                     if let Some(Action::Send(flow, k)) = of_stage(stage).gives(computation) {
                         let to = if flow == Flow::Activations { stage + 1 } else { stage - 1 };
-                        there.insert((to, flow, k), clocks[stage]);
+                        arrivals.insert((to, flow, k), clocks[stage]);
                     }
                     lists[stage].pop_front();
                     moved = true;
@@ -169,7 +167,7 @@ impl StepSchedule {
         clocks.into_iter().max()
     }
 
-    /// The message that a computation needs from another stage.
+    /// Returns the message that a computation needs from another stage.
     fn needs(self, computation: Action) -> Option<Action> {
         match computation {
             Action::Forward(k) if self.stage > 0 => Some(Action::Receive(Flow::Activations, k)),
@@ -180,7 +178,7 @@ impl StepSchedule {
         }
     }
 
-    /// The message that another stage needs from a computation.
+    /// Returns the message that a computation sends to another stage.
     fn gives(self, computation: Action) -> Option<Action> {
         match computation {
             Action::Forward(k) if self.stage + 1 < self.stages => {
@@ -193,22 +191,22 @@ impl StepSchedule {
         }
     }
 
-    /// Computations whose gradients of weights come later by as many backwards as there are stages
-    /// before this one, so that those get the gradients of their outputs sooner. A virtual rank's are all
-    /// done before its sum leaves this rank.
+    /// Defers wgrad by as many backwards as there are stages before this one, so that those receive
+    /// the gradients of their outputs sooner. All wgrad of a virtual rank is done before its
+    /// gradient is reduced.
     fn with_deferred_wgrad(self, computations: Vec<Action>) -> Vec<Action> {
         let mut actions = Vec::with_capacity(computations.len() + self.micros());
-        let mut put_off = VecDeque::with_capacity(self.stage + 1);
+        let mut deferred = VecDeque::with_capacity(self.stage + 1);
         for computation in computations {
             match computation {
-                // Nobody waits for the first of several stages. One alone computes them apart so
-                // that they can be timed.
+                // No stage waits for the first of several stages. A single stage computes wgrad
+                // separately so that it can be timed.
                 Action::Backward(k) if self.stage > 0 || self.stages == 1 => {
                     actions.push(Action::BackwardInput(k));
-                    put_off.push_back(k);
+                    deferred.push_back(k);
                     let waiting = if self.virtual_rank_end(k).is_some() { 0 } else { self.stage };
-                    let due = put_off.len().saturating_sub(waiting);
-                    actions.extend(put_off.drain(..due).map(Action::BackwardWeight));
+                    let due = deferred.len().saturating_sub(waiting);
+                    actions.extend(deferred.drain(..due).map(Action::BackwardWeight));
                 }
                 other => actions.push(other),
             }
@@ -216,7 +214,7 @@ impl StepSchedule {
         actions
     }
 
-    /// Computations with the messages between stages.
+    /// Adds the point-to-point messages between stages to computations.
     fn with_messages(self, computations: Vec<Action>) -> Vec<Action> {
         let mut actions = Vec::with_capacity(3 * computations.len());
         actions.extend(computations.first().and_then(|first| self.needs(*first)));
@@ -229,9 +227,9 @@ impl StepSchedule {
     }
 }
 
-/// One forward, one backward (Narayanan et al., "PipeDream", 2019): stage `stage` of `stages` runs
-/// ahead by the number of stages behind it, then alternates. With one stage this is plain gradient
-/// accumulation.
+/// Returns the 1F1B schedule (Narayanan et al., "PipeDream", 2019): stage `stage` of `stages` runs
+/// as many forwards ahead as there are stages behind it, then alternates. With one stage this is
+/// plain gradient accumulation.
 fn one_forward_one_backward(stage: usize, stages: usize, micros: usize) -> Vec<Action> {
     let ahead = (stages - 1 - stage).min(micros);
     let mut actions: Vec<Action> = (0..ahead).map(Action::Forward).collect();
@@ -267,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_awaited_one_computation_ahead() {
+    fn receives_are_posted_one_computation_ahead() {
         let stage =
             |stage| StepSchedule { stage, stages: 2, ..StepSchedule::alone(1, 2) }.actions();
         assert_eq!(stage(0), [F(0), S(X, 0), R(G, 0), F(1), S(X, 1), R(G, 1), B(0), B(1)]);
@@ -285,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_of_weights_wait_until_their_virtual_rank_ends() {
+    fn deferred_wgrad_ends_with_its_virtual_rank() {
         let stage = |stage, virtual_ranks, micros| {
             let order = PipelineSchedule::ZeroBubble;
             StepSchedule { stage, stages: 3, order, ..StepSchedule::alone(virtual_ranks, micros) }
@@ -306,12 +304,12 @@ mod tests {
             computations(stage(2, 2, 2)),
             [F(0), I(0), F(1), I(1), W(0), W(1), F(2), I(2), F(3), I(3), W(2), W(3)]
         );
-        // A message does not wait for them.
+        // A message does not wait for wgrad.
         assert_eq!(stage(2, 1, 1).actions(), [R(X, 0), F(0), I(0), S(G, 0), W(0)]);
     }
 
-    /// Checks the order of a stage's actions. Returns the most forwards whose backwards are yet to
-    /// come, and backwards whose weights' gradients are.
+    /// Checks the order of a stage's actions. Returns the maximum numbers of forwards that wait for
+    /// their backwards, and of backwards that wait for their wgrad.
     fn waiting(step: StepSchedule) -> (usize, usize) {
         let mut forwards = 0;
         let mut backwards = 0;
@@ -350,8 +348,7 @@ mod tests {
         most
     }
 
-    /// Messages of one kind arrive in the order in which they leave: each is the one that its
-    /// receiver awaits.
+    /// Checks that messages of one kind are received in the order in which they are sent.
     fn assert_messages_meet(step: StepSchedule) {
         let of = |stage, wanted: fn(Action) -> Option<(Flow, usize)>, flow| -> Vec<usize> {
             let messages = StepSchedule { stage, ..step }.actions().into_iter().filter_map(wanted);
@@ -364,7 +361,7 @@ mod tests {
             assert_eq!(of(stage, sent, G), of(stage - 1, received, G), "{step:?}");
         }
         for (end, flow) in [(0, G), (step.stages - 1, X)] {
-            assert!(of(end, sent, flow).is_empty(), "{step:?}: a message that nobody takes");
+            assert!(of(end, sent, flow).is_empty(), "{step:?}: a message without a receiver");
         }
     }
 
@@ -377,18 +374,18 @@ mod tests {
                 let step = StepSchedule { stages, order, ..StepSchedule::alone(1, micros) };
                 assert_messages_meet(step);
                 for stage in 0..stages {
-                    let put_off = if order == PipelineSchedule::ZeroBubble {
+                    let deferred = if order == PipelineSchedule::ZeroBubble {
                         micros.min(stage + 1)
                     } else {
                         1
                     };
                     assert_eq!(
                         waiting(StepSchedule { stage, ..step }),
-                        (micros.min(stages - stage), put_off),
+                        (micros.min(stages - stage), deferred),
                         "{step:?}"
                     );
                 }
-                // Fewer micro-batches than stages leave less to put off.
+                // With fewer micro-batches than stages, less wgrad can be deferred.
                 let idle = match order {
                     PipelineSchedule::OneForwardOneBackward => 3 * (stages - 1),
                     PipelineSchedule::ZeroBubble => stages - 1 + stages.saturating_sub(micros),
@@ -406,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn each_virtual_rank_lengthens_a_step_whose_weights_are_put_off() {
+    fn each_virtual_rank_lengthens_a_step_with_deferred_wgrad() {
         let order = PipelineSchedule::ZeroBubble;
         for (stages, virtual_ranks, micros) in
             [(2, 2, 4), (2, 8, 1), (4, 2, 8), (4, 4, 4), (8, 2, 16), (8, 3, 5)]

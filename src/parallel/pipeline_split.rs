@@ -1,11 +1,11 @@
-//! Cuts a sequence of blocks into the stages of a pipeline. Numbers in, integers out.
+//! Partitions a sequence of blocks into pipeline stages.
 
 use std::ops::Range;
 
-/// Consecutive parts of blocks with these costs, each of at least one, of which the costliest is as
-/// cheap as can be; of all such cuts the one with the least sum of squares, which spreads the rest
-/// evenly. `allowed` says of a stage and a part whether it may have it. Exact: dynamic programming
-/// over the first blocks. None if there is no such cut.
+/// Partitions blocks with these costs into consecutive non-empty parts. Minimizes the cost of the
+/// most expensive part, and among such partitions the sum of squared costs, which balances the
+/// other parts. `allowed` returns whether a stage may have a part. The result is exact, by dynamic
+/// programming over prefixes of the blocks. Returns none if there is no allowed partition.
 pub fn partition(
     costs: &[f64],
     stages: usize,
@@ -15,7 +15,7 @@ pub fn partition(
     let most = best(costs.len(), stages, |stage, part, most| {
         allowed(stage, part).then(|| f64::max(most, cost(part)))
     })?;
-    // The same sums are compared, so that rounding does not matter.
+    // The same sums are compared as before, so rounding does not matter.
     let even = best(costs.len(), stages, |stage, part, sum| {
         let cost = cost(part);
         (cost <= most.0 && allowed(stage, part)).then_some(sum + cost * cost)
@@ -23,15 +23,16 @@ pub fn partition(
     Some(even.1)
 }
 
-/// The cut whose cost is least. `join` gives the cost of some stages with one more, its number,
-/// blocks and the cost of those before, or none where that is not allowed.
+/// Returns the partition with the least cost. `join` takes the index of a stage, its blocks and the
+/// cost of the stages before, and returns the cost including the stage, or none if that is not
+/// allowed.
 fn best(
     blocks: usize,
     stages: usize,
     join: impl Fn(usize, &Range<usize>, f64) -> Option<f64>,
 ) -> Option<(f64, Vec<Range<usize>>)> {
-    // For every number of first blocks: the least cost in the stages so far, and where the last of
-    // them begins.
+    // The least cost of every prefix of the blocks in the stages so far; `begins` has the start of
+    // the last stage.
     let mut least: Vec<Option<f64>> = vec![None; blocks + 1];
     least[0] = Some(0.0);
     let mut begins = Vec::with_capacity(stages);
@@ -69,23 +70,23 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn the_costliest_part_is_as_cheap_as_can_be() {
+    fn the_most_expensive_part_is_minimized() {
         let partition = |costs: &[f64], stages| partition(costs, stages, |_, _| true);
         assert_eq!(partition(&[1.0; 6], 3).unwrap(), [0..2, 2..4, 4..6]);
-        // A heavy head leaves the rest to the other stages, which share it evenly.
+        // An expensive head has its own stage; the other stages are balanced.
         assert_eq!(partition(&[0.1, 1.0, 1.0, 1.0, 1.0, 5.0], 3).unwrap(), [0..3, 3..5, 5..6]);
         assert_eq!(partition(&[3.0], 1).unwrap().len(), 1);
         assert_eq!(partition(&[1.0; 2], 3), None);
     }
 
     #[test]
-    fn a_stage_takes_no_more_than_it_may() {
+    fn a_stage_takes_only_allowed_parts() {
         let small_first = |stage: usize, part: &Range<usize>| stage > 0 || part.len() == 1;
         assert_eq!(partition(&[1.0; 7], 3, small_first).unwrap(), [0..1, 1..4, 4..7]);
         assert_eq!(partition(&[1.0; 7], 3, |_, part| part.len() < 3), None);
     }
 
-    /// Every cut into that many parts.
+    /// Returns every partition into `stages` parts.
     fn cuts(blocks: usize, stages: usize) -> Vec<Vec<Range<usize>>> {
         if stages == 0 {
             return if blocks == 0 { vec![vec![]] } else { vec![] };

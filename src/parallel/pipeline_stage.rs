@@ -1,7 +1,8 @@
-//! The part of a network that a pipeline stage has: consecutive units, and *guests*, copies of the
-//! parameters of another stage's units that its blocks borrow. Integers in, integers out.
+//! The part of a network that a pipeline stage has: consecutive units, and tied-weight replicas,
+//! which are copies of parameters of other stages' units that its blocks are tied to. This module
+//! computes with indices only.
 //!
-//! A slot is a unit of the stage, counted from its first, or after these a guest.
+//! Slots are the units of the stage, counted from its first, followed by the tied-weight replicas.
 
 use std::ops::Range;
 
@@ -10,53 +11,54 @@ use hpctrain_nn::TiedParam;
 /// A pipeline stage: with one stage, the whole network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage {
-    /// Its number.
+    /// The index of the stage.
     pub index: usize,
-    /// Stages in all.
+    /// The number of stages.
     pub count: usize,
-    /// Its units, counted in the network.
+    /// The units of the stage, by index in the network.
     pub units: Range<usize>,
-    /// Units of other stages that its blocks borrow.
+    /// The units of other stages that its blocks are tied to.
     pub guests: Vec<TiedUnit>,
-    /// Its own units that blocks of other stages borrow.
+    /// Its units that blocks of other stages are tied to.
     pub lent: Vec<TiedExport>,
-    /// For each of its own units, the loan of its block.
+    /// For each of its units, the parameters that its block is tied to.
     pub borrowed: Vec<Option<TiedImport>>,
 }
 
 /// A unit of another stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TiedUnit {
-    /// The unit, counted in the network.
+    /// The unit, by index in the network.
     pub unit: usize,
     /// The stage that trains it.
     pub stage: usize,
 }
 
-/// A unit that a block of another stage borrows.
+/// A unit that a block of another stage is tied to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TiedExport {
-    /// The unit, counted in its stage.
+    /// The slot of the unit in its stage.
     pub slot: usize,
     /// The stage of the block.
     pub to: usize,
-    /// Elements that the block uses: the first of the unit.
+    /// The number of elements that the block uses, from the start of the unit.
     pub len: usize,
 }
 
-/// A loan within a stage.
+/// The parameters that a block of this stage is tied to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TiedImport {
-    /// Place of the parameters.
+    /// The slot of the parameters.
     pub slot: usize,
     /// The stage that trains them, if it is another one.
     pub from: Option<usize>,
-    /// Elements that the block uses: the first of the unit.
+    /// The number of elements that the block uses, from the start of the unit.
     pub len: usize,
 }
 
 impl Stage {
-    /// Stage `index` of a network that is cut into `stages`, whose blocks have these `loans`.
+    /// Returns stage `index` of a network that is partitioned into `stages`; `loans` has the
+    /// parameters that each block is tied to.
     pub fn new(stages: &[Range<usize>], index: usize, loans: &[Option<TiedParam>]) -> Self {
         let units = stages[index].clone();
         let stage_of =
@@ -88,44 +90,44 @@ impl Stage {
         Self { index, count: stages.len(), units, guests, lent, borrowed }
     }
 
-    /// The only stage of a network.
+    /// Returns the only stage of a network.
     pub fn whole(loans: &[Option<TiedParam>]) -> Self {
         Self::new(std::slice::from_ref(&(0..loans.len())), 0, loans)
     }
 
-    /// The only stage of a network whose first block is tables that the host keeps: the blocks
-    /// behind it.
+    /// Returns the only stage of a network whose first block, the embedding tables, is offloaded:
+    /// the blocks after it.
     pub fn behind_tables(loans: &[Option<TiedParam>]) -> Self {
         Self::new(std::slice::from_ref(&(1..loans.len())), 0, loans)
     }
 
-    /// The tables before that stage.
+    /// Returns the stage of offloaded embedding tables, before that of [`Stage::behind_tables`].
     pub fn of_tables(loans: &[Option<TiedParam>]) -> Self {
         Self::new(std::slice::from_ref(&(0..1)), 0, loans)
     }
 
-    /// Whether its input is rows of tables that the host keeps, so that the ids of the data are the
-    /// host's.
+    /// Returns whether its input is rows of offloaded embedding tables, so that the host needs the
+    /// ids of the data.
     pub fn takes_rows(&self) -> bool {
         self.is_first() && self.units.start > 0
     }
 
-    /// Whether it takes the data.
+    /// Returns whether it is the first stage, which takes the data.
     pub fn is_first(&self) -> bool {
         self.index == 0
     }
 
-    /// Whether it computes the loss.
+    /// Returns whether it is the last stage, which computes the loss.
     pub fn is_last(&self) -> bool {
         self.index + 1 == self.count
     }
 
-    /// For each of its own units, the slot that its block borrows.
+    /// Returns for each of its units the slot that its block is tied to.
     pub fn borrows(&self) -> Vec<Option<usize>> {
         self.borrowed.iter().map(|loan| loan.map(|loan| loan.slot)).collect()
     }
 
-    /// The units of all slots, counted in the network.
+    /// Returns the units of all slots, by index in the network.
     pub fn slots(&self) -> impl Iterator<Item = usize> + '_ {
         self.units.clone().chain(self.guests.iter().map(|guest| guest.unit))
     }
@@ -135,7 +137,7 @@ impl Stage {
 mod tests {
     use super::*;
 
-    /// Five blocks; the last borrows the unit of the first.
+    /// Returns a stage of five blocks, of which the last is tied to the first.
     fn stage(stages: &[Range<usize>], index: usize) -> Stage {
         Stage::new(stages, index, &[None, None, None, None, Some(TiedParam { unit: 0, len: 7 })])
     }
@@ -150,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn loans_between_stages_have_guests() {
+    fn tied_stages_have_replicas() {
         let cut = [0..2, 2..3, 3..5];
         let first = stage(&cut, 0);
         assert_eq!(

@@ -1,14 +1,14 @@
-//! How far a run is.
+//! The progress of a run.
 
 use serde::{Deserialize, Serialize};
 
-/// Progress of a run.
+/// The progress of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Steps finished.
+    /// The number of finished steps.
     pub step: u64,
-    /// Updates done.
+    /// The number of updates.
     pub updates: u64,
-    /// Samples consumed.
+    /// The number of consumed samples.
     pub position: u64,
 }

@@ -1,19 +1,19 @@
-//! The state of a rank's audits: of the memory of its parameters, and of the arithmetic of
-//! replicas.
+//! The state of a rank's SDC (silent data corruption) checks: of the memory of its parameters, and
+//! of the arithmetic of replicas.
 
-/// Audits of a rank.
+/// The SDC checks of a rank.
 #[derive(Debug, Clone, Copy)]
 pub struct SdcChecks {
-    /// Steps between two comparisons of replicas.
+    /// The number of steps between two comparisons of replicas.
     pub every: u64,
-    /// The last step before which they were found equal, or the first.
+    /// The last step before which replicas were equal, or the first step.
     pub good: Option<u64>,
-    /// That step, once they were found to differ.
+    /// The value of `good`, once replicas were found to differ: later checkpoints are suspect.
     pub doubtful_since: Option<u64>,
 }
 
 impl SdcChecks {
-    /// Of every so many steps; none with 0.
+    /// Creates the state of checks every `every` steps; returns none if `every` is 0.
     pub fn every(every: u64) -> Option<Self> {
         (every > 0).then_some(Self { every, good: None, doubtful_since: None })
     }

@@ -1,46 +1,46 @@
-//! A digest of parameters and optimizer state in memory: each update tells whether it has found
-//! them as the one before has left them.
+//! A digest of parameters and optimizer state in memory, by which each update checks that they have
+//! not changed since the previous one.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Audit, Kernels};
 
-/// The audit of a range's memory.
+/// The checksum of a range's memory.
 pub struct SdcChecksum<B: Kernels> {
-    /// The digest that an update has left, once it is read; none before the first, and after other
-    /// changes.
+    /// The digest after the last update, once it is read; none before the first update, and after
+    /// other changes.
     left: Option<u64>,
-    /// The digests of the last update, while the device may still compute them.
-    under_way: Option<Audit<B::Scalar>>,
+    /// The digests of the last update, which the device may still compute.
+    pending: Option<Audit<B::Scalar>>,
 }
 
 impl<B: Kernels> Default for SdcChecksum<B> {
     fn default() -> Self {
-        Self { left: None, under_way: None }
+        Self { left: None, pending: None }
     }
 }
 
-/// An audit has found other bits than it should.
+/// Returns the error of changed memory.
 fn changed() -> Error {
     Error::corrupted("parameters or optimizer state have changed in memory since the last update")
 }
 
-/// Reads digests: their sum, which f64 holds exactly.
+/// Returns the sum of digests, each of which f64 holds exactly.
 fn read<B: Kernels>(backend: &B, digests: Vec<B::Scalar>) -> Result<u64> {
     digests.into_iter().map(|digest| Ok(backend.read(digest)? as u64)).sum()
 }
 
 impl<B: Kernels> SdcChecksum<B> {
-    /// An update was made under an audit.
+    /// Records the digests that an update computes.
     pub fn updated(&mut self, audit: Audit<B::Scalar>) {
-        self.under_way = Some(audit);
+        self.pending = Some(audit);
     }
 
-    /// The digest that the last update has left, if nothing else has changed the memory.
+    /// Returns the digest after the last update, if nothing else has changed the memory.
     ///
     /// # Errors
-    /// The update had found other values than the one before it had left; or the device failed.
+    /// Returns an error if memory changed between the last two updates, or the device fails.
     pub fn settle(&mut self, backend: &B) -> Result<Option<u64>> {
-        if let Some(Audit { found, left }) = self.under_way.take() {
+        if let Some(Audit { found, left }) = self.pending.take() {
             let found = read(backend, found)?;
             let left = read(backend, left)?;
             if self.left.replace(left).is_some_and(|before| before != found) {
@@ -50,10 +50,10 @@ impl<B: Kernels> SdcChecksum<B> {
         Ok(self.left)
     }
 
-    /// Compares the memory with the digest that the last update has left.
+    /// Compares the memory with the digest after the last update.
     ///
     /// # Errors
-    /// They differ; or the device failed.
+    /// Returns an error if they differ, or the device fails.
     pub fn compare<'a>(
         &mut self,
         backend: &B,
@@ -64,7 +64,7 @@ impl<B: Kernels> SdcChecksum<B> {
         if read(backend, digests)? == left { Ok(()) } else { Err(changed()) }
     }
 
-    /// The memory was changed by something else than an update.
+    /// Forgets the digests, after something other than an update has changed the memory.
     pub fn forget(&mut self) {
         *self = Self::default();
     }

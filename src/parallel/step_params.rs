@@ -1,24 +1,24 @@
-//! The constants of an update, and the names of the state that it changes.
+//! The constants of an update, and the names of the optimizer state.
 
 use super::local_sgd::OuterOptimizer;
 use hpctrain_base::error::Error;
 use hpctrain_nn::optim::{AVERAGE, GroupRun, OUTER_MOMENTUM, Update, UpdateRule};
 
-/// Constants of one update.
+/// The constants of one update.
 #[derive(Debug, Clone, Copy)]
 pub struct Hyper {
-    /// Learning rate.
+    /// The learning rate.
     pub lr: f32,
-    /// Weight decay of tensors that decay, decoupled or coupled as the rule has it.
+    /// The weight decay of tensors that decay, decoupled or coupled depending on the rule.
     pub weight_decay: f32,
-    /// Number of the update, from 1.
+    /// The number of the update, from 1.
     pub step: u64,
-    /// Factor on the gradient: the clip.
+    /// The factor on the gradient, from clipping.
     pub grad_scale: f32,
 }
 
 impl Hyper {
-    /// The update of a part, with this factor on its step.
+    /// Returns the update of a part, with this trust ratio.
     pub fn of(self, part: &GroupRun, trust: f32) -> Update {
         let Hyper { lr, weight_decay, step, grad_scale } = self;
         Update {
@@ -31,8 +31,8 @@ impl Hyper {
     }
 }
 
-/// Names of the buffers of state: the rule's; after them the average's, if one is kept; then the
-/// outer step's, if it has momentum.
+/// Returns the names of the buffers of optimizer state: those of the rule, then the EMA if there is
+/// one, then the momentum of the outer optimizer if it has momentum.
 pub fn state_names(
     rule: Option<UpdateRule>,
     average: Option<f32>,
@@ -43,7 +43,7 @@ pub fn state_names(
     of_rule.chain(average.map(|_| AVERAGE)).chain(outer.map(|_| OUTER_MOMENTUM)).collect()
 }
 
-/// The error of parameters that no buffer holds.
+/// Returns the error for parameters that no buffer holds.
 pub fn nowhere() -> Error {
-    Error::internal("parameters are nowhere")
+    Error::internal("no buffer holds the parameters")
 }

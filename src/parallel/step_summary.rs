@@ -1,32 +1,32 @@
-//! The small message of a step, from each rank to all others once its gradients are reduced.
+//! The small message that each rank sends to all others once its gradients of a step are reduced.
 
 use super::control_flags::ControlFlags;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::tree_sum::tree_sum;
 
-/// A rank's message about its virtual ranks and virtual shards; little-endian f64 on the wire.
+/// A rank's message about its virtual ranks and virtual shards; encoded as little-endian f64.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepSummary {
-    /// Seconds that the rank computed in this step.
+    /// The compute time of the rank in this step, in seconds.
     pub compute: f64,
-    /// The rank's requests.
+    /// The control flags of the rank.
     pub flags: ControlFlags,
-    /// Losses of its virtual ranks, in order.
+    /// The losses of its virtual ranks, in order.
     pub losses: Vec<f64>,
-    /// Squares of its virtual shards.
+    /// The squared norms of its virtual shards.
     pub squares: Squares,
 }
 
-/// Squares of the gradient of some units, by virtual shards.
+/// The squared norms of the gradient of some units, by virtual shards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Squares {
-    /// The first unit, counted in the whole network.
+    /// The first unit, by index in the network.
     pub first_unit: usize,
     /// The first virtual shard.
     pub first_shard: usize,
-    /// Virtual shards.
+    /// The number of virtual shards.
     pub shards: usize,
-    /// Unit after unit, its virtual shards in order.
+    /// The squared norms, unit after unit, with the virtual shards of each in order.
     pub values: Vec<f64>,
 }
 
@@ -65,28 +65,29 @@ impl StepSummary {
     }
 }
 
-/// The sum of the squares of a network with so many units and virtual shards: over the units of
-/// each virtual shard in the order of the network, then over virtual shards by the tree of virtual ranks,
-/// whichever rank has which.
+/// Returns the sum of the squared norms of a network with `units` units and `shards` virtual
+/// shards: over the units of each virtual shard in network order, then over virtual shards by the
+/// tree of virtual ranks. The order does not depend on which rank has which.
 ///
 /// # Errors
-/// A message tells of units or virtual shards that do not exist, or none tells of some.
+/// Returns an error if a message has units or virtual shards that do not exist, or some are
+/// missing.
 pub fn sum_of_squares<'a>(
-    told: impl Iterator<Item = &'a Squares>,
+    parts: impl Iterator<Item = &'a Squares>,
     units: usize,
     shards: usize,
 ) -> Result<f64> {
     let mut all = vec![None; units * shards];
-    for part in told.filter(|part| part.shards > 0) {
+    for part in parts.filter(|part| part.shards > 0) {
         for (unit, values) in (part.first_unit..).zip(part.values.chunks_exact(part.shards)) {
             let from = unit * shards + part.first_shard;
-            let is_there = unit < units && part.first_shard + part.shards <= shards;
-            let to = all.get_mut(from..from + part.shards).filter(|_| is_there);
+            let exists = unit < units && part.first_shard + part.shards <= shards;
+            let to = all.get_mut(from..from + part.shards).filter(|_| exists);
             let to = to.ok_or_else(|| Error::comm("another rank has units that do not exist"))?;
             to.iter_mut().zip(values).for_each(|(to, square)| *to = Some(*square));
         }
     }
-    let missing = || Error::comm("no rank has told the squares of some unit");
+    let missing = || Error::comm("the squared norms of a unit are missing");
     let all: Vec<f64> = all.into_iter().collect::<Option<_>>().ok_or_else(missing)?;
     let of_shard =
         |shard: usize| all.iter().skip(shard).step_by(shards).fold(0.0, |sum, square| sum + square);
@@ -102,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn summaries_arrive_as_they_were() {
+    fn summaries_are_decoded_as_encoded() {
         let summary = StepSummary {
             compute: 0.25,
             flags: ControlFlags::from_bits_retain(u32::MAX),
@@ -116,14 +117,14 @@ mod tests {
     }
 
     #[test]
-    fn squares_are_added_in_one_order_whoever_tells_them() {
+    fn squares_are_added_in_an_order_that_does_not_depend_on_ranks() {
         // Rounding shows the order: a large number between small ones.
-        let of = |unit: usize, shard: usize| {
+        let value = |unit: usize, shard: usize| {
             if (unit, shard) == (1, 1) { 1e16 } else { 0.7 + unit as f64 + shard as f64 }
         };
         let part = |units: std::ops::Range<usize>, shards: std::ops::Range<usize>| {
             let values: Vec<f64> =
-                units.clone().flat_map(|u| shards.clone().map(move |s| of(u, s))).collect();
+                units.clone().flat_map(|u| shards.clone().map(move |s| value(u, s))).collect();
             squares(units.start, shards.start, shards.len(), &values)
         };
         let sum = |parts: &[Squares]| sum_of_squares(parts.iter(), 3, 4).map(f64::to_bits);

@@ -1,9 +1,9 @@
-//! A copy of another stage's unit, whose parameters a block of this stage borrows.
+//! A tied-weight replica: a copy of another stage's unit that a block of this stage is tied to.
 //!
 //! The stage that trains the unit updates it; each of its ranks then sends the range that it owns
-//! to the rank of this stage at the same place among shards and replicas. A guest has no gradient
-//! to reduce, no optimizer state and no place in norms and checkpoints. The block's own gradient
-//! goes the other way, once a virtual rank.
+//! to the rank of this stage with the same shard and replica. A tied-weight replica has no gradient
+//! to reduce and no optimizer state, and does not appear in norms and checkpoints. The gradient of
+//! the block is sent to the training stage once per virtual rank.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,29 +14,29 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_device::{Kernels, MemoryKind};
 
-/// Parameters of a borrowed unit on a rank.
+/// The parameters of a tied-weight replica on a rank.
 pub struct TiedReplica<B: Kernels> {
     pub layout: UnitLayout,
     /// The stage that trains it.
     pub from: usize,
-    /// Range of this rank's part.
+    /// The range of this rank's shard.
     range: Range<usize>,
-    /// That part, where full parameters do not live always.
+    /// This rank's shard, if full parameters are freed after use.
     part: Option<B::Buf>,
-    /// Full parameters.
+    /// The full parameters.
     pub params: BufferState<B::Buf>,
-    /// Parameters of the other replicas that this rank trains, in the order of their turns.
-    resting: VecDeque<Resting<B>>,
+    /// The parameters of the other replicas that this rank trains in turn.
+    resting: VecDeque<InactiveParams<B>>,
 }
 
-/// Parameters of a replica that waits for its turn.
-struct Resting<B: Kernels> {
+/// The parameters of a replica that is not being trained at the moment.
+struct InactiveParams<B: Kernels> {
     part: Option<B::Buf>,
     params: BufferState<B::Buf>,
 }
 
 impl<B: Kernels> TiedReplica<B> {
-    /// A guest with these parameters.
+    /// Creates a tied-weight replica with these parameters.
     pub fn new(
         backend: &B,
         layout: UnitLayout,
@@ -45,7 +45,7 @@ impl<B: Kernels> TiedReplica<B> {
         params: Lifetime,
         full: &[f32],
     ) -> Result<Self> {
-        let mut guest = Self {
+        let mut replica = Self {
             layout,
             from,
             range,
@@ -53,14 +53,14 @@ impl<B: Kernels> TiedReplica<B> {
             params: BufferState::Gone,
             resting: VecDeque::new(),
         };
-        guest.set(backend, params, full)?;
-        Ok(guest)
+        replica.set(backend, params, full)?;
+        Ok(replica)
     }
 
     /// Replaces the parameters.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Returns an error if the memory does not suffice.
     pub fn set(&mut self, backend: &B, params: Lifetime, full: &[f32]) -> Result<()> {
         (self.part, self.params) = match params {
             Lifetime::Step => {
@@ -74,20 +74,20 @@ impl<B: Kernels> TiedReplica<B> {
         Ok(())
     }
 
-    /// Another replica of this rank, with these parameters.
+    /// Adds another replica that this rank trains, with these parameters.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Returns an error if the memory does not suffice.
     pub fn add_replica(&mut self, backend: &B, params: Lifetime, full: &[f32]) -> Result<()> {
-        let had = Resting {
+        let inactive = InactiveParams {
             part: self.part.take(),
             params: std::mem::replace(&mut self.params, BufferState::Gone),
         };
-        self.resting.push_back(had);
+        self.resting.push_back(inactive);
         self.set(backend, params, full)
     }
 
-    /// The next replica takes its turn.
+    /// Switches to the next replica.
     pub fn next_replica(&mut self) {
         if let Some(mut other) = self.resting.pop_front() {
             std::mem::swap(&mut self.part, &mut other.part);
@@ -96,13 +96,13 @@ impl<B: Kernels> TiedReplica<B> {
         }
     }
 
-    /// Range of this rank's part.
+    /// Returns the range of this rank's shard.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
 
-    /// Takes this rank's part of new parameters. Returns the full buffer to be gathered, where it
-    /// lives always.
+    /// Replaces this rank's shard of the parameters. Returns the full buffer to be all-gathered, if
+    /// full parameters are always in memory.
     pub fn renew(&mut self, backend: &B, part: B::Buf) -> Result<Option<B::Buf>> {
         self.params.wait()?;
         match (std::mem::replace(&mut self.params, BufferState::Gone), &mut self.part) {
@@ -114,11 +114,12 @@ impl<B: Kernels> TiedReplica<B> {
                 backend.copy(B::all(&part), B::view_mut(&mut full, self.range.clone()))?;
                 Ok(Some(full))
             }
-            _ => Err(Error::internal("a guest without parameters")),
+            _ => Err(Error::internal("the tied-weight replica has no parameters")),
         }
     }
 
-    /// As [`Unit::contribution`](super::fsdp_unit::Unit::contribution).
+    /// Returns a full buffer with this rank's shard of the parameters, to be all-gathered; none if
+    /// they are in memory or in flight.
     pub fn contribution(&mut self, backend: &B) -> Result<Option<B::Buf>> {
         let (BufferState::Gone, Some(part)) = (&self.params, &self.part) else { return Ok(None) };
         let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;

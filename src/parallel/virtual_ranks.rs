@@ -1,8 +1,7 @@
-//! Virtual ranks: the fixed pieces of a global batch whose gradients are summed by one fixed tree.
+//! Virtual ranks: fixed parts of a global batch whose gradients are summed in a fixed tree.
 //!
-//! f32 addition is commutative but not associative. Cutting the batch into a fixed number of virtual ranks,
-//! and adding virtual ranks in a tree whose shape does not depend on the ranks, makes every rank count give
-//! the same bits.
+//! f32 addition is commutative but not associative. With a fixed number of virtual ranks, and a
+//! summation tree whose shape does not depend on the ranks, every rank count gives the same bits.
 
 use std::ops::Range;
 
@@ -11,16 +10,16 @@ use hpctrain_base::layout::part;
 /// The virtual ranks of a data-parallel rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VirtualRanks {
-    /// Virtual ranks of the whole batch.
+    /// The number of virtual ranks of the whole batch.
     pub total: usize,
-    /// Data-parallel ranks; divides `total`.
+    /// The number of data-parallel ranks, which divides `total`.
     pub ranks: usize,
     /// This data-parallel rank.
     pub rank: usize,
 }
 
 impl VirtualRanks {
-    /// The virtual ranks this rank computes.
+    /// Returns the virtual ranks that this rank computes.
     pub fn mine(&self) -> Range<usize> {
         part(self.total, self.rank, self.ranks)
     }

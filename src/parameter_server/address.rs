@@ -1,5 +1,5 @@
-//! Addresses of coordinator and servers: those at which they listen, and those by which others
-//! reach them.
+//! Addresses of the coordinator and servers: where they listen, and where other processes reach
+//! them.
 
 use std::io::ErrorKind;
 use std::net::{
@@ -11,19 +11,19 @@ use if_addrs::get_if_addrs;
 
 use hpctrain_base::error::{Error, Result};
 
-/// Listens; returns the address for others. `wish` is `parameter_server.address`: a host, a host
-/// with a port, or a port as `:2222`.
+/// Starts to listen, and returns the address at which others reach the listener. `requested` is
+/// `parameter_server.address`: a host, a host with a port, or a port as in `:2222`.
 ///
-/// An IP address in it is listened on. Otherwise it is the address of `interface`
-/// (`comm.interface`), or the one that this host's name stands for; if that is none of an
-/// interface, such as 127.0.1.1, all addresses are listened on.
+/// If `requested` has an IP address, the listener binds to it. Otherwise it binds to the address of
+/// `interface` (`comm.interface`), or without an interface to the address that this host's name
+/// resolves to; if no interface has that address (127.0.1.1, for instance), to all addresses.
 ///
 /// # Errors
 /// Returns an error if the address is in use or of another host, or there is no such interface.
-pub fn listen(wish: Option<&str>, interface: Option<&str>) -> Result<(TcpListener, String)> {
-    let (host, port) = wish.map_or(Ok((None, 0)), parse)?;
-    // A name is for others: in a container it may stand for an address of another host, which
-    // passes on.
+pub fn listen(requested: Option<&str>, interface: Option<&str>) -> Result<(TcpListener, String)> {
+    let (host, port) = requested.map_or(Ok((None, 0)), parse)?;
+    // A host name is only for others: in a container it may resolve to the address of another host,
+    // which forwards connections.
     let ip = host.as_deref().and_then(|host| host.parse::<IpAddr>().ok());
     let (listener, known_as) = match (ip, interface) {
         (Some(ip), _) => (bind(ip, port)?, ip.to_string()),
@@ -33,9 +33,9 @@ pub fn listen(wish: Option<&str>, interface: Option<&str>) -> Result<(TcpListene
         }
         (None, None) => (listen_by_name(port)?, host_name()),
     };
-    let own = listener.local_addr().map_err(|e| Error::comm(e.to_string()))?;
-    let address = joined(&host.unwrap_or(known_as), own.port());
-    log::info!("listening on {own}, known as {address}");
+    let local = listener.local_addr().map_err(|e| Error::comm(e.to_string()))?;
+    let address = joined(&host.unwrap_or(known_as), local.port());
+    log::info!("listening on {local}, reachable at {address}");
     Ok((listener, address))
 }
 
@@ -44,38 +44,37 @@ fn bind(ip: IpAddr, port: u16) -> Result<TcpListener> {
 }
 
 fn refused(address: SocketAddr, e: &std::io::Error) -> Error {
-    Error::input(format!("cannot listen on {address}: {e}")).hint(
-        "set parameter_server.address to an address of this host that is free, or leave it out",
-    )
+    Error::input(format!("cannot listen on {address}: {e}"))
+        .hint("set parameter_server.address to a free address of this host, or omit it")
 }
 
-/// Listens on the first address of an interface that this host's name stands for, else on all
+/// Listens on the first address that this host's name resolves to and an interface has, else on all
 /// addresses.
 fn listen_by_name(port: u16) -> Result<TcpListener> {
-    // A host need not know its own name.
+    // The name of a host need not resolve.
     for address in (host_name().as_str(), port).to_socket_addrs().into_iter().flatten() {
         if address.ip().is_loopback() {
             continue;
         }
         match TcpListener::bind(address) {
             Ok(listener) => return Ok(listener),
-            // The name stands for another host, such as one that passes on.
+            // The name resolves to another host, such as one that forwards connections.
             Err(e) if e.kind() == ErrorKind::AddrNotAvailable => {}
             Err(e) => return Err(refused(address, &e)),
         }
     }
     log::info!(
-        "the name {} stands for no interface of this host: all of them are listened on",
+        "the name {} does not resolve to an interface of this host: listening on all interfaces",
         host_name()
     );
-    // That of IPv6 takes connections of IPv4, too, but a system may have no IPv6.
+    // An IPv6 listener accepts IPv4 connections, too, but a system may lack IPv6.
     TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))
         .or_else(|_| bind(Ipv4Addr::UNSPECIFIED.into(), port))
 }
 
-/// Returns the address of an interface: `interface` is its name, or a network that its address is
-/// in, such as `10.1.0.0/16`. Addresses of IPv4 are preferred to those of IPv6; those that hold on
-/// one link alone are not taken.
+/// Returns the address of an interface: `interface` is its name, or a network that contains its
+/// address, such as `10.1.0.0/16`. IPv4 addresses are preferred to IPv6 addresses; link-local
+/// addresses are ignored.
 ///
 /// # Errors
 /// Returns an error if this host has no such interface.
@@ -88,28 +87,28 @@ fn address_of(interface: &str) -> Result<IpAddr> {
     };
     let all: Vec<(String, IpAddr)> = all
         .into_iter()
-        .map(|one| (one.name.clone(), one.ip()))
+        .map(|interface| (interface.name.clone(), interface.ip()))
         .filter(|(_, ip)| !is_link_local(*ip))
         .collect();
     let network = network(interface);
-    let is_wanted = |(name, ip): &&(String, IpAddr)| match network {
+    let matches = |(name, ip): &&(String, IpAddr)| match network {
         Some((network, bits)) => contains(network, bits, *ip),
         None => name == interface,
     };
-    let found = all.iter().filter(is_wanted).map(|(_, ip)| *ip).min_by_key(IpAddr::is_ipv6);
+    let found = all.iter().filter(matches).map(|(_, ip)| *ip).min_by_key(IpAddr::is_ipv6);
     found.ok_or_else(|| {
         let names: Vec<String> = all.iter().map(|(name, ip)| format!("{name} ({ip})")).collect();
         let what = if network.is_some() { "interface in the network" } else { "interface" };
         Error::input(format!("comm.interface: {} has no {what} {interface:?}", host_name())).hint(
             format!(
-                "it has {}; a network such as \"10.1.0.0/16\" fits hosts whose names for it differ",
+                "it has {}; a network such as \"10.1.0.0/16\" works on hosts where its name differs",
                 names.join(", ")
             ),
         )
     })
 }
 
-/// Reads a network such as `10.1.0.0/16`: its address and the bits of its prefix.
+/// Parses a network such as `10.1.0.0/16`: its address and the length of its prefix.
 fn network(text: &str) -> Option<(IpAddr, u32)> {
     let (address, bits) = text.split_once('/')?;
     let address: IpAddr = address.parse().ok()?;
@@ -117,8 +116,7 @@ fn network(text: &str) -> Option<(IpAddr, u32)> {
     (bits <= if address.is_ipv4() { 32 } else { 128 }).then_some((address, bits))
 }
 
-/// Returns whether an address is in the network that the first `bits` bits of `network` are common
-/// to.
+/// Returns whether the first `bits` bits of an address are those of `network`.
 fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
     let differ = match (network, ip) {
         (IpAddr::V4(network), IpAddr::V4(ip)) => {
@@ -132,37 +130,37 @@ fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
     differ == 0
 }
 
-/// Reads host and port of an address: without a host or a port, none and 0. An address of IPv6
+/// Parses host and port of an address; a missing host is none, a missing port 0. An IPv6 address
 /// before a port is in brackets.
-fn parse(wish: &str) -> Result<(Option<String>, u16)> {
+fn parse(address: &str) -> Result<(Option<String>, u16)> {
     let split = || {
-        if wish.parse::<IpAddr>().is_ok() {
-            return Some((wish, 0));
+        if address.parse::<IpAddr>().is_ok() {
+            return Some((address, 0));
         }
-        let (host, port) = match wish.strip_prefix('[') {
+        let (host, port) = match address.strip_prefix('[') {
             Some(rest) => {
                 let (host, port) = rest.split_once(']')?;
                 host.parse::<Ipv6Addr>().ok()?;
                 (host, if port.is_empty() { "0" } else { port.strip_prefix(':')? })
             }
-            None => wish.rsplit_once(':').unwrap_or((wish, "0")),
+            None => address.rsplit_once(':').unwrap_or((address, "0")),
         };
-        Some((host, port.parse().ok().filter(|_| !host.contains(':') || wish.starts_with('['))?))
+        Some((host, port.parse().ok().filter(|_| !host.contains(':') || address.starts_with('['))?))
     };
     let (host, port) = split().ok_or_else(|| {
-        Error::input(format!("parameter_server.address = {wish:?} is not a host with a port"))
+        Error::input(format!("parameter_server.address = {address:?} is not a host with a port"))
             .hint("such as \"node7\", \"10.0.0.7:2222\", \"[2001:db8::7]:2222\" or \":2222\"")
     })?;
     Ok((Some(host).filter(|host| !host.is_empty()).map(Into::into), port))
 }
 
-/// Returns the host of an address without its port, which one process only can have.
+/// Returns the host of an address without its port, which only one process can use.
 pub fn host_of(address: &str) -> Option<String> {
-    // One that cannot be read is refused where it is listened on.
+    // An address that cannot be parsed is refused by `listen`.
     parse(address).map_or_else(|_| Some(address.into()), |(host, _)| host)
 }
 
-/// Returns host and port as one address.
+/// Joins host and port to one address.
 fn joined(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
@@ -170,33 +168,33 @@ fn joined(host: &str, port: u16) -> String {
 /// Connects to an address that [`listen`] returned, on this host or another.
 ///
 /// # Errors
-/// Returns an error if the host is not known, or nobody listens there.
-pub fn connect(address: &str, patience: Duration) -> Result<TcpStream> {
+/// Returns an error if the host does not resolve, or nothing listens at the address.
+pub fn connect(address: &str, timeout: Duration) -> Result<TcpStream> {
     let (Some(host), port) = parse(address)? else {
-        return Err(Error::comm(format!("{address:?} names no host")));
+        return Err(Error::comm(format!("{address:?} has no host")));
     };
     let resolved: std::io::Result<Vec<SocketAddr>> =
         (host.as_str(), port).to_socket_addrs().map(Iterator::collect);
     let found = match resolved {
-        // A host need not know its own name, or knows it by an address of its loopback interface.
+        // The name of this host may not resolve, or only to a loopback address.
         found if host == host_name() => {
-            let own: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+            let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
             found
                 .unwrap_or_default()
                 .into_iter()
-                .chain(own.map(|ip| SocketAddr::new(ip, port)))
+                .chain(loopback.map(|ip| SocketAddr::new(ip, port)))
                 .collect()
         }
         Ok(found) => found,
         Err(e) => {
             return Err(Error::comm(format!("{host} does not resolve: {e}")).hint(
-                "set parameter_server.address to one that all hosts know, or comm.interface",
+                "set parameter_server.address to an address that all hosts resolve, or set comm.interface",
             ));
         }
     };
     let mut first = None;
-    for one in found {
-        match TcpStream::connect_timeout(&one, patience) {
+    for candidate in found {
+        match TcpStream::connect_timeout(&candidate, timeout) {
             Ok(stream) => {
                 stream.set_nodelay(true).map_err(|e| Error::comm(e.to_string()))?;
                 return Ok(stream);
@@ -216,12 +214,12 @@ pub fn host_name() -> String {
 mod tests {
     use super::*;
 
-    const SOON: Duration = Duration::from_secs(5);
+    const TIMEOUT: Duration = Duration::from_secs(5);
 
     #[test]
     fn addresses_are_read() {
         let host = |host: &str, port| (Some(host.to_owned()), port);
-        for (wish, expected) in [
+        for (address, expected) in [
             ("node7", host("node7", 0)),
             ("node7:2222", host("node7", 2222)),
             (":2222", (None, 2222)),
@@ -231,10 +229,10 @@ mod tests {
             ("[2001:db8::7]", host("2001:db8::7", 0)),
             ("[2001:db8::7]:2222", host("2001:db8::7", 2222)),
         ] {
-            let parsed = parse(wish).unwrap();
-            assert_eq!(parsed, expected, "{wish}");
+            let parsed = parse(address).unwrap();
+            assert_eq!(parsed, expected, "{address}");
             if let (Some(host), port) = parsed {
-                assert_eq!(parse(&joined(&host, port)).unwrap(), (Some(host), port), "{wish}");
+                assert_eq!(parse(&joined(&host, port)).unwrap(), (Some(host), port), "{address}");
             }
         }
         for wrong in ["a:b", "a:b:1", "[::1", "[::1]2222", "[node7]:1", "::x:1", "node7:70000"] {
@@ -248,26 +246,26 @@ mod tests {
     }
 
     #[test]
-    fn what_listens_is_reached() {
+    fn listeners_are_reachable() {
         let (_listener, address) = listen(None, None).unwrap();
-        connect(&address, SOON).unwrap();
+        connect(&address, TIMEOUT).unwrap();
         let (listener, address) = listen(Some("127.0.0.1"), Some("no-such-interface")).unwrap();
         let port = listener.local_addr().unwrap().port();
         assert_eq!(address, format!("127.0.0.1:{port}"));
-        connect(&address, SOON).unwrap();
+        connect(&address, TIMEOUT).unwrap();
         let error = listen(Some(&address), None).unwrap_err().to_string();
         assert!(
             error.contains(&format!("cannot listen on 127.0.0.1:{port}: Address already in use")),
             "{error}"
         );
-        let error = connect("no-such-host.invalid:1", SOON).unwrap_err().to_string();
+        let error = connect("no-such-host.invalid:1", TIMEOUT).unwrap_err().to_string();
         assert!(error.contains("no-such-host.invalid does not resolve"), "{error}");
         match TcpListener::bind("[::1]:0") {
             Err(e) => println!("SKIPPED: addresses of IPv6: {e}"),
             Ok(_) => {
                 let (_listener, address) = listen(Some("[::1]"), None).unwrap();
                 assert!(address.starts_with("[::1]:"), "{address}");
-                connect(&address, SOON).unwrap();
+                connect(&address, TIMEOUT).unwrap();
             }
         }
     }
@@ -278,7 +276,7 @@ mod tests {
             let (listener, address) = listen(None, Some(interface)).unwrap();
             assert_eq!(address, listener.local_addr().unwrap().to_string());
             assert!(address.starts_with("127.0.0.1:"), "{interface}: {address}");
-            connect(&address, SOON).unwrap();
+            connect(&address, TIMEOUT).unwrap();
             let (listener, address) = listen(Some("node7:0"), Some(interface)).unwrap();
             assert!(
                 address.starts_with("node7:") && listener.local_addr().unwrap().ip().is_loopback(),

@@ -1,4 +1,5 @@
-//! A checkpoint that is being written: each server its file, then the coordinator the manifest.
+//! Writes a checkpoint in the background: each server writes its file, then the coordinator the
+//! manifest.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -9,11 +10,11 @@ use super::server_clients::ServerClients;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::{Progress, Published, SaveContext, SaveTask, SaveThread};
 
-/// A save that is under way.
+/// A checkpoint save in progress.
 pub struct Saving(SaveTask<Result<Published, SessionError>>);
 
-/// Begins to write the servers' cut `cut` as the checkpoint of `progress` on `thread`, by the
-/// connections of `fleet`, which no other save uses.
+/// Starts to write the servers' snapshot `cut` as the checkpoint of `progress`, on `thread`, over
+/// the connections of `fleet`, which no other save uses.
 pub fn begin(
     thread: &SaveThread,
     job: &Arc<SaveContext>,
@@ -24,7 +25,7 @@ pub fn begin(
 ) -> Saving {
     let job = job.clone();
     let fleet = fleet.clone();
-    let begun = Instant::now();
+    let started = Instant::now();
     let write = move || {
         let mut fleet = fleet.lock().unwrap_or_else(PoisonError::into_inner);
         let staging = job.create(progress.step)?;
@@ -45,21 +46,21 @@ pub fn begin(
         }
         published?;
         job.retain(None);
-        Ok(Published { progress, took: begun.elapsed() })
+        Ok(Published { progress, took: started.elapsed() })
     };
     Saving(thread.begin(write))
 }
 
 impl Saving {
-    /// Whether it has ended.
+    /// Returns whether the save has ended.
     pub fn is_done(&self) -> bool {
         self.0.is_finished()
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the save.
     ///
     /// # Errors
-    /// A server is gone, or the file system refused.
+    /// Returns an error if a server is lost, or a file cannot be written.
     pub fn wait(self) -> Result<Published, SessionError> {
         self.0.join()?
     }

@@ -1,9 +1,9 @@
-//! Calls of functions on workers, for training loops and other work of a program's own.
+//! Remote function calls on elastic workers, for custom training loops and other custom work.
 //!
-//! A program schedules calls by name, and workers that know the functions carry them out, one at a
-//! time each. A call whose worker is gone is given to another one. After an error of a function the
-//! calls that have not begun are cancelled, and the error is told once. It is the
-//! `ClusterCoordinator` of `TensorFlow`'s guides to parameter servers.
+//! A program schedules calls by name, and workers that registered the functions execute them, each
+//! one call at a time. A call whose worker is lost is rescheduled on another worker. If a function
+//! fails, the calls that have not started are cancelled, and the error is returned once. The API
+//! resembles `tf.distribute.coordinator.ClusterCoordinator`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
@@ -22,21 +22,21 @@ use super::rpc_client::RpcClient;
 use super::rpc_server::{RpcHandler, RpcServer};
 use hpctrain_base::error::{Error, Kind, Result};
 
-/// Time that a request for work waits for some.
+/// The time that a request for work waits before it is answered with [`CallResponse::Wait`].
 const LONG_POLL: Duration = Duration::from_millis(500);
 
-/// Workers that a call may be lost with: then it is taken for the cause.
-const LOSSES: usize = 3;
+/// The number of lost workers after which a call is considered their cause and fails.
+const MAX_WORKER_LOSSES: usize = 3;
 
 /// A request of a worker.
 #[derive(Serialize, Deserialize)]
 enum CallRequest {
-    /// It comes.
+    /// Joins the workers.
     Join { place: String },
-    /// It has carried out a call, or nothing yet, and asks for another one.
+    /// Reports the result of the last call, if there was one, and requests another one.
     Next { worker: u64, done: Option<(u64, Result<Value, RemoteError>)> },
-    /// It lives.
-    Beat { worker: u64 },
+    /// A heartbeat.
+    Heartbeat { worker: u64 },
 }
 
 /// An answer to a worker.
@@ -51,7 +51,7 @@ enum CallResponse {
         argument: Value,
     },
     Wait,
-    /// It counts as gone: it is to join again.
+    /// The worker is considered lost and must join again.
     Unknown,
     Over,
 }
@@ -64,26 +64,27 @@ enum Outcome {
     Failed(Error),
 }
 
-/// A call to be carried out.
+/// A scheduled call.
 #[derive(Debug, Clone)]
 struct Call {
     number: u64,
     name: String,
     argument: Value,
-    /// Workers that were lost with it.
+    /// The number of workers that were lost while they executed it.
     losses: usize,
 }
 
 #[derive(Default)]
 struct State {
-    numbers: u64,
-    /// Calls that nobody carries out.
+    last_number: u64,
+    /// Calls that no worker executes yet.
     waiting: VecDeque<Call>,
-    /// By ticket: the worker, and the call.
-    given: HashMap<u64, (u64, Call)>,
+    /// The worker and the call of each ticket.
+    running: HashMap<u64, (u64, Call)>,
     outcomes: HashMap<u64, Outcome>,
+    /// The host and process of each worker, and the time of its last request.
     workers: BTreeMap<u64, (String, Instant)>,
-    /// Not told yet.
+    /// An error that was not returned yet.
     error: Option<Error>,
     over: bool,
 }
@@ -91,10 +92,10 @@ struct State {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-    patience: Duration,
+    timeout: Duration,
 }
 
-/// Schedules calls of functions that workers know.
+/// Schedules calls of functions on workers.
 ///
 /// ```
 /// use std::time::Duration;
@@ -104,13 +105,13 @@ struct Shared {
 ///
 /// # fn main() -> Result<()> {
 /// let folder = tempfile::tempdir().unwrap();
-/// let patience = Duration::from_secs(10);
-/// let coordinator = Coordinator::open(folder.path(), None, patience)?;
-/// // Workers are other processes, mostly.
+/// let timeout = Duration::from_secs(10);
+/// let coordinator = Coordinator::open(folder.path(), None, timeout)?;
+/// // Workers are usually other processes.
 /// let workers = [(); 2].map(|()| {
 ///     let functions = Functions::default().with("square", |x: f64| Ok(x * x));
 ///     let run = folder.path().to_path_buf();
-///     std::thread::spawn(move || work_on_calls(&run, patience, functions))
+///     std::thread::spawn(move || work_on_calls(&run, timeout, functions))
 /// });
 ///
 /// let squares = (0..5).map(|x| coordinator.schedule("square", &x)).collect::<Result<Vec<_>>>()?;
@@ -128,7 +129,7 @@ pub struct Coordinator {
     _listener: RpcServer,
 }
 
-/// A value to come.
+/// The future result of a scheduled call.
 #[derive(Clone)]
 pub struct Handle {
     shared: Arc<Shared>,
@@ -136,29 +137,29 @@ pub struct Handle {
 }
 
 impl Coordinator {
-    /// Listens, for workers that know the directory `run`; `address` as `parameter_server.address`.
-    /// A worker that is not heard of for `patience` counts as gone.
+    /// Starts a coordinator that workers find by the directory `run`. It listens at `address`,
+    /// which has the form of `parameter_server.address`. A worker that sends nothing for `timeout`
+    /// is considered lost.
     ///
     /// # Errors
-    /// The file system or the network refused.
-    pub fn open(run: &Path, address: Option<&str>, patience: Duration) -> Result<Self> {
+    /// Returns an error if the directory cannot be written, or the address cannot be listened on.
+    pub fn open(run: &Path, address: Option<&str>, timeout: Duration) -> Result<Self> {
         let (listener, address) = listen(address, None)?;
         let site = PsRendezvous::of(run);
         site.open()?;
         let contact = Contact { address, encrypt: true, interface: None };
         let credentials = site.credentials(&contact)?;
-        let shared =
-            Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), patience });
-        let listener = RpcServer::open(listener, credentials, shared.clone(), patience * 10)?;
+        let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), timeout });
+        let listener = RpcServer::open(listener, credentials, shared.clone(), timeout * 10)?;
         site.publish(&contact)?;
         Ok(Self { shared, _listener: listener })
     }
 
-    /// Schedules a call of a function with an argument.
+    /// Schedules a call of the function `name` with an argument.
     ///
     /// # Errors
-    /// The error of an earlier call, told once: then this one is not scheduled. Or the argument is
-    /// none of JSON.
+    /// Returns an error if the argument cannot be serialized to JSON. Returns the error of an
+    /// earlier call once; then this call is not scheduled.
     pub fn schedule(&self, name: &str, argument: &impl Serialize) -> Result<Handle> {
         let argument = serde_json::to_value(argument)
             .map_err(|e| Error::input(format!("the argument of {name}: {e}")))?;
@@ -166,45 +167,45 @@ impl Coordinator {
             if let Some(error) = state.error.take() {
                 return Err(error);
             }
-            state.numbers += 1;
-            state.outcomes.insert(state.numbers, Outcome::Waiting);
+            state.last_number += 1;
+            state.outcomes.insert(state.last_number, Outcome::Waiting);
             state.waiting.push_back(Call {
-                number: state.numbers,
+                number: state.last_number,
                 name: name.into(),
                 argument,
                 losses: 0,
             });
-            Ok(state.numbers)
+            Ok(state.last_number)
         })?;
         Ok(Handle { shared: self.shared.clone(), call })
     }
 
-    /// Waits until nothing is left to do.
+    /// Waits until all scheduled calls have ended.
     ///
     /// # Errors
-    /// The error of a call, told once; the calls that had not begun were cancelled.
+    /// Returns the error of a failed call once; the calls that had not started were cancelled.
     pub fn join(&self) -> Result<()> {
-        self.shared.until(|state| state.is_idle().then_some(()));
+        self.shared.wait_for(|state| state.is_idle().then_some(()));
         self.shared.with(|state| state.error.take()).map_or(Ok(()), Err)
     }
 
-    /// Whether nothing is left to do.
+    /// Returns whether all scheduled calls have ended.
     pub fn done(&self) -> bool {
         self.shared.lock().is_idle()
     }
 
-    /// Workers that are there.
+    /// Returns the number of workers.
     pub fn workers(&self) -> usize {
         self.shared.lock().workers.len()
     }
 
-    /// Sends the workers home; calls that were not carried out never will be.
+    /// Ends the workers and cancels the calls that have not started.
     pub fn end(&self) {
         self.shared.with(|state| {
             state.over = true;
             state.cancel("the coordinator has ended");
         });
-        // Each hears of it with its next request.
+        // Each worker learns of the end from the answer to its next request.
         let since = Instant::now();
         while self.workers() > 0 && since.elapsed() < 2 * LONG_POLL {
             std::thread::sleep(Duration::from_millis(5));
@@ -222,32 +223,32 @@ impl Drop for Coordinator {
 }
 
 impl Handle {
-    /// Waits for the value.
+    /// Waits for the call and returns its value.
     ///
     /// # Errors
-    /// The function failed, the call was cancelled or lost with too many workers, or the value is
-    /// of another type.
+    /// Returns an error if the function fails, the call is cancelled or lost with too many workers,
+    /// or the value is not a `T`.
     pub fn fetch<T: DeserializeOwned>(&self) -> Result<T> {
-        let outcome = self.shared.until(|state| match state.outcomes.get(&self.call) {
+        let outcome = self.shared.wait_for(|state| match state.outcomes.get(&self.call) {
             Some(Outcome::Waiting) => None,
             Some(outcome) => Some(outcome.clone()),
-            None => Some(Outcome::Failed(Error::internal("a call that was never scheduled"))),
+            None => Some(Outcome::Failed(Error::internal("the call was never scheduled"))),
         });
         match outcome {
             Outcome::Done(value) => serde_json::from_value(value)
                 .map_err(|e| Error::input(format!("the value is of another type: {e}"))),
             Outcome::Failed(error) => Err(error),
-            Outcome::Waiting => Err(Error::internal("a value before it was made")),
+            Outcome::Waiting => Err(Error::internal("the call has no value yet")),
         }
     }
 }
 
 impl State {
     fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.given.is_empty()
+        self.waiting.is_empty() && self.running.is_empty()
     }
 
-    /// No call that waits will be carried out.
+    /// Cancels all calls that have not started.
     fn cancel(&mut self, why: &str) {
         for Call { number, name, .. } in std::mem::take(&mut self.waiting) {
             let error = Error::input(format!("the call of {name} was cancelled: {why}"));
@@ -255,19 +256,19 @@ impl State {
         }
     }
 
-    /// A worker is gone: others get its call, unless that has cost several workers.
-    fn leave(&mut self, worker: u64) {
+    /// Removes a lost worker, and reschedules its call unless several workers were lost with it.
+    fn remove_worker(&mut self, worker: u64) {
         self.workers.remove(&worker);
         let tickets: Vec<u64> = self
-            .given
+            .running
             .iter()
-            .filter(|(_, (of, _))| *of == worker)
+            .filter(|(_, (owner, _))| *owner == worker)
             .map(|(ticket, _)| *ticket)
             .collect();
         for ticket in tickets {
-            let Some((_, mut call)) = self.given.remove(&ticket) else { continue };
+            let Some((_, mut call)) = self.running.remove(&ticket) else { continue };
             call.losses += 1;
-            if call.losses < LOSSES && !self.over {
+            if call.losses < MAX_WORKER_LOSSES && !self.over {
                 self.waiting.push_front(call);
             } else {
                 let Call { number, name, losses, .. } = call;
@@ -297,17 +298,17 @@ impl Shared {
         changed
     }
 
-    /// Waits until `look` finds something.
-    fn until<T>(&self, mut look: impl FnMut(&mut State) -> Option<T>) -> T {
+    /// Waits until `check` returns a value; removes workers that time out.
+    fn wait_for<T>(&self, mut check: impl FnMut(&mut State) -> Option<T>) -> T {
         let mut state = self.lock();
         loop {
             let silent: Vec<u64> = {
                 let silent =
-                    state.workers.iter().filter(|(_, (_, heard))| heard.elapsed() > self.patience);
+                    state.workers.iter().filter(|(_, (_, heard))| heard.elapsed() > self.timeout);
                 silent.map(|(worker, _)| *worker).collect()
             };
-            silent.into_iter().for_each(|worker| state.leave(worker));
-            if let Some(found) = look(&mut state) {
+            silent.into_iter().for_each(|worker| state.remove_worker(worker));
+            if let Some(found) = check(&mut state) {
                 return found;
             }
             state = self
@@ -326,7 +327,7 @@ impl Shared {
         };
         *heard = Instant::now();
         if let Some((ticket, result)) = done
-            && let Some((_, Call { number, name, .. })) = state.given.remove(&ticket)
+            && let Some((_, Call { number, name, .. })) = state.running.remove(&ticket)
         {
             match result {
                 Ok(value) => drop(state.outcomes.insert(number, Outcome::Done(value))),
@@ -340,11 +341,11 @@ impl Shared {
                 return CallResponse::Over;
             }
             if let Some(call) = state.waiting.pop_front() {
-                state.numbers += 1;
-                let ticket = state.numbers;
+                state.last_number += 1;
+                let ticket = state.last_number;
                 let name = call.name.clone();
                 let argument = call.argument.clone();
-                state.given.insert(ticket, (worker, call));
+                state.running.insert(ticket, (worker, call));
                 return CallResponse::Call { ticket, name, argument };
             }
             let left = LONG_POLL.saturating_sub(since.elapsed());
@@ -374,13 +375,13 @@ impl RpcHandler for Shared {
     ) -> Result<CallResponse> {
         Ok(match request {
             CallRequest::Join { place } => self.with(|state| {
-                state.numbers += 1;
-                state.workers.insert(state.numbers, (place, Instant::now()));
-                *visit = Some(state.numbers);
-                CallResponse::Welcome { worker: state.numbers }
+                state.last_number += 1;
+                state.workers.insert(state.last_number, (place, Instant::now()));
+                *visit = Some(state.last_number);
+                CallResponse::Welcome { worker: state.last_number }
             }),
             CallRequest::Next { worker, done } => self.next(worker, done),
-            CallRequest::Beat { worker } => self.with(|state| {
+            CallRequest::Heartbeat { worker } => self.with(|state| {
                 if let Some((_, heard)) = state.workers.get_mut(&worker) {
                     *heard = Instant::now();
                 }
@@ -391,7 +392,7 @@ impl RpcHandler for Shared {
 
     fn left(&self, visit: Option<u64>) {
         if let Some(worker) = visit {
-            self.with(|state| state.leave(worker));
+            self.with(|state| state.remove_worker(worker));
         }
     }
 }
@@ -399,14 +400,14 @@ impl RpcHandler for Shared {
 /// A function, from JSON to JSON.
 type Function = Box<dyn FnMut(Value) -> Result<Value> + Send>;
 
-/// The functions that a worker knows.
+/// The functions that a worker can execute.
 #[derive(Default)]
 pub struct Functions {
     by_name: BTreeMap<String, Function>,
 }
 
 impl Functions {
-    /// And this one.
+    /// Adds a function and returns the functions.
     #[must_use]
     pub fn with<A: DeserializeOwned, R: Serialize>(
         mut self,
@@ -427,48 +428,47 @@ impl Functions {
     fn call(&mut self, name: &str, argument: Value) -> Result<Value> {
         match self.by_name.get_mut(name) {
             Some(function) => function(argument),
-            None => Err(Error::input("the worker knows no such function")
+            None => Err(Error::input("the worker has no function of this name")
                 .hint("start all workers with the same program")),
         }
     }
 }
 
-/// Carries calls out for the [`Coordinator`] of the directory `run`, until it ends.
+/// Executes calls for the [`Coordinator`] of the directory `run` until it ends.
 ///
 /// # Errors
-/// It is not there, or not heard of for `patience`.
-pub fn work_on_calls(run: &Path, patience: Duration, mut functions: Functions) -> Result<()> {
+/// Returns an error if the coordinator cannot be reached for `timeout`.
+pub fn work_on_calls(run: &Path, timeout: Duration, mut functions: Functions) -> Result<()> {
     let site = PsRendezvous::of(run);
     let mut heard = Instant::now();
     loop {
-        match join(&site, patience, &mut functions) {
+        match join(&site, timeout, &mut functions) {
             Ok(true) => return Ok(()),
             Ok(false) => heard = Instant::now(),
-            Err(e) if e.kind() != Kind::Comm || heard.elapsed() > patience => return Err(e),
+            Err(e) if e.kind() != Kind::Comm || heard.elapsed() > timeout => return Err(e),
             Err(_) => {}
         }
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
-/// Joins, and carries calls out; whether the coordinator has ended, or this worker is to join
-/// again.
-fn join(site: &PsRendezvous, patience: Duration, functions: &mut Functions) -> Result<bool> {
-    let contact = site.coordinator(patience)?;
+/// Joins the coordinator and executes calls. Returns true if the coordinator has ended, false if
+/// this worker must join again.
+fn join(site: &PsRendezvous, timeout: Duration, functions: &mut Functions) -> Result<bool> {
+    let contact = site.coordinator(timeout)?;
     let credentials = site.credentials(&contact)?;
-    let line = || {
-        let line =
-            RpcClient::new("the coordinator", &contact.address, credentials.clone(), patience);
-        line.comes_back(Duration::from_secs(1))
+    let client = || {
+        RpcClient::new("the coordinator", &contact.address, credentials.clone(), timeout)
+            .comes_back(Duration::from_secs(1))
     };
-    let mut coordinator = line();
-    let mut beats = line();
+    let mut coordinator = client();
+    let mut heartbeats = client();
     let place = format!("{}:{}", host_name(), std::process::id());
     let CallResponse::Welcome { worker } = coordinator.tell(&CallRequest::Join { place })? else {
-        return Err(Error::comm("the coordinator does not take this worker"));
+        return Err(Error::comm("the coordinator did not accept this worker"));
     };
-    let _heart = HeartbeatThread::start(patience, move || {
-        drop(beats.tell_once::<CallResponse>(&CallRequest::Beat { worker }))
+    let _heart = HeartbeatThread::start(timeout, move || {
+        drop(heartbeats.tell_once::<CallResponse>(&CallRequest::Heartbeat { worker }))
     })?;
     let mut done = None;
     loop {
@@ -493,13 +493,13 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(10);
 
     #[test]
-    fn an_error_cancels_the_rest_and_is_told_once() {
+    fn an_error_cancels_the_rest_and_is_returned_once() {
         let folder = tempfile::tempdir().unwrap();
         let coordinator = Coordinator::open(folder.path(), Some("127.0.0.1"), TIMEOUT).unwrap();
-        let of = |name: &str, x: u32| coordinator.schedule(name, &x).unwrap();
-        let first = of("half", 8);
-        let second = of("half", 7);
-        let third = of("half", 6);
+        let schedule = |name: &str, x: u32| coordinator.schedule(name, &x).unwrap();
+        let first = schedule("half", 8);
+        let second = schedule("half", 7);
+        let third = schedule("half", 6);
         std::thread::scope(|scope| {
             let half = |x: u32| {
                 if x.is_multiple_of(2) {
@@ -521,27 +521,30 @@ mod tests {
             );
             assert!(coordinator.join().unwrap_err().to_string().contains("7 is odd"));
             assert_eq!(coordinator.join(), Ok(()));
-            // The next ones are as if nothing had been.
-            assert_eq!(of("half", 2).fetch::<u32>(), Ok(1));
+            // Later calls are not affected.
+            assert_eq!(schedule("half", 2).fetch::<u32>(), Ok(1));
             assert!(
-                of("half", 2)
+                schedule("half", 2)
                     .fetch::<String>()
                     .unwrap_err()
                     .to_string()
                     .contains("of another type")
             );
-            let unknown = of("third", 2).fetch::<u32>().unwrap_err().to_string();
-            assert!(unknown.contains("third: the worker knows no such function"), "{unknown}");
+            let unknown = schedule("third", 2).fetch::<u32>().unwrap_err().to_string();
+            assert!(
+                unknown.contains("third: the worker has no function of this name"),
+                "{unknown}"
+            );
             assert!(coordinator.schedule("half", &1).is_err());
-            let never = of("half", 2);
+            let never = schedule("half", 2);
             coordinator.end();
-            // It was done before the end, or never will be.
+            // The call either ended before the coordinator, or was cancelled.
             assert!(never.fetch::<u32>().is_ok_and(|x| x == 1) || never.fetch::<u32>().is_err());
         });
     }
 
     #[test]
-    fn a_call_whose_worker_is_gone_is_given_to_another_one() {
+    fn a_call_whose_worker_is_lost_is_rescheduled() {
         let folder = tempfile::tempdir().unwrap();
         let coordinator = Coordinator::open(folder.path(), Some("127.0.0.1"), TIMEOUT).unwrap();
         let value = coordinator.schedule("count", &1).unwrap();
@@ -549,22 +552,23 @@ mod tests {
             let site = PsRendezvous::of(folder.path());
             let contact = site.coordinator(TIMEOUT).unwrap();
             let credentials = site.credentials(&contact).unwrap();
-            let mut line = RpcClient::new("the coordinator", contact.address, credentials, TIMEOUT);
+            let mut client =
+                RpcClient::new("the coordinator", contact.address, credentials, TIMEOUT);
             let CallResponse::Welcome { worker } =
-                line.tell(&CallRequest::Join { place: "x".into() }).unwrap()
+                client.tell(&CallRequest::Join { place: "x".into() }).unwrap()
             else {
                 panic!()
             };
-            (line, worker)
+            (client, worker)
         };
-        // It takes the call and is never heard of again.
-        let (mut line, worker) = join();
+        // This worker takes the call and is lost.
+        let (mut client, worker) = join();
         assert!(matches!(
-            line.tell(&CallRequest::Next { worker, done: None }).unwrap(),
+            client.tell(&CallRequest::Next { worker, done: None }).unwrap(),
             CallResponse::Call { .. }
         ));
         assert!(!coordinator.done());
-        drop(line);
+        drop(client);
         let calls = Arc::new(AtomicUsize::new(0));
         let counter = calls.clone();
         let functions = Functions::default()
@@ -577,13 +581,13 @@ mod tests {
         });
         assert_eq!(calls.load(Ordering::Relaxed), 1);
 
-        // One that costs all its workers is given up.
+        // A call that loses all its workers fails.
         let coordinator = Coordinator::open(folder.path(), Some("127.0.0.1"), TIMEOUT).unwrap();
         let value = coordinator.schedule("crash", &0).unwrap();
-        for _ in 0..LOSSES {
-            let (mut line, worker) = join();
+        for _ in 0..MAX_WORKER_LOSSES {
+            let (mut client, worker) = join();
             assert!(matches!(
-                line.tell(&CallRequest::Next { worker, done: None }).unwrap(),
+                client.tell(&CallRequest::Next { worker, done: None }).unwrap(),
                 CallResponse::Call { .. }
             ));
         }

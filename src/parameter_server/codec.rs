@@ -1,4 +1,4 @@
-//! Numbers in the bodies of messages.
+//! Encodes and decodes numbers in message bodies.
 
 use std::borrow::Cow;
 
@@ -8,7 +8,7 @@ use half::slice::HalfFloatSliceExt as _;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_config::WireFormat;
 
-/// Appends numbers to a body.
+/// Appends numbers to a body in the given format.
 pub fn encode(format: WireFormat, values: &[f32], body: &mut Vec<u8>) {
     match format {
         WireFormat::F32 => body.extend_from_slice(bytemuck::cast_slice(values)),
@@ -20,17 +20,17 @@ pub fn encode(format: WireFormat, values: &[f32], body: &mut Vec<u8>) {
     }
 }
 
-/// Numbers as a body; in another format than theirs they take `room`.
-pub fn encoded<'a>(format: WireFormat, values: &'a [f32], room: &'a mut Vec<u8>) -> &'a [u8] {
+/// Returns numbers as a body; other formats than f32 are encoded into `buffer`.
+pub fn encoded<'a>(format: WireFormat, values: &'a [f32], buffer: &'a mut Vec<u8>) -> &'a [u8] {
     if format == WireFormat::F32 {
         return bytemuck::cast_slice(values);
     }
-    room.clear();
-    encode(format, values, room);
-    room
+    buffer.clear();
+    encode(format, values, buffer);
+    buffer
 }
 
-/// Bytes of a number.
+/// Returns the size of a number in bytes.
 pub fn width(format: WireFormat) -> usize {
     match format {
         WireFormat::F32 => size_of::<f32>(),
@@ -38,16 +38,19 @@ pub fn width(format: WireFormat) -> usize {
     }
 }
 
-/// The numbers of a body.
+/// Decodes the numbers of a body.
 ///
 /// # Errors
-/// They are not so many.
+/// Returns an error if the body does not have the length of `elements` numbers.
 pub fn decode(format: WireFormat, body: &[u8], elements: usize) -> Result<Cow<'_, [f32]>> {
     if body.len() != elements * width(format) {
-        return Err(Error::comm(format!("{} bytes came for {elements} numbers", body.len())));
+        return Err(Error::comm(format!(
+            "expected a body of {elements} numbers, received {} bytes",
+            body.len()
+        )));
     }
     Ok(match format {
-        // Memory of the allocator is mostly aligned.
+        // The body is usually aligned; otherwise the values are copied.
         WireFormat::F32 => match bytemuck::try_cast_slice(body) {
             Ok(values) => Cow::Borrowed(values),
             Err(_) => Cow::Owned(bytemuck::pod_collect_to_vec(body)),

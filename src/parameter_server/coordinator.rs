@@ -1,5 +1,5 @@
-//! The coordinator of a run on servers: takes servers and workers in, and begins the run again when
-//! a server is lost.
+//! The coordinator of a run with parameter servers: admits servers and workers, and restarts the
+//! run from its last checkpoint when a server is lost.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,33 +35,32 @@ use hpctrain_engine::{Splits, check_size};
 use hpctrain_parallel::state_names;
 use hpctrain_train::TrainRequest;
 
-/// Time without a newcomer after which a run that was not told its workers begins.
+/// The time without a new worker after which a run whose number of workers is not given starts.
 const QUIET_PERIOD: Duration = Duration::from_secs(2);
 
-/// Time within which servers come, that were there before: two of the intervals at which they look
-/// for the coordinator.
+/// The time in which the servers of the previous coordinator reconnect.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Time that workers and servers have to hear of the end.
+/// The time in which workers and servers must receive the end of the run.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
-/// Request for a run on servers.
+/// Options of a coordinator.
 #[derive(Debug, Clone)]
 pub struct CoordinatorOptions {
     /// The run.
     pub run: TrainRequest,
-    /// Servers.
+    /// The number of servers.
     pub servers: usize,
-    /// Workers that the run is meant for; without them, `parameter_server.workers`, or those that
-    /// come at the start.
+    /// The number of workers the run is planned for; default: `parameter_server.workers`, else the
+    /// number of workers connected at the start.
     pub workers: Option<usize>,
-    /// Name of the log.
+    /// The name of the log file, without its extension.
     pub log: String,
 }
 
-/// A coordinator that has begun to listen.
+/// A coordinator that is listening.
 pub struct CoordinatorRun {
-    call: CoordinatorOptions,
+    options: CoordinatorOptions,
     directory: RunDirectory,
     hub: Arc<CoordinatorService>,
     site: PsRendezvous,
@@ -71,54 +70,56 @@ pub struct CoordinatorRun {
     data: Option<Fingerprint>,
     trained_on: Option<TrainedOn>,
     vocabulary: Option<usize>,
-    patience: Duration,
+    timeout: Duration,
     started: Instant,
-    /// Keeps the checkpoint of another run that this one begins at.
+    /// The lease on the checkpoint of another run that this one starts from.
     _from: Option<LeaseGuard>,
 }
 
 impl CoordinatorRun {
-    /// Opens data and directory of the run, and listens.
+    /// Opens the data and the directory of the run, and starts to listen.
     ///
     /// # Errors
-    /// The configuration, the data or the directory cannot be used, or the address not be listened
-    /// on.
-    pub fn open(call: CoordinatorOptions) -> Result<Self> {
+    /// Returns an error if the configuration is invalid, the data or the directory cannot be used,
+    /// or the address cannot be listened on.
+    pub fn open(options: CoordinatorOptions) -> Result<Self> {
         let started = Instant::now();
-        if call.run.profile {
-            return Err(Error::input("--profile is for runs without servers")
-                .hint("workers.jsonl in the run's directory has the times of workers, and --trace what they did"));
+        if options.run.profile {
+            return Err(Error::input("--profile is not supported with parameter servers").hint(
+                "see the times of workers in workers.jsonl in the run's directory, or use --trace",
+            ));
         }
-        let mut config = call.run.config.clone();
-        let alone = single::<Cpu>();
-        let topology = Topology::gather(&alone.world(), alone.node().host)?;
-        let splits = Splits::open(&config, &alone.world(), &topology)?;
+        let mut config = options.run.config.clone();
+        let comm = single::<Cpu>();
+        let topology = Topology::gather(&comm.world(), comm.node().host)?;
+        let splits = Splits::open(&config, &comm.world(), &topology)?;
         let vocabulary = Some(splits.train.vocabulary()).filter(|ids| *ids > 0);
-        let workers = call.workers.or(config.parameter_server.workers);
-        // Errors of the configuration leave no directory behind.
+        let workers = options.workers.or(config.parameter_server.workers);
+        // Check the configuration before the directory is created.
         let samples = splits.train.samples();
-        let few = workers.unwrap_or(1);
-        let plan = RunSpec::plan(&RunSpec::counted(&config, few, samples), few, vocabulary, 1)?;
+        let assumed = workers.unwrap_or(1);
+        let config_in_steps = RunSpec::counted(&config, assumed, samples);
+        let plan = RunSpec::plan(&config_in_steps, assumed, vocabulary, 1)?;
         check_size(&plan, &splits.train)?;
-        division(&plan, call.servers)?;
+        division(&plan, options.servers)?;
         if splits.validation.is_none() && plan.config.eval.patience > 0 {
             return Err(hpctrain_engine::micro_batches::no_validation(
-                "eval.patience cannot tell when to stop",
+                "eval.patience requires it",
                 &plan.config,
             ));
         }
-        let trace = call.run.trace.as_deref().map(TraceFile::create).transpose()?;
+        let trace = options.run.trace.as_deref().map(TraceFile::create).transpose()?;
         let (listener, address) =
             listen(config.parameter_server.address.as_deref(), config.comm.interface.as_deref())?;
-        let resume = match call.run.resume {
+        let resume = match options.run.resume {
             Resume::From(path) => Resume::From(resolve_path::checkpoint(&path)?),
             other => other,
         };
         let from = if let Resume::From(path) = &resume { resolve_path::hold(path) } else { None };
-        let directory = RunDirectory::prepare(&plan.config, &call.run.name, &resume)?;
+        let directory = RunDirectory::prepare(&plan.config, &options.run.name, &resume)?;
         config.run.name = Some(directory.name());
         logging::to_file(
-            &directory.logs_path().join(format!("{}.log", call.log)),
+            &directory.logs_path().join(format!("{}.log", options.log)),
             config.log.level.into(),
         )?;
         config.log_aliases();
@@ -130,7 +131,7 @@ impl CoordinatorRun {
             interface: config.comm.interface.clone(),
         };
         let credentials = site.credentials(&contact)?;
-        let patience = Duration::from_secs(config.parameter_server.timeout);
+        let timeout = Duration::from_secs(config.parameter_server.timeout);
         let pool = WorkScheduler::new(
             config.parameter_server.staleness,
             config.parameter_server.batches_per_lease,
@@ -140,20 +141,20 @@ impl CoordinatorRun {
             0 => Duration::MAX,
             seconds => Duration::from_secs(seconds),
         };
-        let limits = Limits { silent: patience, stuck };
+        let limits = Limits { silent: timeout, stuck };
         let trace = trace.map(Collected::begin).transpose()?;
         let first_caller = (unix_time() * 1e3) as u64;
         let hub = CoordinatorService::new(pool, credentials.clone(), limits, trace, first_caller);
-        let listener = RpcServer::open(listener, credentials.clone(), hub.clone(), patience * 10)?;
+        let listener = RpcServer::open(listener, credentials.clone(), hub.clone(), timeout * 10)?;
         site.publish(&contact)?;
         let data = splits.train.fingerprint();
-        let call = CoordinatorOptions {
-            run: TrainRequest { config, resume, ..call.run },
+        let options = CoordinatorOptions {
+            run: TrainRequest { config, resume, ..options.run },
             workers,
-            ..call
+            ..options
         };
         Ok(Self {
-            call,
+            options,
             directory,
             hub,
             site,
@@ -163,33 +164,32 @@ impl CoordinatorRun {
             data,
             trained_on: None,
             vocabulary,
-            patience,
+            timeout,
             started,
             _from: from,
         })
     }
 
-    /// The directory of the run.
+    /// Returns the directory of the run.
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// Runs to the end of training.
+    /// Trains to the end of the run.
     ///
     /// # Errors
-    /// A worker failed, a server was lost for good, or the run diverged.
+    /// Returns an error if a worker fails, a server is lost and not replaced in time, the run
+    /// diverges, or its directory cannot be written.
     pub fn run(mut self) -> Result<RunOutcome> {
         let mut generation = 0;
-        let mut resume = self.call.run.resume.clone();
+        let mut resume = self.options.run.resume.clone();
         let ended = loop {
             generation += 1;
             match self.generation(generation, &resume) {
-                Ok(ending) => break Ok(ending),
+                Ok(outcome) => break Ok(outcome),
                 Err(SessionError::Failed(e)) => break Err(e),
                 Err(SessionError::Lost(server)) => {
-                    log::warn!(
-                        "a server was lost ({server}): all begin again at the last checkpoint"
-                    );
+                    log::warn!("a server was lost ({server}): restarting from the last checkpoint");
                     self.hub.with(|state| {
                         state.close();
                         state.clear_lost();
@@ -201,7 +201,7 @@ impl CoordinatorRun {
             }
         };
         let code = match &ended {
-            Ok(ending) => ending.exit_code(),
+            Ok(outcome) => outcome.exit_code(),
             Err(e) => e.exit_code(),
         };
         self.hub.with(|state| state.end(code));
@@ -220,7 +220,7 @@ impl CoordinatorRun {
                 status: RunStatus::Failed,
                 why: Some(e.message().into()),
             };
-            // A start that is refused leaves the run as it was.
+            // A start that fails before its first step keeps the recorded end of the run.
             let end =
                 self.directory.ended_before().filter(|_| step.is_none()).cloned().unwrap_or(failed);
             self.directory.marks().end(&end).unwrap_or_else(|e| log::warn!("{e}"));
@@ -228,19 +228,21 @@ impl CoordinatorRun {
         ended
     }
 
-    /// The run on one set of servers, from its last checkpoint or the step that they have come to,
-    /// to its end.
+    /// Runs on one set of servers to the end, from the last checkpoint or from the step that the
+    /// servers have reached.
     fn generation(&mut self, generation: u64, resume: &Resume) -> Result<RunOutcome, SessionError> {
-        let before = if generation == 1 && *resume == Resume::Auto { self.before()? } else { None };
-        let config = self.call.run.config.clone();
+        let before =
+            if generation == 1 && *resume == Resume::Auto { self.previous()? } else { None };
+        let config = self.options.run.config.clone();
         let threads = config.run.threads.unwrap_or(1);
         let (servers, workers) =
             match self.gather(before.as_ref().map(|(grounds, _)| &grounds.terms))? {
-                None => return Ok(self.asked_to_end()?),
+                None => return Ok(self.end_before_start()?),
                 Some(Gathered { servers, workers, holds: false }) => (servers, workers),
                 Some(Gathered { .. }) => {
-                    let before = before.ok_or_else(|| Error::internal("servers of no run"))?;
-                    return self.go_on(before, threads);
+                    let before =
+                        before.ok_or_else(|| Error::internal("the servers belong to no run"))?;
+                    return self.resume_on_servers(before, threads);
                 }
             };
         let config = RunSpec::counted(&config, workers, self.splits.train.samples());
@@ -268,14 +270,14 @@ impl CoordinatorRun {
         let grounds = WalHeader { terms: terms.clone(), trained_on: self.trained_on.clone() };
         self.site.journal().begin(&grounds)?;
         let from = origin.from.as_deref().map_or(StartPoint::Seed, StartPoint::Checkpoint);
-        self.course(plan, terms, fleet, from)
+        self.run_session(plan, terms, fleet, from)
     }
 
     fn fleet(&self, terms: &RunSpec) -> ServerClients {
-        ServerClients::new(terms, self.hub.clone(), self.credentials.clone(), self.patience)
+        ServerClients::new(terms, self.hub.clone(), self.credentials.clone(), self.timeout)
     }
 
-    fn course(
+    fn run_session(
         &self,
         plan: ResolvedConfig,
         terms: RunSpec,
@@ -283,7 +285,7 @@ impl CoordinatorRun {
         from: StartPoint<'_>,
     ) -> Result<RunOutcome, SessionError> {
         let journal = self.site.journal();
-        let basis = SessionContext {
+        let context = SessionContext {
             hub: &self.hub,
             directory: &self.directory,
             splits: &self.splits,
@@ -291,41 +293,42 @@ impl CoordinatorRun {
             started: self.started,
             journal: &journal,
         };
-        Session::begin(basis, plan, terms, fleet, from)?.run(from)
+        Session::begin(context, plan, terms, fleet, from)?.run(from)
     }
 
-    /// The last step of a coordinator before this one, if it was of the same run.
+    /// Returns the last step of the previous coordinator, if it had the same settings and data.
     ///
     /// # Errors
-    /// Returns an error if the journal cannot be read.
-    fn before(&self) -> Result<Option<(WalHeader, WalEntry)>> {
+    /// Returns an error if the write-ahead log cannot be read.
+    fn previous(&self) -> Result<Option<(WalHeader, WalEntry)>> {
         let Some((grounds, entry)) = self.site.journal().read()? else { return Ok(None) };
         let RunSpec { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
-        let given = &RunSpec::counted(&self.call.run.config, *workers, self.splits.train.samples());
+        let given =
+            &RunSpec::counted(&self.options.run.config, *workers, self.splits.train.samples());
         let Ok(plan) =
             RunSpec::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1))
         else {
             return Ok(None);
         };
         let data = grounds.trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
-        let mut wanted = Config { run: plan.config.run, ..given.clone() };
-        // Files do not tell which keys were given.
-        wanted.parallel.given.clone_from(&config.parallel.given);
-        let is_same = *config == wanted
-            && self.call.workers.is_none_or(|called| called == *workers)
-            && addresses.len() == self.call.servers
+        let mut expected = Config { run: plan.config.run, ..given.clone() };
+        // The file does not record which keys were given.
+        expected.parallel.given.clone_from(&config.parallel.given);
+        let is_same = *config == expected
+            && self.options.workers.is_none_or(|count| count == *workers)
+            && addresses.len() == self.options.servers
             && (vocabulary, *trace, data)
                 == (&self.vocabulary, self.hub.trace.is_some(), self.data.as_ref());
         if !is_same {
             log::info!(
-                "the journal is of other settings or data: the run goes on from its last checkpoint"
+                "the journal has other settings or data: the run resumes from its last checkpoint"
             );
         }
         Ok(is_same.then_some((grounds, entry)))
     }
 
-    /// Goes on with servers that have their ranges since a coordinator before this one.
-    fn go_on(
+    /// Resumes with servers that still hold the ranges that the previous coordinator assigned.
+    fn resume_on_servers(
         &mut self,
         (grounds, entry): (WalHeader, WalEntry),
         threads: usize,
@@ -348,20 +351,21 @@ impl CoordinatorRun {
                     if !terms.is_synchronous() || (first >= step && last <= step + 1) => {}
                 other => {
                     return Err(SessionError::Lost(format!(
-                        "a server is at {other:?}, and the journal at step {step}"
+                        "a server is at {other:?}, but the journal at step {step}"
                     )));
                 }
             }
         }
-        log::info!("going on at step {step} with servers that have it still");
+        log::info!("resuming at step {step} with servers that still hold its state");
         self.trained_on = trained_on;
-        self.course(plan, terms, fleet, StartPoint::Journal(&entry))
+        self.run_session(plan, terms, fleet, StartPoint::Journal(&entry))
     }
 
-    /// The end before all have come: what was saved is still there.
-    fn asked_to_end(&self) -> Result<RunOutcome> {
+    /// Ends the run on a signal that arrives before all servers and workers have joined.
+    /// Checkpoints are kept.
+    fn end_before_start(&self) -> Result<RunOutcome> {
         let why = format!(
-            "{} came before all servers and workers were there",
+            "{} arrived before all servers and workers joined",
             hpctrain_base::signals::came().unwrap_or("a signal")
         );
         let step = self.directory.checkpoints().steps()?.last().copied().unwrap_or(0);
@@ -374,18 +378,18 @@ impl CoordinatorRun {
         Ok(RunOutcome::Preempted(why))
     }
 
-    /// Waits for servers and, where their number is not known, for workers; none if the job is
-    /// asked to end. Servers that have the ranges of the terms are those that are taken.
+    /// Waits for servers and, if their number is not given, for workers. Prefers the servers of
+    /// `before`, if they still hold their ranges. Returns none if a signal asks the job to end.
     fn gather(&self, before: Option<&RunSpec>) -> Result<Option<Gathered>, SessionError> {
-        let wanted = self.call.servers;
+        let wanted = self.options.servers;
         let since = Instant::now();
-        let is_told = self.call.workers;
-        let late = |there: usize| {
+        let given_workers = self.options.workers;
+        let late = |present: usize| {
             Error::comm(format!(
-                "{there} of {wanted} servers have come within {} s",
-                self.patience.as_secs()
+                "{present} of {wanted} servers joined within {} s (parameter_server.timeout)",
+                self.timeout.as_secs()
             ))
-            .hint("start as many as hpctrain ps coordinator --servers says: hpctrain ps server --run RUN")
+            .hint("start as many servers as hpctrain ps coordinator --servers expects: hpctrain ps server --run RUN")
         };
         let found = self.hub.wait(|state| {
             if let Some(RunSpec { addresses, generation, workers, .. }) = before
@@ -398,15 +402,15 @@ impl CoordinatorRun {
                 })));
             }
             let (waiting, settled) = state.waiting();
-            let workers =
-                is_told.or_else(|| (waiting > 0 && settled > QUIET_PERIOD).then_some(waiting));
+            let workers = given_workers
+                .or_else(|| (waiting > 0 && settled > QUIET_PERIOD).then_some(waiting));
             let may_come_back = before.is_some() && since.elapsed() < RECONNECT_TIMEOUT;
             match workers {
                 Some(workers) if state.servers() >= wanted && !may_come_back => state
                     .register_servers(wanted)
                     .map(|servers| Ok(Some(Gathered { servers, workers, holds: false }))),
                 _ if hpctrain_base::signals::came().is_some() => Some(Ok(None)),
-                _ if state.servers() < wanted && since.elapsed() > self.patience => {
+                _ if state.servers() < wanted && since.elapsed() > self.timeout => {
                     Some(Err(late(state.servers())))
                 }
                 _ => None,
@@ -415,7 +419,7 @@ impl CoordinatorRun {
         Ok(found?)
     }
 
-    /// The starting point: step 0, or a checkpoint that proves whole.
+    /// Returns the starting point: step 0, or a checkpoint, which `Resume::Auto` verifies.
     fn origin(&mut self, plan: &ResolvedConfig, resume: &Resume) -> Result<Start> {
         let fresh = Start {
             progress: Progress::default(),
@@ -425,9 +429,9 @@ impl CoordinatorRun {
         };
         let (path, take) = match resume {
             Resume::No => (None, RestoreScope::Everything),
-            Resume::From(path) => (Some(path.clone()), self.call.run.take),
+            Resume::From(path) => (Some(path.clone()), self.options.run.take),
             Resume::Auto => match (self.newest()?, self.directory.branch()?) {
-                // It began at a checkpoint of another run, and has saved none of its own.
+                // The run started from a checkpoint of another run, and has not saved one yet.
                 (None, Some(Branch { from, take })) => (Some(from), take),
                 (newest, _) => (newest, RestoreScope::Everything),
             },
@@ -452,7 +456,7 @@ impl CoordinatorRun {
         let taking = RestoreOptions {
             take,
             data: self.data.clone(),
-            allow_changed_data: self.call.run.allow_changed_data,
+            allow_changed_data: self.options.run.allow_changed_data,
         };
         let progress = match take {
             RestoreScope::Everything => manifest.progress(),
@@ -466,9 +470,9 @@ impl CoordinatorRun {
         }
         if progress.step > plan.config.run.steps {
             let at = progress.step;
-            let asked = plan.config.run.steps;
-            let told = format!("{} is at step {at}, beyond run.steps = {asked}", path.display());
-            return Err(Error::input(told).hint("raise run.steps"));
+            let steps = plan.config.run.steps;
+            let message = format!("{} is at step {at}, beyond run.steps = {steps}", path.display());
+            return Err(Error::input(message).hint("raise run.steps"));
         }
         if *resume != Resume::Auto {
             self.directory.write_branch(Branch { from: path.clone(), take })?;
@@ -477,17 +481,17 @@ impl CoordinatorRun {
         Ok(Start { progress, from: Some(path), take, part })
     }
 
-    /// The newest checkpoint that is whole; those that are proven damaged are passed over.
+    /// Returns the newest valid checkpoint; damaged checkpoints are skipped with a warning.
     fn newest(&self) -> Result<Option<PathBuf>> {
         let checkpoints = self.directory.checkpoints();
         let mut last = None;
         for step in checkpoints.steps()?.into_iter().rev() {
             let path = checkpoints.path(step);
-            match whole(&path) {
+            match verify(&path) {
                 Ok(()) => return Ok(Some(path)),
                 Err(e) if e.kind() != Kind::Damaged => return Err(e),
                 Err(e) => {
-                    log::warn!("passing over {}: {}", path.display(), e.message());
+                    log::warn!("skipping {}: {}", path.display(), e.message());
                     last = Some(e);
                 }
             }
@@ -495,14 +499,14 @@ impl CoordinatorRun {
         match last {
             None => Ok(None),
             Some(e) => Err(e
-                .at("no checkpoint is whole; the oldest")
-                .hint("start again under another run.name, or restore a copy")),
+                .at("all checkpoints are damaged; the oldest")
+                .hint("start a new run under another run.name, or restore a copy of a checkpoint")),
         }
     }
 }
 
-/// Reads and checks all of a checkpoint.
-fn whole(path: &Path) -> Result<()> {
+/// Reads all data of a checkpoint and verifies its checksums.
+fn verify(path: &Path) -> Result<()> {
     let mut reader = Reader::open(path)?;
     reader.check_files()?;
     let files: Vec<String> = reader.manifest().files.keys().cloned().collect();
@@ -511,19 +515,19 @@ fn whole(path: &Path) -> Result<()> {
 
 /// The servers of a generation.
 struct Gathered {
-    /// Host and port of each.
+    /// The host and port of each.
     servers: Vec<String>,
-    /// Workers that the run is meant for.
+    /// The number of workers the run is planned for.
     workers: usize,
-    /// Whether they have the ranges of the coordinator before.
+    /// Whether the servers hold the ranges that the previous coordinator assigned.
     holds: bool,
 }
 
-/// A starting point.
+/// The starting point of a session.
 struct Start {
     progress: Progress,
     from: Option<PathBuf>,
     take: RestoreScope,
-    /// The part of the checkpoint that parameters are taken from.
+    /// The part of the checkpoint that parameters are loaded from.
     part: usize,
 }

@@ -1,5 +1,4 @@
-//! The coordinator's end of all connections: servers and workers that are there, and the work of
-//! each.
+//! The coordinator's RPC service: tracks servers and workers, and answers their requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,41 +21,41 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::now;
 use hpctrain_comm::Credentials;
 
-/// Time that a request for work waits for some, before the worker is told to ask again.
+/// The time that a request for work waits before it is answered with [`Work::Wait`].
 const LONG_POLL: Duration = Duration::from_millis(500);
 
-/// Time within which a server whose connection was cut must come again, before it counts as lost.
+/// The time in which a server whose connection ended must reconnect; otherwise it is lost.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Most bytes of a body: requests to the coordinator have none.
-const BODY: usize = 0;
+/// The size limit of request bodies: requests to the coordinator have none.
+const MAX_BODY: usize = 0;
 
-/// All that connections and the coordinator share.
+/// The state shared by all connections and the coordinator.
 pub struct CoordinatorService {
     state: Mutex<State>,
     changed: Condvar,
     credentials: Credentials,
     limits: Limits,
-    /// The trace, if one is wanted.
+    /// The trace, if one is recorded.
     pub trace: Option<Collected>,
 }
 
-/// Times after which a worker or a server counts as gone.
+/// The timeouts after which a worker or a server is considered lost.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Without being heard of.
+    /// The timeout without a heartbeat.
     pub silent: Duration,
-    /// Heard of, but a worker is still at the same piece of work, or a server takes no new
-    /// connection.
+    /// The timeout of one piece of work of a worker, and of a server that accepts no new
+    /// connection, with heartbeats.
     pub stuck: Duration,
 }
 
-/// The end of a wait for something that will not come.
+/// The reason why a session ends early.
 #[derive(Debug)]
 pub enum SessionError {
-    /// A server is gone.
+    /// A server was lost.
     Lost(String),
-    /// The run ends with this error.
+    /// The run failed with this error.
     Failed(Error),
 }
 
@@ -66,55 +65,55 @@ impl From<Error> for SessionError {
     }
 }
 
-/// The state.
+/// The state of the service, which a lock protects.
 pub struct State {
-    /// Work and workers.
+    /// The scheduler of the workers.
     pub pool: WorkScheduler,
-    /// The terms, while the run takes workers.
+    /// The run specification, while the run accepts workers.
     pub terms: Option<RunSpec>,
-    /// For people: the step, the rate, and the like.
+    /// The progress that `hpctrain ps status` shows: the step, the rate, and so on.
     pub told: BTreeMap<&'static str, serde_json::Value>,
-    /// The digest that the data of workers must have, where it is known.
+    /// The digest that the data of workers must have, if it is known.
     pub digest: Option<String>,
     generation: u64,
     callers: u64,
     heard: BTreeMap<u64, Instant>,
-    /// Workers at a piece of work: since when.
+    /// The workers that are busy, and since when.
     busy: BTreeMap<u64, Instant>,
-    /// Servers that are there, by the number of their call.
-    seats: BTreeMap<u64, RegisteredServer>,
-    /// Servers take ranges once their heartbeat has come since then.
-    forgiven: Instant,
-    /// Of them, those that hold ranges.
+    /// The connected servers, by the number of their connection.
+    registered: BTreeMap<u64, RegisteredServer>,
+    /// Servers are assigned ranges only after a heartbeat that is newer than this.
+    cleared_at: Instant,
+    /// The connected servers that hold ranges.
     assigned: BTreeSet<u64>,
-    /// Servers that hold ranges and whose connection has ended: by address, since when.
+    /// The addresses of servers that hold ranges and whose connection ended, and since when.
     missing: BTreeMap<String, Instant>,
     lost: Option<String>,
-    /// Workers that wait for the run to begin.
+    /// The workers that wait for the run to start.
     waiting: BTreeMap<(String, u32), Instant>,
     failed: Option<Error>,
     over: bool,
     programs: Programs,
 }
 
-/// A server that is there.
+/// A connected server.
 struct RegisteredServer {
     address: String,
-    /// The generation whose ranges it held when it came.
+    /// The generation whose ranges it held when it connected.
     holds: Option<u64>,
-    /// Servers take ranges in this order: that of their coming, but one that was lost is behind all
-    /// others.
+    /// The position in the order in which servers are assigned ranges: the order in which they
+    /// connected, except that a server that was lost comes last.
     order: u64,
     /// The time of its last heartbeat.
     heard: Instant,
-    /// Whether that is too long ago.
+    /// Whether its heartbeats have timed out.
     silent: bool,
 }
 
-/// The one at the other end of a connection.
+/// The peer of a connection.
 #[derive(Default)]
 pub enum SessionId {
-    /// Not known.
+    /// A peer that has not registered.
     #[default]
     Stranger,
     /// A server.
@@ -124,9 +123,10 @@ pub enum SessionId {
 }
 
 impl CoordinatorService {
-    /// Nobody is there.
+    /// Creates a service without servers and workers.
     ///
-    /// Callers are numbered from `callers` on: those of a coordinator before it are others.
+    /// Peers are numbered from `callers` on, so that they differ from those of a previous
+    /// coordinator.
     pub fn new(
         pool: WorkScheduler,
         credentials: Credentials,
@@ -143,8 +143,8 @@ impl CoordinatorService {
             callers,
             heard: BTreeMap::new(),
             busy: BTreeMap::new(),
-            seats: BTreeMap::new(),
-            forgiven: Instant::now(),
+            registered: BTreeMap::new(),
+            cleared_at: Instant::now(),
             assigned: BTreeSet::new(),
             missing: BTreeMap::new(),
             lost: None,
@@ -166,47 +166,47 @@ impl CoordinatorService {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the state.
+    /// Runs `change` on the locked state, and wakes all waits.
     pub fn with<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
         let changed = change(&mut self.lock());
         self.changed.notify_all();
         changed
     }
 
-    /// The times after which a worker or a server counts as gone.
+    /// Returns the timeouts after which a worker or a server is considered lost.
     pub fn limits(&self) -> Limits {
         self.limits
     }
 
-    /// Notes that a server is lost, so that all waits for servers end, and others take ranges
-    /// before it. If one is lost already, the wait for this one ended for that reason.
+    /// Marks a server as lost, which ends all waits for servers, and moves it to the end of the
+    /// order. Returns the error of the first lost server.
     pub fn lose(&self, address: &str, why: &str) -> SessionError {
         SessionError::Lost(self.with(|state| {
             if let Some(before) = &state.lost {
                 return before.clone();
             }
-            let seat = state
-                .seats
+            let number = state
+                .registered
                 .iter()
-                .find(|(_, seat)| seat.address == address)
+                .find(|(_, server)| server.address == address)
                 .map(|(number, _)| *number);
-            if let Some(number) = seat {
-                state.put_behind(number);
+            if let Some(number) = number {
+                state.move_to_end(number);
             }
-            let told = format!("{address}: {why}");
-            state.lost = Some(told.clone());
-            told
+            let reason = format!("{address}: {why}");
+            state.lost = Some(reason.clone());
+            reason
         }))
     }
 
-    /// Whether a server that holds ranges is gone.
+    /// Returns whether a server that holds ranges was lost.
     pub fn has_lost(&self) -> bool {
         let mut state = self.lock();
         state.expire_stale(self.limits);
         state.lost.is_some()
     }
 
-    /// Whether the run goes on with the servers of a generation.
+    /// Returns whether the run continues with the servers of a generation.
     pub fn should_continue(&self, generation: u64) -> bool {
         let mut state = self.lock();
         state.expire_stale(self.limits);
@@ -214,13 +214,13 @@ impl CoordinatorService {
             && state.terms.as_ref().is_some_and(|terms| terms.generation == generation)
     }
 
-    /// Waits until `look` finds something; it looks at every change, and at least every 50 ms.
+    /// Waits until `check` returns a value; it is called at every change, and at least every 50 ms.
     ///
     /// # Errors
-    /// A server is gone, or the run failed.
+    /// Returns an error if a server is lost, or the run fails.
     pub fn wait<T>(
         &self,
-        mut look: impl FnMut(&mut State) -> Option<T>,
+        mut check: impl FnMut(&mut State) -> Option<T>,
     ) -> Result<T, SessionError> {
         let mut state = self.lock();
         loop {
@@ -231,7 +231,7 @@ impl CoordinatorService {
             if let Some(server) = &state.lost {
                 return Err(SessionError::Lost(server.clone()));
             }
-            if let Some(found) = look(&mut state) {
+            if let Some(found) = check(&mut state) {
                 return Ok(found);
             }
             state = self
@@ -242,7 +242,7 @@ impl CoordinatorService {
         }
     }
 
-    /// Answers a request for work, once there is some.
+    /// Records the report of a worker, and waits for new work for it.
     fn next(
         &self,
         member: u64,
@@ -256,14 +256,14 @@ impl CoordinatorService {
         if let Some(expected) = &state.digest
             && data.as_ref().is_some_and(|data| data != expected)
         {
-            let e = Error::input("the training data of this worker is not that of the run");
-            state.evict(member, "it has other data");
+            let e = Error::input("the training data of this worker differs from that of the run");
+            state.evict(member, "its data differs");
             return Err(e.hint("give all workers the same files"));
         }
         if generation == state.generation {
             match report {
                 Some(WorkerReport::Failed { fault }) => {
-                    // One that was sent away has a reason of its own.
+                    // The reason of a worker that was evicted is already known.
                     if let Some(member) = state.pool.members().get(&member) {
                         let error = fault.error().at(format_args!("worker {}", member.place));
                         state.failed.get_or_insert(error);
@@ -298,9 +298,9 @@ impl CoordinatorService {
         }
     }
 
-    /// The state of the run, with the load of every server.
+    /// Returns the status of the run as JSON, with the load of every server.
     fn status(&self) -> serde_json::Value {
-        let (mut told, addresses) = {
+        let (mut status, addresses) = {
             let state = self.lock();
             let member = |(number, member): (&u64, &Member)| {
                 let heard =
@@ -309,7 +309,7 @@ impl CoordinatorService {
                        "seconds": member.seconds, "heard_seconds_ago": heard})
             };
             let workers: Vec<_> = state.pool.members().iter().map(member).collect();
-            let given: Vec<_> = state
+            let leases: Vec<_> = state
                 .pool
                 .given()
                 .map(|(ticket, worker, task)| json!({"ticket": ticket, "worker": worker, "task": task}))
@@ -317,157 +317,162 @@ impl CoordinatorService {
             let staleness: Vec<_> = state.pool.histogram().iter().collect();
             let addresses =
                 state.terms.as_ref().map(|terms| terms.addresses.clone()).unwrap_or_default();
-            let told = json!({"run": state.told, "generation": state.generation, "workers": workers, "leases": given, "staleness": staleness, "devices": state.programs.devices()});
-            (told, addresses)
+            let status = json!({"run": state.told, "generation": state.generation, "workers": workers, "leases": leases, "staleness": staleness, "devices": state.programs.devices()});
+            (status, addresses)
         };
         let load = |address: &String| {
-            let mut line = RpcClient::new(
+            let mut client = RpcClient::new(
                 "a server",
                 address,
                 self.credentials.clone(),
                 Duration::from_secs(2),
             );
-            match line.tell_once(&ServerRequest::Load) {
+            match client.tell_once(&ServerRequest::Load) {
                 Ok(ServerResponse::Load(load)) => json!({"address": address, "load": load}),
                 _ => json!({"address": address, "load": Option::<Load>::None}),
             }
         };
-        told["servers"] = addresses.iter().map(load).collect();
-        told
+        status["servers"] = addresses.iter().map(load).collect();
+        status
     }
 }
 
 impl State {
-    /// Gives ranges to the first `servers` servers whose heartbeats come; returns their addresses.
-    /// None while there are fewer.
+    /// Selects the first `servers` servers that send heartbeats to hold ranges, and returns their
+    /// addresses, or none if there are fewer.
     pub fn register_servers(&mut self, servers: usize) -> Option<Vec<String>> {
         let mut ready: Vec<(&u64, &RegisteredServer)> = self.ready().collect();
         if ready.len() < servers {
             return None;
         }
-        ready.sort_by_key(|(_, seat)| seat.order);
+        ready.sort_by_key(|(_, server)| server.order);
         ready.truncate(servers);
-        let addresses = ready.iter().map(|(_, seat)| seat.address.clone()).collect();
+        let addresses = ready.iter().map(|(_, server)| server.address.clone()).collect();
         self.assigned = ready.into_iter().map(|(number, _)| *number).collect();
         self.lost = None;
         self.missing.clear();
         Some(addresses)
     }
 
-    /// Servers whose heartbeats come.
+    /// Returns the servers that send heartbeats.
     fn ready(&self) -> impl Iterator<Item = (&u64, &RegisteredServer)> {
-        self.seats.iter().filter(|(_, seat)| !seat.silent && seat.heard >= self.forgiven)
+        self.registered
+            .iter()
+            .filter(|(_, server)| !server.silent && server.heard >= self.cleared_at)
     }
 
-    /// Puts a server behind all others.
-    fn put_behind(&mut self, number: u64) {
+    /// Moves a server to the end of the order in which servers are assigned ranges.
+    fn move_to_end(&mut self, number: u64) {
         self.callers += 1;
-        if let Some(seat) = self.seats.get_mut(&number) {
-            seat.order = self.callers;
+        if let Some(server) = self.registered.get_mut(&number) {
+            server.order = self.callers;
         }
     }
 
-    /// Takes the servers at these addresses, if all are there with their ranges of a generation.
+    /// Selects the servers at these addresses, if all are connected and hold their ranges of a
+    /// generation; returns whether they are.
     pub fn seat_again(&mut self, addresses: &[String], generation: u64) -> bool {
-        let seat_of = |address: &String| {
-            let mut seats = self.seats.iter();
-            let found =
-                seats.find(|(_, seat)| seat.holds == Some(generation) && seat.address == *address);
+        let number_of = |address: &String| {
+            let found = self
+                .registered
+                .iter()
+                .find(|(_, server)| server.holds == Some(generation) && server.address == *address);
             found.map(|(number, _)| *number)
         };
-        let seats: Option<BTreeSet<u64>> = addresses.iter().map(seat_of).collect();
-        match seats {
+        let numbers: Option<BTreeSet<u64>> = addresses.iter().map(number_of).collect();
+        match numbers {
             None => false,
-            Some(seats) => {
-                self.assigned = seats;
+            Some(numbers) => {
+                self.assigned = numbers;
                 true
             }
         }
     }
 
-    /// The number of servers whose heartbeats come.
+    /// Returns the number of servers that send heartbeats.
     pub fn servers(&self) -> usize {
         self.ready().count()
     }
 
-    /// Forgets that a server was lost: others are waited for, and a heartbeat of each.
+    /// Clears the loss of a server; servers are assigned ranges again after their next heartbeat.
     pub fn clear_lost(&mut self) {
-        (self.lost, self.assigned, self.forgiven) = (None, BTreeSet::new(), Instant::now());
+        (self.lost, self.assigned, self.cleared_at) = (None, BTreeSet::new(), Instant::now());
         self.missing.clear();
     }
 
-    /// Workers that wait for the run to begin, and the time since the last one came.
+    /// Returns the number of workers that wait for the run to start, and the time since the last
+    /// one came.
     pub fn waiting(&self) -> (usize, Duration) {
         let last = self.waiting.values().max().map_or(Duration::ZERO, Instant::elapsed);
         (self.waiting.len(), last)
     }
 
-    /// The run takes workers, on these terms.
+    /// Lets the run accept workers, with this run specification.
     pub fn open(&mut self, terms: RunSpec, pool: WorkScheduler) {
         (self.generation, self.pool, self.terms) = (terms.generation, pool, Some(terms));
         self.waiting.clear();
     }
 
-    /// The run takes no workers for the moment; those that were there are to come again.
+    /// Stops the run from accepting workers for now; those connected must join again.
     pub fn close(&mut self) {
         self.terms = None;
         self.heard.clear();
         self.busy.clear();
     }
 
-    /// The run is over.
+    /// Ends the run with an exit code.
     pub fn end(&mut self, code: i32) {
         self.pool.end(code);
         self.over = true;
     }
 
-    /// Compares the program of a newcomer with those that the run began with.
+    /// Compares the program of a new process with those that the run started with.
     ///
     /// # Errors
-    /// Returns an error if it differs and all processes must compute the same bits.
+    /// Returns an error if it differs and all processes must compute the same bits (staleness 0).
     fn admit(&mut self, role: Role, place: &str, program: &Program) -> Result<()> {
         let Some(difference) = self.programs.difference(role, program) else { return Ok(()) };
         if self.pool.is_synchronous() {
             log::warn!("{role} {place} is refused: {difference}");
             let message = format!(
-                "{role} {place}: {difference}, and with parameter_server.staleness = 0 all must give the same bits"
+                "{role} {place}: {difference}, but parameter_server.staleness = 0 requires the same bits"
             );
             return Err(Error::input(message).hint(
-                "start it with the same executable on the same kind of device, or the run with parameter_server.staleness = \"none\"",
+                "start it with the same executable on the same kind of device, or start the run with parameter_server.staleness = \"none\"",
             ));
         }
-        log::warn!("{role} {place}: {difference}; what it computes may differ in its last bits");
+        log::warn!("{role} {place}: {difference}; its results may differ in their last bits");
         Ok(())
     }
 
-    /// The end of the run, for a worker that was never one.
+    /// Returns the end of the run, for a process that never joined.
     fn ended(&mut self) -> CoordinatorResponse {
         self.waiting.clear();
         CoordinatorResponse::Work(self.pool.next(0).unwrap_or(Work::Wait))
     }
 
-    /// Whether all have heard of the end.
+    /// Returns whether all servers and workers have left.
     pub fn is_empty(&self) -> bool {
-        self.pool.members().is_empty() && self.seats.is_empty()
+        self.pool.members().is_empty() && self.registered.is_empty()
     }
 
-    /// A worker is gone.
+    /// Removes a lost worker and logs the reason.
     fn evict(&mut self, member: u64, why: &str) {
         if let Some(member) = self.unregister(member) {
             let level = if self.over { log::Level::Info } else { log::Level::Warn };
-            log::log!(level, "worker {} is gone: {why}", member.place);
+            log::log!(level, "worker {} is lost: {why}", member.place);
         }
     }
 
-    /// A worker is no longer one.
+    /// Removes a worker.
     fn unregister(&mut self, member: u64) -> Option<Member> {
         self.heard.remove(&member);
         self.busy.remove(&member);
         self.pool.leave(member)
     }
 
-    /// Workers that are silent or stuck are gone; servers that are silent, or did not come again,
-    /// are lost.
+    /// Removes workers that are silent or stuck, and marks servers as lost that are silent or did
+    /// not reconnect.
     fn expire_stale(&mut self, limits: Limits) {
         let past = |times: &BTreeMap<u64, Instant>, limit: Duration| -> Vec<u64> {
             times
@@ -477,39 +482,41 @@ impl State {
                 .collect()
         };
         for member in past(&self.heard, limits.silent) {
-            self.evict(member, &format!("it was not heard of for {} s", limits.silent.as_secs()));
+            self.evict(member, &format!("no heartbeat for {} s", limits.silent.as_secs()));
         }
         for member in past(&self.busy, limits.stuck) {
-            let told = format!(
+            let reason = format!(
                 "it has been at one piece of work for {} s (comm.timeout)",
                 limits.stuck.as_secs()
             );
             let place = self.pool.members().get(&member).map(|member| member.place.clone());
-            self.evict(member, &told);
+            self.evict(member, &reason);
             if let (Some(place), true) = (place, self.pool.members().is_empty()) {
-                let told = format!("worker {place} is stuck: {told}, and there is no other");
-                self.failed.get_or_insert(Error::comm(told).hint("its log says what it was at"));
+                let message =
+                    format!("worker {place} is stuck: {reason}, and there is no other worker");
+                let error = Error::comm(message).hint("see its log for what it was doing");
+                self.failed.get_or_insert(error);
             }
         }
         let is_silent =
-            |seat: &RegisteredServer| !seat.silent && seat.heard.elapsed() > limits.silent;
+            |server: &RegisteredServer| !server.silent && server.heard.elapsed() > limits.silent;
         let silent: Vec<u64> = self
-            .seats
+            .registered
             .iter()
-            .filter(|(_, seat)| is_silent(seat))
+            .filter(|(_, server)| is_silent(server))
             .map(|(number, _)| *number)
             .collect();
         for number in silent {
-            self.put_behind(number);
-            if let Some(seat) = self.seats.get_mut(&number) {
-                seat.silent = true;
-                let told = format!(
+            self.move_to_end(number);
+            if let Some(server) = self.registered.get_mut(&number) {
+                server.silent = true;
+                let reason = format!(
                     "{}: no heartbeat for {} s (parameter_server.timeout)",
-                    seat.address,
+                    server.address,
                     limits.silent.as_secs()
                 );
                 if self.assigned.contains(&number) && !self.over {
-                    self.lost.get_or_insert(told);
+                    self.lost.get_or_insert(reason);
                 }
             }
         }
@@ -527,7 +534,7 @@ impl RpcHandler for CoordinatorService {
     type Visit = SessionId;
 
     fn limit(&self) -> usize {
-        BODY
+        MAX_BODY
     }
 
     fn answer(
@@ -543,30 +550,30 @@ impl RpcHandler for CoordinatorService {
                 }
                 state.admit(Role::Server, &address, &program)?;
                 state.callers += 1;
-                // One that has its ranges still was only cut off.
+                // A server that still has its ranges was only disconnected.
                 if generation == Some(state.generation) && state.missing.remove(&address).is_some()
                 {
-                    log::info!("server {address} is back");
+                    log::info!("server {address} reconnected");
                     state.assigned.insert(state.callers);
                 }
-                let seat = RegisteredServer {
+                let server = RegisteredServer {
                     address,
                     holds: generation,
                     order: state.callers,
                     heard: Instant::now(),
                     silent: false,
                 };
-                state.seats.insert(state.callers, seat);
+                state.registered.insert(state.callers, server);
                 *visit = SessionId::Server(state.callers);
                 Ok(CoordinatorResponse::Serves)
             }),
             CoordinatorRequest::Served => {
-                // A heartbeat of a server is news for nobody: those who wait are not woken.
+                // A heartbeat changes nothing that a wait depends on, so waits are not woken.
                 let mut state = self.lock();
                 if let SessionId::Server(number) = visit
-                    && let Some(seat) = state.seats.get_mut(number)
+                    && let Some(server) = state.registered.get_mut(number)
                 {
-                    (seat.heard, seat.silent) = (Instant::now(), false);
+                    (server.heard, server.silent) = (Instant::now(), false);
                 }
                 Ok(if state.over { CoordinatorResponse::Over } else { CoordinatorResponse::Serves })
             }
@@ -592,7 +599,7 @@ impl RpcHandler for CoordinatorService {
                 state.admit(Role::Worker, &place, &program)?;
                 state.callers += 1;
                 let member = state.callers;
-                log::info!("worker {place} has come");
+                log::info!("worker {place} joined");
                 state.pool.join(member, place);
                 state.heard.insert(member, Instant::now());
                 *visit = SessionId::Worker(member);
@@ -610,7 +617,7 @@ impl RpcHandler for CoordinatorService {
             })),
             CoordinatorRequest::Leave { member } => Ok(self.with(|state| {
                 if let Some(member) = state.unregister(member) {
-                    log::info!("worker {} leaves, as it was asked to", member.place);
+                    log::info!("worker {} left on request", member.place);
                 }
                 CoordinatorResponse::Heard
             })),
@@ -621,7 +628,7 @@ impl RpcHandler for CoordinatorService {
             CoordinatorRequest::Events { process, events, lost } => {
                 let taken =
                     self.trace.as_ref().map_or(Ok(()), |trace| trace.take(&process, &events, lost));
-                // The run does not end for it.
+                // An error of the trace does not end the run.
                 taken.unwrap_or_else(|e| log::warn!("{e}"));
                 Ok(CoordinatorResponse::Heard)
             }
@@ -633,11 +640,11 @@ impl RpcHandler for CoordinatorService {
             SessionId::Stranger => {}
             SessionId::Worker(member) => state.evict(member, "its connection ended"),
             SessionId::Server(server) => {
-                let seat = state.seats.remove(&server);
-                if let (Some(seat), true, false) =
-                    (seat, state.assigned.remove(&server), state.over)
+                let removed = state.registered.remove(&server);
+                if let (Some(removed), true, false) =
+                    (removed, state.assigned.remove(&server), state.over)
                 {
-                    state.missing.insert(seat.address, Instant::now());
+                    state.missing.insert(removed.address, Instant::now());
                 }
             }
         });
@@ -654,7 +661,7 @@ mod tests {
 
     const SHORT: Duration = Duration::from_millis(100);
 
-    /// A run that takes workers, of whose work there is some.
+    /// Returns the service of a run that accepts workers and has work.
     fn hub() -> Arc<CoordinatorService> {
         hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT }, Staleness::None)
     }
@@ -710,7 +717,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stuck_worker_is_gone_though_its_heart_beats() {
+    fn a_stuck_worker_is_lost_despite_heartbeats() {
         let hub = hub();
         let [stuck, idle] = [1, 2].map(|process| join(&hub, process));
         assert!(matches!(next(&hub, stuck), CoordinatorResponse::Work(Work::Lease { .. })));
@@ -720,17 +727,19 @@ mod tests {
             |state: &mut State| Some(state.pool.members().keys().copied().collect::<Vec<_>>());
         assert_eq!(hub.wait(members).unwrap(), [idle]);
         assert!(matches!(next(&hub, stuck), CoordinatorResponse::Work(Work::Renew)));
-        // Its batches go to the other one; if that is stuck as well, nobody is left.
+        // Its batches go to the other worker; if that is stuck as well, no worker is left.
         assert!(
             matches!(next(&hub, idle), CoordinatorResponse::Work(Work::Lease { batches, .. }) if batches == (0..4))
         );
         std::thread::sleep(2 * SHORT);
-        let Err(SessionError::Failed(e)) = hub.wait(|_| None::<()>) else { panic!("it goes on") };
+        let Err(SessionError::Failed(e)) = hub.wait(|_| None::<()>) else {
+            panic!("the run continues")
+        };
         assert!(e.to_string().contains("worker host:2 is stuck"), "{e}");
     }
 
     #[test]
-    fn programs_that_give_other_bits_are_refused_where_all_must_give_the_same() {
+    fn programs_that_give_other_bits_are_refused_with_staleness_0() {
         let joined = |staleness, program: &Program| {
             let hub = hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT }, staleness);
             join(&hub, 1);
@@ -756,13 +765,13 @@ mod tests {
             let (worker, server) = joined(staleness, &rebuilt);
             assert_eq!((worker.is_err(), server.is_err()), (is_exact, is_exact));
             let (worker, server) = joined(staleness, &elsewhere);
-            // It is the first server: its device is that of servers.
+            // The first server determines the device of all servers.
             assert_eq!((worker.is_err(), server), (is_exact, Ok(())));
             if let Err(e) = worker {
                 let message = e.to_string();
                 assert!(
                     message
-                        .contains("worker host:2: it computes on CPU (AVX2), the run on CPU, and"),
+                        .contains("worker host:2: it computes on CPU (AVX2), the run on CPU, but"),
                     "{message}"
                 );
                 assert!(
@@ -775,7 +784,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_without_heartbeats_is_lost_and_goes_behind() {
+    fn a_server_without_heartbeats_is_lost_and_comes_last() {
         let hub = hub_with(Limits { silent: 2 * SHORT, stuck: SHORT }, Staleness::None);
         let serve = |address: &str| {
             let mut visit = SessionId::default();
@@ -798,9 +807,9 @@ mod tests {
             }
         };
         assert!(
-            matches!(lost, Err(SessionError::Lost(told)) if told.starts_with("hangs:1: no heartbeat for "))
+            matches!(lost, Err(SessionError::Lost(reason)) if reason.starts_with("hangs:1: no heartbeat for "))
         );
-        // Nobody takes ranges before a heartbeat has come.
+        // Servers are assigned ranges only after another heartbeat.
         hub.with(State::clear_lost);
         assert_eq!(hub.with(|state| (state.servers(), state.register_servers(1))), (0, None));
         beat(&mut hangs);
@@ -816,7 +825,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_was_cut_off_is_not_lost_if_it_has_its_ranges() {
+    fn a_server_that_reconnects_with_its_ranges_is_not_lost() {
         let hub = hub();
         let serve = |generation| {
             let mut visit = SessionId::default();
@@ -835,7 +844,7 @@ mod tests {
         std::thread::sleep(RECONNECT_TIMEOUT + SHORT);
         assert!(!hub.has_lost());
         hub.left(again);
-        // Another process at the same address has nothing.
+        // Another process at the same address does not hold the ranges.
         serve(None);
         assert!(hub.should_continue(7));
         std::thread::sleep(RECONNECT_TIMEOUT + SHORT);

@@ -1,4 +1,4 @@
-//! A thread that tells another end again and again that this process lives.
+//! A thread that sends heartbeats.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,38 +8,38 @@ use std::time::Duration;
 use hpctrain_base::error::Result;
 use hpctrain_base::spawn::spawn;
 
-/// Longest pause between two beats.
-const PAUSE: Duration = Duration::from_secs(2);
+/// The longest interval between two heartbeats.
+const MAX_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Beats until it is dropped.
+/// Sends heartbeats until it is dropped.
 pub struct HeartbeatThread {
-    over: Arc<AtomicBool>,
+    stopped: Arc<AtomicBool>,
     thread: Thread,
 }
 
 impl HeartbeatThread {
-    /// Calls `beat` ten times and more within `patience`.
+    /// Starts a thread that calls `beat` at least ten times within `timeout`.
     ///
     /// # Errors
-    /// The system refused a thread.
-    pub fn start(patience: Duration, mut beat: impl FnMut() + Send + 'static) -> Result<Self> {
-        let over = Arc::new(AtomicBool::new(false));
-        let ends = over.clone();
-        let pause = (patience / 10).min(PAUSE);
+    /// Returns an error if the system cannot start a thread.
+    pub fn start(timeout: Duration, mut beat: impl FnMut() + Send + 'static) -> Result<Self> {
+        let stopped = Arc::new(AtomicBool::new(false));
+        let stop = stopped.clone();
+        let interval = (timeout / 10).min(MAX_INTERVAL);
         let beats = move || {
-            while !ends.load(Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 beat();
-                std::thread::park_timeout(pause);
+                std::thread::park_timeout(interval);
             }
         };
         let thread = spawn("heart", beats)?;
-        Ok(Self { over, thread: thread.thread().clone() })
+        Ok(Self { stopped, thread: thread.thread().clone() })
     }
 }
 
 impl Drop for HeartbeatThread {
     fn drop(&mut self) {
-        self.over.store(true, Ordering::Relaxed);
+        self.stopped.store(true, Ordering::Relaxed);
         self.thread.unpark();
     }
 }

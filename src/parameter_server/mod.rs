@@ -1,19 +1,20 @@
-//! Training on parameter servers: servers hold the parameters, workers take them and give gradients
-//! back, a coordinator gives work out.
+//! Training with parameter servers: servers hold the parameters, workers pull parameters and push
+//! gradients, and a coordinator schedules the work.
 //!
 //! Li et al., "Scaling distributed machine learning with the parameter server" (2014); Ho et al.,
 //! "More effective distributed ML via a stale synchronous parallel parameter server" (2013).
 //! `docs/parameter-servers.md` describes it for users.
 //!
-//! [`Coordinator`] is for programs: it has functions that workers know called by name, each on one
-//! of them.
+//! [`Coordinator`] is an API for custom programs: it schedules calls of named functions on elastic
+//! workers.
 //!
-//! All speak TCP, also under `mpirun`: a job of MPI dies with any of its ranks, and here everyone
-//! but the coordinator may come and go. A server holds ranges of units (`partitioner.rs`,
-//! `param_store.rs`). Work is given out under tickets, and given out again when its worker is gone
-//! (`scheduler.rs`). With `parameter_server.staleness = 0` a step is so many virtual ranks: workers compute
-//! groups of them, servers add them in the fixed tree (`tree_reducer.rs`), and nothing depends on
-//! the worker that computed one. Otherwise each worker's gradient is applied as it comes.
+//! All processes communicate over TCP, also under `mpirun`, because an MPI job dies with any of its
+//! ranks, whereas here every process but the coordinator may join and leave. A server holds ranges
+//! of units (`partitioner.rs`, `param_store.rs`). Work is assigned under tickets, and reassigned
+//! when its worker is lost (`scheduler.rs`). With `parameter_server.staleness = 0` a step consists
+//! of a fixed number of virtual ranks: workers compute groups of them and servers add the gradients
+//! in a fixed tree (`tree_reducer.rs`), so that the result does not depend on which worker computed
+//! which. Otherwise each worker's gradient is applied when it arrives.
 
 #![forbid(unsafe_code)]
 

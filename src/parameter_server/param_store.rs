@@ -1,7 +1,7 @@
 //! The ranges of one server: parameters, optimizer state, and their updates.
 //!
-//! Each range has a lock of its own: pushes are applied in the order of their arrival, those of
-//! different ranges side by side.
+//! Each range has its own lock: pushes to a range are applied in order of arrival, pushes to
+//! different ranges in parallel.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -28,10 +28,10 @@ use hpctrain_parallel::{
     self as parallel, Hyper, OptimizerShard, Storage as Place, Updates, initial, state_names,
 };
 
-/// The ranges of a server.
+/// The parameter ranges that a server holds.
 pub struct ParamStore {
     terms: RunSpec,
-    /// The number of this server.
+    /// The index of this server.
     server: usize,
     plan: ResolvedConfig,
     layouts: Vec<UnitLayout>,
@@ -39,36 +39,36 @@ pub struct ParamStore {
     ranges: Vec<RangeSlot>,
     cut: Mutex<Option<Arc<Cut>>>,
     revoked: Mutex<HashSet<u64>>,
-    /// The last push on each connection: by worker, and number of the connection.
+    /// The last push of each connection.
     pushers: Mutex<HashMap<Pusher, Arc<Mutex<Last>>>>,
     counts: Counts,
 }
 
-/// A range.
+/// A range with its state.
 struct RangeSlot {
     piece: ParamRange,
     state: Mutex<State>,
 }
 
-/// The changing part of a range.
+/// The mutable state of a range.
 struct State {
     owner: OptimizerShard<Cpu>,
-    /// Updates since the start.
+    /// The number of updates since the start.
     version: u64,
-    /// Where all workers take each step together: the step whose gradients are awaited, and those
-    /// that have come.
+    /// With synchronous training: the step whose gradients are being reduced, and their partial
+    /// sums.
     step: u64,
     sums: TreeReducer<Vec<f32>>,
 }
 
-/// A copy of parameters and state at one moment.
+/// A snapshot of parameters and optimizer state.
 struct Cut {
     number: u64,
-    /// Of each range: the parameters, then each buffer of state.
+    /// The parameters of each range, followed by each buffer of optimizer state.
     ranges: Vec<Vec<Vec<f32>>>,
 }
 
-/// A worker, and the number of one of its connections.
+/// A worker and the index of one of its connections.
 type Pusher = (u64, usize);
 
 /// The last push on a connection of a worker.
@@ -95,12 +95,14 @@ impl Counts {
 }
 
 impl ParamStore {
-    /// The ranges of an assignment, with the values of its checkpoint or of the seed.
+    /// Creates the ranges of an assignment, with values from its checkpoint or initialized from the
+    /// seed.
     ///
     /// # Errors
-    /// The configuration is invalid, or the checkpoint cannot be read.
+    /// Returns an error if the configuration is invalid, the assigned ranges do not exist, the
+    /// memory does not suffice, or the checkpoint cannot be read.
     pub fn new(assignment: &Assignment, threads: usize) -> Result<Self> {
-        let absent = || Error::comm("the coordinator assigns ranges that do not exist");
+        let absent = || Error::comm("the coordinator assigned ranges that do not exist");
         let terms = assignment.terms.clone();
         let plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
         let layouts = layouts(&plan);
@@ -139,7 +141,7 @@ impl ParamStore {
             reader.share_checks(assignment.server, terms.addresses.len());
             reader.check_files()?;
         }
-        let mut held = Vec::new();
+        let mut ranges = Vec::new();
         for piece in pieces {
             let layout = &layouts[piece.unit];
             let values = &initial(layout, Some(plan.config.run.seed))[piece.range.clone()];
@@ -156,7 +158,7 @@ impl ParamStore {
                 owner.restore(|part, range| {
                     let part = match part {
                         _ if assignment.with_state => Some(part),
-                        // A new average begins at the parameters; other fresh state is zero.
+                        // A new EMA starts at the parameters; other fresh state is zero.
                         0 => Some(assignment.part),
                         part => (names[part - 1] == AVERAGE).then_some(assignment.part),
                     };
@@ -169,7 +171,7 @@ impl ParamStore {
                 step: terms.start.step,
                 sums: TreeReducer::new(plan.virtual_ranks),
             };
-            held.push(RangeSlot { piece: piece.clone(), state: Mutex::new(state) });
+            ranges.push(RangeSlot { piece: piece.clone(), state: Mutex::new(state) });
         }
         Ok(Self {
             terms,
@@ -177,7 +179,7 @@ impl ParamStore {
             plan,
             layouts,
             backend,
-            ranges: held,
+            ranges,
             cut: Mutex::default(),
             revoked: Mutex::default(),
             pushers: Mutex::default(),
@@ -185,30 +187,30 @@ impl ParamStore {
         })
     }
 
-    /// The generation of the run that it belongs to.
+    /// Returns the generation of the run to which the ranges belong.
     pub fn generation(&self) -> u64 {
         self.terms.generation
     }
 
-    /// Whether all record events, for a trace.
+    /// Returns whether the run records a trace.
     pub fn is_traced(&self) -> bool {
         self.terms.trace
     }
 
-    /// Elements of all ranges.
+    /// Returns the number of elements of all ranges.
     pub fn elements(&self) -> usize {
-        self.ranges.iter().map(|held| held.piece.range.len()).sum()
+        self.ranges.iter().map(|slot| slot.piece.range.len()).sum()
     }
 
-    /// The first and the last step that a range has come to, where all workers take each step
-    /// together.
+    /// Returns the smallest and the largest step that a range has reached, with synchronous
+    /// training.
     pub fn at(&self) -> (u64, u64) {
-        let steps = || self.ranges.iter().map(|held| locked(&held.state).step);
+        let steps = || self.ranges.iter().map(|slot| locked(&slot.state).step);
         let start = self.terms.start.step;
         (steps().min().unwrap_or(start), steps().max().unwrap_or(start))
     }
 
-    /// The work so far.
+    /// Returns the work done so far.
     pub fn load(&self) -> Load {
         let Counts { pulls, pulled, pushes, pushed, refused, updating } = &self.counts;
         let [pulls, pulled, pushes, pushed, refused, updating] =
@@ -218,11 +220,11 @@ impl ParamStore {
         Load { ranges: self.ranges.len(), bytes, pulls, pulled, pushes, pushed, refused, updating }
     }
 
-    /// Values of those of the ranges `pieces` whose version is not the known one, into `body`;
-    /// returns the versions of all.
+    /// Writes the values of those of the ranges `pieces` whose version differs from the known one
+    /// into `body`, and returns the versions of all.
     ///
     /// # Errors
-    /// There is no such cut, or range.
+    /// Returns an error if the snapshot or a range does not exist.
     pub fn pull(
         &self,
         of: Values,
@@ -237,9 +239,9 @@ impl ParamStore {
             Values::Cut(number) => Some(self.cut(number)?),
         };
         let used = self.used();
-        let ranges = self.some(&pieces)?;
+        let ranges = self.slots(&pieces)?;
         let mut versions = Vec::with_capacity(ranges.len());
-        for (index, (number, held)) in pieces.clone().zip(ranges).enumerate() {
+        for (index, (number, slot)) in pieces.clone().zip(ranges).enumerate() {
             let known = known.get(index).copied().flatten();
             match &cut {
                 Some(cut) => {
@@ -247,10 +249,10 @@ impl ParamStore {
                     codec::encode(format, &cut.ranges[number][used], body);
                 }
                 None => {
-                    let state = locked(&held.state);
+                    let state = locked(&slot.state);
                     versions.push(state.version);
                     if known != Some(state.version) {
-                        let (params, _) = state.owner.values(held.piece.range.clone(), None)?;
+                        let (params, _) = state.owner.values(slot.piece.range.clone(), None)?;
                         codec::encode(format, slice(&params), body);
                     }
                 }
@@ -261,17 +263,19 @@ impl ParamStore {
         Ok(versions)
     }
 
-    /// The part of parameters and state that evaluations take: the running average, if one is kept.
+    /// Returns the index of the parameters or state buffer used for evaluation: the EMA, if there
+    /// is one.
     fn used(&self) -> usize {
         let names = state_names(Some(self.plan.rule), self.plan.average, None);
         names.iter().position(|name| *name == AVERAGE).map_or(0, |at| at + 1)
     }
 
-    /// Takes the gradients of the ranges `pieces` from a connection of a worker, once; returns the
-    /// most updates that came between pull and push.
+    /// Applies the gradients of the ranges `pieces` that a worker pushed, and returns their largest
+    /// staleness. A message that arrives twice is applied once.
     ///
     /// # Errors
-    /// The body has another length than the ranges, or the update failed.
+    /// Returns an error if a range does not exist, the body does not have the length of the ranges,
+    /// or the update fails.
     pub fn push(
         &self,
         pusher: Pusher,
@@ -281,14 +285,13 @@ impl ParamStore {
         body: &[u8],
     ) -> Result<u64> {
         let pusher = locked(&self.pushers).entry(pusher).or_default().clone();
-        // Pushes of a connection come one after the other; one that comes twice waits here for the
-        // first.
+        // Pushes of a connection arrive in order; a repeated push waits here for the first.
         let mut last = locked(&pusher);
         if number <= last.number {
             return Ok(last.staleness);
         }
-        let ranges = self.some(&pieces)?;
-        let elements = ranges.iter().map(|held| held.piece.range.len()).sum();
+        let ranges = self.slots(&pieces)?;
+        let elements = ranges.iter().map(|slot| slot.piece.range.len()).sum();
         let gradient = codec::decode(self.plan.config.parameter_server.wire, body, elements)?;
         Counts::add(&self.counts.pushed, body.len());
         let staleness = match of {
@@ -299,27 +302,27 @@ impl ParamStore {
                 self.apply(*ticket, f32::from_bits(*scale), ranges, versions, &gradient)
             }
         }?;
-        // Of a push in several messages the last one counts.
-        let counted = if staleness.is_some() { &self.counts.pushes } else { &self.counts.refused };
-        Counts::add(counted, usize::from(self.is_last(&pieces)));
+        // A push of several messages is counted once, with its last message.
+        let count = if staleness.is_some() { &self.counts.pushes } else { &self.counts.refused };
+        Counts::add(count, usize::from(self.is_last(&pieces)));
         let staleness = staleness.unwrap_or(0);
         *last = Last { number, staleness };
         Ok(staleness)
     }
 
-    /// Ranges by their place.
-    fn some(&self, pieces: &Range<usize>) -> Result<&[RangeSlot]> {
+    /// Returns ranges by index.
+    fn slots(&self, pieces: &Range<usize>) -> Result<&[RangeSlot]> {
         self.ranges
             .get(pieces.clone())
-            .ok_or_else(|| Error::comm("a worker asks for ranges that do not exist"))
+            .ok_or_else(|| Error::comm("a worker requested ranges that do not exist"))
     }
 
-    /// Whether the ranges of a message are those with which a pull or push ends.
+    /// Returns whether a message has the last ranges of a pull or push.
     fn is_last(&self, pieces: &Range<usize>) -> bool {
         pieces.end == self.ranges.len()
     }
 
-    /// Adds the gradients of virtual ranks to those of the step under way.
+    /// Adds the gradients of virtual ranks to the sums of the current step.
     fn add(
         &self,
         step: u64,
@@ -328,18 +331,18 @@ impl ParamStore {
         gradient: &[f32],
     ) -> Result<()> {
         let mut rest = gradient;
-        for held in ranges {
+        for slot in ranges {
             let of_range;
-            (of_range, rest) = rest.split_at(held.piece.range.len());
-            let mut state = locked(&held.state);
+            (of_range, rest) = rest.split_at(slot.piece.range.len());
+            let mut state = locked(&slot.state);
             if !state.sums.is_group(virtual_ranks) {
                 return Err(Error::comm(format!(
-                    "virtual ranks {virtual_ranks:?} are no group of {}",
+                    "virtual ranks {virtual_ranks:?} are not a group of the {}",
                     self.plan.virtual_ranks
                 )));
             }
-            // Others have computed the virtual ranks of a worker that was taken for gone: theirs are the
-            // same.
+            // Otherwise other workers have already computed these virtual ranks, with the same
+            // bits.
             if state.step == step {
                 state.sums.put(virtual_ranks.clone(), of_range.to_vec(), |into, from| {
                     add_serial(&from, into)
@@ -349,8 +352,8 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Updates ranges by a gradient at once; returns the most updates that came between pull and
-    /// push, or none if the gradient is refused.
+    /// Updates ranges with a gradient immediately; returns its largest staleness, or none if the
+    /// gradient is refused.
     fn apply(
         &self,
         ticket: u64,
@@ -365,10 +368,10 @@ impl ParamStore {
         let began = Instant::now();
         let mut rest = gradient;
         let mut most = 0;
-        for (held, pulled) in ranges.iter().zip(versions) {
+        for (slot, pulled) in ranges.iter().zip(versions) {
             let of_range;
-            (of_range, rest) = rest.split_at(held.piece.range.len());
-            let mut state = locked(&held.state);
+            (of_range, rest) = rest.split_at(slot.piece.range.len());
+            let mut state = locked(&slot.state);
             let staleness = state.version.saturating_sub(*pulled);
             most = most.max(staleness);
             let start = self.terms.start;
@@ -391,53 +394,54 @@ impl ParamStore {
         Ok(Some(most))
     }
 
-    /// Pushes of this ticket are not to count any more.
+    /// Ignores later pushes of this ticket.
     pub fn revoke(&self, ticket: u64) {
         locked(&self.revoked).insert(ticket);
     }
 
-    /// Squares of the gradient of step `step`, whose virtual ranks have all come: of each range, bits of
-    /// one number a virtual shard.
+    /// Returns the squared norms of the gradient of step `step`: for each range, the bits of one
+    /// number per virtual shard.
     ///
     /// # Errors
-    /// Some have not.
+    /// Returns an error if the gradients of some virtual ranks are missing.
     pub fn squares(&self, step: u64) -> Result<Vec<Vec<u64>>> {
-        let of_range = |held: &RangeSlot| {
-            let layout = &self.layouts[held.piece.unit];
+        let of_range = |slot: &RangeSlot| {
+            let layout = &self.layouts[slot.piece.unit];
             let virtual_ranks = self.plan.virtual_ranks;
-            let state = locked(&held.state);
+            let state = locked(&slot.state);
             let sum = state.sums.whole().filter(|_| state.step == step);
             let sum =
                 sum.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))?;
-            let start = held.piece.range.start;
+            let start = slot.piece.range.start;
             let of_shard = |shard: usize| {
                 let counted = layout.counted(layout.part(shard, virtual_ranks));
                 let square =
                     self.backend.sum_squares(&sum[counted.start - start..counted.end - start])?;
                 self.backend.read(square).map(f64::to_bits)
             };
-            shards(layout, &held.piece, virtual_ranks).map(of_shard).collect()
+            shards(layout, &slot.piece, virtual_ranks).map(of_shard).collect()
         };
         self.ranges.iter().map(of_range).collect()
     }
 
-    /// Squares that scale the steps of tensors, of the gradient of the step under way: virtual
-    /// shard, tensor counted over all units, bits of both squares.
+    /// Returns the squared norms from which trust ratios are computed, for the gradient of the
+    /// current step: the virtual shard, the index of the tensor over all units, and the bits of
+    /// both squares.
     ///
     /// # Errors
-    /// Virtual ranks have not all come.
+    /// Returns an error if the gradients of some virtual ranks are missing.
     pub fn norms(&self, hyper: Hyper) -> Result<Vec<(usize, usize, [u64; 2])>> {
         let mut all = Vec::new();
-        for held in &self.ranges {
-            let ParamRange { unit, range } = &held.piece;
+        for slot in &self.ranges {
+            let ParamRange { unit, range } = &slot.piece;
             let layout = &self.layouts[*unit];
             let virtual_ranks = self.plan.virtual_ranks;
             let before: usize =
                 self.layouts[..*unit].iter().map(|layout| layout.tensors.len()).sum();
-            let mut state = locked(&held.state);
+            let mut state = locked(&slot.state);
             let State { owner, sums, .. } = &mut *state;
             let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
-            for shard in shards(layout, &held.piece, virtual_ranks) {
+            for shard in shards(layout, &slot.piece, virtual_ranks) {
                 let part = layout.part(shard, virtual_ranks);
                 debug_assert!(part.start >= range.start && part.end <= range.end);
                 for (tensor, pair) in owner.squares(hyper, part, sum, None)? {
@@ -453,15 +457,16 @@ impl ParamStore {
         Ok(all)
     }
 
-    /// Ends step `step`, unless it has ended: updates every range by its gradient, if it is not
-    /// left out. `trust` has a factor for every tensor of every unit where steps are scaled.
+    /// Ends step `ended`, unless it has ended: updates every range with its gradient, or skips the
+    /// update if `hyper` is none. `trust` has the trust ratio of every tensor of every unit, for
+    /// optimizers that use them.
     ///
     /// # Errors
-    /// The update failed.
+    /// Returns an error if gradients are missing, or the update fails.
     pub fn update(&self, ended: u64, hyper: Option<Hyper>, trust: &[Vec<f32>]) -> Result<()> {
         let began = Instant::now();
-        for held in &self.ranges {
-            let mut state = locked(&held.state);
+        for slot in &self.ranges {
+            let mut state = locked(&slot.state);
             let State { owner, version, step, sums } = &mut *state;
             if *step != ended {
                 continue;
@@ -470,7 +475,7 @@ impl ParamStore {
                 let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
                 owner.update(
                     hyper,
-                    trust.get(held.piece.unit).map_or(&[], Vec::as_slice),
+                    trust.get(slot.piece.unit).map_or(&[], Vec::as_slice),
                     sum,
                     None,
                 )?;
@@ -483,17 +488,17 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Copies all ranges as they are now, in the place of an earlier copy; returns the most updates
-    /// that one has had.
+    /// Takes a snapshot of all ranges, which replaces the previous one; returns the largest number
+    /// of updates of a range.
     ///
     /// # Errors
-    /// No buffer holds the parameters.
+    /// Returns an error if the parameters of a range are not in memory.
     pub fn take_cut(&self, number: u64) -> Result<u64> {
         let mut updates = 0;
-        let copy = |held: &RangeSlot| {
-            let state = locked(&held.state);
+        let copy = |slot: &RangeSlot| {
+            let state = locked(&slot.state);
             updates = state.version.max(updates);
-            let (params, buffers) = state.owner.values(held.piece.range.clone(), None)?;
+            let (params, buffers) = state.owner.values(slot.piece.range.clone(), None)?;
             Ok(std::iter::once(&params)
                 .chain(&buffers)
                 .map(|values| slice(values).to_vec())
@@ -506,22 +511,22 @@ impl ParamStore {
 
     fn cut(&self, number: u64) -> Result<Arc<Cut>> {
         let cut = locked(&self.cut).clone().filter(|cut| cut.number == number);
-        cut.ok_or_else(|| Error::comm(format!("there is no cut {number}")))
+        cut.ok_or_else(|| Error::comm(format!("there is no snapshot {number}")))
     }
 
-    /// Writes a cut into the directory of a checkpoint, as the file of this server.
+    /// Writes a snapshot into the directory of a checkpoint, as the file of this server.
     ///
     /// # Errors
-    /// There is no such cut, or the file system refused.
+    /// Returns an error if the snapshot does not exist, or the file cannot be written.
     pub fn save(&self, number: u64, staging: &Path) -> Result<ShardFileInfo> {
         let cut = self.cut(number)?;
         let ranges: Vec<Ranged<'_>> = self
             .ranges
             .iter()
             .zip(&cut.ranges)
-            .map(|(held, parts)| Ranged {
-                layout: &self.layouts[held.piece.unit],
-                range: held.piece.range.clone(),
+            .map(|(slot, parts)| Ranged {
+                layout: &self.layouts[slot.piece.unit],
+                range: slot.piece.range.clone(),
                 parts: parts.iter().map(Vec::as_slice).collect(),
             })
             .collect();
@@ -530,16 +535,16 @@ impl ParamStore {
     }
 }
 
-/// Refuses ranges for which this host has not the memory: parameters and state, which are `buffers`
-/// together, their copy for checkpoints, and gradients on their way.
+/// Refuses ranges that do not fit into the memory of this host: parameters and optimizer state
+/// (`buffers` buffers), their snapshot for checkpoints, and gradients being received.
 fn check_memory(
     plan: &ResolvedConfig,
     terms: &RunSpec,
     elements: usize,
     buffers: usize,
 ) -> Result<()> {
-    // Sums of virtual ranks wait for each other in a tree; without, each worker's gradient is applied by
-    // itself.
+    // Synchronous training keeps partial sums of the tree; otherwise each worker has one gradient
+    // in flight.
     let gradients = if terms.is_synchronous() {
         2 + plan.virtual_ranks.ilog2() as usize
     } else {
@@ -547,25 +552,25 @@ fn check_memory(
     };
     let need = elements * size_of::<f32>() * (2 * buffers + gradients);
     let limit = plan.config.run.memory_limit.map(|limit| limit.0);
-    let room = available().into_iter().chain(limit).min().unwrap_or(usize::MAX);
-    if need <= room {
+    let available = available().into_iter().chain(limit).min().unwrap_or(usize::MAX);
+    if need <= available {
         return Ok(());
     }
-    let told = format!(
-        "a server needs {} for its ranges, and may take {}",
+    let message = format!(
+        "a server needs {} for its ranges, but only {} is available",
         readable(need),
-        readable(room)
+        readable(available)
     );
-    Err(Error::input(told).hint("start more servers, on other hosts"))
+    Err(Error::input(message).hint("start more servers, on other hosts"))
 }
 
-/// Virtual shards that lie in a range.
+/// Returns the virtual shards within a range.
 fn shards(layout: &UnitLayout, piece: &ParamRange, virtual_ranks: usize) -> Range<usize> {
     let size = layout.padded / virtual_ranks;
     piece.range.start / size..piece.range.end / size
 }
 
-/// Values of a range from a checkpoint; none are zeros.
+/// Reads the values of a range from a part of a checkpoint; without a part, returns zeros.
 fn read(
     reader: &mut Reader,
     layout: &UnitLayout,
@@ -582,14 +587,14 @@ fn read(
     Ok(values)
 }
 
-/// Values as they lie in memory.
+/// Returns values as a slice.
 fn slice<'a>(values: &parallel::Values<'a, Cpu>) -> &'a [f32] {
     match values {
         parallel::Values::Device(_, values) | parallel::Values::Host(_, values) => values,
     }
 }
 
-/// A lock whose holder cannot have left it broken: an update that panics ends the process.
+/// Locks a mutex and ignores poisoning: an update that panics ends the process.
 fn locked<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
     lock.lock().unwrap_or_else(PoisonError::into_inner)
 }

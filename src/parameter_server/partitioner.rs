@@ -1,4 +1,4 @@
-//! The ranges of all units, and the server that holds each.
+//! Divides the units of the model into ranges, and assigns each range to a server.
 
 use std::ops::Range;
 
@@ -13,15 +13,16 @@ use hpctrain_config::Partition;
 pub struct ParamRange {
     /// The unit.
     pub unit: usize,
-    /// Its elements.
+    /// The elements of the unit.
     pub range: Range<usize>,
 }
 
-/// The ranges of each server, in the order of the network. Units are cut at multiples of one in
-/// `granules` of them, and the largest range goes to the server that has least so far.
+/// Returns the ranges of each server, in model order. A unit is cut only at multiples of
+/// 1/`granules` of its length. Ranges are assigned from the largest to the smallest, each to the
+/// server with the fewest elements so far.
 ///
 /// # Errors
-/// There are more servers than ranges.
+/// Returns an error if there are more servers than ranges.
 pub fn divide(
     layouts: &[UnitLayout],
     granules: impl Fn(&UnitLayout) -> usize,
@@ -36,7 +37,7 @@ pub fn divide(
         pieces.extend((0..count).map(|part| ParamRange { unit, range: at(part)..at(part + 1) }));
     }
     if pieces.len() < servers {
-        return Err(Error::input(format!("{servers} servers, but parameter_server.partition = {partition} cuts the network into {} ranges", pieces.len()))
+        return Err(Error::input(format!("{servers} servers, but parameter_server.partition = {partition} cuts the model into {} ranges", pieces.len()))
             .hint("start fewer servers, or cut it into more: parameter_server.partition = \"fixed:N\"; with parameter_server.staleness = 0 a unit has at most parallel.virtual_ranks ranges"));
     }
     pieces.sort_by_key(|piece| std::cmp::Reverse(piece.range.len()));
@@ -66,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn every_element_has_one_server_and_servers_have_like_amounts() {
+    fn every_element_has_one_server_and_servers_are_balanced() {
         let layouts = [unit(1000, 4), unit(64, 4), unit(4000, 4), unit(500, 4)];
         for (servers, partition) in
             [(1, "min:1KiB"), (2, "fixed:1"), (3, "min:1KiB"), (3, "max:4KiB"), (2, "fixed:9")]
@@ -97,7 +98,7 @@ mod tests {
         let error = divide(&layouts, |_| 4, Partition::Fixed(1), 5).unwrap_err().to_string();
         assert!(
             error.contains(
-                "5 servers, but parameter_server.partition = fixed:1 cuts the network into 4 ranges"
+                "5 servers, but parameter_server.partition = fixed:1 cuts the model into 4 ranges"
             ),
             "{error}"
         );

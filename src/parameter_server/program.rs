@@ -1,5 +1,5 @@
-//! The program of a process and the device that it computes on: all processes must have the same
-//! for the same bits.
+//! The program of a process and the device it computes on, which must be the same in all processes
+//! for bitwise reproducible results.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,33 +10,33 @@ use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of the executable that are read at a time: it may have a hundred megabytes.
-const PIECE: usize = 1 << 20;
+/// The number of bytes of the executable that are read at a time.
+const CHUNK: usize = 1 << 20;
 
-/// All that decides the last bits of what a process computes.
+/// Everything that determines the exact bits of what a process computes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Program {
-    /// Version of this package.
+    /// The version of this package.
     pub version: String,
-    /// Checksum of the executable file; empty if it cannot be read.
+    /// The checksum of the executable file; empty if it cannot be read.
     pub build: String,
-    /// The device, with its instructions or libraries.
+    /// The device, with its instruction set or libraries.
     pub device: String,
 }
 
 impl Program {
-    /// Returns that of this process, which computes on `device`.
+    /// Returns the program of this process, which computes on `device`.
     pub fn here(device: String) -> Self {
         static BUILD: LazyLock<String> =
             LazyLock::new(|| checksum(Path::new("/proc/self/exe")).unwrap_or_default());
         Self { version: env!("CARGO_PKG_VERSION").into(), build: BUILD.clone(), device }
     }
 
-    /// Returns the difference from the program that a run began with, for people.
+    /// Describes the difference from the program that a run started with, if there is one.
     pub fn difference(&self, run: &Self) -> Option<String> {
         let named = |one: &Self| format!("{} (build {})", one.version, one.build);
         if (&self.version, &self.build) != (&run.version, &run.build) {
-            return Some(format!("it is hpctrain {}, the run is of {}", named(self), named(run)));
+            return Some(format!("it is hpctrain {}, the run uses {}", named(self), named(run)));
         }
         (self.device != run.device)
             .then(|| format!("it computes on {}, the run on {}", self.device, run.device))
@@ -47,7 +47,7 @@ impl Program {
 fn checksum(path: &Path) -> std::io::Result<String> {
     let mut file = File::open(path)?;
     let mut sum = crc32fast::Hasher::new();
-    let mut piece = vec![0; PIECE];
+    let mut piece = vec![0; CHUNK];
     loop {
         match file.read(&mut piece)? {
             0 => return Ok(format!("{:08x}", sum.finalize())),
@@ -75,8 +75,8 @@ impl fmt::Display for Role {
     }
 }
 
-/// The programs that a run began with: the executable is the coordinator's, the device that of the
-/// first process of a role.
+/// The programs that a run started with: the executable of the coordinator, and for each role the
+/// device of its first process.
 #[derive(Debug)]
 pub struct Programs {
     coordinator: Program,
@@ -84,17 +84,18 @@ pub struct Programs {
 }
 
 impl Programs {
-    /// Returns those of a run that this process coordinates.
+    /// Creates the programs of a run that this process coordinates.
     pub fn begin() -> Self {
         Self { coordinator: Program::here(String::new()), devices: BTreeMap::new() }
     }
 
-    /// Returns the devices of the run by role, as far as they are known.
+    /// Returns the known devices of the run by role.
     pub fn devices(&self) -> &BTreeMap<Role, String> {
         &self.devices
     }
 
-    /// Returns the difference of a newcomer's program from the run's, for people.
+    /// Describes the difference of a new process's program from the run's, if there is one. The
+    /// first process of a role sets the device of that role.
     pub fn difference(&mut self, role: Role, program: &Program) -> Option<String> {
         let device = self.devices.get(&role).unwrap_or(&program.device).clone();
         let difference = program.difference(&Program { device, ..self.coordinator.clone() });

@@ -1,7 +1,7 @@
-//! Requests and answers between workers, servers and the coordinator.
+//! Requests and responses between workers, servers and the coordinator.
 //!
-//! A message is a head, which is JSON, and a body, which is numbers: both lengths come first and
-//! are checked before memory is taken. Floats whose bits count travel as bits.
+//! A message consists of a JSON head and a body of numbers. Both lengths come first and are checked
+//! before memory is allocated. Floats that must be exact are sent as their bits.
 
 use std::io::{IoSlice, Read, Write};
 use std::ops::{AddAssign, Range};
@@ -18,187 +18,190 @@ use hpctrain_checkpoint::ShardFileInfo;
 use hpctrain_config::telemetry::trace_file::TraceEvent;
 use hpctrain_parallel::Hyper;
 
-/// Most bytes of a head.
+/// The size limit of a head in bytes.
 const HEAD_LIMIT: usize = 1 << 24;
 
-/// Bytes of a body that are read at a time.
+/// The number of bytes of a body that are read at a time.
 const CHUNK: usize = 1 << 20;
 
 /// A request to a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ServerRequest {
-    /// Of the coordinator: the ranges to hold from now on, and their first values.
+    /// Assigns ranges to the server, with their initial values. Sent by the coordinator.
     Assign(Box<Assignment>),
-    /// The values of ranges whose version differs from the known one.
+    /// Requests the values of ranges whose version differs from the known one.
     Pull {
-        /// The generation of the asking worker.
+        /// The generation of the requesting worker.
         generation: u64,
-        /// The values.
+        /// Which values.
         of: Values,
-        /// The ranges, by their place in the assignment.
+        /// The ranges, by index in the assignment.
         pieces: Range<usize>,
-        /// The version of each that the worker has.
+        /// The version of each range that the worker has.
         known: Vec<Option<u64>>,
     },
-    /// The gradients of ranges, in the body.
+    /// Pushes the gradients of ranges, which are in the body.
     Push {
         /// The generation of the worker.
         generation: u64,
         /// The worker.
         member: u64,
-        /// The number of the connection among its own.
+        /// The index of the worker's connection to this server.
         line: usize,
-        /// The number of the message on it: one that comes twice counts once.
+        /// The number of the message on that connection, by which repeated messages are recognized.
         number: u64,
         /// The samples whose gradient it is.
         of: Pushed,
-        /// The ranges, by their place in the assignment.
+        /// The ranges, by index in the assignment.
         pieces: Range<usize>,
     },
-    /// Of the coordinator: the squares of the gradients of this step, of which all virtual ranks have come.
+    /// Requests the squared norms of the gradients of a step. Sent by the coordinator after all
+    /// virtual ranks were pushed.
     Squares {
         /// The generation of the coordinator.
         generation: u64,
         /// The step.
         step: u64,
     },
-    /// Of the coordinator: the squares that scale the steps of tensors.
+    /// Requests the squared norms for trust ratios. Sent by the coordinator.
     Norms {
         /// The generation of the coordinator.
         generation: u64,
-        /// The update to come.
+        /// The constants of the next update.
         hyper: Constants,
     },
-    /// Of the coordinator: update every range by the gradients of this step, or leave it out.
+    /// Updates every range with the gradients of a step, or skips the update. Sent by the
+    /// coordinator.
     Update {
         /// The generation of the coordinator.
         generation: u64,
-        /// The step, which may be done already.
+        /// The step; if it has already ended, the request does nothing.
         step: u64,
-        /// The update; none leaves it out.
+        /// The constants of the update; none skips it.
         hyper: Option<Constants>,
-        /// A factor for each tensor of each unit, as bits, where the rule scales steps by norms.
+        /// The trust ratio of each tensor of each unit, as bits, for optimizers that use them.
         trust: Vec<Vec<u32>>,
     },
-    /// Of the coordinator: pushes of this ticket are no longer to count.
+    /// Ignores later pushes of a ticket. Sent by the coordinator.
     Revoke {
         /// The generation of the coordinator.
         generation: u64,
         /// The ticket.
         ticket: u64,
     },
-    /// Of the coordinator: copy parameters and state as they are now.
+    /// Takes a snapshot of parameters and optimizer state. Sent by the coordinator.
     Cut {
         /// The generation of the coordinator.
         generation: u64,
-        /// The number of the cut.
+        /// The number of the snapshot.
         cut: u64,
     },
-    /// Of the coordinator: write the cut into a checkpoint's directory.
+    /// Writes a snapshot into the directory of a checkpoint. Sent by the coordinator.
     Save {
         /// The generation of the coordinator.
         generation: u64,
-        /// The number of the cut.
+        /// The number of the snapshot.
         cut: u64,
         /// The directory.
         staging: PathBuf,
     },
-    /// Of the coordinator that was started again: the steps that the ranges have come to.
+    /// Requests the steps that the ranges have reached. Sent by the coordinator, for instance after
+    /// a restart.
     At {
-        /// The generation of the coordinator before.
+        /// The generation of the ranges.
         generation: u64,
     },
-    /// Of the coordinator: the work of the server so far.
+    /// Requests the work of the server so far. Sent by the coordinator.
     Load,
 }
 
-/// An answer of a server.
+/// A response of a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ServerResponse {
-    /// It is done.
+    /// The request was executed.
     Done,
-    /// The versions of the ranges; the body has the values of those that were not known.
+    /// The versions of the ranges; the body has the values of those whose version was not known.
     Pulled {
-        /// By range.
+        /// The version of each range.
         versions: Vec<u64>,
     },
-    /// The push was taken, or had been; at most so many updates came between its pull and it.
+    /// The push was applied, by this message or an earlier one.
     Pushed {
-        /// The staleness.
+        /// The largest staleness of a range: the number of updates between pull and push.
         staleness: u64,
     },
-    /// The asker belongs to an earlier generation of the run, or this server to none yet.
+    /// The request belongs to an earlier generation of the run, or this server has no ranges yet.
     Stale,
-    /// Parameters and state were copied, after so many updates since the start.
+    /// A snapshot was taken.
     Copied {
-        /// Of the range with most.
+        /// The largest number of updates of a range since the start.
         updates: u64,
     },
-    /// Squares of the gradient: of each range, bits of one number a virtual shard.
+    /// The squared norms of the gradient: for each range, the bits of one number per virtual shard.
     Squares(Vec<Vec<u64>>),
-    /// Squares of tensors: virtual shard, tensor counted over all units, bits of both squares.
+    /// The squared norms of tensors: the virtual shard, the index of the tensor over all units, and
+    /// the bits of both squares.
     Norms(Vec<(usize, usize, [u64; 2])>),
-    /// The first and the last step that a range has come to, where all workers take each step
-    /// together.
+    /// The smallest and the largest step that a range has reached, with synchronous training.
     At(u64, u64),
     /// The file that was written.
     Saved(Box<ShardFileInfo>),
-    /// Totals of the server.
+    /// The work of the server so far.
     Load(Load),
 }
 
 /// The work of a server so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Load {
-    /// Ranges held.
+    /// The number of ranges.
     pub ranges: usize,
-    /// Bytes of their parameters.
+    /// The size of their parameters in bytes.
     pub bytes: u64,
-    /// Pulls answered, and bytes sent.
+    /// The number of pulls.
     pub pulls: u64,
-    /// Bytes of values sent.
+    /// The number of bytes of values sent.
     pub pulled: u64,
-    /// Pushes taken.
+    /// The number of pushes applied.
     pub pushes: u64,
-    /// Bytes of gradients taken.
+    /// The number of bytes of gradients received.
     pub pushed: u64,
-    /// Pushes refused: late, or of workers that count as gone.
+    /// The number of pushes refused, because their ticket was revoked.
     pub refused: u64,
-    /// Microseconds spent in updates.
+    /// The time spent in updates in microseconds.
     pub updating: u64,
 }
 
-/// The values that a worker wants.
+/// The values that a worker pulls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Values {
-    /// The parameters as they are.
+    /// The current parameters.
     Live,
-    /// The parameters to be evaluated, in a cut.
+    /// The parameters for evaluation in a snapshot.
     Cut(u64),
 }
 
-/// The samples whose gradient a push has.
+/// The samples whose gradient is pushed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pushed {
-    /// Virtual ranks of a step that all workers take together.
+    /// Virtual ranks of a synchronous step.
     VirtualRanks {
         /// The step.
         step: u64,
         /// The virtual ranks.
         virtual_ranks: Range<usize>,
     },
-    /// A batch of a worker's own.
+    /// The batch of one worker, in asynchronous training.
     Batch {
         /// The ticket of the worker's lease.
         ticket: u64,
-        /// The factor on the gradient, as bits: its clip.
+        /// The clipping factor of the gradient, as bits.
         scale: u32,
         /// The versions of the ranges at which the gradient was computed.
         versions: Vec<u64>,
     },
 }
 
-/// The constants of an update, as they travel.
+/// The constants of an update, with floats as bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Constants {
     lr: u32,
@@ -231,23 +234,23 @@ impl From<Constants> for Hyper {
     }
 }
 
-/// The ranges of a server.
+/// The ranges assigned to a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Assignment {
-    /// The terms of the run.
+    /// The specification of the run.
     pub terms: RunSpec,
-    /// The number of this server.
+    /// The index of the server.
     pub server: usize,
-    /// The checkpoint that they begin with; none begins with the seed's values.
+    /// The checkpoint to load; without one, values are initialized from the seed.
     pub from: Option<PathBuf>,
-    /// Whether the optimizer's state of the checkpoint is taken.
+    /// Whether to load the optimizer state of the checkpoint.
     pub with_state: bool,
-    /// The part of the checkpoint that parameters are taken from.
+    /// The part of the checkpoint that parameters are loaded from.
     pub part: usize,
 }
 
 impl Assignment {
-    /// The ranges, if there are some for this server.
+    /// Returns the ranges of this server, if there are any.
     pub fn pieces(&self) -> Option<&[ParamRange]> {
         self.terms.pieces.get(self.server).map(Vec::as_slice)
     }
@@ -256,150 +259,150 @@ impl Assignment {
 /// A request to the coordinator.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum CoordinatorRequest {
-    /// A server offers itself, at this address.
+    /// Registers a server.
     Serve {
-        /// Host and port.
+        /// The host and port of the server.
         address: String,
-        /// The generation whose ranges it holds, if it does.
+        /// The generation whose ranges it holds, if any.
         generation: Option<u64>,
-        /// Its program.
+        /// The program of the server.
         program: Program,
     },
-    /// A server lives, and asks whether the run goes on.
+    /// A heartbeat of a server, which asks whether the run continues.
     Served,
-    /// A worker asks for the terms of the run, to get ready.
+    /// Requests the specification of the run, before a worker joins.
     Terms {
-        /// Its host.
+        /// The host of the worker.
         host: String,
-        /// Its process.
+        /// The process id of the worker.
         process: u32,
     },
-    /// A worker comes.
+    /// Joins a worker.
     Join {
-        /// Its host.
+        /// The host of the worker.
         host: String,
-        /// Its process.
+        /// The process id of the worker.
         process: u32,
-        /// Its program.
+        /// The program of the worker.
         program: Program,
     },
-    /// A worker is ready, or has done something, and asks for more.
+    /// Reports the work that a worker has done, if any, and requests more.
     Next {
         /// The worker.
         member: u64,
         /// The generation in which it works.
         generation: u64,
-        /// The digest of its training data, where it is known: told once, before its first work.
+        /// The digest of its training data, if it is known; sent once, before the first work.
         data: Option<String>,
-        /// The work that it has done.
+        /// The work that it has done since the last request.
         report: Option<WorkerReport>,
     },
-    /// A worker lives.
+    /// A heartbeat of a worker.
     Beat {
         /// The worker.
         member: u64,
     },
-    /// A worker leaves in good order; nothing that it had is done.
+    /// Leaves the run gracefully; the unfinished work of the worker is reassigned.
     Leave {
         /// The worker.
         member: u64,
     },
-    /// The state of the run, for people.
+    /// Requests the status of the run.
     Status,
-    /// The coordinator's clock, for a trace.
+    /// Requests the coordinator's time, for a trace.
     Clock,
-    /// Events of a process by thread, for the trace.
+    /// Sends events of a process by thread, for the trace.
     Events {
         /// The process.
         process: String,
         /// The events, on the coordinator's clock.
         events: Vec<(String, TraceEvent)>,
-        /// More of them that found no room.
+        /// The number of events that were dropped.
         lost: u64,
     },
 }
 
-/// An answer of the coordinator.
+/// A response of the coordinator.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum CoordinatorResponse {
-    /// A server is one of the run.
+    /// The server is registered.
     Serves,
-    /// The run is over for servers.
+    /// The run is over; sent to servers.
     Over,
-    /// A worker is a member.
+    /// The worker has joined.
     Welcome {
-        /// Its number.
+        /// The number of the worker.
         member: u64,
-        /// The terms of the run.
+        /// The specification of the run.
         terms: Box<RunSpec>,
     },
-    /// The terms of the run.
+    /// The specification of the run.
     Terms(Box<RunSpec>),
-    /// Not all servers are there yet: ask again.
+    /// The run has not started yet: ask again.
     NotYet,
     /// The work to do.
     Work(Work),
-    /// Heard.
+    /// The request was received.
     Heard,
-    /// The state of the run, as JSON.
+    /// The status of the run, as JSON.
     Status(Box<serde_json::Value>),
     /// The coordinator's time and host.
     Clock {
-        /// Nanoseconds since 1970.
+        /// The time in nanoseconds since 1970.
         time: u64,
-        /// Its host.
+        /// The host of the coordinator.
         host: String,
     },
 }
 
-/// Work of a worker.
+/// Work assigned to a worker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Work {
-    /// Gradients of virtual ranks of a step that all workers take together.
+    /// Compute the gradients of virtual ranks of a synchronous step.
     VirtualRanks {
-        /// Under this ticket.
+        /// The ticket.
         ticket: u64,
         /// The step.
         step: u64,
         /// The virtual ranks.
         virtual_ranks: Range<usize>,
     },
-    /// Batches to be trained on one after the other.
+    /// Train on these batches, one after the other.
     Lease {
-        /// Under this ticket.
+        /// The ticket.
         ticket: u64,
         /// The batches.
         batches: Range<u64>,
     },
-    /// The next batch of the lease.
+    /// Continue with the next batch of the lease.
     GoOn,
-    /// Chunks of the validation set.
+    /// Evaluate chunks of the validation set.
     Evaluate {
-        /// Under this ticket.
+        /// The ticket.
         ticket: u64,
-        /// With the parameters of this cut.
+        /// The snapshot whose parameters are evaluated.
         cut: u64,
         /// The chunks.
         chunks: Range<u64>,
     },
-    /// Nothing at the moment: ask again.
+    /// No work is available at the moment: ask again.
     Wait,
-    /// The worker counts as gone, or the run began anew: join again.
+    /// The worker was considered lost, or the run restarted: join again.
     Renew,
-    /// The run is over: its exit code.
+    /// The run is over, with this exit code.
     End(i32),
 }
 
-/// Work that was done.
+/// The result of work.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum WorkerReport {
     /// The gradients of virtual ranks were pushed.
     VirtualRanks {
         /// The ticket.
         ticket: u64,
-        /// Bits of the virtual ranks' losses.
+        /// The bits of the virtual ranks' losses.
         losses: Vec<u64>,
-        /// The worker's time.
+        /// The times of the worker.
         seconds: WorkerTimes,
     },
     /// The gradient of a batch was pushed, or was not finite.
@@ -408,39 +411,39 @@ pub enum WorkerReport {
         ticket: u64,
         /// The batch.
         batch: u64,
-        /// Bits of its mean loss and of its gradient's norm.
+        /// The bits of the mean loss.
         loss: u64,
-        /// Bits of the gradient's norm.
+        /// The bits of the gradient norm.
         norm: u64,
-        /// Updates between its pull and its push; none if it was not finite, and so not pushed.
+        /// The staleness; none if the gradient was not finite and therefore not pushed.
         staleness: Option<u64>,
-        /// The worker's time.
+        /// The times of the worker.
         seconds: WorkerTimes,
     },
     /// Chunks were evaluated.
     Chunks {
         /// The ticket.
         ticket: u64,
-        /// Bits of the sums of each chunk.
+        /// The bits of the sums of each chunk.
         sums: Vec<Vec<u64>>,
     },
-    /// The worker cannot go on: its error ends the run.
+    /// The worker failed, which ends the run.
     Failed {
         /// The error.
         fault: RemoteError,
     },
 }
 
-/// Seconds of a worker on a piece of work, by use.
+/// The time that a worker spent on a piece of work, in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct WorkerTimes {
-    /// Forwards, backwards, and their sums.
+    /// Forward and backward passes.
     pub compute: f64,
     /// Waiting for data.
     pub loader: f64,
-    /// Taking parameters from the servers.
+    /// Pulling parameters.
     pub pull: f64,
-    /// Giving gradients to them.
+    /// Pushing gradients.
     pub push: f64,
 }
 
@@ -453,7 +456,7 @@ impl AddAssign for WorkerTimes {
     }
 }
 
-/// An error on its way.
+/// An error in serializable form.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteError {
     message: String,
@@ -472,7 +475,7 @@ impl From<&Error> for RemoteError {
 }
 
 impl RemoteError {
-    /// As an error of the one that was asked.
+    /// Converts this back to an error.
     pub fn error(self) -> Error {
         let Self { message, hint, kind } = self;
         let error = match kind {
@@ -488,23 +491,23 @@ impl RemoteError {
     }
 }
 
-/// Numbers as their bits: JSON has neither infinities nor NaN.
+/// Serializes floats as their bits, because JSON has neither infinities nor NaN.
 pub mod bits {
     use serde::{Deserialize as _, Deserializer, Serializer};
 
-    /// Writes the bits.
+    /// Serializes the bits of a float.
     ///
     /// # Errors
-    /// As the serializer.
+    /// Returns an error if the serializer fails.
     #[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde calls")]
     pub fn serialize<S: Serializer>(value: &f64, into: S) -> Result<S::Ok, S::Error> {
         into.serialize_u64(value.to_bits())
     }
 
-    /// Reads the bits.
+    /// Deserializes a float from its bits.
     ///
     /// # Errors
-    /// As the deserializer.
+    /// Returns an error if the deserializer fails.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
         u64::deserialize(from).map(f64::from_bits)
     }
@@ -513,7 +516,7 @@ pub mod bits {
 /// Writes a message.
 ///
 /// # Errors
-/// The connection failed.
+/// Returns an error if the connection fails.
 pub fn write(stream: &mut impl Write, head: &impl Serialize, body: &[&[u8]]) -> Result<()> {
     let head = serde_json::to_vec(head).map_err(|e| Error::internal(format!("a message: {e}")))?;
     let len: usize = body.iter().map(|part| part.len()).sum();
@@ -536,11 +539,11 @@ pub fn write(stream: &mut impl Write, head: &impl Serialize, body: &[&[u8]]) -> 
     stream.flush().map_err(|e| Error::comm(e.to_string()))
 }
 
-/// Reads a message, with a body of at most `limit` bytes into `body`. None at the end of the
-/// connection.
+/// Reads a message, with its body of at most `limit` bytes into `body`. Returns none at the end of
+/// the connection.
 ///
 /// # Errors
-/// The connection failed, or the message is malformed or too long.
+/// Returns an error if the connection fails, or the message is malformed or too long.
 pub fn read<T: DeserializeOwned>(
     stream: &mut impl Read,
     limit: usize,
@@ -558,19 +561,19 @@ pub fn read<T: DeserializeOwned>(
     let body_len = u64::from_le_bytes([4, 5, 6, 7, 8, 9, 10, 11].map(|i| lens[i]));
     if head_len > HEAD_LIMIT || body_len > limit as u64 {
         return Err(Error::comm(format!(
-            "a message of {head_len} and {body_len} bytes is too long"
+            "a message with a head of {head_len} bytes and a body of {body_len} is too long"
         )));
     }
     let mut head = vec![0; head_len];
     stream.read_exact(&mut head).map_err(lost)?;
     body.clear();
     let body_len = body_len as usize;
-    // Memory is taken with the bytes that arrive, whatever length is announced.
+    // Pages are touched only as bytes arrive, whatever length is announced.
     body.reserve_exact(body_len);
     while body.len() < body_len {
-        let begun = body.len();
-        body.resize(body_len.min(begun + CHUNK), 0);
-        stream.read_exact(&mut body[begun..]).map_err(lost)?;
+        let read = body.len();
+        body.resize(body_len.min(read + CHUNK), 0);
+        stream.read_exact(&mut body[read..]).map_err(lost)?;
     }
     serde_json::from_slice(&head)
         .map(Some)
@@ -582,8 +585,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_arrive_as_they_were() {
-        let mut wire = Vec::new();
+    fn messages_are_read_as_written() {
+        let mut bytes = Vec::new();
         let mut body = Vec::new();
         let report = WorkerReport::Batch {
             ticket: 3,
@@ -593,9 +596,9 @@ mod tests {
             staleness: None,
             seconds: WorkerTimes::default(),
         };
-        write(&mut wire, &report, &[b"ab", b"", b"cde"]).unwrap();
-        write(&mut wire, &Work::Lease { ticket: u64::MAX, batches: 0..5 }, &[]).unwrap();
-        let mut stream = &wire[..];
+        write(&mut bytes, &report, &[b"ab", b"", b"cde"]).unwrap();
+        write(&mut bytes, &Work::Lease { ticket: u64::MAX, batches: 0..5 }, &[]).unwrap();
+        let mut stream = &bytes[..];
         assert_eq!(read::<WorkerReport>(&mut stream, 5, &mut body).unwrap(), Some(report));
         assert_eq!(body, b"abcde");
         let lease = read::<Work>(&mut stream, 0, &mut body).unwrap();
@@ -610,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn long_and_malformed_ones_are_refused() {
+    fn long_and_malformed_messages_are_refused() {
         let refused = |bytes: &[u8]| {
             read::<Work>(&mut &bytes[..], 4, &mut Vec::new()).unwrap_err().to_string()
         };

@@ -1,8 +1,8 @@
-//! Values and gradients between a worker and all servers.
+//! Pulls of parameters and pushes of gradients between a worker and all servers.
 //!
-//! Ranges travel in several messages, one after the other on each connection
-//! (`parameter_server.connections` to a server): while one is on its way, the server works on the
-//! one before, and so does the worker.
+//! Ranges are sent in several messages, which are pipelined on each of the
+//! `parameter_server.connections` connections to a server: while one message is in flight, server
+//! and worker process the one before.
 
 use std::ops::Range;
 
@@ -16,27 +16,28 @@ use hpctrain_config::WireFormat;
 use hpctrain_device::Kernels;
 use hpctrain_engine::Model;
 
-/// Bytes of the values in a message, if ranges are not larger: as many stay in a core's cache.
+/// The maximum size in bytes of the values of a message with several ranges, which fits a core's
+/// cache.
 pub const MESSAGE: usize = 1 << 20;
 
-/// Messages that are sent before the first answer is read. More could fill the buffers of both
-/// ends, which would wait for each other.
-const AHEAD: usize = 8;
+/// The number of messages sent before the first response is read. More could fill the socket
+/// buffers of both ends and deadlock.
+const PIPELINE_DEPTH: usize = 8;
 
-/// Whether the generation goes on.
+/// Whether the generation is current.
 pub type Current = bool;
 
-/// All servers of a run, as a worker sees them.
+/// A worker's connections to all servers of a run.
 pub struct Servers {
     generation: u64,
     member: u64,
     format: WireFormat,
-    /// The ranges of each.
+    /// The ranges of each server.
     pieces: Vec<Vec<ParamRange>>,
-    /// The version of each of them that this worker has.
+    /// The version of each range that this worker has.
     known: Vec<Vec<Option<u64>>>,
-    links: Vec<Link>,
-    parcel: PushBuffer,
+    connections: Vec<ServerConnection>,
+    push_buffer: PushBuffer,
     body: Vec<u8>,
 }
 
@@ -44,12 +45,12 @@ pub struct Servers {
 #[derive(Default)]
 struct PushBuffer {
     values: Vec<f32>,
-    /// As they travel, if that is in another format.
-    narrow: Vec<u8>,
+    /// The encoded values, if the format is not f32.
+    encoded: Vec<u8>,
 }
 
 impl PushBuffer {
-    /// Takes the gradients of pieces from the device.
+    /// Downloads the gradients of ranges from the device.
     fn fill<B: Kernels>(&mut self, model: &Model<B>, pieces: &[ParamRange]) -> Result<()> {
         let reduced = model.sharded.gradients()?;
         self.values.clear();
@@ -63,50 +64,49 @@ impl PushBuffer {
     }
 
     fn bytes(&mut self, format: WireFormat) -> &[u8] {
-        codec::encoded(format, &self.values, &mut self.narrow)
+        codec::encoded(format, &self.values, &mut self.encoded)
     }
 }
 
 /// A connection to a server.
-struct Link {
+struct ServerConnection {
     server: usize,
-    /// Its number among those to the same server: pushes of each come in order.
+    /// The index among the connections to the same server; each delivers pushes in order.
     number: usize,
-    line: RpcClient,
-    /// The ranges of each message, by their place among those of the server.
+    client: RpcClient,
+    /// The ranges of each message, by index among those of the server.
     messages: Vec<Range<usize>>,
-    /// Messages with gradients so far.
+    /// The number of push messages so far.
     pushes: u64,
-    /// Whether the connection stands since the first of the requests that are to be answered.
-    stands: bool,
+    /// Whether the connection has not failed since the first outstanding request.
+    is_up: bool,
 }
 
-impl Link {
-    /// Sends a request whose answer comes after those of the ones before.
+impl ServerConnection {
+    /// Sends a request without waiting for its response.
     fn send(&mut self, request: &ServerRequest, body: &[u8]) {
-        self.stands = self.stands && self.line.send(request, &[body]).is_ok();
+        self.is_up = self.is_up && self.client.send(request, &[body]).is_ok();
     }
 
-    /// The answer to the next of the requests that were sent; none once the connection was cut:
-    /// then it is to be made again.
+    /// Returns the response to the oldest outstanding request, or none if the connection failed;
+    /// then the request must be repeated.
     fn answer(&mut self, limit: usize, into: &mut Vec<u8>) -> Option<Result<ServerResponse>> {
-        if self.stands {
-            let answer = self.line.receive(limit, into);
-            self.stands = answer.is_ok();
+        if self.is_up {
+            let answer = self.client.receive(limit, into);
+            self.is_up = answer.is_ok();
             return answer.ok();
         }
         None
     }
 }
 
-/// Messages dealt out among as many connections, but no more than there are messages: neighbours to
-/// the same one.
-fn deal(messages: Vec<Range<usize>>, connections: usize) -> Vec<Vec<Range<usize>>> {
+/// Distributes messages over at most `connections` connections, neighbours to the same one.
+fn distribute(messages: Vec<Range<usize>>, connections: usize) -> Vec<Vec<Range<usize>>> {
     let of_each = messages.len().div_ceil(connections).max(1);
     messages.chunks(of_each).map(<[_]>::to_vec).collect()
 }
 
-/// The pieces of each message.
+/// Groups ranges into messages.
 fn messages(pieces: &[ParamRange]) -> Vec<Range<usize>> {
     let mut messages: Vec<Range<usize>> = Vec::new();
     let mut bytes = 0;
@@ -124,12 +124,12 @@ fn messages(pieces: &[ParamRange]) -> Vec<Range<usize>> {
     messages
 }
 
-/// Elements of pieces.
+/// Returns the number of elements of ranges.
 fn elements(pieces: &[ParamRange]) -> usize {
     pieces.iter().map(|piece| piece.range.len()).sum()
 }
 
-/// Most bytes of the values in a message, of those that any server has.
+/// Returns the size in bytes of the largest message to any server.
 pub fn longest(pieces: &[Vec<ParamRange>]) -> usize {
     let of_server = |pieces: &Vec<ParamRange>| {
         messages(pieces).into_iter().map(|message| elements(&pieces[message])).max().unwrap_or(0)
@@ -138,19 +138,21 @@ pub fn longest(pieces: &[Vec<ParamRange>]) -> usize {
 }
 
 impl Servers {
-    /// Those of the terms, each connected at the first request, by lines that `line` makes for an
-    /// address.
-    pub fn new(terms: &RunSpec, member: u64, line: impl Fn(&str) -> RpcClient) -> Self {
-        let mut links = Vec::new();
+    /// Creates the connections, which `client` makes for an address. Each connects at its first
+    /// request.
+    pub fn new(terms: &RunSpec, member: u64, client: impl Fn(&str) -> RpcClient) -> Self {
+        let mut connections = Vec::new();
         for (server, (address, pieces)) in terms.addresses.iter().zip(&terms.pieces).enumerate() {
-            let dealt = deal(messages(pieces), terms.config.parameter_server.connections);
-            links.extend(dealt.into_iter().enumerate().map(|(number, messages)| Link {
-                server,
-                number,
-                line: line(address),
-                messages,
-                pushes: 0,
-                stands: true,
+            let of_server = distribute(messages(pieces), terms.config.parameter_server.connections);
+            connections.extend(of_server.into_iter().enumerate().map(|(number, messages)| {
+                ServerConnection {
+                    server,
+                    number,
+                    client: client(address),
+                    messages,
+                    pushes: 0,
+                    is_up: true,
+                }
             }));
         }
         Self {
@@ -159,48 +161,50 @@ impl Servers {
             format: terms.config.parameter_server.wire,
             pieces: terms.pieces.clone(),
             known: terms.pieces.iter().map(|pieces| vec![None; pieces.len()]).collect(),
-            links,
-            parcel: PushBuffer::default(),
+            connections,
+            push_buffer: PushBuffer::default(),
             body: Vec::new(),
         }
     }
 
-    /// The versions of the ranges that the worker has, by server.
+    /// Returns the versions of the ranges that the worker has, by server.
     pub fn versions(&self) -> Vec<Vec<u64>> {
         let of_server =
             |known: &Vec<Option<u64>>| known.iter().map(|known| known.unwrap_or(0)).collect();
         self.known.iter().map(of_server).collect()
     }
 
-    /// Takes values from all servers: those that have changed since.
+    /// Pulls the values that have changed since the last pull from all servers. Returns false if
+    /// the generation is over.
     ///
     /// # Errors
-    /// A server is gone, or the device failed.
+    /// Returns an error if a server cannot be reached, or the device fails.
     pub fn pull<B: Kernels>(&mut self, model: &mut Model<B>, of: Values) -> Result<Current> {
-        let Self { generation, format, pieces, known, links, body, .. } = self;
+        let Self { generation, format, pieces, known, connections, body, .. } = self;
         let request = |message: &Range<usize>, known: &[Option<u64>]| {
             let known = known[message.clone()].to_vec();
             ServerRequest::Pull { generation: *generation, of, pieces: message.clone(), known }
         };
-        for link in &mut *links {
-            link.stands = true;
-            for message in link.messages.iter().take(AHEAD).cloned().collect::<Vec<_>>() {
-                link.send(&request(&message, &known[link.server]), &[]);
+        for connection in &mut *connections {
+            connection.is_up = true;
+            let first: Vec<_> = connection.messages.iter().take(PIPELINE_DEPTH).cloned().collect();
+            for message in first {
+                connection.send(&request(&message, &known[connection.server]), &[]);
             }
         }
-        for turn in 0..most_messages(links) {
-            for link in &mut *links {
-                let Some(message) = link.messages.get(turn).cloned() else { continue };
-                let pieces = &pieces[link.server];
-                let known = &mut known[link.server];
+        for turn in 0..most_messages(connections) {
+            for connection in &mut *connections {
+                let Some(message) = connection.messages.get(turn).cloned() else { continue };
+                let pieces = &pieces[connection.server];
+                let known = &mut known[connection.server];
                 let limit = elements(&pieces[message.clone()]) * size_of::<f32>();
-                let answer = match link.answer(limit, body) {
+                let answer = match connection.answer(limit, body) {
                     Some(answer) => answer?,
-                    None => link.line.ask(&request(&message, known), &[], limit, body)?,
+                    None => connection.client.ask(&request(&message, known), &[], limit, body)?,
                 };
                 let ServerResponse::Pulled { versions } = answer else { return Ok(false) };
-                if let Some(next) = link.messages.get(turn + AHEAD).cloned() {
-                    link.send(&request(&next, known), &[]);
+                if let Some(next) = connection.messages.get(turn + PIPELINE_DEPTH).cloned() {
+                    connection.send(&request(&next, known), &[]);
                 }
                 let version = |piece: usize| versions.get(piece - message.start).copied();
                 let changed: Vec<usize> = message
@@ -228,69 +232,76 @@ impl Servers {
         Ok(true)
     }
 
-    /// Gives the reduced gradient to all servers; `of` has the samples whose gradient it is, for
-    /// pieces of a server. Returns the largest staleness, or none if the generation is over.
+    /// Pushes the reduced gradient to all servers; `of` describes its samples for given ranges of a
+    /// server. Returns the largest staleness, or none if the generation is over.
     ///
     /// # Errors
-    /// A server is gone, or the device failed.
+    /// Returns an error if a server cannot be reached, or the device fails.
     pub fn push<B: Kernels>(
         &mut self,
         model: &Model<B>,
         of: impl Fn(usize, Range<usize>) -> Pushed,
     ) -> Result<Option<u64>> {
         let mut most = 0;
-        self.links.iter_mut().for_each(|link| link.stands = true);
-        for turn in 0..most_messages(&self.links) + AHEAD {
-            for link in 0..self.links.len() {
-                if turn < self.links[link].messages.len() {
-                    self.give(model, &of, link, turn)?;
+        self.connections.iter_mut().for_each(|connection| connection.is_up = true);
+        for turn in 0..most_messages(&self.connections) + PIPELINE_DEPTH {
+            for connection in 0..self.connections.len() {
+                if turn < self.connections[connection].messages.len() {
+                    self.send_push(model, &of, connection, turn)?;
                 }
-                if let Some(before) = turn.checked_sub(AHEAD)
-                    && before < self.links[link].messages.len()
+                if let Some(before) = turn.checked_sub(PIPELINE_DEPTH)
+                    && before < self.connections[connection].messages.len()
                 {
-                    match self.given(model, &of, link, before)? {
+                    match self.receive_push(model, &of, connection, before)? {
                         Some(staleness) => most = most.max(staleness),
                         None => return Ok(None),
                     }
                 }
             }
         }
-        self.links.iter_mut().for_each(|link| link.pushes += link.messages.len() as u64);
+        for connection in &mut self.connections {
+            connection.pushes += connection.messages.len() as u64;
+        }
         Ok(Some(most))
     }
 
     /// Sends the gradients of a message.
-    fn give<B: Kernels>(
+    fn send_push<B: Kernels>(
         &mut self,
         model: &Model<B>,
         of: &impl Fn(usize, Range<usize>) -> Pushed,
-        link: usize,
+        connection: usize,
         message: usize,
     ) -> Result<()> {
-        let head = self.push_request(of, link, message);
-        self.fill(model, link, message)?;
-        let Self { format, links, parcel, .. } = self;
-        links[link].send(&head, parcel.bytes(*format));
+        let head = self.push_request(of, connection, message);
+        self.fill(model, connection, message)?;
+        let Self { format, connections, push_buffer, .. } = self;
+        connections[connection].send(&head, push_buffer.bytes(*format));
         Ok(())
     }
 
-    /// The staleness of the gradients of a message, once they are taken. None if the generation is
-    /// over.
-    fn given<B: Kernels>(
+    /// Waits for the response to a push message and returns its staleness, or none if the
+    /// generation is over.
+    fn receive_push<B: Kernels>(
         &mut self,
         model: &Model<B>,
         of: &impl Fn(usize, Range<usize>) -> Pushed,
-        link: usize,
+        connection: usize,
         message: usize,
     ) -> Result<Option<u64>> {
-        let answer = match self.links[link].answer(0, &mut Vec::new()) {
+        let answer = match self.connections[connection].answer(0, &mut Vec::new()) {
             Some(answer) => answer?,
-            // A message that comes twice counts once.
+            // The server applies a repeated message once.
             None => {
-                let head = self.push_request(of, link, message);
-                self.fill(model, link, message)?;
-                let Self { format, links, parcel, .. } = self;
-                links[link].line.ask(&head, &[parcel.bytes(*format)], 0, &mut Vec::new())?
+                let head = self.push_request(of, connection, message);
+                self.fill(model, connection, message)?;
+                let Self { format, connections, push_buffer, .. } = self;
+                connections[connection].client.ask(
+                    &head,
+                    &[push_buffer.bytes(*format)],
+                    0,
+                    &mut Vec::new(),
+                )?
             }
         };
         Ok(match answer {
@@ -299,18 +310,24 @@ impl Servers {
         })
     }
 
-    fn fill<B: Kernels>(&mut self, model: &Model<B>, link: usize, message: usize) -> Result<()> {
-        let Link { server, messages, .. } = &self.links[link];
-        self.parcel.fill(model, &self.pieces[*server][messages[message].clone()])
+    fn fill<B: Kernels>(
+        &mut self,
+        model: &Model<B>,
+        connection: usize,
+        message: usize,
+    ) -> Result<()> {
+        let ServerConnection { server, messages, .. } = &self.connections[connection];
+        self.push_buffer.fill(model, &self.pieces[*server][messages[message].clone()])
     }
 
     fn push_request(
         &self,
         of: &impl Fn(usize, Range<usize>) -> Pushed,
-        link: usize,
+        connection: usize,
         message: usize,
     ) -> ServerRequest {
-        let Link { server, number: line, messages, pushes, .. } = &self.links[link];
+        let ServerConnection { server, number: line, messages, pushes, .. } =
+            &self.connections[connection];
         let pieces = messages[message].clone();
         let number = pushes + message as u64 + 1;
         let generation = self.generation;
@@ -326,8 +343,8 @@ impl Servers {
     }
 }
 
-fn most_messages(links: &[Link]) -> usize {
-    links.iter().map(|link| link.messages.len()).max().unwrap_or(0)
+fn most_messages(connections: &[ServerConnection]) -> usize {
+    connections.iter().map(|connection| connection.messages.len()).max().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -342,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_hold_what_a_cache_does() {
+    fn messages_fit_a_cache() {
         let mib = 1 << 20;
         assert_eq!(
             messages(&pieces(&[mib / 2, mib / 2, 4, 3 * mib, 4, mib])),
@@ -350,9 +367,9 @@ mod tests {
         );
         assert_eq!(messages(&pieces(&[4; 9])), vec![0..9; 1]);
         assert!(messages(&[]).is_empty());
-        assert_eq!(deal(vec![0..2, 2..3, 3..9], 2), [vec![0..2, 2..3], vec![3..9; 1]]);
-        assert_eq!(deal(vec![0..2, 2..3], 3), [vec![0..2; 1], vec![2..3; 1]]);
-        assert!(deal(vec![], 2).is_empty());
+        assert_eq!(distribute(vec![0..2, 2..3, 3..9], 2), [vec![0..2, 2..3], vec![3..9; 1]]);
+        assert_eq!(distribute(vec![0..2, 2..3], 3), [vec![0..2; 1], vec![2..3; 1]]);
+        assert!(distribute(vec![], 2).is_empty());
         assert_eq!(longest(&[pieces(&[4, 8]), pieces(&[3 * mib, 4]), vec![]]), 3 * mib);
     }
 }

@@ -1,4 +1,4 @@
-//! The rate of connections between two hosts, as runs on servers use them: encrypted and not.
+//! Benchmarks connections between two hosts as parameter servers use them, encrypted and plain.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,42 +12,42 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::{Comm, Credentials, Secret};
 use hpctrain_cpu::Cpu;
 
-/// Time that the other end has for an answer.
+/// The time in which the peer must answer.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time that a batch of requests takes, at least.
+/// The minimum duration of a batch of requests.
 const BATCH: Duration = Duration::from_millis(100);
 
-/// The direction of a request's bytes.
+/// The direction in which the bytes travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Direction {
-    /// From the asking end, as gradients go.
+    /// From client to server, as gradients do.
     Push,
-    /// To the asking end, as parameters come.
+    /// From server to client, as parameters do.
     Pull,
 }
 
-/// The seconds of a request with its answer: medians.
+/// The median round-trip times of requests of one size.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rate {
     /// The direction of the bytes.
     pub direction: Direction,
-    /// The bytes of a request, or of its answer.
+    /// The size of the request or of its answer in bytes.
     pub bytes: usize,
-    /// Seconds without encryption.
+    /// The seconds without encryption.
     pub plain: f64,
-    /// Seconds with encryption.
+    /// The seconds with encryption.
     pub encrypted: f64,
 }
 
-/// The answering end: takes and gives bytes.
-struct Bytes {
+/// The server: receives and returns bytes.
+struct EchoHandler {
     limit: usize,
 }
 
-impl RpcHandler for Bytes {
-    /// The bytes of the answer.
+impl RpcHandler for EchoHandler {
+    /// The size of the answer in bytes.
     type Request = usize;
     type Answer = ();
     type Visit = ();
@@ -56,25 +56,25 @@ impl RpcHandler for Bytes {
         self.limit
     }
 
-    fn answer(&self, (): &mut (), wanted: usize, body: &mut Vec<u8>) -> Result<()> {
-        body.resize(wanted.min(self.limit), 1);
+    fn answer(&self, (): &mut (), size: usize, body: &mut Vec<u8>) -> Result<()> {
+        body.resize(size.min(self.limit), 1);
         Ok(())
     }
 
     fn left(&self, (): ()) {}
 }
 
-/// The addresses of the answering end, and the secret of this measurement.
+/// The addresses of the servers, and the secret of this benchmark.
 #[derive(Default, Serialize, Deserialize)]
-struct Ends {
+struct Endpoints {
     host: String,
     secret: Vec<u8>,
-    /// Without encryption, and with it.
+    /// The addresses without and with encryption.
     addresses: Vec<String>,
 }
 
-/// Times requests of rank 1 to rank 0, of each of `sizes` bytes: collective. Encrypted and plain
-/// ones take turns; each time is the median of as many batches.
+/// Times requests of rank 1 to rank 0 for each of `sizes` in bytes. Encrypted and plain requests
+/// alternate, and each time is the median of `batches` batches. Collective.
 ///
 /// # Errors
 /// Returns an error if the first two ranks are on one host, where nothing is encrypted, or a
@@ -89,19 +89,21 @@ pub fn rates(
     let limit = sizes.iter().copied().max().unwrap_or(0);
     let answering = (comm.rank() == 0).then(|| answer(interface, limit)).transpose();
     let answering = world.all_ok(answering)?;
-    let mut own = Ends { host: comm.node().host.clone(), ..Ends::default() };
+    let mut own = Endpoints { host: comm.node().host.clone(), ..Endpoints::default() };
     let _listeners = answering.map(|(listeners, ends)| {
         (own.secret, own.addresses) = (ends.secret, ends.addresses);
         listeners
     });
     let own = serde_json::to_vec(&own).map_err(|e| Error::internal(e.to_string()))?;
     let all = world.gather_bytes(own).wait()?;
-    let ends =
-        all.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<Ends>, _>>();
+    let ends = all
+        .iter()
+        .map(|bytes| serde_json::from_slice(bytes))
+        .collect::<Result<Vec<Endpoints>, _>>();
     let ends = ends.map_err(|e| Error::comm(e.to_string()))?;
     if ends[0].host == ends[1].host {
         return Err(Error::input(format!(
-            "the first two ranks are on one host, {}: nothing is encrypted there",
+            "the first two ranks are both on host {}, where connections are not encrypted",
             ends[0].host
         ))
         .hint("mpirun -np 2 --host node1,node2 hpctrain bench connection"));
@@ -113,25 +115,30 @@ pub fn rates(
     serde_json::from_slice(&all[1]).map_err(|e| Error::comm(e.to_string()))
 }
 
-/// Listens twice: without encryption, and with it.
-fn answer(interface: Option<&str>, limit: usize) -> Result<(Vec<RpcServer>, Ends)> {
-    let mut ends = Ends { secret: Secret::random()?, ..Ends::default() };
+/// Starts two servers, without and with encryption.
+fn answer(interface: Option<&str>, limit: usize) -> Result<(Vec<RpcServer>, Endpoints)> {
+    let mut ends = Endpoints { secret: Secret::random()?, ..Endpoints::default() };
     let mut listeners = Vec::new();
     for encrypt in [false, true] {
         let (listener, address) = listen(None, interface)?;
         let credentials = Credentials { secret: Secret::new(ends.secret.clone())?, encrypt };
-        listeners.push(RpcServer::open(listener, credentials, Arc::new(Bytes { limit }), TIMEOUT)?);
+        listeners.push(RpcServer::open(
+            listener,
+            credentials,
+            Arc::new(EchoHandler { limit }),
+            TIMEOUT,
+        )?);
         ends.addresses.push(address);
     }
     Ok((listeners, ends))
 }
 
-/// Times requests to the answering end.
-fn measure(ends: &Ends, sizes: &[usize], batches: usize) -> Result<Vec<Rate>> {
+/// Times requests to the servers.
+fn measure(ends: &Endpoints, sizes: &[usize], batches: usize) -> Result<Vec<Rate>> {
     let secret = Secret::new(ends.secret.clone())?;
-    let mut lines: Vec<RpcClient> = Vec::new();
+    let mut clients: Vec<RpcClient> = Vec::new();
     for (address, encrypt) in ends.addresses.iter().zip([false, true]) {
-        lines.push(RpcClient::new(
+        clients.push(RpcClient::new(
             "rank 0",
             address,
             Credentials { secret: secret.clone(), encrypt },
@@ -143,8 +150,8 @@ fn measure(ends: &Ends, sizes: &[usize], batches: usize) -> Result<Vec<Rate>> {
         for direction in [Direction::Push, Direction::Pull] {
             let mut times = [(); 2].map(|()| Vec::with_capacity(batches));
             for _ in 0..batches {
-                for (line, times) in lines.iter_mut().zip(&mut times) {
-                    times.push(batch(line, direction, bytes)?);
+                for (client, times) in clients.iter_mut().zip(&mut times) {
+                    times.push(batch(client, direction, bytes)?);
                 }
             }
             let [plain, encrypted] = times.map(|mut times| {
@@ -157,20 +164,20 @@ fn measure(ends: &Ends, sizes: &[usize], batches: usize) -> Result<Vec<Rate>> {
     Ok(rates)
 }
 
-/// The seconds of a request with its answer: the mean of some.
-fn batch(line: &mut RpcClient, direction: Direction, bytes: usize) -> Result<f64> {
+/// Returns the mean round-trip time of a batch of requests, in seconds.
+fn batch(client: &mut RpcClient, direction: Direction, bytes: usize) -> Result<f64> {
     let gradient = vec![1; bytes];
-    let (body, wanted): (&[u8], usize) = match direction {
+    let (body, answer_size): (&[u8], usize) = match direction {
         Direction::Push => (&gradient, 0),
         Direction::Pull => (&[], bytes),
     };
     let mut into = Vec::new();
-    // The first one fills caches and buffers.
-    line.ask::<()>(&wanted, &[body], bytes, &mut into)?;
+    // The first request warms up caches and buffers.
+    client.ask::<()>(&answer_size, &[body], bytes, &mut into)?;
     let since = Instant::now();
     let mut count = 0;
     while since.elapsed() < BATCH {
-        line.ask::<()>(&wanted, &[body], bytes, &mut into)?;
+        client.ask::<()>(&answer_size, &[body], bytes, &mut into)?;
         count += 1;
     }
     Ok(since.elapsed().as_secs_f64() / f64::from(count))

@@ -1,5 +1,5 @@
-//! The place where the processes of a run find their coordinator: the directory `servers` in that
-//! of the run.
+//! The directory in which the processes of a run find their coordinator: `servers` in the run's
+//! directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,25 +16,25 @@ use hpctrain_checkpoint::run_dir::REQUEUE;
 use hpctrain_checkpoint::run_dir::markers::{Markers, RunStatus};
 use hpctrain_comm::{Credentials, Secret, write_secret};
 
-/// Name of the file with the coordinator's address.
+/// The name of the file with the coordinator's address.
 const COORDINATOR: &str = "coordinator";
 
-/// Interval at which a file is looked for.
+/// The interval at which the file is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The coordinator's address, and the settings that a process needs before it has those of the run.
+/// The coordinator's address, and the settings that a process needs to connect to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Contact {
-    /// Host and port.
+    /// The host and port.
     pub address: String,
-    /// `comm.encrypt`
+    /// `comm.encrypt`.
     pub encrypt: bool,
-    /// `comm.interface`
+    /// `comm.interface`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
 }
 
-/// The directory.
+/// The rendezvous directory of a run.
 #[derive(Debug, Clone)]
 pub struct PsRendezvous {
     run: PathBuf,
@@ -42,13 +42,13 @@ pub struct PsRendezvous {
 }
 
 impl PsRendezvous {
-    /// That of the run in `run`.
+    /// Returns the rendezvous directory of the run in `run`.
     pub fn of(run: &Path) -> Self {
         Self { run: run.into(), dir: run.join("servers") }
     }
 
-    /// The exit code of the run, if it has ended: its coordinator may be gone before all have heard
-    /// of that.
+    /// Returns the exit code of the run if it has ended. The coordinator may exit before every
+    /// process has received the end of the run.
     pub fn ended(&self) -> Option<i32> {
         Markers::new(&self.run).ended().map(|end| match end.status {
             RunStatus::Finished => 0,
@@ -57,10 +57,11 @@ impl PsRendezvous {
         })
     }
 
-    /// Makes it, with a secret of its own, unless it is there; returns the secret.
+    /// Creates the directory and its secret unless they exist, and returns the secret.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the directory or the secret cannot be created or read, or are accessible
+    /// to other users.
     pub fn open(&self) -> Result<Secret> {
         fs::create_dir_all(&self.dir).map_err(|e| Error::io("create", &self.dir, e))?;
         user_dirs::directory(&self.dir)?;
@@ -70,21 +71,21 @@ impl PsRendezvous {
         self.secret()
     }
 
-    /// The coordinator's journal.
+    /// Returns the coordinator's write-ahead log.
     pub fn journal(&self) -> Journal {
         Journal::at(&self.dir)
     }
 
-    /// The run's secret.
+    /// Returns the run's secret.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// Returns an error if the secret cannot be read.
     pub fn secret(&self) -> Result<Secret> {
-        let hint = "it is the run's secret, which only the user of the coordinator can read";
+        let hint = "this file is the run's secret, which only the coordinator's user can read";
         Secret::read(&self.dir).map_err(|e| if e.advice().is_some() { e } else { e.hint(hint) })
     }
 
-    /// Returns the secret, with the policy of a contact on encryption.
+    /// Returns the secret with the encryption setting of `contact`.
     ///
     /// # Errors
     /// Returns an error if the secret cannot be read.
@@ -95,7 +96,7 @@ impl PsRendezvous {
     /// Publishes the coordinator's address.
     ///
     /// # Errors
-    /// Returns an error if the file system refuses.
+    /// Returns an error if the file cannot be written.
     pub fn publish(&self, contact: &Contact) -> Result<()> {
         let path = self.dir.join(COORDINATOR);
         let new = self.dir.join("coordinator.new");
@@ -105,22 +106,23 @@ impl PsRendezvous {
             .map_err(|e| Error::io("write", &path, e))
     }
 
-    /// Returns the coordinator's address, once it is published.
+    /// Waits until the coordinator's address is published, and returns it.
     ///
     /// # Errors
-    /// Returns an error if it is not for this time, or a signal asks the process to end.
-    pub fn coordinator(&self, patience: Duration) -> Result<Contact> {
+    /// Returns an error if it is not published within `timeout`, or a signal asks the process to
+    /// end.
+    pub fn coordinator(&self, timeout: Duration) -> Result<Contact> {
         let path = self.dir.join(COORDINATOR);
         let since = Instant::now();
         loop {
             match fs::read_to_string(&path) {
                 Ok(text) => {
                     return serde_json::from_str(&text).map_err(|e| {
-                        Error::comm(format!("{} holds no address: {e}", path.display()))
+                        Error::comm(format!("{} has no valid address: {e}", path.display()))
                             .hint("start all processes of a run with the same program")
                     });
                 }
-                Err(_) if since.elapsed() < patience && signals::came().is_none() => {
+                Err(_) if since.elapsed() < timeout && signals::came().is_none() => {
                     std::thread::sleep(POLL_INTERVAL)
                 }
                 Err(e) => {

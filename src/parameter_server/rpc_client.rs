@@ -1,4 +1,4 @@
-//! A connection to a server or to the coordinator, made anew when it is cut.
+//! An RPC client of a server or the coordinator, which reconnects when its connection fails.
 
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::sync::Arc;
@@ -12,108 +12,108 @@ use super::protocol::{self, RemoteError};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::{Connection, Credentials, HANDSHAKE_TIMEOUT, PeerId, call};
 
-/// Pause between two attempts to connect.
-const BETWEEN: Duration = Duration::from_millis(100);
+/// The delay between two attempts.
+const RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// Interval at which a wait for the other end looks whether it still makes sense.
+/// The interval at which a wait for the peer checks whether its response is still needed.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The purpose of a connection, in its handshake: apart from those of ranks.
+/// The purpose of the connection in its handshake, which differs from those of ranks.
 pub const SERVERS: u32 = 0x5e72;
 
-/// One end of a connection: asks.
+/// An RPC client.
 pub struct RpcClient {
-    /// The other end, for messages.
+    /// The name of the peer, for messages.
     place: String,
     address: String,
     credentials: Credentials,
-    /// Time within which the other end must answer.
-    patience: Duration,
-    /// Time within which it must come back once it is cut off.
-    comeback: Duration,
-    /// Time within which it must take a new connection: it may be busy.
-    reach: Duration,
-    /// Whether an answer is still of use.
-    goes_on: Arc<dyn Fn() -> bool + Send + Sync>,
+    /// The time in which the peer must respond.
+    timeout: Duration,
+    /// The time for repeating a request after a connection failed.
+    reconnect_timeout: Duration,
+    /// The time for attempts to connect: the peer may be busy.
+    connect_timeout: Duration,
+    /// Returns whether a response is still needed.
+    is_needed: Arc<dyn Fn() -> bool + Send + Sync>,
     connection: Option<Connection>,
 }
 
 impl RpcClient {
-    /// To `address`, connected at the first request.
+    /// Creates a client of `address`, which connects at its first request.
     pub fn new(
         place: impl Into<String>,
         address: impl Into<String>,
         credentials: Credentials,
-        patience: Duration,
+        timeout: Duration,
     ) -> Self {
         let place = place.into();
         let address = address.into();
-        let goes_on = Arc::new(|| true);
+        let is_needed = Arc::new(|| true);
         Self {
             place,
             address,
             credentials,
-            patience,
-            comeback: patience,
-            reach: patience,
-            goes_on,
+            timeout,
+            reconnect_timeout: timeout,
+            connect_timeout: timeout,
+            is_needed,
             connection: None,
         }
     }
 
-    /// Returns the same line to an end that must come back within another time once it is cut off.
+    /// Sets the time for reconnecting and for repeating requests after a failure.
     #[must_use]
-    pub fn comes_back(self, comeback: Duration) -> Self {
-        Self { comeback, reach: comeback, ..self }
+    pub fn comes_back(self, timeout: Duration) -> Self {
+        Self { reconnect_timeout: timeout, connect_timeout: timeout, ..self }
     }
 
-    /// Returns the same line to an end whose failure is noticed by other means: `goes_on` returns
-    /// false after it, which ends every wait. Until then new connections are tried for the time
-    /// `reach`, since the other end may be busy.
+    /// Sets how the failure of the peer is detected by other means: `is_needed` returns false after
+    /// a failure, which ends every wait. Until then, connecting is retried for `connect_timeout`,
+    /// because the peer may be busy.
     #[must_use]
     pub fn watched(
         self,
-        reach: Duration,
-        goes_on: impl Fn() -> bool + Send + Sync + 'static,
+        connect_timeout: Duration,
+        is_needed: impl Fn() -> bool + Send + Sync + 'static,
     ) -> Self {
-        Self { reach, goes_on: Arc::new(goes_on), ..self }
+        Self { connect_timeout, is_needed: Arc::new(is_needed), ..self }
     }
 
-    /// The other end's address.
+    /// Returns the address of the peer.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Connects, unless the connection stands.
+    /// Connects, unless there is a connection.
     ///
     /// # Errors
-    /// Returns an error if nobody listens, or the other end does not prove in time that it knows
-    /// the secret.
+    /// Returns an error if nothing listens at the address, or the peer does not authenticate in
+    /// time.
     pub fn connect(&mut self) -> Result<()> {
         if self.connection.is_some() {
             return Ok(());
         }
-        if !(self.goes_on)() {
-            return Err(Error::comm("an answer is of no use any more"));
+        if !(self.is_needed)() {
+            return Err(Error::comm("a response is no longer needed"));
         }
-        let limit = self.patience.min(HANDSHAKE_TIMEOUT);
+        let limit = self.timeout.min(HANDSHAKE_TIMEOUT);
         let deadline = Instant::now() + limit;
         let stream = address::connect(&self.address, limit)?;
         let caller = PeerId { rank: 0, ranks: 0, lane: SERVERS };
         let connection = call(stream, &self.credentials, caller, deadline)?;
-        // Each wait looks again and again whether it still makes sense.
+        // Each wait polls whether the response is still needed.
         let stream = connection.stream();
-        let look = Some(POLL_INTERVAL.min(self.patience));
-        let limited = stream.set_read_timeout(look).and(stream.set_write_timeout(look));
+        let interval = Some(POLL_INTERVAL.min(self.timeout));
+        let limited = stream.set_read_timeout(interval).and(stream.set_write_timeout(interval));
         limited.map_err(|e| Error::comm(e.to_string()))?;
         self.connection = Some(connection);
         Ok(())
     }
 
-    /// Sends a request whose answer [`RpcClient::receive`] takes.
+    /// Sends a request, whose response [`RpcClient::receive`] returns.
     ///
     /// # Errors
-    /// The connection failed, and is closed.
+    /// Returns an error if the connection fails, which closes it.
     pub fn send(&mut self, head: &impl Serialize, body: &[&[u8]]) -> Result<()> {
         self.connect()?;
         let sent = match self.waiting() {
@@ -123,17 +123,18 @@ impl RpcClient {
         sent.inspect_err(|_| self.connection = None)
     }
 
-    /// The answer to the request that was sent; its body, of at most `limit` bytes, goes into
+    /// Receives the response to a request that was sent, with its body of at most `limit` bytes in
     /// `body`.
     ///
     /// # Errors
-    /// The connection failed, and is closed; or an error of the other end.
+    /// Returns an error if the connection fails, which closes it. The inner result has the error of
+    /// the peer.
     pub fn receive<T: DeserializeOwned>(
         &mut self,
         limit: usize,
         body: &mut Vec<u8>,
     ) -> Result<Result<T>> {
-        let mut connection = self.waiting().ok_or_else(|| Error::comm("nothing was asked"))?;
+        let mut connection = self.waiting().ok_or_else(|| Error::comm("no request was sent"))?;
         let read = protocol::read::<Result<T, RemoteError>>(&mut connection, limit, body);
         match read {
             Ok(Some(answer)) => Ok(answer.map_err(RemoteError::error)),
@@ -148,11 +149,12 @@ impl RpcClient {
         }
     }
 
-    /// Asks once more and again until there is an answer: requests are such that a second one does
-    /// no harm.
+    /// Sends a request and returns its response; repeats the request if the connection fails, since
+    /// requests are idempotent.
     ///
     /// # Errors
-    /// There was none in time, or it is of no use any more; or an error of the other end.
+    /// Returns an error if there is no response in time, it is no longer needed, or the peer
+    /// returns an error.
     pub fn ask<T: DeserializeOwned>(
         &mut self,
         head: &impl Serialize,
@@ -164,62 +166,63 @@ impl RpcClient {
         let mut warned = false;
         loop {
             let (failed, time) = match self.connect() {
-                Err(e) => (e, self.reach),
+                Err(e) => (e, self.connect_timeout),
                 Ok(()) => match self.send(head, body).and_then(|()| self.receive(limit, into)) {
                     Ok(answer) => return answer,
-                    Err(e) => (e, self.comeback),
+                    Err(e) => (e, self.reconnect_timeout),
                 },
             };
-            if since.elapsed() >= time || !(self.goes_on)() {
+            if since.elapsed() >= time || !(self.is_needed)() {
                 return Err(failed.at(format_args!("{} at {}", self.place, self.address)));
             }
-            if !warned && since.elapsed() > self.comeback {
+            if !warned && since.elapsed() > self.reconnect_timeout {
                 warned = true;
                 let waited = since.elapsed().as_secs();
                 log::warn!(
-                    "{} at {} has taken no connection for {waited} s: {failed}",
+                    "{} at {} has accepted no connection for {waited} s: {failed}",
                     self.place,
                     self.address
                 );
             }
-            std::thread::sleep(BETWEEN);
+            std::thread::sleep(RETRY_DELAY);
         }
     }
 
-    /// Returns the connection, whose reads and writes wait for the other end as long as that makes
-    /// sense.
+    /// Returns the connection, whose reads and writes wait for the peer up to the timeout and while
+    /// the response is needed.
     fn waiting(&mut self) -> Option<Waiting<'_>> {
         let connection = self.connection.as_mut()?;
-        Some(Waiting { connection, patience: self.patience, goes_on: &*self.goes_on })
+        Some(Waiting { connection, timeout: self.timeout, is_needed: &*self.is_needed })
     }
 
-    /// As [`RpcClient::ask`], without bodies.
+    /// Does the same as [`RpcClient::ask`], without bodies.
     ///
     /// # Errors
-    /// As [`RpcClient::ask`].
+    /// Returns the same errors as [`RpcClient::ask`].
     pub fn tell<T: DeserializeOwned>(&mut self, head: &impl Serialize) -> Result<T> {
         self.ask(head, &[], 0, &mut Vec::new())
     }
 
-    /// As [`RpcClient::tell`], once: a connection that is cut is not made anew.
+    /// Sends a request without a body once and returns its response, without repeating it if the
+    /// connection fails.
     ///
     /// # Errors
-    /// There was no answer; or an error of the other end.
+    /// Returns an error if the connection fails, or the peer returns an error.
     pub fn tell_once<T: DeserializeOwned>(&mut self, head: &impl Serialize) -> Result<T> {
         self.send(head, &[]).and_then(|()| self.receive(0, &mut Vec::new()))?
     }
 }
 
-/// A connection whose reads and writes end when the other end is silent for too long, or an answer
-/// is of no use any more.
+/// A connection whose reads and writes fail when the peer is silent for longer than the timeout, or
+/// the response is no longer needed.
 struct Waiting<'a> {
     connection: &'a mut Connection,
-    patience: Duration,
-    goes_on: &'a dyn Fn() -> bool,
+    timeout: Duration,
+    is_needed: &'a dyn Fn() -> bool,
 }
 
 impl Waiting<'_> {
-    /// Repeats a call that times out.
+    /// Repeats a call while it times out.
     fn repeat<T>(
         &mut self,
         mut call: impl FnMut(&mut Connection) -> std::io::Result<T>,
@@ -228,7 +231,7 @@ impl Waiting<'_> {
         loop {
             match call(self.connection) {
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                    if since.elapsed() >= self.patience || !(self.goes_on)() {
+                    if since.elapsed() >= self.timeout || !(self.is_needed)() {
                         return Err(ErrorKind::TimedOut.into());
                     }
                 }
@@ -292,7 +295,7 @@ mod tests {
         Credentials { secret: Secret::new(vec![7; 32]).unwrap(), encrypt: true }
     }
 
-    fn line(listener: &TcpListener) -> RpcClient {
+    fn client(listener: &TcpListener) -> RpcClient {
         RpcClient::new(
             "the server",
             listener.local_addr().unwrap().to_string(),
@@ -302,10 +305,10 @@ mod tests {
     }
 
     #[test]
-    fn one_that_takes_no_connection_is_busy_as_long_as_it_lives() {
+    fn a_busy_server_is_waited_for() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut patient = line(&listener).watched(Duration::MAX, || true);
-        let impatient = line(&listener).tell::<u32>(&1).unwrap_err();
+        let mut patient = client(&listener).watched(Duration::MAX, || true);
+        let impatient = client(&listener).tell::<u32>(&1).unwrap_err();
         assert!(impatient.to_string().starts_with("the server at 127.0.0.1:"), "{impatient}");
         let busy = std::thread::spawn(move || {
             std::thread::sleep(4 * SHORT);
@@ -317,14 +320,14 @@ mod tests {
     }
 
     #[test]
-    fn waits_end_when_the_answer_is_of_no_use() {
+    fn waits_end_when_the_response_is_no_longer_needed() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let goes_on = Arc::new(AtomicBool::new(true));
-        let lives = goes_on.clone();
-        let mut line =
-            line(&listener).watched(Duration::MAX, move || lives.load(Ordering::Relaxed));
-        let asks = std::thread::spawn(move || line.tell::<u32>(&1).is_err());
-        goes_on.store(false, Ordering::Relaxed);
-        assert!(asks.join().unwrap());
+        let is_needed = Arc::new(AtomicBool::new(true));
+        let flag = is_needed.clone();
+        let mut client =
+            client(&listener).watched(Duration::MAX, move || flag.load(Ordering::Relaxed));
+        let request = std::thread::spawn(move || client.tell::<u32>(&1).is_err());
+        is_needed.store(false, Ordering::Relaxed);
+        assert!(request.join().unwrap());
     }
 }

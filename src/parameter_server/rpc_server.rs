@@ -1,4 +1,4 @@
-//! The answering end of connections: a thread for each.
+//! An RPC server with a thread per connection.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -14,25 +14,26 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 use hpctrain_comm::{Acceptor, Connection, Credentials, PeerId};
 
-/// Connections at a time.
-const CONNECTIONS: usize = 4096;
+/// The maximum number of concurrent connections.
+const MAX_CONNECTIONS: usize = 4096;
 
-/// The work of an answering end.
+/// A service whose requests an [`RpcServer`] answers.
 pub trait RpcHandler: Send + Sync + 'static {
-    /// A request.
+    /// The requests.
     type Request: DeserializeOwned;
-    /// An answer.
+    /// The responses.
     type Answer: Serialize;
     /// The state of a connection.
     type Visit: Default;
 
-    /// Most bytes of a request's body.
+    /// Returns the size limit of request bodies in bytes.
     fn limit(&self) -> usize;
 
-    /// Answers a request. `body` holds the request's body, and the answer's afterwards.
+    /// Answers a request. `body` has the body of the request, and is replaced by that of the
+    /// response.
     ///
     /// # Errors
-    /// Told to the asking end.
+    /// Returns an error if the request fails, which is sent to the client.
     fn answer(
         &self,
         visit: &mut Self::Visit,
@@ -40,62 +41,64 @@ pub trait RpcHandler: Send + Sync + 'static {
         body: &mut Vec<u8>,
     ) -> Result<Self::Answer>;
 
-    /// A connection has ended.
+    /// Called when a connection has ended.
     fn left(&self, visit: Self::Visit);
 }
 
-/// Answers until it is dropped.
+/// An RPC server, which runs until it is dropped.
 pub struct RpcServer {
-    over: Arc<AtomicBool>,
+    stopped: Arc<AtomicBool>,
     _acceptor: Acceptor,
 }
 
 impl RpcServer {
-    /// Answers those that connect to `listener` and know the secret. A connection that says nothing
+    /// Serves peers that connect to `listener` and know the secret. A connection without requests
     /// for `idle` is closed.
     ///
     /// # Errors
-    /// The system refused a thread.
+    /// Returns an error if the system cannot start a thread.
     pub fn open<S: RpcHandler>(
         listener: TcpListener,
         credentials: Credentials,
         service: Arc<S>,
         idle: Duration,
     ) -> Result<Self> {
-        let over = Arc::new(AtomicBool::new(false));
-        let ends = over.clone();
+        let stopped = Arc::new(AtomicBool::new(false));
+        let stop = stopped.clone();
         let connections = Arc::new(());
         let serve = move |caller: PeerId, connection: Connection| {
-            if Arc::strong_count(&connections) > CONNECTIONS {
+            if Arc::strong_count(&connections) > MAX_CONNECTIONS {
                 return Err(Error::comm(format!(
-                    "there are {CONNECTIONS} connections, the most that are served"
+                    "the limit of {MAX_CONNECTIONS} connections is reached"
                 )));
             }
             prepare(&connection, caller, idle)?;
             let service = service.clone();
-            let ends = ends.clone();
+            let stop = stop.clone();
             let counted = connections.clone();
             let answer = move || {
-                converse(connection, &*service, &ends);
+                answer_requests(connection, &*service, &stop);
                 drop(counted);
             };
-            // If the system refuses a thread the connection ends, and a known caller calls again.
+            // If the system cannot start a thread, the connection ends and the client reconnects.
             spawn("connection", answer).map(drop)
         };
-        Ok(Self { _acceptor: Acceptor::open(listener, credentials, serve)?, over })
+        Ok(Self { _acceptor: Acceptor::open(listener, credentials, serve)?, stopped })
     }
 }
 
 impl Drop for RpcServer {
     fn drop(&mut self) {
-        self.over.store(true, Ordering::Relaxed);
+        self.stopped.store(true, Ordering::Relaxed);
     }
 }
 
 /// Checks the purpose of a connection, and sets its time limits.
 fn prepare(connection: &Connection, caller: PeerId, idle: Duration) -> Result<()> {
     if caller.lane != SERVERS {
-        return Err(Error::comm("the caller is a rank, not one of a run on servers"));
+        return Err(Error::comm(
+            "the caller is a rank of a job, not a process of a run with parameter servers",
+        ));
     }
     let stream = connection.stream();
     let set =
@@ -104,11 +107,11 @@ fn prepare(connection: &Connection, caller: PeerId, idle: Duration) -> Result<()
 }
 
 /// Answers the requests of a connection until it ends.
-fn converse<S: RpcHandler>(mut connection: Connection, service: &S, over: &AtomicBool) {
+fn answer_requests<S: RpcHandler>(mut connection: Connection, service: &S, stop: &AtomicBool) {
     let mut visit = S::Visit::default();
     let mut body = Vec::new();
-    while !over.load(Ordering::Relaxed) {
-        // A connection that fails or ends has nothing more to say.
+    while !stop.load(Ordering::Relaxed) {
+        // A connection that fails is treated like one that ends.
         let Ok(Some(request)) = protocol::read(&mut connection, service.limit(), &mut body) else {
             break;
         };

@@ -1,4 +1,5 @@
-//! The terms of a run on servers: all that a worker or a server needs to know to be one of it.
+//! The specification of a run with parameter servers: everything that a worker or a server needs to
+//! take part.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,36 +11,36 @@ use hpctrain_config::{Config, Environment, ResolvedConfig, Staleness, resolve};
 use hpctrain_data::Preprocessing;
 use hpctrain_parallel::{Storage, Zero};
 
-/// Terms of a run, from its coordinator.
+/// The specification of a run, which its coordinator sends to servers and workers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunSpec {
-    /// The number of this start of the run's servers: messages of earlier ones do not count.
+    /// The number of this start of the run's servers; messages of earlier generations are ignored.
     pub generation: u64,
-    /// The configuration as it was given: number formats are those of each worker's device.
+    /// The configuration as given, since each worker resolves number formats for its own device.
     #[serde(deserialize_with = "hpctrain_config::deserialize_json")]
     pub config: Config,
-    /// Workers that the run is meant for.
+    /// The number of workers the run is planned for.
     pub workers: usize,
-    /// Token ids of the training data, if it has some.
+    /// The number of token ids of the training data, if it has tokens.
     pub vocabulary: Option<usize>,
-    /// The preprocessing that the network learned its samples by.
+    /// The preprocessing of the samples.
     pub preprocessing: Option<Preprocessing>,
-    /// Progress at which this start of the servers began.
+    /// The progress at which this generation started.
     pub start: Progress,
     /// The ranges of each server.
     pub pieces: Vec<Vec<ParamRange>>,
-    /// Host and port of each.
+    /// The host and port of each server.
     pub addresses: Vec<String>,
-    /// Whether all record events, for a trace.
+    /// Whether all processes record a trace.
     pub trace: bool,
 }
 
 impl RunSpec {
-    /// The plan of the run: that of one rank with the virtual ranks of all workers, or where workers do not
-    /// wait for each other, with the samples of all.
+    /// Resolves the configuration of the run as that of one rank, with the virtual ranks of all
+    /// workers (synchronous training) or the samples of all workers (asynchronous training).
     ///
     /// # Errors
-    /// As [`resolve`], or the configuration asks for something that servers cannot do.
+    /// Returns the errors of [`resolve`], or an error if parameter servers do not support a key.
     pub fn plan(
         config: &Config,
         workers: usize,
@@ -53,9 +54,9 @@ impl RunSpec {
             config.parallel.virtual_ranks.get_or_insert(workers);
         } else {
             config.parallel.virtual_ranks = Some(1);
-            // A batch of a worker's own must be possible, too.
+            // The batch of one worker must be valid, too.
             resolve(
-                of_worker(&config, workers),
+                worker_config(&config, workers),
                 &Environment { ranks: 1, threads, vocabulary, on_gpu: false },
             )?;
             config.batch.global = batch_of_worker(&config, workers) * workers as u64;
@@ -68,21 +69,21 @@ impl RunSpec {
             .any(|tensor| tensor.average.is_some());
         if is_synchronous && has_statistics {
             return Err(Error::input(
-                "parameter_server.staleness = 0, but the network has batch normalisation, whose samples see each other",
+                "parameter_server.staleness = 0 does not support batch normalisation, whose samples depend on each other",
             )
             .hint("set parameter_server.staleness = \"none\" or a number, or train without --servers"));
         }
         if !is_synchronous && plan.rule.is_layerwise() {
             return Err(Error::input(
-                "optimizer.kind = lamb and lars scale steps by norms of whole matrices, which no server has",
+                "optimizer.kind = lamb and lars require norms of whole tensors, which no server has",
             )
-            .hint("set parameter_server.staleness = 0, or take another optimizer"));
+            .hint("set parameter_server.staleness = 0, or use another optimizer"));
         }
         Ok(plan)
     }
 
-    /// The configuration with its epochs counted in steps of so many workers, of training data with
-    /// so many samples.
+    /// Returns the configuration with epochs converted to steps, for this number of workers and
+    /// training samples.
     pub fn counted(config: &Config, workers: usize, samples: u64) -> Config {
         let mut config = config.clone();
         let given = config.batch.global;
@@ -94,20 +95,22 @@ impl RunSpec {
         config
     }
 
-    /// Whether all workers take each step together.
+    /// Returns whether training is synchronous: all workers compute each step together.
     pub fn is_synchronous(&self) -> bool {
         self.config.parameter_server.staleness == Staleness::Bound(0)
     }
 
-    /// Parts of a step that are given out: virtual ranks, or batches of workers' own.
+    /// Returns the number of shares of a step that are assigned to workers: virtual ranks, or one
+    /// batch per worker.
     pub fn shares(&self, plan: &ResolvedConfig) -> u64 {
         if self.is_synchronous() { plan.virtual_ranks as u64 } else { self.workers as u64 }
     }
 
-    /// The plan of one worker by itself: of all virtual ranks of a step, or of a batch of its own.
+    /// Resolves the configuration of one worker, with all virtual ranks of a step or with its own
+    /// batch.
     ///
     /// # Errors
-    /// As [`Terms::plan`].
+    /// Returns the same errors as [`RunSpec::plan`].
     pub fn worker_plan(&self, threads: usize, on_gpu: bool) -> Result<ResolvedConfig> {
         let config = if self.is_synchronous() {
             let of_run = Self::plan(&self.config, self.workers, self.vocabulary, threads)?;
@@ -117,27 +120,27 @@ impl RunSpec {
             config.parallel.replica = None;
             config
         } else {
-            of_worker(&self.config, self.workers)
+            worker_config(&self.config, self.workers)
         };
         resolve(config, &Environment { ranks: 1, threads, vocabulary: self.vocabulary, on_gpu })
     }
 }
 
-/// The configuration of a worker that takes batches of its own.
-fn of_worker(config: &Config, workers: usize) -> Config {
+/// Returns the configuration of a worker in asynchronous training.
+fn worker_config(config: &Config, workers: usize) -> Config {
     let mut config = config.clone();
     config.batch.global = batch_of_worker(&config, workers);
     (config.parallel.virtual_ranks, config.parallel.replica) = (Some(1), None);
     config
 }
 
-/// Samples of a worker's own batch.
+/// Returns the number of samples of a worker's batch in asynchronous training.
 pub fn batch_of_worker(config: &Config, workers: usize) -> u64 {
     let share = (config.batch.global as f64 / workers as f64).round() as u64;
     config.batch.worker.unwrap_or(share).max(1)
 }
 
-/// The units of a plan's network, as servers and workers lay them out.
+/// Returns the layouts of the model's units on servers and workers.
 pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
     let slices = plan.slices(0);
     let blocks = plan.network.cpu_blocks(&slices);
@@ -152,25 +155,25 @@ pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
         .collect()
 }
 
-/// The ranges of each of so many servers.
+/// Returns the ranges of each of `servers` servers.
 ///
 /// # Errors
-/// As [`divide`].
+/// Returns the errors of [`divide`].
 pub fn division(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Vec<ParamRange>>> {
-    // Norms are sums over virtual shards, of which a unit has as many as virtual ranks; without them a
-    // range begins on a cache line.
+    // With synchronous training, norms are sums over virtual shards, one per virtual rank.
+    // Otherwise a range starts at a cache line.
     let is_synchronous = plan.config.parameter_server.staleness == Staleness::Bound(0);
     let granules =
         |layout: &UnitLayout| if is_synchronous { plan.virtual_ranks } else { layout.padded / 16 };
     divide(&layouts(plan), granules, plan.config.parameter_server.partition, servers)
 }
 
-/// Layouts that have no meaning beside servers are refused.
+/// Refuses keys that parameter servers do not support.
 fn check(config: &Config) -> Result<()> {
     let parallel = &config.parallel;
     let refused = |what: String| {
-        Err(Error::input(format!("{what}, but servers hold the parameters"))
-            .hint("leave it out, or train without --servers"))
+        Err(Error::input(format!("{what}, but parameter servers do not support it"))
+            .hint("omit it, or train without --servers"))
     };
     if parallel.zero != Zero::Zero {
         return refused(format!("parallel.zero = {}", u8::from(parallel.zero)));
@@ -186,7 +189,7 @@ fn check(config: &Config) -> Result<()> {
         ("batch.worker", config.batch.worker),
     ];
     if let Some((key, _)) = positive.into_iter().find(|(_, value)| *value == Some(0)) {
-        return Err(Error::input(format!("{key} = 0")).hint("it is at least 1"));
+        return Err(Error::input(format!("{key} = 0")).hint("it must be at least 1"));
     }
     let average = config.local_sgd.sync_every != hpctrain_config::Interval::Steps(0);
     let is_given = |value: Option<usize>| value.is_some_and(|value| value > 1);

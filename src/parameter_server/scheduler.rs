@@ -1,7 +1,7 @@
-//! The work of a run and the workers that do it: each piece is given out under a ticket, and given
-//! out again if its worker is gone.
+//! The scheduler of a run's work: each piece of work is assigned to a worker under a ticket, and
+//! reassigned if the worker is lost.
 //!
-//! No clock and no connection is here: [`super::coordinator`] has those.
+//! The scheduler uses neither clocks nor connections, which [`super::coordinator_service`] handles.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -15,96 +15,96 @@ use hpctrain_config::Staleness;
 /// A piece of work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Task {
-    /// Virtual ranks of the step under way.
+    /// Virtual ranks of the current step.
     VirtualRanks(Range<usize>),
-    /// Batches.
+    /// Batches of a lease that are not done.
     Batches(Range<u64>),
-    /// Chunks of the evaluation under way.
+    /// Chunks of the current evaluation.
     Chunks(Range<u64>),
 }
 
 /// A worker.
 #[derive(Debug, Clone)]
 pub struct Member {
-    /// Its host and process.
+    /// The host and process.
     pub place: String,
-    /// Batches that it has done, and before it came the slowest other.
+    /// The number of batches it has done, plus the clock of the slowest worker when it joined.
     pub clock: u64,
-    /// Pieces of work done.
+    /// The number of pieces of work it has done.
     pub done: u64,
-    /// Its time.
+    /// The total time it spent.
     pub seconds: WorkerTimes,
-    /// Its lease, if it has one.
+    /// The ticket of its lease, if it has one.
     lease: Option<u64>,
 }
 
-/// A batch that was done.
+/// The result of a batch in asynchronous training.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Batch {
-    /// Mean loss.
+    /// The mean loss.
     #[serde(with = "bits")]
     pub loss: f64,
-    /// Norm of the gradient.
+    /// The norm of the gradient.
     #[serde(with = "bits")]
     pub norm: f64,
-    /// Updates between its pull and its push; none if it was not finite.
+    /// The number of updates between pull and push; none if the gradient was not finite.
     pub staleness: Option<u64>,
-    /// Seconds that it took to compute.
+    /// The compute time in seconds.
     pub compute: f64,
 }
 
-/// Batches that are done.
+/// The batches that are done.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Done {
-    /// All before this one,
+    /// The first batch that is not done.
     pub low: u64,
-    /// and those.
+    /// The batches after `low` that are done.
     pub ahead: BTreeSet<u64>,
-    /// Of them, those not yet taken by [`WorkScheduler::take_batches`], in the order of their
-    /// coming.
+    /// The results that [`WorkScheduler::take_batches`] has not returned, in order of arrival.
     pub untaken: Vec<Batch>,
-    /// All, by updates between pull and push.
+    /// The number of batches by staleness.
     pub histogram: BTreeMap<u64, u64>,
 }
 
-/// A gradient that a worker has given.
+/// A gradient that a worker has pushed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Contribution {
-    /// Host and process of the worker.
+    /// The host and process of the worker.
     pub place: String,
-    /// Its virtual ranks; 1 where it is a batch of the worker's own.
+    /// The number of virtual ranks; 1 for a batch of asynchronous training.
     pub shares: usize,
     /// The sum of the losses of its virtual ranks, or the mean loss of the batch.
     pub loss: f64,
-    /// Updates between its pull and its push; none if it was not finite.
+    /// The number of updates between pull and push; none if the gradient was not finite.
     pub staleness: Option<u64>,
-    /// The worker's time.
+    /// The times of the worker.
     pub seconds: WorkerTimes,
 }
 
-/// The kind of work that is under way besides evaluations.
+/// The current training work.
 #[derive(Debug)]
-enum Course {
-    /// Nothing.
+enum Training {
+    /// There is none.
     None,
-    /// A step that all take together.
+    /// A synchronous step.
     Step { step: u64, todo: VecDeque<Range<usize>>, losses: TreeReducer<f64>, compute: f64 },
-    /// Batches of each worker's own.
+    /// Batches of asynchronous training.
     Batches {
-        /// The first batch that nobody has had.
+        /// The first batch that was never assigned.
         next: u64,
         end: u64,
-        /// Those that came back.
+        /// The batches of lost workers, to be reassigned.
         todo: VecDeque<Range<u64>>,
-        /// All batches before this one are done, and those.
+        /// The first batch that is not done.
         low: u64,
+        /// The batches after `low` that are done.
         ahead: BTreeSet<u64>,
-        /// Not yet taken by [`WorkScheduler::take_batches`].
+        /// The results that [`WorkScheduler::take_batches`] has not returned.
         done: VecDeque<Batch>,
     },
 }
 
-/// An evaluation under way.
+/// The current evaluation.
 #[derive(Debug)]
 struct Evaluation {
     cut: u64,
@@ -113,40 +113,40 @@ struct Evaluation {
     sums: BTreeMap<u64, Vec<f64>>,
 }
 
-/// Work and workers.
+/// Assigns work to workers.
 #[derive(Debug)]
 pub struct WorkScheduler {
     staleness: Staleness,
-    /// Batches of a lease.
+    /// The number of batches of a lease.
     lease: u64,
     members: BTreeMap<u64, Member>,
-    /// Work that was given out: to whom.
-    given: BTreeMap<u64, (u64, Task)>,
-    /// Tickets of those that are gone, not yet taken by [`WorkScheduler::take_revoked`].
+    /// The worker and the task of each ticket.
+    assigned: BTreeMap<u64, (u64, Task)>,
+    /// The tickets of lost workers that [`WorkScheduler::take_revoked`] has not returned.
     revoked: Vec<u64>,
     tickets: u64,
-    course: Course,
+    training: Training,
     evaluation: Option<Evaluation>,
-    /// Not yet taken by [`WorkScheduler::take_contributions`].
+    /// The gradients that [`WorkScheduler::take_contributions`] has not returned.
     contributions: Vec<Contribution>,
-    /// By updates between pull and push: batches.
+    /// The number of batches by staleness.
     histogram: BTreeMap<u64, u64>,
-    /// The end of the run, as an exit code.
+    /// The exit code of the run, if it is over.
     end: Option<i32>,
 }
 
 impl WorkScheduler {
-    /// Without workers and without work. Tickets are numbered from `tickets` on: those of a
-    /// coordinator before it are others.
+    /// Creates a scheduler without workers and without work. Tickets are numbered from `tickets`
+    /// on, so that they differ from those of a previous coordinator.
     pub fn new(staleness: Staleness, lease: u64, tickets: u64) -> Self {
         Self {
             staleness,
             lease: lease.max(1),
             members: BTreeMap::new(),
-            given: BTreeMap::new(),
+            assigned: BTreeMap::new(),
             revoked: Vec::new(),
             tickets,
-            course: Course::None,
+            training: Training::None,
             evaluation: None,
             contributions: Vec::new(),
             histogram: BTreeMap::new(),
@@ -154,14 +154,14 @@ impl WorkScheduler {
         }
     }
 
-    /// Whether all workers take each step together.
+    /// Returns whether training is synchronous: all workers compute each step together.
     pub fn is_synchronous(&self) -> bool {
         self.staleness == Staleness::Bound(0)
     }
 
-    /// A worker comes.
+    /// Adds a worker.
     pub fn join(&mut self, member: u64, place: String) {
-        // Nobody is to wait until it has caught up.
+        // It starts at the slowest clock, so that other workers need not wait for it.
         let clock = self
             .slowest()
             .or_else(|| self.members.values().map(|member| member.clock).max())
@@ -172,32 +172,32 @@ impl WorkScheduler {
         );
     }
 
-    /// Whether a worker is one.
+    /// Returns whether a worker has joined.
     pub fn has(&self, member: u64) -> bool {
         self.members.contains_key(&member)
     }
 
-    /// The workers.
+    /// Returns the workers.
     pub fn members(&self) -> &BTreeMap<u64, Member> {
         &self.members
     }
 
-    /// A worker is gone: others get its work.
+    /// Removes a worker and returns it; its work is reassigned.
     pub fn leave(&mut self, member: u64) -> Option<Member> {
         let tickets: Vec<u64> = self
-            .given
+            .assigned
             .iter()
-            .filter(|(_, (of, _))| *of == member)
+            .filter(|(_, (owner, _))| *owner == member)
             .map(|(ticket, _)| *ticket)
             .collect();
         for ticket in tickets {
-            let Some((_, task)) = self.given.remove(&ticket) else { continue };
+            let Some((_, task)) = self.assigned.remove(&ticket) else { continue };
             self.revoked.push(ticket);
-            match (task, &mut self.course, &mut self.evaluation) {
-                (Task::VirtualRanks(virtual_ranks), Course::Step { todo, .. }, _) => {
+            match (task, &mut self.training, &mut self.evaluation) {
+                (Task::VirtualRanks(virtual_ranks), Training::Step { todo, .. }, _) => {
                     todo.push_front(virtual_ranks)
                 }
-                (Task::Batches(batches), Course::Batches { todo, .. }, _)
+                (Task::Batches(batches), Training::Batches { todo, .. }, _)
                     if !batches.is_empty() =>
                 {
                     todo.push_front(batches);
@@ -209,39 +209,39 @@ impl WorkScheduler {
         self.members.remove(&member)
     }
 
-    /// Gradients that were given since the last call.
+    /// Returns the gradients that were pushed since the last call.
     pub fn take_contributions(&mut self) -> Vec<Contribution> {
         std::mem::take(&mut self.contributions)
     }
 
-    /// Tickets whose pushes are no longer to count.
+    /// Returns the tickets that were revoked since the last call, whose pushes servers must ignore.
     pub fn take_revoked(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.revoked)
     }
 
-    /// All take step `step` together, of so many virtual ranks.
+    /// Starts a synchronous step of `virtual_ranks` virtual ranks.
     pub fn begin_step(&mut self, step: u64, virtual_ranks: usize) {
         let share = (virtual_ranks / self.members.len().max(1)).max(1);
-        // The largest group of the tree that gives every worker one.
+        // The size of the largest groups of the tree of which every worker gets one.
         let size = if share >= virtual_ranks { virtual_ranks } else { 1 << share.ilog2() };
         let todo = (0..virtual_ranks)
             .step_by(size)
             .map(|first| first..(first + size).min(virtual_ranks))
             .collect();
-        self.course =
-            Course::Step { step, todo, losses: TreeReducer::new(virtual_ranks), compute: 0.0 };
+        self.training =
+            Training::Step { step, todo, losses: TreeReducer::new(virtual_ranks), compute: 0.0 };
     }
 
-    /// The sum of the virtual ranks' losses, once all have been computed, and the most seconds that one
-    /// worker took.
+    /// Returns the sum of the virtual ranks' losses, once all are computed, and the compute time of
+    /// the slowest piece in seconds.
     pub fn step_result(&self) -> Option<(f64, f64)> {
-        match &self.course {
-            Course::Step { losses, compute, .. } => losses.whole().map(|loss| (*loss, *compute)),
+        match &self.training {
+            Training::Step { losses, compute, .. } => losses.whole().map(|loss| (*loss, *compute)),
             _ => None,
         }
     }
 
-    /// Workers train on batches by themselves, up to `end`, but for those that are done.
+    /// Starts asynchronous training on the batches up to `end`, except those that are done.
     pub fn begin_batches(&mut self, done: Done, end: u64) {
         let Done { low, ahead, untaken, histogram } = done;
         let next = ahead.last().map_or(low, |last| last + 1);
@@ -254,13 +254,13 @@ impl WorkScheduler {
             first = batch + 1;
         }
         self.histogram = histogram;
-        self.course = Course::Batches { next, end, todo, low, ahead, done: untaken.into() };
+        self.training = Training::Batches { next, end, todo, low, ahead, done: untaken.into() };
     }
 
-    /// The batches that are done, where workers train by themselves.
+    /// Returns the batches that are done, in asynchronous training.
     pub fn done_batches(&self) -> Option<Done> {
-        match &self.course {
-            Course::Batches { low, ahead, done, .. } => {
+        match &self.training {
+            Training::Batches { low, ahead, done, .. } => {
                 let untaken = done.iter().copied().collect();
                 let histogram = self.histogram.clone();
                 Some(Done { low: *low, ahead: ahead.clone(), untaken, histogram })
@@ -269,25 +269,25 @@ impl WorkScheduler {
         }
     }
 
-    /// The next `count` batches that were done, once there are so many.
+    /// Returns the results of the next `count` batches, or none if fewer are done.
     pub fn take_batches(&mut self, count: usize) -> Option<Vec<Batch>> {
-        match &mut self.course {
-            Course::Batches { done, .. } if done.len() >= count => {
+        match &mut self.training {
+            Training::Batches { done, .. } if done.len() >= count => {
                 Some(done.drain(..count).collect())
             }
             _ => None,
         }
     }
 
-    /// The first batch that is not done.
+    /// Returns the first batch that is not done.
     pub fn low(&self) -> u64 {
-        match &self.course {
-            Course::Batches { low, .. } => *low,
+        match &self.training {
+            Training::Batches { low, .. } => *low,
             _ => 0,
         }
     }
 
-    /// Chunks are to be evaluated with the parameters of a cut.
+    /// Starts an evaluation of `chunks` chunks with the parameters of a snapshot.
     pub fn begin_evaluation(&mut self, cut: u64, chunks: u64) {
         let size = chunks.div_ceil(4 * self.members.len().max(1) as u64).max(1);
         let todo = (0..chunks)
@@ -297,35 +297,35 @@ impl WorkScheduler {
         self.evaluation = Some(Evaluation { cut, chunks, todo, sums: BTreeMap::new() });
     }
 
-    /// The sums of all chunks, in order, once all are there: the evaluation is over.
+    /// Ends the evaluation and returns the sums of all chunks in order, or none while some are
+    /// missing.
     pub fn take_evaluation(&mut self) -> Option<Vec<Vec<f64>>> {
         let is_done =
             |evaluation: &mut Evaluation| evaluation.sums.len() as u64 == evaluation.chunks;
         Some(self.evaluation.take_if(is_done)?.sums.into_values().collect())
     }
 
-    /// The evaluation under way is of no more use.
+    /// Cancels the current evaluation.
     pub fn drop_evaluation(&mut self) {
         self.evaluation = None;
     }
 
-    /// Batches by updates between pull and push.
+    /// Returns the number of batches by staleness.
     pub fn histogram(&self) -> &BTreeMap<u64, u64> {
         &self.histogram
     }
 
-    /// Leases and other work given out: ticket, worker, text.
+    /// Returns the assigned work: ticket, worker and description.
     pub fn given(&self) -> impl Iterator<Item = (u64, u64, String)> {
-        self.given.iter().map(|(ticket, (member, task))| (*ticket, *member, format!("{task:?}")))
+        self.assigned.iter().map(|(ticket, (member, task))| (*ticket, *member, format!("{task:?}")))
     }
 
-    /// The run is over.
+    /// Ends the run with an exit code.
     pub fn end(&mut self, code: i32) {
         self.end = Some(code);
     }
 
-    /// Work for a worker that has none, or goes on with its lease. None if there is nothing at the
-    /// moment.
+    /// Returns the next work of a worker, or none if there is none at the moment.
     pub fn next(&mut self, member: u64) -> Option<Work> {
         if let Some(code) = self.end {
             return Some(Work::End(code));
@@ -337,41 +337,43 @@ impl WorkScheduler {
             && let Some(chunks) = evaluation.todo.pop_front()
         {
             let cut = evaluation.cut;
-            let ticket = self.give(member, Task::Chunks(chunks.clone()));
+            let ticket = self.assign(member, Task::Chunks(chunks.clone()));
             return Some(Work::Evaluate { ticket, cut, chunks });
         }
-        match &mut self.course {
-            Course::None => None,
-            Course::Step { step, todo, .. } => {
+        match &mut self.training {
+            Training::None => None,
+            Training::Step { step, todo, .. } => {
                 let step = *step;
                 let virtual_ranks = todo.pop_front()?;
-                let ticket = self.give(member, Task::VirtualRanks(virtual_ranks.clone()));
+                let ticket = self.assign(member, Task::VirtualRanks(virtual_ranks.clone()));
                 Some(Work::VirtualRanks { ticket, step, virtual_ranks })
             }
-            Course::Batches { .. } => self.next_batch(member),
+            Training::Batches { .. } => self.next_batch(member),
         }
     }
 
-    /// The next batch of a worker's lease, or a new lease; none while others are too far behind.
+    /// Returns the next batch of a worker's lease, or a new lease; none while the slowest worker is
+    /// too far behind.
     fn next_batch(&mut self, member: u64) -> Option<Work> {
-        let mine = self.members.get(&member)?;
-        let slowest = self.slowest().unwrap_or(mine.clock);
+        let worker = self.members.get(&member)?;
+        let slowest = self.slowest().unwrap_or(worker.clock);
         if let Staleness::Bound(bound) = self.staleness
-            && mine.clock > slowest + bound
+            && worker.clock > slowest + bound
         {
             return None;
         }
         if let Some(Task::Batches(left)) =
-            mine.lease.and_then(|lease| self.given.get(&lease)).map(|(_, task)| task)
+            worker.lease.and_then(|lease| self.assigned.get(&lease)).map(|(_, task)| task)
             && !left.is_empty()
         {
             return Some(Work::GoOn);
         }
-        let Course::Batches { next, end, todo, .. } = &mut self.course else { return None };
+        let Training::Batches { next, end, todo, .. } = &mut self.training else { return None };
         let batches = match todo.pop_front() {
             Some(batches) => batches,
             None if next < end => {
-                // Towards the end leases are short, so that all end alike.
+                // Leases get shorter towards the end, so that all workers end at about the same
+                // time.
                 let share = (*end - *next).div_ceil(2 * self.members.len().max(1) as u64);
                 let first = *next;
                 *next = first + self.lease.min(share.max(1));
@@ -379,41 +381,41 @@ impl WorkScheduler {
             }
             None => self.steal()?,
         };
-        let ticket = self.give(member, Task::Batches(batches.clone()));
+        let ticket = self.assign(member, Task::Batches(batches.clone()));
         if let Some(member) = self.members.get_mut(&member) {
             member.lease = Some(ticket);
         }
         Some(Work::Lease { ticket, batches })
     }
 
-    /// The last half of the longest lease, which its worker has not come to: a slow one is not to
-    /// hold up the end.
+    /// Takes the last half of the longest lease, which its worker has not reached, so that a slow
+    /// worker does not delay the end.
     fn steal(&mut self) -> Option<Range<u64>> {
-        let leases = self.given.values_mut().filter_map(|(_, task)| match task {
+        let leases = self.assigned.values_mut().filter_map(|(_, task)| match task {
             Task::Batches(left) if left.end - left.start > 1 => Some(left),
             _ => None,
         });
         let left = leases.max_by_key(|left| left.end - left.start)?;
-        // Its first batch is under way.
+        // Its first batch is being computed.
         let middle = left.start + 1 + (left.end - left.start - 1) / 2;
         let stolen = middle..left.end;
         left.end = middle;
         Some(stolen)
     }
 
-    /// The clock of the slowest worker that has a lease.
+    /// Returns the clock of the slowest worker that has a lease.
     fn slowest(&self) -> Option<u64> {
         let busy = self.members.values().filter(|member| member.lease.is_some());
         busy.map(|member| member.clock).min()
     }
 
-    fn give(&mut self, member: u64, task: Task) -> u64 {
+    fn assign(&mut self, member: u64, task: Task) -> u64 {
         self.tickets += 1;
-        self.given.insert(self.tickets, (member, task));
+        self.assigned.insert(self.tickets, (member, task));
         self.tickets
     }
 
-    /// A worker has done something. A report of one that counts as gone is of no account.
+    /// Records the report of a worker. Reports with a revoked ticket are ignored.
     pub fn done(&mut self, member: u64, report: &WorkerReport) {
         let ticket = match report {
             WorkerReport::VirtualRanks { ticket, .. }
@@ -421,18 +423,18 @@ impl WorkScheduler {
             | WorkerReport::Chunks { ticket, .. } => *ticket,
             WorkerReport::Failed { .. } => return,
         };
-        let Some((owner, task)) = self.given.get_mut(&ticket) else { return };
+        let Some((owner, task)) = self.assigned.get_mut(&ticket) else { return };
         if *owner != member {
             return;
         }
         let Some(member) = self.members.get_mut(&member) else { return };
         member.done += 1;
         let mut is_over = true;
-        match (report, task, &mut self.course, &mut self.evaluation) {
+        match (report, task, &mut self.training, &mut self.evaluation) {
             (
                 WorkerReport::VirtualRanks { losses, seconds, .. },
                 Task::VirtualRanks(virtual_ranks),
-                Course::Step { losses: sums, compute: most, .. },
+                Training::Step { losses: sums, compute: most, .. },
                 _,
             ) => {
                 let values: Vec<f64> = losses.iter().map(|bits| f64::from_bits(*bits)).collect();
@@ -454,7 +456,7 @@ impl WorkScheduler {
             (
                 WorkerReport::Batch { batch, loss, norm, staleness, seconds, .. },
                 Task::Batches(left),
-                Course::Batches { low, ahead, done, .. },
+                Training::Batches { low, ahead, done, .. },
                 _,
             ) => {
                 if *batch != left.start || left.is_empty() {
@@ -500,7 +502,7 @@ impl WorkScheduler {
             _ => {}
         }
         if is_over {
-            self.given.remove(&ticket);
+            self.assigned.remove(&ticket);
         }
     }
 }
@@ -523,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn virtual_ranks_of_a_worker_that_is_gone_are_given_out_again() {
+    fn virtual_ranks_of_a_lost_worker_are_reassigned() {
         let mut pool = pool(Staleness::Bound(0), 2);
         pool.begin_step(7, 4);
         let Some(Work::VirtualRanks { ticket: first, virtual_ranks, step: 7 }) = pool.next(1)
@@ -554,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn every_batch_is_done_once_whoever_is_gone() {
+    fn every_batch_is_done_once_when_workers_are_lost() {
         let mut pool = pool(Staleness::None, 3);
         pool.begin_batches(Done { low: 10, ..Done::default() }, 60);
         let mut counts = BTreeMap::new();
@@ -578,7 +580,7 @@ mod tests {
             let now = left.next().unwrap();
             *counts.entry(now).or_insert(0) += 1;
             pool.done(member, &batch(*ticket, now));
-            // A report that comes twice counts once.
+            // A repeated report counts once.
             pool.done(member, &batch(*ticket, now));
         }
         assert!(counts.len() == 50 && counts.values().all(|count| *count == 1), "{counts:?}");
@@ -589,7 +591,7 @@ mod tests {
     }
 
     #[test]
-    fn batches_go_on_from_those_that_are_done() {
+    fn batches_continue_from_those_that_are_done() {
         let mut before = pool(Staleness::None, 2);
         before.begin_batches(Done::default(), 20);
         let Some(Work::Lease { ticket: slow, batches: of_slow }) = before.next(1) else {
@@ -613,13 +615,13 @@ mod tests {
             }
         }
         assert_eq!((left, after.low()), ((1..4).chain(8..20).collect(), 20));
-        // Three were there already.
+        // Three results were restored.
         assert_eq!(after.take_batches(18).map(|taken| taken.len()), Some(18));
         assert_eq!(after.histogram()[&0], 20);
     }
 
     #[test]
-    fn nobody_gets_further_ahead_than_the_bound() {
+    fn no_worker_gets_further_ahead_than_the_bound() {
         let mut pool = pool(Staleness::Bound(2), 2);
         pool.begin_batches(Done::default(), 100);
         let Some(Work::Lease { ticket: slow, batches: of_slow }) = pool.next(1) else {
@@ -632,7 +634,7 @@ mod tests {
         }
         pool.done(1, &batch(slow, of_slow.start));
         assert_eq!(pool.next(2), Some(Work::GoOn));
-        // One that comes later need not catch up, and one that is gone is not waited for.
+        // A worker that joins later need not catch up, and a lost worker is not waited for.
         pool.join(3, "host 3".into());
         assert_eq!(pool.members()[&3].clock, 1);
         pool.done(2, &batch(ticket, batches.start + 3));
@@ -642,7 +644,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_without_leases_holds_up_nobody() {
+    fn a_worker_without_a_lease_delays_no_other() {
         let mut pool = pool(Staleness::Bound(1), 1);
         pool.begin_batches(Done::default(), 100);
         let Some(Work::Lease { ticket, batches }) = pool.next(1) else { panic!("no lease") };
@@ -659,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_is_shared_with_those_that_have_nothing_to_do() {
+    fn idle_workers_steal_batches_at_the_end() {
         let mut pool = WorkScheduler::new(Staleness::None, 64, 0);
         pool.join(1, "slow".into());
         pool.begin_batches(Done::default(), 9);
@@ -672,7 +674,7 @@ mod tests {
                 pool.done(2, &batch(ticket, now));
             }
         }
-        // All but the batch that the slow one is at.
+        // All but the batch that the slow worker computes.
         assert_eq!((batches.start, done.len(), pool.low()), (0, 8, 0));
         pool.done(1, &batch(slow, 0));
         assert_eq!((pool.low(), pool.next(1)), (9, None));

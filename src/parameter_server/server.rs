@@ -1,4 +1,4 @@
-//! A server: holds ranges of the parameters for a run, as long as the run goes on.
+//! A parameter server: holds ranges of the parameters of a run until it ends.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -18,28 +18,28 @@ use hpctrain_base::spans::now;
 use hpctrain_config::telemetry::trace_file::TraceEvent;
 use hpctrain_parallel::Hyper;
 
-/// Interval of a server's heartbeats: `parameter_server.timeout` may be as short as a second.
+/// The interval of a server's heartbeats; `parameter_server.timeout` may be as short as a second.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Most bytes of a request's body before there are ranges.
-const SMALL: usize = 1 << 16;
+/// The size limit of request bodies before ranges are assigned.
+const INITIAL_MAX_BODY: usize = 1 << 16;
 
-/// The start of a server.
+/// Options of a server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// The place of the run.
+    /// The rendezvous directory of the run.
     pub site: PsRendezvous,
     /// `parameter_server.address`.
     pub address: Option<String>,
-    /// Time within which a coordinator must be there, and come back.
+    /// The time to wait for the coordinator to start, and to come back after a lost connection.
     pub patience: Duration,
-    /// Compute threads.
+    /// The number of compute threads.
     pub threads: usize,
 }
 
 impl ServerOptions {
-    /// Returns a connection to the coordinator.
-    fn line(&self, contact: &Contact) -> Result<RpcClient> {
+    /// Creates a client of the coordinator.
+    fn client(&self, contact: &Contact) -> Result<RpcClient> {
         Ok(RpcClient::new(
             "the coordinator",
             &contact.address,
@@ -49,65 +49,74 @@ impl ServerOptions {
     }
 }
 
-/// Serves until the run is over.
+/// Runs a parameter server until the run is over.
 ///
 /// # Errors
-/// The address cannot be listened on, or the coordinator is gone.
-pub fn serve(post: &ServerOptions) -> Result<()> {
+/// Returns an error if the address cannot be listened on, the coordinator refuses the server, or it
+/// cannot be reached for longer than the timeout.
+pub fn serve(options: &ServerOptions) -> Result<()> {
     let program = Program::here(format!("CPU ({})", simd::name()));
-    let contact = post.site.coordinator(post.patience)?;
-    let (listener, own) = listen(post.address.as_deref(), contact.interface.as_deref())?;
-    let shelves = Arc::new(ServerState {
+    let contact = options.site.coordinator(options.patience)?;
+    let (listener, address) = listen(options.address.as_deref(), contact.interface.as_deref())?;
+    let state = Arc::new(ServerState {
         storage: RwLock::default(),
-        threads: post.threads,
+        threads: options.threads,
         connections: AtomicU64::new(0),
         events: Mutex::default(),
     });
     let mut recording = None;
-    let credentials = post.site.credentials(&contact)?;
-    let _listener = RpcServer::open(listener, credentials, shelves.clone(), post.patience * 10)?;
-    let mut coordinator = post.line(&contact)?;
+    let credentials = options.site.credentials(&contact)?;
+    let _listener = RpcServer::open(listener, credentials, state.clone(), options.patience * 10)?;
+    let mut coordinator = options.client(&contact)?;
     let mut heard = Instant::now();
-    let mut known = false;
+    let mut registered = false;
     loop {
-        let generation = shelves.storage().map(|storage| storage.generation());
-        let request = if known {
+        let generation = state.storage().map(|storage| storage.generation());
+        let request = if registered {
             CoordinatorRequest::Served
         } else {
-            CoordinatorRequest::Serve { address: own.clone(), generation, program: program.clone() }
+            CoordinatorRequest::Serve {
+                address: address.clone(),
+                generation,
+                program: program.clone(),
+            }
         };
         let answer = coordinator.tell_once(&request);
-        if answer.is_ok() && shelves.is_traced() {
-            // A trace that lacks a part is no reason to end.
-            let told = shelves.tell(&mut recording, &own, &mut coordinator);
-            told.unwrap_or_else(|e| log::debug!("the trace lacks events: {e}"));
+        if answer.is_ok() && state.is_traced() {
+            // An incomplete trace does not end the server.
+            let sent = state.send_events(&mut recording, &address, &mut coordinator);
+            sent.unwrap_or_else(|e| log::debug!("the trace lacks events: {e}"));
         }
         match answer {
-            Ok(CoordinatorResponse::Serves) => (heard, known) = (Instant::now(), true),
+            Ok(CoordinatorResponse::Serves) => (heard, registered) = (Instant::now(), true),
             Ok(CoordinatorResponse::Over) => return Ok(()),
             Ok(other) => return Err(Error::comm(format!("the coordinator answered {other:?}"))),
-            // It is refused.
+            // The coordinator refuses this server.
             Err(e) if e.kind() == Kind::Input => return Err(e),
-            Err(e) if heard.elapsed() > post.patience => {
-                return post.site.ended().map_or_else(|| Err(e.at("the coordinator")), |_| Ok(()));
+            Err(e) if heard.elapsed() > options.patience => {
+                return options
+                    .site
+                    .ended()
+                    .map_or_else(|| Err(e.at("the coordinator")), |_| Ok(()));
             }
             Err(_) => {
-                // One that comes back may listen elsewhere.
-                known = false;
-                coordinator = post.line(&post.site.coordinator(post.patience)?)?;
+                // A restarted coordinator may listen at another address.
+                registered = false;
+                coordinator = options.client(&options.site.coordinator(options.patience)?)?;
             }
         }
         std::thread::sleep(HEARTBEAT_INTERVAL);
     }
 }
 
-/// The ranges, once there are some.
+/// The state shared by all connections of a server.
 struct ServerState {
+    /// The ranges, once they are assigned.
     storage: RwLock<Option<Arc<ParamStore>>>,
     threads: usize,
-    /// Connections so far.
+    /// The number of connections so far.
     connections: AtomicU64,
-    /// Events by connection, for a trace.
+    /// The events of all connections, for a trace.
     events: Mutex<Vec<(String, TraceEvent)>>,
 }
 
@@ -122,24 +131,24 @@ impl ServerState {
         self.storage().is_some_and(|storage| storage.is_traced())
     }
 
-    /// Sends the events since the last call.
-    fn tell(
+    /// Sends the events since the last call to the coordinator.
+    fn send_events(
         &self,
         recording: &mut Option<Recording>,
-        own: &str,
+        address: &str,
         coordinator: &mut RpcClient,
     ) -> Result<()> {
         let recording = match recording {
             Some(recording) => recording,
-            empty => empty.insert(Recording::start(format!("server {own}"), coordinator)?),
+            empty => empty.insert(Recording::start(format!("server {address}"), coordinator)?),
         };
         let events =
             std::mem::take(&mut *self.events.lock().unwrap_or_else(PoisonError::into_inner));
         recording.send_events(coordinator, events)
     }
 
-    /// Keeps an event of a connection, which has ended now.
-    fn keep(&self, connection: u64, name: &str, start: u64) {
+    /// Records an event of a connection that ends now.
+    fn record_event(&self, connection: u64, name: &str, start: u64) {
         let event = TraceEvent {
             name: name.into(),
             unit: None,
@@ -151,11 +160,11 @@ impl ServerState {
         events.push((format!("connection {connection}"), event));
     }
 
-    /// Acts on a request.
-    fn act(&self, request: ServerRequest, body: &mut Vec<u8>) -> Result<ServerResponse> {
+    /// Executes a request.
+    fn execute(&self, request: ServerRequest, body: &mut Vec<u8>) -> Result<ServerResponse> {
         if let ServerRequest::Assign(assignment) = request {
             body.clear();
-            // Of the ranges before, memory is needed no more.
+            // Free the memory of the previous ranges first.
             *self.storage.write().unwrap_or_else(PoisonError::into_inner) = None;
             let storage = ParamStore::new(&assignment, self.threads)?;
             *self.storage.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(storage));
@@ -215,7 +224,7 @@ impl ServerState {
     }
 }
 
-/// The name of a request in a trace.
+/// Returns the name of a request in a trace.
 fn name(request: &ServerRequest) -> &'static str {
     match request {
         ServerRequest::Assign(_) => "assign",
@@ -238,7 +247,7 @@ impl RpcHandler for ServerState {
     type Visit = Option<u64>;
 
     fn limit(&self) -> usize {
-        self.storage().map_or(SMALL, |storage| storage.elements() * size_of::<f32>())
+        self.storage().map_or(INITIAL_MAX_BODY, |storage| storage.elements() * size_of::<f32>())
     }
 
     fn answer(
@@ -251,9 +260,9 @@ impl RpcHandler for ServerState {
             *visit.get_or_insert_with(|| self.connections.fetch_add(1, Ordering::Relaxed));
         let name = name(&request);
         let start = now();
-        let answer = self.act(request, body);
+        let answer = self.execute(request, body);
         if self.is_traced() {
-            self.keep(connection, name, start);
+            self.record_event(connection, name, start);
         }
         answer
     }

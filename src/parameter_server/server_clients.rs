@@ -10,82 +10,84 @@ use super::run_spec::RunSpec;
 use hpctrain_base::error::Kind;
 use hpctrain_comm::Credentials;
 
-/// The factor on the time for requests that move all of a server's memory to a disk.
-const LONG: u32 = 10;
+/// The factor on the timeout for requests that write all of a server's memory to disk.
+const LONG_TIMEOUT_FACTOR: u32 = 10;
 
-/// Longest time without a request on a connection that is to stay.
+/// The longest time without a request on a connection that must stay open.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
-/// The servers of a generation.
+/// Clients of all servers of a generation.
 pub struct ServerClients {
-    lines: Vec<RpcClient>,
+    clients: Vec<RpcClient>,
     hub: Arc<CoordinatorService>,
     credentials: Credentials,
-    patience: Duration,
-    /// The last time that all servers answered.
+    timeout: Duration,
+    /// The last time at which all servers answered.
     heard: Instant,
 }
 
 impl ServerClients {
-    /// Those of the terms. Requests to them end when one is lost.
+    /// Creates clients of the servers of a run. Requests fail when a server is lost.
     pub fn new(
         terms: &RunSpec,
         hub: Arc<CoordinatorService>,
         credentials: Credentials,
-        patience: Duration,
+        timeout: Duration,
     ) -> Self {
         let watch = hub.clone();
-        Self::of(&terms.addresses, hub, credentials, patience, move || !watch.has_lost())
+        Self::with_check(&terms.addresses, hub, credentials, timeout, move || !watch.has_lost())
     }
 
-    fn of(
+    fn with_check(
         addresses: &[String],
         hub: Arc<CoordinatorService>,
         credentials: Credentials,
-        patience: Duration,
-        goes_on: impl Fn() -> bool + Clone + Send + Sync + 'static,
+        timeout: Duration,
+        is_needed: impl Fn() -> bool + Clone + Send + Sync + 'static,
     ) -> Self {
-        // The heartbeats of a server say that it is there; one that takes no new connection is
+        // Lost servers are detected by their heartbeats; a server that accepts no connection is
         // busy.
-        let reach = hub.limits().stuck;
-        let line = |address: &String| {
-            RpcClient::new("the server", address, credentials.clone(), patience)
-                .watched(reach, goes_on.clone())
+        let connect_timeout = hub.limits().stuck;
+        let client = |address: &String| {
+            RpcClient::new("the server", address, credentials.clone(), timeout)
+                .watched(connect_timeout, is_needed.clone())
         };
         Self {
-            lines: addresses.iter().map(line).collect(),
+            clients: addresses.iter().map(client).collect(),
             hub: hub.clone(),
             credentials,
-            patience,
+            timeout,
             heard: Instant::now(),
         }
     }
 
-    /// Connects to the same servers for another thread, whose requests take longer and end with the
-    /// generation. They are connected now: later a server's room for handshakes may be full of
-    /// strangers'.
+    /// Creates clients of the same servers for another thread, with a longer timeout, whose
+    /// requests fail when the generation ends. They connect now, because later strangers may occupy
+    /// all handshakes of a server.
     ///
     /// # Errors
-    /// Returns an error if a server is gone.
+    /// Returns an error if a server is lost.
     pub fn with_long_timeout(&self, generation: u64) -> Result<Self, SessionError> {
-        let addresses: Vec<String> = self.lines.iter().map(|line| line.address().into()).collect();
+        let addresses: Vec<String> =
+            self.clients.iter().map(|client| client.address().into()).collect();
         let watch = self.hub.clone();
-        let goes_on = move || watch.should_continue(generation);
-        let mut other = Self::of(
+        let is_needed = move || watch.should_continue(generation);
+        let mut other = Self::with_check(
             &addresses,
             self.hub.clone(),
             self.credentials.clone(),
-            LONG * self.patience,
-            goes_on,
+            LONG_TIMEOUT_FACTOR * self.timeout,
+            is_needed,
         );
         other.all(|_| ServerRequest::At { generation })?;
         Ok(other)
     }
 
-    /// Keeps the connections from being closed as idle, if nothing was asked for long.
+    /// Sends a request if none was sent for a while, so that the connections are not closed as
+    /// idle.
     ///
     /// # Errors
-    /// Returns an error if a server is gone.
+    /// Returns an error if a server is lost.
     pub fn keep_alive(&mut self, generation: u64) -> Result<(), SessionError> {
         if self.heard.elapsed() < KEEP_ALIVE {
             return Ok(());
@@ -93,44 +95,44 @@ impl ServerClients {
         self.all(|_| ServerRequest::At { generation }).map(drop)
     }
 
-    /// Gives every server its ranges.
+    /// Assigns every server its ranges.
     ///
     /// # Errors
-    /// One is gone, or cannot hold them.
+    /// Returns an error if a server is lost, or cannot hold its ranges.
     pub fn assign(&mut self, of: impl Fn(usize) -> Assignment) -> Result<(), SessionError> {
         self.all(|server| ServerRequest::Assign(Box::new(of(server)))).map(drop)
     }
 
-    /// Asks all servers at the same time; returns their answers, in order.
+    /// Sends requests to all servers concurrently, and returns their responses in order.
     ///
     /// # Errors
-    /// One is gone, belongs to another generation, or failed.
+    /// Returns an error if a server is lost, belongs to another generation, or fails.
     pub fn all(
         &mut self,
         request: impl Fn(usize) -> ServerRequest,
     ) -> Result<Vec<ServerResponse>, SessionError> {
         let sent: Vec<bool> = self
-            .lines
+            .clients
             .iter_mut()
             .enumerate()
-            .map(|(server, line)| line.send(&request(server), &[]).is_ok())
+            .map(|(server, client)| client.send(&request(server), &[]).is_ok())
             .collect();
         let mut answers = Vec::with_capacity(sent.len());
-        for (server, (line, sent)) in self.lines.iter_mut().zip(sent).enumerate() {
-            let answer = if sent { line.receive(0, &mut Vec::new()).ok() } else { None };
+        for (server, (client, sent)) in self.clients.iter_mut().zip(sent).enumerate() {
+            let answer = if sent { client.receive(0, &mut Vec::new()).ok() } else { None };
             let answer = match answer {
                 Some(answer) => answer,
-                // The connection was cut: a request that comes twice does no harm.
-                None => line.ask(&request(server), &[], 0, &mut Vec::new()),
+                // The connection failed; requests are idempotent.
+                None => client.ask(&request(server), &[], 0, &mut Vec::new()),
             };
             match answer {
                 Ok(ServerResponse::Stale) => {
-                    return Err(self.hub.lose(line.address(), "it has begun anew"));
+                    return Err(self.hub.lose(client.address(), "it has restarted"));
                 }
                 Ok(answer) => answers.push(answer),
-                // One whose connection failed is lost.
+                // A server whose connection fails is lost.
                 Err(e) if e.kind() == Kind::Comm => {
-                    return Err(self.hub.lose(line.address(), e.message()));
+                    return Err(self.hub.lose(client.address(), e.message()));
                 }
                 Err(e) => return Err(SessionError::Failed(e)),
             }

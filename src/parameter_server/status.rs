@@ -1,4 +1,4 @@
-//! The state of a run on servers, as the coordinator tells it.
+//! The status of a run with parameter servers, requested from its coordinator.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -11,24 +11,24 @@ use super::rpc_client::RpcClient;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_config::telemetry::bytes;
 
-/// Time that a coordinator has to answer.
+/// The time in which the coordinator must answer.
 const TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The state of the run at a place, as JSON.
+/// Returns the status of a run as JSON.
 ///
 /// # Errors
-/// There is no coordinator, or it does not answer.
+/// Returns an error if the run has no coordinator, or it does not answer.
 pub fn status(site: &PsRendezvous) -> Result<Value> {
     let contact = site.coordinator(Duration::ZERO)?;
-    let mut line =
+    let mut client =
         RpcClient::new("the coordinator", &contact.address, site.credentials(&contact)?, TIMEOUT);
-    match line.tell(&CoordinatorRequest::Status)? {
-        CoordinatorResponse::Status(told) => Ok(*told),
+    match client.tell(&CoordinatorRequest::Status)? {
+        CoordinatorResponse::Status(status) => Ok(*status),
         other => Err(Error::comm(format!("the coordinator answered {other:?}"))),
     }
 }
 
-/// The state for people.
+/// Formats a status as text.
 pub fn told(status: &Value) -> String {
     let mut text = String::new();
     let run = &status["run"];

@@ -1,8 +1,7 @@
-//! `--trace` of a run on servers: workers, servers and the coordinator in one file, on the
-//! coordinator's clock.
+//! `--trace` of a run with parameter servers: one file with workers, servers and the coordinator,
+//! on the coordinator's clock.
 //!
-//! Workers and servers send their events as they go; nothing is kept for the end of a run that some
-//! of them may not see.
+//! Workers and servers send their events during the run, since they may leave before its end.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,33 +13,34 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{Activity, Track, now};
 use hpctrain_config::telemetry::trace_file::{TraceEvent, TraceFile};
 
-/// Readings of the coordinator's clock, of which the quickest counts.
-const READINGS: usize = 16;
+/// The number of readings of the coordinator's clock, of which the one with the shortest round trip
+/// is used.
+const CLOCK_READINGS: usize = 16;
 
-/// Events of a message: less than a MiB.
-const AT_ONCE: usize = 4096;
+/// The maximum number of events of a message, which keeps it below 1 MiB.
+const EVENTS_PER_MESSAGE: usize = 4096;
 
 /// The name of the coordinator in the trace.
 const COORDINATOR: &str = "coordinator";
 
-/// The file, at the coordinator.
+/// The trace file at the coordinator.
 pub struct Collected(Mutex<State>);
 
 struct State {
-    /// None once it is written.
+    /// The file, until it is complete.
     file: Option<TraceFile>,
-    /// Threads by process.
+    /// The threads of each process.
     known: BTreeMap<String, Vec<String>>,
-    /// Processes in the order of their coming.
+    /// The processes in order of arrival.
     processes: Vec<String>,
     lost: u64,
 }
 
 impl Collected {
-    /// A trace in this file.
+    /// Starts a trace in a file.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn begin(mut file: TraceFile) -> Result<Self> {
         file.begin(now())?;
         Ok(Self(Mutex::new(State {
@@ -55,10 +55,10 @@ impl Collected {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes events of a process, by thread; `lost` more found no room there.
+    /// Writes events of a process, each with its thread; `lost` events were dropped there.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn take(&self, process: &str, events: &[(String, TraceEvent)], lost: u64) -> Result<()> {
         let mut state = self.lock();
         state.lost += lost;
@@ -87,19 +87,19 @@ impl Collected {
         Ok(())
     }
 
-    /// Takes an event of the coordinator's own, which has ended now.
+    /// Writes an event of the coordinator that ends now.
     ///
     /// # Errors
-    /// As [`Collected::take`].
+    /// Returns an error if the file cannot be written.
     pub fn own(&self, name: &str, start: u64, details: serde_json::Value) -> Result<()> {
         let event = TraceEvent { name: name.into(), unit: None, start, end: now(), details };
         self.take(COORDINATOR, &[("steps".into(), event)], 0)
     }
 
-    /// Ends the file.
+    /// Completes the file.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn end(&self) -> Result<()> {
         let mut state = self.lock();
         let lost = state.lost;
@@ -107,30 +107,31 @@ impl Collected {
     }
 }
 
-/// A recording of this process, for the coordinator.
+/// Sends the events of this process to the coordinator.
 pub struct Recording {
     process: String,
-    /// Nanoseconds to add to this process's clock.
+    /// The nanoseconds to add to the clock of this process.
     offset: i64,
 }
 
 impl Recording {
-    /// Of a process with this name; asks the coordinator for its clock.
+    /// Starts a recording for a process with this name, and synchronizes with the coordinator's
+    /// clock.
     ///
     /// # Errors
-    /// The coordinator is gone.
+    /// Returns an error if the coordinator cannot be reached.
     pub fn start(process: String, coordinator: &mut RpcClient) -> Result<Self> {
         let mut quickest = u64::MAX;
         let mut offset = 0;
-        for _ in 0..READINGS {
+        for _ in 0..CLOCK_READINGS {
             let before = now();
             let CoordinatorResponse::Clock { time, host } =
                 coordinator.tell(&CoordinatorRequest::Clock)?
             else {
-                return Err(Error::comm("the coordinator does not tell the time"));
+                return Err(Error::comm("the coordinator did not send its time"));
             };
             let after = now();
-            // Processes of one host read the same clock, more exactly than messages could tell.
+            // Processes on one host share a clock, so no offset is needed.
             if host == host_name() {
                 break;
             }
@@ -145,20 +146,24 @@ impl Recording {
     /// Sends the events of an activity since the last call.
     ///
     /// # Errors
-    /// The coordinator is gone.
+    /// Returns an error if the coordinator cannot be reached.
     pub fn send(&self, coordinator: &mut RpcClient, activity: &Activity) -> Result<()> {
         let events = activity.take();
         let event = |event: &hpctrain_base::spans::SpanEvent| {
             (event.track, TraceEvent::of(event, self.offset))
         };
         let named = |(track, event): (Track, TraceEvent)| (track.name().to_string(), event);
-        self.tell(coordinator, events.kept.iter().map(event).map(named).collect(), events.lost)
+        self.send_chunks(
+            coordinator,
+            events.kept.iter().map(event).map(named).collect(),
+            events.lost,
+        )
     }
 
-    /// Sends events of this process, by its own clock.
+    /// Sends events with times of this process's clock.
     ///
     /// # Errors
-    /// The coordinator is gone.
+    /// Returns an error if the coordinator cannot be reached.
     pub fn send_events(
         &self,
         coordinator: &mut RpcClient,
@@ -169,18 +174,19 @@ impl Recording {
                 [event.start, event.end].map(|time| time.saturating_add_signed(self.offset));
             (thread, TraceEvent { start, end, ..event })
         };
-        self.tell(coordinator, events.into_iter().map(shifted).collect(), 0)
+        self.send_chunks(coordinator, events.into_iter().map(shifted).collect(), 0)
     }
 
-    fn tell(
+    /// Sends events in messages of limited size.
+    fn send_chunks(
         &self,
         coordinator: &mut RpcClient,
         events: Vec<(String, TraceEvent)>,
         mut lost: u64,
     ) -> Result<()> {
-        for some in events.chunks(AT_ONCE) {
+        for chunk in events.chunks(EVENTS_PER_MESSAGE) {
             let process = self.process.clone();
-            let events = some.to_vec();
+            let events = chunk.to_vec();
             coordinator.tell::<CoordinatorResponse>(&CoordinatorRequest::Events {
                 process,
                 events,

@@ -1,24 +1,25 @@
-//! Sums of virtual ranks that come in any order, in the shape of the tree that a rank would add them by.
+//! Reduces contributions of virtual ranks that arrive in any order, with the same summation tree as
+//! a single rank uses.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// The partial sums of so many virtual ranks.
+/// The partial sums of virtual ranks.
 #[derive(Debug)]
 pub struct TreeReducer<T> {
     virtual_ranks: usize,
-    /// By first virtual rank: the end of its virtual ranks, and their sum.
+    /// The end and the sum of each group of virtual ranks, by its first virtual rank.
     parts: BTreeMap<usize, (usize, T)>,
 }
 
 impl<T> TreeReducer<T> {
-    /// Of no virtual rank yet.
+    /// Creates an empty reducer of `virtual_ranks` virtual ranks.
     pub fn new(virtual_ranks: usize) -> Self {
         Self { virtual_ranks, parts: BTreeMap::new() }
     }
 
-    /// Whether these virtual ranks are groups of the tree: as many as a power of two, from a multiple of it
-    /// on, or fewer at the end.
+    /// Returns whether these virtual ranks are a group of the tree: a power of two of them that
+    /// starts at a multiple of that power, or fewer at the end.
     pub fn is_group(&self, virtual_ranks: &Range<usize>) -> bool {
         let first = virtual_ranks.start;
         let count = virtual_ranks.len();
@@ -27,22 +28,22 @@ impl<T> TreeReducer<T> {
         count > 0 && virtual_ranks.end <= self.virtual_ranks && ends && first.is_multiple_of(size)
     }
 
-    /// Takes the sum of a group of virtual ranks; one that is there already counts once. `add(into, from)`
-    /// computes `into += from`.
+    /// Adds the sum of a group of virtual ranks; a group that was added before is ignored.
+    /// `add(into, from)` computes `into += from`.
     pub fn put(&mut self, virtual_ranks: Range<usize>, sum: T, mut add: impl FnMut(&mut T, T)) {
-        let is_there = self
+        let is_present = self
             .parts
             .range(..=virtual_ranks.start)
             .next_back()
             .is_some_and(|(_, (end, _))| *end > virtual_ranks.start);
-        if is_there || self.parts.range(virtual_ranks.clone()).next().is_some() {
+        if is_present || self.parts.range(virtual_ranks.clone()).next().is_some() {
             return;
         }
         let mut virtual_ranks = virtual_ranks;
         let mut sum = sum;
         loop {
             let size = virtual_ranks.len().next_power_of_two();
-            // Without a neighbour to its right, at the end, a group is the larger one already.
+            // At the end, a group without a right neighbour is equal to its parent.
             let size = if virtual_ranks.end == self.virtual_ranks {
                 self.ancestor(virtual_ranks.start, size)
             } else {
@@ -71,9 +72,8 @@ impl<T> TreeReducer<T> {
         self.parts.insert(virtual_ranks.start, (virtual_ranks.end, sum));
     }
 
-    /// The height of a group at the end of the virtual ranks, which has no neighbour to its right: the
-    /// largest size of which its first virtual rank is a multiple, that is needed to meet its left
-    /// neighbour.
+    /// Returns the size of the largest group in the tree that starts at `first`, for a group at the
+    /// end of the virtual ranks.
     fn ancestor(&self, first: usize, size: usize) -> usize {
         let mut size = size;
         while first > 0 && first.is_multiple_of(2 * size) {
@@ -82,12 +82,12 @@ impl<T> TreeReducer<T> {
         size
     }
 
-    /// The sum of all virtual ranks, once it is there.
+    /// Returns the sum of all virtual ranks, once it is complete.
     pub fn whole(&self) -> Option<&T> {
         self.parts.get(&0).filter(|(end, _)| *end == self.virtual_ranks).map(|(_, sum)| sum)
     }
 
-    /// Forgets all.
+    /// Removes all partial sums.
     pub fn clear(&mut self) {
         self.parts.clear();
     }
@@ -100,7 +100,7 @@ mod tests {
     use hpctrain_base::tree_sum::tree_sum;
 
     #[test]
-    fn any_groups_in_any_order_make_the_sum_of_the_tree() {
+    fn any_groups_in_any_order_give_the_sum_of_the_tree() {
         let stream = Stream::new(5);
         let mut numbers = vec![0.0; 4096];
         stream.fill_normal(&mut numbers);
@@ -110,7 +110,7 @@ mod tests {
                 .map(|i| (i as f64 * 1.7 + 0.3).sin() * 10f64.powi(i as i32 % 7))
                 .collect();
             for _ in 0..40 {
-                // Halves of halves of the tree, at random.
+                // Split the tree into groups at random.
                 let mut groups = vec![];
                 let mut open = Vec::from([(0, virtual_ranks.next_power_of_two())]);
                 while let Some((first, end)) = open.pop() {
@@ -132,7 +132,7 @@ mod tests {
                     assert!(sums.is_group(&group), "{group:?} of {virtual_ranks}");
                     assert!(sums.whole().is_none());
                     let sum = tree_sum(&values[group.clone()]);
-                    // A late one changes nothing.
+                    // A repeated group changes nothing.
                     for _ in 0..2 {
                         sums.put(group.clone(), sum, |into, from| *into += from);
                     }

@@ -1,11 +1,11 @@
-//! The coordinator's journal: the step that it has decided on last, and its update. A coordinator
-//! that is started again makes that update once more, which changes nothing on servers that have
-//! made it, and goes on from there.
+//! The coordinator's write-ahead log: the last committed step and its update. A restarted
+//! coordinator applies that update again, which is a no-op on servers that have applied it, and
+//! continues from there.
 //!
-//! Two files in the directory `servers` of the run: `terms.json`, written when servers take their
-//! ranges, and `journal.json`, written before each update. They outlive a process and need not
-//! outlive a host: without them, or on servers that have lost their ranges, the run goes on from
-//! its last checkpoint.
+//! The log consists of two files in the directory `servers` of the run: `terms.json`, written when
+//! servers are assigned their ranges, and `journal.json`, written before each update. They survive
+//! a crash of the process but not necessarily of the host: without them, or if servers have lost
+//! their ranges, the run resumes from its last checkpoint.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -22,71 +22,71 @@ use hpctrain_base::{own_files, safe_open};
 use hpctrain_checkpoint::Progress;
 use hpctrain_data::TrainedOn;
 
-/// The part that does not change while servers have their ranges.
+/// The part of the log that does not change while servers hold their ranges.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WalHeader {
-    /// The terms.
+    /// The specification of the run.
     pub terms: RunSpec,
-    /// The data of the run so far.
+    /// The data that the run has been trained on.
     pub trained_on: Option<TrainedOn>,
 }
 
-/// A step whose results are known, and whose update is under way.
+/// A committed step whose update may not have been applied yet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WalEntry {
-    /// The start of the servers that it belongs to.
+    /// The generation of the servers.
     pub generation: u64,
-    /// Progress before it.
+    /// The progress before the step.
     pub before: Progress,
     /// The step.
     pub decided: CommittedStep,
-    /// Batches of workers' own that are done, where they train so.
+    /// The batches that are done, in asynchronous training.
     pub batches: Option<Done>,
 }
 
-/// The results of a step, and all that its update needs.
+/// The results of a step, and everything that its update needs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct CommittedStep {
-    /// Mean loss.
+    /// The mean loss.
     #[serde(with = "bits")]
     pub loss: f64,
-    /// Norm of the gradient, before clipping.
+    /// The gradient norm before clipping.
     #[serde(with = "bits")]
     pub norm: f64,
-    /// Learning rate.
+    /// The learning rate.
     #[serde(with = "bits")]
     pub lr: f64,
-    /// Whether it is left out, in whole or in part.
+    /// Whether the update is skipped, or in asynchronous training that of some batches.
     pub skipped: bool,
-    /// Seconds of the slowest worker, or the mean of workers that do not wait.
+    /// The compute time of the slowest worker in seconds, or in asynchronous training the mean.
     #[serde(with = "bits")]
     pub compute: f64,
-    /// Seconds from the step before to the decision.
+    /// The time from the start of the step to its commit, in seconds.
     #[serde(with = "bits")]
     pub seconds: f64,
-    /// Samples of the run before the first that is not trained on.
+    /// The number of samples before the first that was not trained on.
     pub position: u64,
-    /// The update that all servers make; none where they apply each gradient as it comes.
+    /// The update of all servers; none in asynchronous training.
     pub update: Option<Update>,
 }
 
-/// An update that all servers make.
+/// An update of all servers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Update {
-    /// Its constants; none leaves the step out.
+    /// The constants; none skips the update.
     pub hyper: Option<Constants>,
-    /// Factors of tensors by unit, as bits.
+    /// The trust ratios of tensors by unit, as bits.
     pub trust: Vec<Vec<u32>>,
 }
 
-/// The journal of a run.
+/// The write-ahead log of a run.
 #[derive(Debug, Clone)]
 pub struct Journal {
     dir: PathBuf,
 }
 
 impl Journal {
-    /// That in the directory `dir`.
+    /// Returns the log in the directory `dir`.
     pub fn at(dir: &Path) -> Self {
         Self { dir: dir.into() }
     }
@@ -95,37 +95,37 @@ impl Journal {
         self.dir.join(name)
     }
 
-    /// Servers have taken their ranges.
+    /// Starts the log after servers were assigned their ranges.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if a file cannot be written.
     pub fn begin(&self, grounds: &WalHeader) -> Result<()> {
         self.clear()?;
         self.replace("terms.json", grounds)
     }
 
-    /// A step is decided on.
+    /// Records a committed step.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn decide(&self, entry: &WalEntry) -> Result<()> {
         self.replace("journal.json", entry)
     }
 
-    /// The last step that was decided on, if one was.
+    /// Returns the last committed step, if there is one.
     ///
     /// # Errors
-    /// Returns an error if the file system does not give the files.
+    /// Returns an error if a file cannot be read.
     pub fn read(&self) -> Result<Option<(WalHeader, WalEntry)>> {
         let grounds: Option<WalHeader> = self.parse("terms.json")?;
         let found = grounds.zip(self.parse::<WalEntry>("journal.json")?);
         Ok(found.filter(|(grounds, entry)| grounds.terms.generation == entry.generation))
     }
 
-    /// Nothing is to be gone on with.
+    /// Removes the committed step, so that it is not resumed from.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be removed.
     pub fn clear(&self) -> Result<()> {
         let path = self.path("journal.json");
         match fs::remove_file(&path) {
@@ -143,15 +143,15 @@ impl Journal {
             .map_err(|e| Error::io("write", &path, e))
     }
 
-    /// The content of a file. None if there is no such file, or, with a warning, if it is torn or
-    /// of another version.
+    /// Returns the content of a file, or none if the file does not exist or, with a warning, if it
+    /// is truncated or of another version.
     fn parse<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
         let path = self.path(name);
         let text = match safe_open::read(&path) {
             Ok(text) => text,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             Err(e) => {
-                let hint = "see why it cannot be read; without it, the run goes on from its last checkpoint";
+                let hint = "check why it cannot be read; without it, the run resumes from its last checkpoint";
                 return Err(Error::io("read", &path, e).hint(hint));
             }
         };
@@ -209,19 +209,19 @@ mod tests {
             journal.decide(&entry(7, step)).unwrap();
             assert_eq!(journal.read().unwrap(), Some((grounds.clone(), entry(7, step))));
         }
-        // One of servers that began before.
+        // An entry of an earlier generation is ignored.
         journal.decide(&entry(6, 4)).unwrap();
         assert_eq!(journal.read().unwrap(), None);
         fs::write(dir.path().join("journal.json"), "{\"generation\": 7,").unwrap();
         assert_eq!(journal.read().unwrap(), None);
         journal.clear().unwrap();
         journal.clear().unwrap();
-        // One that cannot be read may name a step.
+        // A file that cannot be read is an error, because it may have a step.
         let path = dir.path().join("journal.json");
         fs::create_dir(&path).unwrap();
         let error = journal.read().unwrap_err().to_string();
         assert!(
-            error.contains("journal.json") && error.contains("hint: see why it cannot be read"),
+            error.contains("journal.json") && error.contains("hint: check why it cannot be read"),
             "{error}"
         );
         fs::remove_dir(&path).unwrap();

@@ -1,5 +1,5 @@
-//! A worker: takes work from the coordinator, parameters from the servers, and gives gradients
-//! back.
+//! A worker: requests work from the coordinator, pulls parameters from the servers, and pushes
+//! gradients.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -34,57 +34,58 @@ use hpctrain_engine::{Engine, Geometry, Splits, clip, memory};
 use hpctrain_parallel::{ControlFlags, ReducedStep, StepSchedule};
 use hpctrain_train::evaluate::{Evaluator, model};
 
-/// Pause before a worker asks again whether the run has begun.
+/// The delay before a worker asks again whether the run has started.
 const RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// Time within which one that is cut off must come back before the worker joins anew, perhaps at
+/// The time in which a lost connection must be restored before the worker joins again, perhaps at
 /// another address.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The start of a worker.
+/// Options of a worker.
 #[derive(Debug, Clone)]
 pub struct WorkerOptions {
-    /// The place of the run.
+    /// The rendezvous directory of the run.
     pub site: PsRendezvous,
-    /// Time within which a coordinator must be there, and come back.
+    /// The time to wait for the coordinator to start, and to come back after a lost connection.
     pub patience: Duration,
-    /// Compute threads.
+    /// The number of compute threads.
     pub threads: usize,
-    /// Whether a signal makes it leave: without, the coordinator hears of it and ends the run.
+    /// Whether a signal makes the worker leave; otherwise the coordinator handles it and ends the
+    /// run.
     pub leaves: bool,
 }
 
-/// The end of a worker's membership.
+/// The reason why a worker stops working.
 enum WorkerExit {
-    /// The run is over: its exit code.
+    /// The run is over, with this exit code.
     Over(i32),
-    /// It was asked to leave.
+    /// A signal asked the worker to leave.
     Left,
-    /// It is to join again.
+    /// The worker must join again.
     Renew,
 }
 
 impl WorkerOptions {
-    /// Returns a connection to the coordinator, and the credentials of the run.
+    /// Creates a client of the coordinator; returns it with the credentials of the run.
     fn coordinator(&self) -> Result<(RpcClient, Credentials)> {
         let contact = self.site.coordinator(self.patience)?;
         let credentials = self.site.credentials(&contact)?;
-        let line =
+        let client =
             RpcClient::new("the coordinator", contact.address, credentials.clone(), self.patience);
-        Ok((line.comes_back(RECONNECT_TIMEOUT), credentials))
+        Ok((client.comes_back(RECONNECT_TIMEOUT), credentials))
     }
 
-    fn is_to_leave(&self) -> bool {
+    fn must_leave(&self) -> bool {
         self.leaves && signals::came().is_some()
     }
 
-    /// Asks until the run takes workers; none if this one is to leave.
+    /// Repeats a request until the run accepts workers; returns none if this worker must leave.
     fn ask(
         &self,
         coordinator: &mut RpcClient,
         request: &CoordinatorRequest,
     ) -> Result<Option<CoordinatorResponse>> {
-        while !self.is_to_leave() {
+        while !self.must_leave() {
             match coordinator.tell(request)? {
                 CoordinatorResponse::NotYet => std::thread::sleep(RETRY_DELAY),
                 other => return Ok(Some(other)),
@@ -94,25 +95,27 @@ impl WorkerOptions {
     }
 }
 
-/// The configuration of the run, once it takes workers; or the exit code of this process, if the
-/// run is over or the process is asked to leave before.
+/// Waits until the run accepts workers and returns its configuration; or returns the exit code of
+/// this process, if the run ends or the process is asked to leave before.
 ///
 /// # Errors
-/// The coordinator is gone.
-pub fn config_of_run(hand: &WorkerOptions) -> Result<std::result::Result<Config, i32>> {
+/// Returns an error if the coordinator cannot be reached for longer than the timeout.
+pub fn config_of_run(options: &WorkerOptions) -> Result<std::result::Result<Config, i32>> {
     let since = Instant::now();
     let request = CoordinatorRequest::Terms { host: host_name(), process: std::process::id() };
     loop {
-        let asked = hand
+        let answer = options
             .coordinator()
-            .and_then(|(mut coordinator, _)| hand.ask(&mut coordinator, &request));
-        match asked {
+            .and_then(|(mut coordinator, _)| options.ask(&mut coordinator, &request));
+        match answer {
             Ok(None) => return Ok(Err(0)),
             Ok(Some(CoordinatorResponse::Terms(terms))) => return Ok(Ok(terms.config)),
             Ok(Some(CoordinatorResponse::Work(Work::End(code)))) => return Ok(Err(code)),
             Ok(Some(other)) => return Err(unexpected(&other)),
-            Err(_) if hand.is_to_leave() => return Ok(Err(0)),
-            Err(e) if e.kind() != Kind::Comm || since.elapsed() > hand.patience => return Err(e),
+            Err(_) if options.must_leave() => return Ok(Err(0)),
+            Err(e) if e.kind() != Kind::Comm || since.elapsed() > options.patience => {
+                return Err(e);
+            }
             Err(_) => {}
         }
     }
@@ -122,63 +125,65 @@ fn unexpected(answer: &CoordinatorResponse) -> Error {
     Error::comm(format!("the coordinator answered {answer:?}"))
 }
 
-/// Works until the run is over, or it is asked to leave; returns the run's exit code. `backend`
-/// makes the device; `device` names it with all that decides the bits that it computes.
+/// Runs a worker until the run is over or a signal asks it to leave; returns the exit code of the
+/// run. `backend` creates the device; `device` is its name, with everything that determines the
+/// bits that it computes.
 ///
 /// # Errors
-/// The coordinator is gone, the data cannot be read, or the device failed.
+/// Returns an error if the coordinator cannot be reached for longer than the timeout, the data
+/// cannot be read, or the device fails.
 pub fn work<B: Kernels>(
-    hand: &WorkerOptions,
+    options: &WorkerOptions,
     device: &str,
     backend: impl Fn(&ResolvedConfig) -> Result<B>,
 ) -> Result<i32> {
-    // Its checksum takes a moment, which is not to delay the work.
+    // Computing the checksum of the program takes time, so it is done before joining.
     let program = Program::here(device.into());
     let mut heard = Instant::now();
     loop {
-        match join(hand, &program, &backend, &mut heard) {
+        match join(options, &program, &backend, &mut heard) {
             Ok(WorkerExit::Over(code)) => return Ok(code),
             Ok(WorkerExit::Left) => return Ok(0),
             Ok(WorkerExit::Renew) => {}
             Err(e) if e.kind() != Kind::Comm => return Err(e),
-            Err(e) if heard.elapsed() > hand.patience => return hand.site.ended().ok_or(e),
+            Err(e) if heard.elapsed() > options.patience => return options.site.ended().ok_or(e),
             Err(e) => log::info!("joining again: {e}"),
         }
         std::thread::sleep(RETRY_DELAY);
     }
 }
 
-/// Joins the run and works, as long as this membership lasts. `heard` is set to the last time the
-/// coordinator was heard of.
+/// Joins the run and works until the worker leaves or must join again. `heard` is set to the time
+/// of the last contact with the coordinator.
 fn join<B: Kernels>(
-    hand: &WorkerOptions,
+    options: &WorkerOptions,
     program: &Program,
     backend: impl Fn(&ResolvedConfig) -> Result<B>,
     heard: &mut Instant,
 ) -> Result<WorkerExit> {
-    let (mut coordinator, credentials) = hand.coordinator()?;
+    let (mut coordinator, credentials) = options.coordinator()?;
     let join = CoordinatorRequest::Join {
         host: host_name(),
         process: std::process::id(),
         program: program.clone(),
     };
-    let (member, terms) = match hand.ask(&mut coordinator, &join)? {
+    let (member, terms) = match options.ask(&mut coordinator, &join)? {
         None => return Ok(WorkerExit::Left),
         Some(CoordinatorResponse::Welcome { member, terms }) => (member, *terms),
         Some(CoordinatorResponse::Work(Work::End(code))) => return Ok(WorkerExit::Over(code)),
         Some(other) => return Err(unexpected(&other)),
     };
-    let (mut beats, _) = hand.coordinator()?;
+    let (mut heartbeats, _) = options.coordinator()?;
     let is_current = Arc::new(AtomicBool::new(true));
     let current = is_current.clone();
-    // A coordinator that is gone is noticed elsewhere.
+    // A lost coordinator is detected by the next request for work.
     let beat = move || {
-        let answer = beats.tell_once(&CoordinatorRequest::Beat { member });
+        let answer = heartbeats.tell_once(&CoordinatorRequest::Beat { member });
         if let Ok(CoordinatorResponse::Work(Work::Renew)) = answer {
             current.store(false, Ordering::Relaxed);
         }
     };
-    let heart = HeartbeatThread::start(hand.patience, beat)?;
+    let heartbeat_thread = HeartbeatThread::start(options.patience, beat)?;
     let recording = match terms.trace {
         false => None,
         true => Some(Recording::start(
@@ -189,24 +194,27 @@ fn join<B: Kernels>(
     let activity = Activity::default();
     activity.here(Track::Compute);
     activity.record(recording.is_some());
-    let line = |address: &str| {
+    let client = |address: &str| {
         let current = is_current.clone();
-        let line = RpcClient::new("the server", address, credentials.clone(), hand.patience)
+        let client = RpcClient::new("the server", address, credentials.clone(), options.patience)
             .comes_back(RECONNECT_TIMEOUT);
-        line.watched(RECONNECT_TIMEOUT, move || current.load(Ordering::Relaxed))
+        client.watched(RECONNECT_TIMEOUT, move || current.load(Ordering::Relaxed))
     };
-    let after = Member::begin(hand, &terms, member, line, backend).and_then(|mut own| {
-        own.work(&mut coordinator, |coordinator| {
-            recording.as_ref().map_or(Ok(()), |recording| recording.send(coordinator, &activity))
-        })
-    });
-    drop(heart);
+    let exit =
+        WorkerSession::begin(options, &terms, member, client, backend).and_then(|mut worker| {
+            worker.work(&mut coordinator, |coordinator| {
+                recording
+                    .as_ref()
+                    .map_or(Ok(()), |recording| recording.send(coordinator, &activity))
+            })
+        });
+    drop(heartbeat_thread);
     *heard = Instant::now();
-    match &after {
+    match &exit {
         Ok(WorkerExit::Left) => {
             coordinator.tell_once::<CoordinatorResponse>(&CoordinatorRequest::Leave { member })?;
         }
-        // The error ends the run, and is told there.
+        // The coordinator ends the run with this error.
         Err(e) if e.kind() != Kind::Comm => {
             let report = Some(WorkerReport::Failed { fault: RemoteError::from(e) });
             let next = CoordinatorRequest::Next {
@@ -219,34 +227,34 @@ fn join<B: Kernels>(
         }
         _ => {}
     }
-    after
+    exit
 }
 
 /// A worker of one generation of the run.
-struct Member<'a, B: Kernels> {
-    hand: &'a WorkerOptions,
+struct WorkerSession<'a, B: Kernels> {
+    options: &'a WorkerOptions,
     terms: &'a RunSpec,
     member: u64,
     plan: ResolvedConfig,
     engine: Engine<B>,
     schedule: StepSchedule,
-    /// Micro-batches to come, for the thread that reads. Dropped before the feed, which waits for
-    /// that thread to end.
+    /// Requests micro-batches of the loader thread. It is declared before `feed`, so that it is
+    /// dropped first and the thread ends.
     wanted: Sender<Range<u64>>,
     feed: MicroBatches<B>,
     evaluator: Option<Evaluator>,
     digest: Option<String>,
     servers: Servers,
-    /// Batches that the thread that reads was asked for, in order.
+    /// The batches requested of the loader thread, in order.
     asked: VecDeque<u64>,
-    /// The lease: its ticket, and the batches that are left.
+    /// The ticket of the lease, and the batches that are left.
     lease: Option<(u64, Range<u64>)>,
-    /// Time spent on the work at hand.
+    /// The time spent on the current work.
     seconds: WorkerTimes,
 }
 
-/// Refuses a worker that does not fit into the memory that it may take of its host, before it
-/// allocates any: parameters, gradients, activations, and messages.
+/// Refuses a worker whose parameters, gradients, activations and messages do not fit into the
+/// available memory of its host, before they are allocated.
 fn check_memory<B: Kernels>(
     plan: &ResolvedConfig,
     terms: &RunSpec,
@@ -254,8 +262,8 @@ fn check_memory<B: Kernels>(
     data: &[&dyn Source],
 ) -> Result<()> {
     let mut config = plan.config.clone();
-    // The state of the optimizer and checkpoints are the servers'. The one buffer of this rule
-    // stands for a pull's values.
+    // The servers have the optimizer state and the snapshots for checkpoints. The one state buffer
+    // of SGD stands for the values of a pull.
     config.optimizer = Optimizer { kind: OptimizerKind::Sgd, ema: 0.0, ..config.optimizer };
     config.checkpoint.async_save = false;
     let facts = Environment {
@@ -266,32 +274,36 @@ fn check_memory<B: Kernels>(
     };
     let lean = resolve(config, &facts)?;
     let mut held = memory::Held::now(&single::<B>(), data);
-    // One is read, and one is sent.
+    // One message is received while another is sent.
     held.messages = 2 * longest(&terms.pieces);
     let need = memory::worst::<B>(&lean, held);
     let room = memory::room(plan, topology, held, None);
     if room.holds(&need) {
         return Ok(());
     }
-    let told = format!("a worker needs {} ({})", readable(need.host()), need.host_parts());
-    Err(Error::input(format!("{told}, and may take {}", readable(room.host)))
-        .hint("set a smaller batch.micro, or parallel.recompute = true"))
+    let message = format!(
+        "a worker needs {} ({}), but only {} is available",
+        readable(need.host()),
+        need.host_parts(),
+        readable(room.host)
+    );
+    Err(Error::input(message).hint("set a smaller batch.micro, or parallel.recompute = true"))
 }
 
-impl<'a, B: Kernels> Member<'a, B> {
-    /// Takes the place of a worker; `line` makes connections to servers.
+impl<'a, B: Kernels> WorkerSession<'a, B> {
+    /// Creates a worker; `client` creates clients of servers.
     fn begin(
-        hand: &'a WorkerOptions,
+        options: &'a WorkerOptions,
         terms: &'a RunSpec,
         member: u64,
-        line: impl Fn(&str) -> RpcClient,
+        client: impl Fn(&str) -> RpcClient,
         backend: impl Fn(&ResolvedConfig) -> Result<B>,
     ) -> Result<Self> {
-        let plan = terms.worker_plan(hand.threads, !B::ON_HOST)?;
-        let alone = single::<Cpu>();
-        let topology = Topology::gather(&alone.world(), alone.node().host)?;
+        let plan = terms.worker_plan(options.threads, !B::ON_HOST)?;
+        let comm = single::<Cpu>();
+        let topology = Topology::gather(&comm.world(), comm.node().host)?;
         let Splits { mut train, mut validation, .. } =
-            Splits::open(&plan.config, &alone.world(), &topology)?;
+            Splits::open(&plan.config, &comm.world(), &topology)?;
         let digest = train.fingerprint().map(|fingerprint| fingerprint.digest());
         if let Some(preprocessing) = &terms.preprocessing {
             train.conform(preprocessing)?;
@@ -315,10 +327,10 @@ impl<'a, B: Kernels> Member<'a, B> {
         let samples = plan.config.eval.samples;
         let chunk = plan.config.eval.batch;
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
-        let servers = Servers::new(terms, member, line);
+        let servers = Servers::new(terms, member, client);
         let engine = Engine { model, geometry, host_inputs: None };
         Ok(Self {
-            hand,
+            options,
             terms,
             member,
             plan,
@@ -335,18 +347,19 @@ impl<'a, B: Kernels> Member<'a, B> {
         })
     }
 
-    /// Does the work that the coordinator gives, to its end; `tell` is called after each piece.
+    /// Does the work that the coordinator assigns until the worker stops; calls `after_work` after
+    /// each piece of work.
     fn work(
         &mut self,
         coordinator: &mut RpcClient,
-        tell: impl Fn(&mut RpcClient) -> Result<()>,
+        after_work: impl Fn(&mut RpcClient) -> Result<()>,
     ) -> Result<WorkerExit> {
         let member = self.member;
         let generation = self.terms.generation;
         let mut report = None;
         let mut data = self.digest.clone();
         loop {
-            if self.hand.is_to_leave() {
+            if self.options.must_leave() {
                 return Ok(WorkerExit::Left);
             }
             let request = CoordinatorRequest::Next {
@@ -373,7 +386,7 @@ impl<'a, B: Kernels> Member<'a, B> {
                 Work::Renew => return Ok(WorkerExit::Renew),
                 Work::End(code) => return Ok(WorkerExit::Over(code)),
             };
-            tell(coordinator)?;
+            after_work(coordinator)?;
             match done {
                 Some(done) => report = Some(done),
                 None => return Ok(WorkerExit::Renew),
@@ -381,17 +394,17 @@ impl<'a, B: Kernels> Member<'a, B> {
         }
     }
 
-    /// Micro-batches of so many virtual ranks, whose first sample stands there, are to be read.
-    fn want(&self, first: u64, virtual_ranks: usize) {
+    /// Requests the micro-batches of `virtual_ranks` virtual ranks from sample `first` on.
+    fn request_samples(&self, first: u64, virtual_ranks: usize) {
         let end = first + virtual_ranks as u64 * self.plan.virtual_rank_samples;
         for start in (first..end).step_by(self.plan.micro as usize) {
-            // A reader that has failed tells so when its batch is asked for.
+            // A failed loader thread returns its error when the micro-batch is taken.
             let _ = self.wanted.send(start..start + self.plan.micro);
         }
     }
 
-    /// Makes a batch the next one to be read, and asks for the one after it, if the lease has one:
-    /// by then another worker may have it, and its samples are left out.
+    /// Makes a batch the next one of the loader, and prefetches the one after it in the lease. If
+    /// another worker takes that batch, its samples are skipped.
     fn read_ahead(&mut self, batch: u64) -> Result<()> {
         while self.asked.front().is_some_and(|next| *next != batch) {
             self.asked.pop_front();
@@ -400,16 +413,20 @@ impl<'a, B: Kernels> Member<'a, B> {
         let after = self.lease.as_ref().and_then(|(_, left)| left.clone().next());
         for next in [Some(batch), after].into_iter().flatten() {
             if !self.asked.contains(&next) {
-                self.want(self.terms.start.position + next * self.plan.config.batch.global, 1);
+                self.request_samples(
+                    self.terms.start.position + next * self.plan.config.batch.global,
+                    1,
+                );
                 self.asked.push_back(next);
             }
         }
-        // It is read now.
+        // The caller takes this batch now.
         self.asked.pop_front();
         Ok(())
     }
 
-    /// Computes the gradient of virtual ranks of a step, and pushes it; none if the generation is over.
+    /// Computes the gradient of virtual ranks of a step and pushes it; returns none if the
+    /// generation is over.
     fn virtual_ranks(
         &mut self,
         ticket: u64,
@@ -418,7 +435,7 @@ impl<'a, B: Kernels> Member<'a, B> {
     ) -> Result<Option<WorkerReport>> {
         let start = self.terms.start;
         let base = start.position + (step - start.step) * self.plan.config.batch.global;
-        self.want(
+        self.request_samples(
             base + virtual_ranks.start as u64 * self.plan.virtual_rank_samples,
             virtual_ranks.len(),
         );
@@ -440,12 +457,12 @@ impl<'a, B: Kernels> Member<'a, B> {
         }))
     }
 
-    /// Computes the gradient of the next batch of the lease, and pushes it; none if the generation
-    /// is over.
+    /// Computes the gradient of the next batch of the lease and pushes it; returns none if the
+    /// generation is over.
     fn batch(&mut self) -> Result<Option<WorkerReport>> {
         let lease = self.lease.as_mut().and_then(|(ticket, left)| Some((*ticket, left.next()?)));
-        let (ticket, batch) = lease
-            .ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
+        let (ticket, batch) =
+            lease.ok_or_else(|| Error::comm("the coordinator continued a lease that has ended"))?;
         self.read_ahead(batch)?;
         self.seconds = WorkerTimes::default();
         if !self.pull(Values::Live)? {
@@ -476,7 +493,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         Ok(Some(WorkerReport::Batch { ticket, batch, loss, norm, staleness, seconds }))
     }
 
-    /// The gradient of the micro-batches that were asked for, and the time that it took.
+    /// Computes the gradient of the requested micro-batches, and records the time it took.
     fn gradients(&mut self, step: u64) -> Result<ReducedStep> {
         let before = self.feed.waited();
         let reduced =
@@ -486,7 +503,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         Ok(reduced)
     }
 
-    /// Evaluates chunks with the parameters of a cut; none if the generation is over.
+    /// Evaluates chunks with the parameters of a snapshot; returns none if the generation is over.
     fn chunks(
         &mut self,
         ticket: u64,
@@ -510,7 +527,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         Ok(Some(WorkerReport::Chunks { ticket, sums }))
     }
 
-    /// Takes values from all servers.
+    /// Pulls values from all servers.
     fn pull(&mut self, of: Values) -> Result<Current> {
         let began = Instant::now();
         let _span = span(Doing::Pulling, None);
@@ -519,7 +536,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         Ok(current)
     }
 
-    /// Gives the reduced gradient to all servers; returns the largest staleness, or none if the
+    /// Pushes the reduced gradient to all servers; returns the largest staleness, or none if the
     /// generation is over.
     fn push(&mut self, of: impl Fn(usize, Range<usize>) -> Pushed) -> Result<Option<u64>> {
         let began = Instant::now();

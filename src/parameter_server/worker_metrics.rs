@@ -1,4 +1,5 @@
-//! The records of a run's workers: `workers.jsonl`, warnings of slow ones, the run card.
+//! Metrics of a run's workers: `workers.jsonl`, warnings about stragglers, and totals for the run
+//! summary.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,38 +15,41 @@ use hpctrain_config::telemetry::times::Times;
 use hpctrain_config::telemetry::unix_time;
 use hpctrain_config::telemetry::worker_records::WorkerRecord;
 
-/// A worker in a window of steps.
+/// The work of a worker in a window of steps.
 #[derive(Default)]
 struct Window {
     compute: f64,
     shares: usize,
 }
 
-/// Totals of a course, from step to step.
+/// The metrics of all workers of a session.
 pub struct WorkerMetrics {
     file: JsonLines,
     factor: f64,
     window: u64,
-    /// Samples of a share, and predictions.
+    /// The number of samples of a share.
     samples: u64,
+    /// The number of predictions of a share.
     predictions: u64,
-    /// Steps in the current window, and the workers in it.
+    /// The number of steps in the current window.
     steps: u64,
+    /// The work of each worker in the current window.
     of_workers: BTreeMap<String, Window>,
     step_ms: Vec<f64>,
     skipped: u64,
-    /// Of all workers together.
+    /// The total times of all workers.
     seconds: WorkerTimes,
-    /// Of all that have ever given a gradient.
+    /// The host of each worker that has pushed a gradient.
     hosts: Vec<String>,
     workers: Vec<String>,
 }
 
 impl WorkerMetrics {
-    /// Opens `path` for a run at `step`, of whose work a share has so many samples and predictions.
+    /// Opens the file `path` for a run at `step`. A share of the work has `samples` samples and
+    /// `predictions` predictions.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be opened.
     pub fn open(path: &Path, step: u64, log: &Log, samples: u64, predictions: u64) -> Result<Self> {
         Ok(Self {
             file: JsonLines::open(path, step)?,
@@ -63,11 +67,11 @@ impl WorkerMetrics {
         })
     }
 
-    /// A step took so long, to which workers have contributed this; warns of slow ones when a
-    /// window is full.
+    /// Records a step with the contributions of its workers, and logs warnings about stragglers at
+    /// the end of a window.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn step(
         &mut self,
         step: u64,
@@ -80,8 +84,7 @@ impl WorkerMetrics {
         self.skipped += u64::from(skipped);
         for Contribution { place, shares, loss, staleness, seconds } in of_step {
             let WorkerTimes { compute, loader, pull, push } = *seconds;
-            // The loss of a step that all take together is a sum over predictions; a batch's is a
-            // mean already.
+            // In synchronous training the loss is a sum over predictions, otherwise a mean.
             let predictions =
                 if self.predictions == 0 { 1 } else { *shares as u64 * self.predictions };
             let line = self.file.write(&WorkerRecord {
@@ -96,7 +99,7 @@ impl WorkerMetrics {
                 push_ms: push * 1e3,
                 time: unix_time(),
             });
-            // The file keeps a line that was refused.
+            // A line that could not be written is kept and written later.
             written = written.and(line);
             self.seconds += *seconds;
             if !self.workers.contains(place) {
@@ -118,60 +121,60 @@ impl WorkerMetrics {
         written
     }
 
-    /// Writes the lines that the file system has refused.
+    /// Writes the lines that could not be written before.
     ///
     /// # Errors
-    /// It refused again.
+    /// Returns an error if the file cannot be written.
     pub fn flush(&mut self) -> Result<()> {
         self.file.flush()
     }
 
-    /// Opens the file anew: for the run's trainer.
+    /// Reopens the file. Only the process that owns the run may call this.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be opened.
     pub fn reopen(&mut self) -> Result<()> {
         self.file.reopen()
     }
 
-    /// A line for each worker that was slow in the window.
+    /// Returns a warning for each straggler in the window.
     fn slow_workers(&self) -> Vec<String> {
         let shares: usize = self.of_workers.values().map(|worker| worker.shares).sum();
-        // Each as if it had done as much as the others.
-        let alike = shares as f64 / self.of_workers.len().max(1) as f64;
-        let of_share = |worker: &Window| worker.compute / worker.shares.max(1) as f64;
+        // Times are scaled to the mean number of shares, since workers compute different numbers.
+        let mean_shares = shares as f64 / self.of_workers.len().max(1) as f64;
+        let per_share = |worker: &Window| worker.compute / worker.shares.max(1) as f64;
         let seconds: Vec<f64> =
-            self.of_workers.values().map(|worker| of_share(worker) * alike).collect();
+            self.of_workers.values().map(|worker| per_share(worker) * mean_shares).collect();
         let places: Vec<&String> = self.of_workers.keys().collect();
-        let told = |(worker, times): (usize, f64)| {
+        let warning = |(worker, times): (usize, f64)| {
             format!(
                 "worker {} computes {times:.1} times as long as the median worker over the last {} steps",
                 places[worker], self.window
             )
         };
-        slow(&seconds, self.factor, self.window).into_iter().map(told).collect()
+        slow(&seconds, self.factor, self.window).into_iter().map(warning).collect()
     }
 
-    /// Steps whose update was left out.
+    /// Returns the number of steps whose update was skipped.
     pub fn skipped(&self) -> u64 {
         self.skipped
     }
 
-    /// The median step, in milliseconds; none without steps.
+    /// Returns the median step time in milliseconds, or none without steps.
     pub fn median_ms(&self) -> Option<f64> {
         let mut step_ms = self.step_ms.clone();
         step_ms.sort_by(f64::total_cmp);
         step_ms.get(step_ms.len() / 2).copied()
     }
 
-    /// Seconds of a worker by use, on average.
+    /// Returns the mean times of a worker in seconds.
     pub fn times(&self) -> Times {
         let WorkerTimes { compute, loader, pull, push } = self.seconds;
         let sum = Times { compute, loader, comm_exposed: pull + push, ..Times::default() };
         sum / self.workers.len().max(1) as f64
     }
 
-    /// The host of each worker that has given a gradient.
+    /// Returns the host of each worker that has pushed a gradient.
     pub fn hosts(&self) -> Vec<String> {
         self.hosts.clone()
     }
@@ -193,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_are_on_record_and_slow_ones_found() {
+    fn workers_are_recorded_and_stragglers_found() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("workers.jsonl");
         let log = Log { straggler_factor: 1.5, straggler_window: 2, ..Log::default() };
@@ -201,10 +204,10 @@ mod tests {
         let step =
             [contribution("a:1", 2, 0.2), contribution("b:2", 1, 0.2), contribution("b:3", 1, 0.1)];
         tally.step(1, Duration::from_millis(300), false, &step).unwrap();
-        // Twice as many shares in the same time is no slowness.
-        let said =
+        // Worker a:1 computes twice as many shares in the same time and is not a straggler.
+        let expected =
             "worker b:2 computes 2.0 times as long as the median worker over the last 2 steps";
-        assert_eq!(tally.slow_workers(), [said]);
+        assert_eq!(tally.slow_workers(), [expected]);
         tally.step(2, Duration::from_millis(100), true, &step[..1]).unwrap();
         assert_eq!(tally.slow_workers(), Vec::<String>::new(), "a window is over");
         let text = std::fs::read_to_string(&path).unwrap();
@@ -222,7 +225,7 @@ mod tests {
         assert_eq!(tally.hosts(), ["a", "b", "b"]);
         let times = tally.times();
         assert!((times.comm_exposed - 4.0 * 0.625 / 3.0).abs() < 1e-12, "{times:?}");
-        // A run that goes on at step 1 writes the second again.
+        // A run that resumes at step 1 writes the second step again.
         drop(WorkerMetrics::open(&path, 1, &log, 4, 16).unwrap());
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
     }

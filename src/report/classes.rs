@@ -1,14 +1,15 @@
-//! Results by class of the last evaluation that has them.
+//! Metrics by class, from the last evaluation that has them.
 
 use super::html::{digits, escaped, heading, number, paragraph, quiet, table, text};
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::classes::Classes;
 use hpctrain_config::telemetry::grouped;
 
-/// Classes of a matrix that is shown.
+/// The largest number of classes for which the confusion matrix is shown.
 const MOST: usize = 40;
 
-/// Precision, recall and F1 by class, and the confusion matrix; nothing without classes.
+/// Returns precision, recall and F1 by class and the confusion matrix as HTML; empty without
+/// classes.
 pub fn section(run: &RunRecords) -> String {
     let last = run.evaluations.iter().rev().find_map(|one| Some((one.step, one.classes.as_ref()?)));
     let Some((step, classes)) = last else { return String::new() };
@@ -16,11 +17,11 @@ pub fn section(run: &RunRecords) -> String {
     if let Some(area) = classes.roc_auc {
         out += &paragraph(&format!("area under the receiver operating characteristic: {area:.4}"));
     }
-    let of = |values: &[f64], class: usize| number(digits(values.get(class).copied()));
+    let digits_of = |values: &[f64], class: usize| number(digits(values.get(class).copied()));
     let row = |(class, name): (usize, &String)| {
         let samples = classes.confusion.get(class).map_or(0, |row| sum(row));
-        let [precision, recall, f1] =
-            [&classes.precision, &classes.recall, &classes.f1].map(|values| of(values, class));
+        let [precision, recall, f1] = [&classes.precision, &classes.recall, &classes.f1]
+            .map(|values| digits_of(values, class));
         vec![text(name), number(grouped(samples)), precision, recall, f1]
     };
     let head =
@@ -29,12 +30,12 @@ pub fn section(run: &RunRecords) -> String {
     out + &matrix(classes)
 }
 
-/// Samples of a row.
+/// Returns the number of samples in a row.
 fn sum(row: &[u64]) -> u64 {
     row.iter().copied().fold(0, u64::saturating_add)
 }
 
-/// The confusion matrix, darker where more samples of a class are.
+/// Returns the confusion matrix as HTML, with darker cells for larger shares of a class.
 fn matrix(classes: &Classes) -> String {
     let Classes { names, confusion, .. } = classes;
     if names.len() > MOST {

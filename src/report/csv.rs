@@ -1,4 +1,4 @@
-//! The steps of runs as one table of comma-separated values, none left out.
+//! The steps of runs as one table of comma-separated values, complete.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -30,11 +30,11 @@ const HEAD: [&str; 18] = [
     "time",
 ];
 
-/// Writes a line for each step of each run. Numbers read back to the same bits; those that are not
-/// finite are empty.
+/// Writes a line for each step of each run. Numbers are written exactly; those that are not finite
+/// are empty.
 ///
 /// # Errors
-/// The place for the lines refused.
+/// Returns an error if writing to `to` fails.
 pub fn write(runs: &[RunRecords], to: impl Write) -> Result<()> {
     let refused = |e: csv::Error| Error::refused(format!("cannot write the table: {e}"));
     let mut table = csv::Writer::from_writer(to);

@@ -1,4 +1,4 @@
-//! The curves of runs as data for the page's program.
+//! The curves of runs, as data for the page's script.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,28 +9,28 @@ use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, Over};
 use hpctrain_config::telemetry::metrics::Step;
 
-/// Buckets of a curve: all curves of a page together have as many as those of four runs would.
+/// The number of buckets of a curve. With more than four runs the curves share those of four.
 const MOST_BUCKETS: usize = 2000;
 
-/// The fewest buckets of a curve, with many runs.
+/// The minimum number of buckets of a curve.
 const FEWEST_BUCKETS: usize = 200;
 
-/// Parts of the time of a step that the chart has.
+/// The number of buckets in the chart of step times.
 const BUCKETS_OF_TIMES: usize = 400;
 
-/// Marks of a kind that are drawn: of more than that, those at equal distances.
+/// The maximum number of marks of one kind; if there are more, evenly spaced ones are drawn.
 const MOST_MARKS: usize = 1000;
 
 /// Names of the parts of a step's time, in the order of the charts.
 pub const PARTS: [&str; 4] = ["compute", "exposed communication", "loader", "optimizer"];
 
-/// All data of the page's program.
+/// All data of the page's script.
 #[derive(Serialize)]
 pub struct Data {
     runs: Vec<RunData>,
     charts: Vec<Chart>,
     parts: [&'static str; 4],
-    /// The steps that the charts show.
+    /// The range of steps that the charts show.
     range: [u64; 2],
     #[serde(skip)]
     buckets: usize,
@@ -45,7 +45,7 @@ struct RunData {
     marks: Marks,
 }
 
-/// Milliseconds a step by part, each a mean over some steps.
+/// Milliseconds per step for each part, averaged over buckets of steps.
 #[derive(Serialize)]
 struct TimesData {
     x: Vec<u64>,
@@ -58,21 +58,21 @@ struct Marks {
     checkpoints: Vec<u64>,
     restarts: Vec<u64>,
     skipped: Vec<u64>,
-    /// The last step before and the first step after each.
+    /// The last step before and the first step after each gap.
     gaps: Vec<[u64; 2]>,
 }
 
 /// A chart.
 #[derive(Debug, Serialize)]
 pub struct Chart {
-    /// Its name in the page.
+    /// The id of the chart in the page.
     pub id: String,
-    /// Its title.
+    /// The title.
     pub title: String,
-    /// The unit of its values: `bytes`, or none that is shown otherwise.
+    /// The unit of its values: `bytes`, or empty for plain numbers.
     unit: &'static str,
     curves: Vec<CurveName>,
-    /// Whether it may have a logarithmic axis.
+    /// Whether the page offers a logarithmic axis.
     pub may_be_logarithmic: bool,
 }
 
@@ -83,13 +83,13 @@ struct CurveName {
 }
 
 impl Data {
-    /// The data of runs with their labels.
+    /// Creates the data of runs with their labels.
     pub fn of(runs: &[RunRecords], labels: &[String]) -> Self {
         let buckets = (4 * MOST_BUCKETS / runs.len().max(1)).clamp(FEWEST_BUCKETS, MOST_BUCKETS);
         let data: Vec<RunData> = runs
             .iter()
             .zip(labels)
-            .map(|(run, label)| RunData::of(run, label.clone(), buckets))
+            .map(|(run, label)| RunData::new(run, label.clone(), buckets))
             .collect();
         let steps = || {
             data.iter()
@@ -110,28 +110,28 @@ impl Data {
         Self { charts: charts.collect(), runs: data, parts: PARTS, range, buckets }
     }
 
-    /// The charts that have a curve.
+    /// Returns the charts that have a curve.
     pub fn charts(&self) -> &[Chart] {
         &self.charts
     }
 
-    /// Buckets of a curve.
+    /// Returns the number of buckets of a curve.
     pub fn buckets(&self) -> usize {
         self.buckets
     }
 
-    /// Whether curves of so many steps are thinned.
+    /// Returns true if curves with this many steps are downsampled.
     pub fn is_thinned(&self, steps: usize) -> bool {
         steps > 2 * self.buckets
     }
 
-    /// Whether a run has the parts of its steps' time.
+    /// Returns true if the records of a run have the parts of the step time.
     pub fn has_times(&self, run: usize) -> bool {
         self.runs[run].times.is_some()
     }
 }
 
-/// All charts that a page may have.
+/// Returns all charts that a page may have.
 fn charts(runs: &[RunRecords]) -> Vec<Chart> {
     let chart = |id: &str, title: &str, unit, curves: &[(&str, &str)], may_be_logarithmic| Chart {
         id: id.into(),
@@ -184,7 +184,8 @@ fn charts(runs: &[RunRecords]) -> Vec<Chart> {
     charts
 }
 
-/// The name of a chart of a metric: names of metrics may have any characters.
+/// Returns the id of a metric's chart. It is numbered, because names of metrics may have any
+/// characters.
 fn metric_id(at: usize) -> String {
     format!("metric-{at}")
 }
@@ -193,13 +194,13 @@ fn metric_curve(name: &str) -> String {
     format!("metric {name}")
 }
 
-/// The unit of a run's throughput.
+/// Returns the unit of a run's throughput.
 pub fn predictions(run: &RunRecords) -> &'static str {
     if run.is_language() { "tokens" } else { "samples" }
 }
 
 impl RunData {
-    fn of(run: &RunRecords, label: String, buckets: usize) -> Self {
+    fn new(run: &RunRecords, label: String, buckets: usize) -> Self {
         let steps = &run.steps;
         let mut curves = BTreeMap::new();
         let mut add = |id: &str, points: Vec<Point>, is_sparse: bool| {
@@ -208,19 +209,19 @@ impl RunData {
                 curves.insert(id.to_owned(), make(&points, buckets));
             }
         };
-        let of_steps = |value: fn(&Step) -> f64| with_gaps(steps, value);
-        add("loss", of_steps(|step| step.loss), false);
-        add("norm", of_steps(|step| step.grad_norm), false);
-        add("rate", of_steps(|step| step.lr), false);
-        add("speed", of_steps(|step| step.tokens_per_second), false);
-        add("mfu", of_steps(|step| step.mfu.map_or(f64::NAN, |mfu| 100.0 * mfu)), false);
+        let points = |value: fn(&Step) -> f64| with_gaps(steps, value);
+        add("loss", points(|step| step.loss), false);
+        add("norm", points(|step| step.grad_norm), false);
+        add("rate", points(|step| step.lr), false);
+        add("speed", points(|step| step.tokens_per_second), false);
+        add("mfu", points(|step| step.mfu.map_or(f64::NAN, |mfu| 100.0 * mfu)), false);
         add(
             "energy",
             steps.iter().filter_map(|step| Some((step.step, step.energy_kwh?))).collect(),
             true,
         );
         if steps.iter().any(|step| step.peak_bytes > 0) {
-            add("memory", of_steps(|step| step.peak_bytes as f64), false);
+            add("memory", points(|step| step.peak_bytes as f64), false);
         }
         add("staleness", staleness(run), false);
         add("validation", losses(run, Over::Validation), true);
@@ -228,10 +229,10 @@ impl RunData {
         let metrics: BTreeSet<&String> =
             run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
         for name in metrics {
-            let of = |one: &Evaluation| Some((one.step, *one.metrics.get(name)?));
+            let value = |one: &Evaluation| Some((one.step, *one.metrics.get(name)?));
             add(
                 &metric_curve(name),
-                ascending(run.evaluations.iter().filter_map(of).collect()),
+                ascending(run.evaluations.iter().filter_map(value).collect()),
                 true,
             );
         }
@@ -239,14 +240,14 @@ impl RunData {
     }
 }
 
-/// The losses of evaluations over one kind of samples.
+/// Returns the losses of evaluations over one kind of samples.
 fn losses(run: &RunRecords, over: Over) -> Vec<Point> {
     let done = run.evaluations.iter();
     let done = done.filter(|one| one.over == over && one.status == EvaluationStatus::Done);
     ascending(done.filter_map(|one| Some((one.step, one.loss?))).collect())
 }
 
-/// Points by step, of each step the last.
+/// Sorts points by step, and keeps the last one of each step.
 fn ascending(mut points: Vec<Point>) -> Vec<Point> {
     points.reverse();
     points.sort_by_key(|point| point.0);
@@ -254,7 +255,7 @@ fn ascending(mut points: Vec<Point>) -> Vec<Point> {
     points
 }
 
-/// A value of every step, with a place without value where records are missing.
+/// Returns a value for every step, and a NaN where records are missing.
 fn with_gaps(steps: &[Step], value: impl Fn(&Step) -> f64) -> Vec<Point> {
     let mut points = Vec::with_capacity(steps.len());
     let mut next = None;
@@ -268,7 +269,7 @@ fn with_gaps(steps: &[Step], value: impl Fn(&Step) -> f64) -> Vec<Point> {
     points
 }
 
-/// The mean staleness of the gradients of each step.
+/// Returns the mean staleness of the gradients of each step.
 fn staleness(run: &RunRecords) -> Vec<Point> {
     let mut of_steps: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
     for given in &run.given {
@@ -280,11 +281,11 @@ fn staleness(run: &RunRecords) -> Vec<Point> {
     of_steps.into_iter().map(|(step, (sum, count))| (step, sum as f64 / count as f64)).collect()
 }
 
-/// The parts of the time of steps; none where no record has them.
+/// Returns the parts of the step time; `None` if no record has them.
 fn times(steps: &[Step]) -> Option<TimesData> {
-    let of =
+    let parts_of =
         |step: &Step| [step.compute_ms, step.comm_exposed_ms, step.loader_ms, step.optimizer_ms];
-    if !steps.iter().any(|step| of(step).iter().any(|ms| *ms > 0.0)) {
+    if !steps.iter().any(|step| parts_of(step).iter().any(|ms| *ms > 0.0)) {
         return None;
     }
     let mut x = Vec::new();
@@ -292,7 +293,7 @@ fn times(steps: &[Step]) -> Option<TimesData> {
     for bucket in parts(steps, BUCKETS_OF_TIMES) {
         x.push(bucket[bucket.len() / 2].step);
         for (at, values) in all.iter_mut().enumerate() {
-            let ms = mean(bucket.iter().map(|step| of(step)[at]));
+            let ms = mean(bucket.iter().map(|step| parts_of(step)[at]));
             values.push(ms.map_or(0.0, |ms| (ms * 1e4).round() / 1e4).max(0.0));
         }
     }
@@ -309,13 +310,13 @@ fn marks(run: &RunRecords) -> Marks {
     }
 }
 
-/// At most [`MOST_MARKS`] of them, at equal distances.
+/// Returns at most [`MOST_MARKS`] of them, evenly spaced.
 fn few<T: Copy>(all: Vec<T>) -> Vec<T> {
     let every = all.len().div_ceil(MOST_MARKS).max(1);
     all.into_iter().step_by(every).collect()
 }
 
-/// The training losses of a run for a drawing, with its evaluations.
+/// Returns the curves of training and evaluation losses of a run for a plot.
 pub fn loss_curves(run: &RunRecords, buckets: usize) -> [Curve; 2] {
     let mut evaluated = losses(run, Over::Validation);
     if evaluated.is_empty() {
@@ -327,14 +328,15 @@ pub fn loss_curves(run: &RunRecords, buckets: usize) -> [Curve; 2] {
     ]
 }
 
-/// The mean seconds of a step's parts over the whole run, in the order of [`PARTS`].
+/// Returns the mean milliseconds of each part of a step over the whole run, in the order of
+/// [`PARTS`].
 pub fn mean_times(steps: &[Step]) -> [f64; 4] {
-    let of = |value: fn(&Step) -> f64| mean(steps.iter().map(value)).map_or(0.0, rounded);
+    let mean_of = |value: fn(&Step) -> f64| mean(steps.iter().map(value)).map_or(0.0, rounded);
     [
-        of(|step| step.compute_ms),
-        of(|step| step.comm_exposed_ms),
-        of(|step| step.loader_ms),
-        of(|step| step.optimizer_ms),
+        mean_of(|step| step.compute_ms),
+        mean_of(|step| step.comm_exposed_ms),
+        mean_of(|step| step.loader_ms),
+        mean_of(|step| step.optimizer_ms),
     ]
 }
 

@@ -1,40 +1,41 @@
-//! Curves with fewer points that keep their peaks.
+//! Downsampling of curves that keeps their peaks.
 //!
-//! A curve of more than two points a bucket is cut into buckets of equal numbers of records. Of
-//! each bucket the lowest and the highest value stay, at their steps, and the first place without a
-//! value, where the line breaks. The mean of each bucket is kept beside them, for smooth lines.
+//! A curve with more than two points per bucket is split into buckets of equally many records. Of
+//! each bucket the lowest and the highest value are kept at their steps, and the first point
+//! without a value, where the line breaks. The mean of each bucket is also kept, for smoothed
+//! lines.
 
 use serde::Serialize;
 
-/// A point: a step, and a value that is not finite where there is none.
+/// A step and its value, which is not finite if it is missing.
 pub type Point = (u64, f64);
 
-/// A curve as the page has it.
+/// A curve in the page's data.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Curve {
-    /// Steps, ascending.
+    /// The steps, ascending.
     pub x: Vec<u64>,
-    /// Values; null where the line breaks.
+    /// The values; null where the line breaks.
     pub y: Vec<Option<f64>>,
-    /// Means of the buckets at their middle steps, if points were left out.
+    /// The means of the buckets at their middle steps, if the curve was downsampled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mean: Option<Means>,
-    /// Whether its points are few and shown as such.
+    /// Whether it has few points, which are then marked.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub sparse: bool,
 }
 
-/// Means of buckets.
+/// The means of buckets.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Means {
-    /// Middle steps of the buckets.
+    /// The middle steps of the buckets.
     pub x: Vec<u64>,
-    /// Means; null where a bucket has no value.
+    /// The means; null for buckets without values.
     pub y: Vec<Option<f64>>,
 }
 
 impl Curve {
-    /// The curve of `points`, ascending by step, in at most so many buckets.
+    /// Creates the curve of `points`, ascending by step, downsampled to at most this many buckets.
     pub fn thinned(points: &[Point], buckets: usize) -> Self {
         if points.len() <= 2 * buckets {
             return Self {
@@ -46,13 +47,13 @@ impl Curve {
         let mut kept: Vec<Point> = Vec::with_capacity(2 * buckets + 2);
         let mut means = Means::default();
         for bucket in parts(points, buckets) {
-            let mut of_bucket = extremes(bucket);
-            of_bucket.sort_by_key(|point| point.0);
-            kept.extend(of_bucket);
+            let mut extremes_of_bucket = extremes(bucket);
+            extremes_of_bucket.sort_by_key(|point| point.0);
+            kept.extend(extremes_of_bucket);
             means.x.push(middle(bucket));
             means.y.push(mean(bucket.iter().map(|point| point.1)).map(rounded));
         }
-        // The curve begins and ends where it does.
+        // The first and the last point are always kept.
         kept.insert(0, points[0]);
         kept.push(points[points.len() - 1]);
         kept.dedup_by_key(|point| point.0);
@@ -64,23 +65,23 @@ impl Curve {
         }
     }
 
-    /// A curve of few points.
+    /// Creates a curve with few points, which are marked.
     pub fn sparse(points: &[Point], buckets: usize) -> Self {
         Self { sparse: true, mean: None, ..Self::thinned(points, buckets) }
     }
 }
 
-/// At most so many parts of equal lengths, of which the last may be shorter.
+/// Splits a slice into at most `count` parts of equal length; the last may be shorter.
 pub fn parts<T>(all: &[T], count: usize) -> std::slice::Chunks<'_, T> {
     all.chunks(all.len().div_ceil(count.max(1)).max(1))
 }
 
-/// The middle step of a part.
+/// Returns the middle step of a bucket.
 fn middle(points: &[Point]) -> u64 {
     points.get(points.len() / 2).map_or(0, |point| point.0)
 }
 
-/// The lowest and the highest value, and the first place without one.
+/// Returns the points with the lowest and the highest value, and the first point without a value.
 fn extremes(bucket: &[Point]) -> Vec<Point> {
     let finite = || bucket.iter().filter(|point| point.1.is_finite());
     let lowest = finite().min_by(|one, other| one.1.total_cmp(&other.1));
@@ -89,7 +90,7 @@ fn extremes(bucket: &[Point]) -> Vec<Point> {
     [lowest, highest, gap].into_iter().flatten().copied().collect()
 }
 
-/// The mean of the finite ones, if there are any.
+/// Returns the mean of the finite values, if there are any.
 pub fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let (sum, count) = values
         .filter(|value| value.is_finite())
@@ -104,7 +105,7 @@ fn shown(points: &[Point]) -> Vec<Option<f64>> {
         .collect()
 }
 
-/// A number with the eight digits that a page shows at most.
+/// Rounds a number to the eight digits that a page shows at most.
 pub fn rounded(value: f64) -> f64 {
     format!("{value:.7e}").parse().unwrap_or(value)
 }

@@ -1,9 +1,9 @@
-//! Pieces of a page. All texts of a run pass through [`escaped`].
+//! HTML elements of the page. All texts of a run pass through [`escaped`].
 
 use hpctrain_base::escape::visible;
 use hpctrain_config::telemetry::{grouped, utc};
 
-/// A text as content or in the quotes of an attribute: no part of it is markup.
+/// Escapes a text for use as content or in a quoted attribute.
 pub fn escaped(text: &str) -> String {
     let text = visible(text);
     let mut out = String::with_capacity(text.len());
@@ -20,7 +20,7 @@ pub fn escaped(text: &str) -> String {
     out
 }
 
-/// JSON as the content of a script element: no part of it ends the element.
+/// Escapes JSON for use as the content of a script element.
 pub fn json_in_script(json: &str) -> String {
     json.replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026")
 }
@@ -32,23 +32,23 @@ pub struct Cell {
     content: String,
 }
 
-/// A cell with a text.
+/// Creates a cell with a text.
 pub fn text(text: impl AsRef<str>) -> Cell {
     Cell { class: "", content: escaped(text.as_ref()) }
 }
 
-/// A cell with a long text.
+/// Creates a cell with a long text.
 pub fn wide(text: impl AsRef<str>) -> Cell {
     Cell { class: "wide", content: escaped(text.as_ref()) }
 }
 
-/// A cell with a number.
+/// Creates a cell with a number.
 pub fn number(text: impl AsRef<str>) -> Cell {
     Cell { class: "number", content: escaped(text.as_ref()) }
 }
 
 impl Cell {
-    /// The same cell, with HTML before its text.
+    /// Inserts HTML before the text of the cell.
     pub fn after(self, html: &str) -> Self {
         Self { content: format!("{html}{}", self.content), ..self }
     }
@@ -61,7 +61,7 @@ impl Cell {
     }
 }
 
-/// A table that scrolls by itself where it is too wide.
+/// Returns a table that scrolls horizontally if it is too wide.
 pub fn table(head: Vec<Cell>, rows: Vec<Vec<Cell>>) -> String {
     let row = |cells: &[Cell], element: &str| {
         cells.iter().map(|cell| cell.html(element)).collect::<String>()
@@ -74,7 +74,7 @@ pub fn table(head: Vec<Cell>, rows: Vec<Vec<Cell>>) -> String {
     )
 }
 
-/// A section with a heading; nothing without content.
+/// Returns a section with a heading; empty if it has no content.
 pub fn section(id: &str, title: &str, content: &str) -> String {
     match content {
         "" => String::new(),
@@ -84,22 +84,22 @@ pub fn section(id: &str, title: &str, content: &str) -> String {
     }
 }
 
-/// A paragraph.
+/// Returns a paragraph.
 pub fn paragraph(text: &str) -> String {
     format!("<p>{}</p>\n", escaped(text))
 }
 
-/// A paragraph beside the matter.
+/// Returns a paragraph in a muted style, for side notes.
 pub fn quiet(text: &str) -> String {
     format!("<p class=\"quiet\">{}</p>\n", escaped(text))
 }
 
-/// A heading within a section.
+/// Returns a heading within a section.
 pub fn heading(text: &str) -> String {
     format!("<h3>{}</h3>\n", escaped(text))
 }
 
-/// A number with as many digits as people compare; a dash for none.
+/// Formats a number with the digits that matter for comparison; `None` as a dash.
 pub fn digits(value: Option<f64>) -> String {
     match value {
         None => "–".into(),
@@ -114,7 +114,7 @@ pub fn digits(value: Option<f64>) -> String {
     }
 }
 
-/// Seconds for people.
+/// Formats a duration in seconds for display.
 pub fn seconds(seconds: f64) -> String {
     match std::time::Duration::try_from_secs_f64(seconds) {
         Ok(time) if seconds >= 10.0 => {
@@ -125,7 +125,7 @@ pub fn seconds(seconds: f64) -> String {
     }
 }
 
-/// A time in UTC.
+/// Formats a time in UTC.
 pub fn time(since_1970: f64) -> String {
     utc(since_1970).unwrap_or_else(|| "–".into())
 }

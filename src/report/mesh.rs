@@ -1,5 +1,5 @@
 //! The layout of a run's ranks as a drawing: a row for each pipeline stage, a frame for each
-//! replica, a box for each rank, in which those of a shard stand together.
+//! replica, and in it a box for each rank, grouped by shard.
 
 use std::fmt::Write as _;
 
@@ -7,25 +7,26 @@ use super::html::escaped;
 use crate::run_records::RunRecords;
 use hpctrain_base::mesh::Mesh;
 
-/// Stages, replicas, shards and slices that are drawn, at most; a note tells of others.
+/// The maximum number of stages, replicas, shards and tensor slices that are drawn; if there are
+/// more, a note says so.
 const MOST: [usize; 4] = [8, 4, 8, 4];
 
-/// Width and height of a rank's box.
+/// The width and height of a rank's box.
 const BOX: (usize, usize) = (46, 26);
 
-/// Space between boxes, and around frames.
+/// The space between boxes, and around frames.
 const GAP: usize = 6;
 
-/// Space for the name of a stage.
+/// The space for the name of a stage.
 const LEFT: usize = 78;
 
-/// Space for the name of a replica.
+/// The space for the name of a replica.
 const TOP: usize = 22;
 
-/// The drawing with its words.
+/// Returns the drawing with a caption.
 pub fn drawing(run: &RunRecords) -> String {
     if !run.given.is_empty() {
-        return of_servers(run);
+        return server_drawing(run);
     }
     let mesh = run.mesh();
     let zero = u8::from(run.config.parallel.zero);
@@ -41,13 +42,13 @@ pub fn drawing(run: &RunRecords) -> String {
     format!("<p>{}</p>\n<div class=\"layout scroll\">{}</div>\n", escaped(&words), svg(mesh))
 }
 
-/// Workers around servers.
-fn of_servers(run: &RunRecords) -> String {
+/// Returns the drawing of a run with parameter servers.
+fn server_drawing(run: &RunRecords) -> String {
     let mut workers: Vec<&str> = run.given.iter().map(|given| given.worker.as_str()).collect();
     workers.sort_unstable();
     workers.dedup();
     let words = format!(
-        "parameter servers, and {} worker{} that gave gradients: {}",
+        "parameter servers, and {} worker{} that pushed gradients: {}",
         workers.len(),
         if workers.len() == 1 { "" } else { "s" },
         workers.iter().take(32).copied().collect::<Vec<_>>().join(", ")
@@ -83,7 +84,7 @@ fn open(width: usize, height: usize, title: &str) -> String {
     )
 }
 
-/// The drawing of a mesh.
+/// Returns the drawing of a mesh.
 fn svg(mesh: Mesh) -> String {
     let sizes = [mesh.pipeline, mesh.replica, mesh.shard, mesh.tensor];
     let [stages, replicas, shards, slices] =
@@ -94,7 +95,7 @@ fn svg(mesh: Mesh) -> String {
     let row = box_height + 3 * GAP;
     let width = LEFT + replicas * (replica_width + GAP) + GAP;
     let height = TOP + stages * row + GAP;
-    // Room for the note.
+    // Leaves room for the note.
     let mut svg = open(width.max(380), height + 20, "ranks by stage, replica, shard and slice");
     let place = |x: usize, y: usize, size: usize, anchor: &str, text: &str| {
         format!(
@@ -161,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn many_ranks_are_drawn_in_part_and_told() {
+    fn many_ranks_are_drawn_in_part_with_a_note() {
         let drawn = svg(Mesh { pipeline: 64, replica: 64, shard: 64, tensor: 8 });
         assert!(
             drawn.contains("the first of each axis") && drawn.len() < 1 << 19,

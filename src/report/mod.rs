@@ -1,7 +1,7 @@
-//! A report of runs: one page that needs nothing beside it, from the records of [`RunRecords`].
+//! A report of runs from their [`RunRecords`], as one self-contained page.
 //!
-//! The page has its data, its program and its style inside, and forbids itself every request.
-//! Curves are thinned ([`downsample`]): 1,000,000 steps make a page of less than 5 MB.
+//! The page contains its data, its script and its style, and its policy forbids all requests.
+//! Curves are downsampled ([`downsample`]): 1,000,000 steps make a page of less than 5 MB.
 
 #![forbid(unsafe_code)]
 
@@ -26,18 +26,18 @@ use html::{escaped, json_in_script, paragraph, quiet, section};
 use crate::run_records::RunRecords;
 use hpctrain_base::error::{Error, Result};
 
-/// The page's own program, its style, and the library that draws curves, with its licence.
+/// The page's script and style, and the library that draws curves, with its licence.
 const PROGRAM: &str = include_str!("assets/page.js");
 const STYLE: &str = include_str!("assets/page.css");
 const PLOTS: &str = include_str!("assets/uPlot.iife.min.js");
 const STYLE_OF_PLOTS: &str = include_str!("assets/uPlot.min.css");
 const LICENCE_OF_PLOTS: &str = include_str!("assets/uPlot-LICENSE");
 
-/// The policy of the page: nothing is loaded from anywhere.
+/// The Content-Security-Policy of the page: nothing is loaded from anywhere.
 const POLICY: &str = include_str!("assets/policy.txt");
 
-/// A part of the report for each run, under the run's name where there are several.
-fn of_each(
+/// Returns a part of the report for each run, under the run's name if there are several.
+fn for_each_run(
     runs: &[RunRecords],
     labels: &[String],
     content: impl Fn(usize, &RunRecords) -> String,
@@ -53,13 +53,13 @@ fn of_each(
     out
 }
 
-/// The colour of a run.
+/// Returns a mark in the colour of a run.
 fn chip(run: usize) -> String {
     format!("<span class=\"chip\" style=\"background:var(--c{})\"></span>", run % 8)
 }
 
-/// Names by which readers tell runs apart: those of their directories, or their paths where two
-/// have the same.
+/// Returns labels that distinguish the runs: the names of their directories, or their paths if two
+/// have the same name.
 pub fn labels(runs: &[RunRecords]) -> Vec<String> {
     let is_unique =
         |run: &RunRecords| runs.iter().filter(|other| other.name == run.name).count() == 1;
@@ -69,10 +69,10 @@ pub fn labels(runs: &[RunRecords]) -> Vec<String> {
     runs.iter().map(label).collect()
 }
 
-/// The page about these runs.
+/// Returns the page about these runs.
 ///
 /// # Errors
-/// A promise inside this program is broken.
+/// Returns an error if the data cannot be serialised, which is a bug.
 pub fn page(runs: &[RunRecords]) -> Result<String> {
     let labels = labels(runs);
     let data = curves::Data::of(runs, &labels);
@@ -83,20 +83,32 @@ pub fn page(runs: &[RunRecords]) -> Result<String> {
         (
             "time",
             "Time of a step",
-            of_each(runs, &labels, |at, run| progress::times(at, run, data.has_times(at))),
+            for_each_run(runs, &labels, |at, run| progress::times(at, run, data.has_times(at))),
         ),
         (
             "ranks",
-            "Ranks against one another",
-            of_each(runs, &labels, |_, run| ranks::section(run)),
+            "Compute time by rank",
+            for_each_run(runs, &labels, |_, run| ranks::section(run)),
         ),
-        ("evaluations", "Evaluations", of_each(runs, &labels, |_, run| progress::evaluations(run))),
-        ("classes", "Classes", of_each(runs, &labels, |_, run| classes::section(run))),
-        ("checkpoints", "Checkpoints", of_each(runs, &labels, |_, run| progress::checkpoints(run))),
-        ("restarts", "Restarts", of_each(runs, &labels, |_, run| progress::restarts(run))),
-        ("skipped", "Skipped steps", of_each(runs, &labels, |_, run| progress::skipped(run))),
-        ("samples", "Samples of text", of_each(runs, &labels, |_, run| progress::samples(run))),
-        ("layout", "Layout", of_each(runs, &labels, |_, run| mesh::drawing(run))),
+        (
+            "evaluations",
+            "Evaluations",
+            for_each_run(runs, &labels, |_, run| progress::evaluations(run)),
+        ),
+        ("classes", "Classes", for_each_run(runs, &labels, |_, run| classes::section(run))),
+        (
+            "checkpoints",
+            "Checkpoints",
+            for_each_run(runs, &labels, |_, run| progress::checkpoints(run)),
+        ),
+        ("restarts", "Restarts", for_each_run(runs, &labels, |_, run| progress::restarts(run))),
+        ("skipped", "Skipped steps", for_each_run(runs, &labels, |_, run| progress::skipped(run))),
+        (
+            "samples",
+            "Samples of text",
+            for_each_run(runs, &labels, |_, run| progress::samples(run)),
+        ),
+        ("layout", "Layout", for_each_run(runs, &labels, |_, run| mesh::drawing(run))),
         ("configuration", "Configuration", settings::section(runs, &labels)),
         ("environment", "Environment", overview::environment(runs, &labels)),
     ];
@@ -132,13 +144,13 @@ pub fn page(runs: &[RunRecords]) -> Result<String> {
     Ok(page)
 }
 
-/// A note about each record that cannot be read.
+/// Returns a note about each record that cannot be read.
 fn notes(runs: &[RunRecords], labels: &[String]) -> String {
-    let told = |(run, label): (&RunRecords, &String)| {
+    let items = |(run, label): (&RunRecords, &String)| {
         let line = |note: &String| format!("<li>{}: {}</li>\n", escaped(label), escaped(note));
         run.notes.iter().map(line).collect::<String>()
     };
-    let lines: String = runs.iter().zip(labels).map(told).collect();
+    let lines: String = runs.iter().zip(labels).map(items).collect();
     match lines.as_str() {
         "" => String::new(),
         lines => format!(
@@ -147,10 +159,10 @@ fn notes(runs: &[RunRecords], labels: &[String]) -> String {
     }
 }
 
-/// Places for the curves, which the program draws.
+/// Returns the elements in which the page's script draws the curves.
 fn curves_section(runs: &[RunRecords], data: &curves::Data) -> String {
     if data.charts().is_empty() {
-        return paragraph("There is no step on record yet.");
+        return paragraph("No step has been recorded yet.");
     }
     let mut out = String::from(
         "<div class=\"controls\">\n\

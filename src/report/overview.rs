@@ -20,11 +20,11 @@ fn number_cell(value: &str) -> Cell {
     number(value)
 }
 
-/// A table with a line for each run. Columns that say nothing of any are left out.
-fn of_runs(runs: &[RunRecords], labels: &[String], columns: &[Column<'_>]) -> String {
-    let says =
+/// Returns a table with a line for each run. Columns without any value are omitted.
+fn run_table(runs: &[RunRecords], labels: &[String], columns: &[Column<'_>]) -> String {
+    let has_value =
         |column: &&Column<'_>| runs.iter().any(|run| !matches!(column.2(run).as_str(), "" | "–"));
-    let columns: Vec<&Column<'_>> = columns.iter().filter(says).collect();
+    let columns: Vec<&Column<'_>> = columns.iter().filter(has_value).collect();
     let mut head = vec![text("run")];
     head.extend(columns.iter().map(|(name, cell, _)| cell(name)));
     let row = |(at, (run, label)): (usize, (&RunRecords, &String))| {
@@ -35,7 +35,7 @@ fn of_runs(runs: &[RunRecords], labels: &[String], columns: &[Column<'_>]) -> St
     table(head, runs.iter().zip(labels).enumerate().map(row).collect())
 }
 
-/// How a run stands.
+/// Returns the status of a run.
 fn status(run: &RunRecords) -> String {
     match &run.end {
         _ if run.running => "running".into(),
@@ -48,22 +48,22 @@ fn status(run: &RunRecords) -> String {
             end.why.as_ref().map_or_else(|| status.into(), |why| format!("{status}: {why}"))
         }
         None if run.steps.is_empty() => "not begun".into(),
-        None => "ended without a word".into(),
+        None => "ended without END marker".into(),
     }
 }
 
-/// The lowest loss of an evaluation, of validation where there is one.
+/// Returns the lowest loss of an evaluation and its step, over validation data if there are any.
 fn best(run: &RunRecords) -> Option<(f64, u64)> {
-    let of = |over: Over| {
+    let lowest = |over: Over| {
         let done = run.evaluations.iter();
         let losses = done.filter(move |one| one.over == over && one.status == Outcome::Done);
         let losses = losses.filter_map(|one| Some((one.loss?, one.step)));
         losses.filter(|one| one.0.is_finite()).min_by(|one, other| one.0.total_cmp(&other.0))
     };
-    of(Over::Validation).or_else(|| of(Over::Training))
+    lowest(Over::Validation).or_else(|| lowest(Over::Training))
 }
 
-/// The median throughput of a run's steps.
+/// Returns the median throughput of a run's steps.
 fn speed(run: &RunRecords) -> Option<f64> {
     median(run.steps.iter().map(|step| step.tokens_per_second))
 }
@@ -74,19 +74,19 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     (!values.is_empty()).then(|| *values.select_nth_unstable_by(middle, f64::total_cmp).1)
 }
 
-/// The median model TFLOP/s per rank of a run's steps, and the median MFU.
+/// Returns the median model TFLOP/s per rank of a run's steps, and the median MFU.
 fn efficiency(run: &RunRecords) -> [Option<f64>; 2] {
     let values: [fn(&Step) -> Option<f64>; 2] = [|step| step.tflops_per_rank, |step| step.mfu];
     values.map(|value| median(run.steps.iter().filter_map(value)))
 }
 
-/// The energy of a run so far in kWh, and joules per prediction over the steps of its records.
+/// Returns the energy of a run so far in kWh, and the median joules per token or sample.
 fn energy(run: &RunRecords) -> Option<(f64, Option<f64>)> {
     let kwh = run.steps.iter().rev().find_map(|step| step.energy_kwh)?;
     Some((kwh, median(run.steps.iter().filter_map(|step| step.joules_per_token))))
 }
 
-/// The table of runs.
+/// Returns the table of runs.
 pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     let steps = |run: &RunRecords| {
         format!(
@@ -166,55 +166,55 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
         ("first step", text_cell, &began),
         ("began at", text_cell, &branch),
     ];
-    of_runs(runs, labels, &columns)
+    run_table(runs, labels, &columns)
 }
 
-/// The machines, programs and memory of runs that have ended.
+/// Returns the table of the machines, versions and memory of runs that have ended.
 pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
     if runs.iter().all(|run| run.card.is_none()) {
-        return quiet("run.json, which a run writes at its end, is not there yet.");
+        return quiet("run.json is written at the end of a run and does not exist yet.");
     }
-    let of = |value: fn(&hpctrain_config::telemetry::run_card::RunCard) -> String| {
+    let column = |value: fn(&hpctrain_config::telemetry::run_card::RunCard) -> String| {
         move |run: &RunRecords| run.card.as_ref().map_or_else(|| "–".into(), value)
     };
-    let version = of(|card| card.version.clone());
-    let mpi = of(|card| card.mpi.clone());
-    let ranks = of(|card| card.ranks.to_string());
-    let threads = of(|card| card.threads.to_string());
-    let hosts = of(|card| {
+    let version = column(|card| card.version.clone());
+    let mpi = column(|card| card.mpi.clone());
+    let ranks = column(|card| card.ranks.to_string());
+    let threads = column(|card| card.threads.to_string());
+    let hosts = column(|card| {
         let mut hosts = card.hosts.clone();
         hosts.dedup();
-        let told = hosts.iter().take(16).cloned().collect::<Vec<_>>().join(", ");
-        if hosts.len() > 16 { format!("{told} and {} more", hosts.len() - 16) } else { told }
+        let shown = hosts.iter().take(16).cloned().collect::<Vec<_>>().join(", ");
+        if hosts.len() > 16 { format!("{shown} and {} more", hosts.len() - 16) } else { shown }
     });
-    let took = of(|card| seconds(card.seconds));
-    let resident = of(|card| bytes(card.peak_resident_bytes));
-    let gpu = of(|card| card.peak_gpu_bytes.map_or_else(|| "–".into(), bytes));
+    let took = column(|card| seconds(card.seconds));
+    let resident = column(|card| bytes(card.peak_resident_bytes));
+    let gpu = column(|card| card.peak_gpu_bytes.map_or_else(|| "–".into(), bytes));
     let sent =
-        of(|card| card.comm_sent_bytes.map_or_else(|| "–".into(), |sent| bytes(sent as usize)));
-    let data = of(|card| card.data.clone().unwrap_or_else(|| "–".into()));
-    let goodput = of(|card| {
+        column(|card| card.comm_sent_bytes.map_or_else(|| "–".into(), |sent| bytes(sent as usize)));
+    let data = column(|card| card.data.clone().unwrap_or_else(|| "–".into()));
+    let goodput = column(|card| {
         card.goodput.map_or_else(
             || "–".into(),
             |good| format!("{:.1} % of {} starts", 100.0 * good.share, good.starts),
         )
     });
-    let ended = of(|card| time(card.time));
+    let ended = column(|card| time(card.time));
     let device = |run: &RunRecords| run.settings.get("run.device").cloned().unwrap_or_default();
     let columns: [Column<'_>; 13] = [
         ("hpctrain", text_cell, &version),
-        ("messages", text_cell, &mpi),
+        ("transport", text_cell, &mpi),
         ("device", text_cell, &device),
         ("ranks", number_cell, &ranks),
-        ("threads a rank", number_cell, &threads),
+        ("threads per rank", number_cell, &threads),
         ("hosts", text_cell, &hosts),
         ("last start took", number_cell, &took),
-        ("memory of rank 0's process", number_cell, &resident),
-        ("of its GPU", number_cell, &gpu),
+        ("peak memory of rank 0", number_cell, &resident),
+        ("peak memory of its GPU", number_cell, &gpu),
         ("sent by rank 0", number_cell, &sent),
         ("data", text_cell, &data),
         ("goodput", text_cell, &goodput),
         ("ended", text_cell, &ended),
     ];
-    of_runs(runs, labels, &columns)
+    run_table(runs, labels, &columns)
 }

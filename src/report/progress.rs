@@ -1,5 +1,5 @@
-//! The course of a run: where its time went, evaluations, checkpoints, restarts, skipped steps,
-//! texts.
+//! The progress of a run: step times, evaluations, checkpoints, restarts, skipped steps and
+//! generated samples.
 
 use std::collections::BTreeSet;
 
@@ -11,34 +11,34 @@ use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, Over};
 use hpctrain_config::telemetry::{bytes, grouped};
 
-/// Lines of a table: of more than that, the last ones.
+/// The maximum number of rows of a table; of more, the last ones are shown.
 const MOST_ROWS: usize = 50;
 
-/// Texts.
+/// The number of generated samples that are shown.
 const MOST_TEXTS: usize = 3;
 
-/// Characters of a text.
+/// The maximum number of characters shown of a sample.
 const MOST_CHARACTERS: usize = 4000;
 
-/// The last of them, as many as a table has, with a line about those that are left out.
+/// Returns the last rows, as many as a table may have, and a note about the omitted ones.
 fn last<'a, T>(all: &'a [T], file: &str) -> (&'a [T], String) {
-    let left_out = all.len().saturating_sub(MOST_ROWS);
-    let told = match left_out {
+    let omitted = all.len().saturating_sub(MOST_ROWS);
+    let note = match omitted {
         0 => String::new(),
-        left_out => quiet(&format!(
+        omitted => quiet(&format!(
             "The last {MOST_ROWS}; {} before them are in {file}.",
-            grouped(left_out as u64)
+            grouped(omitted as u64)
         )),
     };
-    (&all[left_out..], told)
+    (&all[omitted..], note)
 }
 
-/// The parts of a step's time.
+/// Returns the parts of the step time.
 pub fn times(at: usize, run: &RunRecords, has_times: bool) -> String {
     if !has_times {
         return match run.steps.is_empty() {
             true => String::new(),
-            false => quiet("The records have no parts of the time."),
+            false => quiet("The records do not contain the parts of the step time."),
         };
     }
     let means = mean_times(&run.steps);
@@ -60,15 +60,15 @@ pub fn times(at: usize, run: &RunRecords, has_times: bool) -> String {
     }
     format!(
         "<div class=\"parts\">{bar}</div>\n<div class=\"key\">{key}</div>\n<div class=\"chart\" id=\"times-{at}\"></div>\n{}",
-        quiet("Milliseconds a step on rank 0: means of equal parts of the run.")
+        quiet("Milliseconds per step on rank 0, averaged over equal parts of the run.")
     )
 }
 
-/// The evaluations.
+/// Returns the table of evaluations.
 pub fn evaluations(run: &RunRecords) -> String {
     let names: BTreeSet<&String> =
         run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
-    let (shown, told) = last(&run.evaluations, "eval.jsonl");
+    let (shown, note) = last(&run.evaluations, "eval.jsonl");
     if shown.is_empty() {
         return String::new();
     }
@@ -88,7 +88,7 @@ pub fn evaluations(run: &RunRecords) -> String {
                 format!("{} (best)", digits(loss))
             }
             (EvaluationStatus::Done, loss) => digits(loss),
-            (EvaluationStatus::Retried, _) => "tried again".into(),
+            (EvaluationStatus::Retried, _) => "retried".into(),
             (EvaluationStatus::Failed, _) => {
                 format!("failed: {}", one.error.as_deref().unwrap_or("unknown"))
             }
@@ -101,15 +101,15 @@ pub fn evaluations(run: &RunRecords) -> String {
         row.push(text(time(one.time)));
         row
     };
-    table(head, shown.iter().map(row).collect()) + &told
+    table(head, shown.iter().map(row).collect()) + &note
 }
 
-/// The checkpoints that are there.
+/// Returns the table of the existing checkpoints.
 pub fn checkpoints(run: &RunRecords) -> String {
     if run.checkpoints.is_empty() {
-        return quiet("There is no checkpoint.");
+        return quiet("The run has no checkpoints.");
     }
-    let (shown, told) = last(&run.checkpoints, "checkpoints/");
+    let (shown, note) = last(&run.checkpoints, "checkpoints/");
     let loss = |step| run.evaluations.iter().rev().find(|one| one.step == step)?.loss;
     let row = |saved: &crate::run_records::Saved| {
         let marks = [("latest", saved.latest), ("best", saved.best)];
@@ -125,12 +125,12 @@ pub fn checkpoints(run: &RunRecords) -> String {
         cells.into_iter().chain(more).collect()
     };
     let head = vec![number("step"), number("size"), text("written"), number("loss"), text("marks")];
-    table(head, shown.iter().map(row).collect()) + &told
+    table(head, shown.iter().map(row).collect()) + &note
 }
 
-/// The starts of a supervised run.
+/// Returns the table of the starts of a supervised run.
 pub fn restarts(run: &RunRecords) -> String {
-    let (shown, told) = last(&run.restarts, "restarts.jsonl");
+    let (shown, note) = last(&run.restarts, "restarts.jsonl");
     if shown.is_empty() {
         return String::new();
     }
@@ -160,16 +160,16 @@ pub fn restarts(run: &RunRecords) -> String {
             number(seconds(one.seconds_lost)),
         ]
     };
-    table(head.map(text).into_iter().collect(), shown.iter().map(row).collect()) + &told
+    table(head.map(text).into_iter().collect(), shown.iter().map(row).collect()) + &note
 }
 
-/// Steps whose update was left out.
+/// Returns the table of the steps whose update was skipped.
 pub fn skipped(run: &RunRecords) -> String {
     let skipped: Vec<_> = run.steps.iter().filter(|step| step.skipped).collect();
     if skipped.is_empty() {
         return String::new();
     }
-    let (shown, told) = last(&skipped, "metrics.jsonl");
+    let (shown, note) = last(&skipped, "metrics.jsonl");
     let row = |step: &&hpctrain_config::telemetry::metrics::Step| {
         let value = |value: f64| number(digits(Some(value)));
         vec![number(grouped(step.step)), value(step.loss), value(step.grad_norm), value(step.lr)]
@@ -177,12 +177,12 @@ pub fn skipped(run: &RunRecords) -> String {
     let head =
         ["step", "loss", "norm of the gradient", "learning rate"].map(number).into_iter().collect();
     let count = skipped.len() as u64;
-    let told_count =
-        format!("{} of {} updates were left out.", grouped(count), grouped(run.steps.len() as u64));
-    paragraph(&told_count) + &table(head, shown.iter().map(row).collect()) + &told
+    let summary =
+        format!("{} of {} updates were skipped.", grouped(count), grouped(run.steps.len() as u64));
+    paragraph(&summary) + &table(head, shown.iter().map(row).collect()) + &note
 }
 
-/// The last texts that the model has continued.
+/// Returns the last generated samples.
 pub fn samples(run: &RunRecords) -> String {
     let shown = &run.samples[run.samples.len().saturating_sub(MOST_TEXTS)..];
     let one = |sample: &hpctrain_config::telemetry::text_samples::TextSample| {

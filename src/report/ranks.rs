@@ -1,4 +1,4 @@
-//! Ranks against one another, and workers of runs on parameter servers.
+//! Compute times of ranks, or of the workers of a run with parameter servers.
 
 use std::collections::BTreeMap;
 
@@ -7,19 +7,19 @@ use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::rank_times::{RankTimes, Spread};
 use hpctrain_config::telemetry::straggler::slow;
 
-/// Ranks that are shown: of more, the slowest.
+/// The maximum number of ranks that are shown; of more, the slowest.
 const MOST: usize = 64;
 
-/// A rank with its time.
+/// A bar: a rank, a quantile or a worker, with its time.
 struct Rank {
     name: String,
-    /// Milliseconds.
+    /// The compute time in milliseconds.
     ms: f64,
     is_slow: bool,
-    told: String,
+    tooltip: String,
 }
 
-/// The ranks of a run, or its workers.
+/// Returns the chart of a run's ranks or workers.
 pub fn section(run: &RunRecords) -> String {
     if !run.given.is_empty() {
         return workers(run);
@@ -35,13 +35,13 @@ pub fn section(run: &RunRecords) -> String {
             )),
         };
     }
-    // A run may have gone on with other ranks.
+    // The run may have been resumed with other numbers of ranks.
     let windows: Vec<&RankTimes> =
         windows.iter().filter(|window| window.ranks() == ranks).collect();
     let spreads: Vec<&Spread> =
         windows.iter().filter_map(|window| window.spread.as_ref()).collect();
     if !spreads.is_empty() {
-        return of_many(run, &spreads);
+        return quantile_chart(run, &spreads);
     }
     let steps = windows.iter().map(|window| window.steps).fold(0, u64::saturating_add);
     let sums: Vec<f64> = (0..ranks)
@@ -51,13 +51,13 @@ pub fn section(run: &RunRecords) -> String {
         .collect();
     let mesh = run.mesh();
     let factor = run.config.log.straggler_factor;
-    let alike = if mesh.ranks() == ranks { mesh.data().max(1) } else { ranks };
+    let comparable = if mesh.ranks() == ranks { mesh.data().max(1) } else { ranks };
     let seconds: Vec<f64> = sums.iter().map(|ms| ms * 1e-3).collect();
     let mut is_slow = vec![false; ranks];
-    for (stage, of_stage) in seconds.chunks(alike).enumerate() {
+    for (stage, of_stage) in seconds.chunks(comparable).enumerate() {
         slow(of_stage, factor, steps)
             .iter()
-            .for_each(|(rank, _)| is_slow[stage * alike + rank] = true);
+            .for_each(|(rank, _)| is_slow[stage * comparable + rank] = true);
     }
     let host = |rank: usize| {
         run.card.as_ref().filter(|card| card.hosts.len() == ranks).map(|card| &card.hosts[rank])
@@ -70,25 +70,25 @@ pub fn section(run: &RunRecords) -> String {
                 .map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
             ms: sums[rank] / steps.max(1) as f64,
             is_slow: is_slow[rank],
-            told: format!("slowest window {} ms", digits(Some(slowest(rank)))),
+            tooltip: format!("slowest window {} ms", digits(Some(slowest(rank)))),
         })
         .collect();
     let note = format!(
-        "Milliseconds a step that each rank computed, waits for messages and data left out, over {} windows of steps. Red ones \
-         computed {factor} times as long as the median rank of their stage.",
+        "Compute time of each rank in milliseconds per step, without waits for messages and data, over {} windows of steps. Red bars \
+         exceed {factor} times the median rank of their stage.",
         windows.len()
     );
     bars(shown) + &quiet(&note)
 }
 
-/// Many ranks, by their quantiles and the slowest ones of each window.
-fn of_many(run: &RunRecords, windows: &[&Spread]) -> String {
+/// Returns the chart of a run with many ranks: quantiles, and the slowest ranks of each window.
+fn quantile_chart(run: &RunRecords, windows: &[&Spread]) -> String {
     let count = windows.len() as f64;
     let quantile = |(index, name): (usize, &str)| Rank {
         name: name.into(),
         ms: windows.iter().map(|window| window.quantiles_ms[index]).sum::<f64>() / count,
         is_slow: false,
-        told: format!("mean over {} windows", windows.len()),
+        tooltip: format!("mean over {} windows", windows.len()),
     };
     let quantiles: Vec<Rank> =
         (0..).zip(["fastest", "10 %", "median", "90 %", "slowest"]).map(quantile).collect();
@@ -107,19 +107,19 @@ fn of_many(run: &RunRecords, windows: &[&Spread]) -> String {
                 .map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
             ms,
             is_slow: ms >= run.config.log.straggler_factor * median,
-            told: format!("among the slowest in {times} of {} windows", windows.len()),
+            tooltip: format!("among the slowest in {times} of {} windows", windows.len()),
         }
     });
     let note = format!(
-        "Milliseconds a step that ranks computed, waits for messages and data excluded, over {} windows of steps: quantiles over \
-         all {} ranks, and those that were among the slowest of a window.",
+        "Compute time in milliseconds per step, without waits for messages and data, over {} windows of steps: quantiles over all {} \
+         ranks, and the ranks that were among the slowest of a window.",
         windows.len(),
         windows[0].ranks
     );
     bars(quantiles) + &bars(slowest.collect()) + &quiet(&note)
 }
 
-/// The workers of a run on parameter servers.
+/// Returns the chart of the workers of a run with parameter servers.
 fn workers(run: &RunRecords) -> String {
     let mut of_workers: BTreeMap<&str, (f64, u64, u64, u64)> = BTreeMap::new();
     for given in &run.given {
@@ -132,16 +132,16 @@ fn workers(run: &RunRecords) -> String {
         name: format!("worker {name}"),
         ms: ms / samples.max(1) as f64,
         is_slow: false,
-        told: format!(
+        tooltip: format!(
             "{gradients} gradients, mean staleness {:.2}",
             staleness as f64 / gradients.max(1) as f64
         ),
     };
-    let note = "Milliseconds a sample that each worker computed.";
+    let note = "Compute time of each worker in milliseconds per sample.";
     bars(of_workers.into_iter().map(worker).collect()) + &quiet(note)
 }
 
-/// A bar for each.
+/// Returns a bar for each rank.
 fn bars(mut ranks: Vec<Rank>) -> String {
     let all = ranks.len();
     if all > MOST {
@@ -150,12 +150,12 @@ fn bars(mut ranks: Vec<Rank>) -> String {
     }
     let longest = ranks.iter().map(|rank| rank.ms).fold(f64::MIN_POSITIVE, f64::max);
     let mut out = String::from("<div class=\"bars\">\n");
-    for Rank { name, ms, is_slow, told } in &ranks {
+    for Rank { name, ms, is_slow, tooltip } in &ranks {
         out += &format!(
             "<span class=\"name\">{}</span><span class=\"track\" title=\"{}\"><span class=\"bar{}\" \
              style=\"width:{:.2}%\"></span></span><span>{}</span>\n",
             escaped(name),
-            escaped(told),
+            escaped(tooltip),
             if *is_slow { " slow" } else { "" },
             100.0 * ms / longest,
             escaped(&digits(Some(*ms)))

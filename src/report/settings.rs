@@ -1,12 +1,11 @@
-//! Configurations side by side.
+//! Comparison of configurations.
 
 use std::collections::BTreeSet;
 
 use super::html::{escaped, quiet};
 use crate::run_records::RunRecords;
 
-/// The table of settings: of several runs with a column for each, in which settings that differ are
-/// marked.
+/// Returns the table of settings, with a column for each run; settings that differ are marked.
 pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.settings.keys()).collect();
     let mut rows = String::new();
@@ -29,13 +28,13 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     }
     let head: String = labels.iter().map(|label| format!("<th>{}</th>", escaped(label))).collect();
     let mut choice = String::new();
-    let mut told = String::new();
+    let mut note = String::new();
     if runs.len() > 1 {
         choice = "<div class=\"controls\"><label><input type=\"checkbox\" id=\"only-differences\"> only differences</label></div>\n"
             .into();
-        told = quiet(&format!("{differing} settings differ."));
+        note = quiet(&format!("{differing} settings differ."));
     }
     format!(
-        "{told}{choice}<div class=\"scroll\"><table><thead><tr><th>key</th>{head}</tr></thead><tbody>\n{rows}</tbody></table></div>\n"
+        "{note}{choice}<div class=\"scroll\"><table><thead><tr><th>key</th>{head}</tr></thead><tbody>\n{rows}</tbody></table></div>\n"
     )
 }

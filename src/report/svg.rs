@@ -1,4 +1,4 @@
-//! The losses of runs as a drawing, for papers and pages.
+//! A plot of the losses of runs, for papers and pages.
 
 use std::fmt::Write as _;
 
@@ -9,29 +9,29 @@ use super::labels;
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::grouped;
 
-/// Size of the drawing, and the place of the curves in it.
+/// The size of the plot, and the area of the curves in it.
 const SIZE: (f64, f64) = (760.0, 420.0);
 const PLOT: [f64; 4] = [64.0, 20.0, 740.0, 364.0];
 
-/// Buckets of a curve.
+/// The number of buckets of a curve.
 const BUCKETS: usize = 1000;
 
-/// Colours of runs.
+/// The colours of runs.
 const COLOURS: [&str; 8] =
     ["#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#0b7285", "#a61e4d", "#5f3dc4", "#846900"];
 
-/// Style for light and dark surroundings.
+/// The style, for light and dark surroundings.
 const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#1c2330}.axis{stroke:#9aa6b8}.grid{stroke:#d9dee6;stroke-width:.7}\
 @media(prefers-color-scheme:dark){text{fill:#e4e9f1}.grid{stroke:#323b49}}";
 
-/// Places of numbers in the drawing.
+/// The ranges of the axes.
 struct Axes {
     steps: [f64; 2],
     losses: [f64; 2],
 }
 
 impl Axes {
-    fn of(curves: &[[Curve; 2]]) -> Self {
+    fn new(curves: &[[Curve; 2]]) -> Self {
         let all = || curves.iter().flatten();
         let steps = || all().flat_map(|curve| &curve.x).map(|step| *step as f64);
         let losses = || all().flat_map(|curve| &curve.y).flatten().copied();
@@ -56,7 +56,7 @@ impl Axes {
     }
 }
 
-/// Two bounds that differ, also of one number or none.
+/// Returns two different bounds, even if there is one value or none.
 fn bounds(least: f64, largest: f64) -> [f64; 2] {
     match (least.is_finite() && largest.is_finite(), least < largest) {
         (false, _) => [0.0, 1.0],
@@ -65,7 +65,7 @@ fn bounds(least: f64, largest: f64) -> [f64; 2] {
     }
 }
 
-/// Some five round numbers between two.
+/// Returns about five round numbers between two bounds.
 fn ticks([least, largest]: [f64; 2]) -> Vec<f64> {
     let rough = (largest - least) / 5.0;
     let power = 10f64.powf(rough.log10().floor());
@@ -81,10 +81,10 @@ fn ticks([least, largest]: [f64; 2]) -> Vec<f64> {
         .collect()
 }
 
-/// The drawing: training losses as lines, evaluations as points.
+/// Returns the plot, with training losses as lines and evaluations as points.
 pub fn losses(runs: &[RunRecords]) -> String {
     let curves: Vec<[Curve; 2]> = runs.iter().map(|run| loss_curves(run, BUCKETS)).collect();
-    let axes = Axes::of(&curves);
+    let axes = Axes::new(&curves);
     let labels = labels(runs);
     let rows = runs.len().div_ceil(3);
     let height = SIZE.1 + 20.0 * (rows - 1) as f64;
@@ -150,7 +150,7 @@ pub fn losses(runs: &[RunRecords]) -> String {
     svg + "</svg>\n"
 }
 
-/// A line that breaks where the curve does.
+/// Returns a line that breaks where the curve has no value.
 fn path(curve: &Curve, axes: &Axes) -> String {
     let mut path = String::new();
     let mut is_down = false;

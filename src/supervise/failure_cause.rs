@@ -1,57 +1,57 @@
-//! The cause of a job's end, from the lines of its standard error.
+//! Finds the cause of a job's end in the lines of its standard error.
 
-/// The cause of an end.
+/// The cause of a job's end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cause {
-    /// For people.
+    /// The reason, for display.
     pub why: String,
     /// The rank that failed first, if one is named.
     pub rank: Option<u64>,
-    /// Its host, if it is named.
+    /// The host of that rank, if it is named.
     pub host: Option<String>,
 }
 
-/// A stall report's word about two hosts.
-const APART: &str = "do not reach each other";
+/// The words of a hang report about two hosts that cannot reach each other.
+const UNREACHABLE: &str = "do not reach each other";
 
 /// Finds the cause in the lines of a job that ended with this code.
 pub fn cause(lines: &[String], code: i32) -> Cause {
-    let own = match code {
-        0 => "ended in good order".into(),
+    let end = match code {
+        0 => "finished successfully".into(),
         75 => "saved, to be continued".into(),
         code @ 129..=192 => format!("ended by signal {}", code - 128),
         code => format!("exit code {code}"),
     };
-    // The program's own error says most; then a launcher's word about a rank.
-    let said = lines.iter().find(|line| line.contains("error: ") && line.contains("rank "));
-    let said = said
+    // An error of a rank says most, then a launcher's message about a rank, then any error.
+    let found = lines.iter().find(|line| line.contains("error: ") && line.contains("rank "));
+    let found = found
         .or_else(|| lines.iter().find(|line| exited(line)))
         .or_else(|| lines.iter().find(|line| line.contains("error: ")));
-    match said.filter(|_| !matches!(code, 0 | 75)) {
-        None => Cause { why: own, rank: None, host: None },
-        // Two hosts that do not reach each other are both named, and neither is to blame.
-        Some(line) if line.contains(APART) => {
-            Cause { why: format!("{own}: {}", told(line)), rank: None, host: None }
+    match found.filter(|_| !matches!(code, 0 | 75)) {
+        None => Cause { why: end, rank: None, host: None },
+        // If two hosts cannot reach each other, the cause may be either of them.
+        Some(line) if line.contains(UNREACHABLE) => {
+            Cause { why: format!("{end}: {}", message(line)), rank: None, host: None }
         }
         Some(line) => {
-            Cause { why: format!("{own}: {}", told(line)), rank: rank(line), host: host(line) }
+            Cause { why: format!("{end}: {}", message(line)), rank: rank(line), host: host(line) }
         }
     }
 }
 
-/// A line without its beginning.
-fn told(line: &str) -> &str {
-    line.split_once("error: ").map_or(line, |(_, told)| told).trim()
+/// Returns the message of a line, without `error: ` and what precedes it.
+fn message(line: &str) -> &str {
+    line.split_once("error: ").map_or(line, |(_, message)| message).trim()
 }
 
-/// Whether a launcher tells of a rank's end.
+/// Returns true if a line is a launcher's message that a rank has ended.
 fn exited(line: &str) -> bool {
     line.contains("exited on signal")
         || line.contains(": task ")
         || line.contains("was ended by signal")
 }
 
-/// The number after a word.
+/// Returns the number after a word.
 fn number_after(line: &str, word: &str) -> Option<u64> {
     let rest = &line[line.find(word)? + word.len()..];
     let digits: &str = &rest[..rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len())];
@@ -59,13 +59,13 @@ fn number_after(line: &str, word: &str) -> Option<u64> {
 }
 
 fn rank(line: &str) -> Option<u64> {
-    // The one whose connection has ended, rather than the one that reports it.
+    // The rank whose connection has ended, rather than the one that reports it.
     if let Some((before, _)) = line.split_once(" is gone") {
         return before.rsplit_once("rank ").and_then(|(_, number)| number.parse().ok());
     }
-    // The one that does not answer, rather than the one that reports it, whose name stands in
+    // The rank that does not answer, rather than the one that reports it, which is named in
     // brackets before a warning.
-    let blamed = ["stands still: ", "] "]
+    let blamed = ["the job hangs: ", "] "]
         .iter()
         .find_map(|before| line.split_once(before))
         .map_or(line, |(_, blamed)| blamed);
@@ -82,7 +82,7 @@ fn host(line: &str) -> Option<String> {
     if let Some((before, _)) = line.split_once(": task ") {
         return name(before.rsplit(' ').next().unwrap_or_default());
     }
-    ["still: host ", "on node ", " on "]
+    ["hangs: host ", "on node ", " on "]
         .iter()
         .find_map(|word| name(&line[line.find(word)? + word.len()..]))
 }
@@ -99,18 +99,18 @@ mod tests {
 
     #[test]
     fn ranks_and_hosts_are_named() {
-        let still = "error: rank 0: the job stands still: rank 1 (process 7548 on n2) does not answer: last seen 7.5 s ago";
-        let (why, rank, host) = found(&["step 1", still, "MPI_ABORT was invoked"], 1);
-        assert!(why.starts_with("exit code 1: rank 0: the job stands still"), "{why}");
+        let hang = "error: rank 0: the job hangs: rank 1 (process 7548 on n2) does not answer: last seen 7.5 s ago";
+        let (why, rank, host) = found(&["step 1", hang, "MPI_ABORT was invoked"], 1);
+        assert!(why.starts_with("exit code 1: rank 0: the job hangs"), "{why}");
         assert_eq!((rank, host.as_deref()), (Some(1), Some("n2")));
         let noticed =
             "mpirun noticed that process rank 3 with PID 0 on node n7 exited on signal 9 (Killed).";
         assert_eq!(found(&[noticed], 137).1, Some(3));
         assert_eq!(found(&[noticed], 137).2.as_deref(), Some("n7"));
-        let gone = "error: rank 0: the job stands still: host h1 with ranks 2, 3 does not answer: rank 2 was last seen 5 s ago";
+        let gone = "error: rank 0: the job hangs: host h1 with ranks 2, 3 does not answer: rank 2 was last seen 5 s ago";
         assert_eq!((found(&[gone], 1).1, found(&[gone], 1).2.as_deref()), (Some(2), Some("h1")));
-        let apart = "error: rank 1: the job stands still: hosts h0 and h1 do not reach each other: rank 0 waits for rank 2 in #9";
-        let (why, rank, host) = found(&[apart], 1);
+        let unreachable = "error: rank 1: the job hangs: hosts h0 and h1 do not reach each other: rank 0 waits for rank 2 in #9";
+        let (why, rank, host) = found(&[unreachable], 1);
         assert!(
             why.contains("hosts h0 and h1 do not reach each other") && (rank, host) == (None, None),
             "{why}"
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_word_the_code_is_told() {
+    fn without_a_message_the_code_is_the_cause() {
         assert_eq!(found(&[], 139), ("ended by signal 11".into(), None, None));
         assert_eq!(found(&[], 205).0, "exit code 205");
         assert_eq!(found(&["error: x"], 75).0, "saved, to be continued");

@@ -1,4 +1,4 @@
-//! The hosts of a supervised job: those that answer, and the ranks that they may have.
+//! The hosts of a supervised job: finds those that answer, and distributes ranks over them.
 
 use std::process::{Child, Command, Stdio};
 use std::str::FromStr;
@@ -8,36 +8,35 @@ use rustix::system::uname;
 
 use crate::error::{Error, Result};
 
-/// Time within which a host must answer.
-const ANSWER: Duration = Duration::from_secs(20);
+/// The time within which a host must answer.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Interval at which answers are looked for.
+/// The interval at which answers are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The agent where none is given. It asks for no password, and gives up before an answer is given
-/// up.
+/// The default agent. It does not ask for a password, and gives up before [`TIMEOUT`].
 pub const AGENT: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10";
 
-/// In the command of a job: the place of the hosts with their ranks.
+/// The placeholder in the command of a job for the hosts with their ranks.
 pub const HOSTS: &str = "{hosts}";
-/// In the command of a job: the place of the number of all ranks.
+/// The placeholder in the command of a job for the number of ranks.
 pub const RANKS: &str = "{ranks}";
 
-/// A host, and the ranks that it has room for.
+/// A host with its slots.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostSlots {
     /// The name by which the agent and the launcher reach it.
     pub name: String,
-    /// Ranks at most.
+    /// The most ranks that it may have.
     pub slots: usize,
 }
 
-/// Hosts in the order in which they are taken, such as `h0:2,h1:2`.
+/// A list of hosts in order of preference, such as `h0:2,h1:2`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostList(pub Vec<HostSlots>);
 
 impl HostList {
-    /// Ranks at most.
+    /// Returns the number of slots of all hosts.
     pub fn slots(&self) -> usize {
         self.0.iter().map(|host| host.slots).sum()
     }
@@ -48,8 +47,8 @@ impl FromStr for HostList {
 
     fn from_str(text: &str) -> Result<Self> {
         let wrong = || {
-            Error::input(format!("--hosts {text}: not a list of hosts with their ranks"))
-                .hint("such as --hosts node1:8,node2:8, each host once")
+            Error::input(format!("--hosts {text} is not a list of hosts with their ranks"))
+                .hint("write, for example, --hosts node1:8,node2:8, each host once")
         };
         let mut hosts: Vec<HostSlots> = Vec::new();
         for word in text.split(',') {
@@ -70,25 +69,25 @@ impl FromStr for HostList {
 /// The hosts that a job may have.
 #[derive(Debug, Clone)]
 pub struct Hosts {
-    /// All of them.
+    /// All hosts.
     pub list: HostList,
     /// The program that runs a command on another host, with its first arguments.
     pub agent: Vec<String>,
-    /// The numbers of ranks that the layout allows, ascending.
+    /// The numbers of ranks that the layout allows, in ascending order.
     pub allowed: Vec<usize>,
 }
 
-/// The ranks of a start.
+/// The hosts and ranks of a start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seats {
-    /// Each host with its ranks, as launchers take them.
+    /// The hosts with their ranks, in the syntax of launchers.
     pub hosts: String,
-    /// All ranks.
+    /// The number of ranks.
     pub ranks: usize,
 }
 
 impl Seats {
-    /// A job's command with these in the places of `{hosts}` and `{ranks}`.
+    /// Replaces `{hosts}` and `{ranks}` in the command of a job.
     pub fn fill(&self, command: &[String]) -> Vec<String> {
         let ranks = self.ranks.to_string();
         command.iter().map(|word| word.replace(HOSTS, &self.hosts).replace(RANKS, &ranks)).collect()
@@ -96,15 +95,17 @@ impl Seats {
 }
 
 impl Hosts {
-    /// The agent's program, as the system names its processes.
+    /// Returns the name of the agent's program, as the system names its processes.
     pub fn agent_name(&self) -> Option<&str> {
         self.agent.first()?.rsplit('/').next()
     }
 
-    /// The most ranks that the layout allows on hosts that answer; else the reason why there are
-    /// none.
+    /// Distributes the most ranks that the layout allows over the hosts that answer.
+    ///
+    /// # Errors
+    /// Returns a message if no host answers, or the layout does not allow so few ranks.
     pub fn seats(&self) -> Result<Seats, String> {
-        let present = self.present();
+        let present = self.reachable();
         let names = |hosts: &[&HostSlots]| {
             hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ")
         };
@@ -113,21 +114,22 @@ impl Hosts {
         if !gone.is_empty() {
             log::warn!("no answer from {}", names(&gone));
         }
-        let room: usize = present.iter().map(|host| host.slots).sum();
-        let ranks = self.allowed.iter().rev().find(|ranks| **ranks <= room);
+        let slots: usize = present.iter().map(|host| host.slots).sum();
+        let ranks = self.allowed.iter().rev().find(|ranks| **ranks <= slots);
         match ranks {
-            Some(ranks) => Ok(share(&present, *ranks)),
+            Some(ranks) => Ok(distribute(&present, *ranks)),
             None if present.is_empty() => {
                 Err(format!("none of the hosts {} answers", names(&gone)))
             }
-            None => {
-                Err(format!("the layout allows no number of ranks that {} hold", names(&present)))
-            }
+            None => Err(format!(
+                "no number of ranks that the layout allows fits into the {slots} slots of {}",
+                names(&present)
+            )),
         }
     }
 
-    /// The hosts that answer, in their order. This one needs not be asked.
-    fn present(&self) -> Vec<&HostSlots> {
+    /// Returns the hosts that answer, in order. This host is not asked.
+    fn reachable(&self) -> Vec<&HostSlots> {
         let here = uname();
         let here = here.nodename().to_string_lossy();
         let asked: Vec<(&HostSlots, Option<Child>)> =
@@ -145,7 +147,7 @@ impl Hosts {
             .collect()
     }
 
-    /// Starts a question to another host.
+    /// Starts the agent to check whether another host answers.
     fn ask(&self, host: &HostSlots, here: &str) -> Option<Child> {
         let [program, arguments @ ..] = &self.agent[..] else { return None };
         if is_here(&host.name, here) {
@@ -168,20 +170,20 @@ impl Hosts {
     }
 }
 
-/// Whether a name is that of this host, with or without its domain.
+/// Returns true if a name is that of this host, with or without its domain.
 fn is_here(name: &str, here: &str) -> bool {
     let first = |name: &str| name.split('.').next().unwrap_or_default().to_string();
     name == "localhost" || first(name) == first(here)
 }
 
-/// Whether a process ends in time and well.
+/// Returns true if a process succeeds within [`TIMEOUT`].
 fn succeeds(mut child: Child, begun: Instant) -> bool {
     loop {
         match child.try_wait() {
             Ok(Some(status)) => return status.success(),
-            Ok(None) if begun.elapsed() < ANSWER => std::thread::sleep(POLL_INTERVAL),
+            Ok(None) if begun.elapsed() < TIMEOUT => std::thread::sleep(POLL_INTERVAL),
             _ => {
-                // It may have ended just now.
+                // The process may have ended just now.
                 let _ = child.kill();
                 let _ = child.wait();
                 return false;
@@ -190,9 +192,9 @@ fn succeeds(mut child: Child, begun: Instant) -> bool {
     }
 }
 
-/// So many ranks on as few hosts as hold them: equally many on each where that is possible, else
-/// the first hosts are filled.
-fn share(hosts: &[&HostSlots], ranks: usize) -> Seats {
+/// Distributes `ranks` ranks over the fewest hosts that can have equally many each; if that is not
+/// possible, fills the first hosts.
+fn distribute(hosts: &[&HostSlots], ranks: usize) -> Seats {
     let even = (1..=hosts.len()).filter(|count| ranks.is_multiple_of(*count)).find_map(|count| {
         let each = ranks / count;
         let chosen: Vec<_> = hosts.iter().filter(|host| host.slots >= each).take(count).collect();
@@ -209,8 +211,8 @@ fn share(hosts: &[&HostSlots], ranks: usize) -> Seats {
         let all = hosts.iter().map(|host| (host.name.as_str(), take(host)));
         all.filter(|(_, here)| *here > 0).collect()
     };
-    let seats = even.unwrap_or_else(filled);
-    let words: Vec<String> = seats.iter().map(|(name, ranks)| format!("{name}:{ranks}")).collect();
+    let chosen = even.unwrap_or_else(filled);
+    let words: Vec<String> = chosen.iter().map(|(name, ranks)| format!("{name}:{ranks}")).collect();
     Seats { hosts: words.join(","), ranks }
 }
 
@@ -238,18 +240,18 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_shared_among_few_hosts() {
-        let told = |list: &str, ranks| {
+    fn ranks_are_distributed_over_few_hosts() {
+        let distributed = |list: &str, ranks| {
             let list: HostList = list.parse().unwrap();
-            share(&list.0.iter().collect::<Vec<_>>(), ranks).hosts
+            distribute(&list.0.iter().collect::<Vec<_>>(), ranks).hosts
         };
-        assert_eq!(told("a:2,b:2", 4), "a:2,b:2");
-        assert_eq!(told("a:2,b:2", 2), "a:2");
-        assert_eq!(told("a:1,b:4,c:4", 4), "b:4");
-        assert_eq!(told("a:4,b:4,c:4", 8), "a:4,b:4");
-        assert_eq!(told("a:1,b:3", 4), "a:1,b:3");
-        assert_eq!(told("a:3,b:3", 4), "a:2,b:2");
-        assert_eq!(told("a:3,b:3", 5), "a:3,b:2");
+        assert_eq!(distributed("a:2,b:2", 4), "a:2,b:2");
+        assert_eq!(distributed("a:2,b:2", 2), "a:2");
+        assert_eq!(distributed("a:1,b:4,c:4", 4), "b:4");
+        assert_eq!(distributed("a:4,b:4,c:4", 8), "a:4,b:4");
+        assert_eq!(distributed("a:1,b:3", 4), "a:1,b:3");
+        assert_eq!(distributed("a:3,b:3", 4), "a:2,b:2");
+        assert_eq!(distributed("a:3,b:3", 5), "a:3,b:2");
     }
 
     #[test]
@@ -270,7 +272,7 @@ mod tests {
         );
         assert_eq!(seats("gone:2").unwrap_err(), "none of the hosts gone answers");
         let error = hosts("far:2,gone:2", &agent, &[4]).seats().unwrap_err();
-        assert_eq!(error, "the layout allows no number of ranks that far hold");
+        assert_eq!(error, "no number of ranks that the layout allows fits into the 2 slots of far");
         let error = hosts("far:2", &["/no/such/agent"], &[1]).seats().unwrap_err();
         assert_eq!(error, "none of the hosts far answers");
     }

@@ -1,5 +1,5 @@
-//! The file into which a supervised trainer writes the directory of its run, and those that
-//! supervisors have left which were killed: their jobs may train on.
+//! The file into which a supervised trainer writes the directory of its run, and such files of
+//! supervisors that were killed, whose jobs may still be training.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,24 +11,26 @@ use crate::error::{Error, Result};
 use crate::run_dir::RunDirectory;
 use crate::{signals, train};
 
-/// Prefix of the names of these files; a job's name, the supervisor's process and its host follow.
+/// The prefix of the names of these files; an id of the job, the process id of the supervisor and
+/// its host follow.
 const PREFIX: &str = ".hpctrain-supervised-";
 
-/// Time between two looks at the run of an orphaned job.
+/// The interval at which the run of an orphaned job is polled.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A job whose supervisor is gone.
+/// A job whose supervisor was killed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Orphan {
     /// The file of its supervisor.
     place: PathBuf,
-    /// The process of its supervisor.
+    /// The process id of its supervisor.
     pub supervisor: i32,
     /// The directory of its run.
     pub run: PathBuf,
 }
 
-/// The file of this supervisor, where a rank of another host may see it.
+/// Returns the file of this supervisor, in the working directory, which ranks on other hosts may
+/// share.
 ///
 /// # Errors
 /// Returns an error if there is no working directory.
@@ -37,13 +39,14 @@ pub fn of_this_process() -> Result<PathBuf> {
     Ok(here()?.join(name))
 }
 
-/// The run's directory, once the trainer has written it.
+/// Returns the run's directory, if the trainer has written it.
 pub fn run_in(place: &Path) -> Option<PathBuf> {
     let text = fs::read_to_string(place).ok()?;
     text.strip_suffix('\n').map(PathBuf::from)
 }
 
-/// The orphaned job that trains the run of which a start says that another process trains it.
+/// Returns the orphaned job that trains the run that a start's message `refusal` names as being
+/// trained by another process.
 ///
 /// # Errors
 /// Returns an error if the working directory cannot be read.
@@ -54,14 +57,14 @@ pub fn orphan_named_by(refusal: &str) -> Result<Option<Orphan>> {
     Ok(orphans.into_iter().find(|orphan| refuses(refusal, &orphan.run)))
 }
 
-/// Whether a start was refused because another process trains this run.
+/// Returns true if a start was refused because another process trains this run.
 fn refuses(refusal: &str, run: &Path) -> bool {
     let Some((path, _)) = refusal.split_once(" is being trained by ") else { return false };
     let path = Path::new(path.rsplit(": ").next().unwrap_or(path));
     std::path::absolute(path).is_ok_and(|path| path == run)
 }
 
-/// The orphan that a file names; none if its supervisor lives, or is of another host.
+/// Returns the orphan that a file names; `None` if its supervisor is alive, or on another host.
 fn orphan(place: &Path, host: &str) -> Option<Orphan> {
     let name = place.file_name()?.to_str()?.strip_prefix(PREFIX)?;
     let mut parts = name.splitn(3, '-').skip(1);
@@ -72,7 +75,8 @@ fn orphan(place: &Path, host: &str) -> Option<Orphan> {
 }
 
 impl Orphan {
-    /// Waits until the job has ended, or a signal comes. The file of its supervisor goes with it.
+    /// Waits until the job has ended, and removes the file of its supervisor; returns early if a
+    /// signal comes.
     pub fn outlast(&self) {
         // A lease that cannot be read may be held.
         while signals::came().is_none() && RunDirectory::at(&self.run).has_trainer().unwrap_or(true)
@@ -80,7 +84,7 @@ impl Orphan {
             signals::pause(POLL_INTERVAL);
         }
         if signals::came().is_none() {
-            // It may be gone already.
+            // The file may have been removed already.
             let _ = fs::remove_file(&self.place);
         }
     }
@@ -99,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_supervisors_that_are_gone_are_found() {
+    fn files_of_killed_supervisors_are_found() {
         let dir = tempfile::tempdir().unwrap();
         let mut ended = std::process::Command::new("true").spawn().unwrap();
         ended.wait().unwrap();

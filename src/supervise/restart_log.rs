@@ -1,4 +1,4 @@
-//! The records of a supervised run: `restarts.jsonl`, and its goodput in `run.json`.
+//! Records of a supervised run: `restarts.jsonl`, and the goodput in `run.json`.
 
 use std::io::{ErrorKind, Write as _};
 use std::path::Path;
@@ -14,17 +14,17 @@ use crate::telemetry::restarts::{self, Restart};
 use crate::telemetry::run_card::{Goodput, RunCard};
 use crate::telemetry::unix_time;
 
-/// The starts so far.
+/// Records the starts of a job.
 #[derive(Default)]
 pub struct RestartLog {
-    /// Starts that are not on record yet.
+    /// Starts that could not be recorded yet.
     waiting: Vec<Restart>,
 }
 
 impl RestartLog {
-    /// The step of the run's newest checkpoint; none without one.
+    /// Returns the step of the run's newest checkpoint, if there is one.
     pub fn checkpoint(&self, run: Option<&Path>) -> Option<u64> {
-        // Checkpoints that cannot be listed are not gained.
+        // Checkpoints that cannot be listed do not count.
         let steps = RunDirectory::at(run?).checkpoints().steps();
         steps
             .inspect_err(|e| log::warn!("{}: counted as no checkpoint", e.message()))
@@ -33,16 +33,16 @@ impl RestartLog {
             .next_back()
     }
 
-    /// Adds a start that has ended, as a line of `restarts.jsonl`.
+    /// Records a start that has ended as a line of `restarts.jsonl`.
     ///
     /// # Errors
-    /// The file system refused. The line is written with the next one.
+    /// Returns an error if the line cannot be written. It is written with the next one.
     pub fn add(&mut self, run: Option<&Path>, restart: Restart) -> Result<()> {
         let checkpoint = self.checkpoint(run);
         let (steps_lost, seconds_lost) =
-            match run.map(|run| taken_after(run, checkpoint.unwrap_or(0))) {
+            match run.map(|run| steps_after(run, checkpoint.unwrap_or(0))) {
                 Some(lost) => lost.unwrap_or_else(|e| {
-                    log::warn!("{}; the steps lost by this start are not on record", e.message());
+                    log::warn!("{}; the steps lost by this start are not recorded", e.message());
                     (0, 0.0)
                 }),
                 None => (0, 0.0),
@@ -57,7 +57,7 @@ impl RestartLog {
             let start = restarts::in_lines(&before).len() as u64 + 1;
             let line = serde_json::to_string(&Restart { start, ..restart.clone() });
             let mut line = line.map_err(|e| Error::internal(format!("restarts: {e}")))? + "\n";
-            // A line that was torn must not take this one with it.
+            // A line that was cut short by a kill must not make this one unreadable.
             if before.last().is_some_and(|byte| *byte != b'\n') {
                 line.insert(0, '\n');
             }
@@ -68,18 +68,18 @@ impl RestartLog {
     }
 }
 
-/// Adds the sums over all starts on record to the run's card, if it has one.
+/// Adds the goodput over all recorded starts to the run's summary, if it has one.
 ///
 /// # Errors
-/// The file system refused.
+/// Returns an error if a file cannot be read or written.
 pub fn sum_up(run: &Path) -> Result<()> {
     let path = RunDirectory::at(run).card_path();
-    let Some(mut card) = RunCard::read(&path)? else { return Ok(()) };
+    let Some(mut summary) = RunCard::read(&path)? else { return Ok(()) };
     let restarts = restarts::of_run(run).unwrap_or_default();
     let Some(first) = restarts.first() else { return Ok(()) };
-    let (_, useful_seconds) = taken_after(run, 0)?;
+    let (_, useful_seconds) = steps_after(run, 0)?;
     let seconds = unix_time() - first.time;
-    card.goodput = Some(Goodput {
+    summary.goodput = Some(Goodput {
         starts: restarts.len() as u64,
         seconds,
         useful_seconds,
@@ -87,19 +87,19 @@ pub fn sum_up(run: &Path) -> Result<()> {
         seconds_lost: restarts.iter().map(|restart| restart.seconds_lost).sum(),
         share: useful_seconds / seconds,
     });
-    card.write(&path)
+    summary.write(&path)
 }
 
-/// The part of a step's record that counts here.
+/// The fields of a step's record that are needed here.
 #[derive(Deserialize)]
-struct Taken {
+struct StepTime {
     step: u64,
     step_ms: f64,
 }
 
-/// The steps on record after step `checkpoint`, and their seconds: the last lines of the records,
-/// one at a time.
-fn taken_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
+/// Returns the number of recorded steps after step `checkpoint`, and their seconds, from the last
+/// lines of `metrics.jsonl`.
+fn steps_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
     let path = RunDirectory::at(run).metrics_path();
     let unread = |e| Error::io("read", &path, e);
     let file = match safe_open::open(&path) {
@@ -112,12 +112,12 @@ fn taken_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
     let mut seconds = 0.0;
     while let Some(line) = lines.previous().map_err(unread)? {
         match record(line.text) {
-            Some(Taken { step, .. }) if step <= checkpoint => break,
-            Some(Taken { step_ms, .. }) => {
+            Some(StepTime { step, .. }) if step <= checkpoint => break,
+            Some(StepTime { step_ms, .. }) => {
                 steps += 1;
                 seconds += step_ms * 1e-3;
             }
-            // Torn or damaged.
+            // The line is cut short or damaged.
             None => {}
         }
     }
@@ -136,17 +136,17 @@ mod tests {
         let lines: Vec<String> =
             (1..=7).map(|n| serde_json::to_string(&step(n)).unwrap()).collect();
         std::fs::write(run.path().join("metrics.jsonl"), lines.join("\n") + "\n{\"torn").unwrap();
-        let mut account = RestartLog::default();
+        let mut records = RestartLog::default();
         // The first start died before it had a directory.
-        account.add(None, Restart { why: "a".into(), ..Restart::default() }).unwrap();
-        account.add(Some(run.path()), Restart { why: "b".into(), ..Restart::default() }).unwrap();
+        records.add(None, Restart { why: "a".into(), ..Restart::default() }).unwrap();
+        records.add(Some(run.path()), Restart { why: "b".into(), ..Restart::default() }).unwrap();
         let text = std::fs::read_to_string(run.path().join("restarts.jsonl")).unwrap();
-        let told: Vec<Restart> =
+        let restarts: Vec<Restart> =
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(
-            told.iter().map(|one| (one.start, one.steps_lost)).collect::<Vec<_>>(),
+            restarts.iter().map(|one| (one.start, one.steps_lost)).collect::<Vec<_>>(),
             [(1, 0), (2, 7)]
         );
-        assert_eq!((told[1].seconds_lost, told[1].checkpoint), (3.5, None));
+        assert_eq!((restarts[1].seconds_lost, restarts[1].checkpoint), (3.5, None));
     }
 }

@@ -1,5 +1,5 @@
-//! Whether all ranks were started with the same configuration: a file may be old on one node, or a
-//! script may give each rank its own.
+//! Checks that all ranks were started with the same configuration: a file may be old on one node,
+//! or a script may give each rank a different one.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -9,8 +9,8 @@ use hpctrain_comm::Group;
 use hpctrain_config::Config;
 use hpctrain_device::Backend;
 
-/// Keys that ranks may have each to themselves: they change no number.
-const OWN: [&str; 5] = [
+/// Keys that may differ between ranks, because they do not change any result.
+const RANK_LOCAL_KEYS: [&str; 5] = [
     "run.threads",
     "run.memory_limit",
     "data.local_cache",
@@ -18,10 +18,11 @@ const OWN: [&str; 5] = [
     "log.level",
 ];
 
-/// Compares the configurations of all ranks: collective.
+/// Checks that all ranks have the same configuration, apart from rank-local keys. Collective.
 ///
 /// # Errors
-/// A rank has another value than rank 0; the error names the first such rank and key.
+/// Returns an error if a rank has another value than rank 0 (the error names the first such rank
+/// and key), or if a message between ranks fails.
 pub fn check_alike<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> {
     let text = shared_keys(config)?;
     let mut hasher = DefaultHasher::new();
@@ -29,29 +30,29 @@ pub fn check_alike<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> 
     let hashes = world.all_gather_u64(&[hasher.finish()])?;
     let Some(rank) = hashes.iter().position(|hash| *hash != hashes[0]) else { return Ok(()) };
     let all = world.gather_bytes(text.into_bytes()).wait()?;
-    let of = |rank: usize| {
+    let config_of = |rank: usize| {
         let config = String::from_utf8_lossy(&all[rank]).parse::<Config>();
         config.map_err(|e| {
             Error::comm(format!("rank {rank} sent a malformed configuration: {}", e.message()))
         })
     };
-    let first = differences(&of(0)?, &of(rank)?, |_, _| true).into_iter().next();
+    let first = differences(&config_of(0)?, &config_of(rank)?, |_, _| true).into_iter().next();
     let first =
         first.ok_or_else(|| Error::internal("equal configurations of different texts").shared())?;
     let message = format!(
         "ranks differ in {}: {} on rank 0, {} on rank {rank}",
         first.key, first.before, first.now
     );
-    let own = OWN.join(", ");
+    let keys = RANK_LOCAL_KEYS.join(", ");
     Err(Error::input(message)
-        .hint(format!("start all ranks with the same configuration; only {own} may differ"))
+        .hint(format!("start all ranks with the same configuration; only {keys} may differ"))
         .shared())
 }
 
-/// The file of a configuration without the keys of a rank's own.
+/// Returns the configuration as TOML, without the keys that may differ between ranks.
 fn shared_keys(config: &Config) -> Result<String> {
     let mut file = config.to_table()?;
-    for (section, key) in OWN.iter().filter_map(|own| own.split_once('.')) {
+    for (section, key) in RANK_LOCAL_KEYS.iter().filter_map(|key| key.split_once('.')) {
         file.get_mut(section)
             .and_then(toml::Value::as_table_mut)
             .map(|section| section.remove(key));
@@ -66,7 +67,7 @@ mod tests {
     use hpctrain_config::{Sources, load};
     use hpctrain_cpu::Cpu;
 
-    /// The outcomes of ranks with these settings.
+    /// Returns the outcome of each rank with these settings.
     fn outcomes(settings: &[&str]) -> Vec<Result<()>> {
         let configs: Vec<Config> = settings
             .iter()
@@ -87,9 +88,8 @@ mod tests {
 
     #[test]
     fn ranks_may_differ_in_nothing_that_changes_numbers() {
-        let alike =
-            ["run.threads=1 run.steps=9", "run.steps=9 run.threads=2 run.memory_limit=1GiB"];
-        assert!(outcomes(&alike).into_iter().all(|outcome| outcome.is_ok()));
+        let same = ["run.threads=1 run.steps=9", "run.steps=9 run.threads=2 run.memory_limit=1GiB"];
+        assert!(outcomes(&same).into_iter().all(|outcome| outcome.is_ok()));
         for (settings, says) in [
             (
                 &["optimizer.lr=0.1", "optimizer.lr=0.1", "optimizer.lr=0.2"][..],
@@ -97,7 +97,7 @@ mod tests {
             ),
             (
                 &["run.name=a", "run.steps=2500"],
-                "ranks differ in run.name: \"a\" on rank 0, left out on rank 1",
+                "ranks differ in run.name: \"a\" on rank 0, omitted on rank 1",
             ),
             (&["model.layers=[{kind='relu'}]", "run.steps=1"], "ranks differ in model.layers: [{ "),
         ] {

@@ -11,30 +11,30 @@ use hpctrain_config::{LayoutMode, ResolvedConfig};
 use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 
-/// A whole run on the device of `run.device`, as by `hpctrain train`: collective over the world of
-/// `comm`. The ranks of `beside` are told the directory, as by [`train`].
+/// Runs a whole training on the device of `run.device`, like `hpctrain train`. Collective over the
+/// world of `comm`. The ranks of `with_evaluators` receive the run's directory, as in [`train_on`].
 ///
 /// Signals end the process at once unless [`signals::listen`](hpctrain_base::signals::listen) was
 /// called before; then the run saves first.
 ///
 /// # Errors
-/// As [`train`], or there are no such devices.
+/// Returns an error if the device does not exist or cannot be used, or if [`train_on`] fails.
 pub fn train(
     comm: &Comm<Cpu>,
     request: &TrainRequest,
-    own: Customization<'_>,
-    beside: Option<&Comm<Cpu>>,
+    custom: Customization<'_>,
+    with_evaluators: Option<&Comm<Cpu>>,
 ) -> Result<RunOutcome> {
-    let request = &TrainRequest { config: own.configured(&request.config), ..request.clone() };
+    let request = &TrainRequest { config: custom.configured(&request.config), ..request.clone() };
     let vocabulary =
-        own.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
+        custom.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
     let threads = request.threads;
     match place(comm, &request.config)? {
         None => {
             comm.world().all_ok(cpu_can(&request.config))?;
             let request =
                 laid_out(request, &Here { comm, backend: cpu, gpu: None, threads, vocabulary })?;
-            train_on(comm, &request, own, beside.map(Comm::world).as_ref(), cpu)
+            train_on(comm, &request, custom, with_evaluators.map(Comm::world).as_ref(), cpu)
         }
         Some(gpu) => {
             let comm = &gpu.beside(comm);
@@ -47,13 +47,14 @@ pub fn train(
             };
             let here = Here { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
             let request = TrainRequest { gpu: Some(place), ..laid_out(request, &here)? };
-            let beside = beside.map(|beside| beside.on().world());
-            train_on(comm, &request, own, beside.as_ref(), backend)
+            let with_evaluators = with_evaluators.map(|ranks| ranks.on().world());
+            train_on(comm, &request, custom, with_evaluators.as_ref(), backend)
         }
     }
 }
 
-/// The request with the layout that is fastest here, if it leaves the choice: collective.
+/// Returns the request with the fastest layout for this machine if `parallel.layout = auto`, else
+/// unchanged. Collective.
 fn laid_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     request: &TrainRequest,
     here: &Here<'_, B, F>,

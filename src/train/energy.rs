@@ -1,4 +1,4 @@
-//! The energy of a run: one rank of each machine reads its counters, rank 0 records the sum.
+//! Energy of a run: one rank per machine reads the machine's counters, and rank 0 records the sum.
 
 use hpctrain_base::energy::{Counters, EnergySource, Meter, machine};
 use hpctrain_base::error::{Error, Result};
@@ -13,7 +13,7 @@ const KWH: f64 = 3.6e6;
 /// The energy counters of all machines of a run, as one rank sees them.
 pub struct Energy<B: Backend> {
     world: Group<B>,
-    /// On the ranks that read; none anywhere if nothing can be counted.
+    /// Set on the ranks that read counters. `None` on all ranks if nothing can be counted.
     meter: Option<Meter>,
     /// The sources that all machines have.
     sources: Vec<EnergySource>,
@@ -21,8 +21,8 @@ pub struct Energy<B: Backend> {
 }
 
 impl<B: Backend> Energy<B> {
-    /// Opens the counters of every machine on its first rank, and starts to count what all machines
-    /// can. `gpu` is the CUDA id of this rank's GPU. Collective.
+    /// Opens the counters of every machine on its first rank, and starts the sources that all
+    /// machines have. `gpu` is the CUDA id of this rank's GPU. Collective.
     ///
     /// # Errors
     /// Returns an error if a message between ranks failed.
@@ -65,8 +65,9 @@ impl<B: Backend> Energy<B> {
         Ok(Self { world: world.clone(), meter, sources, machines })
     }
 
-    /// Joules of all machines since the counters were opened; none if they cannot be counted. On
-    /// rank 0; the other ranks get any number. Collective where there are several machines.
+    /// Returns the joules of all machines since the counters were opened, or `None` if they cannot
+    /// be counted. The value is meaningful on rank 0 only. Collective if there are several
+    /// machines.
     ///
     /// # Errors
     /// Returns an error if a message between ranks failed.
@@ -88,32 +89,32 @@ impl<B: Backend> Energy<B> {
         Ok(Some(all).filter(|joules| joules.is_finite()))
     }
 
-    /// The devices that are counted.
+    /// Returns the sources that are counted.
     pub fn sources(&self) -> &[EnergySource] {
         &self.sources
     }
 }
 
-/// Rank 0's account of the energy of a run.
+/// Energy use of a run, as recorded by rank 0.
 pub struct EnergyAccount {
     /// kWh of earlier starts.
     earlier_kwh: f64,
     /// Steps and joules at the last record.
     recorded: (u64, f64),
-    /// The step that this start began at.
+    /// The step at which this start began.
     began: u64,
     /// Predictions per step.
     per_step: f64,
 }
 
 impl EnergyAccount {
-    /// The account of a run that took `earlier_kwh` before this start, which begins at `step` and
-    /// makes `per_step` predictions a step.
+    /// Creates the account of a run that used `earlier_kwh` before this start. The start begins at
+    /// `step` and makes `per_step` predictions per step.
     pub fn new(earlier_kwh: f64, step: u64, per_step: u64) -> Self {
         Self { earlier_kwh, recorded: (step, 0.0), began: step, per_step: per_step as f64 }
     }
 
-    /// Adds the energy to the record of a step at whose end this start has taken `joules`.
+    /// Adds the energy to the record of a step. `joules` is the energy of this start at its end.
     pub fn add_to(&mut self, record: &mut Step, joules: f64) {
         let (step, before) = self.recorded;
         record.energy_kwh = Some(self.kwh(joules));
@@ -121,7 +122,7 @@ impl EnergyAccount {
         self.recorded = (record.step, joules);
     }
 
-    /// The energy of the run, for its card, after `step` steps.
+    /// Returns the energy of the run after `step` steps, for the run summary.
     pub fn total(&self, joules: f64, step: u64, sources: &[EnergySource]) -> EnergyUse {
         let joules_per_token = joules / self.predictions(self.began, step);
         EnergyUse { sources: sources.to_vec(), kwh: self.kwh(joules), joules_per_token }
@@ -131,7 +132,7 @@ impl EnergyAccount {
         self.earlier_kwh + joules / KWH
     }
 
-    /// Predictions of the steps after `from` to `to`.
+    /// Returns the number of predictions in the steps `from + 1 ..= to`.
     fn predictions(&self, from: u64, to: u64) -> f64 {
         to.saturating_sub(from).max(1) as f64 * self.per_step
     }
@@ -142,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn energy_goes_on_across_starts() {
+    fn energy_is_summed_across_starts() {
         let mut account = EnergyAccount::new(0.5, 10, 100);
         let mut record = Step { step: 20, ..Step::default() };
         account.add_to(&mut record, 3.6e6);

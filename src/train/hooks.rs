@@ -1,4 +1,4 @@
-//! Callbacks of a program during a run.
+//! Callbacks during a run.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
@@ -8,19 +8,19 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_config::telemetry::metrics::Step;
 
-/// Callbacks of a run. All do nothing unless written.
+/// Callbacks during a run. Every method does nothing by default.
 ///
-/// Every rank calls its own hooks, in the order given, at the same points of the run; so a hook may
-/// itself ask for collectives if every rank has it. A step waits for its hooks.
+/// Every rank calls its hooks in the given order, at the same points of the run, so a hook may run
+/// collectives if every rank has it. Training waits until the hooks return.
 ///
-/// A hook that returns [`Break`] asks the run to stop, with a reason. One rank that asks is enough:
-/// all ranks hear of it with the step that follows, and end after that one, with a last evaluation
-/// and checkpoint ([`RunOutcome::Stopped`]). Where replicas train apart, ranks meet at averages
-/// only: hooks are called for each step, but all steps of a round after its average, and all ranks
-/// hear of a request at the end of the next round.
+/// A hook that returns [`Break`] asks the run to stop, with a reason. A request on one rank is
+/// enough: it reaches all ranks with the next step, and they end after that step, with a last
+/// evaluation and checkpoint ([`RunOutcome::Stopped`]). With local SGD, ranks synchronise only when
+/// replicas are averaged: hooks are called for every step of a round, but after its average, and a
+/// request reaches all ranks at the end of the next round.
 ///
-/// An error ends the run on all ranks, likewise after the step that follows, and names the hook.
-/// After an error of a hook, no hook of that rank is called any more but for [`Hook::end`].
+/// An error ends the run on all ranks, also after the next step, and names the hook. After a hook
+/// has failed, only [`Hook::end`] is called on that rank.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -41,38 +41,37 @@ use hpctrain_config::telemetry::metrics::Step;
 ///     }
 /// }
 /// ```
-#[expect(unused_variables, reason = "names for those who write one")]
+#[expect(unused_variables, reason = "named for implementors")]
 pub trait Hook {
-    /// Its name in messages.
+    /// Returns the name of the hook, for messages.
     fn name(&self) -> &str {
         std::any::type_name::<Self>()
     }
 
-    /// A step was taken. It is told as in `metrics.jsonl`; losses, norms and rates are the same on
-    /// all ranks, times and memory are this rank's.
+    /// Called after every step, with the record that goes to `metrics.jsonl`. Losses, norms and
+    /// learning rates are the same on all ranks; times and memory are this rank's.
     ///
     /// # Errors
-    /// Any error, to end the run.
+    /// Returns an error to end the run.
     fn step(&mut self, step: &Step) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
 
-    /// The run has evaluated itself after step `step`: the same on all ranks. With `eval.inline =
-    /// false` it does not.
+    /// Called after an evaluation at step `step`, with the same metrics on all ranks. With
+    /// `eval.inline = false` the trainer does not evaluate, and this is not called.
     ///
     /// # Errors
-    /// Any error, to end the run.
+    /// Returns an error to end the run.
     fn evaluation(&mut self, step: u64, measures: &Metrics) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
 
-    /// Epoch number `epoch`, from 1, has ended: step `step` has seen the last of its samples. After
-    /// [`Hook::step`] of that step, and after [`Hook::evaluation`] if the run has evaluated itself
-    /// then: `measures`. Where replicas train apart, it is called for all epochs of a round after
-    /// its average.
+    /// Called when epoch `epoch`, counted from 1, has ended with step `step`: after [`Hook::step`]
+    /// of that step, and after [`Hook::evaluation`] if the run was evaluated then, with its result
+    /// in `measures`. With local SGD, it is called for all epochs of a round after its average.
     ///
     /// # Errors
-    /// Any error, to end the run.
+    /// Returns an error to end the run.
     fn epoch(
         &mut self,
         epoch: u64,
@@ -82,20 +81,22 @@ pub trait Hook {
         Ok(Continue(()))
     }
 
-    /// The checkpoint of step `step` has been published in `directory`, some steps later where it
-    /// is written beside training. It stays until newer ones take its place (`checkpoint.keep`).
+    /// Called when the checkpoint of step `step` has been published in `directory`, which may be
+    /// some steps later if it is written asynchronously. Later checkpoints replace it
+    /// (`checkpoint.keep`).
     ///
     /// # Errors
-    /// Any error, to end the run.
+    /// Returns an error to end the run.
     fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
 
-    /// The run has ended: well, with all its records written, or by an error that all ranks share.
-    /// Called once, unless a rank is lost.
+    /// Called once when the run has ended: successfully, with all its records written, or with an
+    /// error that all ranks share. Not called if a rank is lost.
     ///
     /// # Errors
-    /// An error replaces a good end; after a bad one it is only logged.
+    /// An error that is returned fails a run that ended well; if the run has failed already, it is
+    /// only logged.
     fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
         Ok(())
     }
@@ -108,7 +109,7 @@ pub struct Outcome<'a> {
     pub step: u64,
     /// The run's directory.
     pub directory: &'a Path,
-    /// The ending or the error: a run that was stopped or preempted ends well, too.
+    /// How the run ended, or its error. A run that was stopped or preempted is `Ok`, too.
     pub result: Result<&'a RunOutcome, &'a Error>,
 }
 
@@ -119,13 +120,13 @@ pub struct Hooks<'h> {
 }
 
 impl<'h> Hooks<'h> {
-    /// Hooks to be called in this order.
+    /// Creates a set of hooks that are called in this order.
     pub fn new(hooks: Vec<&'h mut dyn Hook>) -> Self {
         Self { hooks, failure: None }
     }
 
-    /// Calls one after the other; returns the reason to stop, if one asks. A failure is kept for
-    /// [`Hooks::failure`].
+    /// Calls the hooks one after the other, up to one that fails; its error is kept for
+    /// [`Hooks::failure`]. Returns the first reason to stop, if a hook asks for it.
     pub fn call(
         &mut self,
         call: impl Fn(&mut dyn Hook) -> Result<ControlFlow<String>>,
@@ -154,15 +155,15 @@ impl<'h> Hooks<'h> {
         ended.collect::<Vec<_>>().into_iter().collect()
     }
 
-    /// Whether one has failed.
+    /// Returns true if a hook has failed.
     pub fn has_failed(&self) -> bool {
         self.failure.is_some()
     }
 
-    /// Passes the failure of one on, if one has failed.
+    /// Returns the failure of the hook that failed, if any.
     ///
     /// # Errors
-    /// The failure of the hook.
+    /// Returns an error if a hook has failed.
     pub fn failure(&self) -> Result<()> {
         self.failure.clone().map_or(Ok(()), Err)
     }

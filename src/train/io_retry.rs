@@ -1,64 +1,65 @@
-//! Refusals of the file system that a run survives for a while.
+//! File-system failures that a run tolerates for a while.
 //!
-//! Training goes on while the last good checkpoint is younger than `checkpoint.io_retry_seconds`:
-//! what was refused is tried again. A run that has no checkpoint yet has nothing to lose, and ends
-//! at once.
+//! Training goes on and writes are retried while the last good checkpoint is younger than
+//! `checkpoint.io_retry_seconds`. A run that has no checkpoint yet has nothing to lose, and ends at
+//! once.
 
 use std::time::{Duration, Instant};
 
 use hpctrain_base::error::{Error, Kind, Result};
 
-/// Pause before the first further attempt to save; each is twice as long as the one before.
-const FIRST: Duration = Duration::from_secs(1);
+/// Pause before the first retry of a save. Each pause is twice as long as the one before.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
 /// The longest pause.
-const LONGEST: Duration = Duration::from_secs(60);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// Time between two warnings about records, which are tried again with every step.
-const QUIET: Duration = Duration::from_secs(60);
+/// Time between two warnings about records, which are retried with every step.
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Records and checkpoints that could not be written.
+/// The state of records and checkpoints that could not be written.
 pub struct IoFailureTolerance {
     tolerate: Duration,
     /// Time of the last good checkpoint, if there is one.
     saved: Option<Instant>,
-    /// The refusal of a checkpoint, and that of a record, since when.
+    /// The ongoing failure to write a checkpoint, and when it began.
     save: Option<(Instant, Error)>,
+    /// The ongoing failure to write a record, and when it began.
     record: Option<(Instant, Error)>,
     warned: Option<Instant>,
     pause: Duration,
 }
 
-/// The beginning of a refusal that lasts, or begins now.
-fn since(refusal: &Option<(Instant, Error)>) -> Instant {
-    refusal.as_ref().map_or_else(Instant::now, |(since, _)| *since)
+/// Returns when an ongoing failure began, or now if there is none.
+fn since(failure: &Option<(Instant, Error)>) -> Instant {
+    failure.as_ref().map_or_else(Instant::now, |(since, _)| *since)
 }
 
-/// Whether a run may survive an error: files that cannot be written, or read back.
+/// Returns true if a run may tolerate the error: a file that cannot be written, or read back.
 pub fn is_outage(error: &Error) -> bool {
     matches!(error.kind(), Kind::Io | Kind::Damaged)
 }
 
 impl IoFailureTolerance {
-    /// Of a run that tolerates them for so many seconds after a checkpoint, and began with one or
-    /// not.
+    /// Creates the state of a run that tolerates failures until its last checkpoint is `tolerate`
+    /// seconds old. `has_checkpoint` is true if the run began with one.
     pub fn new(tolerate: u64, has_checkpoint: bool) -> Self {
         let tolerate = Duration::from_secs(tolerate);
         let saved = has_checkpoint.then(Instant::now);
-        Self { tolerate, saved, save: None, record: None, warned: None, pause: FIRST }
+        Self { tolerate, saved, save: None, record: None, warned: None, pause: FIRST_PAUSE }
     }
 
-    /// A checkpoint was published.
+    /// Notes that a checkpoint was published.
     pub fn published(&mut self) {
-        (self.saved, self.save, self.pause) = (Some(Instant::now()), None, FIRST);
+        (self.saved, self.save, self.pause) = (Some(Instant::now()), None, FIRST_PAUSE);
     }
 
-    /// A checkpoint was refused.
+    /// Notes that a checkpoint could not be written.
     ///
     /// # Errors
-    /// The run is to end.
+    /// Returns the error if the run does not tolerate it any longer.
     pub fn save_refused(&mut self, error: Error) -> Result<()> {
-        self.bear(&error)?;
+        self.check_tolerated(&error)?;
         log::warn!(
             "{}; training goes on, and saves again in {} s",
             error.message(),
@@ -68,17 +69,18 @@ impl IoFailureTolerance {
         Ok(())
     }
 
-    /// The pause before the next attempt to save, longer each time.
+    /// Returns the pause before the next attempt to save, longer each time.
     pub fn pause(&mut self) -> Duration {
         let pause = self.pause;
-        self.pause = (2 * pause).min(LONGEST);
+        self.pause = (2 * pause).min(LONGEST_PAUSE);
         pause
     }
 
-    /// A record was written, or refused: then it is kept in memory.
+    /// Notes that a record was written, or that it could not be and is kept in memory.
     ///
     /// # Errors
-    /// The run is to end; or another error than one of the file system.
+    /// Returns the error if it is not one of the file system, or if the run does not tolerate it
+    /// any longer.
     pub fn record(&mut self, written: Result<()>) -> Result<()> {
         let Err(error) = written else {
             if let Some((since, _)) = self.record.take() {
@@ -89,8 +91,8 @@ impl IoFailureTolerance {
         if !is_outage(&error) {
             return Err(error);
         }
-        self.bear(&error)?;
-        if self.warned.is_none_or(|at| at.elapsed() >= QUIET) {
+        self.check_tolerated(&error)?;
+        if self.warned.is_none_or(|at| at.elapsed() >= WARNING_INTERVAL) {
             log::warn!("{}; training goes on, and keeps the record in memory", error.message());
             self.warned = Some(Instant::now());
         }
@@ -98,11 +100,11 @@ impl IoFailureTolerance {
         Ok(())
     }
 
-    /// Passes what is written at the end of a run, which is not tried again: another start may do
-    /// it.
+    /// Checks a write at the end of a run, which is not retried: another start may do it.
     ///
     /// # Errors
-    /// As given; one of the file system is an outage, if there is a checkpoint to go on from.
+    /// Returns the given error. One of the file system becomes an outage if there is a checkpoint
+    /// to resume from.
     pub fn at_end(&self, written: Result<()>) -> Result<()> {
         written.map_err(|error| match self.saved {
             Some(saved) if is_outage(&error) => error.outlasted(saved.elapsed()),
@@ -110,19 +112,19 @@ impl IoFailureTolerance {
         })
     }
 
-    /// Passes a look at a lease: one that cannot be read is not lost.
+    /// Notes the result of a check of the lease: a lease that cannot be read is not lost.
     ///
     /// # Errors
-    /// The lease is lost, or the run is to end.
+    /// Returns an error if the lease is lost, or if the run does not tolerate a failed read any
+    /// longer.
     pub fn held(&mut self, checked: Result<()>) -> Result<()> {
         if checked.is_ok() { Ok(()) } else { self.record(checked) }
     }
 
-    /// Ends the wait for a file system that refuses, as the run was asked to end: nothing is tried
-    /// again.
+    /// Stops retrying, because the run was asked to end.
     ///
     /// # Errors
-    /// Returns the refusal that lasts, if one does.
+    /// Returns the ongoing failure, if there is one.
     pub fn give_up(&self) -> Result<()> {
         match self.save.as_ref().or(self.record.as_ref()) {
             Some((_, error)) => Err(error
@@ -132,7 +134,7 @@ impl IoFailureTolerance {
         }
     }
 
-    fn bear(&self, error: &Error) -> Result<()> {
+    fn check_tolerated(&self, error: &Error) -> Result<()> {
         let Some(saved) = self.saved else { return Err(error.clone()) };
         let age = saved.elapsed();
         if age < self.tolerate {
@@ -141,14 +143,14 @@ impl IoFailureTolerance {
         Err(error.clone().outlasted(age))
     }
 
-    /// For the progress line: the refusal that lasts.
+    /// Returns the ongoing failure for the progress line, if there is one.
     pub fn told(&self) -> Option<String> {
-        let told = |what: &str, of: &Option<(Instant, Error)>| {
-            let (since, error) = of.as_ref()?;
+        let describe = |what: &str, failure: &Option<(Instant, Error)>| {
+            let (since, error) = failure.as_ref()?;
             let cause = error.message().rsplit(": ").next().unwrap_or_default().to_string();
             Some(format!("{what} since {} s: {cause}", since.elapsed().as_secs()))
         };
-        told("not saved", &self.save).or_else(|| told("not recorded", &self.record))
+        describe("not saved", &self.save).or_else(|| describe("not recorded", &self.record))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Records and progress output of rank 0.
+//! Records and progress output, written by rank 0.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -21,17 +21,17 @@ use hpctrain_config::telemetry::tensorboard::TensorBoard;
 use hpctrain_config::telemetry::text_samples::TextSample;
 use hpctrain_config::telemetry::unix_time;
 
-/// The records of rank 0.
+/// The record files of a run. Rank 0 has them.
 pub struct Records {
     /// `metrics.jsonl`.
     pub metrics: JsonLines,
     /// The progress line.
     pub progress: Progress,
-    /// Points for TensorBoard, if they are wanted.
+    /// The TensorBoard event file, if `log.tensorboard` is set.
     pub tensorboard: Option<TensorBoard>,
-    /// The last step whose evaluation by an evaluator has its point.
-    taken_in: u64,
-    /// Energy of the run so far.
+    /// The last step whose evaluation by an evaluator was copied to TensorBoard.
+    copied_to_tensorboard: u64,
+    /// The energy of the run so far.
     pub energy: EnergyAccount,
     /// Detection of slow ranks.
     stragglers: Stragglers,
@@ -39,19 +39,19 @@ pub struct Records {
     rank_times: Option<JsonLines>,
     /// `samples.jsonl`, where texts are sampled.
     samples: Option<JsonLines>,
-    /// Without validation data: the training loss by which checkpoints are compared.
+    /// The training loss by which checkpoints are compared if there is no validation data.
     pub epoch_loss: Option<EpochLoss>,
     /// `eval.jsonl`, and the evaluations that are not in it yet.
     evaluations: (PathBuf, VecDeque<Evaluation>),
 }
 
 impl Records {
-    /// Opens the records of a run that is at `step`: records of later steps are dropped, and will
-    /// be written again. `choices` is the result of a measurement of collectives; `epoch_loss` is
-    /// given where there is no validation data.
+    /// Opens the records of a run that is at `step`. Records of later steps are dropped, and will
+    /// be written again. `choices` is the result of a benchmark of collectives; `epoch_loss` is
+    /// given if there is no validation data.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if a file cannot be read or written.
     pub fn open(
         directory: &RunDirectory,
         plan: &ResolvedConfig,
@@ -95,7 +95,7 @@ impl Records {
         Ok(Self {
             metrics,
             tensorboard,
-            taken_in: step,
+            copied_to_tensorboard: step,
             energy,
             rank_times,
             samples,
@@ -117,10 +117,10 @@ impl Records {
         })
     }
 
-    /// Adds a step.
+    /// Adds the record of a step.
     ///
     /// # Errors
-    /// The file system refused. The record waits for [`Records::flush`].
+    /// Returns an error if the file cannot be written. The record waits for [`Records::flush`].
     pub fn stepped(&mut self, record: &Step) -> Result<()> {
         if let Some(board) = &mut self.tensorboard {
             board.step(record);
@@ -129,9 +129,9 @@ impl Records {
         self.metrics.write(record).and_then(|()| self.flush())
     }
 
-    /// Adds the seconds that each rank computed in step `step`; the ranks that were slow in a
-    /// window that is full now, and whether it is on record: one that the file system has refused
-    /// waits for [`Records::flush`].
+    /// Adds the seconds that each rank computed in step `step`. When a window of steps is complete,
+    /// returns its stragglers and the result of writing its record; a record that could not be
+    /// written waits for [`Records::flush`].
     pub fn computed(&mut self, step: u64, seconds: &[f64]) -> (Vec<Straggler>, Result<()>) {
         let Some(window) = self.stragglers.step(seconds) else { return (Vec::new(), Ok(())) };
         let compute_ms =
@@ -142,10 +142,10 @@ impl Records {
         (window.stragglers, written)
     }
 
-    /// Adds a text that the model has continued.
+    /// Adds a text that the model has generated.
     ///
     /// # Errors
-    /// The file system refused. The record waits for [`Records::flush`].
+    /// Returns an error if the file cannot be written. The record waits for [`Records::flush`].
     pub fn sampled(&mut self, step: u64, text: &str) -> Result<()> {
         if let Some(board) = &mut self.tensorboard {
             board.text(step, "texts/sample", text);
@@ -157,9 +157,9 @@ impl Records {
     /// Appends an evaluation.
     ///
     /// # Errors
-    /// The file system refused. The evaluation waits for [`Records::flush`].
+    /// Returns an error if the file cannot be written. The evaluation waits for [`Records::flush`].
     pub fn evaluated(&mut self, evaluation: Evaluation) -> Result<()> {
-        // One that waits may be told again with the next attempt to save.
+        // An evaluation that waits may be added again with the next attempt to save.
         let is_same = |one: &Evaluation| (one.step, one.over) == (evaluation.step, evaluation.over);
         if !self.evaluations.1.iter().any(is_same) {
             if let Some(board) = &mut self.tensorboard {
@@ -170,33 +170,35 @@ impl Records {
         self.flush()
     }
 
-    /// Adds points of evaluations that evaluators have made meanwhile, where points are wanted.
+    /// Copies the evaluations that evaluators have added meanwhile to TensorBoard, if enabled.
     pub fn take_in_evaluations(&mut self) {
         let Some(board) = &mut self.tensorboard else { return };
-        // Lines that cannot be read are told of where they matter.
+        // Lines that cannot be read are reported where they matter.
         let Ok(all) = evaluations::read(&self.evaluations.0) else { return };
-        let is_new = |one: &&Evaluation| one.checkpoint.is_some() && one.step > self.taken_in;
+        let is_new =
+            |one: &&Evaluation| one.checkpoint.is_some() && one.step > self.copied_to_tensorboard;
         let mut of_others: Vec<&Evaluation> = all.known().iter().filter(is_new).collect();
         of_others.sort_by_key(|one| one.step);
         for evaluation in of_others.into_iter().filter(|one| one.status == EvaluationStatus::Done) {
             board.evaluation(evaluation);
-            self.taken_in = evaluation.step;
+            self.copied_to_tensorboard = evaluation.step;
         }
     }
 
-    /// Opens the files of steps anew, of which one could not be written: for the run's trainer.
+    /// Reopens the record files after one of them could not be written. Only the run's trainer may
+    /// do this.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if a file cannot be read or written.
     pub fn reopen(&mut self) -> Result<()> {
         let optional = self.rank_times.iter_mut().chain(&mut self.samples);
         [&mut self.metrics].into_iter().chain(optional).try_for_each(JsonLines::reopen)
     }
 
-    /// Writes all that waits because the file system has refused it.
+    /// Writes all records that wait because they could not be written.
     ///
     /// # Errors
-    /// It refused again.
+    /// Returns an error if a file still cannot be written.
     pub fn flush(&mut self) -> Result<()> {
         self.metrics.flush()?;
         self.rank_times.as_mut().map_or(Ok(()), JsonLines::flush)?;

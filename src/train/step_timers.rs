@@ -1,5 +1,5 @@
-//! Meters of a start of a run on one rank: steps, their time by activity, and the profile of its
-//! kernels.
+//! Timers of one rank since the start of the process: steps, their time by activity, and the
+//! profile of its kernels.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use hpctrain_config::telemetry::times::{TimeCounters, Times};
 use hpctrain_device::{Profile, Tallies};
 use hpctrain_engine::StepResult;
 
-/// The meters of one rank.
+/// The timers of one rank.
 pub struct StepTimers {
     started: Instant,
     /// Milliseconds of each step.
@@ -20,7 +20,7 @@ pub struct StepTimers {
     times: Times,
     /// Steps in a row that were skipped, and in all.
     skipped: (u64, u64),
-    /// The profile, if the rank counts the time of its kernels.
+    /// The profile, if the rank measures the time of its kernels.
     profile: Option<Profiled>,
 }
 
@@ -33,7 +33,7 @@ struct Profiled {
 }
 
 impl StepTimers {
-    /// At zero; `profiles` says whether the rank counts the time of its kernels.
+    /// Creates timers at zero. `profiles` is true if the rank measures the time of its kernels.
     pub fn new(started: Instant, profiles: bool) -> Self {
         Self {
             started,
@@ -45,12 +45,12 @@ impl StepTimers {
         }
     }
 
-    /// Whether the rank counts the time of its kernels.
+    /// Returns true if the rank measures the time of its kernels.
     pub fn profiles(&self) -> bool {
         self.profile.is_some()
     }
 
-    /// The counters of time by now; the loader has been waited for so long.
+    /// Returns the present time counters. `loader` is the time spent waiting for the loader.
     pub fn spent(&self, comm: Stats, loader: Duration) -> TimeCounters {
         TimeCounters {
             total: self.started.elapsed().as_secs_f64(),
@@ -61,7 +61,7 @@ impl StepTimers {
         }
     }
 
-    /// A step has this result.
+    /// Adds the result of a step.
     pub fn took(&mut self, step: &StepResult) {
         self.updating += step.updating;
         self.skipped = if step.skipped() {
@@ -71,8 +71,8 @@ impl StepTimers {
         };
     }
 
-    /// A round of so many steps took so long. The first of several does not count for the profile
-    /// if it may warm up: on a device it loads the kernels.
+    /// Adds a round of `steps` steps that took `seconds`. If `may_warm_up` is true, the profile
+    /// ignores the first round: on a GPU it loads the kernels.
     pub fn took_round(
         &mut self,
         steps: usize,
@@ -100,40 +100,40 @@ impl StepTimers {
         }
     }
 
-    /// Steps in a row that were skipped, to the last one.
+    /// Returns the number of consecutive steps that were skipped, up to the last one.
     pub fn skipped_in_a_row(&self) -> u64 {
         self.skipped.0
     }
 
-    /// Steps that were skipped.
+    /// Returns the number of steps that were skipped.
     pub fn skipped(&self) -> u64 {
         self.skipped.1
     }
 
-    /// Whether no step was taken.
+    /// Returns true if no step was taken.
     pub fn is_empty(&self) -> bool {
         self.step_ms.is_empty()
     }
 
-    /// The median of the steps, in milliseconds; infinite without any.
+    /// Returns the median step time in milliseconds, or infinity if no step was taken.
     pub fn median_ms(&self) -> f64 {
         let mut step_ms = self.step_ms.clone();
         step_ms.sort_by(f64::total_cmp);
         step_ms.get(step_ms.len() / 2).copied().unwrap_or(f64::INFINITY)
     }
 
-    /// Time of the steps, by activity.
+    /// Returns the time of the steps, by activity.
     pub fn times(&self) -> Times {
         self.times
     }
 
-    /// Seconds since the start.
+    /// Returns the seconds since the start.
     pub fn seconds(&self) -> f64 {
         self.started.elapsed().as_secs_f64()
     }
 
-    /// The profile, if the rank counts the time of its kernels; the device was waited for after
-    /// each of them, or not.
+    /// Returns the profile, if the rank measures the time of its kernels. `waits` is true if the
+    /// rank waited for the device after each kernel.
     pub fn profile(&self, threads: usize, waits: bool) -> Option<KernelReport> {
         let Profiled { steps, times, tallies } = self.profile.as_ref()?;
         Some(KernelReport::new(tallies, *steps, *times, threads, waits))

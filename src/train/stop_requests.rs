@@ -1,10 +1,10 @@
-//! Requests to a rank besides training: by signals, by the clock, by evaluators, by hooks.
+//! Requests to save or stop: from signals, the clock, evaluators and hooks.
 //!
-//! Ranks are asked at different moments. Each sends the requests it received with its next
-//! [`ControlFlags`], and all obey the flags of the same step.
+//! Ranks receive requests at different moments. Each sends them with its next [`ControlFlags`], and
+//! all ranks act on the flags of the same step.
 //!
-//! A hook's request to stop, on any rank, and its failure travel likewise: they cost no message,
-//! and the run ends after the step that carries them.
+//! A hook's request to stop, on any rank, and its failure travel in the same flags: they need no
+//! message, and the run ends after the step that carries them.
 
 use std::time::{Duration, Instant};
 
@@ -14,30 +14,30 @@ use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_checkpoint::run_dir::markers::Markers;
 use hpctrain_parallel::{AllFlags, ControlFlags};
 
-/// Least time between two looks for evaluators' requests: each is a request to a file system that
+/// Minimum time between two checks for evaluators' requests: each one loads a file system that
 /// other nodes use as well.
-const ASK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The requests that reach this rank.
 pub struct StopRequests {
-    /// Rank 0 alone looks at the clock and for evaluators' requests.
+    /// True on rank 0, which alone checks the clock and evaluators' requests.
     root: bool,
     budget: TimeLimit,
     markers: Markers,
-    /// Time between checkpoints, if it counts.
+    /// Time between checkpoints, if they are saved by the clock.
     every: Option<Duration>,
     saved: Instant,
-    /// The moment at which a save that failed is due again.
-    again: Option<Instant>,
+    /// When to retry a save that failed.
+    retry_at: Option<Instant>,
     has_published: bool,
-    asked: Instant,
+    polled: Instant,
     /// The reason to stop early, once one is known.
     stop_reason: Option<String>,
 }
 
 impl StopRequests {
-    /// The requests of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for
-    /// never.
+    /// Creates the requests of a rank. `root` is true on rank 0. A checkpoint is due every `every`
+    /// seconds; 0 disables this.
     pub fn new(root: bool, budget: TimeLimit, markers: Markers, every: u64) -> Self {
         let now = Instant::now();
         let every = (every > 0).then(|| Duration::from_secs(every));
@@ -47,34 +47,34 @@ impl StopRequests {
             markers,
             every,
             saved: now,
-            again: None,
+            retry_at: None,
             has_published: false,
-            asked: now,
+            polled: now,
             stop_reason: None,
         }
     }
 
-    /// The flags of this rank for the others. `written` is whether it has done its part of the save
-    /// under way.
+    /// Returns the flags that this rank sends to the others. `written` is true if it has finished
+    /// its part of the save under way.
     pub fn flags(&mut self, written: bool) -> ControlFlags {
-        if self.root && self.stop_reason.is_none() && self.asked.elapsed() >= ASK {
-            self.asked = Instant::now();
+        if self.root && self.stop_reason.is_none() && self.polled.elapsed() >= POLL_INTERVAL {
+            self.polled = Instant::now();
             self.stop_reason = self.markers.asked_to_stop();
         }
         let due = self.every.is_some_and(|every| self.saved.elapsed() >= every)
-            || self.again.is_some_and(|again| Instant::now() >= again);
+            || self.retry_at.is_some_and(|retry_at| Instant::now() >= retry_at);
         ControlFlags::END.when(self.must_end())
             | ControlFlags::WRITTEN.when(written)
             | ControlFlags::DUE.when(self.root && due)
             | ControlFlags::STOP.when(self.stop_reason.is_some())
     }
 
-    /// Whether a signal came, or, on rank 0, the time is up.
+    /// Returns true if a signal came, or, on rank 0, if the time is up.
     pub fn must_end(&self) -> bool {
         signals::came().is_some() || self.root && self.budget.is_up()
     }
 
-    /// The ending that these flags ask for, if they do.
+    /// Returns the outcome that these flags ask for, if they ask the run to end.
     pub fn ending(&self, flags: &AllFlags) -> Option<RunOutcome> {
         if flags.any(ControlFlags::END) {
             return Some(self.preempted());
@@ -84,7 +84,7 @@ impl StopRequests {
         })
     }
 
-    /// The end of a rank that was asked to end, or heard that another was.
+    /// Returns the outcome of a rank that was asked to end, or learned that another rank was.
     pub fn preempted(&self) -> RunOutcome {
         RunOutcome::Preempted(match signals::came() {
             Some(signal) => format!("{signal} came"),
@@ -93,33 +93,33 @@ impl StopRequests {
         })
     }
 
-    /// A step took so long.
+    /// Notes that a step took this long.
     pub fn stepped(&mut self, took: Duration) {
         self.budget.stepped(took);
     }
 
-    /// A save has begun.
+    /// Notes that a save has begun.
     pub fn save_begun(&mut self) {
-        (self.saved, self.again) = (Instant::now(), None);
+        (self.saved, self.retry_at) = (Instant::now(), None);
     }
 
-    /// A save has failed, and is due again after a pause.
+    /// Notes that a save has failed and is retried after `pause`.
     pub fn save_failed(&mut self, pause: Duration) {
-        (self.saved, self.again) = (Instant::now(), Some(Instant::now() + pause));
+        (self.saved, self.retry_at) = (Instant::now(), Some(Instant::now() + pause));
     }
 
-    /// A save took so long.
+    /// Notes that a save was published after this long.
     pub fn published(&mut self, took: Duration) {
         self.budget.saved(took, !self.has_published);
         self.has_published = true;
     }
 
-    /// Sets the reason to stop that an evaluation or a hook may have given.
+    /// Sets the reason to stop, if an evaluation or a hook has given one.
     pub fn stop_for(&mut self, why: Option<String>) {
         self.stop_reason = why.or(self.stop_reason.take());
     }
 
-    /// For people: the time left, if it is limited.
+    /// Returns the remaining time for display, if it is limited.
     pub fn time_left(&self) -> Option<String> {
         self.budget.told()
     }

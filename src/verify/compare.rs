@@ -1,8 +1,8 @@
-//! Two recordings side by side: bit for bit, or within bounds where additions have another order.
+//! Comparison of two recordings: bitwise, or within bounds if additions have another order.
 //!
-//! Bits are compared where sums have the same tree: each rank and each copy of the parameters has a
-//! power of two of the fixed virtual ranks. Other layouts are compared within bounds, in their first six
-//! steps; later, training itself has amplified differences of rounding.
+//! Bits are compared if sums have the same tree: each rank and each replica has a power of two of
+//! the fixed virtual ranks. Other layouts are compared within bounds in their first six steps;
+//! later, training itself has amplified rounding differences.
 
 use std::fmt;
 
@@ -12,25 +12,25 @@ use super::tensor_entry::TensorRecord;
 use crate::backend::Elementwise;
 use crate::optim::UpdateRule;
 
-/// The parts of a row that agree with one rank.
+/// The parts of a layout's results that agree with one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Agreement {
-    /// Loss and gradient norm of every step.
+    /// The loss and gradient norm of every step.
     pub curve: bool,
-    /// Parameters.
+    /// The parameters.
     pub parameters: bool,
-    /// Optimizer state.
+    /// The optimizer state.
     pub state: bool,
 }
 
 impl Agreement {
-    /// Whether all of it does.
+    /// Returns true if all parts agree.
     pub fn whole(&self) -> bool {
         self.curve && self.parameters && self.state
     }
 }
 
-/// Compares every bit of every step.
+/// Compares two recordings bitwise in every step.
 pub fn exactly(reference: &Recording, row: &Recording) -> Agreement {
     let mut agreement = Agreement { curve: true, parameters: true, state: true };
     for (mine, theirs) in row.steps.iter().zip(&reference.steps) {
@@ -46,14 +46,14 @@ pub fn exactly(reference: &Recording, row: &Recording) -> Agreement {
     agreement
 }
 
-/// The first step after which anything differs, from 1.
+/// Returns the first step that differs, counted from 1.
 pub fn parting(reference: &Recording, row: &Recording) -> Option<u64> {
     let same = |(mine, theirs)| mine == theirs;
     let steps = row.steps.iter().zip(&reference.steps);
     steps.zip(1..).find_map(|(both, step)| (!same(both)).then_some(step))
 }
 
-/// The words for the first difference of two recordings of the same steps, of which the last is the
+/// Describes the first difference of two recordings of the same steps, the last of which is the
 /// first that differs; `row` was compared with the elements of `reference`.
 pub fn describe(reference: &Recording, row: &Recording) -> String {
     let mut facts = Vec::new();
@@ -84,13 +84,13 @@ pub fn describe(reference: &Recording, row: &Recording) -> String {
     let step = row.steps.len();
     if facts.is_empty() {
         return format!(
-            "step {step} differed, but not when it was computed again: it is not reproducible"
+            "step {step} differed, but not when it was run again: it is not reproducible"
         );
     }
     format!("first difference at step {step}: {}", facts.join("; "))
 }
 
-/// The name of a tensor and which of its values are meant.
+/// Returns the name of a tensor, or of one of its state buffers.
 fn name(entry: &TensorRecord) -> String {
     match entry.state.as_str() {
         "" => format!("tensor {}", entry.tensor),
@@ -102,37 +102,37 @@ fn values<T: fmt::Debug + PartialEq>(what: &str, here: T, there: T) -> String {
     format!("{what} is {here:?} here, {there:?} on one rank")
 }
 
-/// Largest differences between two orders of addition in the first [`CLOSE_STEPS`] steps.
+/// Bounds of the differences between two orders of addition in the first [`CLOSE_STEPS`] steps.
 ///
 /// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum
-/// of their magnitudes: some 1e-6 of a gradient. Adam divides by the gradient's own size, so that
-/// an element whose gradient is nearly zero may go the other way, at the full rate, in every step;
-/// those hardly move the loss. A lost or doubled contribution of a rank is worth more than 1e-2 of
-/// loss, norm and state in the first step.
+/// of their magnitudes: some 1e-6 of a gradient. Adam divides by the gradient's own size, so an
+/// element whose gradient is nearly zero may move in the opposite direction at the full rate in
+/// every step; such elements hardly affect the loss. A lost or doubled contribution of a rank
+/// changes loss, norm and state by more than 1e-2 in the first step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bounds {
-    /// Of the loss, relative.
+    /// The relative bound of the loss.
     pub loss: f64,
-    /// Of the norm, relative.
+    /// The relative bound of the gradient norm.
     pub norm: f64,
-    /// Of an element of the parameters, absolute.
+    /// The absolute bound of each parameter.
     pub parameter: f64,
-    /// Of the 2-norm of each of the optimizer's buffers, relative.
+    /// The relative bound of the 2-norm of each state buffer.
     pub state: f64,
 }
 
-/// Steps in which layouts of another order are compared: later the differences of rounding have
-/// grown, as differences in training do, until they cannot be told from mistakes.
+/// The number of steps in which layouts with another order of addition are compared: later,
+/// training has amplified rounding differences until they are indistinguishable from errors.
 pub const CLOSE_STEPS: u64 = 6;
 
-/// Bound of the loss.
+/// The bound of the loss.
 const LOSS: f64 = 1e-5;
-/// Bounds of norm and state.
+/// The bound of gradient norm and optimizer state.
 const NORM: f64 = 1e-3;
 
 impl Bounds {
-    /// The bounds for rows that are compared with `reference`, with a gradient clipped at `clip`
-    /// (0: not clipped).
+    /// Creates the bounds for comparisons with `reference`, with a gradient clipped at `clip` (0:
+    /// not clipped).
     pub fn new(rule: UpdateRule, clip: f64, reference: &Recording) -> Self {
         let taken = reference
             .steps
@@ -142,12 +142,12 @@ impl Bounds {
         let parameter = match rule {
             UpdateRule::AdamW { beta1, beta2, .. }
             | UpdateRule::Elementwise(Elementwise::Adam { beta1, beta2, .. }) => {
-                // The largest quotient of the moments: one gradient after many of zero.
+                // The largest quotient of the moments: one gradient after many that were zero.
                 let most = (1.0 - f64::from(beta1)) / (1.0 - f64::from(beta2)).sqrt();
                 2.0 * most.max(1.0) * taken.map(|(lr, _)| lr).sum::<f64>()
             }
-            // An element's step is of the size of the matrix's elements, or a part of it, and those
-            // are far below ten.
+            // The update of an element is at most of the size of the matrix's elements, which are
+            // far below ten.
             UpdateRule::Lamb { .. } => 20.0 * taken.map(|(lr, _)| lr).sum::<f64>(),
             UpdateRule::Lars { momentum, trust, .. } => {
                 20.0 * f64::from(trust) / (1.0 - f64::from(momentum))
@@ -155,12 +155,12 @@ impl Bounds {
             }
             UpdateRule::Sgd { momentum, .. } => {
                 let limit = if clip > 0.0 { clip } else { f64::INFINITY };
-                let way: f64 =
+                let distance: f64 =
                     taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();
-                NORM * way / (1.0 - f64::from(momentum))
+                NORM * distance / (1.0 - f64::from(momentum))
             }
-            // If a gradient is rounding alone, its quotient with itself may be anything up to
-            // these.
+            // If a gradient is only rounding error, its quotient with itself may have any value up
+            // to these.
             UpdateRule::Elementwise(Elementwise::Adagrad { .. } | Elementwise::Lion { .. }) => {
                 2.0 * taken.map(|(lr, _)| lr).sum::<f64>()
             }
@@ -184,8 +184,8 @@ impl fmt::Display for Bounds {
     }
 }
 
-/// Compares curves and, after the last step, tensors within bounds; describes the differences
-/// beyond the bounds.
+/// Compares losses and norms of every step, and tensors after the last step, within bounds. Also
+/// returns a description of the differences beyond the bounds.
 pub fn closely(
     bounds: &Bounds,
     reference: &Recording,
@@ -201,7 +201,7 @@ pub fn closely(
             let mine = f64::from_bits(mine);
             let theirs = f64::from_bits(theirs);
             let off = (mine - theirs).abs() / theirs.abs();
-            // Values that are not finite on both sides have no distance.
+            // Two values that are not finite have no distance.
             if !(off <= bound || mine.to_bits() == theirs.to_bits()) && agreement.curve {
                 agreement.curve = false;
                 facts.push(format!(
@@ -245,7 +245,7 @@ pub fn closely(
     (agreement, (!facts.is_empty()).then(|| facts.join("; ")))
 }
 
-/// The relative 2-norm of the difference of several tensors.
+/// Returns the relative 2-norm of the difference of several tensors.
 fn distance<'a>(differences: impl Iterator<Item = &'a TensorDifference>) -> f64 {
     let mut squares = 0.0;
     let mut reference = 0.0;
@@ -263,7 +263,7 @@ mod tests {
 
     const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
-    /// Three steps of two tensors with their moments.
+    /// Creates three steps of two tensors with their moments.
     fn recording() -> Recording {
         let entry = |tensor: &str, state: &str| TensorRecord {
             unit: "h.0".into(),
@@ -283,7 +283,7 @@ mod tests {
         Recording { entries, steps: (0..3).map(step).collect(), differences }
     }
 
-    /// The same but for one element of one entry from a step on.
+    /// Creates a recording that differs in one element of one entry from a step on.
     fn other(entry: usize, from: usize, value: f32) -> Recording {
         let mut other = recording();
         other.steps[from..].iter_mut().for_each(|step| step.digests[entry] += 1);
@@ -338,8 +338,8 @@ mod tests {
         assert!(
             describe(&reference, &row).ends_with("at step 3: norm is 2.0 here, 1.0 on one rank")
         );
-        let (agreement, said) = closely(&Bounds::new(RULE, 1.0, &reference), &reference, &row);
-        assert!(!agreement.curve && said.unwrap().contains("at step 3, norm is 2.0"));
+        let (agreement, text) = closely(&Bounds::new(RULE, 1.0, &reference), &reference, &row);
+        assert!(!agreement.curve && text.unwrap().contains("at step 3, norm is 2.0"));
     }
 
     #[test]
@@ -348,13 +348,13 @@ mod tests {
         let bounds = Bounds::new(RULE, 1.0, &reference);
         assert!((bounds.parameter - 6e-3).abs() < 1e-8, "{bounds:?}");
         assert!(closely(&bounds, &reference, &other(0, 2, 1.005)).0.whole());
-        let (agreement, said) = closely(&bounds, &reference, &other(0, 2, 1.007));
+        let (agreement, text) = closely(&bounds, &reference, &other(0, 2, 1.007));
         assert!(
             !agreement.parameters
-                && said.unwrap().contains("after step 3, unit h.0, tensor w, element 37")
+                && text.unwrap().contains("after step 3, unit h.0, tensor w, element 37")
         );
-        let (agreement, said) = closely(&bounds, &reference, &other(3, 2, 1.1));
-        assert!(!agreement.state && said.unwrap().contains("the optimizer's m is off by 7.1e-3"));
+        let (agreement, text) = closely(&bounds, &reference, &other(3, 2, 1.1));
+        assert!(!agreement.state && text.unwrap().contains("the optimizer's m is off by 7.1e-3"));
         let sgd = Bounds::new(UpdateRule::Sgd { momentum: 0.5, nesterov: false }, 0.5, &reference);
         assert!((sgd.parameter - 1e-3 * 3.0 * 1e-3 * 0.5 / 0.5).abs() < 1e-12, "{sgd:?}");
     }

@@ -1,4 +1,4 @@
-//! Launchers of the ranks of a row: as threads of this process, or as processes of `mpirun`.
+//! Launching the ranks of a layout: as threads of this process, or as processes of `mpirun`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,34 +10,33 @@ use crate::engine::on_threads;
 use crate::error::{Error, Result};
 use crate::gpu_assignment::{cpu, place};
 
-/// The launcher of the ranks of a row.
+/// How the ranks of a layout are launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
     /// Threads of this process.
     Threads,
-    /// `mpirun`; whether it is Open MPI's, which wants to be told when ranks outnumber cores.
+    /// Processes that `mpirun` starts.
     Mpirun {
-        /// It is.
+        /// Whether it is Open MPI's `mpirun`, which needs an option if ranks outnumber cores.
         open_mpi: bool,
     },
 }
 
 impl Launcher {
-    /// Looks for `mpirun`.
+    /// Detects `mpirun`.
     ///
     /// # Errors
-    /// There is none.
+    /// Returns an error if `mpirun` cannot be started.
     pub fn mpirun() -> Result<Self> {
         let output =
             Command::new("mpirun").arg("--version").stdin(Stdio::null()).output().map_err(|e| {
-                Error::input(format!("--mpi needs mpirun, which cannot be started: {e}")).hint(
-                    "put the MPI library's mpirun on PATH (module load mpi), or leave out --mpi",
-                )
+                Error::input(format!("--mpi needs mpirun, which cannot be started: {e}"))
+                    .hint("put the MPI library's mpirun on PATH (module load mpi), or omit --mpi")
             })?;
         Ok(Self::Mpirun { open_mpi: String::from_utf8_lossy(&output.stdout).contains("Open MPI") })
     }
 
-    /// The kind of its ranks, for people.
+    /// Returns the display name of the kind of ranks.
     pub fn name(self) -> &'static str {
         match self {
             Self::Threads => "threads of this process",
@@ -45,10 +44,11 @@ impl Launcher {
         }
     }
 
-    /// Runs a task on `ranks` ranks. Messages between them go by way of `folder`.
+    /// Runs a task on `ranks` ranks. With `mpirun`, the task and the recording are passed through
+    /// files in `folder`.
     ///
     /// # Errors
-    /// Of the ranks, or they could not be started.
+    /// Returns an error if the ranks cannot be started, or the task fails.
     pub fn run(self, ranks: usize, task: LayoutTask, folder: &Path) -> Result<Recording> {
         match self {
             Self::Threads => local(ranks, task),
@@ -57,12 +57,12 @@ impl Launcher {
     }
 }
 
-/// Cores of this machine that the process may use.
+/// Returns the number of cores that this process may use.
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Ranks in this process.
+/// Runs a task on ranks in this process.
 pub fn local(ranks: usize, task: LayoutTask) -> Result<Recording> {
     let task = LayoutTask { threads: Some((cores() / ranks).max(1)), ..task };
     if ranks == 1 {
@@ -73,10 +73,10 @@ pub fn local(ranks: usize, task: LayoutTask) -> Result<Recording> {
 }
 
 fn processes(ranks: usize, task: &LayoutTask, folder: &Path, open_mpi: bool) -> Result<Recording> {
-    let asked = folder.join("task.json");
-    let given = folder.join("recording.json");
+    let task_file = folder.join("task.json");
+    let recording_file = folder.join("recording.json");
     let text = serde_json::to_vec(task).map_err(|e| Error::internal(format!("task: {e}")))?;
-    std::fs::write(&asked, text).map_err(|e| Error::io("write", &asked, e))?;
+    std::fs::write(&task_file, text).map_err(|e| Error::io("write", &task_file, e))?;
     let program = std::env::current_exe()
         .map_err(|e| Error::internal(format!("this program's path: {e}")))?;
     let mut command = Command::new("mpirun");
@@ -86,16 +86,21 @@ fn processes(ranks: usize, task: &LayoutTask, folder: &Path, open_mpi: bool) -> 
     }
     // The ranks are launched by MPI, whether or not this process is.
     command.env("HPCTRAIN_MPI", "1");
-    command.arg(program).arg("verify-rank").arg(&asked).arg(&given).stdin(Stdio::null());
+    command
+        .arg(program)
+        .arg("verify-rank")
+        .arg(&task_file)
+        .arg(&recording_file)
+        .stdin(Stdio::null());
     let output = command.output().map_err(|e| Error::internal(format!("mpirun: {e}")))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        // The first error line of a rank gives the reason; the lines of mpirun say that ranks
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        // The first error line of a rank has the reason; the lines of mpirun only say that ranks
         // ended.
-        let why = said
+        let why = stderr
             .lines()
             .find_map(|line| line.strip_prefix("error: "))
-            .map_or(said.trim(), str::trim);
+            .map_or(stderr.trim(), str::trim);
         let message = format!("mpirun -np {ranks} ended with {}: {why}", output.status);
         return Err(match output.status.code() {
             Some(2) => Error::input(message),
@@ -103,11 +108,11 @@ fn processes(ranks: usize, task: &LayoutTask, folder: &Path, open_mpi: bool) -> 
         }
         .hint("mpirun -np N hpctrain train must work first"));
     }
-    let text = std::fs::read(&given).map_err(|e| Error::io("read", &given, e))?;
+    let text = std::fs::read(&recording_file).map_err(|e| Error::io("read", &recording_file, e))?;
     serde_json::from_slice(&text).map_err(|e| Error::internal(format!("recording: {e}")))
 }
 
-/// Records where `run.device` wants it.
+/// Records a layout on the device that `run.device` selects.
 fn on_device(comm: &Comm<Cpu>, task: &LayoutTask) -> Result<Recording> {
     match place(comm, &task.config)? {
         None => record(comm, task, cpu),
@@ -115,27 +120,27 @@ fn on_device(comm: &Comm<Cpu>, task: &LayoutTask) -> Result<Recording> {
     }
 }
 
-/// `hpctrain verify-rank` on one rank of `mpirun`: records `task`. Rank 0 writes the recording to
-/// `given`.
+/// Runs `hpctrain verify-rank` on one rank of `mpirun`: records `task`. Rank 0 writes the recording
+/// to `given`.
 ///
 /// # Errors
-/// Of the task.
-pub fn rank(comm: &Comm<Cpu>, task: &LayoutTask, given: &Path) -> Result<()> {
+/// Returns an error if the task fails, or the recording cannot be written.
+pub fn rank(comm: &Comm<Cpu>, task: &LayoutTask, path: &Path) -> Result<()> {
     let recording = on_device(comm, task)?;
     let written = || {
         let text = serde_json::to_vec(&recording)
             .map_err(|e| Error::internal(format!("recording: {e}")))?;
-        std::fs::write(given, text).map_err(|e| Error::io("write", given, e))
+        std::fs::write(path, text).map_err(|e| Error::io("write", path, e))
     };
     comm.world().all_ok(if comm.rank() == 0 { written() } else { Ok(()) })
 }
 
-/// The task in a file.
+/// Reads the task from a file.
 ///
 /// # Errors
-/// It is not there.
-pub fn task(asked: &Path) -> Result<LayoutTask> {
-    let text = std::fs::read(asked)
-        .map_err(|e| Error::io("read", asked, e).hint("hpctrain verify --mpi writes it"))?;
+/// Returns an error if the file cannot be read.
+pub fn task(path: &Path) -> Result<LayoutTask> {
+    let text = std::fs::read(path)
+        .map_err(|e| Error::io("read", path, e).hint("hpctrain verify --mpi writes it"))?;
     serde_json::from_slice(&text).map_err(|e| Error::internal(format!("task: {e}")))
 }

@@ -1,5 +1,5 @@
-//! The matrix: the layouts that are compared with one rank, and the agreement that is expected of
-//! each.
+//! The matrix of layouts that are compared with one rank, and whether each must be bitwise
+//! identical.
 
 use std::fmt;
 
@@ -11,23 +11,23 @@ use crate::parallel::{Storage, Zero};
 /// A layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Row {
-    /// Ranks in all.
+    /// The total number of ranks.
     pub ranks: usize,
-    /// Stages of the pipeline.
+    /// The number of pipeline stages.
     pub pipeline: usize,
-    /// Ranks that share the blocks.
+    /// The number of tensor-parallel ranks.
     pub tensor: usize,
-    /// ZeRO stage.
+    /// The ZeRO stage.
     pub zero: Zero,
-    /// Ranks that share one copy of the parameters.
+    /// The number of ranks that shard a replica.
     pub shard: usize,
-    /// Copies.
+    /// The number of replicas.
     pub replica: usize,
-    /// The ranks that update: where it is central, the shards are its owners.
+    /// The ranks that update the parameters. With central storage, the shards are its owners.
     pub storage: Storage,
 }
 
-/// One rank that shards nothing, with which the others are compared.
+/// The reference with which the others are compared: one rank.
 pub const REFERENCE: Row = Row {
     ranks: 1,
     pipeline: 1,
@@ -39,17 +39,18 @@ pub const REFERENCE: Row = Row {
 };
 
 impl Row {
-    /// Ranks with different data.
+    /// Returns the number of ranks with different data.
     pub fn data(&self) -> usize {
         self.shard * self.replica
     }
 
-    /// The configuration with this layout.
+    /// Returns the configuration with this layout.
     pub fn config(&self, base: &Config) -> Config {
         let mut config = base.clone();
         config.parallel.pipeline = self.pipeline;
         config.parallel.tensor = self.tensor;
-        // Where nothing is divided rows are not either: the bits are the same.
+        // Without tensor parallelism there is no sequence parallelism either: the bits are the
+        // same.
         config.parallel.sequence &= self.tensor > 1;
         config.parallel.zero = self.zero;
         config.parallel.shard = Some(self.shard);
@@ -59,21 +60,21 @@ impl Row {
         config
     }
 
-    /// Whether `virtual_ranks` virtual ranks, and so many virtual tensor ranks, are added by the same tree as on one rank
-    /// with as many: each rank, and each copy of the parameters, has a power of two of them. Of
-    /// `apart` replicas that train apart each adds its own virtual ranks, and each rank averages a power of
-    /// two of them.
+    /// Returns true if `virtual_ranks` and `virtual_tensor_ranks` are summed by the same tree as on
+    /// one rank: each rank, and each replica, has a power of two of them. With local SGD, each of
+    /// the `local_sgd_replicas` sums its own virtual ranks, and each rank averages a power of two
+    /// of the replicas.
     pub fn same_tree(
         &self,
         virtual_ranks: usize,
         virtual_tensor_ranks: usize,
-        apart: Option<usize>,
+        local_sgd_replicas: Option<usize>,
     ) -> bool {
         let power = |virtual_ranks: usize, parts| {
             parts == 1
                 || virtual_ranks.is_multiple_of(parts) && (virtual_ranks / parts).is_power_of_two()
         };
-        let data = match apart {
+        let data = match local_sgd_replicas {
             Some(replicas) => {
                 power(virtual_ranks / replicas, self.shard) && power(replicas, self.replica)
             }
@@ -91,10 +92,10 @@ impl fmt::Display for Row {
     }
 }
 
-/// For every number of ranks, of pipeline stages and of ranks that share blocks, every ZeRO stage;
-/// then, for those that shard, every way to have several copies of several shards. Where storage is
-/// central, every number of owners instead. Ranks that these cannot divide make one row, which
-/// cannot run and says why.
+/// Returns the layouts to compare: for every number of ranks, pipeline stages and tensor-parallel
+/// ranks, every ZeRO stage; then, for the stages that shard, every split into several replicas of
+/// several shards. With central storage, every number of owners instead. A number of ranks that
+/// cannot be divided gives one row, which is skipped with the reason.
 pub fn matrix(
     ranks: &[usize],
     pipelines: &[usize],
@@ -204,16 +205,21 @@ mod tests {
         assert!(!tree(3, 4, 12), "a copy has three virtual ranks");
         assert!(!tree(4, 1, 12), "a rank has three virtual ranks");
         assert!(!tree(8, 1, 4));
-        let apart = |shard, replica, virtual_ranks, replicas| {
+        let local_sgd = |shard, replica, virtual_ranks, replicas| {
             Row { ranks: shard * replica, shard, replica, ..REFERENCE }.same_tree(
                 virtual_ranks,
                 1,
                 Some(replicas),
             )
         };
-        assert!(apart(1, 4, 4, 4) && apart(1, 3, 12, 3) && apart(2, 2, 8, 4) && apart(1, 1, 18, 6));
-        assert!(!apart(1, 2, 12, 6), "a rank averages three replicas");
-        assert!(!apart(2, 1, 24, 4), "a rank adds three virtual ranks of a replica");
+        assert!(
+            local_sgd(1, 4, 4, 4)
+                && local_sgd(1, 3, 12, 3)
+                && local_sgd(2, 2, 8, 4)
+                && local_sgd(1, 1, 18, 6)
+        );
+        assert!(!local_sgd(1, 2, 12, 6), "a rank averages three replicas");
+        assert!(!local_sgd(2, 1, 24, 4), "a rank adds three virtual ranks of a replica");
         let cut = Row { ranks: 2, tensor: 2, ..REFERENCE };
         assert!(
             cut.same_tree(1, 4, None) && cut.same_tree(1, 2, None) && !cut.same_tree(1, 6, None)

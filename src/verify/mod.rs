@@ -1,9 +1,10 @@
-//! Does a configuration give the same result in every layout? Some steps of each, against one rank.
+//! Verification that a configuration gives the same result in every layout, by running some steps
+//! of each and comparing them with one rank.
 //!
-//! Every row is a real run without a directory: the feed, the engine and the step of `hpctrain
-//! train`. After each step a row leaves its loss, its norm and a 64-bit digest of each tensor.
-//! Elements are compared where digests differ: both sides are computed again up to the first step
-//! that differs.
+//! Every layout is a real run without a run directory: it uses the data loader, the engine and the
+//! step of `hpctrain train`. After each step it records its loss, its gradient norm and a 64-bit
+//! digest of each tensor. If digests differ, both sides run again up to the first step that
+//! differs, and their elements are compared.
 
 mod compare;
 mod launch;
@@ -33,31 +34,31 @@ use crate::telemetry::say;
 pub use launch::{Launcher, rank, task};
 pub use run_layout::LayoutTask;
 
-/// The layouts to be verified.
+/// The layouts to verify.
 #[derive(Debug, Clone)]
 pub struct VerifyOptions {
-    /// The configuration; its layout is replaced by those of the matrix.
+    /// The configuration, whose layout is replaced by those of the matrix.
     pub config: Config,
-    /// Its name.
+    /// The display name of the configuration.
     pub name: String,
-    /// Numbers of ranks.
+    /// The numbers of ranks.
     pub ranks: Vec<usize>,
-    /// Numbers of stages of a pipeline.
+    /// The numbers of pipeline stages.
     pub pipelines: Vec<usize>,
-    /// Numbers of ranks that share blocks.
+    /// The numbers of tensor-parallel ranks.
     pub tensors: Vec<usize>,
-    /// ZeRO stages.
+    /// The ZeRO stages.
     pub stages: Vec<Zero>,
-    /// Steps of each row.
+    /// The number of steps of each layout.
     pub steps: u64,
-    /// The launcher of the ranks.
+    /// How the ranks are launched.
     pub launcher: Launcher,
-    /// Print one JSON object at the end instead of lines.
+    /// Whether to print one JSON object at the end instead of lines.
     pub json: bool,
 }
 
 impl VerifyOptions {
-    /// Prints a line for people.
+    /// Prints a line, except with `--json`.
     fn say(&self, line: impl fmt::Display) {
         if !self.json {
             say(line);
@@ -65,31 +66,31 @@ impl VerifyOptions {
     }
 }
 
-/// The object of `--json`.
+/// The JSON object of `--json`.
 #[derive(Serialize)]
-struct Report<'a> {
+struct VerifyReport<'a> {
     network: &'a str,
     steps: u64,
-    /// Whether all rows that can run agree with one rank.
+    /// Whether all layouts that can run agree with one rank.
     agrees: bool,
     rows: &'a [RowReport],
 }
 
-/// A row, compared with one rank.
+/// The comparison of a layout with one rank.
 #[derive(Serialize)]
 struct RowReport {
     #[serde(flatten)]
     row: Row,
-    /// The reason why it cannot run, if it cannot.
+    /// The reason why the layout cannot run, if it cannot.
     skipped: Option<String>,
-    /// Whether it must have the bits of one rank rather than close numbers.
+    /// Whether it must be bitwise identical rather than close.
     exact: Option<bool>,
-    /// Whether losses and norms agree, then parameters and optimizer state.
+    /// Whether losses and norms, parameters, and optimizer state agree.
     curve: Option<bool>,
     parameters: Option<bool>,
     optimizer: Option<bool>,
     seconds: Option<f64>,
-    /// How close it is, or where it differs first.
+    /// The differences beyond the bounds, or the first difference.
     said: Option<String>,
 }
 
@@ -100,15 +101,16 @@ impl RowReport {
     }
 }
 
-/// Compares every row of the matrix with one rank and prints a table; whether all agree.
+/// Compares every layout of the matrix with one rank and prints a table. Returns true if all agree.
 ///
 /// # Errors
-/// The configuration is wrong, no row can run, or a row failed.
+/// Returns an error if the configuration is wrong, no layout can run, or a run fails.
 pub fn verify(request: &VerifyOptions) -> Result<bool> {
     let storage = request.config.parallel.storage;
     let rows =
         matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages, storage);
-    // More steps than the run has make it longer, before its schedule is laid out.
+    // If more steps are asked for than the run has, it becomes longer, before its schedule is
+    // resolved.
     let mut request = request.clone();
     request.config = request.config.of_any_length();
     request.config.run.steps = request.config.run.steps.max(request.steps);
@@ -136,7 +138,7 @@ pub fn verify(request: &VerifyOptions) -> Result<bool> {
         return Err(Error::input("no row of the matrix can run")
             .hint("each row says why; choose other --ranks"));
     }
-    let left_out = if skipped > 0 { format!(", {skipped} skipped") } else { String::new() };
+    let omitted = if skipped > 0 { format!(", {skipped} skipped") } else { String::new() };
     let rows = |n: usize| format!("{n} row{}", if n == 1 { "" } else { "s" });
     let steps = if close < compared { request.steps } else { verifier.close_steps() };
     let verdict = match (differ, close) {
@@ -145,27 +147,31 @@ pub fn verify(request: &VerifyOptions) -> Result<bool> {
         (1, _) => "1 row differs".to_string(),
         _ => format!("{differ} rows differ"),
     };
-    request.say(format_args!("{}{left_out}, {steps} steps: {verdict}", rows(compared)));
+    request.say(format_args!("{}{omitted}, {steps} steps: {verdict}", rows(compared)));
     if request.json {
-        let report =
-            Report { network: &request.name, steps, agrees: differ == 0, rows: &verifier.rows };
+        let report = VerifyReport {
+            network: &request.name,
+            steps,
+            agrees: differ == 0,
+            rows: &verifier.rows,
+        };
         say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
     }
     Ok(differ == 0)
 }
 
-/// The reference, and the bounds that the rows are compared by.
+/// The reference, and the bounds by which layouts are compared.
 struct Verifier<'a> {
     request: &'a VerifyOptions,
     vocabulary: usize,
     reference: Recording,
-    /// For rows that add in another order than the reference; none if there are no such rows.
+    /// The bounds for layouts with another order of addition than the reference, if there are any.
     bounds: Option<Bounds>,
-    /// Holds snapshots and messages; empties itself.
+    /// Holds snapshots and messages; removed when dropped.
     folder: tempfile::TempDir,
-    /// The step of the snapshot on the disk.
+    /// The step of the snapshot in `folder`.
     snapshot: Option<u64>,
-    /// The rows so far.
+    /// The results so far.
     rows: Vec<RowReport>,
 }
 
@@ -190,7 +196,7 @@ impl<'a> Verifier<'a> {
         let verifier = Self {
             request,
             vocabulary,
-            reference: refer(request, request.steps, Then::Forget)?,
+            reference: record_reference(request, request.steps, Then::Forget)?,
             bounds: None,
             folder,
             snapshot: None,
@@ -211,11 +217,13 @@ impl<'a> Verifier<'a> {
         Ok(verifier.expect(plan.rule, rows))
     }
 
-    /// Prints the agreement expected of the rows.
+    /// Prints the agreement expected of the layouts.
     fn expect(mut self, rule: UpdateRule, rows: &[Row]) -> Self {
         let config = &self.request.config;
-        let are_cut = rows.iter().any(|row| row.tensor > 1);
-        match (config.parallel.virtual_ranks, config.parallel.virtual_tensor_ranks.filter(|_| are_cut)) {
+        let has_tensor_parallelism = rows.iter().any(|row| row.tensor > 1);
+        let virtual_tensor_ranks =
+            config.parallel.virtual_tensor_ranks.filter(|_| has_tensor_parallelism);
+        match (config.parallel.virtual_ranks, virtual_tensor_ranks) {
             (Some(virtual_ranks), None) => {
                 self.request.say(format_args!("expected     the same bits: parallel.virtual_ranks = {virtual_ranks} fixes the order of additions"));
             }
@@ -228,10 +236,10 @@ impl<'a> Verifier<'a> {
         }
         if !rows.iter().all(|row| same_bits(config, row)) {
             if config.parallel.virtual_ranks.is_some() {
-                self.request.say("             close results where a rank or a copy has no power of two of the virtual ranks");
-                if are_cut && config.parallel.virtual_tensor_ranks.is_none() {
+                self.request.say("             close results where a rank or a replica does not have a power of two of the virtual ranks");
+                if has_tensor_parallelism && config.parallel.virtual_tensor_ranks.is_none() {
                     self.request.say(
-                        "             close results of divided blocks: parallel.virtual_tensor_ranks fixes their order too",
+                        "             close results of tensor-parallel sums: parallel.virtual_tensor_ranks fixes their order too",
                     );
                 }
             }
@@ -246,22 +254,22 @@ impl<'a> Verifier<'a> {
         self
     }
 
-    /// Steps of the rows that are only close.
+    /// Returns the number of steps of layouts that only need to be close.
     fn close_steps(&self) -> u64 {
         self.request.steps.min(CLOSE_STEPS)
     }
 
-    /// A file with the reference's elements after `step`.
+    /// Returns a file with the reference's elements after `step`.
     fn snapshot(&mut self, step: u64) -> Result<PathBuf> {
         let path = self.folder.path().join("elements");
         if self.snapshot != Some(step) {
-            refer(self.request, step, Then::Write(path.clone()))?;
+            record_reference(self.request, step, Then::Write(path.clone()))?;
             self.snapshot = Some(step);
         }
         Ok(path)
     }
 
-    /// Runs one row and prints its line; none if it cannot run.
+    /// Runs one layout and prints its line; returns `None` if it cannot run.
     fn row(&mut self, row: Row) -> Result<Option<bool>> {
         let config = &self.request.config;
         if let Err(e) = plan(config, row, self.vocabulary) {
@@ -325,7 +333,7 @@ impl<'a> Verifier<'a> {
         })
     }
 
-    /// Computes both sides again up to `step`, the first that differs, and compares elements.
+    /// Runs both sides again up to `step`, the first that differs, and compares elements.
     fn first_difference(&mut self, row: Row, step: u64) -> Result<String> {
         let snapshot = self.snapshot(step)?;
         let recording = self.run(row, step, Then::Compare(snapshot))?;
@@ -335,26 +343,26 @@ impl<'a> Verifier<'a> {
     }
 }
 
-/// One rank, in this process.
-fn refer(request: &VerifyOptions, steps: u64, then: Then) -> Result<Recording> {
+/// Records the reference on one rank in this process.
+fn record_reference(request: &VerifyOptions, steps: u64, then: Then) -> Result<Recording> {
     launch::local(
         1,
         LayoutTask { config: REFERENCE.config(&request.config), threads: None, steps, then },
     )
 }
 
-/// Whether a row must give the bits of one rank: with fixed virtual ranks, and fixed slices of blocks,
-/// whose trees it keeps.
+/// Returns true if a layout must be bitwise identical to one rank: if virtual ranks and virtual
+/// tensor ranks are fixed, and its sums have the same trees.
 fn same_bits(config: &Config, row: &Row) -> bool {
     let Parallel { virtual_ranks, virtual_tensor_ranks, .. } = config.parallel;
-    let apart = config.local_sgd.replicas;
+    let local_sgd_replicas = config.local_sgd.replicas;
     let is_fixed = (virtual_ranks.is_some() || row.data() == 1)
         && (virtual_tensor_ranks.is_some() || row.tensor == 1);
     is_fixed
         && row.same_tree(
             virtual_ranks.unwrap_or(row.data()),
             virtual_tensor_ranks.unwrap_or(row.tensor),
-            apart,
+            local_sgd_replicas,
         )
 }
 
@@ -364,7 +372,8 @@ fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<ResolvedConfig> 
     resolve(row.config(config), &facts)
 }
 
-/// The virtual ranks of all rows: where replicas train apart, those of the row that wants most.
+/// Returns the virtual ranks of all layouts: with local SGD, the largest number that a layout
+/// requires.
 fn virtual_ranks(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usize> {
     if config.parallel.virtual_ranks.is_some() || config.local_sgd.sync_every == Interval::Steps(0)
     {
@@ -376,8 +385,8 @@ fn virtual_ranks(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usi
         .max()
 }
 
-/// The micro-batch of all rows: a pipeline wants smaller ones, of which sums would differ in their
-/// last bits.
+/// Returns the micro-batch size of all layouts: a pipeline requires smaller ones, whose sums would
+/// differ in the last bits.
 fn micro(config: &Config, rows: &[Row], vocabulary: usize) -> Option<u64> {
     if config.batch.micro.is_some() || rows.iter().all(|row| row.pipeline == 1) {
         return config.batch.micro;

@@ -1,8 +1,8 @@
-//! One layout for some steps: loss, norm and a digest of every tensor at each of them.
+//! Runs one layout for some steps and records loss, norm and a digest of every tensor in each.
 //!
-//! After each step every rank hashes the elements for which it alone answers, index and bits
-//! together, and adds the hashes. The sum over ranks is a digest of each tensor that does not
-//! depend on the distribution of its elements, and takes no memory.
+//! After each step every rank hashes the index and the bits of each element that it owns, and adds
+//! the hashes. The sum over ranks is a digest of each tensor that does not depend on the
+//! distribution of its elements, and needs no memory.
 
 use std::path::PathBuf;
 
@@ -24,56 +24,56 @@ use crate::topology::Topology;
 /// The task of the ranks of a job.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LayoutTask {
-    /// The configuration, not yet resolved.
+    /// The unresolved configuration.
     pub config: Config,
-    /// Compute threads a rank, where the caller knows better than the affinity mask.
+    /// The compute threads of each rank, if the caller knows better than the affinity mask.
     pub threads: Option<usize>,
-    /// Steps to take, at most those of the run.
+    /// The number of steps, at most those of the run.
     pub steps: u64,
-    /// Use of the tensors after the last of them.
+    /// What to do with the tensors after the last step.
     pub then: Then,
 }
 
-/// Use of the tensors at the end.
+/// What to do with the tensors at the end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Then {
-    /// Nothing more.
+    /// Nothing.
     Forget,
-    /// Their elements are written to a file. On one rank.
+    /// Write their elements to a file. Only on one rank.
     Write(PathBuf),
-    /// Each rank compares its elements with those in a file.
+    /// Compare the elements of each rank with those in a file.
     Compare(PathBuf),
 }
 
-/// One step. Floats as bits: equal means equal.
+/// The results of one step. Floats are stored as bits, so that equality is bitwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Marks {
-    /// Mean loss.
+    /// The mean loss.
     pub loss: u64,
-    /// Norm of the gradient.
+    /// The norm of the gradient.
     pub norm: u64,
-    /// Learning rate; zero if the update was skipped.
+    /// The learning rate; zero if the update was skipped.
     pub lr: u64,
-    /// One of every entry, after the update; none of a step between averages.
+    /// The digest of every entry after the update; empty for a step between two syncs of local SGD.
     pub digests: Vec<u64>,
 }
 
-/// Results of a layout.
+/// The results of a layout.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Recording {
     /// The tensors, in the order of [`Marks::digests`].
     pub entries: Vec<TensorRecord>,
-    /// Every step.
+    /// The results of every step.
     pub steps: Vec<Marks>,
-    /// Difference of every entry from the file, if it was compared with one.
+    /// The difference of every entry from the file, if compared with one.
     pub differences: Vec<TensorDifference>,
 }
 
-/// Runs a task on this rank: collective over the world of `comm`. `backend` makes the device. Every
-/// rank gets the whole recording.
+/// Runs a task on this rank. Collective over the world of `comm`. `backend` creates the device.
+/// Every rank returns the whole recording.
 ///
 /// # Errors
-/// The error that stopped the run.
+/// Returns the error that stopped the run.
 pub fn record<B: Kernels>(
     comm: &Comm<B>,
     task: &LayoutTask,
@@ -84,7 +84,7 @@ pub fn record<B: Kernels>(
     let (train, _) = micro_batches::open_staged(&task.config, &world, &topology)?;
     let threads = task.threads.unwrap_or_else(|| topology.threads());
     let mut plan = plan(comm, task.config.clone(), &train, Some(threads))?;
-    // The schedule stays that of the whole run.
+    // The learning-rate schedule stays that of the whole run.
     plan.config.run.steps = task.steps;
     let comm = &comm.select_transport(plan.config.comm.transport, comm::prove)?;
     let world = comm.world();
@@ -108,7 +108,7 @@ pub fn record<B: Kernels>(
             digests[entry] = digests[entry].wrapping_add(digest(start, values));
             Ok(())
         })?;
-        // Between averages each replica has its own tensors.
+        // Between syncs of local SGD each replica has its own tensors.
         let last = round.steps.len() - 1;
         for (index, taken) in round.steps.iter().enumerate() {
             let lr = if taken.skipped() { 0.0 } else { taken.lr };
@@ -139,12 +139,12 @@ pub fn record<B: Kernels>(
                 })?;
                 Ok(mine)
             }))?;
-            differences = meet(&world, mine, |all, one| {
+            differences = merge_ranks(&world, mine, |all, one| {
                 all.iter_mut().zip(one).for_each(|(all, one)| all.merge(one))
             })?;
         }
     }
-    let steps = meet(&world, steps, |all, one| {
+    let steps = merge_ranks(&world, steps, |all, one| {
         for (all, one) in all.iter_mut().zip(one) {
             all.digests
                 .iter_mut()
@@ -155,7 +155,7 @@ pub fn record<B: Kernels>(
     Ok(Recording { entries, steps, differences })
 }
 
-/// Every tensor of every unit: its parameters, then each buffer of its optimizer state.
+/// Returns every tensor of every unit: its parameters, then each state buffer.
 fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<TensorRecord> {
     let states: Vec<&str> = std::iter::once("").chain(sharded.state_names()).collect();
     let mut entries = Vec::new();
@@ -172,15 +172,15 @@ fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<TensorRecord> {
     entries
 }
 
-/// Shows every run of elements that this rank, and no other, answers for: the number of the entry,
-/// the first element's index in it, the elements.
+/// Calls `show` with every run of elements that only this rank owns: the number of the entry, the
+/// index of the first element in it, and the elements.
 fn visit<B: Kernels>(
     sharded: &mut Sharded<B>,
     mut show: impl FnMut(usize, usize, &[f32]) -> Result<()>,
 ) -> Result<()> {
     let parts = 1 + sharded.state_names().len();
     let mut host = Vec::new();
-    // Entries of earlier stages come before.
+    // Entries of earlier pipeline stages come first.
     let before = &sharded.layouts()[..sharded.first_unit()];
     let mut first = parts * before.iter().map(|unit| unit.tensors.len()).sum::<usize>();
     for unit in sharded.owned()? {
@@ -197,19 +197,19 @@ fn visit<B: Kernels>(
     Ok(())
 }
 
-/// A sum over elements of a hash of index and bits, which is independent of their distribution over
-/// ranks. Two tensors that differ in one element always have different digests, others but for a
-/// chance of 2⁻⁶⁴.
+/// Returns the sum over elements of a hash of index and bits, which is independent of their
+/// distribution over ranks. Two tensors that differ in exactly one element always have different
+/// digests; other tensors collide with a probability of 2⁻⁶⁴.
 fn digest(start: usize, values: &[f32]) -> u64 {
-    let marks = values
+    let hashes = values
         .iter()
         .zip(start as u64..)
         .map(|(value, index)| mix(index << 32 ^ u64::from(value.to_bits())));
-    marks.fold(0, u64::wrapping_add)
+    hashes.fold(0, u64::wrapping_add)
 }
 
-/// The output function of SplitMix64: one to one, and each bit of the result depends on each of
-/// `value`.
+/// The output function of SplitMix64: a bijection in which each bit of the result depends on every
+/// bit of `value`.
 fn mix(value: u64) -> u64 {
     let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -217,8 +217,8 @@ fn mix(value: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Joins the values of all ranks, in order of ranks.
-fn meet<B: Kernels, T: Serialize + for<'a> Deserialize<'a>>(
+/// Gathers the values of all ranks, and merges them in the order of ranks.
+fn merge_ranks<B: Kernels, T: Serialize + for<'a> Deserialize<'a>>(
     world: &Group<B>,
     mine: T,
     join: impl Fn(&mut T, T),
@@ -251,6 +251,6 @@ mod tests {
         assert_ne!(digest(0, &other), whole);
         other[50] = values[51];
         other[51] = values[50];
-        assert_ne!(digest(0, &other), whole, "two elements have changed places");
+        assert_ne!(digest(0, &other), whole, "two elements are swapped");
     }
 }

@@ -1,5 +1,5 @@
-//! All elements of all tensors of one rank in a file, with which the ranks of other layouts compare
-//! theirs.
+//! A file with all elements of all tensors of one rank, with which the ranks of other layouts
+//! compare theirs.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -10,32 +10,32 @@ use serde::{Deserialize, Serialize};
 use super::tensor_entry::TensorRecord;
 use crate::error::{Error, Result};
 
-/// The file: the elements of one entry after those of the other, as they are in memory.
+/// The file: the elements of the entries one after another, as they are in memory.
 pub struct Snapshot {
     path: PathBuf,
     file: File,
-    /// First element of every entry.
+    /// The first element of every entry.
     starts: Vec<usize>,
-    /// Elements read.
+    /// Buffer for reading.
     buffer: Vec<f32>,
 }
 
-/// Elements read at a time.
+/// The number of elements read at a time.
 const CHUNK: usize = 1 << 16;
 
 /// An element with two values, as bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Element {
-    /// Its index in the tensor.
+    /// The index in the tensor.
     pub index: usize,
-    /// The value here.
+    /// The value in this layout.
     pub here: u32,
     /// The value on one rank.
     pub reference: u32,
 }
 
 impl Element {
-    /// Absolute difference of the values; `f64::MAX` if it is not a number.
+    /// Returns the absolute difference of the values, or `f64::MAX` if it is NaN.
     pub fn distance(&self) -> f64 {
         let distance = (f64::from(f32::from_bits(self.here))
             - f64::from(f32::from_bits(self.reference)))
@@ -44,23 +44,23 @@ impl Element {
     }
 }
 
-/// Difference of a tensor from that of one rank.
+/// The difference of a tensor from that of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TensorDifference {
-    /// Elements whose bits differ.
+    /// The number of elements whose bits differ.
     pub elements: u64,
-    /// The one with the lowest index.
+    /// The different element with the lowest index.
     pub first: Option<Element>,
-    /// The one whose values are farthest apart.
+    /// The element with the largest difference.
     pub worst: Option<Element>,
-    /// Sum of the squares of the distances.
+    /// The sum of the squares of the differences.
     pub squares: f64,
-    /// Sum of the squares of the values on one rank.
+    /// The sum of the squares of the values on one rank.
     pub reference_squares: f64,
 }
 
 impl TensorDifference {
-    /// Compares runs of elements, of which the first has index `start`.
+    /// Compares runs of elements, the first of which has index `start`.
     pub fn add(&mut self, start: usize, here: &[f32], reference: &[f32]) {
         for (index, (here, reference)) in (start..).zip(here.iter().zip(reference)) {
             self.reference_squares += f64::from(*reference).powi(2);
@@ -68,24 +68,24 @@ impl TensorDifference {
             let reference = reference.to_bits();
             if here != reference {
                 let element = Element { index, here, reference };
-                // A distance that is not finite counts as very large, so that it can still be
+                // A difference that is not finite counts as a very large one, so that it can be
                 // written as JSON.
                 self.squares += element.distance().min(1e100).powi(2);
-                self.see(1, element, element);
+                self.record(1, element, element);
             }
         }
     }
 
-    /// Adds the difference that another rank found in other elements.
+    /// Merges the difference that another rank found in other elements.
     pub fn merge(&mut self, other: Self) {
         self.squares += other.squares;
         self.reference_squares += other.reference_squares;
         if let (Some(first), Some(worst)) = (other.first, other.worst) {
-            self.see(other.elements, first, worst);
+            self.record(other.elements, first, worst);
         }
     }
 
-    fn see(&mut self, elements: u64, first: Element, worst: Element) {
+    fn record(&mut self, elements: u64, first: Element, worst: Element) {
         self.elements += elements;
         if self.first.is_none_or(|old| first.index < old.index) {
             self.first = Some(first);
@@ -106,22 +106,22 @@ impl Snapshot {
         Self { path: path.to_path_buf(), file, starts: ends.collect(), buffer: Vec::new() }
     }
 
-    /// A file to fill.
+    /// Creates a file to fill.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be created.
     pub fn create(path: &Path, entries: &[TensorRecord]) -> Result<Self> {
         let file = File::create(path).map_err(|e| {
             Error::io("create", path, e)
-                .hint("set TMPDIR to a directory with room for parameters and optimizer state")
+                .hint("set TMPDIR to a directory with space for parameters and optimizer state")
         })?;
         Ok(Self::new(path, file, entries))
     }
 
-    /// A file to compare with.
+    /// Opens a file to compare with.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be opened.
     pub fn open(path: &Path, entries: &[TensorRecord]) -> Result<Self> {
         let file = File::open(path).map_err(|e| {
             Error::io("open", path, e)
@@ -133,7 +133,7 @@ impl Snapshot {
     /// Writes elements of an entry from index `start` on.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn write(&mut self, entry: usize, start: usize, values: &[f32]) -> Result<()> {
         let at = (self.starts[entry] + start) * size_of::<f32>();
         self.file
@@ -144,7 +144,7 @@ impl Snapshot {
     /// Compares elements of an entry from index `start` on.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be read.
     pub fn compare(
         &mut self,
         entry: usize,
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_element_is_found_whoever_holds_it() {
+    fn the_element_is_found_on_any_rank() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("all");
         let entry =

@@ -5,18 +5,18 @@ use serde::{Deserialize, Serialize};
 /// A tensor of the parameters or of the optimizer's state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorRecord {
-    /// The unit it belongs to.
+    /// The unit of the parameter.
     pub unit: String,
-    /// The parameter's name.
+    /// The name of the parameter.
     pub tensor: String,
-    /// Empty for the parameters, else the name of a buffer of the optimizer.
+    /// The name of the state buffer; empty for the parameter itself.
     pub state: String,
-    /// Elements.
+    /// The number of elements.
     pub len: usize,
 }
 
 impl TensorRecord {
-    /// Whether it is a parameter.
+    /// Returns true if it is a parameter.
     pub fn is_parameter(&self) -> bool {
         self.state.is_empty()
     }

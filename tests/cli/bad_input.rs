@@ -1,4 +1,5 @@
-//! Mistakes of users: one error, which says what and where, a hint, exit code 2, and nothing lost.
+//! Invalid input of users: the program prints one error that names the cause and its place, a hint,
+//! exits with code 2, and changes no files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,7 @@ fn refused(ended: &Ended, words: &[&str]) {
     }
 }
 
-/// Every file below a directory with its content.
+/// Returns every file below a directory with its content.
 fn snapshot(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut files = BTreeMap::new();
     let mut folders = vec![folder.to_path_buf()];
@@ -39,7 +40,8 @@ fn snapshot(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     files
 }
 
-/// Runs a command that must be refused and may not touch what is below `folder`; logs grow.
+/// Runs a command that must be refused and may not change files below `folder`, except that logs
+/// may grow.
 #[track_caller]
 fn refuses(command: &mut Command, folder: &Path, words: &[&str]) {
     let before = snapshot(folder);
@@ -54,11 +56,11 @@ fn refuses(command: &mut Command, folder: &Path, words: &[&str]) {
     }
 }
 
-/// A shard of ids with its vocabulary.
+/// Writes a shard of ids with its vocabulary.
 fn shard<T: H5Type>(folder: &Path, name: &str, ids: &[T], vocabulary: u64) {
     std::fs::create_dir_all(folder).unwrap();
     let path = folder.join(name);
-    // A process that another test started while the earlier one was open still has its lock.
+    // A process that another test started while the earlier shard was open still holds its lock.
     if path.exists() {
         std::fs::remove_file(&path).unwrap();
     }
@@ -67,7 +69,7 @@ fn shard<T: H5Type>(folder: &Path, name: &str, ids: &[T], vocabulary: u64) {
     file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&vocabulary).unwrap();
 }
 
-/// Two training shards and one for validation: 62 and 62 samples of 16 ids below 5.
+/// Writes two training shards and one for validation: 62 and 62 samples of 16 ids below 5.
 fn shards(folder: &Path) {
     let ids: Vec<u8> = (0..1000).map(|i| (i * i % 5) as u8).collect();
     for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
@@ -75,7 +77,7 @@ fn shards(folder: &Path) {
     }
 }
 
-/// Four training shards and one for validation of 1000 letters.
+/// Imports 1000 letters as four training shards and one for validation.
 fn import(out: &Path) {
     let input = out.with_file_name("letters");
     let letter = |i: usize| char::from(b'a' + (i * i % 5) as u8);
@@ -85,7 +87,7 @@ fn import(out: &Path) {
     import_text(&import).unwrap();
 }
 
-/// Transports of cases that concern all ranks alike.
+/// Transports of cases in which all ranks find the same error.
 const ALL: &[Transport] = &[Alone, Mpirun(2), Simulate(2)];
 const ONE: &[Transport] = &[Alone];
 const JOBS: &[Transport] = &[Mpirun(2), Simulate(2)];
@@ -130,7 +132,7 @@ fn settings() {
         (
             "model.rope_scaling.factor=8",
             ALL,
-            &["model.rope_scaling is not of a GPT", "hint: leave it out"],
+            &["model.rope_scaling is not a key of GPTs", "hint: leave it out"],
         ),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
@@ -207,13 +209,15 @@ fn settings() {
         ("data.path=/no/such/data", ALL, &["/no/such/data does not exist", "data.path"]),
     ];
     let root = tempfile::tempdir().unwrap();
-    // Elsewhere a missing library may be refused, or nothing.
+    // On CPUs with bf16 the error may name a missing library, or there is none.
     #[cfg(target_arch = "x86_64")]
     let lacks = !is_x86_feature_detected!("avx512bf16");
     #[cfg(not(target_arch = "x86_64"))]
     let lacks = true;
-    let words: &[&str] =
-        &["precision.dtype = bf16 needs a GPU, or a CPU with avx512_bf16", "hint: leave it out"];
+    let words: &[&str] = &[
+        "precision.dtype = bf16 needs a GPU, or a CPU with avx512_bf16",
+        "hint: remove the setting",
+    ];
     let of_cpu = lacks.then_some(("precision.dtype=bf16", ALL, words));
     for (setting, transports, words) in cases.iter().chain(&of_cpu) {
         for transport in *transports {
@@ -227,7 +231,7 @@ fn settings() {
     assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
 }
 
-/// A file that is old on one node, or a script that gives each rank its own.
+/// Ranks may get different settings by an outdated file on one node, or a script that sets them.
 #[test]
 fn ranks_with_different_settings() {
     let root = tempfile::tempdir().unwrap();
@@ -252,7 +256,7 @@ fn ranks_with_different_settings() {
 }
 
 #[test]
-fn options_that_would_do_nothing() {
+fn options_without_effect_are_refused() {
     for (args, words) in [
         (&["eval"][..], &["--run", "--checkpoint"]),
         (&["eval", "--run", "runs/x", "--checkpoint", "runs/y"], &["--run", "--checkpoint"]),
@@ -274,20 +278,20 @@ fn options_that_would_do_nothing() {
 }
 
 #[test]
-fn what_takes_less_memory_is_told() {
+fn the_hint_names_a_setting_that_takes_less_memory() {
     let root = tempfile::tempdir().unwrap();
     let big = ["model.layers=4", "model.width=256", "model.context=64", "batch.global=16"];
     let command = |transport, more: &[&str]| {
         Run::new(transport, root.path(), "x", &[&big, more].concat()).command()
     };
-    // The program counts, too, and is larger where it is not optimised.
+    // The program counts, too, and is larger in debug builds.
     let needed = |transport, more: &[&str]| {
         let stderr =
             finish(&mut command(transport, &[more, &["run.memory_limit=8MiB"]].concat())).stderr;
         let (_, rest) = stderr.split_once("a rank needs ").unwrap();
         rest.split_once(" MiB").unwrap().0.parse::<f64>().unwrap() as u64
     };
-    // Too little even without the copy of the state, which a save beside training takes: 36 MiB.
+    // Too little even without the copy of the state, 36 MiB, that an asynchronous save takes.
     let limit = format!("run.memory_limit={}MiB", needed(Alone, &[]) - 40);
     let words = [
         "a rank needs ",
@@ -300,12 +304,12 @@ fn what_takes_less_memory_is_told() {
     let of_two = format!("run.memory_limit={}MiB", needed(Mpirun(2), &["batch.micro=1"]) - 40);
     refuses(&mut command(Mpirun(2), &[&of_two, "batch.micro=1"]), root.path(), &words);
     assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
-    // The value that the hint gives is taken.
+    // The value of the hint works.
     finish(&mut command(Alone, &[&limit, "batch.micro=2", "run.steps=1"])).succeeded();
 }
 
-/// The system may promise less than it has: an allocation that fails ends the run like any other
-/// error.
+/// An allocation may fail although the system reported enough memory: it ends the run like any
+/// other error.
 #[test]
 fn an_allocation_that_fails() {
     let root = tempfile::tempdir().unwrap();
@@ -326,8 +330,8 @@ fn an_allocation_that_fails() {
         .envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))))
         .env("MALLOC_ARENA_MAX", "1");
     let words = [
-        "error: out of memory: no ",
-        " MiB for activations; this rank has taken parameters 72.",
+        "error: out of memory: cannot allocate ",
+        " MiB for activations; this rank has allocated parameters 72.",
         ", optimizer 144.",
     ];
     refuses(&mut command, root.path(), &words);
@@ -345,7 +349,7 @@ fn meshes_that_do_not_fit() {
 }
 
 #[test]
-fn pipelines_that_cannot_be() {
+fn impossible_pipelines() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(&str, &[&str]); 7] = [
         ("parallel.pipeline=0", &["parallel.pipeline = 0 is out of range"]),
@@ -393,16 +397,16 @@ fn pipelines_that_cannot_be() {
     let ended = Run::new(Simulate(2), root.path(), "alone", &["parallel.schedule=zero-bubble"])
         .ends()
         .succeeded();
-    let told =
-        "parallel.schedule = zero-bubble changes nothing: there is one stage; hint: leave it out";
-    assert!(ended.stderr.contains(told), "{ended}");
+    let warning =
+        "parallel.schedule = zero-bubble has no effect: there is one stage; hint: remove it";
+    assert!(ended.stderr.contains(warning), "{ended}");
     let words = ["parallel.pipeline = 8, but the network has 4 blocks", "at most 4"];
     refuses(
         &mut Run::new(Simulate(8), root.path(), "x", &["parallel.pipeline=8"]).command(),
         root.path(),
         &words,
     );
-    // A pipeline that is never full runs, and says so.
+    // A pipeline with too few micro-batches to fill it runs with a warning.
     let ended =
         Run::new(Simulate(4), root.path(), "few", &["parallel.pipeline=4", "batch.global=2"])
             .ends()
@@ -415,7 +419,7 @@ fn pipelines_that_cannot_be() {
     );
     assert!(
         ended.stdout.contains(
-            "stages of 1 + 1 + 1 + 1 blocks; micro-batches a rank and step: 2, idle: 60 %"
+            "stages of 1 + 1 + 1 + 1 blocks; micro-batches per rank and step: 2, bubble: 60 %"
         ),
         "{ended}"
     );
@@ -426,7 +430,7 @@ fn steps_and_epochs_exclude_each_other() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(&[&str], &[&str]); 6] = [
         // Tests set run.steps.
-        (&["run.epochs=2"], &["run.steps and run.epochs are both given", "leave one of them out"]),
+        (&["run.epochs=2"], &["run.steps and run.epochs are both given", "give only one of them"]),
         (
             &["eval.every=3", "eval.every_epochs=1"],
             &["eval.every and eval.every_epochs are both given"],
@@ -437,10 +441,7 @@ fn steps_and_epochs_exclude_each_other() {
         ),
         (&["run.steps=0", "run.epochs=0"], &["run.steps = 0 is out of range", "at least 1"]),
         (&["run.steps=0", "run.epochs=half"], &["--set run.epochs=half"]),
-        (
-            &["model.own=mine"],
-            &["model.own = \"mine\": the network is a program's own", "use that program"],
-        ),
+        (&["model.own=mine"], &["model.own = \"mine\" names a custom model", "use that program"]),
     ];
     for (settings, words) in cases {
         refuses(&mut Run::new(Alone, root.path(), "x", settings).command(), root.path(), words);
@@ -448,7 +449,7 @@ fn steps_and_epochs_exclude_each_other() {
 }
 
 #[test]
-fn averages_that_cannot_be() {
+fn impossible_local_sgd() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(Transport, &str, &[&str]); 10] = [
         (
@@ -497,7 +498,10 @@ fn averages_that_cannot_be() {
         (
             Simulate(2),
             "local_sgd.sync_every=8 checkpoint.keep_every=20",
-            &["checkpoint.keep_every = 20 is no multiple of local_sgd.sync_every = 8", "16 or 24"],
+            &[
+                "checkpoint.keep_every = 20 is not a multiple of local_sgd.sync_every = 8",
+                "16 or 24",
+            ],
         ),
         (
             Simulate(2),
@@ -519,7 +523,7 @@ fn averages_that_cannot_be() {
 }
 
 #[test]
-fn spawned_ranks_that_cannot_be() {
+fn ranks_that_cannot_be_spawned() {
     let root = tempfile::tempdir().unwrap();
     let words = ["--spawn 2, but this command does not run on ranks", "train, eval, predict"];
     refuses(&mut program(["verify", "--spawn", "2"]), root.path(), &words);
@@ -527,7 +531,7 @@ fn spawned_ranks_that_cannot_be() {
     twice.arg(hpctrain_testkit::program()).args(["train", "--spawn", "2"]);
     let words = ["--spawn 2, but this process was started by Open MPI's mpirun", "use one of them"];
     refuses(&mut twice, root.path(), &words);
-    // One rank speaks for all, as under mpirun.
+    // An error that all ranks share is printed once, as under mpirun.
     let words = ["model.heads = 3"];
     refuses(
         &mut Run::new(Spawn(3), root.path(), "x", &["model.heads=3"]).command(),
@@ -543,7 +547,7 @@ fn spawned_ranks_that_cannot_be() {
 }
 
 #[test]
-fn central_storage_that_cannot_be() {
+fn impossible_central_storage() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(Transport, &str, &[&str]); 7] = [
         (
@@ -570,7 +574,7 @@ fn central_storage_that_cannot_be() {
         (
             Simulate(2),
             "parallel.storage=central local_sgd.sync_every=8",
-            &["trains replicas apart", "leave one of them"],
+            &["local_sgd.sync_every is not supported with parallel.storage", "leave one of them"],
         ),
         (Simulate(2), "parallel.storage=middle", &["unknown value `middle`", "ranks, central"]),
     ];
@@ -591,7 +595,7 @@ fn central_storage_that_cannot_be() {
 }
 
 #[test]
-fn slices_that_cannot_be() {
+fn impossible_tensor_parallelism() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(usize, &str, &[&str]); 8] = [
         (1, "parallel.tensor=0", &["parallel.tensor = 0 is out of range"]),
@@ -619,12 +623,12 @@ fn slices_that_cannot_be() {
         (
             2,
             "parallel.tensor=2 parallel.sequence=true model.context=9",
-            &["2 slices do not divide model.context = 9", "10"],
+            &["parallel.tensor = 2 does not divide model.context = 9", "10"],
         ),
         (
             2,
             "parallel.tensor=2 model.kind=llama model.hidden=1",
-            &["without any of model.hidden = 1", "fewer slices"],
+            &["without any of model.hidden = 1", "fewer tensor-parallel ranks"],
         ),
     ];
     for (ranks, settings, words) in cases {
@@ -638,7 +642,7 @@ fn slices_that_cannot_be() {
 }
 
 #[test]
-fn layouts_that_nobody_can_choose() {
+fn impossible_plans() {
     let root = tempfile::tempdir().unwrap();
     let machine = root.path().join("mine.toml");
     std::fs::write(&machine, "name = 'mine'\ngpu = 7\n").unwrap();
@@ -646,7 +650,7 @@ fn layouts_that_nobody_can_choose() {
     let cases: [(&str, &[&str]); 12] = [
         (
             "--ranks 6 --nodes 4",
-            &["--nodes 4 does not divide --ranks 6", "as many ranks on each node"],
+            &["--nodes 4 does not divide --ranks 6", "every node has the same number of ranks"],
         ),
         ("--ranks 4 --machine b300x8", &["b300x8", "a100x8, h100x8, h200x8"]),
         (
@@ -661,7 +665,7 @@ fn layouts_that_nobody_can_choose() {
             "--ranks 7 --set batch.global=16",
             &[
                 "no layout is possible: batch.global = 16 does not divide into 7 virtual ranks",
-                "numbers of ranks",
+                "another number of ranks",
             ],
         ),
         (
@@ -683,7 +687,7 @@ fn layouts_that_nobody_can_choose() {
         ),
         (
             "--ranks 2 --set local_sgd.sync_every=4",
-            &["local_sgd.sync_every is set, but layouts have", "without it"],
+            &["local_sgd.sync_every is set, but layouts differ", "without it"],
         ),
         ("--ranks 2 --set optimizer.lr=x", &["--set optimizer.lr=x"]),
     ];
@@ -695,7 +699,7 @@ fn layouts_that_nobody_can_choose() {
         root.path(),
         &["--measure with --ranks 3, but 2 ranks were started", "mpirun -np 3"],
     );
-    // A layout is chosen by runs only.
+    // Only runs support parallel.layout = auto.
     refuses(
         program(["verify", "--ranks", "1"]).args(["--set", "parallel.layout=auto"]),
         root.path(),
@@ -744,7 +748,7 @@ fn configuration_files() {
     }
 }
 
-/// A way to spoil the shards of a directory.
+/// A function that damages the shards of a directory.
 type Spoil = fn(&Path);
 
 #[test]
@@ -877,7 +881,7 @@ fn data() {
     }
 }
 
-/// Only the rank that reads it sees a bad id; the whole job ends.
+/// Only the rank that reads an invalid id detects it, and the whole job ends.
 #[test]
 fn an_id_outside_the_vocabulary() {
     let root = tempfile::tempdir().unwrap();
@@ -915,7 +919,7 @@ fn an_id_outside_the_vocabulary() {
     }
 }
 
-/// Only the rank that reads of a block sees that it is damaged; the whole job ends.
+/// Only the rank that reads from a damaged block detects it, and the whole job ends.
 #[test]
 fn a_damaged_block() {
     let root = tempfile::tempdir().unwrap();
@@ -973,14 +977,14 @@ fn run_directories() {
             (run(&below, "x"), &["cannot create", "file/deeper/x", "Not a directory", "run.root"]),
             (run(Path::new("/proc"), "x"), &["cannot create /proc/x", "run.root"]),
         ];
-        // A start of mpirun that fails takes seconds: it does so for two kinds of refusal.
+        // A start of mpirun that fails takes seconds, so it is tested for two cases only.
         let some = if matches!(transport, Mpirun(_)) { &cases[2..4] } else { &cases[..] };
         for (run, words) in some {
             refuses(&mut run.command(), root.path(), words);
         }
     }
-    // A run without a checkpoint begins again, and says so: a scheduler starts it the same way
-    // every time.
+    // A run without a checkpoint starts from the beginning with `--resume auto`, and prints that:
+    // a scheduler starts it with the same command every time.
     let taken = RunFiles(root.path().join("taken"));
     std::fs::remove_dir_all(taken.path("checkpoints")).unwrap();
     let ended = Run::new(Simulate(2), root.path(), "taken", &["parallel.virtual_ranks=2"])
@@ -1031,7 +1035,7 @@ fn samples() {
     }
 }
 
-/// Arguments that the parser of the command line refuses in its own words.
+/// Arguments that are refused by the parser of the command line, in its own format.
 #[test]
 fn arguments() {
     let cases: [(&[&str], &str); 6] = [
@@ -1053,8 +1057,8 @@ fn arguments() {
     refused(&finish(program(["train"]).env("HPCTRAIN_MPI", "maybe")), &["HPCTRAIN_MPI", "maybe"]);
 }
 
-/// Mounts a disk of 1 MiB on the first argument, runs the others there until it is full, makes it
-/// larger, resumes.
+/// Mounts a disk of 1 MiB on the first argument, runs the other arguments there until it is full,
+/// enlarges it, and resumes.
 const SMALL_DISK: &str = r#"
     disk=$1; shift
     mount -t tmpfs -o size=1m small "$disk" || exit 99
@@ -1065,7 +1069,7 @@ const SMALL_DISK: &str = r#"
     cp -a "$disk/x" "$disk.resumed"
 "#;
 
-/// Arguments that give a file system of one's own, if any do.
+/// Returns arguments of `unshare` that give a separate mount namespace, if any do.
 fn mounting() -> Option<&'static [&'static str]> {
     let ways: [&[&str]; 2] = [&["--mount"], &["--map-root-user", "--mount"]];
     let folder = tempfile::tempdir().unwrap();
@@ -1080,7 +1084,7 @@ fn mounting() -> Option<&'static [&'static str]> {
 }
 
 #[test]
-fn a_full_disk_costs_no_checkpoint() {
+fn a_full_disk_loses_no_checkpoint() {
     let Some(flags) = mounting() else {
         println!("skipped: this user may not mount a small disk");
         return;
@@ -1130,7 +1134,7 @@ fn a_full_disk_costs_no_checkpoint() {
 }
 
 #[test]
-fn imports_keep_what_is_there() {
+fn imports_do_not_overwrite_files() {
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("input.txt");
     std::fs::write(&text, "some text to import\n".repeat(10)).unwrap();
@@ -1152,11 +1156,11 @@ fn imports_keep_what_is_there() {
 }
 
 #[test]
-fn timing_a_gpu_wants_one() {
+fn benchmarks_of_gpus_require_one() {
     let folder = tempfile::tempdir().unwrap();
     let bench = |args: &[&str]| {
         let mut command = program(["bench", "gpu"]);
-        // The GPUs, if there are any.
+        // Hides the GPUs, if there are any.
         command.args(args).current_dir(folder.path()).env("CUDA_VISIBLE_DEVICES", "");
         command
     };
@@ -1165,7 +1169,7 @@ fn timing_a_gpu_wants_one() {
     }
     let mut two = mpirun(2);
     two.arg(hpctrain_testkit::program()).args(["bench", "gpu"]);
-    refused(&finish(&mut two), &["2 ranks would share", "without mpirun"]);
+    refused(&finish(&mut two), &["bench gpu runs on one rank, but 2", "without mpirun"]);
 }
 
 #[test]
@@ -1188,13 +1192,13 @@ fn imports_of_rows() {
 }
 
 #[test]
-fn networks_by_layers() {
+fn layer_list_models() {
     let root = tempfile::tempdir().unwrap();
     let model = ["model.kind=layers", "model.input=[4, 4, 1]", "data.path=nowhere"];
     for (setting, words) in [
         (
             "model.layers=[{kind='flatten'}, {kind='conv2d', filters=2, kernel=3}]",
-            &["model.layers[1] (conv2d) gets 16, but wants an image"][..],
+            &["model.layers[1] (conv2d) gets 16, but expects an image"][..],
         ),
         ("model.layers=[{kind='dens', units=2}]", &["layer 0 of the list: unknown variant `dens`"]),
         (
@@ -1208,7 +1212,7 @@ fn networks_by_layers() {
 }
 
 #[test]
-fn servers_and_their_settings_must_be_possible() {
+fn invalid_servers_and_settings() {
     let root = tempfile::tempdir().unwrap();
     let refuse = |transport: Transport, servers: usize, settings: &[&str], words: &[&str]| {
         let run = Run::new(transport, root.path(), "x", settings);
@@ -1243,7 +1247,7 @@ fn servers_and_their_settings_must_be_possible() {
         Simulate(3),
         1,
         &["parameter_server.partition='few'"],
-        &["\"few\" is no partition such as"],
+        &["\"few\" is not a partition such as"],
     );
     refuse(
         Simulate(3),
@@ -1255,32 +1259,37 @@ fn servers_and_their_settings_must_be_possible() {
         Simulate(3),
         1,
         &["parallel.zero=1"],
-        &["parallel.zero = 1, but servers hold the parameters"],
+        &["parallel.zero = 1, but parameter servers do not support it"],
     );
     refuse(
         Simulate(3),
         1,
         &["parallel.storage=central"],
-        &["parallel.storage = central, but servers"],
+        &["parallel.storage = central, but parameter servers"],
     );
     refuse(
         Simulate(3),
         1,
         &["model.place.tables=host"],
-        &["model.place.tables = host is set, but servers"],
+        &["model.place.tables = host is set, but parameter servers"],
     );
-    refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
+    refuse(
+        Spawn(3),
+        1,
+        &["parallel.pipeline=2"],
+        &["parallel.pipeline is set, but parameter servers"],
+    );
     refuse(
         Simulate(3),
         1,
         &["device.matmul_autotune=true"],
-        &["device.matmul_autotune is set, but servers"],
+        &["device.matmul_autotune is set, but parameter servers"],
     );
     refuse(
         Simulate(3),
         1,
         &["optimizer.kind=lamb", "parameter_server.staleness=2"],
-        &["norms of whole matrices"],
+        &["norms of whole tensors"],
     );
     let traced = Run::new(Simulate(3), root.path(), "traced", &[]);
     let mut command = traced.command();
@@ -1291,12 +1300,12 @@ fn servers_and_their_settings_must_be_possible() {
         &["cannot write the trace", "nowhere/trace.json", "--trace"],
     );
     assert!(!traced.files().0.exists());
-    // These processes learn their part when the run has its directory.
+    // These processes get their ranges when the directory of the run exists already.
     let small = |name: &str, limit: &str, words: &[&str]| {
         let run = Run::new(Simulate(3), root.path(), name, &[&format!("run.memory_limit={limit}")]);
         refused(&finish(run.command().args(["--servers", "1"])), words);
     };
-    small("server", "1KiB", &["a server needs", "and may take 1.0 KiB", "more servers"]);
+    small("server", "1KiB", &["a server needs", "but only 1.0 KiB is available", "more servers"]);
     small("worker", "10MiB", &["a worker needs", "(parameters", "batch.micro"]);
     refuse(
         Simulate(3),
@@ -1328,13 +1337,13 @@ fn servers_and_their_settings_must_be_possible() {
     refuses(
         traced.args(["--servers", "1", "--profile"]),
         root.path(),
-        &["--profile is for runs without servers"],
+        &["--profile is not supported with parameter servers"],
     );
     refuse(Simulate(3), 1, &[&address], &["cannot listen on 127.0.0.1:", "Address already in use"]);
 }
 
 #[test]
-fn roles_need_their_variables() {
+fn roles_require_their_variables() {
     let root = tempfile::tempdir().unwrap();
     let role = |vars: &[(&str, &str)], settings: &[&str]| {
         let mut command = program(["ps", "auto"]);

@@ -1,4 +1,4 @@
-//! The command line where nothing is wrong: what it prints and what it leaves.
+//! The command line with valid input: its output and the files that it writes.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,7 +9,7 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{Ended, finish, mpirun, program};
 use hpctrain_testkit::runs::{Run, SMALL};
 
-/// The output of a command that succeeds, without warnings.
+/// Returns the output of a command that succeeds without warnings.
 #[track_caller]
 fn printed(args: &[&str]) -> String {
     let ended = finish(&mut program(args)).succeeded();
@@ -17,7 +17,7 @@ fn printed(args: &[&str]) -> String {
     ended.stdout
 }
 
-/// Arguments that set keys.
+/// Returns arguments that set keys.
 fn set<'a>(settings: impl IntoIterator<Item = &'a &'a str>) -> Vec<&'a str> {
     settings.into_iter().flat_map(|setting| ["--set", *setting]).collect()
 }
@@ -49,21 +49,21 @@ fn help_names_every_command() {
     );
 }
 
-/// As tasks that srun has started without an interface by which ranks meet, such as the shell of
-/// `srun -n 4 --pty bash`.
+/// Commands that do not run on ranks work as tasks of srun without a process-management interface,
+/// such as in the shell of `srun -n 4 --pty bash`.
 #[test]
 fn commands_without_ranks_need_no_launcher_for_ranks() {
-    let of_srun = |args: &[&str]| {
+    let under_srun = |args: &[&str]| {
         let mut command = program(args);
         finish(command.envs([("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_PROCID", "0")]))
     };
     for args in
         [&["--version"][..], &["config", "show"], &["runs", "--help"], &["completions", "bash"]]
     {
-        let ended = of_srun(args).succeeded();
+        let ended = under_srun(args).succeeded();
         assert!(!ended.stdout.is_empty() && ended.stderr.is_empty(), "{ended}");
     }
-    let ended = of_srun(&["train"]);
+    let ended = under_srun(&["train"]);
     assert_eq!(ended.code(), 2, "{ended}");
     for words in [
         "srun started 4 tasks without a process-management interface",
@@ -78,7 +78,7 @@ fn commands_without_ranks_need_no_launcher_for_ranks() {
 fn version() {
     let version = format!("hpctrain {}\n", env!("CARGO_PKG_VERSION"));
     assert_eq!(printed(&["--version"]), version);
-    // Ranks read the same arguments: one answers.
+    // All ranks get the same arguments, and one of them prints.
     let ended = finish(mpirun(2).arg(hpctrain_testkit::program()).arg("--version")).succeeded();
     assert_eq!(ended.stdout, version);
 }
@@ -92,7 +92,7 @@ fn completions() {
     ] {
         let script = printed(&["completions", shell]);
         assert!(script.contains(word), "{shell}");
-        // Of options with few values, these.
+        // Options with few values complete these values.
         assert!(
             ["resnet-18-cifar", "gpt2-124m"].iter().all(|preset| script.contains(preset)),
             "{shell}"
@@ -102,7 +102,7 @@ fn completions() {
 }
 
 #[test]
-fn config_show_prints_a_configuration_that_gives_itself() {
+fn config_show_prints_a_configuration_that_reads_back() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("any.toml");
     let file = file.to_str().unwrap();
@@ -157,7 +157,7 @@ fn config_show_prints_a_configuration_that_gives_itself() {
     assert_eq!(shown["run"]["name"].as_str(), Some("gpt-char"));
 }
 
-/// Files below a directory, sorted.
+/// Lists the files below a directory, sorted.
 fn listing(folder: &Path) -> Vec<String> {
     let mut names = Vec::new();
     let mut folders = vec![folder.to_path_buf()];
@@ -177,7 +177,7 @@ fn listing(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
+fn without_a_subcommand_it_trains_the_default_in_any_directory() {
     let folder = tempfile::tempdir().unwrap();
     let smaller =
         ["run.steps=3", "model.layers=1", "model.width=16", "model.context=8", "eval.samples=8"];
@@ -191,7 +191,7 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
     ] {
         assert!(ended.stdout.contains(words), "{words:?} is missing: {ended}");
     }
-    // The trained model has had its say.
+    // The trained model has generated a text.
     let text = ended
         .stdout
         .split("checkpoints/latest\n\n")
@@ -255,7 +255,7 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
         "tokens_per_second",
     ];
     let keys: BTreeSet<&str> = parts.into_iter().chain(rest).collect();
-    // Where the peak of the CPU is recorded, or its energy is counted.
+    // These lines exist if the peak of the CPU is recorded, or its energy is measured.
     let may_be_there = ["mfu", "energy_kwh", "joules_per_token"];
     let has = |step: &Value| -> BTreeSet<String> {
         step.as_object()
@@ -298,7 +298,7 @@ fn unnamed_runs_are_numbered() {
         assert!(root.path().join(name).join("run.json").exists(), "{name}");
     }
     assert!(!root.path().join("mine-4").exists());
-    // Resuming takes the one that can go on.
+    // `--resume auto` selects the run that can be resumed.
     for name in ["mine", "mine-3"] {
         std::fs::remove_dir_all(root.path().join(name).join("checkpoints")).unwrap();
     }
@@ -371,7 +371,7 @@ fn text_is_imported_described_checked_and_trained_on() {
     assert!(
         printed(&["data", "inspect", &path("piped")]).contains("source standard input (sha256 ")
     );
-    // A bit of an id changes.
+    // A flipped bit of an id is detected.
     let shard = path("char") + "/train-00001.h5";
     let at = hdf5::File::open(&shard).unwrap().dataset("tokens").unwrap().offset().unwrap()
         as usize
@@ -414,7 +414,7 @@ fn samples_follow_the_seed() {
         printed(&["sample", "--checkpoint", latest, "--tokens", "0", "--prompt", "a"]),
         "a\n"
     );
-    // A prompt longer than the context.
+    // The prompt may be longer than the context.
     let long = "To be, or not to be, that is the question";
     assert!(sample(&["--prompt", long]).starts_with(long));
 }
@@ -454,11 +454,11 @@ fn a_profile_has_every_kernel_of_the_steps() {
     let of = |name: &str| {
         kernels.iter().find(|kernel| kernel["kernel"] == name).unwrap_or_else(|| panic!("{name}"))
     };
-    // Evaluations and the text at the end do not count: each step has one attention a layer and
-    // micro-batch.
+    // Evaluations and the text at the end are not profiled: each step has one attention per layer
+    // and micro-batch.
     assert_eq!(of("attention")["calls"], of("attention, backward")["calls"]);
     assert!(number(of("linear"), "flops") > 0.0 && of("adamw")["flops"].is_null());
-    // Without the flag there is none.
+    // Without the flag there is no profile.
     assert!(
         !Run::new(Alone, root.path(), "y", &["run.steps=1"])
             .succeeds()
@@ -467,9 +467,9 @@ fn a_profile_has_every_kernel_of_the_steps() {
     );
 }
 
-/// The report of `bench` on a network's steps, as JSON.
+/// Returns the report of `bench` on the steps of a network, as JSON.
 #[track_caller]
-fn paced(view: &str, more: &[&str]) -> Value {
+fn bench(view: &str, more: &[&str]) -> Value {
     let args = [&["bench", view, "--json", "--steps", "2", "--samples", "2"], more].concat();
     serde_json::from_str(&printed(&args)).unwrap()
 }
@@ -483,7 +483,7 @@ fn steps_and_kernels_are_timed_on_random_data() {
         });
     };
     let machine = ["ranks", "threads", "samples", "peak_gflops", "peak_bandwidth"];
-    let step = paced("step", &gpt);
+    let step = bench("step", &gpt);
     positive(&step, &machine);
     positive(
         &step,
@@ -501,7 +501,7 @@ fn steps_and_kernels_are_timed_on_random_data() {
     assert_eq!((&step["network"], &step["predictions"]), (&"gpt-char".into(), &"tokens".into()));
     assert_eq!(step["samples"], 2);
 
-    let kernels = paced("kernels", &gpt);
+    let kernels = bench("kernels", &gpt);
     positive(&kernels, &machine);
     let rows = kernels["rows"].as_array().unwrap();
     for row in rows {
@@ -517,27 +517,27 @@ fn steps_and_kernels_are_timed_on_random_data() {
         );
         assert_eq!(row["gflops"].is_null(), row["of_peak_gflops"].is_null(), "{row}");
     }
-    let of = |rows: &[Value], kernel: &str| -> Vec<Value> {
+    let shapes = |rows: &[Value], kernel: &str| -> Vec<Value> {
         rows.iter().filter(|row| row["kernel"] == kernel).map(|row| row["shape"].clone()).collect()
     };
-    assert_eq!(of(rows, "attention"), [serde_json::json!([2, 16, 2, 16])]);
-    assert!(of(rows, "linear").contains(&serde_json::json!([32, 32, 96])), "{kernels}");
+    assert_eq!(shapes(rows, "attention"), [serde_json::json!([2, 16, 2, 16])]);
+    assert!(shapes(rows, "linear").contains(&serde_json::json!([32, 32, 96])), "{kernels}");
 
-    // Networks by layers need no data either; what is not a product is left out here.
-    let products = paced("gemm", &["--preset", "cnn-mnist"]);
-    let rows = products["rows"].as_array().unwrap();
-    assert!(of(rows, "linear").contains(&serde_json::json!([2, 3136, 128])), "{products}");
+    // Layer-list models do not need data either. Only GEMMs are reported here.
+    let gemms = bench("gemm", &["--preset", "cnn-mnist"]);
+    let rows = gemms["rows"].as_array().unwrap();
+    assert!(shapes(rows, "linear").contains(&serde_json::json!([2, 3136, 128])), "{gemms}");
     assert!(
-        of(rows, "convolution").contains(&serde_json::json!([2 * 14 * 14, 9 * 32, 64])),
-        "{products}"
+        shapes(rows, "convolution").contains(&serde_json::json!([2 * 14 * 14, 9 * 32, 64])),
+        "{gemms}"
     );
     assert!(rows.iter().all(|row| row["gflops"].as_f64().unwrap() > 0.0));
-    assert!(of(rows, "max pool").is_empty() && of(rows, "relu").is_empty());
+    assert!(shapes(rows, "max pool").is_empty() && shapes(rows, "relu").is_empty());
 
     let table =
         printed(&[&["bench", "kernels", "--steps", "1", "--samples", "1"], &gpt[..]].concat());
     assert!(
-        table.contains("peak of a rank: ")
+        table.contains("peak per rank: ")
             && table.contains("\nkernel  ")
             && table.contains("1×16×2×16"),
         "{table}"
@@ -549,8 +549,8 @@ fn steps_and_kernels_are_timed_on_random_data() {
 }
 
 #[test]
-fn config_summary_tells_the_layers() {
-    let told = printed(&["config", "summary", "--preset", "cnn-mnist"]);
+fn config_summary_lists_the_layers() {
+    let summary = printed(&["config", "summary", "--preset", "cnn-mnist"]);
     for line in [
         "11 layers from 28 × 28 × 1 to 10",
         "layers.0 conv2d      28 × 28 × 32  320         451,584",
@@ -558,16 +558,19 @@ fn config_summary_tells_the_layers() {
         "layers.11 dense      10            1,290       2,560",
         "all                                421,642",
     ] {
-        assert!(told.contains(line), "{line:?} is missing: {told}");
+        assert!(summary.contains(line), "{line:?} is missing: {summary}");
     }
-    let told = printed(&["config", "summary", "--preset", "gpt2-124m"]);
-    assert!(told.contains("h.11       1024 × 768") && told.contains("124,475,904"), "{told}");
+    let summary = printed(&["config", "summary", "--preset", "gpt2-124m"]);
+    assert!(
+        summary.contains("h.11       1024 × 768") && summary.contains("124,475,904"),
+        "{summary}"
+    );
     assert!(
         printed(&["config", "summary", "--preset", "tinyllama-1.1b"]).contains("1,100,048,384")
     );
 }
 
-/// Runs a command with its output and its messages sent somewhere by the shell.
+/// Runs a command in a shell that redirects its standard output and standard error.
 fn through_a_shell(redirected: &str, args: &str) -> (Option<i32>, String) {
     let script = format!("{} {args} {redirected}", hpctrain_testkit::program().display());
     let ended = std::process::Command::new("bash")
@@ -578,7 +581,7 @@ fn through_a_shell(redirected: &str, args: &str) -> (Option<i32>, String) {
 }
 
 #[test]
-fn output_that_nobody_reads_changes_no_exit_code() {
+fn closed_output_does_not_change_the_exit_code() {
     for (redirected, code) in [
         ("| true", 0),
         (">&-", 0),
@@ -591,7 +594,7 @@ fn output_that_nobody_reads_changes_no_exit_code() {
         assert_eq!(found, Some(code), "{redirected}: {stderr}");
         assert!(!stderr.contains("panic"), "{stderr}");
     }
-    // The command only prints: lost output is a failure, told once.
+    // The command only prints: output that cannot be written is an error, which is reported once.
     let (_, stderr) = through_a_shell(">/dev/full", "config summary");
     assert!(stderr.contains("cannot write standard output: No space left on device"), "{stderr}");
     assert_eq!(stderr.matches("cannot write to standard output").count(), 1, "{stderr}");

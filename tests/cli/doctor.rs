@@ -1,4 +1,4 @@
-//! `hpctrain doctor`: what it finds on this machine, and on a simulated GPU that works or does not.
+//! `hpctrain doctor`: its findings on this machine, and on a simulated GPU that works or does not.
 
 use std::process::Command;
 
@@ -27,7 +27,7 @@ fn report(ended: &Ended) -> Value {
     report
 }
 
-/// Status and finding of a check that is there once.
+/// Returns the status and the finding of a check that occurs once.
 #[track_caller]
 fn check<'a>(report: &'a Value, name: &str) -> (&'a str, &'a str) {
     let named: Vec<&Value> =
@@ -43,7 +43,7 @@ fn simulated(settings: &[(&str, &str)]) -> Value {
     report(&finish(with_simulator(&mut command).envs(settings.iter().copied())))
 }
 
-/// A doctor under mpirun.
+/// Returns the command of a doctor under mpirun.
 fn on_ranks(ranks: usize, args: &[&str]) -> Command {
     let mut command = mpirun(ranks);
     command.arg(hpctrain_testkit::program()).arg("doctor").args(args);
@@ -51,7 +51,7 @@ fn on_ranks(ranks: usize, args: &[&str]) -> Command {
 }
 
 #[test]
-fn a_run_root_is_tried_and_left_as_it_was() {
+fn a_run_root_is_checked_and_left_unchanged() {
     let root = tempfile::tempdir().unwrap();
     let args = ["doctor", "--run-root", root.path().to_str().unwrap()];
     let ended = finish(&mut program(args));
@@ -83,11 +83,11 @@ fn a_run_root_is_tried_and_left_as_it_was() {
 }
 
 #[test]
-fn a_run_root_to_come_is_not_made() {
+fn a_missing_run_root_is_not_created() {
     let root = tempfile::tempdir().unwrap();
     let report = report(&finish(program(["doctor", "--json"]).current_dir(root.path())));
     assert!(
-        check(&report, "run root").1.contains("for runs, which is not there yet"),
+        check(&report, "run root").1.contains("for runs, which does not exist yet"),
         "{report:#}"
     );
     assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
@@ -121,8 +121,9 @@ fn ranks_meet_in_one_report() {
     assert_eq!(check(&report, "shared memory").0, "ok");
     assert!(check(&report, "ranks").1.starts_with("2 on "), "{report:#}");
 
-    let apart = self::report(&finish(on_ranks(2, &["--json"]).env("HPCTRAIN_RANKS_PER_NODE", "1")));
-    assert_eq!(check(&apart, "shared memory").0, "warning");
+    let separate =
+        self::report(&finish(on_ranks(2, &["--json"]).env("HPCTRAIN_RANKS_PER_NODE", "1")));
+    assert_eq!(check(&separate, "shared memory").0, "warning");
 }
 
 #[test]
@@ -134,9 +135,9 @@ fn a_gpu_that_works_is_computed_on() {
         "cublaslt",
         "nccl",
         "gpu 0 kernel",
-        "gpu 0 product",
+        "gpu 0 matmul",
         "gpu 1 kernel",
-        "gpu 1 product",
+        "gpu 1 matmul",
     ] {
         assert_eq!(check(&report, name).0, "ok", "{report:#}");
     }
@@ -156,13 +157,13 @@ fn ranks_exchange_the_memory_of_their_gpus() {
     let mut two = on_ranks(2, &["--json"]);
     let report = report(&finish(with_simulator(&mut two).env("CUDASIM_DEVICES", "2")));
     assert_eq!(check(&report, "transport host-staged").0, "ok", "{report:#}");
-    let (status, found) = check(&report, "path nccl");
+    let (status, found) = check(&report, "transport nccl");
     assert!(
-        status == "ok" && found.contains(" carries memory of the GPUs unchanged between all ranks"),
+        status == "ok" && found.contains(" carries GPU memory unchanged between all ranks"),
         "{report:#}"
     );
     assert!(
-        check(&report, "transport cuda-aware").1.contains("does not claim to know CUDA"),
+        check(&report, "transport cuda-aware").1.contains("does not report CUDA support"),
         "{report:#}"
     );
     let gpus = |rank: usize| report["ranks"][rank]["gpu"]["pci"].as_str().unwrap().to_owned();
@@ -182,7 +183,7 @@ fn gpus_that_are_required_and_missing_are_a_failure() {
     let (status, found) = check(&report, "gpu of each rank");
     assert!(status == "failure" && found.contains("are to share 1 GPU"), "{report:#}");
 
-    // Of a node without a driver.
+    // A node without a driver.
     let ended = finish(program(["doctor", "--json", "--require-gpus"]).env("LD_LIBRARY_PATH", ""));
     let report = self::report(&ended);
     if check(&report, "gpu driver").0 == "warning" {
@@ -201,7 +202,7 @@ fn ranks_that_see_different_gpus_are_warned_of() {
     assert!(status == "warning" && found.contains("see different GPUs"), "{report:#}");
 }
 
-/// As where a batch system preempts the job: no finding is to blame.
+/// A signal, such as that of a batch system that preempts the job, is not reported as a failure.
 #[test]
 fn a_signal_to_the_ranks_is_not_a_failure() {
     let root = tempfile::tempdir().unwrap();
@@ -227,7 +228,7 @@ fn a_gpu_that_does_not_work_fails() {
     let none = simulated(&[("CUDASIM_DEVICES", "0")]);
     let (status, found) = check(&none, "gpu driver");
     assert!(status == "failure" && found.contains("NO_DEVICE"), "{none:#}");
-    // The CPU is still looked at.
+    // The CPU is still checked.
     assert_eq!(check(&none, "hdf5 files").0, "ok");
 
     let driver_only = tempfile::tempdir().unwrap();
@@ -235,8 +236,8 @@ fn a_gpu_that_does_not_work_fails() {
         .unwrap();
     let bare = simulated(&[("LD_LIBRARY_PATH", driver_only.path().to_str().unwrap())]);
     assert_eq!((check(&bare, "gpu driver").0, check(&bare, "gpu 0").0), ("ok", "ok"), "{bare:#}");
-    assert_ne!(check(&bare, "nccl").0, "failure", "it is wanted only where it is asked for");
-    // Libraries of the system do not fit this driver.
+    assert_ne!(check(&bare, "nccl").0, "failure", "NCCL is optional");
+    // Libraries of the system do not match this driver.
     assert!(
         bare["checks"].as_array().unwrap().iter().any(|check| check["status"] == "failure"),
         "{bare:#}"

@@ -1,5 +1,5 @@
-//! Checkpoints that were made to do harm: that name files elsewhere, wait for ever, overflow, or
-//! take over a terminal.
+//! Malicious checkpoints: they name files elsewhere, block readers, overflow sizes, or contain
+//! control characters for terminals.
 
 use std::path::{Path, PathBuf};
 
@@ -10,13 +10,13 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{Ended, finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles, copy};
 
-/// A run with one checkpoint, at step 2.
+/// Trains a run with one checkpoint, at step 2.
 fn run(to: &Path) -> RunFiles {
     let _ = std::fs::remove_dir_all(to.join("x"));
     Run::new(Alone, to, "x", &["run.steps=2"]).copied()
 }
 
-/// Changes the manifest in `dir`, and seals it again.
+/// Changes the manifest in `dir`, and updates its checksum.
 fn change(dir: &Path, change: impl FnOnce(&mut Value)) {
     let path = dir.join("manifest.json");
     let mut manifest: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -27,7 +27,7 @@ fn change(dir: &Path, change: impl FnOnce(&mut Value)) {
     std::fs::write(dir.join("manifest.crc32"), seal).unwrap();
 }
 
-/// Gives the one file of a manifest another name.
+/// Renames the only file of a manifest.
 fn rename(manifest: &mut Value, name: &str) {
     let entry = manifest["files"].as_object_mut().unwrap().remove("rank-00000.h5").unwrap();
     manifest["files"][name] = entry;
@@ -60,7 +60,7 @@ fn pipe(path: &Path) {
 #[test]
 fn manifests_name_regular_files_beside_them() {
     let root = tempfile::tempdir().unwrap();
-    // The file is there under each of these names.
+    // There is a file under each of these names.
     let elsewhere = root.path().join("elsewhere.h5");
     for name in [
         "../../../elsewhere.h5",
@@ -76,7 +76,7 @@ fn manifests_name_regular_files_beside_them() {
             &verify(&files),
             &format!("malformed manifest: {name:?} is not the name of a file beside it"),
         );
-        // It is no checkpoint to go on from either.
+        // A run cannot be resumed from it either.
         let resumed = Run::new(Alone, root.path(), "x", &["run.steps=3"]).resume("auto").ends();
         assert_eq!(resumed.code(), 2, "{resumed}");
         assert!(resumed.stderr.contains("is not the name of a file beside it"), "{resumed}");
@@ -100,7 +100,7 @@ fn manifests_name_regular_files_beside_them() {
 }
 
 #[test]
-fn sums_and_products_of_manifests_do_not_overflow() {
+fn sizes_in_manifests_do_not_overflow() {
     let root = tempfile::tempdir().unwrap();
     type Change<'a> = &'a dyn Fn(&mut Value);
     let changes: [(Change<'_>, &str); 4] = [
@@ -132,7 +132,7 @@ fn sums_and_products_of_manifests_do_not_overflow() {
         let files = run(root.path());
         change(&files.checkpoint(2), |manifest| {
             let first = manifest["tensors"].as_object().unwrap().keys().next().unwrap().clone();
-            // Any tensor will do.
+            // Any tensor may be changed.
             let tensor = manifest["tensors"].as_object_mut().unwrap().remove(&first).unwrap();
             manifest["tensors"]["head.norm.weight"] = tensor;
             edit(manifest);
@@ -144,7 +144,7 @@ fn sums_and_products_of_manifests_do_not_overflow() {
 }
 
 #[test]
-fn texts_of_checkpoints_do_not_reach_the_terminal_as_they_are() {
+fn texts_of_checkpoints_are_escaped_on_terminals() {
     const TITLE: &str = "\x1b]0;owned\x07\u{9b}31m";
     let root = tempfile::tempdir().unwrap();
     let files = run(root.path());

@@ -1,5 +1,5 @@
-//! The command line: commands and their output, refused input, the doctor, the script that sets a
-//! machine up, job scripts.
+//! Tests of the command line: commands and their output, invalid input, the doctor, the set-up
+//! script, and job scripts.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod bad_input;

@@ -1,5 +1,5 @@
-//! The commands of the pages, one after the other in a directory like a clone; with settings that
-//! make them short.
+//! Runs the commands of the documentation, one after the other in a directory like a clone, with
+//! settings that make them short.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -10,19 +10,18 @@ use tempfile::TempDir;
 use hpctrain_testkit::launch::{finish, mpirun};
 use hpctrain_testkit::program;
 
-/// Settings of a short run. It saves twice, so that another can begin at the first of its
-/// checkpoints.
+/// Settings of a short run. It saves twice, so that another can start from its first checkpoint.
 const RUN: &str = "--set run.steps=6 --set checkpoint.every=3 --set eval.every=3 --set eval.samples=8 \
                    --set lr_schedule.warmup=1 --set log.sample_tokens=0";
 
-/// A network with as many layers as the pages say, which trains fast.
+/// Settings of a narrow network with the number of layers of the pages, which trains fast.
 const NARROW: &str = "--set model.width=32 --set model.heads=2 --set model.context=16";
 
-/// A network that trains in no time.
+/// Settings of a network that trains in an instant.
 const SMALL: &str =
     "--set model.layers=1 --set model.width=32 --set model.heads=2 --set model.context=16";
 
-/// Commands that need what a clone does not have, and where they are tested instead.
+/// Commands that need files that a clone does not have, and the tests that cover them.
 const ELSEWHERE: [(&str, &str); 3] = [
     ("bench connection", "two hosts: tests/hosts/roles.rs"),
     ("hpctrain predict", "images that a user imports: tests/runs/predict.rs"),
@@ -43,7 +42,7 @@ const TERMS: [&str; 9] = [
     "MFU",
 ];
 
-/// The text of a page of the repository.
+/// Returns the text of a page of the repository.
 fn page(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
 }
@@ -54,14 +53,14 @@ const BY_TASK: &str = "\n## Commands by task\n";
 /// The heading of the planner in docs/parallelism.md.
 const PLANNER: &str = "\n## Planner: `hpctrain plan`\n";
 
-/// The commands by task.
+/// Returns the section of commands by task.
 fn by_task() -> String {
     let text = page("docs/running.md");
     let section = text.split_once(BY_TASK).expect("docs/running.md has commands by task").1;
     section.split("\n## ").next().unwrap().to_owned()
 }
 
-/// The command lines of the shell blocks of a page that run the program, by paragraphs.
+/// Returns the command lines in the shell blocks of a page that run the program, by paragraphs.
 fn blocks(text: &str) -> Vec<Vec<String>> {
     let blocks = text
         .split("```sh\n")
@@ -79,15 +78,15 @@ fn blocks(text: &str) -> Vec<Vec<String>> {
     blocks.map(lines).collect()
 }
 
-/// The same command, done in seconds.
+/// Returns a command with settings that make it end in seconds.
 fn shortened(command: &str) -> String {
     let parts: Vec<String> = command.split(" : ").map(shortened_part).collect();
     parts.join(" : ")
 }
 
-/// As [`shortened`], of a program among several of a job.
+/// Shortens the command of one program of an MPMD job (`mpirun … : …`).
 fn shortened_part(command: &str) -> String {
-    // The run that a user has made has other steps.
+    // The short run has other steps than that of the page.
     let command = command.replace("step-00001500", "step-00000003");
     let more = match command.split_once("hpctrain").unwrap().1.trim_start() {
         rest if rest.contains("--preset gpt-baby") && rest.starts_with("train") => {
@@ -111,7 +110,7 @@ fn shortened_part(command: &str) -> String {
     format!("{command} {more}")
 }
 
-/// A directory like a clone.
+/// Creates a directory like a clone.
 fn clone() -> TempDir {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let clone = tempfile::tempdir().unwrap();
@@ -126,7 +125,7 @@ fn clone() -> TempDir {
 /// Runs a command in a clone, with the program on the path.
 fn run(script: &str, clone: &TempDir) {
     let mut bash = Command::new("bash");
-    // The environment of tests.
+    // Commands get the environment of tests.
     bash.envs(mpirun(1).get_envs().filter_map(|(name, value)| Some((name, value?))));
     let path =
         format!("{}/target/release:{}", clone.path().display(), std::env::var("PATH").unwrap());
@@ -171,8 +170,8 @@ fn commands_of_the_pages_work() {
         .for_each(|command| run(&shortened(command), &clone));
 }
 
-/// The commands of a page from one heading to another. Those of a paragraph are one after the other
-/// in a directory of their own: a run is never overwritten.
+/// Runs the commands of a page from one heading to another. Those of a paragraph run one after the
+/// other in a separate directory, because a run is never overwritten.
 fn commands_of(page: &str, from: &str, to: &str) {
     let text = self::page(&format!("docs/{page}.md"));
     let at = |heading: &str| text.find(heading).unwrap_or_else(|| panic!("{page}.md: {heading}"));
@@ -182,7 +181,7 @@ fn commands_of(page: &str, from: &str, to: &str) {
     for block in all {
         let clone = clone();
         for command in block {
-            // As many ranks as show it.
+            // Fewer ranks are enough for the test.
             let command = match command.contains("parallel.tensor=2") {
                 true => command,
                 false => command.replace("-np 8", "-np 2").replace("-np 9", "-np 3"),

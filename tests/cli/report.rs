@@ -1,4 +1,4 @@
-//! `hpctrain report`: the page in a browser, the table and the drawing, and directories that are no
+//! `hpctrain report`: the page in a browser, the table and the chart, and directories that are not
 //! runs.
 
 use std::path::Path;
@@ -10,7 +10,7 @@ use hpctrain_testkit::launch::{Ended, finish, program};
 use hpctrain_testkit::peers::browse;
 use hpctrain_testkit::runs::{Run, RunFiles, copy};
 
-/// A name that would be a program if it were not told as a text.
+/// A name that would run as a script if it were not escaped.
 const EVIL: &str = "<script>window.evil=1<&\"'";
 
 fn report(args: &[&Path], more: &[&str]) -> Ended {
@@ -19,7 +19,7 @@ fn report(args: &[&Path], more: &[&str]) -> Ended {
     finish(&mut command)
 }
 
-/// A line of `restarts.jsonl`.
+/// Returns a line of `restarts.jsonl`.
 fn restart(start: u64, code: i32, checkpoint: u64, why: &str) -> String {
     json!({
         "start": start, "time": 1.7e9, "seconds": 3.5, "code": code, "why": why, "rank": 1, "host": "n1", "checkpoint": checkpoint,
@@ -29,8 +29,8 @@ fn restart(start: u64, code: i32, checkpoint: u64, why: &str) -> String {
         + "\n"
 }
 
-/// A run with all that a report has: two ranks, text, restarts, skipped steps, classes, a damaged
-/// line, and a last line that is still written.
+/// Creates a run with everything that a report shows: two ranks, text, restarts, skipped steps,
+/// classes, a damaged line, and a last line that is not complete yet.
 fn eventful(root: &Path) -> RunFiles {
     let settings = [
         "run.steps=30",
@@ -86,7 +86,7 @@ fn the_page_shows_the_records_in_a_browser() {
     );
     for words in [
         "metrics.jsonl: line 13 cannot be read",
-        "1 of 29 updates were left out",
+        "1 of 29 updates were skipped",
         "&lt;b&gt;rank 1 is gone&lt;/b&gt;",
         "rank 1",
         "pipeline 1 × replica 2 × shard 1 × tensor 1 = 2 ranks, ZeRO 0",
@@ -100,7 +100,7 @@ fn the_page_shows_the_records_in_a_browser() {
     ] {
         assert!(html.contains(words), "{words:?} is missing");
     }
-    // Nothing is named that a browser would fetch.
+    // The page references nothing that a browser would fetch.
     assert!(
         !html.contains(" src=")
             && !html.contains("<link rel=\"stylesheet")
@@ -128,7 +128,7 @@ fn the_page_shows_the_records_in_a_browser() {
     assert_eq!(found["cut_off"], json!({ "360": false, "768": false, "1440": false }));
     let values = &found["values"];
 
-    // The table of the chart: steps, then of each run training losses and losses of evaluations.
+    // The table of the chart has steps, then for each run training losses and evaluation losses.
     let records = |run: &RunFiles| -> Vec<(u64, Value)> {
         let text = std::fs::read(run.path("metrics.jsonl")).unwrap();
         let lines = text
@@ -222,7 +222,7 @@ fn tables_and_drawings_have_every_step() {
     assert!(svg.matches("<circle").count() == 3 && svg.contains(" d=\"M"), "{svg}");
 }
 
-/// Rows of a table whose quoted cells have quotes doubled, and no line breaks.
+/// Parses the rows of a CSV table whose quoted cells have doubled quotes and no line breaks.
 fn csv_rows(table: &str) -> Vec<Vec<String>> {
     let row = |line: &str| {
         let mut cells = vec![String::new()];
@@ -260,7 +260,7 @@ fn other_directories_are_refused_and_young_runs_are_not() {
         assert!(!page.exists());
     };
     refused(&[&root.path().join("y")], &["there is no such directory"]);
-    refused(&[root.path()], &["is no run, but holds some", "/x"]);
+    refused(&[root.path()], &["is not a run, but contains runs", "/x"]);
     refused(&[&run.path("config.toml")], &["is a file"]);
     refused(&[&run.0, &run.0], &["is given twice"]);
     let other = root.path().join("other");
@@ -270,17 +270,17 @@ fn other_directories_are_refused_and_young_runs_are_not() {
     refused(&[&run.0, &other], &["other/config.toml is of another version of hpctrain", "flux"]);
     let within_a_line = config.find("seed = ").unwrap() + 4;
     std::fs::write(other.join("config.toml"), &config[..within_a_line]).unwrap();
-    refused(&[&other], &["other/config.toml is no configuration"]);
+    refused(&[&other], &["other/config.toml is not a valid configuration"]);
     std::fs::remove_file(other.join("config.toml")).unwrap();
-    refused(&[&other], &["is half a run: it has no config.toml"]);
+    refused(&[&other], &["is an incomplete run: it has no config.toml"]);
 
-    // A run that has no step yet.
+    // The run has no step yet.
     std::fs::write(other.join("config.toml"), config).unwrap();
     for name in ["metrics.jsonl", "eval.jsonl", "run.json", "END"] {
         std::fs::remove_file(other.join(name)).unwrap();
     }
     report(&[&other], &out).succeeded();
-    assert!(std::fs::read_to_string(&page).unwrap().contains("There is no step on record yet."));
+    assert!(std::fs::read_to_string(&page).unwrap().contains("No step has been recorded yet."));
     if let Some(found) = browse(&page, &[]) {
         assert_eq!((&found["exceptions"], &found["console"]), (&json!([]), &json!([])));
     }

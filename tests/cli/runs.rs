@@ -1,4 +1,4 @@
-//! Runs side by side, and every table as JSON.
+//! `hpctrain runs` and `compare`, and the output of all tables as JSON.
 
 use std::path::Path;
 
@@ -8,14 +8,14 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
 use hpctrain_testkit::launch::{LIMIT, finish, program, send, start};
 use hpctrain_testkit::runs::{Run, SMALL};
 
-/// The object that a command prints with `--json`.
+/// Returns the object that a command prints with `--json`.
 #[track_caller]
 fn object(args: &[&str]) -> Value {
     let ended = finish(&mut program(args.iter().chain(&["--json"]))).succeeded();
     serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{args:?}: {e}: {ended}"))
 }
 
-/// A path as an argument.
+/// Returns a path as an argument.
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
@@ -29,7 +29,7 @@ fn runs_stand_side_by_side() {
     let fast =
         Run::new(Alone, root.path(), "fast", &[&settings[..], &["optimizer.lr=0.02"]].concat())
             .succeeds();
-    // One that lives, and is killed.
+    // A run that is training, and is then killed.
     let lives = Run::new(Alone, root.path(), "alive", &["run.steps=100000000", "eval.every=0"]);
     let mut trainer = start(&mut lives.command());
     let state = |name: &str| {
@@ -80,7 +80,7 @@ fn runs_stand_side_by_side() {
         "{table}"
     );
 
-    // The same bits on other ranks; another rate parts after the first step.
+    // The run on two ranks has the same bits; that with another rate differs from step 1 on.
     let same = object(&["compare", text(&one.0), text(&two.0)]);
     assert_eq!(
         (same["common_steps"].as_u64(), &same["first_difference"]),
@@ -99,17 +99,18 @@ fn runs_stand_side_by_side() {
     let other = object(&["compare", text(&one.0), text(&fast.0)]);
     assert_eq!(other["first_difference"]["step"], 1, "the rate of the first step: {other:#}");
     assert_eq!(other["at_evaluations"].as_array().unwrap().len(), 2);
-    let told = finish(&mut program(["compare", text(&one.0), text(&fast.0)])).succeeded().stdout;
+    let compared =
+        finish(&mut program(["compare", text(&one.0), text(&fast.0)])).succeeded().stdout;
     assert!(
-        told.contains("optimizer.lr  0.01  0.02\n")
-            && told.contains("differ first at step 1: learning rate"),
-        "{told}"
+        compared.contains("optimizer.lr  0.01  0.02\n")
+            && compared.contains("differ first at step 1: learning rate"),
+        "{compared}"
     );
 
     for (args, words) in [
         (["runs", text(&one.0), "--sort=name"], "one is a run itself"),
-        (["runs", "no/such", "--sort=name"], "no/such is no directory"),
-        (["compare", text(&one.0), text(root.path())], "is no run, but holds some"),
+        (["runs", "no/such", "--sort=name"], "no/such is not a directory"),
+        (["compare", text(&one.0), text(root.path())], "is not a run, but contains runs"),
         (["compare", "no/such", text(&one.0)], "no/such: there is no such directory"),
     ] {
         let ended = finish(&mut program(args));
@@ -199,6 +200,6 @@ fn every_table_is_an_object_for_programs() {
         (&verified["agrees"], &row["ranks"], &row["curve"], &row["exact"]),
         (&true.into(), &2.into(), &true.into(), &true.into())
     );
-    // A command that has it already, by another module.
+    // `--json` of a command that another module implements.
     assert!(object(&["doctor", "--run-root", text(root.path())])["checks"].is_array());
 }

@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
-/// `scripts/setup --check`, in the present environment but for `folder/bin`, where programs are
-/// found first, and `variables`.
+/// Runs `scripts/setup --check` in the present environment, with `folder/bin` first in the search
+/// path, and with `variables`.
 fn check(folder: &Path, variables: &[(&str, &str)]) -> Output {
     let path = format!("{}:{}", folder.join("bin").display(), std::env::var("PATH").unwrap());
     let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/setup"));
@@ -17,7 +17,7 @@ fn check(folder: &Path, variables: &[(&str, &str)]) -> Output {
     command.envs(variables.iter().copied()).output().unwrap()
 }
 
-/// A program in the place of an installed one.
+/// Creates a program that is found instead of an installed one.
 fn program(folder: &Path, name: &str, script: &str) {
     let bin = folder.join("bin");
     fs::create_dir_all(&bin).unwrap();
@@ -33,7 +33,7 @@ fn refused(output: Output, words: &str) {
 }
 
 #[test]
-fn a_machine_that_builds_this_test_lacks_nothing() {
+fn a_machine_that_builds_this_test_passes() {
     let folder = tempfile::tempdir().unwrap();
     let output = check(folder.path(), &[]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -50,8 +50,8 @@ fn another_library_of_llvm_is_not_libclang() {
     }
     let llvm_path = llvm.to_str().unwrap();
     refused(check(folder.path(), &[("LIBCLANG_PATH", llvm_path)]), "holds no libclang.so");
-    // With it, and the headers of its compiler, there is nothing to refuse; without the headers
-    // there is.
+    // With libclang and the headers of its compiler the check passes; without the headers it does
+    // not.
     fs::write(llvm.join("libclang-14.so.14"), "").unwrap();
     assert!(check(folder.path(), &[("LIBCLANG_PATH", llvm_path)]).status.success());
     fs::remove_dir_all(llvm.join("clang")).unwrap();
@@ -67,13 +67,13 @@ fn another_library_of_llvm_is_not_libclang() {
 }
 
 #[test]
-fn variables_that_lead_nowhere_are_named() {
+fn variables_with_invalid_paths_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name| folder.path().join(name).display().to_string();
     for (variable, words) in [
         ("LIBCLANG_PATH", "holds no libclang.so"),
         ("HDF5_DIR", "holds no HDF5"),
-        ("MPICC", "is no program"),
+        ("MPICC", "is not a program"),
     ] {
         let missing = at("nowhere");
         refused(
@@ -120,12 +120,11 @@ fn mpi_is_a_compiler_with_headers_and_a_launcher_of_the_same_library() {
     program(folder.path(), "mpicc", "exit 1");
     refused(check(folder.path(), &[]), "missing: mpi");
     let folder = tempfile::tempdir().unwrap();
-    // Both are in no package: whichever library this machine has, the other one's launcher does not
-    // fit.
+    // The launcher is that of the other library: Open MPI's for MPICH, and MPICH's for Open MPI.
     let other = r#"case "$(echo '#include <mpi.h>' | mpicc -E -dM -x c -)" in *OMPI_MAJOR_VERSION*) echo HYDRA ;; *) echo "(Open MPI) 4.1" ;; esac"#;
     program(folder.path(), "mpirun", other);
     refused(check(folder.path(), &[]), "missing: mpi");
-    // One that does not tell is believed.
+    // A launcher that does not name its library is accepted.
     program(folder.path(), "mpirun", "echo a launcher");
     assert!(check(folder.path(), &[]).status.success());
 }

@@ -34,8 +34,8 @@ const KNOWN: [&str; 12] = [
     "partition",
 ];
 
-/// A network that trains on a simulated GPU in milliseconds, with the same bits on one rank and
-/// two.
+/// Settings of a network that trains on a simulated GPU in milliseconds, with the same bits on one
+/// rank and two.
 const ON_GPUS: [&str; 6] = [
     "model.layers=1",
     "model.width=16",
@@ -81,7 +81,7 @@ struct Job {
     components: Vec<Options>,
     restarts: u32,
     program: PathBuf,
-    /// Holds the runs, and the calls of the stand-ins.
+    /// The directory of the runs, and of the records of calls of the stand-ins.
     folder: tempfile::TempDir,
 }
 
@@ -99,7 +99,7 @@ impl Job {
         self
     }
 
-    /// The smallest job: a task in each component.
+    /// Sets the smallest size: one task in each component.
     fn smallest(mut self) -> Self {
         for options in &mut self.components {
             let one = |name: &str| {
@@ -116,13 +116,13 @@ impl Job {
         self.folder.path()
     }
 
-    /// The run that the job trains.
+    /// Returns the files of the run that the job trains.
     fn files(&self) -> RunFiles {
         RunFiles(self.root().join(format!("slurm-{JOB}")))
     }
 
-    /// The command that starts the script with the variables that Slurm sets; the script's
-    /// arguments follow.
+    /// Returns the command that starts the script with the variables that Slurm sets; arguments of
+    /// the script may be appended.
     fn command(&self) -> Command {
         let stand_ins = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/slurm");
         let mut command = Command::new("bash");
@@ -162,13 +162,13 @@ impl Job {
         command
     }
 
-    /// The calls of the stand-ins, as words.
+    /// Returns the calls of the stand-ins, as words.
     fn calls(&self) -> Vec<Vec<String>> {
         let text = fs::read_to_string(self.root().join("calls")).unwrap_or_default();
         text.lines().map(|line| line.split('\t').map(str::to_string).collect()).collect()
     }
 
-    /// The calls of srun: the options, and the command of hpctrain such as `train`.
+    /// Returns the calls of srun: the options, and the command of hpctrain such as `train`.
     fn steps(&self) -> Vec<(Vec<String>, String)> {
         let steps = self.calls().into_iter().filter(|words| words[0] == "srun").map(|words| {
             let program =
@@ -188,13 +188,13 @@ impl Job {
     }
 }
 
-/// `--set` before each setting.
+/// Returns the settings as arguments, each after `--set`.
 fn sets<'a>(settings: impl IntoIterator<Item = &'a &'a str>) -> Vec<String> {
     settings.into_iter().flat_map(|setting| ["--set".to_string(), setting.to_string()]).collect()
 }
 
 #[test]
-fn scripts_are_understood_by_bash_and_sbatch() {
+fn scripts_are_valid_for_bash_and_sbatch() {
     let there = fs::read_dir(path(""))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -215,7 +215,7 @@ fn scripts_are_understood_by_bash_and_sbatch() {
             assert!(KNOWN.contains(&&name[..]), "{script}: --{name}");
         }
         let first = &components[0];
-        // A requeued job goes on with the same log.
+        // A requeued job appends to the same log.
         assert!(first.contains_key("requeue") && first["open-mode"] == "append", "{script}");
         assert!(first["output"].contains("%j") || first["output"].contains("%A"), "{script}");
     }
@@ -252,7 +252,7 @@ fn a_gpu_job_has_a_task_for_each_gpu_and_binds_none() {
     );
 }
 
-/// 75 means interrupted and to be continued, 74 a file system that failed.
+/// Exit code 75 means that the run is to be resumed, 74 that the file system failed.
 #[test]
 fn jobs_are_requeued_for_the_codes_that_ask_for_it() {
     let cases = [
@@ -270,7 +270,7 @@ fn jobs_are_requeued_for_the_codes_that_ask_for_it() {
         ("train-gpu.sbatch", "doctor=2", 0, 1, false),
         ("train-gpu.sbatch", "doctor=75", 4, 75, true),
         ("train-gpu.sbatch", "doctor=75", 5, 75, false),
-        // A crash of one rank, on which the launcher ends the others by SIGTERM.
+        // One rank crashed, and the launcher ended the others by SIGTERM.
         ("train-gpu.sbatch", "doctor=143", 0, 1, false),
         ("evaluate.sbatch", "eval=0", 0, 0, false),
         ("evaluate.sbatch", "eval=75", 0, 75, true),
@@ -306,14 +306,14 @@ fn jobs_are_requeued_for_the_codes_that_ask_for_it() {
 fn a_gpu_that_computes_wrongly_ends_the_job_before_it_trains() {
     let job = Job::new("train-gpu.sbatch").smallest();
     let ended = finish(with_simulator(&mut job.command()).env("CUDASIM_FAIL", "matmul"));
-    assert!(ended.code() == 1 && ended.stdout.contains("✗ gpu 0 product"), "{ended}");
+    assert!(ended.code() == 1 && ended.stdout.contains("✗ gpu 0 matmul"), "{ended}");
     let reason = "preflight failed: hpctrain doctor ended with code 1 on n[0-1]";
     assert!(ended.stderr.contains(reason), "{ended}");
     assert!(!job.files().0.exists() && !job.is_requeued(), "{ended}");
 }
 
-/// Starts a job, sends USR1 to its ranks in the middle as Slurm does, and starts it again as after
-/// the requeue. Returns the end of the second start.
+/// Starts a job, sends USR1 to its ranks during training as Slurm does, and starts it again as
+/// after a requeue. Returns the end of the second start.
 fn preempt(job: &mut Job, settings: &[&str], simulated: bool) -> Ended {
     let command = |job: &Job| {
         let mut command = job.command();
@@ -363,7 +363,8 @@ fn a_preempted_gpu_job_is_requeued_and_continues_with_the_same_bits() {
     for gpu in ["0000:01:00.0", "0000:02:00.0"] {
         let is_rank_on_it =
             |line: &&str| line.starts_with("gpu ") && line.contains(&format!(" at {gpu}, "));
-        // Once in the report of the doctor, which names the check, and once in the banner.
+        // It is listed in the report of the doctor, and once in the startup summary, whose line
+        // starts with "gpu ".
         assert_eq!(ended.stdout.lines().filter(is_rank_on_it).count(), 1, "{gpu}: {ended}");
     }
     let card = json(&job.files().path("run.json"));

@@ -1,4 +1,4 @@
-//! The choice of algorithms for messages, and `hpctrain bench comm`.
+//! Tests of the choice of collective algorithms, and of `hpctrain bench comm`.
 
 use serde_json::Value;
 
@@ -6,18 +6,19 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{finish, mpirun, program};
 use hpctrain_testkit::runs::Run;
 
-/// The banner's line about collectives.
-fn told(stdout: &str) -> Option<&str> {
+/// Returns the line about collectives of the startup summary.
+fn collectives_line(stdout: &str) -> Option<&str> {
     stdout.lines().find_map(|line| line.strip_prefix("collectives "))
 }
 
 #[test]
-fn a_choice_is_measured_told_kept_and_overridden() {
+fn a_choice_is_measured_printed_kept_and_overridden() {
     let root = tempfile::tempdir().unwrap();
     for (transport, name) in [(Mpirun(2), "mpi"), (Simulate(2), "threads")] {
         let run = Run::new(transport, root.path(), name, &["parallel.zero=1", "run.steps=2"]);
         let ended = run.ends().succeeded();
-        let line = told(&ended.stdout).unwrap_or_else(|| panic!("{ended}")).trim().to_string();
+        let line =
+            collectives_line(&ended.stdout).unwrap_or_else(|| panic!("{ended}")).trim().to_string();
         assert!(
             line.starts_with("2 shards: reduce_scatter ") && line.ends_with(" (measured)"),
             "{line}"
@@ -26,22 +27,22 @@ fn a_choice_is_measured_told_kept_and_overridden() {
         let kept = run.files().text("collectives.json");
 
         let resumed = run.clone().resume("auto").ends().succeeded();
-        let again = told(&resumed.stdout).unwrap().trim().to_string();
+        let again = collectives_line(&resumed.stdout).unwrap().trim().to_string();
         assert_eq!(again, line.replace("(measured)", "(measured before)"));
         assert_eq!(run.files().text("collectives.json"), kept);
 
         let mut other = run.clone().resume("auto");
         other.settings.push("comm.algorithm=ring".into());
-        let line = told(&other.ends().succeeded().stdout).unwrap().trim().to_string();
+        let line = collectives_line(&other.ends().succeeded().stdout).unwrap().trim().to_string();
         assert_eq!(line, "2 shards: reduce_scatter and all_gather by ring (as configured)");
         assert_eq!(run.files().text("collectives.json"), kept);
     }
     let alone = Run::new(Alone, root.path(), "alone", &["run.steps=1"]);
-    assert_eq!(told(&alone.ends().succeeded().stdout), None);
+    assert_eq!(collectives_line(&alone.ends().succeeded().stdout), None);
     assert!(!alone.files().path("collectives.json").exists());
 }
 
-/// Every number of a report follows from bytes and time.
+/// Every number of the report follows from bytes and time.
 #[test]
 fn the_benchmark_reports_every_operation_algorithm_and_size() {
     let arguments = ["bench", "comm", "--sizes", "1KiB,100000", "--batches", "1", "--json"];
@@ -91,8 +92,7 @@ fn what_cannot_be_benchmarked_is_refused() {
     let ended = finish(&mut program(["bench", "comm"]));
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(
-        ended.stderr.contains("nobody to exchange with")
-            && ended.stderr.contains("hint: mpirun -np 2"),
+        ended.stderr.contains("at least two ranks") && ended.stderr.contains("hint: mpirun -np 2"),
         "{ended}"
     );
     for (arguments, words) in [

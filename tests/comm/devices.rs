@@ -1,4 +1,4 @@
-//! Messages of device memory: every way gives the bits that host memory gives.
+//! Tests of communication of device memory: every transport gives the bits that host memory gives.
 
 use std::ops::Range;
 
@@ -18,12 +18,12 @@ use hpctrain_testkit::simulator::{under, with_simulator};
 
 const LENGTHS: [usize; 6] = [0, 1, 3, 7, 64, 1000];
 
-/// Values whose sum depends on the order of additions.
+/// Returns values whose sum depends on the order of additions.
 fn values(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + rank * 17 + 3) % 1009) as f32 * 0.37 - 150.0).collect()
 }
 
-/// One rank's device, and how to look into its buffers when a message is done with them.
+/// A rank's group and device, and how to read its buffers after a message.
 struct Rank<B: Backend> {
     group: Group<B>,
     backend: B,
@@ -37,7 +37,7 @@ impl<B: Backend> Rank<B> {
 
     fn see(&self, buf: &B::Buf) -> Vec<f32> {
         if self.group.size() == 1 {
-            // No message: compute may still have to do with it.
+            // Without a message, compute may still use the buffer.
             let mut values = vec![0.0; B::len(buf)];
             self.backend.download(B::all(buf), &mut values).unwrap();
             return values;
@@ -45,7 +45,7 @@ impl<B: Backend> Rank<B> {
         (self.look)(&self.backend, buf)
     }
 
-    /// Results of every operation on buffers of one length, all in flight together.
+    /// Returns the results of every operation on buffers of one length, all in flight together.
     fn operations(&self, len: usize) -> Result<Vec<Vec<f32>>> {
         let group = &self.group;
         let rank = self.group.rank();
@@ -94,7 +94,7 @@ impl<B: Backend> Rank<B> {
         if size > 1 && len > 0 {
             let next = (rank + 1) % size;
             let previous = (rank + size - 1) % size;
-            // Some receive before anyone sends, others after.
+            // Two receives are posted before the sends, one after.
             let receive = || group.recv(previous, gradients(vec![0.0; len]));
             let mut ready = vec![receive(), receive()];
             let sent: Vec<_> =
@@ -119,7 +119,7 @@ fn on_device(group: Group<Sealed>, shown: bool) -> Rank<Sealed> {
     Rank { group, backend: Sealed::new(shown), look: Sealed::look }
 }
 
-/// A GPU of the simulator for every rank.
+/// Opens a GPU of the simulator for a rank.
 fn on_gpu(group: Group<Cuda>, number: usize) -> Rank<Cuda> {
     let backend = Cuda::new(&Device::open(number).unwrap(), 256 << 20, Precision::Bf16).unwrap();
     let look = |cuda: &Cuda, buf: &_| {
@@ -144,7 +144,7 @@ fn assert_same(what: &str, got: &[Vec<f32>], wanted: &[Vec<f32>], exact: bool) {
     }
 }
 
-/// Results of `rank` on each rank of a world of threads.
+/// Returns the results of `rank` on each rank of a world of threads.
 fn on_threads<B: Backend, T: Send>(
     nodes: &[usize],
     algorithm: Algorithm,
@@ -158,7 +158,7 @@ fn on_threads<B: Backend, T: Send>(
     })
 }
 
-/// Staged in chunks of so many words, against host memory.
+/// Compares host-staged operations in chunks of `chunks` words with host memory.
 fn check_staged(nodes: &[usize], algorithm: Algorithm, lengths: &[usize], chunks: &[usize]) {
     for &len in lengths {
         let wanted = on_threads::<Cpu, _>(nodes, algorithm, |comm| {
@@ -187,7 +187,7 @@ fn staged_between_threads() {
     }
 }
 
-/// More than the host takes at a time, so that chunks meet its own blocks.
+/// Buffers longer than a block of the host's algorithms, so that chunks and blocks overlap.
 #[test]
 fn staged_blocks_between_threads() {
     for algorithm in [Algorithm::Ring, Algorithm::HalvingDoubling] {
@@ -202,7 +202,7 @@ fn every_way_over_mpi() {
     if !is_rank_of(NAME) {
         for (ranks, per_node) in [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2)] {
             let (status, printed) = mpirun(NAME, ranks, per_node, 120);
-            assert!(status.success(), "{ranks} ranks, {per_node} a node:\n{printed}");
+            assert!(status.success(), "{ranks} ranks, {per_node} per node:\n{printed}");
         }
         return;
     }
@@ -233,21 +233,22 @@ fn every_way_over_mpi() {
                 );
             }
         }
-        // The number of slots that unsent messages hold is a matter of time.
+        // The number of slots that unsent messages hold depends on timing.
         for (way, rank) in ways.iter().filter(|(way, _)| *way == "direct") {
-            let (ledger, fresh) = (rank.backend.ledger(), rank.backend.ledger().fresh());
+            let stats = rank.backend.ledger();
+            let fresh = stats.fresh();
             rank.operations(1000).unwrap();
-            assert_eq!(ledger.fresh(), fresh, "{way} makes new memory for what it has done before");
+            assert_eq!(stats.fresh(), fresh, "{way} allocates memory for a repeated operation");
         }
     }
     comm.shutdown();
 }
 
-/// Faults that show missing waits, and accesses to device memory from the host.
+/// Simulator settings that expose missing waits, and accesses to device memory from the host.
 const LATE: &[(&str, &str)] =
     &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")];
 
-/// Sums of NCCL's own, unlike ours, are only near.
+/// NCCL's collectives give almost the same sums, ours the same bits.
 #[test]
 fn nccl_between_threads() {
     under(&[&[("CUDASIM_DEVICES", "4")], LATE], || {
@@ -281,8 +282,8 @@ fn nccl_between_threads() {
     });
 }
 
-/// Sums of the tree by messages of all ranks at once, in many chunks: the bits of host memory, and
-/// the fewest bytes.
+/// Tree sums in NCCL groups, in many chunks, have the bits of host memory and send the fewest
+/// bytes.
 #[test]
 fn nccl_in_chunks_between_threads() {
     const DEVICES: (&str, &str) = ("CUDASIM_DEVICES", "5");
@@ -303,8 +304,8 @@ fn nccl_in_chunks_between_threads() {
                         let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(slot);
                         let rank = on_gpu(comm.world(), comm.rank());
                         let results = lengths.map(|len| rank.operations(len).unwrap());
-                        // All but its own share of the terms, and its share of the sum to each
-                        // other rank.
+                        // A rank sends all terms but those of its own share, and its share of the
+                        // sum to each other rank.
                         let len = 10 * 8 * slot * ranks;
                         let sent = |len: usize| {
                             let terms = rank.up(MemoryKind::Gradients, &values(comm.rank(), len));
@@ -338,7 +339,7 @@ fn nccl_in_chunks_between_threads() {
     );
 }
 
-/// Ranks that are processes, and more than goes in one message.
+/// Ranks are processes, and buffers are longer than one message.
 #[test]
 fn nccl_over_mpi() {
     const NAME: &str = "devices::nccl_over_mpi";
@@ -373,12 +374,12 @@ fn nccl_over_mpi() {
         }
         let fresh = device.backend.ledger().fresh();
         device.operations(7).unwrap();
-        assert_eq!(device.backend.ledger().fresh(), fresh, "new memory for what was done before");
+        assert_eq!(device.backend.ledger().fresh(), fresh, "a repeated operation allocates memory");
     }
     comm.shutdown();
 }
 
-/// A rank that NCCL fails says why, and the one that waits for its message hears of the end.
+/// A rank on which NCCL fails says why, and the one that waits for its message is ended, too.
 #[test]
 fn a_failure_of_nccl_ends_all() {
     const NAME: &str = "devices::a_failure_of_nccl_ends_all";
@@ -392,29 +393,29 @@ fn a_failure_of_nccl_ends_all() {
     let rank = on_gpu(comm.with_transport(DeviceTransport::Nccl).world(), comm.rank());
     rank.operations(7).unwrap();
     if comm.rank() == 1 {
-        // SAFETY: no other thread looks at the environment but through the same library's lock.
+        // SAFETY: other threads access the environment only through the standard library's lock.
         unsafe { std::env::set_var("CUDASIM_FAIL", "nccl") };
     }
     let error = rank.operations(7).unwrap_err();
     assert_eq!(comm.rank(), 1, "{error}");
-    let told = error.to_string();
+    let message = error.to_string();
     let words = ["NCCL could not exchange a message: ", ": a failure was asked for\nhint: "];
-    assert!(error.exit_code() == 1 && words.iter().all(|word| told.contains(word)), "{told}");
+    assert!(error.exit_code() == 1 && words.iter().all(|word| message.contains(word)), "{message}");
     eprintln!("as it should");
     comm.abort(3);
 }
 
-/// Pairs of bf16 travel as words; nobody may add them.
+/// Pairs of bf16 are sent as words, which must not be added.
 #[test]
 fn only_f32_is_added() {
     on_threads::<Sealed, _>(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let rank = on_device(comm.world(), false);
         let sum = rank.group.all_reduce(rank.up(MemoryKind::Parameters, &[1.0; 8]), 0..8).wait();
-        assert_eq!(sum.err().unwrap().to_string(), "all_reduce of numbers that are not f32");
+        assert_eq!(sum.err().unwrap().to_string(), "all_reduce requires f32 elements");
     });
 }
 
-/// A rank whose device hangs still hears that another one ends the job.
+/// An abort of another rank reaches a rank whose device hangs.
 #[test]
 fn an_abort_reaches_a_rank_that_waits_for_its_device() {
     let errors = on_threads::<Sealed, _>(&[0, 0], Algorithm::HalvingDoubling, |comm| {
@@ -432,8 +433,8 @@ fn an_abort_reaches_a_rank_that_waits_for_its_device() {
     assert!(errors.iter().all(|error| error.contains("aborted with code 3")), "{errors:?}");
 }
 
-/// Memory that passes through the host is counted, and used again: posted messages hold a slot for
-/// each of their chunks until they are done with, three of ten chunks each way.
+/// Staging memory is counted and reused. Posted messages hold a slot for each of their chunks until
+/// they complete: three messages of ten chunks in each direction.
 #[test]
 fn staging_is_counted_and_bounded() {
     const SLOTS: usize = 2 * 3 * 10;
@@ -441,11 +442,11 @@ fn staging_is_counted_and_bounded() {
         let comm = comm.in_chunks(100);
         let rank = on_device(comm.world(), false);
         comm.count_memory(rank.backend.clone());
-        let ledger = rank.backend.ledger();
+        let stats = rank.backend.ledger();
         for _ in 0..8 {
             rank.operations(1000).unwrap();
-            let slots = ledger.fresh();
-            let bytes = ledger.live(MemoryKind::Communication);
+            let slots = stats.fresh();
+            let bytes = stats.live(MemoryKind::Communication);
             assert!((3..=SLOTS).contains(&slots), "{slots} slots");
             assert!(
                 (slots * 400..slots * 400 + 400).contains(&bytes),
@@ -459,7 +460,7 @@ fn staging_is_counted_and_bounded() {
 fn routes_are_found() {
     on_threads::<Sealed, _>(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let way = |route| {
-            comm.select_transport(route, || unreachable!("threads are not asked"))
+            comm.select_transport(route, || unreachable!("threads are not probed"))
                 .map(|comm| comm.device_path())
         };
         assert_eq!(
@@ -468,17 +469,15 @@ fn routes_are_found() {
         );
         let error = way(TransportChoice::CudaAware).unwrap_err().to_string();
         assert!(
-            error.contains("threads of one process cannot take addresses")
+            error.contains("threads of one process cannot send from GPU memory")
                 && error.contains("comm.transport = host-staged")
         );
         let error = way(TransportChoice::Nccl).unwrap_err().to_string();
         assert!(
-            error.contains(
-                "comm.transport = nccl: there is no library by which devices of this kind"
-            ),
+            error.contains("comm.transport = nccl: there is no collective library (such as NCCL)"),
             "{error}"
         );
-        // Direct messages that nobody carries are errors, not crashes.
+        // Device addresses without MPI are errors, not crashes.
         let group = comm.with_transport(DeviceTransport::CudaAware).world();
         let backend = Sealed::new(false);
         let sum = group
@@ -502,22 +501,22 @@ fn routes_are_found() {
     });
 }
 
-/// The library is asked in a child, which crashes on memory that it cannot reach.
+/// CUDA-aware MPI is probed in child processes, which crash on memory that MPI cannot access.
 #[test]
-fn the_direct_way_is_proved() {
-    const NAME: &str = "devices::the_direct_way_is_proved";
+fn cuda_aware_mpi_is_probed() {
+    const NAME: &str = "devices::cuda_aware_mpi_is_probed";
     const DEVICE: &str = "HPCTRAIN_TEST_DEVICE";
     // An option of the test program that changes nothing.
     const CHILD: &str = "--test-threads=3";
     let device = std::env::var(DEVICE).unwrap_or_default();
     if is_rank_of(NAME) && std::env::args().any(|argument| argument == CHILD) {
-        // One of the two that are to try.
-        let proved = match device.as_str() {
+        // One of the two probe processes.
+        let probed = match device.as_str() {
             "shown" => mpi::prove(|_| Ok(Sealed::new(true))),
             "hidden" => mpi::prove(|_| Ok(Sealed::new(false))),
             _ => mpi::prove(|_| Ok(Cpu::new(1))),
         };
-        return proved.unwrap_or_else(|e| {
+        return probed.unwrap_or_else(|e| {
             eprintln!("error: {e}");
             std::process::exit(2)
         });
@@ -525,9 +524,9 @@ fn the_direct_way_is_proved() {
     if is_rank_of(NAME) {
         let comm = start_mpi::<Sealed>(Algorithm::HalvingDoubling).unwrap();
         let prove = || {
-            assert_eq!(comm.rank(), 0, "one rank of a node tries");
+            assert_eq!(comm.rank(), 0, "one rank of a node runs the probe");
             let processes = mpi::prove_in_child(&[NAME, "--exact", "--nocapture", CHILD])?;
-            assert_eq!(processes, 2, "memory goes between processes");
+            assert_eq!(processes, 2, "the probe exchanges memory between processes");
             Ok(())
         };
         let found =
@@ -544,8 +543,8 @@ fn the_direct_way_is_proved() {
             }
             _ => assert!(found.unwrap_err().to_string().contains("there is no GPU"), "{device}"),
         }
-        // Debian's library claims nothing: nobody is asked.
-        let never = || Err(Error::internal("asked"));
+        // Debian's library does not claim to be CUDA-aware, so it is not probed.
+        let never = || Err(Error::internal("probed"));
         assert_eq!(
             comm.select_transport(TransportChoice::Auto, never).unwrap().device_path(),
             Some(DeviceTransport::HostStaged)

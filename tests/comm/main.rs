@@ -1,5 +1,4 @@
-//! Messages between ranks: collectives, MPI, the memory of devices, the watch over ranks that stand
-//! still.
+//! Tests of communication between ranks: collectives, MPI, device memory, and the watchdog.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod collectives;

@@ -1,4 +1,4 @@
-//! Communication over MPI: each test relaunches this program under `mpirun`.
+//! Tests of communication over MPI: each test starts this program again under `mpirun`.
 
 use std::process::Command;
 use std::time::Duration;
@@ -11,12 +11,12 @@ use hpctrain::error::{Error, Result};
 use hpctrain_testkit::launch;
 use hpctrain_testkit::ranks::{ROLE, is_rank_of, mpirun};
 
-/// With all ranks on one node, in pairs, and each on its own: through shared memory, both ways, and
-/// through messages.
+/// Checks that a test passes with all ranks on one node, in pairs, and one per node: through shared
+/// memory, through both, and through MPI messages.
 fn passes(test: &str, ranks: usize) {
     for ranks_per_node in [ranks, 2, 1] {
         let (status, printed) = mpirun(test, ranks, ranks_per_node, 60);
-        assert!(status.success(), "{test} on {ranks} ranks, {ranks_per_node} a node:\n{printed}");
+        assert!(status.success(), "{test} on {ranks} ranks, {ranks_per_node} per node:\n{printed}");
     }
 }
 
@@ -24,12 +24,12 @@ fn buf(values: &[f32]) -> CpuBuf {
     Cpu::new(1).upload(MemoryKind::Gradients, values).unwrap()
 }
 
-/// Values whose sum depends on the order of additions.
+/// Returns values whose sum depends on the order of additions.
 fn values(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + rank * 17 + 3) % 1009) as f32 * 0.37 - 150.0).collect()
 }
 
-/// Results of every operation on one rank, for a number of lengths.
+/// Returns the results of every operation on this rank, for several lengths.
 fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
     let rank = group.rank();
     let size = group.size();
@@ -37,7 +37,7 @@ fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
     for len in [0, 1, 3, 7, 64, 1000, 300_000_usize] {
         let padded = len.next_multiple_of(size);
         let part = rank * padded / size..(rank + 1) * padded / size;
-        // All in flight together.
+        // All requests are in flight together.
         let whole = group.all_reduce(buf(&values(rank, len)), 0..len);
         let middle = group.all_reduce(buf(&values(rank, len)), len / 5..len - len / 7);
         let reduced = group.reduce(buf(&values(rank, len)));
@@ -54,7 +54,7 @@ fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
     Ok(results)
 }
 
-/// The same on threads, for the rank that asks.
+/// Returns the results of `rank` on threads.
 fn on_threads(ranks: usize, rank: usize, algorithm: Algorithm) -> Vec<Vec<f32>> {
     let run = |comm: Comm<Cpu>| std::thread::spawn(move || every_operation(&comm.world()).unwrap());
     let per_node: usize = std::env::var("HPCTRAIN_RANKS_PER_NODE").unwrap().parse().unwrap();
@@ -64,8 +64,8 @@ fn on_threads(ranks: usize, rank: usize, algorithm: Algorithm) -> Vec<Vec<f32>> 
     ranks.into_iter().map(|rank| rank.join().unwrap()).nth(rank).unwrap()
 }
 
-/// Every algorithm and operation against the same on threads; the vendor's against the tree,
-/// almost.
+/// Compares every operation with the same on threads. The vendor's collectives are compared
+/// approximately with halving-doubling.
 fn check_operations(algorithm: Algorithm) {
     let comm = start_mpi::<Cpu>(algorithm).unwrap();
     let rank = comm.rank();
@@ -91,8 +91,9 @@ fn check_operations(algorithm: Algorithm) {
     let gathered = world.gather_bytes(vec![rank as u8; 3 * rank]).wait().unwrap();
     assert_eq!(gathered, (0..size).map(|rank| vec![rank as u8; 3 * rank]).collect::<Vec<_>>());
     let lone = if rank + 1 == size { Err(Error::input("bad")) } else { Ok(()) };
-    let told = if size == 1 { "bad".into() } else { format!("rank {rank}: bad", rank = size - 1) };
-    assert_eq!(world.all_ok(lone).unwrap_err().to_string(), told);
+    let message =
+        if size == 1 { "bad".into() } else { format!("rank {rank}: bad", rank = size - 1) };
+    assert_eq!(world.all_ok(lone).unwrap_err().to_string(), message);
 
     // Groups: odd and even ranks.
     let colors: Vec<_> = (0..size).map(|rank| rank % 2).collect();
@@ -101,8 +102,8 @@ fn check_operations(algorithm: Algorithm) {
     let expected: usize = (0..size).filter(|other| other % 2 == rank % 2).sum();
     assert_eq!(sum.as_slice(), [expected as f32; 5]);
 
-    // Roles: the last rank alone, the others a world of their own, in which groups are made at
-    // other times.
+    // Roles: the last rank alone, and the others in a separate world, which is split at other
+    // times.
     let alone = |other: usize| usize::from(other + 1 == size && size > 1);
     let role = comm.role(&(0..size).map(alone).collect::<Vec<_>>()).unwrap();
     let mates = (0..size).filter(|other| alone(*other) == alone(rank)).count();
@@ -115,7 +116,7 @@ fn check_operations(algorithm: Algorithm) {
         role.clock_offset().unwrap();
     }
 
-    // Everyone sends long messages before anyone receives: they leave in the background.
+    // Every rank sends long messages before any receives: they are sent in the background.
     if size > 1 {
         let next = (rank + 1) % size;
         let previous = (rank + size - 1) % size;
@@ -126,7 +127,7 @@ fn check_operations(algorithm: Algorithm) {
             assert!(received.as_slice().iter().all(|&x| x == (previous + i) as f32));
         }
         sent.into_iter().for_each(|sent| assert_eq!(sent.wait().unwrap().len(), 200_000));
-        // Everyone is ready to receive before anyone sends, and sums go by meanwhile.
+        // Every rank posts its receives before any sends, and sums run meanwhile.
         let ready: Vec<_> =
             (0..3).map(|_| world.recv(previous, buf(&vec![0.0; 200_000]))).collect();
         let sum = world.all_reduce(buf(&[1.0; 70_000]), 0..70_000).wait().unwrap();
@@ -137,7 +138,7 @@ fn check_operations(algorithm: Algorithm) {
             assert!(ready.wait().unwrap().as_slice().iter().all(|&x| x == (previous + i) as f32));
         }
         sent.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
-        // Every rank waits for each other one, which comes late.
+        // Each rank is late once, and the others wait for it.
         for late in 0..size {
             if rank == late {
                 std::thread::sleep(Duration::from_millis(30));
@@ -170,7 +171,7 @@ operations! {
     reduce_to_one_matches_threads: Algorithm::ReduceToOne, [1, 2, 3, 4];
 }
 
-/// Counts of MPI are 31 bits wide, and so were byte counts.
+/// MPI's counts have 31 bits, so longer buffers need several calls.
 #[test]
 #[ignore = "needs 6 GiB of memory and some minutes: cargo test --test comm mpi:: -- --ignored"]
 fn more_than_two_gibibytes() {
@@ -210,7 +211,7 @@ fn more_than_two_gibibytes() {
     comm.shutdown();
 }
 
-/// Rank 1 aborts; the others are inside an all-reduce that it never joins.
+/// Rank 1 aborts while the others are in an all-reduce that it never joins.
 fn aborts(test: &str, algorithm: Algorithm) {
     if is_rank_of(test) {
         let comm = start_mpi::<Cpu>(algorithm).unwrap();
@@ -255,7 +256,7 @@ fn an_abort_reaches_a_busy_thread() {
     assert_eq!(status.code(), Some(4), "{printed}");
 }
 
-/// Another library's launcher leaves every process alone in a world of its own.
+/// With another library's launcher every process is alone in its world, which is an error.
 #[test]
 fn a_foreign_launcher_is_recognised() {
     const NAME: &str = "mpi::a_foreign_launcher_is_recognised";
@@ -273,7 +274,7 @@ fn a_foreign_launcher_is_recognised() {
     launch::start(&mut command).finish(Duration::from_secs(30)).succeeded();
 }
 
-/// Two ranks that request different things hear of both.
+/// Two ranks that request different collectives get an error that names both.
 #[cfg(debug_assertions)]
 #[test]
 fn different_requests_are_named() {
@@ -287,7 +288,7 @@ fn different_requests_are_named() {
             if comm.rank() == 0 { group.all_gather(buf) } else { group.reduce_scatter(buf) };
         let error = request.wait().err().unwrap();
         eprintln!("{error}");
-        // Both are heard before the job ends.
+        // Lets both print before the job ends.
         std::thread::sleep(Duration::from_millis(300));
         comm.abort(error.exit_code());
     }
@@ -295,8 +296,8 @@ fn different_requests_are_named() {
     assert_eq!(status.code(), Some(1), "{printed}");
     for word in [
         "ranks of a group disagree",
-        "rank 0 wants collective 1: all_gather of wte, 24 bytes",
-        "rank 1 wants collective 1: reduce_scatter of h.3, 24 bytes",
+        "rank 0 requests collective 1: all_gather of wte, 24 bytes",
+        "rank 1 requests collective 1: reduce_scatter of h.3, 24 bytes",
     ] {
         assert!(printed.contains(word), "{word:?} is missing: {printed}");
     }

@@ -1,4 +1,5 @@
-//! Jobs whose ranks are stopped, killed or stuck: they end soon, and say which rank it was.
+//! Tests of the watchdog: jobs whose ranks are stopped, killed or stuck end soon, and name the
+//! rank.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,14 +16,14 @@ use hpctrain_testkit::ranks::{is_rank_of, mpirun_with};
 use hpctrain_testkit::runs::Run;
 use hpctrain_testkit::simulator::with_simulator;
 
-/// Long enough for the watch to notice and end everything, on a busy machine.
+/// Long enough for the watchdog to end a job on a busy machine.
 const SOON: Duration = Duration::from_secs(60);
 
 /// A job in the middle of its training.
 struct Job {
     running: Running,
     logs: PathBuf,
-    /// Stopped processes, which no launcher may be able to end.
+    /// Stopped processes, which a launcher may not be able to end.
     stopped: Vec<String>,
     _root: tempfile::TempDir,
 }
@@ -33,7 +34,7 @@ impl Job {
         Self::start_as(transport, settings, |command| command)
     }
 
-    /// The same, on simulated GPUs that exchange by NCCL.
+    /// Starts such a job on simulated GPUs that communicate by NCCL.
     fn start_on_gpus(ranks: usize, settings: &[&str]) -> Self {
         let ours = ["comm.transport=nccl", "device.memory_limit=128MiB"];
         let settings = [&ours, settings].concat();
@@ -82,20 +83,20 @@ impl Job {
         self.stopped[0].clone()
     }
 
-    /// Waits for the end. Returns how it was, and the ledgers of these ranks. Others may have left
-    /// one, too: the launcher wakes a stopped rank to end it.
+    /// Waits for the end. Returns how it ended, and the flight recorders of these ranks. Other
+    /// ranks may have written one, too: the launcher wakes a stopped rank to end it.
     fn ends(self, ranks: &[usize]) -> (Ended, Vec<Value>) {
         let Self { running, logs, stopped, _root } = self;
         let _killed = KillAll(stopped);
         let ended = running.finish(SOON);
-        let ledger =
+        let recorder =
             |rank| hpctrain_testkit::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
-        let ledgers = ranks.iter().map(|&rank| ledger(rank)).collect();
-        (ended, ledgers)
+        let recorders = ranks.iter().map(|&rank| recorder(rank)).collect();
+        (ended, recorders)
     }
 }
 
-/// Kills processes in the end.
+/// Kills processes when it is dropped.
 struct KillAll(Vec<String>);
 
 impl Drop for KillAll {
@@ -104,11 +105,11 @@ impl Drop for KillAll {
     }
 }
 
-/// Panics unless a ledger is one of a rank that waits in its last collective.
-fn check_ledger(rank: usize, ledger: &Value) {
-    let collectives = ledger["collectives"].as_array().unwrap();
+/// Panics unless a flight recorder is of a rank that waits in its last collective.
+fn check_recorder(rank: usize, recorder: &Value) {
+    let collectives = recorder["collectives"].as_array().unwrap();
     let (last, before) = collectives.split_last().unwrap();
-    assert_eq!(ledger["rank"], rank);
+    assert_eq!(recorder["rank"], rank);
     assert!(last["ended"].is_null() && !before.is_empty(), "{last}");
     for (entry, next) in before.iter().zip(&collectives[1..]) {
         assert_eq!(entry["number"].as_u64().unwrap() + 1, next["number"].as_u64().unwrap());
@@ -118,7 +119,8 @@ fn check_ledger(rank: usize, ledger: &Value) {
     assert!(block["op"] == "all_reduce" && block["bytes"].as_u64() > Some(0), "{block}");
 }
 
-/// A rank is stopped in the middle of training, as by a debugger or a frozen node.
+/// Checks a job of which a rank is stopped in the middle of training, as by a debugger or a frozen
+/// node.
 fn stopped(ranks: usize, rank: usize, algorithm: &str) {
     let job =
         Job::start(Mpirun(ranks), &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
@@ -128,10 +130,10 @@ fn stopped(ranks: usize, rank: usize, algorithm: &str) {
 fn check_stopped(mut job: Job, ranks: usize, rank: usize) {
     let pid = job.stop(rank);
     let others: Vec<_> = (0..ranks).filter(|other| *other != rank).collect();
-    let (ended, ledgers) = job.ends(&others);
+    let (ended, recorders) = job.ends(&others);
     assert_ne!(ended.code(), 0, "{ended}");
     let words = [
-        format!("the job stands still: rank {rank} (process {pid} on "),
+        format!("the job hangs: rank {rank} (process {pid} on "),
         ") does not answer: last seen ".into(),
         "; rank".into(),
         " in #".into(),
@@ -141,7 +143,7 @@ fn check_stopped(mut job: Job, ranks: usize, rank: usize) {
         assert!(ended.stderr.contains(&word), "{word:?} is missing: {ended}");
     }
     assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
-    others.iter().zip(&ledgers).for_each(|(rank, ledger)| check_ledger(*rank, ledger));
+    others.iter().zip(&recorders).for_each(|(rank, recorder)| check_recorder(*rank, recorder));
 }
 
 #[test]
@@ -159,8 +161,8 @@ fn a_rank_is_stopped_under_the_vendors_collectives() {
     stopped(2, 1, "vendor");
 }
 
-/// Its peer waits for it in a collective, the stages before wait for messages: the report names the
-/// one rank.
+/// Its peer waits for it in a collective, and the stages before wait for messages. The report names
+/// only the stopped rank.
 #[test]
 fn a_rank_of_a_stage_is_stopped() {
     let mut job =
@@ -168,7 +170,7 @@ fn a_rank_of_a_stage_is_stopped() {
     let pid = job.stop(3);
     let (ended, _) = job.ends(&[]);
     assert_ne!(ended.code(), 0, "{ended}");
-    assert!(ended.stderr.contains(&format!("still: rank 3 (process {pid} on ")), "{ended}");
+    assert!(ended.stderr.contains(&format!("hangs: rank 3 (process {pid} on ")), "{ended}");
     assert!(
         ended.stderr.contains(" wait") && ended.stderr.matches("error:").count() == 1,
         "{ended}"
@@ -231,8 +233,7 @@ fn a_clean_end_leaves_no_heartbeats() {
     }
 }
 
-/// Freezes a thread of another process, as a read that never returns would. The rest of the process
-/// runs on.
+/// Freezes a thread of another process, like a read that never returns. The other threads continue.
 fn freeze(thread: i32, frozen: &Sender<bool>) {
     let null = std::ptr::null_mut::<libc::c_void>();
     // SAFETY: requests that take no memory of this process.
@@ -243,11 +244,11 @@ fn freeze(thread: i32, frozen: &Sender<bool>) {
     // SAFETY: a status need not be written.
     let wait = || unsafe { libc::waitpid(thread, std::ptr::null_mut(), libc::__WALL) };
     frozen.send(held && wait() == thread).unwrap();
-    // Its process can end only when the end of the thread was noticed here.
+    // The process can end only after the end of the thread was waited for here.
     wait();
 }
 
-/// The threads of a process that read data.
+/// Returns the threads of a process that read data.
 fn loaders(pid: &str) -> Vec<i32> {
     let threads = PathBuf::from(format!("/proc/{pid}/task")).read_dir().unwrap();
     let threads = threads.map(|entry| entry.unwrap().path());
@@ -268,20 +269,20 @@ fn a_loader_is_stuck() {
         let job =
             Job::start(transport, &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
         let thread = loaders(&job.pid(1))[0];
-        let (tell, told) = channel();
-        let holder = std::thread::spawn(move || freeze(thread, &tell));
-        if !told.recv().unwrap() {
+        let (sender, frozen) = channel();
+        let holder = std::thread::spawn(move || freeze(thread, &sender));
+        if !frozen.recv().unwrap() {
             println!("skipped: this user may not trace threads");
             return;
         }
-        let (ended, ledgers) = job.ends(&[0, 1]);
+        let (ended, recorders) = job.ends(&[0, 1]);
         holder.join().unwrap();
         assert_ne!(ended.code(), 0, "{ended}");
-        // Of the threads of one process it is either's.
+        // Of the threads of one process it may be either's.
         let rank =
-            if ended.stderr.contains("still: rank 0") && transport == Simulate(2) { 0 } else { 1 };
+            if ended.stderr.contains("hangs: rank 0") && transport == Simulate(2) { 0 } else { 1 };
         let words = [
-            format!("the job stands still: rank {rank} (process "),
+            format!("the job hangs: rank {rank} (process "),
             ") has not joined #".into(),
             ": wait for data since ".into(),
             format!("; rank {} waits in #", 1 - rank),
@@ -290,11 +291,11 @@ fn a_loader_is_stuck() {
             assert!(ended.stderr.contains(&word), "{word:?} is missing: {ended}");
         }
         assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
-        check_ledger(1 - rank, &ledgers[1 - rank]);
+        check_recorder(1 - rank, &recorders[1 - rank]);
     }
 }
 
-/// A rank is stopped when all work is done and the others leave.
+/// A rank is stopped when all work is done and the others leave the world.
 #[test]
 fn a_rank_is_stopped_at_the_end() {
     const NAME: &str = "watchdog::a_rank_is_stopped_at_the_end";
@@ -318,7 +319,7 @@ fn a_rank_is_stopped_at_the_end() {
         mpirun_with(NAME, 2, 2, SOON.as_secs(), &[(FOLDER, folder.path().to_str().unwrap())]);
     assert_eq!(status.code(), Some(1), "{printed}");
     for word in [
-        "the job stands still: rank 1 (process ",
+        "the job hangs: rank 1 (process ",
         ") does not answer: last seen ",
         "; rank 0 waits in #",
         " leave since ",

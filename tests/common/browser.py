@@ -1,9 +1,9 @@
-"""Opens a page from disk in a headless Chromium, and prints as JSON how it fared.
+"""Opens a page from disk in a headless Chromium, and prints the results as JSON.
 
     browser.py CHROMIUM PAGE [--widths 360,768,1440] [--dark] [--eval EXPRESSION]... [--screenshot FILE --size 1280x900]
 
-The browser is driven by the DevTools protocol over pipes, which needs nothing but Python. Printed are: messages of the console,
-exceptions, requests other than that of the page, for each width whether something is cut off, and the values of the expressions.
+The browser is driven by the DevTools protocol over pipes, which needs only Python. The output has the messages of the console,
+exceptions, requests other than that of the page, whether something is cut off at each width, and the values of the expressions.
 """
 
 import argparse
@@ -25,7 +25,7 @@ class Browser:
         commands, self.to = os.pipe()
         self.answers, events = os.pipe()
 
-        def as_wanted():
+        def connect_pipes():
             # Chromium reads commands from 3 and writes to 4.
             first, second = os.dup(commands), os.dup(events)
             os.dup2(first, 3)
@@ -34,7 +34,7 @@ class Browser:
         self.process = subprocess.Popen(
             [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
              "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe", "--user-data-dir=" + home],
-            preexec_fn=as_wanted, pass_fds=(3, 4, commands, events), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            preexec_fn=connect_pipes, pass_fds=(3, 4, commands, events), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         os.close(commands)
         os.close(events)
         self.rest, self.number, self.session, self.events = b"", 0, None, []
@@ -82,7 +82,7 @@ class Browser:
 
     def resize(self, width, height, scale=1):
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
-        # Two frames, in which the page follows.
+        # Wait for two frames, in which the page adapts.
         self.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         self.value("new Promise((done) => setTimeout(done, 50))")
 
@@ -127,7 +127,7 @@ def main():
                 pathlib.Path(given.screenshot).write_bytes(base64.b64decode(picture))
             requests = [one["request"]["url"] for one in browser.of("Network.requestWillBeSent")]
             console = browser.of("Runtime.consoleAPICalled") + [one["entry"] for one in browser.of("Log.entryAdded")]
-            # An empty icon in the page itself is no request.
+            # An inline icon (data: URL) is not a request.
             print(json.dumps({
                 "console": console,
                 "exceptions": browser.of("Runtime.exceptionThrown"),

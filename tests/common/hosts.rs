@@ -1,4 +1,4 @@
-//! Several hosts on this machine (`scripts/hosts`), and jobs across them.
+//! Several simulated hosts on this machine (`scripts/hosts`), and jobs across them.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::PathBuf;
@@ -8,20 +8,21 @@ use super::launch::{in_our_environment, inherits_nothing, processes, test_name};
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/hosts");
 
-/// Exit code of the script where hosts cannot be made.
-const NOT_HERE: i32 = 3;
+/// The exit code of the script if hosts cannot be created.
+const UNSUPPORTED: i32 = 3;
 
-/// Hosts h0, h1, …, until they are dropped or this process ends, however it does.
+/// Hosts h0, h1, …, which exist until this is dropped or this process ends.
 pub struct Hosts {
     holder: Child,
     folder: tempfile::TempDir,
 }
 
 impl Hosts {
-    /// So many hosts. None, and the reason said aloud, where this system or user cannot make them.
+    /// Creates `count` hosts. Returns none, and prints the reason, if this system or user cannot
+    /// create them.
     pub fn new(count: usize) -> Option<Self> {
         let check = inherits_nothing(Command::new(SCRIPT).arg("check")).output().unwrap();
-        if check.status.code() == Some(NOT_HERE) {
+        if check.status.code() == Some(UNSUPPORTED) {
             let reason = String::from_utf8_lossy(&check.stderr);
             println!("SKIPPED: {}: {}", test_name(), reason.trim());
             return None;
@@ -44,7 +45,7 @@ impl Hosts {
         Some(Self { holder, folder })
     }
 
-    /// A command of the script.
+    /// Returns a command of the script.
     pub fn script(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(SCRIPT);
         in_our_environment(&mut command);
@@ -60,8 +61,9 @@ impl Hosts {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Words of the script before a command: it, with its arguments, folder and variables.
-    fn before(&self, words: &[&str], command: &Command) -> Command {
+    /// Returns a command of the script that runs `command`, with its arguments, folder and
+    /// variables.
+    fn wrap(&self, words: &[&str], command: &Command) -> Command {
         let mut whole = self.script(words);
         whole.arg(command.get_program()).args(command.get_args());
         whole.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -71,35 +73,35 @@ impl Hosts {
         whole
     }
 
-    /// The command on one host.
+    /// Returns the command that runs `command` on one host.
     pub fn on(&self, host: &str, command: &Command) -> Command {
-        self.before(&["run", host], command)
+        self.wrap(&["run", host], command)
     }
 
-    /// The command as the ranks of a job, such as `h0:2,h1:2`.
+    /// Returns the command that runs `command` as the ranks of a job, such as `h0:2,h1:2`.
     pub fn across(&self, ranks: &str, command: &Command) -> Command {
-        // Another host has the variables of this test only if they are handed on.
-        self.before(&["mpirun", ranks, "-x", "XDG_CACHE_HOME"], command)
+        // Other hosts have variables of this test only if mpirun exports them.
+        self.wrap(&["mpirun", ranks, "-x", "XDG_CACHE_HOME"], command)
     }
 
-    /// The agent by which hosts are reached from one another.
+    /// Returns the agent with which a host runs commands on another.
     pub fn agent(&self) -> String {
         format!("{SCRIPT} rsh")
     }
 
-    /// The folder that describes them.
+    /// Returns the folder that describes the hosts.
     pub fn folder(&self) -> PathBuf {
         self.folder.path().join("hosts")
     }
 
-    /// Bytes that a host has sent, and received.
+    /// Returns the numbers of bytes that a host has sent and received.
     pub fn bytes(&self, host: &str) -> (u64, u64) {
         let text = self.act(&["bytes", host]);
         let (sent, received) = text.trim().split_once(' ').unwrap();
         (sent.parse().unwrap(), received.parse().unwrap())
     }
 
-    /// The processes of a host whose command lines have `words`.
+    /// Returns the processes of a host whose command lines contain `words`.
     pub fn processes(&self, host: &str, words: &str) -> Vec<u32> {
         let space = |process: u32| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
         let of_host = self.keeper(host).and_then(space);
@@ -109,7 +111,7 @@ impl Hosts {
             .collect()
     }
 
-    /// The process that keeps a host, as this machine numbers it.
+    /// Returns the process that keeps a host alive, by its id on this machine.
     fn keeper(&self, host: &str) -> Option<u32> {
         let inner = std::fs::read_to_string(self.folder().join(host)).ok()?;
         let switch = std::fs::read_to_string(self.folder().join("switch")).ok()?;
@@ -131,7 +133,7 @@ impl Drop for Hosts {
     }
 }
 
-/// Ranks of a job of so many, on two hosts.
+/// Returns the hosts of a job with half of its `ranks` ranks on each of two hosts.
 pub fn halves(ranks: usize) -> String {
     format!("h0:{0},h1:{0}", ranks / 2)
 }

@@ -1,5 +1,4 @@
-//! Starts programs as tests should: with a limit on their time, their own process group, and what
-//! they print kept.
+//! Starts programs for tests, with a time limit, their own process group, and captured output.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -10,10 +9,10 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Long enough for any job of the tests, on a machine whose cores are busy with other work as well.
+/// The time limit of any job of the tests, also on a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(180);
 
-/// The end of a program.
+/// The exit status and the output of a program.
 pub struct Ended {
     pub status: ExitStatus,
     pub stdout: String,
@@ -21,7 +20,7 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// The exit code; panics with everything printed if a signal ended it.
+    /// Returns the exit code; panics with the output if a signal ended the program.
     #[track_caller]
     pub fn code(&self) -> i32 {
         self.status.code().unwrap_or_else(|| panic!("{self}"))
@@ -41,31 +40,32 @@ impl fmt::Display for Ended {
     }
 }
 
-/// The name of the calling test.
+/// Returns the name of the calling test.
 pub fn test_name() -> String {
     let name = std::thread::current().name().unwrap().to_string();
     assert_ne!(
         name, "main",
-        "a test that starts itself needs a thread of its own: leave out --test-threads=1"
+        "a test that starts itself needs its own thread: run it without --test-threads=1"
     );
     name
 }
 
-/// Processes or threads of a job's ranks.
+/// How the ranks of a job are started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transport {
-    /// One process, started by itself.
+    /// One process without a launcher.
     Alone,
-    /// A process each.
+    /// Processes, started by mpirun.
     Mpirun(usize),
     /// Threads of one process.
     Simulate(usize),
-    /// A process each, which the program starts itself.
+    /// Processes, started by the program itself (`--spawn`).
     Spawn(usize),
 }
 
 impl Transport {
-    /// A command that trains on these ranks; options of `hpctrain train` follow.
+    /// Returns a command that trains on these ranks, to which options of `hpctrain train` can be
+    /// added.
     pub fn train(self) -> Command {
         match self {
             Self::Alone => program(["train"]),
@@ -80,7 +80,7 @@ impl Transport {
     }
 }
 
-/// The program under test, with some arguments, in the environment of the tests.
+/// Returns a command of the program under test, in the environment of the tests.
 pub fn program<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(super::program());
     command.args(args);
@@ -88,7 +88,8 @@ pub fn program<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     command
 }
 
-/// `mpirun -np N`, whoever runs it and however few cores there are. The program to run follows.
+/// Returns `mpirun -np N`, which works for any user and number of cores, and to which the program
+/// to run must be added.
 pub fn mpirun(ranks: usize) -> Command {
     let mut command = Command::new("mpirun");
     command.args(["-np", &ranks.to_string()]);
@@ -100,8 +101,8 @@ pub fn mpirun(ranks: usize) -> Command {
     command
 }
 
-/// Settings of the user must not decide a test; the bundled data is unpacked among the build's
-/// files.
+/// Removes settings of the user from the environment of a command, and lets it unpack the bundled
+/// data in the build directory.
 pub fn in_our_environment(command: &mut Command) {
     command.env("XDG_CACHE_HOME", super::target().join("cache"));
     for name in [
@@ -115,30 +116,29 @@ pub fn in_our_environment(command: &mut Command) {
     }
 }
 
-/// A program that runs.
+/// A running program.
 pub struct Running {
     child: Child,
-    /// Holds what it prints.
+    /// The folder with its output.
     folder: tempfile::TempDir,
-    /// None of one that runs beside another of the same test.
+    /// Its cores; none for a program that runs together with another one of the same test.
     _share: Option<Share>,
 }
 
-/// Cores that no job of the tests has; more jobs than cores would only take turns. It is filled
-/// when the first one starts.
+/// The number of cores that no job of the tests uses. It is set when the first job starts.
 static FREE: Mutex<Option<usize>> = Mutex::new(None);
 static FREED: Condvar = Condvar::new();
 
-/// Cores of a job, until it is dropped.
+/// The cores of a job, which are freed when this is dropped.
 pub struct Share(usize);
 
 impl Share {
-    /// Waits for one core for a process, and for half of them for the ranks of a job: jobs wait for
-    /// messages much of their time.
+    /// Waits for one core for a process, or for half of all cores for the ranks of a job, which
+    /// often wait for messages.
     pub fn of(command: &Command) -> Self {
         let all = std::thread::available_parallelism().map_or(1, usize::from);
         let mut words = command.get_args().chain([command.get_program()]).filter_map(OsStr::to_str);
-        // Also in the script of a shell.
+        // The words may also be in a shell script.
         let has_ranks = words.any(|word| {
             word.contains("mpirun")
                 || word.contains("simulate")
@@ -163,18 +163,19 @@ impl Drop for Share {
     }
 }
 
-/// Starts a program in a process group of its own, when there are cores for it.
+/// Waits for free cores, and starts a program in its own process group.
 pub fn start(command: &mut Command) -> Running {
     let share = Share::of(command);
     spawn(command, Some(share))
 }
 
-/// As [`start`], on cores that the test has waited for before it took the time.
+/// Starts a program on cores that the test has already waited for, so that it can measure time.
 pub fn start_on(share: Share, command: &mut Command) -> Running {
     spawn(command, Some(share))
 }
 
-/// Starts a program that has to do with another one of the same test, which runs already.
+/// Starts a program that runs together with another one of the same test, without waiting for
+/// cores.
 pub fn start_beside(_first: &Running, command: &mut Command) -> Running {
     spawn(command, None)
 }
@@ -192,8 +193,8 @@ fn spawn(command: &mut Command, share: Option<Share>) -> Running {
     Running { child, folder, _share: share }
 }
 
-/// HDF5 opens files without close-on-exec: a program that is started meanwhile would hold their
-/// locks.
+/// Closes all descriptors in a command. HDF5 opens files without close-on-exec, so a program
+/// started meanwhile would hold their locks.
 pub fn inherits_nothing(command: &mut Command) -> &mut Command {
     // SAFETY: touches no memory.
     let close = || match unsafe {
@@ -206,48 +207,48 @@ pub fn inherits_nothing(command: &mut Command) -> &mut Command {
     unsafe { command.pre_exec(close) }
 }
 
-/// Runs a program to its end; panics with what it printed if that takes longer than [`LIMIT`].
+/// Runs a program to its end; panics with its output if that takes longer than [`LIMIT`].
 #[track_caller]
 pub fn finish(command: &mut Command) -> Ended {
     start(command).finish(LIMIT)
 }
 
 impl Running {
-    /// Number of the process.
+    /// Returns the process id.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether it has not ended.
+    /// Returns whether the program has not ended.
     pub fn runs(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// The output so far, of standard output and standard error.
+    /// Returns the output so far: standard output, then standard error.
     pub fn printed(&self) -> String {
         let ended = self.ended(ExitStatus::default());
         ended.stdout + &ended.stderr
     }
 
-    /// The file that its standard error goes to.
+    /// Returns the file with its standard error.
     pub fn stderr(&self) -> PathBuf {
         self.folder.path().join("stderr")
     }
 
-    /// Waits until something is so; panics with what was printed if the program ends before, or it
+    /// Waits until a condition is true; panics with the output if the program ends before, or it
     /// takes too long.
     #[track_caller]
     pub fn until(&mut self, what: &str, mut is_so: impl FnMut() -> bool) {
-        let begun = Instant::now();
+        let started = Instant::now();
         while !is_so() {
-            let goes_on = self.runs() && begun.elapsed() < LIMIT;
-            // It may have come true just before the end.
-            assert!(goes_on || is_so(), "never {what}: {}", self.printed());
+            let continues = self.runs() && started.elapsed() < LIMIT;
+            // The condition may have become true just before the end.
+            assert!(continues || is_so(), "never {what}: {}", self.printed());
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// Waits for the end; panics with what was printed if it takes longer than `limit`.
+    /// Waits for the end; panics with the output if it takes longer than `limit`.
     #[track_caller]
     pub fn finish(mut self, limit: Duration) -> Ended {
         match self.exit_within(limit) {
@@ -279,7 +280,7 @@ impl Running {
     }
 
     fn end(&mut self) {
-        // mpirun passes the end on to the ranks, if it still can.
+        // mpirun forwards the signal to the ranks, if it still can.
         signal("TERM", &self.id().to_string());
         if self.exit_within(Duration::from_secs(5)).is_none() {
             signal("KILL", &format!("-{}", self.id()));
@@ -290,15 +291,15 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // A test that fails while its program runs leaves nothing behind.
+        // A test that fails while its program runs leaves no processes behind.
         if self.runs() {
             self.end();
         }
     }
 }
 
-/// The processes whose command lines contain `words`, such as the path of a run: those of a job and
-/// its launcher.
+/// Returns the processes whose command lines contain `words`, such as the path of a run: those of a
+/// job and its launcher.
 pub fn processes(words: &str) -> Vec<u32> {
     let numbers = std::fs::read_dir("/proc").unwrap().flatten();
     let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -310,7 +311,7 @@ pub fn processes(words: &str) -> Vec<u32> {
     numbers.filter(is_one).collect()
 }
 
-/// The rank of a process that `mpirun` or `--spawn` started.
+/// Returns the rank of a process that `mpirun` or `--spawn` started.
 pub fn rank_of(pid: u32) -> Option<usize> {
     let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
     let mut variables =
@@ -321,7 +322,7 @@ pub fn rank_of(pid: u32) -> Option<usize> {
     })
 }
 
-/// Whether a process has a handler for a signal.
+/// Returns whether a process has a handler for a signal.
 pub fn handles(pid: u32, signal: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let caught = status
@@ -330,13 +331,13 @@ pub fn handles(pid: u32, signal: i32) -> bool {
     caught.is_some_and(|caught| caught & (1 << (signal - 1)) != 0)
 }
 
-/// Sends a signal to a process at once. That it is gone already is no failure.
+/// Sends a signal to a process; does nothing if the process has ended.
 pub fn send(pid: u32, signal: i32) {
     // SAFETY: touches no memory of this process.
     unsafe { libc::kill(pid as libc::pid_t, signal) };
 }
 
-/// Sends a signal to a process, or to a group of them with a minus before its number.
+/// Sends a signal to a process, or with a minus before its id to a process group.
 pub fn signal(name: &str, target: &str) {
     let _ = Command::new("kill").args(["-s", name, "--", target]).status();
 }

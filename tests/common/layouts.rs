@@ -1,20 +1,20 @@
-//! Layouts that may make no difference: every row against one rank that computes the same virtual ranks.
+//! Layouts that must give the same bits as a single rank with the same virtual ranks.
 //!
-//! With fixed virtual ranks, and on each rank and each copy of the parameters a power of two of them, sums
-//! are the same tree everywhere: the results have the same bits.
+//! With a fixed number of virtual ranks, of which every rank and every replica has a power of two,
+//! sums are added in the same tree in every layout, so the results are bitwise equal.
 
 use super::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use super::runs::RunFiles;
 
-/// The computation of a run: the one-rank run of the same is its reference.
+/// The computation of a run, whose reference is a run of the same computation on one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sums {
     virtual_ranks: usize,
     batch: usize,
-    /// Samples computed at once.
+    /// The number of samples of a micro-batch.
     micro: usize,
     dropout: f32,
-    /// Slices of each block.
+    /// The number of virtual tensor-parallel ranks.
     slices: usize,
 }
 
@@ -39,23 +39,23 @@ const WIDE: Sums = Sums { virtual_ranks: 8, batch: 24, micro: 3, dropout: 0.0, s
 const ACCUMULATED: Sums = Sums { micro: 1, ..WIDE };
 const TWELVE: Sums = Sums { virtual_ranks: 12, batch: 12, micro: 1, dropout: 0.0, slices: 1 };
 const SIX: Sums = Sums { virtual_ranks: 6, batch: 24, micro: 2, dropout: 0.1, slices: 1 };
-/// Blocks cut into two slices.
+/// Blocks with two virtual tensor-parallel ranks.
 const SLICED: Sums = Sums { slices: 2, ..DROPOUT };
 const SLICED_ACCUMULATED: Sums = Sums { slices: 2, ..ACCUMULATED };
 
 /// A layout that must give the bits of the reference.
 pub struct Row(pub Sums, pub Transport, pub &'static str);
 
-/// Everything that may not make a difference, one row each.
+/// All layouts that must not change any bit.
 pub const SAME: [Row; 83] = [
-    // More threads or blocks computed again, on one rank.
+    // More threads or activation checkpointing on one rank.
     Row(EIGHT, Alone, "run.threads=3"),
     Row(EIGHT, Alone, "parallel.recompute=true"),
     Row(DROPOUT, Alone, "parallel.recompute=true run.threads=1"),
     Row(EIGHT, Alone, "parallel.zero=3"),
     Row(EIGHT, Mpirun(1), "parallel.zero=3"),
     Row(EIGHT, Simulate(1), ""),
-    // Every stage on every power of two.
+    // Every ZeRO stage on every power of two of ranks.
     Row(EIGHT, Mpirun(2), "parallel.zero=0"),
     Row(EIGHT, Mpirun(2), "parallel.zero=1"),
     Row(EIGHT, Mpirun(2), "parallel.zero=2"),
@@ -70,7 +70,7 @@ pub const SAME: [Row; 83] = [
     Row(EIGHT, Simulate(8), "parallel.zero=1"),
     Row(EIGHT, Simulate(8), "parallel.zero=2"),
     Row(EIGHT, Simulate(8), "parallel.zero=3"),
-    // Copies of shards.
+    // Hybrid sharding: replicas of shards.
     Row(EIGHT, Mpirun(4), "parallel.zero=1 parallel.shard=2 parallel.replica=2"),
     Row(EIGHT, Mpirun(4), "parallel.zero=2 parallel.shard=2 parallel.replica=2"),
     Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.replica=2"),
@@ -83,11 +83,11 @@ pub const SAME: [Row; 83] = [
     Row(EIGHT, Mpirun(4), "comm.algorithm=hierarchical parallel.zero=3 parallel.replica=2"),
     Row(EIGHT, Simulate(8), "comm.algorithm=reduce-to-one parallel.zero=1"),
     Row(EIGHT, Mpirun(2), "comm.algorithm=halving-doubling parallel.zero=1"),
-    // Dropout and blocks computed again.
+    // Dropout and activation checkpointing.
     Row(DROPOUT, Mpirun(2), "parallel.zero=0 parallel.recompute=true"),
     Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.recompute=true"),
     Row(DROPOUT, Simulate(8), "parallel.zero=2"),
-    // Parameters gathered when they are needed, or ahead of that; the head borrows the first unit.
+    // Parameters all-gathered on demand or prefetched; the head is tied to the first unit.
     Row(EIGHT, Mpirun(2), "parallel.zero=3 parallel.prefetch=0"),
     Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2"),
     Row(EIGHT, Simulate(8), "parallel.zero=3 parallel.prefetch=8"),
@@ -100,7 +100,7 @@ pub const SAME: [Row; 83] = [
     Row(WIDE, Simulate(8), "parallel.zero=3 parallel.recompute=true"),
     Row(ACCUMULATED, Mpirun(4), "parallel.zero=3"),
     Row(ACCUMULATED, Simulate(2), "parallel.zero=1 parallel.recompute=true"),
-    // Not a power of two of ranks.
+    // Numbers of ranks that are not powers of two.
     Row(TWELVE, Mpirun(3), "parallel.zero=0"),
     Row(TWELVE, Simulate(3), "parallel.zero=3"),
     Row(TWELVE, Simulate(12), "parallel.zero=2"),
@@ -108,7 +108,7 @@ pub const SAME: [Row; 83] = [
     Row(SIX, Mpirun(3), "parallel.zero=3 parallel.recompute=true"),
     Row(SIX, Simulate(6), "parallel.zero=2 parallel.shard=2"),
     Row(SIX, Simulate(3), "parallel.zero=2"),
-    // Stages of a pipeline; the head borrows the first stage's table.
+    // Pipeline parallelism; the head is tied to the embedding table of the first stage.
     Row(EIGHT, Mpirun(2), "parallel.pipeline=2"),
     Row(DROPOUT, Mpirun(2), "parallel.pipeline=2 parallel.recompute=true parallel.stages=[1,3]"),
     Row(DROPOUT, Mpirun(4), "parallel.pipeline=2 parallel.zero=1"),
@@ -119,7 +119,7 @@ pub const SAME: [Row; 83] = [
     Row(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.shard=2 parallel.zero=1"),
     Row(TWELVE, Simulate(9), "parallel.pipeline=3"),
     Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.zero=2"),
-    // Gradients of weights put off.
+    // Deferred wgrad.
     Row(ACCUMULATED, Mpirun(2), "parallel.pipeline=2 parallel.schedule=zero-bubble"),
     Row(
         ACCUMULATED,
@@ -154,7 +154,7 @@ pub const SAME: [Row; 83] = [
     Row(EIGHT, Spawn(2), "parallel.zero=3"),
     Row(DROPOUT, Spawn(4), "parallel.zero=1 parallel.pipeline=2"),
     Row(SLICED, Spawn(2), "parallel.tensor=2 parallel.sequence=true"),
-    // Ranks that share blocks, and rows of the stream.
+    // Tensor and sequence parallelism.
     Row(SLICED, Alone, "parallel.recompute=true run.threads=1"),
     Row(SLICED, Mpirun(2), "parallel.tensor=2"),
     Row(SLICED, Mpirun(2), "parallel.tensor=2 parallel.sequence=true"),
@@ -182,9 +182,9 @@ pub const SAME: [Row; 83] = [
     ),
 ];
 
-/// Runs every row, and one rank alone for all rows of the same sums; panics unless metrics,
-/// evaluations and the last checkpoint have the same bits. `run` makes a run of some settings, with
-/// a name.
+/// Runs every layout, and a reference on one rank for all layouts of the same computation; panics
+/// unless metrics, evaluations and the last checkpoint have the same bits. `run` runs some settings
+/// under a name.
 #[track_caller]
 pub fn give_the_same_bits<'a>(
     rows: impl IntoIterator<Item = (&'a Row, Vec<&'a str>)>,
@@ -207,7 +207,7 @@ pub fn give_the_same_bits<'a>(
         let files = run(*sums, *transport, &settings, format!("row-{i}"));
         files.same_as(reference, steps, &format!("{sums:?} on {transport:?}, {settings:?}"));
     }
-    // The references themselves differ: equal bits say something.
+    // The references differ from each other, so equal bits are meaningful.
     for (i, (sums, one)) in references.iter().enumerate() {
         for (others, other) in &references[..i] {
             assert_ne!(one.steps(), other.steps(), "{sums:?} and {others:?}");

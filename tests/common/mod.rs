@@ -1,5 +1,4 @@
-//! Code of the programs of `tests/`: jobs and their ends, small networks, golden files,
-//! comparisons.
+//! Shared code of the test programs in `tests/`: jobs, small networks, golden files, comparisons.
 
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests: a failure is the test's failure")]
 
@@ -29,36 +28,36 @@ use hpctrain::parallel::{
     Groups, Sharded, Stage, StepSchedule, Storage, Updates, VirtualRanks, Zero,
 };
 
-/// A file of `tests/golden/`.
+/// Opens a file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
     let path = root().join("tests/golden").join(name);
     hdf5::File::open(path).unwrap()
 }
 
-/// A dataset as f64.
+/// Reads a dataset as f64.
 pub fn numbers(group: &hdf5::Group, name: &str) -> Vec<f64> {
     group.dataset(name).unwrap().read_raw().unwrap()
 }
 
-/// A dataset as f32.
+/// Reads a dataset as f32.
 pub fn floats(group: &hdf5::Group, name: &str) -> Vec<f32> {
     group.dataset(name).unwrap().read_raw().unwrap()
 }
 
-/// A dataset as ids.
+/// Reads a dataset as ids.
 pub fn ids(group: &hdf5::Group, name: &str) -> Vec<u32> {
     group.dataset(name).unwrap().read_raw().unwrap()
 }
 
-/// The relative 2-norm of a difference: |got - want| / |want|.
-pub fn distance(got: &[f32], want: &[f64]) -> f64 {
-    assert_eq!(got.len(), want.len());
+/// Returns the relative 2-norm of a difference: |actual - expected| / |expected|.
+pub fn distance(actual: &[f32], expected: &[f64]) -> f64 {
+    assert_eq!(actual.len(), expected.len());
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-    let difference = norm(&mut got.iter().zip(want).map(|(&g, w)| f64::from(g) - w));
-    difference / norm(&mut want.iter().copied()).max(1e-30)
+    let difference = norm(&mut actual.iter().zip(expected).map(|(&a, e)| f64::from(a) - e));
+    difference / norm(&mut expected.iter().copied()).max(1e-30)
 }
 
-/// The division of a step.
+/// The virtual ranks and micro-batches of a step.
 #[derive(Clone, Copy)]
 pub struct Cut {
     pub virtual_ranks: usize,
@@ -70,7 +69,7 @@ impl Cut {
     pub const WHOLE: Cut = Cut { virtual_ranks: 1, micros_per_virtual_rank: 1, recompute: false };
 }
 
-/// An engine on this rank of a world, initialised from seed 7.
+/// Creates an engine on this rank of a world, initialised from seed 7.
 pub fn engine(
     comm: &Comm<Cpu>,
     network: &Network,
@@ -83,7 +82,7 @@ pub fn engine(
     engine_on(Cpu::new(2), comm, network, Loss::cross_entropy(), mesh, zero, rule, cut, predictions)
 }
 
-/// As [`engine`], on another device.
+/// Creates an engine as [`engine`] does, on another device.
 #[expect(clippy::too_many_arguments, reason = "one for each property of a layout")]
 pub fn engine_on<B: Kernels>(
     backend: B,
@@ -130,7 +129,7 @@ pub fn engine_on<B: Kernels>(
     .unwrap();
     let geometry = Geometry {
         schedule: StepSchedule::alone(virtual_ranks.mine().len(), cut.micros_per_virtual_rank),
-        // Micro-batches of a pipeline alone are known by their rows before they come.
+        // Only pipelines need the number of rows of a micro-batch in advance.
         rows: 0,
         predictions,
         recompute: cut.recompute,
@@ -140,7 +139,7 @@ pub fn engine_on<B: Kernels>(
     Engine { model: Model::new(backend, blocks, objective, sharded), geometry, host_inputs: None }
 }
 
-/// A micro-batch of sequences `first..` of a global batch.
+/// Creates a micro-batch of sequences `first..` of a global batch.
 pub fn micro<B: Kernels>(
     backend: &B,
     tokens: &[u32],
@@ -151,7 +150,7 @@ pub fn micro<B: Kernels>(
     MicroBatch::of_text(backend, tokens, targets, time, first).unwrap()
 }
 
-/// The reduced gradients of one rank that owns everything, by tensor name.
+/// Returns the reduced gradients of one rank that owns everything, by tensor name.
 pub fn gradients<B: Kernels>(engine: &Engine<B>) -> Vec<(String, Vec<f32>)> {
     let mut named = Vec::new();
     for unit in engine.model.sharded.gradients().unwrap() {
@@ -166,7 +165,7 @@ pub fn gradients<B: Kernels>(engine: &Engine<B>) -> Vec<(String, Vec<f32>)> {
     named
 }
 
-/// All parameters of one rank that owns everything, by tensor name.
+/// Returns all parameters of one rank that owns everything, by tensor name.
 pub fn parameters<B: Kernels>(engine: &mut Engine<B>) -> Vec<(String, Vec<f32>)> {
     let mut named = Vec::new();
     for unit in engine.model.sharded.owned().unwrap() {
@@ -181,18 +180,18 @@ pub fn parameters<B: Kernels>(engine: &mut Engine<B>) -> Vec<(String, Vec<f32>)>
     named
 }
 
-/// The root of the repository.
+/// Returns the root of the repository.
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The program under test, which is built beside this one.
+/// Returns the path of the program under test, which is built next to this one.
 pub fn program() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     test.ancestors().nth(2).unwrap().join("hpctrain")
 }
 
-/// A folder for files of tests that other runs of them may use.
+/// Returns a folder for files that later test runs may reuse.
 pub fn target() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     test.ancestors().nth(3).unwrap().join("tmp")

@@ -1,5 +1,5 @@
-//! Programs of others that read the files of this one: TensorBoard, a browser. A test that wants
-//! one that is not here is skipped.
+//! Third-party programs that read the output of hpctrain: TensorBoard, a browser. A test that needs
+//! a missing program is skipped.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,12 +8,13 @@ use serde_json::Value;
 
 use super::launch::{inherits_nothing, test_name};
 
-/// A folder of this name beside the build, into which `scripts/setup --test` fetches programs.
+/// Returns the folder of this name next to the build, into which `scripts/setup --test` fetches
+/// programs.
 fn fetched(name: &str) -> PathBuf {
     super::target().with_file_name(name)
 }
 
-/// A script of `tests/common/`.
+/// Returns the path of a script of `tests/common/`.
 fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
@@ -25,8 +26,8 @@ fn python() -> Command {
     python
 }
 
-/// The points in a run's directory as TensorBoard's own EventAccumulator reads them; none, told
-/// aloud, where it is not here.
+/// Returns the scalars, histograms and texts in a run's directory as TensorBoard's own
+/// EventAccumulator reads them; none, with a message, if TensorBoard is not installed.
 pub fn events(run: &Path) -> Option<Value> {
     let tried = inherits_nothing(
         python().args(["-c", "import tensorboard.backend.event_processing.event_accumulator"]),
@@ -46,12 +47,12 @@ pub fn events(run: &Path) -> Option<Value> {
     Some(serde_json::from_slice(&read.stdout).unwrap())
 }
 
-/// A headless Chromium.
+/// Names of programs that may be a headless Chromium.
 const BROWSERS: [&str; 4] =
     ["chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"];
 
-/// How a page fares in a browser, by `tests/common/browser.py` with these arguments; none, told
-/// aloud, where there is no browser.
+/// Opens a page in a browser by `tests/common/browser.py` with these arguments and returns its
+/// output; none, with a message, if no browser is installed.
 pub fn browse(page: &Path, args: &[&str]) -> Option<Value> {
     let is_here = |name: &&&str| {
         let tried = inherits_nothing(Command::new(name).arg("--version")).output();

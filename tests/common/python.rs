@@ -1,11 +1,11 @@
-//! A Python that has what a test needs.
+//! Finds a Python with the modules that a test needs.
 
 use std::process::Command;
 
 use super::launch::inherits_nothing;
 
-/// A Python that imports `modules`: the one that `PYTHON` names, with what `scripts/setup --test`
-/// has fetched or without, or the system's.
+/// Returns a Python that can import `modules`: the one that `PYTHON` names, with or without the
+/// modules that `scripts/setup --test` fetches, or the system's.
 pub fn python_with(modules: &str) -> Option<Command> {
     let fetched = super::target().with_file_name("python");
     let named = std::env::var("PYTHON").unwrap_or("python3".into());

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::launch;
 
-/// Tells a relaunched test that it is a rank.
+/// The variable that is set in a relaunched test, which is a rank.
 pub const ROLE: &str = "HPCTRAIN_TEST_RANK_OF";
 
 pub fn is_rank_of(test: &str) -> bool {
@@ -23,7 +23,7 @@ pub fn mpirun(
     mpirun_with(test, ranks, ranks_per_node, seconds, &[])
 }
 
-/// As [`mpirun`], with variables of the environment.
+/// Does the same as [`mpirun`], with environment variables.
 pub fn mpirun_with(
     test: &str,
     ranks: usize,
@@ -37,9 +37,9 @@ pub fn mpirun_with(
     (ended.status, ended.stdout + &ended.stderr)
 }
 
-/// A command that runs `test` of this program on some ranks.
+/// Returns a command that runs `test` of this program on some ranks.
 pub fn command(test: &str, ranks: usize, ranks_per_node: usize) -> Command {
-    // Under another name nothing would run, and pass.
+    // With another name no test would run, and the result would be a success.
     assert_eq!(launch::test_name(), test);
     let mut command = launch::mpirun(ranks);
     command.env("HPCTRAIN_RANKS_PER_NODE", ranks_per_node.to_string());

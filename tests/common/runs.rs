@@ -1,4 +1,4 @@
-//! Small runs and what they leave on the disk.
+//! Small runs and their files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,8 +11,8 @@ use tempfile::TempDir;
 
 use super::launch::{Ended, Transport, finish};
 
-/// A network and a batch that train in milliseconds, at a rate that moves the weights from the
-/// first step.
+/// A network and a batch that train in milliseconds, with a learning rate that changes the weights
+/// from the first step.
 pub const SMALL: [&str; 12] = [
     "model.layers=2",
     "model.width=32",
@@ -29,7 +29,7 @@ pub const SMALL: [&str; 12] = [
     "run.seed=7",
 ];
 
-/// A run that tests ask for: a directory, some ranks, and settings on top of [`SMALL`].
+/// A run of a test: a directory, ranks, and settings on top of [`SMALL`].
 #[derive(Debug, Clone)]
 pub struct Run {
     pub transport: Transport,
@@ -40,19 +40,19 @@ pub struct Run {
 }
 
 impl Run {
-    /// Directory `name` below `root`.
+    /// Creates a run in directory `name` below `root`.
     pub fn new(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> Self {
         let settings = settings.iter().map(|setting| setting.to_string()).collect();
         Self { transport, root: root.to_path_buf(), name: name.into(), settings, resume: None }
     }
 
-    /// The same, continued from a checkpoint or `auto`.
+    /// Lets the run resume from a checkpoint or `auto`.
     pub fn resume(mut self, from: &str) -> Self {
         self.resume = Some(from.into());
         self
     }
 
-    /// The command line.
+    /// Returns the command line.
     pub fn command(&self) -> Command {
         let mut command = self.transport.train();
         let place =
@@ -65,13 +65,13 @@ impl Run {
         command
     }
 
-    /// Runs to the end, which may be a bad one.
+    /// Runs to the end, which may be a failure.
     #[track_caller]
     pub fn ends(&self) -> Ended {
         finish(&mut self.command())
     }
 
-    /// Runs to a good end; returns what it left.
+    /// Runs successfully and returns the files of the run.
     #[track_caller]
     pub fn succeeds(&self) -> RunFiles {
         self.ends().succeeded();
@@ -104,7 +104,7 @@ impl Run {
         self.files()
     }
 
-    /// The files that it leaves.
+    /// Returns the files of the run.
     pub fn files(&self) -> RunFiles {
         RunFiles(self.root.join(&self.name))
     }
@@ -120,31 +120,31 @@ type SharedRun = OnceLock<(TempDir, RunFiles)>;
 pub struct RunFiles(pub PathBuf);
 
 impl RunFiles {
-    /// A file of it.
+    /// Returns the path of a file of the run.
     pub fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 
-    /// A text file of it.
+    /// Reads a text file of the run.
     #[track_caller]
     pub fn text(&self, name: &str) -> String {
         let path = self.path(name);
         std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
     }
 
-    /// Host and port of its coordinator.
+    /// Returns the host and port of its coordinator.
     #[track_caller]
     pub fn coordinator(&self) -> String {
         json(&self.path("servers/coordinator"))["address"].as_str().unwrap().into()
     }
 
-    /// A checkpoint of it.
+    /// Returns the path of a checkpoint of the run.
     pub fn checkpoint(&self, step: u64) -> PathBuf {
         self.path(&format!("checkpoints/step-{step:08}"))
     }
 
-    /// The lines of `metrics.jsonl` without times, memory, and the rates and energy that some
-    /// machines add. Numbers are printed so that other bits are another text.
+    /// Returns the lines of `metrics.jsonl` without times, memory, and the rates and energy that
+    /// only some machines record. Numbers with other bits are printed differently.
     pub fn steps(&self) -> Vec<String> {
         let parts =
             ["compute_ms", "comm_exposed_ms", "comm_hidden_ms", "loader_ms", "optimizer_ms"];
@@ -156,13 +156,13 @@ impl RunFiles {
         )
     }
 
-    /// The lines of `eval.jsonl` without times.
+    /// Returns the lines of `eval.jsonl` without times.
     pub fn evaluations(&self) -> Vec<String> {
         self.lines("eval.jsonl", &["time"], &[])
     }
 
-    /// The same without the name of the data, where one was evaluated: what other files of the same
-    /// samples give.
+    /// Returns the lines of `eval.jsonl` without times and the digest of the data, which differs
+    /// for other files of the same samples.
     pub fn evaluated(&self) -> Vec<String> {
         let nameless = |line: &String| {
             let mut line: Value = serde_json::from_str(line).unwrap();
@@ -172,7 +172,8 @@ impl RunFiles {
         self.evaluations().iter().map(nameless).collect()
     }
 
-    /// The lines of a file without keys that each has, and others that it may have.
+    /// Returns the lines of a file without the keys `without`, which each line must have, and
+    /// `nor`, which it may have.
     fn lines(&self, name: &str, without: &[&str], nor: &[&str]) -> Vec<String> {
         let text = self.text(name);
         let lines = text.lines().map(|line| {
@@ -191,7 +192,7 @@ impl RunFiles {
         lines.collect()
     }
 
-    /// A number of every line of a file of JSON lines.
+    /// Returns a number of every line of a JSON lines file.
     pub fn numbers(&self, name: &str, key: &str) -> Vec<f64> {
         self.lines(name, &[], &[])
             .iter()
@@ -199,19 +200,20 @@ impl RunFiles {
             .collect()
     }
 
-    /// Every tensor and buffer of a checkpoint, as bits.
+    /// Returns every tensor and buffer of a checkpoint, as bits.
     pub fn tensors(&self, step: u64) -> Vec<(String, Vec<u32>)> {
         tensors(&self.checkpoint(step))
     }
 
-    /// Panics unless metrics, evaluations and the last checkpoint are those of `other`, bit by bit.
+    /// Panics unless metrics, evaluations and the last checkpoint are bitwise equal to those of
+    /// `other`.
     #[track_caller]
     pub fn same_as(&self, other: &RunFiles, steps: u64, what: &str) {
         assert_eq!(self.evaluations(), other.evaluations(), "{what}: evaluations");
         self.same_numbers_as(other, steps, what);
     }
 
-    /// The same of a run on other files of the same samples.
+    /// Does the same as [`RunFiles::same_as`], for a run on other files of the same samples.
     #[track_caller]
     pub fn same_numbers_as(&self, other: &RunFiles, steps: u64, what: &str) {
         assert_eq!(self.steps(), other.steps(), "{what}: metrics");
@@ -231,13 +233,13 @@ impl RunFiles {
     }
 }
 
-/// A file of JSON.
+/// Reads a JSON file.
 pub fn json(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Every tensor and buffer of the checkpoint in `dir`, as bits.
+/// Returns every tensor and buffer of the checkpoint in `dir`, as bits.
 pub fn tensors(dir: &Path) -> Vec<(String, Vec<u32>)> {
     let mut reader = Reader::open(dir).unwrap();
     let manifest = reader.manifest().clone();

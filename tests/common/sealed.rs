@@ -1,9 +1,8 @@
-//! A device made of host memory that tests nobody may touch: what is not waited for is not there
-//! yet.
+//! A test device in host memory that detects accesses without synchronization.
 //!
-//! Uploads of compute and everything that its copies does are put off until somebody asks twice
-//! whether they are done; until then their targets hold NaN. Addresses are off by a constant, so
-//! that using one as it is ends the process, unless the device is made to show them.
+//! Uploads and copies are deferred until their event is queried twice or awaited; until then their
+//! targets contain NaN. Addresses are offset by a constant, so that dereferencing one ends the
+//! process, unless the device is created with real addresses.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,7 +15,7 @@ use hpctrain::backend::{
 };
 use hpctrain::error::{Error, Result};
 
-/// Distance of shown addresses from the real ones where they are hidden: no address of a process.
+/// The offset of hidden addresses, which makes them invalid in any process.
 const HIDDEN: usize = 1 << 62;
 
 /// Host memory that is only used through pointers.
@@ -25,7 +24,7 @@ struct Words {
     len: usize,
 }
 
-// SAFETY: the memory belongs to nobody else; who uses it when is what the tests are about.
+// SAFETY: only this device uses the memory; the tests check when.
 unsafe impl Send for Words {}
 // SAFETY: as above.
 unsafe impl Sync for Words {}
@@ -53,13 +52,13 @@ impl Drop for Words {
     }
 }
 
-/// One thing that the device is still to do.
+/// A deferred operation of the device.
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Jobs in order. Numbers count those that were ever queued.
+/// A queue of jobs. Numbers count all jobs that were ever queued.
 #[derive(Default)]
 struct Stream {
-    /// Whether nothing gets done any more.
+    /// Whether jobs are no longer executed.
     is_stuck: AtomicBool,
     jobs: Mutex<(usize, VecDeque<Job>)>,
 }
@@ -69,7 +68,7 @@ impl Stream {
         self.jobs.lock().unwrap().1.push_back(Box::new(job));
     }
 
-    /// An event that is done when all present jobs are.
+    /// Returns an event that is done when all current jobs are.
     fn event(self: &Arc<Self>) -> Box<dyn DeviceEvent> {
         let jobs = self.jobs.lock().unwrap();
         Box::new(Later {
@@ -116,20 +115,20 @@ impl DeviceEvent for Later {
 struct SealedPort {
     hidden: usize,
     stream: Arc<Stream>,
-    ledger: Arc<MemoryStats>,
+    stats: Arc<MemoryStats>,
 }
 
 impl SealedPort {
     fn span<'a>(&self, words: &'a Words, range: Range<usize>) -> DeviceSpan<'a> {
         assert!(range.end <= words.len);
-        // SAFETY: the words live for 'a. Where addresses are hidden MPI is not given any, which the
-        // tests make sure of.
+        // SAFETY: the words live for 'a. Hidden addresses are never passed to MPI, which the tests
+        // ensure.
         unsafe {
             DeviceSpan::new(words.at.expose_provenance() + self.hidden, words.len).part(range)
         }
     }
 
-    /// The span as the device sees it.
+    /// Returns the memory of a span.
     fn slice<'a>(hidden: usize, address: usize, words: usize) -> &'a mut [f32] {
         // SAFETY: spans are those of `span`, of memory that the test keeps, and jobs run one after
         // the other.
@@ -171,12 +170,12 @@ impl Scratch for Place {
 
 impl DeviceCopies for SealedPort {
     fn pinned(&self, words: usize) -> Result<Box<dyn Pinned>> {
-        self.ledger.note_fresh();
+        self.stats.note_fresh();
         Ok(Box::new(Words::new(words)))
     }
 
     fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>> {
-        self.ledger.note_fresh();
+        self.stats.note_fresh();
         Ok(Box::new(Place(Words::new(words), self.hidden)))
     }
 
@@ -231,34 +230,34 @@ impl DeviceCopies for SealedPort {
     }
 }
 
-/// The device of one rank. Parameters are kept in bf16, two to a word.
+/// The device of one rank. Parameters are stored in bf16, two per word.
 #[derive(Clone)]
 pub struct Sealed {
     copies: Arc<SealedPort>,
-    /// The work that compute has left to do.
+    /// The pending work of compute.
     compute: Arc<Stream>,
-    ledger: Arc<MemoryStats>,
+    stats: Arc<MemoryStats>,
     profile: Profile,
 }
 
 impl Sealed {
-    /// A device whose addresses are shown, or not.
+    /// Creates a device with real addresses if `shown`, else with hidden ones.
     pub fn new(shown: bool) -> Self {
-        let ledger: Arc<MemoryStats> = Arc::default();
+        let stats: Arc<MemoryStats> = Arc::default();
         let copies = SealedPort {
             hidden: if shown { 0 } else { HIDDEN },
             stream: Arc::default(),
-            ledger: ledger.clone(),
+            stats: stats.clone(),
         };
         Self {
             copies: Arc::new(copies),
             compute: Arc::default(),
-            ledger,
+            stats,
             profile: Profile::default(),
         }
     }
 
-    /// From now on compute gets nothing done.
+    /// Makes compute hang.
     pub fn hang(&self) {
         self.compute.is_stuck.store(true, Ordering::SeqCst);
     }
@@ -268,7 +267,7 @@ impl Sealed {
         SealedBuf { words, len, per_word, device: self.clone() }
     }
 
-    /// The content of a buffer. Unlike compute, it does not wait for anything.
+    /// Returns the content of a buffer without waiting for pending work.
     pub fn look(&self, buf: &SealedBuf) -> Vec<f32> {
         let words = buf.words.slice();
         match buf.per_word {
@@ -290,7 +289,7 @@ pub struct SealedBuf {
     device: Sealed,
 }
 
-/// A window: nobody needs one to look through.
+/// A view, which is always of the whole buffer.
 #[derive(Clone, Copy)]
 pub struct Window<'a>(&'a SealedBuf);
 
@@ -402,7 +401,7 @@ impl Backend for Sealed {
     fn trim(&self) {}
 
     fn ledger(&self) -> &MemoryStats {
-        &self.ledger
+        &self.stats
     }
 
     fn profile(&self) -> &Profile {

@@ -1,4 +1,4 @@
-//! HDF5 files that a test reads or changes by itself.
+//! Opens HDF5 files that a test reads or changes itself.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,8 +15,8 @@ pub fn edit(path: impl AsRef<Path>) -> File {
     unlocked(|| File::open_rw(&path))
 }
 
-/// Tries again while the file is locked: a program that another test starts at that moment holds
-/// all locks of this process until it executes.
+/// Retries while the file is locked: a program that another test starts at that moment holds all
+/// locks of this process until its exec.
 fn unlocked(open: impl Fn() -> hdf5::Result<File>) -> File {
     let end = Instant::now() + Duration::from_secs(10);
     loop {

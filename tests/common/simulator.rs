@@ -1,5 +1,4 @@
-//! Tests on a GPU's simulator (`tests/cudasim/`), in processes of their own that find its
-//! libraries.
+//! Tests on the GPU simulator (`tests/cudasim/`), in separate processes that load its libraries.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,10 +8,10 @@ use super::launch::{Ended, finish, inherits_nothing, test_name};
 
 pub type Settings<'a> = &'a [(&'a str, &'a str)];
 
-/// Set to anything, the tests run on the machine's own GPU instead.
+/// The variable that, set to any value, makes the tests run on the machine's GPU instead.
 const ON_GPU: &str = "HPCTRAIN_TEST_GPU";
 
-/// The simulator's folder, built if it is older than its sources.
+/// Returns the simulator's folder, after building it if it is outdated.
 pub fn simulator() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
@@ -23,7 +22,7 @@ pub fn simulator() -> &'static Path {
     })
 }
 
-/// Lets a program find the simulator's libraries, and none of a GPU.
+/// Lets a program load the simulator's libraries, and none of a GPU.
 pub fn with_simulator(command: &mut Command) -> &mut Command {
     command
         .env("LD_LIBRARY_PATH", simulator().join("lib"))
@@ -31,17 +30,17 @@ pub fn with_simulator(command: &mut Command) -> &mut Command {
     command.env("XDG_CACHE_HOME", simulator().join("cache")).env_remove("CUDA_VISIBLE_DEVICES")
 }
 
-/// Whether tests run on the machine's own GPU.
+/// Returns whether tests run on the machine's GPU.
 pub fn is_on_gpu() -> bool {
     std::env::var_os(ON_GPU).is_some()
 }
 
-/// In the process that runs the body of a test: what it is to do.
+/// Returns the role of this process, if it runs the body of a test.
 pub fn role() -> Option<String> {
     std::env::var("CUDASIM_TEST_ROLE").ok()
 }
 
-/// Runs the calling test anew with the simulator's libraries, in a role.
+/// Runs the calling test in a child process with the simulator's libraries, in a role.
 #[track_caller]
 pub fn child(settings: Settings, role: &str) -> Ended {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -51,8 +50,7 @@ pub fn child(settings: Settings, role: &str) -> Ended {
     )
 }
 
-/// Runs a test's body under each of some settings of the simulator, or once on the machine's own
-/// GPU.
+/// Runs a test's body with each of some settings of the simulator, or once on the machine's GPU.
 #[track_caller]
 pub fn under(all: &[Settings], body: fn()) {
     if role().is_some() || is_on_gpu() {

@@ -1,4 +1,4 @@
-//! Imports of files that are larger than the memory they may take.
+//! Imports of files that are larger than the memory limit.
 
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -11,14 +11,14 @@ use hpctrain::data::{DataSpec, Dataset, Split};
 use hpctrain_testkit::launch::{Ended, finish, inherits_nothing};
 use hpctrain_testkit::shards;
 
-/// KiB that an import may take for data of its own: a third of what it would hold if it read all at
-/// once.
+/// The limit of an import's data segment in KiB: a third of what it would take if it read
+/// everything at once.
 const LIMIT: usize = 96 << 10;
 
-/// Runs `hpctrain data import …` with [`LIMIT`] of memory.
+/// Runs `hpctrain data import …` with a memory limit of [`LIMIT`].
 fn import(arguments: &[&str]) -> Ended {
     let mut command = Command::new("sh");
-    // Threads and libraries keep to files; what a program allocates counts.
+    // Only allocations count, not libraries and memory-mapped files.
     let script = format!("ulimit -d {LIMIT} && exec \"$0\" data import \"$@\"");
     command.args(["-c", &script]).arg(hpctrain_testkit::program()).args(arguments);
     finish(inherits_nothing(&mut command))
@@ -30,7 +30,7 @@ fn written(path: &Path, lines: impl Iterator<Item = String>) {
     file.flush().unwrap();
 }
 
-/// Copies and moves are not what fills the memory: nothing is left behind beside the shards.
+/// Checks that no temporary files are left beside the shards.
 fn only_shards(out: &Path) {
     let names =
         out.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -43,7 +43,7 @@ fn only_shards(out: &Path) {
 fn a_text_is_imported_a_piece_at_a_time() {
     let root = tempfile::tempdir().unwrap();
     let [text, out] = ["text", "out"].map(|name| root.path().join(name));
-    // 64 MB, of which ids in memory would take 256.
+    // 64 MB, whose ids would take 256 MB in memory.
     let lines = 1_000_000;
     written(
         &text,
@@ -73,7 +73,7 @@ fn a_text_is_imported_a_piece_at_a_time() {
         for split in [Split::Train, Split::Validation] {
             let data = Dataset::open(&DataSpec::new(out), split, 62).unwrap();
             samples += data.tokens();
-            // The first line, by its characters.
+            // The first line, decoded by the tokenizer of the shards.
             if split == Split::Train {
                 let tokenizer = data.tokenizer().unwrap().clone();
                 let shard = shards::open(Path::new(out).join("train-00000.h5"));
@@ -91,7 +91,7 @@ fn a_text_is_imported_a_piece_at_a_time() {
 fn a_table_is_imported_a_line_at_a_time() {
     let root = tempfile::tempdir().unwrap();
     let [table, out] = ["table.csv", "out"].map(|name| root.path().join(name));
-    // 32 MB of lines, whose numbers alone would take twice that in memory, and the shards as much.
+    // 32 MB of lines, whose numbers alone would take twice that in memory, as would the shards.
     let rows = 500_000;
     let width = 30;
     let header = (0..width).map(|column| format!("c{column},")).collect::<String>() + "class\n";
@@ -127,7 +127,7 @@ fn a_table_is_imported_a_line_at_a_time() {
     finish(Command::new(hpctrain_testkit::program()).args(["data", "verify", out])).succeeded();
 }
 
-/// Rows of arrays of unsigned bytes, 120 MB.
+/// The rows of arrays of unsigned bytes, 120 MB in all.
 const ROWS: usize = 60_000;
 const WIDTH: usize = 2_000;
 
@@ -147,14 +147,14 @@ fn by_columns(to: &mut dyn Write) {
     });
 }
 
-/// The part of an NPY file before the elements.
+/// Returns the part of an NPY file before the elements.
 fn npy(columns_first: bool, shape: &str) -> Vec<u8> {
     let order = if columns_first { "True" } else { "False" };
     let header = format!("{{'descr': '|u1', 'fortran_order': {order}, 'shape': {shape}, }}\n");
     [&b"\x93NUMPY\x01\x00"[..], &(header.len() as u16).to_le_bytes(), header.as_bytes()].concat()
 }
 
-/// Imports arrays of features and labels, all for training, and looks at some rows.
+/// Imports arrays of features and labels, all for training, and checks some rows.
 fn imported(command: &str, features: &Path, labels: &Path, out: &Path) {
     let [features, labels, out_text] = [features, labels, out].map(|path| path.to_str().unwrap());
     import(&[command, features, labels, "--raw", "--val-every", "0", "--out", out_text])

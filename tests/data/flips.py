@@ -2,8 +2,8 @@
 
     tests/data/flips.py PROGRAM FILE inspect|verify TRIALS [SEED]
 
-A damaged file must be read or refused, with exit code 0 or 2: an end by a signal is a fault. That the child process that opens
-files first has ended by a signal is counted by its error, and the signal is named. Needs h5py; FILE stays as it is.
+A damaged file must be read or refused, with exit code 0 or 2: an end by a signal is a failure. If the child process that opens
+files first ends by a signal, the error names it, and the signals are counted. Needs h5py; FILE is not changed.
 """
 
 import collections
@@ -18,7 +18,7 @@ import h5py
 
 
 def metadata(path):
-    """The places of all bytes that are not elements of datasets."""
+    """Returns the offsets of all bytes that are not elements of datasets."""
     is_element = bytearray(os.path.getsize(path))
 
     def note(name, object):

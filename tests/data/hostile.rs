@@ -1,4 +1,4 @@
-//! Files that were made to do harm: to fill the memory, to stop a program for ever, to take over a
+//! Malicious files that try to exhaust memory, to block a program forever, or to control a
 //! terminal.
 
 use std::io::{Cursor, Write};
@@ -28,9 +28,9 @@ fn kept(out: PathBuf) -> ImportOptions {
     ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out }
 }
 
-/// An error of one line with a hint, and exit code 2.
+/// Checks for an error of one line with a hint, and exit code 2.
 #[track_caller]
-fn told(error: &Error, words: &str) {
+fn assert_refused(error: &Error, words: &str) {
     let text = error.to_string();
     assert!(
         text.contains(words) && text.matches('\n').count() == 1 && text.contains("\nhint: "),
@@ -39,12 +39,12 @@ fn told(error: &Error, words: &str) {
     assert_eq!(error.exit_code(), 2, "{text}");
 }
 
-/// A pipe that nobody writes to: whoever opens it waits.
+/// Creates a pipe without a writer: opening it blocks.
 fn pipe(path: &Path) {
     mknodat(CWD, path, FileType::Fifo, 0o600.into(), 0).unwrap();
 }
 
-/// The beginning of an IDX file of bytes.
+/// Returns the beginning of an IDX file of bytes.
 fn idx(shape: &[u32]) -> Vec<u8> {
     let mut bytes = vec![0, 0, 8, shape.len() as u8];
     bytes.extend(shape.iter().flat_map(|extent| extent.to_be_bytes()));
@@ -57,7 +57,7 @@ fn npy(shape: &str, elements: &[u8]) -> Vec<u8> {
         .concat()
 }
 
-/// So many zeros after a beginning, through a compressor that writes to `out`.
+/// Writes `begin` and then `count` zeros through a compressor that writes to `out`.
 fn zeros<W: Write>(mut out: W, begin: &[u8], count: usize) -> W {
     out.write_all(begin).unwrap();
     let block = vec![0; 1 << 20];
@@ -87,18 +87,18 @@ fn gzipped_files_are_unpacked_as_far_as_they_declare() {
         import_idx(&ImportIdx { images, labels, kept: kept(root.path().join("out")) }).unwrap_err()
     };
     // 200 MB behind a header that declares 12 bytes.
-    told(
+    assert_refused(
         &refused(&gzipped(&idx(&[3, 2, 2]), 200_000_000)),
         "it decodes to more than the 12 bytes that its header declares",
     );
-    // 4 GiB declared, and some of it there.
-    told(
+    // 4 GiB are declared, and some of them are there.
+    assert_refused(
         &refused(&gzipped(&idx(&[65536, 256, 256]), 1 << 20)),
         "it decodes to 4294967296 bytes from ",
     );
-    told(&refused(&gzipped(&idx(&[3, 2, 2]), 11)), "11 elements for shape [3, 2, 2]");
+    assert_refused(&refused(&gzipped(&idx(&[3, 2, 2]), 11)), "11 elements for shape [3, 2, 2]");
     for shape in [&[0, u32::MAX, u32::MAX, u32::MAX][..], &[u32::MAX; 9]] {
-        told(&refused(&idx(shape)), "is too large for any memory");
+        assert_refused(&refused(&idx(shape)), "is too large for any memory");
     }
     std::fs::write(&images, gzipped(&idx(&[3, 2, 2]), 12)).unwrap();
     import_idx(&ImportIdx { images, labels, kept: kept(root.path().join("good")) }).unwrap();
@@ -125,22 +125,22 @@ fn archives_are_unpacked_as_far_as_they_declare() {
         };
         import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(root.path().join(out)) })
     };
-    // One that says the truth about itself.
+    // An archive whose headers are correct.
     let error = import(&archive(&npy("(20000, 10000)", &[]), 200_000_000), "out").unwrap_err();
-    told(&error, "x.npz: x: not a NumPy array of numbers: it decodes to 200");
-    told(&error, "more than 256 times as many");
-    // One that does not: the sizes in both of its headers are those of a small array.
+    assert_refused(&error, "x.npz: x: not a NumPy array of numbers: it decodes to 200");
+    assert_refused(&error, "more than 256 times as many");
+    // An archive whose headers are not: both declare the sizes of a small array.
     let mut bytes = archive(&npy("(3, 4)", &[]), 100_000_000);
     let content = npy("(3, 4)", &[]).len() as u32;
     let size = (content + 100_000_000).to_le_bytes();
     let at: Vec<usize> = (0..bytes.len() - 4).filter(|at| bytes[*at..*at + 4] == size).collect();
     assert!(!at.is_empty());
     at.iter().for_each(|at| bytes[*at..*at + 4].copy_from_slice(&(content + 12).to_le_bytes()));
-    told(&import(&bytes, "out").unwrap_err(), "not a NumPy array of numbers: ");
+    assert_refused(&import(&bytes, "out").unwrap_err(), "not a NumPy array of numbers: ");
     for shape in
         ["(0, 4611686018427387904, 4)", "(4611686018427387904, 4, 0)", "(18446744073709551615,)"]
     {
-        told(
+        assert_refused(
             &import(&archive(&npy(shape, &[]), 0), "out").unwrap_err(),
             "bytes of elements for shape",
         );
@@ -172,17 +172,17 @@ fn images_are_decoded_if_they_are_in_proportion() {
         .unwrap_err()
     };
     put("1.png", 12_000);
-    told(&refused(Some([8, 8])), "cat/1.png: it decodes to 144000000 bytes from ");
-    // Each may pass, but not all of them.
+    assert_refused(&refused(Some([8, 8])), "cat/1.png: it decodes to 144000000 bytes from ");
+    // Each is within the limit, but not all of them together.
     (1..=20).for_each(|number| put(&format!("{number}.png"), 2000));
-    told(&refused(None), "photos: it decodes to 80000000 bytes from ");
+    assert_refused(&refused(None), "photos: it decodes to 80000000 bytes from ");
     std::fs::remove_dir_all(folder.join("cat")).unwrap();
     std::fs::create_dir_all(folder.join("cat")).unwrap();
     pipe(&folder.join("cat/1.png"));
-    told(&refused(None), "it is a pipe, a socket or a device, not a regular file");
+    assert_refused(&refused(None), "it is a pipe, a socket or a device, not a regular file");
 }
 
-/// Classes of `samples` rows of 4 numbers, whose inputs `write` makes.
+/// Writes classes of `samples` rows of 4 numbers, whose inputs `write` writes.
 fn rows(path: &Path, samples: usize, write: impl FnOnce(&hdf5::File)) {
     let file = crate::create_hdf5(path);
     file.new_dataset::<u8>()
@@ -213,7 +213,7 @@ fn chunks_are_unpacked_if_they_are_in_proportion() {
             .create("inputs");
         inputs.unwrap().write_raw(&vec![0u8; 128 << 20]).unwrap();
     });
-    told(
+    assert_refused(
         &opened(16 << 20).unwrap_err(),
         "inputs: a row or chunk of it: it decodes to 134217728 bytes from ",
     );
@@ -233,7 +233,7 @@ fn chunks_are_unpacked_if_they_are_in_proportion() {
         let place = [0u64; 2];
         let write = || {
             let buffer = bytes.as_mut_ptr().cast();
-            // SAFETY: HDF5 reads so many bytes, and two numbers for the place of the chunk.
+            // SAFETY: HDF5 reads `bytes.len()` bytes, and two numbers for the offset of the chunk.
             hdf5::h5check(unsafe {
                 hdf5_sys::h5d::H5Dwrite_chunk(
                     inputs.id(),
@@ -247,9 +247,9 @@ fn chunks_are_unpacked_if_they_are_in_proportion() {
         };
         hdf5::sync::sync(write).unwrap();
     });
-    told(&opened(512).unwrap_err(), "inputs has 2");
-    told(&opened(512).unwrap_err(), "compressed bytes for 1 chunks of 4096");
-    // Checksums that a small file does not have.
+    assert_refused(&opened(512).unwrap_err(), "inputs has 2");
+    assert_refused(&opened(512).unwrap_err(), "compressed bytes for 1 chunks of 4096");
+    // Checksums that are far larger than the file.
     rows(&path, 8, |file| {
         file.new_dataset::<u8>()
             .shape((8, 4))
@@ -269,11 +269,11 @@ fn chunks_are_unpacked_if_they_are_in_proportion() {
             sums.new_dataset::<u32>().chunk(1024).shape(1usize << 40).create("inputs").unwrap();
         sums.new_attr::<u64>().create("checksum_block").unwrap().write_scalar(&1u64).unwrap();
     });
-    told(
+    assert_refused(
         &opened(4).unwrap_err(),
         "checksums cannot be read: it decodes to 4398046511104 bytes from 0",
     );
-    // A file in proportion.
+    // A file with normal proportions.
     rows(&path, 8, |file| {
         let inputs = file
             .new_dataset::<u8>()
@@ -287,13 +287,14 @@ fn chunks_are_unpacked_if_they_are_in_proportion() {
     opened(4).unwrap();
 }
 
-/// A dataset of bytes called `inputs`, of any shape: the binding multiplies extents.
+/// Creates a dataset of bytes called `inputs` of any shape without the binding, which multiplies
+/// extents.
 fn create(file: &hdf5::File, chunk: &[u64], shape: &[u64]) {
     use hdf5_sys::h5d::{H5Dclose, H5Dcreate2};
     use hdf5_sys::h5p::{H5Pclose, H5Pcreate, H5Pset_chunk};
     use hdf5_sys::h5s::{H5Sclose, H5Screate_simple};
     hdf5::sync::sync(|| {
-        // SAFETY: there is an extent of each for every axis, and what is opened is closed.
+        // SAFETY: there is an extent for every axis, and everything opened is closed.
         unsafe {
             let space = H5Screate_simple(shape.len() as i32, shape.as_ptr(), std::ptr::null());
             let list = H5Pcreate(*hdf5::globals::H5P_DATASET_CREATE);
@@ -328,7 +329,7 @@ fn products_of_extents_do_not_overflow() {
         let opened =
             Dataset::open(&DataSpec { samples, ..DataSpec::new(root.path()) }, Split::Train, 1)
                 .map(drop);
-        told(&opened.unwrap_err(), "inputs");
+        assert_refused(&opened.unwrap_err(), "inputs");
         assert!(verify::verify(&path).is_err());
         inspect::inspect(&path).unwrap();
     }
@@ -339,10 +340,10 @@ fn what_is_no_regular_file_is_not_waited_for() {
     let root = tempfile::tempdir().unwrap();
     pipe(&root.path().join("train-00000.h5"));
     let opened = Dataset::open(&DataSpec::new(root.path()), Split::Train, 8).map(drop);
-    told(&opened.unwrap_err(), "train-00000.h5 is not an HDF5 file: it is a pipe");
-    told(&inspect::inspect(root.path()).unwrap_err(), "it is a pipe");
+    assert_refused(&opened.unwrap_err(), "train-00000.h5 is not an HDF5 file: it is a pipe");
+    assert_refused(&inspect::inspect(root.path()).unwrap_err(), "it is a pipe");
     std::fs::remove_file(root.path().join("train-00000.h5")).unwrap();
-    // Links lead to it, in the file itself and in a group; HDF5 opens their targets.
+    // External links lead to it, in the root and in a group; HDF5 opens their targets.
     let (path, target) = (root.path().join("train-00000.h5"), root.path().join("pipe"));
     pipe(&target);
     for name in ["pipe", target.to_str().unwrap()] {
@@ -353,8 +354,8 @@ fn what_is_no_regular_file_is_not_waited_for() {
             file.close().unwrap();
             let words = "tokens is an external link to /tokens of ";
             let spec = DataSpec { tokens: place.into(), ..DataSpec::new(root.path()) };
-            told(&Dataset::open(&spec, Split::Train, 8).map(drop).unwrap_err(), words);
-            told(&inspect::inspect(&path).unwrap_err(), words);
+            assert_refused(&Dataset::open(&spec, Split::Train, 8).map(drop).unwrap_err(), words);
+            assert_refused(&inspect::inspect(&path).unwrap_err(), words);
         }
     }
     std::fs::remove_file(&path).unwrap();
@@ -388,7 +389,7 @@ fn a_table_like_one_with_impossible_ids_is_refused() {
         columns.write_scalar(&text.parse::<VarLenUnicode>().unwrap()).unwrap();
         file.close().unwrap();
         let error = import(Categories::Like(first.clone()), "later").unwrap_err();
-        told(&error, &format!("gives the category \"site\" {ids} ids"));
+        assert_refused(&error, &format!("has {ids} ids for the category \"site\""));
         assert!(!root.path().join("later").exists());
     }
 }
@@ -445,7 +446,7 @@ fn texts_of_files_do_not_reach_the_terminal_as_they_are() {
     let place = path.to_str().unwrap();
     let inspected = clean(&mut program(["data", "inspect", place]));
     assert_eq!(inspected.code(), 0, "{inspected}");
-    // In errors, too.
+    // Errors escape control characters, too.
     clean(&mut program(["data", "verify", &format!("{place}{TITLE}")]));
     let names = ["data.inputs=/none", "data.targets=/none"].map(|name| ["--set", name]).concat();
     clean(program(["train", "--set", &format!("data.path={place}")]).args(names));

@@ -1,4 +1,4 @@
-//! Folders of images become shards, and what cannot be imported an error.
+//! Import of folders of images into shards, and errors for what cannot be imported.
 
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,8 @@ fn save(path: &Path, bytes: &[u8]) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// An image of height 2 and width 3 whose pixels tell the image, the place and the channel.
+/// Returns an image of height 2 and width 3 whose pixels identify the image, the position and the
+/// channel.
 fn pixels(image: u8) -> RgbImage {
     RgbImage::from_fn(3, 2, |x, y| {
         let first = 10 * image + 3 * (3 * y + x) as u8;
@@ -55,7 +56,7 @@ fn import(
     .map(drop)
 }
 
-/// Inputs of a split, row after row, and classes.
+/// Returns the inputs of a split, row after row, and the classes.
 fn read(out: &Path, split: Split, input: usize) -> (Vec<f32>, Vec<u32>) {
     let samples = SampleSpec::Rows { input, ids: Ids::None, target: Target::Class(9) };
     let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(out) }, split, 1).unwrap();
@@ -73,8 +74,8 @@ fn texts(path: &Path, name: &str) -> Vec<String> {
 fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("pets");
-    // Eleven of one class, three of the other; names are not in the order in which they are
-    // written.
+    // Eleven images of one class, three of the other; they are not written in the order of their
+    // names.
     for image in (0..11).rev() {
         save(&folder.join(format!("dog/{image:02}.png")), &png(&pixels(image)));
     }
@@ -99,7 +100,7 @@ fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
         "{imported}"
     );
 
-    // The fifth and the tenth dog are kept for validation; three cats are too few to give one away.
+    // The fifth and the tenth dog are kept for validation; three cats are too few for one.
     let shards = ["train-00000.h5", "train-00001.h5"].map(|name| out.join(name));
     let mut files: Vec<String> = shards.iter().flat_map(|shard| texts(shard, "files")).collect();
     let (inputs, classes) = read(&out, Split::Train, 18);
@@ -138,7 +139,7 @@ fn every_class_has_its_part_of_the_validation() {
     }
     let out = root.path().join("out");
     import(&folder, None, false, kept(out.clone())).unwrap();
-    // Of each class two, and any first five have one of each.
+    // Two of each class, and any first five have one of each.
     assert_eq!(read(&out, Split::Validation, 18).1, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]);
     assert_eq!(read(&out, Split::Train, 18).1[..10], [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]);
 }
@@ -165,7 +166,7 @@ fn channels_are_three_or_one_whatever_the_file_has() {
         DynamicImage::ImageRgb16(image::ImageBuffer::from_pixel(1, 1, Rgb([0u16, 0x8080, 0xffff])));
     assert_eq!(one("wide", wide, false), [0.0, 128.0, 255.0]);
     let colour = DynamicImage::ImageRgb8(RgbImage::from_pixel(1, 1, Rgb([255, 0, 0])));
-    // The eye's weight of red (Rec. 709).
+    // The luminance weight of red (Rec. 709).
     assert_eq!(one("colour", colour, true), [54.0]);
 }
 
@@ -210,7 +211,7 @@ fn photographs_are_about_what_they_were_and_on_a_common_scale() {
 fn images_are_scaled_to_cover_the_size_and_cut_around_the_middle() {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("images");
-    // Three parts of one colour each, side by side: the middle one is left, and halved.
+    // Three stripes of one colour each: the middle one remains, and is halved.
     let wide = RgbImage::from_fn(24, 8, |x, _| {
         if (8..16).contains(&x) { Rgb([0, 200, 100]) } else { Rgb([255, 0, 0]) }
     });
@@ -231,14 +232,14 @@ fn images_are_scaled_to_cover_the_size_and_cut_around_the_middle() {
     let (inputs, _) = read(&out, Split::Train, 48);
     for (image, want) in [(0, [0.0, 200.0, 100.0]), (1, [7.0, 8.0, 9.0])] {
         let image = &inputs[image * 48..][..48];
-        // The filter reaches beyond the cut by a pixel.
+        // The filter reaches one pixel beyond the crop.
         let inner = image.chunks(12).flat_map(|row| row.chunks(3).skip(1).take(2)).skip(2).take(4);
         assert!(
             inner.clone().count() == 4 && inner.clone().all(|pixel| pixel == want),
             "{image:?}"
         );
     }
-    // Images that have the size already are left as they are.
+    // Images that already have the size are not changed.
     let own: Vec<f32> = (0..16).flat_map(|i| [(i % 4) as f32, (i / 4) as f32, 50.0]).collect();
     assert_eq!(inputs[96..], own);
     let out = root.path().join("other");
@@ -254,7 +255,7 @@ fn folders_that_cannot_be_imported_are_told_in_a_line() {
     let middle = bent.len() / 2;
     bent[middle] ^= 0x55;
     type Named<'a> = (&'a str, &'a [u8]);
-    // With a preview in a segment of its own, which has an end of its own.
+    // With a preview in a separate segment, which has its own end marker.
     let preview =
         [&jpeg[..2], &[0xff, 0xe1, 0, 6, 0xff, 0xd8, 0xff, 0xd9], &jpeg[2..jpeg.len() - 2]]
             .concat();
@@ -305,17 +306,17 @@ fn folders_that_cannot_be_imported_are_told_in_a_line() {
         let error = import(&folder, None, false, ImportOptions { every: 0, ..kept(out.clone()) })
             .unwrap_err();
         assert_eq!(error.exit_code(), 2);
-        let told = error.to_string();
+        let text = error.to_string();
         assert!(
-            told.contains(wanted) && told.lines().count() == 2 && told.contains("\nhint: "),
-            "{wanted}: {told}"
+            text.contains(wanted) && text.lines().count() == 2 && text.contains("\nhint: "),
+            "{wanted}: {text}"
         );
         assert!(!out.exists());
     }
-    let told = import(Path::new("/nowhere"), None, false, kept("/nowhere-else".into()))
+    let text = import(Path::new("/nowhere"), None, false, kept("/nowhere-else".into()))
         .unwrap_err()
         .to_string();
-    assert!(told.starts_with("/nowhere does not exist\nhint: "), "{told}");
+    assert!(text.starts_with("/nowhere does not exist\nhint: "), "{text}");
 }
 
 #[test]
@@ -337,7 +338,7 @@ fn the_command_imports_and_tells_of_sizes() {
     let wanted = "b/2.png is 9 × 9 pixels (height × width), but ";
     assert!(
         ended.stderr.contains(wanted)
-            && ended.stderr.contains("hint: bring all images to one size: --size 2x3")
+            && ended.stderr.contains("hint: scale all images to one size: --size 2x3")
     );
     for size in ["0", "3x", "x", "4x9000", "-1"] {
         let ended = command(&[&format!("--size={size}")]);
@@ -395,9 +396,9 @@ fn images_in_no_class_are_rows_in_the_order_of_their_names() {
     assert!(error.to_string().contains("holds no images"), "{error}");
 }
 
-/// Folders of another set, where the same names have other numbers.
+/// Folders of another data set, where the same names have other numbers.
 #[test]
-fn classes_are_told_by_their_names() {
+fn classes_are_matched_by_name() {
     let root = tempfile::tempdir().unwrap();
     let import_of = |name: &str, classes: &[&str]| {
         for (number, class) in classes.iter().enumerate() {
@@ -423,20 +424,19 @@ fn classes_are_told_by_their_names() {
     let learned = open(&import_of("learned", &["ant", "cat", "dog"])).preprocessing().clone();
     assert_eq!(learned.classes, ["ant", "cat", "dog"]);
     let mut other = open(&import_of("other", &["cat", "dog"]));
-    let told = other.conform(&learned).unwrap();
+    let notes = other.conform(&learned).unwrap();
     assert!(
-        told.iter()
-            .any(|told| told == "classes get the numbers that their names have in the network"),
-        "{told:?}"
+        notes
+            .iter()
+            .any(|note| note == "classes get the numbers that their names have in the network"),
+        "{notes:?}"
     );
     let batch = Batch::read(&mut other, 0..2, 0..2).unwrap();
     assert_eq!(batch.parts.classes, [1, 2]);
     let error =
         open(&import_of("unknown", &["cat", "owl"])).conform(&learned).unwrap_err().to_string();
     assert!(
-        error.contains(
-            "train-00000.h5: class \"owl\" is none that the network learned: ant, cat, dog"
-        ),
+        error.contains("train-00000.h5: class \"owl\" is not one of the network's: ant, cat, dog"),
         "{error}"
     );
 }

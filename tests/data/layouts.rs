@@ -1,4 +1,4 @@
-//! However a file lays its elements out, samples are the same.
+//! Samples are the same in every storage layout of a file.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,7 @@ const ROWS: usize = 101;
 const SHAPE: [usize; 2] = [4, 3];
 const ROW: usize = SHAPE[0] * SHAPE[1];
 
-/// Element `i` of all; whole, so that every type has it.
+/// Returns element `i` of all; it is an integer, so that every type can represent it.
 fn element(i: usize) -> f32 {
     (i * 37 % 251) as f32
 }
@@ -24,7 +24,7 @@ fn class(row: usize) -> u32 {
     (row * 7 % 10) as u32
 }
 
-/// A file with classes, whose inputs `write` makes.
+/// Creates a file with classes, whose inputs `write` writes.
 fn file(path: &Path, userblock: u64, write: impl FnOnce(&File)) {
     let file =
         File::with_options().with_fcpl(|fcpl| fcpl.userblock(userblock)).create(path).unwrap();
@@ -38,7 +38,7 @@ fn all<T: H5Type>(of: impl Fn(f32) -> T) -> Vec<T> {
     (0..ROWS * ROW).map(|i| of(element(i))).collect()
 }
 
-/// Inputs of some type and layout: chunks of a shape, compressed or not.
+/// Writes inputs of some type and layout: chunks of a shape, compressed or not.
 fn inputs<T: H5Type>(
     file: &File,
     chunk: Option<[usize; 3]>,
@@ -64,15 +64,14 @@ fn open(path: &Path) -> Dataset {
             1,
         )
     };
-    // A process that another test starts just now has the locks of files that were being written,
-    // for a moment.
+    // A process that another test has just started may briefly hold the locks of files that were
+    // being written.
     let locked = (0..20)
         .find_map(|_| open().inspect_err(|_| std::thread::sleep(Duration::from_millis(10))).ok());
     locked.unwrap_or_else(|| open().unwrap())
 }
 
-/// Every sample of a directory with one such file or more is what it should be, alone, in runs, and
-/// in batches.
+/// Checks every sample of a directory with one or more such files: alone, in runs, and in batches.
 fn check(folder: &Path, files: usize, what: &str) {
     let mut dataset = open(folder);
     let samples = files * ROWS;
@@ -107,7 +106,7 @@ fn check(folder: &Path, files: usize, what: &str) {
             "{what}: {range:?}"
         );
     }
-    // Neighbours among others.
+    // Adjacent samples among others.
     let numbers = [7, 8, 9, 3, 100, 0, 1, 1];
     let batch = Batch::read(&mut open(folder), 0..8, numbers.into_iter()).unwrap();
     assert!(
@@ -154,7 +153,7 @@ fn offsets_are_those_of_the_file() {
     file(&path, 512, |file| inputs(file, None, false, |x| x as u8));
     check(&path, 1, "user block");
 
-    // In another file, behind a link: the same offset would be wrong in this one.
+    // The elements are in another file, behind a link: the same offset would be wrong in this one.
     let other = root.path().join("other.h5");
     file(&other, 0, |file| {
         file.new_dataset::<u8>()
@@ -230,7 +229,7 @@ fn what_was_never_written_is_refused_unless_it_is_a_part() {
     let error = opened.err().unwrap().to_string();
     assert!(error.contains("empty.h5: /inputs was never written"), "{error}");
 
-    // Chunks that are missing among others hold the fill value.
+    // Missing chunks among others hold the fill value.
     let path = root.path().join("part.h5");
     file(&path, 0, |file| {
         let inputs =

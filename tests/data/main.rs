@@ -1,4 +1,5 @@
-//! Data: shards, imports, files of other programs, mixing, staging, checksums, weights of samples.
+//! Data: shards, imports, files of other programs, mixtures, local copies, checksums, sample
+//! weights.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod bounded;
@@ -18,7 +19,7 @@ mod tables;
 mod text;
 mod verify;
 
-/// A new HDF5 file in the place of one that may be there. That one is not truncated: a child that
+/// Creates an HDF5 file, replacing one that may exist. That one is not truncated: a child that
 /// another test has just forked may still hold its descriptor, and with it HDF5's lock.
 fn create_hdf5(path: impl AsRef<std::path::Path>) -> hdf5::File {
     let _ = std::fs::remove_file(path.as_ref());

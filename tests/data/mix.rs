@@ -1,4 +1,4 @@
-//! Several data sets in one stream.
+//! Mixtures of several data sets.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use hpctrain::engine::micro_batches;
 use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::runs::Run;
 
-/// Shards of one number each: token `id`, in windows of 2.
+/// Writes shards whose tokens are all `id`, in windows of 2.
 fn tokens(folder: &Path, id: u8, windows: usize, vocabulary: u64) -> PathBuf {
     std::fs::create_dir(folder).unwrap();
     for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
@@ -63,8 +63,8 @@ fn data_of_different_kinds_does_not_mix() {
     assert!(error.contains("those of data.mix must hold samples of one kind"), "{error}");
 }
 
-/// Data sets without validation shards keep a part of their own samples, beside the shards of
-/// others.
+/// Data sets without validation shards keep a fraction of the samples for validation, whether or
+/// not the others have validation shards.
 #[test]
 fn each_data_set_has_validation_data_or_none_has() {
     let root = tempfile::tempdir().unwrap();
@@ -82,10 +82,10 @@ fn each_data_set_has_validation_data_or_none_has() {
         let opened = micro_batches::open(&config).map_err(|e| e.to_string())?;
         Ok((opened.0.parts().to_vec(), opened.1.map(|validation| validation.parts().to_vec())))
     };
-    let fails = |fraction, told: &str| {
+    let fails = |fraction, expected: &str| {
         let error: Result<_, String> = open(fraction);
         let error = error.unwrap_err();
-        assert!(error.contains(told), "{error}");
+        assert!(error.contains(expected), "{error}");
     };
     assert_eq!(open(0.0), Ok((vec![20, 40], Some(vec![10, 20]))));
     fails(0.2, "data.val_fraction = 0.2, but ");

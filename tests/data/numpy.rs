@@ -1,4 +1,4 @@
-//! NumPy's arrays become shards, and malformed ones an error.
+//! Import of NumPy arrays into shards, and errors for malformed ones.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Targe
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
-/// A file as `numpy.save` writes it.
+/// Returns a file as `numpy.save` writes it.
 fn npy(descr: &str, fortran: bool, shape: &str, elements: &[u8]) -> Vec<u8> {
     let order = if fortran { "True" } else { "False" };
     let mut header =
@@ -29,7 +29,7 @@ fn kept(out: PathBuf) -> ImportOptions {
     ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out }
 }
 
-/// Features, classes and values of all training rows.
+/// Returns the features, classes and values of all training rows.
 fn rows(path: &Path, input: usize, target: Target) -> Vec<(Vec<f32>, Vec<u32>, Vec<f32>)> {
     let samples = SampleSpec::Rows { input, ids: Ids::None, target };
     let mut dataset =
@@ -182,7 +182,7 @@ fn what_does_not_fit_is_refused() {
             "{error}"
         );
     }
-    // More columns than a header has room for, and as they are.
+    // More columns than an attribute has space for, imported without scaling.
     let [x, y] = ["wide-x.npy", "wide-y.npy"].map(|name| root.path().join(name));
     std::fs::write(&x, npy("<f4", false, "(2, 17000)", &f32s(&[0.5; 34_000]))).unwrap();
     std::fs::write(&y, npy("<f4", false, "(2,)", &f32s(&[0.5, 1.5]))).unwrap();
@@ -234,7 +234,7 @@ fn what_does_not_fit_is_refused() {
         "{}",
         refused("z")
     );
-    // A name that is said to be UTF-8, and is not: the entry is listed all the same.
+    // A name that is declared to be UTF-8 but is not: the entry is listed nevertheless.
     let mut bytes = std::fs::read(&archive).unwrap();
     let odd: Vec<usize> =
         (0..bytes.len() - 2).filter(|&i| bytes[i..].starts_with("é.".as_bytes())).collect();

@@ -1,14 +1,14 @@
-"""HDF5 files as others make them, each with what must become of it.
+"""HDF5 files as other programs write them, each with the expected result.
 
     python3 tests/data/odd_hdf5.py DIRECTORY
 
 writes the files with h5py and prints a JSON list of cases, for tests/data/odd_hdf5.rs:
   name      the case; its file is DIRECTORY/name.h5
-  classes   number of classes that the network tells apart, or values = number of values that it predicts
+  classes   number of classes of the network, or values = number of values that it predicts
   input     shape of a row in the network
-  features, targets   what must be read, row after row; or
-  refused   words that the refusal must have; with features as well, either is right
-  damaged   true where the refusal may and must call the file damaged
+  features, targets   the expected rows, one after the other; or
+  refused   words that the error must have; with features as well, either is right
+  damaged   whether the error must call the file damaged; otherwise it must not
   set       other keys of [data]
 """
 
@@ -53,7 +53,7 @@ def create(name, x=X, y=Y, x_options=None, y_options=None, **options):
 
 
 def patch(name, old, new):
-    """Overwrites bytes that must be there."""
+    """Overwrites bytes, which must exist."""
     with open(path(name + ".h5"), "rb") as f:
         content = f.read()
     assert len(old) == len(new) and content.count(old) >= 1, name
@@ -127,7 +127,7 @@ def types():
         f.create_dataset("targets", data=["cat", "dog", "eel"] * 2, dtype=h5py.string_dtype())
     refused("strings_as_classes", "/targets", "string", "integers", "number the classes")
     create("compound", np.zeros(6, [("a", "f4"), ("b", "i8")]))
-    refused("compound", "/inputs", "compound", "dataset of its own")
+    refused("compound", "/inputs", "compound", "separate dataset")
     create("complex", X.astype(np.complex64))
     refused("complex", "/inputs", "numbers are expected")
     with h5py.File(path("array_type.h5"), "w") as f:
@@ -415,7 +415,7 @@ def netcdf():
 
     packed("filled", stored, scale_factor=0.01, _FillValue=np.int16(32767))
     refused("filled", "filled.h5", "/inputs[1, 3] is missing: 32767 is its _FillValue")
-    # As the NetCDF library has variables without the attribute.
+    # Variables without the attribute, as the NetCDF library writes them.
     for name, marks in [("filled_by_netcdf", {"_NCProperties": np.bytes_("version=2,netcdf=4.10.1,hdf5=2.2.0")}),
                         ("filled_by_others", {})]:
         create(name, stored, x_options=dict(fillvalue=32767))
@@ -433,7 +433,7 @@ def netcdf():
     floats[2, 1] = 1e20
     packed("filled_float", floats, _FillValue=np.float32(1e20))
     refused("filled_float", "/inputs[2, 1] is missing", "_FillValue")
-    # Of a wider type than the elements.
+    # The attribute has a wider type than the elements.
     packed("missing_double", floats, missing_value=1e20)
     refused("missing_double", "/inputs[2, 1] is missing", "missing_value")
     packed("filled_nan", X, _FillValue=np.float32("nan"))
@@ -444,7 +444,7 @@ def netcdf():
     right("valid_range", stored)
     packed("valid_min", stored, valid_min=np.int16(-10))
     refused("valid_min", "/inputs[0, 0] is missing: -32000 is beyond its valid_min of -10")
-    # Bounds of packed integers that are floats are of the elements.
+    # Floating-point bounds of packed integers apply to the elements.
     packed("valid_max", stored, scale_factor=0.5, valid_max=np.float32(16000))
     refused("valid_max", "/inputs[1, 3] is missing: 32767 is beyond its valid_max of 16000")
     packed("valid_elements", stored, scale_factor=0.5, valid_range=np.float32([-16000, 16383.5]))

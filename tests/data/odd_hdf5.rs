@@ -1,5 +1,5 @@
-//! HDF5 files as others make them: each is read right or refused by name, and none is called
-//! damaged that is not.
+//! HDF5 files as other programs write them: each is read correctly or refused with the name of the
+//! cause, and only damaged files are called damaged.
 
 use std::path::Path;
 
@@ -12,7 +12,8 @@ use serde_json::Value;
 use hpctrain_testkit::launch::inherits_nothing;
 use hpctrain_testkit::python::python_with;
 
-/// The files, in `folder`, and what must become of each; none where there is no Python with h5py.
+/// Writes the files into `folder`, and returns the expected result of each; `None` if there is no
+/// Python with h5py.
 fn cases(folder: &Path) -> Option<Vec<Value>> {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/odd_hdf5.py");
     let made =
@@ -21,13 +22,13 @@ fn cases(folder: &Path) -> Option<Vec<Value>> {
     Some(serde_json::from_slice(&made.stdout).unwrap())
 }
 
-/// Features and targets of all rows.
+/// Returns the features and targets of all rows.
 fn read(case: &Value, path: &Path) -> Result<(Vec<f32>, Vec<f32>)> {
     let number = |key: &str| case[key].as_u64().map(|n| n as usize);
     let target = match (number("classes"), number("values")) {
         (Some(classes), _) => Target::Class(classes),
         (None, Some(values)) => Target::Values(values),
-        (None, None) => panic!("{case} tells neither classes nor values"),
+        (None, None) => panic!("{case} has neither classes nor values"),
     };
     let shape: Vec<usize> =
         case["input"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect();
@@ -57,7 +58,7 @@ fn read(case: &Value, path: &Path) -> Result<(Vec<f32>, Vec<f32>)> {
     Ok((features, values))
 }
 
-/// The fault in the outcome of a file, if there is one.
+/// Returns what is wrong with the result of a file, if anything.
 fn judge(case: &Value, path: &Path) -> Option<String> {
     let numbers = |key: &str| -> Option<Vec<f32>> {
         Some(case[key].as_array()?.iter().map(|x| x.as_f64().unwrap() as f32).collect())
@@ -117,13 +118,13 @@ fn odd_files_are_read_right_or_refused_by_name() {
     let names: Vec<&str> =
         inspected.files[0].datasets.iter().map(|dataset| &dataset.name[..]).collect();
     assert_eq!(names, ["/inputs", "/targets"], "coordinates of axes are not samples");
-    // The tools that look at any file must get along with them, and call none damaged either.
+    // The commands that inspect any file must handle them, too, and call none damaged.
     for case in cases.iter().filter(|case| case["damaged"].as_bool() != Some(true)) {
-        for told in [inspect::inspect(&path(case)).err(), verify::verify(&path(case)).err()]
+        for error in [inspect::inspect(&path(case)).err(), verify::verify(&path(case)).err()]
             .into_iter()
             .flatten()
         {
-            let text = told.to_string();
+            let text = error.to_string();
             let name = &case["name"];
             let problem = text.lines().next().unwrap();
             assert!(!problem.contains("damaged"), "{name}: {text}");

@@ -1,4 +1,4 @@
-//! From text to shards to samples, and files of foreign make.
+//! Import of text into shards and samples, and files of other programs.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use hpctrain::data::{
     TokenizerKind, bundled, inspect,
 };
 
-/// Text of `n` characters that repeats only after 1000.
+/// Returns a text of `n` characters that repeats only after 1000.
 fn text(n: usize) -> String {
     (0..n).map(|i| char::from(b'a' + (i * i % 1000 % 26) as u8)).collect()
 }
@@ -50,7 +50,7 @@ fn each_tokenizer_gives_the_text_back() {
 }
 
 #[test]
-fn fingerprints_of_foreign_files_tell_their_content() {
+fn fingerprints_of_foreign_files_depend_on_their_content() {
     let dir = tempfile::tempdir().unwrap();
     let write = |folder: &str, name: &str, ids: &[i32], chunk: Option<usize>| {
         std::fs::create_dir_all(dir.path().join(folder)).unwrap();
@@ -74,8 +74,8 @@ fn fingerprints_of_foreign_files_tell_their_content() {
         );
         assert_eq!(write("elsewhere", "train-0.h5", &ids, chunk), first);
         assert_eq!(write("renamed", "train-9.h5", &ids, chunk).difference(&first), None);
-        let told = write("b", "train-0.h5", &other, chunk).difference(&first);
-        assert_eq!(told.as_deref(), Some("train-0.h5 has other content"), "{chunk:?}");
+        let difference = write("b", "train-0.h5", &other, chunk).difference(&first);
+        assert_eq!(difference.as_deref(), Some("train-0.h5 has other content"), "{chunk:?}");
     }
 }
 
@@ -203,7 +203,7 @@ fn bundled_data_is_tiny_shakespeare() {
     assert!(text.starts_with("First Citizen:\nBefore we proceed any further"), "{text}");
 }
 
-/// Samples 0 to 9 of context 2, in which sample `i` starts with id `2 i`.
+/// Returns samples 0 to 9 of context 2, in which sample `i` starts with id `2 i`.
 fn ten_samples(dir: &Path) -> Dataset {
     import(dir, &(0..21).collect::<Vec<u8>>(), |import| import.tokenizer = TokenizerKind::Byte);
     Dataset::open(&DataSpec::new(dir.join("out")), Split::Train, 2).unwrap()
@@ -231,7 +231,7 @@ fn the_loader_keeps_the_order_and_reuses_buffers() {
     let e = loader.next().unwrap_err();
     assert!(e.to_string().contains("more than its schedule"), "{e}");
     assert_eq!(e.kind(), hpctrain::error::Kind::Internal);
-    // Too late to be of use, and no failure.
+    // Too late to be used, and not an error.
     loader.recycle(Batch { positions: 0..0, parts: SampleFields::default() });
 }
 

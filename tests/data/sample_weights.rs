@@ -1,4 +1,4 @@
-//! Weights of samples: what they make of a gradient, where they come from, and the bits of one rank
+//! Weights of samples: their effect on gradients, their sources, and the same bits as on one rank
 //! in every layout.
 
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ fn kept(out: PathBuf) -> ImportOptions {
     ImportOptions { not_finite: NotFinite::Error, every: 4, shards: 2, normalize: false, out }
 }
 
-/// Σ of the losses, and all gradients, of samples by number with weights.
+/// Returns the sum of the losses and all gradients of the samples with these numbers and weights.
 fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String, Vec<f32>)>) {
     let layers: toml::Table = toml::from_str(
         "layers = [{kind='dense', units=5}, {kind='tanh'}, {kind='dense', units=3}]",
@@ -41,7 +41,7 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
     let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
     let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
     let b = Cpu::new(2);
-    // A mean over four predictions, however many there are: sums are compared.
+    // The loss is a mean over four predictions, however many samples there are: sums are compared.
     let mut engine = engine_on(
         b.clone(),
         &comm::single(),
@@ -80,8 +80,8 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
     (loss, gradients(&engine))
 }
 
-/// One test at a time: a child that starts while another test writes a file through HDF5 inherits
-/// it, and keeps it locked as long as it lives.
+/// Serialises the tests: a child that starts while another test writes a file through HDF5 inherits
+/// its descriptor, and keeps it locked until it ends.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -96,28 +96,29 @@ fn a_whole_weight_is_as_many_copies_and_none_is_no_sample() {
     for loss in [Loss::cross_entropy(), weighted].into_iter().chain(deviations.map(Loss::Deviation))
     {
         let (sum, grads) = learned(&loss, &[0, 1, 2, 3], &[2.0, 0.0, 1.0, 3.0]);
-        let (want, copies) = learned(&loss, &[0, 0, 2, 3, 3, 3], &[]);
-        assert!((sum / want - 1.0).abs() < 1e-6, "{loss:?}: {sum}, {want}");
+        let (expected, copies) = learned(&loss, &[0, 0, 2, 3, 3, 3], &[]);
+        assert!((sum / expected - 1.0).abs() < 1e-6, "{loss:?}: {sum}, {expected}");
         for ((name, got), (_, want)) in grads.iter().zip(&copies) {
             let want: Vec<f64> = want.iter().map(|x| f64::from(*x)).collect();
             assert!(want.iter().any(|x| *x != 0.0), "{loss:?}: {name}");
             let off = distance(got, &want);
             assert!(off < 1e-6, "{loss:?}: {name}: {off:e}");
         }
-        // Rows without weight may hold anything.
+        // Rows with weight 0 may hold anything.
         let (_, other) = learned(&loss, &[0, 9, 2, 3], &[2.0, 0.0, 1.0, 3.0]);
         let bits = |grads: &[(String, Vec<f32>)]| -> Vec<u32> {
             grads.iter().flat_map(|(_, grad)| grad.iter().map(|x| (x + 0.0).to_bits())).collect()
         };
         assert_eq!(bits(&other), bits(&grads), "{loss:?}");
-        // And one is nothing.
+        // A weight of 1 changes nothing.
         let (sum, ones) = learned(&loss, &[0, 1, 2], &[1.0; 3]);
         let (want, none) = learned(&loss, &[0, 1, 2], &[]);
         assert_eq!((sum.to_bits(), bits(&ones)), (want.to_bits(), bits(&none)), "{loss:?}");
     }
 }
 
-/// A file of somebody else's make: four rows of two inputs, a class each, and perhaps weights.
+/// Creates a file like those of another program: four rows of two inputs, a class each, and perhaps
+/// weights.
 fn foreign(path: &Path, weights: Option<&[f64]>, name: &str, shape: &[usize]) {
     let file = crate::create_hdf5(path);
     let inputs: Vec<f32> = (0..8).map(|i| i as f32).collect();
@@ -139,7 +140,7 @@ fn open(path: &Path, weights: Option<&str>, split: Split) -> Result<Dataset> {
     Dataset::open(&DataSpec { samples, weights, ..DataSpec::new(path) }, split, 1)
 }
 
-/// The weights of all samples, alone and together; None if they have none.
+/// Returns the weights of all samples, read one by one and together; `None` if they have none.
 fn weights(mut dataset: Dataset) -> Result<Option<Vec<f32>>> {
     let sizes = dataset.sizes();
     let all = dataset.samples();
@@ -166,7 +167,7 @@ fn weights(mut dataset: Dataset) -> Result<Option<Vec<f32>>> {
 }
 
 #[test]
-fn weights_are_read_where_they_are_unless_told_otherwise() {
+fn weights_are_read_where_they_are_unless_configured_otherwise() {
     let _alone = alone();
     let root = tempfile::tempdir().unwrap();
     let of = [[0.5, 0.0, 2.0, 1.25], [1.0, 3.0, 0.25, 7.0]];
@@ -179,7 +180,7 @@ fn weights_are_read_where_they_are_unless_told_otherwise() {
     assert_eq!(read(Some("/weights")), Some(want));
     assert_eq!(read(Some("")), None);
     assert_eq!(weights(open(root.path(), None, Split::Validation).unwrap()).unwrap(), None);
-    // Shapes may differ as those of other datasets may not; validation needs no weights.
+    // Shapes may differ, unlike those of other datasets; validation needs no weights.
     let report = verify::verify(root.path()).unwrap();
     assert_eq!((report.files, report.ids, report.numbers), (3, 12, 32), "{report}");
     assert!(
@@ -191,7 +192,7 @@ fn weights_are_read_where_they_are_unless_told_otherwise() {
 }
 
 #[test]
-fn weights_that_cannot_be_are_told_with_their_place() {
+fn invalid_weights_are_reported_with_their_place() {
     let _alone = alone();
     let refused = |of: &[f64], shape: &[usize], named: Option<&str>| {
         let root = tempfile::tempdir().unwrap();
@@ -207,12 +208,15 @@ fn weights_that_cannot_be_are_told_with_their_place() {
     };
     for (of, shown) in [(-0.5, "-0.5"), (f64::NAN, "NaN"), (f64::INFINITY, "inf"), (1e300, "inf")] {
         let (error, verified) = refused(&[1.0, 1.0, of, 1.0], &[4], None);
-        for told in [&error, &verified] {
-            assert!(told.contains(&format!("train-1.h5: /weights[2] is {shown}")), "{told}");
+        for error in [&error, &verified] {
+            assert!(error.contains(&format!("train-1.h5: /weights[2] is {shown}")), "{error}");
         }
     }
     let (_, verified) = refused(&[-1.0, 1.0, -1.0, 1.0], &[4], None);
-    assert!(verified.contains("/weights has 2 elements that are no weights in all"), "{verified}");
+    assert!(
+        verified.contains("/weights has 2 elements in all that are not valid weights"),
+        "{verified}"
+    );
     for (of, shape, named, wanted) in [
         (
             &[1.0; 3][..],
@@ -363,7 +367,7 @@ fn arrays_have_one_of_weights() {
     assert_eq!(of("archive"), Some(vec![4.0, 5.0, 6.0]));
 }
 
-/// A table of sixty rows, of which the weights are by `weight`, imported.
+/// Imports a table of sixty rows, whose weights are computed by `weight`.
 fn table(root: &Path, name: &str, weight: Option<fn(u32) -> f64>) -> PathBuf {
     let input = root.join(format!("{name}.csv"));
     let line = |i: u32| {
@@ -423,7 +427,7 @@ fn weights_have_the_bits_of_one_rank_in_every_layout() {
     {
         run(transport, &format!("layout-{i}"), &some, more).same_as(&one, 6, more);
     }
-    // A weight of one is none, and so are those that nobody reads.
+    // Weights of 1 are equivalent to none, and so are weights that are not read.
     let plain = run(Alone, "plain", &none, "");
     run(Mpirun(2), "ones", &ones, "").same_numbers_as(&plain, 6, "ones");
     run(Alone, "off", &some, "data.weights=").same_numbers_as(&plain, 6, "off");
@@ -434,7 +438,7 @@ fn weights_have_the_bits_of_one_rank_in_every_layout() {
             .zip(losses(&plain))
             .all(|(weighted, plain)| (weighted - plain).abs() > 1e-3)
     );
-    // Evaluations go without: before anything is learned, they are alike.
+    // Evaluations ignore the weights: before any training step, their losses are equal.
     let start = |name, data| run(Alone, name, data, "run.steps=1 optimizer.lr=1e-30").evaluated();
     assert_eq!(start("start", &some), start("start-plain", &none));
 }

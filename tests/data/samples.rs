@@ -1,4 +1,4 @@
-//! Rows with targets: import, reading, and what is said of data that cannot be trained on.
+//! Rows with targets: import, reading, and the errors of data that cannot be trained on.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -30,15 +30,15 @@ fn kept(out: PathBuf) -> ImportOptions {
 }
 
 /// A row: inputs, classes, values.
-type Row = (Vec<f32>, Vec<u32>, Vec<f32>);
+type SampleRow = (Vec<f32>, Vec<u32>, Vec<f32>);
 
-/// Every row of a split, or why there is none.
+/// Returns every row of a split, or the error.
 fn rows(
     path: &Path,
     split: Split,
     input: usize,
     target: Target,
-) -> hpctrain::error::Result<Vec<Row>> {
+) -> hpctrain::error::Result<Vec<SampleRow>> {
     let samples = SampleSpec::Rows { input, ids: Ids::None, target };
     let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(path) }, split, 1)?;
     let sizes = dataset.sizes();
@@ -73,7 +73,7 @@ fn images_arrive_on_a_common_scale_each_where_it_belongs() {
     let count: Vec<usize> = imported.shards.iter().map(|(_, rows)| *rows).collect();
     assert_eq!(count, [5, 4, 2]);
 
-    // The fifth and the tenth are kept for validation.
+    // The fifth and the tenth row are kept for validation.
     let train: Vec<usize> = (0..11).filter(|row| row % 5 != 4).collect();
     let numbers = |row: usize| pixels[row * 6..][..6].iter().map(|pixel| f64::from(*pixel));
     let all: Vec<f64> = train.iter().flat_map(|row| numbers(*row)).collect();
@@ -130,7 +130,7 @@ fn a_table_is_of_classes_or_of_numbers() {
 /// A row of a table: numbers, ids of categories, class.
 type TableRow = (Vec<f32>, Vec<u32>, u32);
 
-/// Every training row of a table.
+/// Returns every training row of a table.
 fn table_rows(
     path: &Path,
     input: usize,
@@ -183,7 +183,7 @@ fn categories_become_ids_and_later_tables_the_same() {
     let imported = import("first", table, named(&["device", "city"], None), true).unwrap();
     assert_eq!((&imported.shape[..], &imported.tables[..]), (&[1][..], &[4, 3][..]));
     assert!(imported.to_string().ends_with("; embedding_tables: ids = [4, 3]"), "{imported}");
-    // Of numbers 10, 20, 30, 20; the ids of the second table begin at 4.
+    // The numbers 10, 20, 30, 20; the ids of the second table begin at 4.
     let at = |age: f32| vec![(age - 20.0) / 50f32.sqrt()];
     let rows = table_rows(&root.path().join("first"), 1, &[4, 3]).unwrap();
     let want = [
@@ -194,8 +194,8 @@ fn categories_become_ids_and_later_tables_the_same() {
     ];
     assert_eq!(rows, want);
 
-    // Other order of columns, one more, values that were not there: the scale and the ids of the
-    // first table.
+    // Another order of columns, one more column, and new values: the scale and the ids are those of
+    // the first table.
     let later = "y,device,note,age,city\n1,phone,?,40,Rome\n0,radio,?,10,Oslo\n";
     let like = || Categories::Like(root.path().join("first"));
     assert_eq!(import("later", later, like(), true).unwrap().tables, [4, 3]);
@@ -251,7 +251,7 @@ fn categories_become_ids_and_later_tables_the_same() {
         (named(&["city", "city"], None), "--categorical names column \"city\" twice\nhint: "),
         (named(&["y"], None), "--target and --categorical both name column \"y\"\nhint: "),
         (named(&["city"], Some(1)), "values hashed to 1 ids\nhint: "),
-        (named(&[], None), "line 2, column \"city\": \"Rome\" is no number\nhint: "),
+        (named(&[], None), "line 2, column \"city\": \"Rome\" is not a number\nhint: "),
         (Categories::Like(root.path().join("none")), "does not exist"),
     ] {
         let error = import("refused", table, categories, true).unwrap_err();
@@ -338,7 +338,7 @@ fn malformed_files_are_refused() {
         );
     }
     for (table, target, wanted) in [
-        ("a,b\n1,2\n3,x\n", "b", "line 3, column \"b\": \"x\" is no number"),
+        ("a,b\n1,2\n3,x\n", "b", "line 3, column \"b\": \"x\" is not a number"),
         (
             "a,b\n1,nan\n",
             "b",
@@ -366,7 +366,7 @@ fn malformed_files_are_refused() {
 }
 
 #[test]
-fn rows_that_are_not_finite_are_left_out_and_counted() {
+fn rows_that_are_not_finite_are_skipped_and_counted() {
     let root = tempfile::tempdir().unwrap();
     let table = "x,y,kind\n1,2,0\n2,nan,1\n3,4,\n4,-inf,1\n5,1e39,0\n6,7,1\n8,9,2\n10,11,0\n";
     let input = write(root.path().join("table.csv"), table.as_bytes());
@@ -383,10 +383,10 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     assert!(error.contains("line 3, column \"y\": \"nan\" is a missing value\nhint: "), "{error}");
     let imported = import(NotFinite::Skip).unwrap();
     assert_eq!((imported.skipped, imported.classes), (4, Some(3)));
-    let told = "4 rows with numbers that are missing or not finite were left out when the data was imported";
-    assert!(imported.to_string().ends_with(told), "{imported}");
-    // As if they had not been there: the third of the four that are left is kept for validation,
-    // and does not count in the scale.
+    let note = "4 rows with numbers that are missing or not finite were skipped when the data was imported";
+    assert!(imported.to_string().ends_with(note), "{imported}");
+    // As if they were not in the table: the third of the four remaining rows is kept for
+    // validation, and does not count in the scale.
     let rest = write(root.path().join("rest.csv"), b"x,y,kind\n1,2,0\n6,7,1\n8,9,2\n10,11,0\n");
     let kept = ImportOptions { every: 3, ..kept(root.path().join("rest")) };
     let kept = ImportOptions { shards: 1, ..kept };
@@ -397,11 +397,11 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
         assert_eq!(both[0], both[1], "{split}");
     }
     let report = verify::verify(&out).unwrap();
-    assert!(report.notes.iter().any(|note| note == told), "{report}");
+    assert!(report.notes.iter().any(|found| found == note), "{report}");
     let samples = SampleSpec::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
     let dataset =
         Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
-    assert_eq!(dataset.left_out().as_deref(), Some(told));
+    assert_eq!(dataset.left_out().as_deref(), Some(note));
 }
 
 #[test]
@@ -438,7 +438,7 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     let by = Augment { flip: true, shift: 1, crop: 2 };
     let all = read(Some(by), 0..40);
     assert_eq!(bits(&read(Some(Augment::default()), 0..10)), bits(&plain));
-    // The value of a stored zero: no pixel is one, but padding is.
+    // The value of a stored zero, which no pixel is but padding is.
     let black = bits(&all).into_iter().find(|x| !bits(&plain).contains(x)).unwrap();
     let mut moved = 0;
     for (position, image) in all.chunks_exact(30).enumerate() {
@@ -448,7 +448,7 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     }
     assert!(moved > 30, "{moved}");
     assert_ne!(bits(&all[..300]), bits(&all[300..600]));
-    // However positions are cut into batches, and across the end of an epoch.
+    // Batches may be cut anywhere, and extend across the end of an epoch.
     let pieces: Vec<f32> =
         [0..7, 7..13, 13..40].into_iter().flat_map(|range| read(Some(by), range)).collect();
     assert_eq!(bits(&pieces), bits(&all));
@@ -464,14 +464,14 @@ fn rows_are_verified() {
     let error = verify::verify(root.path()).unwrap_err().to_string();
     for problem in [
         "train-1.h5: /inputs[0, 1] is NaN",
-        "train-1.h5: /inputs has 2 elements that are no numbers in all",
+        "train-1.h5: /inputs has 2 elements in all that are not finite numbers",
         "train-1.h5: /targets[1] is token id -1",
     ] {
         assert!(error.contains(problem), "{problem:?} is missing: {error}");
     }
 }
 
-/// A file of somebody else's make.
+/// Creates a file like those of another program.
 fn foreign(path: &Path, inputs: &[f32], targets: &[i32], width: usize) {
     let file = crate::create_hdf5(path);
     let rows = inputs.len() / width;
@@ -534,9 +534,9 @@ fn rows_that_cannot_be_learned_name_their_place() {
     );
 }
 
-/// Rows have no tokens, and no context to be shortened.
+/// Rows have neither tokens nor a context that could be shortened.
 #[test]
-fn a_batch_larger_than_a_table_is_told_in_rows() {
+fn a_batch_larger_than_a_table_is_reported_in_rows() {
     let root = tempfile::tempdir().unwrap();
     foreign(&root.path().join("train-0.h5"), &[1.0, 2.0, 3.0], &[0, 1, 2], 1);
     let at = |key: &str| format!("{key}={}", root.path().display());
@@ -558,7 +558,7 @@ fn a_batch_larger_than_a_table_is_told_in_rows() {
     assert!(ended.stderr.contains(refusal), "{ended}");
 }
 
-/// A file with images as they are given, and a class each; `attributes` go to the inputs.
+/// Creates a file with the given images, and a class for each; `attributes` are set on the inputs.
 fn images<T: hdf5::H5Type>(
     path: &Path,
     shape: &[usize],
@@ -588,7 +588,7 @@ fn images<T: hdf5::H5Type>(
     path.to_owned()
 }
 
-/// Inputs of all samples of a split, images of 2 × 4 × 3.
+/// Returns the inputs of all samples of a split, images of 2 × 4 × 3.
 fn features(
     path: &Path,
     change: impl FnOnce(&mut DataSpec),
@@ -614,7 +614,7 @@ fn channels_that_come_first_are_refused_or_moved() {
     let root = tempfile::tempdir().unwrap();
     let place = |name: &str| root.path().join(name);
     let last: Vec<f32> = (0..5 * 24).map(|i| (i * 37 % 101) as f32).collect();
-    // Of the pixel (y, x) of channel c.
+    // The value of channel c of the pixel (y, x).
     let first: Vec<f32> = (0..5 * 24)
         .map(|i| (i / 24, i / 8 % 3, i % 8))
         .map(|(row, channel, pixel)| last[row * 24 + pixel * 3 + channel])
@@ -677,7 +677,7 @@ fn channels_that_come_first_are_refused_or_moved() {
 }
 
 #[test]
-fn bytes_without_a_scale_are_told_of_and_can_be_divided() {
+fn bytes_without_a_scale_are_reported_and_can_be_divided() {
     let root = tempfile::tempdir().unwrap();
     let pixels: Vec<u8> = (0..5 * 24).map(|i| (i * 37 % 256) as u8).collect();
     let shape = [5, 2, 4, 3];
@@ -705,13 +705,11 @@ fn bytes_without_a_scale_are_told_of_and_can_be_divided() {
         assert_eq!(&read(path, scale).unwrap(), wanted, "{path:?} {scale:?}");
         let samples = SampleSpec::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
         let spec = DataSpec { samples, scale, ..DataSpec::new(path) };
-        let told = Dataset::open(&spec, Split::Train, 1).unwrap().unscaled();
-        assert_eq!(told.is_some(), *path == plain && scale.is_none(), "{told:?}");
-        assert!(
-            told.is_none_or(
-                |told| told.contains("plain.h5") && told.contains("data.scale = \"unit\"")
-            )
-        );
+        let warning = Dataset::open(&spec, Split::Train, 1).unwrap().unscaled();
+        assert_eq!(warning.is_some(), *path == plain && scale.is_none(), "{warning:?}");
+        assert!(warning.is_none_or(
+            |warning| warning.contains("plain.h5") && warning.contains("data.scale = \"unit\"")
+        ));
     }
     let e = read(&of_floats, Some(InputScale::Unit)).unwrap_err().to_string();
     assert!(
@@ -725,7 +723,7 @@ fn bytes_without_a_scale_are_told_of_and_can_be_divided() {
 #[test]
 fn a_fraction_of_the_rows_is_kept_for_validation() {
     let root = tempfile::tempdir().unwrap();
-    // Three shards of 20 rows; a row's first number is its own.
+    // Three shards of 20 rows; the first number of each row identifies it.
     let numbers: Vec<f32> = (0..60 * 24).map(|i| (i / 24) as f32).collect();
     for shard in 0..3 {
         let rows = &numbers[shard * 20 * 24..][..20 * 24];
@@ -759,7 +757,7 @@ fn a_fraction_of_the_rows_is_kept_for_validation() {
         let ((train, print), (validation, _)) =
             (rows(path, Split::Train), rows(path, Split::Validation));
         assert_eq!((train.len(), validation.len()), (54, 6));
-        // One of every ten that follow one another.
+        // One of every ten consecutive rows.
         assert!(validation.iter().zip(0..).all(|(row, ten)| row / 10 == ten), "{validation:?}");
         let mut all = [train, validation].concat();
         all.sort_unstable();

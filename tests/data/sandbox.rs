@@ -1,5 +1,5 @@
-//! Files that end the process that reads them: a child reads them first, so no rank is lost, and
-//! the error names the file.
+//! Files that end the process that reads them: a child reads them first, so that no rank is lost,
+//! and the error names the file.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use hpctrain_testkit::launch::{Ended, finish, program};
 use hpctrain_testkit::runs::Run;
 use hpctrain_testkit::shards;
 
-/// A library whose processes end when they open a dataset; none where HDF5 is a part of the
-/// program.
+/// Builds a library that ends each process that opens a dataset; returns `None` if HDF5 is linked
+/// statically.
 fn crashing(root: &Path) -> Option<PathBuf> {
     if cfg!(feature = "static-hdf5") {
         eprintln!("skipped: functions of a static libhdf5 cannot be replaced");
@@ -28,7 +28,7 @@ fn crashing(root: &Path) -> Option<PathBuf> {
     Some(library)
 }
 
-/// Two training shards and one for validation, of bytes.
+/// Imports two training shards and one for validation, of bytes.
 fn import(root: &Path) -> PathBuf {
     let input = root.join("input.txt");
     let out = root.join("data");
@@ -81,7 +81,7 @@ fn a_file_that_ends_its_reader_is_one_error_of_the_job() {
     }
 }
 
-/// The program reads a file or refuses it, with any byte changed.
+/// The program reads or refuses a file with any byte of its structure changed.
 #[test]
 fn no_byte_of_a_files_structure_ends_the_program() {
     let root = tempfile::tempdir().unwrap();
@@ -102,7 +102,7 @@ fn no_byte_of_a_files_structure_ends_the_program() {
     }
 }
 
-/// The type of a text in a file promises UTF-8, and nothing keeps the promise.
+/// The type of a string in a file declares UTF-8, but its content is not UTF-8.
 #[test]
 fn texts_that_are_not_utf8_are_shown_as_far_as_they_are() {
     let root = tempfile::tempdir().unwrap();
@@ -128,7 +128,7 @@ fn links_that_lead_back_and_deep_groups_end_nothing() {
     file.close().unwrap();
     let inspected = finish(program(["data", "inspect"]).arg(&path)).succeeded();
     assert_eq!(inspected.stdout.matches("/entry/x").count(), 1, "{inspected}");
-    // A dataset that is missing has all others listed.
+    // If a dataset is missing, the error lists all others.
     let settings = format!("data.path={}", path.display());
     let refused = Run::new(Alone, root.path(), "refused", &[&settings]).ends();
     assert_eq!(refused.code(), 2, "{refused}");
@@ -187,7 +187,7 @@ fn raw_files_elsewhere_are_read_only_where_that_is_allowed() {
     assert!(!root.path().join("refused").exists());
     let allowed = [&settings[..], &["data.external_files=allow"]].concat();
     Run::new(Alone, root.path(), "allowed", &allowed).succeeds();
-    // Beside the file it is the data's own.
+    // Raw files beside the HDF5 file belong to the data.
     std::fs::rename(&secret, data.join("tokens.raw")).unwrap();
     for name in ["train-0.h5", "val-0.h5"] {
         let file = crate::create_hdf5(data.join(name));

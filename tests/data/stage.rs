@@ -1,4 +1,4 @@
-//! Shards copied to a disk of the node's own.
+//! Copies of shards on a node's local disk.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
@@ -12,7 +12,7 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::finish;
 use hpctrain_testkit::runs::Run;
 
-/// Three shards of 640 ids below 5.
+/// Writes three shards of 640 ids below 5.
 fn shards(folder: &Path) {
     std::fs::create_dir(folder).unwrap();
     for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
@@ -53,13 +53,13 @@ fn ranks_read_the_copies() {
     assert_eq!(
         fingerprint(&copies),
         fingerprint(&data),
-        "a checkpoint does not tell copies from the data"
+        "a checkpoint has the same fingerprint for copies and originals"
     );
     let written = || std::fs::metadata(copies.join("staged.json")).unwrap().modified().unwrap();
     let before = written();
     run(Simulate(4), "four", &[&stage]).succeeds().same_as(&plain, 6, "four ranks");
-    assert_eq!(written(), before, "copies that are there are used again");
-    // Once copied, a shard is read from there: this one cannot be, and is copied again.
+    assert_eq!(written(), before, "existing copies are used again");
+    // Once copied, a shard is read from the copy: this one is damaged, and is copied again.
     std::fs::write(copies.join("train-0.h5"), "damaged").unwrap();
     run(Mpirun(2), "again", &[&stage]).succeeds().same_as(&plain, 6, "after damage");
     assert_eq!(
@@ -68,7 +68,7 @@ fn ranks_read_the_copies() {
     );
 }
 
-/// Elements behind a link or in a raw file would not be there, or be read from where they are.
+/// Elements behind a link or in a raw file would be missing in a copy, or read from the originals.
 #[test]
 fn shards_with_parts_in_other_files_are_refused_before_they_are_copied() {
     let root = tempfile::tempdir().unwrap();
@@ -89,12 +89,12 @@ fn shards_with_parts_in_other_files_are_refused_before_they_are_copied() {
         let to = to.to_owned();
         move |file: &hdf5::File| file.link_external(&to, "/tokens", "tokens").unwrap()
     };
-    let beside = link("source.h5");
+    let relative = link("source.h5");
     let absolute = link(&absolute);
     let external = |file: &hdf5::File| {
         drop(file.new_dataset::<u8>().external(&raw, 0, 640).shape(640).create("tokens").unwrap());
     };
-    let ways: [&dyn Fn(&hdf5::File); 3] = [&beside, &absolute, &external];
+    let ways: [&dyn Fn(&hdf5::File); 3] = [&relative, &absolute, &external];
     let settings =
         [format!("data.path={}", data.display()), format!("data.local_cache={}", disk.display())];
     for tokens in ways {
@@ -107,8 +107,8 @@ fn shards_with_parts_in_other_files_are_refused_before_they_are_copied() {
         assert_eq!(ended.stderr.matches(refusal).count(), 1, "{ended}");
         assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 0);
     }
-    // Where they are they can be read.
-    write(&beside);
+    // They can be read from their original place.
+    write(&relative);
     Run::new(Alone, root.path(), "beside", &[&settings[0]]).succeeds();
 }
 
@@ -127,7 +127,7 @@ fn a_place_that_is_not_there_is_refused_once() {
         assert_eq!(
             ended
                 .stderr
-                .matches("data.local_cache = /nowhere/at/all is no directory\nhint: ")
+                .matches("data.local_cache = /nowhere/at/all is not a directory\nhint: ")
                 .count(),
             1,
             "{ended}"
@@ -136,12 +136,12 @@ fn a_place_that_is_not_there_is_refused_once() {
     }
 }
 
-/// Each has copies of its own: neither may write to, or has to trust, those of the other.
+/// Each user has separate copies: neither may write to, or has to trust, those of the other.
 #[test]
 fn users_share_a_disk_and_trust_only_their_own_copies() {
     let root = tempfile::tempdir().unwrap();
     if std::fs::metadata(root.path()).unwrap().uid() != 0 {
-        return eprintln!("skipped: only root is several users");
+        return eprintln!("skipped: only root can act as several users");
     }
     let open =
         |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
@@ -151,7 +151,7 @@ fn users_share_a_disk_and_trust_only_their_own_copies() {
     shards(&data);
     std::fs::create_dir(&disk).unwrap();
     open(&disk, 0o1777);
-    // They may not look where the tests were built.
+    // They may not have access to the directory where the tests were built.
     let program = root.path().join("hpctrain");
     std::fs::copy(hpctrain_testkit::program(), &program).unwrap();
     let settings =
@@ -170,7 +170,7 @@ fn users_share_a_disk_and_trust_only_their_own_copies() {
     by(12346, "two").succeeded();
     assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 2);
     assert_eq!(std::fs::metadata(&copies).unwrap().mode() & 0o777, 0o700);
-    // Somebody else was there first, with what looks like copies of a third one's.
+    // Another user was there first, with what looks like copies of a third user.
     let planted = copies.to_str().unwrap().replace("12345", "12347");
     std::fs::create_dir(&planted).unwrap();
     chown(&planted, Some(12345), Some(12345)).unwrap();

@@ -1,5 +1,5 @@
-//! Tables as others write them: delimiters, quotes, decimal commas, missing values, classes in
-//! words, columns of one name.
+//! Tables as other programs write them: delimiters, quotes, decimal commas, missing values, classes
+//! that are words, columns with the same name.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use hpctrain::data::import::{
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target};
 use hpctrain::error::Result;
 
-/// The rows of a part: numbers, and the class of each.
+/// Returns the rows of a split: numbers, and the class of each.
 fn rows(folder: &Path, split: Split, inputs: usize, classes: usize) -> Vec<(Vec<f32>, u32)> {
     let samples =
         SampleSpec::Rows { input: inputs, ids: Ids::None, target: Target::Class(classes) };
@@ -34,7 +34,7 @@ fn owned(names: &[&str]) -> Vec<String> {
     names.iter().map(ToString::to_string).collect()
 }
 
-/// Imports a table into the folder `name`, all rows for training.
+/// Imports a table into the folder `name`, with all rows for training.
 fn import(
     root: &Path,
     name: &str,
@@ -115,26 +115,29 @@ fn a_quoted_cell_may_hold_delimiters_quotes_and_line_breaks() {
 }
 
 #[test]
-fn missing_values_are_refused_left_out_or_filled_up() {
+fn missing_values_are_refused_skipped_or_filled() {
     let root = tempfile::tempdir().unwrap();
     let table = b"a,b,y\n1,10,0\nNA,20,1\n3,,1\n8,60,0\n";
     let all = |name: &str, missing: &str| {
-        let told = import(root.path(), name, table, |import| {
+        let summary = import(root.path(), name, table, |import| {
             import.missing = Some(missing.parse().unwrap())
         })?;
-        Ok::<_, hpctrain::error::Error>((told, rows(&root.path().join(name), Split::Train, 2, 2)))
+        Ok::<_, hpctrain::error::Error>((
+            summary,
+            rows(&root.path().join(name), Split::Train, 2, 2),
+        ))
     };
     let error = import(root.path(), "refused", table, |_| {}).unwrap_err();
     assert_eq!(error.exit_code(), 2);
-    let told = error.to_string();
+    let text = error.to_string();
     assert!(
-        told.contains("line 3, column \"a\": \"NA\" is a missing value\nhint: ")
-            && told.contains("--missing mean"),
-        "{told}"
+        text.contains("line 3, column \"a\": \"NA\" is a missing value\nhint: ")
+            && text.contains("--missing mean"),
+        "{text}"
     );
-    let (told, skipped) = all("skipped", "skip").unwrap();
+    let (summary, skipped) = all("skipped", "skip").unwrap();
     assert_eq!(skipped, [(vec![1.0, 10.0], 0), (vec![8.0, 60.0], 0)]);
-    assert!(told.contains("2 rows"), "{told}");
+    assert!(summary.contains("2 rows"), "{summary}");
     let (_, filled) = all("number", "-1").unwrap();
     assert_eq!(filled[1..3], [(vec![-1.0, 20.0], 1), (vec![3.0, -1.0], 1)]);
     let (_, filled) = all("mean", "mean").unwrap();
@@ -154,7 +157,7 @@ fn missing_values_are_refused_left_out_or_filled_up() {
         like("zeros", Some(Missing::Number(0.0))),
         [(vec![100.0, 0.0], 1), (vec![0.0, 7.0], 0)]
     );
-    // A target is not filled up, and a column without any value has no mean.
+    // A target is not filled, and a column without any value has no mean.
     for (name, table, missing, wanted) in [
         (
             "target",
@@ -166,21 +169,21 @@ fn missing_values_are_refused_left_out_or_filled_up() {
             "empty",
             "a,b,y\n1,,0\n2,,1\n",
             "mean",
-            "column \"b\" has no value in any training row\nhint: leave it out with --drop",
+            "column \"b\" has no value in any training row\nhint: drop it with --drop",
         ),
         ("nothing", "a,y\n,0\n,1\n", "skip", "every line has a missing value"),
     ] {
         let import = import(root.path(), name, table.as_bytes(), |import| {
             import.missing = Some(missing.parse().unwrap())
         });
-        let told = import.unwrap_err().to_string();
-        assert!(told.contains(wanted), "{told}");
+        let text = import.unwrap_err().to_string();
+        assert!(text.contains(wanted), "{text}");
         assert!(!root.path().join(name).exists(), "{name}");
     }
 }
 
-/// Means and scale are those of the training rows, as of an imputer and a scaler one after the
-/// other.
+/// Means and scale are those of the training rows, as if an imputer and then a scaler were fitted
+/// to them.
 #[test]
 fn means_are_those_of_the_training_rows() {
     let root = tempfile::tempdir().unwrap();
@@ -190,7 +193,7 @@ fn means_are_those_of_the_training_rows() {
         (import.kept.every, import.kept.normalize) = (3, true);
     })
     .unwrap();
-    // Training rows: 2, missing, 4, 6, of which the mean is 4; the third and the sixth are kept.
+    // The training rows are 2, missing, 4, 6, with mean 4; the third and the sixth row are kept.
     let std = 2f32.sqrt();
     let train = rows(&root.path().join("split"), Split::Train, 1, 2);
     let found: Vec<f32> = train.iter().map(|(x, _)| x[0]).collect();
@@ -205,8 +208,11 @@ fn means_are_those_of_the_training_rows() {
 fn words_are_classes_in_the_order_of_their_names() {
     let root = tempfile::tempdir().unwrap();
     let table = b"a,y\n1,dog\n2, cat \n3,\"eel\"\n4,dog\n";
-    let told = import(root.path(), "words", table, |_| {}).unwrap();
-    assert!(told.contains("3 classes") && told.contains("classes: 0 cat, 1 dog, 2 eel"), "{told}");
+    let summary = import(root.path(), "words", table, |_| {}).unwrap();
+    assert!(
+        summary.contains("3 classes") && summary.contains("classes: 0 cat, 1 dog, 2 eel"),
+        "{summary}"
+    );
     let of = |name: &str, classes| {
         rows(&root.path().join(name), Split::Train, 1, classes)
             .iter()
@@ -214,50 +220,52 @@ fn words_are_classes_in_the_order_of_their_names() {
             .collect::<Vec<_>>()
     };
     assert_eq!(of("words", 3), [1, 0, 2, 1]);
-    // A later table has the numbers of the first, and no other classes.
+    // A later table has the class numbers of the first, and no other classes.
     let like =
         |import: &mut ImportCsv| import.categories = Categories::Like(root.path().join("words"));
-    let told = import(root.path(), "later", b"a,y\n1,eel\n2,cat\n", like).unwrap();
-    assert!(told.contains("3 classes"), "{told}");
+    let summary = import(root.path(), "later", b"a,y\n1,eel\n2,cat\n", like).unwrap();
+    assert!(summary.contains("3 classes"), "{summary}");
     assert_eq!(of("later", 3), [2, 0]);
-    let told = import(root.path(), "other", b"a,y\n1,eel\n2,ant\n", like).unwrap_err().to_string();
+    let error = import(root.path(), "other", b"a,y\n1,eel\n2,ant\n", like).unwrap_err().to_string();
     assert!(
-        told.contains("line 3, column \"y\": \"ant\" is none of the classes cat, dog, eel\nhint: "),
-        "{told}"
+        error
+            .contains("line 3, column \"y\": \"ant\" is none of the classes cat, dog, eel\nhint: "),
+        "{error}"
     );
-    // Numbers as names, which are ordered as numbers.
-    let told =
+    // Names that are numbers are ordered as numbers.
+    let summary =
         import(root.path(), "numbers", b"a,y\n1,10\n2,9\n3,10\n", |import| import.classes = true)
             .unwrap();
-    assert!(told.contains("classes: 0 9, 1 10"), "{told}");
+    assert!(summary.contains("classes: 0 9, 1 10"), "{summary}");
     assert_eq!(of("numbers", 2), [1, 0, 1]);
-    let told =
+    let error =
         import(root.path(), "mixed", b"a,y\n1,10\n2,nine\n", |_| {}).unwrap_err().to_string();
     assert!(
-        told.contains("\"nine\" is no number, as the targets before it are\nhint: ")
-            && told.contains("--classes"),
-        "{told}"
+        error.contains("\"nine\" is not a number, unlike the targets before it\nhint: ")
+            && error.contains("--classes"),
+        "{error}"
     );
-    let told = import(root.path(), "forced", b"a,y\n1,ten\n", |import| import.regression = true)
+    let error = import(root.path(), "forced", b"a,y\n1,ten\n", |import| import.regression = true)
         .unwrap_err()
         .to_string();
-    assert!(told.contains("line 2, column \"y\": \"ten\" is no number"), "{told}");
+    assert!(error.contains("line 2, column \"y\": \"ten\" is not a number"), "{error}");
 }
 
-/// A word for missing numbers before any other target may be the name of a class, too: nothing is
-/// guessed.
+/// A word for missing numbers before any other target may also be the name of a class: the import
+/// does not guess.
 #[test]
-fn a_word_for_missing_numbers_is_no_guess() {
+fn a_word_for_missing_numbers_is_not_guessed() {
     let root = tempfile::tempdir().unwrap();
     let names = b"a,y\n1,NA\n2,DE\n3,NA\n";
     let numbers = b"a,y\n1,NA\n2,1\n3,0\n";
     for (name, table) in [("names", &names[..]), ("numbers", &numbers[..])] {
-        let told = import(root.path(), name, table, |import| import.missing = Some(Missing::Skip))
+        let error = import(root.path(), name, table, |import| import.missing = Some(Missing::Skip))
             .unwrap_err();
         assert!(
-            told.to_string()
-                .contains("\"NA\" is a missing number, or the name of a class\nhint: say which"),
-            "{told}"
+            error
+                .to_string()
+                .contains("\"NA\" is a missing number, or the name of a class\nhint: choose"),
+            "{error}"
         );
     }
     import(root.path(), "countries", names, |import| import.classes = true).unwrap();
@@ -277,25 +285,25 @@ fn a_word_for_missing_numbers_is_no_guess() {
 }
 
 #[test]
-fn columns_have_names_of_their_own() {
+fn columns_have_different_names() {
     let root = tempfile::tempdir().unwrap();
     for (name, table, wanted) in [
         (
             "twice",
             "a,b,a,y\n1,2,3,0\n",
-            "columns 1 and 3 are both named \"a\"\nhint: give each column a name of its own",
+            "columns 1 and 3 are both named \"a\"\nhint: give each column a different name",
         ),
         ("target", "y,b,y\n1,2,0\n", "columns 1 and 3 are both named \"y\""),
         ("unnamed", ",b,y\n1,2,0\n", "column 1 has no name\nhint: "),
         (
             "words",
             "a,y\nred,0\n",
-            "line 2, column \"a\": \"red\" is no number\nhint: mend the line; name a column of words with",
+            "line 2, column \"a\": \"red\" is not a number\nhint: mend the line; name a column of words with",
         ),
         (
             "comma",
             "a;y\n1,5;0\n",
-            "line 2, column \"a\": \"1,5\" is no number\nhint: if the comma is before decimals",
+            "line 2, column \"a\": \"1,5\" is not a number\nhint: if the comma is before decimals",
         ),
         ("ragged", "a,y\n1,0\n2,3,0\n", "line: 3"),
     ] {
@@ -304,9 +312,9 @@ fn columns_have_names_of_their_own() {
         assert!(error.to_string().contains(wanted), "{name}: {error}");
     }
     let latin = b"a,y\n1,gr\xfcn\n2,rot\n";
-    let told = import(root.path(), "latin", latin, |_| {}).unwrap_err().to_string();
-    assert!(told.contains("hint: bring the file to UTF-8: iconv"), "{told}");
-    // Both of a name left out, and the numbers of the rows.
+    let error = import(root.path(), "latin", latin, |_| {}).unwrap_err().to_string();
+    assert!(error.contains("hint: convert the file to UTF-8: iconv"), "{error}");
+    // Drops both columns of one name, and the numbers of the rows.
     let table = b",a,b,a,y\n0,1,2,3,0\n1,4,5,6,1\n";
     import(root.path(), "dropped", table, |import| import.drop = owned(&["", "a"])).unwrap();
     assert_eq!(
@@ -316,9 +324,9 @@ fn columns_have_names_of_their_own() {
     for (drop, wanted) in
         [("z", "there is no column \"z\""), ("y", "--target and --drop both name column \"y\"")]
     {
-        let told =
+        let error =
             import(root.path(), "wrong", table, |import| import.drop = owned(&["", "a", drop]))
                 .unwrap_err();
-        assert!(told.to_string().contains(wanted), "{told}");
+        assert!(error.to_string().contains(wanted), "{error}");
     }
 }

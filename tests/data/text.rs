@@ -1,5 +1,4 @@
-//! Texts that are imported: several of them, lines of JSON, tokenizers of files, ids of other
-//! programs.
+//! Import of texts: several files, JSON lines, tokenizers of files, ids of other programs.
 
 use std::path::{Path, PathBuf};
 use std::slice::from_ref;
@@ -15,7 +14,7 @@ use hpctrain::error::Result;
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::shards;
 
-/// All ids of the training shards below `out`.
+/// Returns all ids of the training shards below `out`.
 fn ids(out: &Path) -> Vec<u32> {
     let mut all = Vec::new();
     for shard in 0.. {
@@ -28,7 +27,7 @@ fn ids(out: &Path) -> Vec<u32> {
     all
 }
 
-/// The import of `inputs` into a new folder of `root`, whole.
+/// Imports all of `inputs` into a new folder of `root`.
 fn import(
     root: &Path,
     name: &str,
@@ -43,7 +42,7 @@ fn import(
     import_text(&import).map(|_| out)
 }
 
-/// A `tokenizer.json` that is none of this program's own: GPT-2's, with another normalizer.
+/// Writes a `tokenizer.json` that this program does not recognise: GPT-2's with another normalizer.
 fn foreign(folder: &Path) -> PathBuf {
     let mut value: serde_json::Value =
         serde_json::from_str(&Tokenizer::Gpt2.file().unwrap()).unwrap();
@@ -54,7 +53,7 @@ fn foreign(folder: &Path) -> PathBuf {
     path
 }
 
-/// A megabyte of prose, code, other scripts, and noise.
+/// Returns a megabyte of prose, code, other scripts, and noise.
 fn mixed() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut text = String::new();
@@ -102,7 +101,7 @@ fn ids_are_those_of_the_crate_tokenizers() {
     let got = ids(&out);
     assert!(got == whole.get_ids(), "{} ids, {} by the crate", got.len(), whole.len());
 
-    // The data set knows its tokenizer, the text can be had again, and all is as its checksums say.
+    // The data set has its tokenizer, the text can be decoded, and all checksums match.
     let dataset = Dataset::open(&DataSpec::new(&out), Split::Train, 8).unwrap();
     assert_eq!((dataset.vocabulary(), dataset.tokenizer().unwrap().name()), (50257, "huggingface"));
     assert_eq!(dataset.tokenizer(), Some(&Tokenizer::read(&file).unwrap()));
@@ -157,7 +156,7 @@ fn documents_follow_each_other() {
     let ab = Tokenizer::Gpt2.encode("abé").unwrap();
     let found = ids(&import(root.path(), "d", &files, gpt2).unwrap());
     assert_eq!(found[..ab.len() + 2], [&ab[..], &[50256, 50256]].concat());
-    // A tokenizer of a file keeps the token that ends a text.
+    // A tokenizer from a file keeps the token that ends a text.
     let file = foreign(root.path());
     let by_file =
         |import: &mut ImportText| text(import, TokenizerKind::File(file), Some("<|endoftext|>"));
@@ -197,7 +196,7 @@ fn documents_follow_each_other() {
 }
 
 #[test]
-fn files_that_are_no_tokenizers_are_refused() {
+fn files_that_are_not_tokenizers_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let text = root.path().join("text");
     let file = root.path().join("tokenizer.json");
@@ -213,15 +212,15 @@ fn files_that_are_no_tokenizers_are_refused() {
     };
     let give = "\nhint: give the tokenizer.json of a model";
     for (content, wanted) in [
-        ("", "tokenizer.json is no tokenizer.json: EOF while parsing"),
-        ("{\"version\": \"1.0\"}", "tokenizer.json: not understood as a tokenizer.json: "),
+        ("", "tokenizer.json is not a valid tokenizer.json: EOF while parsing"),
+        ("{\"version\": \"1.0\"}", "tokenizer.json: cannot be parsed as a tokenizer.json: "),
         (
             "{\"model\": {\"type\": \"BPE\", \"vocab\": {}, \"merges\": []}}",
             "tokenizer.json: the tokenizer has no ids",
         ),
         (
             "{\"model\": {\"type\": \"BPE\", \"vocab\": {\"a\": 0}, \"merges\": [\"a b\"]}}",
-            "not understood as a tokenizer.json: ",
+            "cannot be parsed as a tokenizer.json: ",
         ),
     ] {
         let error = refused(content);
@@ -234,8 +233,8 @@ fn files_that_are_no_tokenizers_are_refused() {
     assert!(error.unwrap_err().to_string().contains("tokenizer.json does not exist"));
 }
 
-/// The engine of expressions gives up by a panic in its crate, and such a tokenizer is data of
-/// others.
+/// The engine of regular expressions gives up by a panic in its crate, and such a tokenizer is
+/// untrusted data.
 #[test]
 fn an_expression_that_backtracks_too_much_is_an_error() {
     let root = tempfile::tempdir().unwrap();
@@ -274,7 +273,7 @@ fn an_expression_that_backtracks_too_much_is_an_error() {
 fn documents_of_equal_length_are_read_as_they_are() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("packed.h5");
-    // Three documents of nine ids; each has two windows of four ids and the ones after them.
+    // Three documents of nine ids; each has two windows of four ids and the ones that follow them.
     let all: Vec<i64> = (0..27).collect();
     let file = crate::create_hdf5(&path);
     file.new_dataset::<i64>().shape((3, 9)).create("input_ids").unwrap().write_raw(&all).unwrap();
@@ -291,7 +290,7 @@ fn documents_of_equal_length_are_read_as_they_are() {
         assert_eq!(inputs, (first..first + 4).collect::<Vec<_>>());
         assert_eq!(targets, (first + 1..first + 5).collect::<Vec<_>>());
     }
-    // The same alone and out of order.
+    // The same alone and in another order.
     let mut inputs = [0; 4];
     let mut targets = [0; 4];
     dataset.read(3, SampleMut::text(&mut inputs, &mut targets)).unwrap();

@@ -1,4 +1,4 @@
-//! Damage of every sort is found and located.
+//! Damage of every kind is detected and located.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,8 @@ use hpctrain::data::{
 };
 use hpctrain_testkit::shards;
 
-/// Two training shards of 100,000 tokens and a validation shard of 50,000, vocabulary 26.
+/// Imports two training shards of 100,000 tokens and a validation shard of 50,000, with a
+/// vocabulary of 26.
 fn import(dir: &Path, compress: Option<u8>) -> PathBuf {
     let input = dir.join("input.txt");
     let out = dir.join("out");
@@ -25,7 +26,7 @@ fn import(dir: &Path, compress: Option<u8>) -> PathBuf {
     out
 }
 
-/// The lines of the error that `verify` ends with, without its hint.
+/// Returns the lines of the error of `verify`, without its hint.
 fn problems(path: &Path) -> Vec<String> {
     let error = verify::verify(path).unwrap_err().to_string();
     let (message, hint) = error.split_once("\nhint: ").unwrap();
@@ -53,7 +54,7 @@ fn sound_data_passes() {
             (3, 250_000, 5, 0)
         );
         assert_eq!(report.to_string(), "3 files in order: 250000 ids, 5 checksums");
-        // A single shard is complete in itself.
+        // A single shard is complete by itself.
         assert_eq!(verify::verify(&out.join("train-00001.h5")).unwrap().files, 1);
     }
 }
@@ -163,7 +164,7 @@ fn missing_and_repeated_shards_are_noticed() {
     std::fs::remove_file(out.join("train-00000.h5")).unwrap();
     std::fs::copy(out.join("val-00000.h5"), out.join("extra.h5")).unwrap();
     let problems = problems(&out).join("\n");
-    // It has the name of the one that is missing, and the number of the one whose name is missing.
+    // It has the name of the missing shard, and the number of the shard whose name is missing.
     assert!(
         problems.contains("train-00001.h5 is number 0 and not 1 of the 2 train shards"),
         "{problems}"
@@ -173,8 +174,8 @@ fn missing_and_repeated_shards_are_noticed() {
     assert!(problems.contains(twice), "{problems}");
 }
 
-/// Two training shards of 400 and one of 200 rows for validation, with two numbers, an id, a class
-/// and a weight each.
+/// Imports two training shards of 400 rows and one of 200 for validation, with two numbers, an id,
+/// a class and a weight each.
 fn import_rows(dir: &Path) -> PathBuf {
     let input = dir.join("table.csv");
     let out = dir.join("rows");
@@ -202,15 +203,18 @@ fn rows_have_checksums() {
     let dir = tempfile::tempdir().unwrap();
     let out = import_rows(dir.path());
     let report = verify::verify(&out).unwrap();
-    // Of each of three files four datasets, none of which fills a block of 16 KiB.
+    // Four datasets in each of three files, none of which fills a block of 16 KiB.
     assert_eq!((report.files, report.checksums), (3, 12));
     let without_vocabulary = |note: &String| note.contains("has no vocabulary_size");
     assert!(report.notes.iter().all(without_vocabulary), "{report}");
-    let told = inspect::inspect(&out).unwrap().to_string();
-    assert!(!told.contains("not written by hpctrain") && !told.contains("/checksums"), "{told}");
+    let report = inspect::inspect(&out).unwrap().to_string();
     assert!(
-        told.contains("rows, format version 2, split train, num_shards 2, source table.csv\n"),
-        "{told}"
+        !report.contains("not written by hpctrain") && !report.contains("/checksums"),
+        "{report}"
+    );
+    assert!(
+        report.contains("rows, format version 2, split train, num_shards 2, source table.csv\n"),
+        "{report}"
     );
 
     for (dataset, at, hint) in
@@ -222,7 +226,7 @@ fn rows_have_checksums() {
         let whole = std::fs::read(&path).unwrap();
         let offset = shards::open(&path).dataset(dataset).unwrap().offset().unwrap() as usize;
         let mut bytes = whole.clone();
-        // The lowest bit of a number: nothing but a checksum tells.
+        // The lowest bit of a number: only a checksum detects its change.
         bytes[offset + 4 * at] ^= 1;
         std::fs::write(&path, bytes).unwrap();
         let problems = problems(&out);
@@ -239,7 +243,7 @@ fn rows_have_checksums() {
     assert!(problems(&out)[1].contains("val-00000.h5: /targets has no checksums"));
 }
 
-/// All samples of the training shards as they are read, or why one cannot be.
+/// Returns all samples of the training shards as they are read, or the first error.
 fn samples(spec: &DataSpec, context: usize) -> hpctrain::error::Result<Vec<Vec<u32>>> {
     let mut dataset = Dataset::open(spec, Split::Train, context)?;
     let sizes = dataset.sizes();
@@ -273,7 +277,7 @@ fn what_is_read_is_compared() {
     let plain = DataSpec::new(import(dir.path(), None));
     std::fs::rename(&plain.path, dir.path().join("plain")).unwrap();
     let plain = DataSpec { path: dir.path().join("plain"), ..plain };
-    // The same in chunks, which go through the library.
+    // The same in chunks, which are read through the library.
     let chunked = DataSpec::new(import(dir.path(), None));
     let file = shards::edit(chunked.path.join("train-00001.h5"));
     let ids: Vec<u8> = file.dataset("tokens").unwrap().read_raw().unwrap();
@@ -291,7 +295,7 @@ fn what_is_read_is_compared() {
         .unwrap()
         .read_raw()
         .unwrap();
-    // Another class that there is.
+    // Another valid class.
     let row = classes.iter().position(|class| *class == 0).unwrap();
     for (spec, dataset, at, place) in [
         (&plain, "tokens", 70_000, "/tokens[65536..100000]"),
@@ -325,7 +329,7 @@ fn what_is_read_is_compared() {
             );
             assert!(error.contains("\nhint: copy or import the shard again"), "{error}");
         }
-        // It is as good a number as any: nobody sees it who does not look.
+        // The number is still valid: without a comparison the change goes unnoticed.
         assert_ne!(with(Verify::Off).unwrap(), sound, "{dataset}");
         std::fs::write(&path, whole).unwrap();
     }
@@ -342,7 +346,7 @@ fn what_is_read_is_compared() {
     samples(&DataSpec { verify: Verify::Off, ..rows.clone() }, 1).unwrap();
 }
 
-/// Damage that happens during use is found by readers that always compare.
+/// Damage that happens during a run is found by readers that always compare.
 #[test]
 fn only_always_compares_twice() {
     let dir = tempfile::tempdir().unwrap();
@@ -389,14 +393,14 @@ fn blocks_of_rows_are_small_and_files_the_same_each_time() {
             out: out.clone(),
         };
         import_idx(&ImportIdx { images: images.clone(), labels: labels.clone(), kept }).unwrap();
-        // HDF5 stamps whole seconds where it stamps at all.
+        // HDF5 timestamps have a resolution of one second.
         std::thread::sleep(std::time::Duration::from_millis(1100));
         out.join("train-00000.h5")
     });
     assert!(std::fs::read(&first).unwrap() == std::fs::read(&again).unwrap());
     let file = shards::open(&first);
     let sums = file.dataset("checksums/inputs").unwrap();
-    // 21 images of 784 bytes are the first to fill 16 KiB; the last block has 16.
+    // 21 images of 784 bytes are the least that fill 16 KiB; the last block has 16.
     assert_eq!(sums.attr("checksum_block").unwrap().read_scalar::<u64>().unwrap(), 21);
     assert_eq!(sums.read_raw::<u32>().unwrap()[4], crc32fast::hash(&pixels[84 * 784..]));
     assert_eq!(verify::verify(&first).unwrap().checksums, 5 + 1);

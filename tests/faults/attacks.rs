@@ -1,9 +1,10 @@
-//! Attacks on the ports of a run on servers, by callers that know its secret and by callers that do
-//! not. They speak the protocol by themselves, as docs/parameter-servers.md describes it.
+//! Attacks on the ports of a run with parameter servers, by callers that know its secret and by
+//! callers that do not. They implement the protocol independently, as docs/parameter-servers.md
+//! describes it.
 //!
-//! With `HPCTRAIN_ATTACK_STEPS` the run takes as many steps, half of them under attack;
-//! `HPCTRAIN_ATTACKS=Silent,Dribbling` are those attacks only, to measure the price of each:
-//! attackers have the same cores.
+//! `HPCTRAIN_ATTACK_STEPS` sets the number of steps, half of them under attack;
+//! `HPCTRAIN_ATTACKS=Silent,Dribbling` selects attacks, to measure the cost of each. Attackers use
+//! the same cores.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -22,19 +23,19 @@ use hpctrain_testkit::launch::Transport::Simulate;
 use hpctrain_testkit::launch::program;
 use hpctrain_testkit::runs::Run;
 
-/// Pause of an attacker between two attempts.
+/// The pause of an attacker between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Longest wait of an attacker for an answer.
+/// The time that an attacker waits for an answer.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Connections that an attacker keeps open.
+/// The number of connections that an attacker keeps open.
 const HELD: usize = 100;
 
-/// Magic and version.
+/// The magic and version of the protocol.
 const OPENING: [u8; 12] = *b"hpctrain\x02\0\0\0";
 
-/// The way of an attack.
+/// A kind of attack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Attack {
     RandomBytes,
@@ -46,13 +47,13 @@ enum Attack {
     OtherSecret,
     /// The first message of a caller that knows the secret, recorded, then repeated.
     Recorded,
-    /// Connections that say nothing.
+    /// Connections that send nothing.
     Silent,
     /// Connections that send one byte at a time.
     Dribbling,
     /// A caller that knows the secret announces messages that are too long.
     Lengths,
-    /// A caller that knows the secret sends requests that are none.
+    /// A caller that knows the secret sends invalid requests.
     Requests,
 }
 
@@ -69,8 +70,8 @@ const ALL: [Attack; 10] = [
     Attack::Requests,
 ];
 
-/// The attacks whose proof is looked at and found wrong.
-const WITHOUT_PROOF: [Attack; 3] = [Attack::GuessedProof, Attack::OtherSecret, Attack::Recorded];
+/// The attacks that fail authentication.
+const UNAUTHENTICATED: [Attack; 3] = [Attack::GuessedProof, Attack::OtherSecret, Attack::Recorded];
 
 fn connect(address: &str) -> std::io::Result<TcpStream> {
     let stream = TcpStream::connect(address)?;
@@ -79,7 +80,7 @@ fn connect(address: &str) -> std::io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// A caller's first message, and the state of its handshake.
+/// Returns a caller's first message, and the state of its handshake.
 fn first(secret: &[u8]) -> (Vec<u8>, snow::HandshakeState) {
     let key: [u8; 32] = Sha256::digest(secret).into();
     let builder = snow::Builder::new("Noise_NNpsk0_25519_AESGCM_SHA256".parse().unwrap());
@@ -90,7 +91,7 @@ fn first(secret: &[u8]) -> (Vec<u8>, snow::HandshakeState) {
     (message, noise)
 }
 
-/// The handshake of a caller; an error if the other end refuses it.
+/// Does the handshake of a caller; returns an error if the peer refuses it.
 fn shake(stream: &mut TcpStream, secret: &[u8]) -> std::io::Result<TransportState> {
     stream.read_exact(&mut [0; 12])?;
     let (message, mut noise) = first(secret);
@@ -107,8 +108,8 @@ fn shake(stream: &mut TcpStream, secret: &[u8]) -> std::io::Result<TransportStat
     Ok(transport)
 }
 
-/// One attempt, whose connection is kept in `held` if the attack is to hold it. Errors are those of
-/// an end that has had enough.
+/// Makes one attempt, whose connection stays open in `held` if the attack requires it. Errors mean
+/// that the peer closed the connection.
 fn attempt(
     attack: Attack,
     address: &str,
@@ -128,13 +129,13 @@ fn attempt(
     let mut stream = connect(address)?;
     let length =
         |head: u32, body: u64| [&head.to_le_bytes()[..], &body.to_le_bytes(), b"{}"].concat();
-    let said = match attack {
+    let message = match attack {
         Attack::RandomBytes => random(4096),
         Attack::Http => b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
         Attack::OtherVersion => [b"hpctrain\x07\0\0\0".to_vec(), random(48)].concat(),
         Attack::GuessedProof => [OPENING.to_vec(), random(48 + 29)].concat(),
         Attack::OtherSecret => return shake(&mut stream, &random(32)).map(drop),
-        // As one that was recorded: this end does not use what it knows.
+        // This is the same as a recording, since the attacker does not use the handshake state.
         Attack::Recorded => [first(secret).0, random(29)].concat(),
         Attack::Lengths => {
             shake(&mut stream, secret)?;
@@ -159,21 +160,21 @@ fn attempt(
         }
         Attack::Silent | Attack::Dribbling => unreachable!("handled before"),
     };
-    stream.write_all(&said)?;
+    stream.write_all(&message)?;
     stream.shutdown(std::net::Shutdown::Write)?;
     stream.read_to_end(&mut Vec::new()).map(drop)
 }
 
-/// Attackers, until they are dropped: one for each attack and address.
+/// Attacker threads, one for each attack and address.
 struct Attackers {
-    over: Arc<AtomicBool>,
+    stopped: Arc<AtomicBool>,
     attempts: Arc<Mutex<BTreeMap<Attack, u64>>>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Attackers {
     fn start(addresses: &[String], secret: &[u8]) -> Self {
-        let over = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::new(AtomicBool::new(false));
         let attempts = Arc::new(Mutex::new(BTreeMap::new()));
         let chosen = std::env::var("HPCTRAIN_ATTACKS").ok();
         let is_chosen = |attack: &&Attack| {
@@ -186,13 +187,13 @@ impl Attackers {
             .filter(is_chosen)
             .flat_map(|attack| addresses.iter().map(|address| (*attack, address.clone())));
         let attacker = |(number, (attack, address)): (usize, (Attack, String))| {
-            let over = over.clone();
+            let stopped = stopped.clone();
             let attempts = attempts.clone();
             let secret = secret.to_vec();
             std::thread::spawn(move || {
                 let mut dice = Dice(number as u64 + 1);
                 let mut held = vec![];
-                while !over.load(Ordering::Relaxed) {
+                while !stopped.load(Ordering::Relaxed) {
                     let _ = attempt(attack, &address, &secret, &mut dice, &mut held);
                     *attempts.lock().unwrap().entry(attack).or_default() += 1;
                     std::thread::sleep(PAUSE);
@@ -200,12 +201,12 @@ impl Attackers {
             })
         };
         let threads = all.enumerate().map(attacker).collect();
-        Self { over, attempts, threads }
+        Self { stopped, attempts, threads }
     }
 
-    /// Ends the attacks; returns the attempts of each.
+    /// Ends the attacks and returns the number of attempts of each.
     fn end(mut self) -> BTreeMap<Attack, u64> {
-        self.over.store(true, Ordering::Relaxed);
+        self.stopped.store(true, Ordering::Relaxed);
         self.threads.drain(..).for_each(|thread| thread.join().unwrap());
         std::mem::take(&mut *self.attempts.lock().unwrap())
     }
@@ -215,12 +216,12 @@ impl Attackers {
 fn attacks_change_no_bit_and_roll_nothing_back() {
     let steps = std::env::var("HPCTRAIN_ATTACK_STEPS").map_or(240, |steps| steps.parse().unwrap());
     let root = tempfile::tempdir().unwrap();
-    let own = [format!("run.steps={steps}"), "log.level=debug".into()];
-    let own: Vec<&str> = own.iter().map(String::as_str).collect();
+    let settings = [format!("run.steps={steps}"), "log.level=debug".into()];
+    let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
     let reference =
-        Run::new(Simulate(2), root.path(), "reference", &[&SETTINGS[..7], &own].concat())
+        Run::new(Simulate(2), root.path(), "reference", &[&SETTINGS[..7], &settings].concat())
             .succeeds();
-    let mut job = Job::begin(root.path(), "attacked", 1, 2, &own);
+    let mut job = Job::begin(root.path(), "attacked", 1, 2, &settings);
     job.until_step(5);
     let status =
         job.beside(program(["ps", "status", "--json", "--run"]).arg(job.files().0)).succeeded();
@@ -243,19 +244,21 @@ fn attacks_change_no_bit_and_roll_nothing_back() {
     assert!(!log.contains("a server was lost"), "{log}");
     let refused: Vec<&str> =
         log.lines().filter(|line| line.contains("refused a connection from")).collect();
-    let proofs =
+    let failed_authentications =
         refused.iter().filter(|line| line.ends_with("does not know this run's secret")).count();
     println!("half of {steps} steps took {quiet:.1?}, the other half under attack {attacked:.1?}");
     println!("attempts on two processes: {attempts:?}");
     println!(
-        "the coordinator refused {} connections, of which {proofs} reached the check of the proof",
+        "the coordinator refused {} connections, of which {failed_authentications} failed authentication",
         refused.len()
     );
     // Half of the attempts are on the server.
-    let without_proof: u64 = WITHOUT_PROOF.iter().filter_map(|attack| attempts.get(attack)).sum();
+    let unauthenticated: u64 =
+        UNAUTHENTICATED.iter().filter_map(|attack| attempts.get(attack)).sum();
     assert!(
-        proofs as u64 >= without_proof / 4 && (proofs > 0) == (without_proof > 0),
-        "{proofs} of {without_proof}"
+        failed_authentications as u64 >= unauthenticated / 4
+            && (failed_authentications > 0) == (unauthenticated > 0),
+        "{failed_authentications} of {unauthenticated}"
     );
     assert!(
         std::env::var_os("HPCTRAIN_ATTACKS").is_some() || attempts.len() == ALL.len(),

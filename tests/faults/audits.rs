@@ -1,4 +1,4 @@
-//! Audits: a bit that changes in the memory of one rank while a run goes on.
+//! SDC (silent data corruption) checks: a bit that changes in the memory of one rank during a run.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
@@ -8,11 +8,12 @@ use hpctrain_testkit::launch::Transport::{Mpirun, Simulate};
 use hpctrain_testkit::launch::{LIMIT, send, start};
 use hpctrain_testkit::runs::{Run, json, tensors};
 
-/// Most bytes that are read at once.
-const PART: usize = 64 << 20;
+/// The number of bytes that are read at once.
+const CHUNK: usize = 64 << 20;
 
-/// Flips the lowest bit of the second number at every place in a process's own memory where numbers
-/// are, to within `tolerance`, these; returns how many places. None where the system forbids it.
+/// Finds the numbers `wanted`, within `tolerance`, in the memory of a process, and flips the lowest
+/// bit of the second one at every place. Returns the number of places, or none if the system
+/// forbids it.
 pub fn flip(process: u32, wanted: &[f32], tolerance: f32) -> Option<usize> {
     let memory =
         OpenOptions::new().read(true).write(true).open(format!("/proc/{process}/mem")).ok()?;
@@ -21,8 +22,8 @@ pub fn flip(process: u32, wanted: &[f32], tolerance: f32) -> Option<usize> {
     for line in maps.lines().filter(|line| line.contains(" rw-p ")) {
         let (first, last) = line.split_whitespace().next()?.split_once('-')?;
         let [first, last] = [first, last].map(|address| u64::from_str_radix(address, 16).unwrap());
-        for start in (first..last).step_by(PART) {
-            let range = start..last.min(start + (PART + size_of_val(wanted)) as u64);
+        for start in (first..last).step_by(CHUNK) {
+            let range = start..last.min(start + (CHUNK + size_of_val(wanted)) as u64);
             found += flip_within(&memory, range, wanted, tolerance);
         }
     }
@@ -55,8 +56,8 @@ fn flip_within(
     places.len()
 }
 
-/// Parameters that no step changes: their bits are those of any checkpoint.
-const STILL: [&str; 5] = [
+/// Settings with which no step changes parameters, so their bits are those of any checkpoint.
+const FROZEN: [&str; 5] = [
     "optimizer.lr=1e-38",
     "optimizer.weight_decay=0.0",
     "lr_schedule.warmup=0",
@@ -70,7 +71,7 @@ fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
     for (name, layout) in [("copies", &["parallel.zero=0"][..]), ("shards", &["parallel.zero=1"])] {
         let settings = [
             &LARGE[..],
-            &STILL,
+            &FROZEN,
             layout,
             &["run.steps=100000", "checkpoint.every=7", "checkpoint.keep=9"],
         ]
@@ -83,7 +84,7 @@ fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
         let tensors = tensors(&latest);
         let (_, bits) = tensors.iter().find(|(tensor, _)| tensor.contains("wte.weight")).unwrap();
         let wanted: Vec<f32> = bits[..16].iter().map(|&bits| f32::from_bits(bits)).collect();
-        // The first shard is rank 0's; a copy is anyone's.
+        // Rank 0 has the first shard; every rank has a copy.
         let number = usize::from(name == "copies");
         let rank = ranks(&run)[number];
         send(rank, libc::SIGSTOP);
@@ -96,13 +97,13 @@ fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
         assert!(flipped > 0, "{name}: the parameters were not found");
         let ended = job.finish(LIMIT);
         assert_eq!(ended.code(), 1, "{name}: {ended}");
-        let told = format!("embedding on rank {number} on ");
-        assert!(ended.stderr.contains(&told), "{name}: {ended}");
+        let expected = format!("embedding on rank {number} on ");
+        assert!(ended.stderr.contains(&expected), "{name}: {ended}");
         assert!(
             ended.stderr.contains("parameters or optimizer state have changed in memory"),
             "{name}: {ended}"
         );
-        // All that is published has the bits of before.
+        // Every published checkpoint has the bits from before the flip.
         for entry in files.path("checkpoints").read_dir().unwrap().flatten() {
             let step = entry
                 .file_name()
@@ -125,31 +126,31 @@ fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
 }
 
 #[test]
-fn audits_that_are_rarer_than_kept_checkpoints_are_warned_of() {
+fn checks_that_are_rarer_than_kept_checkpoints_give_a_warning() {
     let root = tempfile::tempdir().unwrap();
-    let told = |name: &str, more: &[&str]| {
+    let warnings = |name: &str, more: &[&str]| {
         let settings =
             [&["run.steps=2", "eval.every=0", "checkpoint.every=2", "checkpoint.keep=3"], more]
                 .concat();
         Run::new(Simulate(2), root.path(), name, &settings).ends().succeeded().stderr
     };
-    let words = "run.sdc_check_every = 7 is more than checkpoint.keep × checkpoint.every = 6: an audit may put all checkpoints in \
-                 doubt but one, which is kept for that and may be 9 steps old; hint: run.sdc_check_every=6 or less";
-    let rare = told("rare", &["run.sdc_check_every=7"]);
+    let words = "run.sdc_check_every = 7 is more than checkpoint.keep × checkpoint.every = 6: an SDC check may mark all \
+                 checkpoints but one as suspect, and that one may be 9 steps old; hint: run.sdc_check_every=6 or less";
+    let rare = warnings("rare", &["run.sdc_check_every=7"]);
     assert_eq!(rare.matches(words).count(), 1, "{rare}");
-    // As often as they are replaced; and where there is one replica, which nothing is compared
-    // with.
+    // No warning is printed if checks are as frequent as checkpoints are replaced, or with a single
+    // replica.
     for (name, more) in [
         ("often", &["run.sdc_check_every=6"][..]),
         ("one", &["run.sdc_check_every=7", "parallel.zero=3"]),
     ] {
-        let often = told(name, more);
+        let often = warnings(name, more);
         assert!(!often.contains("run.sdc_check_every"), "{often}");
     }
 }
 
 #[test]
-fn audits_change_no_bit_and_doubtful_checkpoints_are_passed_over() {
+fn checks_change_no_bit_and_suspect_checkpoints_are_skipped() {
     let root = tempfile::tempdir().unwrap();
     let settings = [&LARGE[..], &["run.steps=8", "eval.every=4", "optimizer.ema=0.9"]].concat();
     let plain = Run::new(Simulate(2), root.path(), "plain", &settings).succeeds();
@@ -167,7 +168,7 @@ fn audits_change_no_bit_and_doubtful_checkpoints_are_passed_over() {
     let more = Run::new(Simulate(2), root.path(), "plain", &settings).resume("auto");
     let ended = more.ends().succeeded();
     assert!(
-        ended.stderr.contains("step-00000008 is doubtful: step 8: parameters of h.0 differ"),
+        ended.stderr.contains("step-00000008 is suspect: step 8: parameters of h.0 differ"),
         "{ended}"
     );
     assert!(!files.checkpoint(8).join("doubt").exists(), "it was written anew");

@@ -1,5 +1,5 @@
-//! Limits of containers and users: little room in `/dev/shm`, PID namespaces, nodes with other
-//! files, few threads. Skipped, with the reason, where this user may not make namespaces or become
+//! Limits of containers and users: a small `/dev/shm`, PID namespaces, nodes with other files, few
+//! threads. Tests are skipped, with the reason, if this user may not create namespaces or become
 //! another user.
 
 use std::process::Command;
@@ -9,10 +9,11 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{Ended, finish, mpirun, program, test_name};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// A shell script that makes `/dev/shm` small, and runs its arguments.
+/// A shell script that mounts a small `/dev/shm`, and runs its arguments.
 const LITTLE_SHARED: &str = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec \"$@\"";
 
-/// Whether this system lets a command such as `unshare` work; says so if it does not.
+/// Returns whether this system permits a command such as `unshare`; prints a message if it does
+/// not.
 fn may(command: &[&str]) -> bool {
     let output = Command::new(command[0]).args(&command[1..]).output();
     let may = output.is_ok_and(|output| output.status.success());
@@ -22,13 +23,13 @@ fn may(command: &[&str]) -> bool {
     may
 }
 
-/// The program and the arguments of a command.
+/// Returns the program and the arguments of a command.
 fn words(command: &Command) -> Vec<String> {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_str().unwrap().to_string()).collect()
 }
 
-/// Another command with the environment of `command`.
+/// Returns another command with the environment of `command`.
 fn in_its_environment(command: &Command, program: &str, args: &[&str]) -> Command {
     let mut other = Command::new(program);
     other.args(args);
@@ -41,7 +42,7 @@ fn in_its_environment(command: &Command, program: &str, args: &[&str]) -> Comman
     other
 }
 
-/// Runs a command where `/dev/shm` has 64 KiB.
+/// Runs a command with a `/dev/shm` of 64 KiB.
 fn with_little_shared(command: &Command) -> Ended {
     let mut outer =
         in_its_environment(command, "unshare", &["--mount", "sh", "-c", LITTLE_SHARED, "mpirun"]);
@@ -73,8 +74,8 @@ fn jobs_run_without_room_in_dev_shm() {
     with_little_shared(&eval).succeeded();
 }
 
-/// Runs a rank and, after `before`, another one; each with the same arguments and these options of
-/// `mpirun`.
+/// Runs two ranks with the same arguments, each with its own options of `mpirun`; the second one is
+/// started by the command `before`.
 fn two_ranks(run: &Run, options: [&[&str]; 2], before: &[&str]) -> Ended {
     let one = words(&run.command());
     let mut command = in_its_environment(&mpirun(1), "mpirun", options[0]);
@@ -115,12 +116,12 @@ fn ranks_that_do_not_see_each_other_exchange_by_messages() {
     let reference =
         Run::new(Simulate(2), root.path(), "reference", &["parallel.virtual_ranks=2"]).succeeds();
     let run = Run::new(Alone, root.path(), "apart", &["parallel.virtual_ranks=2"]);
-    // MPI itself would copy from the memory of a process that it does not see.
+    // MPI itself would try to copy from the memory of a process that it cannot see.
     let no_copies = ["--mca", "btl_vader_single_copy_mechanism", "none"];
     let ended = two_ranks(&run, [&no_copies, &[]], &unshare).succeeded();
     assert!(!ended.stdout.contains("shared memory inside a node"), "{ended}");
     assert_eq!(
-        ended.stderr.matches("the ranks of this node exchange by messages").count(),
+        ended.stderr.matches("the ranks of this node exchange by MPI messages").count(),
         1,
         "{ended}"
     );
@@ -144,12 +145,12 @@ fn a_node_with_other_data_of_the_same_size_is_noticed() {
     import("here", &text);
     import("same", &text);
     import("other", &text.replace("fox", "cat"));
-    let of = |name: &str| root.path().join(name).display().to_string();
+    let path_of = |name: &str| root.path().join(name).display().to_string();
     let train = |there: &str| {
-        let path = format!("data.path={}", of("here"));
+        let path = format!("data.path={}", path_of("here"));
         let run = Run::new(Alone, root.path(), there, &[&path, "parallel.virtual_ranks=2"]);
         // Each rank counts as a node.
-        let bind = format!("mount --bind {} {} && exec \"$@\"", of(there), of("here"));
+        let bind = format!("mount --bind {} {} && exec \"$@\"", path_of(there), path_of("here"));
         let before = ["unshare", "--mount", "sh", "-c", &bind, "sh"];
         let alone = ["-x", "HPCTRAIN_RANKS_PER_NODE=1"];
         (two_ranks(&run, [&alone, &alone], &before), run.files())
@@ -179,7 +180,7 @@ fn a_limit_on_threads_ends_no_run_at_its_first_checkpoint() {
     std::fs::set_permissions(root.path(), everyone).unwrap();
     let mut outcomes = [0, 0];
     let mut named = String::new();
-    // The last ones: threads that compute, and of communication.
+    // The largest limits reach compute and communication threads.
     let table =
         (1..=8).map(|limit| (limit, Alone, 1)).chain((1..=8).map(|limit| (limit, Alone, 4)));
     for (number, (limit, transport, threads)) in

@@ -1,5 +1,5 @@
-//! Runs that a tool has copied as it follows links: `latest` and `best` are directories, copies of
-//! checkpoints.
+//! Runs copied by a tool that follows links, so that `latest` and `best` are directories with
+//! copies of checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,7 +16,7 @@ fn run(root: &Path, name: &str, steps: u64) -> Run {
     Run::new(Alone, root, name, &[&SETTINGS[..], &[&format!("run.steps={steps}")]].concat())
 }
 
-/// A run of four steps, and its copy by a tool that follows links.
+/// Runs four steps, and returns a copy made by a tool that follows links.
 fn copied(root: &Path) -> RunFiles {
     let original = run(root, "a", 4).succeeds();
     let copy = root.join("b");
@@ -34,7 +34,7 @@ fn entries(files: &RunFiles) -> Vec<String> {
 }
 
 #[test]
-fn a_run_that_was_copied_as_links_were_followed_goes_on() {
+fn a_run_copied_with_links_followed_can_be_resumed() {
     let root = tempfile::tempdir().unwrap();
     let files = copied(root.path());
     assert!(!files.path("checkpoints/latest").is_symlink());
@@ -52,8 +52,8 @@ fn a_run_that_was_copied_as_links_were_followed_goes_on() {
     assert_eq!(json(&files.path("END"))["status"], "finished");
 }
 
-/// A directory that is not a copy of a checkpoint that is there is refused before training, and
-/// nothing is removed.
+/// A directory that is not a copy of an existing checkpoint is refused before training, and nothing
+/// is removed.
 #[test]
 fn another_directory_under_the_name_of_a_link_is_refused() {
     for name in ["latest", "best"] {

@@ -1,4 +1,4 @@
-//! Disks that are full, read-only, or give back other bytes than they were given.
+//! Disks that are full, read-only, or return corrupted data.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -11,15 +11,15 @@ use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use hpctrain_testkit::launch::{Ended, LIMIT, finish, program, send, start};
 use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
-/// A file system in memory, unmounted in the end.
+/// A tmpfs, which is unmounted when this is dropped.
 pub struct Tmpfs(PathBuf);
 
 impl Tmpfs {
-    /// Mounts one of a size such as `14m` on a directory; none where this user may not.
+    /// Mounts a tmpfs of a size such as `14m` on a directory; returns none if this user may not.
     pub fn mount(at: &Path, size: &str) -> Option<Self> {
         std::fs::create_dir_all(at).unwrap();
         let mut mount = Command::new("mount");
-        // By default all may write there, and a run's directory is refused.
+        // By default the tmpfs is world-writable, which a run's directory must not be.
         let output = mount
             .args(["-t", "tmpfs", "-o", &format!("size={size},mode=755"), "tmpfs"])
             .arg(at)
@@ -31,7 +31,7 @@ impl Tmpfs {
         None
     }
 
-    /// Mounts it again with other options; false if it is in use.
+    /// Remounts it with other options; returns false if it is in use.
     fn remount(&self, options: &str) -> bool {
         let mut mount = Command::new("mount");
         mount
@@ -51,8 +51,7 @@ impl Drop for Tmpfs {
     }
 }
 
-/// Panics unless there is one checkpoint, the one of this step, `latest` points to it, and its last
-/// byte is right.
+/// Panics unless the only checkpoint is a valid one of this step, to which `latest` points.
 #[track_caller]
 fn only_whole_one(files: &RunFiles, step: u64) {
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
@@ -81,7 +80,7 @@ fn large(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
     Run::new(transport, root, name, &[&LARGE[..], &settings, more].concat())
 }
 
-/// Ways to write checkpoints in these tests.
+/// The ways in which these tests write checkpoints.
 const WAYS: [(Transport, &[&str]); 4] = [
     (Alone, &["checkpoint.async_save=true"]),
     (Alone, &["checkpoint.async_save=false"]),
@@ -104,7 +103,7 @@ fn a_full_disk_ends_the_run_and_costs_no_checkpoint() {
             &["cannot write", "step-00000004", "/rank-0000", ".h5", "No space left", "step 4"],
         );
         only_whole_one(&files, 2);
-        // Nothing has changed: nothing is lost.
+        // The run can be continued from the last checkpoint.
         given_up(&asked.clone().resume("auto").ends(), &["No space left"]);
         only_whole_one(&files, 2);
         assert!(disk.remount("size=64m"));
@@ -116,7 +115,7 @@ fn a_full_disk_ends_the_run_and_costs_no_checkpoint() {
     }
 }
 
-/// Panics unless a job ended because its disk failed for longer than it tolerates.
+/// Panics unless a job ended because its disk failed for longer than `checkpoint.io_retry_seconds`.
 #[track_caller]
 fn given_up(ended: &Ended, words: &[&str]) {
     assert_eq!(ended.code(), 74, "{ended}");
@@ -130,8 +129,8 @@ fn log(files: &RunFiles) -> String {
     std::fs::read_to_string(files.path("logs/rank-00000.log")).unwrap_or_default()
 }
 
-/// Checkpoints that cannot be written, and records, are written once there is room again, and
-/// training goes on meanwhile.
+/// Checkpoints and records that cannot be written are written once there is space again, and
+/// training continues meanwhile.
 #[test]
 fn a_disk_that_is_full_for_a_while_costs_nothing() {
     let root = tempfile::tempdir().unwrap();
@@ -144,10 +143,10 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() {
             &[way, &["checkpoint.io_retry_seconds=600"]].concat(),
         );
         let files = asked.files();
-        // Records are on the disk, too: room for one checkpoint and a half.
+        // Records are on the disk, too: there is space for one and a half checkpoints.
         let Some(disk) = Tmpfs::mount(&files.0, "14m") else { return };
         let mut job = start(&mut asked.command());
-        // At its end the run waits for room.
+        // At its end the run waits for space.
         job.until("refused at the end", || {
             files.checkpoint(2).exists()
                 && log(&files).matches("training goes on, and saves again").count() > 1
@@ -160,8 +159,7 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() {
     }
 }
 
-/// A run that waits for room for its last checkpoint ends after one more attempt when it is asked
-/// to.
+/// A run that waits for space for its last checkpoint ends after one more attempt on a signal.
 #[test]
 fn a_run_that_waits_for_room_ends_when_it_is_asked_to() {
     let root = tempfile::tempdir().unwrap();
@@ -180,7 +178,7 @@ fn a_run_that_waits_for_room_ends_when_it_is_asked_to() {
     }
 }
 
-/// A limit on the size of files is met as a full disk is, and kills nobody.
+/// A limit on the size of files is handled like a full disk, and kills no process.
 #[test]
 fn a_limit_on_the_size_of_files_is_an_error() {
     let root = tempfile::tempdir().unwrap();
@@ -210,7 +208,7 @@ fn a_limit_on_the_size_of_files_is_an_error() {
     assert!(!out.exists());
 }
 
-/// Points for TensorBoard wait for room, and nothing else does: training goes on after one warning.
+/// Only TensorBoard events wait for space: training continues after one warning.
 #[test]
 fn points_wait_for_a_full_disk_and_training_does_not() {
     let root = tempfile::tempdir().unwrap();
@@ -221,7 +219,7 @@ fn points_wait_for_a_full_disk_and_training_does_not() {
     let ended = asked.ends().succeeded();
     assert_eq!(ended.stderr.matches("warn: ").count(), 1, "{ended}");
     for words in
-        ["/tensorboard/events.out.tfevents.", "No space left on device", "training goes on"]
+        ["/tensorboard/events.out.tfevents.", "No space left on device", "training continues"]
     {
         assert!(ended.stderr.contains(words), "{words:?} is missing: {ended}");
     }
@@ -232,7 +230,7 @@ fn points_wait_for_a_full_disk_and_training_does_not() {
     }
 }
 
-/// As above, for a run on parameter servers.
+/// A run with parameter servers also waits for a full disk.
 #[test]
 fn servers_wait_for_a_full_disk_too() {
     let root = tempfile::tempdir().unwrap();
@@ -250,7 +248,7 @@ fn servers_wait_for_a_full_disk_too() {
     files.same_as(&reference, STEPS, "servers");
 }
 
-/// The first checkpoint is one too many already, and records are on the same disk.
+/// Even the first checkpoint does not fit, and records are on the same disk.
 #[test]
 fn a_disk_that_was_always_full_is_named() {
     let root = tempfile::tempdir().unwrap();
@@ -268,7 +266,7 @@ fn a_disk_that_turns_read_only_ends_the_run() {
     let root = tempfile::tempdir().unwrap();
     let reference = large(Alone, root.path(), "", &[]).shared();
     for (i, (transport, way)) in WAYS.into_iter().enumerate() {
-        // After the first checkpoint, which one that comes late may have replaced.
+        // After the first checkpoint, which a later one may have replaced.
         let asked =
             large(transport, root.path(), &format!("x-{i}"), &[way, &["run.steps=1000"]].concat());
         let files = asked.files();
@@ -335,7 +333,7 @@ fn a_bit_that_flipped_anywhere_is_found() {
         Run::new(transport, root.path(), name, &[settings, &["checkpoint.keep=9"]].concat())
     };
     let whole = run(Mpirun(2), "whole").succeeds();
-    // As it was when the checkpoint of step 9 was not there yet.
+    // Restore the state before the checkpoint of step 9.
     std::fs::remove_file(whole.path("run.json")).unwrap();
     let reference = RunFiles(root.path().join("reference"));
     copy(&whole.0, &reference.0);
@@ -378,14 +376,11 @@ fn a_bit_that_flipped_anywhere_is_found() {
         let what = format!("{name}, byte {offset:?}");
         let warnings: Vec<_> =
             ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
-        assert!(
-            warnings[0].contains("passing over") && warnings[0].contains(name),
-            "{what}: {ended}"
-        );
+        assert!(warnings[0].contains("skipping") && warnings[0].contains(name), "{what}: {ended}");
         assert!(warnings[0].contains("step-00000006"), "{what}: {ended}");
         assert!(ended.stdout.contains("at step 3 from"), "{what}: {ended}");
         files.same_as(&reference, STEPS, &what);
-        // It was written again.
+        // The checkpoint was written again.
         let mut reader = Reader::open(&files.checkpoint(6)).unwrap();
         reader.check_files().unwrap();
         assert_eq!(files.tensors(6), reference.tensors(6), "{what}");
@@ -393,7 +388,8 @@ fn a_bit_that_flipped_anywhere_is_found() {
     }
 }
 
-/// Copies that do not fit are refused before anything is copied, and a disk with room takes them.
+/// Copies that do not fit are refused before anything is copied, and a disk with enough space
+/// accepts them.
 #[test]
 fn data_that_does_not_fit_is_not_staged() {
     let root = tempfile::tempdir().unwrap();
@@ -419,12 +415,7 @@ fn data_that_does_not_fit_is_not_staged() {
         Run::new(Mpirun(2), root.path(), "x", &settings.each_ref().map(|setting| &setting[..]));
     refused(
         &run.ends(),
-        &[
-            "data.local_cache = ",
-            " has room for ",
-            " are to be copied",
-            "leave data.local_cache out",
-        ],
+        &["data.local_cache = ", " bytes free, but ", " are to be copied", "omit data.local_cache"],
     );
     let copies = disk.read_dir().unwrap().next().unwrap().unwrap().path();
     let names =

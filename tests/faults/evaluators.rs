@@ -1,4 +1,4 @@
-//! Evaluators beside trainers: killed, slow, too many, or with nothing to do.
+//! Evaluators of running trainers: killed, slow, several at once, or idle.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,7 +20,7 @@ use hpctrain_testkit::program as executable;
 use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 const STEPS: u64 = 12;
-/// Saved every second step; an evaluation takes some hundred milliseconds.
+/// Settings that save every second step; an evaluation takes a few hundred milliseconds.
 const SETTINGS: [&str; 5] = [
     "run.steps=12",
     "checkpoint.every=2",
@@ -29,12 +29,12 @@ const SETTINGS: [&str; 5] = [
     "eval.samples=3000",
 ];
 
-/// A trainer that leaves evaluation to others.
+/// Returns a trainer that does not evaluate inline.
 fn trainer(transport: Transport, root: &Path, more: &[&str]) -> Run {
     Run::new(transport, root, "x", &[&SETTINGS[..], &["eval.inline=false"], more].concat())
 }
 
-/// Bits of the validation losses that the trainer itself finds, by step.
+/// Returns the bits of the validation losses that a trainer computes inline, by step.
 fn inline_losses() -> &'static BTreeMap<u64, u64> {
     static LOSSES: OnceLock<BTreeMap<u64, u64>> = OnceLock::new();
     LOSSES.get_or_init(|| {
@@ -47,7 +47,7 @@ fn inline_losses() -> &'static BTreeMap<u64, u64> {
     })
 }
 
-/// An evaluator of a run on some ranks.
+/// Returns an evaluator of a run on some ranks.
 fn evaluator(ranks: usize, files: &RunFiles, more: &[&str]) -> Command {
     let mut command = match ranks {
         1 => program(["eval"]),
@@ -61,14 +61,14 @@ fn evaluator(ranks: usize, files: &RunFiles, more: &[&str]) -> Command {
     command
 }
 
-/// Options of an evaluator that leaves out nothing.
+/// Options of an evaluator that evaluates every checkpoint.
 const EVERY: [&str; 3] = ["--watch", "--policy", "every"];
 
 fn read(files: &RunFiles) -> Vec<Evaluation> {
     evaluations::read(&files.path(evaluations::FILE)).unwrap().all().unwrap().to_vec()
 }
 
-/// Bits of the losses by step; panics if a save was evaluated twice.
+/// Returns the bits of the losses by step; panics if a checkpoint was evaluated twice.
 #[track_caller]
 fn losses(files: &RunFiles) -> BTreeMap<u64, u64> {
     let done: Vec<_> =
@@ -79,7 +79,7 @@ fn losses(files: &RunFiles) -> BTreeMap<u64, u64> {
     losses
 }
 
-/// Panics unless `best` is the checkpoint with the lowest loss of those that are there.
+/// Panics unless `best` is the existing checkpoint with the lowest loss.
 #[track_caller]
 fn best_is_best(files: &RunFiles) {
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
@@ -90,7 +90,7 @@ fn best_is_best(files: &RunFiles) {
     );
 }
 
-/// The leases on checkpoints of a run.
+/// Returns the leases on checkpoints of a run.
 fn leases(files: &RunFiles) -> Vec<String> {
     let Ok(entries) = files.path("checkpoints/.leases").read_dir() else { return Vec::new() };
     let names = entries.flatten().map(|entry| entry.file_name().into_string().unwrap());
@@ -104,7 +104,7 @@ fn until_it_evaluates(evaluator: &mut Running, files: &RunFiles) {
         .until("evaluates", || leases(files).iter().any(|name| name.ends_with(".evaluate.lease")));
 }
 
-/// Starts an evaluator of a run that has not begun, and waits until it says so.
+/// Starts an evaluator of a run that has not started, and waits until it reports that.
 fn waiting_evaluator(ranks: usize, files: &RunFiles, more: &[&str]) -> Running {
     std::fs::create_dir_all(files.path("checkpoints")).unwrap();
     let mut job = start(&mut evaluator(ranks, files, more));
@@ -139,7 +139,7 @@ fn a_killed_evaluator_begins_again_where_it_was() {
         assert_eq!(losses(&files), *inline, "{ranks} ranks");
         assert_eq!(read(&files).len(), inline.len());
         best_is_best(&files);
-        // The killed ones hold no checkpoint any more; their earlier watch concerns nobody.
+        // The killed evaluators no longer hold checkpoints.
         assert!(
             leases(&files).iter().all(|name| name.starts_with("queue-")),
             "{:?}",
@@ -214,12 +214,12 @@ fn two_evaluators_share_the_work() {
     best_is_best(&files);
 }
 
-/// `best` is there also when retention does not spare it, and never points to nothing.
+/// `best` exists even if retention does not keep the best checkpoint, and never dangles.
 #[test]
 fn the_best_of_those_that_are_left() {
     let root = tempfile::tempdir().unwrap();
     for (steps, keep_best) in (3..=8).flat_map(|steps| [(steps, 0), (steps, 1)]) {
-        // Losses jump: the best is an old one now and then.
+        // Losses vary so much that the best checkpoint is sometimes an old one.
         let fast = ["optimizer.lr=0.5", "eval.every=1", "checkpoint.every=1", "checkpoint.keep=1"];
         let more = [format!("run.steps={steps}"), format!("checkpoint.keep_best={keep_best}")];
         let settings = [&fast[..], &[&more[0], &more[1]]].concat();
@@ -229,7 +229,7 @@ fn the_best_of_those_that_are_left() {
     }
 }
 
-/// A file left by a process that died on this node is no lease.
+/// A lease file of a process that died on this node is ignored.
 #[test]
 fn the_dead_keep_nothing_from_being_removed_or_evaluated() {
     let inline = inline_losses();
@@ -242,7 +242,7 @@ fn the_dead_keep_nothing_from_being_removed_or_evaluated() {
     let named =
         |name: &str| std::fs::read_link(format!("/proc/self/ns/{name}")).unwrap_or_default();
     let space = format!("{} {}{}", boot.trim(), named("pid").display(), named("time").display());
-    // More than the kernel gives out.
+    // The process id is larger than the kernel assigns.
     let holder = format!("{{\"host\":\"here\",\"space\":{space:?},\"pid\":4194305,\"started\":1}}");
     for name in
         ["queue-dead", "step-00000002.dead", "step-00000004.evaluate", "step-00000012.evaluate"]
@@ -261,7 +261,7 @@ fn the_dead_keep_nothing_from_being_removed_or_evaluated() {
 fn an_evaluator_ends_when_nobody_comes() {
     let root = tempfile::tempdir().unwrap();
     let files = trainer(Alone, root.path(), &["eval.samples=30"]).succeeds();
-    // Without the mark the run may go on at any time.
+    // Without the END mark the run may resume at any time.
     std::fs::remove_file(files.path("END")).unwrap();
     let ended = start(&mut evaluator(1, &files, &["--watch", "--timeout", "1s"])).finish(LIMIT);
     assert!(
@@ -278,7 +278,7 @@ fn an_evaluator_ends_when_nobody_comes() {
     let ended = start(&mut evaluator(2, &files, &["--policy", "every"])).finish(LIMIT).succeeded();
     assert!(ended.stdout.contains("every checkpoint is evaluated"), "{ended}");
     assert_eq!(losses(&files).len(), 6);
-    // Nor does who waits for a first checkpoint, but for his time.
+    // An evaluator that waits for a first checkpoint ends after its timeout.
     let none = RunFiles(root.path().join("none"));
     let waiting = waiting_evaluator(1, &none, &["--watch", "--timeout", "1s"]);
     let ended = waiting.finish(LIMIT);
@@ -327,7 +327,7 @@ fn an_interrupted_evaluator_asks_to_be_started_again() {
         let files = trainer(Alone, root.path(), &[]).copied();
         let mut job = start(&mut evaluator(ranks, &files, &EVERY));
         until_it_evaluates(&mut job, &files);
-        // To mpirun, which passes it on.
+        // To mpirun, which forwards it.
         send(job.id(), signal);
         let ended = job.finish(LIMIT);
         assert_eq!(ended.code(), 75, "{ended}");
@@ -371,7 +371,7 @@ fn an_evaluator_outlives_an_interrupted_trainer() {
     preempted(&job.finish(LIMIT), &files, Mpirun(2));
     let at = files.steps().len() as u64;
     let mut printed = String::new();
-    while !printed.contains("the trainer was interrupted: waiting for it to go on") {
+    while !printed.contains("the trainer was interrupted: waiting for it to resume") {
         assert!(evaluator.runs(), "{printed}");
         std::thread::sleep(Duration::from_millis(10));
         printed = evaluator.printed();
@@ -418,7 +418,7 @@ fn trainers_and_evaluators_share_a_job() {
 #[test]
 fn training_stops_when_it_no_longer_helps() {
     let root = tempfile::tempdir().unwrap();
-    // So fast that losses jump.
+    // The learning rate is so high that losses vary.
     let settings =
         ["optimizer.lr=0.5", "eval.patience=1", "run.steps=100000000", "checkpoint.every=5"];
     let stopped = |files: &RunFiles| {
@@ -449,15 +449,15 @@ fn training_stops_when_it_no_longer_helps() {
     assert!(losses(&files).contains_key(&(files.steps().len() as u64)));
 }
 
-/// The loss spikes after step 4, and the run goes back to it: neither patience nor `best` is
-/// decided by the saves since.
+/// The loss spikes after step 4, and the run is resumed from it: later saves must affect neither
+/// patience nor `best`.
 #[test]
 fn a_run_that_went_back_is_not_judged_by_later_saves() {
     let root = tempfile::tempdir().unwrap();
     let settings = ["eval.samples=30", "eval.patience=3"];
     let trainer = |more: &[&str]| trainer(Alone, root.path(), &[&settings[..], more].concat());
     trainer(&["run.steps=4"]).succeeds();
-    // Without patience, or the evaluator would end the run.
+    // Early stopping is off, otherwise the evaluator would end the run.
     let files = trainer(&["optimizer.lr=0.5", "eval.patience=0"]).resume("auto").succeeds();
     let evaluate = || start(&mut evaluator(1, &files, &EVERY[1..])).finish(LIMIT).succeeded();
     evaluate();
@@ -477,7 +477,7 @@ fn a_run_that_went_back_is_not_judged_by_later_saves() {
     };
     let before = root.path().join("before");
     copy(&files.0, &before);
-    // The saves are removed; or they are damaged, passed over, and replaced one by one.
+    // The saves are removed; or they are damaged, skipped, and replaced one by one.
     for damaged in [false, true] {
         std::fs::remove_dir_all(&files.0).unwrap();
         copy(&before, &files.0);
@@ -527,7 +527,7 @@ fn a_shared_job_is_interrupted_and_goes_on() {
         &[&SETTINGS[..], &["eval.every=10"], &more].concat(),
     )
     .succeeds();
-    // To all of the job, or to one who trains.
+    // The signal is sent to all of the job, or to one training rank.
     for signal in [SIGUSR1, SIGTERM] {
         let run = trainer(Mpirun(3), root.path(), &more);
         let files = run.files();

@@ -1,4 +1,4 @@
-//! Impossible requests are refused with a hint.
+//! Invalid requests are refused with a hint.
 
 use hpctrain_testkit::launch::{finish, mpirun, program};
 use hpctrain_testkit::program as executable;
@@ -10,10 +10,10 @@ fn an_evaluator_of_nonsense_ends_with_a_hint() {
     std::fs::write(&file, "no run").unwrap();
     let absent = root.path().join("absent/absent");
     for (run, watch, words) in [
-        (root.path(), true, "is no run's directory"),
-        (&*file, true, "is no run's directory"),
+        (root.path(), true, "is not the directory of a run"),
+        (&*file, true, "is not the directory of a run"),
         (&*root.path().join("absent"), false, "does not exist"),
-        // There is nothing that a trainer could make it in.
+        // Its parent directory does not exist, so no trainer could create it.
         (&*absent, true, "does not exist"),
     ] {
         let watch = if watch { &["--watch"][..] } else { &[] };

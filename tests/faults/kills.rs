@@ -1,4 +1,4 @@
-//! Kills: of one rank or of all, at any moment and in the middle of a save, again and again.
+//! Repeated kills of one rank or of all, at any moment and during saves.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use hpctrain_testkit::runs::{Run, RunFiles};
 
 const STEPS: u64 = 30;
 
-/// Ranks and layout between two kills.
+/// The ranks and layout between two kills.
 const LAYOUTS: [(Transport, &[&str]); 10] = [
     (Mpirun(2), &["parallel.zero=0"]),
     (Mpirun(4), &["parallel.zero=3"]),
@@ -26,11 +26,11 @@ const LAYOUTS: [(Transport, &[&str]); 10] = [
     (Mpirun(4), &["parallel.tensor=2", "parallel.sequence=true", "parallel.zero=1"]),
 ];
 
-/// Random numbers, the same in every run of the test.
+/// A random number generator, with the same numbers in every run of the test.
 pub struct Dice(pub u64);
 
 impl Dice {
-    /// A number below `limit`.
+    /// Returns a number below `limit`.
     pub fn below(&mut self, limit: u64) -> u64 {
         // xorshift64*
         self.0 ^= self.0 >> 12;
@@ -40,26 +40,25 @@ impl Dice {
     }
 }
 
-/// The kills so far.
+/// The results of the kills so far.
 #[derive(Debug, Default)]
 struct Tally {
-    /// Of them in the middle of a save.
+    /// The number of kills during a save.
     in_saves: u64,
     one_rank: u64,
     all: u64,
-    /// Runs that were killed again and again, and came to their end.
+    /// The number of runs that reached their end despite kills.
     runs: u64,
-    /// Kills after which a checkpoint was not there any more that had been published, and nothing
-    /// newer.
+    /// The number of kills after which a published checkpoint was missing without a newer one.
     lost: u64,
-    /// Steps of the runs that came to their end, and those of them whose loss is not the
-    /// undisturbed run's.
+    /// The number of steps of the completed runs, and of those whose loss differs from the
+    /// undisturbed run.
     steps: u64,
     differing: u64,
 }
 
 fn killed(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
-    // Two slices of each block, on one rank or two.
+    // Two virtual tensor-parallel ranks, on one rank or two.
     let steps = ["run.steps=30", "eval.every=5", "parallel.virtual_tensor_ranks=2"];
     Run::new(transport, root, name, &[&LARGE[..], &steps, settings].concat())
 }
@@ -77,13 +76,13 @@ fn killed_runs_equal_undisturbed_ones() {
     let mut tally = Tally::default();
     let mut number = 0;
     while number < kills {
-        // A run of its own for every so many kills: it must come to an end.
+        // Every few kills a new run starts, which must reach its end.
         let name = format!("killed-{}", tally.runs);
         let files = RunFiles(root.path().join(&name));
         let mut newest = 0;
         let observer = Observer::of(files.path("checkpoints"));
         for _ in 0..8 {
-            // In another order every time: each layout is killed in all ways.
+            // The order differs each time, so that every layout is killed in every way.
             let (transport, settings) = LAYOUTS[(number + number / 8) as usize % LAYOUTS.len()];
             let run = killed(transport, root.path(), &name, settings).resume("auto");
             if number == kills || !disturb(&run, number, &mut dice, &mut tally) {
@@ -117,7 +116,8 @@ fn killed_runs_equal_undisturbed_ones() {
     assert!(kills < 20 || tally.in_saves > 0 && tally.one_rank > 0 && tally.all > 0, "{tally:?}");
 }
 
-/// Replicas that train apart meet seldom: the job ends all the same, and goes on from an average.
+/// With local SGD replicas synchronize rarely; a kill still ends the job, which resumes from an
+/// average.
 #[test]
 fn a_kill_between_averages_ends_the_job() {
     let root = tempfile::tempdir().unwrap();
@@ -135,8 +135,8 @@ fn a_kill_between_averages_ends_the_job() {
     cut.resume("auto").succeeds().same_as(&whole, 24, "killed between averages");
 }
 
-/// The step of the newest checkpoint that is whole to its last byte; 0 if there is none. Nobody
-/// writes.
+/// Returns the step of the newest valid checkpoint, or 0 if there is none. No process may be
+/// writing.
 fn newest_whole(files: &RunFiles) -> u64 {
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
     let is_whole = |step: &u64| {
@@ -148,21 +148,21 @@ fn newest_whole(files: &RunFiles) -> u64 {
     checkpoints.steps().unwrap().into_iter().rev().find(is_whole).unwrap_or(0)
 }
 
-/// Limit of a job's time: on a machine that has other things to do `HPCTRAIN_FAULT_LIMIT` seconds.
+/// Returns the time limit of a job; `HPCTRAIN_FAULT_LIMIT` sets it in seconds for busy machines.
 pub fn limit() -> Duration {
     std::env::var("HPCTRAIN_FAULT_LIMIT")
         .map_or(LIMIT, |seconds| Duration::from_secs(seconds.parse().unwrap()))
 }
 
-/// Starts a run and kills it: in the middle of a save, or at a moment between its first instruction
-/// and its last. False if it had ended before.
+/// Starts a run and kills it during a save or at any other moment. Returns false if it had ended
+/// before.
 fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
     let files = run.files();
     let done = lines(&files.path("metrics.jsonl"));
     let mut job = start(&mut run.command());
     let in_save = number.is_multiple_of(2);
     if in_save {
-        // Leftovers of the kill before go when the run begins.
+        // A new start removes what the previous kill left behind.
         let begins = || files.path("logs").join("rank-00000.log").exists() && !saves(&files);
         let begun = Instant::now();
         while job.runs() && !begins() && begun.elapsed() < limit() {
@@ -171,7 +171,8 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
         let later = dice.below(3);
         let wanted = done.saturating_sub(2) + 2 * later as usize;
         wait(&mut job, || lines(&files.path("metrics.jsonl")) >= wanted && saves(&files));
-        // Into the writing, the manifest, the renames, the removal of the oldest.
+        // The kill hits the writes, the manifest, the renames, or the removal of the oldest
+        // checkpoint.
         std::thread::sleep(Duration::from_millis(dice.below(5) * dice.below(30)));
     } else {
         let moment = Duration::from_millis(dice.below(1000));
@@ -196,8 +197,8 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
     }
     let ended = job.finish(limit());
     assert!(!ended.status.success() || files.path("run.json").exists(), "{ended}");
-    // Without their launcher some may live on for a while. A scheduler would end them before it
-    // starts the job again.
+    // Without their launcher some ranks may survive for a while. A scheduler would end them before
+    // it restarts the job.
     let of_run = format!("run.root={}", run.root.display());
     while let left = processes(&of_run)
         && !left.is_empty()
@@ -208,7 +209,7 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
     true
 }
 
-/// Waits until something is so, or the job has ended.
+/// Waits until a condition is true, or the job has ended.
 fn wait(job: &mut Running, is_so: impl Fn() -> bool) {
     let begun = Instant::now();
     while job.runs() && !is_so() {

@@ -1,8 +1,8 @@
-//! Faults: jobs that are killed, interrupted, short of disk, or left with damaged files. Whatever
-//! happens, what is published is whole, and the run that is continued leaves what the undisturbed
-//! one leaves, bit by bit.
+//! Fault injection: jobs that are killed, interrupted, out of disk space, or left with damaged
+//! files. Published checkpoints must always be valid, and a run that is continued must give the
+//! same bits as an undisturbed one.
 //!
-//! `HPCTRAIN_FAULT_RUNS` is the number of kills, 20 without.
+//! `HPCTRAIN_FAULT_RUNS` is the number of kills; default: 20.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod attacks;
@@ -27,8 +27,8 @@ use std::path::Path;
 use hpctrain_testkit::launch::{Ended, Running, Transport, processes, rank_of, send};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// A network whose checkpoint takes 9 MB, so that a save takes a while, and a step some 50 ms. Four
-/// virtual ranks: the same bits on up to four ranks.
+/// A network whose checkpoint has 9 MB, so that a save takes a while, and a step about 50 ms. Four
+/// virtual ranks give the same bits on up to four ranks.
 const LARGE: [&str; 8] = [
     "model.layers=4",
     "model.width=128",
@@ -40,7 +40,7 @@ const LARGE: [&str; 8] = [
     "checkpoint.every=2",
 ];
 
-/// Panics unless a job asked to be continued, in every record it leaves.
+/// Panics unless all records of a job say that it was preempted.
 #[track_caller]
 fn preempted(ended: &Ended, files: &RunFiles, transport: Transport) {
     assert_eq!(ended.code(), 75, "{ended}");
@@ -49,7 +49,7 @@ fn preempted(ended: &Ended, files: &RunFiles, transport: Transport) {
     let ranks = match transport {
         Transport::Alone => 1,
         Transport::Mpirun(ranks) | Transport::Spawn(ranks) => ranks,
-        // Threads share the log of one of them.
+        // All threads share one log.
         Transport::Simulate(_) => 0,
     };
     for rank in 0..ranks {
@@ -68,7 +68,7 @@ fn refused(ended: &Ended, words: &[&str]) {
     }
 }
 
-/// The processes of a run's ranks, in their order; incomplete while they start.
+/// Returns the processes of a run's ranks in rank order; incomplete while they start.
 fn ranks(run: &Run) -> Vec<u32> {
     let all = processes(&format!("run.root={}", run.root.display()));
     match run.transport {
@@ -82,18 +82,18 @@ fn ranks(run: &Run) -> Vec<u32> {
     }
 }
 
-/// Whether a checkpoint of a run is being written.
+/// Returns whether a checkpoint of a run is being written.
 fn saves(files: &RunFiles) -> bool {
     let Ok(entries) = files.path("checkpoints").read_dir() else { return false };
     entries.flatten().any(|entry| entry.file_name().to_string_lossy().contains(".tmp-"))
 }
 
-/// Lines of a file, however many are there by now.
+/// Returns the current number of lines of a file.
 fn lines(path: &Path) -> usize {
     std::fs::read_to_string(path).unwrap_or_default().lines().count()
 }
 
-/// Waits until a run has taken so many steps.
+/// Waits until a run has taken `step` steps.
 #[track_caller]
 fn until_step(job: &mut Running, files: &RunFiles, step: usize) {
     job.until(&format!("at step {step}"), || lines(&files.path("metrics.jsonl")) >= step);

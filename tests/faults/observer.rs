@@ -1,4 +1,4 @@
-//! A reader who looks at a run's checkpoints all the time, as other programs may.
+//! A concurrent reader of a run's checkpoints, as other programs may be.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -9,27 +9,27 @@ use std::time::Duration;
 
 use hpctrain::checkpoint::Reader;
 
-/// The observations of one observer.
+/// What an observer has seen.
 #[derive(Debug, Default)]
 pub struct Seen {
-    /// Looks at the directory.
+    /// The number of listings of the directory.
     pub looks: u64,
-    /// Checkpoints read to their last byte.
+    /// The number of checkpoints read completely.
     pub verified: u64,
-    /// Times that `latest` was followed to a checkpoint.
+    /// The number of times that `latest` led to a checkpoint.
     pub latest: u64,
-    /// Observations that must never be made.
+    /// Observations that must never happen.
     pub wrong: Vec<String>,
 }
 
-/// A thread that reads.
+/// A thread that reads checkpoints.
 pub struct Observer {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Seen>,
 }
 
 impl Observer {
-    /// Begins to look at the directory `checkpoints`, which need not exist yet.
+    /// Starts to read the directory `checkpoints`, which need not exist yet.
     pub fn of(checkpoints: PathBuf) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
@@ -37,7 +37,7 @@ impl Observer {
             let mut seen = Seen::default();
             while !stopped.load(Ordering::Relaxed) {
                 look(&checkpoints, &mut seen);
-                // The job needs the cores as well.
+                // Leave cores for the job.
                 std::thread::sleep(Duration::from_millis(5));
             }
             seen
@@ -45,7 +45,7 @@ impl Observer {
         Self { stop, thread }
     }
 
-    /// Ends it; panics if it saw anything that was not whole.
+    /// Ends the thread; panics if it saw an invalid checkpoint.
     #[track_caller]
     pub fn finish(self) -> Seen {
         self.stop.store(true, Ordering::Relaxed);
@@ -80,7 +80,7 @@ fn look(checkpoints: &Path, seen: &mut Seen) {
     }
 }
 
-/// Reads a checkpoint. What is wrong with it counts if it still should be there.
+/// Reads a checkpoint. Errors count only if the checkpoint should still exist (`still`).
 fn check(path: &Path, seen: &mut Seen, still: impl Fn() -> bool) {
     let verify = || {
         let mut reader = Reader::open(path)?;

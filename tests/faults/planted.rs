@@ -1,4 +1,4 @@
-//! Run directories that other users have prepared, and those that are shared on purpose.
+//! Run directories prepared by other users, and directories that are shared on purpose.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, chown, lchown, symlink};
@@ -15,7 +15,7 @@ use hpctrain_testkit::runs::Run;
 /// Another user, and another group.
 const OTHER: u32 = 12345;
 
-/// The owner that a file server gives the files of root.
+/// The owner to which a file server maps files of root.
 const SQUASHED: u32 = 54322;
 
 const SETTINGS: [&str; 4] =
@@ -33,7 +33,7 @@ fn run(root: &Path, more: &[&str]) -> Run {
     Run::new(Alone, root, "x", &[&SETTINGS[..], more].concat())
 }
 
-/// Everything below a directory, links not followed.
+/// Returns the number of entries below a directory, without following links.
 fn entries(path: &Path) -> usize {
     let count = |entry: fs::DirEntry| match entry.file_type().unwrap().is_dir() {
         true => 1 + entries(&entry.path()),
@@ -72,7 +72,7 @@ fn a_directory_of_another_user_is_refused_and_nothing_is_written_through_its_lin
     assert_eq!((entries(root.path()), entries(&run_of_other)), before);
 }
 
-/// The directory of the run is this user's, and a link in it is not.
+/// The directory of the run belongs to this user, but a link in it does not.
 #[test]
 fn a_link_of_another_user_is_not_followed() {
     if !is_root() {
@@ -98,7 +98,7 @@ fn links_of_this_user_lead_where_they_should() {
     for path in [&scratch, &runs, &checkpoints] {
         fs::create_dir(path).unwrap();
     }
-    // The root, the run and its checkpoints.
+    // The root, the run and its checkpoints are links.
     symlink(&runs, root.path().join("linked")).unwrap();
     symlink(&scratch, runs.join("x")).unwrap();
     symlink(&checkpoints, scratch.join("checkpoints")).unwrap();
@@ -121,14 +121,14 @@ fn a_directory_that_all_may_write_to_is_refused() {
     run(root.path(), &[]).succeeds();
 }
 
-/// Prepares the run `x` in `root` by a thread whose files belong to [`SQUASHED`], as on a file
-/// server that gives all files of root that owner; returns the error.
+/// Prepares the run `x` in `root` with a thread whose files belong to [`SQUASHED`], as on a file
+/// server that maps root to that owner; returns the error.
 fn prepared_under_another_owner(root: &Path, resume: Resume) -> Option<String> {
     let mut config = Config::default();
     config.run.root = root.display().to_string();
     config.run.name = Some("x".into());
     let prepare = move || {
-        // SAFETY: the call changes this thread alone, which owns no memory that depends on it.
+        // SAFETY: the call changes only this thread, which owns no memory that depends on it.
         unsafe { libc::setfsuid(SQUASHED) };
         RunDirectory::prepare(&config, "x", &resume).map(drop).err().map(|e| e.to_string())
     };
@@ -144,12 +144,12 @@ fn a_directory_of_the_owner_that_a_server_gives_this_users_files_is_this_users()
     chown(root.path(), Some(SQUASHED), Some(SQUASHED)).unwrap();
     let path = root.path().join("x");
     assert_eq!(prepared_under_another_owner(root.path(), Resume::No), None);
-    // Without a server that does so, it belongs to somebody else.
+    // Without such a server, the directory belongs to another user.
     fs::create_dir_all(&path).unwrap();
     chown(&path, Some(SQUASHED), Some(SQUASHED)).unwrap();
     refused(&run(root.path(), &[]).ends(), &["x belongs to user 54322, not to you (user 0)"]);
     assert_eq!(prepared_under_another_owner(root.path(), Resume::Auto), None);
-    // With one, a directory of a third user does, also where files can be created.
+    // With one, a directory of a third user is refused, even if files can be created there.
     chown(&path, Some(OTHER), Some(OTHER)).unwrap();
     fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
     let before = entries(&path);

@@ -1,5 +1,5 @@
-//! Faults of runs on parameter servers: workers, servers and the coordinator that are killed,
-//! stopped, or asked to leave, and strangers.
+//! Faults of runs with parameter servers: workers, servers and the coordinator that are killed,
+//! stopped or asked to leave, and callers that do not belong to the run.
 
 use std::fs::Permissions;
 use std::io::{Read as _, Write as _};
@@ -21,8 +21,8 @@ use hpctrain_testkit::launch::Transport::{Alone, Simulate};
 use hpctrain_testkit::launch::{Ended, LIMIT, Running, finish, program, send, start, start_beside};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// Steps of some milliseconds, whose bits do not depend on the workers; a process that is gone is
-/// noticed soon.
+/// Settings with steps of a few milliseconds, whose bits do not depend on the workers, and a short
+/// timeout.
 pub const SETTINGS: [&str; 8] = [
     "model.width=64",
     "parallel.virtual_ranks=4",
@@ -34,7 +34,7 @@ pub const SETTINGS: [&str; 8] = [
     "parameter_server.timeout=3",
 ];
 
-/// A run of processes that come and go.
+/// A run of elastic processes.
 pub struct Job {
     run: Run,
     servers: usize,
@@ -44,7 +44,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// The coordinator, so many servers, so many workers.
+    /// Starts a coordinator, `servers` servers and `workers` workers.
     pub fn begin(
         root: &Path,
         name: &str,
@@ -69,7 +69,7 @@ impl Job {
         command
     }
 
-    /// One more process of a role; its number is that in `others`.
+    /// Starts another process of a role, which is appended to `others`.
     fn join(&mut self, role: &str) {
         let run = self.files().0;
         let process = start_beside(
@@ -79,7 +79,7 @@ impl Job {
         self.others.push(process);
     }
 
-    /// Kills the coordinator and starts it again.
+    /// Kills and restarts the coordinator.
     fn restart(&mut self) {
         kill(self.coordinator.id());
         while self.coordinator.runs() {
@@ -91,18 +91,18 @@ impl Job {
         self.coordinator = again;
     }
 
-    /// Kills one of the others, and starts another one of its role.
+    /// Kills a server or worker, and starts another one of its role.
     fn replace(&mut self, number: usize, role: &str) {
         kill(self.others[number].id());
         drop(self.others.remove(number));
         self.join(role);
         let last = self.others.len() - 1;
-        // In the place of the one before.
+        // The new process replaces the killed one in `others`.
         self.others[number..=last].rotate_right(1);
     }
 
-    /// Runs another program to its end: on no core of its own, for which another test might wait
-    /// that waits for this one's.
+    /// Runs another program to its end, without waiting for free cores, which could deadlock with
+    /// another test.
     #[track_caller]
     pub fn beside(&self, command: &mut Command) -> Ended {
         start_beside(&self.coordinator, command).finish(LIMIT)
@@ -112,13 +112,13 @@ impl Job {
         self.run.files()
     }
 
-    /// Waits until so many steps are on record.
+    /// Waits until `step` steps are recorded.
     pub fn until_step(&mut self, steps: usize) {
         let path = self.files().path("metrics.jsonl");
         self.coordinator.until("so far", || lines(&path) >= steps);
     }
 
-    /// Panics unless all end well.
+    /// Panics unless all processes end successfully.
     #[track_caller]
     pub fn ends(self) -> RunFiles {
         let files = self.files();
@@ -128,8 +128,8 @@ impl Job {
     }
 }
 
-/// Cuts all connections of a process, in the middle of any message; returns how many. The process
-/// lives on, and what listens goes on listening. None where the system forbids it.
+/// Cuts all connections of a process, even within a message, and returns their number. The process
+/// and its listeners continue. Returns none if the system forbids it.
 fn cut(process: u32) -> Option<usize> {
     let pid = Pid::from_raw(process.cast_signed()).unwrap();
     let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
@@ -137,7 +137,7 @@ fn cut(process: u32) -> Option<usize> {
     for entry in std::fs::read_dir(format!("/proc/{process}/fd")).unwrap().flatten() {
         let number = entry.file_name().to_str().unwrap().parse().unwrap();
         let is_socket = |link: PathBuf| link.to_string_lossy().starts_with("socket:");
-        // One may be closed by now.
+        // The connection may already be closed.
         if std::fs::read_link(entry.path()).is_ok_and(is_socket) {
             match pidfd_getfd(&descriptor, number, PidfdGetfdFlags::empty()) {
                 Ok(socket) => {
@@ -154,13 +154,12 @@ fn cut(process: u32) -> Option<usize> {
     Some(count)
 }
 
-/// The run that nothing disturbs.
+/// Returns an undisturbed run.
 fn reference() -> RunFiles {
     Run::new(Simulate(2), Path::new(""), "", &SETTINGS[..7]).shared()
 }
 
-/// A job that is asked to end before its servers have come is to be started again, as one that has
-/// saved.
+/// A job that is asked to end before its servers have joined exits as preempted.
 #[test]
 fn a_coordinator_without_servers_ends_when_it_is_asked_to() {
     let root = tempfile::tempdir().unwrap();
@@ -173,14 +172,14 @@ fn a_coordinator_without_servers_ends_when_it_is_asked_to() {
     assert_eq!(ended.code(), 75, "{ended}");
     let end = json(&files.path("END"));
     assert_eq!((&end["status"], &end["step"]), (&"preempted".into(), &0.into()), "{end}");
-    assert!(end["why"].as_str().unwrap().contains("SIGTERM came before all servers"), "{end}");
+    assert!(end["why"].as_str().unwrap().contains("SIGTERM arrived before all servers"), "{end}");
 }
 
 #[test]
 fn deaths_change_no_bit() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference();
-    // Servers are the first two of the others, workers the next two.
+    // The first two of the others are servers, the next two workers.
     let mut job = Job::begin(root.path(), "disturbed", 2, 2, &[]);
 
     job.until_step(10);
@@ -189,8 +188,7 @@ fn deaths_change_no_bit() {
     job.join("worker");
 
     job.until_step(30);
-    // Its virtual ranks go to another one; when it goes on it hears that it counts as gone, and joins
-    // again.
+    // Its virtual ranks are reassigned; when it continues, it must join again.
     let stopped = job.others[2].id();
     send(stopped, libc::SIGSTOP);
     job.until_step(40);
@@ -214,14 +212,14 @@ fn deaths_change_no_bit() {
 }
 
 #[test]
-fn workers_that_wait_for_nobody_come_and_go() {
+fn asynchronous_workers_come_and_go() {
     let root = tempfile::tempdir().unwrap();
-    let apart = [
+    let asynchronous = [
         "parameter_server.staleness='none'",
         "parameter_server.batches_per_lease=8",
         "run.steps=150",
     ];
-    let mut job = Job::begin(root.path(), "apart", 1, 2, &apart);
+    let mut job = Job::begin(root.path(), "apart", 1, 2, &asynchronous);
     job.until_step(10);
     job.join("worker");
     job.until_step(30);
@@ -260,16 +258,16 @@ fn connections_that_are_cut_are_made_again() {
     }
     let log = job.files().path("logs/coordinator.log");
     job.ends().same_as(&reference, 120, "cut");
-    // Nobody had to begin again: there is no checkpoint at which they could.
+    // The run did not restart: there is no checkpoint from which it could.
     let log = std::fs::read_to_string(log).unwrap();
     assert!(!log.contains("a server was lost"), "{log}");
 }
 
 #[test]
-fn a_coordinator_that_is_started_again_goes_on_where_it_was() {
+fn a_restarted_coordinator_resumes_where_it_was() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference();
-    // There is no checkpoint to go back to.
+    // No checkpoint exists to fall back to.
     let mut job = Job::begin(
         root.path(),
         "restarted",
@@ -283,8 +281,8 @@ fn a_coordinator_that_is_started_again_goes_on_where_it_was() {
     }
     let files = job.ends();
     files.same_as(&reference, 120, "restarted");
-    assert_eq!(went_on(&files), 3);
-    // Where a server has lost its ranges as well, all begin at the last checkpoint.
+    assert_eq!(resumptions(&files), 3);
+    // If a server has lost its ranges as well, the run restarts from the last checkpoint.
     let mut job = Job::begin(root.path(), "both", 2, 2, &[]);
     job.until_step(50);
     kill(job.others[0].id());
@@ -293,25 +291,25 @@ fn a_coordinator_that_is_started_again_goes_on_where_it_was() {
     job.join("server");
     let files = job.ends();
     files.same_as(&reference, 120, "both");
-    assert_eq!(went_on(&files), 0);
+    assert_eq!(resumptions(&files), 0);
 }
 
-/// How often a coordinator went on with servers as they were.
-fn went_on(files: &RunFiles) -> usize {
-    files.text("logs/coordinator.log").matches("with servers that have it still").count()
+/// Returns how often a coordinator resumed with servers that still held their state.
+fn resumptions(files: &RunFiles) -> usize {
+    files.text("logs/coordinator.log").matches("with servers that still hold its state").count()
 }
 
 #[test]
-fn workers_that_wait_for_nobody_outlive_a_coordinator() {
+fn asynchronous_workers_outlive_a_coordinator() {
     let root = tempfile::tempdir().unwrap();
-    let apart = [
+    let asynchronous = [
         "parameter_server.staleness='none'",
         "parameter_server.batches_per_lease=8",
         "run.steps=150",
         "checkpoint.every=0",
         "eval.every=0",
     ];
-    let mut job = Job::begin(root.path(), "apart", 2, 2, &apart);
+    let mut job = Job::begin(root.path(), "apart", 2, 2, &asynchronous);
     for at in [20, 70] {
         job.until_step(at);
         job.restart();
@@ -321,13 +319,13 @@ fn workers_that_wait_for_nobody_outlive_a_coordinator() {
     assert_eq!((&manifest["step"], &manifest["position"]), (&150.into(), &(150 * 8).into()));
     let steps: Vec<u64> = files.text("metrics.jsonl").lines().map(step_of).collect();
     assert_eq!(steps, (1..=150).collect::<Vec<_>>());
-    assert_eq!(went_on(&files), 2);
-    // Every batch counts, and those that were done since the last step on record may count twice.
+    assert_eq!(resumptions(&files), 2);
+    // Every batch counts, and those done since the last recorded step may count twice.
     let updates = manifest["updates"].as_u64().unwrap();
     assert!((300..330).contains(&updates), "{updates} updates");
 }
 
-/// The step of a line of records.
+/// Returns the step of a line of records.
 fn step_of(line: &str) -> u64 {
     serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64().unwrap()
 }
@@ -341,11 +339,11 @@ fn a_run_that_is_asked_to_end_saves_and_goes_on() {
     send(job.coordinator.id(), libc::SIGTERM);
     let files = job.files();
     assert_eq!(job.coordinator.finish(LIMIT).code(), 75);
-    // Servers have no more to do; workers tell that the run is to be started again.
+    // Servers exit successfully; workers exit as preempted.
     let codes: Vec<i32> = job.others.into_iter().map(|other| other.finish(LIMIT).code()).collect();
     assert_eq!(codes, [0, 75, 75]);
     assert_eq!(json(&files.path("END"))["status"], "preempted");
-    // On ranks, from the servers' checkpoint.
+    // Resume without servers from their checkpoint.
     let run = Run::new(Simulate(4), root.path(), "interrupted", &SETTINGS[..7]).resume("auto");
     run.succeeds().same_as(&reference, 120, "interrupted");
 }
@@ -362,12 +360,12 @@ fn strangers_do_not_disturb_a_run() {
         &["parameter_server.address='127.0.0.1'", "parameter_server.timeout=60"],
     );
     job.until_step(5);
-    // The run takes as long as the visits.
+    // The run lasts as long as the connections below.
     let worker = job.others[1].id();
     send(worker, libc::SIGSTOP);
     let address = job.files().coordinator();
     let connect = || TcpStream::connect(&address).unwrap();
-    // Each says nothing.
+    // These connections send nothing.
     let silent: Vec<TcpStream> = (0..300).map(|_| connect()).collect();
     let long = [&b"hpctrain"[..], &2u32.to_le_bytes(), &[7; 32], &[9; 16], &[0xff; 12]].concat();
     for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &long] {
@@ -375,7 +373,7 @@ fn strangers_do_not_disturb_a_run() {
         let _ = stranger.write_all(words);
         stranger.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let mut answer = Vec::new();
-        // An opening at most, then the end.
+        // The server sends at most its opening, then closes the connection.
         let _ = stranger.read_to_end(&mut answer);
         assert!(answer.len() <= 12, "{} bytes", answer.len());
     }
@@ -391,7 +389,7 @@ fn strangers_do_not_disturb_a_run() {
     drop(silent);
 }
 
-/// Connections to some addresses that send a byte of a handshake now and then, until it is dropped.
+/// Connections to some addresses that slowly send bytes of a handshake, until this is dropped.
 struct Dribblers {
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -429,7 +427,7 @@ impl Drop for Dribblers {
     }
 }
 
-/// Silent connections fill no room that saves need, and change nothing.
+/// Slow connections do not block those that saves need, and change nothing.
 #[test]
 fn connections_that_dribble_do_not_roll_a_run_back() {
     let root = tempfile::tempdir().unwrap();
@@ -440,7 +438,7 @@ fn connections_that_dribble_do_not_roll_a_run_back() {
         job.beside(program(["ps", "status", "--json", "--run"]).arg(job.files().0)).succeeded();
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     let server = status["servers"][0]["address"].as_str().unwrap().to_string();
-    // The run is not over before the first connections are refused.
+    // The run does not end before the first connections are refused.
     let worker = job.others[1].id();
     send(worker, libc::SIGSTOP);
     let dribblers = Dribblers::start(&[server, job.files().coordinator()], 200);
@@ -453,12 +451,12 @@ fn connections_that_dribble_do_not_roll_a_run_back() {
     files.same_as(&reference, 120, "dribbled");
     let log = files.text("logs/coordinator.log");
     assert!(!log.contains("a server was lost"), "{log}");
-    // Refused callers are reported, but not each.
+    // Refused callers are reported, but not every one.
     assert_eq!(log.matches("refused").count(), 1, "{log}");
 }
 
-/// Addresses of servers, as the coordinator prints them at each start of theirs.
-fn seated(printed: &str) -> Vec<&str> {
+/// Returns the addresses of servers that the coordinator prints at each start of a generation.
+fn server_addresses(printed: &str) -> Vec<&str> {
     printed
         .lines()
         .filter_map(|line| line.strip_prefix("servers ")?.rsplit_once(" on "))
@@ -484,8 +482,8 @@ fn a_server_that_hangs_gives_its_place_to_the_spare_one() {
     let log = files.text("logs/coordinator.log");
     assert_eq!(log.matches("a server was lost").count(), 1, "{log}");
     assert!(log.contains("no heartbeat for 3 s"), "{log}");
-    // The spare one took the seat at once.
-    let on = seated(&ended.stdout);
+    // The spare server replaced it at once.
+    let on = server_addresses(&ended.stdout);
     assert!(on.len() == 2 && on[0] != on[1], "{ended}");
 }
 
@@ -496,7 +494,7 @@ fn without_the_secret_nobody_is_let_in() {
     job.until_step(5);
     let worker = job.others[1].id();
     send(worker, libc::SIGSTOP);
-    // One that cannot read the secret.
+    // A worker that cannot read the secret is refused.
     let files = job.files();
     let other = root.path().join("copy/servers");
     std::fs::create_dir_all(&other).unwrap();
@@ -548,7 +546,7 @@ fn a_worker_with_other_data_is_sent_away() {
     job.beside(&mut import("or not to be to be")).succeeded();
     let other =
         job.beside(program(["ps", "worker", "--timeout", "20", "--run"]).arg(job.files().0));
-    refused(&other, &["the training data of this worker is not that of the run"]);
+    refused(&other, &["the training data of this worker differs from that of the run"]);
     job.beside(&mut import("to be or not to be")).succeeded();
     job.join("worker");
     job.ends();
@@ -600,7 +598,7 @@ fn roles_by_variables_make_a_run() {
     }
 }
 
-/// Of six, or as many as `HPCTRAIN_FAULT_RUNS` says.
+/// Injects six faults, or `HPCTRAIN_FAULT_RUNS`.
 #[test]
 fn faults_again_and_again_change_no_bit() {
     let faults = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(6, |number| number.parse().unwrap());
@@ -614,7 +612,7 @@ fn faults_again_and_again_change_no_bit() {
         let name = format!("run-{done}");
         // Two servers, then two workers.
         let mut job = Job::begin(root.path(), &name, 2, 2, &steps);
-        let mut told = String::new();
+        let mut history = String::new();
         for _ in 0..8 {
             let at = lines(&job.files().path("metrics.jsonl")) + 1 + dice.below(25) as usize;
             if done == faults || at > 220 {
@@ -622,7 +620,7 @@ fn faults_again_and_again_change_no_bit() {
             }
             job.until_step(at);
             let fault = dice.below(8);
-            told += &format!("{fault} at {at}; ");
+            history += &format!("{fault} at {at}; ");
             match fault {
                 0 | 1 => job.replace(fault as usize, "server"),
                 2 | 3 => job.replace(fault as usize, "worker"),
@@ -635,7 +633,7 @@ fn faults_again_and_again_change_no_bit() {
                     let _ = cut(process);
                 }
                 5 => {
-                    // For longer than the timeout.
+                    // It is stopped for longer than the timeout.
                     send(job.others[2].id(), libc::SIGSTOP);
                     std::thread::sleep(Duration::from_millis(3500));
                     send(job.others[2].id(), libc::SIGCONT);
@@ -649,7 +647,7 @@ fn faults_again_and_again_change_no_bit() {
             done += 1;
         }
         let files = job.ends();
-        println!("{name}: {told}");
+        println!("{name}: {history}");
         files.same_as(&whole, 240, &name);
         assert!(!saves(&files), "{name}: leftovers");
     }

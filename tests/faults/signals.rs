@@ -1,5 +1,5 @@
-//! Requests to end: signals at every moment, and clocks. The job saves, exits with code 75, and
-//! goes on from there.
+//! Requests to end: signals at any moment, and time limits. The job saves, exits with code 75, and
+//! can be resumed.
 
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -11,26 +11,25 @@ use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use hpctrain_testkit::launch::{Ended, LIMIT, Running, Share, handles, send, start, start_on};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// Whom a signal is sent to.
+/// The target of a signal.
 #[derive(Debug, Clone, Copy)]
 enum To {
-    /// A rank of the job; under simulate they are one process.
+    /// A rank of the job; with simulate all ranks are one process.
     Rank(usize),
-    /// mpirun, which passes SIGUSR1 on, or the program that has started its ranks, which passes all
-    /// on.
+    /// mpirun, which forwards SIGUSR1, or `--spawn`, which forwards all signals.
     Launcher,
 }
 
-/// The phase of the job when the signal comes.
+/// The phase of the job in which the signal arrives.
 #[derive(Debug, Clone, Copy)]
 enum During {
-    /// So many milliseconds after it began to listen.
+    /// This number of milliseconds after it started to listen for signals.
     Start(u64),
     Training,
     Save,
 }
 
-/// The ranks of a job, once all of them listen to a signal.
+/// Waits until all ranks of a job handle a signal, and returns them.
 fn listening(run: &Run, job: &mut Running, signal: i32) -> Vec<u32> {
     let wanted = match run.transport {
         Alone | Simulate(_) => 1,
@@ -80,7 +79,7 @@ fn interrupted_runs_go_on_as_if_nothing_was() {
         (Mpirun(2), SIGINT, To::Rank(0), During::Training, Alone),
         (Spawn(2), SIGTERM, To::Launcher, During::Training, Mpirun(2)),
         (Simulate(2), SIGUSR1, To::Rank(0), During::Training, Simulate(4)),
-        // Of a limit on CPU time.
+        // The signal of a limit on CPU time.
         (Alone, SIGXCPU, To::Rank(0), During::Training, Alone),
         (Alone, SIGUSR1, To::Rank(0), During::Save, Mpirun(2)),
         (Spawn(2), SIGINT, To::Rank(1), During::Save, Spawn(4)),
@@ -105,7 +104,7 @@ fn interrupted_runs_go_on_as_if_nothing_was() {
         println!("{what}: {} steps", files.steps().len());
         preempted(&ended, &files, transport);
         assert!(!saves(&files), "{what}: leftovers");
-        // All that was trained is saved.
+        // Everything that was trained is saved.
         let at = files.steps().len() as u64;
         assert!(
             at < STEPS && (at == 0 || files.checkpoint(at).exists()),
@@ -116,7 +115,7 @@ fn interrupted_runs_go_on_as_if_nothing_was() {
     }
 }
 
-/// An evaluation that takes seconds is given up, and made up for.
+/// A long evaluation is cancelled, and repeated after resuming.
 #[test]
 fn a_signal_ends_an_evaluation() {
     const STEPS: u64 = 4;
@@ -145,7 +144,7 @@ fn a_signal_ends_an_evaluation() {
         send(if let To::Rank(rank) = to { ranks[rank] } else { job.id() }, signal);
         let ended = job.finish(LIMIT);
         preempted(&ended, &files, transport);
-        // It was given up rather than waited for.
+        // It was cancelled rather than awaited.
         assert_eq!((lines(&files.path("eval.jsonl")), files.steps().len()), (0, 2), "{ended}");
         assert!(files.checkpoint(2).exists(), "{ended}");
         let resumed =
@@ -154,7 +153,7 @@ fn a_signal_ends_an_evaluation() {
     }
 }
 
-/// A run of steps that take far longer than a test may.
+/// Runs steps that take far longer than a test may.
 #[test]
 fn a_second_interrupt_ends_at_once() {
     let root = tempfile::tempdir().unwrap();
@@ -164,7 +163,7 @@ fn a_second_interrupt_ends_at_once() {
         let files = run.files();
         let mut job = start(&mut run.command());
         job.until("trains", || files.path("metrics.jsonl").exists());
-        // On a busy machine the first step begins some time after the file is there.
+        // On a busy machine the first step starts some time after the file exists.
         std::thread::sleep(Duration::from_millis(2000));
         send(job.id(), SIGINT);
         std::thread::sleep(Duration::from_millis(100));
@@ -176,14 +175,14 @@ fn a_second_interrupt_ends_at_once() {
     }
 }
 
-/// A run that would go on for hours.
+/// Returns a run that would take hours.
 fn endless(transport: Transport, root: &std::path::Path, more: &[&str]) -> Run {
     let settings = ["run.steps=100000000", "eval.every=0", "checkpoint.every=0"];
     Run::new(transport, root, "endless", &[&settings, more].concat())
 }
 
-/// Panics unless a run that is started on a share of the cores has ended before the time was over,
-/// has saved, and can be continued.
+/// Panics unless a run that is started on a share of the cores ends before its time limit, has
+/// saved, and can be resumed.
 fn ends_in_time(run: &Run, share: Share, command: &mut Command, limit: Duration) {
     let begun = Instant::now();
     let ended = start_on(share, command).finish(LIMIT);
@@ -232,7 +231,7 @@ fn the_clock_asks_for_checkpoints() {
     job.until("saved twice", || steps().len() >= 2);
     send(job.id(), SIGUSR1);
     preempted(&job.finish(LIMIT), &files, run.transport);
-    // Not every step, and the last one.
+    // Not every step is saved, but the last one is.
     let saved = steps();
     assert!(saved.len() < files.steps().len() / 2, "{saved:?}");
     assert_eq!(saved.last(), Some(&(files.steps().len() as u64)));

@@ -1,5 +1,5 @@
-//! One supervised run after another, to which all kinds of faults happen: each ends with the bits
-//! of an undisturbed one.
+//! Supervised runs with all kinds of injected faults; each must end with the bits of an undisturbed
+//! run.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt as _;
@@ -33,7 +33,7 @@ const KINDS: [&str; 11] = [
     "stale listings, and kill -9 of all ranks",
 ];
 
-/// Builds the disk that fails while a file says so.
+/// Builds the library that makes a disk fail while a file requests it.
 fn failing_disk(root: &Path) -> PathBuf {
     let library = root.join("failing_disk.so");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/faults/failing_disk.c");
@@ -55,12 +55,12 @@ impl Job {
         self.run.files()
     }
 
-    /// Starts on record that have ended.
+    /// Returns the number of recorded starts that have ended.
     fn ended(&self) -> usize {
         lines(&self.files().path("restarts.jsonl"))
     }
 
-    /// Waits for the next start after a fault that ends one.
+    /// Injects a fault that ends a start, and waits for the next start.
     fn ends_a_start(&mut self, fault: impl FnOnce(&mut Self)) {
         let before = self.ended();
         fault(self);
@@ -72,7 +72,7 @@ impl Job {
         ranks(&self.run).into_iter().take(count).for_each(|rank| send(rank, libc::SIGKILL));
     }
 
-    /// Makes a fault of a kind happen; false if this machine cannot.
+    /// Injects a fault of a kind; returns false if this machine cannot.
     fn suffers(&mut self, kind: usize, dice: &mut Dice, root: &Path) -> bool {
         let run = self.run.clone();
         self.job.until("all ranks are there", || ranks(&run).len() == 2);
@@ -91,7 +91,7 @@ impl Job {
                     return false;
                 }
                 let filler = root.join("disk/filler");
-                // All that is left.
+                // Only this checkpoint is left.
                 let _ = std::fs::write(&filler, vec![0; 64 << 20]);
                 std::thread::sleep(Duration::from_millis(1200));
                 std::fs::remove_file(&filler).unwrap();
@@ -104,7 +104,7 @@ impl Job {
                 );
             }
             6 => {
-                // There is another one to go back to.
+                // There is an older checkpoint to fall back to.
                 let files = self.files();
                 self.job.until("saved twice", || newest(&files) > 3);
                 let checkpoint = self.files().path("checkpoints/latest").canonicalize().unwrap();
@@ -133,13 +133,13 @@ impl Job {
         true
     }
 
-    /// Flips a bit of parameters in the memory of a rank; false where this user may not.
+    /// Flips a bit of parameters in the memory of a rank; returns false if this user may not.
     fn forgets(&mut self, rank: u32) -> bool {
         let files = self.files();
-        // The newest one may be damaged by another fault.
+        // Another fault may have damaged the newest checkpoint.
         let before = newest(&files);
         while self.job.runs() {
-            // The copy that is being saved is no memory that an audit sees.
+            // SDC checks do not cover the copy that is being saved.
             if newest(&files) == before || saves(&files) {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
@@ -151,7 +151,8 @@ impl Job {
             send(rank, libc::SIGSTOP);
             let flipped = if saves(&files) { Some(0) } else { flip(rank, &wanted, 0.008) };
             match flipped {
-                // Steps have gone too far from that checkpoint, or a save has begun.
+                // The parameters have changed too much since that checkpoint, or a save has
+                // started.
                 Some(0) => send(rank, libc::SIGCONT),
                 Some(_) => {
                     self.ends_a_start(|_| send(rank, libc::SIGCONT));
@@ -166,11 +167,11 @@ impl Job {
                 }
             }
         }
-        // It has ended meanwhile.
+        // The rank has ended meanwhile.
         false
     }
 
-    /// Does something while operations on the run's disk fail in one way.
+    /// Calls `something` while operations on the run's disk fail in one way.
     fn while_the_disk_fails(&mut self, way: &str, root: &Path, something: impl FnOnce(&mut Self)) {
         let fault = root.join("disk.fault");
         std::fs::write(&fault, way).unwrap();
@@ -179,7 +180,7 @@ impl Job {
     }
 }
 
-/// As many faults as `HPCTRAIN_FAULT_RUNS` says, one of each kind without.
+/// Injects `HPCTRAIN_FAULT_RUNS` faults; default: one of each kind.
 #[test]
 fn supervised_runs_survive_all_kinds_of_faults() {
     let faults =
@@ -217,14 +218,14 @@ fn supervised_runs_survive_all_kinds_of_faults() {
         let mut job = Job { run, job, disk };
         let mut last = 0;
         for _ in 0..5 {
-            // The start after the last fault has gained a checkpoint.
+            // The start after the last fault has saved a checkpoint.
             let files = job.files();
             job.job.until("saved", || newest(&files) > last);
             last = newest(&files);
             if done == faults || last + 12 > STEPS {
                 break;
             }
-            // The first of each kind in turn.
+            // First one fault of each kind, in order.
             let kind =
                 if done < KINDS.len() { done } else { dice.below(KINDS.len() as u64) as usize };
             if job.suffers(kind, &mut dice, root.path()) {

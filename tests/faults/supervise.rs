@@ -1,4 +1,4 @@
-//! Jobs that are started again after whatever ended them, and those that are not.
+//! Jobs that the supervisor restarts, and jobs that it does not.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Spawn};
 use hpctrain_testkit::launch::{LIMIT, finish, processes, program, rank_of, send, start};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// The command that supervises a run's.
+/// Returns the command that supervises a run.
 pub fn supervised(run: &Run, options: &[&str]) -> Command {
     let inner = run.command();
     let mut command = program(["supervise"]);
@@ -36,7 +36,7 @@ fn a_run_that_is_killed_ten_times_has_the_same_bits() {
     let mut job = start(&mut supervised(&run, &[]));
     let begun = Instant::now();
     for number in 0..KILLS {
-        // Each start gains a checkpoint before it is killed.
+        // Each start saves a checkpoint before it is killed.
         let words = format!("run.root={}", root.path().display());
         let before = newest(&files);
         job.until("saved", || newest(&files) > before && files.path("metrics.jsonl").exists());
@@ -73,8 +73,8 @@ fn a_run_that_is_killed_ten_times_has_the_same_bits() {
     );
 }
 
-/// A supervisor that is killed leaves its job behind; the next one waits for it, and goes on where
-/// it ended.
+/// A killed supervisor leaves its job running; the next supervisor waits for the job, and resumes
+/// where it ended.
 #[test]
 fn a_job_that_outlives_its_supervisor_is_found() {
     let root = tempfile::tempdir().unwrap();
@@ -86,7 +86,7 @@ fn a_job_that_outlives_its_supervisor_is_found() {
     send(first.id(), libc::SIGKILL);
     first.finish(LIMIT);
     let ended = finish(&mut supervised(&run, &[])).succeeded();
-    assert!(ended.stderr.contains("by a job that has outlived its supervisor"), "{ended}");
+    assert!(ended.stderr.contains("is being trained by a job whose supervisor"), "{ended}");
     assert_eq!(json(&files.path("END"))["status"], "finished");
     assert_eq!(files.steps().len(), 400);
     let names = root
@@ -111,7 +111,7 @@ fn faults_of_the_input_are_not_tried_again() {
             &[],
         ));
         assert_eq!((ended.code(), ended.stderr.matches("error:").count()), (2, 1), "{ended}");
-        assert!(!ended.stderr.contains("starting again"), "{ended}");
+        assert!(!ended.stderr.contains("restarting in"), "{ended}");
     }
     let ended = finish(program(["supervise", "--", "/no/such/program"]).current_dir(root.path()));
     assert_eq!(ended.code(), 2, "{ended}");
@@ -131,7 +131,10 @@ fn starts_that_gain_nothing_are_counted() {
     let ended = finish(command.current_dir(root.path()));
     assert_eq!(ended.code(), 74, "{ended}");
     assert_eq!(lines(&root.path().join("count")), 2, "{ended}");
-    assert!(ended.stderr.contains("2 starts in a row gained no checkpoint: giving up"), "{ended}");
+    assert!(
+        ended.stderr.contains("2 consecutive starts saved no new checkpoint: giving up"),
+        "{ended}"
+    );
 }
 
 #[test]
@@ -163,7 +166,7 @@ fn a_signal_preempts_the_whole() {
     }
 }
 
-/// As mpirun was seen to do after a cable was cut.
+/// mpirun has been observed to survive its ranks after a cable was cut.
 #[test]
 fn a_launcher_that_outlives_its_ranks_is_ended() {
     let root = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! More than one trainer for one run's directory, at once or one after the other.
+//! Several trainers of one run directory, concurrently or one after the other.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,13 +15,13 @@ fn lease(files: &RunFiles) -> PathBuf {
     files.path(".leases/trainer.lease")
 }
 
-/// A run of many steps, which saves every second one.
+/// Returns a run of many steps that saves every second one.
 fn long(transport: Transport, root: &Path, name: &str) -> Run {
     Run::new(transport, root, name, &[&LARGE[..], &["run.steps=5000", "eval.every=0"]].concat())
 }
 
-/// Everything in a directory of which no trainer but the holder of the lease may change anything,
-/// by name, with its inode.
+/// Returns the names and inodes of everything in a run directory, which only the holder of the
+/// lease may change.
 fn inventory(files: &RunFiles) -> Vec<(String, u64)> {
     use std::os::unix::fs::MetadataExt as _;
     let mut all = Vec::new();
@@ -56,19 +56,19 @@ fn a_second_trainer_is_refused_and_changes_nothing() {
         let ended = start_beside(&job, command.args(more)).finish(LIMIT);
         refused(&ended, &[&words, ", since ", "run.name="]);
     }
-    // Not to be continued, it is refused for the same reason.
+    // Without --resume it is refused for the same reason.
     refused(
         &start_beside(&job, &mut long(Alone, root.path(), "x").command()).finish(LIMIT),
         &[&words],
     );
     assert!(job.runs(), "it ended too early: {}", job.printed());
-    // Its own end is far away, however long the refusals took.
+    // The run is still far from its end, however long the refusals took.
     send(holder, SIGTERM);
     preempted(&job.finish(LIMIT), &files, Mpirun(2));
     assert!(!lease(&files).exists());
 
-    // Undisturbed and as far, the same bits. It keeps every second checkpoint; the other kept its
-    // last two.
+    // An undisturbed run to the same step has the same bits. It keeps every second checkpoint; the
+    // other kept its last two.
     let steps = files.steps();
     let mut reference = long(Alone, root.path(), "reference");
     reference.settings.push("checkpoint.keep=5000".into());
@@ -85,7 +85,7 @@ fn a_second_trainer_is_refused_and_changes_nothing() {
     );
 }
 
-/// The next one need not wait for the lease to grow old.
+/// The next trainer need not wait until the lease expires.
 #[test]
 fn a_killed_trainer_is_followed_at_once() {
     let root = tempfile::tempdir().unwrap();
@@ -113,7 +113,7 @@ fn a_killed_trainer_is_followed_at_once() {
     }
 }
 
-/// Another node has found the lease of a trainer dead, which stood still, and has begun to train.
+/// Another node has found the lease of a stopped trainer expired, and has started to train.
 #[test]
 fn a_trainer_that_was_replaced_stops_and_changes_nothing() {
     let root = tempfile::tempdir().unwrap();
@@ -126,7 +126,7 @@ fn a_trainer_that_was_replaced_stops_and_changes_nothing() {
         let files = run.files();
         let mut job = start(&mut run.command());
         until_step(&mut job, &files, 4);
-        // Stopped, so that what is there does not change while it is looked at.
+        // The trainer is stopped, so that the files do not change while they are read.
         let all = ranks(&run);
         all.iter().for_each(|pid| send(*pid, libc::SIGSTOP));
         let mut held: Value = json(&lease(&files));
@@ -135,14 +135,14 @@ fn a_trainer_that_was_replaced_stops_and_changes_nothing() {
         held["space"] = "another".into();
         held["token"] = "another".into();
         std::fs::write(lease(&files), held.to_string()).unwrap();
-        // The other one's metrics are a file of their own.
+        // The metrics of the other trainer are a separate file.
         std::fs::remove_file(files.path("metrics.jsonl")).unwrap();
         std::fs::write(files.path("metrics.jsonl"), "").unwrap();
         let before = inventory(&files);
         all.iter().for_each(|pid| send(*pid, libc::SIGCONT));
         let ended = job.finish(LIMIT);
         refused(&ended, &["trainer.lease was taken by process 4711 on far"]);
-        // It may have begun to write a checkpoint under a name of its own.
+        // It may have started to write a checkpoint under a separate name.
         let after = inventory(&files)
             .into_iter()
             .filter(|(name, _)| !name.contains(".tmp-"))
@@ -156,7 +156,7 @@ fn a_trainer_that_was_replaced_stops_and_changes_nothing() {
     }
 }
 
-/// A lease that another node still touches: nothing here can tell but its beats.
+/// A lease that another node still renews, which is visible only by its heartbeats.
 #[test]
 fn a_trainer_of_another_node_is_seen_by_its_beats() {
     let root = tempfile::tempdir().unwrap();
@@ -171,7 +171,7 @@ fn a_trainer_of_another_node_is_seen_by_its_beats() {
     };
     beat(0);
     let mut job = start(&mut run.command());
-    while !job.printed().contains("for a sign of life of process 7 on far") {
+    while !job.printed().contains("for a heartbeat of process 7 on far") {
         assert!(job.runs(), "{}", job.printed());
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -197,20 +197,20 @@ fn a_signal_ends_the_wait_for_a_trainer_of_another_node() {
         "{\"host\":\"far\",\"space\":\"a b\",\"pid\":7,\"started\":1,\"token\":\"t\",\"beats\":0}";
     std::fs::write(lease(&files), held).unwrap();
     let mut job = start(&mut run.command());
-    while !job.printed().contains("for a sign of life of process 7 on far") {
+    while !job.printed().contains("for a heartbeat of process 7 on far") {
         assert!(job.runs(), "{}", job.printed());
         std::thread::sleep(Duration::from_millis(10));
     }
     ranks(&run).iter().for_each(|pid| send(*pid, SIGTERM));
     let ended = job.finish(LIMIT);
     assert_eq!(ended.code(), 75, "{ended}");
-    let told = "trainer.lease: SIGTERM came during the wait for this lease";
-    assert_eq!(ended.stderr.matches(told).count(), 1, "{ended}");
+    let expected = "trainer.lease: SIGTERM came during the wait for this lease";
+    assert_eq!(ended.stderr.matches(expected).count(), 1, "{ended}");
     assert_eq!(std::fs::read_to_string(lease(&files)).unwrap(), held);
     assert!(!files.path("checkpoints").exists() && !files.path("logs").exists());
 }
 
-/// A run without a name: the arguments after `train`.
+/// Returns a command that trains a run without a name.
 fn unnamed(root: &Path, more: &[&str]) -> std::process::Command {
     let mut command = program(["train"]);
     let root = format!("run.root={}", root.display());
@@ -246,14 +246,14 @@ fn unnamed_runs_have_directories_of_their_own_and_resume_their_own() {
     for name in names(root.path()) {
         assert_eq!(RunFiles(root.path().join(name)).steps().len(), 40);
     }
-    // Three that match: which one?
+    // Three runs match, so the choice is ambiguous.
     let auto = [&slow[..], &["--resume", "auto"]].concat();
     let ended = start(&mut unnamed(root.path(), &auto)).finish(LIMIT);
     refused(&ended, &["any of 3 runs: ", "gpt-char-2 at step 40", "run.name=gpt-char-3"]);
     for name in ["gpt-char", "gpt-char-3"] {
         std::fs::remove_dir_all(root.path().join(name)).unwrap();
     }
-    // A newer one that failed at its first batch has nothing to go on with.
+    // A newer run that failed at its first batch has no checkpoint to resume from.
     let fails = [&slow[..], &["--set", "optimizer.lr=1e30", "--set", "run.max_skipped=1"]].concat();
     start(&mut unnamed(root.path(), &fails)).finish(LIMIT);
     assert!(root.path().join("gpt-char").exists(), "{:?}", names(root.path()));
@@ -273,7 +273,7 @@ fn unnamed_runs_have_directories_of_their_own_and_resume_their_own() {
     assert_eq!(names(root.path()), ["gpt-char", "gpt-char-2", "gpt-char-3"]);
 }
 
-/// One byte in `eval.jsonl` that is no text, and one checkpoint kept: the best one and its link
+/// With one invalid byte in `eval.jsonl` and one checkpoint kept, the best checkpoint and its link
 /// stay.
 #[test]
 fn a_damaged_record_of_evaluations_costs_no_checkpoint() {
@@ -300,7 +300,7 @@ fn a_damaged_record_of_evaluations_costs_no_checkpoint() {
         assert!(ended.stderr.contains("no checkpoint is removed"), "{i}: {ended}");
         assert!(files.checkpoint(2).exists(), "{i}: {ended}");
         assert_eq!(link.read_link().unwrap(), Path::new("step-00000002"));
-        // Repaired, what need not be kept goes.
+        // After the file is repaired, retention removes checkpoints again.
         let repaired: Vec<u8> = std::fs::read(files.path("eval.jsonl")).unwrap();
         let lines = repaired.split_inclusive(|byte| *byte == b'\n');
         let good: Vec<u8> = lines

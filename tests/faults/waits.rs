@@ -1,5 +1,5 @@
-//! No wait without a watch: a rank that is stopped ends every command that runs on ranks, from its
-//! start to its end, and an evaluator does not wait for a trainer that will not come.
+//! Timeouts: a stopped rank ends every command that runs on ranks, in all phases, and an evaluator
+//! does not wait forever for a trainer.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ use hpctrain_testkit::launch::{LIMIT, Running, mpirun, processes, send, start};
 use hpctrain_testkit::program as executable;
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// Kills a process that is stopped, which no launcher may be able to end.
+/// Kills a stopped process, which a launcher may not be able to end.
 struct Stopped(u32);
 
 impl Drop for Stopped {
@@ -20,8 +20,8 @@ impl Drop for Stopped {
     }
 }
 
-/// The processes of the ranks that have met in a directory below a run's logs; none before all
-/// have.
+/// Returns the processes of the ranks that have written heartbeats below a run's logs; none before
+/// all have.
 fn met(run: &RunFiles, ranks: usize) -> Option<Vec<u32>> {
     let folders = run.path("logs").read_dir().ok()?.flatten().map(|entry| entry.path());
     let folder = folders
@@ -30,7 +30,7 @@ fn met(run: &RunFiles, ranks: usize) -> Option<Vec<u32>> {
     let text = std::fs::read_to_string(folder.join("heartbeat-00000")).ok()?;
     let heartbeats = text.lines().map(|line| serde_json::from_str(line).ok());
     let heartbeats: Vec<Value> = heartbeats.collect::<Option<_>>()?;
-    // Not in the middle of a start, but in a collective of the work.
+    // Wait until the ranks are past their start, in a collective of the work.
     let works = |one: &Value| one["finished"]["number"].as_u64() > Some(40);
     let pids =
         heartbeats.iter().filter(|one| works(one)).map(|one| one["pid"].as_u64().unwrap() as u32);
@@ -52,7 +52,7 @@ fn names_the_stopped(mut command: Command, run: &RunFiles) {
     let ended = job.finish(LIMIT);
     assert_eq!(ended.code(), 1, "{ended}");
     let words = [
-        format!("the job stands still: rank 1 (process {pid} on "),
+        format!("the job hangs: rank 1 (process {pid} on "),
         ") does not answer: last seen ".into(),
         "rank 0 waits in #".into(),
         "comm.timeout = 2 seconds".into(),
@@ -62,7 +62,7 @@ fn names_the_stopped(mut command: Command, run: &RunFiles) {
     }
 }
 
-/// `hpctrain COMMAND` on two ranks.
+/// Returns `hpctrain COMMAND` on two ranks.
 fn on_two(arguments: &[&str], settings: &[&str]) -> Command {
     let mut command = mpirun(2);
     command.arg(executable()).args(arguments);
@@ -78,7 +78,7 @@ fn a_stopped_rank_ends_evaluations_and_samples() {
     let files = Run::new(Alone, root.path(), "x", &["eval.inline=false", "eval.samples=1000000"])
         .succeeds();
     let at = files.0.to_str().unwrap();
-    // Each would take minutes.
+    // Each command would take minutes.
     let slow = ["eval.batch=1"];
     names_the_stopped(on_two(&["eval", "--run", at], &slow), &files);
     clear(&files);
@@ -87,7 +87,7 @@ fn a_stopped_rank_ends_evaluations_and_samples() {
     names_the_stopped(on_two(&["sample", "--checkpoint", at, "--tokens", "10000000"], &[]), &files);
 }
 
-/// The evidence of one job is not that of the next.
+/// Removes the logs of one job, so that they are not mistaken for those of the next.
 fn clear(files: &RunFiles) {
     std::fs::remove_dir_all(files.path("logs")).unwrap();
     std::fs::create_dir(files.path("logs")).unwrap();
@@ -130,7 +130,7 @@ fn a_stopped_rank_ends_predictions() {
     names_the_stopped(on_two(&arguments, &["eval.batch=1"]), &files);
 }
 
-/// A rank that is stopped before it has met the others.
+/// A rank is stopped before it has connected to the others.
 #[test]
 fn a_rank_that_does_not_start_ends_the_others() {
     let root = tempfile::tempdir().unwrap();
@@ -142,15 +142,11 @@ fn a_rank_that_does_not_start_ends_the_others() {
     let ended = start(&mut command).finish(LIMIT);
     processes(root.path().to_str().unwrap()).into_iter().for_each(kill);
     assert_ne!(ended.code(), 0, "{ended}");
-    assert!(
-        ended.stderr.contains("the job stands still: MPI_Init has not returned for"),
-        "{ended}"
-    );
+    assert!(ended.stderr.contains("the job hangs: MPI_Init has not returned for"), "{ended}");
     assert!(ended.stderr.contains("comm.timeout = 2 seconds"), "{ended}");
 }
 
-/// Trainers that are done wait for an evaluator that is not, for longer than they would wait for
-/// each other.
+/// Trainers that have finished wait for an evaluator longer than they would wait for each other.
 #[test]
 fn a_rank_with_other_work_is_waited_for() {
     let root = tempfile::tempdir().unwrap();
@@ -186,7 +182,7 @@ fn watching(files: &RunFiles, ranks: usize, timeout: &str) -> Running {
     start(&mut command)
 }
 
-/// A trainer that is killed leaves no word.
+/// A killed trainer leaves no END mark.
 #[test]
 fn an_evaluator_gives_up_a_run_without_a_trainer() {
     let root = tempfile::tempdir().unwrap();
@@ -201,7 +197,7 @@ fn an_evaluator_gives_up_a_run_without_a_trainer() {
         let ended = watching(&files, count, "2s").finish(LIMIT);
         assert_eq!(ended.code(), 1, "{ended}");
         let words = format!(
-            "no trainer has held {} for 2s (--timeout): the last one ended without a word",
+            "no trainer has held {} for 2s (--timeout): the last one ended without a record of it",
             files.0.display()
         );
         assert!(
@@ -212,12 +208,12 @@ fn an_evaluator_gives_up_a_run_without_a_trainer() {
             ended.stderr.contains("hint: start the trainer again with --resume auto"),
             "{ended}"
         );
-        // The checkpoints that were there are evaluated.
+        // The existing checkpoints are evaluated.
         assert!(lines(&files.path("eval.jsonl")) > 0, "{ended}");
     }
 }
 
-/// A trainer that lives is waited for, however long it saves nothing.
+/// A live trainer is waited for, however long it does not save.
 #[test]
 fn an_evaluator_waits_for_a_trainer_that_lives() {
     let root = tempfile::tempdir().unwrap();

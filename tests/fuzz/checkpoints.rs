@@ -14,14 +14,14 @@ fn seal(text: &[u8]) -> String {
     format!("{:08x}  manifest.json\n", crc32fast::hash(text))
 }
 
-/// Does all that the program does with a checkpoint in `dir`, but training.
+/// Does everything with a checkpoint in `dir` that the program does, except training.
 fn look(dir: &Path, checkpoints: &Checkpoints) -> bool {
     list::list(checkpoints).unwrap();
     let opened = Reader::open(dir);
     let damaged = verify::verify(dir, &mut |_| ()).damaged;
     let Ok(mut reader) = opened else { return false };
-    let told = describe::describe(dir, reader.manifest());
-    assert!(!told.contains('\u{1b}'), "{told:?}");
+    let text = describe::describe(dir, reader.manifest());
+    assert!(!text.contains('\u{1b}'), "{text:?}");
     let first = reader
         .manifest()
         .tensors
@@ -54,7 +54,7 @@ fn manifests_are_read() {
     fuzz_on(Terms::one_of(2), "manifest", Form::Json, &[seed], |input| {
         number += 1;
         std::fs::write(dir.join("manifest.json"), input).unwrap();
-        // Mostly as one who wants harm does it: with a seal that fits.
+        // Mostly with a seal that matches, as an attacker would write it.
         let is_sealed = !number.is_multiple_of(8);
         std::fs::write(
             dir.join("manifest.crc32"),
@@ -73,7 +73,7 @@ fn manifests_are_read() {
     });
 }
 
-/// Every byte of a file is under a checksum: no change of any is taken.
+/// Every byte of a file is covered by a checksum: no change of any is accepted.
 #[test]
 fn files_of_ranks_are_read() {
     let root = tempfile::tempdir().unwrap();

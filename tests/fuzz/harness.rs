@@ -1,4 +1,4 @@
-//! The rounds of a reader.
+//! The fuzzing loop of a reader.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
 use std::path::PathBuf;
@@ -9,21 +9,21 @@ use std::time::{Duration, Instant};
 use super::memory;
 use super::mutate::{Form, Rng, mutated};
 
-/// Time after which an input counts as one that hangs: far more than any takes on a busy machine. A
-/// lease that tells of old views is waited for 125 s.
+/// The time after which an input counts as a hang: far more than any takes on a busy machine. A
+/// lease that records old views is waited for 125 s.
 const HANG: Duration = Duration::from_secs(300);
 
-/// Bytes that any input may take, however short: buffers, networks, and what a bound for all files
-/// allows.
-const ROOM: usize = 96 << 20;
+/// The bytes that any input may take, however short: buffers, networks, and the limit for files of
+/// any size.
+const MEMORY: usize = 96 << 20;
 
-/// Bytes for each byte of an input.
+/// The additional bytes for each byte of an input.
 const PER_BYTE: usize = 512;
 
-/// One reader at a time: panics and memory are those of the process.
+/// Serialises readers: panics and memory are those of the process.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The input under way.
+/// The input that is being read.
 static UNDER_WAY: Mutex<Option<(Instant, Failure)>> = Mutex::new(None);
 
 /// The last panic of any thread.
@@ -33,7 +33,7 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An input to be told of.
+/// An input that makes a reader fail.
 #[derive(Clone)]
 struct Failure {
     reader: String,
@@ -43,8 +43,8 @@ struct Failure {
 }
 
 impl Failure {
-    /// Keeps the input; returns a message.
-    fn told(&self, why: &str) -> String {
+    /// Saves the input, and returns a message that describes the failure.
+    fn describe(&self, why: &str) -> String {
         let Self { reader, seed, round, input } = self;
         let name = format!("fuzz-{reader}-{seed}-{round}").replace(' ', "-");
         let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -54,27 +54,27 @@ impl Failure {
         let more = if input.len() > 64 { "…" } else { "" };
         let again = format!("HPCTRAIN_FUZZ_SEED={seed} HPCTRAIN_FUZZ_ROUND={round}");
         format!(
-            "{reader}: {why}\n  input of {} bytes: {hex}{more}\n  in {kept}; again: {again} cargo test --test fuzz",
+            "{reader}: {why}\n  input of {} bytes: {hex}{more}\n  in {kept}; to repeat it: {again} cargo test --test fuzz",
             input.len()
         )
     }
 }
 
-/// Ends the process, and tells of the input under way.
+/// Ends the process, and prints the current input.
 pub fn end(why: &str) {
     let under_way = lock(&UNDER_WAY).take();
-    let told = under_way.map_or_else(|| why.to_owned(), |(_, failure)| failure.told(why));
-    eprintln!("{told}\n{}", std::backtrace::Backtrace::force_capture());
+    let message = under_way.map_or_else(|| why.to_owned(), |(_, failure)| failure.describe(why));
+    eprintln!("{message}\n{}", std::backtrace::Backtrace::force_capture());
     std::process::abort();
 }
 
 fn variable<T: FromStr>(name: &str) -> Option<T> {
     std::env::var(name)
         .ok()
-        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
-/// Hears of the panics of all threads, and ends the process when an input hangs.
+/// Records the panics of all threads, and ends the process when an input hangs.
 fn watch() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
@@ -101,32 +101,32 @@ fn watch() {
     });
 }
 
-/// Terms on which a reader gets inputs.
+/// The limits of a reader.
 #[derive(Debug, Clone, Copy)]
 pub struct Terms {
-    /// Bytes that it may take for any input, however short.
+    /// The bytes that it may take for any input, however short.
     pub room: usize,
-    /// Kinds of inputs that share its time.
+    /// The number of kinds of inputs that share its time.
     pub kinds: u32,
 }
 
 impl Terms {
-    /// Those of most readers.
-    pub const USUAL: Self = Self { room: ROOM, kinds: 1 };
+    /// The limits of most readers.
+    pub const USUAL: Self = Self { room: MEMORY, kinds: 1 };
 
-    /// One of so many kinds of inputs.
+    /// Returns the limits of a reader with `kinds` kinds of inputs.
     pub const fn one_of(kinds: u32) -> Self {
         Self { kinds, ..Self::USUAL }
     }
 }
 
-/// Gives a reader mutated inputs for a while. `read` says whether it took an input; the `seeds`
-/// themselves must be taken.
+/// Runs a reader on mutated inputs for a while. `read` returns whether it accepted an input; the
+/// `seeds` themselves must be accepted.
 pub fn fuzz(reader: &str, form: Form, seeds: &[Vec<u8>], read: impl FnMut(&[u8]) -> bool) {
     fuzz_on(Terms::USUAL, reader, form, seeds, read);
 }
 
-/// As [`fuzz`], on other terms.
+/// Runs a reader like [`fuzz`], with other limits.
 #[track_caller]
 pub fn fuzz_on(
     terms: Terms,
@@ -139,7 +139,7 @@ pub fn fuzz_on(
     let _turn = lock(&TURN);
     watch();
     for (number, seed) in seeds.iter().enumerate() {
-        assert!(read(seed), "{reader}: seed {number} is refused as it is");
+        assert!(read(seed), "{reader}: seed {number} is refused");
     }
     let seed = variable("HPCTRAIN_FUZZ_SEED").unwrap_or(20);
     let budget = Duration::from_secs(variable("HPCTRAIN_FUZZ_SECONDS").unwrap_or(3)) / kinds;
@@ -157,13 +157,13 @@ pub fn fuzz_on(
         let took = memory::most() - before;
         *lock(&UNDER_WAY) = None;
         if let Some(panic) = lock(&PANICKED).take() {
-            panic!("{}", failure.told(&panic));
+            panic!("{}", failure.describe(&panic));
         }
         let most = room + PER_BYTE * failure.input.len();
         assert!(
             took <= most,
             "{}",
-            failure.told(&format!("it took {took} bytes of memory, more than {most}"))
+            failure.describe(&format!("it took {took} bytes of memory, more than {most}"))
         );
         taken += u64::from(read.unwrap_or(false));
         (largest, round) = (largest.max(took), round + 1);

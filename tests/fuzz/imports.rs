@@ -1,4 +1,4 @@
-//! Data of other programs.
+//! Imports of data of other programs.
 
 use std::io::{Cursor, Write as _};
 use std::path::{Path, PathBuf};
@@ -18,12 +18,12 @@ use zip::{CompressionMethod, ZipWriter};
 use super::harness::{Terms, fuzz, fuzz_on};
 use super::mutate::Form;
 
-/// Options of an import into `out`.
+/// Returns the options of an import into `out`.
 fn kept(out: &Path, not_finite: NotFinite) -> ImportOptions {
     ImportOptions { not_finite, every: 3, shards: 1, normalize: true, out: out.into() }
 }
 
-/// Whether an import took its files; what it has written goes.
+/// Returns whether an import accepted its files; removes what it has written.
 fn taken(out: &Path, imported: Result<ImportedSamples>) -> bool {
     let _ = std::fs::remove_dir_all(out);
     match imported {
@@ -46,7 +46,7 @@ fn npy(descr: &str, fortran: bool, shape: &str, elements: &[u8]) -> Vec<u8> {
         .concat()
 }
 
-/// Arrays as NumPy writes them.
+/// Returns arrays as NumPy writes them.
 fn arrays() -> Vec<Vec<u8>> {
     let floats: Vec<u8> = (0..24).flat_map(|i| (i as f32).to_le_bytes()).collect();
     vec![
@@ -101,7 +101,7 @@ fn archives_are_read() {
     let seeds: Vec<_> =
         arrays().iter().flat_map(|x| [archive(stored, x), archive(deflated, x)]).collect();
     fuzz_on(Terms::one_of(2), "npz", Form::Bytes, &seeds, import);
-    // Past the archive's checksums.
+    // Mutated before they are packed, so that the checksums of the archive match.
     fuzz_on(Terms::one_of(2), "npy in npz", Form::Bytes, &arrays(), |input| {
         import(&archive(deflated, input))
     });

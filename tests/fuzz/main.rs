@@ -1,14 +1,14 @@
-//! Fuzzing: every reader of files and messages gets mutated real ones. It may refuse them, but not
-//! panic, not hang, and not take memory out of proportion.
+//! Fuzzing: every reader of files and messages gets mutated real ones. It may refuse them, but must
+//! not panic, hang, or take memory out of proportion.
 //!
-//! Inputs follow from a seed and the number of a round, and both are printed with a failure; the
-//! input is kept in a file.
+//! Inputs are determined by a seed and the number of a round, and both are printed with a failure;
+//! the input is saved in a file.
 //!
-//! | variable | is |
+//! | variable | meaning |
 //! |---|---|
-//! | `HPCTRAIN_FUZZ_SECONDS` | time for each reader, 3 without: more time means more rounds, and nothing else |
-//! | `HPCTRAIN_FUZZ_SEED` | the seed, 20 without |
-//! | `HPCTRAIN_FUZZ_ROUND` | this round alone, of each reader that is asked for |
+//! | `HPCTRAIN_FUZZ_SECONDS` | time for each reader, default 3: more time means more rounds |
+//! | `HPCTRAIN_FUZZ_SEED` | the seed, default 20 |
+//! | `HPCTRAIN_FUZZ_ROUND` | only this round, of each reader that runs |
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod checkpoints;

@@ -1,15 +1,15 @@
-//! The system's allocator, counted.
+//! The system's allocator with counters.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 struct Counted;
 
-/// Bytes that are allocated now, and the most since [`reset`].
+/// The bytes that are allocated now, and the most since [`reset`].
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes that no system gives at once: the process would end without a word.
+/// An allocation of this size would end the process without a message.
 const HUGE: usize = 8 << 30;
 
 fn grown(bytes: usize) {
@@ -28,26 +28,26 @@ fn shrunk(bytes: usize) {
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grown(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         grown(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         grown(size);
         shrunk(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract.
         unsafe { System.realloc(memory, layout, size) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         shrunk(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -55,14 +55,14 @@ unsafe impl GlobalAlloc for Counted {
 #[global_allocator]
 static ALLOCATOR: Counted = Counted;
 
-/// Begins to count anew; returns the bytes that are allocated.
+/// Resets the maximum, and returns the bytes that are allocated.
 pub fn reset() -> usize {
     let now = NOW.load(Ordering::Relaxed);
     MOST.store(now, Ordering::Relaxed);
     now
 }
 
-/// The most bytes that were allocated at once since [`reset`].
+/// Returns the most bytes that were allocated at once since [`reset`].
 pub fn most() -> usize {
     MOST.load(Ordering::Relaxed)
 }

@@ -1,4 +1,4 @@
-//! Messages over TCP: between ranks, to the coordinator of a run on servers, and to a server.
+//! Messages over TCP: between ranks, to the coordinator of parameter servers, and to a server.
 
 use std::io::{BufRead as _, Read, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -22,16 +22,16 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{Running, program, start, start_beside};
 use hpctrain_testkit::runs::Run;
 
-/// Bytes of a caller's first message: magic, version, ephemeral key, tag.
+/// The bytes of a caller's first message: magic, version, ephemeral key, tag.
 const FIRST: usize = 8 + 4 + 32 + 16;
 
-/// Bytes of its last message: its place, its wish for encryption, tag.
+/// The bytes of its last message: its place, its wish for encryption, tag.
 const LAST: usize = 12 + 1 + 16;
 
-/// The purpose of connections of runs on servers.
+/// The purpose of connections of parameter servers.
 const SERVERS: u32 = 0x5e72;
 
-/// The deadline of a handshake that begins now.
+/// Returns the deadline of a handshake that begins now.
 fn soon() -> Instant {
     Instant::now() + HANDSHAKE_TIMEOUT
 }
@@ -40,9 +40,9 @@ fn credentials(secret: Secret) -> Credentials {
     Credentials { secret, encrypt: true }
 }
 
-/// The program of a process that the coordinator takes, which computes on `device`.
+/// Returns the program of a process that the coordinator accepts, which computes on `device`.
 fn program_on(device: &Value) -> Value {
-    // By pieces: a test beside this one counts memory.
+    // A piece at a time: a test that runs in parallel counts memory.
     let mut file =
         std::io::BufReader::new(std::fs::File::open(env!("CARGO_BIN_EXE_hpctrain")).unwrap());
     let mut sum = crc32fast::Hasher::new();
@@ -59,7 +59,7 @@ fn program_on(device: &Value) -> Value {
     json!({"version": env!("CARGO_PKG_VERSION"), "build": build, "device": device})
 }
 
-/// A directory where two ranks meet.
+/// Creates a rendezvous directory of two ranks.
 fn meeting_place(secret: Option<&Path>) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     match secret {
@@ -69,7 +69,7 @@ fn meeting_place(secret: Option<&Path>) -> tempfile::TempDir {
     dir
 }
 
-/// The common work of two ranks: texts, numbers, a sum.
+/// Does the common work of two ranks: a gather of texts, an all-gather of numbers, an all-reduce.
 fn together(comm: &Comm<Cpu>) -> Result<()> {
     let world = comm.world();
     world.gather_bytes(vec![7; 100]).wait()?;
@@ -79,7 +79,7 @@ fn together(comm: &Comm<Cpu>) -> Result<()> {
     world.barrier().wait()
 }
 
-/// Rank 0 of two, that meets in `dir`.
+/// Runs rank 0 of two, which use the rendezvous directory `dir`.
 fn rank_0(dir: &Path) -> Result<()> {
     let comm: Comm<Cpu> = start_tcp(
         &TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2 },
@@ -90,7 +90,7 @@ fn rank_0(dir: &Path) -> Result<()> {
     done
 }
 
-/// The address that rank 0 tells.
+/// Returns the address that rank 0 publishes.
 fn address_of_0(dir: &Path) -> String {
     let path = dir.join("rank-0");
     loop {
@@ -101,7 +101,7 @@ fn address_of_0(dir: &Path) -> String {
     }
 }
 
-/// The words of a real rank 1 on the connection of exchanges, after its handshake.
+/// Returns the bytes that a real rank 1 sends on its first connection after the handshake.
 fn recorded() -> Vec<u8> {
     let place_0 = meeting_place(None);
     let place_1 = meeting_place(Some(place_0.path()));
@@ -121,10 +121,10 @@ fn recorded() -> Vec<u8> {
         comm.shutdown();
         done
     });
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     let address = address_of_0(place_0.path());
-    // The connections of the two lanes, in their order.
-    for lane in 0..2 {
+    // The two connections, in order.
+    for connection in 0..2 {
         let (mut caller, _) = proxy.accept().unwrap();
         let mut rank = TcpStream::connect(&address).unwrap();
         let mut back_from = rank.try_clone().unwrap();
@@ -133,7 +133,7 @@ fn recorded() -> Vec<u8> {
             let _ = std::io::copy(&mut back_from, &mut back_to);
             let _ = back_to.shutdown(Shutdown::Write);
         });
-        let tell = tell.clone();
+        let sender = sender.clone();
         std::thread::spawn(move || {
             let mut said = Vec::new();
             let mut piece = vec![0; 1 << 16];
@@ -142,17 +142,17 @@ fn recorded() -> Vec<u8> {
                 rank.write_all(&piece[..len]).unwrap();
             }
             let _ = rank.shutdown(Shutdown::Write);
-            tell.send((lane, said)).unwrap();
+            sender.send((connection, said)).unwrap();
         });
     }
     first.join().unwrap().unwrap();
     second.join().unwrap().unwrap();
-    let (_, said) = (0..2).map(|_| told.recv().unwrap()).min().unwrap();
+    let (_, said) = (0..2).map(|_| receiver.recv().unwrap()).min().unwrap();
     said[FIRST + LAST..].to_vec()
 }
 
 #[test]
-fn ranks_hear_each_other() {
+fn ranks_read_messages() {
     let seed = recorded();
     assert!(seed.len() > 1000);
     let kept = meeting_place(None);
@@ -163,24 +163,24 @@ fn ranks_hear_each_other() {
         let dir = place.path().to_path_buf();
         let rank = std::thread::spawn(move || rank_0(&dir));
         let address = address_of_0(place.path());
-        let lanes = [0, 1].map(|lane| {
+        let connections = [0, 1].map(|connection| {
             let stream = TcpStream::connect(&address).unwrap();
-            let caller = PeerId { rank: 1, ranks: 2, lane };
+            let caller = PeerId { rank: 1, ranks: 2, lane: connection };
             call(stream, &credentials, caller, soon()).and_then(Connection::into_stream).unwrap()
         });
-        let mut said = lanes[0].try_clone().unwrap();
-        // The other end may be gone before it has heard all.
+        let mut said = connections[0].try_clone().unwrap();
+        // The other end may have closed the connection before it has read everything.
         let _ = said.write_all(input);
-        lanes.iter().for_each(|lane| drop(lane.shutdown(Shutdown::Write)));
+        connections.iter().for_each(|connection| drop(connection.shutdown(Shutdown::Write)));
         rank.join().is_ok_and(|done| done.is_ok())
     };
-    // Lengths of texts that are out of all proportion, in the place of each length.
+    // Lengths of texts that are far too large, instead of each length.
     for at in frames(&seed).into_iter().filter(|frame| frame.len() == 8) {
         let mut said = seed.clone();
         said[at].copy_from_slice(&(u64::MAX / 2).to_le_bytes());
         assert!(!read(&said));
     }
-    // The bytes of one rank for all may be 1 GiB.
+    // The bytes that one rank broadcasts may be 1 GiB.
     fuzz_on(
         Terms { room: 5 << 28, ..Terms::USUAL },
         "TCP between ranks",
@@ -190,7 +190,7 @@ fn ranks_hear_each_other() {
     );
 }
 
-/// Places of the messages in what was said, without their headers.
+/// Returns the ranges of the messages in `said`, without their headers.
 fn frames(said: &[u8]) -> Vec<Range<usize>> {
     let mut found = vec![];
     let mut at = 0;
@@ -206,7 +206,7 @@ fn frames(said: &[u8]) -> Vec<Range<usize>> {
 fn handshakes_of_strangers_are_refused() {
     let place = meeting_place(None);
     let known = credentials(Secret::read(place.path()).unwrap());
-    // The words of a caller that knows another secret: nothing that a stranger can say is right.
+    // The messages of a caller with another secret: nothing that a stranger can send is valid.
     let seed = {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -239,7 +239,7 @@ fn handshakes_of_strangers_are_refused() {
     });
 }
 
-/// A run on servers: its coordinator and its server. It has no workers but those that a test plays.
+/// A run with parameter servers: its coordinator and its server. A test plays its workers.
 struct Served {
     run: PathBuf,
     secret: Secret,
@@ -267,7 +267,7 @@ impl Served {
             &coordinator,
             program(["ps", "server", "--timeout", "600", "--run"]).arg(&run),
         );
-        let told = run.join("servers/coordinator");
+        let published = run.join("servers/coordinator");
         let mut served = Self {
             secret: Secret::new(vec![0; 32]).unwrap(),
             run,
@@ -276,7 +276,7 @@ impl Served {
             terms: Value::Null,
             _root: root,
         };
-        served.coordinator.until("tells its address", || told.exists());
+        served.coordinator.until("publishes its address", || published.exists());
         served.secret = Secret::read(&served.run.join("servers")).unwrap();
         // It waits for a worker before it opens the run.
         while served.terms.is_null() {
@@ -298,7 +298,7 @@ impl Served {
         self.terms["addresses"][0].as_str().unwrap().into()
     }
 
-    /// Says something to a process; returns its first answer.
+    /// Sends a message to a process, and returns its first answer.
     fn ask(&self, address: &str, said: &[u8]) -> Option<Value> {
         let stream = TcpStream::connect(address).unwrap();
         let caller = PeerId { rank: 0, ranks: 0, lane: SERVERS };
@@ -336,7 +336,7 @@ impl Served {
 /// The most memory of a process, in KiB: some 60 MiB, and heads of messages of up to 16 MiB.
 const MEMORY: usize = 400 << 10;
 
-/// The memory of this process does not count: the readers are others.
+/// The memory of this process is not limited: the readers are other processes.
 const ANY: usize = usize::MAX / 2;
 
 fn message(head: &Value, body: &[u8]) -> Vec<u8> {
@@ -344,7 +344,7 @@ fn message(head: &Value, body: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn coordinators_hear_workers_and_servers() {
+fn coordinators_read_messages() {
     let mut served = Served::start();
     let address = served.coordinator_address();
     let generation = served.terms["generation"].clone();
@@ -373,7 +373,7 @@ fn coordinators_hear_workers_and_servers() {
     ];
     let seeds = seeds.map(|head| message(&head, &[]));
     fuzz_on(Terms { room: ANY, kinds: 1 }, "coordinator", Form::Message, &seeds, |input| {
-        // A worker that failed ends the run, which is right.
+        // A worker that failed ends the run, as it should.
         if input.windows(6).any(|word| word == b"Failed") {
             return false;
         }
@@ -384,7 +384,7 @@ fn coordinators_hear_workers_and_servers() {
 }
 
 #[test]
-fn servers_hear_workers_and_coordinators() {
+fn servers_read_messages() {
     let mut served = Served::start();
     let address = served.server_address();
     let generation = served.terms["generation"].clone();
@@ -437,11 +437,11 @@ fn servers_hear_workers_and_coordinators() {
         served.is_well();
         asked += 1;
         plain &= asked <= count;
-        // Some of the seeds are refused for the state of the run, by an answer.
+        // Some of the seeds are refused because of the state of the run, with an answer.
         answer.is_some_and(|answer| answer.get("Ok").is_some() || plain)
     });
-    // A part of the terms that a server takes as they are; a network of any size is memory that it
-    // is asked for.
+    // Without the parts of the assignment that a server does not check: a network of any size is
+    // memory that was requested.
     let mut terms = served.terms.clone();
     let kept = ["config", "vocabulary", "workers", "preprocessing"]
         .map(|key| (key, terms.as_object_mut().unwrap().remove(key).unwrap()));

@@ -1,4 +1,4 @@
-//! Directories of Hugging Face's `save_pretrained`.
+//! Directories in the format of Hugging Face's `save_pretrained`.
 
 use hpctrain::checkpoint::huggingface;
 use hpctrain::data::Tokenizer;

@@ -2,25 +2,25 @@
 
 use serde_json::{Map, Value, json};
 
-/// The structure that mutations know of, besides bytes.
+/// The structure that mutations respect, besides bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
-    /// None.
+    /// No structure.
     Bytes,
     /// JSON.
     Json,
-    /// JSON, a value a line.
+    /// JSON lines: one value per line.
     JsonLines,
     /// TOML.
     Toml,
-    /// A header in JSON behind its length in eight bytes, little-endian, then bytes.
+    /// A header in JSON, preceded by its length in eight bytes, little-endian, then bytes.
     JsonHeader,
-    /// Messages: lengths of a head and a body in four and eight bytes, little-endian, the head in
-    /// JSON, the body.
+    /// Messages: the lengths of a head and a body in four and eight bytes, little-endian, then the
+    /// head in JSON and the body.
     Message,
 }
 
-/// Pseudo-random numbers (SplitMix64), which follow from a name and some numbers.
+/// A generator of pseudo-random numbers (SplitMix64), seeded by a name and some numbers.
 pub struct Rng(u64);
 
 impl Rng {
@@ -41,12 +41,12 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// A number below `end`; 0 if that is 0.
+    /// Returns a number below `end`; 0 if `end` is 0.
     pub fn below(&mut self, end: usize) -> usize {
         if end == 0 { 0 } else { (self.next() % end as u64) as usize }
     }
 
-    /// Whether something of this chance happens.
+    /// Returns true with this probability.
     fn is(&mut self, chance: f64) -> bool {
         (self.next() >> 11) as f64 / ((1u64 << 53) as f64) < chance
     }
@@ -56,13 +56,13 @@ impl Rng {
     }
 }
 
-/// One of the seeds, with some mutations.
+/// Returns one of the seeds with some mutations.
 pub fn mutated(rng: &mut Rng, form: Form, seeds: &[Vec<u8>]) -> Vec<u8> {
     let mut input = rng.pick(seeds).clone();
     for _ in 0..1 + rng.below(3) {
         input = match form {
             Form::Bytes => bytes(rng, input, seeds),
-            // Text that is no JSON any more, or some of the others, by its bytes.
+            // Text that is no longer JSON, or some of the others, mutated byte by byte.
             _ if rng.is(0.25) => bytes(rng, input, seeds),
             Form::Json => json_of(rng, &input),
             Form::JsonLines => lines(rng, &input),
@@ -96,12 +96,12 @@ fn bytes(rng: &mut Rng, mut input: Vec<u8>, seeds: &[Vec<u8>]) -> Vec<u8> {
     let most = 1 + rng.below(256);
     let to = from + rng.below((len - from).min(most) + 1);
     match rng.below(10) {
-        // A bit, a byte.
+        // One bit or byte.
         0 | 1 if len > 0 => input[from.min(len - 1)] ^= 1 << rng.below(8),
         2 if len > 0 => {
             input[from.min(len - 1)] = *rng.pick(&[0, 1, 0x7f, 0x80, 0xff, b'\n', b'"', b'[', b'9'])
         }
-        // A length field, of either byte order.
+        // A length field, in either byte order.
         3 | 4 => {
             let number = *rng.pick(&NUMBERS);
             let width = *rng.pick(&[1, 2, 4, 8]);
@@ -110,26 +110,26 @@ fn bytes(rng: &mut Rng, mut input: Vec<u8>, seeds: &[Vec<u8>]) -> Vec<u8> {
             } else {
                 (number << (64 - 8 * width)).to_be_bytes()
             };
-            // Where fields lie: near the start, mostly.
+            // Mostly near the start, where fields are.
             let at = if rng.is(0.5) { rng.below(len.min(128)) } else { from };
             input.iter_mut().skip(at).zip(&number[..width]).for_each(|(byte, new)| *byte = *new);
         }
         5 => input.truncate(from),
         6 => drop(input.drain(from..to)),
-        // A region once more, here or in the place of another.
+        // A repeated region, here or instead of another.
         7 => {
             let region = input[from..to].to_vec();
             let at = rng.below(len + 1);
             input.splice(at..at, region);
         }
-        // The end of another one.
+        // The end of another seed.
         8 => {
             let other = rng.pick(seeds);
             let at = rng.below(other.len() + 1);
             input.truncate(from);
             input.extend_from_slice(&other[at..]);
         }
-        // Digits become others.
+        // Other digits.
         _ => {
             if let Some(at) = (from..len).find(|at| input[*at].is_ascii_digit()) {
                 let end = (at..len).find(|at| !input[*at].is_ascii_digit()).unwrap_or(len);
@@ -138,7 +138,7 @@ fn bytes(rng: &mut Rng, mut input: Vec<u8>, seeds: &[Vec<u8>]) -> Vec<u8> {
             }
         }
     }
-    // Neither grows without end.
+    // Inputs do not grow without limit.
     input.truncate(1 << 20);
     input
 }
@@ -154,7 +154,7 @@ fn number_text(rng: &mut Rng) -> String {
     }
 }
 
-/// A value in the place of another one.
+/// Returns a value that replaces another one.
 fn other(rng: &mut Rng, value: &Value) -> Value {
     match (rng.below(14), value) {
         (0, _) => Value::Null,
@@ -213,7 +213,7 @@ fn other(rng: &mut Rng, value: &Value) -> Value {
     }
 }
 
-/// Values in a tree.
+/// Returns the number of values in a tree.
 fn count(value: &Value) -> usize {
     1 + match value {
         Value::Array(all) => all.iter().map(count).sum(),
@@ -222,7 +222,7 @@ fn count(value: &Value) -> usize {
     }
 }
 
-/// The value of a number in a tree, counted from its root.
+/// Returns a value by its number in a tree, counted from the root.
 fn nth<'a>(value: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     if *number == 0 {
         return Some(value);
@@ -235,7 +235,7 @@ fn nth<'a>(value: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     }
 }
 
-/// Mutates a value somewhere in a tree.
+/// Mutates a value anywhere in a tree.
 fn tree(rng: &mut Rng, mut value: Value) -> Value {
     let mut number = rng.below(count(&value));
     if let Some(chosen) = nth(&mut value, &mut number) {
@@ -288,7 +288,7 @@ fn toml_of(rng: &mut Rng, input: &[u8]) -> Vec<u8> {
     written.map_or_else(|| bytes(rng, input.to_vec(), &[input.to_vec()]), String::into_bytes)
 }
 
-/// TOML has no null.
+/// Removes nulls, which TOML does not have.
 fn without_null(value: Value) -> Value {
     match value {
         Value::Null => json!("null"),
@@ -322,7 +322,7 @@ fn message(rng: &mut Rng, input: &[u8]) -> Vec<u8> {
     framed(&head, &body)
 }
 
-/// A message of this head and body.
+/// Returns a message with this head and body.
 pub fn framed(head: &[u8], body: &[u8]) -> Vec<u8> {
     [&(head.len() as u32).to_le_bytes()[..], &(body.len() as u64).to_le_bytes(), head, body]
         .concat()

@@ -49,7 +49,7 @@ fn metrics_are_read_by_a_run_that_goes_on() {
         let _ = EpochLoss::new(100, 8).with(&path);
         let mut lines = JsonLines::open(&path, 3).unwrap();
         lines.write(&Step { step: 4, ..Step::default() }).unwrap();
-        // The line that was added reads back, whatever was before it.
+        // The added line can be read back, whatever precedes it.
         let bytes = std::fs::read(&path).unwrap();
         let lines: Vec<&[u8]> =
             bytes.strip_suffix(b"\n").unwrap().split(|byte| *byte == b'\n').collect();
@@ -97,7 +97,7 @@ fn leases_are_read() {
     let path = leases.path("step-00000002.other");
     fuzz("lease", Form::Json, &[seed], |input| {
         std::fs::write(&path, input).unwrap();
-        // A claim that does not wait.
+        // A claim that does not block.
         let _ = leases.claim("step-00000002.other", false).map(drop);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, input).unwrap();

@@ -1,4 +1,4 @@
-//! The part of a process by variables of its environment.
+//! The role of a process, chosen from environment variables.
 
 use hpctrain::cli::ps_auto::of_tf_config;
 

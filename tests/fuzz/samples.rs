@@ -7,15 +7,15 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// A run of four steps with evaluations of its own and of its checkpoints, and its network as
-/// Hugging Face has it.
+/// A run of four steps with its own evaluations and those of its checkpoints, and its network in
+/// Hugging Face's format.
 pub struct Sample {
     _root: tempfile::TempDir,
     pub run: RunFiles,
     pub model: PathBuf,
 }
 
-/// The run.
+/// Returns the sample run, which is created on first use.
 pub fn sample() -> &'static Sample {
     static SAMPLE: OnceLock<Sample> = OnceLock::new();
     SAMPLE.get_or_init(|| {

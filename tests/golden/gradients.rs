@@ -1,4 +1,4 @@
-//! Every gradient of every network by finite differences, through the whole step.
+//! Checks every gradient of every network by finite differences, through a whole step.
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm;
@@ -18,7 +18,7 @@ use hpctrain_testkit::{Cut, engine, gradients, micro, parameters};
 const TIME: usize = 6;
 const SEQUENCES: usize = 3;
 
-/// A fixed random sign for each element.
+/// Returns a fixed random sign for each element.
 fn sign(i: usize) -> f32 {
     if derive(1, &[i as u64]).is_multiple_of(2) { 1.0 } else { -1.0 }
 }
@@ -63,8 +63,7 @@ fn backward_is_the_derivative_of_forward() {
     }
 }
 
-/// Every kind of layer, on smooth paths: at a kink of a rectifier or a maximum there is no
-/// derivative.
+/// Every kind of layer, away from kinks: ReLU and max pooling have no derivative there.
 #[test]
 fn backward_of_layers_is_the_derivative_of_their_forward() {
     let layers = "[{kind='conv2d', filters=4, kernel=3, padding=1, groups=2}, {kind='silu'}, {kind='avg_pool2d', kernel=2}, \
@@ -87,7 +86,7 @@ fn backward_of_layers_is_the_derivative_of_their_forward() {
     });
 }
 
-/// Tables of categories beside numbers, and the products of their rows in pairs.
+/// Embedding tables with dense features, and the dot products of all pairs of rows.
 #[test]
 fn backward_of_tables_is_the_derivative_of_their_forward() {
     let layers = "[{kind='embedding_tables', ids=[3, 7, 2], width=4, dense=[{kind='dense', units=6}, {kind='tanh'}, \
@@ -111,7 +110,7 @@ fn backward_of_tables_is_the_derivative_of_their_forward() {
     });
 }
 
-/// Every tensor of a network, by the whole step.
+/// Checks every tensor of a network, through a whole step.
 fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> MicroBatch<Cpu>) {
     let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
     let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };

@@ -1,5 +1,5 @@
-//! GPT-2 and Llama as Hugging Face's transformers saves it: its logits, its bytes, and files that
-//! are something else.
+//! GPT-2 and Llama checkpoints saved by Hugging Face transformers: their logits, their bytes, and
+//! files that are refused.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ use hpctrain_testkit::python::python_with;
 use hpctrain_testkit::runs::json;
 use hpctrain_testkit::{Cut, engine, micro};
 
-/// A folder of `tests/golden/`: what `save_pretrained` wrote, and the logits.
+/// Returns a folder of `tests/golden/` with the output of `save_pretrained` and the logits.
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
@@ -38,17 +38,18 @@ fn tiny_llama() -> PathBuf {
     golden("hf-llama-tiny")
 }
 
-/// With frequencies of type `llama3`, and a context of three times the original one.
+/// Returns a model with RoPE scaling of type `llama3`, and a context of three times the original
+/// one.
 fn tiny_llama3() -> PathBuf {
     golden("hf-llama3-tiny")
 }
 
-/// With frequencies of type `linear`.
+/// Returns a model with RoPE scaling of type `linear`.
 fn tiny_linear() -> PathBuf {
     golden("hf-llama-linear-tiny")
 }
 
-/// The numbers in nested arrays.
+/// Returns the numbers in nested arrays.
 fn flat(value: &Value) -> Vec<f64> {
     match value {
         Value::Array(values) => values.iter().flat_map(flat).collect(),
@@ -56,7 +57,7 @@ fn flat(value: &Value) -> Vec<f64> {
     }
 }
 
-/// The engine's logits for `tokens`, with the parameters of the checkpoint in `dir`.
+/// Returns the engine's logits for `tokens`, with the parameters of the checkpoint in `dir`.
 fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
     let mut reader = Reader::open(dir).unwrap();
     let network = network(&mut reader.manifest().config.model.clone(), None).unwrap();
@@ -97,7 +98,8 @@ fn an_imported_model_computes_what_transformers_computes() {
 
 #[test]
 fn an_imported_model_is_exported_as_it_was() {
-    // Our network has no dropout in attention; these keys are of other times or other classes.
+    // Our network has no attention dropout; the other keys are from other versions or other
+    // classes.
     let llama = ["rope_theta", "rope_scaling", "torch_dtype"];
     for (there, ours) in [
         (tiny(), ["attn_pdrop", "n_ctx", "torch_dtype"]),
@@ -126,14 +128,14 @@ fn an_imported_model_is_exported_as_it_was() {
     }
 }
 
-/// As large models come, and with the output matrix left to the token table.
+/// Large models have several files; here the LM head is tied and omitted.
 #[test]
 fn a_llama_may_be_in_several_files() {
     let root = tempfile::tempdir().unwrap();
     let there = root.path().join("there");
     let dir = root.path().join("dir");
     let whole = root.path().join("whole");
-    let mut model = Model::of(&tiny_llama());
+    let mut model = Model::read(&tiny_llama());
     model.config["tie_word_embeddings"] = true.into();
     model.tensors.remove("lm_head.weight").unwrap();
     model.write(&whole);
@@ -156,7 +158,7 @@ fn a_llama_may_be_in_several_files() {
     let tokens: Vec<u32> = (0..12).collect();
     assert_eq!(logits(&dir, &tokens), logits(&root.path().join("reference"), &tokens));
 
-    // A copy of a tensor in a file that the index does not give for it does not count.
+    // A copy of a tensor in a file other than that in the index is ignored.
     let (name, tensor) = parts["model-00001-of-00003.safetensors"].clone().pop_first().unwrap();
     let other = parts.get_mut("model-00003-of-00003.safetensors").unwrap();
     other.insert(name.clone(), Raw(tensor.0, tensor.1.clone(), vec![0; tensor.2.len()]));
@@ -183,8 +185,8 @@ fn a_llama_may_be_in_several_files() {
     );
 }
 
-/// `save_pretrained` into a directory of a larger model leaves the index of that, with its files or
-/// without.
+/// `save_pretrained` into the directory of a larger model leaves the index of that model, with or
+/// without its files.
 #[test]
 fn one_file_comes_before_an_index() {
     let root = tempfile::tempdir().unwrap();
@@ -233,7 +235,7 @@ impl View for &Raw {
     }
 }
 
-/// A copy of the tiny model, to be changed.
+/// A copy of the tiny model, to be modified.
 struct Model {
     config: Value,
     tensors: BTreeMap<String, Raw>,
@@ -241,10 +243,10 @@ struct Model {
 
 impl Model {
     fn tiny() -> Self {
-        Self::of(&tiny())
+        Self::read(&tiny())
     }
 
-    fn of(dir: &Path) -> Self {
+    fn read(dir: &Path) -> Self {
         let file = std::fs::read(dir.join("model.safetensors")).unwrap();
         let tensors = SafeTensors::deserialize(&file).unwrap();
         let raw = |(name, tensor): (&str, safetensors::tensor::TensorView<'_>)| {
@@ -261,8 +263,8 @@ impl Model {
     }
 }
 
-/// As files of 2019 have it: names without `transformer.`, buffers, the output matrix once more;
-/// and in bfloat16.
+/// Files of 2019 have names without `transformer.`, buffers, and a copy of the LM head; here also
+/// in bfloat16.
 #[test]
 fn other_spellings_are_understood() {
     let root = tempfile::tempdir().unwrap();
@@ -349,12 +351,9 @@ fn other_models_are_refused() {
         (|m| m.config["activation_function"] = "relu".into(), &["activation_function is \"relu\""]),
         (
             |m| m.config["layer_norm_epsilon"] = 1e-6.into(),
-            &["layer_norm_epsilon is 0.000001, here it is 0.00001"],
+            &["layer_norm_epsilon is 0.000001, must be 0.00001"],
         ),
-        (
-            |m| m.config["n_inner"] = 100.into(),
-            &["n_inner is 100, here it is four times n_embd = 24"],
-        ),
+        (|m| m.config["n_inner"] = 100.into(), &["n_inner is 100, must be four times n_embd = 24"]),
         (|m| m.config["tie_word_embeddings"] = false.into(), &["tie_word_embeddings is false"]),
         (|m| m.config["n_head"] = 5.into(), &["config.json", "24", "5"]),
         (
@@ -392,7 +391,7 @@ fn other_models_are_refused() {
                     m.tensors.insert("lm_head.weight".into(), Raw(Dtype::F32, vec![1], vec![0; 4])),
                 )
             },
-            &["lm_head.weight is not transformer.wte.weight again"],
+            &["lm_head.weight differs from transformer.wte.weight, to which config.json ties it"],
         ),
         (
             |m| m.tensors.get_mut("transformer.ln_f.bias").unwrap().0 = Dtype::I32,
@@ -439,15 +438,12 @@ fn other_models_are_refused() {
 fn other_llamas_are_refused() {
     type Change = fn(&mut Value);
     let cases: [(Change, &str); 16] = [
-        (|c| c["hidden_act"] = "gelu".into(), "hidden_act is \"gelu\", here it is \"silu\""),
-        (|c| c["attention_bias"] = true.into(), "attention_bias is true, here it is false"),
-        (
-            |c| c["head_dim"] = 8.into(),
-            "head_dim is 8, here it is hidden_size / num_attention_heads",
-        ),
+        (|c| c["hidden_act"] = "gelu".into(), "hidden_act is \"gelu\", must be \"silu\""),
+        (|c| c["attention_bias"] = true.into(), "attention_bias is true, must be false"),
+        (|c| c["head_dim"] = 8.into(), "head_dim is 8, must be hidden_size / num_attention_heads"),
         (
             |c| c["rope_parameters"]["rope_type"] = "yarn".into(),
-            "rope_parameters: rope_type is \"yarn\", here it is one of \"default\", \"linear\", \"llama3\"",
+            "rope_parameters: rope_type is \"yarn\", must be one of \"default\", \"linear\", \"llama3\"",
         ),
         (
             |c| c["rope_scaling"] = serde_json::json!({ "type": "dynamic", "factor": 2.0 }),
@@ -490,11 +486,11 @@ fn other_llamas_are_refused() {
                     "original_max_position_embeddings": 8,
                 });
             },
-            "original_max_position_embeddings is 6, but 8 among the parameters of positions",
+            "original_max_position_embeddings is 6, but 8 in the RoPE parameters",
         ),
         (
             |c| c["rope_parameters"]["partial_rotary_factor"] = 0.5.into(),
-            "rope_parameters: partial_rotary_factor is 0.5, which is not known here",
+            "rope_parameters: partial_rotary_factor is 0.5, which is not supported",
         ),
         (
             |c| {
@@ -510,14 +506,14 @@ fn other_llamas_are_refused() {
         ),
         (
             |c| c["tie_word_embeddings"] = true.into(),
-            "lm_head.weight is not model.embed_tokens.weight again",
+            "lm_head.weight differs from model.embed_tokens.weight, to which config.json ties it",
         ),
     ];
     let root = tempfile::tempdir().unwrap();
     for (i, (change, wanted)) in cases.into_iter().enumerate() {
         let dir = root.path().join(i.to_string());
         let out = root.path().join("out");
-        let mut model = Model::of(&tiny_llama());
+        let mut model = Model::read(&tiny_llama());
         change(&mut model.config);
         model.write(&dir);
         let error = import(&dir, &out, None).unwrap_err();
@@ -565,7 +561,7 @@ fn the_base_of_angles_is_read_where_it_is_given() {
     for (i, (change, theta)) in cases.into_iter().enumerate() {
         let dir = root.path().join(i.to_string());
         let out = root.path().join(format!("out-{i}"));
-        let mut model = Model::of(&tiny_llama());
+        let mut model = Model::read(&tiny_llama());
         let config = model.config.as_object_mut().unwrap();
         for key in ["rope_theta", "rope_scaling", "rope_parameters"] {
             config.remove(key);
@@ -577,8 +573,8 @@ fn the_base_of_angles_is_read_where_it_is_given() {
     }
 }
 
-/// As files of `transformers` 4 have it, with the old name of the type or the new one; and as our
-/// exports have it, in both spellings.
+/// RoPE scaling as in files of `transformers` 4, with the old or the new name of the type, and as
+/// in our exports, in both spellings.
 #[test]
 fn scaled_positions_are_read_where_they_are_given() {
     type Change = fn(&mut Value, Value);
@@ -603,7 +599,7 @@ fn scaled_positions_are_read_where_they_are_given() {
         for (i, change) in cases.into_iter().enumerate() {
             let dir = root.path().join(format!("{name}-{i}"));
             let out = root.path().join(format!("{name}-out-{i}"));
-            let mut model = Model::of(&there);
+            let mut model = Model::read(&there);
             let config = model.config.as_object_mut().unwrap();
             let mut scaling = config.remove("rope_parameters").unwrap();
             config.insert(
@@ -664,8 +660,8 @@ fn scaled_positions_travel() {
     assert_eq!(before, after);
 }
 
-/// The printed commands of an import work: text is imported as it says, and the network trained and
-/// measured on it. Text of another tokenizer is refused.
+/// The commands that an import prints work: they import text, and train and evaluate the network on
+/// it. Text of another tokenizer is refused.
 #[test]
 fn what_an_import_prints_works() {
     let root = tempfile::tempdir().unwrap();
@@ -724,24 +720,22 @@ fn what_an_import_prints_works() {
             "{ended}"
         );
     }
-    // Of a model without a tokenizer nothing is known: that of the data is taken, and told.
+    // The tokenizer of a model without one is not known: that of the data is used, with a message.
     ran(format!("checkpoint import {} --tokenizer none --out {}", at("there"), at("untold")))
         .succeeded();
     let ended =
         ran(format!("eval --checkpoint {} --data {}", at("untold"), at("bytes"))).succeeded();
     assert!(
-        ended.stderr.contains(
-            "the checkpoint does not tell its tokenizer: that of the data is taken, byte"
-        ),
+        ended
+            .stderr
+            .contains("the checkpoint does not record its tokenizer: using that of the data, byte"),
         "{ended}"
     );
     // The training data of an import is not known: no other data is measured by chance.
     let ended = ran(format!("eval --checkpoint {}", at("back")));
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(
-        ended
-            .stderr
-            .contains("the checkpoint was imported and tells no data\nhint: give some with --data"),
+        ended.stderr.contains("so its training data is not known\nhint: give data with --data"),
         "{ended}"
     );
 }
@@ -847,7 +841,8 @@ fn tokenizers_of_files_travel() {
     std::fs::write(folder.at("there/tokenizer.json"), "{").unwrap();
     let ended = folder.ends("checkpoint import @there --out @more");
     assert!(
-        ended.code() == 2 && ended.stderr.contains("there/tokenizer.json is no tokenizer.json: "),
+        ended.code() == 2
+            && ended.stderr.contains("there/tokenizer.json is not a valid tokenizer.json: "),
         "{ended}"
     );
 }

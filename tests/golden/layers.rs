@@ -1,5 +1,4 @@
-//! Networks by layers against PyTorch: outputs, losses, metrics and every gradient, on every
-//! device.
+//! Layer-list models against PyTorch: outputs, losses, metrics and every gradient, on every device.
 
 use std::ops::Range;
 
@@ -19,13 +18,13 @@ use hpctrain::parallel::{ControlFlags, Zero};
 use hpctrain_testkit::simulator::under;
 use hpctrain_testkit::{Cut, distance, engine_on, floats, golden, gradients, ids, numbers};
 
-/// Tolerance of a device against PyTorch's f64.
+/// The tolerance of a device against PyTorch's f64.
 #[derive(Clone, Copy)]
 struct Within {
     output: f64,
     gradients: f64,
-    /// Of gradients through batch and group norms: normalising takes away most of what those of a
-    /// few samples share, and their roundings stay.
+    /// The tolerance of gradients through batch and group norms, where most of the signal of a few
+    /// samples cancels, but rounding errors do not.
     through_norms: f64,
 }
 
@@ -36,7 +35,7 @@ fn text(group: &hdf5::Group, name: &str) -> String {
     group.attr(name).unwrap().read_scalar::<FixedAscii<2048>>().unwrap().to_string()
 }
 
-/// The plan of a case's configuration.
+/// Returns the resolved configuration of a case.
 fn plan(case: &hdf5::Group) -> ResolvedConfig {
     let text = format!(
         "[model]\nkind = \"layers\"\n{}\n[loss]\n{}",
@@ -47,13 +46,13 @@ fn plan(case: &hdf5::Group) -> ResolvedConfig {
     resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: false }).unwrap()
 }
 
-/// Rows of the tables of categories.
+/// Returns the number of rows of each embedding table.
 fn tables(plan: &ResolvedConfig) -> &[usize] {
     let SampleSpec::Rows { ids: Ids::Tables(tables), .. } = &plan.samples else { return &[] };
     tables
 }
 
-/// Samples of a case on the device.
+/// Uploads the samples of a case to the device.
 fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &ResolvedConfig) -> MicroBatch<B> {
     let shape = case.dataset("inputs").unwrap().shape();
     let of_ids = case.dataset("inputs").unwrap().dtype().unwrap().is::<u32>();
@@ -139,20 +138,21 @@ fn everything<B: Kernels>(b: &B, within: Within) {
                 .zip(&means[1..])
                 .map(|(metric, mean)| (metric.name(), metric.of_mean(*mean)));
             for (metric, value) in [("loss", means[0])].into_iter().chain(of_metrics) {
-                let want = numbers(&golden_metrics, metric)[0];
+                let expected = numbers(&golden_metrics, metric)[0];
                 assert!(
-                    (value - want).abs() <= within.output * want.abs(),
-                    "{name} {metric}: {value}, PyTorch {want}"
+                    (value - expected).abs() <= within.output * expected.abs(),
+                    "{name} {metric}: {value}, PyTorch {expected}"
                 );
             }
 
             let mut micro = Some(micro);
             let synced =
                 engine.gradients(0, || Ok(micro.take().unwrap()), ControlFlags::empty).unwrap();
-            let (loss, want) = (synced.loss / count as f64, numbers(&case, "loss")[0]);
+            let loss = synced.loss / count as f64;
+            let expected = numbers(&case, "loss")[0];
             assert!(
-                (loss / want - 1.0).abs() < within.output,
-                "{name} loss: {loss}, PyTorch {want}"
+                (loss / expected - 1.0).abs() < within.output,
+                "{name} loss: {loss}, PyTorch {expected}"
             );
             let golden = case.group("grads").unwrap();
             let found = gradients(&engine);
@@ -171,7 +171,7 @@ fn on_the_cpu() {
     everything(&Cpu::new(2), F32);
 }
 
-/// A GPU that computes in `precision`.
+/// Returns a GPU that computes in `precision`.
 fn gpu(precision: Precision) -> Cuda {
     Cuda::new(&Device::open(0).unwrap(), 128 << 20, precision).unwrap()
 }

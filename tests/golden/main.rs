@@ -1,5 +1,5 @@
-//! Numbers of PyTorch, and derivatives by finite differences: kernels, layers, networks,
-//! optimizers, Hugging Face files.
+//! Comparisons with reference numbers from PyTorch and with finite differences: kernels, layers,
+//! networks, optimizers, Hugging Face files.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod gradients;

@@ -44,7 +44,7 @@ const CASES: [(&str, &str); 6] = [
     ("llama.h5", "llama3"),
 ];
 
-/// The scaling of a Llama's frequencies.
+/// Returns the RoPE scaling of a Llama.
 fn scaling(case: &hdf5::Group) -> FrequencyScaling {
     match &case.attr("rope_type").unwrap().read_scalar::<FixedAscii<16>>().unwrap()[..] {
         "default" => FrequencyScaling::Unscaled,
@@ -96,7 +96,7 @@ fn each_case(test: impl Fn(&str, &hdf5::Group, &Network)) {
     }
 }
 
-/// A network with its golden parameters on one rank.
+/// Returns a network with its golden parameters on one rank.
 fn load<B: Kernels>(
     b: &B,
     case: &hdf5::Group,
@@ -130,7 +130,7 @@ fn load<B: Kernels>(
     engine
 }
 
-/// Losses and gradient norms of ten steps, and the trained network.
+/// Returns the losses and gradient norms of ten steps, and the trained network.
 #[expect(clippy::too_many_arguments, reason = "one for each property of a training")]
 fn train<B: Kernels>(
     b: &B,
@@ -189,9 +189,9 @@ fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Every tensor within `tolerance` of the golden one. The gradient of the keys' bias is zero in
-/// exact arithmetic (softmax does not see a shift of all scores), which AdamW turns into noise:
-/// those rows are left out.
+/// Checks that every tensor is within `tolerance` of the golden one. The gradient of the keys' bias
+/// is zero in exact arithmetic (softmax is invariant to a shift of all scores), and AdamW amplifies
+/// its rounding noise: those rows are skipped.
 fn same_parameters<B: Kernels>(
     case: &hdf5::Group,
     group: &str,
@@ -213,7 +213,7 @@ fn same_parameters<B: Kernels>(
 
 const ADAMW: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
 
-/// Tolerance of a device against PyTorch's f64.
+/// The tolerance of a device against PyTorch's f64.
 #[derive(Clone, Copy)]
 struct Within {
     logits: f64,
@@ -221,9 +221,9 @@ struct Within {
     gradients: f64,
     losses: f64,
     norms: f64,
-    /// Parameters in the end. AdamW divides a gradient by its own size, so rounding in tiny
-    /// elements shows: the same ten steps with PyTorch's f32 gradients end 8e-5 from its f64 ones,
-    /// with f64 gradients and f32 updates 2e-7.
+    /// The tolerance of the final parameters. AdamW divides a gradient by its own magnitude, which
+    /// amplifies rounding in tiny elements: the same ten steps with PyTorch's f32 gradients end
+    /// 8e-5 from its f64 ones, with f64 gradients and f32 updates 2e-7.
     adamw: f64,
     sgd: f64,
 }
@@ -237,8 +237,8 @@ const F32: Within = Within {
     adamw: 1e-4,
     sgd: 1e-5,
 };
-/// The norm of the tied Llama's sixth step is ten times as sensitive as the others: weights that
-/// are changed by 2⁻⁹ at random, of themselves, change it by 1.2 % in f64.
+/// The norm of the tied Llama's sixth step is ten times as sensitive as the others: random relative
+/// changes of the weights by 2⁻⁹ change it by 1.2 % in f64.
 const BF16: Within = Within {
     logits: 2e-2,
     loss: 2e-3,
@@ -286,13 +286,13 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
             peak: attribute(&golden, "lr"),
             min: attribute(&golden, "min_lr"),
             warmup: size(&golden, "warmup_steps") as u64,
-            // Its rates would reach the minimum one step after the last.
+            // PyTorch's schedule would reach the minimum one step after the last.
             total: size(&golden, "total_steps") as u64 + 1,
             decay: 0,
         };
         let rates: Vec<f64> = (0..10).map(|step| schedule.rate(step)).collect();
         close(&rates, &numbers(&golden, "lr"), 1e-12, "learning rate");
-        // In one piece, as accumulated micro-batches, and as virtual_ranks.
+        // As one micro-batch, as accumulated micro-batches, and as virtual ranks.
         for (virtual_ranks, micros_per_virtual_rank) in [(1, 1), (1, 5), (5, 1)] {
             let cut = Cut { virtual_ranks, micros_per_virtual_rank, recompute: false };
             let decay = attribute(&golden, "weight_decay") as f32;
@@ -328,7 +328,7 @@ fn on_the_cpu() {
     ten_steps_of_nesterov(&cpu, F32);
 }
 
-/// A GPU that computes in `precision`.
+/// Returns a GPU that computes in `precision`.
 fn gpu(precision: Precision) -> Cuda {
     Cuda::new(&Device::open(0).unwrap(), 128 << 20, precision).unwrap()
 }

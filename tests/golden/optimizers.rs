@@ -1,5 +1,5 @@
-//! Update rules against PyTorch's: ten steps of each, on every device. AdamW and SGD are in
-//! `golden_networks.rs`.
+//! Optimizers against PyTorch's: ten steps of each, on every device. AdamW and SGD are in
+//! `networks.rs`.
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};

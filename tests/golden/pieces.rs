@@ -1,5 +1,5 @@
-//! The head and the loss of some rows at a time (`parallel.loss_chunk_tokens`): gradients, losses
-//! and memory beside those of all rows.
+//! Chunked cross-entropy (`parallel.loss_chunk_tokens`): gradients, losses and memory compared with
+//! those of all rows at once.
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend, MemoryKind};
@@ -16,15 +16,15 @@ use hpctrain_testkit::{Cut, distance, engine, gradients, micro};
 
 const TIME: usize = 6;
 const SEQUENCES: usize = 4;
-/// So many that logits are most of the activations.
+/// Large enough that logits are most of the activations.
 const VOCABULARY: usize = 1031;
 
 struct Outcome {
     loss: f64,
-    /// Outside training: of all predictions, and of two parts of them.
+    /// The losses outside training: of all predictions, and of two parts of them.
     measured: Vec<f64>,
     gradients: Vec<(String, Vec<f32>)>,
-    /// Bytes of activations at most.
+    /// The peak of activations in bytes.
     activations: usize,
 }
 
@@ -102,8 +102,8 @@ fn pieces_add_up_to_the_whole() {
                     pieces.loss,
                     whole.loss
                 );
-                for (got, want) in pieces.measured.iter().zip(&whole.measured) {
-                    assert!((got / want - 1.0).abs() < 1e-6, "{about}: {got} {want}");
+                for (got, expected) in pieces.measured.iter().zip(&whole.measured) {
+                    assert!((got / expected - 1.0).abs() < 1e-6, "{about}: {got} {expected}");
                 }
                 assert_eq!(pieces.measured.len(), 3, "{about}");
                 assert!(
@@ -116,13 +116,13 @@ fn pieces_add_up_to_the_whole() {
                     let off = distance(got, &want);
                     assert!(off < 1e-5, "{about}, {name}: {off}");
                 }
-                // Of one micro-batch, whose logits are the most that is there.
+                // Checked for one micro-batch, where logits are most of the memory.
                 let saved = (SEQUENCES * TIME - logit_rows) * VOCABULARY * size_of::<f32>();
                 let less = whole.activations - pieces.activations;
                 let most = micros > 1 || less as f64 > 0.8 * saved as f64;
                 assert!(most, "{about}: {less} bytes less, not {saved}");
             }
-            // As many rows as there are, or more, are all of them.
+            // With as many rows as there are, the results are those of all rows at once.
             let all = step(&network, micros, SEQUENCES * TIME);
             assert_eq!(
                 (all.loss, &all.measured, &all.gradients),

@@ -1,4 +1,4 @@
-//! The resources of kernels, as a cubin tells them: an ELF file whose section `.nv.info` has
+//! The resources of kernels, as recorded in a cubin: an ELF file whose section `.nv.info` has
 //! attributes of every function.
 
 use std::collections::BTreeMap;
@@ -20,8 +20,8 @@ const FRAME_SIZE: u8 = 0x11;
 const MIN_STACK_SIZE: u8 = 0x12;
 const REGISTERS: u8 = 0x2f;
 
-/// The form of an attribute whose value has so many bytes as the header says; of the others the
-/// value is in the header.
+/// The form of an attribute whose value has the size given in the header; of the others the value
+/// is in the header.
 const SIZED: u8 = 4;
 
 /// Bytes of a section's header, and of a symbol.
@@ -83,8 +83,8 @@ pub fn functions(file: &[u8]) -> BTreeMap<String, Resources> {
         }
         rest = &rest[4 + length..];
     }
-    // Divisions and the like are functions without sections of their own, whose stack is counted
-    // with their callers'.
+    // Divisions and the like are functions without a separate section, whose stack is counted with
+    // that of their callers.
     found.retain(|name, _| sections.contains_key(&format!(".text.{name}")));
     for (name, of) in &mut found {
         of.shared = sections.get(&format!(".nv.shared.{name}")).map_or(0, |(size, _)| *size as u32);

@@ -1,6 +1,6 @@
-//! The CPU simulator of CUDA (`tests/cudasim/`): that it computes what a GPU would, and finds the
-//! mistakes it is there to find. Its libraries are found through `LD_LIBRARY_PATH`, so each test
-//! runs its body in a process of its own.
+//! Tests of the CPU simulator of CUDA (`tests/cudasim/`): it must compute what a GPU would, and
+//! detect mistakes. Its libraries are found through `LD_LIBRARY_PATH`, so each test runs its body
+//! in a separate process.
 #![allow(clippy::undocumented_unsafe_blocks, reason = "every call of the driver is one")]
 
 use std::ffi::{CString, c_char, c_void};
@@ -39,7 +39,7 @@ const SCHEDULES: [&[(&str, &str)]; 4] = [
 // ---- compiling and launching
 // ------------------------------------------------------------------------------------
 
-/// A cubin with the project's headers at hand, or the compiler's log.
+/// Compiles a source with the project's headers. Returns the cubin or the compiler's log.
 fn compile(source: &str, options: &[&str]) -> Result<Vec<u8>, String> {
     let text = |s: &str| CString::new(s).unwrap();
     let source = text(source);
@@ -145,11 +145,14 @@ fn noise(len: usize, seed: u32) -> Vec<f32> {
 }
 
 #[track_caller]
-fn close(got: &[f32], want: &[f64], tolerance: f64) {
-    assert_eq!(got.len(), want.len());
-    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
-        let apart = (f64::from(got) - want).abs();
-        assert!(apart <= tolerance * (1.0 + want.abs()), "element {i}: {got} instead of {want}");
+fn close(got: &[f32], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len());
+    for (i, (&got, &expected)) in got.iter().zip(expected).enumerate() {
+        let difference = (f64::from(got) - expected).abs();
+        assert!(
+            difference <= tolerance * (1.0 + expected.abs()),
+            "element {i}: {got} instead of {expected}"
+        );
     }
 }
 
@@ -231,7 +234,7 @@ fn kernels_compute() {
         }
         close(&gpu.get(&out), &want, 1e-4);
 
-        // Halves of a warp that shuffle apart from each other.
+        // Halves of a warp that shuffle separately.
         let mut halves = gpu.zeros::<i32>(64);
         launch!(gpu.stream, &function(&module, "halves"), shape(1, 64, 0), &mut halves).unwrap();
         let want: Vec<i32> = (0..64).map(|i| if i % 32 < 16 { 31 } else { 191 }).collect();
@@ -381,7 +384,7 @@ fn the_compiler_takes_headers_macros_and_architectures() {
 // ---- mistakes
 // -----------------------------------------------------------------------------------------------------
 
-/// Makes one mistake; what the driver says to it.
+/// Makes one mistake, and returns the driver's result.
 fn mistake(which: &str) -> Result<(), DriverError> {
     let gpu = Gpu::new(0);
     let module = gpu.module(FAULTS, &[]);
@@ -420,7 +423,7 @@ fn mistake(which: &str) -> Result<(), DriverError> {
     launched.and_then(|()| gpu.stream.synchronize())
 }
 
-/// Each mistake is told from the others by the error code and by what the simulator prints.
+/// Checks the error code of each mistake, and what the simulator prints.
 #[track_caller]
 fn finds(mistakes: &[(&str, CUresult, &str)], settings: Settings) {
     if let Some(which) = role() {
@@ -542,7 +545,7 @@ fn graphs_replay_what_was_captured() {
     under(&[&[], &[("CUDASIM_STREAMS", "lazy")]], || {
         let gpu = Gpu::new(0);
         unsafe { gpu.context.disable_event_tracking() };
-        let beside = gpu.context.new_stream().unwrap();
+        let second = gpu.context.new_stream().unwrap();
         let add = function(&gpu.module(BASIC, &[]), "vec_add");
         let x = gpu.put(&[1.0f32; 64]);
         let mut y = gpu.zeros::<f32>(64);
@@ -554,13 +557,13 @@ fn graphs_replay_what_was_captured() {
             launch!(stream, &add, shape(1, 64, 0), to, &from, &x, &64)
         };
 
-        // Two streams: z += x beside y += x, then both belong to the graph.
+        // Two streams: z += x and y += x run concurrently, and both belong to the graph.
         gpu.stream.synchronize().unwrap();
         gpu.stream.begin_capture(relaxed).unwrap();
-        beside.join(&gpu.stream).unwrap();
+        second.join(&gpu.stream).unwrap();
         adds(&gpu.stream, &mut y).unwrap();
-        adds(&beside, &mut z).unwrap();
-        gpu.stream.join(&beside).unwrap();
+        adds(&second, &mut z).unwrap();
+        gpu.stream.join(&second).unwrap();
         let graph = gpu.stream.end_capture(none).unwrap().unwrap();
         assert_eq!(gpu.get(&y), [0.0; 64], "captured, not run");
         for _ in 0..3 {
@@ -569,7 +572,7 @@ fn graphs_replay_what_was_captured() {
         assert_eq!(gpu.get(&y), [3.0; 64]);
         assert_eq!(gpu.get(&z), [3.0; 64]);
 
-        // A call that a capture refuses ends it; the stream is usable thereafter.
+        // A call that a capture refuses ends it; the stream is usable afterwards.
         gpu.stream.begin_capture(relaxed).unwrap();
         assert_eq!(
             gpu.stream.synchronize().unwrap_err().0,
@@ -578,8 +581,8 @@ fn graphs_replay_what_was_captured() {
         let ended = gpu.stream.end_capture(none).err().unwrap();
         assert_eq!(ended.0, CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
         gpu.stream.begin_capture(relaxed).unwrap();
-        beside.join(&gpu.stream).unwrap();
-        adds(&beside, &mut z).unwrap();
+        second.join(&gpu.stream).unwrap();
+        adds(&second, &mut z).unwrap();
         let ended = gpu.stream.end_capture(none).err().unwrap();
         assert_eq!(ended.0, CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
         adds(&gpu.stream, &mut y).unwrap();
@@ -587,7 +590,7 @@ fn graphs_replay_what_was_captured() {
     });
 }
 
-/// The same device memory as a plain number, for kernels that read and write one array.
+/// Device memory as a plain address, for kernels that read and write one array.
 trait CloneView {
     fn clone_view(&self) -> u64;
 }
@@ -729,16 +732,16 @@ fn injected_failures_happen() {
 /// An element type of device matrices.
 trait Element: cudarc::driver::DeviceRepr + Copy {
     const TYPE: lt::cudaDataType_t;
-    /// Relative distance of neighbours.
+    /// The relative distance of neighbouring values.
     const STEP: f64;
-    fn of(v: f32) -> Self;
+    fn from_f32(v: f32) -> Self;
     fn value(self) -> f32;
 }
 
 impl Element for f32 {
     const TYPE: lt::cudaDataType_t = lt::cudaDataType_t::CUDA_R_32F;
     const STEP: f64 = f32::EPSILON as f64;
-    fn of(v: f32) -> Self {
+    fn from_f32(v: f32) -> Self {
         v
     }
     fn value(self) -> f32 {
@@ -749,7 +752,7 @@ impl Element for f32 {
 impl Element for u16 {
     const TYPE: lt::cudaDataType_t = lt::cudaDataType_t::CUDA_R_16BF;
     const STEP: f64 = 1.0 / 128.0;
-    fn of(v: f32) -> Self {
+    fn from_f32(v: f32) -> Self {
         bf16::from_f32(v).to_bits()
     }
     fn value(self) -> f32 {
@@ -757,7 +760,7 @@ impl Element for u16 {
     }
 }
 
-/// A product `d = epilogue(alpha op(a) op(b) + beta c)`, column-major.
+/// A matmul `d = epilogue(alpha op(a) op(b) + beta c)`, column-major.
 #[derive(Clone, Copy, Debug)]
 struct Product {
     m: usize,
@@ -771,7 +774,7 @@ struct Product {
     compute: lt::cublasComputeType_t,
 }
 
-/// Operands and result of a product, as the device or as f64 has them.
+/// The operands and the result of a matmul, from the device or in f64.
 struct Results<T> {
     d: Vec<T>,
     bias: Vec<T>,
@@ -799,7 +802,7 @@ impl Product {
         }
     }
 
-    /// On the device, from bias and auxiliary matrix as given.
+    /// Runs the matmul on the device, with the given bias and auxiliary matrix.
     fn run<I: Element, O: Element>(
         self,
         gpu: &Gpu,
@@ -935,7 +938,7 @@ impl Product {
         Results { d: gpu.get(&dd), bias: gpu.get(&dbias), aux: gpu.get(&daux) }
     }
 
-    /// The same in f64.
+    /// Computes the same in f64.
     fn reference(self, a: &[f64], b: &[f64], c: &[f64], bias: &[f64], aux: &[f64]) -> Results<f64> {
         use lt::cublasLtEpilogue_t::*;
         let Self { m, n, k, epilogue, .. } = self;
@@ -990,8 +993,8 @@ impl Product {
 
     fn check<I: Element, O: Element>(self, gpu: &Gpu) {
         let some = |len: usize, seed: u32| noise(len, seed);
-        let from = |v: Vec<f32>| v.into_iter().map(I::of).collect::<Vec<I>>();
-        let into = |v: Vec<f32>| v.into_iter().map(O::of).collect::<Vec<O>>();
+        let from = |v: Vec<f32>| v.into_iter().map(I::from_f32).collect::<Vec<I>>();
+        let into = |v: Vec<f32>| v.into_iter().map(O::from_f32).collect::<Vec<O>>();
         let Self { m, n, k, batch, .. } = self;
         let a = from(some(batch * m * k, 1));
         let b = from(some(batch * n * k, 2));
@@ -999,7 +1002,7 @@ impl Product {
         let bias = into(some(batch * self.bias_len(), 4));
         let aux = into(some(batch * self.ldaux() * n, 5));
         let got = self.run(gpu, &a, &b, &c, &bias, &aux);
-        // With less precision operands lose the low bits of their mantissa, rounded to the nearest.
+        // Reduced precision rounds the mantissas of operands to the nearest.
         let lost = match self.compute {
             lt::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32 => 13,
             lt::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16BF => 16,
@@ -1012,7 +1015,7 @@ impl Product {
         let want =
             self.reference(&exact_in(&a), &exact_in(&b), &exact(&c), &exact(&bias), &exact(&aux));
         let values = |v: &[O]| v.iter().map(|x| x.value()).collect::<Vec<f32>>();
-        // Half a step of rounding, and the sums' own error.
+        // Half a rounding step, plus the error of the sums.
         let tolerance = 0.5 * O::STEP + 2e-6;
         close(&values(&got.d), &want.d, tolerance);
         close(&values(&got.bias), &want.bias, tolerance);
@@ -1074,7 +1077,7 @@ fn matrix_products_and_epilogues_match_f64() {
 // ---- speed
 // --------------------------------------------------------------------------------------------------------
 
-/// Prints how long the simulator takes: `cargo test --release --test gpu -- --ignored --nocapture
+/// Prints the speed of the simulator: `cargo test --release --test gpu -- --ignored --nocapture
 /// speed`.
 #[test]
 #[ignore = "a measurement"]

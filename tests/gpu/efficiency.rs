@@ -91,5 +91,5 @@ fn devices_without_a_counter_have_no_energy() {
     let ended = finish(with_simulator(&mut doctor));
     assert!(ended.stdout.contains("has no energy counter"), "{ended}");
     let ended = finish(doctor.env("CUDASIM_WATTS", "700"));
-    assert!(ended.stdout.contains("NVML counts its energy"), "{ended}");
+    assert!(ended.stdout.contains("NVML measures its energy"), "{ended}");
 }

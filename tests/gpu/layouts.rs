@@ -1,5 +1,5 @@
 //! The table of layouts on GPUs, in their simulator: every row gives the bits of one rank, whether
-//! messages are staged through the host or MPI is given addresses of the device.
+//! messages are host-staged (pinned memory) or CUDA-aware MPI is used.
 
 use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::finish;
@@ -40,7 +40,7 @@ fn on_gpus<'a>(precision: &str, rows: impl Iterator<Item = (&'a Row, &'a str)>) 
     });
 }
 
-/// Rows of processes.
+/// The rows whose ranks are processes.
 fn processes() -> impl Iterator<Item = &'static Row> {
     SAME.iter().filter(|Row(_, transport, _)| matches!(transport, Mpirun(_)))
 }
@@ -55,15 +55,14 @@ fn direct_messages_give_the_same_bits() {
     on_gpus(F32, processes().skip(1).step_by(2).map(|row| (row, DIRECT)));
 }
 
-/// Each row the way that it did not go above.
+/// Each row with the transport that the tests above do not use.
 #[test]
 #[ignore = "takes minutes: the same rows, the other way"]
 fn the_other_way_gives_the_same_bits() {
     on_gpus(F32, processes().zip([DIRECT, STAGED].into_iter().cycle()));
 }
 
-/// One rank alone, and threads as ranks. Those have no direct way: their messages are no library's,
-/// which could be given addresses.
+/// One rank alone, and threads as ranks, which cannot use CUDA-aware MPI.
 #[test]
 fn one_process_gives_the_same_bits() {
     let alone = SAME.iter().filter(|Row(_, transport, _)| *transport == Alone);
@@ -71,7 +70,7 @@ fn one_process_gives_the_same_bits() {
     on_gpus(F32, alone.chain(threads.step_by(3)).map(|row| (row, STAGED)));
 }
 
-/// bf16 changes kernels, and how parameters are gathered: a cut through the rows.
+/// bf16 changes kernels, and the all-gathers of parameters. A selection of rows.
 #[test]
 fn bf16_gives_the_same_bits() {
     on_gpus(BF16, processes().step_by(4).zip([STAGED, DIRECT].into_iter().cycle()));

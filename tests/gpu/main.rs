@@ -1,4 +1,4 @@
-//! The CUDA backend, on a simulator of the driver (`tests/cudasim/`), or on a GPU with
+//! Tests of the CUDA backend on a simulator of the driver (`tests/cudasim/`), or on a GPU with
 //! `HPCTRAIN_TEST_GPU=1`.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 

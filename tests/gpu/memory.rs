@@ -1,4 +1,5 @@
-//! The banner's promise of GPU memory against what a run took of it, in the GPU's simulator.
+//! The estimate of GPU memory in the startup summary, compared with the peak of a run, in the GPU
+//! simulator.
 
 use std::path::Path;
 
@@ -10,8 +11,8 @@ use hpctrain_testkit::launch::{Ended, finish};
 use hpctrain_testkit::runs::{Run, json};
 use hpctrain_testkit::simulator::{is_on_gpu, under, with_simulator};
 
-/// A network whose own memory is several times that of one activation. Messages pass through the
-/// host: of their memory the estimate knows the most only.
+/// A network whose parameters take several times the memory of one activation. Messages are
+/// host-staged: for their memory the estimate is an upper bound.
 const BIG: [&str; 11] = [
     "run.device=cuda",
     "comm.transport=host-staged",
@@ -26,7 +27,7 @@ const BIG: [&str; 11] = [
     "eval.batch=2",
 ];
 
-/// The promise in MiB: the banner's line is "gpu memory   123.4 MiB a rank: …".
+/// Returns the estimate in MiB, from the line "gpu memory 123.4 MiB a rank: …".
 fn promised(stdout: &str) -> f64 {
     let line = stdout.lines().find(|line| line.starts_with("gpu memory ")).unwrap();
     let (number, _) = line["gpu memory ".len()..].trim().split_once(" MiB a rank: ").unwrap();
@@ -39,21 +40,19 @@ fn run(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> (Run
     (run, ended)
 }
 
-/// Promise and peak may differ by this part of the promise.
+/// The relative difference allowed between estimate and peak.
 const TOLERANCE: f64 = 0.03;
 
-/// A small network whose logits are a good part of its memory, and their padding a good part of
-/// those: whole, and in two slices.
+/// A small network whose logits are a large part of its memory, and padding a large part of the
+/// logits: unsharded, and with two virtual tensor ranks.
 const PADDED: &str = "model.vocabulary=257 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32";
 const PADDED_SLICES: &str = "model.vocabulary=641 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32 parallel.virtual_tensor_ranks=2";
 
-/// The workspace of matrix products in MiB: the same in every run, and so no part of what is
-/// compared.
+/// The workspace of matmuls in MiB. It is the same in every run, so comparisons exclude it.
 const WORKSPACE: f64 = 32.0;
 
-/// Layouts that also run where there is little more than what was promised: no pieces of free
-/// memory are left over that are too small for anything, but for one that is smaller than the
-/// largest buffer. That has 1.7 MiB, a block's gradients.
+/// Layouts that also run with little more memory than the estimate: fragmentation wastes at most
+/// one free range smaller than the largest buffer, which has 1.7 MiB (the gradients of a block).
 const TIGHT: [&str; 2] = ["parallel.zero=0", "parallel.zero=3"];
 const LARGEST: f64 = 1.71;
 
@@ -121,8 +120,8 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The pool's size shows in no bit, and memory that grows is taken as it is needed: the network
-/// wants more than a block.
+/// The size of the pool changes no bit, and a growing pool allocates memory on demand: the network
+/// needs more than one block.
 #[test]
 fn pools_of_every_kind_give_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
@@ -135,23 +134,23 @@ fn pools_of_every_kind_give_the_same_bits() {
         let ended = finish(sim).succeeded();
         (run.files(), ended.stdout)
     };
-    let (part, told) = with("part", "0.5", &[]);
-    assert!(told.contains(", 512.0 MiB of 1.0 GiB, "), "{told}");
+    let (part, stdout) = with("part", "0.5", &[]);
+    assert!(stdout.contains(", 512.0 MiB of 1.0 GiB, "), "{stdout}");
     for (name, memory, says, sim) in [
         ("bytes", "200MiB", ", 200.0 MiB of 1.0 GiB, ", &[][..]),
         ("grow", "grow", ", up to 921.6 MiB of 1.0 GiB, ", &[]),
-        // The device refuses a block, and has room for what is wanted of it.
+        // The device refuses a block, but has enough memory for the allocation.
         ("scarce", "grow", ", up to 921.6 MiB of 1.0 GiB, ", &[("CUDASIM_FAIL", "alloc:2")]),
     ] {
-        let (files, told) = with(name, memory, sim);
-        assert!(told.contains(says), "{name}: {told}");
+        let (files, stdout) = with(name, memory, sim);
+        assert!(stdout.contains(says), "{name}: {stdout}");
         files.same_as(&part, 2, name);
         let peak = json(&files.path("run.json"))["peak_gpu_bytes"].as_u64().unwrap();
         assert!(peak > 64 << 20, "{name}: one block would do: {peak}");
     }
 }
 
-/// A pool that is exhausted tells what was asked for and what there is.
+/// The error of an exhausted pool names the requested and the available memory.
 #[test]
 fn a_pool_grows_until_there_is_no_more() {
     under(&[&[("CUDASIM_MEM", "192M")]], || {
@@ -168,9 +167,12 @@ fn a_pool_grows_until_there_is_no_more() {
         let mebibytes = |cuda: &Cuda, count: usize| cuda.alloc(MemoryKind::Gradients, count << 18);
         let bounded = with(160);
         let kept = [mebibytes(&bounded, 24).unwrap(), mebibytes(&bounded, 60).unwrap()];
-        let told = mebibytes(&bounded, 48).err().unwrap().to_string();
-        let says = "no 48.0 MiB for gradients in the 160.0 MiB that this rank may take: it has taken gradients 84.0 MiB, ";
-        assert!(told.contains(says) && told.contains("device.memory_limit higher"), "{told}");
+        let message = mebibytes(&bounded, 48).err().unwrap().to_string();
+        let says = "48.0 MiB for gradients do not fit into the 160.0 MiB limit of this rank; in use: gradients 84.0 MiB, ";
+        assert!(
+            message.contains(says) && message.contains("device.memory_limit higher"),
+            "{message}"
+        );
         // There is room for less.
         assert_eq!(Cuda::len(&mebibytes(&bounded, 30).unwrap()), 30 << 18);
         drop((kept, bounded));
@@ -179,8 +181,11 @@ fn a_pool_grows_until_there_is_no_more() {
         }
         let free = with(1 << 10);
         let _kept = mebibytes(&free, 100).unwrap();
-        let told = mebibytes(&free, 48).err().unwrap().to_string();
-        let says = "out of GPU memory: no 48.0 MiB for gradients where 28.0 MiB of the GPU are free; this rank has 164.0 MiB, ";
-        assert!(told.contains(says) && told.contains("end what else runs on this GPU"), "{told}");
+        let message = mebibytes(&free, 48).err().unwrap().to_string();
+        let says = "out of GPU memory: 48.0 MiB for gradients requested, 28.0 MiB of the GPU free; this rank has 164.0 MiB, in use: ";
+        assert!(
+            message.contains(says) && message.contains("end other processes on this GPU"),
+            "{message}"
+        );
     });
 }

@@ -1,9 +1,9 @@
-//! Every kernel compiles with NVIDIA's own compiler for the oldest and the newest device that is
-//! aimed at, and takes the registers, local and shared memory that `tests/gpu/registers.txt` says.
-//! It needs no GPU. `scripts/setup --test` fetches the compiler where it can; without it the test
-//! is skipped, and says so.
+//! Every kernel compiles with NVIDIA's compiler for the oldest and the newest supported device, and
+//! uses the registers, local and shared memory recorded in `tests/gpu/registers.txt`. No GPU is
+//! needed. `scripts/setup --test` fetches the compiler if it can; without it the test is skipped
+//! with a message.
 //!
-//! `UPDATE=1 cargo test --test gpu nvrtc::` writes the table anew.
+//! `UPDATE=1 cargo test --test gpu nvrtc::` rewrites the table.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -16,23 +16,23 @@ use hpctrain::backend::cuda::nvrtc::{KERNELS, Variant, compile};
 use super::cubin::{Resources, functions};
 use hpctrain_testkit::launch::{finish, test_name};
 
-/// Set in the process that finds the compiler.
+/// Set in the process that compiles.
 const ROLE: &str = "NVRTC_TEST_ROLE";
 
-/// The version of the compiler whose choices the table has.
+/// The version of the compiler whose results are in the table.
 const VERSION: &str = "13.0";
 
 const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
 
-/// Bytes of local memory that a kernel may take. Divisions keep some in paths that are seldom
-/// taken; a kernel whose registers do not hold its work takes more, and is slow.
+/// The bytes of local memory that a kernel may use. Divisions use some in rare paths; a kernel that
+/// spills registers uses more, and is slow.
 const MOST_LOCAL: u32 = 32;
 
-/// Times that a source is compiled again whose kernels differ from the table: the compiler does not
-/// always choose alike. Once in some eight runs a kernel took 108 registers in place of 106.
+/// How often a source is recompiled if its kernels differ from the table: the compiler is not
+/// deterministic. In about one of eight runs a kernel used 108 registers instead of 106.
 const MORE: usize = 5;
 
-/// Its place in the repository.
+/// The path of the table.
 const TABLE: &str = "tests/gpu/registers.txt";
 
 const HEAD: &str = "\
@@ -96,16 +96,16 @@ fn compile_all() {
     }
 }
 
-/// The kernels of some sources, for each architecture.
+/// Returns the resources of the kernels of some sources, for each architecture.
 fn resources(sources: &[&'static str]) -> [BTreeMap<Name, Resources>; 2] {
     ARCHITECTURES.map(|architecture| {
         sources.iter().flat_map(|source| compile_for(architecture, source)).collect()
     })
 }
 
-/// Compiles a source in every variant: the resources of its functions.
+/// Compiles a source in every variant, and returns the resources of its functions.
 fn compile_for(architecture: &str, source: &'static str) -> BTreeMap<Name, Resources> {
-    // Of f32 and bf16; the kernels for tensor cores, of bf16 alone, have more shapes.
+    // f32 and bf16; the tensor-core kernels (bf16 only) have more shapes.
     let heads: &[(Option<usize>, &[bool])] = match source.starts_with("attention") {
         true => &[
             (Some(64), &[false, true]),
@@ -134,13 +134,14 @@ fn compile_for(architecture: &str, source: &'static str) -> BTreeMap<Name, Resou
     found
 }
 
-/// A line for each function, with its resources on each device.
+/// Formats a line for each function, with its resources on each device.
 fn table([old, new]: &[BTreeMap<Name, Resources>; 2]) -> String {
     let mut text = HEAD.to_owned();
     for (name, here) in old {
         let (variant, function) = name;
-        let told = |of: &Resources| format!("{:4} {:4} {:6}", of.registers, of.local, of.shared);
-        let _ = writeln!(text, "{variant:34} {function:30} {}  {}", told(here), told(&new[name]));
+        let columns = |of: &Resources| format!("{:4} {:4} {:6}", of.registers, of.local, of.shared);
+        let _ =
+            writeln!(text, "{variant:34} {function:30} {}  {}", columns(here), columns(&new[name]));
     }
     text
 }

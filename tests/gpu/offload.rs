@@ -1,6 +1,5 @@
-//! `offload.optimizer`, `offload.params` and `offload.activations` on GPUs, in
-//! their simulator: the place of masters, moments, parameters and inputs of blocks makes no
-//! difference to any bit.
+//! `offload.optimizer`, `offload.params` and `offload.activations` on GPUs, in their simulator:
+//! offloading fp32 master weights, moments, parameters and block inputs changes no bit.
 
 use std::path::Path;
 
@@ -11,8 +10,7 @@ use hpctrain_testkit::simulator::{Settings, with_simulator};
 
 const STEPS: u64 = 4;
 
-/// A small training, some of whose gradients are clipped and weights decayed, which goes through a
-/// checkpoint in its middle.
+/// A small run with gradient clipping and weight decay, which saves a checkpoint halfway.
 const SMALLER: [&str; 13] = [
     "run.device=cuda",
     "comm.transport=host-staged",
@@ -41,8 +39,8 @@ fn succeeds(run: &Run, sim: Settings) -> RunFiles {
     run.files()
 }
 
-/// Every stage on one rank and two; the settings of the simulator in which mistakes show take
-/// turns.
+/// Runs every ZeRO stage on one rank and two, with changing settings of the simulator that reveal
+/// mistakes.
 fn every_stage(precision: &str, sims: [Settings; 4]) {
     let root = tempfile::tempdir().unwrap();
     let here = succeeds(&command(Alone, root.path(), "here", &[precision]), &[]);
@@ -60,7 +58,7 @@ fn every_stage(precision: &str, sims: [Settings; 4]) {
                 &format!("{precision}, {layout} on {transport:?}, {sim:?}"),
             );
             assert_eq!(there.tensors(2), here.tensors(2), "{name}: the checkpoint before the last");
-            // It was not the device that held them.
+            // The device did not hold the optimizer state.
             let peaks = hpctrain_testkit::runs::json(&there.path("run.json"))["peak_bytes"].clone();
             assert!(
                 peaks["optimizer"] == 0 && peaks["offloaded"].as_u64().unwrap() > 0,
@@ -72,18 +70,18 @@ fn every_stage(precision: &str, sims: [Settings; 4]) {
 
 const LAZY: (&str, &str) = ("CUDASIM_STREAMS", "lazy");
 const REVERSE: (&str, &str) = ("CUDASIM_ORDER", "reverse");
-/// The host's code may not look into the memory of the device.
-const APART: (&str, &str) = ("CUDASIM_HOST_ACCESS", "0");
+/// Host code cannot access device memory.
+const NO_HOST_ACCESS: (&str, &str) = ("CUDASIM_HOST_ACCESS", "0");
 const CHECK: (&str, &str) = ("CUDASIM_CHECK", "1");
 
 #[test]
 fn the_host_updates_as_the_device_does_in_f32() {
-    every_stage("precision.dtype=f32", [&[LAZY, APART], &[CHECK], &[], &[LAZY, REVERSE]]);
+    every_stage("precision.dtype=f32", [&[LAZY, NO_HOST_ACCESS], &[CHECK], &[], &[LAZY, REVERSE]]);
 }
 
 #[test]
 fn the_host_updates_as_the_device_does_in_bf16() {
-    every_stage("precision.dtype=bf16", [&[CHECK], &[LAZY, APART], &[LAZY, REVERSE], &[]]);
+    every_stage("precision.dtype=bf16", [&[CHECK], &[LAZY, NO_HOST_ACCESS], &[LAZY, REVERSE], &[]]);
 }
 
 #[test]
@@ -105,7 +103,7 @@ fn every_rule_updates_on_the_host_as_well() {
     }
 }
 
-/// A checkpoint does not tell where its state was.
+/// Checkpoints do not depend on where the state was.
 #[test]
 fn a_run_goes_on_with_and_without() {
     let root = tempfile::tempdir().unwrap();
@@ -135,8 +133,8 @@ fn a_run_goes_on_with_and_without() {
     }
 }
 
-/// Inputs of blocks leave the device and come back with their bits, in every order of work, with
-/// the memory of the estimate.
+/// Block inputs are offloaded and return with the same bits, in every order of work, with the
+/// estimated memory.
 #[test]
 fn inputs_of_blocks_come_back_from_the_host() {
     const AWAY: &str = "offload.activations=true";
@@ -154,10 +152,10 @@ fn inputs_of_blocks_come_back_from_the_host() {
         let (_, again) = with(Alone, "again", &["parallel.recompute=true"], &[]);
         let away = ["parallel.recompute=true", AWAY];
         for (what, transport, layout, sim) in [
-            ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, APART][..]),
+            ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, NO_HOST_ACCESS][..]),
             ("checked", Alone, &["offload.optimizer=true"], &[CHECK]),
             ("shards", Mpirun(2), &["parallel.zero=3", "offload.optimizer=true"], &[LAZY, REVERSE]),
-            ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, APART]),
+            ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, NO_HOST_ACCESS]),
             ("late", Mpirun(2), &["parallel.pipeline=2", "parallel.schedule=zero-bubble"], &[LAZY]),
         ] {
             let (files, card) = with(transport, what, &[&away, layout].concat(), sim);
@@ -180,7 +178,7 @@ fn inputs_of_blocks_come_back_from_the_host() {
     }
 }
 
-/// Parameters that the host alone has, of one rank and of shards of two, in every order of turns.
+/// Parameters that only the host holds, on one rank and sharded over two, in every order of work.
 #[test]
 fn parameters_come_from_the_host_for_their_turn() {
     const AWAY: [&str; 3] = ["parallel.zero=3", OFFLOAD, "offload.params=true"];
@@ -196,11 +194,11 @@ fn parameters_come_from_the_host_for_their_turn() {
         };
         let here = with(Alone, "here", &[], &[]);
         for (what, transport, more, sim) in [
-            ("alone", Alone, &["parallel.prefetch=1"][..], &[LAZY, APART][..]),
+            ("alone", Alone, &["parallel.prefetch=1"][..], &[LAZY, NO_HOST_ACCESS][..]),
             ("late", Alone, &["parallel.prefetch=0"], &[LAZY, REVERSE]),
             ("early", Alone, &["parallel.prefetch=3"], &[CHECK]),
             ("shards", Mpirun(2), &["parallel.recompute=true"], &[LAZY]),
-            ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, APART]),
+            ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, NO_HOST_ACCESS]),
         ] {
             let files = with(transport, what, &[&AWAY[..], more].concat(), sim);
             files.same_as(&here, STEPS, &format!("{precision}, {what}, {sim:?}"));

@@ -1,5 +1,5 @@
-//! `comm.transport = auto` on simulated GPUs: the path that processes prove to work, the faster one
-//! of two, and the reasons.
+//! `comm.transport = auto` on simulated GPUs: it selects the fastest transport that passes a probe,
+//! and reports the reasons.
 
 use std::path::Path;
 use std::process::Command;
@@ -24,7 +24,7 @@ const SMALLER: [&str; 8] = [
 
 const TWO: (&str, &str) = ("CUDASIM_DEVICES", "2");
 
-/// The path of a run, with the reasons in `run.json` and in the banner.
+/// Returns the transport of a run, with the reasons in `run.json` and in the startup summary.
 #[track_caller]
 fn path(
     transport: Transport,
@@ -37,22 +37,22 @@ fn path(
     let ended = finish(with_simulator(&mut run.command()).envs(sim.iter().copied())).succeeded();
     let files = run.files();
     let card = json(&files.path("run.json"));
-    let told = |key: &str| {
+    let field = |key: &str| {
         card[key].as_str().unwrap_or_else(|| panic!("{name}: no {key} in {card}")).to_owned()
     };
-    let path = told("device_path");
-    let why = told("device_path_reason");
+    let path = field("device_path");
+    let why = field("device_path_reason");
     assert!(ended.stdout.contains(&why), "{name}: {why} is not in {ended}");
     let described = match &path[..] {
         "nccl" => "device memory by NCCL",
-        "cuda-aware" => "straight from device memory",
-        _ => "device memory staged through the host",
+        "cuda-aware" => "device memory by CUDA-aware MPI",
+        _ => "device memory host-staged (pinned memory)",
     };
     assert!(ended.stdout.contains(described), "{name}: {ended}");
     (files, path, why)
 }
 
-/// A shared library from a source beside this file.
+/// Builds a shared library from a source next to this file.
 fn built(root: &Path, source: &str, name: &str) -> String {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu").join(source);
     let out = root.join(name);
@@ -61,15 +61,15 @@ fn built(root: &Path, source: &str, name: &str) -> String {
     out.to_str().unwrap().to_owned()
 }
 
-/// NCCL carries the messages of ranks with a GPU each, and no bit tells.
+/// NCCL is used if each rank has a GPU, and gives the same bits.
 #[test]
 fn auto_takes_nccl_where_it_is_proved() {
     let root = tempfile::tempdir().unwrap();
     let one = Run::new(Alone, root.path(), "one", &SMALLER);
     finish(with_simulator(&mut one.command())).succeeded();
     for (transport, mpi) in [
-        (Mpirun(2), "does not claim to know CUDA"),
-        (Simulate(2), "cannot take addresses of a GPU"),
+        (Mpirun(2), "does not claim to be CUDA-aware"),
+        (Simulate(2), "cannot send from GPU memory"),
     ] {
         let name = format!("{transport:?}");
         let (files, path, why) = path(transport, root.path(), &name, &["parallel.zero=2"], &[TWO]);
@@ -82,8 +82,8 @@ fn auto_takes_nccl_where_it_is_proved() {
     }
 }
 
-/// Ranks that share a GPU, an NCCL that fails, crashes, answers nothing or is not there: each is a
-/// reason, and the run goes on.
+/// If ranks share a GPU, or NCCL fails, crashes, hangs or is missing, the reason is reported and
+/// another transport is used.
 #[test]
 fn auto_does_without_an_nccl_that_does_not_work() {
     let root = tempfile::tempdir().unwrap();
@@ -102,7 +102,12 @@ fn auto_does_without_an_nccl_that_does_not_work() {
     };
 
     let why = staged("missing", &[], &[TWO, library]);
-    assert!(why.contains("not by NCCL: NCCL is not there: libnccl.so.2; not straight: "), "{why}");
+    assert!(
+        why.contains(
+            "NCCL not used: NCCL is missing: libnccl.so.2 was not found; CUDA-aware MPI not used: "
+        ),
+        "{why}"
+    );
     built(&broken, "broken_nccl.c", "libnccl.so.2");
     for (name, says) in [("crash", "ended by signal 6"), ("hang", "no answer after 3 seconds")] {
         let why = staged(
@@ -112,23 +117,31 @@ fn auto_does_without_an_nccl_that_does_not_work() {
         );
         assert!(
             why.contains(&format!(
-                "not by NCCL: a process tried it beside rank 0: {says}; not straight: "
+                "NCCL not used: the NCCL probe of rank 0 failed: {says}; CUDA-aware MPI not used: "
             )),
             "{why}"
         );
     }
     let why = staged("old", &[], &[TWO, ("CUDASIM_NCCL_VERSION", "21702")]);
-    assert!(why.contains("not by NCCL: NCCL is too old: it is 2.17.2; not straight: "), "{why}");
+    assert!(
+        why.contains(
+            "NCCL not used: NCCL is too old: 2.17.2 is installed; CUDA-aware MPI not used: "
+        ),
+        "{why}"
+    );
     let why = staged("fails", &[], &[TWO, ("CUDASIM_FAIL", "nccl")]);
     assert!(
-        why.contains("a process tried it beside rank 0: NCCL could not exchange a message: "),
+        why.contains("the NCCL probe of rank 0 failed: NCCL could not exchange a message: "),
         "{why}"
     );
     let why = staged("shared", &["device.ranks_per_gpu=2"], &[]);
-    assert!(why.contains("not by NCCL: ranks 0, 1 share a GPU; not straight: "), "{why}");
+    assert!(
+        why.contains("NCCL not used: ranks 0, 1 share a GPU; CUDA-aware MPI not used: "),
+        "{why}"
+    );
 }
 
-/// Where MPI says that it knows CUDA it is tried as well, and the faster one is taken.
+/// If MPI claims to be CUDA-aware it is probed too, and the faster transport is used.
 #[test]
 fn auto_measures_where_both_ways_work() {
     let root = tempfile::tempdir().unwrap();
@@ -162,26 +175,32 @@ fn auto_measures_where_both_ways_work() {
         if path_of_both == "nccl" { by_nccl <= by_mpi } else { by_mpi <= by_nccl },
         "{path_of_both}: {why}"
     );
-    // MPI cannot read the memory of these.
-    let (apart, path_apart, why) =
-        path(Mpirun(2), root.path(), "apart", &zero, &[TWO, claims, ("CUDASIM_HOST_ACCESS", "0")]);
+    // MPI cannot read device memory here.
+    let (isolated, path_isolated, why) = path(
+        Mpirun(2),
+        root.path(),
+        "isolated",
+        &zero,
+        &[TWO, claims, ("CUDASIM_HOST_ACCESS", "0")],
+    );
     assert!(
-        path_apart == "nccl"
+        path_isolated == "nccl"
             && why.contains("; the MPI library cannot exchange memory of the GPU: "),
         "{why}"
     );
-    apart.same_as(&both, STEPS, "another way");
+    isolated.same_as(&both, STEPS, "another way");
     let fails = ("CUDASIM_FAIL", "nccl");
     let (direct, path_direct, why) =
         path(Mpirun(2), root.path(), "direct", &zero, &[TWO, claims, fails]);
     assert!(
-        path_direct == "cuda-aware" && why.starts_with("MPI has shown it; not by NCCL: "),
+        path_direct == "cuda-aware"
+            && why.starts_with("CUDA-aware MPI passed its probe; NCCL not used: "),
         "{why}"
     );
     direct.same_as(&both, STEPS, "direct");
 }
 
-/// Where each rank sees its own device alone, no process beside them can show what two ranks do.
+/// If each rank sees only its own device, a probe in a child process cannot use both devices.
 #[test]
 fn ranks_that_are_bound_to_their_devices_do_without_the_direct_way() {
     let root = tempfile::tempdir().unwrap();
@@ -197,11 +216,11 @@ fn ranks_that_are_bound_to_their_devices_do_without_the_direct_way() {
     finish(with_simulator(&mut bound).envs(sim)).succeeded();
     let why =
         json(&run.files().path("run.json"))["device_path_reason"].as_str().unwrap().to_owned();
-    assert!(why.contains("not straight: ranks of a node see different GPUs"), "{why}");
+    assert!(why.contains("CUDA-aware MPI not used: ranks of a node see different GPUs"), "{why}");
 }
 
-/// A context takes time and memory of a device, and in its exclusive mode keeps others out: a rank
-/// makes none but its own.
+/// A context takes time and device memory, and in exclusive mode excludes other processes: a rank
+/// creates one only on its own device.
 #[test]
 fn a_rank_has_a_context_on_its_own_device_alone() {
     let root = tempfile::tempdir().unwrap();
@@ -219,8 +238,7 @@ fn a_rank_has_a_context_on_its_own_device_alone() {
     assert_eq!(ended.code(), 1, "{ended}");
     let says = "the GPU could not open GPU 0: CUDA_ERROR_DEVICE_UNAVAILABLE: ";
     assert!(
-        ended.stderr.contains(says)
-            && ended.stderr.contains("hint: its compute mode keeps this process out"),
+        ended.stderr.contains(says) && ended.stderr.contains("hint: its compute mode is exclusive"),
         "{ended}"
     );
 }

@@ -1,5 +1,5 @@
-//! `model.place.tables = host` on GPUs, in their simulator: embedding tables that the host keeps,
-//! looks up and updates.
+//! `model.place.tables = host` on GPUs, in their simulator: embedding tables that are stored, read
+//! and updated on the host.
 
 use std::path::Path;
 
@@ -16,11 +16,12 @@ const HOST: &str = "model.place.tables=host";
 
 const LAZY: (&str, &str) = ("CUDASIM_STREAMS", "lazy");
 const REVERSE: (&str, &str) = ("CUDASIM_ORDER", "reverse");
-/// The host's code may not look into the memory of the device.
-const APART: (&str, &str) = ("CUDASIM_HOST_ACCESS", "0");
+/// Host code cannot access device memory.
+const NO_HOST_ACCESS: (&str, &str) = ("CUDASIM_HOST_ACCESS", "0");
 const CHECK: (&str, &str) = ("CUDASIM_CHECK", "1");
 
-/// A table of clicks: a number, and two categories, some of whose values come often.
+/// Writes a table of clicks with a dense feature and two categories, some of whose values are
+/// frequent.
 fn clicks(folder: &Path) {
     let line = |i: u32| {
         format!(
@@ -61,11 +62,11 @@ fn clicks(folder: &Path) {
     }
 }
 
-/// Networks with tables: with a row of numbers beside them, without, and of text.
+/// Networks with embedding tables: with dense features, without, and a language model.
 const NETWORKS: [&str; 3] = ["recommender", "categories", "llama"];
 
-/// The settings of a network: small ones, of eight samples a step in two virtual ranks, through a
-/// checkpoint in its middle. Without clipping no number depends on the norm.
+/// Returns the settings of a small run with eight samples per step in two virtual ranks, which
+/// saves a checkpoint halfway. Without gradient clipping no value depends on the gradient norm.
 fn network(name: &str, root: &Path) -> Vec<String> {
     let layers = |tables: &str| {
         format!(
@@ -113,8 +114,8 @@ struct Files {
 }
 
 impl Files {
-    /// Panics unless all but the norms is as there, bit by bit: those of the host's tables are
-    /// added up in another order.
+    /// Panics unless everything but the gradient norms is bitwise equal: norms of tables on the
+    /// host are summed in another order.
     #[track_caller]
     fn same_as(&self, other: &Files, what: &str) {
         let without_norm = |files: &RunFiles| -> Vec<String> {
@@ -159,8 +160,8 @@ fn run(transport: Transport, root: &Path, name: &str, network: &[String], more: 
     }
 }
 
-/// Every network on one rank and two, in every stage; the settings of the simulator in which
-/// mistakes show take turns.
+/// Runs every network on one rank and two, in every ZeRO stage, with changing settings of the
+/// simulator that reveal mistakes.
 fn every_layout(precision: &str) {
     let root = tempfile::tempdir().unwrap();
     clicks(root.path());
@@ -179,10 +180,15 @@ fn every_layout(precision: &str) {
         let here = with(Alone, "here", &[], &[]);
         assert_eq!(here.bytes("peak_bytes", "offloaded"), 0);
         for (what, transport, layout, sim) in [
-            ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, APART][..]),
+            ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, NO_HOST_ACCESS][..]),
             ("checked", Alone, &["parallel.recompute=true", "offload.activations=true"], &[CHECK]),
             ("two", Mpirun(2), &["parallel.zero=0"], &[LAZY, REVERSE]),
-            ("one", Mpirun(2), &["parallel.zero=1", "offload.optimizer=true"], &[LAZY, APART]),
+            (
+                "one",
+                Mpirun(2),
+                &["parallel.zero=1", "offload.optimizer=true"],
+                &[LAZY, NO_HOST_ACCESS],
+            ),
             ("three", Mpirun(2), &["parallel.zero=3"], &[LAZY]),
         ] {
             let there = with(transport, what, &[&[HOST], layout].concat(), sim);
@@ -219,8 +225,8 @@ fn tables_on_the_host_train_as_on_the_gpu_in_bf16() {
     every_layout("precision.dtype=bf16");
 }
 
-/// Several micro-batches a virtual rank: rows are added to the tables' gradient in another order than on
-/// the GPU, and else as on one rank.
+/// With several micro-batches per virtual rank, rows are added to the gradient of tables in another
+/// order than on the GPU, but in the same order on any number of ranks.
 #[test]
 fn micro_batches_and_clips_have_the_bits_of_any_ranks() {
     let root = tempfile::tempdir().unwrap();
@@ -244,7 +250,7 @@ fn micro_batches_and_clips_have_the_bits_of_any_ranks() {
             trains(&run, sim)
         };
         let here = with(Alone, "here", &[], &[]);
-        let there = with(Alone, "there", &[HOST], &[LAZY, APART]);
+        let there = with(Alone, "there", &[HOST], &[LAZY, NO_HOST_ACCESS]);
         let near = |key: &str| {
             let [one, other] =
                 [&here, &there].map(|files| files.files.numbers("metrics.jsonl", key));
@@ -263,7 +269,7 @@ fn micro_batches_and_clips_have_the_bits_of_any_ranks() {
     }
 }
 
-/// A checkpoint does not tell where its tables were: a run goes on in either place, and is
+/// Checkpoints do not depend on where the tables were: a run resumes with either placement, and is
 /// evaluated on any device.
 #[test]
 fn checkpoints_are_of_either_place() {
@@ -306,15 +312,15 @@ fn checkpoints_are_of_either_place() {
             let mut asked =
                 program(["eval", "--checkpoint", checkpoint.to_str().unwrap(), "--json"]);
             asked.args(settings.iter().flat_map(|setting| ["--set", setting]));
-            let told = finish(with_simulator(&mut asked)).succeeded().stdout;
-            serde_json::from_str::<Value>(&told).unwrap()["loss"].as_f64().unwrap()
+            let output = finish(with_simulator(&mut asked)).succeeded().stdout;
+            serde_json::from_str::<Value>(&output).unwrap()["loss"].as_f64().unwrap()
         };
         let trained = *there.files.numbers("eval.jsonl", "loss").last().unwrap();
         assert_eq!(loss(&["run.device=cuda"]), trained, "{name}");
         assert_eq!(loss(&["run.device=cuda", "model.place.tables=device"]), trained, "{name}");
         assert!((loss(&["run.device=cpu"]) - trained).abs() < 1e-4, "{name}");
     }
-    // Text is drawn a position at a time.
+    // Text is generated one position at a time.
     let drawn = |of: &str| {
         let checkpoint = root.path().join(of).join("checkpoints/step-00000004");
         let mut asked =

@@ -1,6 +1,5 @@
-//! Algorithms of matrix products by their time (`device.matmul_autotune = true`), in the simulator,
-//! whose cuBLASLt proposes several with other last bits each, and takes as long for each as it is
-//! told.
+//! Matmul autotuning (`device.matmul_autotune = true`) in the simulator, whose cuBLASLt proposes
+//! several algorithms with different last bits and configurable times.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,13 +15,13 @@ use hpctrain_testkit::simulator::{Settings, is_on_gpu, under, with_simulator};
 
 const STEPS: u64 = 4;
 
-/// Products of each algorithm of each shape in a measurement: two to begin with, and five that
-/// count.
+/// The number of matmuls per algorithm and shape in a measurement: two for warm-up, and five that
+/// are timed.
 const MEASURED: usize = 7;
 
 const TIMED: &str = "device.matmul_autotune=true";
 
-/// The last bits of sums show in what is trained.
+/// The last bits of sums change the trained parameters.
 const F32: &str = "precision.dtype=f32";
 
 /// One GPU that two ranks share.
@@ -58,7 +57,7 @@ fn trains(
     (run.files(), ended)
 }
 
-/// The choices of a run's file by kind of device.
+/// Returns the choices in a run's file by kind of device.
 fn choices(files: &RunFiles) -> Vec<(String, Vec<Value>)> {
     let kinds = json(&files.path("matmuls.json"))["kinds"].clone();
     let of_kind =
@@ -66,7 +65,7 @@ fn choices(files: &RunFiles) -> Vec<(String, Vec<Value>)> {
     kinds.as_object().unwrap().iter().map(of_kind).collect()
 }
 
-/// The places among cuBLASLt's proposals of all choices, if there is one kind of device.
+/// Returns the ranks of all choices among cuBLASLt's proposals, for a single kind of device.
 #[track_caller]
 fn places(files: &RunFiles) -> Vec<u64> {
     let choices = choices(files);
@@ -76,12 +75,12 @@ fn places(files: &RunFiles) -> Vec<u64> {
     places
 }
 
-/// Products that an algorithm has computed, by the simulator's trace.
+/// Returns the number of matmuls that an algorithm has computed, from the simulator's trace.
 fn computed(ended: &Ended, algorithm: usize) -> usize {
     ended.stderr.matches(&format!("run   cublasLtMatmul, algorithm {algorithm}\n")).count()
 }
 
-/// Whether the ranks together have measured so many products.
+/// Returns true if the ranks together have measured `count` matmuls.
 fn says_measured(ended: &Ended, count: usize) -> bool {
     ended.stdout.contains(&format!(" ({count} measured, "))
         || ended.stderr.contains(&format!(" ({count} measured, "))
@@ -96,7 +95,7 @@ fn differ(one: &RunFiles, other: &RunFiles) {
     assert!(off < 2e-2, "{off}");
 }
 
-/// A product of bf16 with `m` rows, of operands that lie as they may.
+/// Returns a bf16 matmul with `m` rows, and operands with these alignments.
 fn product(m: usize, alignments: [u32; 3]) -> ProductKind {
     ProductKind {
         sizes: [m, 24, 40],
@@ -111,8 +110,8 @@ fn product(m: usize, alignments: [u32; 3]) -> ProductKind {
     }
 }
 
-/// Operands are scratch that is aligned as those of training: the simulator refuses less, and more
-/// would be another product.
+/// Scratch operands have the same alignment as those of training: the simulator refuses a smaller
+/// one, and a larger one would be a different matmul.
 #[test]
 fn a_product_is_measured_on_operands_of_its_own() {
     under(&[&[("CUDASIM_ALGOS", "3,2,1")]], || {
@@ -131,16 +130,16 @@ fn a_product_is_measured_on_operands_of_its_own() {
         let mut strange = measured[0];
         strange.algorithm.0[5] = 77;
         assert!(is_on_gpu() || !device.takes(&strange).unwrap());
-        // There is no room for its operands.
+        // Its operands do not fit into memory.
         let huge = device.measure(&product(1 << 20, [256; 3])).unwrap().unwrap();
         assert_eq!(huge.place, 0);
-        // Nothing of it is left.
+        // Its memory has been freed.
         assert_eq!(cuda.ledger().live(MemoryKind::Activations), 0);
         assert_eq!(device.seen(), []);
     });
 }
 
-/// An algorithm that is proposed and then refused is no candidate.
+/// An algorithm that is proposed and then refused is not a candidate.
 #[test]
 fn a_refused_proposal_is_left_out() {
     under(&[&[("CUDASIM_ALGOS", "3,1,2"), ("CUDASIM_FAIL", "algorithm1")]], || {
@@ -155,47 +154,47 @@ fn a_refused_proposal_is_left_out() {
 fn the_fastest_algorithm_is_found_and_trains() {
     let root = tempfile::tempdir().unwrap();
     let sim = |algorithms| {
-        let apart =
+        let settings =
             [("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_TRACE", "1")];
-        [&apart[..], &[("CUDASIM_ALGOS", algorithms)]].concat()
+        [&settings[..], &[("CUDASIM_ALGOS", algorithms)]].concat()
     };
-    // Evaluations have products of their own.
+    // Evaluations have other matmuls.
     let trains = |name, matmul, algorithms| {
         trains(Alone, root.path(), name, &[F32, "eval.batch=2", matmul], &sim(algorithms))
     };
     let (first, ended) = trains("first", "device.matmul_autotune=false", "3,2,1");
     let products = computed(&ended, 0);
     assert_eq!([1, 2].map(|algorithm| computed(&ended, algorithm)), [0, 0]);
-    assert!(
-        !first.path("matmuls.json").exists() && !ended.stderr.contains("products  "),
-        "{ended}"
-    );
+    assert!(!first.path("matmuls.json").exists() && !ended.stderr.contains("matmuls  "), "{ended}");
 
     let (timed, ended) = trains("timed", TIMED, "3,2,1");
     let places = places(&timed);
     assert!(places.iter().all(|place| *place == 2), "{places:?}");
     let count = places.len();
-    let told = format!(
-        "products     {count} by time, {count} of them not as cuBLASLt proposes first ({count} measured, "
+    let expected = format!(
+        "matmuls      {count} autotuned, {count} of them not cuBLASLt's first proposal ({count} measured, "
     );
-    assert!(ended.stdout.contains(&told) || ended.stderr.contains(&told), "{told}: {ended}");
+    assert!(
+        ended.stdout.contains(&expected) || ended.stderr.contains(&expected),
+        "{expected}: {ended}"
+    );
     let [guess, second, third] = [0, 1, 2].map(|algorithm| computed(&ended, algorithm));
     assert_eq!(second, MEASURED * count);
-    // The best guess computes the rehearsed step, and evaluations of other sizes; the fastest all
-    // that is trained.
+    // The heuristic's first algorithm computes the warm-up step, and evaluations with other sizes;
+    // the fastest computes all training steps.
     let of_steps = third - MEASURED * count;
     let of_step = of_steps / STEPS as usize;
     assert_eq!(of_steps % STEPS as usize, 0);
     assert_eq!(guess + of_steps, products + of_step + MEASURED * count);
     differ(&timed, &first);
 
-    // Too little is no reason.
+    // Small differences do not change the choice.
     let (noise, _) = trains("noise", TIMED, "1,0.985,0.99");
     assert_eq!(self::places(&noise), vec![0; count]);
     noise.same_as(&first, STEPS, "measured, and cuBLASLt's first algorithms taken");
 }
 
-/// With one proposal a choice changes nothing: so a rehearsed step has left no trace.
+/// With one proposal autotuning changes nothing, so the warm-up step must not change any state.
 #[test]
 fn a_rehearsed_step_changes_no_bit() {
     let root = tempfile::tempdir().unwrap();
@@ -222,7 +221,7 @@ fn a_rehearsed_step_changes_no_bit() {
     }
 }
 
-/// A run of four steps, and copies of it that have saved two.
+/// A run of four steps, and copies of it as of step two.
 struct Stopped {
     root: tempfile::TempDir,
     whole: RunFiles,
@@ -245,7 +244,7 @@ impl Stopped {
         copied
     }
 
-    /// Goes on in a copy; the algorithms take other times now.
+    /// Resumes in a copy, where the algorithms have other times.
     #[track_caller]
     fn resumed(&self, name: &str, algorithms: &str) -> (RunFiles, Ended) {
         let run = run(Alone, self.root.path(), name, &[TIMED, F32]).resume("auto");
@@ -268,8 +267,8 @@ fn a_resumed_run_takes_what_was_measured_before() {
     assert!(computed(&ended, 1) > 0 && !ended.stderr.contains("matmuls.json is"), "{ended}");
     kept.same_as(&stopped.whole, STEPS, "resumed");
 
-    // A file that is damaged does not count: measured now, the first one is the fastest, and other
-    // bits show it.
+    // A damaged file is ignored: the first algorithm is now measured as the fastest, which changes
+    // bits.
     for name in ["cut", "changed"] {
         let path = stopped.copy(name).join("matmuls.json");
         let text = std::fs::read_to_string(&path).unwrap();
@@ -278,11 +277,11 @@ fn a_resumed_run_takes_what_was_measured_before() {
         std::fs::write(&path, damaged).unwrap();
         let (files, ended) = stopped.resumed(name, "1,2");
         let warned = ended.stderr.matches("matmuls.json is damaged (").count();
-        assert!(warned == 1 && ended.stderr.contains("products are measured anew"), "{ended}");
+        assert!(warned == 1 && ended.stderr.contains("matmuls are measured again"), "{ended}");
         let places = places(&files);
         assert!(places.iter().all(|place| *place == 0), "{places:?}");
         differ(&files, &stopped.whole);
-        // The new one is whole.
+        // The rewritten file is valid.
         std::fs::remove_dir_all(files.checkpoint(STEPS)).unwrap();
         let (again, ended) = stopped.resumed(name, "2,1");
         assert!(
@@ -294,22 +293,21 @@ fn a_resumed_run_takes_what_was_measured_before() {
     }
 }
 
-/// cuBLASLt looks at an algorithm before it is taken from the disk; in the place of one that it
-/// does not know there is its first.
+/// cuBLASLt checks algorithms read from disk. An unknown one is replaced by its first proposal.
 #[test]
 fn algorithms_that_cublaslt_does_not_take_any_more_are_left() {
     let stopped = Stopped::new();
     let count = places(&stopped.whole).len();
     stopped.copy("other");
     let (other, ended) = stopped.resumed("other", "1");
-    let told = format!("cuBLASLt does not take {count} of the algorithms in ");
-    assert_eq!(ended.stderr.matches(&told).count(), 1, "{ended}");
+    let expected = format!("cuBLASLt no longer accepts {count} of the algorithms in ");
+    assert_eq!(ended.stderr.matches(&expected).count(), 1, "{ended}");
     assert_eq!(places(&other), vec![0; count]);
     assert_eq!(computed(&ended, 1), 0);
     differ(&other, &stopped.whole);
 }
 
-/// One rank of each kind of device measures, and all with such a device take its choice.
+/// One rank of each kind of device measures, and all ranks with such a device use its choices.
 #[test]
 fn ranks_agree_on_algorithms() {
     const OURS: [&str; 3] = [TIMED, F32, "batch.micro=4"];
@@ -328,10 +326,10 @@ fn ranks_agree_on_algorithms() {
         let (two, ended) = trains(transport, root.path(), name, &settings, &sim);
         two.same_as(&one, STEPS, name);
         assert_eq!(choices(&two), chosen, "{name}");
-        // Of processes the lines of traces may be cut into each other.
+        // Trace lines of several processes may be interleaved.
         assert!(says_measured(&ended, count), "{name}: {ended}");
     }
-    // The simulator's devices have names of their own.
+    // The simulator's devices have different names.
     let two = [&sim[..], &[("CUDASIM_DEVICES", "2")]].concat();
     let (kinds, ended) = trains(
         Mpirun(2),
@@ -352,7 +350,7 @@ fn ranks_agree_on_algorithms() {
     assert!(says_measured(&ended, 2 * count), "{ended}");
 }
 
-/// The key is one of GPUs: CPUs have nothing to choose.
+/// The key has no effect on CPUs.
 #[test]
 fn cpus_have_no_choice() {
     let root = tempfile::tempdir().unwrap();

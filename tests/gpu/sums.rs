@@ -1,5 +1,5 @@
-//! Sums over NCCL in groups of messages: what they cost, as its stand-in counts, and that each wait
-//! of a stream is needed.
+//! Ordered sums over grouped NCCL messages: their cost, as the simulated NCCL counts it, and that
+//! each stream wait is needed.
 #![allow(clippy::undocumented_unsafe_blocks, reason = "calls of the simulator")]
 
 use std::collections::BTreeSet;
@@ -17,7 +17,7 @@ const CHUNK: usize = 8 * SLOT;
 const TREE: Algorithm = Algorithm::HalvingDoubling;
 const HIERARCHICAL: Algorithm = Algorithm::Hierarchical;
 
-/// The counts that NCCL's stand-in keeps of a device.
+/// The counters that the simulated NCCL keeps for a device.
 #[repr(C)]
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 struct Counts {
@@ -28,26 +28,29 @@ struct Counts {
     host_waits: u64,
 }
 
-/// The counts since the last call.
+/// Returns the counters since the last call.
 fn counts(device: usize) -> Counts {
-    type Tell = unsafe extern "C" fn(i32, *mut Counts);
+    type ReadCounts = unsafe extern "C" fn(i32, *mut Counts);
     let mut counts = Counts::default();
     unsafe {
         let library = libc::dlopen(c"libnccl.so.2".as_ptr(), libc::RTLD_NOW);
         assert!(!library.is_null());
-        let tell = libc::dlsym(library, c"cudasim_nccl_counts".as_ptr());
-        assert!(!tell.is_null());
-        std::mem::transmute::<*mut libc::c_void, Tell>(tell)(device as i32, &raw mut counts);
+        let read_counts = libc::dlsym(library, c"cudasim_nccl_counts".as_ptr());
+        assert!(!read_counts.is_null());
+        std::mem::transmute::<*mut libc::c_void, ReadCounts>(read_counts)(
+            device as i32,
+            &raw mut counts,
+        );
     }
     counts
 }
 
-/// Values whose sum depends on the order of additions, and that differ from chunk to chunk.
+/// Returns values whose sum depends on the order of additions, and that differ from chunk to chunk.
 fn values(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + rank * 17 + 3) % 1009) as f32 * 0.37 - 150.0).collect()
 }
 
-/// The sum of one element over the ranks, in the order of the tree.
+/// Returns the sum of one element over the ranks, in the order of the tree.
 fn tree_sum(mut terms: Vec<f32>) -> f32 {
     while terms.len() > 1 {
         terms = terms
@@ -58,7 +61,7 @@ fn tree_sum(mut terms: Vec<f32>) -> f32 {
     terms[0]
 }
 
-/// A rank with a GPU of its own.
+/// A rank with its own GPU.
 struct Rank {
     comm: Comm<Cuda>,
     group: Group<Cuda>,
@@ -66,8 +69,8 @@ struct Rank {
 }
 
 impl Rank {
-    /// Collective `operation` on `len` elements of each rank, and whether this rank has the right
-    /// bits.
+    /// Runs the collective `operation` on `len` elements of each rank. Returns true if this rank
+    /// has the right bits.
     fn run(&self, operation: Operation, len: usize) -> bool {
         let group = &self.group;
         let rank = self.group.rank();
@@ -92,7 +95,7 @@ impl Rank {
     }
 }
 
-/// Results of `body` on each rank of a new world of threads.
+/// Returns the results of `body` on each rank of a new world of threads.
 fn on_ranks<T: Send>(
     nodes: &[usize],
     algorithm: Algorithm,
@@ -111,9 +114,10 @@ fn on_ranks<T: Send>(
     })
 }
 
-/// Groups of messages, and messages that a rank sends, of a collective of `chunks` chunks on
-/// `nodes` nodes of `per_node` ranks. Where each rank has its own part of the buffer, a virtual rank's are
-/// in as many pieces as there are nodes.
+/// Returns the numbers of message groups and of messages that a rank sends, for a collective of
+/// `chunks` chunks on `nodes` nodes of `per_node` ranks. If each rank has its own part of the
+/// buffer, the parts of ranks with the same index on their nodes are in as many pieces as there are
+/// nodes.
 fn formula(
     algorithm: Algorithm,
     operation: Operation,
@@ -133,8 +137,8 @@ fn formula(
 const SHAPES: [(Algorithm, &[usize], [u64; 2]); 3] =
     [(TREE, &[0; 2], [1, 2]), (TREE, &[0; 4], [1, 4]), (HIERARCHICAL, &[0, 0, 1, 1], [2, 2])];
 
-/// Groups, messages and bytes are those of the formulae, and no wait of the host lies between. The
-/// documentation has the counts.
+/// Groups, messages and bytes match the formulae, without host waits in between. The documentation
+/// has the counts.
 #[test]
 fn groups_and_bytes_of_sums_are_counted() {
     if is_on_gpu() {
@@ -205,12 +209,12 @@ fn terms_of_two_chunks_are_counted() {
             on_ranks(nodes, algorithm, |rank| {
                 let comm = &rank.comm;
                 let ranks = nodes.len();
-                let ledger = rank.cuda.ledger();
+                let stats = rank.cuda.ledger();
                 comm.count_memory(rank.cuda.clone());
                 let terms = |chunks: usize| 4 * chunks * (ranks - 1) * CHUNK / ranks;
                 for (chunks, places) in [(1, 1), (2, 2), (10, 2)] {
                     assert!(rank.run(Operation::AllReduce, chunks * CHUNK));
-                    let held = ledger.live(MemoryKind::Communication);
+                    let held = stats.live(MemoryKind::Communication);
                     assert_eq!(
                         held,
                         terms(places),
@@ -224,7 +228,7 @@ fn terms_of_two_chunks_are_counted() {
     });
 }
 
-/// Sums, and how many waits of streams each has on a rank.
+/// Sums, and the number of stream waits of each on a rank.
 const WAITED: [(Algorithm, &[usize], Operation, usize, usize); 4] = [
     (TREE, &[0; 2], Operation::AllReduce, 4, 7),
     (TREE, &[0; 2], Operation::ReduceScatter, 4, 7),
@@ -232,9 +236,9 @@ const WAITED: [(Algorithm, &[usize], Operation, usize, usize); 4] = [
     (HIERARCHICAL, &[0, 0, 1, 1], Operation::AllReduce, 3, 7),
 ];
 
-/// Each wait of a stream is needed: without any one of them the device may add or send too early,
-/// as it does when the simulator puts off what is not waited for, or lets other streams run ahead.
-/// With all of them no such order changes a bit.
+/// Each stream wait is needed: without any one of them the device may add or send too early, as it
+/// does if the simulator defers work without a wait, or lets other streams run ahead. With all of
+/// them no such order changes a bit.
 #[test]
 fn a_sum_lacks_no_wait_and_has_none_too_many() {
     if is_on_gpu() {
@@ -273,7 +277,7 @@ fn a_sum_lacks_no_wait_and_has_none_too_many() {
         }
     }
     for (wrong, sum) in wrong.iter().zip(WAITED) {
-        // Number 0 is no call, and the last one is more than there are.
+        // Number 0 is not a wait, and the last number is one more than there are.
         assert_eq!(*wrong, (1..=sum.4).collect(), "{sum:?}");
     }
 }

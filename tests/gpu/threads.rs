@@ -1,5 +1,5 @@
-//! Threads that meet the driver for the first time: without a context of theirs the simulator
-//! refuses every call that needs one, and the backend makes none.
+//! Threads that call the driver for the first time: the simulator refuses every call that needs a
+//! current context, and the backend sets the context before every call.
 #![allow(clippy::undocumented_unsafe_blocks, reason = "every call of the driver is one")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -20,12 +20,12 @@ use hpctrain_testkit::launch::{Transport, finish};
 use hpctrain_testkit::runs::Run;
 use hpctrain_testkit::simulator::{is_on_gpu, under, with_simulator};
 
-/// A result of a thread of its own, which has called nothing before.
+/// Runs `body` on a new thread, which has called nothing before.
 fn fresh<T: Send>(body: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| scope.spawn(body).join().unwrap())
 }
 
-/// A handle that a test carries to another thread.
+/// A handle that a test moves to another thread.
 #[derive(Clone, Copy)]
 struct Carried<T>(T);
 
@@ -40,7 +40,7 @@ impl<T: Copy> Carried<T> {
     }
 }
 
-/// Of the simulator alone: a driver may crash, and its libraries choose a device by themselves.
+/// Runs only on the simulator: a driver may crash, and its libraries choose a device themselves.
 #[test]
 fn a_thread_without_a_context_is_refused() {
     if is_on_gpu() {
@@ -66,7 +66,7 @@ fn a_thread_without_a_context_is_refused() {
             let mut made = null_mut();
             let mut module = null_mut();
             let mut made_stream = null_mut();
-            // By the name that all drivers have, which cudarc does not take.
+            // By the name that all drivers have, which cudarc does not use.
             type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
             let elapsed = unsafe {
                 let driver = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW);
@@ -142,7 +142,7 @@ fn a_thread_without_a_context_is_refused() {
     });
 }
 
-/// A communicator of one rank, by NCCL's own functions; the code of its beginning.
+/// Creates a communicator of one rank with NCCL's functions, and returns the status.
 unsafe fn join_alone() -> c_int {
     #[repr(C)]
     #[derive(Clone, Copy)]
@@ -166,7 +166,7 @@ unsafe fn join_alone() -> c_int {
     }
 }
 
-/// Every call of the backend as the first one of a thread.
+/// Makes every call of the backend the first one of a thread.
 #[test]
 fn the_backend_chooses_its_device_on_every_thread() {
     let all: [&[(&str, &str)]; 2] = [&[], &[("CUDASIM_STREAMS", "lazy")]];
@@ -185,7 +185,7 @@ fn the_backend_chooses_its_device_on_every_thread() {
             let x = upload(&[1.0, 2.0, 3.0, 4.0]);
             let mut y = upload(&[0.5; 4]);
             fresh(|| cuda.add(Cuda::all(&x), Cuda::all_mut(&mut y)).unwrap());
-            // Once more: the kernel is loaded by now.
+            // Once more: the kernel is already loaded.
             fresh(|| cuda.add(Cuda::all(&x), Cuda::all_mut(&mut y)).unwrap());
             assert_eq!(see(&y), [2.5, 4.5, 6.5, 8.5]);
             fresh(|| cuda.copy(Cuda::all(&x), Cuda::all_mut(&mut y)).unwrap());
@@ -208,7 +208,7 @@ fn the_backend_chooses_its_device_on_every_thread() {
             assert_eq!(see(&c), [0.0; 4]);
             drop(fresh(|| cuda.upload_ints(&[1, 2, 3]).unwrap()));
 
-            // The communication thread's part, its event first of all.
+            // What the communication thread does, beginning with its event.
             let ready = Cuda::record_event(&wide).unwrap().unwrap();
             let ready = fresh(move || {
                 while !ready.is_done().unwrap() {}
@@ -252,8 +252,8 @@ fn the_backend_chooses_its_device_on_every_thread() {
     });
 }
 
-/// In runs, and in the proof before them, MPI is given addresses of a device by threads that have
-/// chosen it.
+/// In runs, and in the probe before them, device addresses are passed to MPI only by threads that
+/// have selected the device.
 #[test]
 fn mpi_is_given_addresses_by_threads_with_a_context() {
     let root = tempfile::tempdir().unwrap();

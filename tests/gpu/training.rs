@@ -1,5 +1,5 @@
-//! Training on GPUs, in their simulator: the same curve as the CPU's, in every layout and on every
-//! way of messages; and what is said where no GPU can do what is asked.
+//! Training on GPUs, in their simulator: the loss curve matches the CPU's with every layout and
+//! transport, and errors are clear if a GPU cannot do what is required.
 
 use std::path::Path;
 use std::process::Command;
@@ -13,7 +13,7 @@ use hpctrain_testkit::simulator::{Settings, simulator, with_simulator};
 
 const STEPS: u64 = 4;
 
-/// A small training on simulated GPUs.
+/// Returns a small run on simulated GPUs, and its command.
 fn command(
     transport: Transport,
     root: &Path,
@@ -56,8 +56,8 @@ fn said(ended: &Ended) -> String {
     ended.stderr.clone()
 }
 
-/// The largest difference of losses.
-fn apart(one: &RunFiles, other: &RunFiles) -> f64 {
+/// Returns the largest difference of losses.
+fn largest_difference(one: &RunFiles, other: &RunFiles) -> f64 {
     let losses = |files: &RunFiles| {
         let mut losses = files.numbers("metrics.jsonl", "loss");
         losses.extend(files.numbers("eval.jsonl", "loss"));
@@ -76,22 +76,22 @@ fn the_curve_is_that_of_the_cpu() {
     let narrow =
         trains(Alone, root.path(), "bf16", &["log.placement=true"], &[("CUDASIM_STREAMS", "lazy")]);
     let log = narrow.text("logs/rank-00000.log");
-    for told in ["placement: kernel adamw, ", "placement: product ", "placement: buffer of "] {
+    for line in ["placement: kernel adamw, ", "placement: matmul ", "placement: buffer of "] {
         assert!(
-            log.contains(told) && log.contains("CPU simulator 0 at 0000:01:00.0"),
-            "{told}: {log}"
+            log.contains(line) && log.contains("CPU simulator 0 at 0000:01:00.0"),
+            "{line}: {log}"
         );
     }
     let exact = trains(Alone, root.path(), "f32", &["precision.dtype=f32"], &[]);
-    let narrow = apart(&cpu, &narrow);
-    let exact = apart(&cpu, &exact);
+    let narrow = largest_difference(&cpu, &narrow);
+    let exact = largest_difference(&cpu, &exact);
     assert!(exact < 1e-4, "f32 is {exact} off");
     assert!(0.0 < narrow && narrow < 2e-2, "bf16 is {narrow} off");
 }
 
-/// Rows of logits are padded, so that products find them aligned with any vocabulary: the simulator
-/// refuses a leading dimension that is no multiple of 16 bytes. The curve is the CPU's, whose rows
-/// are not padded; of slices, those of one rank and of two.
+/// Rows of logits are padded, so that they are aligned for matmuls with any vocabulary: the
+/// simulator refuses leading dimensions that are not multiples of 16 bytes. The curve matches the
+/// CPU's, whose rows are not padded. With tensor parallelism, one and two ranks are compared.
 #[test]
 fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
     let root = tempfile::tempdir().unwrap();
@@ -109,14 +109,14 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
             let whole = with(Alone, precision, &of, &sim);
             let slices = format!("{of} parallel.virtual_tensor_ranks=2");
             let one = with(Alone, &format!("{precision}-slices"), &slices, &sim);
-            let apart_by_slices = format!("{slices} parallel.tensor=2 parallel.virtual_ranks=1");
+            let tensor_parallel = format!("{slices} parallel.tensor=2 parallel.virtual_ranks=1");
             let base = with(
                 Alone,
                 &format!("{precision}-virtual rank"),
                 &format!("{slices} parallel.virtual_ranks=1"),
                 &sim,
             );
-            let two = with(Mpirun(2), &format!("{precision}-two"), &apart_by_slices, &sim);
+            let two = with(Mpirun(2), &format!("{precision}-two"), &tensor_parallel, &sim);
             two.same_as(&base, STEPS, &format!("{network}, {precision}, slices on two ranks"));
             let pieces = with(
                 Alone,
@@ -127,12 +127,12 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
             for (run, how) in
                 [(&whole, "whole"), (&one, "in slices"), (&pieces, "some rows at a time")]
             {
-                let off = apart(&cpu, run);
+                let off = largest_difference(&cpu, run);
                 assert!(off < most, "{network}, {precision}, {how}: {off} off");
             }
         }
     }
-    // The simulator does refuse: rows of 36 bf16 are none of 16 bytes.
+    // The simulator does refuse: rows of 36 bf16 elements are not multiples of 16 bytes.
     let (_, mut asked) = command(Alone, root.path(), "odd", &["model.width=36"], &sim);
     let ended = finish(&mut asked);
     assert!(
@@ -143,8 +143,8 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
     assert_eq!(odd.steps().len(), STEPS as usize);
 }
 
-/// Text is drawn from the vocabulary's logits, not from their padding: with f32, the text that the
-/// CPU draws.
+/// Text is sampled from the logits, not from their padding: with f32, it is the text that the CPU
+/// samples.
 #[test]
 fn a_sample_is_that_of_the_cpu() {
     let root = tempfile::tempdir().unwrap();
@@ -162,7 +162,7 @@ fn a_sample_is_that_of_the_cpu() {
     assert_eq!(on_gpu, drawn(&["run.device=cpu"]));
 }
 
-/// Dropout, recomputation and accumulation, which take kernels and orders of their own.
+/// Dropout, recomputation and accumulation, which use other kernels and orders.
 #[test]
 fn what_changes_the_order_of_work_changes_no_curve() {
     let root = tempfile::tempdir().unwrap();
@@ -172,7 +172,7 @@ fn what_changes_the_order_of_work_changes_no_curve() {
     let cpu = trains(Alone, root.path(), "cpu", &on_cpu, &[]);
     let on_gpu = [&settings[..], &["precision.dtype=f32"]].concat();
     let gpu = trains(Alone, root.path(), "gpu", &on_gpu, &[("CUDASIM_ORDER", "reverse")]);
-    let off = apart(&cpu, &gpu);
+    let off = largest_difference(&cpu, &gpu);
     assert!(off < 1e-4, "{off}");
 }
 
@@ -182,16 +182,16 @@ fn every_layout_gives_the_same_bits() {
     for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let name = |row: &str| format!("{}-{row}", precision.rsplit('=').next().unwrap());
         let one = trains(Alone, root.path(), &name("one"), &[precision], &[]);
-        // Memory of the device is out of the reach of MPI.
-        let apart =
+        // MPI cannot access device memory.
+        let isolated =
             [("CUDASIM_DEVICES", "2"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
         let stages = (0..4).map(|zero| format!("parallel.zero={zero}"));
         for layout in stages.chain(["parallel.storage=central".into()]) {
             let settings = [precision, &layout, "comm.transport=host-staged"];
-            let two = trains(Mpirun(2), root.path(), &name(&layout), &settings, &apart);
+            let two = trains(Mpirun(2), root.path(), &name(&layout), &settings, &isolated);
             two.same_as(&one, STEPS, &format!("{precision}, {layout}, 2 ranks"));
         }
-        // Ranks that share a GPU, as threads of one process.
+        // Ranks share a GPU, as threads of one process.
         let settings =
             [precision, "parallel.zero=3", "device.ranks_per_gpu=2", "device.memory=0.4"];
         let shared = trains(Simulate(2), root.path(), &name("shared"), &settings, &[]);
@@ -210,7 +210,7 @@ fn messages_take_the_way_they_are_told() {
         &["comm.transport=host-staged", "parallel.zero=2"],
         &[two],
     );
-    // The simulator's memory can be read by any MPI, which is what the direct way asks for.
+    // Any MPI can read the simulator's memory, as CUDA-aware MPI requires.
     for algorithm in ["halving-doubling", "ring", "vendor"] {
         let settings = [
             "comm.transport=cuda-aware",
@@ -220,7 +220,7 @@ fn messages_take_the_way_they_are_told() {
         let direct = trains(Mpirun(2), root.path(), algorithm, &settings, &[two]);
         direct.same_as(&staged, STEPS, algorithm);
     }
-    // An impossible path fails in the process that proves it.
+    // An impossible transport fails in the probe.
     let (_, mut command) = command(
         Mpirun(2),
         root.path(),
@@ -230,10 +230,10 @@ fn messages_take_the_way_they_are_told() {
     );
     let ended = finish(&mut command);
     assert_eq!(ended.code(), 2, "{ended}");
-    let told = ended
+    let is_named = ended
         .stderr
         .contains("comm.transport = cuda-aware: the MPI library cannot exchange memory of the GPU");
-    assert!(told && ended.stderr.contains("hint: set comm.transport = host-staged"), "{ended}");
+    assert!(is_named && ended.stderr.contains("hint: set comm.transport = host-staged"), "{ended}");
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn nccl_gives_the_same_bits() {
     let two = devices("2");
     let one = trains(Alone, root.path(), "one", &["parallel.virtual_ranks=4"], &[]);
     let with = |transport, name: &str, settings: &str, sim: Settings| {
-        // The terms of sums take up to 48 MiB of each of four GPUs.
+        // The terms of ordered sums take up to 48 MiB on each of four GPUs.
         let ours =
             ["parallel.virtual_ranks=4", "comm.transport=nccl", "device.memory_limit=128MiB"];
         let settings: Vec<_> = ours.into_iter().chain(settings.split(' ')).collect();
@@ -267,13 +267,13 @@ fn nccl_gives_the_same_bits() {
     let central = "parallel.storage=central parallel.owners=2";
     with(Mpirun(4), "central", central, &devices("4")).same_as(&one, STEPS, central);
 
-    // NCCL's own collectives add in an order of their own.
+    // NCCL's collectives add in another order.
     let own = with(Mpirun(4), "own", &format!("{hybrid} comm.algorithm=vendor"), &devices("4"));
-    let off = apart(&own, &one);
+    let off = largest_difference(&own, &one);
     assert!(off < 1e-3, "{off}");
     let own =
         with(Mpirun(2), "own-central", "parallel.storage=central comm.algorithm=vendor", &two);
-    let off = apart(&own, &one);
+    let off = largest_difference(&own, &one);
     assert!(off < 1e-3, "{off}");
 }
 
@@ -283,29 +283,32 @@ fn nccl_is_refused_where_it_cannot_be() {
     let refused = |name: &str, settings: &[&str], sim: Settings| {
         let settings = [&["comm.transport=nccl"], settings].concat();
         let (run, mut command) = command(Mpirun(2), root.path(), name, &settings, sim);
-        let told = said(&finish(&mut command));
-        assert!(told.contains("\nhint: ") && !run.files().0.exists(), "{told}");
-        told
+        let message = said(&finish(&mut command));
+        assert!(message.contains("\nhint: ") && !run.files().0.exists(), "{message}");
+        message
     };
     let shares = ["device.ranks_per_gpu=2", "device.memory=0.4"];
-    let told = refused("shared", &shares, &[]);
+    let message = refused("shared", &shares, &[]);
     assert!(
-        told.contains("comm.transport = nccl wants a GPU for every rank: ranks 0, 1 on "),
-        "{told}"
+        message.contains("comm.transport = nccl requires a GPU for every rank: ranks 0, 1 on "),
+        "{message}"
     );
     assert!(
-        told.contains(
+        message.contains(
             " share CPU simulator 0 at 0000:01:00.0\nhint: set comm.transport=host-staged"
         ),
-        "{told}"
+        "{message}"
     );
 
     let without = only(&["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublasLt.so"]);
     let libraries = without.path().to_str().unwrap();
-    let told = refused("missing", &[], &[("CUDASIM_DEVICES", "2"), ("LD_LIBRARY_PATH", libraries)]);
+    let message =
+        refused("missing", &[], &[("CUDASIM_DEVICES", "2"), ("LD_LIBRARY_PATH", libraries)]);
     assert!(
-        told.contains("comm.transport = nccl: NCCL is not there: libnccl.so.2\nhint: install NCCL"),
-        "{told}"
+        message.contains(
+            "comm.transport = nccl: NCCL is missing: libnccl.so.2 was not found\nhint: install NCCL"
+        ),
+        "{message}"
     );
 }
 
@@ -333,7 +336,7 @@ fn a_run_goes_on_from_gpu_to_cpu_and_back() {
     }
 }
 
-/// A folder with some of the simulator's libraries.
+/// Creates a folder with some of the simulator's libraries.
 fn only(names: &[&str]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for name in names {
@@ -354,16 +357,16 @@ fn missing_libraries_are_named() {
         (
             &none,
             "cuda",
-            "rank 0 on localhost has no GPU: no CUDA driver: libcuda.so.1 is not there",
+            "rank 0 on localhost has no GPU: no CUDA driver: libcuda.so.1 was not found",
         ),
-        (&driver, "auto", "NVRTC, which compiles the GPU's kernels, is not there"),
-        (&compiler, "auto", "cuBLASLt, which multiplies matrices on the GPU, is not there"),
+        (&driver, "auto", "NVRTC, which compiles the GPU kernels, was not found"),
+        (&compiler, "auto", "cuBLASLt, which multiplies matrices on the GPU, was not found"),
     ] {
         let said =
             refused(&[&format!("run.device={device}")], &[("LD_LIBRARY_PATH", &with(folder))]);
         assert!(said.contains(text) && said.contains("\nhint: "), "{said}");
     }
-    // Without a driver there is the CPU.
+    // Without a driver the CPU is used.
     let root = tempfile::tempdir().unwrap();
     trains(Alone, root.path(), "x", &[], &[("LD_LIBRARY_PATH", &with(&none))]);
 }
@@ -379,14 +382,14 @@ fn gpus_that_cannot_are_told() {
         (
             &["run.device=cuda"],
             &[("CUDASIM_DRIVER_VERSION", "11040")],
-            "speaks CUDA 11.4, and 12.0 is needed",
+            "supports CUDA 11.4, but 12.0 is required",
         ),
         (
             &["run.device=cuda:7"],
             &[("CUDASIM_DEVICES", "4")],
             "run.device = cuda:7, but localhost has 4 GPUs",
         ),
-        (&["run.device=gpu"], &[], "`gpu` is no device"),
+        (&["run.device=gpu"], &[], "`gpu` is not a device"),
         (&[], &[("CUDASIM_CC", "75")], "precision.dtype = bf16 needs compute capability 8.0"),
         (&["device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
         (&["device.memory=grow", "device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
@@ -407,7 +410,7 @@ fn gpus_that_cannot_are_told() {
         let said = refused(settings, sim);
         assert!(said.contains(text) && said.contains("\nhint: "), "{said}");
     }
-    // One of the earlier generation does what it can.
+    // An older GPU still trains in f32.
     let root = tempfile::tempdir().unwrap();
     trains(Alone, root.path(), "x", &["precision.dtype=f32"], &[("CUDASIM_CC", "75")]);
 }
@@ -427,17 +430,17 @@ fn more_ranks_than_gpus_may_share_if_told_so() {
     );
 }
 
-/// Two ranks with a GPU each train, and the third, which needs none, serves.
+/// Two ranks with a GPU each train, and the third one, without a GPU, is a parameter server.
 #[test]
 fn servers_need_no_gpu_beside_workers_with_some() {
     let root = tempfile::tempdir().unwrap();
-    // By its own names the simulator's devices would be of two kinds.
+    // With their default names the simulator's devices would be of two kinds.
     let sim: Settings = &[("CUDASIM_DEVICES", "2"), ("CUDASIM_NAME", "NVIDIA H100 80GB HBM3")];
     let alone = trains(Mpirun(2), root.path(), "ranks", &["parallel.zero=0"], sim);
     let (run, mut asked) = command(Mpirun(3), root.path(), "served", &["run.device=cuda"], sim);
     finish(asked.args(["--servers", "1"])).succeeded();
-    let apart = apart(&alone, &run.files());
-    assert!(apart <= 1e-6, "{apart}");
+    let difference = largest_difference(&alone, &run.files());
+    assert!(difference <= 1e-6, "{difference}");
 }
 
 #[test]
@@ -445,7 +448,7 @@ fn failures_of_the_device_end_the_run() {
     let root = tempfile::tempdir().unwrap();
     for (number, (failure, code, text)) in [
         ("launch:40", 1, " could not "),
-        ("alloc:1", 2, "out of GPU memory: 96.0 MiB were asked for"),
+        ("alloc:1", 2, "out of GPU memory: 96.0 MiB requested"),
         ("compile", 1, "does not compile for sm_90a"),
         ("matmul", 1, "cuBLASLt could not multiply"),
     ]
@@ -462,7 +465,7 @@ fn failures_of_the_device_end_the_run() {
     }
 }
 
-/// A crash or a bad disk may leave kernels that are not what was compiled.
+/// A crash or a bad disk may corrupt cached kernels.
 #[test]
 fn kernels_kept_on_disk_are_checked_and_made_again() {
     let root = tempfile::tempdir().unwrap();
@@ -483,7 +486,8 @@ fn kernels_kept_on_disk_are_checked_and_made_again() {
     };
     let whole: Vec<Vec<u8>> = kernels().iter().map(|path| std::fs::read(path).unwrap()).collect();
     assert!(whole.len() > 1);
-    // Cut off, as after a crash; and of the right hash, but nothing that the device would load.
+    // Truncated, as after a crash; and with a valid hash, but contents that the device does not
+    // load.
     let garbage = b"no kernel".repeat(10);
     for (path, whole) in kernels().iter().zip(&whole) {
         std::fs::write(path, &whole[..whole.len() / 2]).unwrap();
@@ -491,19 +495,19 @@ fn kernels_kept_on_disk_are_checked_and_made_again() {
     std::fs::write(&kernels()[0], [&Sha256::digest(&garbage)[..], &garbage].concat()).unwrap();
     let (run, mut command) = command(Alone, root.path(), "second", &[], &own);
     let ended = finish(&mut command).succeeded();
-    assert_eq!(ended.stderr.matches("compiling it again").count(), 1, "{ended}");
-    assert_eq!(apart(&first, &run.files()), 0.0);
+    assert_eq!(ended.stderr.matches("recompiling the cached kernel").count(), 1, "{ended}");
+    assert_eq!(largest_difference(&first, &run.files()), 0.0);
     let again: Vec<Vec<u8>> = kernels().iter().map(|path| std::fs::read(path).unwrap()).collect();
     assert!(again == whole);
 }
 
-/// Copies of the simulator's libraries, each under a name that tells its version.
+/// Copies the simulator's libraries to names with a version.
 fn versions(names: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = only(&["libcuda.so", "libcuda.so.1"]);
     for (from, to) in names {
         std::fs::copy(simulator().join("lib").join(from), folder.path().join(to)).unwrap();
     }
-    // The compiler's headers lie beside its folder.
+    // The compiler's headers are next to its folder.
     let inner = folder.path().join("lib");
     let include = folder.path().join("include");
     std::fs::create_dir(&inner).unwrap();
@@ -516,8 +520,8 @@ fn versions(names: &[(&str, &str)]) -> tempfile::TempDir {
     folder
 }
 
-/// Libraries of a major version that the driver does not know: those of an older version serve,
-/// where there are any.
+/// Libraries with a major version that the driver does not support are skipped in favour of older
+/// ones.
 #[test]
 fn libraries_that_are_too_new_for_the_driver_are_passed_over() {
     let root = tempfile::tempdir().unwrap();
@@ -530,28 +534,31 @@ fn libraries_that_are_too_new_for_the_driver_are_passed_over() {
     let driver = ("CUDASIM_DRIVER_VERSION", "12020");
 
     for (folder, library) in [(&only_new, "NVRTC 13."), (&compiler, "cuBLASLt 13.0")] {
-        let told = refused(&["run.device=cuda"], &[driver, ("LD_LIBRARY_PATH", &with(folder))]);
-        let says = "needs a GPU driver of CUDA 13 (580 or later), and this one speaks CUDA 12.2\nhint: update the driver";
-        assert!(told.contains(library) && told.contains(says), "{told}");
-        assert!(told.contains("pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12"), "{told}");
+        let message = refused(&["run.device=cuda"], &[driver, ("LD_LIBRARY_PATH", &with(folder))]);
+        let says = "requires a GPU driver of CUDA 13 (580 or later), but this one supports CUDA 12.2\nhint: update the driver";
+        assert!(message.contains(library) && message.contains(says), "{message}");
+        assert!(
+            message.contains("pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12"),
+            "{message}"
+        );
     }
-    let told = |folder: &tempfile::TempDir, driver: &str| {
+    let doctor_report = |folder: &tempfile::TempDir, driver: &str| {
         let mut doctor = program(["doctor", "--run-root", root.path().to_str().unwrap()]);
         let sim = [("CUDASIM_DRIVER_VERSION", driver), ("LD_LIBRARY_PATH", &with(folder))];
         finish(with_simulator(&mut doctor).envs(sim)).stdout
     };
-    let doctor = told(&only_new, "12020");
+    let doctor = doctor_report(&only_new, "12020");
     assert_eq!(
-        doctor.matches("needs a GPU driver of CUDA 13 (580 or later)").count(),
+        doctor.matches("requires a GPU driver of CUDA 13 (580 or later)").count(),
         2,
         "{doctor}"
     );
     for (driver, nvrtc, cublaslt) in
         [("12020", "libnvrtc.so.12", "12.0, "), ("13000", "libnvrtc.so.13", "13.0, ")]
     {
-        let doctor = told(&both, driver);
+        let doctor = doctor_report(&both, driver);
         assert!(doctor.contains(nvrtc) && doctor.contains(cublaslt), "{driver}: {doctor}");
-        assert!(!doctor.contains("needs a GPU driver"), "{doctor}");
+        assert!(!doctor.contains("requires a GPU driver"), "{doctor}");
     }
     trains(
         Alone,

@@ -1,4 +1,4 @@
-//! Cables that are cut, and hosts that vanish, without a supervisor.
+//! Network cables that are cut, and hosts that vanish, without a supervisor.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{LIMIT, Running, start};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// A run that goes on until it is ended.
+/// A run that continues until it is ended.
 const ENDLESS: [&str; 5] = [
     "run.steps=100000000",
     "eval.every=0",
@@ -17,7 +17,7 @@ const ENDLESS: [&str; 5] = [
     "parallel.virtual_ranks=4",
 ];
 
-/// All that the ranks have logged.
+/// Returns the logs of all ranks.
 fn logs(files: &RunFiles, ranks: usize) -> String {
     (0..ranks)
         .map(|rank| {
@@ -27,11 +27,11 @@ fn logs(files: &RunFiles, ranks: usize) -> String {
         .collect()
 }
 
-/// Waits until a report with these words is in the logs, and no rank is left on these hosts.
+/// Waits until the logs contain a report with these words, and no rank is left on these hosts.
 #[track_caller]
-fn until_reported(job: &Running, hosts: &Hosts, run: &Run, of: &[&str], words: &str) {
+fn until_reported(job: &Running, hosts: &Hosts, run: &Run, names: &[&str], words: &str) {
     let begun = Instant::now();
-    while of.iter().any(|host| !ranks(hosts, host, run).is_empty()) {
+    while names.iter().any(|host| !ranks(hosts, host, run).is_empty()) {
         assert!(begun.elapsed() < LIMIT, "ranks are left: {}", job.printed());
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -52,8 +52,8 @@ fn a_cut_cable_is_reported_with_its_hosts() {
         let mut job = start(&mut hosts.across("h0:2,h1:2", &run.command()));
         until_step(&mut job, &files, 3);
         hosts.act(&["cut", "h1"]);
-        // mpirun of Open MPI 4.1 waits for its other half for ever; the ranks do not.
-        let wanted = "the job stands still: hosts h0 and h1 do not reach each other: rank ";
+        // mpirun of Open MPI 4.1 waits for its other half forever; the ranks do not.
+        let wanted = "the job hangs: hosts h0 and h1 do not reach each other: rank ";
         until_reported(&job, &hosts, &run, &["h0", "h1"], wanted);
         assert!(job.printed().contains(wanted), "{}", job.printed());
         drop(job);
@@ -90,7 +90,6 @@ fn a_host_that_vanishes_ends_the_job() {
     let mut job = start(&mut hosts.across("h0:2,h1:2", &run.command()));
     until_step(&mut job, &files, 3);
     hosts.act(&["lose", "h1"]);
-    let wanted =
-        "the job stands still: host h1 with ranks 2, 3 does not answer: rank 2 was last seen ";
+    let wanted = "the job hangs: host h1 with ranks 2, 3 does not answer: rank 2 was last seen ";
     until_reported(&job, &hosts, &run, &["h0"], wanted);
 }

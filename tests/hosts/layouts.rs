@@ -1,4 +1,4 @@
-//! Layouts across hosts give the bits of one rank.
+//! Layouts across hosts give the same bits as one rank.
 
 use crate::long;
 use hpctrain_testkit::hosts::{Hosts, halves};
@@ -7,11 +7,11 @@ use hpctrain_testkit::launch::finish;
 use hpctrain_testkit::layouts::{Row, SAME, give_the_same_bits};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// Steps of a run.
+/// The number of steps of a run.
 const STEPS: u64 = 6;
 
-/// The layouts that are tried without `HPCTRAIN_TEST_HOSTS`, of [`SAME`]: one of each kind of
-/// messages.
+/// The layouts of [`SAME`] that are tried without `HPCTRAIN_TEST_HOSTS`: one for each kind of
+/// communication.
 const CHOSEN: [(usize, &str); 11] = [
     (4, "parallel.zero=0"),
     (4, "parallel.zero=1"),
@@ -34,7 +34,7 @@ fn is_tried(Row(_, transport, settings): &Row) -> bool {
     long() || CHOSEN.contains(&(ranks, settings))
 }
 
-/// Runs on the hosts of `ranks`, or on this machine alone.
+/// Runs on the hosts of `ranks`, or without hosts if alone.
 fn run(hosts: &Hosts, ranks: &str, transport: Transport, run: &Run) -> RunFiles {
     let mut command = Run { transport: Alone, ..run.clone() }.command();
     if transport != Alone {
@@ -92,7 +92,7 @@ fn hosts_with_unequal_ranks_give_the_bits_of_one_rank() {
         let one = Run::new(Mpirun(4), root.path(), &format!("x{number}"), &settings(more));
         run(&hosts, ranks, Mpirun(4), &one).same_as(&reference, STEPS, &format!("{ranks}, {more}"));
     }
-    // Sums inside a host come first, so that their order is another one.
+    // Sums within a host come first, so the order of additions differs.
     let one =
         Run::new(Mpirun(4), root.path(), "hierarchical", &settings("comm.algorithm=hierarchical"));
     let files = run(&hosts, "h0:1,h1:3", Mpirun(4), &one);
@@ -106,11 +106,11 @@ fn hosts_with_unequal_ranks_give_the_bits_of_one_rank() {
 }
 
 #[test]
-fn replicas_that_train_apart_on_two_hosts_give_the_bits_of_one_rank() {
+fn local_sgd_on_two_hosts_gives_the_bits_of_one_rank() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    let apart = ["local_sgd.sync_every=2", "local_sgd.replicas=4", "parallel.virtual_ranks=8"];
-    let reference = Run::new(Alone, root.path(), "reference", &apart).succeeds();
-    let one = Run::new(Mpirun(4), root.path(), "x", &apart);
-    run(&hosts, "h0:2,h1:2", Mpirun(4), &one).same_as(&reference, STEPS, "apart");
+    let local_sgd = ["local_sgd.sync_every=2", "local_sgd.replicas=4", "parallel.virtual_ranks=8"];
+    let reference = Run::new(Alone, root.path(), "reference", &local_sgd).succeeds();
+    let one = Run::new(Mpirun(4), root.path(), "x", &local_sgd);
+    run(&hosts, "h0:2,h1:2", Mpirun(4), &one).same_as(&reference, STEPS, "local SGD");
 }

@@ -1,4 +1,4 @@
-//! Evaluators, servers and workers on other hosts than the run.
+//! Evaluators, servers and workers on other hosts than the trainer.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
@@ -16,10 +16,10 @@ fn an_evaluator_on_another_host_finds_the_same_bits() {
     let settings = ["checkpoint.every=2", "checkpoint.keep=9", "parallel.virtual_ranks=4"];
     let inline = [&settings[..], &["eval.every=2"]].concat();
     let reference = Run::new(Alone, root.path(), "reference", &inline).succeeds();
-    let beside = [&settings[..], &["eval.inline=false"]].concat();
+    let sidecar = [&settings[..], &["eval.inline=false"]].concat();
 
-    // Beside a trainer, by the files alone.
-    let run = Run::new(Alone, root.path(), "beside", &beside);
+    // Next to a trainer, connected only by files.
+    let run = Run::new(Alone, root.path(), "sidecar", &sidecar);
     let trainer = start(&mut hosts.across("h0:2", &run.command()));
     let eval =
         program(["eval", "--watch", "--policy", "every", "--run", run.files().0.to_str().unwrap()]);
@@ -29,7 +29,7 @@ fn an_evaluator_on_another_host_finds_the_same_bits() {
     assert_eq!(run.files().numbers("eval.jsonl", "loss"), reference.numbers("eval.jsonl", "loss"));
 
     // As the last ranks of the job.
-    let run = Run::new(Alone, root.path(), "within", &beside);
+    let run = Run::new(Alone, root.path(), "within", &sidecar);
     let mut command = run.command();
     command.args(["--evaluators", "1", "--policy", "every"]);
     start(&mut hosts.across("h0:2,h1:1", &command)).finish(LIMIT).succeeded();
@@ -57,13 +57,14 @@ fn servers_and_workers_on_other_hosts_give_the_same_bits() {
     coordinator.finish(LIMIT).succeeded();
     others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
     run.files().same_as(&reference, 6, "servers and workers on two hosts");
-    // They were there.
+    // Both hosts were involved.
     assert!(["h1", "h2"].iter().all(|host| hosts.bytes(host).0 > 100_000));
     assert_eq!(json(&run.files().path("END"))["status"], "finished");
 }
 
-/// Listens to all that a host receives and sends at `eth0`; prints a line once it listens, and at
-/// the end of its input the number of packets and of those with the word.
+/// Captures all packets that a host receives and sends on `eth0`. Prints a line once it listens
+/// and, at the end of its input, the number of packets and the number of those that contain the
+/// word.
 const LISTENER: &str = r#"
 import select, socket, sys
 word = sys.argv[1].encode()
@@ -154,8 +155,8 @@ fn connections_between_hosts_are_timed() {
             "{rate}"
         );
     }
-    // On one host there is nothing to compare.
+    // On a single host there is no connection to time.
     let ended = start(&mut hosts.across("h0:2", &command)).finish(LIMIT);
     assert_eq!(ended.code(), 2, "{ended}");
-    assert!(ended.stderr.contains("the first two ranks are on one host, h0"), "{ended}");
+    assert!(ended.stderr.contains("the first two ranks are both on host h0"), "{ended}");
 }

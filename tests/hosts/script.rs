@@ -1,4 +1,4 @@
-//! `scripts/hosts` itself: what it makes ends with it, and sets of hosts do not meet.
+//! `scripts/hosts` itself: what it creates ends with it, and sets of hosts are isolated.
 
 use std::path::Path;
 use std::process::Command;

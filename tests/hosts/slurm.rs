@@ -18,11 +18,11 @@ use hpctrain_testkit::simulator::with_simulator;
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/slurm-up");
 
-/// Exit code of the script where Slurm cannot run.
+/// The exit code of the script if Slurm cannot run.
 const NOT_HERE: i32 = 3;
 
-/// A network that trains on a simulated GPU in milliseconds, with the same bits on one rank and
-/// four.
+/// The settings of a network that trains on a simulated GPU in milliseconds, with the same bits on
+/// one rank and four.
 const SETTINGS: [&str; 7] = [
     "model.layers=1",
     "model.width=16",
@@ -40,12 +40,12 @@ const FOUR_GPUS: [&str; 4] =
 /// Slurm on hosts h0 and h1, until it is dropped.
 struct Slurm {
     hosts: Hosts,
-    /// Of the runs and the logs.
+    /// The directory of the runs and the logs.
     root: tempfile::TempDir,
 }
 
 impl Slurm {
-    /// Starts it. None, and the reason printed, where it cannot run.
+    /// Starts Slurm. Returns `None` and prints the reason if it cannot run.
     fn new() -> Option<Self> {
         let check = finish(Command::new(SCRIPT).arg("check"));
         if check.code() == NOT_HERE {
@@ -65,14 +65,14 @@ impl Slurm {
         command
     }
 
-    /// Runs a command of Slurm's; returns what it prints.
+    /// Runs a Slurm command and returns its output.
     #[track_caller]
     fn run(&self, words: &[&str]) -> String {
         finish(self.script(&["run"]).args(words)).succeeded().stdout
     }
 
-    /// Submits a script of `slurm/` with options of sbatch, to train run `name`. `arguments` go to
-    /// the script, `variables` into the job's environment.
+    /// Submits a script of `slurm/` with options of sbatch, to train the run `name`. `arguments`
+    /// are passed to the script, `variables` to the job's environment.
     #[track_caller]
     fn submit(
         &self,
@@ -95,7 +95,7 @@ impl Slurm {
         Job { slurm: self, number, log: log.to_str().unwrap().into() }
     }
 
-    /// Takes nodes from the jobs that run there, for a job that ends at once.
+    /// Preempts the jobs on these nodes with a job that ends at once.
     #[track_caller]
     fn preempt(&self, nodes: &str) {
         let nodelist = format!("--nodelist={nodes}");
@@ -115,7 +115,7 @@ impl Slurm {
     }
 }
 
-/// A job of Slurm's.
+/// A Slurm job.
 struct Job<'a> {
     slurm: &'a Slurm,
     number: String,
@@ -123,7 +123,7 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// A property such as `JobState`.
+    /// Returns a property such as `JobState`.
     #[track_caller]
     fn property(&self, name: &str) -> String {
         let text = self.slurm.run(&["scontrol", "--oneliner", "show", "job", &self.number]);
@@ -137,7 +137,7 @@ impl Job<'_> {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Waits until something is so; panics with the job's log if it takes too long.
+    /// Waits until `is_so` returns true; panics with the job's log if it takes too long.
     #[track_caller]
     fn until(&self, what: &str, is_so: impl Fn() -> bool) {
         let begun = Instant::now();
@@ -152,14 +152,14 @@ impl Job<'_> {
         }
     }
 
-    /// Starts the job after a requeue: Slurm would start it two minutes later.
+    /// Starts the job right after a requeue, which Slurm would do two minutes later.
     #[track_caller]
     fn start_now(&self) {
         self.slurm.run(&["scontrol", "update", &format!("jobid={}", self.number), "StartTime=now"]);
     }
 
-    /// Waits for the end; panics with the job's log unless it is the expected state, such as
-    /// `COMPLETED`.
+    /// Waits for the end; panics with the job's log unless the job is in the expected state, such
+    /// as `COMPLETED`.
     #[track_caller]
     fn ends(&self, state: &str) {
         let has_ended = || {
@@ -171,7 +171,7 @@ impl Job<'_> {
     }
 }
 
-/// `--set` before each setting, those of small runs first.
+/// Returns `--set` before each setting, those of small runs first.
 fn sets(settings: &[&str]) -> Vec<String> {
     SMALL
         .iter()
@@ -180,7 +180,7 @@ fn sets(settings: &[&str]) -> Vec<String> {
         .collect()
 }
 
-/// A run of one rank on one simulated GPU.
+/// Runs one rank on one simulated GPU.
 fn on_one_gpu(root: &Path, settings: &[&str]) -> RunFiles {
     let run = Run::new(Alone, root, "one", &[settings, &["run.device=cuda"]].concat());
     finish(with_simulator(&mut run.command())).succeeded();
@@ -210,7 +210,7 @@ fn a_preempted_gpu_job_continues_on_two_nodes_with_the_bits_of_one_rank() {
         "rank 3 on h1: CPU simulator 1 at 0000:02:00.0",
     ];
     for rank in ranks {
-        // The doctor and the training say so, in both starts.
+        // Both the doctor and the training print it, in both starts.
         assert_eq!(log.matches(rank).count(), 4, "{rank}: {log}");
     }
     assert!(log.contains("\nended at step ") && log.contains("Exited with exit code 75"), "{log}");

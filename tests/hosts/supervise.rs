@@ -1,4 +1,4 @@
-//! Faults of hosts under `hpctrain supervise`: the run goes on with the hosts that are left.
+//! Host faults under `hpctrain supervise`: the run resumes on the remaining hosts.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,8 +13,8 @@ use hpctrain_testkit::runs::{Run, RunFiles};
 
 const STEPS: u64 = 400;
 
-/// Steps of some milliseconds, so that a fault comes in their middle; the bits of any ranks that
-/// divide the virtual ranks.
+/// Settings for steps of some milliseconds, so that a fault comes in the middle, and for the same
+/// bits on any number of ranks that divides the virtual ranks.
 const SETTINGS: [&str; 6] = [
     "run.steps=400",
     "parallel.virtual_ranks=4",
@@ -24,7 +24,7 @@ const SETTINGS: [&str; 6] = [
     "model.dropout=0.1",
 ];
 
-/// A run that trains on two hosts and is supervised from h0.
+/// Starts a run on two hosts, supervised from h0.
 fn supervised(hosts: &Hosts, root: &Path, settings: &[&str]) -> (Run, Running) {
     let run = Run::new(Alone, root, "x", &[&SETTINGS[..], settings].concat());
     let inner = run.command();
@@ -35,7 +35,7 @@ fn supervised(hosts: &Hosts, root: &Path, settings: &[&str]) -> (Run, Running) {
         .arg(inner.get_program())
         .args(inner.get_args());
     command.current_dir(root);
-    // A daemon that loses sight of mpirun ends.
+    // A daemon that loses its connection to mpirun ends.
     command
         .env("OMPI_MCA_oob_tcp_keepalive_time", "15")
         .env("OMPI_MCA_oob_tcp_keepalive_intvl", "1");
@@ -44,16 +44,17 @@ fn supervised(hosts: &Hosts, root: &Path, settings: &[&str]) -> (Run, Running) {
     (run, job)
 }
 
-/// The lines of `restarts.jsonl`.
+/// Reads the lines of `restarts.jsonl`.
 fn restarts(files: &RunFiles) -> Vec<Value> {
     let text = std::fs::read_to_string(files.path("restarts.jsonl")).unwrap_or_default();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Trains with this fault in the middle; returns the end, and the lines of `restarts.jsonl`.
+/// Trains with this fault in the middle; returns how it ended, the run's files and the lines of
+/// `restarts.jsonl`.
 fn disturbed(hosts: &Hosts, root: &Path, fault: &[&str]) -> (Ended, RunFiles, Vec<Value>) {
-    // The other host's daemon gives mpirun up within half a minute, in the place of a quarter of an
-    // hour: keepalive does not look for it while something is under way.
+    // The other host's daemon gives up on mpirun within half a minute instead of a quarter of an
+    // hour: keepalive does not apply while data is in flight.
     let mut give_up = std::process::Command::new("sh");
     give_up.args(["-c", "echo 6 >/proc/sys/net/ipv4/tcp_retries2"]);
     assert!(hosts.on("h1", &give_up).status().unwrap().success());
@@ -63,7 +64,7 @@ fn disturbed(hosts: &Hosts, root: &Path, fault: &[&str]) -> (Ended, RunFiles, Ve
     hosts.act(fault);
     let ended = job.finish(LIMIT).succeeded();
     assert!(ranks(hosts, "h0", &run).is_empty(), "{ended}");
-    // Nothing of the first start is left on the other host, once its daemon has noticed.
+    // No process of the first start is left on the other host, once its daemon has noticed.
     let left = || hosts.processes("h1", "orted").len() + ranks(hosts, "h1", &run).len();
     let begun = Instant::now();
     while left() > 0 {
@@ -76,9 +77,9 @@ fn disturbed(hosts: &Hosts, root: &Path, fault: &[&str]) -> (Ended, RunFiles, Ve
 
 /// Panics unless a second start on h0 alone has ended the run with the bits of one rank.
 #[track_caller]
-fn went_on(root: &Path, (ended, files, restarts): (Ended, RunFiles, Vec<Value>)) {
+fn assert_resumed(root: &Path, (ended, files, restarts): (Ended, RunFiles, Vec<Value>)) {
     let reference = Run::new(Alone, root, "reference", &SETTINGS).succeeds();
-    files.same_as(&reference, STEPS, "with the hosts that are left");
+    files.same_as(&reference, STEPS, "on the remaining host");
     let hosts: Vec<_> = restarts.iter().map(|restart| restart["hosts"].as_str().unwrap()).collect();
     assert_eq!(hosts, ["h0:2,h1:2", "h0:2"], "{ended}");
     assert!(restarts[0]["code"] != 0 && restarts[1]["code"] == 0, "{restarts:?}");
@@ -89,18 +90,22 @@ fn went_on(root: &Path, (ended, files, restarts): (Ended, RunFiles, Vec<Value>))
 fn a_cut_cable_leaves_a_run_on_one_host() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    let told = disturbed(&hosts, root.path(), &["cut", "h1"]);
-    let why = told.2[0]["why"].as_str().unwrap().to_string();
-    assert!(why.contains("hosts h0 and h1 do not reach each other: rank "), "{why}: {}", told.0);
-    assert!(told.2[0].get("rank").is_none() && told.2[0].get("host").is_none(), "{}", told.2[0]);
-    // Open MPI 4.1's mpirun stays once ranks have aborted, unless it misses the other host's daemon
-    // before.
+    let (ended, files, restarts) = disturbed(&hosts, root.path(), &["cut", "h1"]);
+    let why = restarts[0]["why"].as_str().unwrap().to_string();
+    assert!(why.contains("hosts h0 and h1 do not reach each other: rank "), "{why}: {ended}");
+    assert!(
+        restarts[0].get("rank").is_none() && restarts[0].get("host").is_none(),
+        "{}",
+        restarts[0]
+    );
+    // Open MPI 4.1's mpirun stays once ranks have aborted, unless it notices the loss of the other
+    // host's daemon first.
     let ways = [
         "the launcher outlives its ranks by 30 s: ending it",
         "lost communication with a remote daemon",
     ];
-    assert!(ways.iter().any(|way| told.0.stderr.contains(way)), "{}", told.0);
-    went_on(root.path(), told);
+    assert!(ways.iter().any(|way| ended.stderr.contains(way)), "{ended}");
+    assert_resumed(root.path(), (ended, files, restarts));
 }
 
 #[test]
@@ -110,9 +115,9 @@ fn a_host_that_vanishes_leaves_a_run_on_the_other() {
     }
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    let told = disturbed(&hosts, root.path(), &["lose", "h1"]);
-    assert_eq!(told.2[0]["host"], "h1", "{}", told.2[0]);
-    went_on(root.path(), told);
+    let (ended, files, restarts) = disturbed(&hosts, root.path(), &["lose", "h1"]);
+    assert_eq!(restarts[0]["host"], "h1", "{}", restarts[0]);
+    assert_resumed(root.path(), (ended, files, restarts));
 }
 
 #[test]
@@ -136,9 +141,9 @@ fn a_host_that_is_back_has_ranks_again() {
     job.until("going on", || !ranks(&hosts, "h0", &run).is_empty() && steps_of(&files) > 300);
     send(ranks(&hosts, "h0", &run)[0], libc::SIGKILL);
     let ended = job.finish(LIMIT).succeeded();
-    let told: Vec<_> =
+    let hosts_of_starts: Vec<_> =
         restarts(&files).iter().map(|one| one["hosts"].as_str().unwrap().to_string()).collect();
-    assert_eq!(told, ["h0:2,h1:2", "h0:2", "h0:2,h1:2"], "{ended}");
+    assert_eq!(hosts_of_starts, ["h0:2,h1:2", "h0:2", "h0:2,h1:2"], "{ended}");
     let reference =
         Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &steps].concat()).succeeds();
     files.same_as(&reference, 3000, "on two hosts, one, and two again");

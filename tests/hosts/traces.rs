@@ -1,4 +1,4 @@
-//! A trace of two hosts is on one clock.
+//! A trace of two hosts uses one clock.
 
 use std::collections::BTreeMap;
 
@@ -7,9 +7,9 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::finish;
 use hpctrain_testkit::runs::{Run, json};
 
-/// Microseconds that the measurement of a clock may be off: half of the quickest of its exchanges,
-/// on a busy machine.
-const OFF: f64 = 2000.0;
+/// The maximum error of a clock measurement in microseconds: half of the fastest round trip, on a
+/// busy machine.
+const MAX_ERROR: f64 = 2000.0;
 
 #[test]
 fn a_trace_of_two_hosts_is_on_one_clock() {
@@ -33,7 +33,7 @@ fn a_trace_of_two_hosts_is_on_one_clock() {
     for (rank, name) in names.iter().enumerate() {
         assert!(name.starts_with(&format!("rank {rank} on h{}", rank / 2)), "{name}");
     }
-    // Nobody is done with a sum before the last rank has begun it.
+    // No rank finishes a sum before the last rank has begun it.
     let mut sums: BTreeMap<u64, Vec<(f64, f64)>> = BTreeMap::new();
     for event in events.iter().filter(|event| event["cat"] == "all_reduce") {
         let start = event["ts"].as_f64().unwrap();
@@ -47,6 +47,6 @@ fn a_trace_of_two_hosts_is_on_one_clock() {
     for ranks in whole {
         let begun = ranks.iter().map(|(start, _)| *start).fold(0.0, f64::max);
         let ended = ranks.iter().map(|(_, end)| *end).fold(f64::INFINITY, f64::min);
-        assert!(begun < ended + OFF, "begun {begun}, ended {ended}");
+        assert!(begun < ended + MAX_ERROR, "begun {begun}, ended {ended}");
     }
 }

@@ -1,4 +1,4 @@
-//! Bytes between hosts, counted on their interfaces, are those of the formula.
+//! The bytes between hosts, counted on their interfaces, match the formula.
 
 use crate::long;
 use hpctrain_testkit::hosts::Hosts;
@@ -6,15 +6,16 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::finish;
 use hpctrain_testkit::runs::{Run, json};
 
-/// Headers of Ethernet, IP and TCP, acknowledgements and padding of units, for each byte of
-/// elements. Segments are long between interfaces that are software.
+/// Headers of Ethernet, IP and TCP, acknowledgements and padding of units, relative to the bytes of
+/// elements. Segments are long on software interfaces.
 const HEADERS: f64 = 0.02;
 
-/// Bytes a step of everything else: losses, norms and flags of ranks, the launcher's word.
+/// The bytes per step of everything else: losses, norms and flags of ranks, the launcher's
+/// messages.
 const CONTROL: f64 = 8192.0;
 
-/// A host sends (k − 1)/k of the elements in each sum or gather, of k hosts, however many ranks it
-/// has; an all-reduce is one of each. Other algorithms send as much or more.
+/// With k hosts, a host sends (k − 1)/k of the elements in each reduce-scatter or all-gather,
+/// however many ranks it has; an all-reduce is one of each. Other algorithms send as much or more.
 #[test]
 fn hierarchical_sends_between_hosts_what_its_formula_says() {
     const STEPS: (u64, u64) = (4, 24);
@@ -24,7 +25,7 @@ fn hierarchical_sends_between_hosts_what_its_formula_says() {
         let Some(hosts) = Hosts::new(count) else { return };
         for (zero, operations) in [(0, 2.0), (1, 2.0)].into_iter().take(if long() { 2 } else { 1 })
         {
-            // Those of a start and an end are the same in a short run and a long one.
+            // The bytes of start and end are the same in a short run and a long one.
             let sent = [STEPS.0, STEPS.1].map(|steps| {
                 let settings = [
                     format!("run.steps={steps}"),

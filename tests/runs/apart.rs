@@ -1,5 +1,4 @@
-//! `local_sgd.sync_every`: replicas that train apart are averaged, and any ranks that divide them
-//! give the same bits.
+//! Local SGD: replicas are averaged, and any number of ranks that divides them gives the same bits.
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::finish;
@@ -7,14 +6,14 @@ use hpctrain_testkit::runs::{Run, RunFiles};
 use hpctrain_testkit::simulator::with_simulator;
 
 const STEPS: u64 = 6;
-const APART: [&str; 3] =
+const LOCAL_SGD: [&str; 3] =
     ["local_sgd.sync_every=2", "local_sgd.replicas=4", "parallel.virtual_ranks=8"];
-/// All that is averaged, or is kept between averages.
+/// Settings with everything that is averaged, or kept between averages.
 const OUTER: [&str; 3] =
     ["local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.9", "optimizer.ema=0.75"];
 
 fn run(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
-    Run::new(transport, root, name, &[&APART[..], &["eval.every=2"], settings].concat())
+    Run::new(transport, root, name, &[&LOCAL_SGD[..], &["eval.every=2"], settings].concat())
 }
 
 #[test]
@@ -38,7 +37,7 @@ fn every_layout_gives_the_same_bits_and_goes_on() {
                 run(transport, root.path(), &format!("{name}-layout-{i}"), &settings).succeeds();
             files.same_as(&one, STEPS, layout);
         }
-        // An average leaves a checkpoint of any layout.
+        // A checkpoint of an average can be resumed in any layout.
         let middle = one.checkpoint(4).display().to_string();
         let settings = [outer, &["parallel.zero=3", "parallel.shard=2"]].concat();
         let on = run(Simulate(4), root.path(), &format!("{name}-on"), &settings)
@@ -46,15 +45,15 @@ fn every_layout_gives_the_same_bits_and_goes_on() {
             .succeeds();
         assert_eq!(on.tensors(STEPS), one.tensors(STEPS), "{name}");
     }
-    // Without momentum of an outer step it is one of a synchronous run.
+    // Without outer momentum, synchronous training can resume from it.
     let middle = RunFiles(root.path().join("mean-one")).checkpoint(4).display().to_string();
     Run::new(Mpirun(2), root.path(), "synchronous", &[]).resume(&middle).succeeds();
 }
 
-/// One average a step of replicas that begin alike is the step by the mean of their gradients,
-/// where updates are linear in the gradient.
+/// If updates are linear in the gradient, averaging after every step equals a step by the mean
+/// gradient.
 #[test]
-fn averages_at_every_step_are_gradient_descent() {
+fn averages_at_every_step_are_synchronous_sgd() {
     let root = tempfile::tempdir().unwrap();
     let linear = [
         "optimizer.kind=sgd",
@@ -64,18 +63,18 @@ fn averages_at_every_step_are_gradient_descent() {
     ];
     let together = Run::new(Mpirun(4), root.path(), "together", &linear).succeeds();
     let settings = [&linear[..], &["local_sgd.sync_every=1"]].concat();
-    let apart = Run::new(Mpirun(4), root.path(), "apart", &settings).succeeds();
+    let local = Run::new(Mpirun(4), root.path(), "local", &settings).succeeds();
     for (file, key) in [("metrics.jsonl", "loss"), ("eval.jsonl", "loss")] {
-        let apart = apart.numbers(file, key);
+        let local = local.numbers(file, key);
         let together = together.numbers(file, key);
-        assert_eq!(apart.len(), together.len());
-        let off = apart.iter().zip(&together).map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
+        assert_eq!(local.len(), together.len());
+        let off = local.iter().zip(&together).map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
         assert!(off < 1e-6, "{file}: {off:e}");
     }
 }
 
-/// The first outer step, from the initial parameters θ and the mean of the replicas that a run
-/// without one finds: its gradient is θ less the mean, and so is its momentum.
+/// The first outer step starts from the initial parameters θ, and its gradient and momentum are θ
+/// minus the mean of the replicas, which a run without an outer step gives.
 #[test]
 fn the_outer_step_is_nesterovs() {
     let root = tempfile::tempdir().unwrap();
@@ -91,7 +90,7 @@ fn the_outer_step_is_nesterovs() {
     let mean = values("mean", 2, 0, &["run.steps=2"]);
     let outer = ["run.steps=2", "local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.9"];
     let stepped = values("outer", 2, 0, &outer);
-    // AdamW has two buffers of its own.
+    // Parts 1 and 2 are the moments of AdamW.
     let momentum = values("momentum", 2, 3, &outer);
     let without = values("without", 2, 0, &["run.steps=2", "local_sgd.outer_lr=0.7"]);
     assert!(start.len() == mean.len() && start.len() == momentum.len() && start != mean);
@@ -104,10 +103,10 @@ fn the_outer_step_is_nesterovs() {
     }
 }
 
-/// Checkpoints and evaluations that fall between two averages take place at the next one; the last
-/// round is as long as the run.
+/// Checkpoints and evaluations that are due between two averages are made at the next one. The last
+/// round ends with the run.
 #[test]
-fn what_looks_at_parameters_waits_for_averages() {
+fn checkpoints_and_evaluations_wait_for_averages() {
     let root = tempfile::tempdir().unwrap();
     let settings =
         ["local_sgd.sync_every=4", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
@@ -121,7 +120,7 @@ fn what_looks_at_parameters_waits_for_averages() {
 }
 
 #[test]
-fn they_are_averaged_on_gpus_and_beside_them() {
+fn replicas_are_averaged_on_gpus_and_offloaded() {
     let root = tempfile::tempdir().unwrap();
     let gpu =
         ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
@@ -145,12 +144,12 @@ fn they_are_averaged_on_gpus_and_beside_them() {
 }
 
 #[test]
-fn an_epoch_is_so_many_steps() {
+fn an_epoch_is_converted_to_steps() {
     let root = tempfile::tempdir().unwrap();
     let files =
         run(Mpirun(4), root.path(), "epoch", &["local_sgd.sync_every=epoch", "run.steps=2"])
             .succeeds();
-    // 62,740 samples, eight a step.
+    // 62,740 samples, eight per step.
     assert!(
         files.text("config.toml").contains("sync_every = 7843\n"),
         "{}",

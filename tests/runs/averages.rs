@@ -1,5 +1,5 @@
-//! `optimizer.ema`: a running average of the parameters is kept, evaluated, restored, and changes
-//! no bit of the training.
+//! `optimizer.ema`: the EMA of the parameters is saved, evaluated and restored, and does not change
+//! the training.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,7 +17,7 @@ fn run(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> Run 
     Run::new(transport, root, name, &settings)
 }
 
-/// The values of a part of every tensor of a checkpoint.
+/// Returns the values of a part of every tensor of a checkpoint.
 fn part(files: &RunFiles, step: u64, part: usize) -> BTreeMap<String, Vec<f32>> {
     let end = format!(", part {part}");
     let of = files.tensors(step).into_iter().filter_map(|(name, bits)| {
@@ -27,14 +27,14 @@ fn part(files: &RunFiles, step: u64, part: usize) -> BTreeMap<String, Vec<f32>> 
 }
 
 #[test]
-fn it_is_the_average_and_what_evaluations_see() {
+fn the_ema_is_correct_and_used_in_evaluations() {
     let root = tempfile::tempdir().unwrap();
     let every = ["checkpoint.every=1", "checkpoint.keep=9"];
     let plain = run(Alone, root.path(), "plain", &every).succeeds();
     let averaged = run(Alone, root.path(), "averaged", &[&every[..], &[EMA]].concat()).succeeds();
     assert_eq!(plain.steps(), averaged.steps(), "training");
     assert_ne!(plain.evaluations(), averaged.evaluations());
-    // AdamW has two buffers of its own.
+    // Parts 1 and 2 are the moments of AdamW.
     let mut want = part(&averaged, 1, 3);
     for step in 2..=STEPS {
         for (name, parameters) in part(&plain, step, 0) {
@@ -44,13 +44,13 @@ fn it_is_the_average_and_what_evaluations_see() {
         }
         assert_eq!(part(&averaged, step, 3), want, "step {step}");
     }
-    // An evaluator beside a run sees what the run sees inline.
+    // An evaluator measures the same as the run does inline.
     let alone =
         run(Mpirun(2), root.path(), "alone", &[EMA, "eval.inline=false", "checkpoint.every=3"])
             .succeeds();
     finish(program(["eval", "--policy", "every", "--run"]).arg(&alone.0)).succeeded();
     assert_eq!(alone.numbers("eval.jsonl", "loss"), averaged.numbers("eval.jsonl", "loss"));
-    // Another run that begins with this one's weights begins with the average.
+    // Another run that starts from this one's weights starts from the EMA.
     let from = averaged.checkpoint(STEPS).display().to_string();
     let mut begun = run(
         Alone,
@@ -64,7 +64,7 @@ fn it_is_the_average_and_what_evaluations_see() {
 }
 
 #[test]
-fn it_is_the_same_in_every_layout_and_goes_on() {
+fn the_ema_is_the_same_in_every_layout_and_is_resumed() {
     let root = tempfile::tempdir().unwrap();
     let one = run(Alone, root.path(), "one", &[EMA, "checkpoint.every=3"]).succeeds();
     for (i, (transport, layout)) in [
@@ -87,7 +87,7 @@ fn it_is_the_same_in_every_layout_and_goes_on() {
     let on =
         run(Mpirun(2), root.path(), "on", &[EMA, "parallel.zero=3"]).resume(&middle).succeeds();
     assert_eq!(on.tensors(STEPS), one.tensors(STEPS));
-    // With a fresh optimizer the average begins anew, at the parameters.
+    // With a fresh optimizer the EMA restarts at the parameters.
     let fresh = run(
         Alone,
         root.path(),
@@ -100,7 +100,7 @@ fn it_is_the_same_in_every_layout_and_goes_on() {
 }
 
 #[test]
-fn it_is_kept_on_gpus_and_beside_them() {
+fn the_ema_works_on_gpus_and_offloaded() {
     let root = tempfile::tempdir().unwrap();
     let gpu =
         ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];

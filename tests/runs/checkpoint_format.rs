@@ -24,8 +24,8 @@ fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// Every tensor of the checkpoint in `dir` by the path of its dataset, from the documented format
-/// alone. Panics where a byte of it is under no checksum.
+/// Reads every tensor of the checkpoint in `dir` by the documented format alone, by the path of its
+/// dataset. Panics if a byte is not covered by a checksum.
 fn rebuilt(dir: &Path) -> BTreeMap<String, Vec<f32>> {
     let text = std::fs::read(dir.join("manifest.json")).unwrap();
     let seal = std::fs::read_to_string(dir.join("manifest.crc32")).unwrap();
@@ -47,7 +47,7 @@ fn rebuilt(dir: &Path) -> BTreeMap<String, Vec<f32>> {
             let len = number(&piece["len"]);
             let columns: Option<Vec<usize>> =
                 piece.get("columns").map(|columns| array(columns).iter().map(number).collect());
-            // Places of the elements that the piece counts.
+            // Indices of the elements that the piece may contain.
             let places: Vec<usize> = match &columns {
                 Some(columns) => (0..elements)
                     .filter(|i| (columns[0]..columns[1]).contains(&(i % shape[1])))
@@ -136,7 +136,7 @@ fn the_documented_format_suffices() {
         .max();
     assert!(longest.unwrap() > BLOCK, "{longest:?}");
 
-    // It is what the program reads, bit by bit.
+    // The program reads the same bits.
     let groups = ["params", "m", "v"];
     let read = tensors(&dir);
     assert_eq!(read.len(), rebuilt.len());
@@ -148,8 +148,8 @@ fn the_documented_format_suffices() {
     the_script_agrees(&dir, &rebuilt);
 }
 
-/// The script in the documentation finds the same, where there is a Python with h5py and numpy:
-/// `PYTHON` says which.
+/// Checks that the script in the documentation reads the same, if the Python given by `PYTHON`
+/// (default: `python3`) has h5py and numpy.
 fn the_script_agrees(dir: &Path, rebuilt: &BTreeMap<String, Vec<f32>>) {
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
     let libraries =
@@ -167,7 +167,7 @@ fn the_script_agrees(dir: &Path, rebuilt: &BTreeMap<String, Vec<f32>>) {
     let mut found: Vec<&str> = ended.stdout.lines().collect();
     found.sort_unstable();
     assert_eq!(found, want);
-    // It sees a changed bit, in numbers and between them.
+    // It detects a changed bit, in numbers and between them.
     for name in ["rank-00000.h5", "rank-00001.h5"] {
         for at in [9, 100_000] {
             let path = dir.join(name);

@@ -1,5 +1,4 @@
-//! `hpctrain checkpoint`: what it says of good checkpoints, of damaged ones, and of those that
-//! others made.
+//! `hpctrain checkpoint`, with intact checkpoints, damaged ones, and those of other programs.
 
 use std::path::Path;
 
@@ -10,7 +9,7 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
 use hpctrain_testkit::launch::{Ended, finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
-/// Saves and evaluates every second of six steps.
+/// Settings that save and evaluate every second of six steps.
 const SETTINGS: [&str; 4] =
     ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "parallel.virtual_ranks=2"];
 
@@ -18,7 +17,7 @@ fn run(root: &Path, name: &str, more: &[&str]) -> RunFiles {
     Run::new(Alone, root, name, &[&SETTINGS, more].concat()).succeeds()
 }
 
-/// Steps 2, 4 and 6 on two ranks that share the optimizer's state.
+/// Returns a run with checkpoints of steps 2, 4 and 6, written by two ranks with ZeRO 1.
 fn run_on_two(root: &Path, name: &str) -> RunFiles {
     Run::new(Mpirun(2), root, name, &[&SETTINGS[..], &["parallel.zero=1"]].concat()).copied()
 }
@@ -27,12 +26,12 @@ fn text(path: impl AsRef<Path>) -> String {
     path.as_ref().to_str().unwrap().to_owned()
 }
 
-/// `hpctrain checkpoint …`
+/// Runs `hpctrain checkpoint …`.
 fn checkpoint(args: &[&str]) -> Ended {
     finish(&mut program([&["checkpoint"], args].concat()))
 }
 
-/// The output of a good end, without a word on standard error.
+/// Returns the output of a command that must succeed without output on standard error.
 #[track_caller]
 fn printed(args: &[&str]) -> String {
     let ended = checkpoint(args).succeeded();
@@ -40,8 +39,8 @@ fn printed(args: &[&str]) -> String {
     ended.stdout
 }
 
-/// Panics unless it ended with exit code 2, one error with all `words`, and a hint. Returns what it
-/// printed before.
+/// Panics unless the command fails with exit code 2, one error with all `words`, and a hint.
+/// Returns its standard output.
 #[track_caller]
 fn refused(args: &[&str], words: &[&str]) -> String {
     let ended = checkpoint(args);
@@ -54,7 +53,7 @@ fn refused(args: &[&str], words: &[&str]) -> String {
     ended.stdout
 }
 
-/// Panics unless two checkpoints differ; returns where.
+/// Panics unless two checkpoints differ. Returns the differences.
 #[track_caller]
 fn differences(args: &[&str]) -> String {
     let ended = checkpoint(&[&["diff"], args].concat());
@@ -69,7 +68,7 @@ fn flip(path: &Path, at: usize) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// Changes a manifest and seals it again.
+/// Changes a manifest and updates its checksum.
 fn edit(dir: &Path, change: impl FnOnce(&mut Value)) {
     let path = dir.join("manifest.json");
     let mut manifest = json(&path);
@@ -83,7 +82,7 @@ fn edit(dir: &Path, change: impl FnOnce(&mut Value)) {
     std::fs::write(path, text).unwrap();
 }
 
-/// All values of one part of a tensor.
+/// Returns all values of one part of a tensor.
 fn values(dir: &Path, tensor: &str, part: usize) -> Vec<f32> {
     let mut reader = Reader::open(dir).unwrap();
     let mut values = vec![f32::NAN; reader.manifest().tensors[tensor].shape.iter().product()];
@@ -137,12 +136,12 @@ fn a_run_is_listed_inspected_and_verified() {
     assert_eq!(verified.matches(": ok, ").count(), 9, "{verified}");
     let verified = printed(&["verify", &latest]);
     assert_eq!(verified.lines().count(), 3, "{verified}");
-    // Nothing is left of the leases that all this took.
+    // The commands have released all their leases.
     assert!(!printed(&["list", &run]).contains("leased"));
 }
 
 #[test]
-fn paths_that_are_none_are_refused() {
+fn wrong_paths_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let files = run(root.path(), "x", &["run.steps=2"]);
     let nowhere = text(root.path().join("y"));
@@ -193,16 +192,16 @@ fn damage_is_found_wherever_it_is() {
         copy(&whole.0, &files.0);
         let dir = files.checkpoint(2);
         flip(&dir.join(name), at);
-        let told = refused(&["verify", &text(&dir)], &["1 of ", " files are damaged"]);
-        let bad: Vec<&str> = told.lines().filter(|line| !line.contains(": ok, ")).collect();
+        let output = refused(&["verify", &text(&dir)], &["1 of ", " files are damaged"]);
+        let bad: Vec<&str> = output.lines().filter(|line| !line.contains(": ok, ")).collect();
         assert!(
             bad.len() == 1 && bad[0].contains(name) && bad[0].contains("checksum"),
-            "{name} {at}: {told}"
+            "{name} {at}: {output}"
         );
-        // The others are whole.
-        let told = refused(&["verify", &text(&files.0)], &["1 of "]);
-        assert!(told.matches(": ok, ").count() >= 6, "{told}");
-        // The manifest's damage shows without reading numbers.
+        // The other files are intact.
+        let output = refused(&["verify", &text(&files.0)], &["1 of "]);
+        assert!(output.matches(": ok, ").count() >= 6, "{output}");
+        // A damaged manifest is reported without reading tensors.
         let listed = printed(&["list", &text(&files.0)]);
         assert_eq!(listed.contains("damaged: "), name.starts_with("manifest"), "{listed}");
         let out = root.path().join("out");
@@ -218,7 +217,7 @@ fn damage_is_found_wherever_it_is() {
         }
     }
 
-    // Every damaged file is told, not only the first.
+    // Every damaged file is reported, not only the first.
     let files = RunFiles(root.path().join("more"));
     copy(&whole.0, &files.0);
     flip(&files.checkpoint(2).join("rank-00000.h5"), 9);
@@ -227,17 +226,17 @@ fn damage_is_found_wherever_it_is() {
     let length = cut.metadata().unwrap().len();
     std::fs::OpenOptions::new().write(true).open(&cut).unwrap().set_len(length - 1).unwrap();
     std::fs::remove_file(files.checkpoint(6).join("manifest.crc32")).unwrap();
-    let told = refused(&["verify", &text(&files.0)], &["4 of 7 files are damaged"]);
-    let bad = told.lines().filter(|line| !line.contains(": ok, "));
+    let output = refused(&["verify", &text(&files.0)], &["4 of 7 files are damaged"]);
+    let bad = output.lines().filter(|line| !line.contains(": ok, "));
     let names = ["2/rank-00000.h5", "2/rank-00001.h5", "4/rank-00001.h5", "6/manifest.crc32"];
-    assert!(bad.zip(names).filter(|(line, name)| line.contains(name)).count() == 4, "{told}");
+    assert!(bad.zip(names).filter(|(line, name)| line.contains(name)).count() == 4, "{output}");
     let listed = printed(&["list", &text(&files.0)]);
     assert_eq!(listed.matches("damaged: ").count(), 3, "{listed}");
 }
 
-/// Changes that an honest checksum hides.
+/// Inconsistent manifests are refused even if their checksum is right.
 #[test]
-fn manifests_that_make_no_sense_are_refused() {
+fn inconsistent_manifests_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let whole = run_on_two(root.path(), "whole");
     type Change = fn(&mut Value);
@@ -272,13 +271,13 @@ fn manifests_that_make_no_sense_are_refused() {
     for (i, (change, words)) in cases.into_iter().enumerate() {
         let dir = root.path().join(format!("edited-{i}"));
         copy(&whole.checkpoint(6), &dir);
-        // The version before is this one without columns.
+        // Version 2 is the same without columns.
         edit(&dir, |manifest| manifest["version"] = 2.into());
         printed(&["verify", &text(&dir)]);
         edit(&dir, change);
         refused(&["inspect", &text(&dir)], &["manifest.json", words]);
-        let told = refused(&["verify", &text(&dir)], &["1 of 1 files are damaged"]);
-        assert!(told.contains(words), "{told}");
+        let output = refused(&["verify", &text(&dir)], &["1 of 1 files are damaged"]);
+        assert!(output.contains(words), "{output}");
     }
 }
 
@@ -290,52 +289,55 @@ fn differences_are_named() {
     let other = run(root.path(), "other", &["run.seed=8"]);
     let a = text(&one.0);
     let b = text(&other.0);
-    // The layout makes no difference.
+    // The layout does not matter.
     let same = printed(&["diff", &a, &text(&two.0)]);
     assert_eq!(same, "identical: 45 tensors, 81,984 elements\n");
 
-    let told = differences(&[&a, &b]);
-    assert!(told.contains("seed: 7 in A, 8 in B\n"), "{told}");
+    let output = differences(&[&a, &b]);
+    assert!(output.contains("seed: 7 in A, 8 in B\n"), "{output}");
     for (group, part) in [("params", 0), ("m", 1), ("v", 2)] {
         let [x, y] = [&one, &other].map(|files| values(&files.checkpoint(6), "wte.weight", part));
-        let apart: Vec<usize> =
+        let different: Vec<usize> =
             (0..x.len()).filter(|at| x[*at].to_bits() != y[*at].to_bits()).collect();
-        let largest = apart
+        let largest = different
             .iter()
             .map(|at| (f64::from(x[*at]) - f64::from(y[*at])).abs())
             .fold(0.0, f64::max);
-        let first = apart[0];
-        let elements = hpctrain::telemetry::grouped(apart.len() as u64);
+        let first = different[0];
+        let elements = hpctrain::telemetry::grouped(different.len() as u64);
         let line = format!(
             "/{group}/wte.weight: {elements} of 2,080 elements differ, the first is {first}: {:e} and {:e}; \
              largest difference {largest:.3e}\n",
             x[first], y[first]
         );
-        assert!(told.contains(&line), "{line} is missing: {told}");
+        assert!(output.contains(&line), "{line} is missing: {output}");
     }
-    assert!(told.ends_with(" differences in 45 tensors, 81,984 elements\n"), "{told}");
-    let told = differences(&[&a, &b, "--weights-only"]);
-    assert!(told.contains("/params/") && !told.contains("/m/") && !told.contains("seed"), "{told}");
+    assert!(output.ends_with(" differences in 45 tensors, 81,984 elements\n"), "{output}");
+    let output = differences(&[&a, &b, "--weights-only"]);
+    assert!(
+        output.contains("/params/") && !output.contains("/m/") && !output.contains("seed"),
+        "{output}"
+    );
 
-    let told = differences(&[&text(one.checkpoint(4)), &a]);
+    let output = differences(&[&text(one.checkpoint(4)), &a]);
     for words in ["step: 4 in A, 6 in B", "updates: 4 in A, 6 in B", "position: 32 in A, 48 in B"] {
-        assert!(told.contains(words), "{told}");
+        assert!(output.contains(words), "{output}");
     }
     let wider =
         run(root.path(), "wider", &["model.width=36", "model.bias=true", "optimizer.kind=sgd"]);
-    let told = differences(&[&a, &text(&wider.0)]);
+    let output = differences(&[&a, &text(&wider.0)]);
     for words in [
         "wte.weight: [65, 32] in A, [65, 36] in B\n",
         "ln_f.bias: only in B\n",
         "optimizer state m: only in A\n",
         "optimizer state momentum: only in B\n",
     ] {
-        assert!(told.contains(words), "{told}");
+        assert!(output.contains(words), "{output}");
     }
 }
 
 #[test]
-fn pruning_removes_what_it_says() {
+fn pruning_removes_what_it_reports() {
     let root = tempfile::tempdir().unwrap();
     let files =
         run(root.path(), "x", &["checkpoint.every=1", "eval.every=1", "checkpoint.keep_best=0"]);
@@ -347,9 +349,9 @@ fn pruning_removes_what_it_says() {
 
     let lease = checkpoints.leases().share("step-00000002").unwrap().unwrap();
     let ask = ["prune", &run, "--keep", "1", "--keep-every", "3", "--keep-best", "0"];
-    let told = printed(&[&ask[..], &["--dry-run"]].concat());
+    let output = printed(&[&ask[..], &["--dry-run"]].concat());
     let would: String = [1, 4, 5].map(|step| format!("would remove step-{step:08}\n")).concat();
-    assert_eq!(told, would.clone() + "kept step-00000002: leased\n");
+    assert_eq!(output, would.clone() + "kept step-00000002: leased\n");
     assert_eq!(checkpoints.steps().unwrap(), [1, 2, 3, 4, 5, 6]);
     assert_eq!(
         printed(&ask),
@@ -357,7 +359,7 @@ fn pruning_removes_what_it_says() {
     );
     assert_eq!(checkpoints.steps().unwrap(), [2, 3, 6]);
     drop(lease);
-    // The one with the lowest loss stays, whatever else goes.
+    // The checkpoint with the lowest loss is always kept.
     let losses = files.numbers("eval.jsonl", "loss");
     let best = [2u64, 3, 6]
         .into_iter()
@@ -372,31 +374,31 @@ fn pruning_removes_what_it_says() {
 }
 
 #[test]
-fn what_is_exported_comes_back() {
+fn exports_can_be_imported() {
     let root = tempfile::tempdir().unwrap();
     let path = |name: &str| text(root.path().join(name));
     let files = run(root.path(), "x", &["model.bias=true"]);
     let from = text(&files.0);
     let there = path("there");
     let back = path("back");
-    let told = printed(&["export", &from, "--out", &there]);
-    assert!(told.contains("28 tensors, 28,064 elements"), "{told}");
-    let told = printed(&["import", &there, "--out", &back]);
-    assert!(told.contains("28 tensors, 28,064 parameters"), "{told}");
+    let output = printed(&["export", &from, "--out", &there]);
+    assert!(output.contains("28 tensors, 28,064 elements"), "{output}");
+    let output = printed(&["import", &there, "--out", &back]);
+    assert!(output.contains("28 tensors, 28,064 parameters"), "{output}");
     printed(&["verify", &back]);
     assert_eq!(
         printed(&["diff", &from, &back, "--weights-only"]),
         "identical: 28 tensors, 28,064 elements\n"
     );
-    let told = differences(&[&from, &back]);
+    let output = differences(&[&from, &back]);
     assert!(
-        told.contains("optimizer state m: only in A\n") && !told.contains("/params/"),
-        "{told}"
+        output.contains("optimizer state m: only in A\n") && !output.contains("/params/"),
+        "{output}"
     );
     assert!(printed(&["inspect", &back]).contains("state        none: parameters alone\n"));
     assert!(!printed(&["list", &from]).contains("leased"));
 
-    // Another run begins with it. It has its tokenizer, without which there is no text.
+    // Another run can start from it. It has a tokenizer, without which no text can be generated.
     let fine =
         Run::new(Alone, root.path(), "fine", &["model.bias=true", "run.steps=1"]).resume(&back);
     let mut command = fine.command();
@@ -411,12 +413,12 @@ fn what_is_exported_comes_back() {
     // Nothing is overwritten.
     refused(&["export", &from, "--out", &there], &["there exists already"]);
     refused(&["import", &there, "--out", &back], &["back exists already"]);
-    // A model without biases gets some; one with enough ids can be told its tokenizer.
+    // A model without biases gets zeros, and a tokenizer can be given for one with enough ids.
     let plain = run(root.path(), "plain", &["model.bias=false", "model.vocabulary=300"]);
     let plain_there = path("plain-there");
     let plain_back = path("plain-back");
-    let told = printed(&["export", &text(&plain.0), "--out", &plain_there]);
-    assert!(told.contains("28 tensors, 13 of them biases of zero"), "{told}");
+    let output = printed(&["export", &text(&plain.0), "--out", &plain_there]);
+    assert!(output.contains("28 tensors, 13 of them biases of zero"), "{output}");
     printed(&["import", &plain_there, "--out", &plain_back, "--tokenizer", "byte"]);
     assert!(
         values(Path::new(&plain_back), "h.1.mlp.c_fc.bias", 0)

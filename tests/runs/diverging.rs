@@ -1,5 +1,5 @@
-//! Losses and gradients that are not finite: skipped, counted, and the end of the run when they
-//! stay.
+//! Losses and gradients that are not finite: updates are skipped and counted, and the run ends
+//! after too many in a row.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -35,7 +35,7 @@ fn records(root: &Path) -> Vec<serde_json::Value> {
 fn a_run_that_diverges_skips_and_then_gives_up() {
     for arguments in [&["train"][..], &["simulate", "--ranks", "2"]] {
         let root = tempfile::tempdir().unwrap();
-        // The first update throws the weights beyond f32; nothing is finite after it.
+        // The first update overflows the weights, and nothing is finite afterwards.
         let settings =
             ["run.steps=50", "run.max_skipped=4", "optimizer.lr=1e38", "lr_schedule.warmup=0"];
         let output = run(root.path(), arguments, &settings);

@@ -10,12 +10,12 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// Model FLOPs per token of the network of [`Run`]: two blocks of width 32, contexts of 16, 65
+/// Model FLOPs per token of the network of [`Run`]: two blocks of width 32, a context of 16, 65
 /// characters.
 const FLOPS_PER_TOKEN: f64 =
     6.0 * (12.0 * 2.0 * 32.0 * 32.0 + 65.0 * 32.0) + 12.0 * 2.0 * 32.0 * 16.0;
 
-/// Every record of `metrics.jsonl` that has `key`.
+/// Returns the values of `key` in all records of `metrics.jsonl` that have it.
 fn known(files: &RunFiles, key: &str) -> Vec<f64> {
     let text = files.text("metrics.jsonl");
     let records = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -69,11 +69,12 @@ fn mfu_is_that_of_the_measured_peak() {
     }
 }
 
-/// µJ at which the planted counter begins at 0 again, and of which it grows at a time.
+/// µJ at which the fake counter wraps to 0.
 const RANGE: u64 = 100_000;
+/// µJ by which it grows at a time.
 const GROWS: u64 = 700;
 
-/// A counter of a CPU package as Linux shows it.
+/// Creates a fake counter of a CPU package, in the format of Linux.
 fn plant(root: &Path) {
     let zone = root.join("intel-rapl:0");
     std::fs::create_dir_all(&zone).unwrap();
@@ -82,7 +83,7 @@ fn plant(root: &Path) {
     std::fs::write(zone.join("energy_uj"), "99990\n").unwrap();
 }
 
-/// Runs `work` while the planted counter grows and wraps; returns the µJ that it grew by.
+/// Runs `work` while the fake counter grows and wraps. Returns the µJ that it grew by.
 fn while_it_grows(root: &Path, work: impl FnOnce()) -> u64 {
     let is_over = AtomicBool::new(false);
     let grown = AtomicU64::new(0);
@@ -145,7 +146,7 @@ fn energy_of_counters_that_wrap_is_recorded_across_starts() {
     assert_eq!(card["sources"], serde_json::json!(["cpu"]));
     assert!(card["kwh"].as_f64().unwrap() * 3.6e6 >= first[2], "{card}");
 
-    // A second start goes on where the records of the first one end.
+    // A second start continues the sum of the first one.
     let grown = grown + start(&run(Alone, "run.steps=12").resume("auto")) as f64 * 1e-6;
     let all = joules(&files);
     assert_eq!((all.len(), &all[..3]), (6, &first[..]));

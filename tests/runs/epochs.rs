@@ -1,5 +1,5 @@
-//! Runs by epochs: their length and intervals, the end of the schedule, early stops; and
-//! evaluations by class and by data set.
+//! Runs by epochs: their length and intervals, the end of the schedule, early stopping, and
+//! evaluations per class and per data set.
 
 use std::path::Path;
 
@@ -14,8 +14,8 @@ use serde_json::Value;
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::RunFiles;
 
-/// Points around a circle, in as many classes as it has sectors; or with one value, of its halves.
-/// Of several data sets.
+/// Points on a circle, as several data sets. The target is the class of a sector, or with `value` a
+/// number that is 0 or 1 in turn.
 #[derive(Clone)]
 struct Circle {
     sets: Vec<u64>,
@@ -60,12 +60,12 @@ const SETTINGS: [&str; 9] = [
     "optimizer.lr=0.05",
     "lr_schedule.warmup=2",
     "parallel.virtual_ranks=4",
-    // The last chunk is short, and some are of both data sets.
+    // The last chunk is short, and some chunks have samples of both data sets.
     "eval.batch=7",
     "checkpoint.every=0",
 ];
 
-/// A network for so many outputs, which four stages can share.
+/// Returns a network of `outputs` outputs, with enough blocks for four stages.
 fn network(outputs: u32) -> String {
     let dense = |units: u32| format!("{{kind='dense', units={units}}}");
     let hidden = format!("{}, {{kind='tanh'}}, ", dense(8)).repeat(3);
@@ -117,7 +117,7 @@ fn epochs_decide_length_evaluations_and_checkpoints() {
     let root = tempfile::tempdir().unwrap();
     let data = Circle { sets: vec![40], sectors: 2, value: true };
     let network = network(1);
-    let by = |epochs: &str| {
+    let settings_for = |epochs: &str| {
         let settings = [
             &network,
             "loss.kind=binary-cross-entropy",
@@ -131,11 +131,11 @@ fn epochs_decide_length_evaluations_and_checkpoints() {
             .collect::<Vec<_>>()
     };
     let run = |name: &str, epochs: &str, resume| {
-        let settings = by(epochs);
+        let settings = settings_for(epochs);
         let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
         train_on_circle(root.path(), name, 2, &data, &settings, resume).0
     };
-    // Three epochs of 40 samples are 120, in steps of 16.
+    // Three epochs of 40 samples are 120 samples, in steps of 16.
     let files = run("x", "run.epochs=3", Resume::No);
     assert_eq!(files.numbers("metrics.jsonl", "step"), (1..=8).map(f64::from).collect::<Vec<_>>());
     assert_eq!(files.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0]);
@@ -148,11 +148,11 @@ fn epochs_decide_length_evaluations_and_checkpoints() {
         (config["run"]["steps"].as_integer(), config["run"]["epochs"].as_integer()),
         (Some(8), Some(0))
     );
-    // Longer by an epoch.
+    // The run is extended by an epoch.
     let files = run("x", "run.epochs=4", Resume::Auto);
     assert_eq!(files.numbers("metrics.jsonl", "step").len(), 10);
     assert_eq!(files.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0, 10.0]);
-    // Begun again in an epoch.
+    // A run is resumed in the middle of an epoch.
     let whole = run("whole", "run.epochs=4", Resume::No);
     run("parts", "run.steps=4", Resume::No);
     let parts = run("parts", "run.epochs=4", Resume::Auto);
@@ -161,7 +161,7 @@ fn epochs_decide_length_evaluations_and_checkpoints() {
 }
 
 #[test]
-fn an_early_stop_costs_no_further_evaluation() {
+fn early_stopping_makes_no_further_evaluation() {
     let root = tempfile::tempdir().unwrap();
     let data = Circle { sets: vec![40], sectors: 3, value: false };
     let network = network(3);
@@ -193,9 +193,9 @@ fn an_early_stop_costs_no_further_evaluation() {
     assert_eq!(steps[0], steps[1]);
 }
 
-/// The results by class and by data set are those of one rank in every layout.
+/// The results per class and per data set are the same in every layout.
 #[test]
-fn classes_and_data_sets_are_told_alike_on_any_ranks() {
+fn results_per_class_and_data_set_are_the_same_on_any_ranks() {
     let root = tempfile::tempdir().unwrap();
     let mix = "data.mix=[{path='a', weight=3.0, name='first'}, {path='b/second/', weight=1.0}]";
     let layouts: [(usize, &[&str]); 4] = [
@@ -238,18 +238,18 @@ fn classes_and_data_sets_are_told_alike_on_any_ranks() {
         let accuracy = found["metrics"]["accuracy"].as_f64().unwrap();
         assert!((accuracy - right as f64 / 41.0).abs() < 1e-12, "{found}");
         assert_eq!(classes["roc_auc"].as_f64().is_some(), outputs < 3, "{found}");
-        let of = |value: &Value| value.as_f64().unwrap();
-        let [first, second] = ["first", "second"].map(|name| of(&found["sets"][name]));
+        let number = |value: &Value| value.as_f64().unwrap();
+        let [first, second] = ["first", "second"].map(|name| number(&found["sets"][name]));
         assert!(
-            ((30.0 * first + 11.0 * second) / 41.0 - of(&found["loss"])).abs() < 1e-6,
+            ((30.0 * first + 11.0 * second) / 41.0 - number(&found["loss"])).abs() < 1e-6,
             "{found}"
         );
         assert_ne!(first, second);
     }
 }
 
-/// A run on servers has the evaluations of one without: the workers' codes of samples add up to the
-/// same counts.
+/// A run on parameter servers has the same evaluations: the workers' counts add up to the same
+/// sums.
 #[test]
 fn epochs_and_classes_of_runs_on_servers() {
     let root = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! The programs in `examples/`, alone and on two ranks. `cargo test` builds them; before a part of
-//! the tests, `cargo build --examples` does.
+//! Runs the programs in `examples/`, on one rank and on two. `cargo test` builds them; to run a
+//! part of the tests, build them with `cargo build --examples` first.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +10,7 @@ use serde_json::Value;
 use hpctrain_testkit::launch::{Ended, LIMIT, finish, mpirun, program, start, start_beside};
 use hpctrain_testkit::runs::{json, tensors};
 
-/// The path to which `cargo` builds an example: beside the tests.
+/// Returns the path of an example, which `cargo` builds next to the tests.
 fn example(name: &str) -> PathBuf {
     let tests = std::env::current_exe().unwrap();
     let path = tests.parent().unwrap().parent().unwrap().join("examples").join(name);
@@ -29,12 +29,12 @@ fn run(name: &str, ranks: usize, args: &[&str]) -> Ended {
             command
         }
     };
-    // As `mpirun` of the tests does: the bundled text is unpacked there.
+    // The bundled text is unpacked into this cache, as with the tests' `mpirun`.
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
     finish(command.args(args))
 }
 
-/// Settings of a small GPT, whose sums have the same tree on one rank and two.
+/// Settings of a small GPT whose sums have the same tree on one rank and two.
 const SMALL: [&str; 6] = [
     "model.layers=1",
     "model.width=32",
@@ -44,7 +44,7 @@ const SMALL: [&str; 6] = [
     "parallel.virtual_ranks=2",
 ];
 
-/// The output of an example is the same on one rank and on two.
+/// Checks that the output of an example is the same on one rank and on two, and returns it.
 #[track_caller]
 fn same_on_two(name: &str, settings: &[&str], sharded: &str) -> String {
     let args = [&SMALL[..], settings].concat();
@@ -92,7 +92,7 @@ fn own_network() {
         (2, "two", "parallel.zero=3"),
         (2, "stages", "parallel.pipeline=2"),
     ];
-    let mut told = vec![];
+    let mut last_lines = vec![];
     for (ranks, name, layout) in layouts {
         let name = format!("run.name={name}");
         let more = [&settings[..], &[layout, &name]].concat();
@@ -107,9 +107,9 @@ fn own_network() {
             last.starts_with("step 200: validation loss ") && last.contains("ROC AUC "),
             "{ended}"
         );
-        told.push(last.to_owned());
+        last_lines.push(last.to_owned());
     }
-    assert!(told.iter().all(|other| *other == told[0]), "{told:#?}");
+    assert!(last_lines.iter().all(|other| *other == last_lines[0]), "{last_lines:#?}");
     let bits =
         |name: &str, step: u64| tensors(&of(name).join(format!("checkpoints/step-{step:08}")));
     let outputs = |name: &str, step: u64| -> Vec<f32> {
@@ -123,15 +123,15 @@ fn own_network() {
     let records = std::fs::read_to_string(of("one").join("eval.jsonl")).unwrap();
     let evaluated: Value = serde_json::from_str(records.lines().last().unwrap()).unwrap();
     assert!(evaluated["metrics"]["accuracy"].as_f64().unwrap() > 0.9, "{evaluated}");
-    // It goes on, on other ranks.
+    // It resumes on other ranks.
     let more =
         [&settings[..], &["run.name=one", "run.steps=220", "parallel.zero=1", "--resume"]].concat();
     run("own_network", 2, &more).succeeded();
     assert_eq!(outputs("one", 220).len(), 310);
-    // The program alone can build it.
+    // Only the program itself can build its custom network.
     let refused = finish(&mut program(["eval", "--checkpoint", &of("one").display().to_string()]));
     assert_eq!(refused.code(), 2);
-    let wanted = "model.own = \"3 residual blocks of width 16\": the network is a program's own";
+    let wanted = "model.own = \"3 residual blocks of width 16\" names a custom model";
     assert!(
         refused.stderr.contains(wanted) && refused.stderr.contains("hint: use that program"),
         "{refused}"
@@ -184,7 +184,7 @@ fn evaluate_predict() {
         "loss.kind=mse",
         "run.steps=20",
         "batch.global=8",
-        // The last one is short.
+        // The last chunk is short.
         "eval.batch=7",
         "run.name=it",
         &format!("data.path={}", at("data")),
@@ -235,7 +235,7 @@ fn hooks() {
             run("hooks", ranks, &[&SMALL[..], &settings, &[&format!("run.name={name}")]].concat())
                 .succeeded();
         assert!(
-            ended.stdout.contains("is enough") && ended.stdout.contains("is safe in "),
+            ended.stdout.contains("is enough") && ended.stdout.contains("is saved in "),
             "{ended}"
         );
         assert!(
@@ -264,7 +264,7 @@ fn own_coordinator() {
     };
     let coordinator = start(&mut command("coordinate"));
     let [lost, other] = [(); 2].map(|()| start_beside(&coordinator, &mut command("work")));
-    // Its call is given to the other one.
+    // Its call is rescheduled to the other worker.
     std::thread::sleep(Duration::from_millis(300));
     drop(lost);
     let ended = coordinator.finish(LIMIT).succeeded();

@@ -1,4 +1,4 @@
-//! Hooks of a run: what they are told, how they stop it, how they fail; on one rank and on two.
+//! Hooks of a run: their calls, requests to stop and failures, on one rank and on two.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
@@ -13,13 +13,13 @@ use hpctrain::run_dir::RunOutcome;
 use hpctrain::telemetry::metrics::Step;
 use hpctrain::train::{Customization, Hook, Outcome, TrainRequest, train};
 
-/// Samples of a line, and of what the network does not take.
+/// Samples of points on a line, some of which the network cannot take.
 #[derive(Clone, Copy)]
 struct Line {
     values: usize,
-    /// The number of one that is not finite.
+    /// The number of a sample that is not finite.
     broken: Option<u64>,
-    /// If samples have weights, that of number 17; the others do not count.
+    /// If samples have weights, the weight of number 17; the others have weight 0.
     weight: Option<f32>,
 }
 
@@ -48,10 +48,10 @@ impl Source for Line {
     }
 }
 
-/// Writes down what it is told; stops and fails when told to.
+/// Records its calls, and stops the run or fails as configured.
 #[derive(Default)]
 struct Notes {
-    told: Vec<String>,
+    calls: Vec<String>,
     stops_at: Option<u64>,
     stops_at_epoch: Option<u64>,
     fails_at: Option<u64>,
@@ -66,7 +66,7 @@ impl Hook for Notes {
 
     fn step(&mut self, step: &Step) -> Result<ControlFlow<String>> {
         assert!(step.loss.is_finite() && step.step_ms > 0.0);
-        self.told.push(format!("step {}", step.step));
+        self.calls.push(format!("step {}", step.step));
         if self.fails_at == Some(step.step) {
             return Err(Error::input("no more paper").hint("bring some"));
         }
@@ -79,7 +79,7 @@ impl Hook for Notes {
 
     fn evaluation(&mut self, step: u64, measures: &Metrics) -> Result<ControlFlow<String>> {
         assert!(measures.metrics.contains_key("mae"));
-        self.told.push(format!("evaluation {step}"));
+        self.calls.push(format!("evaluation {step}"));
         match self.fails_at_evaluation == Some(step) {
             true => Err(Error::input("no more ink")),
             false => Ok(Continue(())),
@@ -93,7 +93,7 @@ impl Hook for Notes {
         measures: Option<&Metrics>,
     ) -> Result<ControlFlow<String>> {
         let evaluated = if measures.is_some() { ", evaluated" } else { "" };
-        self.told.push(format!("epoch {epoch} with step {}{evaluated}", step.step));
+        self.calls.push(format!("epoch {epoch} with step {}{evaluated}", step.step));
         Ok(if self.stops_at_epoch == Some(epoch) {
             Break(format!("enough of {epoch} epochs"))
         } else {
@@ -103,7 +103,7 @@ impl Hook for Notes {
 
     fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
         assert!(directory.join("manifest.json").exists());
-        self.told.push(format!("checkpoint {step}"));
+        self.calls.push(format!("checkpoint {step}"));
         Ok(Continue(()))
     }
 
@@ -115,7 +115,7 @@ impl Hook for Notes {
             }
             Err(e) => e.message().to_string(),
         };
-        self.told.push(format!("end {}: {how}", outcome.step));
+        self.calls.push(format!("end {}: {how}", outcome.step));
         if self.fails_at_end { Err(Error::input("no more time")) } else { Ok(()) }
     }
 }
@@ -148,7 +148,7 @@ fn line(train: Line) -> Splits {
     Splits { name: "a line".into(), train: Box::new(train), validation: Some(Box::new(LINE)) }
 }
 
-/// Calls of the hook of each rank, and the end of the run; `hook` makes that of a rank.
+/// Returns the calls of each rank's hook, created by `hook`, and the outcome of the run.
 fn run(
     ranks: usize,
     data: Line,
@@ -167,17 +167,18 @@ fn run_with(
     let config = config_with(root.path(), more);
     let each = on_threads(ranks, |comm| {
         let mut hook = hook(comm.rank());
-        let own = Customization { hooks: vec![&mut hook], data: Some(line(data)), network: None };
+        let custom =
+            Customization { hooks: vec![&mut hook], data: Some(line(data)), network: None };
         let request =
             TrainRequest { threads: Some(1), ..TrainRequest::new(config.clone(), "line") };
-        let ended = train(comm, &request, own, None);
-        Ok((hook.told, ended))
+        let ended = train(comm, &request, custom, None);
+        Ok((hook.calls, ended))
     });
     each.unwrap().into_iter().unzip()
 }
 
 #[test]
-fn every_rank_is_told_everything() {
+fn hooks_are_called_on_every_rank() {
     let expected = [
         "step 1",
         "step 2",
@@ -193,9 +194,9 @@ fn every_rank_is_told_everything() {
         "end 6: Finished",
     ];
     for ranks in [1, 2] {
-        let (told, ended) = run(ranks, LINE, |_| Notes::default());
+        let (calls, ended) = run(ranks, LINE, |_| Notes::default());
         assert_eq!(
-            (told, ended),
+            (calls, ended),
             (
                 vec![expected.map(String::from).to_vec(); ranks],
                 vec![Ok(RunOutcome::Finished); ranks]
@@ -206,7 +207,7 @@ fn every_rank_is_told_everything() {
 
 /// Epochs of 40 samples in steps of 16.
 #[test]
-fn epochs_are_told_after_their_evaluations() {
+fn hooks_are_called_for_epochs_after_their_evaluations() {
     let settings =
         ["run.steps=0", "run.epochs=3", "batch.global=16", "eval.every=0", "eval.every_epochs=2"];
     let expected = [
@@ -229,25 +230,25 @@ fn epochs_are_told_after_their_evaluations() {
         "end 8: Finished",
     ];
     for ranks in [1, 2] {
-        let (told, ended) = run_with(ranks, LINE, &settings, |_| Notes::default());
+        let (calls, ended) = run_with(ranks, LINE, &settings, |_| Notes::default());
         assert_eq!(
-            (told, ended),
+            (calls, ended),
             (
                 vec![expected.map(String::from).to_vec(); ranks],
                 vec![Ok(RunOutcome::Finished); ranks]
             )
         );
     }
-    // Several epochs of a round are told after its average, and a request to stop is heard with the
-    // next.
-    let apart = [
+    // With local SGD, hooks are called for several epochs of a round after its average, and a
+    // request to stop ends the run after the next round.
+    let local_sgd = [
         "local_sgd.sync_every=4",
         "local_sgd.replicas=2",
         "parallel.virtual_ranks=2",
         "checkpoint.every=0",
     ];
     let hook = |_| Notes { stops_at_epoch: Some(1), ..Notes::default() };
-    let (told, ended) = run_with(2, LINE, &[&settings[..], &apart].concat(), hook);
+    let (calls, ended) = run_with(2, LINE, &[&settings[..], &local_sgd].concat(), hook);
     assert_eq!(ended, vec![Ok(RunOutcome::Stopped("enough of 1 epochs".into())); 2]);
     let expected = [
         "step 4",
@@ -258,20 +259,20 @@ fn epochs_are_told_after_their_evaluations() {
         "step 8",
         "epoch 2 with step 5",
     ];
-    assert_eq!(told[0][3..10], expected, "{:?}", told[0]);
+    assert_eq!(calls[0][3..10], expected, "{:?}", calls[0]);
 }
 
 #[test]
 fn one_rank_that_asks_stops_all() {
     for (ranks, asks) in [(1, 0), (2, 0), (2, 1)] {
         let hook = |rank| Notes { stops_at: (rank == asks).then_some(2), ..Notes::default() };
-        let (told, ended) = run(ranks, LINE, hook);
+        let (calls, ended) = run(ranks, LINE, hook);
         assert_eq!(ended, vec![Ok(RunOutcome::Stopped("enough at 2".into())); ranks]);
-        for told in told {
-            // The step that carried the wish is the last one.
+        for calls in calls {
+            // The step that carried the request is the last one.
             let last =
                 ["step 3", "evaluation 3", "checkpoint 3", "end 3: Stopped(\"enough at 2\")"];
-            assert_eq!(told[told.len() - 4..], last, "{told:?}");
+            assert_eq!(calls[calls.len() - 4..], last, "{calls:?}");
         }
     }
 }
@@ -280,31 +281,31 @@ fn one_rank_that_asks_stops_all() {
 fn a_hook_that_fails_ends_the_run_on_all_ranks() {
     for (ranks, fails) in [(1, 0), (2, 1)] {
         let hook = |rank| Notes { fails_at: (rank == fails).then_some(2), ..Notes::default() };
-        let (told, ended) = run(ranks, LINE, hook);
-        for (told, ended) in told.into_iter().zip(ended) {
+        let (calls, ended) = run(ranks, LINE, hook);
+        for (calls, ended) in calls.into_iter().zip(ended) {
             let error = ended.unwrap_err();
             assert_eq!(
                 (error.message(), error.advice()),
                 ("hook notes: no more paper", Some("bring some"))
             );
             assert_eq!((ranks == 1 || error.is_shared(), error.exit_code()), (true, 2));
-            assert_eq!(told.last().unwrap(), "end 3: hook notes: no more paper");
+            assert_eq!(calls.last().unwrap(), "end 3: hook notes: no more paper");
         }
     }
-    // At the last evaluation: nothing follows that could carry the word.
+    // After the last evaluation no step follows that could carry the failure.
     let hook = |rank| Notes { fails_at_evaluation: (rank == 1).then_some(6), ..Notes::default() };
-    let (told, ended) = run(2, LINE, hook);
-    for (told, ended) in told.into_iter().zip(ended) {
+    let (calls, ended) = run(2, LINE, hook);
+    for (calls, ended) in calls.into_iter().zip(ended) {
         assert_eq!(ended.unwrap_err().to_string(), "rank 1: hook notes: no more ink");
-        assert_eq!(told.last().unwrap(), "end 6: hook notes: no more ink");
+        assert_eq!(calls.last().unwrap(), "end 6: hook notes: no more ink");
     }
 }
 
 #[test]
 fn a_hook_may_fail_at_the_end() {
-    let (told, ended) = run(2, LINE, |rank| Notes { fails_at_end: rank == 0, ..Notes::default() });
-    for (told, ended) in told.into_iter().zip(ended) {
-        assert_eq!(told.last().unwrap(), "end 6: Finished");
+    let (calls, ended) = run(2, LINE, |rank| Notes { fails_at_end: rank == 0, ..Notes::default() });
+    for (calls, ended) in calls.into_iter().zip(ended) {
+        assert_eq!(calls.last().unwrap(), "end 6: Finished");
         assert_eq!(ended.unwrap_err().to_string(), "rank 0: hook notes: no more time");
     }
 }
@@ -315,12 +316,13 @@ fn samples_that_the_network_cannot_take_are_refused() {
     assert_eq!(
         message(Line { values: 2, ..LINE }),
         "40 samples of 0 ids, 1 features, 0 classes and 2 values, but the network takes \
-         0 ids, 1 features, 0 classes and 1 values\nhint: let samples() and sizes() of the source fit model and loss"
+         0 ids, 1 features, 0 classes and 1 values\nhint: make samples() and sizes() of the source match the model and the loss"
     );
     let root = tempfile::tempdir().unwrap();
     let splits = Splits { validation: Some(Box::new(Line { values: 0, ..LINE })), ..line(LINE) };
-    let own = Customization { data: Some(splits), ..Customization::default() };
-    let ended = train(&comm::single(), &TrainRequest::new(config(root.path()), "line"), own, None);
+    let custom = Customization { data: Some(splits), ..Customization::default() };
+    let ended =
+        train(&comm::single(), &TrainRequest::new(config(root.path()), "line"), custom, None);
     assert!(ended.unwrap_err().to_string().starts_with("a line, validation: 40 samples of 0 ids"));
     let message = message(Line { broken: Some(17), ..LINE });
     assert!(message.starts_with("a line: sample 17: NaN is not a finite number"), "{message}");
@@ -329,18 +331,18 @@ fn samples_that_the_network_cannot_take_are_refused() {
 #[test]
 fn samples_of_a_source_may_have_weights() {
     let root = tempfile::tempdir().unwrap();
-    let own = Customization {
+    let custom = Customization {
         data: Some(line(Line { weight: Some(2.0), ..LINE })),
         ..Customization::default()
     };
-    train(&comm::single(), &TrainRequest::new(config(root.path()), "line"), own, None).unwrap();
+    train(&comm::single(), &TrainRequest::new(config(root.path()), "line"), custom, None).unwrap();
     let text = std::fs::read_to_string(root.path().join("here/metrics.jsonl")).unwrap();
-    // One sample counts, and six steps of four see it once.
+    // Only one sample has a weight, and six steps of four use it once.
     assert_eq!(text.lines().filter(|line| line.contains("\"loss\":0.0,")).count(), 5, "{text}");
     for (weight, shown) in [(-0.5, "-0.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
         let ended = run(1, Line { weight: Some(weight), ..LINE }, |_| Notes::default()).1.remove(0);
-        let told = ended.unwrap_err().to_string();
+        let error = ended.unwrap_err().to_string();
         let wanted = format!("a line: sample 17: weight {shown} is not a");
-        assert!(told.starts_with(&wanted), "{told}");
+        assert!(error.starts_with(&wanted), "{error}");
     }
 }

@@ -1,13 +1,13 @@
-//! One batch, one result: every layout of a run against one rank that computes the same virtual ranks.
+//! Compares every layout of a run with one rank that computes the same virtual ranks.
 //!
-//! Sums that are the same tree everywhere give the same bits: the table is in `common/layouts.rs`.
-//! Otherwise sums are taken in another order and the results are close.
+//! Layouts whose sums are the same tree give the same bits: their table is in `common/layouts.rs`.
+//! Others add in another order, and their results are close.
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::layouts::{SAME, give_the_same_bits};
 use hpctrain_testkit::runs::{Run, json};
 
-/// Steps of a run.
+/// The steps of a run.
 const STEPS: u64 = 6;
 
 #[test]
@@ -19,7 +19,7 @@ fn layouts_with_the_same_virtual_ranks_give_the_same_bits() {
     });
 }
 
-/// Rounds and bytes of a step, as rank 0 of `simulate` counts them.
+/// Returns the rounds and bytes of a step, as counted by rank 0 of `simulate`.
 fn step_of(ranks: usize, settings: &[&str]) -> (u64, u64) {
     let root = tempfile::tempdir().unwrap();
     let quiet = [
@@ -42,8 +42,8 @@ fn step_of(ranks: usize, settings: &[&str]) -> (u64, u64) {
     ((more - rounds) / 3, (larger - bytes) / 3)
 }
 
-/// The rounds of a step grow with the logarithm of the ranks, and its bytes with none but those of
-/// the facts that all tell. `HPCTRAIN_MANY_RANKS` is a list of numbers of ranks, 12 and 64 without.
+/// The rounds of a step grow with the logarithm of the number of ranks, and its bytes only by the
+/// summary that each rank sends. `HPCTRAIN_MANY_RANKS` lists numbers of ranks; default: 12 and 64.
 #[test]
 fn a_step_of_many_ranks_has_few_rounds() {
     let many = std::env::var("HPCTRAIN_MANY_RANKS").unwrap_or("12,64".into());
@@ -52,7 +52,7 @@ fn a_step_of_many_ranks_has_few_rounds() {
         for (name, settings) in [("data parallel", &[][..]), ("ZeRO 3", &["parallel.zero=3"])] {
             let (rounds, bytes) = step_of(ranks, settings);
             println!("| {ranks} | {name} | {rounds} | {bytes} |");
-            // Four units; debug builds compare each request with a neighbour's first.
+            // Four units; debug builds first compare each request with a neighbour's.
             let sum = 2 * log + 2;
             let gather = log;
             let compared = u64::from(cfg!(debug_assertions));
@@ -66,7 +66,7 @@ fn a_step_of_many_ranks_has_few_rounds() {
     }
 }
 
-/// A rank with several micro-batches of 64 rows or more multiplies by weights in panels, one with a
+/// A rank with several micro-batches of 64 rows or more packs weights into panels, one with a
 /// single micro-batch does not.
 #[test]
 fn weights_in_panels_give_the_same_bits() {
@@ -78,13 +78,13 @@ fn weights_in_panels_give_the_same_bits() {
         (files, workspace)
     };
     let (together, panels) = run(Alone, "one");
-    let (apart, none) = run(Mpirun(2), "two");
-    // Two layers of 12·64² weights and the head, each way.
+    let (divided, none) = run(Mpirun(2), "two");
+    // Two layers of 12·64² weights and the head, in both orientations.
     assert!(panels >= 2 * 4 * 2 * 12 * 64 * 64 && none == 0, "{panels} and {none} bytes of panels");
-    apart.same_as(&together, STEPS, "one rank, whose weights are in panels, and two");
+    divided.same_as(&together, STEPS, "one rank, whose weights are in panels, and two");
 }
 
-/// Layouts that add in another order than one rank, one virtual rank.
+/// Layouts that add in another order than one rank with one virtual rank.
 const CLOSE: [(Transport, &str); 13] = [
     (Mpirun(1), ""),
     (Mpirun(2), ""),
@@ -101,11 +101,11 @@ const CLOSE: [(Transport, &str); 13] = [
     (Simulate(4), "comm.algorithm=ring parallel.zero=3 parallel.shard=2"),
 ];
 
-/// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum
-/// of their magnitudes: some 1e-6 of a gradient here. Adam divides by the gradient's own size, so
-/// that elements near zero may move by a good part of the rate instead, but those hardly move the
-/// loss. In six steps the loss has been seen to be off by 1e-8 and the norm by 1e-7. A lost or
-/// doubled contribution of a rank is worth more than 1e-2.
+/// Bounds of relative differences. Two orders of adding n numbers in single precision differ by
+/// less than about n·2⁻²⁴ of the sum of their magnitudes: some 1e-6 of a gradient here. Adam
+/// divides by the magnitude of the gradient, so elements near zero may differ by a good part of the
+/// learning rate, but those hardly change the loss. In six steps, measured differences are 1e-8 of
+/// the loss and 1e-7 of the norm. A lost or doubled contribution of a rank changes more than 1e-2.
 const LOSS: f64 = 1e-6;
 const NORM: f64 = 1e-5;
 

@@ -1,4 +1,4 @@
-//! Whole training runs: what they leave, how they go on, the same bits in every layout.
+//! Tests of whole training runs: their files, resuming, and the same bits in every layout.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod apart;

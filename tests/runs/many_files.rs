@@ -1,4 +1,4 @@
-//! More files than a process may open.
+//! Checkpoints and data of more files than a process may open.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,11 +9,12 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{Ended, finish, inherits_nothing, program};
 use hpctrain_testkit::runs::{Run, json as read};
 
-/// Files of a checkpoint, and files that a process may open.
+/// Number of files of a checkpoint.
 const FILES: usize = 2000;
+/// Number of files that a process may open.
 const LIMIT: usize = 256;
 
-/// Runs a command that may open few files, and cannot change that.
+/// Runs a command with a limit of open files that it cannot raise.
 fn limited(command: &Command) -> Ended {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("ulimit -n {LIMIT} && exec \"$0\" \"$@\"")]);
@@ -27,7 +28,7 @@ fn limited(command: &Command) -> Ended {
     finish(inherits_nothing(&mut shell))
 }
 
-/// Writes the checkpoint in `from` as one of [`FILES`] files, as so many ranks would have.
+/// Writes the checkpoint in `from` as one of [`FILES`] files, as if written by that many ranks.
 fn scattered(from: &Path, to: &Path) {
     std::fs::create_dir(to).unwrap();
     let mut manifest: Value = read(&from.join("manifest.json"));
@@ -70,7 +71,7 @@ fn scattered(from: &Path, to: &Path) {
     }
     assert!(files.len() >= FILES);
     manifest["files"] = files.into();
-    // As older versions wrote it.
+    // Manifests need not be compact.
     let text = serde_json::to_string_pretty(&manifest).unwrap();
     std::fs::write(
         to.join("manifest.crc32"),
@@ -92,7 +93,7 @@ fn a_checkpoint_of_two_thousand_files_is_read_with_few_descriptors() {
     let at = many.to_str().unwrap();
     limited(&program(["checkpoint", "verify", at])).succeeded();
     limited(&program(["sample", "--checkpoint", at, "--tokens", "5"])).succeeded();
-    // Going on from it is going on from the original.
+    // Resuming from it equals resuming from the original.
     let on = |name: &str, from: &Path| {
         Run::new(Alone, root.path(), name, &["run.steps=4"]).resume(from.to_str().unwrap())
     };
@@ -110,7 +111,7 @@ fn data_of_more_shards_than_descriptors_is_trained_on() {
     let arguments =
         ["data", "import", "text", text, "--shards", "400", "--val-fraction", "0.1", "--out", at];
     finish(&mut program(arguments)).succeeded();
-    // Every shard is read, again and again.
+    // Every shard is read several times.
     let settings = ["run.steps=150", &format!("data.path={at}")[..], "lr_schedule.warmup=1"];
     let run = Run::new(Alone, root.path(), "x", &settings);
     limited(&run.command()).succeeded();

@@ -1,11 +1,11 @@
-//! The banner's promise of memory against what the process took.
+//! Compares the memory estimate of the startup summary with the memory that processes use.
 
 use serde_json::Value;
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
 use hpctrain_testkit::runs::Run;
 
-/// A network whose own memory is several times that of the program.
+/// A network that needs several times the memory of the program itself.
 const BIG: [&str; 9] = [
     "model.layers=4",
     "model.width=256",
@@ -18,18 +18,18 @@ const BIG: [&str; 9] = [
     "run.threads=1",
 ];
 
-/// The promise in MiB: the banner's line is "memory       123.4 MiB a rank: …".
-fn promised(stdout: &str) -> f64 {
+/// Returns the estimate in MiB, from a line such as "memory       123.4 MiB a rank: …".
+fn estimated_mib(stdout: &str) -> f64 {
     let line = stdout.lines().find(|line| line.starts_with("memory ")).unwrap();
     let (number, _) = line["memory ".len()..].trim().split_once(" MiB a rank: ").unwrap();
     number.parse().unwrap()
 }
 
-/// Promise and peak may differ by this part of the promise.
+/// Maximum relative difference between estimate and peak.
 const TOLERANCE: f64 = 0.1;
 
 #[test]
-fn the_banner_promises_what_a_run_takes() {
+fn the_startup_summary_estimates_the_memory_of_a_run() {
     let layouts: [(Transport, &str); 4] = [
         (Alone, "parallel.zero=0"),
         (Alone, "parallel.recompute=true"),
@@ -44,36 +44,36 @@ fn the_banner_promises_what_a_run_takes() {
         let ended = run.ends().succeeded();
         let card: Value = serde_json::from_str(&run.files().text("run.json")).unwrap();
         let peak = card["peak_resident_bytes"].as_f64().unwrap() / (1 << 20) as f64;
-        let promise = promised(&ended.stdout);
+        let estimate = estimated_mib(&ended.stdout);
         let line = ended.stdout.lines().find(|line| line.starts_with("memory ")).unwrap();
         println!(
-            "{transport:?} {layout}: {promise} MiB promised, {peak:.1} MiB taken\n  {line}\n  {}",
+            "{transport:?} {layout}: {estimate} MiB estimated, {peak:.1} MiB used\n  {line}\n  {}",
             card["peak_bytes"]
         );
-        if (peak - promise).abs() > TOLERANCE * promise {
+        if (peak - estimate).abs() > TOLERANCE * estimate {
             wrong.push(format!(
-                "{transport:?} {layout}: {promise} MiB promised, {peak:.1} MiB taken"
+                "{transport:?} {layout}: {estimate} MiB estimated, {peak:.1} MiB used"
             ));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Categories whose peaks follow from the layout of a stage; of the rest, buffers are counted as
-/// they are needed.
+/// The categories whose peaks follow from the layout of a stage. The others depend on the buffers
+/// that are needed.
 const OF_A_STAGE: [&str; 4] = ["parameters", "gradients", "optimizer", "activations"];
 
-/// MiB of outputs that wait here at most until a late stage behind takes them, where a micro-batch
-/// is one sample: a stage runs ahead by the number of stages behind it. The estimate counts one, as
-/// where no stage is late.
-fn not_taken(stage: usize, stages: usize) -> f64 {
+/// Returns the maximum MiB of outputs that wait for a slow later stage, with micro-batches of one
+/// sample: a stage can run ahead by the number of later stages. The estimate counts one, for the
+/// case that no stage is slow.
+fn waiting_outputs(stage: usize, stages: usize) -> f64 {
     let context = 64;
     let width = 256;
     ((stages - 1 - stage) * context * width * size_of::<f32>()) as f64 / f64::from(1 << 20)
 }
 
 #[test]
-fn stages_take_what_is_said_of_them() {
+fn the_memory_of_stages_is_as_estimated() {
     let root = tempfile::tempdir().unwrap();
     let mut cases = Vec::new();
     for zero in 0..4 {
@@ -86,7 +86,7 @@ fn stages_take_what_is_said_of_them() {
             format!("parallel.pipeline={pipeline}"),
             format!("parallel.recompute={recompute}"),
             format!("parallel.schedule={schedule}"),
-            // Training takes more than an evaluation.
+            // Training needs more than an evaluation.
             "eval.batch=1".into(),
         ];
         let layout: Vec<&str> = layout.iter().map(String::as_str).collect();
@@ -100,25 +100,26 @@ fn stages_take_what_is_said_of_them() {
         assert_eq!(stages.len(), pipeline);
         for (stage, memory) in stages.iter().enumerate() {
             for category in OF_A_STAGE {
-                let [said, taken] = ["estimated_bytes", "peak_bytes"]
+                let [estimated, used] = ["estimated_bytes", "peak_bytes"]
                     .map(|which| memory[which][category].as_f64().unwrap() / f64::from(1 << 20));
                 println!(
-                    "{layout:?} stage {stage}, {category}: {said:.2} MiB said, {taken:.2} MiB taken"
+                    "{layout:?} stage {stage}, {category}: {estimated:.2} MiB estimated, {used:.2} MiB used"
                 );
-                let late = if category == "activations" { not_taken(stage, pipeline) } else { 0.0 };
-                let is_near = (taken - said).abs() <= 0.05 * said + late;
+                let late =
+                    if category == "activations" { waiting_outputs(stage, pipeline) } else { 0.0 };
+                let is_near = (used - estimated).abs() <= 0.05 * estimated + late;
                 assert!(
                     is_near,
-                    "{layout:?} stage {stage}, {category}: {said:.2} MiB said, {taken:.2} MiB taken"
+                    "{layout:?} stage {stage}, {category}: {estimated:.2} MiB estimated, {used:.2} MiB used"
                 );
             }
         }
     }
 }
 
-/// Ranks that share blocks have their part of the units, and of the activations of blocks.
+/// Tensor-parallel ranks have their share of the units, and of the activations of blocks.
 #[test]
-fn slices_take_what_is_said_of_them() {
+fn the_memory_of_tensor_parallel_ranks_is_as_estimated() {
     let root = tempfile::tempdir().unwrap();
     let cases = [
         "parallel.tensor=2",
@@ -139,7 +140,7 @@ fn slices_take_what_is_said_of_them() {
     let mut wrong = Vec::new();
     for (i, case) in cases.into_iter().enumerate() {
         let layout: Vec<&str> = case.split(' ').chain(["eval.batch=1"]).collect();
-        let of = |axis: &str| {
+        let size = |axis: &str| {
             let key = format!("parallel.{axis}=");
             layout
                 .iter()
@@ -147,7 +148,7 @@ fn slices_take_what_is_said_of_them() {
                 .map_or(1, |value| value.parse().unwrap())
         };
         let ranks: usize =
-            of("tensor") * of("pipeline") * if case.contains("zero=3") { 2 } else { 1 };
+            size("tensor") * size("pipeline") * if case.contains("zero=3") { 2 } else { 1 };
         let run = Run::new(
             Transport::Simulate(ranks),
             root.path(),
@@ -159,7 +160,7 @@ fn slices_take_what_is_said_of_them() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Every category of every stage in which a run takes a twentieth more or less than it says.
+/// Returns every category of every stage whose peak differs from the estimate by more than 5 %.
 fn off_by_a_twentieth(run: &Run, case: &str) -> Vec<String> {
     run.ends().succeeded();
     let card: Value = serde_json::from_str(&run.files().text("run.json")).unwrap();
@@ -167,23 +168,24 @@ fn off_by_a_twentieth(run: &Run, case: &str) -> Vec<String> {
     let stages = card["stages"].as_array().unwrap();
     for (stage, memory) in stages.iter().enumerate() {
         for category in OF_A_STAGE {
-            let [said, taken] = ["estimated_bytes", "peak_bytes"]
+            let [estimated, used] = ["estimated_bytes", "peak_bytes"]
                 .map(|which| memory[which][category].as_f64().unwrap() / f64::from(1 << 20));
-            let told = format!(
-                "{case} stage {stage}, {category}: {said:.2} MiB said, {taken:.2} MiB taken"
+            let line = format!(
+                "{case} stage {stage}, {category}: {estimated:.2} MiB estimated, {used:.2} MiB used"
             );
-            println!("{told}");
-            let late = if category == "activations" { not_taken(stage, stages.len()) } else { 0.0 };
-            wrong.extend(((taken - said).abs() > 0.05 * said + late).then_some(told));
+            println!("{line}");
+            let late =
+                if category == "activations" { waiting_outputs(stage, stages.len()) } else { 0.0 };
+            wrong.extend(((used - estimated).abs() > 0.05 * estimated + late).then_some(line));
         }
     }
     wrong
 }
 
-/// Replicas that train apart: the sums of an average, the outer step's buffers, and several on a
-/// rank.
+/// Local SGD needs memory for the sums of an average, the buffers of the outer step, and several
+/// replicas on a rank.
 #[test]
-fn replicas_that_train_apart_take_what_is_said_of_them() {
+fn the_memory_of_local_sgd_is_as_estimated() {
     let root = tempfile::tempdir().unwrap();
     let cases = [
         (2, "local_sgd.outer_lr=1"),
@@ -210,7 +212,7 @@ fn replicas_that_train_apart_take_what_is_said_of_them() {
 }
 
 #[test]
-fn owners_take_what_is_said_of_them() {
+fn the_memory_of_owners_is_as_estimated() {
     let root = tempfile::tempdir().unwrap();
     let mut wrong = Vec::new();
     for (ranks, case) in
@@ -227,9 +229,10 @@ fn owners_take_what_is_said_of_them() {
 }
 
 #[test]
-fn stages_are_cut_to_fit() {
+fn stages_are_split_to_fit() {
     let root = tempfile::tempdir().unwrap();
-    // The first stage has the moments of a large table, which costs the last one work.
+    // The first stage has the moments of a large embedding table, for which only the last one has
+    // work.
     let wide = [
         "model.layers=8",
         "model.width=128",
@@ -240,7 +243,7 @@ fn stages_are_cut_to_fit() {
     let settings = [&wide[..], &["run.steps=2", "eval.samples=8", "run.threads=1"]].concat();
     let free = Run::new(Transport::Simulate(2), root.path(), "free", &settings).ends().succeeded();
     assert!(free.stdout.contains("stages of 7 + 3 blocks"), "{free}");
-    let limit = format!("run.memory_limit={}MiB", promised(&free.stdout) as usize - 4);
+    let limit = format!("run.memory_limit={}MiB", estimated_mib(&free.stdout) as usize - 4);
     let run = Run::new(
         Transport::Simulate(2),
         root.path(),
@@ -249,9 +252,10 @@ fn stages_are_cut_to_fit() {
     );
     let limited = run.ends().succeeded();
     assert!(limited.stdout.contains("stages of 6 + 4 blocks"), "{limited}");
-    let told = "the stages with the least work do not fit into memory: blocks are cut into [6, 4]";
-    assert!(limited.stderr.contains(told), "{limited}");
-    // A cut that was asked for stays.
+    let message =
+        "the stages with the least work do not fit into memory: stages of [6, 4] blocks are used";
+    assert!(limited.stderr.contains(message), "{limited}");
+    // Configured stages are kept.
     let given = ["parallel.stages=[7,3]", &limit];
     let refused =
         Run::new(Transport::Simulate(2), root.path(), "given", &[&settings[..], &given].concat())

@@ -1,5 +1,5 @@
-//! Bytes of parameters, gradients and optimizer state a rank: measured, by formula, and as
-//! docs/memory.md has them.
+//! Compares the bytes of parameters, gradients and optimizer state per rank as measured, by
+//! formula, and in docs/memory.md.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -16,21 +16,21 @@ use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 
 use hpctrain_testkit::{Cut, engine, micro};
 
-/// Small, and of many blocks, as networks are that one shards.
+/// A small network of many blocks, like the networks that are worth sharding.
 const GPT: Gpt =
     Gpt { layers: 12, heads: 2, width: 64, context: 8, vocabulary: 64, bias: true, dropout: 0.0 };
 const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 const STAGES: [Zero; 4] = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
 const RANKS: [usize; 4] = [1, 2, 4, 8];
 
-/// Blocks whose full parameters ZeRO 3 gathers ahead of their use: the default of
-/// `parallel.prefetch`.
+/// Number of blocks whose parameters ZeRO 3 prefetches: the default of `parallel.prefetch`.
 const GATHERED_AHEAD: usize = 1;
 
-/// Measured and computed bytes may differ by this part.
+/// Maximum relative difference between measured and computed bytes.
 const TOLERANCE: f64 = 0.02;
 
-/// Peaks of the three categories after some steps, with one virtual rank a rank; the largest of all ranks.
+/// Returns the sum of the three categories' peaks after some steps, with one virtual rank per rank:
+/// the largest of all ranks.
 fn measured(ranks: usize, zero: Zero) -> usize {
     let (shard, replica) = if zero == Zero::Zero { (1, ranks) } else { (ranks, 1) };
     let mesh = Mesh { pipeline: 1, replica, shard, tensor: 1 };
@@ -59,7 +59,7 @@ fn measured(ranks: usize, zero: Zero) -> usize {
     peaks.unwrap().into_iter().max().unwrap()
 }
 
-/// The same by formula, as the documentation has it.
+/// Returns the same by the formula in the documentation.
 fn computed(ranks: usize, zero: Zero) -> f64 {
     let blocks = GPT.blocks::<Cpu>();
     let padded =
@@ -69,11 +69,11 @@ fn computed(ranks: usize, zero: Zero) -> f64 {
     let table = padded[0];
     let block = padded[1];
     let n = ranks as f64;
-    // Memory that one rank owns whole is not given up.
+    // A single rank never frees its memory.
     let zero = if ranks == 1 { Zero::Zero } else { zero };
     // The head's gradient of the tied table waits for the embedding's.
     let tied = (GPT.vocabulary * GPT.width) as f64;
-    // One block's gradient is computed while another's is reduced.
+    // The gradient of one block is computed while that of another is reduced.
     let gradients = 2.0 * block - (block + table) / n;
     let parameters = (1 + GATHERED_AHEAD) as f64 * block;
     4.0 * tied

@@ -1,4 +1,4 @@
-//! Every family of networks in every layout: the bits of one rank, on CPUs and simulated GPUs,
+//! Every family of networks in every layout gives the bits of one rank, on CPUs and simulated GPUs,
 //! resumed and evaluated.
 
 use std::path::Path;
@@ -12,19 +12,20 @@ use hpctrain_testkit::launch::{finish, mpirun, program};
 use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 use hpctrain_testkit::simulator::with_simulator;
 
-/// A network: its name, and the settings that make it.
+/// A network: its name and its settings.
 struct Network {
     name: &'static str,
     settings: Vec<String>,
 }
 
-/// Bytes in the IDX format.
+/// Encodes bytes in the IDX format.
 fn idx(shape: &[u32], elements: Vec<u8>) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
     [0, 0, 8, shape.len() as u8].into_iter().chain(axes).chain(elements).collect()
 }
 
-/// Small images of four classes, and a table with weights, in the folder.
+/// Imports small images of four classes, a table with weights, and a table with categories into the
+/// folder.
 pub fn data(folder: &Path) {
     let kept = |name: &str| ImportOptions {
         not_finite: NotFinite::Error,
@@ -129,7 +130,7 @@ fn networks(folder: &Path) -> Vec<Network> {
     ]
 }
 
-/// A run of a network in eight virtual ranks.
+/// Returns a run of a network with eight virtual ranks.
 fn run(network: &Network, transport: Transport, root: &Path, name: &str, settings: &str) -> Run {
     let virtual_ranks = ["parallel.virtual_ranks=8", "eval.samples=10"].map(String::from).to_vec();
     let settings = settings.split_whitespace().map(String::from).collect();
@@ -137,7 +138,7 @@ fn run(network: &Network, transport: Transport, root: &Path, name: &str, setting
     Run { settings, ..Run::new(transport, root, &format!("{}-{name}", network.name), &[]) }
 }
 
-/// A layout that also saves half way.
+/// A layout that also saves in the middle of the run.
 const IN_THE_MIDDLE: &str = "parallel.zero=2 parallel.recompute=true checkpoint.every=3";
 
 const LAYOUTS: [(Transport, &str); 13] = [
@@ -168,7 +169,7 @@ fn every_network_in_every_layout_has_the_bits_of_one_rank() {
             let files = run(&network, transport, root.path(), &i.to_string(), settings).succeeds();
             files.same_as(&reference, 6, &format!("{}, {settings}", network.name));
             if settings == IN_THE_MIDDLE {
-                // It goes on from there, on another number of ranks.
+                // It resumes from there, on another number of ranks.
                 let middle = files.checkpoint(3).display().to_string();
                 let again =
                     run(&network, Alone, root.path(), "again", "").resume(&middle).succeeds();
@@ -236,8 +237,8 @@ fn every_network_trains_on_gpus() {
     }
 }
 
-/// The statistics of a batch are those of all ranks' samples, however the network's state is
-/// sharded, and running ones go on.
+/// Synchronised batch statistics are those of all ranks' samples, however the state is sharded, and
+/// running statistics are resumed.
 #[test]
 fn ranks_share_the_statistics_of_a_batch() {
     let root = tempfile::tempdir().unwrap();
@@ -251,7 +252,7 @@ fn ranks_share_the_statistics_of_a_batch() {
         let rest =
             ["model.kind=layers", "model.input=[7, 6, 1]", "batch.global=8", "optimizer.kind=sgd"];
         let settings = rest.map(String::from).into_iter().chain([layers, path]).collect();
-        Network { name: if synchronised { "shared" } else { "apart" }, settings }
+        Network { name: if synchronised { "shared" } else { "separate" }, settings }
     };
     let shared = network(true);
     let losses = |files: &RunFiles| {
@@ -264,16 +265,16 @@ fn ranks_share_the_statistics_of_a_batch() {
     let two = run(&shared, Mpirun(2), root.path(), "two", "parallel.virtual_ranks=2").succeeds();
     let far = off(&losses(&one), &losses(&two));
     assert!(far < 1e-5, "{far:e}");
-    let apart =
+    let separate =
         run(&network(false), Mpirun(2), root.path(), "two", "parallel.virtual_ranks=2").succeeds();
-    let far = off(&losses(&one), &losses(&apart));
-    assert!(far > 1e-3, "{far:e}: statistics of a rank's own samples ought to show");
-    // A sum of two in either order is the same, so other layouts have the same bits.
+    let far = off(&losses(&one), &losses(&separate));
+    assert!(far > 1e-3, "{far:e}: statistics of each rank's samples must differ");
+    // A sum of two terms does not depend on their order, so other layouts have the same bits.
     let layouts = [
         (2, "zero=1"),
         (2, "zero=2 parallel.recompute=true checkpoint.every=3"),
         (2, "zero=3 parallel.prefetch=0"),
-        // Of a pipeline the ranks of a stage share them.
+        // In a pipeline, the ranks of a stage share the statistics.
         (4, "pipeline=2 parallel.zero=1 batch.micro=4"),
     ];
     for (i, (ranks, layout)) in layouts.into_iter().enumerate() {
@@ -303,7 +304,7 @@ fn ranks_share_the_statistics_of_a_batch() {
     assert!(running.1.iter().all(moved), "{:?}", running.1);
 }
 
-/// Every update rule, with its state sharded in every way.
+/// Tests every update rule, with its state sharded by every ZeRO stage.
 #[test]
 fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
     let root = tempfile::tempdir().unwrap();
@@ -329,8 +330,8 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
             .succeeds()
             .same_as(&one, 6, &settings);
     }
-    // Tensors of a group without updates stay as before the first step; the bias beside them is of
-    // another group.
+    // Tensors of a group with learning rate 0 keep their initial values; their bias is in another
+    // group.
     let start = run(
         network,
         Alone,
@@ -349,7 +350,7 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
     assert_ne!(of(&grouped, 6, bias), of(&start, 1, bias));
 }
 
-/// Every row once and in its place, whichever rank computed it; targets are not needed.
+/// Every row is written once and in order, whichever rank computed it. Targets are not needed.
 #[test]
 fn predictions_are_in_the_order_of_the_rows() {
     let root = tempfile::tempdir().unwrap();
@@ -394,7 +395,7 @@ fn predictions_are_in_the_order_of_the_rows() {
         assert_eq!(outputs.len(), rows * width, "{}", network.name);
         assert_eq!(classes.is_some(), network.name != "regression");
         if network.name == "recommender" {
-            // Of one logit.
+            // With one logit, the class is its sign.
             assert_eq!(classes, Some(outputs.iter().map(|x| u32::from(*x > 0.0)).collect()));
         } else if let Some(classes) = &classes {
             let best = |row: &[f32]| {
@@ -415,7 +416,7 @@ fn predictions_are_in_the_order_of_the_rows() {
     }
 }
 
-/// Bits of what `predict` writes.
+/// Returns the bits of the outputs and the classes that `predict` writes, and its stderr.
 fn outputs(
     checkpoint: &Path,
     data: &Path,
@@ -441,7 +442,7 @@ fn outputs(
     (outputs.into_iter().map(f32::to_bits).collect(), classes, ended.stderr)
 }
 
-/// The object that `eval --checkpoint --json` prints.
+/// Returns the object that `eval --checkpoint --json` prints.
 fn measured(checkpoint: &Path, data: &Path, more: &[&str]) -> serde_json::Value {
     let args = [
         Path::new("eval"),
@@ -455,7 +456,7 @@ fn measured(checkpoint: &Path, data: &Path, more: &[&str]) -> serde_json::Value 
     serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"))
 }
 
-/// Copies the checkpoint in `from` as a program wrote it that did not keep preprocessing.
+/// Copies the checkpoint in `from`, without its preprocessing.
 fn without_preprocessing(from: &Path, to: &Path) {
     copy(from, to);
     let mut manifest = json(&to.join("manifest.json"));
@@ -469,10 +470,10 @@ fn without_preprocessing(from: &Path, to: &Path) {
     std::fs::write(to.join("manifest.json"), text).unwrap();
 }
 
-/// The same rows from the shards of the training, imported by themselves, and as a file of other
-/// make, which has no scale.
+/// Inputs are scaled as in training, whether rows come from the training's shards, from a separate
+/// import, or from a file of another tool without a scale.
 #[test]
-fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
+fn inputs_get_the_scale_of_training() {
     let root = tempfile::tempdir().unwrap();
     let at = |name: &str| root.path().join(name);
     data(root.path());
@@ -482,7 +483,7 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
     let files = run_of("run", "run.steps=20 checkpoint.every=10").succeeds();
     let checkpoint = files.checkpoint(20);
 
-    // The rows that the import kept for validation, on their own.
+    // The validation rows are imported separately.
     let kept = hdf5::File::open(at("pictures/val-00000.h5")).unwrap();
     let pixels: Vec<u8> = kept.dataset("inputs").unwrap().read_raw().unwrap();
     let classes: Vec<u32> = kept.dataset("targets").unwrap().read_raw().unwrap();
@@ -507,16 +508,16 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
     let [own, imported, raw] =
         sets.each_ref().map(|data| outputs(&checkpoint, data, &at("out.h5"), &[]));
     assert_eq!(own.0.len(), 12 * 4);
-    assert_eq!((&imported.0, &imported.1), (&own.0, &own.1), "imported by themselves");
-    assert_eq!((&raw.0, &raw.1), (&own.0, &own.1), "of other make");
-    for (told, words) in [
+    assert_eq!((&imported.0, &imported.1), (&own.0, &own.1), "imported separately");
+    assert_eq!((&raw.0, &raw.1), (&own.0, &own.1), "without a scale");
+    for (stderr, words) in [
         (&imported.2, "learned with (its own in the data)"),
         (&raw.2, "learned with (none in the data)"),
     ] {
-        assert!(told.contains(words), "{told}");
+        assert!(stderr.contains(words), "{stderr}");
     }
     assert!(!own.2.contains("learned"), "{}", own.2);
-    // Measured as the run itself measures, on the first ten of the twelve and on all.
+    // The loss equals that of the run, on the first ten of the twelve rows; all can be used, too.
     let loss = files.numbers("eval.jsonl", "loss").pop().unwrap();
     for data in &sets {
         let found = measured(&checkpoint, data, &[]);
@@ -528,8 +529,7 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
         assert_eq!(measured(&checkpoint, data, &["--set", "eval.samples=12"])["samples"], 12);
     }
 
-    // A run that begins with the weights keeps to the scale they were learned with, and says so; so
-    // does one that goes on.
+    // Runs that start from the weights, or resume, keep the scale of the checkpoint and say so.
     let tuned = |name: &str, more: &[&str]| {
         let path = format!("data.path={} data.validation=train-*.h5", at("few-imported").display());
         let run = run_of(name, &format!("{path} run.steps=22 parallel.virtual_ranks=1"))
@@ -550,7 +550,7 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
         assert_eq!(of(&written)["scales"][0]["mean"].as_array().unwrap().len(), 1);
     }
 
-    // Bytes divided by 255 are the same numbers however they are stored, with any scale.
+    // With data.scale = unit, bytes and floats give the same inputs.
     let floats: Vec<f32> = pixels.iter().map(|pixel| f32::from(*pixel)).collect();
     let file = hdf5::File::create(at("floats.h5")).unwrap();
     file.new_dataset::<f32>()
@@ -566,18 +566,17 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
         .map(|data| outputs(&unit, &at(data), &at("out.h5"), &[]).0);
     assert_eq!((&scaled, &floats), (&bytes, &bytes));
 
-    // A checkpoint that does not tell is used as ever: with the scale of the data, and a word about
-    // it.
+    // A checkpoint without preprocessing is used with the scale of the data, and a warning.
     without_preprocessing(&checkpoint, &at("old"));
     let before = outputs(&at("old"), &sets[0], &at("out.h5"), &[]);
     assert_eq!((&before.0, &before.1), (&own.0, &own.1));
-    assert!(before.2.contains("the checkpoint does not tell the scale"), "{}", before.2);
+    assert!(before.2.contains("the checkpoint does not record the scale"), "{}", before.2);
     assert_ne!(outputs(&at("old"), &sets[2], &at("out.h5"), &[]).0, own.0);
 }
 
-/// Tables: columns in another order, other values first, a scale of their own.
+/// Tables may have another order of columns and values, and another scale.
 #[test]
-fn tables_reach_the_network_as_it_learned_them() {
+fn tables_get_the_preprocessing_of_training() {
     let root = tempfile::tempdir().unwrap();
     let at = |name: &str| root.path().join(name);
     data(root.path());
@@ -617,7 +616,7 @@ fn tables_reach_the_network_as_it_learned_them() {
     ] {
         assert!(own.2.contains(words) && !like.2.contains(words), "{} / {}", own.2, like.2);
     }
-    // Rows that have no target at all, by way of the command line.
+    // Rows without targets are imported on the command line.
     let unlabelled: String = table([1, 0, 2])
         .lines()
         .map(|line| line.split_once(',').unwrap().1.to_owned() + "\n")
@@ -633,7 +632,7 @@ fn tables_reach_the_network_as_it_learned_them() {
     let ended =
         finish(program(["eval", "--checkpoint"]).arg(&files.0).arg("--data").arg(at("new")));
     assert!(ended.code() == 2 && ended.stderr.contains("has no dataset /targets"), "{ended}");
-    // Hashes lead back to no values.
+    // Hashed values cannot be mapped back.
     import("hashed", &table([0, 1, 2]), named(&["site", "device"], Some(4)));
     for verb in ["predict", "eval"] {
         let mut command = program([verb, "--checkpoint"]);
@@ -655,9 +654,9 @@ fn tables_reach_the_network_as_it_learned_them() {
     }
 }
 
-/// `eval --checkpoint` finds what the run itself found, on any ranks, and leaves nothing behind.
+/// `eval --checkpoint` gives the same results as the run, on any ranks, and changes no file.
 #[test]
-fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
+fn any_checkpoint_is_evaluated_on_any_data_without_changes() {
     let root = tempfile::tempdir().unwrap();
     data(root.path());
     let networks = networks(root.path());
@@ -672,8 +671,8 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
             );
             let mut lines: Vec<String> =
                 ended.succeeded().stdout.lines().map(str::to_owned).collect();
-            // Leases come and go in a directory of theirs, in which they take turns, and so does
-            // the watch's: none may be left.
+            // Leases are created and removed in a separate directory, so modification times of
+            // directories are ignored.
             let is_place = |line: &str| {
                 let places = ["/.leases d", "/.leases/.turn f", "/checkpoints d", "/logs d"];
                 places.iter().any(|place| line.contains(place))
@@ -723,8 +722,8 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
         assert!(words.iter().all(|words| ended.stdout.contains(words)), "{ended}");
         assert_eq!(tree(), before);
 
-        // Records name their data; another set is not recorded as the run's own, but the same data
-        // elsewhere is.
+        // Evaluations on another validation set are not recorded for the run, but the same data at
+        // another path is accepted.
         assert_eq!(
             (&own["samples"], own["data"].as_str().map(str::len)),
             (&10.into(), Some(16)),
@@ -751,7 +750,7 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
         assert_eq!(files.text("eval.jsonl"), recorded);
         if network.name == "regression" {
             let ended = finish(program(["sample", "--checkpoint"]).arg(&files.0));
-            let words = ["is no language model\nhint: hpctrain predict", "eval --checkpoint"];
+            let words = ["is not a language model\nhint: hpctrain predict", "eval --checkpoint"];
             assert!(
                 ended.code() == 2 && words.iter().all(|words| ended.stderr.contains(words)),
                 "{ended}"

@@ -1,4 +1,4 @@
-//! `hpctrain plan`, and runs that leave their layout to it.
+//! `hpctrain plan`, and runs with `parallel.layout=auto`.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{finish, mpirun, program};
 use hpctrain_testkit::runs::Run;
 
-/// Evaluations take no more memory than steps.
+/// Settings with which evaluations need no more memory than steps.
 const SETTINGS: [&str; 7] = [
     "model.layers=2",
     "model.width=64",
@@ -21,7 +21,7 @@ fn sets() -> impl Iterator<Item = &'static str> {
     SETTINGS.iter().flat_map(|setting| ["--set", setting])
 }
 
-/// The object that a command prints.
+/// Returns the object that a command prints.
 fn json(command: &mut std::process::Command) -> Value {
     let ended = finish(command.args(sets()).arg("--json"));
     assert_eq!(ended.code(), 0, "{ended}");
@@ -43,8 +43,8 @@ fn measured_layouts_are_listed_and_tried() {
     let ranks = json(&mut ranks);
     for (plan, tried) in [(&threads, 3), (&ranks, 8)] {
         let layouts = plan["layouts"].as_array().unwrap();
-        // Replicas, ZeRO 1 to 3, slices with rows divided or not, and both orders of a pipeline;
-        // each with several micro-batches.
+        // Replicas, ZeRO 1 to 3, tensor parallelism with and without sequence parallelism, and
+        // both pipeline schedules, each with several micro-batches.
         let shape = |layout: &Value| {
             format!(
                 "{} {} {} {} {}",
@@ -64,7 +64,7 @@ fn measured_layouts_are_listed_and_tried() {
             assert!(positive(&layout["step_ms"]) && positive(&layout["memory_bytes"]), "{layout}");
             assert_eq!(layout.get("tried").is_some(), number < tried, "{number}: {layout}");
         }
-        // In the order of real time.
+        // They are sorted by measured time.
         let times: Vec<f64> =
             layouts.iter().filter_map(|layout| layout["tried"]["step_ms"].as_f64()).collect();
         assert_eq!(times.len(), tried.min(layouts.len()));
@@ -72,14 +72,14 @@ fn measured_layouts_are_listed_and_tried() {
         for layout in layouts.iter().filter(|layout| layout.get("tried").is_some()) {
             let bytes = |key: &str| layout["tried"][key].as_f64().unwrap();
             let off = bytes("estimated_bytes") / bytes("counted_bytes") - 1.0;
-            // A reduction that is late keeps its buffer.
+            // A late reduction keeps its buffer longer.
             assert!(off.abs() < 0.1, "memory is off by {off}: {layout}");
         }
     }
 }
 
 #[test]
-fn runs_take_the_first_and_say_so() {
+fn runs_use_the_first_layout_and_print_it() {
     let root = tempfile::tempdir().unwrap();
     let steps = ["run.steps=4", "parallel.layout=auto"];
     let settings = [&SETTINGS[..], &steps].concat();
@@ -87,7 +87,7 @@ fn runs_take_the_first_and_say_so() {
         let run = Run::new(transport, root.path(), &format!("auto-{number}"), &settings);
         let ended = run.ends().succeeded();
         assert_eq!(ended.stdout.matches("parallel.layout = auto: ").count(), 1, "{ended}");
-        // The run's own configuration has the layout, and gives the same bits.
+        // The configuration of the run has the chosen layout, and gives the same bits.
         let files = run.files();
         assert!(files.text("config.toml").contains("layout = \"given\""), "{ended}");
         let again = Run::new(transport, root.path(), &format!("again-{number}"), &SETTINGS);
@@ -112,8 +112,7 @@ fn a_given_key_stays() {
     assert!(ended.stdout.contains("parallel.layout = auto: pipeline 2"), "{ended}");
 }
 
-/// A GPU with room for the parameters and gradients of a network, and not for its optimizer's
-/// state.
+/// A GPU with room for the parameters and gradients of a network, but not for its optimizer state.
 const SMALL_GPU: &str = r#"
 name = "a small GPU"
 source = "none"
@@ -129,7 +128,7 @@ beside = 0.9
 "#;
 
 #[test]
-fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
+fn offloading_is_proposed_if_a_gpu_is_too_small() {
     let root = tempfile::tempdir().unwrap();
     let machine = root.path().join("machine.toml");
     std::fs::write(&machine, SMALL_GPU).unwrap();
@@ -146,11 +145,11 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
         finish(command.arg(&machine).args(sets).args(more))
     };
     let ended = plan(&["--json"]).succeeded();
-    let told: Value = serde_json::from_str(&ended.stdout).unwrap();
-    let best = &told["layouts"][0];
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    let best = &report["layouts"][0];
     assert!(best["offload_optimizer"] == true && best["offload_params"] == false, "{best}");
     assert!(best["memory_bytes"].as_u64().unwrap() <= 200 << 20, "{best}");
-    // Masters, moments and a slot of copies for each of 19 million parameters.
+    // Master weights, moments and a slot for copies of 19 million parameters.
     assert!(best["host_bytes"].as_u64().unwrap() > 19_000_000 * 16, "{best}");
     assert!(
         best["toml"]
@@ -164,19 +163,20 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
         text.contains("one rank, optimizer on the host, micro 1") && text.contains(", host "),
         "{text}"
     );
-    assert!(text.contains("  > ") && text.contains("the time of the copies"), "{text}");
-    // Tables on the host: the layouts that they go with, and the memory of both.
+    assert!(text.contains("  > ") && text.contains("do not include copies to the host"), "{text}");
+    // Layouts with embedding tables on the host.
     let tables =
         ["model.kind=llama", "model.layers=1", "model.vocabulary=20000", "model.place.tables=host"];
     let tables: Vec<&str> = tables.iter().flat_map(|setting| ["--set", setting]).collect();
     let ended = plan(&[&tables[..], &["--json"]].concat()).succeeded();
-    let told: Value = serde_json::from_str(&ended.stdout).unwrap();
-    let best = &told["layouts"][0];
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    let best = &report["layouts"][0];
     // Parameters, gradients and moments of 10 million elements.
     assert!(best["host_bytes"].as_u64().unwrap() > 10_240_000 * 16, "{best}");
     let text = plan(&tables).succeeded().stdout;
     assert!(
-        text.contains("  > ") && text.contains("the tables on the host are in none of these times"),
+        text.contains("  > ")
+            && text.contains("do not include the updates of embedding tables on the host"),
         "{text}"
     );
     let ended = plan(&["--set", "offload.optimizer=false"]);

@@ -1,5 +1,5 @@
-//! `hpctrain predict` of tables, arrays and folders of images, to tables, lines of JSON and HDF5:
-//! the outputs of shards.
+//! `hpctrain predict` from tables, arrays and folders of images, to CSV, JSON lines and HDF5: it
+//! gives the same outputs as imported shards.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
 use hpctrain_testkit::launch::{Ended, finish, mpirun, program};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// Imports with these arguments in the directory.
+/// Runs `data import` with these arguments in the directory.
 fn import(root: &Path, arguments: &str) {
     finish(program(["data", "import"]).args(arguments.split_whitespace()).current_dir(root))
         .succeeded();
@@ -20,7 +20,7 @@ fn train(root: &Path, name: &str, settings: &[&str]) -> RunFiles {
     Run::new(Alone, root, &format!("{name}-run"), &[&always[..], settings].concat()).succeeds()
 }
 
-/// Predicts with these arguments, in the directory.
+/// Runs `predict` with these arguments in the directory.
 fn predict(transport: Transport, root: &Path, run: &RunFiles, arguments: &[&str]) -> Ended {
     let mut command = match transport {
         Mpirun(ranks) => {
@@ -33,20 +33,20 @@ fn predict(transport: Transport, root: &Path, run: &RunFiles, arguments: &[&str]
     finish(command.arg("--checkpoint").arg(&run.0).args(arguments).current_dir(root))
 }
 
-/// The outputs of an HDF5 file, and its classes.
+/// Returns the outputs and the classes of an HDF5 file.
 fn arrays(path: PathBuf) -> (Vec<f32>, Option<Vec<u32>>) {
     let file = hdf5::File::open(path).unwrap();
     let classes = file.dataset("classes").ok().map(|classes| classes.read_raw().unwrap());
     (file.dataset("outputs").unwrap().read_raw().unwrap(), classes)
 }
 
-/// Cells of a table without quotes.
+/// Returns the cells of a table without quotes.
 fn cells(path: PathBuf) -> Vec<Vec<String>> {
     let text = std::fs::read_to_string(path).unwrap();
     text.lines().map(|line| line.split(',').map(str::to_owned).collect()).collect()
 }
 
-/// Names of all in a directory, hidden ones too.
+/// Returns the names of all files in a directory, including hidden ones.
 fn names(root: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(root)
         .unwrap()
@@ -58,8 +58,8 @@ fn names(root: &Path) -> Vec<String> {
 
 const FLOWERS: [&str; 3] = ["setosa", "vera", "virginica"];
 
-/// A table of flowers as a spreadsheet has it: semicolons, decimal commas, missing numbers, names
-/// of classes.
+/// Returns a table of flowers in the style of a spreadsheet: semicolons, decimal commas, missing
+/// numbers, names of classes.
 fn flowers(rows: std::ops::Range<usize>, with_names: bool) -> String {
     let mut table = String::from(if with_names {
         "id;long;wide;colour;kind\n"
@@ -95,15 +95,15 @@ fn a_table_is_predicted_as_its_import_is() {
     let run = train(root.path(), "flowers", &["model.input=[2]", layers]);
     let before = names(root.path());
 
-    let of = |transport, input: &str, out: &str, more: &[&str]| {
+    let predicted = |transport, input: &str, out: &str, more: &[&str]| {
         let arguments = [&["--input", input, "--out", out][..], more].concat();
         predict(transport, root.path(), &run, &arguments)
     };
-    of(Alone, "imported", "imported.h5", &[]).succeeded();
+    predicted(Alone, "imported", "imported.h5", &[]).succeeded();
     let comma = &["--decimal-comma"];
-    let ended = of(Alone, "new.csv", "new.h5", comma).succeeded();
+    let ended = predicted(Alone, "new.csv", "new.h5", comma).succeeded();
     assert!(ended.stdout.contains("new.h5: outputs of 23 rows"), "{ended}");
-    // Nothing had to be converted: it was read as the network learned.
+    // The table was read in the way of the network's import, so nothing had to be converted.
     assert!(!ended.stderr.contains("warn"), "{ended}");
     let (outputs, classes) = arrays(at("new.h5"));
     let (wanted, of_imported) = arrays(at("imported.h5"));
@@ -116,8 +116,9 @@ fn a_table_is_predicted_as_its_import_is() {
         hdf5::File::open(at("new.h5")).unwrap().dataset("class_names").unwrap().read_raw().unwrap();
     assert_eq!(names_of.iter().map(|name| name.as_str()).collect::<Vec<_>>(), FLOWERS);
 
-    // As a table, and as JSON: classes by name with probabilities, beside columns of the input.
-    of(Alone, "new.csv", "new-out.csv", &["--decimal-comma", "--keep", "id,colour"]).succeeded();
+    // CSV and JSON have the names of classes with probabilities, next to columns of the input.
+    predicted(Alone, "new.csv", "new-out.csv", &["--decimal-comma", "--keep", "id,colour"])
+        .succeeded();
     let table = cells(at("new-out.csv"));
     assert_eq!(table[0], ["id", "colour", "class", "p_setosa", "p_vera", "p_virginica"]);
     assert_eq!(table.len(), 24);
@@ -131,7 +132,7 @@ fn a_table_is_predicted_as_its_import_is() {
             assert!((cell.parse::<f64>().unwrap() - logit.exp() / sum).abs() < 1e-6, "{line:?}");
         }
     }
-    of(Alone, "new.csv", "new.jsonl", comma).succeeded();
+    predicted(Alone, "new.csv", "new.jsonl", comma).succeeded();
     let text = std::fs::read_to_string(at("new.jsonl")).unwrap();
     for ((row, line), cells) in text.lines().enumerate().zip(&table[1..]) {
         let object: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -143,14 +144,14 @@ fn a_table_is_predicted_as_its_import_is() {
             assert_eq!(object["probabilities"][name].as_f64(), cell.parse().ok());
         }
     }
-    // Any ranks, any layout; names of rows in HDF5.
+    // Outputs are the same on any ranks and in any layout.
     for (transport, name, setting) in [
         (Mpirun(2), "two.csv", "eval.batch=5"),
         (Mpirun(2), "stages.csv", "parallel.pipeline=2"),
         (Mpirun(3), "three.csv", "eval.batch=4"),
     ] {
         let more = ["--decimal-comma", "--keep", "id,colour", "--set", setting];
-        of(transport, "new.csv", name, &more).succeeded();
+        predicted(transport, "new.csv", name, &more).succeeded();
         let found = cells(at(name));
         assert_eq!(found.len(), table.len());
         for (found, wanted) in found[1..].iter().zip(&table[1..]) {
@@ -161,7 +162,7 @@ fn a_table_is_predicted_as_its_import_is() {
             }
         }
     }
-    of(Mpirun(2), "new.csv", "ids.h5", &["--decimal-comma", "--keep", "id"]).succeeded();
+    predicted(Mpirun(2), "new.csv", "ids.h5", &["--decimal-comma", "--keep", "id"]).succeeded();
     let ids: Vec<hdf5::types::VarLenUnicode> =
         hdf5::File::open(at("ids.h5")).unwrap().dataset("rows/id").unwrap().read_raw().unwrap();
     assert_eq!(
@@ -169,15 +170,15 @@ fn a_table_is_predicted_as_its_import_is() {
         (60..83).map(|row| format!("f{row}")).collect::<Vec<_>>()
     );
 
-    // Errors name what is wrong, once, and leave nothing behind.
+    // Errors name the problem once, and leave no files behind.
     let outputs = names(root.path());
     std::fs::write(at("lacking.csv"), "wide;id\n1,5;2\n").unwrap();
     std::fs::write(at("rows.txt"), "1 2\n").unwrap();
     for (input, out, more, wanted) in [
-        ("new.csv", "o.csv", &[][..], "line 2, column \"long\": \"4,5\" is no number"),
+        ("new.csv", "o.csv", &[][..], "line 2, column \"long\": \"4,5\" is not a number"),
         ("lacking.csv", "o.csv", comma, "there is no column \"long\""),
         ("new.csv", "o.csv", &["--decimal-comma", "--keep", "name"], "there is no column \"name\""),
-        // Before the numbers are read.
+        // This is checked before the numbers are read.
         ("new.csv", "o.csv", &["--keep", "name"], "there is no column \"name\""),
         (
             "new.csv",
@@ -185,14 +186,14 @@ fn a_table_is_predicted_as_its_import_is() {
             &["--decimal-comma", "--missing", "skip"],
             "every row gets a prediction",
         ),
-        ("new.csv", "o.txt", comma, "o.txt: the form of a file with such a name is not known"),
+        ("new.csv", "o.txt", comma, "o.txt: unknown file extension"),
         ("new.csv", "new.jsonl", comma, "new.jsonl exists"),
-        ("rows.txt", "o.csv", &[], "rows.txt: the form of a file with such a name is not known"),
-        ("imported", "o.csv", &["--keep", "id"], "imported is no table"),
+        ("rows.txt", "o.csv", &[], "rows.txt: the format of a file with such a name is not known"),
+        ("imported", "o.csv", &["--keep", "id"], "imported is not a table"),
         ("nowhere.csv", "o.csv", &[], "nowhere.csv"),
     ] {
         for transport in [Alone, Mpirun(2)] {
-            let ended = of(transport, input, out, more);
+            let ended = predicted(transport, input, out, more);
             assert_eq!(ended.code(), 2, "{ended}");
             assert!(ended.stderr.contains(wanted), "{wanted}: {ended}");
             assert_eq!(ended.stderr.matches("error: ").count(), 1, "{ended}");
@@ -224,7 +225,7 @@ fn images_in_a_folder_are_predicted_by_name() {
     }
     std::fs::create_dir(at("new")).unwrap();
     for i in 0..7 {
-        // Some are of another size.
+        // Some images have another size.
         image(3 * i, if i % 2 == 0 { [6, 5] } else { [12, 14] })
             .save(at("new").join(format!("p{i}.png")))
             .unwrap();
@@ -254,8 +255,8 @@ fn images_in_a_folder_are_predicted_by_name() {
     assert_eq!((names.len(), names[6].as_str()), (7, "p6.png"));
 }
 
-/// Arrays of numbers: of a network of numbers, whose outputs have the names of the targets, and of
-/// one logit.
+/// Predicts arrays of numbers by a regression, whose outputs have the names of the targets, and by
+/// a network with one logit.
 #[test]
 fn arrays_and_numbers_are_predicted() {
     let root = tempfile::tempdir().unwrap();
@@ -265,8 +266,7 @@ fn arrays_and_numbers_are_predicted() {
         let [a, b] = row(i);
         format!("{a},{b},{},{},{}\n", a + b, a * b, if a + b > 4.0 { "yes" } else { "no" })
     });
-    let table: String =
-        std::iter::once("a,b,sum,product,large\n".to_owned()).chain(lines).collect();
+    let table: String = std::iter::once("a,b,sum,times,large\n".to_owned()).chain(lines).collect();
     std::fs::write(at("table.csv"), table).unwrap();
     // The header of an array of 5 rows of 2 numbers, as numpy.save writes it.
     let header =
@@ -280,7 +280,7 @@ fn arrays_and_numbers_are_predicted() {
         .collect();
     std::fs::write(at("few.csv"), few).unwrap();
 
-    import(root.path(), "csv table.csv --target sum --target product --drop large --out numbers");
+    import(root.path(), "csv table.csv --target sum --target times --drop large --out numbers");
     let run = train(
         root.path(),
         "numbers",
@@ -292,7 +292,7 @@ fn arrays_and_numbers_are_predicted() {
         assert!(!ended.stderr.contains("warn"), "{ended}");
     }
     let [rows, few] = ["rows.csv", "few-out.csv"].map(|name| cells(at(name)));
-    assert_eq!((&rows[0][..], rows.len()), (&["row", "sum", "product"].map(str::to_owned)[..], 6));
+    assert_eq!((&rows[0][..], rows.len()), (&["row", "sum", "times"].map(str::to_owned)[..], 6));
     assert_eq!(rows, few);
     predict(Alone, root.path(), &run, &["--input", "rows.npy", "--out", "rows.h5"]).succeeded();
     let (outputs, classes) = arrays(at("rows.h5"));
@@ -303,9 +303,9 @@ fn arrays_and_numbers_are_predicted() {
     predict(Alone, root.path(), &run, &["--input", "rows.npy", "--out", "rows.jsonl"]).succeeded();
     let text = std::fs::read_to_string(at("rows.jsonl")).unwrap();
     let first: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
-    assert_eq!(first["outputs"]["product"].as_f64().unwrap() as f32, outputs[1]);
+    assert_eq!(first["outputs"]["times"].as_f64().unwrap() as f32, outputs[1]);
 
-    import(root.path(), "csv table.csv --target large --drop sum,product --out answers");
+    import(root.path(), "csv table.csv --target large --drop sum,times --out answers");
     let settings = [
         "model.input=[2]",
         "model.layers=[{kind='dense', units=1}]",

@@ -1,4 +1,4 @@
-//! Interrupted runs: continued, they leave what the uninterrupted run leaves, bit by bit.
+//! Interrupted runs: resumed, they give the same bits as the uninterrupted run.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -12,9 +12,9 @@ use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{Ended, LIMIT, finish, processes, program, rank_of, send, start};
 use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
-/// Steps of the uninterrupted run. It saves and evaluates every third.
+/// Steps of the uninterrupted run, which saves and evaluates every third step.
 const STEPS: u64 = 9;
-/// Eight virtual ranks on any number of ranks: the same bits on all.
+/// With eight virtual ranks, any number of ranks gives the same bits.
 const SETTINGS: [&str; 8] = [
     "run.steps=9",
     "checkpoint.every=3",
@@ -23,7 +23,7 @@ const SETTINGS: [&str; 8] = [
     "parallel.virtual_ranks=8",
     "model.dropout=0.1",
     "batch.global=16",
-    // Sums are taken by micro-batches, of which a pipeline wants more.
+    // Sums depend on the micro-batch, and a pipeline would choose a smaller one.
     "batch.micro=2",
 ];
 
@@ -31,13 +31,13 @@ fn run(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
     Run::new(transport, root, name, &[&SETTINGS, more].concat())
 }
 
-/// The uninterrupted run on these ranks.
+/// Returns the uninterrupted run on these ranks.
 fn whole(transport: Transport, more: &[&str]) -> RunFiles {
     run(transport, Path::new(""), "", more).shared()
 }
 
-/// The run `from`, as if it had been killed after step `step` was saved and before the next
-/// checkpoint was.
+/// Copies the run `from` to `to`, as if it had been killed between the checkpoint of step `step`
+/// and the next one.
 fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
     copy(&from.0, to);
     let files = RunFiles(to.to_path_buf());
@@ -48,7 +48,7 @@ fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
     files
 }
 
-/// Ranks before the interruption and afterwards, the stage, and the step of the checkpoint.
+/// Layouts before and after the interruption, and the step of the checkpoint.
 const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
     (Alone, "", Alone, "parallel.zero=0", 3),
     (Alone, "", Mpirun(4), "parallel.zero=1", 6),
@@ -67,7 +67,7 @@ const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
     (Simulate(8), "parallel.zero=3", Simulate(2), "parallel.zero=1", 3),
     (Mpirun(4), "parallel.storage=central", Mpirun(2), "parallel.zero=3", 3),
     (Mpirun(2), "parallel.zero=1", Simulate(4), "parallel.storage=central parallel.owners=2", 6),
-    // Stages into one rank, one rank into stages, stages into other stages.
+    // From stages to one rank, from one rank to stages, from stages to other stages.
     (Mpirun(4), "parallel.pipeline=4", Alone, "parallel.zero=0", 3),
     (Alone, "", Mpirun(4), "parallel.pipeline=2 parallel.zero=1", 6),
     (
@@ -116,7 +116,8 @@ fn a_path_starts_another_run_from_a_checkpoint() {
     assert_eq!(branch.tensors(STEPS), reference.tensors(STEPS));
     assert_eq!(reference.steps(), kept);
 
-    // A link to it will do; a directory that holds a run will not.
+    // A link to a checkpoint is accepted as a source; a directory that has a run is refused as a
+    // target.
     let latest = reference.path("checkpoints/latest");
     let latest = latest.to_str().unwrap();
     let more = run(Mpirun(2), root.path(), "more", &["run.steps=12"]).resume(latest).succeeds();
@@ -127,7 +128,7 @@ fn a_path_starts_another_run_from_a_checkpoint() {
     assert_eq!(branch.steps(), reference.steps()[6..]);
 }
 
-/// The command of a run with a flag of `hpctrain train`.
+/// Runs with a flag of `hpctrain train`.
 fn flagged(run: &Run, flag: &str) -> Ended {
     let mut command = run.command();
     command.arg(flag);
@@ -139,15 +140,14 @@ fn weights_alone_begin_another_run() {
     let root = tempfile::tempdir().unwrap();
     let base = run(Mpirun(2), root.path(), "base", &["parallel.zero=1"]).copied();
     let from = base.0.to_str().unwrap();
-    // Another seed, other data order, another optimizer.
+    // It has another seed and so another data order, and another optimizer.
     let other = ["run.seed=8", "optimizer.kind=sgd", "run.steps=3"];
     let tuned = run(Mpirun(2), root.path(), "tuned", &other).resume(from);
     let ended = flagged(&tuned, "--weights-only").succeeded();
     assert!(ended.stdout.contains("at step 0 from"), "{ended}");
     let files = tuned.files();
     assert_eq!(files.numbers("metrics.jsonl", "step"), [1.0, 2.0, 3.0]);
-    // It saved at once, for its own directory is all that a restart knows of: killed now, it goes
-    // on from there.
+    // It saved at once, since a restart reads its own directory only, and can resume from there.
     let parameters = |files: &RunFiles, step| {
         let all = files.tensors(step);
         all.into_iter().filter(|(name, _)| name.ends_with("part 0")).collect::<Vec<_>>()
@@ -158,7 +158,7 @@ fn weights_alone_begin_another_run() {
     std::fs::remove_dir_all(files.checkpoint(3)).unwrap();
     run(Alone, root.path(), "tuned", &other).resume("auto").succeeds();
     files.same_as(&whole, 3, "weights alone, then killed");
-    // Killed even before that, it begins where it was told to begin, not at random weights.
+    // Killed even before that, it begins at the given checkpoint, not at random weights.
     for step in [0, 3] {
         std::fs::remove_dir_all(files.checkpoint(step)).unwrap();
     }
@@ -168,14 +168,14 @@ fn weights_alone_begin_another_run() {
         "{ended}"
     );
     files.same_as(&whole, 3, "weights alone, then killed before its first save");
-    // Every restart of a job script would begin the run again.
+    // With both flags, every restart of a job script would begin the run again.
     let ended = flagged(&run(Alone, root.path(), "tuned", &other).resume("auto"), "--weights-only");
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("--resume auto alone afterwards"), "{ended}");
 }
 
 #[test]
-fn the_optimizer_can_be_left_behind() {
+fn the_optimizer_state_can_be_skipped() {
     let root = tempfile::tempdir().unwrap();
     let base = whole(Alone, &[]);
     let from = base.checkpoint(6);
@@ -195,8 +195,7 @@ fn the_optimizer_can_be_left_behind() {
     assert_eq!((manifest.step, manifest.updates, manifest.position), (9, 3, 9 * 16));
 }
 
-/// Four training shards and one for validation of a text whose letters from `from` on are other
-/// ones.
+/// Imports a text as four training shards and one for validation. Letters from `from` on differ.
 fn import(folder: &Path, name: &str, from: usize) -> PathBuf {
     let input = folder.join("text");
     let out = folder.join(name);
@@ -216,15 +215,15 @@ fn changed_data_is_refused_unless_it_is_meant() {
     let other = import(root.path(), "other", 2000);
     let at = |path: &Path| format!("data.path={}", path.display());
     let reference = run(Alone, root.path(), "reference", &[&at(&data)]).succeeds();
-    let go_on = |transport, name: &str, path: &Path| {
+    let resumed = |transport, name: &str, path: &Path| {
         interrupted(&reference, 6, &root.path().join(name));
         run(transport, root.path(), name, &[&at(path)]).resume("auto")
     };
 
-    // The same shards elsewhere are the same data.
+    // The same shards at another path are the same data.
     let moved = root.path().join("moved");
     copy(&data, &moved);
-    go_on(Mpirun(2), "moved-run", &moved).succeeds().same_as(
+    resumed(Mpirun(2), "moved-run", &moved).succeeds().same_as(
         &reference,
         STEPS,
         "the data was moved",
@@ -232,23 +231,23 @@ fn changed_data_is_refused_unless_it_is_meant() {
 
     for transport in [Alone, Mpirun(2)] {
         let name = format!("refused-{transport:?}");
-        let ended = go_on(transport, &name, &other).ends();
+        let ended = resumed(transport, &name, &other).ends();
         assert_eq!(ended.code(), 2, "{ended}");
-        let told = "step-00000006: the training data has changed: train-00002.h5 has other content\nhint: ";
-        assert_eq!(ended.stderr.matches(told).count(), 1, "{ended}");
+        let message = "step-00000006: the training data has changed: train-00002.h5 has other content\nhint: ";
+        assert_eq!(ended.stderr.matches(message).count(), 1, "{ended}");
         assert!(ended.stderr.contains("--allow-changed-data"), "{ended}");
     }
     let from = reference.checkpoint(6);
     let branch = run(Alone, root.path(), "branch", &[&at(&other)]).resume(from.to_str().unwrap());
     assert_eq!(flagged(&branch, "--skip-optimizer").code(), 2);
-    // Another run makes no such promise.
+    // A new run from the weights alone may use other data.
     flagged(
         &run(Alone, root.path(), "tuned", &[&at(&other)]).resume(from.to_str().unwrap()),
         "--weights-only",
     )
     .succeeded();
 
-    let meant = go_on(Mpirun(2), "meant", &other);
+    let meant = resumed(Mpirun(2), "meant", &other);
     let ended = flagged(&meant, "--allow-changed-data").succeeded();
     assert!(
         ended.stderr.contains("other training data: train-00002.h5 has other content"),
@@ -267,7 +266,7 @@ fn changed_data_is_refused_unless_it_is_meant() {
     let card = json(&files.path("run.json"));
     assert_eq!(card["data"], after.fingerprint.digest().as_str());
     assert_eq!(card["data_changes"][0]["step"], 6);
-    // From then on this is its data: no flag, and no second note.
+    // From then on this is its data, without a flag or another warning.
     let more =
         run(Alone, root.path(), "meant", &[&at(&other), "run.steps=12"]).resume("auto").succeeds();
     assert_eq!(changed(&more, 12).changes.len(), 1);
@@ -282,7 +281,7 @@ fn changed_data_is_refused_unless_it_is_meant() {
     );
 }
 
-/// Token shards without any for validation, of `tokens` letters.
+/// Imports a text of `tokens` letters as training shards, with none for validation.
 fn without_validation(root: &Path, tokens: usize) -> PathBuf {
     let input = root.join("text");
     let out = root.join("only-train");
@@ -297,12 +296,12 @@ fn without_validation(root: &Path, tokens: usize) -> PathBuf {
     out
 }
 
-/// Nothing is evaluated, and the best checkpoint is that of the lowest mean training loss of an
-/// epoch.
+/// Without validation data nothing is evaluated, and the best checkpoint is the one with the lowest
+/// mean training loss of an epoch.
 #[test]
 fn a_run_needs_no_validation_data() {
     let root = tempfile::tempdir().unwrap();
-    // Of 16 ids each: 62 windows, so an epoch is four steps.
+    // The text has 62 windows of 16 ids, so an epoch is four steps.
     let data = format!("data.path={}", without_validation(root.path(), 1000).display());
     let settings = [
         &data[..],
@@ -360,27 +359,24 @@ fn a_run_needs_no_validation_data() {
         assert_eq!(again.evaluations(), all.evaluations());
     }
 
-    for (settings, told) in [
-        (
-            &["eval.patience=2"][..],
-            "has no validation data: eval.patience cannot tell when to stop\nhint: ",
-        ),
+    for (settings, message) in [
+        (&["eval.patience=2"][..], "has no validation data: eval.patience requires it\nhint: "),
         (&["data.validation=test-*.h5"], "matches test-*.h5\nhint: "),
     ] {
         let ended =
             run(Mpirun(2), root.path(), "refused", &[&[&data[..]], settings].concat()).ends();
-        assert_eq!((ended.code(), ended.stderr.matches(told).count()), (2, 1), "{ended}");
+        assert_eq!((ended.code(), ended.stderr.matches(message).count()), (2, 1), "{ended}");
     }
     let evaluator = finish(&mut program(["eval", "--run", files.0.to_str().unwrap()]));
     assert_ne!(evaluator.code(), 0, "{evaluator}");
     assert_eq!(
-        evaluator.stderr.matches("has no validation data: nothing can be evaluated").count(),
+        evaluator.stderr.matches("has no validation data: evaluation requires it").count(),
         1,
         "{evaluator}"
     );
 }
 
-/// A part of the samples is kept for validation; another part is other data.
+/// A fraction of the samples is kept for validation. Another fraction counts as other data.
 #[test]
 fn a_fraction_of_the_samples_is_for_validation() {
     let root = tempfile::tempdir().unwrap();
@@ -401,9 +397,10 @@ fn a_fraction_of_the_samples_is_for_validation() {
     of(Mpirun(2), "two", "0.1").succeeds().same_as(&reference.files(), STEPS, "two ranks");
     interrupted(&reference.files(), 6, &root.path().join("other"));
     let ended = of(Mpirun(2), "other", "0.2").resume("auto").ends();
-    let told = "the training data has changed: data.val_fraction = 0.2, trained with 0.1\nhint: ";
-    assert_eq!((ended.code(), ended.stderr.matches(told).count()), (2, 1), "{ended}");
-    // Shards of their own come first.
+    let message =
+        "the training data has changed: data.val_fraction = 0.2, trained with 0.1\nhint: ";
+    assert_eq!((ended.code(), ended.stderr.matches(message).count()), (2, 1), "{ended}");
+    // Validation shards exclude a fraction.
     let ended = run(Alone, root.path(), "both", &["data.val_fraction=0.1"]).ends();
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(
@@ -413,11 +410,11 @@ fn a_fraction_of_the_samples_is_for_validation() {
     );
 }
 
-/// An evaluation finds that training no longer helps, and the run is killed before it obeys.
+/// An evaluation asks for early stopping, and the run is killed before it stops.
 #[test]
 fn a_stop_survives_a_kill() {
     let root = tempfile::tempdir().unwrap();
-    // Weights that a huge rate throws about.
+    // A huge learning rate keeps the loss from falling.
     let settings = ["run.steps=90", "optimizer.lr=0.5", "eval.patience=1"];
     let reference = run(Alone, root.path(), "reference", &settings).succeeds();
     let steps = reference.steps().len() as u64;
@@ -435,7 +432,7 @@ fn a_stop_survives_a_kill() {
         run(transport, root.path(), name, &settings).resume("auto").succeeds();
         files.same_as(&reference, steps, &format!("killed {name} the last save"));
         assert!(files.text("END").contains("no validation loss lower"), "{}", files.text("END"));
-        // Once stopped it stays so.
+        // Once stopped, it does not continue.
         run(Alone, root.path(), name, &settings).resume("auto").succeeds();
         assert_eq!(
             (files.steps().len(), files.evaluations().len()),
@@ -457,7 +454,7 @@ fn a_finished_run_resumes_to_itself() {
     assert_eq!((files.steps(), files.evaluations()), (steps.clone(), evaluations));
     assert_eq!(files.checkpoint(STEPS).metadata().unwrap().modified().unwrap(), written);
     assert_eq!(files.tensors(STEPS), tensors);
-    // Fewer steps than it has done.
+    // Fewer steps than it has done are refused.
     let ended = run(Alone, root.path(), "x", &["run.steps=5"]).resume("auto").ends();
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("at step 9, beyond run.steps = 5"), "{ended}");
@@ -465,16 +462,16 @@ fn a_finished_run_resumes_to_itself() {
     assert_eq!(
         json(&files.path("END"))["status"],
         "finished",
-        "a start that is refused changes nothing"
+        "a refused start must not change the run"
     );
-    // More.
+    // More steps continue it.
     let files = run(Alone, root.path(), "x", &["run.steps=12"]).resume("auto").succeeds();
     assert_eq!(files.numbers("metrics.jsonl", "step"), (1..=12).map(f64::from).collect::<Vec<_>>());
     assert_eq!(files.numbers("eval.jsonl", "step"), [3.0, 6.0, 9.0, 12.0]);
 }
 
 #[test]
-fn a_damaged_manifest_is_passed_over() {
+fn a_checkpoint_with_a_damaged_manifest_is_skipped() {
     let root = tempfile::tempdir().unwrap();
     let reference = whole(Alone, &[]);
     for (i, damage) in ["", "{\"version\": 1, \"step\": 6", "not JSON"].into_iter().enumerate() {
@@ -487,7 +484,7 @@ fn a_damaged_manifest_is_passed_over() {
             ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
         assert_eq!(warnings.len(), 1, "{ended}");
         assert!(
-            warnings[0].contains("passing over") && warnings[0].contains("step-00000006"),
+            warnings[0].contains("skipping") && warnings[0].contains("step-00000006"),
             "{ended}"
         );
         assert!(ended.stdout.contains("at step 3 from"), "{ended}");
@@ -513,7 +510,7 @@ fn flipped_bits_are_found_and_named() {
     let whole = whole(Mpirun(2), &["parallel.zero=1"]);
     let files = interrupted(&whole, 6, &root.path().join("y"));
     let damaged = files.checkpoint(6).join("rank-00001.h5");
-    // A bit in the middle of the values of one tensor.
+    // Flip a bit in the middle of the values of one tensor.
     let (offset, tensor) = {
         let file = hdf5::File::open(&damaged).unwrap();
         let names = file.group("params").unwrap().member_names().unwrap();
@@ -527,7 +524,7 @@ fn flipped_bits_are_found_and_named() {
     file.write_all_at(&[byte[0] ^ 4], offset).unwrap();
     drop(file);
 
-    // The one before it continues the run, and it is told why.
+    // The run resumes from the previous checkpoint, with a warning.
     let all = |transport, files: &RunFiles, why: &str| {
         let name = files.0.file_name().unwrap().to_str().unwrap();
         let ended = run(transport, root.path(), name, &[]).resume("auto").ends().succeeded();
@@ -536,8 +533,7 @@ fn flipped_bits_are_found_and_named() {
             ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
         assert_eq!(warnings.len(), 1, "{ended}");
         assert!(
-            warnings[0].contains("passing over")
-                && warnings[0].contains("step-00000006/rank-00001.h5"),
+            warnings[0].contains("skipping") && warnings[0].contains("step-00000006/rank-00001.h5"),
             "{ended}"
         );
         assert!(warnings[0].contains(why), "{ended}");
@@ -550,7 +546,7 @@ fn flipped_bits_are_found_and_named() {
         copy(&before.0, &copied.0);
         all(transport, &copied, &format!("/params/{tensor}"));
     }
-    // Named itself, it is refused, and nothing is touched.
+    // If the damaged checkpoint is given explicitly, it is refused and nothing is changed.
     let steps = files.steps();
     let damaged_one = files.checkpoint(6);
     let named = run(Alone, root.path(), "z", &[]).resume(damaged_one.to_str().unwrap());
@@ -560,8 +556,7 @@ fn flipped_bits_are_found_and_named() {
     );
     assert_eq!(files.steps(), steps);
 
-    // A bit of what HDF5 wrote for itself, a file that is shorter than it was, and one that is
-    // gone.
+    // A bit of HDF5's metadata, a truncated file, and a missing file.
     type Damage<'a> = (&'a str, &'a dyn Fn(&Path));
     let damages: [Damage<'_>; 3] = [
         ("HDF5 structure: checksum", &|path| {
@@ -579,11 +574,11 @@ fn flipped_bits_are_found_and_named() {
         damage(&copied.checkpoint(6).join("rank-00001.h5"));
         all(Mpirun(2), &copied, why);
     }
-    // Nothing is whole: nothing begins from the start in silence.
+    // If no checkpoint is intact, the run does not start over silently.
     let none = interrupted(&whole, 3, &root.path().join("none"));
     std::fs::remove_file(none.checkpoint(3).join("rank-00000.h5")).unwrap();
     let resumed = run(Alone, root.path(), "none", &[]).resume("auto");
-    refuses(&resumed, &["none of 1 checkpoints is whole", "step-00000003/rank-00000.h5"]);
+    refuses(&resumed, &["none of 1 checkpoints is intact", "step-00000003/rank-00000.h5"]);
 }
 
 #[test]
@@ -614,10 +609,10 @@ fn a_checkpoint_of_another_model_names_the_tensor() {
     run(Alone, root.path(), "y", &[]).succeeds();
 }
 
-/// A checkpoint that cannot be read may be whole: it is not passed over, nor replaced later. A link
-/// to itself is refused to root as well.
+/// A checkpoint that cannot be read may be intact, so it is neither skipped nor replaced later.
+/// Even root cannot read a link to itself.
 #[test]
-fn what_cannot_be_read_is_no_damage() {
+fn an_unreadable_checkpoint_is_not_damaged() {
     let root = tempfile::tempdir().unwrap();
     let whole = whole(Mpirun(2), &["parallel.zero=1"]);
     for (i, (transport, name)) in [
@@ -642,20 +637,17 @@ fn what_cannot_be_read_is_no_damage() {
             ended.stderr.contains(&format!("step-00000006/{name}: Too many levels")),
             "{ended}"
         );
-        assert!(
-            ended.stderr.contains("\nhint: ") && !ended.stderr.contains("passing over"),
-            "{ended}"
-        );
-        // It was as it says: nothing is lost.
+        assert!(ended.stderr.contains("\nhint: ") && !ended.stderr.contains("skipping"), "{ended}");
+        // Once it can be read again, nothing is lost.
         std::fs::remove_file(&file).unwrap();
         std::fs::rename(&aside, &file).unwrap();
         asked.succeeds().same_as(&whole, STEPS, name);
     }
 }
 
-/// Of a newer program: that one can go on with it.
+/// A newer program wrote the checkpoint, and can resume from it.
 #[test]
-fn a_newer_format_is_refused_rather_than_passed_over() {
+fn a_newer_format_is_refused_rather_than_skipped() {
     let root = tempfile::tempdir().unwrap();
     let whole = whole(Alone, &[]);
     for (i, (from, to, words)) in [
@@ -682,7 +674,7 @@ fn a_newer_format_is_refused_rather_than_passed_over() {
 }
 
 #[test]
-fn a_run_that_goes_on_otherwise_says_so() {
+fn resuming_with_other_settings_warns() {
     let root = tempfile::tempdir().unwrap();
     let whole = whole(Mpirun(2), &["parallel.zero=1"]);
     let warnings = |name: &str, transport, more: &[&str]| {
@@ -695,21 +687,21 @@ fn a_run_that_goes_on_otherwise_says_so() {
             .map(str::to_owned)
             .collect::<Vec<_>>()
     };
-    let told = warnings(
+    let warned = warnings(
         "a",
         Mpirun(2),
         &["loss.label_smoothing=0.5", "model.dropout=0.5", "parallel.virtual_ranks=4"],
     );
-    assert_eq!(told.len(), 2, "{told:?}");
-    assert!(told[0].contains(
+    assert_eq!(warned.len(), 2, "{warned:?}");
+    assert!(warned[0].contains(
         "another configuration: loss.label_smoothing was 0.0, is 0.5; model.dropout was 0.1"
     ));
     assert!(
-        told[1].contains("in their last bits: ")
-            && told[1].contains("parallel.virtual_ranks was 8, is 4"),
-        "{told:?}"
+        warned[1].contains("in their last bits: ")
+            && warned[1].contains("parallel.virtual_ranks was 8, is 4"),
+        "{warned:?}"
     );
-    // Another layout changes nothing.
+    // Another layout gives no warning.
     assert_eq!(warnings("b", Alone, &[]), [""; 0]);
     let log = RunFiles(root.path().join("b")).text("logs/rank-00000.log");
     assert!(
@@ -745,8 +737,7 @@ fn a_killed_rank_ends_the_job_and_the_run_continues() {
     asked.resume("auto").succeeds().same_as(&reference, LONG, "after a rank was killed");
 }
 
-/// The rest of a kill between two renames is not taken for a checkpoint, and does not stay for
-/// ever.
+/// Leftovers of a kill between two renames are not taken for a checkpoint, and are removed.
 #[test]
 fn leftovers_of_a_kill_are_ignored() {
     let root = tempfile::tempdir().unwrap();
@@ -756,7 +747,7 @@ fn leftovers_of_a_kill_are_ignored() {
     copy(&files.checkpoint(3), &checkpoints.join("step-00000006.tmp"));
     std::fs::create_dir(checkpoints.join(".trash-step-00000003")).unwrap();
     std::os::unix::fs::symlink("step-00000003", checkpoints.join(".latest.tmp")).unwrap();
-    // The last line was being written.
+    // The last line is incomplete.
     let torn = files.text("metrics.jsonl");
     std::fs::write(files.path("metrics.jsonl"), &torn[..torn.len() - 30]).unwrap();
     run(Mpirun(2), root.path(), "x", &[]).resume("auto").succeeds();

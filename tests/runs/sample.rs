@@ -1,5 +1,4 @@
-//! Text from language models: with the keys and values of earlier positions as without, on any
-//! ranks, in several forms.
+//! Text generation: with and without a KV cache, on any ranks, in several output formats.
 
 use hpctrain::backend::Backend as _;
 use hpctrain::backend::cpu::Cpu;
@@ -18,7 +17,7 @@ use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::Run;
 use hpctrain_testkit::{Cut, engine, micro};
 
-/// One of each family, with what differs in attention and at its ends.
+/// Returns networks of each family, with variants of attention, embeddings and head.
 fn networks() -> Vec<Network> {
     let gpt = |bias| Gpt {
         layers: 2,
@@ -59,14 +58,14 @@ fn networks() -> Vec<Network> {
 }
 
 #[test]
-fn the_past_changes_nothing() {
+fn the_kv_cache_does_not_change_logits() {
     for network in networks() {
         let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
         let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
         let mut engine = engine(&comm::single(), &network, one, Zero::Zero, rule, Cut::WHOLE, 1);
         let model = &mut engine.model;
         let context = network.context();
-        // Initial weights are small: all tokens would be as likely.
+        // With the small initial weights, all tokens would be about equally likely.
         let larger =
             |name: &str, part, _: Option<&_>, range: std::ops::Range<usize>, out: &mut [f32]| {
                 if part == 0 {
@@ -80,15 +79,15 @@ fn the_past_changes_nothing() {
             };
         model.sharded.restore(larger).unwrap();
 
-        // The logits of every position, in pieces of several lengths.
+        // Compute the logits of all positions in pieces of several lengths.
         let tokens: Vec<u32> = (0..context as u32).map(|i| i * 7 % 31).collect();
         let whole = micro(&model.backend, &tokens, &[], context, 0);
         let output = model.output(&whole).unwrap().unwrap();
-        let mut past = model.past(context).unwrap();
+        let mut caches = model.past(context).unwrap();
         let mut first = 0;
         for len in [5, 1, 1, 9, 1, 3] {
             let piece = micro(&model.backend, &tokens[first..first + len], &[], len, 0);
-            let later = model.output_after(&piece, &mut past).unwrap().unwrap();
+            let later = model.output_after(&piece, &mut caches).unwrap().unwrap();
             first += len;
             let got = model.last_logits(&later, len).unwrap();
             let want = Cpu::view(&output, (first - 1) * 31..first * 31);
@@ -96,11 +95,11 @@ fn the_past_changes_nothing() {
             let size = want.iter().map(|x| x.abs()).fold(0.0, f32::max);
             assert!(off <= 1e-5 * size && size > 0.5, "{network:?}: {off:e} of {size} at {first}");
         }
-        // There is room for as many positions, and no more.
+        // The caches have room for no more positions.
         let piece = micro(&model.backend, &[1], &[], 1, 0);
-        assert!(model.output_after(&piece, &mut past).is_err());
+        assert!(model.output_after(&piece, &mut caches).is_err());
 
-        // The likeliest tokens, beyond the context too, where the window slides.
+        // Compare greedy decoding, also beyond the context, where the window slides.
         let sampling = Sampling { tokens: 30, temperature: 0.0, top_k: None, seed: 0 };
         for prompt in [vec![3], (0..15).collect::<Vec<u32>>(), (0..27).collect()] {
             let drawn = generate(model, &prompt, context, sampling, |_| false).unwrap();
@@ -122,7 +121,7 @@ fn the_past_changes_nothing() {
     }
 }
 
-/// The lines that a command prints.
+/// Returns the output of `hpctrain sample` with these arguments.
 fn printed(args: &[&str]) -> String {
     finish(&mut program([&["sample"], args].concat())).succeeded().stdout
 }
@@ -136,7 +135,7 @@ fn samples_are_the_same_in_every_layout() {
             [&kind, "run.steps=12", "parallel.virtual_ranks=2", "parallel.virtual_tensor_ranks=2"];
         let files = Run::new(Alone, root.path(), &kind[11..], &settings).succeeds();
         let latest = files.path("checkpoints/latest").display().to_string();
-        // Some continuations end within the context of 16, others slide out of it.
+        // The continuation goes beyond the context of 16.
         let sample = |more: &[&str]| {
             printed(
                 &[
@@ -170,7 +169,7 @@ fn samples_are_the_same_in_every_layout() {
 }
 
 #[test]
-fn several_prompts_and_texts_that_end_them() {
+fn several_prompts_and_stop_texts() {
     let root = tempfile::tempdir().unwrap();
     let files = Run::new(Alone, root.path(), "x", &["run.steps=12"]).succeeds();
     let latest = files.path("checkpoints/latest").display().to_string();
@@ -193,7 +192,7 @@ fn several_prompts_and_texts_that_end_them() {
             (12, &"length".into())
         );
     }
-    // The first is that of a prompt alone; each has random numbers of its own.
+    // The first equals that of a single prompt; each prompt has separate random numbers.
     assert_ne!(objects[0]["text"], objects[1]["text"]);
     let text = |object: &Value| {
         format!("{}{}", object["prompt"].as_str().unwrap(), object["text"].as_str().unwrap())
@@ -202,7 +201,7 @@ fn several_prompts_and_texts_that_end_them() {
     let all: Vec<String> = objects.iter().map(text).collect();
     assert_eq!(sample(&both), all.join("\n\n") + "\n");
 
-    // A text of two characters that the continuation has.
+    // Stop at two characters that the continuation contains.
     let whole: Vec<char> = objects[2]["text"].as_str().unwrap().chars().collect();
     let stop: String = whole[4..6].iter().collect();
     let at = objects[2]["text"].as_str().unwrap().find(&stop).unwrap();

@@ -1,5 +1,5 @@
-//! Parameter servers: the bits of data parallelism where all workers take each step together, and
-//! runs that wait for nobody.
+//! Parameter servers: synchronous steps give the bits of data parallelism, and asynchronous workers
+//! do not wait for each other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -10,8 +10,8 @@ use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use hpctrain_testkit::launch::{Ended, finish};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// Four virtual ranks: the same bits on any number of workers.
-const TOGETHER: [&str; 5] = [
+/// Synchronous steps. With four virtual ranks, any number of workers gives the same bits.
+const SYNC: [&str; 5] = [
     "parallel.virtual_ranks=4",
     "model.dropout=0.1",
     "eval.every=3",
@@ -19,15 +19,15 @@ const TOGETHER: [&str; 5] = [
     "checkpoint.keep=9",
 ];
 
-/// Each worker goes on by itself.
-const APART: [&str; 4] = [
+/// Asynchronous steps.
+const ASYNC: [&str; 4] = [
     "parameter_server.staleness='none'",
     "eval.every=3",
     "checkpoint.every=3",
     "checkpoint.keep=9",
 ];
 
-/// A run of so many workers and servers.
+/// Runs with the ranks of `transport`, `servers` of which are parameter servers.
 #[track_caller]
 fn served(
     transport: Transport,
@@ -44,7 +44,7 @@ fn served(
 #[test]
 fn the_bits_are_those_of_data_parallelism() {
     let root = tempfile::tempdir().unwrap();
-    let reference = Run::new(Simulate(2), root.path(), "ranks", &TOGETHER).succeeds();
+    let reference = Run::new(Simulate(2), root.path(), "ranks", &SYNC).succeeds();
     let runs: [(&str, Transport, usize, &[&str]); 8] = [
         ("one worker, one server", Simulate(2), 1, &[]),
         ("two workers, three servers", Simulate(5), 3, &[]),
@@ -62,13 +62,13 @@ fn the_bits_are_those_of_data_parallelism() {
     ];
     for (name, transport, servers, settings) in runs {
         let (_, files) =
-            served(transport, servers, root.path(), name, &[&TOGETHER[..], settings].concat());
+            served(transport, servers, root.path(), name, &[&SYNC[..], settings].concat());
         files.same_as(&reference, 6, name);
         for step in [3, 6] {
             assert_eq!(files.tensors(step), reference.tensors(step), "{name}: step {step}");
         }
         assert_eq!(json(&files.path("END"))["status"], "finished", "{name}");
-        // Each sample of a step is of one worker.
+        // Each sample of a step is computed by one worker.
         let mut samples = [0; 6];
         for line in files.text("workers.jsonl").lines() {
             let line: Value = serde_json::from_str(line).unwrap();
@@ -100,7 +100,7 @@ fn a_trace_has_workers_servers_and_the_coordinator() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("trace.json");
     for (name, transport, settings) in
-        [("together", Simulate(4), &TOGETHER[..]), ("apart", Spawn(4), &APART)]
+        [("sync", Simulate(4), &SYNC[..]), ("async", Spawn(4), &ASYNC)]
     {
         let run = Run::new(transport, root.path(), name, settings);
         finish(run.command().args(["--servers", "2", "--trace"]).arg(&path)).succeeded();
@@ -111,7 +111,7 @@ fn a_trace_has_workers_servers_and_the_coordinator() {
             .filter(|event| event["name"] == "process_name")
             .map(|event| (event["pid"].as_u64().unwrap(), event["args"]["name"].as_str().unwrap()))
             .collect();
-        // Which process does what how often.
+        // The number of spans by role and kind.
         let mut done = BTreeMap::new();
         for event in events.iter().filter(|event| event["ph"] == "X") {
             let role = processes[&event["pid"].as_u64().unwrap()].split(' ').next().unwrap();
@@ -130,9 +130,9 @@ fn a_trace_has_workers_servers_and_the_coordinator() {
         assert_eq!(done[&("coordinator", "step")], 6, "{name}: {done:?}");
         assert_eq!(done[&("worker", "pull")], done[&("server", "pull")] / 2, "{name}: {done:?}");
         assert_eq!(done[&("worker", "push")], done[&("server", "push")] / 2, "{name}: {done:?}");
-        // Two workers' batches a step, or a step's virtual ranks in groups.
+        // One push per worker and step, or for groups of a step's virtual ranks.
         let pushes = done[&("worker", "push")];
-        assert!(if name == "apart" { pushes == 12 } else { pushes >= 6 }, "{name}: {done:?}");
+        assert!(if name == "async" { pushes == 12 } else { pushes >= 6 }, "{name}: {done:?}");
         assert!(
             done[&("worker", "forward")] > 0 && done[&("worker", "evaluation")] > 0,
             "{name}: {done:?}"
@@ -143,8 +143,8 @@ fn a_trace_has_workers_servers_and_the_coordinator() {
 #[test]
 fn several_connections_carry_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
-    // Messages of some MiB: enough for all connections.
-    let wide = [&TOGETHER[..], &["model.width=256", "run.steps=3"]].concat();
+    // Messages of some MiB, enough to use all connections.
+    let wide = [&SYNC[..], &["model.width=256", "run.steps=3"]].concat();
     let reference = Run::new(Simulate(2), root.path(), "ranks", &wide).succeeds();
     let path = root.path().join("trace.json");
     let run = Run::new(
@@ -163,7 +163,7 @@ fn several_connections_carry_the_same_bits() {
     let threads: BTreeSet<(u64, u64)> = pushes
         .map(|event| (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap()))
         .collect();
-    // Each of two workers' connections is a thread of the server; a worker itself has one.
+    // Each connection of the two workers has a thread on the server; a worker has one thread.
     assert_eq!(threads.len(), 2 * 3 + 2, "{threads:?}");
 }
 
@@ -174,8 +174,7 @@ fn every_rule_updates_on_servers() {
         let kind = format!("optimizer.kind={rule}");
         let group = "optimizer.groups=[{names='wte.*',lr_factor=2.0,weight_decay=0.3}]";
         let settings =
-            [&TOGETHER[..], &[&kind, "optimizer.ema=0.75", "optimizer.grad_clip=0.5", group]]
-                .concat();
+            [&SYNC[..], &[&kind, "optimizer.ema=0.75", "optimizer.grad_clip=0.5", group]].concat();
         let reference =
             Run::new(Simulate(2), root.path(), &format!("{rule} on ranks"), &settings).succeeds();
         let (_, files) =
@@ -187,16 +186,16 @@ fn every_rule_updates_on_servers() {
 #[test]
 fn checkpoints_go_from_ranks_to_servers_and_back() {
     let root = tempfile::tempdir().unwrap();
-    let reference = Run::new(Alone, root.path(), "reference", &TOGETHER).succeeds();
+    let reference = Run::new(Alone, root.path(), "reference", &SYNC).succeeds();
     for (name, first, then) in [
         ("to servers", None, Some(2)),
         ("back", Some(2), None),
         ("other servers", Some(1), Some(3)),
     ] {
-        // It ends at step 3, as if killed: the rest is forgotten.
+        // Later checkpoints are removed, as if it had been killed after step 3.
         let run = |servers: Option<usize>, resume: &str| {
             let ranks = servers.map_or(2, |servers| servers + 2);
-            let mut run = Run::new(Simulate(ranks), root.path(), name, &TOGETHER);
+            let mut run = Run::new(Simulate(ranks), root.path(), name, &SYNC);
             if !resume.is_empty() {
                 run = run.resume(resume);
             }
@@ -214,22 +213,22 @@ fn checkpoints_go_from_ranks_to_servers_and_back() {
         let files = run(then, "auto");
         files.same_as(&reference, 6, name);
     }
-    // Another run goes on from the ranks' checkpoint.
+    // Another run starts from the ranks' checkpoint.
     let from = reference.checkpoint(3).display().to_string();
-    let branch = Run::new(Simulate(4), root.path(), "branch", &TOGETHER).resume(&from);
+    let branch = Run::new(Simulate(4), root.path(), "branch", &SYNC).resume(&from);
     finish(branch.command().args(["--servers", "2"])).succeeded();
     assert_eq!(branch.files().tensors(6), reference.tensors(6));
-    // A run stands for its newest checkpoint.
+    // The directory of a run means its newest checkpoint.
     let from = reference.path("").display().to_string();
     let newest =
-        Run::new(Simulate(4), root.path(), "newest", &[&TOGETHER[..], &["run.steps=7"]].concat())
+        Run::new(Simulate(4), root.path(), "newest", &[&SYNC[..], &["run.steps=7"]].concat())
             .resume(&from);
     finish(newest.command().args(["--servers", "2"])).succeeded();
     assert_eq!(newest.files().numbers("metrics.jsonl", "step"), [7.0]);
 }
 
 #[test]
-fn workers_that_wait_for_nobody_see_every_sample() {
+fn asynchronous_workers_see_every_sample() {
     let root = tempfile::tempdir().unwrap();
     let runs: [(&str, Transport, usize, &[&str]); 4] = [
         ("threads", Simulate(5), 2, &["parameter_server.batches_per_lease=2"]),
@@ -243,7 +242,7 @@ fn workers_that_wait_for_nobody_see_every_sample() {
         ("bf16", Simulate(4), 2, &["parameter_server.wire='bf16'", "batch.worker=2"]),
     ];
     for (name, transport, servers, settings) in runs {
-        let settings = [&APART[..], &["run.steps=30", "eval.every=10"], settings].concat();
+        let settings = [&ASYNC[..], &["run.steps=30", "eval.every=10"], settings].concat();
         let (ended, files) = served(transport, servers, root.path(), name, &settings);
         let losses = files.numbers("metrics.jsonl", "loss");
         assert_eq!(losses.len(), 30, "{name}");
@@ -258,7 +257,7 @@ fn workers_that_wait_for_nobody_see_every_sample() {
         let manifest = json(&files.checkpoint(30).join("manifest.json"));
         assert_eq!(manifest["position"], 30 * workers * share, "{name}: every batch is done");
         assert_eq!(manifest["updates"], 30 * workers, "{name}");
-        assert!(ended.stdout.contains("updates in the mean"), "{ended}");
+        assert!(ended.stdout.contains("updates on average"), "{ended}");
     }
 }
 
@@ -267,20 +266,20 @@ fn one_worker_alone_is_never_late() {
     let root = tempfile::tempdir().unwrap();
     let settings = ["eval.every=0", "checkpoint.every=0"];
     let reference = Run::new(Alone, root.path(), "one rank", &settings).succeeds();
-    // Its batches are those of a rank, and no update comes between pull and push.
+    // It has the batches of a rank, and no update comes between its pull and push.
     let settings = [&settings[..], &["parameter_server.staleness='none'"]].concat();
     let (ended, files) = served(Simulate(3), 2, root.path(), "one worker", &settings);
-    assert!(ended.stdout.contains("0.00 updates in the mean (0: 100.0 %)"), "{ended}");
+    assert!(ended.stdout.contains("0.00 updates on average (0: 100.0 %)"), "{ended}");
     files.same_as(&reference, 6, "one worker");
 }
 
 #[test]
-fn a_gradient_that_is_not_finite_is_left_out() {
+fn a_gradient_that_is_not_finite_is_skipped() {
     let root = tempfile::tempdir().unwrap();
     let wild = ["optimizer.lr=1e30", "optimizer.grad_clip=0", "run.max_skipped=2", "run.steps=50"];
-    for apart in [&APART[..], &TOGETHER[..]] {
-        let name = format!("wild {}", apart.len());
-        let run = Run::new(Simulate(4), root.path(), &name, &[apart, &wild].concat());
+    for mode in [&ASYNC[..], &SYNC[..]] {
+        let name = format!("wild {}", mode.len());
+        let run = Run::new(Simulate(4), root.path(), &name, &[mode, &wild].concat());
         let ended = finish(run.command().args(["--servers", "2"]));
         assert_eq!(ended.code(), 1, "{ended}");
         assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");

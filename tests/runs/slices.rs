@@ -1,5 +1,5 @@
-//! Blocks cut among ranks: runs go on in any other layout, exports have the same bytes, and trained
-//! networks are used in layouts that training did not have.
+//! Tensor parallelism: runs resume in any other layout, exports have the same bytes, and trained
+//! networks can be used in other layouts than those of their training.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +8,7 @@ use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{finish, mpirun, program};
 use hpctrain_testkit::runs::{Run, RunFiles, copy};
 
-/// Four slices; a vocabulary of 65 and a hidden width of 25 do not divide.
+/// Four virtual tensor ranks, which do not divide the vocabulary of 65 and the hidden width of 25.
 const SETTINGS: [&str; 14] = [
     "model.kind=llama",
     "model.layers=2",
@@ -31,7 +31,7 @@ fn run(transport: Transport, root: &Path, name: &str, layout: &str) -> Run {
     Run::new(transport, root, name, &[&SETTINGS[..], &layout].concat())
 }
 
-/// A command on so many ranks, with settings.
+/// Returns a command on `ranks` ranks, with settings.
 fn command(ranks: usize, args: &[&str], settings: &str) -> Command {
     let mut command = if ranks == 1 { program(&args[..1]) } else { mpirun(ranks) };
     if ranks > 1 {
@@ -44,7 +44,7 @@ fn command(ranks: usize, args: &[&str], settings: &str) -> Command {
 }
 
 #[test]
-fn runs_go_on_with_other_slices_and_exports_are_equal() {
+fn runs_resume_on_other_tensor_ranks_and_exports_are_equal() {
     let root = tempfile::tempdir().unwrap();
     let whole = run(Alone, root.path(), "whole", "").succeeds();
     let layouts = [
@@ -56,7 +56,7 @@ fn runs_go_on_with_other_slices_and_exports_are_equal() {
     for (i, (transport, layout)) in layouts.into_iter().enumerate() {
         let files = run(transport, root.path(), &format!("cut-{i}"), layout).succeeds();
         files.same_as(&whole, 6, layout);
-        // As if it had been killed before its second checkpoint.
+        // Resume it as if it had been killed before its second checkpoint.
         let (other, settings) = layouts[(i + 1) % layouts.len()];
         let name = format!("on-{i}");
         copy(&files.0, &root.path().join(&name));
@@ -85,20 +85,20 @@ fn trained_networks_are_used_in_any_layout() {
     let trained = run(Simulate(4), root.path(), "trained", "parallel.tensor=2 parallel.pipeline=2")
         .succeeds();
     let checkpoint = trained.checkpoint(6);
-    let of = |ranks: usize, args: &[&str], settings: &str| {
+    let output = |ranks: usize, args: &[&str], settings: &str| {
         let args =
             [&args[..1], &["--checkpoint", checkpoint.to_str().unwrap()], &args[1..]].concat();
         finish(&mut command(ranks, &args, settings)).succeeded().stdout
     };
     let eval = |ranks, settings: &str| {
         let found: serde_json::Value =
-            serde_json::from_str(&of(ranks, &["eval", "--json"], settings)).unwrap();
+            serde_json::from_str(&output(ranks, &["eval", "--json"], settings)).unwrap();
         found["loss"].as_f64().unwrap().to_bits()
     };
     let sample = |ranks, settings: &str| {
-        of(ranks, &["sample", "--tokens", "30", "--prompt", "ab"], settings)
+        output(ranks, &["sample", "--tokens", "30", "--prompt", "ab"], settings)
     };
-    for (slices, layouts) in [
+    for (virtual_ranks, layouts) in [
         ("", [(2, ""), (2, "parallel.pipeline=2"), (2, "parallel.zero=0")]),
         (
             " parallel.virtual_tensor_ranks=2",
@@ -109,15 +109,15 @@ fn trained_networks_are_used_in_any_layout() {
             ],
         ),
     ] {
-        let measured = eval(1, slices);
-        let drawn = sample(1, slices);
+        let measured = eval(1, virtual_ranks);
+        let drawn = sample(1, virtual_ranks);
         for (ranks, layout) in layouts {
-            let settings = format!("{layout}{slices}");
+            let settings = format!("{layout}{virtual_ranks}");
             assert_eq!(eval(ranks, &settings), measured, "{settings}");
             assert_eq!(sample(ranks, &settings), drawn, "{settings}");
         }
     }
-    // The sidecar's own settings too.
+    // An evaluator may have another layout, too.
     let mut watch =
         command(2, &["eval", "--run", trained.0.to_str().unwrap()], "parallel.tensor=2");
     finish(&mut watch).succeeded();

@@ -1,4 +1,4 @@
-//! Records of a run's time: the parts of every step, and ranks that keep the others waiting.
+//! Step times: the parts of every step, and stragglers.
 
 use std::time::Duration;
 
@@ -66,7 +66,7 @@ fn the_parts_of_a_step_add_up() {
     }
 }
 
-/// The process of rank `rank` among those whose command line has `word`.
+/// Returns the process of rank `rank` among those whose command line contains `word`.
 fn process(word: &str, rank: usize) -> Option<String> {
     let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
     let is_it = |id: &str| {
@@ -85,7 +85,7 @@ fn process(word: &str, rank: usize) -> Option<String> {
 #[test]
 fn a_slow_rank_is_named() {
     let root = tempfile::tempdir().unwrap();
-    // Steps that compute for longer than they exchange.
+    // Steps spend more time computing than communicating.
     let settings = [
         "model.width=64",
         "model.context=32",

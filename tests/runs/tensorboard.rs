@@ -1,4 +1,4 @@
-//! Points for TensorBoard, as its own reader sees them.
+//! TensorBoard event files, as read by TensorBoard itself.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -12,7 +12,7 @@ use hpctrain_testkit::launch::{LIMIT, finish, send, start};
 use hpctrain_testkit::peers::events;
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// Four virtual ranks on any number of ranks: the same bits on all.
+/// With four virtual ranks, any number of ranks gives the same bits.
 const SETTINGS: [&str; 9] = [
     "log.tensorboard=true",
     "log.histograms=3",
@@ -29,7 +29,7 @@ fn run(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
     Run::new(transport, root, name, &[&SETTINGS, more].concat())
 }
 
-/// The points of a tag: step and value.
+/// Returns the points of a tag: step and value.
 fn points(found: &Value, tag: &str) -> Vec<(u64, f64)> {
     let all = found["scalars"][tag]
         .as_array()
@@ -37,7 +37,7 @@ fn points(found: &Value, tag: &str) -> Vec<(u64, f64)> {
     all.iter().map(|one| (one[0].as_u64().unwrap(), one[1].as_f64().unwrap())).collect()
 }
 
-/// The same of a file of JSON lines, as TensorBoard keeps numbers.
+/// Returns the same points from a file of JSON lines, in the f32 of TensorBoard.
 fn recorded(files: &RunFiles, file: &str, key: &str) -> Vec<(u64, f64)> {
     let values = files.numbers(file, key).into_iter().map(|value| f64::from(value as f32));
     files.numbers(file, "step").into_iter().map(|step| step as u64).zip(values).collect()
@@ -94,9 +94,9 @@ fn points_are_those_of_the_records() {
             assert!(Some(counts) == one[3].as_f64() && counts > 0.0, "{tag}: {one}");
         }
     }
-    // One of a matrix: 32 × 96 values.
+    // The matrix has 32 × 96 values.
     assert_eq!(found["histograms"]["weights/h.0.attn.c_attn.weight"][0][3].as_f64(), Some(3072.0));
-    // The norm of all gradients, from their squares.
+    // The norm of all gradients follows from their squares.
     let squares = |at: usize| -> f64 {
         let gradients = histograms.iter().filter(|(tag, _)| tag.starts_with("gradients/"));
         gradients.map(|(_, of_tensor)| of_tensor[at][5].as_f64().unwrap()).sum()
@@ -112,7 +112,7 @@ fn points_are_those_of_the_records() {
     }
 }
 
-/// Ranks hold other parts of the tensors in each layout, and the histograms have the same bits.
+/// Ranks have different parts of the tensors in each layout, but the histograms have the same bits.
 #[test]
 fn histograms_are_the_same_in_every_layout() {
     let root = tempfile::tempdir().unwrap();
@@ -143,12 +143,12 @@ fn histograms_are_the_same_in_every_layout() {
     }
 }
 
-/// Of replicas that train apart, the gradients are those of the first.
+/// With local SGD, the histograms of gradients are those of the first replica.
 #[test]
-fn replicas_that_train_apart_have_histograms() {
+fn local_sgd_has_histograms() {
     let root = tempfile::tempdir().unwrap();
-    let apart = ["local_sgd.sync_every=3", "parallel.replica=2", "checkpoint.every=3"];
-    let files = run(Simulate(2), root.path(), "x", &apart).succeeds();
+    let local_sgd = ["local_sgd.sync_every=3", "parallel.replica=2", "checkpoint.every=3"];
+    let files = run(Simulate(2), root.path(), "x", &local_sgd).succeeds();
     let Some(found) = events(&files.0) else { return };
     let of_tensor = &found["histograms"]["gradients/h.0.attn.c_attn.weight"];
     assert_eq!(
@@ -158,10 +158,10 @@ fn replicas_that_train_apart_have_histograms() {
     );
 }
 
-/// A run that was killed within a record and goes on from an older checkpoint has each point once,
-/// and the last one counts.
+/// A run that was killed while writing a record and resumes from an older checkpoint has each point
+/// once, with the last value.
 #[test]
-fn a_run_that_goes_on_has_no_point_twice() {
+fn a_resumed_run_has_no_point_twice() {
     let root = tempfile::tempdir().unwrap();
     let asked = run(Alone, root.path(), "x", &[]);
     let files = asked.succeeds();
@@ -183,9 +183,9 @@ fn a_run_that_goes_on_has_no_point_twice() {
     assert_eq!(steps("texts", "texts/banner"), [1, 5]);
 }
 
-/// Staleness of gradients, where a worker's own batches count.
+/// Asynchronous runs on parameter servers record the staleness of gradients.
 #[test]
-fn runs_on_servers_tell_staleness() {
+fn runs_on_servers_record_staleness() {
     let root = tempfile::tempdir().unwrap();
     let more = ["parameter_server.staleness=none", "log.histograms=0"];
     let asked =
@@ -208,7 +208,7 @@ fn runs_on_servers_tell_staleness() {
     );
 }
 
-/// An evaluator's result gets its point when a checkpoint is published.
+/// The result of an evaluator is added when a checkpoint is published.
 #[test]
 fn evaluations_by_evaluators_get_points() {
     let root = tempfile::tempdir().unwrap();

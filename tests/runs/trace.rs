@@ -1,4 +1,4 @@
-//! `--trace`: one file with what all ranks did, on one clock.
+//! `--trace`: one file with the spans of all ranks, on one clock.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +8,7 @@ use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::finish;
 use hpctrain_testkit::runs::{Run, json};
 
-/// A piece of time on a thread of a rank, in microseconds.
+/// A span on a thread of a rank, in microseconds.
 struct Span {
     name: String,
     kind: String,
@@ -19,7 +19,7 @@ struct Span {
     args: Value,
 }
 
-/// Trains a few steps and reads the trace.
+/// Trains a few steps, and returns the spans of the trace.
 fn trace(transport: Transport, settings: &[&str]) -> Vec<Span> {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("trace.json");
@@ -67,7 +67,7 @@ fn trace(transport: Transport, settings: &[&str]) -> Vec<Span> {
     spans.collect()
 }
 
-/// The work of every rank: each kind of span, on its thread, of the units.
+/// Checks that every rank has each kind of span, on the right thread, for all units.
 fn check_work(spans: &[Span], ranks: u64) {
     let units = BTreeSet::from(["embedding", "h.0", "h.1", "head"]);
     for rank in 0..ranks {
@@ -92,7 +92,7 @@ fn check_work(spans: &[Span], ranks: u64) {
             assert_eq!(found, times, "{kind} on rank {rank}");
         }
     }
-    // The spans of a thread are apart or one inside the other.
+    // The spans of a thread are disjoint or nested.
     for rank in 0..ranks {
         for thread in ["compute", "communication", "loader"] {
             let mut open: Vec<f64> = Vec::new();
@@ -101,7 +101,7 @@ fn check_work(spans: &[Span], ranks: u64) {
             mine.sort_by(|a, b| a.start.total_cmp(&b.start).then(b.end.total_cmp(&a.end)));
             for span in mine {
                 open.retain(|end| *end > span.start);
-                // A thousandth of a microsecond is what the numbers hold.
+                // The file has a resolution of a thousandth of a microsecond.
                 assert!(
                     open.iter().all(|end| span.end <= end + 1e-2),
                     "{} of rank {rank}",
@@ -113,7 +113,7 @@ fn check_work(spans: &[Span], ranks: u64) {
     }
 }
 
-/// Every collective is there on all ranks, says what it was, and happened at the same time.
+/// Checks that every collective is on all ranks, with its arguments, and overlaps in time.
 fn check_messages(spans: &[Span], ranks: u64, algorithm: &str) {
     let mut collectives: BTreeMap<u64, Vec<&Span>> = BTreeMap::new();
     for span in spans.iter().filter(|span| span.thread == "communication") {
@@ -133,7 +133,7 @@ fn check_messages(spans: &[Span], ranks: u64, algorithm: &str) {
         }
         let begun = of_ranks.iter().map(|span| span.start).fold(0.0, f64::max);
         let ended = of_ranks.iter().map(|span| span.end).fold(f64::INFINITY, f64::min);
-        // Nobody is done before the last one has begun. Clocks are read a little late.
+        // No rank finishes before the last one has begun. Clocks are read a little late.
         assert!(begun < ended + 50.0, "collective {number}: {begun} {ended}");
         assert!(of_ranks.iter().all(|span| span.name == of_ranks[0].name), "collective {number}");
         if of_ranks[0].kind == "all_reduce" {
@@ -164,9 +164,10 @@ fn a_trace_has_all_ranks_on_one_clock() {
     }
 }
 
-/// Replicas that train apart meet at averages alone: one message a unit, and one about the steps.
+/// With local SGD, replicas communicate only in averages: one message per unit, and one about the
+/// steps.
 #[test]
-fn replicas_that_train_apart_do_not_meet_between_averages() {
+fn local_sgd_does_not_communicate_between_averages() {
     let of_replicas = |settings: &[&str]| {
         let spans = trace(Simulate(4), settings);
         let counted = |group: &str, kind: &str| {
@@ -184,10 +185,15 @@ fn replicas_that_train_apart_do_not_meet_between_averages() {
         "checkpoint.every=6",
         "eval.every=6",
     ];
-    let (reduced, told) = of_replicas(&hybrid);
+    let (reduced, gathered) = of_replicas(&hybrid);
     assert_eq!(reduced, 6 * 4);
-    let (averaged, told_apart) = of_replicas(&[&hybrid[..], &["local_sgd.sync_every=3"]].concat());
-    assert_eq!((averaged, told - told_apart), (reduced / 3, 6 - 2), "two averages of four units");
+    let (averaged, gathered_less) =
+        of_replicas(&[&hybrid[..], &["local_sgd.sync_every=3"]].concat());
+    assert_eq!(
+        (averaged, gathered - gathered_less),
+        (reduced / 3, 6 - 2),
+        "two averages of four units"
+    );
 }
 
 #[test]

@@ -1,10 +1,10 @@
-//! `hpctrain verify`: what it finds equal, what it finds different, what it refuses.
+//! `hpctrain verify`: layouts that are equal, differences, and settings that it refuses.
 
 use std::path::Path;
 
 use hpctrain_testkit::launch::{Ended, finish, program};
 
-/// A network that takes a step in a millisecond, at a rate that moves the weights from the first.
+/// Settings of a network whose steps take a millisecond and change the weights from the first on.
 const TINY: [&str; 9] = [
     "model.layers=2",
     "model.width=32",
@@ -17,14 +17,14 @@ const TINY: [&str; 9] = [
     "run.seed=7",
 ];
 
-/// Verifies the tiny network with more settings and other arguments, in an empty directory that
-/// stays empty.
+/// Verifies the tiny network with more settings and arguments, in an empty directory that must stay
+/// empty.
 #[track_caller]
 fn verify(settings: &[&str], args: &[&str]) -> Ended {
     verify_only(&[&TINY[..], settings].concat(), args)
 }
 
-/// As [`verify`], of a network that the settings make.
+/// Verifies the network of these settings.
 #[track_caller]
 fn verify_only(settings: &[&str], args: &[&str]) -> Ended {
     let folder = tempfile::tempdir().unwrap();
@@ -36,7 +36,7 @@ fn verify_only(settings: &[&str], args: &[&str]) -> Ended {
     ended
 }
 
-/// The lines of the table with a word in them.
+/// Returns the lines of the output that contain `word`.
 fn lines<'a>(ended: &'a Ended, word: &str) -> Vec<&'a str> {
     ended.stdout.lines().filter(|line| line.contains(word)).collect()
 }
@@ -60,10 +60,9 @@ fn every_layout_gives_the_same_bits() {
     assert!(ended.stdout.ends_with("\n25 rows, 5 steps: 0 differing bits\n"), "{ended}");
 }
 
-/// The head and the loss of some rows at a time: the rows are those of a micro-batch, which all
-/// layouts have in common.
+/// Chunks of the chunked cross-entropy are rows of a micro-batch, which all layouts have in common.
 #[test]
-fn pieces_of_logits_give_the_same_bits() {
+fn chunked_cross_entropy_gives_the_same_bits() {
     let settings = [
         "parallel.virtual_ranks=4",
         "batch.global=16",
@@ -96,8 +95,8 @@ fn processes_of_mpirun_give_the_same_bits() {
     assert!(ended.stdout.ends_with("\n5 rows, 20 steps: 0 differing bits\n"), "{ended}");
 }
 
-/// Micro-batches are those of the deepest pipeline for all rows. Ranks that a pipeline cannot
-/// divide are told and counted.
+/// All rows use the micro-batches of the deepest pipeline. Rows whose ranks the pipeline does not
+/// divide are skipped and counted.
 #[test]
 fn stages_of_a_pipeline_give_the_same_bits() {
     let args = ["--pipeline", "1,2,4", "--ranks", "1,4,8", "--zero", "0,1,3", "--steps", "4"];
@@ -118,9 +117,9 @@ fn stages_of_a_pipeline_give_the_same_bits() {
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
 }
 
-/// Blocks cut into two slices, on one rank or two, with stages of a pipeline and of ZeRO.
+/// Two virtual tensor ranks on one rank or two, with pipeline and ZeRO stages.
 #[test]
-fn slices_of_blocks_give_the_same_bits() {
+fn tensor_parallelism_gives_the_same_bits() {
     let sliced = ["parallel.virtual_ranks=4", "parallel.virtual_tensor_ranks=2", "batch.global=16"];
     let args =
         ["--pipeline", "1,2", "--tensor", "1,2", "--ranks", "2,8", "--zero", "0,3", "--steps", "4"];
@@ -140,7 +139,7 @@ fn slices_of_blocks_give_the_same_bits() {
     let args = ["--tensor", "2", "--ranks", "2,4", "--zero", "0,3", "--mpi", "--steps", "4"];
     let ended = verify(&sliced, &args).succeeded();
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
-    // With as many slices as ranks sums follow the ranks.
+    // By default there are as many virtual tensor ranks as ranks, and sums depend on the ranks.
     let ended =
         verify(&["parallel.virtual_ranks=4"], &["--tensor", "2", "--ranks", "2", "--zero", "0"])
             .succeeded();
@@ -151,8 +150,9 @@ fn slices_of_blocks_give_the_same_bits() {
     assert_eq!(lines(&ended, "close       close       close").len(), 1, "{ended}");
 }
 
-/// Pipelines of one, two and four stages, each on one to eight ranks, with every stage of ZeRO: for
-/// each network, with and without recomputation, in each schedule. The settings of every case.
+/// Returns the settings of every case of pipelines of one, two and four stages, each on one to
+/// eight ranks, with every ZeRO stage: each network, with and without recomputation, in each
+/// schedule.
 fn pipelines(pictures: &Path) -> Vec<Vec<String>> {
     let text = |model: &[&str]| -> Vec<String> {
         let tiny = TINY.iter().filter(|setting| !setting.starts_with("run.seed"));
@@ -183,7 +183,7 @@ fn pipelines(pictures: &Path) -> Vec<Vec<String>> {
     let mut cases = Vec::new();
     for (i, network) in networks.into_iter().enumerate() {
         for recompute in [false, true] {
-            // Networks by layers put nothing off.
+            // Layer-list models do not support deferred wgrad.
             for schedule in if i < 3 { &["1f1b", "zero-bubble"][..] } else { &["1f1b"] } {
                 let layout = [
                     format!("parallel.recompute={recompute}"),
@@ -207,7 +207,7 @@ fn stages_of_every_network_give_the_same_bits(take: impl Fn(usize) -> bool) {
             ["--pipeline", "1,2,4", "--ranks", "1,2,4,8", "--zero", "0,1,2,3", "--steps", "3"];
         let ended = verify_only(&case, &args).succeeded();
         println!("case {i}, {case:?}\n{ended}");
-        // One rank has no two stages, and so on.
+        // One rank cannot have two stages, and so on.
         assert_eq!(lines(&ended, "skipped: pipeline(").len(), 3, "{case:?}: {ended}");
         assert!(
             ended.stdout.ends_with("\n48 rows, 3 skipped, 3 steps: 0 differing bits\n"),
@@ -221,17 +221,17 @@ fn stages_of_some_networks_give_the_same_bits() {
     stages_of_every_network_give_the_same_bits(|case| case % 5 == 1);
 }
 
-/// `scripts/test full` runs it.
+/// Only `scripts/test full` runs this.
 #[test]
 #[ignore = "672 rows take minutes"]
 fn stages_of_all_networks_give_the_same_bits() {
     stages_of_every_network_give_the_same_bits(|_| true);
 }
 
-/// Four slices, or two where keys have two heads, on one, two and four ranks, with stages of a
-/// pipeline and copies or shards of them: for each network, with rows divided and not, with and
-/// without recomputation.
-fn slices_of_every_network_give_the_same_bits(width: usize, take: impl Fn(usize) -> bool) {
+/// Four virtual tensor ranks, or two if there are two KV heads, on one, two and four ranks, with
+/// pipeline stages and replicas or shards: for each network, with and without sequence parallelism
+/// and recomputation.
+fn tensor_parallelism_of_networks_gives_the_same_bits(width: usize, take: impl Fn(usize) -> bool) {
     let llama = ["model.kind=llama", "model.kv_heads=4"];
     let grouped = ["model.kind=llama", "model.kv_heads=2", "model.tied=true"];
     let width = format!("model.width={width}");
@@ -267,8 +267,8 @@ fn slices_of_every_network_give_the_same_bits(width: usize, take: impl Fn(usize)
         ];
         let ended = verify(&[&common[..], network, &layout].concat(), &args).succeeded();
         println!("{network:?}, {layout:?}\n{ended}");
-        // One and two stages of one, two and four ranks that share blocks, alone or twice, in four
-        // stages of ZeRO.
+        // One and two pipeline stages of one, two and four tensor-parallel ranks, with one or two
+        // replicas or shards, in four ZeRO stages.
         let rows = 2 * (virtual_ranks.ilog2() as usize + 1) * 2 * 4;
         assert_eq!(lines(&ended, "equal       equal       equal").len(), rows, "{ended}");
         assert!(ended.stdout.contains(&format!("\n{rows} rows, ")), "{ended}");
@@ -277,18 +277,18 @@ fn slices_of_every_network_give_the_same_bits(width: usize, take: impl Fn(usize)
 }
 
 #[test]
-fn slices_of_some_networks_give_the_same_bits() {
-    slices_of_every_network_give_the_same_bits(32, |case| case == 5);
+fn tensor_parallelism_of_some_networks_gives_the_same_bits() {
+    tensor_parallelism_of_networks_gives_the_same_bits(32, |case| case == 5);
 }
 
-/// `scripts/test full` runs it.
+/// Only `scripts/test full` runs this.
 #[test]
 #[ignore = "512 rows take minutes"]
-fn slices_of_all_networks_give_the_same_bits() {
-    slices_of_every_network_give_the_same_bits(256, |_| true);
+fn tensor_parallelism_of_all_networks_gives_the_same_bits() {
+    tensor_parallelism_of_networks_gives_the_same_bits(256, |_| true);
 }
 
-/// A ring adds in an order of its own.
+/// The ring algorithm adds in a different order.
 #[test]
 fn a_difference_is_named() {
     for more in [&["--ranks", "4", "--zero", "0"][..], &["--ranks", "4", "--zero", "0", "--mpi"]] {
@@ -305,7 +305,7 @@ fn a_difference_is_named() {
         ] {
             assert!(said.contains(words), "{words:?} is missing: {ended}");
         }
-        // Both values, which are not the same.
+        // The message has both values, which differ.
         let values = said.split(" of 2080 is ").nth(1).unwrap();
         let (here, rest) = values.split_once(" here, ").unwrap();
         let there = rest.split_once(" on one rank").unwrap().0;
@@ -338,7 +338,7 @@ fn without_virtual_ranks_results_are_close() {
             .ends_with("\n2 rows, 2 skipped, 6 steps: all agree, 2 of them within bounds\n"),
         "{ended}"
     );
-    // One rank of its own must still give its own bits, and a copy of three virtual ranks another tree.
+    // One rank must still repeat its bits; replicas of three virtual ranks add in another tree.
     let twelve = ["parallel.virtual_ranks=12", "batch.global=12", "optimizer.kind=sgd"];
     let ended = verify(&twelve, &["--ranks", "1,6", "--zero", "1"]).succeeded();
     assert_eq!(lines(&ended, "equal       equal       equal").len(), 3, "{ended}");

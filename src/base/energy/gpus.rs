@@ -1,9 +1,10 @@
-//! The energy counters of GPUs, in millijoules since the driver was loaded (NVML, from Volta on).
+//! Reads the energy counters of GPUs by NVML: millijoules since the driver was loaded, from Volta
+//! on.
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
-/// Some GPUs of this machine.
+/// The energy counters of some GPUs of this machine.
 pub struct Gpus {
     nvml: Nvml,
     counters: Vec<Counter>,
@@ -27,13 +28,13 @@ impl Gpus {
         Ok(Self { nvml, counters })
     }
 
-    /// Joules of all of them since they were opened.
+    /// Returns the joules of all GPUs since the counters were opened.
     pub fn joules(&mut self) -> Result<f64, String> {
         for counter in &mut self.counters {
             let now = read(&self.nvml, &counter.uuid)?;
-            // It begins at 0 again when the driver is loaded anew.
-            let gone = if now >= counter.last { now - counter.last } else { now };
-            counter.joules += gone as f64 * 1e-3;
+            // The counter restarts at 0 when the driver is reloaded.
+            let used = if now >= counter.last { now - counter.last } else { now };
+            counter.joules += used as f64 * 1e-3;
             counter.last = now;
         }
         Ok(self.counters.iter().map(|counter| counter.joules).sum())
@@ -45,14 +46,14 @@ fn read(nvml: &Nvml, uuid: &str) -> Result<u64, String> {
     millijoules.map_err(|e| match e {
         NvmlError::NotSupported => {
             format!(
-                "{uuid} has no energy counter (GPUs from Volta on have one, slices of MIG none)"
+                "{uuid} has no energy counter (GPUs from Volta on have one, MIG instances do not)"
             )
         }
         other => format!("{uuid}: {other}"),
     })
 }
 
-/// NVML's name of the GPU that CUDA identifies by 32 hexadecimal digits.
+/// Returns NVML's name of the GPU with this CUDA id of 32 hexadecimal digits.
 fn uuid(id: &str) -> String {
     let groups = [0..8, 8..12, 12..16, 16..20, 20..id.len()];
     let groups = groups.map(|part| id.get(part).unwrap_or_default());

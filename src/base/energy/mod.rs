@@ -1,8 +1,8 @@
-//! Energy of a machine while a program runs: counters of its GPUs (NVML) and of its CPU packages
-//! and their DRAM (RAPL).
+//! Measures the energy of a machine while a program runs, by counters of its GPUs (NVML) and of its
+//! CPU packages and their DRAM (RAPL).
 //!
-//! Counters belong to the machine, not to a process: one process per machine reads them, and other
-//! programs on the same devices count too.
+//! The counters cover the whole machine, not one process: one process per machine reads them, and
+//! they include other programs on the same devices.
 
 mod gpus;
 mod rapl;
@@ -16,21 +16,21 @@ use serde::{Deserialize, Serialize};
 use gpus::Gpus;
 use rapl::Rapl;
 
-/// Counters are read at least this often, before one can wrap twice: RAPL's 32 bits hold 262 kJ,
-/// six minutes at 700 W.
-const KEEP_UP: Duration = Duration::from_secs(30);
+/// The longest interval between two readings, short enough that no counter wraps twice: RAPL's 32
+/// bits hold 262 kJ, six minutes at 700 W.
+const POLL_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The devices whose energy is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EnergySource {
-    /// GPUs, by NVML's counter of each.
+    /// The GPUs, by their NVML counters.
     Gpu,
-    /// CPU packages and DRAM, by RAPL.
+    /// The CPU packages and DRAM, by RAPL.
     Cpu,
 }
 
-/// The energy counters of a machine, each there or with the reason why it is not.
+/// The energy counters of a machine, or the reasons why they are not available.
 pub struct Counters {
     gpus: Result<Gpus, String>,
     cpus: Result<Rapl, String>,
@@ -44,10 +44,10 @@ impl Counters {
         Self { gpus, cpus: Rapl::open(&rapl::root()) }
     }
 
-    /// Whether the energy of `source` can be counted, and if not, why.
+    /// Checks that the energy of `source` can be measured.
     ///
     /// # Errors
-    /// Returns the reason.
+    /// Returns the reason if it cannot.
     pub fn has(&self, source: EnergySource) -> Result<(), &str> {
         let missing = match source {
             EnergySource::Gpu => self.gpus.as_ref().err(),
@@ -56,7 +56,7 @@ impl Counters {
         missing.map_or(Ok(()), |why| Err(why))
     }
 
-    /// Starts to count the energy of `sources`, of those that are there.
+    /// Starts to measure the energy of those `sources` that are available.
     pub fn start(self, sources: &[EnergySource]) -> Meter {
         let gpus = self.gpus.ok().filter(|_| sources.contains(&EnergySource::Gpu));
         let cpus = self.cpus.ok().filter(|_| sources.contains(&EnergySource::Cpu));
@@ -68,7 +68,7 @@ impl Counters {
 struct Reading {
     gpus: Option<Gpus>,
     cpus: Option<Rapl>,
-    /// Since the start, or the reason why a counter could not be read.
+    /// The energy since the start, or the reason why a counter could not be read.
     joules: Result<f64, String>,
 }
 
@@ -81,52 +81,56 @@ impl Reading {
         let cpus = self.cpus.as_mut().map_or(Ok(0.0), Rapl::joules);
         self.joules = gpus.and_then(|gpus| Ok(gpus + cpus?));
         if let Err(why) = &self.joules {
-            log::warn!("energy is no longer counted: {why}");
+            log::warn!("energy is no longer measured: {why}");
         }
     }
 }
 
-/// State that the meter shares with its thread.
+/// The state that the meter shares with its thread.
 struct Shared {
     reading: Mutex<Reading>,
-    is_over: Mutex<bool>,
-    ends: Condvar,
+    stopped: Mutex<bool>,
+    wake: Condvar,
 }
 
-/// Counts the energy of this machine from its start on.
+/// Measures the energy of this machine since the meter's creation.
 pub struct Meter {
     shared: Arc<Shared>,
-    keeper: Option<JoinHandle<()>>,
+    poller: Option<JoinHandle<()>>,
 }
 
 impl Meter {
     fn start(reading: Reading) -> Self {
         let shared = Arc::new(Shared {
             reading: Mutex::new(reading),
-            is_over: Mutex::new(false),
-            ends: Condvar::new(),
+            stopped: Mutex::new(false),
+            wake: Condvar::new(),
         });
-        let kept = shared.clone();
-        let keep_up = move || {
-            let mut is_over = kept.is_over.lock().unwrap_or_else(PoisonError::into_inner);
-            while !*is_over {
-                let waited = kept
-                    .ends
-                    .wait_timeout(is_over, KEEP_UP)
+        let thread_shared = shared.clone();
+        let poll = move || {
+            let mut stopped = thread_shared.stopped.lock().unwrap_or_else(PoisonError::into_inner);
+            while !*stopped {
+                let waited = thread_shared
+                    .wake
+                    .wait_timeout(stopped, POLL_INTERVAL)
                     .unwrap_or_else(PoisonError::into_inner);
-                is_over = waited.0;
-                kept.reading.lock().unwrap_or_else(PoisonError::into_inner).update();
+                stopped = waited.0;
+                thread_shared.reading.lock().unwrap_or_else(PoisonError::into_inner).update();
             }
         };
-        // Without the thread only a counter that wraps twice between two readings is wrong.
-        let keeper = std::thread::Builder::new().name("energy".into()).spawn(keep_up);
+        // Without the thread, only counters that wrap twice between two readings are wrong.
+        let poller = std::thread::Builder::new().name("energy".into()).spawn(poll);
         Self {
             shared,
-            keeper: keeper.inspect_err(|e| log::warn!("no thread reads energy counters: {e}")).ok(),
+            poller: poller
+                .inspect_err(|e| {
+                    log::warn!("cannot start the thread that reads energy counters: {e}")
+                })
+                .ok(),
         }
     }
 
-    /// Joules since the start; none once a counter could not be read.
+    /// Returns the joules since the start, or `None` after a counter could not be read.
     pub fn joules(&self) -> Option<f64> {
         let mut reading = self.shared.reading.lock().unwrap_or_else(PoisonError::into_inner);
         reading.update();
@@ -136,16 +140,16 @@ impl Meter {
 
 impl Drop for Meter {
     fn drop(&mut self) {
-        *self.shared.is_over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.shared.ends.notify_all();
-        if let Some(keeper) = self.keeper.take() {
-            drop(keeper.join());
+        *self.shared.stopped.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.shared.wake.notify_all();
+        if let Some(poller) = self.poller.take() {
+            drop(poller.join());
         }
     }
 }
 
-/// A machine's identity, the same for all processes on it, also in containers; the host's name
-/// where the system does not say.
+/// Returns an identifier of the machine that is the same for all processes on it, also in
+/// containers: the boot id, or `host` if it cannot be read.
 pub fn machine(host: &str) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
     boot.map_or_else(|_| host.to_owned(), |id| id.trim().to_owned())

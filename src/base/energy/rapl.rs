@@ -1,19 +1,20 @@
-//! RAPL: energy counters of CPU packages and their DRAM, as Linux shows them below
+//! Reads RAPL energy counters of CPU packages and their DRAM, which Linux provides below
 //! /sys/class/powercap (Intel, and AMD from family 17h on).
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Directory of the counters; the variable names another one, such as the host's in a container.
+/// The directory of the counters, and the variable that overrides it, for example with the host's
+/// in a container.
 const ROOT: &str = "/sys/class/powercap";
 const ROOT_VARIABLE: &str = "HPCTRAIN_POWERCAP_ROOT";
 
-/// The directory of the counters.
+/// Returns the directory of the counters.
 pub fn root() -> PathBuf {
     std::env::var_os(ROOT_VARIABLE).map_or_else(|| ROOT.into(), PathBuf::from)
 }
 
-/// The counters of all CPU packages, and of their DRAM where it is counted apart.
+/// The counters of all CPU packages, and of their DRAM where it has a separate counter.
 pub struct Rapl {
     zones: Vec<Zone>,
 }
@@ -23,7 +24,7 @@ struct Zone {
     path: PathBuf,
     /// The last value, in µJ.
     last: u64,
-    /// The value after which it begins at 0 again, in µJ.
+    /// The value after which it wraps to 0, in µJ.
     range: u64,
     joules: f64,
 }
@@ -53,24 +54,25 @@ impl Rapl {
         Ok(Self { zones })
     }
 
-    /// Joules since they were opened.
+    /// Returns the joules since the counters were opened.
     pub fn joules(&mut self) -> Result<f64, String> {
         for zone in &mut self.zones {
             let now = read(&zone.path)?;
-            let gone = if now >= zone.last {
+            let used = if now >= zone.last {
                 now - zone.last
             } else {
                 (zone.range - zone.last.min(zone.range)) + now
             };
-            zone.joules += gone as f64 * 1e-6;
+            zone.joules += used as f64 * 1e-6;
             zone.last = now;
         }
         Ok(self.zones.iter().map(|zone| zone.joules).sum())
     }
 }
 
-/// Whether a zone is a package, or DRAM, which no package includes. `core` and `uncore` are parts
-/// of packages, `psys` includes them, and `intel-rapl-mmio` has the same packages once more.
+/// Returns true if a zone is a package, or DRAM, which packages do not include. `core` and `uncore`
+/// are parts of packages, `psys` includes packages, and `intel-rapl-mmio` has the same packages
+/// again.
 fn is_counted(zone: &Path) -> bool {
     let is_rapl = zone
         .file_name()
@@ -89,7 +91,7 @@ fn read(path: &Path) -> Result<u64, String> {
 mod tests {
     use super::*;
 
-    /// A counter as Linux shows it.
+    /// Writes a counter as Linux provides it.
     fn plant(root: &Path, zone: &str, name: &str, energy: u64) {
         let zone = root.join(zone);
         fs::create_dir_all(&zone).unwrap();
@@ -109,7 +111,7 @@ mod tests {
         plant(root, "intel-rapl-mmio:0", "package-0", 5);
         let mut rapl = Rapl::open(root).unwrap();
         assert_eq!(rapl.joules(), Ok(0.0));
-        // 850 µJ to the end of its range, and 2 J more; those that are parts of others do not
+        // 850 µJ to the end of the range, and 2 J more. Zones that are parts of others do not
         // count.
         plant(root, "intel-rapl:0", "package-0", 2_000_000);
         for zone in ["intel-rapl:0:0", "intel-rapl:1", "intel-rapl-mmio:0"] {

@@ -1,4 +1,4 @@
-//! The layout of tensors: units, offsets, owned ranges. Integers in, integers out.
+//! The layout of tensors in units: offsets and owned ranges. It computes with integers only.
 
 mod tensor_shards;
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 pub use tensor_shards::{Cut, ShardSlab, TensorShards};
 
-/// Initial values of a tensor.
+/// The initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
     /// All zero.
@@ -23,23 +23,25 @@ pub enum Init {
 /// One named parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tensor {
-    /// Unique in the model, in the field's usual spelling: `h.0.attn.c_attn.weight`.
+    /// The name, unique in the model, in the usual spelling: `h.0.attn.c_attn.weight`.
     pub name: String,
-    /// Extent of every dimension, row-major.
+    /// The extent of every dimension, row-major.
     pub shape: Vec<usize>,
-    /// Its initial values.
+    /// The initial values.
     pub init: Init,
-    /// Not trained, but an average: each step moves it by this part of the way to the values in its
-    /// gradient.
+    /// For a running average, which is not trained: each step moves it by this fraction of the way
+    /// to the values in its gradient.
     pub average: Option<f32>,
-    /// Whether the first backward of a virtual rank overwrites its gradient: it need not be zeroed before.
+    /// Whether the first backward of a virtual rank overwrites its gradient: it need not be zeroed
+    /// before.
     pub overwritten: bool,
-    /// Its division among virtual tensor ranks; none where every virtual rank has all of it.
+    /// The division among virtual tensor-parallel ranks; `None` if every virtual rank has all of
+    /// it.
     pub cut: Option<Cut>,
 }
 
 impl Tensor {
-    /// A parameter.
+    /// Creates a trained parameter.
     pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
         Self {
             name: name.into(),
@@ -51,23 +53,24 @@ impl Tensor {
         }
     }
 
-    /// A running average that a step moves by this part of the way to the step's own value.
+    /// Creates a running average, which each step moves by the fraction `rate` of the way to the
+    /// step's value.
     pub fn average(name: impl Into<String>, shape: &[usize], init: Init, rate: f32) -> Self {
         Self { average: Some(rate), ..Self::new(name, shape, init) }
     }
 
-    /// The same, of a block whose backward overwrites its gradient when it is the first.
+    /// Marks the tensor as one whose gradient the first backward overwrites.
     pub fn overwritten(self) -> Self {
         Self { overwritten: true, ..self }
     }
 
-    /// The same, divided among virtual tensor ranks.
+    /// Divides the tensor among virtual tensor-parallel ranks.
     pub fn cut(self, cut: Cut) -> Self {
         Self { cut: Some(cut), ..self }
     }
 
-    /// Its place among the tensors of a unit: decayed ones, then the other trained ones, then
-    /// averages.
+    /// Returns the sort key among the tensors of a unit: decayed tensors, then the other trained
+    /// ones, then averages.
     pub fn order(&self) -> u8 {
         match (self.average, self.decays()) {
             (Some(_), _) => 2,
@@ -76,42 +79,42 @@ impl Tensor {
         }
     }
 
-    /// Elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether it has no elements.
+    /// Returns true if the tensor has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether weight decay applies: to matrices, not to biases and norms.
+    /// Returns true if weight decay applies: to matrices, but not to biases and norms.
     pub fn decays(&self) -> bool {
         self.shape.len() >= 2 && self.average.is_none()
     }
 }
 
-/// Elements of the tensors that are trained.
+/// Returns the number of elements of the tensors that are trained.
 pub fn trained(tensors: &[Tensor]) -> usize {
     tensors.iter().filter(|tensor| tensor.average.is_none()).map(Tensor::len).sum()
 }
 
-/// The flat storage of one block's parameters on a rank: a section for each virtual tensor rank that it
-/// holds.
+/// The flat storage of a unit's parameters on a rank, with a section for each virtual
+/// tensor-parallel rank that it holds.
 ///
-/// In a section the virtual rank's parts of cut tensors come first, then a copy of every whole tensor, then
-/// padding; among each, decayed tensors come first and averages last. Without tensor parallelism
-/// there is one section, with everything.
+/// A section has the virtual rank's shards of cut tensors, then a copy of every whole tensor, then
+/// padding; in each of these, decayed tensors come first and averages last. Without tensor
+/// parallelism there is one section with everything.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UnitLayout {
-    /// Name for traces and errors.
+    /// The name for traces and errors.
     pub name: Arc<str>,
     /// The tensors in storage order, with their whole shapes.
     pub tensors: Vec<Tensor>,
-    /// Elements of a section: those in use, padded so that it can be cut into equal, aligned parts.
+    /// The elements of a section, padded so that it can be divided into equal, aligned parts.
     pub section: usize,
-    /// Elements stored.
+    /// The total number of stored elements.
     pub padded: usize,
     /// The virtual ranks of the sections.
     slices: TensorShards,
@@ -119,36 +122,36 @@ pub struct UnitLayout {
     sections: Vec<Section>,
 }
 
-/// The place of a part of a tensor.
+/// The storage of a part of a tensor.
 #[derive(Debug, Clone, PartialEq)]
 struct Place {
     tensor: usize,
     slab: ShardSlab,
     range: Range<usize>,
-    /// Whether another virtual rank's section answers for the tensor.
+    /// Whether this is a copy of a tensor that another virtual rank's section owns.
     is_copy: bool,
 }
 
-/// Ranges of a section, in elements of the unit.
+/// The ranges of a section, in elements of the unit.
 #[derive(Debug, Clone, PartialEq)]
 struct Section {
-    /// Elements whose gradients count.
+    /// The elements whose gradients count.
     counted: Range<usize>,
     /// The whole tensors.
     whole: Range<usize>,
 }
 
-/// Elements that an equal part of a section is a multiple of: a cache line of f32.
+/// The alignment of parts of a section, in elements: a cache line of f32.
 const ALIGN: usize = 16;
 
 impl UnitLayout {
-    /// Lays out `tensors`, uncut, so that the unit can be cut into `parts` equal parts.
+    /// Lays out whole `tensors` so that the unit can be divided into `parts` equal parts.
     pub fn new(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize) -> Self {
         Self::sliced(name, tensors, parts, &TensorShards::whole())
     }
 
-    /// Lays out the part of `tensors` of some virtual tensor ranks, so that each section can be cut into
-    /// `parts` equal parts.
+    /// Lays out the shards of `tensors` of some virtual tensor-parallel ranks, so that each section
+    /// can be divided into `parts` equal parts.
     pub fn sliced(
         name: impl Into<Arc<str>>,
         tensors: Vec<Tensor>,
@@ -167,7 +170,7 @@ impl UnitLayout {
         let len = |tensor: &Tensor, virtual_rank| {
             tensor.slabs(slices, virtual_rank).iter().map(|slab| slab.range.len()).sum::<usize>()
         };
-        // The first virtual rank has most.
+        // The first virtual rank has the most elements.
         let section = tensors
             .iter()
             .map(|tensor| len(tensor, 0))
@@ -199,7 +202,7 @@ impl UnitLayout {
                 }
             }
             let counted = match virtual_rank {
-                // Padding has no gradient, and sums are fastest over whole parts.
+                // Padding has no gradient, and sums over whole parts are the fastest.
                 0 if trained_end == end => start + section,
                 0 => trained_end,
                 _ => cut_end,
@@ -218,18 +221,18 @@ impl UnitLayout {
         }
     }
 
-    /// The virtual tensor ranks of the sections.
+    /// Returns the virtual tensor-parallel ranks of the sections.
     pub fn slices(&self) -> &TensorShards {
         &self.slices
     }
 
-    /// Each tensor's range, where all are whole.
+    /// Iterates over the tensors and their ranges; for units without tensor parallelism.
     pub fn ranges(&self) -> impl Iterator<Item = (&Tensor, Range<usize>)> {
         self.places.iter().map(|place| (&self.tensors[place.tensor], place.range.clone()))
     }
 
-    /// The elements whose gradients backwards only ever add to, so that they begin with zeros;
-    /// padding is among them.
+    /// Returns the elements whose gradients must be zeroed before the first backward, because
+    /// backwards only add to them. Padding is included.
     pub fn zeroed(&self) -> Vec<Range<usize>> {
         let mut zeroed = Vec::new();
         let mut from = 0;
@@ -244,43 +247,44 @@ impl UnitLayout {
         zeroed
     }
 
-    /// The elements of `range`, which is within one section, whose gradients count: not those of
-    /// averages, and those of whole tensors in one virtual rank only.
+    /// Returns the elements of `range`, which must lie within one section, whose gradients count:
+    /// not those of averages, and those of whole tensors only in one virtual rank.
     pub fn counted(&self, range: Range<usize>) -> Range<usize> {
         let end = self.sections[range.start / self.section].counted.end;
         range.start.min(end)..range.end.min(end)
     }
 
-    /// Whether the section of element `at` has but a copy of tensor `tensor`, for which another one
-    /// answers.
+    /// Returns true if the section of element `at` has only a copy of tensor `tensor`, which
+    /// another section owns.
     pub fn is_copy(&self, at: usize, tensor: usize) -> bool {
         self.tensors[tensor].cut.is_none() && self.slices.held.start + at / self.section > 0
     }
 
-    /// The elements of whole tensors, of which every section has a copy; none with one virtual rank.
+    /// Iterates over the elements of whole tensors, of which every section has a copy. Empty with
+    /// one virtual rank.
     pub fn copies(&self) -> impl Iterator<Item = Range<usize>> {
         let is_cut = self.slices.total > 1;
         self.sections.iter().filter(move |_| is_cut).map(|section| section.whole.clone())
     }
 
-    /// In each section, the elements of the first tensor, which is the one that other blocks
-    /// borrow.
+    /// Iterates over the elements of the first tensor in each section, which is the one that other
+    /// units tie to.
     pub fn first_tensor(&self) -> impl Iterator<Item = Range<usize>> {
         self.places.iter().filter(|place| place.tensor == 0).map(|place| place.range.clone())
     }
 
-    /// Part `index` of `count` equal parts of the padded unit.
+    /// Returns part `index` of `count` equal parts of the padded unit.
     pub fn part(&self, index: usize, count: usize) -> Range<usize> {
         part(self.padded, index, count)
     }
 
-    /// The parts of tensors that lie in `owned` and that the unit answers for: every element of a
-    /// tensor is a piece of one virtual rank.
+    /// Iterates over the parts of tensors in `owned`, without copies: every element of a tensor
+    /// belongs to a piece of one virtual rank.
     pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
         self.select(owned, false)
     }
 
-    /// As [`UnitLayout::pieces`], with the copies of whole tensors.
+    /// Iterates over the parts of tensors in `owned`, including copies of whole tensors.
     pub fn stored(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
         self.select(owned, true)
     }
@@ -304,22 +308,22 @@ impl UnitLayout {
 /// A range of a tensor, or of some columns of a matrix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorRange {
-    /// Name of the tensor.
+    /// The name of the tensor.
     pub tensor: String,
-    /// The columns of the matrix that the range is of; none are all of the tensor.
+    /// The columns of the matrix that the range covers; `None` for the whole tensor.
     pub columns: Option<Range<usize>>,
-    /// Flat elements of the tensor, or of the matrix of these columns.
+    /// The flat elements of the tensor, or of the matrix of these columns.
     pub range: Range<usize>,
 }
 
 /// The part of a tensor that lies in an owned range of a unit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Piece<'a> {
-    /// Number of the tensor in the unit.
+    /// The number of the tensor in the unit.
     pub index: usize,
     /// The tensor.
     pub tensor: &'a Tensor,
-    /// The columns of the matrix that the piece is of; none are all of the tensor.
+    /// The columns of the matrix that the piece covers; `None` for the whole tensor.
     pub columns: Option<Range<usize>>,
     /// The overlap, in flat elements of the tensor, or of the matrix of these columns.
     pub of_tensor: Range<usize>,
@@ -328,10 +332,10 @@ pub struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// The piece as runs of elements that follow each other in the whole tensor: the first one's
-    /// index among the tensor's flat elements, and the run as a range of the owned range.
+    /// Iterates over the runs of elements that are contiguous in the whole tensor: the flat index
+    /// of a run's first element in the tensor, and the run in elements of the owned range.
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
-        // Without columns, and with all of them, the piece is one run: of a matrix with a single
+        // Without columns, or with all of them, the piece is a single run, like a matrix with one
         // row.
         let (columns, stride) = match (&self.columns, &self.tensor.shape[..]) {
             (Some(columns), &[_, stride]) if columns.len() < stride => (columns.clone(), stride),
@@ -350,7 +354,7 @@ impl Piece<'_> {
     }
 }
 
-/// Part `index` of `count` equal parts of `len` elements; `count` divides `len`.
+/// Returns part `index` of `count` equal parts of `len` elements. `count` must divide `len`.
 pub fn part(len: usize, index: usize, count: usize) -> Range<usize> {
     debug_assert_eq!(len % count, 0);
     let size = len / count;
@@ -415,7 +419,7 @@ mod tests {
         ) {
             let tensor = Tensor::new("w", &[5, 7], Init::Zeros);
             let columns: Option<Range<usize>> = columns.map(|(start, end)| start..end);
-            // The elements that the piece counts, by their indices in the tensor.
+            // The indices in the tensor of the elements that the piece covers.
             let counted: Vec<usize> =
                 (0..35).filter(|i| columns.as_ref().is_none_or(|columns| columns.contains(&(i % 7)))).collect();
             let of_tensor = ends.0.min(ends.1).min(counted.len())..ends.0.max(ends.1).min(counted.len());

@@ -1,56 +1,58 @@
-//! The division of blocks into virtual ranks along the tensor axis. Integers in, integers out.
+//! Tensor parallelism: the division of tensors among virtual ranks. It computes with integers only.
 //!
-//! A network is cut into a fixed number of virtual tensor ranks, each with some heads, some columns of the
-//! hidden layers and some rows of the vocabulary. A rank holds consecutive virtual ranks and computes one
-//! after the other: a product has the same shape whichever rank computes it, and sums over virtual ranks
-//! are added in one tree, so that every number of ranks gives the same bits.
+//! A model is divided among a fixed number of virtual tensor-parallel ranks, each with some heads,
+//! some columns of the hidden layers and some rows of the vocabulary. A rank holds consecutive
+//! virtual ranks and computes one after the other: a GEMM has the same shape on any rank, and sums
+//! over virtual ranks use one tree, so that every number of ranks gives the same bits.
 
 use std::ops::Range;
 
 use super::{Tensor, part};
 
-/// The division of a tensor among virtual tensor ranks. A tensor without one is whole in every virtual rank.
+/// The division of a tensor among virtual tensor-parallel ranks. Tensors without one are whole in
+/// every virtual rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cut {
-    /// By rows. So many equal segments lie one after the other, and a virtual rank has its share of each.
+    /// By rows, of several consecutive segments of equal length. A virtual rank has its share of
+    /// each.
     Rows {
-        /// Segments.
+        /// The number of segments.
         segments: usize,
     },
-    /// By columns, of a matrix.
+    /// By the columns of a matrix.
     Columns,
 }
 
-/// The virtual tensor ranks that a rank holds.
+/// The virtual tensor-parallel ranks that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorShards {
-    /// Virtual ranks in all.
+    /// The total number of virtual ranks.
     pub total: usize,
-    /// Those of this rank.
+    /// The virtual ranks of this rank.
     pub held: Range<usize>,
-    /// Whether rows between the blocks' products are divided among ranks too: sequence parallelism.
+    /// Whether sequence parallelism is used: activations outside GEMMs are sharded by rows, too.
     pub sequence: bool,
 }
 
 impl TensorShards {
-    /// One virtual rank, which is everything.
+    /// Creates a division with one virtual rank, which has everything.
     pub fn whole() -> Self {
         Self { total: 1, held: 0..1, sequence: false }
     }
 
-    /// The virtual ranks of rank `rank` of `ranks`, which divide `total`.
+    /// Creates the division for rank `rank` of `ranks`, which must divide `total`.
     pub fn of_rank(total: usize, rank: usize, ranks: usize, sequence: bool) -> Self {
         Self { total, held: part(total, rank, ranks), sequence }
     }
 
-    /// Ranks that divide the virtual ranks among themselves.
+    /// Returns the number of ranks that the virtual ranks are divided among.
     pub fn ranks(&self) -> usize {
         self.total / self.held.len()
     }
 
-    /// The elements of each virtual rank of this rank, in a buffer with the rows of one virtual rank's
-    /// [share](TensorShards::share) of `len` columns after those of another's; from a row of so
-    /// many columns to the next it is `stride` elements.
+    /// Returns the elements of each virtual rank of this rank in a buffer that has, one virtual
+    /// rank after the other, `rows` rows of its [share](TensorShards::share) of `len` columns.
+    /// `stride` returns the distance of rows with a given number of columns.
     pub fn of_virtual_ranks(
         &self,
         rows: usize,
@@ -65,8 +67,9 @@ impl TensorShards {
         ends.collect()
     }
 
-    /// Of so many rows of the stream, those of this rank. Ranks do not divide them where they are
-    /// no multiple of the virtual ranks, which happens outside training only.
+    /// Returns which of `rows` rows of activations this rank has under sequence parallelism. Ranks
+    /// have all of them if the number is not a multiple of the virtual ranks, which happens only
+    /// outside training.
     pub fn rows(&self, rows: usize) -> Range<usize> {
         if !self.divides(rows) {
             return 0..rows;
@@ -74,21 +77,21 @@ impl TensorShards {
         rows / self.total * self.held.start..rows / self.total * self.held.end
     }
 
-    /// Whether ranks divide so many rows of the stream.
+    /// Returns true if `rows` rows of activations are sharded by sequence parallelism.
     pub fn divides(&self, rows: usize) -> bool {
         self.sequence && self.ranks() > 1 && rows.is_multiple_of(self.total)
     }
 
-    /// Of `len` things in a row, those of a virtual rank: equally many, but fewer in the last virtual ranks where
-    /// they do not divide.
+    /// Returns which of `len` items a virtual rank has: equally many, but fewer in the last virtual
+    /// ranks if their number does not divide `len`.
     pub fn share(&self, len: usize, virtual_rank: usize) -> Range<usize> {
         let most = len.div_ceil(self.total);
         (virtual_rank * most).min(len)..((virtual_rank + 1) * most).min(len)
     }
 
-    /// Elements of a row that live at once while `len` elements are summed over virtual ranks: the partial
-    /// sums of a tree, and all rows of an operand where ranks divide them. None without virtual ranks,
-    /// where a product needs no memory but its result's.
+    /// Returns the scratch elements per row while `len` elements are summed over virtual ranks: the
+    /// partial sums of the tree, and an operand with all rows under sequence parallelism. 0 with
+    /// one virtual rank, where a GEMM needs no memory but its result's.
     pub fn sums(&self, len: usize) -> usize {
         match self.total {
             1 => 0,
@@ -96,13 +99,14 @@ impl TensorShards {
         }
     }
 
-    /// Elements of a row of a buffer with all rows, where ranks divide them.
+    /// Returns the elements per row of a buffer with all gathered rows under sequence parallelism,
+    /// and 0 without it.
     pub fn gathered(&self, len: usize) -> usize {
         if self.sequence && self.ranks() > 1 { len } else { 0 }
     }
 
-    /// Elements of a row of a buffer whose rows are divided among ranks with
-    /// [`TensorShards::sequence`], for each row of the whole.
+    /// Returns the elements of a buffer that is sharded under sequence parallelism, per row of the
+    /// whole.
     pub fn own(&self, len: usize) -> usize {
         if self.sequence { len.div_ceil(self.ranks()) } else { len }
     }
@@ -111,14 +115,14 @@ impl TensorShards {
 /// A part of a tensor: consecutive elements of it, or of some of its columns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShardSlab {
-    /// The columns; none are all.
+    /// The columns; `None` for all.
     pub columns: Option<Range<usize>>,
-    /// Flat elements, of the matrix of these columns.
+    /// The flat elements of the matrix of these columns.
     pub range: Range<usize>,
 }
 
 impl Tensor {
-    /// The parts of the tensor that a virtual rank has, in the order of its storage.
+    /// Returns the parts of the tensor that a virtual rank has, in storage order.
     pub fn slabs(&self, slices: &TensorShards, virtual_rank: usize) -> Vec<ShardSlab> {
         let rows = self.shape.first().copied().unwrap_or(1);
         let columns = self.len() / rows.max(1);
@@ -176,7 +180,7 @@ mod tests {
         let slices = TensorShards::of_rank(8, 1, 4, true);
         assert_eq!((slices.held.clone(), slices.ranks(), slices.own(64)), (2..4, 4, 16));
         assert_eq!((slices.rows(64), slices.rows(7)), (16..32, 0..7));
-        // Of 23 columns a virtual rank has three, the last two.
+        // A virtual rank has three of 23 columns, the last one two.
         assert_eq!(slices.of_virtual_ranks(10, 23, |columns| columns), [0..30, 30..60]);
         assert_eq!(
             TensorShards::of_rank(8, 3, 4, true).of_virtual_ranks(10, 23, |columns| columns),

@@ -1,9 +1,8 @@
-//! Activity of the threads of a rank: the watchdog reads it at any time, `--trace` writes it down
-//! afterwards.
+//! Records the activity of a rank's threads, for the watchdog and for `--trace`.
 //!
 //! A thread registers with its rank once ([`Activity::here`]) and then marks its work with
-//! [`span`]. A thread that belongs to no rank may do so too: nothing is kept. A span costs two
-//! readings of the clock; only while the rank [records](Activity::record) is anything stored.
+//! [`span`]. Spans of threads without a rank are ignored. A span reads the clock twice; it is
+//! stored only while the rank [records](Activity::record).
 
 mod clock;
 
@@ -13,27 +12,27 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use clock::now;
 
-/// Events that a rank keeps at most: some 100 MiB.
-const MOST: usize = 1 << 20;
+/// The most events that a rank keeps: some 100 MiB.
+const MAX_EVENTS: usize = 1 << 20;
 
 /// A thread of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Track {
-    /// Runs the training loop.
+    /// The thread that runs the training loop.
     Compute,
-    /// Talks to the other ranks.
+    /// The thread that communicates with other ranks.
     Communication,
-    /// Reads data ahead.
+    /// The thread that prefetches data.
     Loader,
-    /// Writes checkpoints.
+    /// The thread that writes checkpoints.
     Saver,
 }
 
 impl Track {
-    /// All of them.
+    /// All tracks.
     pub const ALL: [Self; 4] = [Self::Compute, Self::Communication, Self::Loader, Self::Saver];
 
-    /// Its name in reports.
+    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Compute => "compute",
@@ -44,10 +43,10 @@ impl Track {
     }
 }
 
-/// Activity of a thread.
+/// The activity of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Doing {
-    /// Nothing of the below.
+    /// None of the following.
     Other,
     /// Compute waits for the loader.
     Loading,
@@ -57,7 +56,7 @@ pub enum Doing {
     Loss,
     /// A block computes its gradients.
     Backward,
-    /// The gradients of a block's weights that its backward has put off.
+    /// A block's deferred weight gradients (wgrad) are computed.
     Weights,
     /// The optimizer updates a unit.
     Update,
@@ -67,20 +66,20 @@ pub enum Doing {
     Checkpoint,
     /// A checkpoint is read.
     Restore,
-    /// The model writes text.
+    /// The model generates text.
     Sampling,
     /// The loader reads a batch.
     Reading,
     /// Compute waits for messages.
     Waiting,
-    /// A worker takes parameters from servers.
+    /// A worker pulls parameters from parameter servers.
     Pulling,
-    /// A worker gives gradients to servers.
+    /// A worker pushes gradients to parameter servers.
     Pushing,
 }
 
 impl Doing {
-    /// By their numbers.
+    /// All activities, by their numbers.
     const ALL: [Self; 15] = [
         Self::Other,
         Self::Loading,
@@ -99,7 +98,7 @@ impl Doing {
         Self::Pushing,
     ];
 
-    /// Its name in reports.
+    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Other => "other work",
@@ -121,44 +120,44 @@ impl Doing {
     }
 }
 
-/// Description of a message, for an event of the communication thread.
+/// The details of a collective, for an event of the communication thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
-    /// Running number among the collectives of the rank.
+    /// The running number among the collectives of the rank.
     pub number: u64,
-    /// Name of the group.
+    /// The name of the group.
     pub group: &'static str,
-    /// Ranks in it.
+    /// The number of ranks in the group.
     pub ranks: usize,
-    /// Bytes of the operand.
+    /// The size of the operand in bytes.
     pub bytes: usize,
-    /// Algorithm of the collective.
+    /// The algorithm of the collective.
     pub algorithm: &'static str,
 }
 
-/// A piece of time that a thread spent. Times are those of [`now`].
+/// A recorded span of a thread's work. Times are those of [`now`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SpanEvent {
     /// The thread.
     pub track: Track,
-    /// Name of the work.
+    /// The name of the work.
     pub name: &'static str,
-    /// Name of the block that it concerns.
+    /// The name of the unit that it concerns.
     pub unit: Option<Arc<str>>,
-    /// When it began.
+    /// The start time.
     pub start: u64,
-    /// When it was done.
+    /// The end time.
     pub end: u64,
-    /// On the communication thread, the message.
+    /// The collective, on the communication thread.
     pub message: Option<Message>,
 }
 
-/// Events as they come, and the number of those that found no room.
+/// Recorded events, and the number of those that were dropped.
 #[derive(Debug, Default)]
 pub struct Events {
-    /// In the order of their ends.
+    /// The events, in the order of their ends.
     pub kept: Vec<SpanEvent>,
-    /// Events beyond the most that are kept.
+    /// The number of events that were dropped because the limit was reached.
     pub lost: u64,
 }
 
@@ -167,18 +166,18 @@ pub struct Events {
 pub struct Activity(Arc<Inner>);
 
 struct Inner {
-    /// Activity of the compute thread, in the lowest 8 bits, and its start, in microseconds.
+    /// The activity of the compute thread, in the lowest 8 bits, and its start in microseconds.
     phase: AtomicU64,
     recording: AtomicBool,
     events: Mutex<Events>,
 }
 
 thread_local! {
-    /// Rank and track of this thread.
+    /// The rank and track of this thread.
     static HERE: RefCell<Option<(Activity, Track)>> = const { RefCell::new(None) };
 }
 
-/// A phase and its start in one word.
+/// Packs a phase and its start into one word.
 fn pack(doing: Doing, since: u64) -> u64 {
     (since / 1000) << 8 | doing as u64
 }
@@ -191,44 +190,44 @@ impl Default for Activity {
 }
 
 impl Activity {
-    /// The rank that the calling thread belongs to.
+    /// Returns the activity of the rank that the calling thread belongs to.
     pub fn current() -> Option<Self> {
         HERE.with_borrow(|here| here.as_ref().map(|(activity, _)| activity.clone()))
     }
 
-    /// The calling thread belongs to this rank from now on.
+    /// Registers the calling thread as a thread of this rank.
     pub fn here(&self, track: Track) {
         HERE.set(Some((self.clone(), track)));
     }
 
-    /// Activity of the compute thread, and its start.
+    /// Returns the activity of the compute thread, and its start.
     pub fn phase(&self) -> (Doing, u64) {
         let word = self.0.phase.load(Ordering::Relaxed);
         let doing = Doing::ALL.get((word & 0xff) as usize).copied();
         (doing.unwrap_or(Doing::Other), (word >> 8) * 1000)
     }
 
-    /// Keeps events from now on, or no longer.
+    /// Starts or stops recording events.
     pub fn record(&self, on: bool) {
         self.0.recording.store(on, Ordering::Relaxed);
     }
 
-    /// Whether events are kept.
+    /// Returns true if events are recorded.
     pub fn records(&self) -> bool {
         self.0.recording.load(Ordering::Relaxed)
     }
 
-    /// Keeps an event, if there is room.
+    /// Stores an event, unless the limit is reached.
     pub fn keep(&self, event: SpanEvent) {
         let mut events = self.events();
-        if events.kept.len() < MOST {
+        if events.kept.len() < MAX_EVENTS {
             events.kept.push(event);
         } else {
             events.lost += 1;
         }
     }
 
-    /// Everything kept so far; nothing of it stays.
+    /// Takes all events recorded so far.
     pub fn take(&self) -> Events {
         std::mem::take(&mut *self.events())
     }
@@ -238,7 +237,7 @@ impl Activity {
     }
 }
 
-/// Work under way; done when it is dropped.
+/// A guard of work in progress, which ends when the guard is dropped.
 #[must_use = "the work ends where this is dropped"]
 pub struct Span(Option<Open>);
 
@@ -248,17 +247,17 @@ struct Open {
     doing: Doing,
     unit: Option<Arc<str>>,
     start: u64,
-    /// The phase that comes back afterwards.
+    /// The phase to restore afterwards.
     before: u64,
 }
 
-/// The calling thread begins to do something with a unit.
+/// Begins a span of work of the calling thread on a unit.
 pub fn span(doing: Doing, unit: Option<&Arc<str>>) -> Span {
     let here = HERE.with_borrow(Clone::clone);
     Span(here.map(|(activity, track)| {
         let start = now();
         let before = activity.0.phase.load(Ordering::Relaxed);
-        // A wait says little; the work around it says more.
+        // The work around a wait is the more informative phase.
         if track == Track::Compute && doing != Doing::Waiting {
             activity.0.phase.store(pack(doing, start), Ordering::Relaxed);
         }

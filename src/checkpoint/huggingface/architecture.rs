@@ -1,4 +1,4 @@
-//! `config.json`: which family it is of.
+//! `config.json`: detection of the model family.
 
 use std::path::Path;
 
@@ -11,8 +11,8 @@ use hpctrain_config::Model;
 use hpctrain_data::Tokenizer;
 use hpctrain_nn::Network;
 
-/// Tokens that begin and end a text: null where there are none, else a reader would take its
-/// family's own for them.
+/// The tokens that begin and end a text. Absent ones are written as null, because a reader would
+/// otherwise use the defaults of the model family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Tokens {
     bos_token_id: Option<u32>,
@@ -20,14 +20,14 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Those of a tokenizer.
+    /// Returns the tokens of a tokenizer.
     pub fn of(tokenizer: Option<&Tokenizer>) -> Self {
         let [bos_token_id, eos_token_id] = tokenizer.map_or([None, None], Tokenizer::ends);
         Self { bos_token_id, eos_token_id }
     }
 }
 
-/// Description of a network in `config.json`.
+/// The description of a network in `config.json`.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub enum Architecture {
@@ -36,10 +36,10 @@ pub enum Architecture {
 }
 
 impl Architecture {
-    /// The architecture of a network of ours, whose text `tokenizer` turned into token ids.
+    /// Creates the architecture of a network whose text is tokenized by `tokenizer`.
     ///
     /// # Errors
-    /// It is of no family that is known there.
+    /// Returns an error if Hugging Face has no such model family.
     pub fn of(network: &Network, tokenizer: Option<&Tokenizer>) -> Result<Self> {
         let tokens = Tokens::of(tokenizer);
         match network {
@@ -54,7 +54,8 @@ impl Architecture {
     /// Reads the file at `path`.
     ///
     /// # Errors
-    /// It is missing, or of another network than those here.
+    /// Returns an error if the file is missing or malformed, or describes a network that hpctrain
+    /// does not support.
     pub fn read(path: &Path) -> Result<Self> {
         let text = safe_open::read(path).map_err(|e| {
             Error::io("read", path, e)
@@ -70,8 +71,9 @@ impl Architecture {
                 .hint("give the config.json of a GPT-2 or a Llama")
         };
         let refused = |what: String| {
-            Err(Error::input(format!("{}: {what}", path.display()))
-                .hint("import a GPT-2 or a Llama as it is here"))
+            Err(Error::input(format!("{}: {what}", path.display())).hint(
+                "import a GPT-2 or a Llama with the supported values, or train such a model here",
+            ))
         };
         let Family { model_type, quantization_config } =
             serde_json::from_slice(&text).map_err(malformed)?;
@@ -100,7 +102,7 @@ impl Architecture {
         differs.map_or(Ok(read), refused)
     }
 
-    /// The `[model]` section that describes it.
+    /// Returns the `[model]` section that describes the network.
     pub fn model(&self) -> Model {
         match self {
             Self::Gpt2(gpt2) => gpt2.model(),
@@ -109,8 +111,8 @@ impl Architecture {
     }
 }
 
-/// Of networks that have no form there.
+/// Returns the error for networks that Hugging Face's formats cannot describe.
 pub fn unknown() -> Error {
-    Error::input("a network by layers has no form in Hugging Face's files")
+    Error::input("a layer-list model cannot be written in Hugging Face's formats")
         .hint("read its checkpoint with any HDF5 library: docs/checkpoint-format.md")
 }

@@ -1,4 +1,4 @@
-//! From a checkpoint to a directory that `AutoModelForCausalLM.from_pretrained` reads.
+//! Export of a checkpoint to a directory that `AutoModelForCausalLM.from_pretrained` reads.
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -19,26 +19,27 @@ use hpctrain_config as config;
 use hpctrain_nn::Network;
 use hpctrain_nn::gpt::Gpt;
 
-/// Counts of an export.
+/// The counts of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exported {
-    /// Tensors.
+    /// The number of tensors.
     pub tensors: usize,
-    /// Their elements.
+    /// The number of their elements.
     pub elements: u64,
-    /// Tensors among them that the model does not have: its biases, which are zero.
+    /// The number of exported tensors that the model does not have: biases, written as zeros.
     pub added: usize,
 }
 
 /// Writes the parameters of a checkpoint and its tokenizer to the directory `out`, which appears
-/// whole or not at all. In memory it has one tensor at a time.
+/// completely or not at all. Keeps one tensor at a time in memory.
 ///
 /// # Errors
-/// The checkpoint is damaged, there are files in `out`, or the file system refused.
+/// Returns an error if the checkpoint is damaged, the model has no Hugging Face format, `out` is
+/// not empty, or the files cannot be written.
 pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
     let network = network(reader)?;
     let spelling = Spelling::of(&network)?;
-    // A GPT-2 of theirs has biases whether ours has or not.
+    // A GPT-2 of Hugging Face always has biases.
     let there = tensors(&match &network {
         Network::Gpt(gpt) => Network::Gpt(Gpt { bias: true, ..gpt.clone() }),
         Network::Llama(_) | Network::Layers(_) | Network::Own(_) => network.clone(),
@@ -76,7 +77,7 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
     Ok(exported)
 }
 
-/// The network in a checkpoint.
+/// Builds the network of a checkpoint and checks the shapes of its tensors.
 fn network(reader: &Reader) -> Result<Network> {
     let network = config::network(&mut reader.manifest().config.model.clone(), None)?;
     for tensor in tensors(&network) {

@@ -1,5 +1,5 @@
-//! `config.json` of a GPT-2: the keys that describe our network, and those whose values are fixed
-//! here.
+//! `config.json` of a GPT-2: the keys that describe the network, and those for which only one value
+//! is supported.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,36 +7,36 @@ use super::architecture::Tokens;
 use hpctrain_config::{LayerList, Model, ModelKind};
 use hpctrain_nn::gpt::{EPSILON, Gpt};
 
-/// The keys that determine the network's computation. Left out, a key has the default of
+/// The keys that determine the network's computation. Omitted keys have the defaults of
 /// `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Gpt2Architecture {
-    /// Classes that read the model.
+    /// The model classes.
     #[serde(default)]
     architectures: Vec<String>,
-    /// The family.
+    /// The model family.
     model_type: String,
-    /// Token ids.
+    /// The number of token ids.
     vocab_size: usize,
-    /// Positions a sequence.
+    /// The maximal sequence length.
     #[serde(default = "Gpt2Architecture::context")]
     n_positions: usize,
-    /// The same under its old name.
+    /// The maximal sequence length under its old name.
     #[serde(default)]
     n_ctx: Option<usize>,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     n_embd: usize,
-    /// Blocks.
+    /// The number of blocks.
     n_layer: usize,
-    /// Heads a block.
+    /// The number of heads in a block.
     n_head: usize,
-    /// Width inside the feed-forward part; null is four times the stream's.
+    /// The hidden width of the MLP; null means `4 * n_embd`.
     #[serde(default)]
     n_inner: Option<usize>,
-    /// The nonlinearity there.
+    /// The nonlinearity of the MLP.
     #[serde(default = "Gpt2Architecture::activation")]
     activation_function: String,
-    /// Added to the variance in layer norms.
+    /// The constant added to the variance in layer norms.
     #[serde(default = "Gpt2Architecture::epsilon")]
     layer_norm_epsilon: f64,
     /// Dropout at the end of residual branches.
@@ -45,25 +45,25 @@ pub struct Gpt2Architecture {
     /// Dropout after the embedding.
     #[serde(default = "Gpt2Architecture::dropout")]
     embd_pdrop: f32,
-    /// Dropout of attention's weights, which our network has none of.
+    /// Dropout of attention weights, which hpctrain does not have.
     #[serde(default = "Gpt2Architecture::dropout")]
     attn_pdrop: f32,
-    /// Divide attention's scores by the root of a head's width.
+    /// Whether attention scores are divided by the square root of the head width.
     #[serde(default = "Gpt2Architecture::yes")]
     scale_attn_weights: bool,
-    /// Divide them by the number of the layer as well.
+    /// Whether attention scores are also divided by the number of the layer.
     #[serde(default)]
     scale_attn_by_inverse_layer_idx: bool,
-    /// Attend to another sequence too.
+    /// Whether blocks have cross-attention.
     #[serde(default)]
     add_cross_attention: bool,
-    /// The output matrix is the token table.
+    /// Whether the LM head is the token embedding.
     #[serde(default = "Gpt2Architecture::yes")]
     tie_word_embeddings: bool,
-    /// Type of the tensors in the file.
+    /// The dtype of the tensors in the file.
     #[serde(default, skip_deserializing)]
     torch_dtype: &'static str,
-    /// Tokens that begin and end a text, if the tokenizer has some.
+    /// The tokens that begin and end a text, if the tokenizer has them.
     #[serde(flatten, skip_deserializing)]
     tokens: Tokens,
 }
@@ -89,7 +89,7 @@ impl Gpt2Architecture {
         true
     }
 
-    /// The architecture of a network of ours.
+    /// Creates the architecture of a network.
     pub fn of(gpt: &Gpt, tokens: Tokens) -> Self {
         Self {
             architectures: vec!["GPT2LMHeadModel".into()],
@@ -115,22 +115,20 @@ impl Gpt2Architecture {
         }
     }
 
-    /// The first difference from our network, in words; none if there is none.
+    /// Returns a description of the first value that hpctrain does not support, if any.
     pub fn differs(&self) -> Option<String> {
         let Self { n_inner, n_embd, activation_function, layer_norm_epsilon, .. } = self;
-        // Two names of GELU by its tanh approximation.
+        // Both names mean GELU with the tanh approximation.
         if !["gelu_new", "gelu_pytorch_tanh"].contains(&activation_function.as_str()) {
             return Some(format!(
-                "activation_function is {activation_function:?}, here it is \"gelu_new\""
+                "activation_function is {activation_function:?}, must be \"gelu_new\""
             ));
         }
         if *layer_norm_epsilon as f32 != EPSILON {
-            return Some(format!(
-                "layer_norm_epsilon is {layer_norm_epsilon}, here it is {EPSILON}"
-            ));
+            return Some(format!("layer_norm_epsilon is {layer_norm_epsilon}, must be {EPSILON}"));
         }
         if let Some(inner) = n_inner.filter(|inner| Some(*inner) != n_embd.checked_mul(4)) {
-            return Some(format!("n_inner is {inner}, here it is four times n_embd = {n_embd}"));
+            return Some(format!("n_inner is {inner}, must be four times n_embd = {n_embd}"));
         }
         let switches = [
             ("scale_attn_weights", self.scale_attn_weights, true),
@@ -139,10 +137,10 @@ impl Gpt2Architecture {
             ("tie_word_embeddings", self.tie_word_embeddings, true),
         ];
         let other = switches.into_iter().find(|(_, there, here)| there != here);
-        other.map(|(key, there, here)| format!("{key} is {there}, here it is {here}"))
+        other.map(|(key, there, here)| format!("{key} is {there}, must be {here}"))
     }
 
-    /// The `[model]` section that describes it.
+    /// Returns the `[model]` section that describes the architecture.
     pub fn model(&self) -> Model {
         Model {
             kind: ModelKind::Gpt,

@@ -1,4 +1,4 @@
-//! From a directory that Hugging Face's `save_pretrained` wrote to a checkpoint.
+//! Import of a directory written by Hugging Face's `save_pretrained` as a checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,15 +20,15 @@ use hpctrain_config::{Config, Data, Environment, resolve};
 use hpctrain_data::Tokenizer;
 
 /// Writes the network in the directory `from` as a checkpoint at step 0, without optimizer state,
-/// into the directory `out`, which appears whole or not at all. `tokenizer` is written down for
+/// into the directory `out`, which appears completely or not at all. `tokenizer` is recorded for
 /// sampling. Returns the checkpoint's manifest.
 ///
 /// # Errors
-/// Returns an error if it is another network, if tensors are missing, of another shape or not
-/// finite, or if there are files in `out`.
+/// Returns an error if the network is not supported, if tensors are missing, of another shape or
+/// not finite, or if `out` is not empty.
 pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<Manifest> {
     let architecture = Architecture::read(&from.join(CONFIG))?;
-    // Its training data is not known.
+    // The training data is unknown.
     let data = Data { path: String::new(), ..Data::default() };
     let config = Config { model: architecture.model(), data, ..Config::default() };
     let plan =
@@ -91,21 +91,21 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     Ok(manifest)
 }
 
-/// Files whose tensors are those of a network.
+/// Safetensors files that contain the tensors of a network.
 struct Source {
-    /// The directory.
+    /// The directory of the files.
     from: PathBuf,
     spelling: Spelling,
     readers: Vec<Reader>,
-    /// The reader of every tensor there.
+    /// The number of the reader of every tensor in the files.
     places: BTreeMap<String, usize>,
-    /// Prefix of our names there.
+    /// The prefix of tensor names in the files.
     prefix: &'static str,
 }
 
 impl Source {
-    /// Opens the files in the directory `from` and checks that they have these tensors, and no
-    /// others that count.
+    /// Opens the files in the directory `from` and checks that they contain these tensors, and no
+    /// unexpected ones.
     fn open(from: &Path, spelling: Spelling, tensors: &[Tensor]) -> Result<Self> {
         let Files { names, map } = files(from)?;
         let readers =
@@ -136,8 +136,8 @@ impl Source {
             .hint(hint))
     }
 
-    /// The prefix that a wrapper such as `torch.compile` (`_orig_mod.`) has given all names, if the
-    /// rest of them are those of the network.
+    /// Returns the prefix that a wrapper such as `torch.compile` (`_orig_mod.`) has given all
+    /// names, if without it they are those of the network.
     fn wrapper(&self, tensors: &[Tensor]) -> Option<&str> {
         let ours = &tensors.first()?.name;
         let [full, bare] =
@@ -148,12 +148,12 @@ impl Source {
             .then_some(wrapper)
     }
 
-    /// The name of one of our tensors there.
+    /// Returns the name of a tensor in the files.
     fn name(&self, ours: &str) -> String {
         self.spelling.name(self.prefix, ours)
     }
 
-    /// Everything that is not as the network wants it.
+    /// Returns a description of every difference from the network's tensors.
     fn compare(&self, tensors: &[Tensor]) -> Result<Vec<String>> {
         let mut wrong = Vec::new();
         let wanted: BTreeMap<String, Vec<usize>> = tensors
@@ -194,7 +194,10 @@ impl Source {
             && missing.is_empty()
             && !self.is_tied()?
         {
-            wrong.push(format!("{HEAD} is not {} again", self.name(self.spelling.table)));
+            wrong.push(format!(
+                "{HEAD} differs from {}, to which {CONFIG} ties it",
+                self.name(self.spelling.table)
+            ));
         }
         Ok(wrong)
     }
@@ -203,18 +206,18 @@ impl Source {
         let place = self
             .places
             .get(name)
-            .ok_or_else(|| Error::internal(format!("{name} was not looked for")))?;
+            .ok_or_else(|| Error::internal(format!("unknown tensor {name}")))?;
         self.readers[*place].read(name)
     }
 
-    /// Whether the output matrix is the token table.
+    /// Returns true if the LM head equals the token embedding.
     fn is_tied(&self) -> Result<bool> {
         let bits =
             |name: &str| Ok(self.read(name)?.into_iter().map(f32::to_bits).collect::<Vec<_>>());
         Ok(bits(HEAD)? == bits(&self.name(self.spelling.table))?)
     }
 
-    /// The values of a tensor in our order.
+    /// Returns the values of a tensor in hpctrain's layout.
     fn tensor(&self, tensor: &Tensor) -> Result<Vec<f32>> {
         let name = self.name(&tensor.name);
         let values = self.read(&name)?;
@@ -229,14 +232,14 @@ impl Source {
             .hint("the model is damaged, or its training diverged: import an earlier one"));
         }
         Ok(match self.spelling.turned(tensor) {
-            // There it has as many columns as here rows.
+            // The file's matrix has as many columns as this one has rows.
             Some([rows, _]) => transposed(&values, rows),
             None => values,
         })
     }
 }
 
-/// The first few of a list, and the number of the others.
+/// Formats the first few items of a list, and the number of the others.
 fn first_few(all: &[&str]) -> String {
     const SHOWN: usize = 3;
     match all.len().saturating_sub(SHOWN) {
@@ -245,22 +248,23 @@ fn first_few(all: &[&str]) -> String {
     }
 }
 
-/// The files that the numbers are in.
+/// The files that contain the tensors.
 struct Files {
     names: Vec<String>,
-    /// The file of each tensor, where an index has it; none for one file.
+    /// The file of each tensor by the index; `None` for a single file.
     map: Option<BTreeMap<String, String>>,
 }
 
-/// Finds the file, or those that an index names. The file comes first, as in `transformers`: an
-/// index beside it is left by an earlier model that was saved in parts.
+/// Finds the single file, or the files that an index names. The single file takes precedence, as in
+/// `transformers`: an index next to it is a remnant of an earlier model that was saved in several
+/// files.
 fn files(from: &Path) -> Result<Files> {
     let index = from.join(INDEX);
     let model = from.join(MODEL);
     if model.exists() {
         if index.exists() {
             log::warn!(
-                "{} is not used: {MODEL} is there, too, which transformers reads",
+                "{} is not used: {MODEL} is there, too, and takes precedence as in transformers",
                 index.display()
             );
         }
@@ -278,7 +282,7 @@ fn files(from: &Path) -> Result<Files> {
     let Index { weight_map } = serde_json::from_slice(&text)
         .map_err(|e| Error::input(format!("{}: {e}", index.display())).hint("copy it again"))?;
     let names: BTreeSet<&String> = weight_map.values().collect();
-    // An index is data of others: it names files beside it, nothing else.
+    // An index may come from others: it may only name files next to it.
     match names.iter().find(|name| !is_plain_name(name) || !from.join(name).is_file()) {
         Some(absent) => {
             Err(Error::input(format!("{}: there is no file {absent}", index.display()))
@@ -288,7 +292,7 @@ fn files(from: &Path) -> Result<Files> {
     }
 }
 
-/// The reader of each tensor by the map of an index.
+/// Returns the number of the reader of each tensor according to an index.
 fn placed(
     from: &Path,
     map: BTreeMap<String, String>,

@@ -1,5 +1,5 @@
-//! `config.json` of a Llama: the keys that describe our network, and those whose values are fixed
-//! here.
+//! `config.json` of a Llama: the keys that describe the network, and those for which only one value
+//! is supported.
 
 use std::collections::BTreeMap;
 
@@ -11,83 +11,83 @@ use hpctrain_config::{LayerList, Model, ModelKind, RopeScaling, RopeType};
 use hpctrain_nn::FrequencyScaling;
 use hpctrain_nn::llama::Llama;
 
-/// The keys that determine the network's computation. Left out, a key has the default of
+/// The keys that determine the network's computation. Omitted keys have the defaults of
 /// `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LlamaArchitecture {
-    /// Classes that read the model.
+    /// The model classes.
     #[serde(default)]
     architectures: Vec<String>,
-    /// The family.
+    /// The model family.
     model_type: String,
-    /// Token ids.
+    /// The number of token ids.
     vocab_size: usize,
-    /// Positions a sequence.
+    /// The maximal sequence length.
     #[serde(default = "LlamaArchitecture::context")]
     max_position_embeddings: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     hidden_size: usize,
-    /// Gates of a block.
+    /// The hidden width of the MLP.
     intermediate_size: usize,
-    /// Blocks.
+    /// The number of blocks.
     num_hidden_layers: usize,
-    /// Heads of queries a block.
+    /// The number of query heads in a block.
     num_attention_heads: usize,
-    /// Heads of keys and values; null is as many.
+    /// The number of key and value heads; null means as many as query heads.
     #[serde(default)]
     num_key_value_heads: Option<usize>,
-    /// Width of a head; null is the width of the stream divided by the number of heads.
+    /// The width of a head; null means `hidden_size / num_attention_heads`.
     #[serde(default)]
     head_dim: Option<usize>,
-    /// The nonlinearity of the gates.
+    /// The nonlinearity of the MLP's gates.
     #[serde(default = "LlamaArchitecture::activation")]
     hidden_act: String,
-    /// Added to the mean square in norms.
+    /// The constant added to the mean square in norms.
     #[serde(default = "LlamaArchitecture::epsilon")]
     rms_norm_eps: f64,
-    /// Base of the angles of positions, unless one of the following has it.
+    /// The base of the rotary angles, unless one of the following has it.
     #[serde(default)]
     rope_theta: Option<f64>,
-    /// Parameters of rotary positions by the name of `transformers` 4, which has them for scaled
-    /// positions alone.
+    /// Parameters of RoPE under their name in `transformers` 4, which has them only for scaled
+    /// RoPE.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     rope_scaling: Option<Rope>,
-    /// Parameters of rotary positions by the name of `transformers` 5.
+    /// Parameters of RoPE under their name in `transformers` 5.
     #[serde(default)]
     rope_parameters: Option<Rope>,
-    /// The original context of scaled positions, which `transformers` 5 prefers to that among their
+    /// The original context of scaled RoPE, which `transformers` 5 prefers to the one in the
     /// parameters.
     #[serde(default, skip_serializing)]
     original_max_position_embeddings: Option<usize>,
-    /// Biases in attention's linear maps.
+    /// Whether attention's linear layers have biases.
     #[serde(default)]
     attention_bias: bool,
-    /// Biases in the others.
+    /// Whether the MLP's linear layers have biases.
     #[serde(default)]
     mlp_bias: bool,
-    /// The output matrix is the token table.
+    /// Whether the LM head is the token embedding.
     #[serde(default)]
     tie_word_embeddings: bool,
-    /// Dropout of attention's weights, which our network has none of.
+    /// Dropout of attention weights, which hpctrain does not have.
     #[serde(default)]
     attention_dropout: f32,
-    /// Type of the tensors in the file.
+    /// The dtype of the tensors in the file.
     #[serde(default, skip_deserializing)]
     torch_dtype: &'static str,
-    /// Tokens that begin and end a text, if the tokenizer has some.
+    /// The tokens that begin and end a text, if the tokenizer has them.
     #[serde(flatten, skip_deserializing)]
     tokens: Tokens,
 }
 
-/// Parameters of rotary positions.
+/// Parameters of rotary position embeddings (RoPE).
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct Rope {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     rope_theta: Option<f64>,
-    /// The scaling of frequencies.
+    /// The type of frequency scaling.
     #[serde(default)]
     rope_type: Option<String>,
-    /// The same under its old name.
+    /// The type under its old name.
     #[serde(default, rename = "type", skip_serializing)]
     old_type: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -98,17 +98,17 @@ struct Rope {
     high_freq_factor: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     original_max_position_embeddings: Option<usize>,
-    /// Parameters that are not known here.
+    /// Unsupported parameters.
     #[serde(flatten)]
     others: BTreeMap<String, Value>,
 }
 
 impl Rope {
-    /// The types that are known here.
+    /// The supported types.
     const TYPES: [RopeType; 3] = [RopeType::Default, RopeType::Linear, RopeType::Llama3];
 
-    /// Returns the parameters of a network of ours.
-    fn of(llama: &Llama) -> Self {
+    /// Creates the parameters of a network.
+    fn new(llama: &Llama) -> Self {
         let mut rope = Self { rope_theta: Some(llama.rope_theta), ..Self::default() };
         let rope_type = match llama.rope_scaling {
             FrequencyScaling::Unscaled => RopeType::Default,
@@ -139,22 +139,23 @@ impl Rope {
         given.unwrap_or(RopeType::Default.name())
     }
 
-    /// Returns the type; none if it is not known here.
+    /// Returns the type; `None` if it is not supported.
     fn known_type(&self) -> Option<RopeType> {
         Self::TYPES.into_iter().find(|known| known.name() == self.type_name())
     }
 
-    /// Returns the first difference from our positions, in words.
+    /// Returns a description of the first unsupported value, if any.
     fn differs(&self) -> Option<String> {
         if self.known_type().is_none() {
             let known = Self::TYPES.map(|known| format!("{:?}", known.name())).join(", ");
-            return Some(format!("rope_type is {:?}, here it is one of {known}", self.type_name()));
+            return Some(format!("rope_type is {:?}, must be one of {known}", self.type_name()));
         }
         let other = self.others.iter().find(|(_, value)| !value.is_null());
-        other.map(|(name, value)| format!("{name} is {value}, which is not known here"))
+        other.map(|(name, value)| format!("{name} is {value}, which is not supported"))
     }
 
-    /// Returns the first contradiction between `rope_scaling` and `rope_parameters`, in words.
+    /// Returns a description of the first contradiction between `rope_scaling` and
+    /// `rope_parameters`, if any.
     fn contradiction(old: &Self, new: &Self) -> Option<String> {
         let numbers = |rope: &Self| {
             [
@@ -167,11 +168,11 @@ impl Rope {
                 ),
             ]
         };
-        let said = |key: &str, old: String, new: String| {
+        let contradicts = |key: &str, old: String, new: String| {
             Some(format!("{key} is {old} in rope_scaling and {new} in rope_parameters"))
         };
         if old.type_name() != new.type_name() {
-            return said(
+            return contradicts(
                 "rope_type",
                 format!("{:?}", old.type_name()),
                 format!("{:?}", new.type_name()),
@@ -180,14 +181,14 @@ impl Rope {
         if let (Some(old), Some(new)) = (old.rope_theta, new.rope_theta)
             && old != new
         {
-            return said("rope_theta", old.to_string(), new.to_string());
+            return contradicts("rope_theta", old.to_string(), new.to_string());
         }
         let text = |number: Option<f64>| {
             number.map_or_else(|| "missing".into(), |number| number.to_string())
         };
         let mut pairs = numbers(old).into_iter().zip(numbers(new));
         let ((key, old), (_, new)) = pairs.find(|((_, old), (_, new))| old != new)?;
-        said(key, text(old), text(new))
+        contradicts(key, text(old), text(new))
     }
 }
 
@@ -204,7 +205,7 @@ impl LlamaArchitecture {
         1e-6
     }
 
-    /// The architecture of a network of ours.
+    /// Creates the architecture of a network.
     pub fn of(llama: &Llama, tokens: Tokens) -> Self {
         Self {
             architectures: vec!["LlamaForCausalLM".into()],
@@ -218,12 +219,12 @@ impl LlamaArchitecture {
             num_key_value_heads: Some(llama.kv_heads),
             head_dim: Some(llama.head_width()),
             hidden_act: Self::activation(),
-            // The shortest decimal of the f32, not the f32's own digits.
+            // The shortest decimal of the f32, not its exact value.
             rms_norm_eps: llama.epsilon.to_string().parse().unwrap_or(f64::from(llama.epsilon)),
             rope_theta: Some(llama.rope_theta),
             rope_scaling: (llama.rope_scaling != FrequencyScaling::Unscaled)
-                .then(|| Rope { rope_theta: None, ..Rope::of(llama) }),
-            rope_parameters: Some(Rope::of(llama)),
+                .then(|| Rope { rope_theta: None, ..Rope::new(llama) }),
+            rope_parameters: Some(Rope::new(llama)),
             original_max_position_embeddings: None,
             attention_bias: false,
             mlp_bias: false,
@@ -234,20 +235,18 @@ impl LlamaArchitecture {
         }
     }
 
-    /// The first difference from our network, in words; none if there is none.
+    /// Returns a description of the first value that hpctrain does not support, if any.
     pub fn differs(&self) -> Option<String> {
         if !["silu", "swish"].contains(&self.hidden_act.as_str()) {
-            return Some(format!("hidden_act is {:?}, here it is \"silu\"", self.hidden_act));
+            return Some(format!("hidden_act is {:?}, must be \"silu\"", self.hidden_act));
         }
         let own = self.hidden_size.checked_div(self.num_attention_heads);
         if let Some(width) = self.head_dim.filter(|width| Some(*width) != own) {
-            return Some(format!(
-                "head_dim is {width}, here it is hidden_size / num_attention_heads"
-            ));
+            return Some(format!("head_dim is {width}, must be hidden_size / num_attention_heads"));
         }
         for (key, there) in [("attention_bias", self.attention_bias), ("mlp_bias", self.mlp_bias)] {
             if there {
-                return Some(format!("{key} is true, here it is false"));
+                return Some(format!("{key} is true, must be false"));
             }
         }
         for (key, rope) in
@@ -267,18 +266,18 @@ impl LlamaArchitecture {
             self.rope().and_then(|rope| rope.original_max_position_embeddings),
         ) {
             (Some(outer), Some(inner)) if outer != inner => Some(format!(
-                "original_max_position_embeddings is {outer}, but {inner} among the parameters of positions"
+                "original_max_position_embeddings is {outer}, but {inner} in the RoPE parameters"
             )),
             _ => None,
         }
     }
 
-    /// Returns the parameters of rotary positions, of whose names one is enough.
+    /// Returns the RoPE parameters under whichever name they are given.
     fn rope(&self) -> Option<&Rope> {
         self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
     }
 
-    /// The `[model]` section that describes it.
+    /// Returns the `[model]` section that describes the architecture.
     pub fn model(&self) -> Model {
         let theta = |rope: &Option<Rope>| rope.as_ref()?.rope_theta;
         let rope_theta =

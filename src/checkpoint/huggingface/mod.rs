@@ -1,8 +1,8 @@
-//! Hugging Face's directories of GPT-2 and Llama: `config.json` and `model.safetensors`, and the
-//! tokenizer with its settings and those of generation.
+//! Import and export of Hugging Face directories of GPT-2 and Llama: `config.json`,
+//! `model.safetensors`, the tokenizer with its settings, and the generation defaults.
 //!
-//! Their tensors have the names of ours behind a prefix. GPT-2's linear maps are stored as inputs ×
-//! outputs there, outputs × inputs here, and always have biases.
+//! Tensors have the same names as in hpctrain, with a prefix. In a GPT-2 of Hugging Face, linear
+//! layers are stored as inputs × outputs instead of outputs × inputs, and always have biases.
 
 mod architecture;
 mod export;
@@ -21,16 +21,16 @@ pub use tokenizer::tokenizer;
 use hpctrain_base::layout::{Tensor, TensorShards};
 use hpctrain_nn::Network;
 
-/// File with the architecture.
+/// Name of the file with the architecture.
 const CONFIG: &str = "config.json";
 
-/// File with the numbers.
+/// Name of the file with the weights.
 const MODEL: &str = "model.safetensors";
 
-/// Index of the tensors when they are in several files.
+/// Name of the index of models saved in several files.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Every tensor of a network, with the names and shapes that they have here.
+/// Returns all tensors of a network, with their names and shapes in hpctrain.
 fn tensors(network: &Network) -> Vec<Tensor> {
     network.cpu_blocks(&TensorShards::whole()).iter().flat_map(|block| block.tensors()).collect()
 }

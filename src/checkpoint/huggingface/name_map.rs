@@ -1,26 +1,26 @@
-//! Names and layouts of the tensors of a family there.
+//! Names and layouts of tensors in Hugging Face's files.
 
 use super::architecture::unknown;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
 use hpctrain_nn::Network;
 
-/// Key of the output matrix.
+/// The name of the LM head.
 pub const HEAD: &str = "lm_head.weight";
 
-/// A family's names and layouts.
+/// The names and layouts of a model family.
 #[derive(Debug, Clone, Copy)]
 pub struct Spelling {
-    /// Name of the family, for people.
+    /// The display name of the family.
     pub family: &'static str,
-    /// Prefix of the names in a model with an output head.
+    /// The prefix of the tensor names in a model with an LM head.
     pub prefix: &'static str,
-    /// The token table, which is the output matrix where the two are tied.
+    /// The name of the token embedding, which is also the LM head if the two are tied.
     pub table: &'static str,
-    /// Ends of the names of matrices that are stored as inputs × outputs there, outputs × inputs
-    /// here.
+    /// Suffixes of the names of matrices that are stored as inputs × outputs in Hugging Face's
+    /// files, and as outputs × inputs in hpctrain.
     turned: &'static [&'static str],
-    /// Ends of the names of buffers in old files, which follow from the architecture.
+    /// Suffixes of the names of buffers in old files, which follow from the architecture.
     buffers: &'static [&'static str],
 }
 
@@ -41,10 +41,10 @@ const LLAMA: Spelling = Spelling {
 };
 
 impl Spelling {
-    /// The spelling of a network's family.
+    /// Returns the names and layouts of a network's family.
     ///
     /// # Errors
-    /// It is of no family that is known there.
+    /// Returns an error if Hugging Face has no such model family.
     pub fn of(network: &Network) -> Result<Self> {
         match network {
             Network::Gpt(_) => Ok(GPT2),
@@ -53,12 +53,12 @@ impl Spelling {
         }
     }
 
-    /// The name of one of our tensors there, where names begin with `prefix`.
+    /// Returns the Hugging Face name of a tensor, in a file whose names begin with `prefix`.
     pub fn name(&self, prefix: &str, ours: &str) -> String {
         if ours == HEAD { ours.into() } else { format!("{prefix}{ours}") }
     }
 
-    /// Rows and columns of a matrix that is the other way round there.
+    /// Returns the rows and columns of a matrix that is stored transposed.
     pub fn turned(&self, tensor: &Tensor) -> Option<[usize; 2]> {
         match tensor.shape[..] {
             [rows, columns] if self.turned.iter().any(|end| tensor.name.ends_with(end)) => {
@@ -68,19 +68,19 @@ impl Spelling {
         }
     }
 
-    /// The shape of a tensor there.
+    /// Returns the shape of a tensor in Hugging Face's files.
     pub fn shape(&self, tensor: &Tensor) -> Vec<usize> {
         self.turned(tensor)
             .map_or_else(|| tensor.shape.clone(), |[rows, columns]| vec![columns, rows])
     }
 
-    /// Whether a tensor there follows from the architecture.
+    /// Returns true if a tensor of the file is a buffer that follows from the architecture.
     pub fn is_buffer(&self, name: &str) -> bool {
         self.buffers.iter().any(|end| name.ends_with(end))
     }
 }
 
-/// A matrix of `columns` columns, row by row, turned into its transpose.
+/// Returns the transpose of a row-major matrix with `columns` columns.
 pub fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
 }

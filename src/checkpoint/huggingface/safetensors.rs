@@ -1,7 +1,8 @@
-//! Files of the safetensors format, a tensor at a time.
+//! Reading and writing files of the safetensors format one tensor at a time.
 //!
-//! Eight bytes with the length of a header, the header in JSON, then the tensors one after another.
-//! The crate `safetensors` knows the header; it would read and write a file only as a whole.
+//! A file consists of eight bytes with the length of the header, the header in JSON, and the
+//! tensors one after another. The crate `safetensors` parses the header, but reads and writes only
+//! whole files.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,24 +17,24 @@ use safetensors::{Dtype, SafeTensorError};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
-/// Bytes before the header.
+/// The size of the header's length field in bytes.
 const LENGTH: usize = size_of::<u64>();
 
-/// Bytes of a header, at most, as in the crate `safetensors`: a header is read at once.
+/// The maximal size of a header in bytes, as in the crate `safetensors`.
 const LONGEST_HEADER: u64 = 100_000_000;
 
-/// A file that is being written.
+/// A safetensors file that is being written.
 pub struct Writer {
     path: PathBuf,
     file: BufWriter<File>,
 }
 
 impl Writer {
-    /// Creates the file at `path` for tensors of f32 with these names and shapes, which follow in
-    /// this order.
+    /// Creates the file at `path` for f32 tensors with these names and shapes, which are then
+    /// written in this order.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be created or written.
     pub fn create(path: &Path, tensors: &[(String, Vec<usize>)]) -> Result<Self> {
         let mut end = 0;
         let info = |(name, shape): &(String, Vec<usize>)| {
@@ -44,9 +45,9 @@ impl Writer {
                 TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets: (start, end) },
             )
         };
-        // Without it `from_pretrained` does not know whose conventions the tensors follow.
-        let by = HashMap::from([("format".to_string(), "pt".to_string())]);
-        let header = Metadata::new(Some(by), tensors.iter().map(info).collect());
+        // `from_pretrained` requires it to know the conventions of the tensors.
+        let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+        let header = Metadata::new(Some(metadata), tensors.iter().map(info).collect());
         let header = header.map_err(|e| Error::internal(format!("{}: {e}", path.display())))?;
         let mut header = serde_json::to_vec(&header).map_err(|e| Error::internal(e.to_string()))?;
         header.resize(header.len().next_multiple_of(LENGTH), b' ');
@@ -60,15 +61,15 @@ impl Writer {
     /// Writes the next tensor.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn tensor(&mut self, values: &[f32]) -> Result<()> {
         self.append(bytemuck::cast_slice(values))
     }
 
-    /// Makes the file durable.
+    /// Syncs the file to disk.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written or synced.
     pub fn finish(mut self) -> Result<()> {
         let done = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
         done.map_err(|e| Error::io("write", &self.path, e))
@@ -79,12 +80,12 @@ impl Writer {
     }
 }
 
-/// A file to read from.
+/// An open safetensors file.
 pub struct Reader {
     path: PathBuf,
     file: File,
     header: Metadata,
-    /// First byte of the first tensor in the file.
+    /// The offset of the first tensor in the file.
     start: u64,
 }
 
@@ -92,7 +93,7 @@ impl Reader {
     /// Opens the file at `path`.
     ///
     /// # Errors
-    /// It is missing, or not of this format, or not as long as its header says.
+    /// Returns an error if the file is missing, malformed, or not as long as its header says.
     pub fn open(path: &Path) -> Result<Self> {
         let file = safe_open::open(path).map_err(|e| Error::io("open", path, e))?;
         let length = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
@@ -122,20 +123,21 @@ impl Reader {
         Ok(Self { path: path.to_path_buf(), file, header, start })
     }
 
-    /// Names of all tensors, in the order of their places.
+    /// Returns the names of all tensors, in the order of their offsets.
     pub fn names(&self) -> Vec<String> {
         self.header.offset_keys()
     }
 
-    /// The shape of a tensor, if there is one of this name.
+    /// Returns the shape of a tensor, if it exists.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         self.header.info(name).map(|info| &info.shape[..])
     }
 
-    /// Reads a tensor; narrower floating-point numbers become f32, which loses nothing.
+    /// Reads a tensor and widens its values to f32, which is exact.
     ///
     /// # Errors
-    /// There is no such tensor, it is of another type, or the file system refused.
+    /// Returns an error if the tensor does not exist, has another dtype than F32, F16 or BF16, or
+    /// cannot be read.
     pub fn read(&self, name: &str) -> Result<Vec<f32>> {
         let absent = || {
             Error::internal(format!(

@@ -1,4 +1,4 @@
-//! A directory that appears whole or not at all.
+//! A directory that appears completely or not at all.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
@@ -9,17 +9,18 @@ use tempfile::TempDir;
 use crate::directory::sync;
 use hpctrain_base::error::{Error, Result};
 
-/// A directory that is being filled, beside its place. It is removed unless published.
+/// A staging directory next to its destination. It is removed unless published.
 pub struct ExportStaging {
     folder: TempDir,
     place: PathBuf,
 }
 
 impl ExportStaging {
-    /// A directory that will be at `place`, where there may be nothing but an empty directory.
+    /// Creates a staging directory for `place`, which must not exist or be an empty directory.
     ///
     /// # Errors
-    /// There is something, or the file system refused.
+    /// Returns an error if `place` exists and is not empty, or the staging directory cannot be
+    /// created.
     pub fn new(place: &Path) -> Result<Self> {
         let taken = match std::fs::read_dir(place) {
             Ok(mut entries) => entries.next().is_some(),
@@ -36,7 +37,7 @@ impl ExportStaging {
         let parent = parent(place);
         std::fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
         let prefix = format!(".{}.tmp-", name.to_string_lossy());
-        // The permissions of any new directory: those that the user's mask allows.
+        // As for any new directory, subject to the umask.
         let permissions = Permissions::from_mode(0o777);
         let folder =
             tempfile::Builder::new().prefix(&prefix).permissions(permissions).tempdir_in(parent);
@@ -44,26 +45,27 @@ impl ExportStaging {
         Ok(Self { folder, place: place.to_path_buf() })
     }
 
-    /// The directory to write to until it is published.
+    /// Returns the directory to write to before publishing.
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Moves it to its place, durably.
+    /// Renames it to its destination, durably.
     ///
     /// # Errors
-    /// The file system refused, or something is there by now.
+    /// Returns an error if the file system fails, or the destination has been filled in the
+    /// meantime.
     pub fn publish(self) -> Result<()> {
         sync(self.path())?;
         std::fs::rename(self.path(), &self.place)
             .map_err(|e| Error::io("publish", &self.place, e))?;
-        // Nothing is left there to remove.
+        // After the rename, dropping the staging directory must not remove it.
         let _ = self.folder.keep();
         sync(parent(&self.place))
     }
 }
 
-/// The directory that a path is in.
+/// Returns the directory that contains a path.
 fn parent(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

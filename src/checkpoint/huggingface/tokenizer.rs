@@ -1,5 +1,5 @@
-//! The tokenizer beside a model: `tokenizer.json`, its settings in `tokenizer_config.json`, and
-//! `generation_config.json`.
+//! The tokenizer of a Hugging Face model: `tokenizer.json`, its settings in
+//! `tokenizer_config.json`, and `generation_config.json`.
 
 use std::path::Path;
 
@@ -12,36 +12,36 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 use hpctrain_data::Tokenizer;
 
-/// File with the tokenizer.
+/// Name of the tokenizer file.
 pub const TOKENIZER: &str = "tokenizer.json";
 
-/// File with its settings.
+/// Name of the file with the tokenizer's settings.
 pub const SETTINGS: &str = "tokenizer_config.json";
 
-/// File with the defaults of generation.
+/// Name of the file with the defaults for generation.
 pub const GENERATION: &str = "generation_config.json";
 
-/// `generation_config.json`.
+/// The content of `generation_config.json`.
 #[derive(Serialize)]
 pub struct Generation {
     #[serde(flatten)]
     tokens: Tokens,
-    /// Tokens of prompt and continuation together: a model of learned positions has no more.
+    /// The maximal length of prompt and continuation together: the model's learned positions.
     max_length: usize,
 }
 
 impl Generation {
-    /// Those of a model of so many positions.
+    /// Creates the configuration for a model with `context` positions.
     pub fn of(tokenizer: Option<&Tokenizer>, context: usize) -> Self {
         Self { tokens: Tokens::of(tokenizer), max_length: context }
     }
 }
 
-/// The tokenizer of the model in the directory `from`, with its settings; none if there is no
-/// `tokenizer.json`.
+/// Reads the tokenizer of the model in the directory `from`, with its settings. Returns `None` if
+/// there is no `tokenizer.json`.
 ///
 /// # Errors
-/// A file is malformed, or cannot be read.
+/// Returns an error if a file is malformed or cannot be read.
 pub fn tokenizer(from: &Path) -> Result<Option<Tokenizer>> {
     let path = from.join(TOKENIZER);
     if !path.exists() {
@@ -53,14 +53,14 @@ pub fn tokenizer(from: &Path) -> Result<Option<Tokenizer>> {
     let settings = settings?;
     let others = [generation?, config?];
     let named = |key: &str| {
-        // A token by its text, or an object with it.
+        // A token is given by its text, or by an object that contains it.
         let token = settings.as_ref()?.1.get(key)?;
         let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
         tokenizer.token(text).ok()
     };
     let numbered = |key: &str| {
         let ids = others.iter().flatten().filter_map(|(_, value)| value.get(key));
-        // Some models have several tokens that end a text.
+        // Some models have several end-of-text tokens.
         let id = ids
             .map(|id| id.as_array().and_then(|ids| ids.first()).unwrap_or(id))
             .find_map(Value::as_u64);
@@ -71,7 +71,7 @@ pub fn tokenizer(from: &Path) -> Result<Option<Tokenizer>> {
     Ok(Some(tokenizer.with(settings.map(|(text, _)| text), begin, end)))
 }
 
-/// The text of a file and its value, if it exists.
+/// Reads the text of a file and its JSON value, if the file exists.
 fn optional(path: &Path) -> Result<Option<(String, Value)>> {
     if !path.exists() {
         return Ok(None);

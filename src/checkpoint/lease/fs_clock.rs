@@ -1,4 +1,5 @@
-//! The file system and the clock that leases live by: those of this process, or those of a test.
+//! The file system and the clock that leases use: those of this process, or simulated ones in
+//! tests.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -13,58 +14,58 @@ use std::time::{Duration, Instant};
 use super::owner::{LeaseOwner, Liveness};
 use hpctrain_base::{own_files, safe_open, signals};
 
-/// Longest wait for another process that takes or removes a lease at this moment.
-const TURN: Duration = Duration::from_secs(2);
+/// The maximal wait for another process that is taking or removing a lease.
+const TURN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// File that a process locks while it takes or removes a lease.
+/// Name of the file that a process locks while it takes or removes a lease.
 pub const TURN_FILE: &str = ".turn";
 
-/// Things that were last seen under a path, and since when by this process's clock.
+/// The bytes last seen under each path, and since when by this process's clock.
 pub type Seen = Mutex<HashMap<PathBuf, (Vec<u8>, Duration)>>;
 
-/// A lease that its holder has open.
+/// An open lease file of this process.
 pub trait Open: Debug + Send {
-    /// Whether the holder has locked it.
+    /// Returns true if the file is locked.
     fn is_locked(&self) -> bool;
 
-    /// Replaces its content, which never gets shorter, so that other nodes see it when they open
-    /// it.
+    /// Replaces the content, which never gets shorter, so that other nodes see it when they open
+    /// the file.
     fn rewrite(&self, text: &[u8]) -> io::Result<()>;
 }
 
-/// A lock by which one process at a time changes leases, until it is dropped.
+/// A lock that lets one process at a time change leases, until it is dropped.
 pub type Turn = Option<File>;
 
-/// Operations on files, as network file systems make them: creating, linking, renaming and removing
-/// happen at the server, once; reading and listing may show names as they were for as long as
-/// [`System::staleness`].
+/// File operations with the semantics of network file systems: creating, linking, renaming and
+/// removing happen once, on the server; reading and listing may show names as they were up to
+/// [`System::staleness`] ago.
 pub trait System: Debug + Send + Sync {
-    /// Time by a clock of this process's own that never goes back.
+    /// Returns the time of a monotonic clock of this process.
     fn now(&self) -> Duration;
 
     fn sleep(&self, time: Duration);
 
-    /// Sleeps until a signal asks this process to end, which is returned; for this time at most.
+    /// Sleeps for `time`, or until a signal asks this process to end, and returns that signal.
     fn pause(&self, time: Duration) -> Option<&'static str>;
 
-    /// Longest time for which reading and listing below `dir` may show what is no more.
+    /// Returns the maximal age of what reading and listing below `dir` show.
     fn staleness(&self, dir: &Path) -> Duration;
 
-    /// This process.
+    /// Returns this process.
     fn holder(&self) -> LeaseOwner;
 
-    /// Whether a process exists, as far as it can be proven from here.
-    fn life(&self, of: &LeaseOwner) -> Liveness;
+    /// Returns whether a process exists, as far as it can be proven from here.
+    fn life(&self, owner: &LeaseOwner) -> Liveness;
 
     fn create_dir(&self, dir: &Path) -> io::Result<()>;
 
-    /// Names in a directory.
+    /// Returns the names in a directory.
     fn list(&self, dir: &Path) -> io::Result<Vec<OsString>>;
 
     /// Opens a file anew and reads it.
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
 
-    /// Creates a file that does not exist, and locks it where that can be done.
+    /// Creates a file that does not exist, and locks it if the file system supports locks.
     fn create(&self, path: &Path) -> io::Result<Box<dyn Open>>;
 
     fn link(&self, from: &Path, to: &Path) -> io::Result<()>;
@@ -73,23 +74,23 @@ pub trait System: Debug + Send + Sync {
 
     fn remove(&self, path: &Path) -> io::Result<()>;
 
-    /// Removes a directory and all below it.
+    /// Removes a directory and everything below it.
     fn remove_all(&self, path: &Path) -> io::Result<()>;
 
-    /// Whether another process has locked the file; none where there are no locks.
+    /// Returns whether another process has locked the file; `None` if locks are not supported.
     fn is_locked(&self, path: &Path) -> Option<bool>;
 
-    /// The caller's turn to take or remove leases in `dir`, where the file system has locks; none
-    /// waits for long.
+    /// Waits for the caller's turn to take or remove leases in `dir`. Returns `None` if the file
+    /// system has no locks or the wait takes too long.
     fn turn(&self, dir: &Path) -> Turn;
 
-    /// Whether holders beat on a thread of their own.
+    /// Returns true if a thread writes the heartbeats.
     fn has_threads(&self) -> bool;
 
     fn seen(&self) -> &Seen;
 }
 
-/// The system of this process.
+/// Returns the system of this process.
 pub fn system() -> Arc<dyn System> {
     static SYSTEM: LazyLock<Arc<Process>> =
         LazyLock::new(|| Arc::new(Process { begun: Instant::now(), seen: Seen::default() }));
@@ -122,7 +123,7 @@ impl System for Process {
             let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
             rustix::fs::statfs(dir).ok()
         });
-        if there.is_some_and(|of| COHERENT.contains(&(of.f_type as u64 & 0xffff_ffff))) {
+        if there.is_some_and(|fs| COHERENT.contains(&(fs.f_type as u64 & 0xffff_ffff))) {
             Duration::ZERO
         } else {
             STALE
@@ -133,8 +134,8 @@ impl System for Process {
         LeaseOwner::here()
     }
 
-    fn life(&self, of: &LeaseOwner) -> Liveness {
-        of.life()
+    fn life(&self, owner: &LeaseOwner) -> Liveness {
+        owner.life()
     }
 
     fn create_dir(&self, dir: &Path) -> io::Result<()> {
@@ -173,7 +174,7 @@ impl System for Process {
     }
 
     fn is_locked(&self, path: &Path) -> Option<bool> {
-        // Shared: two processes that look at the same time do not take each other for the holder.
+        // Shared: two processes that check at the same time do not see each other's lock.
         match File::open(path).ok()?.try_lock_shared() {
             Ok(()) => Some(false),
             Err(TryLockError::WouldBlock) => Some(true),
@@ -188,10 +189,10 @@ impl System for Process {
         loop {
             match file.try_lock() {
                 Ok(()) if is_at(&file, &path) => return Some(file),
-                // The one before has removed it.
+                // The previous holder of the lock has removed the file.
                 Ok(()) => file = own_files::create(&path).ok()?,
-                Err(TryLockError::WouldBlock) if begun.elapsed() < TURN => {
-                    std::thread::sleep(TURN / 400)
+                Err(TryLockError::WouldBlock) if begun.elapsed() < TURN_TIMEOUT => {
+                    std::thread::sleep(TURN_TIMEOUT / 400)
                 }
                 Err(_) => return None,
             }
@@ -207,12 +208,12 @@ impl System for Process {
     }
 }
 
-/// How long NFS may show old names, listings and attributes, by its defaults (nfs(5): `acregmax`,
+/// How long NFS may show old names, listings and attributes by default (nfs(5): `acregmax`,
 /// `acdirmax`).
 pub const STALE: Duration = Duration::from_secs(60);
 
-/// Numbers (`statfs`) of file systems that show every node the same: those of one node, and those
-/// that keep the caches of clients coherent. All others may show what is no more, as NFS does.
+/// Magic numbers (`statfs`) of file systems on which all nodes see the same: local ones, and those
+/// with coherent client caches. All others may show stale entries, as NFS does.
 const COHERENT: [u64; 18] = [
     0xef53,      // ext2 to ext4
     0x5846_5342, // XFS
@@ -247,13 +248,13 @@ impl Open for OpenFile {
 
     fn rewrite(&self, text: &[u8]) -> io::Result<()> {
         self.file.write_all_at(text, 0)?;
-        // On NFS this is what shows it to other nodes, as a close would.
+        // On NFS this makes it visible to other nodes, as a close would.
         self.file.sync_data()
     }
 }
 
-/// Whether an open file still has this name.
+/// Returns true if an open file is still found under `path`.
 fn is_at(file: &File, path: &Path) -> bool {
-    let inode = |of: io::Result<fs::Metadata>| of.map(|of| (of.dev(), of.ino())).ok();
+    let inode = |file: io::Result<fs::Metadata>| file.map(|file| (file.dev(), file.ino())).ok();
     inode(file.metadata()) == inode(fs::metadata(path))
 }

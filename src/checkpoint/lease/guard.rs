@@ -1,4 +1,4 @@
-//! The holder's side of a lease: it beats, and its holder learns when it was taken away.
+//! The holder's side of a lease: writes heartbeats, and detects when the lease was lost.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -12,34 +12,34 @@ use super::{LeaseRecord, Leases, Times};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 
-/// A lease that this process holds, until it is dropped.
+/// A lease that this process holds until the guard is dropped.
 #[derive(Debug)]
 pub struct LeaseGuard {
-    grip: Arc<LeaseState>,
-    /// The directory that is removed with its last lease.
+    state: Arc<LeaseState>,
+    /// The leases whose directory is removed with its last lease.
     clears: Option<Leases>,
-    /// None only while dropping, and where somebody else beats.
+    /// `None` only while dropping, and without a heartbeat thread.
     stop: Option<Sender<()>>,
     beats: Option<JoinHandle<()>>,
 }
 
-/// The holder's knowledge of its lease.
+/// What the holder knows about its lease.
 #[derive(Debug)]
 struct LeaseState {
     path: PathBuf,
     system: Arc<dyn System>,
     token: String,
     times: Times,
-    /// The lease as it is written next, and its file.
+    /// The next record to write, and the file.
     file: Mutex<(LeaseRecord, Box<dyn Open>)>,
-    /// Time at which the lease was last known to be held.
+    /// The time at which the lease was last known to be held.
     known: Mutex<Duration>,
     /// The error, once the lease is lost.
     lost: Mutex<Option<Error>>,
 }
 
 impl LeaseState {
-    /// Finds out whether the lease is still held.
+    /// Checks that the lease is still held.
     fn check(&self) -> Result<()> {
         if let Some(lost) = self.lost() {
             return Err(lost);
@@ -59,12 +59,12 @@ impl LeaseState {
                     Err(_) if attempts < ATTEMPTS => {}
                     Err(_) => break self.taken("an unknown process"),
                 },
-                // For a moment, another process may have it under another name.
+                // Another process may have renamed it for a moment.
                 Err(_) if attempts < ATTEMPTS => {}
                 Err(e) if e.kind() == ErrorKind::NotFound => {
-                    break self.taken("somebody who removed it");
+                    break self.taken("a process that removed the file");
                 }
-                // The holder is not known: that is no proof of another one.
+                // The holder is unknown, which does not mean that another process holds it.
                 Err(e) => {
                     return Err(Error::io("read the lease", &self.path, e)
                         .hint("see whether its disk works"));
@@ -82,11 +82,11 @@ impl LeaseState {
 
     fn taken(&self, by: &str) -> Error {
         Error::input(format!("the lease {} was taken by {by}", self.path.display()))
-            .hint("this process stood still for too long, or the file was removed: only the new holder may go on")
+                .hint("this process was suspended for too long, or the file was removed: only the new holder may continue")
     }
 
-    /// Writes the lease once more, with what `change` changes. Whether it was lost: then nothing is
-    /// written.
+    /// Rewrites the lease with the changes of `change`. Returns an error, and writes nothing, if it
+    /// was lost.
     fn beat(&self, change: impl FnOnce(&mut LeaseRecord)) -> Result<()> {
         if let Err(e) = self.check() {
             log::warn!("{}", e.message());
@@ -98,7 +98,7 @@ impl LeaseState {
         let (held, open) = &mut *file;
         change(held);
         held.beats += 1;
-        // It never gets shorter.
+        // The record never gets shorter.
         if let Err(e) = held.text().and_then(|text| open.rewrite(text.as_bytes())) {
             log::warn!("cannot touch {}: {e}", self.path.display());
         }
@@ -106,30 +106,30 @@ impl LeaseState {
     }
 }
 
-/// Attempts to read a lease before the check gives up.
+/// Attempts to read a lease before a check gives up.
 const ATTEMPTS: usize = 5;
 
 impl LeaseGuard {
-    /// Rewrites a lease until it is dropped.
+    /// Creates a guard that rewrites the lease until it is dropped.
     pub(super) fn hold(
         path: PathBuf,
         held: LeaseRecord,
         open: Box<dyn Open>,
-        of: &Leases,
+        leases: &Leases,
     ) -> Result<Self> {
-        let system = of.system.clone();
-        let times = of.times;
+        let system = leases.system.clone();
+        let times = leases.times;
         let token = held.token.clone();
         let known = system.now().into();
         let has_thread = system.has_threads();
         let file = (held, open).into();
-        let grip =
+        let state =
             Arc::new(LeaseState { path, system, token, times, file, known, lost: None.into() });
         if !has_thread {
-            return Ok(Self { grip, clears: None, stop: None, beats: None });
+            return Ok(Self { state, clears: None, stop: None, beats: None });
         }
         let (stop, stopped) = channel();
-        let mine = grip.clone();
+        let mine = state.clone();
         let beat = move || {
             while stopped.recv_timeout(times.beat) == Err(RecvTimeoutError::Timeout) {
                 if mine.beat(|_| {}).is_err() {
@@ -138,60 +138,62 @@ impl LeaseGuard {
             }
         };
         let beats = spawn("lease", beat)?;
-        Ok(Self { grip, clears: None, stop: Some(stop), beats: Some(beats) })
+        Ok(Self { state, clears: None, stop: Some(stop), beats: Some(beats) })
     }
 
-    /// Beats where no thread does.
+    /// Writes a heartbeat if no thread does.
     ///
     /// # Errors
-    /// The lease was lost.
+    /// Returns an error if the lease was lost.
     pub(super) fn beat_here(&self) -> Result<()> {
         if self.beats.is_some() {
-            self.grip.lost().map_or(Ok(()), Err)
+            self.state.lost().map_or(Ok(()), Err)
         } else {
-            self.grip.beat(|_| {})
+            self.state.beat(|_| {})
         }
     }
 
-    /// A lease that was taken over counts as held from now on.
+    /// Marks a lease that was taken over as settled.
     ///
     /// # Errors
-    /// It was lost, or cannot be read.
+    /// Returns an error if the lease was lost or cannot be read.
     pub(super) fn settled(&self) -> Result<()> {
-        self.grip.check()?;
-        self.grip.beat(|held| held.settling = false)
+        self.state.check()?;
+        self.state.beat(|held| held.settling = false)
     }
 
-    /// The same, and nothing is left behind in the directory once it is dropped.
+    /// Makes the guard remove the directory, too, if no other lease is left in it when it is
+    /// dropped.
     pub(super) fn clearing(mut self, leases: Leases) -> Self {
         self.clears = Some(leases);
         self
     }
 
-    /// Looks whether this process still holds it: before anything is changed that only the holder
-    /// may change.
+    /// Checks that this process still holds the lease. Call it before every change that only the
+    /// holder may make.
     ///
     /// # Errors
-    /// Another process holds it, or it cannot be read.
+    /// Returns an error if another process holds the lease, or it cannot be read.
     pub fn check(&self) -> Result<()> {
-        self.grip.check()
+        self.state.check()
     }
 
-    /// As [`LeaseGuard::check`], but looks at the file only if that was not done for a while: for
-    /// every step.
+    /// Like [`LeaseGuard::check`], but reads the file only if it was not read for a while: cheap
+    /// enough for every step.
     ///
     /// # Errors
-    /// Another process holds it.
+    /// Returns an error if another process holds the lease.
     pub fn check_often(&self) -> Result<()> {
-        if let Some(lost) = self.grip.lost() {
+        if let Some(lost) = self.state.lost() {
             return Err(lost);
         }
-        let known = *self.grip.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.grip.system.now() - known < self.grip.times.dead / 2 {
+        let known = *self.state.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.state.system.now() - known < self.state.times.dead / 2 {
             return Ok(());
         }
-        // This process stood still. While the file cannot be read, nobody else can read it either.
-        self.grip.check().or_else(|e| self.grip.lost().map_or(Ok(()), |_| Err(e)))
+        // This process was suspended. While the file cannot be read, no other process can read it
+        // either.
+        self.state.check().or_else(|e| self.state.lost().map_or(Ok(()), |_| Err(e)))
     }
 }
 
@@ -199,13 +201,13 @@ impl Drop for LeaseGuard {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(beats) = self.beats.take() {
-            // It does nothing that could panic.
+            // The thread does nothing that could panic.
             let _ = beats.join();
         }
-        // A process that stood still for long may find its lease taken by another.
-        match self.grip.check().and_then(|()| {
-            let path = &self.grip.path;
-            self.grip.system.remove(path).map_err(|e| Error::io("remove", path, e))
+        // If this process was suspended for long, another may have taken the lease.
+        match self.state.check().and_then(|()| {
+            let path = &self.state.path;
+            self.state.system.remove(path).map_err(|e| Error::io("remove", path, e))
         }) {
             Ok(()) => self.clears.iter().for_each(Leases::clear),
             Err(e) => log::warn!("{}", e.message()),

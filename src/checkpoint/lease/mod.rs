@@ -1,33 +1,33 @@
-//! Leases: files that say that somebody needs a checkpoint, is evaluating it, or trains in a run's
-//! directory.
+//! Leases: files by which a process declares that it reads or evaluates a checkpoint, or trains in
+//! a run's directory.
 //!
-//! A lease is a file of its own that only one process can create. Its holder rewrites it every five
-//! seconds, with a count, and keeps it locked where the file system has locks. A lease is dead when
-//! its holder is provably gone, or when an observer has looked at it for a while *by its own clock*
-//! and found the same bytes. Clocks of nodes and times of files say nothing here. A lease that
-//! cannot be read is neither free nor dead: that is an error.
+//! Each lease is a file that only one process can create. Its holder rewrites it every five seconds
+//! with an increasing count (the heartbeat), and keeps it locked where the file system supports
+//! locks. A lease is dead when its holder is provably gone, or when an observer has seen the same
+//! bytes for long enough *by its own clock*. Clocks of other nodes and file times are never used. A
+//! lease that cannot be read counts neither as free nor as dead: it is an error.
 //!
-//! # Views that are old
+//! # Stale views
 //!
-//! On NFS, names, listings and attributes may be as they were up to a minute ago (nfs(5):
-//! `acregmax`, `acdirmax`), while creating, linking and renaming happen at the server, once. Each
-//! holder notes in its lease how old its view may be: `S`, a minute on NFS and on file systems that
-//! are not known, nothing where clients are coherent. From that follow the delays:
+//! On NFS, names, listings and attributes may be up to a minute old (nfs(5): `acregmax`,
+//! `acdirmax`), while creating, linking and renaming happen once, on the server. Each holder
+//! records in its lease how old its view may be: `S` is one minute on NFS and on unknown file
+//! systems, and zero where clients are coherent. The delays follow from it:
 //!
 //! - An observer calls a lease dead after 60 s + `S` without a change: then at least 60 s have
-//!   passed without a beat.
+//!   passed without a heartbeat.
 //! - A process that has taken a lease from a holder that is not provably gone changes nothing for 2
-//!   `S` + 5 s, and looks then whether the lease is still its own. Meanwhile the old holder, which
-//!   looks at its lease before each change, has seen that it lost it; and of two that took it at
-//!   once, one has seen the other. A lease says that this delay is not over, so that the next one
-//!   waits in its place should it be taken in turn.
-//! - A process that found a holder provably gone waits for nothing: it reads what it renamed away,
-//!   and restores what was not the dead lease.
-//! - A checkpoint is removed in two steps, 2 `S` + 5 s apart: it is renamed away, and removed if
-//!   there is no lease on it then. A reader makes its lease first and looks for the checkpoint
-//!   then: if it still sees it under its name, its lease is seen before the removal.
+//!   `S` + 5 s, and then checks that the lease is still its own. In the meantime the old holder,
+//!   which checks its lease before each change, has seen that it lost it; and if two processes took
+//!   it at once, one has seen the other. The lease records that this delay is not over, so that a
+//!   process that takes it over in turn waits as well.
+//! - A process that found a holder provably gone does not wait: it reads the file that it renamed
+//!   away, and restores it if it was not the dead lease.
+//! - A checkpoint is removed in two steps, 2 `S` + 5 s apart: it is renamed away, and then removed
+//!   if there is no lease on it. A reader creates its lease first and then looks for the
+//!   checkpoint: if it still finds the checkpoint, its lease is seen before the removal.
 //!
-//! On coherent file systems `S` is zero, a dead lease is taken over after 60 s and removals follow
+//! On coherent file systems `S` is zero: a dead lease is taken over after 60 s and removals follow
 //! at once.
 
 mod fs_clock;
@@ -51,8 +51,8 @@ pub use guard::LeaseGuard;
 pub use owner::LeaseOwner;
 pub use record::LeaseRecord;
 
-/// Interval at which a holder rewrites its lease, and time without a rewrite after which a lease is
-/// dead where views are not old.
+/// The interval at which a holder rewrites its lease, and the time without a rewrite after which a
+/// lease is dead on a coherent file system.
 #[derive(Debug, Clone, Copy)]
 struct Times {
     beat: Duration,
@@ -61,11 +61,11 @@ struct Times {
 
 const TIMES: Times = Times { beat: Duration::from_secs(5), dead: Duration::from_secs(60) };
 
-/// Time beyond what old views need.
+/// Safety margin added to the delays for stale views.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// Time after a change at the server in which neither of two nodes acts on its view of before: none
-/// where views are not old.
+/// Returns how long to wait after a change on the server until neither of two nodes acts on its
+/// view from before; zero on coherent file systems.
 fn settled_after(mine: Duration, other: Duration) -> Duration {
     match mine.max(other) {
         Duration::ZERO => Duration::ZERO,
@@ -73,7 +73,7 @@ fn settled_after(mine: Duration, other: Duration) -> Duration {
     }
 }
 
-/// Prefix of the name of the lease of an evaluator that evaluates every checkpoint.
+/// Prefix of the lease names of evaluators that evaluate every checkpoint.
 const QUEUE: &str = "queue-";
 
 /// Suffix of the names of lease files.
@@ -88,7 +88,7 @@ pub struct Leases {
     root: PathBuf,
     times: Times,
     system: Arc<dyn System>,
-    /// How old this node's view of the directory may be.
+    /// The maximal age of this node's view of the directory.
     stale: Duration,
 }
 
@@ -97,16 +97,16 @@ pub struct Leases {
 pub enum Claimed {
     /// This process holds the lease.
     Taken(LeaseGuard),
-    /// Another one does; none if the lease does not tell which.
+    /// Another process holds it; `None` if the lease does not name its holder.
     By(Option<LeaseRecord>),
 }
 
-/// The fate of a directory in the trash.
+/// Whether a directory in the trash may be removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TrashStatus {
-    /// Nothing yet: a lease on it may not show.
+    /// Not yet: a lease on it may not be visible here.
     Waits,
-    /// It stays: somebody holds it.
+    /// It stays: a process holds a lease on it.
     Held,
     /// It may be removed.
     Free,
@@ -114,17 +114,17 @@ pub(super) enum TrashStatus {
 
 /// The state of a lease.
 enum LeaseStatus {
-    /// There is none.
+    /// The lease does not exist.
     Free,
     /// Its holder is provably gone.
     Dead(Found),
     /// Its holder provably exists.
     Alive(Found),
-    /// Nobody can tell but by waiting: for its next beat, or for its end.
+    /// Unknown until the next heartbeat arrives or the lease times out.
     Silent(Found),
 }
 
-/// The bytes of a lease, and their meaning unless they are being written.
+/// The bytes of a lease, and the record they encode unless it is being written.
 struct Found {
     bytes: Vec<u8>,
     held: Option<LeaseRecord>,
@@ -137,14 +137,14 @@ impl Found {
             .map_or_else(|| "an unknown process".into(), |held| held.holder.to_string())
     }
 
-    /// How old the holder's view may be.
+    /// Returns the maximal age of the holder's view.
     fn stale(&self) -> Duration {
         self.held.as_ref().map_or(fs_clock::STALE, LeaseRecord::stale)
     }
 }
 
 impl Leases {
-    /// The leases in the directory `root`, which need not exist.
+    /// Creates a handle to the leases in the directory `root`, which need not exist.
     pub fn new(root: PathBuf) -> Self {
         Self::by(fs_clock::system(), root)
     }
@@ -154,11 +154,12 @@ impl Leases {
         Self { root, times: TIMES, system, stale }
     }
 
-    /// Takes the lease called `name`, which begins with the name of a checkpoint; none if somebody
-    /// holds it.
+    /// Takes the lease called `name`, which begins with the name of a checkpoint. Returns `None` if
+    /// another process holds it.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the directory or the lease cannot be created, or an existing lease
+    /// cannot be read.
     pub fn take(&self, name: &str) -> Result<Option<LeaseGuard>> {
         let path = self.path(name);
         self.system.create_dir(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
@@ -169,14 +170,14 @@ impl Leases {
         self.create(&path, false)
     }
 
-    /// Takes the lease called `name` from all but a live holder. Where only time can tell, and
-    /// `waits`, this watches for the holder's next beat until the lease is dead; else the holder
-    /// counts as alive. A lease that was taken over so is handed out only when nobody can act on an
-    /// old view any more.
+    /// Takes the lease called `name` unless its holder is alive. If the holder's state is unknown
+    /// and `waits` is set, this watches for a heartbeat until the lease is dead; without `waits`
+    /// the holder counts as alive. A lease taken over after such a wait is returned only once no
+    /// other node can act on a stale view of it.
     ///
     /// # Errors
-    /// Returns an error if the file system refused, or a signal asked this process to end while it
-    /// waited.
+    /// Returns an error if the file system fails, or a signal asks this process to end while it
+    /// waits.
     pub fn claim(&self, name: &str, waits: bool) -> Result<Claimed> {
         let path = self.path(name);
         let mut silent: Option<Vec<u8>> = None;
@@ -185,7 +186,7 @@ impl Leases {
         loop {
             self.system.create_dir(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
             let turn = self.turn();
-            // Time in which the holder before may take the lease for its own.
+            // Time in which the previous holder may still believe that it holds the lease.
             let settles = match self.look(&path)? {
                 LeaseStatus::Free => Duration::ZERO,
                 LeaseStatus::Dead(found) => {
@@ -209,7 +210,7 @@ impl Leases {
                     silent = Some(found.bytes);
                     continue;
                 }
-                // One that was killed a moment ago may not know it yet.
+                // A holder that was killed a moment ago may not be gone yet.
                 LeaseStatus::Alive(_) if waits && !seen_alive => {
                     drop(turn);
                     self.wait(&path, self.times.beat / 25)?;
@@ -226,8 +227,8 @@ impl Leases {
                 Some(lease) => {
                     return self.wait_until_settled(&path, lease.clearing(self.clone()), settles);
                 }
-                // Another process was faster, or the last holder has removed the directory in this
-                // moment; an old view may hide the other for a while.
+                // Another process was faster, or the last holder has just removed the directory; a
+                // stale view may hide the new holder for a while.
                 None if refused > self.stale + MARGIN => return Ok(Claimed::By(None)),
                 None => {
                     self.wait(&path, self.times.beat / 25)?;
@@ -237,8 +238,8 @@ impl Leases {
         }
     }
 
-    /// Waits until the holder before, and others that took the lease at the same time, have seen
-    /// whose it is.
+    /// Waits until the previous holder, and others that took the lease at the same time, have seen
+    /// the new holder.
     fn wait_until_settled(
         &self,
         path: &Path,
@@ -250,7 +251,7 @@ impl Leases {
         }
         let span = settles.as_secs();
         log::warn!(
-            "{}: taken over; waiting {span} s until other nodes cannot take it for theirs",
+            "{}: taken over; waiting {span} s until all nodes see the new holder",
             path.display()
         );
         let until = self.system.now() + settles;
@@ -279,12 +280,12 @@ impl Leases {
         Err(Error::interrupted(why).hint("nothing was changed: start again, with --resume auto"))
     }
 
-    /// Watches a lease that was found silent until it is dead; true as soon as somebody rewrites
-    /// it.
+    /// Watches a lease whose holder's state is unknown. Returns true as soon as the lease is
+    /// rewritten, and false once it is dead.
     fn saw_heartbeat(&self, path: &Path, found: &Found) -> Result<bool> {
         let Times { beat, .. } = self.times;
         let begun = self.system.now();
-        let mut told = false;
+        let mut warned = false;
         while !self.is_old(path, &found.bytes) {
             self.wait(path, beat / 20)?;
             match self.look(path)? {
@@ -292,31 +293,31 @@ impl Leases {
                 LeaseStatus::Silent(now) if now.bytes == found.bytes => {}
                 LeaseStatus::Alive(_) | LeaseStatus::Silent(_) => return Ok(true),
             }
-            if !told && self.system.now() - begun > beat / 5 {
+            if !warned && self.system.now() - begun > beat / 5 {
                 let left = self.dead().as_secs_f64().ceil();
                 log::warn!(
-                    "{}: waiting up to {left} s for a sign of life of {}",
+                    "{}: waiting up to {left} s for a heartbeat of {}",
                     path.display(),
                     found.who()
                 );
-                told = true;
+                warned = true;
             }
         }
         Ok(false)
     }
 
-    /// Time without a change after which a lease is dead.
+    /// Returns the time without a change after which a lease is dead.
     fn dead(&self) -> Duration {
         self.times.dead + self.stale
     }
 
-    /// Whether this process has found the same bytes under a path for so long that a lease is dead.
-    /// It looks from now on.
+    /// Returns true if this process has seen the same bytes under a path for long enough that the
+    /// lease is dead. Starts observing the path if it was not observed.
     fn is_old(&self, path: &Path, bytes: &[u8]) -> bool {
         self.unchanged(path, bytes) >= self.dead()
     }
 
-    /// Time for which this process has found the same bytes under a path, when it looked.
+    /// Returns how long this process has seen the same bytes under a path.
     fn unchanged(&self, path: &Path, bytes: &[u8]) -> Duration {
         let now = self.system.now();
         let mut seen = self.system.seen().lock().unwrap_or_else(PoisonError::into_inner);
@@ -333,10 +334,10 @@ impl Leases {
         self.system.seen().lock().unwrap_or_else(PoisonError::into_inner).remove(path);
     }
 
-    /// Takes a lease on a checkpoint that others may share.
+    /// Takes a shared lease on a checkpoint.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the lease cannot be created.
     pub fn share(&self, checkpoint: &str) -> Result<Option<LeaseGuard>> {
         self.take(&format!(
             "{checkpoint}.{}-{}",
@@ -345,35 +346,37 @@ impl Leases {
         ))
     }
 
-    /// Says that somebody evaluates every checkpoint: none is removed before.
+    /// Declares that this process evaluates every checkpoint: none is removed before it was
+    /// evaluated.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the lease cannot be created.
     pub fn watch_queue(&self) -> Result<Option<LeaseGuard>> {
         self.take(&format!("{QUEUE}{}-{}", host(), std::process::id()))
     }
 
-    /// Whether somebody evaluates every checkpoint.
+    /// Returns true if a process evaluates every checkpoint.
     ///
     /// # Errors
-    /// A lease cannot be read: its holder is not known.
+    /// Returns an error if a lease cannot be read: its holder is then unknown.
     pub fn queue_is_watched(&self) -> Result<bool> {
         self.any(|name| name.starts_with(QUEUE))
     }
 
-    /// Whether anybody holds the checkpoint called `name`. Removes dead leases on it.
+    /// Returns true if a process holds a lease on the checkpoint called `name`. Removes dead leases
+    /// on it.
     ///
     /// # Errors
-    /// A lease cannot be read: its holder is not known.
+    /// Returns an error if a lease cannot be read: its holder is then unknown.
     pub fn holds(&self, name: &str) -> Result<bool> {
         self.any(|lease| lease.strip_prefix(name).is_some_and(|rest| rest.starts_with('.')))
     }
 
-    /// Whether somebody holds the lease called `name`, as far as it shows; a dead one stays for
-    /// those who claim it.
+    /// Returns true if, as far as is visible here, a process holds the lease called `name`. A dead
+    /// lease is left for the processes that claim it.
     ///
     /// # Errors
-    /// The lease cannot be read.
+    /// Returns an error if the lease cannot be read.
     pub fn is_live(&self, name: &str) -> Result<bool> {
         let path = self.path(name);
         Ok(match self.look(&path)? {
@@ -383,11 +386,11 @@ impl Leases {
         })
     }
 
-    /// The fate of a directory in the trash that somebody may hold by the name of the checkpoint
-    /// `name`.
+    /// Returns whether a directory in the trash may be removed, on which leases may exist under the
+    /// checkpoint's name `name`.
     ///
     /// # Errors
-    /// A lease cannot be read: its holder is not known.
+    /// Returns an error if a lease cannot be read: its holder is then unknown.
     pub(super) fn trash_status(&self, trash: &Path, name: &str) -> Result<TrashStatus> {
         Ok(match self.is_settled(trash) {
             false => TrashStatus::Waits,
@@ -396,34 +399,35 @@ impl Leases {
         })
     }
 
-    /// Time that a directory spends in the trash.
+    /// Returns the time that a directory spends in the trash.
     pub(super) fn settles_after(&self) -> Duration {
         settled_after(self.stale, self.stale)
     }
 
-    /// Renames a directory that somebody may hold by the name of a checkpoint out of the way, to be
-    /// removed later.
+    /// Renames a directory into the trash, to be removed later. Leases may exist on it under the
+    /// name of a checkpoint.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the directory cannot be renamed.
     pub(super) fn move_to_trash(&self, path: &Path, trash: &Path) -> io::Result<()> {
         self.system.rename(path, trash)?;
-        // It counts from here, even if something was seen under this name before.
+        // The time counts from here, even if this name was observed before.
         self.forget(trash);
         self.unchanged(trash, RETIRED);
         Ok(())
     }
 
-    /// Whether a directory was retired for so long that every lease on it shows, of readers that
-    /// still found it under its name. One that another process retired counts from now.
+    /// Returns true if a directory has been in the trash long enough that every lease on it is
+    /// visible, including those of readers that still found it under its name. For one that another
+    /// process moved there, the time counts from now.
     fn is_settled(&self, trash: &Path) -> bool {
         self.unchanged(trash, RETIRED) >= self.settles_after()
     }
 
-    /// Removes a directory that was retired.
+    /// Removes a directory that was moved to the trash.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the directory cannot be removed.
     pub(super) fn remove_retired(&self, trash: &Path) -> io::Result<()> {
         self.forget(trash);
         self.system.remove_all(trash)
@@ -440,14 +444,14 @@ impl Leases {
             if let Some(name) =
                 name.to_str().filter(|name| name.ends_with(EXTENSION) && wanted(name))
             {
-                // All of them, so that dead ones go.
+                // Every lease is checked, so that dead ones are removed.
                 held |= self.is_held(&self.root.join(name))?;
             }
         }
         Ok(held)
     }
 
-    /// Path of the lease called `name`.
+    /// Returns the path of the lease called `name`.
     pub fn path(&self, name: &str) -> PathBuf {
         self.root.join(format!("{name}{EXTENSION}"))
     }
@@ -456,7 +460,7 @@ impl Leases {
         self.system.turn(&self.root)
     }
 
-    /// Removes the directory if nobody holds a lease in it, nor takes one at this moment.
+    /// Removes the directory if no lease is held in it and none is being taken.
     fn clear(&self) {
         let turn = self.turn();
         let ours = |name: &std::ffi::OsStr| [TURN_FILE, OLD_CLOCK].iter().any(|file| name == *file);
@@ -468,7 +472,7 @@ impl Leases {
             // It may not exist.
             let _ = self.system.remove(&self.root.join(file));
         }
-        // Not with all in it: an old listing may hide a new lease.
+        // Not recursively: a stale listing may hide a new lease.
         let _ = std::fs::remove_dir(&self.root);
         drop(turn);
     }
@@ -483,7 +487,7 @@ impl Leases {
         let held: Option<LeaseRecord> = serde_json::from_slice(&bytes).ok();
         let found = Found { bytes, held };
         let Some(held) = &found.held else { return Ok(LeaseStatus::Silent(found)) };
-        // A lock also tells of a process in another container.
+        // A lock also reveals a process in another container.
         let locked = || {
             if held.locked && held.holder.is_of_this_boot() {
                 self.system.is_locked(path)
@@ -503,7 +507,7 @@ impl Leases {
         })
     }
 
-    /// Whether there is a lease at `path` whose holder lives; removes a dead one.
+    /// Returns true if there is a lease at `path` whose holder lives; removes a dead one.
     fn is_held(&self, path: &Path) -> Result<bool> {
         let found = match self.look(path)? {
             LeaseStatus::Free => return Ok(false),
@@ -515,25 +519,25 @@ impl Leases {
         Ok(false)
     }
 
-    /// Removes a dead lease, unless another process did and took a new one meanwhile.
+    /// Removes a dead lease, unless another process did so and has taken a new one in the meantime.
     fn remove_dead(&self, path: &Path, dead: &Found) {
         log::warn!("{}: lease of {}, which is gone: removed", path.display(), dead.who());
-        let grave = path.with_extension(format!("dead-{}", self.system.holder().nonce()));
+        let renamed = path.with_extension(format!("dead-{}", self.system.holder().nonce()));
         self.forget(path);
-        if self.system.rename(path, &grave).is_err() {
+        if self.system.rename(path, &renamed).is_err() {
             return;
         }
-        if self.system.read(&grave).is_ok_and(|bytes| bytes != dead.bytes) {
+        if self.system.read(&renamed).is_ok_and(|bytes| bytes != dead.bytes) {
             // Two processes can have found the same lease dead, and one of them has taken a new
-            // one. Where a third takes it in this moment, the holder finds out before it changes
+            // one. If a third takes it at this moment, the holder notices before it changes
             // anything.
-            let _ = self.system.link(&grave, path);
+            let _ = self.system.link(&renamed, path);
         }
-        let _ = self.system.remove(&grave);
+        let _ = self.system.remove(&renamed);
     }
 
-    /// Creates the lease at `path`; none if there is one, or if the directory was removed
-    /// meanwhile.
+    /// Creates the lease at `path`. Returns `None` if one exists, or if the directory was removed
+    /// in the meantime.
     fn create(&self, path: &Path, settling: bool) -> Result<Option<LeaseGuard>> {
         let mut held =
             LeaseRecord { settling, ..LeaseRecord::now(self.system.holder(), self.stale) };
@@ -543,15 +547,15 @@ impl Leases {
             written => written,
         };
         let created = written.and_then(|open| {
-            // It appears with all that it says: a holder that is killed now leaves no lease that
-            // names nobody.
+            // The link publishes the complete lease: a holder that is killed now does not leave a
+            // lease without a holder.
             match self.system.link(&temporary, path) {
                 Ok(()) => Ok(Some(open)),
-                // NFS may answer a request that was sent twice with the success of the first.
+                // NFS may report an error for a repeated request whose first attempt succeeded.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {
                     Ok(self.is_mine(path, &held).then_some(open))
                 }
-                // Some file systems have no second names.
+                // Some file systems have no hard links.
                 Err(_) => match self.write(path, &mut held) {
                     Ok(open) => Ok(Some(open)),
                     Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(None),
@@ -575,7 +579,7 @@ impl Leases {
         there.is_some_and(|there| there.token == held.token)
     }
 
-    /// Writes a new lease and locks it, where that can be done.
+    /// Writes a new lease and locks it if the file system supports locks.
     fn write(&self, path: &Path, held: &mut LeaseRecord) -> io::Result<Box<dyn Open>> {
         let open = self.system.create(path)?;
         held.locked = open.is_locked();
@@ -584,7 +588,7 @@ impl Leases {
     }
 }
 
-/// Stands for a directory among the things that were seen.
+/// Marks a directory in the trash among the observed contents.
 const RETIRED: &[u8] = b"retired";
 
 #[cfg(test)]
@@ -605,7 +609,7 @@ mod tests {
         LeaseRecord::now(LeaseOwner::here(), Duration::ZERO)
     }
 
-    /// Writes a lease of somebody else.
+    /// Writes a lease of another holder.
     fn put(leases: &Leases, name: &str, holder: LeaseOwner) -> PathBuf {
         fs::create_dir_all(&leases.root).unwrap();
         let path = leases.path(name);
@@ -619,12 +623,12 @@ mod tests {
         let path = put(&leases, "step-1", far());
         fs::remove_file(&path).unwrap();
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
-        // The open of a pipe would wait for its other end.
+        // Opening a pipe would block until its other end is opened.
         let error = leases.is_held(&path).unwrap_err().to_string();
         assert!(error.contains("it is a pipe, a socket or a device"), "{error}");
     }
 
-    /// Makes a file look as if nobody had touched it for so long.
+    /// Sets the modification time of a file back by `age`.
     fn grow_old(path: &Path, age: Duration) {
         let file = OpenOptions::new().write(true).open(path).unwrap();
         file.set_modified(SystemTime::now() - age).unwrap();
@@ -674,8 +678,8 @@ mod tests {
         put(&leases, "step-00000001.evaluate", gone());
         assert!(!leases.holds("step-00000001").unwrap());
         assert!(leases.take("step-00000001.evaluate").unwrap().is_some());
-        // A process of another node counts until its lease has stayed the same for a while by the
-        // clock here, however old the file looks.
+        // A process of another node counts as alive until its lease has been unchanged for a while
+        // by the local clock, however old the file looks.
         let leases = Leases { times: SHORT, ..leases };
         let path = put(&leases, "step-00000002.evaluate", far());
         grow_old(&path, Duration::from_secs(3600));
@@ -685,13 +689,13 @@ mod tests {
         std::thread::sleep(SHORT.dead);
         assert!(!leases.is_live("step-00000002.evaluate").unwrap() && path.exists());
         let lease = leases.take("step-00000002.evaluate").unwrap().unwrap();
-        // Another takes it, because this process stood still: it is not ours to give up.
+        // Another process takes it because this one was suspended: this one must not remove it.
         put(&leases, "step-00000002.evaluate", far());
         drop(lease);
         assert!(leases.holds("step-00000002").unwrap());
     }
 
-    /// Root may read everything, but not a directory as a file, nor a link to itself.
+    /// Root may read everything, but neither a directory as a file nor a link to itself.
     #[test]
     fn what_cannot_be_read_is_not_free() {
         let (_dir, leases) = leases();
@@ -715,7 +719,7 @@ mod tests {
     fn a_claim_names_the_holder_and_takes_over_from_the_dead() {
         let (_dir, leases) = leases();
         let lease = taken(leases.claim("trainer", true));
-        // The same process cannot hold it twice either.
+        // The same process cannot hold it twice.
         let other = refused(leases.claim("trainer", true)).unwrap();
         assert_eq!(other.holder, LeaseOwner::here());
         assert!(
@@ -728,7 +732,7 @@ mod tests {
         assert!(!leases.root.exists());
         put(&leases, "trainer", gone());
         drop(taken(leases.claim("trainer", false)));
-        // A lease that a kill has torn names no holder.
+        // A lease torn by a kill names no holder.
         fs::create_dir(&leases.root).unwrap();
         fs::write(leases.path("trainer"), "{\"ho").unwrap();
         assert!(refused(leases.claim("trainer", false)).is_none());
@@ -737,7 +741,7 @@ mod tests {
     const SHORT: Times =
         Times { beat: Duration::from_millis(40), dead: Duration::from_millis(400) };
 
-    /// Short times, and a holder far away.
+    /// Returns leases with short times, one of which a process on another node holds.
     fn watched() -> (tempfile::TempDir, Leases, PathBuf) {
         let (dir, leases) = leases();
         let leases = Leases { times: SHORT, stale: Duration::ZERO, ..leases };
@@ -749,13 +753,13 @@ mod tests {
     fn a_claim_waits_for_a_sign_of_life() {
         let (_dir, leases, path) = watched();
         assert!(refused(leases.claim("trainer", false)).is_some());
-        // None comes, however the file's time looks.
+        // No heartbeat comes, whatever the file's time.
         let begun = Instant::now();
         let lease = taken(leases.claim("trainer", true));
         assert!(begun.elapsed() >= leases.times.dead * 3 / 4);
         drop(lease);
 
-        // One comes, though the clocks say that it is long ago.
+        // A heartbeat comes, although the file's time is long ago.
         put(&leases, "trainer", far());
         grow_old(&path, Duration::from_secs(3600));
         let beating = std::thread::spawn({
@@ -771,7 +775,7 @@ mod tests {
         beating.join().unwrap();
     }
 
-    /// In another container of this node nothing is known of the process; but its lock is.
+    /// From another container of this node the process is not visible, but its lock is.
     #[test]
     fn a_lock_tells_of_other_containers() {
         let (_dir, leases) = leases();
@@ -787,7 +791,8 @@ mod tests {
         assert_eq!(refused(leases.claim("trainer", true)), Some(held));
         assert!(leases.is_held(&path).unwrap());
         drop(file);
-        // A program that another test starts at this moment has the file open until it begins.
+        // A program that another test starts at this moment keeps the file open until it calls
+        // exec.
         while let Claimed::By(other) = leases.claim("trainer", false).unwrap() {
             assert!(other.is_some());
             std::thread::yield_now();
@@ -801,13 +806,13 @@ mod tests {
         let lease = taken(leases.claim("trainer", true));
         lease.check().unwrap();
         lease.check_often().unwrap();
-        // It beats.
+        // It sends heartbeats.
         let first = fs::read(&path).unwrap();
         while fs::read(&path).unwrap() == first {
             std::thread::yield_now();
         }
         lease.check().unwrap();
-        // Another process has found it dead.
+        // Another process takes it for dead.
         fs::remove_file(&path).unwrap();
         put(&leases, "trainer", far());
         let taken_by = fs::read(&path).unwrap();

@@ -1,8 +1,8 @@
 //! The holder of a lease: a process, and whether it is provably gone.
 //!
-//! A process is proven gone only by the kernel that ran it, or by the scheduler that started its
-//! job again. All other evidence, such as a lease that is not touched, is a matter of time and left
-//! to the leases.
+//! Only the kernel that ran a process, or the scheduler that restarted its job, can prove that it
+//! is gone. All other evidence, such as a lease without heartbeats, is a matter of timeouts and
+//! left to the leases.
 
 use std::fs;
 
@@ -10,19 +10,18 @@ use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
-/// A process.
+/// A process that holds a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseOwner {
-    /// Name of its node.
+    /// The name of its node.
     pub host: String,
-    /// The node's start and the numbering of processes there: containers of one node may have their
-    /// own.
+    /// The boot of the node and its PID and time namespaces, within which process ids are valid.
     #[serde(default)]
     space: String,
-    /// Its process there.
+    /// The process id.
     pub pid: u32,
-    /// Start of the process, in ticks since the start of the node: process ids are used again. 0 if
-    /// it is not known.
+    /// The start of the process, in clock ticks since boot, because process ids are reused. 0 if
+    /// unknown.
     started: u64,
     /// The Slurm job that it belongs to.
     #[serde(default)]
@@ -41,19 +40,18 @@ struct Job {
 /// Whether a process exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Liveness {
-    /// It does not exist any more.
+    /// It no longer exists.
     Gone,
-    /// It has been killed or is exiting, and is gone as soon as the kernel has finished its pending
-    /// work.
+    /// It has been killed or is exiting, and is gone once the kernel has finished its pending work.
     Ends,
     /// It exists.
     Exists,
-    /// Nobody here can tell.
+    /// It cannot be determined from here.
     Unknown,
 }
 
 impl LeaseOwner {
-    /// This process.
+    /// Returns this process.
     pub fn here() -> Self {
         let pid = std::process::id();
         let started = stat(pid).map_or(0, |stat| stat.started);
@@ -62,32 +60,32 @@ impl LeaseOwner {
             space: space(),
             pid,
             started,
-            job: Job::of(|name| std::env::var(name).ok()),
+            job: Job::from_env(|name| std::env::var(name).ok()),
         }
     }
 
-    /// Names the process in names of files: others on its node and elsewhere have other names.
+    /// Returns a string for file names that is unique to this process among all nodes.
     pub(super) fn nonce(&self) -> String {
         format!("{}-{}", self.host, self.pid)
     }
 
-    /// Whether the process exists, as far as it can be proven from here.
+    /// Returns whether the process exists, as far as it can be proven from here.
     pub fn life(&self) -> Liveness {
-        let life = if self.numbers_mean_the_same() {
+        let life = if self.shares_pid_namespace() {
             process(self.pid, self.started)
         } else {
             Liveness::Unknown
         };
-        let ours = Job::of(|name| std::env::var(name).ok());
+        let ours = Job::from_env(|name| std::env::var(name).ok());
         match (life, &self.job, &ours) {
-            (Liveness::Unknown, Some(its), Some(ours)) if its.was_started_again_as(ours) => {
+            (Liveness::Unknown, Some(its), Some(ours)) if its.was_restarted_as(ours) => {
                 Liveness::Gone
             }
             _ => life,
         }
     }
 
-    /// Whether it runs, or ran, under this kernel since its last start. It may be in another
+    /// Returns true if it runs, or ran, under this kernel since its last boot. It may be in another
     /// container.
     pub fn is_of_this_boot(&self) -> bool {
         let its = self.space.split(' ').next().unwrap_or_default();
@@ -95,8 +93,8 @@ impl LeaseOwner {
         !its.is_empty() && its == here
     }
 
-    /// Whether numbers of processes mean the same to it and to this process.
-    fn numbers_mean_the_same(&self) -> bool {
+    /// Returns true if its process ids are valid in this process's namespace.
+    fn shares_pid_namespace(&self) -> bool {
         let known = self
             .space
             .split_once(' ')
@@ -113,35 +111,34 @@ impl std::fmt::Display for LeaseOwner {
 }
 
 impl Job {
-    /// The job that an environment tells of.
-    fn of(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
+    /// Returns the Slurm job that environment variables name.
+    fn from_env(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let id = variable("SLURM_JOB_ID").filter(|id| !id.is_empty())?;
-        // Slurm sets it with the first restart.
+        // Slurm sets it at the first restart.
         let restarts =
             variable("SLURM_RESTART_COUNT").map_or(Some(0), |count| count.parse().ok())?;
         Some(Self { cluster: variable("SLURM_CLUSTER_NAME").unwrap_or_default(), id, restarts })
     }
 
-    /// Whether `now` is a later start of this job: Slurm has ended the one before.
-    fn was_started_again_as(&self, now: &Self) -> bool {
+    /// Returns true if `now` is a later start of this job: Slurm has ended this one.
+    fn was_restarted_as(&self, now: &Self) -> bool {
         (&self.cluster, &self.id) == (&now.cluster, &now.id) && self.restarts < now.restarts
     }
 }
 
-/// The name of this node.
+/// Returns the name of this node.
 pub fn host() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname")
         .map_or_else(|_| "localhost".into(), |name| name.trim().into())
 }
 
-/// Names the start of this node's kernel; empty where it does not tell.
+/// Returns the id of this node's boot; empty if it is unknown.
 fn boot() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map_or_else(|_| String::new(), |id| id.trim().into())
 }
 
-/// Names the space in which numbers and starts of processes mean something: the kernel's start, and
-/// the namespaces.
+/// Returns the boot and the namespaces within which process ids and start times are valid.
 fn space() -> String {
     // Without time namespaces, all processes count from the same moment.
     let named = |name: &str| fs::read_link(format!("/proc/self/ns/{name}")).unwrap_or_default();
@@ -157,14 +154,14 @@ struct Stat {
     started: u64,
 }
 
-/// Of the flags of a process: it is exiting.
+/// The process flag for an exiting process.
 const PF_EXITING: u64 = 4;
 
-/// Reads it; none if there is no such process, or nobody may see it.
+/// Reads `/proc/PID/stat`. Returns `None` if the process does not exist or is not visible.
 fn stat(pid: u32) -> Option<Stat> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything. After it come the state, as the 7th word the
-    // flags, the 18th the threads, the 20th the start.
+    // The name in parentheses may contain anything. After it come the state, and as 7th, 18th and
+    // 20th word the flags, the threads and the start.
     let words: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
     let number = |word: usize| words.get(word).and_then(|word| word.parse::<u64>().ok());
     let exits = number(6)? & PF_EXITING != 0;
@@ -176,7 +173,7 @@ fn stat(pid: u32) -> Option<Stat> {
     })
 }
 
-/// Whether a SIGKILL has been sent to a process that it has not yet acted on.
+/// Returns true if a SIGKILL is pending for the process.
 fn is_killed(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let pending = status
@@ -187,18 +184,17 @@ fn is_killed(pid: u32) -> bool {
         .any(|set| set & (1 << 8) != 0)
 }
 
-/// Whether the process `pid` that started at `started` exists, among those whose numbers mean the
-/// same here.
+/// Returns whether the process `pid` that started at `started` exists in this namespace.
 fn process(pid: u32, started: u64) -> Liveness {
     let Some(stat) = stat(pid) else {
-        // A process of another user may be hidden, but not from this question.
+        // `/proc` may hide a process of another user, but `kill` reports it.
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
         return match number.map(test_kill_process) {
             Some(Err(Errno::SRCH)) => Liveness::Gone,
             _ => Liveness::Unknown,
         };
     };
-    // A process that has ended but was not waited for holds nothing once its last thread has ended.
+    // A zombie holds no resources once its last thread has ended.
     let first_has_ended = matches!(stat.state.as_str(), "Z" | "X");
     match started {
         0 => Liveness::Unknown,
@@ -213,12 +209,12 @@ fn process(pid: u32, started: u64) -> Liveness {
 pub(super) mod tests {
     use super::*;
 
-    /// A process of this node that does not exist: its number has been used again.
+    /// Returns a process of this node that does not exist: its id has been reused.
     pub fn gone() -> LeaseOwner {
         LeaseOwner { started: u64::MAX, ..LeaseOwner::here() }
     }
 
-    /// A process of another node.
+    /// Returns a process of another node.
     pub fn far() -> LeaseOwner {
         LeaseOwner {
             host: "elsewhere".into(),
@@ -228,7 +224,7 @@ pub(super) mod tests {
     }
 
     impl LeaseOwner {
-        /// A process of a node that is only simulated.
+        /// Returns a process of a simulated node.
         pub fn of_node(host: &str, pid: u32) -> Self {
             Self {
                 host: host.into(),
@@ -240,7 +236,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A process in another container of this node.
+    /// Returns a process in another container of this node.
     pub fn beside() -> LeaseOwner {
         LeaseOwner { space: format!("{} pid:[1]", boot()), ..LeaseOwner::here() }
     }
@@ -258,7 +254,7 @@ pub(super) mod tests {
         let of_child =
             LeaseOwner { pid, started: stat(pid).unwrap().started, ..LeaseOwner::here() };
         assert_eq!(of_child.life(), Liveness::Exists);
-        // Killed it is not taken for alive at any moment; then it has ended and was not waited for.
+        // Once killed, it is never taken for alive; then it is a zombie.
         child.kill().unwrap();
         loop {
             match of_child.life() {
@@ -269,7 +265,7 @@ pub(super) mod tests {
         }
         child.wait().unwrap();
         assert_eq!(of_child.life(), Liveness::Gone);
-        // The same number elsewhere is another process.
+        // The same process id elsewhere is another process.
         for other in [far(), beside()] {
             let other = LeaseOwner { pid, started: of_child.started, ..other };
             assert_eq!(other.life(), Liveness::Unknown);
@@ -279,7 +275,7 @@ pub(super) mod tests {
                 && LeaseOwner::here().is_of_this_boot()
                 && !far().is_of_this_boot()
         );
-        // Of a holder in an unknown space nothing is proven.
+        // Nothing is proven about a holder in an unknown namespace.
         let unknown = LeaseOwner { space: " ".into(), ..gone() };
         assert!(unknown.life() == Liveness::Unknown && !unknown.is_of_this_boot());
         assert_eq!(LeaseOwner { started: 0, ..LeaseOwner::here() }.life(), Liveness::Unknown);
@@ -287,22 +283,25 @@ pub(super) mod tests {
 
     #[test]
     fn a_restart_of_a_slurm_job_proves_the_one_before_gone() {
-        let of = |variables: &[(&str, &str)]| {
-            Job::of(|name| {
+        let from_variables = |variables: &[(&str, &str)]| {
+            Job::from_env(|name| {
                 variables
                     .iter()
                     .find(|(known, _)| *known == name)
                     .map(|(_, value)| value.to_string())
             })
         };
-        assert_eq!(of(&[]), None);
-        assert_eq!(of(&[("SLURM_JOB_ID", "7")]), job("7", 0));
-        assert_eq!(of(&[("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "2")]), job("7", 2));
-        assert_eq!(of(&[("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "x")]), None);
+        assert_eq!(from_variables(&[]), None);
+        assert_eq!(from_variables(&[("SLURM_JOB_ID", "7")]), job("7", 0));
+        assert_eq!(
+            from_variables(&[("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "2")]),
+            job("7", 2)
+        );
+        assert_eq!(from_variables(&[("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "x")]), None);
         let [first, second, other] = [job("7", 0), job("7", 1), job("8", 1)].map(Option::unwrap);
-        assert!(first.was_started_again_as(&second));
-        assert!(!second.was_started_again_as(&first) && !second.was_started_again_as(&second));
-        assert!(!first.was_started_again_as(&other));
-        assert!(!first.was_started_again_as(&Job { cluster: "b".into(), ..second }));
+        assert!(first.was_restarted_as(&second));
+        assert!(!second.was_restarted_as(&first) && !second.was_restarted_as(&second));
+        assert!(!first.was_restarted_as(&other));
+        assert!(!first.was_restarted_as(&Job { cluster: "b".into(), ..second }));
     }
 }

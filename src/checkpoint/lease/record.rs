@@ -1,4 +1,4 @@
-//! The content of a lease.
+//! The content of a lease file.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,29 +10,30 @@ use super::fs_clock::STALE;
 use super::owner::LeaseOwner;
 use hpctrain_config::telemetry::unix_time;
 
-/// The content of a lease.
+/// The content of a lease file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LeaseRecord {
-    /// The holder.
+    /// The process that holds the lease.
     #[serde(flatten)]
     pub holder: LeaseOwner,
-    /// Names the taking: a process may take leases one after the other.
+    /// Identifies this acquisition: a process may take several leases one after another.
     #[serde(default)]
     pub(super) token: String,
-    /// Time at which it was taken, in seconds since 1970, by the holder's clock.
+    /// The time at which it was taken, in seconds since 1970, by the holder's clock.
     #[serde(default)]
     pub(super) since: f64,
     /// Whether the holder has locked the file.
     #[serde(default)]
     pub(super) locked: bool,
-    /// Number of times it was rewritten.
+    /// The number of heartbeats.
     #[serde(default)]
     pub(super) beats: u64,
-    /// Seconds by which the holder's view of the directory may be old. Leases of older versions do
-    /// not tell.
+    /// The maximal age of the holder's view of the directory, in seconds. Missing in leases of
+    /// older versions.
     #[serde(default = "longest")]
     pub(super) stale: u64,
-    /// Whether the holder has taken it over and waits until nobody takes it for his own any more.
+    /// Whether the holder has taken it over and waits until no other process believes that it holds
+    /// it.
     #[serde(default)]
     pub(super) settling: bool,
 }
@@ -42,7 +43,7 @@ fn longest() -> u64 {
 }
 
 impl LeaseRecord {
-    /// A process whose view may be old by so much takes a lease now.
+    /// Creates the record of a lease that a process takes now whose view is at most `stale` old.
     pub(super) fn now(holder: LeaseOwner, stale: Duration) -> Self {
         static TAKEN: AtomicU64 = AtomicU64::new(0);
         let since = unix_time();
@@ -63,8 +64,8 @@ impl LeaseRecord {
         }
     }
 
-    /// How old the holder's view may be. No version takes leases by older views than [`STALE`]:
-    /// more is damage.
+    /// Returns the maximal age of the holder's view. No version writes more than [`STALE`]: a
+    /// larger value is damage.
     pub(super) fn stale(&self) -> Duration {
         Duration::from_secs(self.stale).min(STALE)
     }
@@ -73,9 +74,9 @@ impl LeaseRecord {
         serde_json::to_string(self).map_err(io::Error::other)
     }
 
-    /// Time since it was taken, by this node's clock.
+    /// Returns the time since it was taken, by this node's clock.
     pub fn age(&self) -> Option<Duration> {
-        // Leases of older versions do not tell.
+        // Leases of older versions do not record it.
         let age = (self.since > 0.0).then(|| (unix_time() - self.since).max(0.0));
         Duration::try_from_secs_f64(age?.round()).ok()
     }

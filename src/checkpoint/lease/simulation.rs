@@ -1,6 +1,6 @@
-//! Leases on several nodes of a network file system that shows each of them names, listings and
-//! contents as they were up to a minute ago. Its clock is simulated, and one process runs at a
-//! time: nothing here takes time, or depends on it.
+//! Leases on several nodes of a simulated network file system, which shows each node names,
+//! listings and contents that are up to a minute old. The clock is simulated and one process runs
+//! at a time, so the tests take no real time and do not depend on it.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsString;
@@ -13,7 +13,7 @@ use super::fs_clock::{Open, STALE, Seen, System, Turn};
 use super::owner::{LeaseOwner, Liveness};
 use super::{Claimed, LeaseRecord, Leases, TrashStatus};
 
-/// The server, the clock, and the processes that take turns.
+/// The server, the clock, and the processes that run in turn.
 #[derive(Debug, Default)]
 struct World {
     state: Mutex<State>,
@@ -24,9 +24,9 @@ struct World {
 struct State {
     now: Duration,
     running: Option<usize>,
-    /// Those that sleep, and until when.
+    /// The sleeping processes, by the time at which they wake.
     sleepers: BTreeSet<(Duration, usize)>,
-    /// The files that each name stood for, and since when.
+    /// The file that each name stood for, and since when.
     names: HashMap<PathBuf, Vec<(Duration, Option<usize>)>>,
     /// The contents of each file, and since when.
     files: Vec<Vec<(Duration, Vec<u8>)>>,
@@ -34,7 +34,7 @@ struct State {
     random: u64,
 }
 
-/// The value at a time.
+/// Returns the value at a time.
 fn at<T: Clone>(history: &[(Duration, T)], time: Duration) -> Option<T> {
     history.iter().rev().find(|(since, _)| *since <= time).map(|(_, value)| value.clone())
 }
@@ -47,7 +47,7 @@ impl State {
         self.random % below
     }
 
-    /// The file of a name at the server.
+    /// Returns the file that a name has on the server.
     fn file(&self, path: &Path) -> Option<usize> {
         self.names.get(path).and_then(|history| at(history, self.now)).flatten()
     }
@@ -61,7 +61,7 @@ impl State {
         self.names.keys().any(|path| self.file(path) == Some(file))
     }
 
-    /// The next process goes on.
+    /// Lets the next process run.
     fn hand_over(&mut self) {
         self.running = self.sleepers.pop_first().map(|(time, process)| {
             self.now = self.now.max(time);
@@ -81,7 +81,7 @@ impl World {
         self.state.lock().unwrap()
     }
 
-    /// Runs processes, each on a node of its own or on that of an earlier one, to their ends.
+    /// Runs each process to its end on the node with its number. Processes may share a node.
     fn run(self: &Arc<Self>, processes: Vec<(usize, Work<'_>)>) {
         {
             let mut state = self.state();
@@ -108,10 +108,10 @@ impl World {
     }
 }
 
-/// The work of a process.
+/// What a process runs.
 type Work<'a> = Box<dyn FnOnce(&Arc<Process>) + Send + 'a>;
 
-/// Lets the others go on when a process ends, be it by a panic.
+/// Lets the other processes run when a process ends, even by a panic.
 struct End(Arc<Process>);
 
 impl Drop for End {
@@ -156,20 +156,20 @@ impl Process {
         self.world.state().random(below)
     }
 
-    /// Dies without a word; another process begins in its place.
+    /// Dies without releasing anything; the process continues under a new process id.
     fn dies(&self) {
         let mut pid = self.pid.lock().unwrap();
         self.world.state().gone.insert((self.host.clone(), *pid));
         *pid += 1;
     }
 
-    /// The server takes a moment, in which others go on.
+    /// Simulates the latency of a call to the server, in which other processes run.
     fn call(&self) {
         let time = Duration::from_millis(self.random(30));
         self.sleep(time);
     }
 
-    /// A time in the past as which this client sees something, not before `floor`.
+    /// Returns the time as of which this client sees something, not before `floor`.
     fn view(&self, state: &mut State, floor: Duration) -> Duration {
         let lag = match state.random(3) {
             0 => Duration::ZERO,
@@ -179,7 +179,7 @@ impl Process {
         state.now.saturating_sub(lag).max(floor)
     }
 
-    /// The file that this client finds under a name.
+    /// Returns the file that this client finds under a name.
     fn find(&self, path: &Path) -> io::Result<usize> {
         let mut state = self.world.state();
         let mut floors = self.floors.lock().unwrap();
@@ -190,15 +190,15 @@ impl Process {
         seen.ok_or_else(|| ErrorKind::NotFound.into())
     }
 
-    /// As [`Process::find`], of a directory that is to be used: the server knows no handle of one
-    /// that is gone.
+    /// Like [`Process::find`], for a directory that is then used: the server rejects the handle of
+    /// one that is gone.
     fn open(&self, path: &Path) -> io::Result<usize> {
         let file = self.find(path)?;
         if self.world.state().exists(file) { Ok(file) } else { Err(ErrorKind::NotFound.into()) }
     }
 
-    /// The names that this client has changed are to it as they are now; of others it has learned
-    /// nothing.
+    /// Records that this client sees names that it has changed as they are now; its views of others
+    /// stay as they were.
     fn changed(&self, paths: &[&Path]) {
         let now = self.world.state().now;
         let names = &mut self.floors.lock().unwrap().names;
@@ -235,10 +235,12 @@ impl System for Process {
         LeaseOwner::of_node(&self.host, *self.pid.lock().unwrap())
     }
 
-    fn life(&self, of: &LeaseOwner) -> Liveness {
-        match of.host == self.host {
+    fn life(&self, owner: &LeaseOwner) -> Liveness {
+        match owner.host == self.host {
             false => Liveness::Unknown,
-            true if self.world.state().gone.contains(&(of.host.clone(), of.pid)) => Liveness::Gone,
+            true if self.world.state().gone.contains(&(owner.host.clone(), owner.pid)) => {
+                Liveness::Gone
+            }
             true => Liveness::Exists,
         }
     }
@@ -267,7 +269,7 @@ impl System for Process {
         let mut floors = self.floors.lock().unwrap();
         let floor = floors.files.get(&file).copied().unwrap_or_default();
         let view = self.view(&mut state, floor);
-        // A file that was made since is not shown empty.
+        // A file is never shown before its first content.
         let view = view.max(state.files[file].first().unwrap().0);
         floors.files.insert(file, view);
         Ok(at(&state.files[file], view).unwrap())
@@ -369,7 +371,7 @@ impl Open for Handle {
     fn rewrite(&self, text: &[u8]) -> io::Result<()> {
         let mut state = self.world.state();
         let now = state.now;
-        // The first content comes before the file has its name.
+        // The first content is written before the file gets its name.
         if state.files[self.file].len() == 1 && state.files[self.file][0].1.is_empty() {
             state.files[self.file].clear();
         }
@@ -378,7 +380,7 @@ impl Open for Handle {
     }
 }
 
-/// Simulations of each kind.
+/// The number of simulations of each kind.
 const SEEDS: u64 = 20;
 
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
@@ -387,18 +389,18 @@ fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-/// The deeds of the trainers of a simulation.
+/// What the trainers of a simulation did.
 #[derive(Default)]
 struct Log {
-    /// Each change to the run, with the number of the taking under which it was made.
+    /// Each change to the run, with the number of the acquisition under which it was made.
     acts: Vec<usize>,
     takings: usize,
-    /// Takings from holders that were not provably gone, and holders that learned of it.
+    /// Acquisitions from holders that were not provably gone, and holders that noticed their loss.
     waited: usize,
     lost: usize,
 }
 
-/// Trains for a while whenever it gets the lease; stands still now and then, and dies now and then.
+/// Trains for a while whenever it gets the lease; is suspended now and then, and dies now and then.
 fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
     let leases = || Leases::by(me.clone(), "/run/.leases".into());
     while me.now() < seconds(4000) {
@@ -415,7 +417,7 @@ fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
         };
         let mut rounds = 1 + me.random(40);
         let ended = loop {
-            // Before each change: what every trainer does.
+            // Every trainer checks before each change.
             if lease.check().is_err() {
                 break false;
             }
@@ -433,7 +435,7 @@ fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
         };
         match ended {
             true if me.random(2) == 0 => {
-                // Nothing of it runs any more.
+                // The process is gone: nothing is released.
                 std::mem::forget(lease);
                 me.dies();
                 me.sleep(seconds(me.random(30)));
@@ -441,15 +443,14 @@ fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
             true => drop(lease),
             false => {
                 log.lock().unwrap().lost += 1;
-                // The file is another's.
+                // The file belongs to another process.
                 drop(lease);
             }
         }
     }
 }
 
-/// However old the views of the nodes, whoever changes the run is the only one who does, until he
-/// has lost it for good.
+/// However stale the views of the nodes, only one process at a time changes the run.
 #[test]
 fn two_trainers_never_both_hold_a_run() {
     let mut waited = 0;
@@ -457,7 +458,7 @@ fn two_trainers_never_both_hold_a_run() {
     for seed in 1..=SEEDS {
         let world = World::new(seed);
         let log = Mutex::new(Log::default());
-        // Two of them share a node: there the kernel proves an end.
+        // Two of them share a node, where the kernel proves that a process is gone.
         let trainer = |node| (node, Box::new(|me: &Arc<Process>| trains(me, &log)) as Work<'_>);
         world.run(vec![trainer(0), trainer(1), trainer(2), trainer(0)]);
         let log = log.into_inner().unwrap();
@@ -470,11 +471,11 @@ fn two_trainers_never_both_hold_a_run() {
         waited += log.waited;
         lost += log.lost;
     }
-    // Both happened often: else this shows nothing.
+    // Both must happen often for the test to mean something.
     assert!(waited > 50 && lost > 20, "{waited} takings from the silent, {lost} losses");
 }
 
-/// Saves checkpoints, and keeps two.
+/// Saves checkpoints, and keeps the newest two.
 fn saves(me: &Arc<Process>, counts: &Mutex<[usize; 3]>) {
     let leases = || Leases::by(me.clone(), "/run/checkpoints/.leases".into());
     let path = |step: u64| PathBuf::from(format!("/run/checkpoints/step-{step:08}"));
@@ -506,7 +507,7 @@ fn saves(me: &Arc<Process>, counts: &Mutex<[usize; 3]>) {
     }
 }
 
-/// Reads checkpoints, a while each.
+/// Reads checkpoints, each for a while.
 fn reads(me: &Arc<Process>, counts: &Mutex<[usize; 3]>, seed: u64) {
     let leases = || Leases::by(me.clone(), "/run/checkpoints/.leases".into());
     while me.now() < seconds(1500) {
@@ -552,8 +553,7 @@ fn a_checkpoint_is_never_removed_under_a_reader_of_another_node() {
     );
 }
 
-/// A reader that died on another node keeps its checkpoint for two minutes, by the clock of who
-/// asks.
+/// A reader that died on another node keeps its checkpoint for two minutes by the observer's clock.
 #[test]
 fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
     let world = World::new(7);
@@ -580,7 +580,7 @@ fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
                 while leases().holds("step-00000001").unwrap() {
                     me.sleep(seconds(1));
                 }
-                // It beat until 500 s.
+                // Its last heartbeat was at 500 s.
                 let ended = me.now();
                 assert!((seconds(560)..seconds(700)).contains(&ended), "{ended:?}");
             }),
@@ -588,8 +588,8 @@ fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
     ]);
 }
 
-/// A process that took a lease over and died before others had seen it leaves the wait to the next
-/// one, also where the kernel proves it gone at once.
+/// If a process took a lease over and died before others had seen it, the next one waits in turn,
+/// even if the kernel proves at once that it is gone.
 #[test]
 fn a_wait_that_was_not_over_is_inherited() {
     for settling in [false, true] {

@@ -1,25 +1,25 @@
-//! A run that begins at a checkpoint of another run.
+//! Runs that begin at a checkpoint of another run.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Parts of a checkpoint that a run takes.
+/// The parts of a checkpoint that a run restores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RestoreScope {
-    /// All: the run goes on as if it had not been interrupted.
+    /// Everything: the run continues as if it had not been interrupted.
     Everything,
-    /// Parameters and progress; the optimizer begins anew.
+    /// Parameters and progress; the optimizer state is reset.
     NoOptimizer,
-    /// The parameters: another run begins at step 0 with them.
+    /// Only the parameters: a new run begins with them at step 0.
     Weights,
 }
 
-/// Origin of a run that began at a checkpoint of another run.
+/// The origin of a run that began at a checkpoint of another run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Branch {
     /// The checkpoint.
     pub from: PathBuf,
-    /// Parts of it that were taken.
+    /// The parts that were restored.
     pub take: RestoreScope,
 }

@@ -1,5 +1,5 @@
-//! Differences between the configuration of a run so far and the one of its next start, by their
-//! effect.
+//! Differences between the configuration of a run so far and that of its next start, grouped by
+//! their effect.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -8,84 +8,84 @@ use toml::{Table, Value};
 
 use hpctrain_config::Config;
 
-/// The effect of a key.
+/// What a key affects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Decides {
-    /// The numerical results of training: losses, parameters.
+enum KeyEffect {
+    /// The numerical results of training: losses and parameters.
     Curve,
-    /// The length of the run, which shapes the curve too, but may change when a run goes on.
+    /// The length of the run, which also shapes the curve, but may change when a run is resumed.
     Length,
-    /// The order of additions: the last bits.
+    /// The order of additions, and with it the last bits.
     Rounding,
-    /// The placement of work: no effect on results.
+    /// The placement of work, without effect on results.
     Layout,
     /// None of these.
-    Else,
+    Other,
 }
 
-/// The effect of a key of the resolved configuration.
-fn decides(section: &str, key: &str) -> Decides {
+/// Returns what a key of the resolved configuration affects.
+fn key_effect(section: &str, key: &str) -> KeyEffect {
     match (section, key) {
-        ("run", "steps" | "epochs") | ("lr_schedule", "decay") => Decides::Length,
-        ("model", "place") | ("parallel", "loss_chunk_tokens") => Decides::Rounding,
+        ("run", "steps" | "epochs") | ("lr_schedule", "decay") => KeyEffect::Length,
+        ("model", "place") | ("parallel", "loss_chunk_tokens") => KeyEffect::Rounding,
         ("run", "seed")
         | ("batch", "global")
-        | ("model" | "loss" | "lr_schedule" | "precision" | "local_sgd", _) => Decides::Curve,
-        ("data", "prefetch" | "local_cache" | "verify") => Decides::Else,
-        ("offload", _) => Decides::Layout,
-        ("data" | "optimizer", _) => Decides::Curve,
+        | ("model" | "loss" | "lr_schedule" | "precision" | "local_sgd", _) => KeyEffect::Curve,
+        ("data", "prefetch" | "local_cache" | "verify") => KeyEffect::Other,
+        ("offload", _) => KeyEffect::Layout,
+        ("data" | "optimizer", _) => KeyEffect::Curve,
         ("parallel", "virtual_ranks" | "virtual_tensor_ranks")
         | ("batch", "micro")
-        | ("comm", "algorithm" | "deterministic") => Decides::Rounding,
-        ("device", "matmul_autotune") => Decides::Rounding,
-        ("parallel", _) => Decides::Layout,
-        _ => Decides::Else,
+        | ("comm", "algorithm" | "deterministic") => KeyEffect::Rounding,
+        ("device", "matmul_autotune") => KeyEffect::Rounding,
+        ("parallel", _) => KeyEffect::Layout,
+        _ => KeyEffect::Other,
     }
 }
 
-/// Differences by their effect on a run that goes on, a line each.
+/// The differences by their effect on a resumed run, one line each.
 #[derive(Debug, Default, PartialEq)]
 pub struct Changes {
-    /// The run does not go on as it began.
+    /// The run does not continue as it began.
     pub curve: Vec<String>,
     /// Sums may differ in their last bits.
     pub rounding: Vec<String>,
-    /// Another layout, with the same numbers.
+    /// The layout differs, the results do not.
     pub layout: Vec<String>,
 }
 
 impl Changes {
-    /// The differences from one resolved configuration to another.
+    /// Returns the differences from one resolved configuration to another.
     pub fn between(before: &Config, now: &Config) -> Self {
-        let of = |wanted: &[Decides]| {
+        let lines = |wanted: &[KeyEffect]| {
             let all =
-                differences(before, now, |section, key| wanted.contains(&decides(section, key)));
+                differences(before, now, |section, key| wanted.contains(&key_effect(section, key)));
             all.iter().map(KeyDifference::to_string).collect()
         };
         Self {
-            curve: of(&[Decides::Curve, Decides::Length]),
-            rounding: of(&[Decides::Rounding]),
-            layout: of(&[Decides::Layout]),
+            curve: lines(&[KeyEffect::Curve, KeyEffect::Length]),
+            rounding: lines(&[KeyEffect::Rounding]),
+            layout: lines(&[KeyEffect::Layout]),
         }
     }
 }
 
-/// Reasons why a run of one resolved configuration is not one of another; empty if it may well be.
-/// Length, rounding, layout and precision do not count.
+/// Returns the reasons why a run of one resolved configuration cannot be the run of another; empty
+/// if it can. Length, rounding, layout and precision do not count.
 pub fn of_run(before: &Config, now: &Config) -> Vec<String> {
     let wanted = |section: &str, key: &str| {
-        section != "precision" && decides(section, key) == Decides::Curve
+        section != "precision" && key_effect(section, key) == KeyEffect::Curve
     };
     differences(before, now, wanted).iter().map(KeyDifference::to_string).collect()
 }
 
-/// A key with another value in one configuration than in another.
+/// A key with different values in two configurations.
 pub struct KeyDifference {
     /// `section.key`.
     pub key: String,
-    /// Its value before, or in the first, in TOML.
+    /// Its TOML value before, or in the first configuration.
     pub before: String,
-    /// Its value now, or in the second.
+    /// Its TOML value now, or in the second configuration.
     pub now: String,
 }
 
@@ -95,7 +95,7 @@ impl fmt::Display for KeyDifference {
     }
 }
 
-/// The keys that differ.
+/// Returns the `wanted` keys that differ.
 pub fn differences(
     before: &Config,
     now: &Config,
@@ -113,10 +113,10 @@ pub fn differences(
         let keys: BTreeSet<&String> =
             before.keys().chain(now.keys()).filter(|key| wanted(name, key)).collect();
         for key in keys {
-            let told =
-                |value: Option<&Value>| value.map_or_else(|| "left out".into(), Value::to_string);
+            let text =
+                |value: Option<&Value>| value.map_or_else(|| "omitted".into(), Value::to_string);
             if before.get(key) != now.get(key) {
-                let [before, now] = [before.get(key), now.get(key)].map(told);
+                let [before, now] = [before.get(key), now.get(key)].map(text);
                 changes.push(KeyDifference { key: format!("{name}.{key}"), before, now });
             }
         }
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_shapes_the_curve_is_told() {
+    fn changes_of_the_curve_are_reported() {
         assert_eq!(changed(|_| {}), (Changes::default(), vec![]));
         type Change = fn(&mut Config);
         let curve: [(&str, Change); 7] = [
@@ -163,7 +163,7 @@ mod tests {
             assert_eq!(of_run, changes.curve);
             assert!(changes.rounding.is_empty() && changes.layout.is_empty());
         }
-        // The same run, longer or on other machines.
+        // The same run, longer or with another precision.
         let (changes, of_run) = changed(|now| {
             now.run.steps = 7;
             now.precision.dtype = hpctrain_config::Compute::Bf16;
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_and_orders_of_sums_are_told_apart() {
+    fn layout_and_rounding_changes_are_distinguished() {
         let (changes, of_run) = changed(|now| {
             now.parallel.virtual_ranks = Some(8);
             now.device.matmul_autotune = true;
@@ -185,7 +185,7 @@ mod tests {
         });
         let matmul = "device.matmul_autotune was false, is true";
         let place = "model.place was { tables = \"device\" }, is { tables = \"host\" }";
-        let ranks = "parallel.virtual_ranks was left out, is 8";
+        let ranks = "parallel.virtual_ranks was omitted, is 8";
         assert_eq!(changes.rounding, [matmul, place, ranks]);
         let offload = "offload.optimizer was false, is true";
         assert_eq!(changes.layout, [offload, "parallel.zero was 0, is 3"]);

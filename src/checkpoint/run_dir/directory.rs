@@ -1,10 +1,10 @@
 //! The directory of a run: its choice, its ownership, and its files.
 //!
-//! `RunDirectory::prepare` claims the directory before anything in it is touched. The trainer's
-//! lease is one `Arc`, of the `RunDirectory` and of the `Checkpoints` it gives out, which check it
-//! before every rename; the last one to be dropped releases it, and a run drops its directory last.
-//! At each step the trainer checks in its own memory whether the lease was lost or the process
-//! stood still, and reads the file only in the second case.
+//! `RunDirectory::prepare` claims the directory before anything in it is changed. The trainer's
+//! lease is an `Arc` shared by the `RunDirectory` and the `Checkpoints` it returns, which check it
+//! before every rename; dropping the last of them releases it, and a run drops its directory last.
+//! At each step the trainer checks in memory whether the lease was lost or the process was
+//! suspended, and reads the file only in the second case.
 
 use std::fs::{self, DirBuilder};
 use std::io::{ErrorKind, Write as _};
@@ -30,49 +30,49 @@ use hpctrain_config::telemetry::{
 #[derive(Debug, Clone)]
 pub struct RunDirectory {
     path: PathBuf,
-    /// The trainer's, on its rank 0: released when the last user that changes the directory is
-    /// done.
+    /// The trainer's lease, on its rank 0. Released when the last user that changes the directory
+    /// is dropped.
     lease: Option<Arc<LeaseGuard>>,
     /// Whether this start has created the directory.
     is_new: bool,
-    /// The end of the trainer before, for the case that this start fails.
+    /// How the previous trainer ended, in case this start fails.
     ended: Option<End>,
 }
 
-/// Starting point of a run.
+/// Where a run starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resume {
     /// At step 0.
     No,
-    /// At the newest whole checkpoint of its own directory; at step 0 while there is none.
+    /// At the newest intact checkpoint of its own directory, or at step 0 if there are none.
     Auto,
     /// At this checkpoint.
     From(PathBuf),
 }
 
-/// The name of directories of leases, in that of a run and in that of its checkpoints.
+/// Name of the directories of leases in a run's directory and in its `checkpoints` directory.
 const LEASES: &str = ".leases";
 
-/// The name of the trainer's lease.
+/// Name of the trainer's lease.
 const TRAINER: &str = "trainer";
 
-/// The hint where run directories cannot be made.
+/// The hint if run directories cannot be created.
 const HINT: &str = "choose a directory that can be written with --set run.root=…";
 
 impl RunDirectory {
-    /// The directory at `path`.
+    /// Creates a handle to the directory at `path`.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), lease: None, is_new: false, ended: None }
     }
 
-    /// Chooses, claims and creates the directory of a run called `config.run.name`, or, unnamed,
-    /// `default` with the next free number; unnamed and resumed, the directory of the resumable run
-    /// of this configuration. From then on this process is the only trainer there, until the last
-    /// copy of the result is dropped. Called on one rank.
+    /// Chooses, claims and creates the directory of a run. A run without `config.run.name` is
+    /// called `default` with the next free number or, with `Resume::Auto`, continues the directory
+    /// of the resumable run of this configuration. From then on this process is the only trainer
+    /// there, until the last copy of the result is dropped. Called on one rank.
     ///
     /// # Errors
-    /// Another trainer has it; it holds another run; several runs could be resumed; the file system
-    /// refused.
+    /// Returns an error if another trainer holds the directory, it contains another run, several
+    /// runs could be resumed, or the file system fails.
     pub fn prepare(config: &Config, default: &str, resume: &Resume) -> Result<Self> {
         let root = Path::new(&config.run.root);
         let group = config.run.group.as_deref().map(own_files::group).transpose()?;
@@ -86,7 +86,7 @@ impl RunDirectory {
                 .map_err(|(path, by)| is_trained(&path, by.as_ref()))?,
             None => Self::numbered(root, default, group)?,
         };
-        // A failure from here on leaves no empty directory.
+        // If this fails, no empty directory is left behind.
         match directory.begin(resume) {
             Ok(ended) => Ok(Self { ended, ..directory }),
             Err(e) => {
@@ -96,9 +96,9 @@ impl RunDirectory {
         }
     }
 
-    /// Claims the directory at `path`, which need not exist; else names the holder. Where only time
-    /// can tell whether a trainer lives, this waits for it if it `waits`. A directory that exists
-    /// must be this user's, or of `group`.
+    /// Claims the directory at `path`, which need not exist, or returns the holder. With `waits`,
+    /// it waits until it is known whether the holder lives. An existing directory must be owned by
+    /// this user or by `group`.
     fn claim(
         path: PathBuf,
         group: Option<u32>,
@@ -131,7 +131,7 @@ impl RunDirectory {
             checkpoints.join(LEASES),
         ];
         for path in [&self.path, &checkpoints].into_iter().chain(&inside) {
-            // One that does not exist will be made; a link to nothing is refused then.
+            // A missing one will be created; a dangling link is refused then.
             if path.try_exists().map_err(|e| Error::io("look for", path, e))? {
                 own_files::check_directory(path, group)?;
             }
@@ -139,16 +139,16 @@ impl RunDirectory {
         Ok(())
     }
 
-    /// Claims `default`, or `default-2`, …: the first that is free.
+    /// Claims the first free name of `default`, `default-2`, ….
     fn numbered(root: &Path, default: &str, group: Option<u32>) -> Result<Self> {
         for number in 1.. {
             let path = root.join(numbered(default, number));
-            // Most are found taken without touching them.
+            // Most are found taken without changing anything in them.
             if Self::at(&path).holds_a_run()? {
                 continue;
             }
             if let Ok(directory) = Self::claim(path, group, false)? {
-                // Another may have begun and ended since.
+                // Another trainer may have begun and ended in the meantime.
                 if !directory.holds_a_run()? {
                     return Ok(directory);
                 }
@@ -157,7 +157,7 @@ impl RunDirectory {
         Err(Error::internal("no number is free"))
     }
 
-    /// Prepares the claimed directory for a trainer; returns the end of the one before.
+    /// Prepares the claimed directory for a trainer. Returns how the previous one ended.
     fn begin(&self, resume: &Resume) -> Result<Option<End>> {
         if *resume != Resume::Auto && self.holds_a_run()? {
             return Err(Error::input(format!("{} holds another run", self.path.display()))
@@ -171,23 +171,23 @@ impl RunDirectory {
         Ok(ended)
     }
 
-    /// The end of the trainer before this one, if it had ended.
+    /// Returns how the trainer before this one ended, if it had ended.
     pub fn ended_before(&self) -> Option<&End> {
         self.ended.as_ref()
     }
 
-    /// Whether a run has begun here.
+    /// Returns true if a run has begun here.
     fn holds_a_run(&self) -> Result<bool> {
         Ok(exists(&self.config_path())? || !self.checkpoints().steps()?.is_empty())
     }
 
-    /// Whether a run could go on here: it has saved something, or is told where it begins.
+    /// Returns true if a run can be resumed here: it has saved, or records where it begins.
     fn can_be_resumed(&self) -> Result<bool> {
         Ok(!self.checkpoints().steps()?.is_empty() || exists(&self.branch_path())?)
     }
 
-    /// The first difference of the run here from a resolved configuration; none if it is the same
-    /// run.
+    /// Returns the first difference of the run here from a resolved configuration; `None` if it is
+    /// the same run.
     fn differs_from(&self, config: &Config) -> Result<Option<String>> {
         let path = self.config_path();
         let text = match fs::read_to_string(&path) {
@@ -203,12 +203,12 @@ impl RunDirectory {
         })
     }
 
-    /// Gives up a claim after a start that failed before its first step: the run has ended as it
-    /// had before. Files of this start are removed if nothing else is there.
+    /// Releases the claim after a start that failed before its first step, and restores the
+    /// previous END marker. Removes the files of this start if there are no others.
     pub fn abandon(self) {
-        // Another trainer may have it by now.
+        // Another trainer may have taken the run over.
         if let Some(end) = self.ended.as_ref().filter(|_| self.check().is_ok()) {
-            // It is as good as it was only if this works; the start's own error says more.
+            // The error of the start matters more than one of this.
             let _ = self.marks().end(end);
         }
         let may = || self.is_new && self.check().is_ok();
@@ -229,11 +229,11 @@ impl RunDirectory {
         };
         files.extend(inside(self.tensorboard_path()));
         let logs = inside(self.logs_path());
-        // An evaluator's log is its own.
+        // Logs of evaluators are kept.
         files.extend(logs.filter(|log| {
             !log.file_name().is_some_and(|name| name.to_string_lossy().starts_with("evaluator"))
         }));
-        // Some were never made, and a directory goes only if it is empty: files of others stay.
+        // Some do not exist, and directories are removed only if empty: other files stay.
         for file in files {
             let _ = fs::remove_file(file);
         }
@@ -245,42 +245,42 @@ impl RunDirectory {
         let _ = fs::remove_dir(path);
     }
 
-    /// Whether a trainer has it, or an evaluator that watches it.
+    /// Returns true if a trainer or an evaluator of every checkpoint holds the run.
     ///
     /// # Errors
-    /// A lease cannot be read: its holder is not known.
+    /// Returns an error if a lease cannot be read: its holder is then unknown.
     pub fn is_in_use(&self) -> Result<bool> {
         let leases = self.leases();
         Ok(leases.is_live(TRAINER)? || self.checkpoints().leases().queue_is_watched()?)
     }
 
-    /// Looks whether this process still is the trainer here.
+    /// Checks that this process is still the trainer here.
     ///
     /// # Errors
-    /// Another one has taken over.
+    /// Returns an error if another trainer has taken over, or the lease cannot be read.
     pub fn check(&self) -> Result<()> {
         self.lease.as_ref().map_or(Ok(()), |lease| lease.check())
     }
 
-    /// As [`RunDirectory::check`], and cheap enough for every step.
+    /// Like [`RunDirectory::check`], but cheap enough for every step.
     ///
     /// # Errors
-    /// Another one has taken over.
+    /// Returns an error if another trainer has taken over.
     pub fn check_often(&self) -> Result<()> {
         self.lease.as_ref().map_or(Ok(()), |lease| lease.check_often())
     }
 
-    /// Whether a trainer has it, as far as its lease shows: one that has not beaten for a while
-    /// does not.
+    /// Returns true if a trainer holds the run according to its lease. One without recent
+    /// heartbeats does not count.
     ///
     /// # Errors
-    /// The lease cannot be read.
+    /// Returns an error if the lease cannot be read.
     pub fn has_trainer(&self) -> Result<bool> {
         self.leases().is_live(TRAINER)
     }
 
-    /// Time of the last beat of a trainer's lease, by the clock of the file system; none without a
-    /// lease.
+    /// Returns the time of the trainer's last heartbeat, by the clock of the file system; `None` if
+    /// there is no lease.
     pub fn trainer_seen(&self) -> Option<SystemTime> {
         fs::metadata(self.leases().path(TRAINER)).ok()?.modified().ok()
     }
@@ -289,72 +289,74 @@ impl RunDirectory {
         Leases::new(self.path.join(LEASES))
     }
 
-    /// The directory.
+    /// Returns the path of the run's directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The resolved configuration, with every default.
+    /// Returns the path of the resolved configuration, which has every default.
     pub fn config_path(&self) -> PathBuf {
         self.path.join("config.toml")
     }
 
-    /// One line a step.
+    /// Returns the path of the file with one line per step.
     pub fn metrics_path(&self) -> PathBuf {
         self.path.join("metrics.jsonl")
     }
 
-    /// One line a gradient that a worker has given to parameter servers.
+    /// Returns the path of the file with one line per gradient that a worker pushed to parameter
+    /// servers.
     pub fn workers_path(&self) -> PathBuf {
         self.path.join(worker_records::FILE)
     }
 
-    /// One line a window of steps with the compute times of ranks.
+    /// Returns the path of the file with the compute times of the ranks, one line per window of
+    /// steps.
     pub fn rank_times_path(&self) -> PathBuf {
         self.path.join(rank_times::FILE)
     }
 
-    /// One line a text that the model has continued.
+    /// Returns the path of the file with one line per generated sample.
     pub fn samples_path(&self) -> PathBuf {
         self.path.join(text_samples::FILE)
     }
 
-    /// Points for TensorBoard.
+    /// Returns the directory of the TensorBoard events.
     pub fn tensorboard_path(&self) -> PathBuf {
         self.path.join(tensorboard::DIRECTORY)
     }
 
-    /// One line an evaluation.
+    /// Returns the path of the file with one line per evaluation.
     pub fn evaluations_path(&self) -> PathBuf {
         self.path.join(evaluations::FILE)
     }
 
-    /// The run card.
+    /// Returns the path of the run summary.
     pub fn card_path(&self) -> PathBuf {
         self.path.join("run.json")
     }
 
-    /// The profile of its kernels, if one was asked for.
+    /// Returns the path of the kernel profile, which exists if profiling was enabled.
     pub fn profile_path(&self) -> PathBuf {
         self.path.join("profile.json")
     }
 
-    /// Measured choices of algorithms for messages between ranks.
+    /// Returns the path of the measured choices of collective algorithms.
     pub fn collectives_path(&self) -> PathBuf {
         self.path.join("collectives.json")
     }
 
-    /// Measured choices of algorithms for matrix products.
+    /// Returns the path of the measured choices of matmul algorithms.
     pub fn matmuls_path(&self) -> PathBuf {
         self.path.join("matmuls.json")
     }
 
-    /// The log of a rank.
+    /// Returns the path of the log of a rank.
     pub fn log_path(&self, rank: usize) -> PathBuf {
         self.logs_path().join(format!("rank-{rank:05}.log"))
     }
 
-    /// Logs, heartbeats, and the ledgers of a job that stood still.
+    /// Returns the directory of logs, heartbeats, and the flight recorders of a job that hung.
     pub fn logs_path(&self) -> PathBuf {
         self.path.join("logs")
     }
@@ -367,10 +369,10 @@ impl RunDirectory {
         self.path.join("branch.json")
     }
 
-    /// Origin of the run, if it began at a checkpoint of another run.
+    /// Returns the origin of the run, if it began at a checkpoint of another run.
     ///
     /// # Errors
-    /// The file that records it cannot be read.
+    /// Returns an error if `branch.json` cannot be read.
     pub fn branch(&self) -> Result<Option<Branch>> {
         let path = self.branch_path();
         let text = match fs::read(&path) {
@@ -385,11 +387,11 @@ impl RunDirectory {
         branch.map(Some)
     }
 
-    /// Records the origin of the run: should it be killed before it saves, its next start begins
-    /// there as well.
+    /// Records the origin of the run, so that its next start begins there, too, if it is killed
+    /// before it saves.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if `branch.json` cannot be written.
     pub fn write_branch(&self, mut branch: Branch) -> Result<()> {
         let path = self.branch_path();
         branch.from =
@@ -399,16 +401,15 @@ impl RunDirectory {
         self.write_durably(&path, &(text + "\n"))
     }
 
-    /// Keeps choices of algorithms for matrix products, by which the run goes on after any end of
-    /// this start.
+    /// Saves the choices of matmul algorithms, which the run uses again when it is resumed.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn write_matmuls(&self, text: &str) -> Result<()> {
         self.write_durably(&self.matmuls_path(), text)
     }
 
-    /// Writes a file of the directory: whole or not at all, also if the machine loses power.
+    /// Writes a file of the directory atomically and durably.
     fn write_durably(&self, path: &Path, text: &str) -> Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let temporary = self.path.join(format!(".{name}.tmp"));
@@ -422,17 +423,17 @@ impl RunDirectory {
         write().map_err(|e| Error::io("write", path, e))
     }
 
-    /// The last part of its path.
+    /// Returns the last component of its path.
     pub fn name(&self) -> String {
         self.path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
-    /// The marks by which trainer and evaluators tell each other that they are done.
+    /// Returns the markers by which trainer and evaluators signal each other that they are done.
     pub fn marks(&self) -> Markers {
         Markers::new(&self.path)
     }
 
-    /// The checkpoints.
+    /// Returns the checkpoints of the run.
     pub fn checkpoints(&self) -> Checkpoints {
         Checkpoints::new(self.checkpoints_path()).held_by(self.lease.clone())
     }
@@ -440,7 +441,7 @@ impl RunDirectory {
     /// Writes the resolved configuration.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if `config.toml` cannot be written.
     pub fn write_config(&self, config: &Config) -> Result<()> {
         let path = self.config_path();
         let text = config.to_toml()?;
@@ -448,11 +449,11 @@ impl RunDirectory {
     }
 }
 
-/// Creates a directory; false if there is one.
+/// Creates a directory; returns false if it exists.
 fn create(path: &Path) -> Result<bool> {
     let refused = |e| Error::io("create", path, e).hint(HINT);
     path.parent().map_or(Ok(()), fs::create_dir_all).map_err(refused)?;
-    // All others may not write there, whatever the mask.
+    // Not writable by others, whatever the umask.
     match DirBuilder::new().mode(0o775).create(path) {
         Ok(()) => Ok(true),
         Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(false),
@@ -460,26 +461,26 @@ fn create(path: &Path) -> Result<bool> {
     }
 }
 
-/// Whether there is a file; an error if that cannot be determined.
+/// Returns true if a file exists; an error if that cannot be determined.
 fn exists(path: &Path) -> Result<bool> {
     path.try_exists().map_err(|e| Error::io("look for", path, e))
 }
 
-/// The refusal of a second trainer.
+/// Returns the error for a second trainer.
 fn is_trained(path: &Path, by: Option<&LeaseRecord>) -> Error {
     let who = by.map_or_else(|| "an unknown process".into(), LeaseRecord::to_string);
     Error::input(format!("{} is being trained by {who}", path.display())).hint(
-        "wait for its end, or end it; or choose another --set run.name=…. One that is gone is found out: on its own node at \
-         once, from another within a minute",
+        "wait until it ends, or stop it; or choose another --set run.name=…. A trainer that is gone is detected at once on its own node, \
+         and after a timeout from other nodes",
     )
 }
 
-/// The name of an unnamed run.
+/// Returns the name of an unnamed run.
 fn numbered(default: &str, number: u64) -> String {
     if number == 1 { default.to_string() } else { format!("{default}-{number}") }
 }
 
-/// The number in the name of an unnamed run.
+/// Returns the number in the name of an unnamed run.
 fn number_of(name: &str, default: &str) -> Option<u64> {
     let number = match name.strip_prefix(default)? {
         "" => 1,
@@ -488,8 +489,8 @@ fn number_of(name: &str, default: &str) -> Option<u64> {
     (numbered(default, number) == name).then_some(number)
 }
 
-/// The directory of the unnamed run of a resolved configuration that can go on; none if there is
-/// none.
+/// Returns the directory of the unnamed run of a resolved configuration that can be resumed, if
+/// there is one.
 fn resumable(root: &Path, default: &str, config: &Config) -> Result<Option<PathBuf>> {
     let unreadable = |e| Error::io("list the runs in", root, e);
     let mut numbers = Vec::new();
@@ -517,14 +518,14 @@ fn resumable(root: &Path, default: &str, config: &Config) -> Result<Option<PathB
         }
         match run.differs_from(config)? {
             None => matching.push(run),
-            Some(why) => others.push(format!("{} is another: {why}", run.name())),
+            Some(why) => others.push(format!("{} differs: {why}", run.name())),
         }
     }
     match &matching[..] {
         [] if others.is_empty() => Ok(None),
         [] => {
             log::warn!(
-                "--resume auto finds no run of this configuration and begins one; {}",
+                "--resume auto found no run of this configuration and starts a new one; {}",
                 others.join("; ")
             );
             Ok(None)
@@ -537,7 +538,7 @@ fn resumable(root: &Path, default: &str, config: &Config) -> Result<Option<PathB
             };
             let list = matching.iter().map(at).collect::<Result<Vec<_>>>()?;
             Err(Error::input(format!(
-                "--resume auto could go on with any of {} runs: {}",
+                "--resume auto could resume any of {} runs: {}",
                 list.len(),
                 list.join(", ")
             ))
@@ -561,7 +562,7 @@ mod tests {
         RunDirectory::prepare(config, "x", resume)
     }
 
-    /// Leaves the files of a run that has saved a step.
+    /// Writes the files of a run that has saved a step.
     fn save(directory: &RunDirectory, config: &Config, step: u64) {
         directory.write_config(config).unwrap();
         fs::create_dir_all(directory.checkpoints().path(step)).unwrap();
@@ -585,13 +586,13 @@ mod tests {
             assert_eq!(directory.path(), root.path().join(name));
             directory.write_config(&config).unwrap();
         }
-        // One that was killed as it began is free again.
+        // A name whose run was killed as it began is free again.
         fs::remove_file(root.path().join("x-2/config.toml")).unwrap();
         assert_eq!(prepare(&config, &Resume::No).unwrap().name(), "x-2");
     }
 
     #[test]
-    fn runs_that_start_together_get_names_of_their_own() {
+    fn runs_that_start_together_get_separate_names() {
         let root = tempfile::tempdir().unwrap();
         let config = config(root.path(), None);
         for resume in [Resume::No, Resume::Auto] {
@@ -612,14 +613,13 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let mine = config(root.path(), None);
         let start = |config: &Config, resume: &Resume| prepare(config, resume).unwrap();
-        // Nothing is there; then a run that failed before it saved anything.
+        // The root is empty; then it has a run that failed before its first save.
         let first = start(&mine, &Resume::Auto);
         first.write_config(&mine).unwrap();
         assert_eq!(first.name(), "x");
         drop(first);
         assert_eq!(start(&mine, &Resume::Auto).name(), "x-2");
-        // One that has saved; a newer one of another configuration; a newer one that has saved
-        // nothing.
+        // One that has saved; a newer one of another configuration; a newer one that has not saved.
         save(&start(&mine, &Resume::No), &mine, 3);
         let mut other = mine.clone();
         other.optimizer.lr = 0.5;
@@ -633,16 +633,16 @@ mod tests {
             ..mine.clone()
         };
         assert_eq!(start(&longer, &Resume::Auto).name(), "x-2");
-        // Somebody trains it.
+        // A process trains it.
         let held = start(&mine, &Resume::Auto);
         let error = prepare(&mine, &Resume::Auto).unwrap_err().to_string();
         assert!(error.contains("x-2 is being trained by process"), "{error}");
         drop(held);
-        // Of a third configuration there is none.
+        // A third configuration has no run.
         let mut third = mine.clone();
         third.model.dropout = 0.25;
         assert_eq!(start(&third, &Resume::Auto).name(), "x-5");
-        // Several: which one?
+        // Several runs match.
         save(&start(&mine, &Resume::No), &mine, 7);
         let error = prepare(&mine, &Resume::Auto).unwrap_err().to_string();
         assert!(error.contains("any of 2 runs: ") && error.contains("x-2 at step 3, "), "{error}");
@@ -661,14 +661,14 @@ mod tests {
     fn a_named_run_is_not_overwritten() {
         let root = tempfile::tempdir().unwrap();
         let config = config(root.path(), Some("mine"));
-        // A job that a scheduler starts again may not have begun yet.
+        // A job that a scheduler restarts may not have begun yet.
         prepare(&config, &Resume::Auto).unwrap().write_config(&config).unwrap();
         let error = prepare(&config, &Resume::No).unwrap_err().to_string();
         assert!(
             error.contains("mine holds another run") && error.contains("--resume auto"),
             "{error}"
         );
-        // Checkpoints alone are a run as well.
+        // Checkpoints without a configuration are a run as well.
         fs::remove_file(root.path().join("mine/config.toml")).unwrap();
         fs::create_dir_all(root.path().join("mine/checkpoints/step-00000003")).unwrap();
         assert!(
@@ -694,7 +694,7 @@ mod tests {
             assert!(error.message().contains(", since ") && error.advice().is_some());
             assert_eq!(error.exit_code(), 2);
         }
-        // Nothing of the first one's was touched.
+        // The files of the first one are unchanged.
         assert!(staging.exists());
         let copy = first.clone();
         drop(first);
@@ -719,7 +719,7 @@ mod tests {
         };
         start().abandon();
         assert!(!path.exists());
-        // Files of others stay; so do a run that has trained, and files of before.
+        // Other files stay; so do a run that has trained, and files of before.
         let directory = start();
         fs::write(directory.logs_path().join("evaluator-00000.log"), "mine").unwrap();
         directory.abandon();
@@ -747,7 +747,7 @@ mod tests {
         directory.write_branch(branch.clone()).unwrap();
         assert_eq!(directory.branch().unwrap(), Some(branch));
         assert_eq!(names(root.path()), ["branch.json"]);
-        // As a machine that lost power may leave it.
+        // A power loss may leave such a file.
         fs::write(directory.branch_path(), "").unwrap();
         let error = directory.branch().unwrap_err().to_string();
         assert!(

@@ -1,4 +1,5 @@
-//! Files of a run's directory by which trainer and evaluators tell each other that they are done.
+//! Marker files of a run's directory by which trainer and evaluators signal each other that they
+//! are done.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -11,39 +12,39 @@ use serde::{Deserialize, Serialize};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
 
-/// Status of a trainer at its end.
+/// The status of a trainer at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RunStatus {
     /// All steps are done, or an evaluator asked it to stop: there will be no more checkpoints.
     Finished,
-    /// It saved and will be continued.
+    /// It saved a checkpoint and will be resumed.
     Preempted,
     /// It failed.
     Failed,
 }
 
-/// The END marker: the trainer has ended in good order.
+/// The content of the END marker: how the trainer ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct End {
-    /// Steps finished.
+    /// The number of finished steps.
     pub step: u64,
-    /// Status of the trainer.
+    /// The status of the trainer.
     pub status: RunStatus,
     /// The reason, unless all steps are done.
     pub why: Option<String>,
 }
 
-/// The marks of a run.
+/// The marker files of a run.
 #[derive(Debug, Clone)]
 pub struct Markers {
     run: PathBuf,
-    /// Whether a mark that cannot be read was reported.
+    /// Whether an unreadable marker was reported.
     is_reported: Arc<AtomicBool>,
 }
 
 impl Markers {
-    /// The marks in the directory of a run.
+    /// Creates a handle to the markers in the directory of a run.
     pub fn new(run: &Path) -> Self {
         Self { run: run.to_path_buf(), is_reported: Arc::default() }
     }
@@ -56,11 +57,11 @@ impl Markers {
         self.run.join("STOP")
     }
 
-    /// The trainer begins: removes an earlier END marker, which is returned, and earlier stop
-    /// requests.
+    /// Records that the trainer begins: removes an earlier END marker, which is returned, and
+    /// earlier stop requests.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if a marker cannot be removed.
     pub fn begin(&self) -> Result<Option<End>> {
         let ended = self.ended();
         for path in [self.stop_path(), self.end_path()] {
@@ -74,38 +75,38 @@ impl Markers {
         Ok(ended)
     }
 
-    /// The trainer has ended.
+    /// Records that the trainer has ended.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the marker cannot be written.
     pub fn end(&self, end: &End) -> Result<()> {
         let text = serde_json::to_string(end).map_err(|e| Error::internal(format!("END: {e}")))?;
-        whole(&self.end_path(), &text)
+        write_atomically(&self.end_path(), &text)
     }
 
-    /// The end of the trainer, if it has ended.
+    /// Returns how the trainer ended, if it has ended.
     pub fn ended(&self) -> Option<End> {
         let path = self.end_path();
         let end = self.content(&path)?;
         serde_json::from_slice(&end).inspect_err(|e| self.report(&path, e)).ok()
     }
 
-    /// An evaluator asks the trainer to stop.
+    /// Asks the trainer to stop, on behalf of an evaluator.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the marker cannot be written.
     pub fn ask_to_stop(&self, why: &str) -> Result<()> {
-        whole(&self.stop_path(), why)
+        write_atomically(&self.stop_path(), why)
     }
 
-    /// The reason for which an evaluator asks the trainer to stop, if one does.
+    /// Returns the reason why an evaluator asks the trainer to stop, if one does.
     pub fn asked_to_stop(&self) -> Option<String> {
         let why = self.content(&self.stop_path())?;
         Some(String::from_utf8_lossy(&why).into_owned())
     }
 
-    /// The content of a mark, if it exists; one that cannot be read is reported, and may be read
-    /// the next time.
+    /// Returns the content of a marker, if it exists. An unreadable one is reported, and tried
+    /// again the next time.
     fn content(&self, path: &Path) -> Option<Vec<u8>> {
         match safe_open::read(path) {
             Ok(content) => Some(content),
@@ -117,7 +118,7 @@ impl Markers {
         }
     }
 
-    /// Warns of a mark that cannot be read: once, since it is looked at again and again.
+    /// Warns about an unreadable marker, only once, since markers are polled.
     fn report(&self, path: &Path, why: &dyn std::fmt::Display) {
         if !self.is_reported.swap(true, Ordering::Relaxed) {
             log::warn!("{} counts as missing while it cannot be read: {why}", path.display());
@@ -125,8 +126,8 @@ impl Markers {
     }
 }
 
-/// Writes a file that is never seen in part.
-fn whole(path: &Path, text: &str) -> Result<()> {
+/// Writes a file atomically.
+fn write_atomically(path: &Path, text: &str) -> Result<()> {
     let temporary = path.with_extension(format!(
         "{}-{}.tmp",
         std::process::id(),
@@ -148,7 +149,7 @@ mod tests {
         assert!(marks.ended().is_none() && !marks.is_reported.load(Ordering::Relaxed));
         fs::write(dir.path().join("END"), "{").unwrap();
         assert!(marks.ended().is_none() && marks.is_reported.load(Ordering::Relaxed));
-        // A request whose reason is not text is one.
+        // A stop request counts even if its reason is not valid UTF-8.
         fs::write(dir.path().join("STOP"), b"no better\xff").unwrap();
         assert_eq!(marks.asked_to_stop().unwrap(), "no better\u{fffd}");
         let marks = Markers::new(dir.path());

@@ -1,22 +1,22 @@
-//! The end of training.
+//! How training ended.
 
-/// Reason for the end of training.
+/// The reason for the end of training.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RunOutcome {
     /// All steps are done.
     Finished,
-    /// More steps would not help, as the text says.
+    /// Training was stopped early for the given reason.
     Stopped(String),
-    /// The job was asked to end, or its time is up: it has saved, and is to be started again with
+    /// The job was asked to end, or its time is up. It has saved, and should be restarted with
     /// `--resume auto`.
     Preempted(String),
 }
 
-/// Exit code of a job that has saved and is to be started again: `EX_TEMPFAIL` of sysexits.h.
+/// Exit code of a job that has saved and should be restarted: `EX_TEMPFAIL` of sysexits.h.
 pub const REQUEUE: i32 = 75;
 
 impl RunOutcome {
-    /// The exit code of a process whose run has ended so.
+    /// Returns the exit code of a process whose run has ended this way.
     pub fn exit_code(&self) -> i32 {
         match self {
             RunOutcome::Finished | RunOutcome::Stopped(_) => 0,

@@ -1,10 +1,10 @@
-//! Starting point of a run: step 0, or a checkpoint that proves whole.
+//! The starting point of a run: step 0, or an intact checkpoint.
 //!
-//! Loading verifies: together the ranks read every byte under its checksum. Only proven damage
-//! (`Kind::Damaged`: a checksum, a length, a missing file) is passed over for an older checkpoint.
-//! An error of the file system is retried and then ends the run; another version is refused.
-//! Retention relies on the same kinds: an unreadable file does not count as absent, and nothing is
-//! removed on doubt.
+//! Loading verifies: together the ranks read every byte and verify its checksum. Only provably
+//! damaged checkpoints (`Kind::Damaged`: a checksum, a length, a missing file) are skipped in
+//! favour of an older one. A file system error is retried and then ends the run; another version is
+//! refused. Retention relies on the same error kinds: an unreadable file does not count as absent,
+//! and nothing is removed while its state is unknown.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -23,44 +23,44 @@ use hpctrain_device::Kernels;
 use hpctrain_nn::optim::AVERAGE;
 use hpctrain_parallel::Sharded;
 
-/// The parts of a checkpoint that are taken, and the data of this start.
+/// What to restore of a checkpoint, and the data of this start.
 #[derive(Debug, Clone)]
 pub struct RestoreOptions {
-    /// Parts of the checkpoint.
+    /// The parts of the checkpoint to restore.
     pub take: RestoreScope,
-    /// Training data of this start, if it is known.
+    /// The training data of this start, if known.
     pub data: Option<Fingerprint>,
-    /// The run goes on even if it was trained on other data.
+    /// Whether the run may resume with other data than it was trained on.
     pub allow_changed_data: bool,
 }
 
 impl RestoreOptions {
-    /// Everything, of a run whose data is unknown.
+    /// Returns options that restore everything, for a run whose data is unknown.
     pub fn all() -> Self {
         Self { take: RestoreScope::Everything, data: None, allow_changed_data: false }
     }
 }
 
-/// A checkpoint that a run went on from.
+/// The result of resuming.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Resumed {
-    /// Progress of the run.
+    /// The progress of the run.
     pub progress: Progress,
-    /// The checkpoint; none at the start.
+    /// The checkpoint; `None` if the run starts at step 0.
     pub from: Option<PathBuf>,
-    /// Changes of the run to other data than before, now or earlier.
+    /// All changes of the run to other data, now or earlier.
     pub data_changes: Vec<DataChange>,
 }
 
-/// Converts the data of a run to the preprocessing of a checkpoint; an error ends the run.
+/// Adapts the data of a run to the preprocessing of a checkpoint; an error ends the run.
 pub type Conform<'a> = &'a mut dyn FnMut(&Manifest) -> Result<()>;
 
-/// Loads the checkpoint that `resume` asks for: collective over `world`. `conform` is called with
+/// Loads the checkpoint that `resume` asks for. Collective over `world`. `conform` is called with
 /// every checkpoint that is tried.
 ///
 /// # Errors
-/// There is no checkpoint that is whole, it is one of another model or other data, or the data does
-/// not go with it.
+/// Returns an error if no checkpoint is intact, it is of another model, optimizer or data, it is
+/// beyond the last step, or the data does not fit it.
 pub fn resume<B: Kernels>(
     world: &Group<B>,
     sharded: &mut Sharded<B>,
@@ -77,8 +77,7 @@ pub fn resume<B: Kernels>(
         Resume::From(path) => load.named(path)?,
         Resume::Auto => match (load.newest(directory)?, branch(world, directory)?) {
             (Some(found), _) => found,
-            // It began at a checkpoint of another run and was killed before it had saved any of its
-            // own.
+            // The run began at a checkpoint of another run and was killed before its first save.
             (None, Some(Branch { from, take })) => {
                 load.take = take;
                 load.named(&from)?
@@ -97,12 +96,12 @@ pub fn resume<B: Kernels>(
         && data_changes.len() > manifest.data.iter().flat_map(|data| &data.changes).count()
     {
         log::warn!(
-            "the run goes on with other training data: {}",
+            "the run resumes with other training data: {}",
             data_changes[data_changes.len() - 1].what
         );
     }
     if world.rank() == 0 && take == RestoreScope::Everything {
-        tell_of_changes(&manifest.config, &plan.config);
+        log_changes(&manifest.config, &plan.config);
     }
     let progress = match take {
         RestoreScope::Everything => manifest.progress(),
@@ -123,11 +122,11 @@ pub fn resume<B: Kernels>(
     Ok(Resumed { progress, from: Some(from), data_changes })
 }
 
-/// Changes of a checkpoint's run to other data, this start included.
+/// Returns the changes of a checkpoint's run to other data, including this start.
 ///
 /// # Errors
-/// It was trained on other data, and that is not allowed: other samples would stand at the
-/// positions to come.
+/// Returns an error if the run was trained on other data, so that the following positions hold
+/// other samples, and `--allow-changed-data` is not given.
 pub fn data_changes(
     from: &Path,
     manifest: &Manifest,
@@ -147,13 +146,13 @@ pub fn data_changes(
         }
         Some(what) => {
             return Err(Error::input(format!("{}: the training data has changed: {what}", from.display()))
-                .hint("give the data it was trained on, or go on with these samples: --allow-changed-data"));
+                .hint("give the data it was trained on, or resume with the new data: --allow-changed-data"));
         }
     }
     Ok(changes)
 }
 
-/// Origin of the run, as rank 0 reads it.
+/// Returns the origin of the run, read by rank 0.
 fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Option<Branch>> {
     let mine = world.all_ok(if world.rank() == 0 { directory.branch() } else { Ok(None) })?;
     let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("branch: {e}")))?;
@@ -162,13 +161,13 @@ fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Opti
         .map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
 }
 
-/// Attempts to read a checkpoint when the file system fails.
+/// The number of attempts to read a checkpoint when the file system fails.
 const ATTEMPTS: usize = 4;
 
-/// Pause between two attempts.
-const BETWEEN: Duration = Duration::from_millis(500);
+/// The pause between two attempts.
+const RETRY_DELAY: Duration = Duration::from_millis(500);
 
-/// Loads checkpoints into the ranges of every rank: collective over `world`.
+/// Loads checkpoints into the owned ranges of every rank. Collective over `world`.
 struct Load<'a, B: Kernels> {
     world: &'a Group<B>,
     sharded: &'a mut Sharded<B>,
@@ -177,20 +176,20 @@ struct Load<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Load<'_, B> {
-    /// Loads a checkpoint that a user names.
+    /// Loads a checkpoint that the user has named.
     fn named(&mut self, path: &Path) -> Result<(PathBuf, Manifest)> {
-        // Not removed while it is read.
+        // The lease keeps it from being removed while it is read.
         let (path, _lease) = resolve_path::together(self.world, path)?;
         let manifest = self.load(&path)?;
         Ok((path, manifest))
     }
 
-    /// Loads the newest checkpoint that is whole; names the ones it passed over, with the reasons.
-    /// None if there is none at all. Only checkpoints that are proven damaged are passed over: the
-    /// run would train again from an older one, and replace the newer ones in the end.
+    /// Loads the newest intact checkpoint, and logs the skipped ones with the reasons. Returns
+    /// `None` if there are no checkpoints. Only provably damaged checkpoints are skipped, since the
+    /// run trains again from an older one and finally replaces the newer ones.
     fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Manifest)>> {
         let checkpoints = directory.checkpoints();
-        // One rank looks, so that all try the same ones.
+        // One rank lists them, so that all try the same ones.
         let mine = self.world.all_ok(if self.world.rank() == 0 {
             checkpoints.steps()
         } else {
@@ -205,7 +204,7 @@ impl<B: Kernels> Load<'_, B> {
                 Err(e) => {
                     if self.world.rank() == 0 {
                         log::warn!(
-                            "passing over {}: {}",
+                            "skipping {}: {}",
                             path.display(),
                             e.to_string().replace("\nhint: ", "; ")
                         );
@@ -217,17 +216,17 @@ impl<B: Kernels> Load<'_, B> {
         match last {
             None => Ok(None),
             Some(e) => Err(e
-                .at(format_args!("none of {} checkpoints is whole; the oldest", steps.len()))
+                .at(format_args!("none of {} checkpoints is intact; the oldest", steps.len()))
                 .hint("start again under another run.name, or restore a copy")),
         }
     }
 
-    /// Loads a checkpoint into every rank's ranges. Together the ranks check all of it. Failed
-    /// reads are tried again: network file systems fail now and then.
+    /// Loads a checkpoint into the owned ranges of every rank. Together the ranks check all of it.
+    /// Failed reads are retried, since network file systems may fail temporarily.
     ///
     /// # Errors
-    /// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be
-    /// read. All ranks have the same.
+    /// Returns an error, the same on all ranks, if the checkpoint is provably damaged
+    /// ([`Kind::Damaged`]), is of another model or version, or cannot be read.
     fn load(&mut self, path: &Path) -> Result<Manifest> {
         let _span = span(Doing::Restore, None);
         let mut attempt = 1;
@@ -238,14 +237,14 @@ impl<B: Kernels> Load<'_, B> {
                         log::warn!("{}: trying again", e.message());
                     }
                     attempt += 1;
-                    std::thread::sleep(BETWEEN);
+                    std::thread::sleep(RETRY_DELAY);
                 }
                 loaded => return loaded,
             }
         }
     }
 
-    /// As [`Load::load`], once.
+    /// Tries once to load a checkpoint.
     fn load_once(&mut self, path: &Path) -> Result<Manifest> {
         let mut reader = Reader::open_together(self.world, path, || Reader::open(path))?;
         reader.fetch(self.world, &self.sharded.restored())?;
@@ -253,22 +252,22 @@ impl<B: Kernels> Load<'_, B> {
         let take = self.take;
         let names = self.sharded.state_names();
         let state = (take == RestoreScope::Everything).then_some(&names[..]);
-        // Another tokenizer mostly makes another model, too: the first difference is reported.
+        // Another tokenizer usually means another model, too: the first difference is reported.
         let conforms = (self.conform)(reader.manifest()).map_err(|e| e.at(path.display()));
         let fits =
             conforms.and_then(|()| reader.manifest().check(path, self.sharded.layouts(), state));
         self.world.all_ok(fits)?;
-        // Another run begins with the parameters that this one is used with; the same run goes on
-        // with the ones it trains.
+        // Another run begins with the parameters meant for inference; the same run continues with
+        // the trained ones.
         let used = if take == RestoreScope::Weights { reader.used() } else { 0 };
         let restored =
             self.sharded.restore(|tensor, part, columns, range, out| match (part, take) {
                 (_, RestoreScope::Everything) => reader.read(tensor, part, columns, range, out),
-                // A new average begins at the parameters.
+                // A new average starts from the parameters.
                 (part, _) if part == 0 || names[part - 1] == AVERAGE => {
                     reader.read(tensor, used, columns, range, out)
                 }
-                // Other fresh state is zero, as `out` is.
+                // Other fresh state is zero, as `out` already is.
                 _ => Ok(()),
             });
         self.world.all_ok(restored)?;
@@ -276,11 +275,11 @@ impl<B: Kernels> Load<'_, B> {
     }
 }
 
-/// Reports the differences of the configuration from the one that the checkpoint was trained with.
-fn tell_of_changes(before: &Config, now: &Config) {
+/// Logs the differences from the configuration that the checkpoint was trained with.
+fn log_changes(before: &Config, now: &Config) {
     let Changes { curve, rounding, layout } = Changes::between(before, now);
     if !curve.is_empty() {
-        log::warn!("the run goes on with another configuration: {}", curve.join("; "));
+        log::warn!("the run resumes with another configuration: {}", curve.join("; "));
     }
     if !rounding.is_empty() {
         log::warn!(

@@ -1,4 +1,4 @@
-//! Description of a checkpoint, for people or programs.
+//! Description of a checkpoint, as text or as a JSON object.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,7 +14,7 @@ use hpctrain_config::{Config, network};
 use hpctrain_data::inspect::table;
 use hpctrain_data::{DataChange, Tokenizer, TrainedOn};
 
-/// Describes the checkpoint in `dir`.
+/// Formats a description of the checkpoint in `dir`.
 pub fn describe(dir: &Path, manifest: &Manifest) -> String {
     let Manifest { version, id, step, updates, position, seed, config, origin, state, .. } =
         manifest;
@@ -71,7 +71,7 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
     format!("{out}\n{}\n{}", table(&files), table(&tensors))
 }
 
-/// A checkpoint for programs: its manifest without the places of pieces.
+/// The description of a checkpoint as JSON: its manifest without the offsets of pieces.
 #[derive(Serialize)]
 pub struct Description<'a> {
     checkpoint: &'a Path,
@@ -79,7 +79,7 @@ pub struct Description<'a> {
     id: &'a str,
     step: u64,
     updates: u64,
-    /// Samples consumed.
+    /// The number of samples consumed.
     position: u64,
     seed: u64,
     origin: &'a Origin,
@@ -89,14 +89,14 @@ pub struct Description<'a> {
     data_changes: &'a [DataChange],
     parameters: u64,
     state: &'a [String],
-    /// Bytes by name.
+    /// File sizes in bytes, by name.
     files: BTreeMap<&'a str, u64>,
-    /// Shape by name.
+    /// Shapes of tensors, by name.
     tensors: BTreeMap<&'a str, &'a [usize]>,
 }
 
 impl<'a> Description<'a> {
-    /// Of the checkpoint in `dir`.
+    /// Creates the description of the checkpoint in `dir`.
     pub fn of(dir: &'a Path, manifest: &'a Manifest) -> Self {
         let Manifest {
             version,
@@ -136,14 +136,14 @@ impl<'a> Description<'a> {
     }
 }
 
-/// Samples, shards and digest of training data.
+/// Formats the digest, samples and shards of training data.
 fn data(TrainedOn { fingerprint, .. }: &TrainedOn) -> String {
     let shards = fingerprint.shards.len();
     let noun = if shards == 1 { "shard" } else { "shards" };
     format!("{}: {} samples of {shards} {noun}", fingerprint.digest(), grouped(fingerprint.samples))
 }
 
-/// `[3, 4]` as `3 × 4`.
+/// Formats `[3, 4]` as `3 × 4`.
 fn shape(shape: &[usize]) -> String {
     shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" × ")
 }

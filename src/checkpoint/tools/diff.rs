@@ -1,4 +1,4 @@
-//! Differences of two checkpoints, bit by bit.
+//! Bitwise comparison of two checkpoints.
 
 use std::fmt;
 
@@ -8,61 +8,61 @@ use crate::{Manifest, PARAMS, Reader};
 use hpctrain_base::error::Result;
 use hpctrain_config::telemetry::grouped;
 
-/// Elements compared at once: 4 MiB of each checkpoint.
+/// The number of elements compared at once: 4 MiB of each checkpoint.
 const CHUNK: usize = 1 << 20;
 
-/// Counts of a comparison.
+/// The counts of a comparison.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Compared {
-    /// Tensors compared: parameters, and each buffer of the optimizer's state.
+    /// The number of compared tensors, counting the parameters and each state buffer.
     pub tensors: usize,
-    /// Their elements.
+    /// The number of their elements.
     pub elements: u64,
-    /// Differences told.
+    /// The number of differences reported.
     pub differences: usize,
 }
 
-/// A difference of two checkpoints.
+/// A difference between two checkpoints.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "what", rename_all = "lowercase")]
 pub enum CheckpointDifference {
-    /// A count of the progress.
+    /// A count of the progress differs.
     Count {
-        /// Its name.
+        /// The name of the count.
         name: &'static str,
-        /// In A.
+        /// The value in A.
         a: u64,
-        /// In B.
+        /// The value in B.
         b: u64,
     },
-    /// A buffer of the optimizer's state that only one has.
+    /// Only one checkpoint has a state buffer of the optimizer.
     State {
-        /// Its name.
+        /// The name of the buffer.
         name: String,
-        /// Which has it.
+        /// The checkpoint that has it.
         only_in: char,
     },
-    /// A tensor that only one has.
+    /// Only one checkpoint has a tensor.
     Tensor {
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// Which has it.
+        /// The checkpoint that has it.
         only_in: char,
     },
-    /// Shapes of a tensor.
+    /// The shapes of a tensor differ.
     Shape {
-        /// Its name.
+        /// The name of the tensor.
         name: String,
-        /// In A.
+        /// The shape in A.
         a: Vec<usize>,
-        /// In B.
+        /// The shape in B.
         b: Vec<usize>,
     },
-    /// Elements of a tensor, or of a buffer for it.
+    /// Elements of a tensor, or of one of its state buffers, differ.
     Elements {
-        /// Parameters, or the buffer.
+        /// `params`, or the name of the state buffer.
         group: String,
-        /// The tensor.
+        /// The name of the tensor.
         name: String,
         /// How they differ.
         #[serde(flatten)]
@@ -70,20 +70,20 @@ pub enum CheckpointDifference {
     },
 }
 
-/// Elements that differ, of two tensors of one shape.
+/// The differences between the elements of two tensors of the same shape.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ElementDiff {
-    /// Elements with other bits.
+    /// The number of elements with different bits.
     pub elements: u64,
-    /// Elements of the tensor.
+    /// The number of elements of the tensor.
     pub of: u64,
-    /// Place of the first, flat.
+    /// The flat index of the first different element.
     pub first: usize,
-    /// Its value in A.
+    /// The value of this element in A.
     pub a: f32,
-    /// And in B.
+    /// The value of this element in B.
     pub b: f32,
-    /// The largest absolute difference; not a number if a value is none.
+    /// The largest absolute difference; NaN if a value is NaN.
     pub largest: f64,
 }
 
@@ -109,41 +109,41 @@ impl fmt::Display for CheckpointDifference {
     }
 }
 
-/// Compares two checkpoints; `tell` gets every tensor, buffer and count that differs.
-/// `weights_only` leaves out all but the parameters.
+/// Compares two checkpoints, and calls `report` for every tensor, buffer and count that differs.
+/// With `weights_only`, compares only the parameters.
 ///
 /// # Errors
-/// One of them is damaged.
+/// Returns an error if one of them is damaged or cannot be read.
 pub fn diff(
     a: &mut Reader,
     b: &mut Reader,
     weights_only: bool,
-    tell: &mut dyn FnMut(CheckpointDifference),
+    report: &mut dyn FnMut(CheckpointDifference),
 ) -> Result<Compared> {
     let mine = a.manifest().clone();
     let others = b.manifest().clone();
     let mut compared = Compared::default();
-    let mut tell = |found| {
+    let mut report = |found| {
         compared.differences += 1;
-        tell(found);
+        report(found);
     };
     let mut tensors = 0;
     let mut elements = 0;
     if !weights_only {
-        progress(&mine, &others).into_iter().chain(buffers(&mine, &others)).for_each(&mut tell);
+        progress(&mine, &others).into_iter().chain(buffers(&mine, &others)).for_each(&mut report);
     }
     for name in others.tensors.keys().filter(|name| !mine.tensors.contains_key(*name)) {
-        tell(CheckpointDifference::Tensor { name: name.clone(), only_in: 'B' });
+        report(CheckpointDifference::Tensor { name: name.clone(), only_in: 'B' });
     }
     for (name, entry) in &mine.tensors {
         let Some(other) = others.tensors.get(name) else {
-            tell(CheckpointDifference::Tensor { name: name.clone(), only_in: 'A' });
+            report(CheckpointDifference::Tensor { name: name.clone(), only_in: 'A' });
             continue;
         };
         if entry.shape != other.shape {
             let a = entry.shape.clone();
             let b = other.shape.clone();
-            tell(CheckpointDifference::Shape { name: name.clone(), a, b });
+            report(CheckpointDifference::Shape { name: name.clone(), a, b });
             continue;
         }
         let len = entry.shape.iter().product();
@@ -151,14 +151,14 @@ pub fn diff(
             tensors += 1;
             elements += len as u64;
             if let Some(found) = tensor(a, b, name, [part_a, part_b], len)? {
-                tell(CheckpointDifference::Elements { group, name: name.clone(), found });
+                report(CheckpointDifference::Elements { group, name: name.clone(), found });
             }
         }
     }
     Ok(Compared { tensors, elements, ..compared })
 }
 
-/// Counts that differ.
+/// Returns the counts that differ.
 fn progress(a: &Manifest, b: &Manifest) -> Vec<CheckpointDifference> {
     let counts = [
         ("step", a.step, b.step),
@@ -170,7 +170,7 @@ fn progress(a: &Manifest, b: &Manifest) -> Vec<CheckpointDifference> {
     differ.map(|(name, a, b)| CheckpointDifference::Count { name, a, b }).collect()
 }
 
-/// Buffers that only one of them has.
+/// Returns the state buffers that only one of them has.
 fn buffers(a: &Manifest, b: &Manifest) -> Vec<CheckpointDifference> {
     let only = |have: &Manifest, lack: &Manifest, only_in: char| -> Vec<CheckpointDifference> {
         let missing = have.state.iter().filter(|name| !lack.state.contains(name));
@@ -179,7 +179,8 @@ fn buffers(a: &Manifest, b: &Manifest) -> Vec<CheckpointDifference> {
     [only(a, b, 'A'), only(b, a, 'B')].concat()
 }
 
-/// The parts of every tensor that both have: the group's name, and its number in each.
+/// Returns the parts that both have of every tensor: the group's name, and the number of the part
+/// in each checkpoint.
 fn parts(a: &Manifest, b: &Manifest, weights_only: bool) -> Vec<(String, usize, usize)> {
     let mut parts = vec![(PARAMS.to_string(), 0, 0)];
     if !weights_only {
@@ -190,7 +191,7 @@ fn parts(a: &Manifest, b: &Manifest, weights_only: bool) -> Vec<(String, usize, 
     parts
 }
 
-/// Compares a tensor of `len` elements, part `parts[0]` of it in `a` with part `parts[1]` in `b`.
+/// Compares a tensor of `len` elements: part `parts[0]` in `a` with part `parts[1]` in `b`.
 fn tensor(
     a: &mut Reader,
     b: &mut Reader,
@@ -211,7 +212,7 @@ fn tensor(
             if x.to_bits() == y.to_bits() {
                 continue;
             }
-            let apart = (f64::from(*x) - f64::from(*y)).abs();
+            let difference = (f64::from(*x) - f64::from(*y)).abs();
             let of = len as u64;
             let found = found.get_or_insert(ElementDiff {
                 elements: 0,
@@ -222,8 +223,8 @@ fn tensor(
                 largest: 0.0,
             });
             found.elements += 1;
-            if apart.is_nan() || apart > found.largest {
-                found.largest = apart;
+            if difference.is_nan() || difference > found.largest {
+                found.largest = difference;
             }
         }
     }

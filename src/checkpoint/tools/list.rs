@@ -1,4 +1,4 @@
-//! The checkpoints of a run, as a table for people or an object for programs.
+//! The checkpoints of a run, as a table or as a JSON object.
 
 use std::path::PathBuf;
 
@@ -15,41 +15,41 @@ use hpctrain_data::inspect::table;
 /// The checkpoints of a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct List {
-    /// Their directory.
+    /// The directory of the checkpoints.
     pub directory: PathBuf,
-    /// The kind of loss by which they are compared.
+    /// The kind of loss in the list.
     pub loss_over: Over,
-    /// Each published one, ascending by step.
+    /// The published checkpoints, ascending by step.
     pub checkpoints: Vec<Listed>,
 }
 
-/// A published checkpoint. Without a readable manifest the rest is not known.
+/// A published checkpoint. Without a readable manifest the optional fields are `None`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Listed {
-    /// Steps finished.
+    /// The number of finished steps.
     pub step: u64,
-    /// The name of the save.
+    /// The id of the save.
     pub id: Option<String>,
-    /// Bytes of its files.
+    /// The size of its files in bytes.
     pub bytes: Option<u64>,
-    /// Time at which it was written, in seconds since 1970.
+    /// The time at which it was written, in seconds since 1970.
     pub time: Option<f64>,
-    /// Its loss.
+    /// The loss of the checkpoint, if it was evaluated.
     pub loss: Option<f64>,
-    /// Whether `latest` leads to it.
+    /// Whether `latest` points to it.
     pub latest: bool,
-    /// Whether `best` leads to it.
+    /// Whether `best` points to it.
     pub best: bool,
-    /// Whether somebody holds it.
+    /// Whether a process holds a lease on it.
     pub leased: bool,
-    /// Its fault, if it has one.
+    /// What is wrong with it, if anything.
     pub fault: Option<String>,
 }
 
-/// All published checkpoints of a run.
+/// Lists all published checkpoints of a run.
 ///
 /// # Errors
-/// The directory, the evaluations or the leases cannot be read.
+/// Returns an error if the directory, `latest`, `best` or a lease cannot be read.
 pub fn list(checkpoints: &Checkpoints) -> Result<List> {
     let evaluated = checkpoints.evaluated()?;
     if let Err(e) = evaluated.all() {
@@ -88,7 +88,7 @@ pub fn list(checkpoints: &Checkpoints) -> Result<List> {
 }
 
 impl List {
-    /// For people: a line for each.
+    /// Formats a table with one line for each checkpoint.
     pub fn told(&self) -> String {
         let loss = match self.loss_over {
             Over::Validation => "validation loss",
@@ -120,7 +120,7 @@ impl Listed {
     }
 }
 
-/// Time at which a checkpoint was written, in UTC.
+/// Formats the time at which a checkpoint was written, in UTC.
 pub(super) fn written(time: f64) -> String {
     utc(time).unwrap_or_else(|| "-".into())
 }

@@ -1,4 +1,4 @@
-//! Removing checkpoints that need not be kept, when a user asks for it.
+//! Removes checkpoints that need not be kept at the user's request.
 
 use serde::Serialize;
 
@@ -6,19 +6,19 @@ use crate::retention::{Candidate, removed};
 use crate::{Checkpoints, Retention};
 use hpctrain_base::error::Result;
 
-/// The checkpoints that a retention does not ask for: removed or held.
+/// The checkpoints that a retention does not keep: removed or held.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Pruning {
-    /// Steps whose checkpoints are removed, or would be; ascending.
+    /// The steps of removed checkpoints, or of those that would be removed; ascending.
     pub removed: Vec<u64>,
-    /// Steps whose checkpoints somebody reads, or waits to evaluate: they stay.
+    /// The steps of checkpoints that stay because a process reads them or waits to evaluate them.
     pub held: Vec<u64>,
 }
 
-/// The result that [`prune`] would have.
+/// Returns what [`prune`] would do.
 ///
 /// # Errors
-/// Something that decides about it cannot be read.
+/// Returns an error if a checkpoint, the evaluations or a lease cannot be read.
 pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning> {
     let candidates = checkpoints.candidates(checkpoints.evaluated()?.all()?)?;
     let free: Vec<Candidate> =
@@ -32,7 +32,8 @@ pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning>
 /// time.
 ///
 /// # Errors
-/// Something that decides about it cannot be read: nothing is removed. Or the file system refused.
+/// Returns an error, without having removed anything, if a checkpoint, the evaluations or a lease
+/// cannot be read; or if a removal fails.
 pub fn prune(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning> {
     let Pruning { removed, mut held } = plan(checkpoints, retention)?;
     let (gone, others) = checkpoints.discard_all(&removed)?;

@@ -1,4 +1,4 @@
-//! The meaning of a user's path: a run, its checkpoints, or one of them.
+//! Resolves a user's path to a run, its checkpoints, or one of them.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -11,10 +11,11 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_device::Backend;
 
-/// The checkpoints of the run at `path`: its directory, or that of its checkpoints.
+/// Returns the checkpoints of the run at `path`, which is its directory or its `checkpoints`
+/// directory.
 ///
 /// # Errors
-/// There is no run.
+/// Returns an error if `path` does not exist or is not a run.
 pub fn run(path: &Path) -> Result<Checkpoints> {
     exists(path)?;
     let not_a_run = |what| {
@@ -28,12 +29,12 @@ pub fn run(path: &Path) -> Result<Checkpoints> {
     }
 }
 
-/// The directory of the checkpoint at `path`, which may be a link to it, a file `latest` or `best`
-/// that names it, or a run: then its latest. The returned path does not go through `latest` and
-/// `best`, which a trainer may move.
+/// Returns the directory of the checkpoint at `path`, which may be the checkpoint, a link to it, a
+/// file `latest` or `best` that names it, or a run, whose latest checkpoint is meant. The returned
+/// path does not go through `latest` and `best`, which a trainer may move.
 ///
 /// # Errors
-/// Returns an error if there is no checkpoint, or `best` is a directory beside checkpoints.
+/// Returns an error if there is no checkpoint, or `best` is a directory next to checkpoints.
 pub fn checkpoint(path: &Path) -> Result<PathBuf> {
     exists(path)?;
     let found = match checkpoints(path)? {
@@ -48,11 +49,11 @@ pub fn checkpoint(path: &Path) -> Result<PathBuf> {
     ))
 }
 
-/// As [`checkpoint`], for all ranks of `world`: collective. One rank looks, because a link such as
-/// `latest` may move meanwhile, and has the lease of [`hold`].
+/// Like [`checkpoint`], for all ranks of `world`. Collective. Only rank 0 resolves the path,
+/// because a link such as `latest` may move in the meantime, and takes the lease of [`hold`].
 ///
 /// # Errors
-/// There is no checkpoint: the same on all ranks.
+/// Returns an error, the same on all ranks, if there is no checkpoint.
 pub fn together<B: Backend>(
     world: &Group<B>,
     path: &Path,
@@ -65,14 +66,14 @@ pub fn together<B: Backend>(
     Ok((PathBuf::from(OsStr::from_bytes(&of_root)), lease))
 }
 
-/// A lease on the checkpoint in `dir`, so that a trainer beside does not remove it while it is
-/// read. None where nobody removes any: outside a run, or where nobody may write.
+/// Takes a lease on the checkpoint in `dir`, so that a concurrent trainer does not remove it while
+/// it is read. Returns `None` outside of a run, or if the lease cannot be taken.
 pub fn hold(dir: &Path) -> Option<LeaseGuard> {
     let name = dir.file_name()?.to_str()?;
     step_of(name)?;
     let leases = Checkpoints::new(dir.parent()?).leases();
     leases.share(name).unwrap_or_else(|e| {
-        log::warn!("a trainer may remove the checkpoint meanwhile: {e}");
+        log::warn!("a trainer may remove the checkpoint while it is read: {e}");
         None
     })
 }
@@ -88,7 +89,7 @@ fn exists(path: &Path) -> Result<()> {
     }
 }
 
-/// The checkpoints of a run or of a directory of checkpoints; none if `path` is neither.
+/// Returns the checkpoints of a run or of a `checkpoints` directory; `None` if `path` is neither.
 fn checkpoints(path: &Path) -> Result<Option<Checkpoints>> {
     let below = path.join("checkpoints");
     if below.is_dir() {
@@ -102,19 +103,19 @@ fn checkpoints(path: &Path) -> Result<Option<Checkpoints>> {
     Ok((named || !here.steps()?.is_empty()).then_some(here))
 }
 
-/// Whether there is a checkpoint in `dir`, or the remains of one.
+/// Returns true if `dir` is a checkpoint or what is left of one.
 fn is_checkpoint(dir: &Path) -> bool {
     let named = dir.file_name().and_then(|name| step_of(name.to_str()?)).is_some();
     dir.is_dir()
         && (named || [manifest::FILE, manifest::SEAL].iter().any(|file| dir.join(file).exists()))
 }
 
-/// The checkpoint that readers of a run take.
+/// Returns the checkpoint that readers of a run use.
 fn current(checkpoints: &Checkpoints) -> Result<PathBuf> {
     let alone = checkpoints.latest();
     let found = match checkpoints.current_step()? {
         Some(step) => Some(checkpoints.path(step)),
-        // `latest` alone was copied, as a directory or with a link that leads elsewhere.
+        // Only `latest` was copied, as a directory or as a link that points elsewhere.
         None => alone.exists().then(|| followed(&alone)).transpose()?,
     };
     found.ok_or_else(|| {
@@ -123,21 +124,21 @@ fn current(checkpoints: &Checkpoints) -> Result<PathBuf> {
     })
 }
 
-/// The directory that a path leads to by its last component: a link, a file that names a
-/// checkpoint, or a directory. Beside checkpoints, a directory called `latest` or `best` is a copy
-/// that may be old.
+/// Returns the directory that a path leads to by its last component: a link, a file that names a
+/// checkpoint, or a directory. A directory called `latest` or `best` next to checkpoints is a copy
+/// that may be stale.
 fn followed(path: &Path) -> Result<PathBuf> {
-    let beside = path.parent().unwrap_or(Path::new(""));
+    let parent = path.parent().unwrap_or(Path::new(""));
     let name = path.file_name().unwrap_or_default();
     if path.is_symlink() {
         let target = std::fs::read_link(path).map_err(|e| Error::io("read", path, e))?;
-        return Ok(beside.join(target));
+        return Ok(parent.join(target));
     }
     if name != "latest" && name != "best" {
         return Ok(path.to_path_buf());
     }
     let pointer = Pointer::at(path);
-    let checkpoints = Checkpoints::new(beside);
+    let checkpoints = Checkpoints::new(parent);
     match pointer.target()? {
         Target::Step(step) => Ok(checkpoints.path(step)),
         Target::Directory if checkpoints.steps()?.is_empty() => Ok(path.to_path_buf()),
@@ -153,7 +154,7 @@ mod tests {
     use crate::manifest::tests::empty;
 
     #[test]
-    fn runs_and_checkpoints_are_told_apart() {
+    fn runs_and_checkpoints_are_distinguished() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("x/checkpoints");
         let one = root.join("step-00000001");
@@ -172,8 +173,7 @@ mod tests {
         assert!(run(dir.path()).unwrap_err().to_string().contains("not the directory of a run"));
         assert!(checkpoint(dir.path()).unwrap_err().to_string().contains("neither"));
         assert!(checkpoint(&root.join("y")).unwrap_err().to_string().contains("does not exist"));
-        // Where there are no symbolic links; and after a copy that followed them, with a later
-        // save.
+        // Without symbolic links, and after a copy that followed them, with a later save.
         std::fs::remove_file(root.join("latest")).unwrap();
         std::fs::write(root.join("latest"), "step-00000001\n").unwrap();
         assert_eq!(checkpoint(&root.join("latest")).unwrap(), one);

@@ -1,4 +1,4 @@
-//! Reading all of a checkpoint to verify that it is as it was written.
+//! Reads all of a checkpoint to verify that it is undamaged.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,23 +8,23 @@ use serde::Serialize;
 use crate::{Reader, manifest};
 use hpctrain_config::telemetry::bytes;
 
-/// Counts of a verification.
+/// The counts of a verification.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Verified {
-    /// Files looked at, the manifest among them.
+    /// The number of files checked, including the manifest.
     pub files: usize,
-    /// Files that are missing or damaged.
+    /// The number of missing or damaged files.
     pub damaged: usize,
 }
 
-/// A file of a checkpoint that was read.
+/// The result for one file of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct File {
-    /// Its path; of a checkpoint that cannot be opened, its directory.
+    /// The path of the file, or the checkpoint's directory if it cannot be opened.
     pub path: PathBuf,
-    /// Its length.
+    /// The length of the file.
     pub bytes: u64,
-    /// Its fault, if it is not as it was written.
+    /// What is wrong with the file, if it is missing or damaged.
     pub fault: Option<String>,
 }
 
@@ -37,23 +37,27 @@ impl fmt::Display for File {
     }
 }
 
-/// Reads everything in the checkpoint in `dir`; `tell` gets every file.
-pub fn verify(dir: &Path, tell: &mut dyn FnMut(File)) -> Verified {
+/// Reads everything in the checkpoint in `dir`, and calls `report` for every file.
+pub fn verify(dir: &Path, report: &mut dyn FnMut(File)) -> Verified {
     let mut reader = match Reader::open(dir) {
         Ok(reader) => reader,
         Err(e) => {
-            tell(File { path: dir.to_path_buf(), bytes: 0, fault: Some(e.message().to_string()) });
+            report(File {
+                path: dir.to_path_buf(),
+                bytes: 0,
+                fault: Some(e.message().to_string()),
+            });
             return Verified { files: 1, damaged: 1 };
         }
     };
     let path = dir.join(manifest::FILE);
-    tell(File { bytes: path.metadata().map_or(0, |file| file.len()), path, fault: None });
+    report(File { bytes: path.metadata().map_or(0, |file| file.len()), path, fault: None });
     let files = reader.manifest().files.clone();
     let mut verified = Verified { files: 1 + files.len(), damaged: 0 };
     for (name, entry) in files {
         let fault = reader.verify(&name).err().map(|e| e.message().to_string());
         verified.damaged += usize::from(fault.is_some());
-        tell(File { path: dir.join(name), bytes: entry.bytes, fault });
+        report(File { path: dir.join(name), bytes: entry.bytes, fault });
     }
     verified
 }

@@ -1,4 +1,4 @@
-//! `hpctrain bench checkpoint`: the speed of saving and restoring a state.
+//! `hpctrain bench checkpoint`: benchmarks checkpoint saves and restores.
 
 use std::path::PathBuf;
 
@@ -16,13 +16,13 @@ use crate::telemetry::{bytes, say};
 /// Arguments of `hpctrain bench checkpoint`.
 #[derive(Args)]
 pub struct CheckpointArgs {
-    /// Bytes of parameters and optimizer state, about.
+    /// Approximate size of parameters and optimizer state.
     #[arg(long, default_value = "500MB")]
     size: Size,
-    /// Directory on the disk to be timed; files written there are removed.
+    /// Directory on the file system to benchmark; files written there are removed.
     #[arg(long, value_name = "DIR", default_value = ".")]
     dir: PathBuf,
-    /// Rounds of which medians are taken.
+    /// Number of rounds, of which medians are printed.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
     /// Print one JSON object instead of the table.
@@ -30,28 +30,30 @@ pub struct CheckpointArgs {
     json: bool,
 }
 
-/// The whole output: medians, in seconds.
+/// The object of `--json`: medians, in seconds.
 #[derive(Serialize)]
-struct Report {
+struct CheckpointReport {
     ranks: usize,
     bytes: u64,
-    /// Times of saving and reading.
+    /// The times of saves and restores.
     #[serde(flatten)]
     saving: Saving,
 }
 
-/// Bytes of parameters and Adam's two moments that a layer of this width has, about.
+/// The width of the layers.
 const WIDTH: usize = 512;
-const LAYER: usize = 12 * WIDTH * WIDTH * 12;
 
-/// Times all and prints the table.
+/// The approximate size in bytes of a layer's parameters and Adam's two moments.
+const LAYER_BYTES: usize = 12 * WIDTH * WIDTH * 12;
+
+/// Runs the benchmark and prints the table.
 ///
 /// # Errors
-/// The file system refused, or a message between ranks failed.
+/// Returns an error if the directory cannot be written or read, or a message between ranks fails.
 pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
     let mut config = Config::default();
     (config.model.width, config.model.heads) = (WIDTH, 8);
-    config.model.layers = LayerList::Count((args.size.0 / LAYER).max(1));
+    config.model.layers = LayerList::Count((args.size.0 / LAYER_BYTES).max(1));
     config.model.vocabulary = Some(64);
     config.batch.global = comm.size() as u64;
     let (bytes_written, rounds) =
@@ -61,7 +63,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
     }
     let median = Saving::median(&rounds);
     if args.json {
-        let report = Report { ranks: comm.size(), bytes: bytes_written, saving: median };
+        let report = CheckpointReport { ranks: comm.size(), bytes: bytes_written, saving: median };
         json(&report)?;
         return Ok(());
     }
@@ -79,23 +81,24 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
         ));
     };
     rate("write and fsync of plain files", median.raw_write);
-    rate("save, from the copy to the publication", median.save);
+    rate("save, from the copy to the final rename", median.save);
     rate("memory copy of the state", median.raw_copy);
-    rate("copy of the state, for which training waits", median.copy);
+    rate("copy of the state, which blocks training", median.copy);
     rate("read of the files", median.raw_read);
-    rate("restore, checksums and all", median.restore);
-    let of = |what: &str, of: &str, ratio: f64| say(format_args!("{what} is {ratio:.2} of {of}"));
-    of(
+    rate("restore, including checksums", median.restore);
+    let compare =
+        |what: &str, base: &str, ratio: f64| say(format_args!("{what} is {ratio:.2} of {base}"));
+    compare(
         "the rate of saving",
         "a plain write's",
         Saving::ratio(&rounds, |one| one.raw_write / one.save),
     );
-    of(
-        "the wait of training",
+    compare(
+        "the time that blocks training",
         "a memory copy",
         Saving::ratio(&rounds, |one| one.copy / one.raw_copy),
     );
-    of(
+    compare(
         "the rate of restoring",
         "a plain read's",
         Saving::ratio(&rounds, |one| one.raw_read / one.restore),

@@ -1,4 +1,4 @@
-//! `hpctrain bench comm`: the speed of exchanges between ranks.
+//! `hpctrain bench comm`: benchmarks collectives between ranks.
 
 use clap::Args;
 use serde::Serialize;
@@ -14,16 +14,16 @@ use crate::telemetry::{bytes, say};
 /// Arguments of `hpctrain bench comm`.
 #[derive(Args)]
 pub struct CommArgs {
-    /// Operations; all if left out.
+    /// Operations [default: all]
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     operations: Vec<Operation>,
-    /// Algorithms; all if left out. `mpi` is the library's own call.
+    /// Algorithms; `vendor` is the library's collective [default: all]
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     algorithms: Vec<Algorithm>,
-    /// Sizes of the whole buffer, such as 64KiB,1MiB; from 1 KiB to 256 MiB if left out.
+    /// Sizes of the whole buffer, such as 64KiB,1MiB [default: 1 KiB to 256 MiB]
     #[arg(long, value_delimiter = ',', value_name = "SIZES")]
     sizes: Vec<Size>,
-    /// Batches of which the median is taken.
+    /// Number of batches, of which the median is printed.
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u16).range(1..))]
     batches: u16,
     /// Print one JSON object instead of the table.
@@ -33,35 +33,35 @@ pub struct CommArgs {
 
 /// One line of the table.
 #[derive(Serialize)]
-struct Row {
+struct CollectiveRow {
     operation: Operation,
     algorithm: Algorithm,
     bytes: usize,
     microseconds: f64,
-    /// GB/s, of 10⁹ bytes.
+    /// The algorithm bandwidth in GB/s (10⁹ bytes).
     algorithm_bandwidth: f64,
     bus_bandwidth: f64,
-    /// Bus bandwidth over the bandwidth of a memory copy.
+    /// The bus bandwidth divided by the bandwidth of a memory copy.
     of_copy: f64,
 }
 
-/// The whole output.
+/// The object of `--json`.
 #[derive(Serialize)]
-struct Report {
+struct CommReport {
     ranks: usize,
     library: String,
     shared_memory: bool,
     copy_bandwidth: f64,
-    rows: Vec<Row>,
+    rows: Vec<CollectiveRow>,
 }
 
-/// Times all that is asked for and prints the table.
+/// Runs the benchmark and prints the table.
 ///
 /// # Errors
-/// There is one rank only, or a message failed.
+/// Returns an error if there is only one rank, or a message fails.
 pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     if comm.size() == 1 {
-        return Err(Error::input("one rank has nobody to exchange with")
+        return Err(Error::input("bench comm needs at least two ranks")
             .hint("mpirun -np 2 hpctrain bench comm"));
     }
     let world = comm.world();
@@ -84,7 +84,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     if speaks && !args.json {
         let path = if comm.shares_memory() { ", shared memory inside a node" } else { "" };
         say(format_args!("{} ranks, {}{path}", comm.size(), comm.library()));
-        say(format_args!("a memory copy on all ranks at once: {:.2} GB/s a rank\n", copy / 1e9));
+        say(format_args!("a memory copy on all ranks at once: {:.2} GB/s per rank\n", copy / 1e9));
         say(
             "operation       algorithm      size         time µs   algbw GB/s  busbw GB/s  of copy",
         );
@@ -105,7 +105,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
         }
     }
     if speaks && args.json {
-        let report = Report {
+        let report = CommReport {
             ranks: comm.size(),
             library: comm.library().to_string(),
             shared_memory: comm.shares_memory(),
@@ -117,8 +117,8 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     Ok(())
 }
 
-fn row(timing: &CollectiveTiming, copy: f64) -> Row {
-    Row {
+fn row(timing: &CollectiveTiming, copy: f64) -> CollectiveRow {
+    CollectiveRow {
         operation: timing.operation,
         algorithm: timing.algorithm,
         bytes: timing.bytes,
@@ -129,7 +129,7 @@ fn row(timing: &CollectiveTiming, copy: f64) -> Row {
     }
 }
 
-fn line(row: &Row) -> String {
+fn line(row: &CollectiveRow) -> String {
     format!(
         "{:<15} {:<14} {:<10} {:>9.1} {:>12.3} {:>11.3} {:>8.3}",
         row.operation,

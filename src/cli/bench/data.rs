@@ -1,4 +1,4 @@
-//! `hpctrain bench data`: the rate at which samples arrive.
+//! `hpctrain bench data`: benchmarks the data loader.
 
 use std::path::PathBuf;
 
@@ -15,13 +15,13 @@ use crate::telemetry::say;
 /// Arguments of `hpctrain bench data`.
 #[derive(Args)]
 pub struct DataArgs {
-    /// Images of 28 × 28 and windows of 256 tokens that are written and read.
+    /// Number of 28 × 28 images, and of windows of 256 tokens, to write and read.
     #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(128..))]
     samples: u32,
-    /// Directory on the disk to be used; files written there are removed.
+    /// Directory on the file system to benchmark; files written there are removed.
     #[arg(long, value_name = "DIR", default_value = ".")]
     dir: PathBuf,
-    /// Rounds of which medians are taken.
+    /// Number of rounds, of which medians are printed.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
     /// Print one JSON object instead of the table.
@@ -31,48 +31,48 @@ pub struct DataArgs {
 
 /// One line of the table: medians.
 #[derive(Serialize)]
-struct Row {
+struct DataRow {
     what: &'static str,
     samples: u64,
     bytes_per_sample: usize,
     samples_per_second: f64,
-    /// GB/s, of 10⁹ bytes.
+    /// The rate in GB/s (10⁹ bytes).
     bandwidth: f64,
-    /// The same rows by plain positional reads.
+    /// The rate of plain positional reads of the same rows.
     plain_samples_per_second: Option<f64>,
-    /// Samples a second over those of plain reads, round by round.
+    /// The median over rounds of the rate divided by that of plain reads.
     of_plain: Option<f64>,
 }
 
-/// The whole output.
+/// The object of `--json`.
 #[derive(Serialize)]
-struct Report {
+struct DataReport {
     rounds: u16,
-    rows: Vec<Row>,
+    rows: Vec<DataRow>,
 }
 
-/// Times all and prints the table.
+/// Runs the benchmark and prints the table.
 ///
 /// # Errors
-/// There are several ranks, or the file system refused.
+/// Returns an error if there are several ranks, or the directory cannot be written or read.
 pub fn table(comm: &Comm<Cpu>, args: &DataArgs) -> Result<()> {
     if comm.size() > 1 {
         let error =
-            Error::input(format!("{} ranks would share the disk that is to be timed", comm.size()));
+            Error::input(format!("bench data runs on one rank, but {} were started", comm.size()));
         return Err(error.hint("start it without mpirun: hpctrain bench data").shared());
     }
     let folder =
         tempfile::tempdir_in(&args.dir).map_err(|e| Error::io("write in", &args.dir, e))?;
     let timings = bench::time(folder.path(), args.samples as usize, usize::from(args.rounds))?;
-    let rows: Vec<Row> = timings.iter().map(row).collect();
+    let rows: Vec<DataRow> = timings.iter().map(row).collect();
     if args.json {
-        let report = Report { rounds: args.rounds, rows };
+        let report = DataReport { rounds: args.rounds, rows };
         json(&report)?;
         return Ok(());
     }
     say("what                                samples/s       GB/s  plain reads/s  of plain");
     for row in &rows {
-        let Row { what, samples_per_second, bandwidth, .. } = row;
+        let DataRow { what, samples_per_second, bandwidth, .. } = row;
         let plain = match (row.plain_samples_per_second, row.of_plain) {
             (Some(plain), Some(of_plain)) => format!("{plain:>13.0} {of_plain:>9.2}"),
             _ => format!("{:>13} {:>9}", "–", "–"),
@@ -82,12 +82,12 @@ pub fn table(comm: &Comm<Cpu>, args: &DataArgs) -> Result<()> {
     Ok(())
 }
 
-fn row(timing: &ReadTiming) -> Row {
+fn row(timing: &ReadTiming) -> DataRow {
     let rate = timing.samples as f64 / median(timing.seconds.clone());
     let ratios: Vec<f64> =
         timing.plain.iter().zip(&timing.seconds).map(|(plain, seconds)| plain / seconds).collect();
     let has_plain = !timing.plain.is_empty();
-    Row {
+    DataRow {
         what: timing.what,
         samples: timing.samples,
         bytes_per_sample: timing.bytes,
@@ -99,7 +99,7 @@ fn row(timing: &ReadTiming) -> Row {
     }
 }
 
-/// The middle one; of an even number the upper of the two.
+/// Returns the median; of an even number of values, the upper of the two in the middle.
 fn median(mut numbers: Vec<f64>) -> f64 {
     numbers.sort_by(f64::total_cmp);
     numbers[numbers.len() / 2]

@@ -1,4 +1,4 @@
-//! `hpctrain bench gpu`: the speed of a GPT's operations on a GPU.
+//! `hpctrain bench gpu`: benchmarks the operations of a GPT on a GPU.
 
 use clap::Args;
 use serde::Serialize;
@@ -16,19 +16,19 @@ use crate::telemetry::say;
 /// Arguments of `hpctrain bench gpu`.
 #[derive(Args)]
 pub struct GpuArgs {
-    /// Which of the GPUs that this process sees.
+    /// Index of the GPU among those that this process sees.
     #[arg(long, value_name = "NUMBER", default_value_t = 0)]
     device: usize,
-    /// Number format of parameters, activations and products.
+    /// Number format of parameters, activations and matmuls.
     #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = ["bf16", "tf32", "f32"])]
     compute: String,
-    /// Memory of the GPU that is taken; nine tenths of the free memory if left out.
+    /// GPU memory to allocate [default: nine tenths of the free memory]
     #[arg(long, value_name = "SIZE")]
     memory: Option<Size>,
-    /// Batches of launches of which medians are taken.
+    /// Number of batches of launches, of which medians are printed.
     #[arg(long, default_value_t = 11, value_parser = clap::value_parser!(u16).range(1..))]
     batches: u16,
-    /// Tiny sizes, to see that everything runs: the times mean nothing.
+    /// Use tiny sizes, to test that everything runs; the times are meaningless.
     #[arg(long)]
     small: bool,
     /// Print one JSON object instead of the table.
@@ -38,28 +38,29 @@ pub struct GpuArgs {
 
 /// One line of the table.
 #[derive(Serialize)]
-struct Row {
+struct OpRow {
     operation: String,
     shape: String,
-    /// Median, and the fastest batch.
+    /// The time of the median batch.
     microseconds: f64,
+    /// The time of the fastest batch.
     fastest_microseconds: f64,
     bytes: f64,
-    /// GB/s, of 10⁹ bytes.
+    /// The memory bandwidth in GB/s (10⁹ bytes).
     bandwidth: f64,
-    /// Over the bandwidth of a copy within the device.
+    /// The bandwidth divided by that of a copy within the device.
     of_copy: f64,
-    /// TFLOP/s; none for operations that only move memory.
+    /// The rate in TFLOP/s; none for operations that only move memory.
     teraflops: Option<f64>,
 }
 
-/// The whole output.
+/// The object of `--json`.
 #[derive(Serialize)]
-struct Report {
+struct GpuReport {
     device: String,
     multiprocessors: usize,
     memory_bytes: usize,
-    /// CUDA versions that the driver, NVRTC and cuBLASLt speak.
+    /// The CUDA version of the driver, as of NVRTC and cuBLASLt below.
     driver: String,
     nvrtc: String,
     cublaslt: String,
@@ -67,19 +68,20 @@ struct Report {
     /// Whether the sizes are those of `--small`.
     small: bool,
     batches: u16,
-    /// GB/s.
+    /// The bandwidth of a copy within the device in GB/s.
     copy_bandwidth: f64,
-    rows: Vec<Row>,
+    rows: Vec<OpRow>,
 }
 
-/// Times all and prints the table.
+/// Runs the benchmark and prints the table.
 ///
 /// # Errors
-/// There is no such GPU, a library is missing, or the device failed.
+/// Returns an error if there are several ranks, the GPU does not exist, a library is missing, or
+/// the device fails.
 pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
     if comm.size() > 1 {
         let error =
-            Error::input(format!("{} ranks would share the GPU that is to be timed", comm.size()));
+            Error::input(format!("bench gpu runs on one rank, but {} were started", comm.size()));
         return Err(error.hint("start it without mpirun: hpctrain bench gpu").shared());
     }
     let (compute, precision) = match args.compute.as_str() {
@@ -96,7 +98,7 @@ pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
     let sizes = if args.small { OpSizes::small() } else { OpSizes::gpt2() };
     if !args.json {
         say(format_args!(
-            "{}, {}, {} of it taken\n",
+            "{}, {}, {} of it used\n",
             device.name,
             readable(device.memory),
             readable(memory)
@@ -116,7 +118,7 @@ pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
         Ok(())
     })?;
     if args.json {
-        let report = Report {
+        let report = GpuReport {
             multiprocessors: device.multiprocessors()?,
             memory_bytes: device.memory,
             driver: libraries::driver()?,
@@ -134,9 +136,9 @@ pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
     Ok(())
 }
 
-fn row(timing: &OpTiming, copy: f64) -> Row {
+fn row(timing: &OpTiming, copy: f64) -> OpRow {
     let bandwidth = timing.bytes / timing.seconds;
-    Row {
+    OpRow {
         operation: timing.operation.clone(),
         shape: timing.shape.clone(),
         microseconds: timing.seconds * 1e6,
@@ -148,8 +150,8 @@ fn row(timing: &OpTiming, copy: f64) -> Row {
     }
 }
 
-fn line(row: &Row) -> String {
-    let Row { operation, shape, microseconds, bandwidth, of_copy, teraflops, .. } = row;
+fn line(row: &OpRow) -> String {
+    let OpRow { operation, shape, microseconds, bandwidth, of_copy, teraflops, .. } = row;
     let teraflops =
         teraflops.map_or_else(|| format!("{:>10}", "–"), |rate| format!("{rate:>10.1}"));
     format!(

@@ -1,8 +1,8 @@
-//! `hpctrain bench step`, `kernels` and `gemm`: the speed of training on CPUs, in whole and by
+//! `hpctrain bench step`, `kernels` and `gemm`: benchmark training steps on CPUs, as a whole and by
 //! kernel.
 //!
-//! All three take steps on random data. The rates of kernels are compared with the machine's peak,
-//! measured right before.
+//! All three run steps on random data. The rates of kernels are compared with the peak rate of the
+//! machine, which is measured just before.
 
 use clap::Args;
 use serde::Serialize;
@@ -20,18 +20,18 @@ use crate::telemetry::efficiency::{Efficiency, readable_rate};
 use crate::telemetry::{grouped, say};
 use crate::train::Energy;
 
-/// Arguments of the three.
+/// Arguments of `hpctrain bench step`, `kernels` and `gemm`.
 #[derive(Args)]
 pub struct PaceArgs {
     #[command(flatten)]
     sources: SourceArgs,
-    /// Samples a rank and step; left out, the micro-batch of the configuration.
+    /// Number of samples per rank and step [default: the micro-batch of the configuration]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     samples: Option<u64>,
-    /// Steps that are timed, after two that are not.
+    /// Number of timed steps, after two warm-up steps.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..))]
     steps: u16,
-    /// Let oneDNN multiply matrices, if it is there.
+    /// Use oneDNN for matmuls, if it is installed.
     #[arg(long)]
     onednn: bool,
     /// Print one JSON object instead of the table.
@@ -39,91 +39,92 @@ pub struct PaceArgs {
     json: bool,
 }
 
-/// The part of the work that is measured.
+/// What is benchmarked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum View {
     /// Whole steps.
     Step,
     /// Every kernel, by shape.
     Kernels,
-    /// Products of matrices only.
+    /// GEMMs only.
     Gemm,
 }
 
-/// The common head of all reports.
+/// The fields common to all reports.
 #[derive(Serialize)]
 struct Machine {
-    /// Preset or file.
+    /// The name of the preset or file.
     network: String,
     ranks: usize,
     threads: usize,
-    /// Samples a rank and step.
+    /// The number of samples per rank and step.
     samples: u64,
-    /// Peak GFLOP/s of a rank's threads in the number format of the matmuls; none where it cannot
+    /// The peak GFLOP/s of a rank's threads in the number format of the matmuls; none if it cannot
     /// be measured (AMX).
     peak_gflops: Option<f64>,
-    /// GB/s of a triad, of 10⁹ bytes.
+    /// The bandwidth of a STREAM triad in GB/s (10⁹ bytes).
     peak_bandwidth: f64,
 }
 
-/// Whole steps.
+/// The report of `bench step`.
 #[derive(Serialize)]
 struct Steps {
     #[serde(flatten)]
     machine: Machine,
     parameters: u64,
-    /// Median and fastest.
+    /// The time of the median step.
     step_ms: f64,
     fastest_step_ms: f64,
-    /// The predictions counted: tokens or samples.
+    /// The unit of `per_second`: tokens or samples.
     predictions: &'static str,
-    /// Of all ranks, by the median.
+    /// The throughput of all ranks, from the median step.
     per_second: f64,
-    /// Of a rank's products and attention, by the median.
+    /// The GFLOP/s of a rank's matmuls and attention, from the median step.
     gflops: f64,
     of_peak: Option<f64>,
-    /// Model TFLOP/s per rank, by the median.
+    /// The model TFLOP/s per rank, from the median step.
     tflops_per_rank: f64,
-    /// Model FLOPs utilisation, from 0 to 1.
+    /// The model FLOPs utilisation (MFU), from 0 to 1.
     mfu: Option<f64>,
-    /// Joules per prediction over the timed steps, where all nodes have energy counters.
+    /// The energy per prediction in joules over the timed steps, if all nodes have energy counters.
     joules_per_prediction: Option<f64>,
 }
 
-/// A kernel on one shape.
+/// The statistics of a kernel on one shape.
 #[derive(Serialize)]
-struct Row {
+struct KernelRow {
     kernel: String,
     shape: Vec<usize>,
     calls_per_step: f64,
-    /// Mean, and the fastest; the rates are the fastest's.
+    /// The mean time of a call.
     microseconds: f64,
+    /// The fastest time of a call, from which the rates are computed.
     fastest_microseconds: f64,
-    /// None for kernels that only move memory.
+    /// The rate in GFLOP/s; none for kernels that only move memory.
     gflops: Option<f64>,
     of_peak_gflops: Option<f64>,
-    /// GB/s, as if every operand were moved once. A kernel that finds one in a cache may exceed the
-    /// memory's peak.
+    /// The bandwidth in GB/s, as if every operand were moved once. A kernel whose operands are
+    /// cached may exceed the peak of the memory.
     bandwidth: f64,
     of_peak_bandwidth: f64,
 }
 
-/// Kernels by shape.
+/// The report of `bench kernels` and `bench gemm`.
 #[derive(Serialize)]
 struct Kernels {
     #[serde(flatten)]
     machine: Machine,
-    /// The kernel that takes the most time comes first.
-    rows: Vec<Row>,
+    /// The kernels, sorted by descending total time.
+    rows: Vec<KernelRow>,
 }
 
-/// Steps that are not timed: memory is new, threads are cold.
-const WARM_UP: usize = 2;
+/// The number of warm-up steps, which are not timed.
+const WARMUP_STEPS: usize = 2;
 
-/// Trains and prints the report for `view`.
+/// Runs training steps and prints the report for `view`.
 ///
 /// # Errors
-/// The configuration cannot be, or the memory does not suffice.
+/// Returns an error if the configuration is invalid, or the memory does not suffice.
 pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     let world = comm.world();
     let (config, network) = world.all_ok(args.sources.load())?;
@@ -133,11 +134,11 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
         false => cpu(plan),
     };
     let mut pace = SyntheticTrainer::new(comm, config, args.samples, backend)?;
-    // All ranks at once: they share memory and cores.
+    // All ranks measure the peak at once, because they share memory and cores.
     world.barrier().wait()?;
     let peak = pace.backend().peak();
     let flops = pace.backend().measure_peak_flops();
-    for _ in 0..WARM_UP {
+    for _ in 0..WARMUP_STEPS {
         pace.step()?;
     }
     let speaks = comm.rank() == 0;
@@ -152,10 +153,10 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     if speaks && !args.json {
         let Machine { network, ranks, threads, samples, peak_gflops, peak_bandwidth } = &machine;
         say(format_args!(
-            "{network}: {ranks} × {threads} threads, {samples} samples a rank and step, on random data"
+            "{network}: {ranks} × {threads} threads, {samples} samples per rank and step, random data"
         ));
         let gflops = peak_gflops.map_or("unknown".into(), |peak| format!("{peak:.1} GFLOP/s"));
-        say(format_args!("peak of a rank: {gflops}, {peak_bandwidth:.1} GB/s"));
+        say(format_args!("peak per rank: {gflops}, {peak_bandwidth:.1} GB/s"));
     }
     if speaks && let Some(flops) = flops {
         let file = pace.backend().record_peak_flops(flops)?;
@@ -174,8 +175,8 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     }
 }
 
-/// One step of which every kernel is counted.
-fn profiled(pace: &mut SyntheticTrainer<Cpu>) -> Result<()> {
+/// Runs one step and records every kernel.
+fn profile_step(pace: &mut SyntheticTrainer<Cpu>) -> Result<()> {
     pace.backend().profile().record(true);
     pace.step()?;
     pace.backend().profile().record(false);
@@ -189,7 +190,7 @@ fn steps(
     machine: Machine,
     speaks: bool,
 ) -> Result<()> {
-    profiled(pace)?;
+    profile_step(pace)?;
     let flops: f64 = pace.backend().profile().take().values().map(|tally| tally.flops).sum();
     let world = comm.world();
     let efficiency =
@@ -234,8 +235,11 @@ fn steps(
             say(format_args!("throughput  {} {predictions}/s", grouped(per_second as u64)));
             let of_peak = percent(report.of_peak, "of the peak");
             let mfu = percent(report.mfu, "MFU");
-            say(format_args!("arithmetic  {gflops:.1} GFLOP/s a rank as executed{of_peak}"));
-            say(format_args!("model       {} a rank{mfu}", readable_rate(report.tflops_per_rank)));
+            say(format_args!("arithmetic  {gflops:.1} GFLOP/s per rank as executed{of_peak}"));
+            say(format_args!(
+                "model       {} per rank{mfu}",
+                readable_rate(report.tflops_per_rank)
+            ));
             if let Some(joules) = report.joules_per_prediction {
                 say(format_args!(
                     "energy      {joules:.2e} J/{}",
@@ -256,7 +260,7 @@ fn kernels(
     speaks: bool,
 ) -> Result<()> {
     for _ in 0..args.steps {
-        profiled(pace)?;
+        profile_step(pace)?;
     }
     let report = Kernels {
         machine,
@@ -275,24 +279,23 @@ fn kernels(
     Ok(())
 }
 
-/// Kernels by their time in a step.
-fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<Row> {
-    let is_product = |kernel: &str| {
+/// Returns the kernels of `view`, sorted by descending total time.
+fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<KernelRow> {
+    let is_gemm = |kernel: &str| {
         ["product", "linear", "convolution"].iter().any(|one| kernel.starts_with(one))
     };
-    let seen =
-        tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_product(kernel));
+    let seen = tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_gemm(kernel));
     let mut seen: Vec<_> = seen.collect();
     seen.sort_by(|(_, one), (_, other)| other.seconds.total_cmp(&one.seconds));
     let row =
         |((kernel, shape), tally): (&(&'static str, [usize; 4]), &crate::backend::KernelStats)| {
             let calls = tally.calls as f64;
-            // The work of one launch, by the time of the fastest launch.
+            // The work of a mean launch divided by the time of the fastest launch.
             let rate = |amount: f64| amount / calls / tally.fastest;
             let flops = rate(tally.flops);
             let bandwidth = rate(tally.bytes);
             let computes = tally.flops > 0.0;
-            Row {
+            KernelRow {
                 kernel: kernel.to_string(),
                 shape: shape.iter().copied().filter(|size| *size > 0).collect(),
                 calls_per_step: calls / steps,
@@ -309,8 +312,8 @@ fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<Row> {
     seen.into_iter().map(row).collect()
 }
 
-fn line(row: &Row) -> String {
-    let Row {
+fn line(row: &KernelRow) -> String {
+    let KernelRow {
         kernel,
         shape,
         calls_per_step,

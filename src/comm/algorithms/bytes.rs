@@ -1,17 +1,21 @@
-//! Collectives of small messages: metadata, errors, synchronisation.
+//! Collectives on small byte messages, for metadata, errors and synchronisation.
 
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
 
-/// Bytes of a rank, at most: far more than traces have. A length out of all proportion is not one
-/// of this program.
+/// The most bytes that one rank may contribute, far more than traces have. A longer length was not
+/// sent by this program.
 const LONGEST: u64 = 1 << 30;
 
-/// Every rank's bytes, in rank order, on every rank, in 2⌈log₂ n⌉ rounds: in step k each rank has
-/// those of the 2^k ranks from itself on, and takes those of the next ones, their lengths first
-/// (Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
-/// systems", 1997).
-pub fn gather(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+/// Returns every rank's bytes, in rank order, on every rank. Takes 2⌈log₂ n⌉ rounds: before step k
+/// each rank has the bytes of the 2^k ranks from itself on, and it receives those of the next
+/// ranks, their lengths first (Bruck et al., "Efficient algorithms for all-to-all communications in
+/// multiport message-passing systems", 1997).
+pub fn gather(
+    transport: &mut dyn Transport,
+    group: &GroupRanks,
+    mine: Vec<u8>,
+) -> Result<Vec<Vec<u8>>> {
     let size = group.size();
     // From this rank on around the ring.
     let mut all = Vec::with_capacity(size);
@@ -22,30 +26,30 @@ pub fn gather(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8>) -> Re
         let behind = (group.rank + size - distance) % size;
         let ahead = (group.rank + distance) % size;
         let mut theirs = vec![0; count * size_of::<u64>()];
-        wire.exchange_bytes(
+        transport.exchange_bytes(
             group,
             Some((behind, &lengths(&all[..count]))),
             Some((ahead, &mut theirs)),
         )?;
-        let theirs = checked(group, ahead, &theirs)?;
+        let theirs = decode_lengths(group, ahead, &theirs)?;
         let mut bytes = vec![0; theirs.iter().sum()];
-        wire.exchange_bytes(
+        transport.exchange_bytes(
             group,
             Some((behind, &all[..count].concat())),
             Some((ahead, &mut bytes)),
         )?;
-        all.extend(divided(&bytes, &theirs));
+        all.extend(split_by_lengths(&bytes, &theirs));
     }
     // From rank 0 on.
     all.rotate_right(group.rank);
     Ok(all)
 }
 
-/// Every rank's bytes, in rank order, on rank 0 alone, in 2⌈log₂ n⌉ rounds of a binomial tree: in
-/// step k each rank that is a multiple of 2^(k+1) takes those of the 2^k ranks that follow its own.
-/// The other ranks return nothing.
+/// Returns every rank's bytes, in rank order, on rank 0, and an empty vector on the other ranks.
+/// Takes 2⌈log₂ n⌉ rounds of a binomial tree: in step k each rank that is a multiple of 2^(k+1)
+/// receives the bytes of the 2^k ranks that begin at distance 2^k.
 pub fn gather_to_root(
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     mine: Vec<u8>,
 ) -> Result<Vec<Vec<u8>>> {
@@ -54,55 +58,68 @@ pub fn gather_to_root(
     let mut distance = 1;
     while distance < size {
         if !group.rank.is_multiple_of(2 * distance) {
-            send(wire, group, group.rank - distance, &all)?;
+            send(transport, group, group.rank - distance, &all)?;
             return Ok(Vec::new());
         }
         let from = group.rank + distance;
         if from < size {
-            all.extend(receive(wire, group, from, distance.min(size - from))?);
+            all.extend(receive(transport, group, from, distance.min(size - from))?);
         }
         distance *= 2;
     }
     Ok(all)
 }
 
-/// The bytes of rank 0, on every rank, in 2⌈log₂ n⌉ rounds of a binomial tree: the mirror image of
-/// [`gather_to_root`].
-pub fn broadcast(wire: &mut dyn Transport, group: &GroupRanks, bytes: Vec<u8>) -> Result<Vec<u8>> {
+/// Returns the bytes of rank 0 on every rank, in 2⌈log₂ n⌉ rounds of a binomial tree: the reverse
+/// of [`gather_to_root`].
+pub fn broadcast(
+    transport: &mut dyn Transport,
+    group: &GroupRanks,
+    bytes: Vec<u8>,
+) -> Result<Vec<u8>> {
     let span = span(group);
     let bytes = match group.rank {
         0 => bytes,
-        rank => receive(wire, group, rank - span, 1)?.concat(),
+        rank => receive(transport, group, rank - span, 1)?.concat(),
     };
     for distance in halves(span) {
         if group.rank + distance < group.size() {
-            send(wire, group, group.rank + distance, std::slice::from_ref(&bytes))?;
+            send(transport, group, group.rank + distance, std::slice::from_ref(&bytes))?;
         }
     }
     Ok(bytes)
 }
 
-/// The bytes that rank 0 has for each rank, in rank order, on that rank, in 2⌈log₂ n⌉ rounds of a
-/// binomial tree: in each step a rank passes on the bytes of the second half of the ranks that it
-/// has bytes for.
-pub fn scatter(wire: &mut dyn Transport, group: &GroupRanks, all: Vec<Vec<u8>>) -> Result<Vec<u8>> {
+/// Returns on each rank the bytes that rank 0 has for it; `all` is in rank order. Takes 2⌈log₂ n⌉
+/// rounds of a binomial tree: in each step a rank passes on the bytes of the second half of the
+/// ranks that it has bytes for.
+pub fn scatter(
+    transport: &mut dyn Transport,
+    group: &GroupRanks,
+    all: Vec<Vec<u8>>,
+) -> Result<Vec<u8>> {
     let size = group.size();
     let span = span(group);
     let mut all = match group.rank {
         0 if all.len() == size => all,
-        0 => return Err(Error::internal(format!("bytes for {} of {size} ranks", all.len()))),
-        rank => receive(wire, group, rank - span, span.min(size - rank))?,
+        0 => {
+            return Err(Error::internal(format!(
+                "scatter has bytes for {} ranks of {size}",
+                all.len()
+            )));
+        }
+        rank => receive(transport, group, rank - span, span.min(size - rank))?,
     };
     for distance in halves(span) {
         if distance < all.len() {
-            send(wire, group, group.rank + distance, &all.split_off(distance))?;
+            send(transport, group, group.rank + distance, &all.split_off(distance))?;
         }
     }
     Ok(all.concat())
 }
 
-/// Ranks, itself included, that a rank of a binomial tree passes bytes on to; those that the group
-/// lacks are counted.
+/// Returns the number of ranks, itself included, in this rank's subtree of a binomial tree over the
+/// next power of two of ranks.
 fn span(group: &GroupRanks) -> usize {
     match group.rank {
         0 => group.size().next_power_of_two(),
@@ -110,52 +127,57 @@ fn span(group: &GroupRanks) -> usize {
     }
 }
 
-/// Half of a power of two, its half, and so on to 1.
+/// Iterates over half of a power of two, half of that, and so on down to 1.
 fn halves(span: usize) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(span / 2), |half| Some(half / 2)).take_while(|half| *half > 0)
 }
 
 /// Sends the bytes of several ranks, their lengths first.
-fn send(wire: &mut dyn Transport, group: &GroupRanks, to: usize, all: &[Vec<u8>]) -> Result<()> {
-    wire.exchange_bytes(group, Some((to, &lengths(all))), None)?;
-    wire.exchange_bytes(group, Some((to, &all.concat())), None)
+fn send(
+    transport: &mut dyn Transport,
+    group: &GroupRanks,
+    to: usize,
+    all: &[Vec<u8>],
+) -> Result<()> {
+    transport.exchange_bytes(group, Some((to, &lengths(all))), None)?;
+    transport.exchange_bytes(group, Some((to, &all.concat())), None)
 }
 
 /// Receives the bytes of `count` ranks.
 fn receive(
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     from: usize,
     count: usize,
 ) -> Result<Vec<Vec<u8>>> {
     let mut theirs = vec![0; count * size_of::<u64>()];
-    wire.exchange_bytes(group, None, Some((from, &mut theirs)))?;
-    let theirs = checked(group, from, &theirs)?;
+    transport.exchange_bytes(group, None, Some((from, &mut theirs)))?;
+    let theirs = decode_lengths(group, from, &theirs)?;
     let mut bytes = vec![0; theirs.iter().sum()];
-    wire.exchange_bytes(group, None, Some((from, &mut bytes)))?;
-    Ok(divided(&bytes, &theirs))
+    transport.exchange_bytes(group, None, Some((from, &mut bytes)))?;
+    Ok(split_by_lengths(&bytes, &theirs))
 }
 
-/// The lengths of some ranks' bytes, as a message.
+/// Encodes the lengths of several ranks' bytes as a message.
 fn lengths(all: &[Vec<u8>]) -> Vec<u8> {
     all.iter().flat_map(|one| (one.len() as u64).to_le_bytes()).collect()
 }
 
-/// The lengths in a message, of the ranks from `first` on around the ring.
-fn checked(group: &GroupRanks, first: usize, message: &[u8]) -> Result<Vec<usize>> {
+/// Decodes a message of lengths, of the ranks from `first` on around the ring, and checks them.
+fn decode_lengths(group: &GroupRanks, first: usize, message: &[u8]) -> Result<Vec<usize>> {
     let lengths = message.as_chunks().0.iter().map(|one| u64::from_le_bytes(*one)).enumerate();
     let length = |(behind, length): (usize, u64)| {
         let from = group.ranks[(first + behind) % group.size()];
         let is_possible = length <= LONGEST;
         let too_long =
-            || Error::comm(format!("rank {from} sends {length} bytes, more than {LONGEST}"));
+            || Error::comm(format!("rank {from} announces {length} bytes; the limit is {LONGEST}"));
         is_possible.then_some(length as usize).ok_or_else(too_long)
     };
     lengths.map(length).collect()
 }
 
-/// The bytes of several ranks, one after the other, by their lengths.
-fn divided(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
+/// Splits the concatenated bytes of several ranks by their lengths.
+fn split_by_lengths(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
     let mut rest = bytes;
     let mut next = |length: &usize| {
         let (one, after) = rest.split_at(*length);
@@ -165,15 +187,15 @@ fn divided(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
     lengths.iter().map(&mut next).collect()
 }
 
-/// Returns when every rank has entered: in step k each rank signals to the one 2^k ahead
+/// Blocks until every rank has entered: in step k each rank signals the rank 2^k ahead
 /// (dissemination).
-pub fn barrier(wire: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
+pub fn barrier(transport: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
     let size = group.size();
     let mut distance = 1;
     while distance < size {
         let ahead = (group.rank + distance) % size;
         let behind = (group.rank + size - distance) % size;
-        wire.exchange_bytes(group, Some((ahead, &[0])), Some((behind, &mut [0])))?;
+        transport.exchange_bytes(group, Some((ahead, &[0])), Some((behind, &mut [0])))?;
         distance *= 2;
     }
     Ok(())

@@ -1,16 +1,16 @@
-//! The reproducible algorithm: every element is summed by the same binary tree over the ranks.
+//! Recursive halving and doubling, the deterministic algorithm: the same binary tree over the ranks
+//! sums every element.
 //!
-//! Level k of the tree adds, to the partial sum of rank i (a multiple of 2^(k+1)), the one of rank
-//! i + 2^k if that rank exists: (x0+x1)+(x2+x3) for four ranks, (x0+x1)+x2 for three. Neither the
-//! position of an element nor the way it travels changes the tree, and its lower levels can as well
-//! be evaluated inside a rank, so that a sum over eight terms has the same bits on 8, 4, 2 or 1
-//! ranks.
+//! Level k of the tree adds, to the partial sum of rank i (a multiple of 2^(k+1)), that of rank i +
+//! 2^k if that rank exists: (x0+x1)+(x2+x3) for four ranks, (x0+x1)+x2 for three. Neither the
+//! position of an element nor its route changes the tree, and one rank can evaluate the lower
+//! levels by itself, so a sum over eight terms has the same bits on 8, 4, 2 or 1 ranks.
 //!
-//! A power of two of ranks halves and doubles recursively (Thakur, Rabenseifner and Gropp,
-//! "Optimization of Collective Communication Operations in MPICH", 2005), nearest partner first, as
-//! the tree's lowest level wants it. Few ranks of another number exchange shares directly: the
-//! owner of a share receives all its terms and adds them in the tree's order. Of more ranks
-//! ([`super::subtrees`]) the largest power of two halves, and so do the rest.
+//! On a power of two of ranks, halving and doubling start with the nearest partner, which the
+//! tree's lowest level requires (Thakur, Rabenseifner and Gropp, "Optimization of Collective
+//! Communication Operations in MPICH", 2005). Other groups of at most [`DIRECT`] ranks exchange
+//! shares directly: the owner of a share receives all its terms and adds them in the tree's order.
+//! Larger groups are divided into powers of two ([`super::subtrees`]).
 
 use std::ops::Range;
 use std::slice::from_ref;
@@ -22,14 +22,14 @@ use crate::reduce_buffer::{Combine, ReduceBuffer};
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
-/// Elements of one direct message: the owner keeps as many of each rank aside.
+/// Elements of one direct message. The owner keeps this many elements of each rank in scratch.
 const BLOCK: usize = 1 << 14;
 
-/// The most ranks that exchange shares directly: with one more it would take more than 2⌈log₂ n⌉ +
-/// 2 rounds.
+/// The most ranks that exchange shares directly. With one more, that would take more than
+/// 2⌈log₂ n⌉ + 2 rounds.
 const DIRECT: usize = 11;
 
-/// Elements that a rank keeps aside, at most.
+/// Returns the most elements that a rank keeps in scratch.
 pub fn aside(ranks: usize) -> usize {
     match ranks {
         _ if ranks.is_power_of_two() => 0,
@@ -38,25 +38,25 @@ pub fn aside(ranks: usize) -> usize {
     }
 }
 
-/// My share of the sum.
+/// Leaves this rank's share of the sum in its memory.
 pub fn reduce_scatter(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
     match group.size() {
-        size if size.is_power_of_two() => halve(x, wire, group, shares),
-        ..=DIRECT => exchange_directly(x, wire, group, shares),
-        _ => subtrees::reduce_scatter(x, wire, group, shares),
+        size if size.is_power_of_two() => halve(x, transport, group, shares),
+        ..=DIRECT => exchange_directly(x, transport, group, shares),
+        _ => subtrees::reduce_scatter(x, transport, group, shares),
     }
 }
 
-/// n−1 steps a block: in step s each rank sends to the owner s ranks ahead, so that nobody is sent
-/// to twice.
+/// Sends every share directly to its owner, in n−1 steps for each block: in step s each rank sends
+/// to the rank s ahead, so that each rank receives one message in a step.
 fn exchange_directly(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
@@ -69,14 +69,21 @@ fn exchange_directly(
             let to = (rank + step) % size;
             let from = (rank + size - step) % size;
             let receive = (from, block.of(rank));
-            x.exchange(wire, group, Combine::Aside(from), Some((to, block.of(to))), Some(receive))?;
+            x.exchange(
+                transport,
+                group,
+                Combine::Aside(from),
+                Some((to, block.of(to))),
+                Some(receive),
+            )?;
         }
         x.fold(block.of(rank), rank, &additions)?;
     }
     Ok(())
 }
 
-/// The additions (into, from) of the tree over `size` terms, in order; the sum ends in term 0.
+/// Returns the additions (into, from) of the tree over `size` terms, in order. The sum ends in
+/// term 0.
 fn additions(size: usize) -> Vec<(usize, usize)> {
     let strides = std::iter::successors(Some(1), |stride| Some(2 * stride))
         .take_while(|&stride| stride < size);
@@ -87,28 +94,29 @@ fn additions(size: usize) -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// The whole sum, on rank 0. The elements of the other ranks are unspecified.
+/// Leaves the whole sum on rank 0. The elements of the other ranks are unspecified.
 pub fn reduce(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     ranges: &[Range<usize>],
 ) -> Result<()> {
     for (into, from) in additions(group.size()) {
         if group.rank == from {
-            x.exchange(wire, group, Combine::Add, Some((into, ranges)), None)?;
+            x.exchange(transport, group, Combine::Add, Some((into, ranges)), None)?;
         } else if group.rank == into {
-            x.exchange(wire, group, Combine::Add, None, Some((from, ranges)))?;
+            x.exchange(transport, group, Combine::Add, None, Some((from, ranges)))?;
         }
     }
     Ok(())
 }
 
-/// Every rank's share: the halving backwards; or in step k each rank has the shares of the 2^k
-/// ranks from itself on, and takes those of the next ones (Bruck et al., 1997). ⌈log₂ n⌉ steps.
+/// Brings every rank's share to every rank, in ⌈log₂ n⌉ steps. On a power of two of ranks this is
+/// recursive doubling; otherwise each rank has before step k the shares of the 2^k ranks from
+/// itself on, and receives those of the next ranks (Bruck et al., 1997).
 pub fn all_gather(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
@@ -126,7 +134,7 @@ pub fn all_gather(
             let mine = from(rank, count);
             let theirs = from(ahead, count);
             x.exchange(
-                wire,
+                transport,
                 group,
                 Combine::Replace,
                 Some((behind, &mine)),
@@ -136,20 +144,20 @@ pub fn all_gather(
         }
         return Ok(());
     }
-    double(x, wire, group, shares)
+    double(x, transport, group, shares)
 }
 
-/// The shares of `first` and the ranks after it whose way to rank 0 leads over it by a binomial
-/// tree, when steps up to `stride` are done.
+/// Returns the shares of the subtree of rank `first` in the binomial tree to rank 0: the shares
+/// that it has received when the steps below `stride` are done, and its own.
 fn below(shares: &Shares, first: usize, stride: usize, size: usize) -> Vec<Range<usize>> {
     shares.of_all(first..size.min(first + stride))
 }
 
-/// All shares to rank 0, by a binomial tree: in step k ranks whose lowest set bit is 2^k send what
-/// they have 2^k ranks back.
+/// Brings all shares to rank 0 by a binomial tree: in step k each rank whose lowest set bit is 2^k
+/// sends the shares that it has to the rank 2^k before it.
 pub fn gather(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
@@ -159,20 +167,20 @@ pub fn gather(
     while stride < size {
         if rank % (2 * stride) == stride {
             let mine = below(shares, rank, stride, size);
-            x.exchange(wire, group, Combine::Replace, Some((rank - stride, &mine)), None)?;
+            x.exchange(transport, group, Combine::Replace, Some((rank - stride, &mine)), None)?;
         } else if rank.is_multiple_of(2 * stride) && rank + stride < size {
             let theirs = below(shares, rank + stride, stride, size);
-            x.exchange(wire, group, Combine::Replace, None, Some((rank + stride, &theirs)))?;
+            x.exchange(transport, group, Combine::Replace, None, Some((rank + stride, &theirs)))?;
         }
         stride *= 2;
     }
     Ok(())
 }
 
-/// From rank 0 to each its share: [`gather`] backwards.
+/// Sends each rank its share from rank 0: the reverse of [`gather`].
 pub fn scatter(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
@@ -182,31 +190,32 @@ pub fn scatter(
     while stride > 0 {
         if rank % (2 * stride) == stride {
             let mine = below(shares, rank, stride, size);
-            x.exchange(wire, group, Combine::Replace, None, Some((rank - stride, &mine)))?;
+            x.exchange(transport, group, Combine::Replace, None, Some((rank - stride, &mine)))?;
         } else if rank.is_multiple_of(2 * stride) && rank + stride < size {
             let theirs = below(shares, rank + stride, stride, size);
-            x.exchange(wire, group, Combine::Replace, Some((rank + stride, &theirs)), None)?;
+            x.exchange(transport, group, Combine::Replace, Some((rank + stride, &theirs)), None)?;
         }
         stride /= 2;
     }
     Ok(())
 }
 
-/// A binomial tree: in step k the 2^k ranks that have the elements send them 2^k ranks ahead.
+/// Broadcasts by a binomial tree: in step k the 2^k ranks that have the elements send them 2^k
+/// ranks ahead.
 pub fn broadcast(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     range: &Range<usize>,
     root: usize,
 ) -> Result<()> {
-    broadcast_all(x, wire, group, from_ref(range), root)
+    broadcast_all(x, transport, group, from_ref(range), root)
 }
 
-/// As [`broadcast`], of several ranges.
+/// Broadcasts several ranges, like [`broadcast`].
 pub fn broadcast_all(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     ranges: &[Range<usize>],
     root: usize,
@@ -218,9 +227,21 @@ pub fn broadcast_all(
     while stride < size {
         let absolute = |relative: usize| (relative + root) % size;
         if me < stride && me + stride < size {
-            x.exchange(wire, group, Combine::Replace, Some((absolute(me + stride), ranges)), None)?;
+            x.exchange(
+                transport,
+                group,
+                Combine::Replace,
+                Some((absolute(me + stride), ranges)),
+                None,
+            )?;
         } else if (stride..2 * stride).contains(&me) {
-            x.exchange(wire, group, Combine::Replace, None, Some((absolute(me - stride), ranges)))?;
+            x.exchange(
+                transport,
+                group,
+                Combine::Replace,
+                None,
+                Some((absolute(me - stride), ranges)),
+            )?;
         }
         stride *= 2;
     }

@@ -1,11 +1,13 @@
-//! First inside each node, then between the nodes: the fewest possible bytes cross the network.
+//! Hierarchical collectives: first inside each node, then between the nodes, so that the fewest
+//! possible bytes cross the network.
 //!
-//! Each node has as many **lanes** as the smallest node has ranks. Inside a node rank i of the node
-//! sums the elements of lane i; between nodes the ranks of one lane, one on each node, meet; both
-//! by [`super::tree`]. So every network card carries its part, and a node sends each sum once.
+//! There are as many **rails** as the smallest node has ranks. Inside a node, rank i of the node
+//! sums the elements of rail i; between nodes, the ranks of one rail, one on each node, exchange.
+//! Both use [`super::halving_doubling`]. So every network card carries its share, and a node sends
+//! each sum once.
 //!
-//! If nodes have equal numbers of consecutive ranks, a power of two, all of it is one tree over the
-//! ranks: the result has the bits of `tree`.
+//! If the nodes have equal numbers of consecutive ranks, a power of two, the additions form one
+//! tree over the ranks, and the result has the bits of `halving-doubling`.
 
 use std::ops::Range;
 
@@ -15,151 +17,154 @@ use crate::reduce_buffer::{Combine, ReduceBuffer};
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
-/// The group seen as nodes and lanes.
+/// The ranks of a group, arranged by nodes and rails.
 struct Nodes<'a> {
     nodes: &'a [Vec<usize>],
-    lanes: usize,
-    /// My node.
+    rails: usize,
+    /// The index of this rank's node.
     node: usize,
-    /// My number on it.
+    /// This rank's index on its node.
     local: usize,
 }
 
 impl<'a> Nodes<'a> {
-    fn of(group: &'a GroupRanks) -> Self {
+    fn new(group: &'a GroupRanks) -> Self {
         let nodes = group.by_node();
-        let lanes = nodes.iter().map(Vec::len).min().unwrap_or(1);
+        let rails = nodes.iter().map(Vec::len).min().unwrap_or(1);
         let place = |ranks: &Vec<usize>| ranks.iter().position(|&rank| rank == group.rank);
         let mine = nodes.iter().enumerate().find_map(|(node, ranks)| Some((node, place(ranks)?)));
         let (node, local) = mine.unwrap_or_default();
-        Self { nodes, lanes, node, local }
+        Self { nodes, rails, node, local }
     }
 
-    /// Ranks of a node that belong to a lane.
-    fn on(&self, node: usize, lane: usize) -> impl Iterator<Item = usize> {
-        self.nodes[node].iter().copied().skip(lane).step_by(self.lanes)
+    /// Iterates over the ranks of a node that belong to a rail.
+    fn on(&self, node: usize, rail: usize) -> impl Iterator<Item = usize> {
+        self.nodes[node].iter().copied().skip(rail).step_by(self.rails)
     }
 
-    /// Inside my node: everything that belongs to a lane, on its first rank.
+    /// Returns the shares inside this rank's node: the first rank of each rail owns all elements of
+    /// the rail.
     fn inside(&self, shares: &Shares) -> Shares {
-        let of_lane =
-            |lane| shares.of_all((0..self.nodes.len()).flat_map(move |node| self.on(node, lane)));
-        let of_local = |local| if local < self.lanes { of_lane(local) } else { Vec::new() };
+        let of_rail =
+            |rail| shares.of_all((0..self.nodes.len()).flat_map(move |node| self.on(node, rail)));
+        let of_local = |local| if local < self.rails { of_rail(local) } else { Vec::new() };
         Shares::new((0..self.nodes[self.node].len()).map(of_local).collect())
     }
 
-    /// Between nodes: the elements of my lane, on the first rank of the lane on each node.
+    /// Returns the shares between nodes: on each node the first rank of this rank's rail owns the
+    /// node's elements of the rail.
     fn between(&self, shares: &Shares) -> Shares {
         Shares::new(
             (0..self.nodes.len()).map(|node| shares.of_all(self.on(node, self.local))).collect(),
         )
     }
 
-    /// The ranks of my lane, if I am its first on my node.
-    fn lane(&self, group: &GroupRanks) -> Option<GroupRanks> {
+    /// Returns the ranks of this rank's rail, one on each node, if this rank is its first on the
+    /// node.
+    fn rail(&self, group: &GroupRanks) -> Option<GroupRanks> {
         let first: Vec<usize> =
             self.nodes.iter().filter_map(|ranks| ranks.get(self.local).copied()).collect();
-        if self.local < self.lanes { group.subset(&first) } else { None }
+        if self.local < self.rails { group.subset(&first) } else { None }
     }
 
     fn node(&self, group: &GroupRanks) -> Option<GroupRanks> {
         group.subset(&self.nodes[self.node])
     }
 
-    /// Between the first rank of a lane and the lane's other ranks on the node: their shares, out
-    /// or in.
-    fn hand(
+    /// Moves the shares of a rail's other ranks on this node: from its first rank to them with
+    /// `out`, and from them to it otherwise.
+    fn move_rail_shares(
         &self,
         x: &mut dyn ReduceBuffer,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         shares: &Shares,
         out: bool,
     ) -> Result<()> {
-        let lane = self.local % self.lanes;
-        let first = self.nodes[self.node][lane];
-        for rank in self.on(self.node, lane).skip(1) {
+        let rail = self.local % self.rails;
+        let first = self.nodes[self.node][rail];
+        for rank in self.on(self.node, rail).skip(1) {
             let (from, to) = if out { (first, rank) } else { (rank, first) };
             let share = shares.of(rank);
             if group.rank == from {
-                x.exchange(wire, group, Combine::Replace, Some((to, share)), None)?;
+                x.exchange(transport, group, Combine::Replace, Some((to, share)), None)?;
             } else if group.rank == to {
-                x.exchange(wire, group, Combine::Replace, None, Some((from, share)))?;
+                x.exchange(transport, group, Combine::Replace, None, Some((from, share)))?;
             }
         }
         Ok(())
     }
 }
 
-/// The ranks of each node, if they are equally many.
+/// Returns the ranks of each node, or `None` if nodes differ in their number of ranks.
 pub fn equal_nodes(group: &GroupRanks) -> Option<&[Vec<usize>]> {
     let nodes = group.by_node();
     nodes.iter().all(|ranks| ranks.len() == nodes[0].len()).then_some(nodes)
 }
 
-/// Whether the sum has the bits of the tree.
+/// Returns true if sums have the bits of the tree of [`super::halving_doubling`].
 pub fn is_exact(group: &GroupRanks) -> bool {
     equal_nodes(group)
         .is_some_and(|nodes| nodes[0].len().is_power_of_two() && nodes.concat().is_sorted())
 }
 
-/// My share of the sum.
+/// Leaves this rank's share of the sum in its memory.
 pub fn reduce_scatter(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
-    let nodes = Nodes::of(group);
+    let nodes = Nodes::new(group);
     if let Some(node) = nodes.node(group) {
-        halving_doubling::reduce_scatter(x, wire, &node, &nodes.inside(shares))?;
+        halving_doubling::reduce_scatter(x, transport, &node, &nodes.inside(shares))?;
     }
-    if let Some(lane) = nodes.lane(group) {
-        halving_doubling::reduce_scatter(x, wire, &lane, &nodes.between(shares))?;
+    if let Some(rail) = nodes.rail(group) {
+        halving_doubling::reduce_scatter(x, transport, &rail, &nodes.between(shares))?;
     }
-    nodes.hand(x, wire, group, shares, true)
+    nodes.move_rail_shares(x, transport, group, shares, true)
 }
 
-/// The same backwards.
+/// Brings every rank's share to every rank: the reverse of [`reduce_scatter`].
 pub fn all_gather(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
-    let nodes = Nodes::of(group);
-    nodes.hand(x, wire, group, shares, false)?;
-    if let Some(lane) = nodes.lane(group) {
-        halving_doubling::all_gather(x, wire, &lane, &nodes.between(shares))?;
+    let nodes = Nodes::new(group);
+    nodes.move_rail_shares(x, transport, group, shares, false)?;
+    if let Some(rail) = nodes.rail(group) {
+        halving_doubling::all_gather(x, transport, &rail, &nodes.between(shares))?;
     }
     match nodes.node(group) {
-        Some(node) => halving_doubling::all_gather(x, wire, &node, &nodes.inside(shares)),
+        Some(node) => halving_doubling::all_gather(x, transport, &node, &nodes.inside(shares)),
         None => Ok(()),
     }
 }
 
-/// From the root to one rank of each node, and from there to the others.
+/// Broadcasts from the root to one rank of each node, and from there to the node's other ranks.
 pub fn broadcast(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     range: &Range<usize>,
     root: usize,
 ) -> Result<()> {
-    let Nodes { nodes, node, .. } = Nodes::of(group);
-    // The root speaks for its node, the first rank for every other.
-    let speaks = |ranks: &[usize]| if ranks.contains(&root) { root } else { ranks[0] };
-    let speakers: Vec<usize> = nodes.iter().map(|ranks| speaks(ranks)).collect();
-    let first = speakers.iter().position(|&rank| rank == root).unwrap_or(0);
-    if let Some(between) = group.subset(&speakers) {
-        halving_doubling::broadcast(x, wire, &between, range, first)?;
+    let Nodes { nodes, node, .. } = Nodes::new(group);
+    // The leader of a node is the root, if it is there, and otherwise the first rank.
+    let leader = |ranks: &[usize]| if ranks.contains(&root) { root } else { ranks[0] };
+    let leaders: Vec<usize> = nodes.iter().map(|ranks| leader(ranks)).collect();
+    let first = leaders.iter().position(|&rank| rank == root).unwrap_or(0);
+    if let Some(between) = group.subset(&leaders) {
+        halving_doubling::broadcast(x, transport, &between, range, first)?;
     }
     let mut here = nodes[node].clone();
     if let Some(place) = here.iter().position(|&rank| rank == root) {
         here.swap(0, place);
     }
     match group.subset(&here) {
-        Some(inside) => halving_doubling::broadcast(x, wire, &inside, range, 0),
+        Some(inside) => halving_doubling::broadcast(x, transport, &inside, range, 0),
         None => Ok(()),
     }
 }

@@ -1,13 +1,13 @@
 //! Collectives, composed of exchanges between two ranks.
 //!
-//! Ring, tree and hierarchical move the least possible bytes: each rank sends 2·(n−1)/n of the
+//! Ring, halving-doubling and hierarchical are bandwidth-optimal: each rank sends 2·(n−1)/n of the
 //! buffer for an all-reduce. Long buffers go block by block, so that each step finds the elements
 //! of the one before in the cache.
 //!
-//! Blocks have 1 MiB a rank, so a buffer of 64 MiB is exchanged at the same rate as one of 1 MiB.
-//! All algorithms but the ring and the library's own add every element in the order of one binary
-//! tree over the ranks; `hierarchical` does so where nodes have equally many consecutive ranks, a
-//! power of two.
+//! Blocks have 1 MiB per rank, so a buffer of 64 MiB is exchanged at the same rate as one of 1 MiB.
+//! All algorithms but the ring and the vendor's add every element in the order of one binary tree
+//! over the ranks. `hierarchical` does so only where every node has the same number of consecutive
+//! ranks, a power of two.
 
 pub mod bytes;
 mod halving_doubling;
@@ -31,21 +31,21 @@ pub use hierarchical::equal_nodes;
 use hpctrain_base::error::{Error, Result};
 pub use partition::Shares;
 
-/// The algorithm by which the ranks of a group exchange and add.
+/// The algorithm of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Algorithm {
-    /// The library's own: MPI's, or NCCL's where that carries messages. The order of additions is
+    /// The collectives of MPI, or of NCCL where it is the transport. The order of additions is
     /// unspecified.
     Vendor,
-    /// Around a ring. Each element is added in another order, which depends on the number of ranks.
+    /// A ring. The order of additions differs between elements and depends on the number of ranks.
     Ring,
     /// Recursive halving, then doubling (Rabenseifner, 2004). Every element is summed by one fixed
     /// binary tree, independent of its position.
     HalvingDoubling,
     /// Inside each node first, then between the nodes.
     Hierarchical,
-    /// Everything through one rank.
+    /// Everything goes through one rank.
     ReduceToOne,
 }
 
@@ -57,7 +57,7 @@ pub enum Operation {
     AllReduce,
     /// The sum over all ranks, on the first one.
     Reduce,
-    /// The sum over all ranks, each rank its part.
+    /// The sum over all ranks, of which each rank receives its part.
     ReduceScatter,
     /// Every rank's part, on every rank.
     AllGather,
@@ -66,7 +66,7 @@ pub enum Operation {
 }
 
 impl Algorithm {
-    /// Every algorithm.
+    /// All algorithms.
     pub const ALL: [Algorithm; 5] = [
         Algorithm::Vendor,
         Algorithm::Ring,
@@ -75,7 +75,7 @@ impl Algorithm {
         Algorithm::ReduceToOne,
     ];
 
-    /// Its name in configurations.
+    /// Returns the name in configurations.
     pub fn name(self) -> &'static str {
         match self {
             Algorithm::Vendor => "vendor",
@@ -86,12 +86,12 @@ impl Algorithm {
         }
     }
 
-    /// Whether no rank sends more bytes of a long buffer than it must.
+    /// Returns true if the algorithm is bandwidth-optimal for long buffers.
     pub(super) fn moves_least(self) -> bool {
         matches!(self, Algorithm::Ring | Algorithm::HalvingDoubling | Algorithm::Hierarchical)
     }
 
-    /// Whether sums over `group` have the bits of [`Algorithm::HalvingDoubling`].
+    /// Returns true if sums over `group` have the bits of [`Algorithm::HalvingDoubling`].
     pub(super) fn is_exact(self, group: &GroupRanks) -> bool {
         match self {
             Algorithm::Vendor | Algorithm::Ring => false,
@@ -102,7 +102,7 @@ impl Algorithm {
 }
 
 impl Operation {
-    /// Every operation.
+    /// All operations.
     pub const ALL: [Operation; 5] = [
         Operation::AllReduce,
         Operation::Reduce,
@@ -111,7 +111,7 @@ impl Operation {
         Operation::Broadcast,
     ];
 
-    /// Its name in reports.
+    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Operation::AllReduce => "all_reduce",
@@ -122,7 +122,7 @@ impl Operation {
         }
     }
 
-    /// Whether it adds.
+    /// Returns true if the operation sums.
     pub fn adds(self) -> bool {
         matches!(self, Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter)
     }
@@ -140,8 +140,8 @@ impl fmt::Display for Operation {
     }
 }
 
-/// The one of `all` that has this name.
-fn by_name<T: Copy>(
+/// Returns the value of `all` that has the name `text`.
+fn find_by_name<T: Copy>(
     what: &str,
     all: &[T],
     name: impl Fn(T) -> &'static str,
@@ -158,7 +158,7 @@ impl FromStr for Algorithm {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        by_name("communication algorithm", &Self::ALL, Self::name, text)
+        find_by_name("communication algorithm", &Self::ALL, Self::name, text)
     }
 }
 
@@ -166,16 +166,17 @@ impl FromStr for Operation {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        by_name("collective operation", &Self::ALL, Self::name, text)
+        find_by_name("collective operation", &Self::ALL, Self::name, text)
     }
 }
 
-/// Elements of a rank in one block, 1 MiB: all steps of a block find it in the cache.
+/// Elements of a rank in one block, 1 MiB: all steps of a block find them in the cache.
 const BLOCK: usize = 1 << 18;
 
-/// Bytes that the algorithms of a world of `ranks` keep aside, at most.
+/// Returns the most bytes of scratch memory that the algorithms of a world of `ranks` need.
 pub fn staging(ranks: usize) -> usize {
-    // Groups have divisors of the ranks, of which powers of two have none that is another number.
+    // The size of a group divides the number of ranks, and divisors of a power of two are powers of
+    // two, which need no scratch.
     let groups = if ranks.is_power_of_two() { 0..0 } else { 1..ranks + 1 };
     groups.map(halving_doubling::aside).max().unwrap_or(0) * size_of::<f32>()
 }
@@ -196,14 +197,14 @@ fn blocks_of_shares(len: usize, size: usize) -> impl Iterator<Item = Shares> {
     (0..shares.longest()).step_by(BLOCK).map(move |start| shares.window(&(start..start + BLOCK)))
 }
 
-/// A step towards everybody's share.
+/// A reduce-scatter or all-gather of shares.
 type OnShares = fn(&mut dyn ReduceBuffer, &mut dyn Transport, &GroupRanks, &Shares) -> Result<()>;
 
-/// A range from one rank to all.
+/// A broadcast of a range.
 type FromRoot =
     fn(&mut dyn ReduceBuffer, &mut dyn Transport, &GroupRanks, &Range<usize>, usize) -> Result<()>;
 
-/// The collectives of an algorithm, on one block.
+/// The collectives of an algorithm on one block.
 struct Steps {
     reduce_scatter: OnShares,
     all_gather: OnShares,
@@ -211,7 +212,7 @@ struct Steps {
 }
 
 impl Algorithm {
-    /// None for the library's own.
+    /// Returns the functions of this algorithm, or `None` for the vendor's.
     fn steps(self) -> Option<Steps> {
         macro_rules! steps {
             ($module:ident) => {
@@ -232,12 +233,12 @@ impl Algorithm {
     }
 }
 
-/// A collective that all ranks of a group run alike.
+/// A collective, the same on all ranks of a group.
 #[derive(Debug, Clone, Copy)]
 pub struct Call {
     pub operation: Operation,
     pub algorithm: Algorithm,
-    /// Of a broadcast.
+    /// The root of a broadcast.
     pub root: usize,
 }
 
@@ -245,107 +246,107 @@ pub struct Call {
 pub fn run(
     call: Call,
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
     match call.operation {
-        Operation::AllReduce => all_reduce(call.algorithm, x, wire, group),
-        Operation::Reduce => reduce(call.algorithm, x, wire, group),
-        Operation::ReduceScatter => reduce_scatter(call.algorithm, x, wire, group),
-        Operation::AllGather => all_gather(call.algorithm, x, wire, group),
-        Operation::Broadcast => broadcast(call.algorithm, x, wire, group, call.root),
+        Operation::AllReduce => all_reduce(call.algorithm, x, transport, group),
+        Operation::Reduce => reduce(call.algorithm, x, transport, group),
+        Operation::ReduceScatter => reduce_scatter(call.algorithm, x, transport, group),
+        Operation::AllGather => all_gather(call.algorithm, x, transport, group),
+        Operation::Broadcast => broadcast(call.algorithm, x, transport, group, call.root),
     }
 }
 
-/// The sum over all ranks, on every rank.
+/// Leaves the sum over all ranks on every rank.
 fn all_reduce(
     algorithm: Algorithm,
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
     let Some(steps) = algorithm.steps() else {
-        return x.vendor(wire, group, DeviceCollective::AllReduce);
+        return x.vendor(transport, group, DeviceCollective::AllReduce);
     };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
-            // The sum is in one place already.
-            root_reduce::all_reduce(x, wire, group, &range)?;
+            // Rank 0 has the whole sum: it need not be scattered first.
+            root_reduce::all_reduce(x, transport, group, &range)?;
         } else {
-            (steps.reduce_scatter)(x, wire, group, &shares)?;
-            (steps.all_gather)(x, wire, group, &shares)?;
+            (steps.reduce_scatter)(x, transport, group, &shares)?;
+            (steps.all_gather)(x, transport, group, &shares)?;
         }
     }
     Ok(())
 }
 
-/// The sum over all ranks, on the first one; elsewhere the elements are unspecified.
+/// Leaves the sum over all ranks on rank 0. The elements of the other ranks are unspecified.
 fn reduce(
     algorithm: Algorithm,
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
     let Some(steps) = algorithm.steps() else {
-        return x.vendor(wire, group, DeviceCollective::Reduce);
+        return x.vendor(transport, group, DeviceCollective::Reduce);
     };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
-            halving_doubling::reduce(x, wire, group, from_ref(&range))?;
+            halving_doubling::reduce(x, transport, group, from_ref(&range))?;
         } else {
-            (steps.reduce_scatter)(x, wire, group, &shares)?;
-            halving_doubling::gather(x, wire, group, &shares)?;
+            (steps.reduce_scatter)(x, transport, group, &shares)?;
+            halving_doubling::gather(x, transport, group, &shares)?;
         }
     }
     Ok(())
 }
 
-/// The sum over all ranks of my part; the rest is unspecified.
+/// Leaves the sum over all ranks of this rank's part in it. The rest is unspecified.
 fn reduce_scatter(
     algorithm: Algorithm,
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
     let Some(steps) = algorithm.steps() else {
-        return x.vendor(wire, group, DeviceCollective::ReduceScatter);
+        return x.vendor(transport, group, DeviceCollective::ReduceScatter);
     };
     blocks_of_shares(x.len(), group.size())
-        .try_for_each(|shares| (steps.reduce_scatter)(x, wire, group, &shares))
+        .try_for_each(|shares| (steps.reduce_scatter)(x, transport, group, &shares))
 }
 
-/// Every rank's part, on every rank.
+/// Brings every rank's part to every rank.
 fn all_gather(
     algorithm: Algorithm,
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
     let Some(steps) = algorithm.steps() else {
-        return x.vendor(wire, group, DeviceCollective::AllGather);
+        return x.vendor(transport, group, DeviceCollective::AllGather);
     };
     blocks_of_shares(x.len(), group.size())
-        .try_for_each(|shares| (steps.all_gather)(x, wire, group, &shares))
+        .try_for_each(|shares| (steps.all_gather)(x, transport, group, &shares))
 }
 
-/// The root's elements, on every rank.
+/// Brings the root's elements to every rank.
 fn broadcast(
     algorithm: Algorithm,
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     root: usize,
 ) -> Result<()> {
     let Some(steps) = algorithm.steps() else {
-        return x.vendor(wire, group, DeviceCollective::Broadcast { root });
+        return x.vendor(transport, group, DeviceCollective::Broadcast { root });
     };
     let whole = 0..x.len();
     if algorithm == Algorithm::Ring {
-        // A chain cuts by itself: between blocks it would run dry.
-        return (steps.broadcast)(x, wire, group, &whole, root);
+        // The chain divides the range itself: with blocks it would drain between any two.
+        return (steps.broadcast)(x, transport, group, &whole, root);
     }
     blocks(whole, group.size())
-        .try_for_each(|(range, _)| (steps.broadcast)(x, wire, group, &range, root))
+        .try_for_each(|(range, _)| (steps.broadcast)(x, transport, group, &range, root))
 }
 
 #[cfg(test)]

@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
-/// The elements that each rank of a group ends up with, or starts from.
+/// The ranges of elements that each rank of a group owns before or after a collective.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shares(Vec<Vec<Range<usize>>>);
 
-/// Part `index` of `len` elements cut into `count` parts whose lengths differ by at most one.
+/// Returns part `index` of `len` elements cut into `count` parts whose lengths differ by at most
+/// one.
 pub fn part(len: usize, index: usize, count: usize) -> Range<usize> {
     let start = |index: usize| index * (len / count) + index.min(len % count);
     start(index)..start(index + 1)
@@ -17,7 +18,7 @@ impl Shares {
         Self(of_ranks)
     }
 
-    /// An even cut of a range.
+    /// Cuts a range into `count` shares whose lengths differ by at most one.
     pub fn even(range: &Range<usize>, count: usize) -> Self {
         let part = |index| {
             let part = part(range.len(), index, count);
@@ -26,12 +27,12 @@ impl Shares {
         Self((0..count).map(part).collect())
     }
 
-    /// The ranges of one rank.
+    /// Returns the ranges of one rank.
     pub fn of(&self, rank: usize) -> &[Range<usize>] {
         &self.0[rank]
     }
 
-    /// The ranges of some ranks, in the order of memory.
+    /// Returns the ranges of several ranks, in memory order.
     pub fn of_all(&self, ranks: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> =
             ranks.flat_map(|rank| self.0[rank].iter().cloned()).collect();
@@ -39,17 +40,17 @@ impl Shares {
         ranges
     }
 
-    /// All that is owned, in the order of memory.
+    /// Returns the ranges of all ranks, in memory order.
     pub fn all(&self) -> Vec<Range<usize>> {
         self.of_all(0..self.0.len())
     }
 
-    /// Elements of the largest share.
+    /// Returns the length of the longest share.
     pub fn longest(&self) -> usize {
         self.0.iter().map(|ranges| ranges.iter().map(Range::len).sum()).max().unwrap_or(0)
     }
 
-    /// Elements `window` of every share, counted in its own order.
+    /// Returns the elements `window` of every share, counted from the start of the share.
     pub fn window(&self, window: &Range<usize>) -> Self {
         let cut = |ranges: &Vec<Range<usize>>| {
             let mut before = 0;

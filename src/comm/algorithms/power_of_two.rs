@@ -1,50 +1,57 @@
-//! Recursive halving and doubling on a power of two of ranks, nearest partner first (Thakur,
-//! Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
+//! Recursive halving and doubling on a power of two of ranks, starting with the nearest partner
+//! (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
+//! 2005).
 
 use super::partition::Shares;
 use crate::reduce_buffer::{Combine, ReduceBuffer};
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
-/// The ranks whose numbers have the lowest `bits` bits of `like`.
-fn alike(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {
+/// Iterates over the ranks whose lowest `bits` bits equal those of `like`.
+fn same_low_bits(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {
     let stride = 1 << bits;
     (like % stride..size).step_by(stride)
 }
 
-/// log₂ n steps. In step k partners are 2^k apart and hold partial sums of 2^k ranks each, of the
-/// shares of ranks whose numbers equal theirs in the k lowest bits. Each keeps the half that equals
-/// its own number in bit k, too.
+/// Reduce-scatters in log₂ n steps. In step k partners have a distance of 2^k, and each holds
+/// partial sums over 2^k ranks of the shares whose owners equal it in the lowest k bits. Each keeps
+/// the half whose owners also equal it in bit k.
 pub fn halve(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
     let size = group.size();
     for k in 0..size.trailing_zeros() {
         let partner = group.rank ^ (1 << k);
-        let theirs = shares.of_all(alike(size, partner, k + 1));
-        let mine = shares.of_all(alike(size, group.rank, k + 1));
-        x.exchange(wire, group, Combine::Add, Some((partner, &theirs)), Some((partner, &mine)))?;
+        let theirs = shares.of_all(same_low_bits(size, partner, k + 1));
+        let mine = shares.of_all(same_low_bits(size, group.rank, k + 1));
+        x.exchange(
+            transport,
+            group,
+            Combine::Add,
+            Some((partner, &theirs)),
+            Some((partner, &mine)),
+        )?;
     }
     Ok(())
 }
 
-/// Every rank's share: the halving backwards.
+/// Brings every rank's share to every rank: the reverse of [`halve`].
 pub fn double(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
     let size = group.size();
     for k in (0..size.trailing_zeros()).rev() {
         let partner = group.rank ^ (1 << k);
-        let mine = shares.of_all(alike(size, group.rank, k + 1));
-        let theirs = shares.of_all(alike(size, partner, k + 1));
+        let mine = shares.of_all(same_low_bits(size, group.rank, k + 1));
+        let theirs = shares.of_all(same_low_bits(size, partner, k + 1));
         x.exchange(
-            wire,
+            transport,
             group,
             Combine::Replace,
             Some((partner, &mine)),
@@ -60,7 +67,7 @@ mod tests {
 
     #[test]
     fn halves_are_chosen_by_the_lowest_bits() {
-        assert_eq!(alike(8, 5, 1).collect::<Vec<_>>(), [1, 3, 5, 7]);
-        assert_eq!(alike(8, 5, 2).collect::<Vec<_>>(), [1, 5]);
+        assert_eq!(same_low_bits(8, 5, 1).collect::<Vec<_>>(), [1, 3, 5, 7]);
+        assert_eq!(same_low_bits(8, 5, 2).collect::<Vec<_>>(), [1, 5]);
     }
 }

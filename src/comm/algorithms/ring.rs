@@ -1,4 +1,5 @@
-//! Around a ring: each rank talks to two neighbours only, and every link carries the same load.
+//! Ring collectives: each rank exchanges with its two neighbours only, and every link carries the
+//! same load.
 
 use std::ops::Range;
 use std::slice::from_ref;
@@ -8,31 +9,38 @@ use crate::reduce_buffer::{Combine, ReduceBuffer};
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
-/// Elements a rank of a broadcast receives before it passes them on.
+/// Elements that a rank receives in a broadcast before it passes them on.
 const SEGMENT: usize = 1 << 16;
 
-/// n−1 steps. A share starts its way around behind its owner, collects a term on each rank, and
-/// arrives complete.
+/// Reduce-scatters in n−1 steps. A share starts at the rank after its owner, gains a term on each
+/// rank, and arrives complete.
 pub fn reduce_scatter(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
     let size = group.size();
-    // `back` ranks behind me around the ring.
+    // The share of the rank `back` ranks before this one around the ring.
     let behind = |back: usize| shares.of((group.rank + 2 * size - back) % size);
     for step in 1..size {
         let receive = (group.previous(), behind(step + 1));
-        x.exchange(wire, group, Combine::Add, Some((group.next(), behind(step))), Some(receive))?;
+        x.exchange(
+            transport,
+            group,
+            Combine::Add,
+            Some((group.next(), behind(step))),
+            Some(receive),
+        )?;
     }
     Ok(())
 }
 
-/// n−1 steps. Each rank passes on the share it received in the step before, its own first.
+/// Runs an all-gather in n−1 steps. Each rank first sends its own share, then the one it received
+/// in the step before.
 pub fn all_gather(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
@@ -41,7 +49,7 @@ pub fn all_gather(
     for step in 1..size {
         let receive = (group.previous(), behind(step));
         x.exchange(
-            wire,
+            transport,
             group,
             Combine::Replace,
             Some((group.next(), behind(step - 1))),
@@ -51,10 +59,11 @@ pub fn all_gather(
     Ok(())
 }
 
-/// A chain that starts at the root: each rank passes one segment on while it receives the next.
+/// Broadcasts along a chain that starts at the root: each rank sends one segment while it receives
+/// the next.
 pub fn broadcast(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     range: &Range<usize>,
     root: usize,
@@ -70,7 +79,7 @@ pub fn broadcast(
         let send = step.checked_sub(delay).filter(|_| !is_last).map(segment);
         let receive = Some(step).filter(|_| !is_root && step < segments).map(segment);
         x.exchange(
-            wire,
+            transport,
             group,
             Combine::Replace,
             send.as_ref().map(|range| (group.next(), from_ref(range))),

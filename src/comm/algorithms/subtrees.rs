@@ -1,15 +1,16 @@
-//! Sums of the tree over many ranks that are no power of two.
+//! Tree sums over many ranks whose number is not a power of two.
 //!
-//! The tree over n ranks is one of full trees, of the powers of two of which n is the sum, the
-//! largest first: for 13 ranks T₀ + (T₁ + T₂) of ranks 0–7, 8–11 and 12. Each of them halves by
-//! itself. Then, from the last to the first, every rank of a tree hands its part out to those ranks
-//! of the tree before it that hold the same elements, by a binomial tree, and they add it to their
-//! own; at last the ranks of the first tree send the shares of the others to their owners.
+//! The tree over n ranks consists of full subtrees, whose sizes are the powers of two that n is the
+//! sum of, the largest first: for 13 ranks T₀ + (T₁ + T₂) with ranks 0–7, 8–11 and 12. Each subtree
+//! runs recursive halving by itself. Then, from the last subtree to the first, every rank sends its
+//! partial sums by a binomial tree to the ranks of the subtree before it that hold the same
+//! elements, and these add them to their own. Finally the ranks of the first subtree send the
+//! shares of the other ranks to their owners.
 //!
-//! With 2^a the size of the first tree the first part of this takes a steps, the last one 1, and
-//! the hand-outs at most a + 1 more: each waits for the larger of two trees, so it takes at most
-//! 2a + 1 steps until the one into a tree of 2^a ranks is over, by induction. So all takes at most
-//! 2⌈log₂ n⌉ rounds.
+//! Let 2^a be the size of the first subtree. The halving takes a steps, the final sends take 1, and
+//! the sends between subtrees take at most a + 1 more: each waits for the larger of two subtrees,
+//! so by induction the one into a subtree of 2^a ranks is over after at most 2a + 1 steps. All of
+//! it takes at most 2⌈log₂ n⌉ rounds.
 
 use std::ops::Range;
 
@@ -19,20 +20,21 @@ use crate::reduce_buffer::{Combine, ReduceBuffer};
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
-/// Elements that the shares of a block have together.
+/// Elements of all shares of a block together.
 const BLOCK: usize = 1 << 20;
 
-/// Elements of a share in a block.
+/// Returns the elements of one share in a block.
 fn window(ranks: usize) -> usize {
     (BLOCK / ranks).max(1)
 }
 
-/// Elements that a rank keeps aside, at most: a rank of a tree of two has every second share.
+/// Returns the most elements that a rank keeps in scratch: a rank of a subtree of two has every
+/// second share.
 pub fn aside(ranks: usize) -> usize {
     ranks.div_ceil(2) * window(ranks)
 }
 
-/// The full trees over `ranks` ranks.
+/// Returns the ranks of each full subtree of the tree over `ranks` ranks.
 fn trees(ranks: usize) -> Vec<Range<usize>> {
     let mut trees = Vec::new();
     let mut first = 0;
@@ -44,10 +46,10 @@ fn trees(ranks: usize) -> Vec<Range<usize>> {
     trees
 }
 
-/// My share of the sum.
+/// Leaves this rank's share of the sum in its memory.
 pub fn reduce_scatter(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
@@ -55,12 +57,12 @@ pub fn reduce_scatter(
     let windows = (0..shares.longest()).step_by(window);
     windows
         .map(|start| shares.window(&(start..start + window)))
-        .try_for_each(|block| of_block(x, wire, group, &block))
+        .try_for_each(|block| reduce_scatter_block(x, transport, group, &block))
 }
 
-fn of_block(
+fn reduce_scatter_block(
     x: &mut dyn ReduceBuffer,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
@@ -73,48 +75,49 @@ fn of_block(
     let tree = &trees[mine];
     let members: Vec<usize> = tree.clone().collect();
     if let Some(alone) = group.subset(&members) {
-        let of_tree = Shares::new((0..tree.len()).map(|like| class(like, tree.len())).collect());
-        halve(x, wire, &alone, &of_tree)?;
+        let tree_shares =
+            Shares::new((0..tree.len()).map(|like| class(like, tree.len())).collect());
+        halve(x, transport, &alone, &tree_shares)?;
     }
     let local = rank - tree.start;
     if let Some(next) = trees.get(mine + 1) {
-        // A part comes from the rank of the next tree that has my elements among its own.
+        // Partial sums come from the rank of the next subtree whose elements include this rank's.
         let own = class(local, tree.len());
         x.set_aside(0, &own)?;
-        let hand = HandOut { from: next.start + local % next.len(), tree, apart: next.len() };
-        hand.receive(x, wire, group, shares, local / next.len())?;
+        let hand = HandOut { from: next.start + local % next.len(), tree, stride: next.len() };
+        hand.receive(x, transport, group, shares, local / next.len())?;
         x.fold(&own, 1, &[(0, 1)])?;
     }
     if let Some(before) = mine.checked_sub(1) {
-        HandOut { from: rank, tree: &trees[before], apart: tree.len() }
-            .send(x, wire, group, shares, local)?;
+        HandOut { from: rank, tree: &trees[before], stride: tree.len() }
+            .send(x, transport, group, shares, local)?;
     }
     let first = &trees[0];
     let other = rank.checked_sub(first.len());
     let owner = rank + first.len();
     if mine == 0 && owner < size {
-        x.exchange(wire, group, Combine::Replace, Some((owner, shares.of(owner))), None)?;
+        x.exchange(transport, group, Combine::Replace, Some((owner, shares.of(owner))), None)?;
     } else if let Some(other) = other {
-        x.exchange(wire, group, Combine::Replace, None, Some((other, shares.of(rank))))?;
+        x.exchange(transport, group, Combine::Replace, None, Some((other, shares.of(rank))))?;
     }
     Ok(())
 }
 
-/// The way of the elements of one rank to those ranks of the tree before its own that hold them: by
-/// a binomial tree, in which it is the root and holds none itself.
+/// Distributes the elements of one rank to those ranks of the subtree before its own that hold
+/// them, by a binomial tree whose root is the sender, which keeps none.
 struct HandOut<'a> {
     from: usize,
-    /// The tree of the receivers, every `apart`th of which is one.
+    /// The subtree of the receivers. Every `stride`th of its ranks is one.
     tree: &'a Range<usize>,
-    apart: usize,
+    stride: usize,
 }
 
 impl HandOut<'_> {
     fn receivers(&self) -> usize {
-        self.tree.len() / self.apart
+        self.tree.len() / self.stride
     }
 
-    /// The elements of receivers `of`, the first of which are those of rank `like` of their tree.
+    /// Returns the elements of receivers `of`. Receiver 0 is rank `like` of its subtree.
     fn elements(
         &self,
         shares: &Shares,
@@ -122,16 +125,17 @@ impl HandOut<'_> {
         of: Range<usize>,
         size: usize,
     ) -> Vec<Range<usize>> {
-        let classes = of.map(|number| like + number * self.apart);
+        let classes = of.map(|number| like + number * self.stride);
         shares.of_all(classes.flat_map(|class| (class..size).step_by(self.tree.len())))
     }
 
-    /// The root's part: half of what is left to receiver width/2, and so on; at last receiver 0 its
-    /// own. `like` is its number in its tree.
+    /// Runs the root's side: sends the elements of the second half of the receivers to the first
+    /// of that half, and so on, and finally receiver 0 its own. `like` is the root's index in its
+    /// subtree.
     fn send(
         &self,
         x: &mut dyn ReduceBuffer,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         shares: &Shares,
         like: usize,
@@ -140,38 +144,44 @@ impl HandOut<'_> {
         while width > 0 {
             let of = width / 2..width;
             let elements = self.elements(shares, like, of.clone(), group.size());
-            let to = self.tree.start + like + of.start * self.apart;
-            x.exchange(wire, group, Combine::Replace, Some((to, &elements)), None)?;
+            let to = self.tree.start + like + of.start * self.stride;
+            x.exchange(transport, group, Combine::Replace, Some((to, &elements)), None)?;
             width /= 2;
         }
         Ok(())
     }
 
-    /// The part of receiver `number`: takes its own elements and those of the receivers behind it,
-    /// and hands these on.
+    /// Runs the side of receiver `number`: receives its own elements and those of the receivers
+    /// below it in the binomial tree, and sends these on.
     fn receive(
         &self,
         x: &mut dyn ReduceBuffer,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         shares: &Shares,
         number: usize,
     ) -> Result<()> {
         let like = self.from - self.tree.end;
-        let rank = |number: usize| self.tree.start + like + number * self.apart;
-        // As many as its lowest set bit says come with it.
+        let rank = |number: usize| self.tree.start + like + number * self.stride;
+        // The lowest set bit is the size of its subtree of receivers.
         let mut width = if number == 0 { 1 } else { 1 << number.trailing_zeros() };
         let from = match number.saturating_sub(width) {
             0 => self.from,
             leader => rank(leader),
         };
         let elements = self.elements(shares, like, number..number + width, group.size());
-        x.exchange(wire, group, Combine::Replace, None, Some((from, &elements)))?;
+        x.exchange(transport, group, Combine::Replace, None, Some((from, &elements)))?;
         while width > 1 {
             width /= 2;
             let of = number + width..number + 2 * width;
             let elements = self.elements(shares, like, of.clone(), group.size());
-            x.exchange(wire, group, Combine::Replace, Some((rank(of.start), &elements)), None)?;
+            x.exchange(
+                transport,
+                group,
+                Combine::Replace,
+                Some((rank(of.start), &elements)),
+                None,
+            )?;
         }
         Ok(())
     }

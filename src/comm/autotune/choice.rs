@@ -11,7 +11,7 @@ use crate::group::Group;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, MemoryKind};
 
-/// `comm.algorithm`: one algorithm for everything, or the fastest ones of a measurement.
+/// `comm.algorithm`: one algorithm for everything, or the fastest ones that were measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Choice {
@@ -32,7 +32,7 @@ pub enum Choice {
 }
 
 impl Choice {
-    /// The one algorithm, unless it is to be measured.
+    /// Returns the algorithm, or `None` if it is to be measured.
     pub fn fixed(self) -> Option<Algorithm> {
         match self {
             Choice::Auto => None,
@@ -51,28 +51,30 @@ impl fmt::Display for Choice {
     }
 }
 
-/// Sizes that are measured, in bytes of the whole buffer.
+/// The sizes that are measured, in bytes of the whole buffer.
 const SIZES: [usize; 4] = [16 << 10, 256 << 10, 2 << 20, 16 << 20];
 
-/// Repetitions of a measurement; the fastest counts, since others only disturb.
+/// Repetitions of a measurement. The fastest counts, since the others were disturbed.
 const REPETITIONS: usize = 3;
 
-/// Total time of a measurement; sizes beyond it are left out. Above the last size that was
-/// measured, only algorithms that move the least bytes are taken.
+/// Time limit of the whole measurement; sizes beyond it are skipped. Above the last size that was
+/// measured, only bandwidth-optimal algorithms are used.
 const BUDGET: Duration = Duration::from_millis(500);
 
-/// An algorithm must take less than this part of the tree's time: timings of a start are rough.
+/// An algorithm replaces halving-doubling if it takes less than this fraction of its time. Timings
+/// at startup are rough.
 const GAIN: f64 = 0.9;
 
-/// The library's own must gain more: it keeps the core while it waits, which compute wants then.
+/// The fraction for the vendor's algorithm, which must gain more: while it waits it occupies a core
+/// that compute needs.
 const GAIN_OF_VENDOR: f64 = 0.6;
 
-/// Collective over `world`, of which every rank is in a group: the fastest algorithms of `group`
-/// for `operations` on buffers of up to `largest` bytes. With `exact`, sums keep the order of
-/// [`Algorithm::HalvingDoubling`].
+/// Measures the fastest algorithms of `group` for `operations` on buffers of up to `largest` bytes.
+/// With `exact`, sums keep the order of [`Algorithm::HalvingDoubling`]. Collective over `world`, of
+/// which every rank is in a group.
 ///
 /// # Errors
-/// A message failed, or memory for it is lacking.
+/// Returns an error if a message failed, or memory for it cannot be allocated.
 pub fn measure<B: Backend>(
     world: &Group<B>,
     group: &Group<B>,
@@ -91,7 +93,7 @@ pub fn measure<B: Backend>(
         let mut timings = Vec::new();
         for &operation in operations {
             for algorithm in Algorithm::ALL {
-                // On one node, or with each rank on its own, the hierarchy is the tree.
+                // On one node, or with one rank per node, hierarchical is halving-doubling.
                 let double = algorithm == Algorithm::Hierarchical
                     && [1, group.size()].contains(&group.nodes());
                 let able =
@@ -104,7 +106,7 @@ pub fn measure<B: Backend>(
                 timings.push(time);
             }
         }
-        // The slowest rank decides, and rank 0 whether there is time for more.
+        // The times of the slowest rank count, also for whether there is time for more.
         timings.push(start.elapsed().as_secs_f64());
         let slowest = slowest(world, &timings)?;
         let (of_algorithms, elapsed) = slowest.split_at(slowest.len() - 1);
@@ -125,38 +127,39 @@ pub fn measure<B: Backend>(
     Ok(table)
 }
 
-/// Sizes to be measured, in bytes, ascending: the last is the largest buffer itself.
+/// Returns the sizes to measure, in bytes, ascending. The last is that of the largest buffer.
 fn sizes(largest: usize) -> Vec<usize> {
     SIZES.into_iter().filter(|size| *size < largest).chain([largest]).collect()
 }
 
-/// Sets an operation's rows by the times of all algorithms at the sizes that were measured.
+/// Sets an operation's rules by the times of all algorithms at the sizes that were measured.
 fn choose(table: &mut Table, operation: Operation, measured: &[(usize, Vec<f64>)], largest: usize) {
     let fastest: Vec<_> =
         measured.iter().map(|(size, times)| (*size, best(times, |_| true))).collect();
     let beyond = match measured.last() {
-        // There was no time for more, and a latency says nothing of bandwidth.
+        // Measuring ended early, and latency does not predict bandwidth.
         Some((size, times)) if *size < largest => best(times, Algorithm::moves_least),
         _ => fastest.last().map_or(Algorithm::HalvingDoubling, |(_, algorithm)| *algorithm),
     };
     table.set(operation, &fastest, beyond);
 }
 
-/// The fastest algorithm of those `among` all, or the tree if none is clearly faster.
+/// Returns the fastest algorithm of those that `among` accepts, or halving-doubling if none is
+/// clearly faster.
 fn best(times: &[f64], among: impl Fn(Algorithm) -> bool) -> Algorithm {
-    let of_tree = Algorithm::ALL
+    let tree_time = Algorithm::ALL
         .iter()
         .position(|&one| one == Algorithm::HalvingDoubling)
         .map_or(f64::INFINITY, |i| times[i]);
     let all = Algorithm::ALL.iter().zip(times).filter(|(algorithm, _)| among(**algorithm));
     let gain =
         |algorithm: Algorithm| if algorithm == Algorithm::Vendor { GAIN_OF_VENDOR } else { GAIN };
-    let faster = all.filter(|(algorithm, time)| **time < gain(**algorithm) * of_tree);
+    let faster = all.filter(|(algorithm, time)| **time < gain(**algorithm) * tree_time);
     let faster = faster.min_by(|a, b| a.1.total_cmp(b.1));
     faster.map_or(Algorithm::HalvingDoubling, |(algorithm, _)| *algorithm)
 }
 
-/// Seconds of one collective.
+/// Measures one collective. Returns the seconds of the fastest repetition on this rank.
 fn time<B: Backend>(
     world: &Group<B>,
     group: &Group<B>,
@@ -167,7 +170,7 @@ fn time<B: Backend>(
 ) -> Result<f64> {
     let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
     let group = group.with_algorithms(Table::always(algorithm));
-    // It stands for the gradient of a unit, which is not there yet.
+    // It stands for the gradient of a unit, which is not allocated yet.
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let mut fastest = f64::INFINITY;
     // The first one touches memory for the first time.
@@ -180,14 +183,17 @@ fn time<B: Backend>(
     Ok(fastest)
 }
 
-/// The largest of every rank's numbers, place by place.
+/// Returns the elementwise maximum of every rank's numbers. Collective.
+///
+/// # Errors
+/// Returns an error if a message failed, or ranks pass different numbers of values.
 pub fn slowest<B: Backend>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
     let message = mine.iter().flat_map(|x| x.to_le_bytes()).collect();
     let mut slowest = vec![0.0; mine.len()];
     for message in world.gather_bytes(message).wait()? {
         let theirs = message.as_chunks().0;
         if theirs.len() != mine.len() {
-            return Err(Error::comm("ranks measure different collectives"));
+            return Err(Error::comm("ranks measured different numbers of values"));
         }
         slowest
             .iter_mut()
@@ -235,8 +241,8 @@ mod tests {
 
     #[test]
     fn a_fast_start_says_nothing_of_large_buffers() {
-        // As of 24 ranks on a slow network: the tree takes 23 steps, everything through one rank
-        // five.
+        // Times as of 24 ranks on a slow network, where halving-doubling takes 23 steps and
+        // reduce-to-one five.
         let mpi = f64::INFINITY;
         let ring = f64::INFINITY;
         let tree = 23e-4;
@@ -247,7 +253,7 @@ mod tests {
             choose(&mut table, Operation::AllReduce, measured, largest);
             table.pick(Operation::AllReduce, bytes)
         };
-        // Measuring ended early: what was measured counts up to there.
+        // Measuring ended early: its winner applies up to the largest measured size.
         let small = 16 << 10;
         let large = 64 << 20;
         assert_eq!(pick(std::slice::from_ref(&start), large, small), Algorithm::ReduceToOne);
@@ -258,7 +264,7 @@ mod tests {
                 "{bytes}"
             );
         }
-        // The library's own is not extrapolated either, and one that moves the least bytes is.
+        // The vendor's algorithm is not extrapolated either; a bandwidth-optimal one is.
         let library = (16 << 10, vec![1e-4, ring, tree, hierarchical, 5e-4]);
         assert_eq!(pick(&[library], large, large), Algorithm::HalvingDoubling);
         let nodes = (16 << 10, vec![1e-4, 8e-4, tree, 7e-4, 5e-4]);

@@ -1,4 +1,4 @@
-//! The algorithm of each operation at each size.
+//! The table of the algorithm of each operation at each size.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,68 +6,71 @@ use crate::algorithms::{Algorithm, Operation};
 
 /// The algorithm of every operation and size.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Table(Vec<Row>);
+pub struct Table(Vec<SizeRule>);
 
-/// One operation up to one size.
+/// The algorithm of one operation up to one size.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Row {
+struct SizeRule {
     operation: Operation,
-    /// The largest message, in bytes; none for all that no other row of the operation covers.
+    /// The largest buffer, in bytes; `None` for all sizes that no other rule of the operation
+    /// covers.
     up_to: Option<usize>,
     algorithm: Algorithm,
 }
 
 impl Table {
-    /// One algorithm for everything.
+    /// Creates a table that uses one algorithm for everything.
     pub fn always(algorithm: Algorithm) -> Self {
-        let row = |operation| Row { operation, up_to: None, algorithm };
-        Self(Operation::ALL.into_iter().map(row).collect())
+        let rule = |operation| SizeRule { operation, up_to: None, algorithm };
+        Self(Operation::ALL.into_iter().map(rule).collect())
     }
 
-    /// The algorithm of a collective on buffers of `bytes` bytes.
+    /// Returns the algorithm of a collective on buffers of `bytes` bytes.
     pub fn pick(&self, operation: Operation, bytes: usize) -> Algorithm {
-        let covers =
-            |row: &&Row| row.operation == operation && row.up_to.is_none_or(|most| bytes <= most);
-        self.0.iter().find(covers).map_or(Algorithm::HalvingDoubling, |row| row.algorithm)
+        let covers = |rule: &&SizeRule| {
+            rule.operation == operation && rule.up_to.is_none_or(|most| bytes <= most)
+        };
+        self.0.iter().find(covers).map_or(Algorithm::HalvingDoubling, |rule| rule.algorithm)
     }
 
-    /// Sets an operation's rows from the fastest algorithms at some sizes in ascending order: each
-    /// holds as far as the geometric mean with the next, the last one as far as its size. Above
-    /// that it is `beyond`.
+    /// Sets an operation's rules from the fastest algorithms at some sizes, in ascending order.
+    /// Each applies up to the geometric mean with the next size, the last up to its own size. Above
+    /// that `beyond` applies.
     pub(super) fn set(
         &mut self,
         operation: Operation,
         fastest: &[(usize, Algorithm)],
         beyond: Algorithm,
     ) {
-        self.0.retain(|row| row.operation != operation);
+        self.0.retain(|rule| rule.operation != operation);
         let between = |a: usize, b: usize| (a as f64 * b as f64).sqrt() as usize;
         for (i, &(size, algorithm)) in fastest.iter().enumerate() {
             let (next, up_to) =
                 fastest.get(i + 1).map_or((beyond, size), |&(next, is)| (is, between(size, next)));
             if next != algorithm {
-                self.0.push(Row { operation, up_to: Some(up_to), algorithm });
+                self.0.push(SizeRule { operation, up_to: Some(up_to), algorithm });
             }
         }
-        self.0.push(Row { operation, up_to: None, algorithm: beyond });
+        self.0.push(SizeRule { operation, up_to: None, algorithm: beyond });
     }
 }
 
 impl Table {
-    /// For people: `all_reduce by halving-doubling, all_gather by ring to 128 KiB then vendor`.
-    /// Operations alike in everything share a phrase.
+    /// Describes the table in a line for the startup summary, such as `all_reduce by
+    /// halving-doubling, all_gather by ring to 128 KiB then vendor`. Operations with the same rules
+    /// share a phrase.
     pub fn describe(&self, operations: &[Operation]) -> String {
-        let told = |operation: Operation| {
-            let rows = self.0.iter().filter(|row| row.operation == operation);
-            let parts = rows.map(|row| match row.up_to {
-                Some(most) => format!("{} to {} KiB", row.algorithm, most / 1024),
-                None => row.algorithm.to_string(),
+        let describe_rules = |operation: Operation| {
+            let rules = self.0.iter().filter(|rule| rule.operation == operation);
+            let parts = rules.map(|rule| match rule.up_to {
+                Some(most) => format!("{} to {} KiB", rule.algorithm, most / 1024),
+                None => rule.algorithm.to_string(),
             });
             parts.collect::<Vec<_>>().join(" then ")
         };
         let mut kinds: Vec<(String, Vec<&str>)> = Vec::new();
         for &operation in operations {
-            let how = told(operation);
+            let how = describe_rules(operation);
             match kinds.iter_mut().find(|(other, _)| *other == how) {
                 Some((_, operations)) => operations.push(operation.name()),
                 None => kinds.push((how, vec![operation.name()])),

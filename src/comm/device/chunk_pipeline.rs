@@ -1,10 +1,10 @@
-//! The order in which chunks of a collective go through messages of all ranks at once.
+//! The schedule of a collective's chunks over NCCL groups.
 //!
-//! A sum has **levels**, of one after the other: all ranks for [`Algorithm::HalvingDoubling`]; the
-//! ranks of a node, then those of a lane for [`Algorithm::Hierarchical`]. On each level a rank
-//! receives terms of what it owns there and adds them; afterwards the sums go back through the
-//! levels. Each of these exchanges of a chunk is a **stage**, and a group of messages carries
-//! stages of several chunks.
+//! A sum has one or more **levels**: all ranks for [`Algorithm::HalvingDoubling`]; the ranks of a
+//! node, then those of a rail for [`Algorithm::Hierarchical`]. On each level a rank receives the
+//! terms of the elements that it owns there and adds them; afterwards the sums go back through the
+//! levels. Each of these exchanges of a chunk is a **stage**, and one group carries stages of
+//! several chunks.
 
 use std::ops::Range;
 
@@ -15,17 +15,17 @@ use hpctrain_device::FOLDED;
 /// Ranks that exchange terms and sums with each other.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Level {
-    /// Their numbers in the group.
+    /// The numbers of the ranks in the group.
     pub ranks: Vec<usize>,
-    /// My place among them.
+    /// This rank's index among them.
     pub mine: usize,
-    /// The ranks whose shares each of them owns on this level.
+    /// For each of them, the ranks whose shares it owns on this level.
     pub owned: Vec<Vec<usize>>,
 }
 
 impl Level {
-    /// The elements that one of them owns on this level, in the order of memory. Neighbours are one
-    /// range.
+    /// Returns the elements that the rank at index `place` owns on this level, in memory order.
+    /// Adjacent ranges are merged.
     pub fn of(&self, place: usize, shares: &Shares) -> Vec<Range<usize>> {
         let mut joined: Vec<Range<usize>> = Vec::new();
         for range in shares.of_all(self.owned[place].iter().copied()) {
@@ -38,13 +38,14 @@ impl Level {
         joined
     }
 
-    /// The places of the others.
+    /// Iterates over the indices of the other ranks.
     pub fn others(&self) -> impl Iterator<Item = usize> {
         (0..self.ranks.len()).filter(|&place| place != self.mine)
     }
 }
 
-/// The levels of an algorithm, without those of one rank; none if its messages do not go in groups.
+/// Returns the levels of an algorithm that have more than one rank, or `None` if it cannot run in
+/// NCCL groups.
 pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
     let me = group.rank;
     let size = group.size();
@@ -61,14 +62,14 @@ pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
             let nodes = equal_nodes(group)?;
             let (node, local) =
                 nodes.iter().enumerate().find_map(|(node, ranks)| Some((node, place(ranks)?)))?;
-            let lane = |local: usize| nodes.iter().map(|ranks| ranks[local]).collect::<Vec<_>>();
+            let rail = |local: usize| nodes.iter().map(|ranks| ranks[local]).collect::<Vec<_>>();
             let inside = Level {
                 ranks: nodes[node].clone(),
                 mine: local,
-                owned: (0..nodes[node].len()).map(lane).collect(),
+                owned: (0..nodes[node].len()).map(rail).collect(),
             };
-            let owned = lane(local).into_iter().map(|rank| vec![rank]).collect();
-            vec![inside, Level { ranks: lane(local), mine: node, owned }]
+            let owned = rail(local).into_iter().map(|rank| vec![rank]).collect();
+            vec![inside, Level { ranks: rail(local), mine: node, owned }]
         }
         Algorithm::Vendor | Algorithm::Ring | Algorithm::ReduceToOne => return None,
     };
@@ -76,8 +77,8 @@ pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
     (!levels.is_empty() && levels.iter().all(|level| level.ranks.len() <= FOLDED)).then_some(levels)
 }
 
-/// The shares of all chunks, in order. Where the cut is free, what a rank owns on the first level
-/// is in one piece.
+/// Returns the shares of each chunk, in order. Where the operation allows any shares, those that a
+/// rank owns on the first level are contiguous.
 pub fn chunks(operation: Operation, words: usize, chunk: usize, levels: &[Level]) -> Vec<Shares> {
     let ranks: usize = levels.iter().map(|level| level.ranks.len()).product();
     if matches!(operation, Operation::AllReduce | Operation::Reduce) {
@@ -101,24 +102,24 @@ pub fn chunks(operation: Operation, words: usize, chunk: usize, levels: &[Level]
 /// An exchange between the ranks of a level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// Each the terms that others own there.
+    /// Ranks send each other the terms of the elements that the receiver owns on this level.
     Terms(usize),
-    /// Each the sums that it owns there.
+    /// Ranks send the sums that they own on this level.
     Sums(usize),
 }
 
-/// The stages of a chunk.
+/// Returns the stages of a chunk, in order.
 fn stages(operation: Operation, levels: usize) -> Vec<Stage> {
     let terms = (0..levels).filter(|_| operation.adds()).map(Stage::Terms);
     let sums = (0..levels).rev().filter(|_| operation != Operation::ReduceScatter).map(Stage::Sums);
     terms.chain(sums).collect()
 }
 
-/// The chunks and stages of each group of messages, in order.
+/// Returns the chunks and stages of each group, in order.
 ///
-/// Group g carries the first stage of chunk g. Terms are added beside the next group, and their
-/// sums go in the one after it; but when no more chunks come, nothing is put off any longer, and
-/// sums go in the next group.
+/// Group g carries the first stage of chunk g. Terms are added during the next group, and their
+/// sums go in the one after it. When no more chunks come, nothing is deferred, and sums go in the
+/// next group.
 pub fn schedule(operation: Operation, chunks: usize, levels: usize) -> Vec<Vec<(usize, Stage)>> {
     let stages = stages(operation, levels);
     let mut groups: Vec<Vec<(usize, Stage)>> = Vec::new();
@@ -147,25 +148,25 @@ mod tests {
         GroupRanks::world(rank, nodes.into())
     }
 
-    fn of(algorithm: Algorithm, nodes: &[usize], rank: usize) -> Vec<Level> {
+    fn levels_of(algorithm: Algorithm, nodes: &[usize], rank: usize) -> Vec<Level> {
         levels(algorithm, &group(nodes, rank)).unwrap()
     }
 
     #[test]
     fn levels_are_those_of_the_algorithms() {
-        let tree = of(Algorithm::HalvingDoubling, &[0, 0, 1], 2);
+        let tree = levels_of(Algorithm::HalvingDoubling, &[0, 0, 1], 2);
         assert_eq!(
             tree,
             [Level { ranks: vec![0, 1, 2], mine: 2, owned: vec![vec![0], vec![1], vec![2]] }]
         );
         let inside = Level { ranks: vec![2, 3], mine: 1, owned: vec![vec![0, 2], vec![1, 3]] };
         let between = Level { ranks: vec![1, 3], mine: 1, owned: vec![vec![1], vec![3]] };
-        assert_eq!(of(Algorithm::Hierarchical, &[0, 0, 1, 1], 3), [inside, between]);
-        // One node, or one rank a node: the tree.
+        assert_eq!(levels_of(Algorithm::Hierarchical, &[0, 0, 1, 1], 3), [inside, between]);
+        // One node, or one rank per node: the levels of halving-doubling.
         for nodes in [[0; 3], [0, 1, 2]] {
             assert_eq!(
-                of(Algorithm::Hierarchical, &nodes, 2),
-                of(Algorithm::HalvingDoubling, &nodes, 2)
+                levels_of(Algorithm::Hierarchical, &nodes, 2),
+                levels_of(Algorithm::HalvingDoubling, &nodes, 2)
             );
         }
         assert_eq!(
@@ -190,29 +191,29 @@ mod tests {
     fn chunks_cover_and_what_is_owned_first_is_in_one_piece() {
         let nodes = [0, 0, 1, 1];
         let ranges = |rank: usize, operation, level: usize| {
-            let levels = of(Algorithm::Hierarchical, &nodes, rank);
+            let levels = levels_of(Algorithm::Hierarchical, &nodes, rank);
             let chunks = chunks(operation, 20, 12, &levels);
             chunks
                 .iter()
                 .map(|shares| levels[level].of(levels[level].mine, shares))
                 .collect::<Vec<_>>()
         };
-        let told = |rank, operation, level| {
+        let describe = |rank, operation, level| {
             let ranges = ranges(rank, operation, level).into_iter();
             ranges
                 .map(|chunk| chunk.iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" "))
                 .collect::<Vec<_>>()
         };
         assert_eq!(
-            [0, 3].map(|rank| told(rank, Operation::AllReduce, 0)),
+            [0, 3].map(|rank| describe(rank, Operation::AllReduce, 0)),
             [["0..6", "12..16"], ["6..12", "16..20"]]
         );
         assert_eq!(
-            [0, 2].map(|rank| told(rank, Operation::AllReduce, 1)),
+            [0, 2].map(|rank| describe(rank, Operation::AllReduce, 1)),
             [["0..3", "12..14"], ["3..6", "14..16"]]
         );
-        assert_eq!(told(0, Operation::ReduceScatter, 0), ["0..3 10..13", "3..5 13..15"]);
-        assert_eq!(told(2, Operation::ReduceScatter, 1), ["10..13", "13..15"]);
+        assert_eq!(describe(0, Operation::ReduceScatter, 0), ["0..3 10..13", "3..5 13..15"]);
+        assert_eq!(describe(2, Operation::ReduceScatter, 1), ["10..13", "13..15"]);
         for (words, chunk, nodes) in [
             (0, 8, &[0, 0, 0][..]),
             (1, 8, &[0, 0, 0]),
@@ -220,7 +221,7 @@ mod tests {
             (999, 6, &[0, 0, 1, 1, 2, 2]),
         ] {
             for operation in [Operation::AllReduce, Operation::ReduceScatter] {
-                let levels = of(Algorithm::Hierarchical, nodes, 0);
+                let levels = levels_of(Algorithm::Hierarchical, nodes, 0);
                 let mut all: Vec<_> =
                     chunks(operation, words, chunk, &levels).iter().flat_map(Shares::all).collect();
                 all.sort_by_key(|range| (range.start, range.end));
@@ -262,8 +263,8 @@ mod tests {
         assert!(all(0, 1).is_empty());
     }
 
-    /// Terms of a chunk do not arrive where those of the second chunk before it may still be added,
-    /// and no group is empty.
+    /// Terms of a chunk do not overwrite those of the chunk two before it while these may still be
+    /// added, and no group is empty.
     #[test]
     fn two_places_are_enough() {
         for (chunks, levels) in (1..12).flat_map(|chunks| [(chunks, 1), (chunks, 2)]) {

@@ -1,9 +1,8 @@
-//! Messages of device memory by its addresses, through a library that takes them: MPI's or the
-//! device vendor's.
+//! Communication of device memory by its address, through CUDA-aware MPI or the device vendor's
+//! library.
 //!
 //! The algorithms are those of the host, and the device adds received elements in the same order.
-//! Of the MPI library only reliable functions are used: single sends and receives, and the blocking
-//! collectives.
+//! Only widely supported MPI functions are used: sends, receives, and the blocking collectives.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,26 +15,26 @@ use crate::transport::{DeviceCollective, GroupRanks, Transport};
 use hpctrain_base::error::Result;
 use hpctrain_device::{DeviceCopies, DeviceEvent, DeviceSpan, Scratch};
 
-/// Words of one message that is to be added, 4 MiB.
+/// Words of one message whose elements are added, 4 MiB.
 const WORDS: usize = 1 << 20;
 
-/// Messages under way: one is added while the next arrives.
+/// Messages in flight: one is added while the next is received.
 const DEPTH: usize = 2;
 
-/// Bytes that messages pass through on the device, besides the elements that algorithms keep aside.
+/// Bytes of device scratch for received messages, without the scratch slots of algorithms.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
-/// MemoryKind on the device that messages pass through; kept between collectives. All buffers of a
-/// rank are on one device.
+/// Scratch device memory for messages; kept between collectives. All buffers of a rank are on one
+/// device.
 pub struct Room {
     received: Places,
     aside: Places,
-    /// Terms of [`grouped`](super::nccl_p2p) sums.
+    /// Terms of the sums of [`nccl_p2p`](super::nccl_p2p).
     pub terms: Places,
 }
 
 impl Room {
-    /// Empty; its growth is counted.
+    /// Creates empty scratch memory. `shared` counts its growth.
     pub fn new(shared: &Arc<Shared>) -> Self {
         let places = || Places { places: Vec::new(), shared: shared.clone() };
         Self { received: places(), aside: places(), terms: places() }
@@ -43,7 +42,7 @@ impl Room {
 }
 
 impl Room {
-    /// Gives all of it back.
+    /// Frees all of it.
     pub fn empty(&mut self, shared: &Shared) {
         for places in [&mut self.received, &mut self.aside, &mut self.terms] {
             let pieces = std::mem::take(&mut places.places).into_iter().flatten();
@@ -60,7 +59,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// At least `words` words under a number.
+    /// Ensures that slot `number` has at least `words` words.
     pub fn hold(&mut self, copies: &dyn DeviceCopies, number: usize, words: usize) -> Result<()> {
         if self.places.len() <= number {
             self.places.resize_with(number + 1, || None);
@@ -75,24 +74,24 @@ impl Places {
         Ok(())
     }
 
-    /// The words of a number that are held.
+    /// Returns `range` of slot `number`, if it is allocated.
     pub fn span(&self, number: usize, range: Range<usize>) -> Option<DeviceSpan<'_>> {
         Some(self.places.get(number)?.as_ref()?.span().part(range))
     }
 }
 
-/// Device memory whose addresses a library takes.
+/// Device memory whose address a library accepts.
 pub struct CudaAware<'a> {
     pub memory: DeviceSpan<'a>,
-    /// The communicator that carries messages; none if the wire takes addresses itself.
+    /// The communicator that carries messages; `None` if the transport is CUDA-aware itself.
     pub device_comm: Option<GroupComm<'a>>,
     pub copies: &'a dyn DeviceCopies,
     pub room: &'a mut Room,
     pub shared: &'a Shared,
 }
 
-/// Ranges as messages. Sender and receiver name the same ranges of the same buffer, so both cut
-/// alike.
+/// Divides ranges into messages. Sender and receiver pass the same ranges of the same buffer, so
+/// both make the same messages.
 fn messages(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut joined: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
     for range in ranges.iter().filter(|range| !range.is_empty()) {
@@ -107,25 +106,26 @@ fn messages(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
     joined.into_iter().flat_map(cut).collect()
 }
 
-/// One message each way.
+/// Exchanges one message in each direction.
 fn exchange_one(
     device_comm: Option<&GroupComm<'_>>,
-    wire: &mut dyn Transport,
+    transport: &mut dyn Transport,
     group: &GroupRanks,
     send: Option<(usize, DeviceSpan<'_>)>,
     receive: Option<(usize, DeviceSpan<'_>)>,
 ) -> Result<()> {
     match device_comm {
-        Some(device_comm) => device_comm.exchange(wire, group, send, receive),
-        None => wire.exchange_device(group, send, receive),
+        Some(device_comm) => device_comm.exchange(transport, group, send, receive),
+        None => transport.exchange_device(group, send, receive),
     }
 }
 
 impl CudaAware<'_> {
-    /// The messages of an exchange; `adding` are those that the device adds when it returns.
+    /// Runs the messages of an exchange. `adding` has the events of additions that the device may
+    /// not have finished when it returns.
     fn exchange_all(
         &mut self,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         how: Combine,
         (to, sends): (usize, &[Range<usize>]),
@@ -138,7 +138,7 @@ impl CudaAware<'_> {
         for i in 0..sends.len().max(receives.len()) {
             let send = sends.get(i).map(|range| (to, memory.part(range.clone())));
             let Some(range) = receives.get(i) else {
-                exchange_one(device_comm, wire, group, send, None)?;
+                exchange_one(device_comm, transport, group, send, None)?;
                 continue;
             };
             let place = i % DEPTH;
@@ -146,7 +146,7 @@ impl CudaAware<'_> {
                 Combine::Replace => Some(memory.part(range.clone())),
                 Combine::Add => {
                     if let Some(event) = adding[place].take() {
-                        polling::settle(&*event, wire, shared)?;
+                        polling::settle(&*event, transport, shared)?;
                     }
                     room.received.hold(*copies, place, WORDS)?;
                     room.received.span(place, 0..range.len())
@@ -157,7 +157,7 @@ impl CudaAware<'_> {
                 }
             };
             let Some(into) = into else { continue };
-            exchange_one(device_comm, wire, group, send, Some((from, into)))?;
+            exchange_one(device_comm, transport, group, send, Some((from, into)))?;
             if how == Combine::Add {
                 copies.add(into, memory.part(range.clone()))?;
                 adding[place] = Some(copies.mark()?);
@@ -174,23 +174,23 @@ impl ReduceBuffer for CudaAware<'_> {
 
     fn exchange(
         &mut self,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         how: Combine,
         send: Option<(usize, &[Range<usize>])>,
         receive: Option<(usize, &[Range<usize>])>,
     ) -> Result<()> {
-        let of = |side: Option<(usize, &[Range<usize>])>| {
+        let divide = |side: Option<(usize, &[Range<usize>])>| {
             side.map_or((0, Vec::new()), |(rank, ranges)| (rank, messages(ranges)))
         };
-        let ((to, sends), (from, receives)) = (of(send), of(receive));
+        let ((to, sends), (from, receives)) = (divide(send), divide(receive));
         if let Combine::Aside(number) = how {
             self.room.aside.hold(self.copies, number, receives.iter().map(Range::len).sum())?;
         }
         let mut adding = [None, None];
         let exchanged =
-            self.exchange_all(wire, group, how, (to, &sends), (from, &receives), &mut adding);
-        // Also after an error: the memory is about to be given back.
+            self.exchange_all(transport, group, how, (to, &sends), (from, &receives), &mut adding);
+        // Also after an error, because the memory is about to be returned.
         for event in adding.into_iter().flatten() {
             event.wait()?;
         }
@@ -206,7 +206,7 @@ impl ReduceBuffer for CudaAware<'_> {
             }
             at += range.len();
         }
-        // The elements may be received over next.
+        // The elements may be overwritten next.
         self.copies.mark()?.wait()
     }
 
@@ -237,17 +237,17 @@ impl ReduceBuffer for CudaAware<'_> {
 
     fn vendor(
         &mut self,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         call: DeviceCollective,
     ) -> Result<()> {
         if let Some(device_comm) = &self.device_comm {
-            return device_comm.vendor(wire, group, call, self.memory);
+            return device_comm.vendor(transport, group, call, self.memory);
         }
-        wire.vendor_device(group, call, self.memory)?;
+        transport.vendor_device(group, call, self.memory)?;
         let part = self.memory.words() / group.size();
         if let (DeviceCollective::ReduceScatter, true) = (call, group.rank > 0) {
-            // The library leaves the sum where part 0 was.
+            // MPI leaves the sum where part 0 was.
             self.copies.copy(
                 self.memory.part(0..part),
                 self.memory.part(group.rank * part..(group.rank + 1) * part),

@@ -1,12 +1,12 @@
-//! Messages of device memory through page-locked memory of the host.
+//! Host-staged communication: device memory goes through pinned host memory.
 //!
-//! A collective is cut into chunks of one [`Slot`]. While the ranks exchange one chunk on the host,
-//! as if it were all there is, the device fills the slot of the next and empties that of the one
-//! before. All ranks cut alike.
+//! A collective is divided into chunks of one [`Slot`]. While the ranks exchange one chunk on the
+//! host, the device copies the next one to its slot and the previous one from its slot. All ranks
+//! make the same chunks.
 //!
-//! No sum depends on the cut: the tree's order, and with it that of all algorithms which add in
-//! trees, is the same for every element; and around a ring, where the order follows from the owner
-//! of an element, chunks leave every element to the owner it has in the whole.
+//! Sums do not depend on the chunks. Algorithms that add in a tree have the same order for every
+//! element. In a ring, where the order follows from the owner of an element, every element of a
+//! chunk keeps the owner that it has in the whole buffer.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,30 +20,30 @@ use crate::transport::{GroupRanks, P2pBuffer, Payload, Peer, Transport};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{AllocatedOn, DeviceCopies, DeviceSpan, Slot};
 
-/// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are
-/// not all lost.
+/// Words of a slot, 4 MiB: enough for copies to and from a GPU to reach full bandwidth, without
+/// flushing all of the host's caches.
 pub const WORDS: usize = 1 << 20;
 
-/// Chunks under way in a collective: one is filled, one exchanged, one emptied.
+/// Chunks in flight in a collective: one is filled, one exchanged, one emptied.
 const DEPTH: usize = 3;
 
-/// Bytes that a collective needs.
+/// Bytes of pinned memory that a collective needs.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
-/// Slots that wait for their next use, all of one device. Messages that have not left yet hold
-/// some, so there are as many as were ever needed at once.
+/// A pool of pinned slots for one device. Messages in flight hold slots, so the pool grows to as
+/// many as were ever in use at once.
 pub struct Slots {
     free: Mutex<Vec<(usize, Slot)>>,
     shared: Arc<Shared>,
 }
 
 impl Slots {
-    /// Empty; slots made later are counted.
+    /// Creates an empty pool. `shared` counts its growth.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { free: Mutex::default(), shared }
     }
 
-    /// A slot of `words` words.
+    /// Takes a slot of `words` words from the pool, or allocates it.
     fn take(self: &Arc<Self>, copies: &dyn DeviceCopies, words: usize) -> Result<Lent> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let found = free.iter().position(|(len, _)| *len == words).map(|i| free.swap_remove(i).1);
@@ -60,9 +60,9 @@ impl Slots {
     }
 }
 
-/// A slot in use. It goes back when dropped.
+/// A slot in use. It returns to the pool when dropped.
 pub struct Lent {
-    /// Taken on drop only.
+    /// The slot; taken only by `drop` and `leak`.
     slot: Option<Slot>,
     words: usize,
     home: Arc<Slots>,
@@ -70,29 +70,29 @@ pub struct Lent {
 
 impl Lent {
     fn slot(&mut self) -> Result<&mut Slot> {
-        self.slot.as_mut().ok_or_else(|| Error::internal("a slot that was given back"))
+        self.slot.as_mut().ok_or_else(|| Error::internal("use of a slot that was returned"))
     }
 
-    /// Waits for the copy under way, while messages go on.
-    fn settle(&mut self, wire: &mut dyn Transport) -> Result<()> {
+    /// Waits for the slot's copy, while progressing messages.
+    fn settle(&mut self, transport: &mut dyn Transport) -> Result<()> {
         match self.slot.as_ref().and_then(Slot::copy) {
-            Some(copy) => polling::settle(copy, wire, &self.home.shared),
+            Some(copy) => polling::settle(copy, transport, &self.home.shared),
             None => Ok(()),
         }
     }
 
-    /// The first words, when a copy under way has ended.
+    /// Waits for the slot's copy and returns its first `words` words.
     pub fn memory(&mut self, words: usize) -> Result<&mut [f32]> {
         Ok(&mut self.slot()?.memory()?[..words])
     }
 
-    /// Copies the first words to the device, and waits for that.
+    /// Copies the slot's first words to the device and waits for the copy.
     pub fn upload(&mut self, copies: &dyn DeviceCopies, to: DeviceSpan<'_>) -> Result<()> {
         self.slot()?.upload(copies, &[(to, 0)])?;
         self.memory(0).map(drop)
     }
 
-    /// Leaves the memory to those who may still use it.
+    /// Leaks the memory, because the network may still use it.
     pub fn leak(&mut self) {
         std::mem::forget(self.slot.take());
     }
@@ -100,7 +100,7 @@ impl Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        // After an error a copy may still be under way, to memory that is about to be given back.
+        // After an error a copy may still be in flight, to memory that is about to be returned.
         if let Some(mut slot) = self.slot.take()
             && slot.memory().is_ok()
         {
@@ -109,7 +109,7 @@ impl Drop for Lent {
     }
 }
 
-/// The part of a buffer that goes through a slot: ranges of words, one after the other.
+/// The part of a buffer that goes through one slot: ranges of words, in the order of the slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Chunk(Vec<Range<usize>>);
 
@@ -118,7 +118,7 @@ impl Chunk {
         self.0.iter().map(Range::len).sum()
     }
 
-    /// The chosen ranges and their places in the slot. Neighbours are one piece.
+    /// Returns the chosen ranges and their offsets in the slot. Adjacent ranges are merged.
     fn pieces<'a>(
         &self,
         memory: DeviceSpan<'a>,
@@ -141,15 +141,15 @@ impl Chunk {
     }
 }
 
-/// Consecutive chunks.
-fn straight(words: usize, slot: usize) -> Vec<Chunk> {
+/// Divides a buffer into consecutive chunks.
+fn consecutive(words: usize, slot: usize) -> Vec<Chunk> {
     (0..words)
         .step_by(slot)
         .map(|start| Chunk(std::iter::once(start..words.min(start + slot)).collect()))
         .collect()
 }
 
-/// The chunks of a collective on so many words.
+/// Returns the chunks of a collective on `words` words.
 fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
     let window = slot / ranks;
     let of_shares = |shares: Vec<algorithms::Shares>| {
@@ -167,17 +167,17 @@ fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
         (Operation::ReduceScatter | Operation::AllGather, _) => {
             of_shares(vec![algorithms::Shares::even(&(0..words), ranks)])
         }
-        // An element is added in the order of the rank that owns it in its block.
+        // The order of an element's additions depends on the rank that owns it in its block.
         (Operation::AllReduce | Operation::Reduce, Algorithm::Ring) => {
             of_shares(algorithms::blocks(0..words, ranks).map(|(_, shares)| shares).collect())
         }
         (Operation::AllReduce | Operation::Reduce | Operation::Broadcast, _) => {
-            straight(words, slot)
+            consecutive(words, slot)
         }
     }
 }
 
-/// Resources of a collective.
+/// The resources of host-staged communication.
 pub struct PinnedStaging<'a> {
     pub copies: &'a dyn DeviceCopies,
     pub slots: &'a Arc<Slots>,
@@ -191,7 +191,7 @@ impl PinnedStaging<'_> {
         &self,
         call: Call,
         memory: DeviceSpan<'_>,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         scratch: &mut Scratch,
         group: &GroupRanks,
     ) -> Result<()> {
@@ -224,27 +224,27 @@ impl PinnedStaging<'_> {
         for (k, chunk) in chunks.iter().enumerate() {
             if let Some(following) = chunks.get(k + 1) {
                 let next = &mut slots[(k + 1) % DEPTH];
-                next.settle(wire)?;
+                next.settle(transport)?;
                 next.slot()?.download(self.copies, &down(following))?;
             }
             let here = &mut slots[k % DEPTH];
-            here.settle(wire)?;
+            here.settle(transport)?;
             let mut x = HostBuffer { memory: here.memory(chunk.words())?, scratch };
-            algorithms::run(call, &mut x, wire, group)?;
+            algorithms::run(call, &mut x, transport, group)?;
             here.slot()?.upload(self.copies, &up(chunk))?;
         }
-        slots.iter_mut().try_for_each(|slot| slot.settle(wire))
+        slots.iter_mut().try_for_each(|slot| slot.settle(transport))
     }
 
-    /// Starts to send device memory, and returns when it may be written again.
+    /// Starts to send device memory. Returns when the memory may be written again.
     pub fn send(
         &self,
         memory: DeviceSpan<'_>,
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
         to: usize,
     ) -> Result<()> {
-        let chunks = straight(memory.words(), self.words);
+        let chunks = consecutive(memory.words(), self.words);
         let mut slots = Vec::with_capacity(chunks.len());
         for chunk in &chunks {
             let mut slot = self.slots.take(self.copies, self.words)?;
@@ -252,13 +252,18 @@ impl PinnedStaging<'_> {
             slots.push(slot);
         }
         for (mut slot, chunk) in slots.into_iter().zip(&chunks) {
-            slot.settle(wire)?;
-            wire.post(group, Peer::To(to), Box::new(Leaving { slot, words: chunk.words() }))?;
+            slot.settle(transport)?;
+            transport.post(
+                group,
+                Peer::To(to),
+                Box::new(StagedSend { slot, words: chunk.words() }),
+            )?;
         }
         Ok(())
     }
 
-    /// Slots for a message of [`PinnedStaging::send`], each with its range of the memory.
+    /// Returns slots to receive a message of [`PinnedStaging::send`], each with its range of the
+    /// memory.
     pub fn chunks_to_fill(&self, memory: DeviceSpan<'_>) -> Result<Vec<(Lent, Range<usize>)>> {
         let words = memory.words();
         let chunk = |start| {
@@ -268,19 +273,19 @@ impl PinnedStaging<'_> {
     }
 }
 
-/// A slot that is on its way to another rank.
-struct Leaving {
+/// A slot that is being sent to another rank.
+struct StagedSend {
     slot: Lent,
     words: usize,
 }
 
-impl P2pBuffer for Leaving {
+impl P2pBuffer for StagedSend {
     fn payload(&mut self) -> Result<Payload<'_>> {
         Ok(Payload::Host(bytemuck::cast_slice_mut(self.slot.memory(self.words)?)))
     }
 
     fn finish(self: Box<Self>, _: Result<()>) {
-        // The sender has its buffer back already; a failure fails its next request.
+        // The sender already has its buffer; after a failure its next request fails.
     }
 
     fn abandon(mut self: Box<Self>, _: Error) {
@@ -311,7 +316,7 @@ mod tests {
         assert!(chunks(tree, 0, 2, 6).is_empty() && chunks(gather, 0, 2, 6).is_empty());
     }
 
-    /// On the host a chunk is cut evenly: everyone must find its own part there.
+    /// The host divides a chunk evenly: the parts must be those of the whole buffer.
     #[test]
     fn a_chunk_is_an_even_cut_of_itself() {
         for (words, ranks, slot) in [(8, 3, 6), (1000, 7, 50), (999, 4, 4), (5, 4, 100)] {

@@ -1,4 +1,4 @@
-//! The device of a rank, as the choice of a path wants to know it.
+//! The device of a rank, as the selection of a transport needs to know it.
 
 use std::sync::{Arc, OnceLock};
 
@@ -7,23 +7,24 @@ use hpctrain_base::error::Result;
 
 /// The device of a rank.
 pub struct LocalDevice<B> {
-    /// Tells it apart on its node.
+    /// Identifies the device on its node.
     pub(super) id: String,
-    /// Whether ranks of its node see other devices than this one.
+    /// Whether other ranks of the node see other devices than this one.
     pub(super) is_apart: bool,
-    /// Makes it with little memory, to try things out.
+    /// Opens the device with little memory, for measurements.
     pub(super) small: Box<dyn Fn() -> Result<B> + Send + Sync>,
-    /// The choice of `auto`, which is made once.
+    /// The choice of `auto` and its reason, once it is made.
     pub(super) chosen: OnceLock<(DeviceTransport, Arc<str>)>,
 }
 
 impl<B> LocalDevice<B> {
-    /// A device with this name on its node, which `small` makes with little memory.
+    /// Creates a description of the device that `id` identifies on its node. `small` opens it with
+    /// little memory.
     pub fn new(id: String, small: impl Fn() -> Result<B> + Send + Sync + 'static) -> Self {
         Self { id, is_apart: false, small: Box::new(small), chosen: OnceLock::new() }
     }
 
-    /// The same, where ranks of its node see other devices than this one does.
+    /// Sets whether other ranks of the node see other devices than this one.
     pub fn apart(self, is_apart: bool) -> Self {
         Self { is_apart, ..self }
     }

@@ -1,19 +1,19 @@
-//! Sums in the order of the tree by messages of all ranks at once, for a library that carries many
-//! of them in one go (NCCL).
+//! Deterministic collectives from NCCL groups: many point-to-point messages that NCCL runs in one
+//! call.
 //!
-//! Of each chunk of the buffer a rank owns an even share. It receives the share's terms from all
-//! other ranks in one group of messages, adds them by one kernel in the order of
+//! A rank owns an even share of each chunk of the buffer. It receives the share's terms from all
+//! other ranks in one group, adds them in one kernel in the order of
 //! [`Algorithm::HalvingDoubling`](crate::algorithms::Algorithm), and sends the sum to all others in
 //! a later group, which also carries the terms of another chunk. `hierarchical` does so twice,
-//! inside the node and between the nodes ([`stages`]). Each rank sends 2·(n−1)/n of the buffer, the
-//! least possible.
+//! inside the node and between the nodes ([`chunk_pipeline`](super::chunk_pipeline)). Each rank
+//! sends 2·(n−1)/n of the buffer, which is bandwidth-optimal.
 //!
-//! The kernels have a stream of their own: while one adds the terms of a chunk, the next group of
-//! messages is under way, whose terms have another place. So k chunks take k + 1 groups, or k + 3
-//! of `hierarchical`. The device keeps all of it in order; the host waits for messages to be
-//! queued, and for the device only at the end.
+//! The kernels run on a separate stream: while one adds the terms of a chunk, the next group is in
+//! flight, whose terms go to another scratch slot. So k chunks take k + 1 groups, or k + 3 with
+//! `hierarchical`. The device keeps the order; the host waits until messages are queued, and for
+//! the device only at the end.
 //!
-//! The sum of an element is that of [`algorithms`](crate::algorithms) bit for bit: the same terms
+//! Sums have the same bits as those of [`algorithms`](crate::algorithms): the same terms are added
 //! in the same tree.
 
 use std::ops::Range;
@@ -26,32 +26,32 @@ use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{DeviceCopies, DeviceSpan, OrderedSum};
 
-/// Slots of staged messages in a chunk, which so has 32 MiB: that long, groups of messages reach
-/// their speed.
+/// The length of a chunk in host-staged slots. 32 MiB are long enough for groups to reach full
+/// bandwidth.
 const SLOTS: usize = 8;
 
-/// Places for the terms of a chunk: one is added up while the next are received.
+/// Scratch slots for the terms of a chunk: those in one are added while the next are received.
 pub const PLACES: usize = 2;
 
-/// Words of a chunk.
+/// Returns the words of a chunk.
 pub fn chunk(slot: usize, ranks: usize) -> usize {
     (SLOTS * slot).max(ranks)
 }
 
-/// The levels of a call that goes this way.
+/// Returns the levels of a call, or `None` if it cannot run in NCCL groups.
 pub fn takes(call: Call, group: &GroupRanks) -> Option<Vec<Level>> {
     if call.operation == Operation::Broadcast { None } else { levels(call.algorithm, group) }
 }
 
-/// Words of the terms that a rank receives of a chunk on all levels, at most.
+/// Returns the most words of terms that a rank receives for a chunk on all levels.
 pub fn terms(words: usize, chunk: usize, ranks: usize) -> usize {
     (ranks - 1) * words.min(chunk).div_ceil(ranks)
 }
 
-/// A message: the other rank, and its words.
+/// A message: the other rank, and the memory.
 type Message<'a> = (usize, DeviceSpan<'a>);
 
-/// Device memory of one collective.
+/// A collective on device memory.
 pub struct NcclP2pCollective<'a> {
     pub memory: DeviceSpan<'a>,
     pub device_comm: GroupComm<'a>,
@@ -61,7 +61,7 @@ pub struct NcclP2pCollective<'a> {
     pub chunk: usize,
 }
 
-/// The work of one group.
+/// The messages and sums of one NCCL group.
 #[derive(Default)]
 struct Exchange<'a> {
     sends: Vec<Message<'a>>,
@@ -70,13 +70,14 @@ struct Exchange<'a> {
 }
 
 impl<'a> Exchange<'a> {
-    /// Terms to those who own them. Mine come to `room`, piece by piece, and are added up.
+    /// Adds messages that send terms to their owners. Those of this rank are received in `scratch`,
+    /// piece by piece, and summed.
     fn terms(
         &mut self,
         memory: DeviceSpan<'a>,
         level: &Level,
         shares: &Shares,
-        mut room: DeviceSpan<'a>,
+        mut scratch: DeviceSpan<'a>,
     ) {
         for place in level.others() {
             let theirs = level.of(place, shares);
@@ -86,7 +87,7 @@ impl<'a> Exchange<'a> {
         for range in level.of(level.mine, shares) {
             let words = range.len();
             let own = memory.part(range);
-            let others = room.part(0..(level.ranks.len() - 1) * words);
+            let others = scratch.part(0..(level.ranks.len() - 1) * words);
             let places = level.others().enumerate();
             self.receives.extend(
                 places.map(|(k, place)| {
@@ -94,11 +95,11 @@ impl<'a> Exchange<'a> {
                 }),
             );
             self.folds.push(OrderedSum { own, number: level.mine, others });
-            room = room.part(others.words()..room.words());
+            scratch = scratch.part(others.words()..scratch.words());
         }
     }
 
-    /// Sums from those who own them, to the first rank of the level or to all.
+    /// Adds messages that send sums from their owners to the first rank of the level, or to all.
     fn sums(&mut self, memory: DeviceSpan<'a>, level: &Level, shares: &Shares, to_first: bool) {
         let takes = |place: usize| !to_first || place == 0;
         for place in level.others() {
@@ -114,12 +115,12 @@ impl<'a> Exchange<'a> {
 }
 
 impl NcclP2pCollective<'_> {
-    /// Runs a collective that [`takes`] gives levels for.
+    /// Runs a collective for which [`takes`] returned levels.
     pub fn run(
         self,
         call: Call,
         levels: &[Level],
-        wire: &mut dyn Transport,
+        transport: &mut dyn Transport,
         group: &GroupRanks,
     ) -> Result<()> {
         let Self { memory, device_comm, copies, places, chunk } = self;
@@ -127,8 +128,9 @@ impl NcclP2pCollective<'_> {
         let to_first = call.operation == Operation::Reduce;
         let chunks = chunks(call.operation, memory.words(), chunk, levels);
         let terms = if adds { terms(memory.words(), chunk, group.size()) } else { 0 };
-        let rooms = (0..chunks.len().min(PLACES)).map(|place| places.hold(copies, place, terms));
-        rooms.collect::<Result<()>>()?;
+        let scratches =
+            (0..chunks.len().min(PLACES)).map(|place| places.hold(copies, place, terms));
+        scratches.collect::<Result<()>>()?;
         for (number, stages) in
             schedule(call.operation, chunks.len(), levels.len()).into_iter().enumerate()
         {
@@ -137,12 +139,15 @@ impl NcclP2pCollective<'_> {
                 let shares = &chunks[chunk];
                 match stage {
                     Stage::Terms(level) => {
-                        let room =
-                            places.span(chunk % PLACES, room(levels, level, terms, group.size()));
-                        let room = room.ok_or_else(|| Error::internal("terms without a place"))?;
-                        exchange.terms(memory, &levels[level], shares, room);
+                        let scratch = places.span(
+                            chunk % PLACES,
+                            scratch_range(levels, level, terms, group.size()),
+                        );
+                        let scratch = scratch
+                            .ok_or_else(|| Error::internal("no scratch memory for terms"))?;
+                        exchange.terms(memory, &levels[level], shares, scratch);
                     }
-                    // Sums for the first rank alone go to its lane, and from there to itself.
+                    // Sums for the first rank alone go to its rail, and from there to it.
                     Stage::Sums(level)
                         if to_first && levels[level + 1..].iter().any(|above| above.mine > 0) => {}
                     Stage::Sums(level) => exchange.sums(memory, &levels[level], shares, to_first),
@@ -150,24 +155,24 @@ impl NcclP2pCollective<'_> {
             }
             let Exchange { sends, receives, folds } = exchange;
             if adds {
-                // When no more chunks come, nothing is put off.
+                // When no more chunks come, nothing is deferred.
                 device_comm.after_folds(usize::from(number < chunks.len()))?;
             }
             if !(sends.is_empty() && receives.is_empty()) {
-                device_comm.queue(wire, group, &sends, &receives)?;
+                device_comm.queue(transport, group, &sends, &receives)?;
             }
-            // An empty call counts among those that may be put off.
+            // An empty call counts among those that may be deferred.
             if adds && (number < chunks.len() || !folds.is_empty()) {
                 device_comm.fold(&folds)?;
             }
         }
-        device_comm.finish(wire)
+        device_comm.finish(transport)
     }
 }
 
-/// Where the terms of a level are among `terms` words for all levels.
-fn room(levels: &[Level], level: usize, terms: usize, ranks: usize) -> Range<usize> {
-    // Words of the longest share, as often as it is received.
+/// Returns the range of a level's terms among the `terms` words of all levels.
+fn scratch_range(levels: &[Level], level: usize, terms: usize, ranks: usize) -> Range<usize> {
+    // Words of the longest share, times the number of ranks that send it.
     let of = |level: &Level| {
         (level.ranks.len() - 1) * level.owned[level.mine].len() * (terms / (ranks - 1))
     };
@@ -196,16 +201,18 @@ mod tests {
                 let call = Call { operation, algorithm: Algorithm::Hierarchical, root: 0 };
                 let levels = takes(call, &GroupRanks::world(rank, nodes.into())).unwrap();
                 let terms = terms(words, chunk, ranks);
-                let rooms: Vec<_> =
-                    (0..levels.len()).map(|level| room(&levels, level, terms, ranks)).collect();
+                let scratches: Vec<_> = (0..levels.len())
+                    .map(|level| scratch_range(&levels, level, terms, ranks))
+                    .collect();
                 assert!(
-                    rooms[0].start == 0 && rooms.windows(2).all(|two| two[0].end == two[1].start)
+                    scratches[0].start == 0
+                        && scratches.windows(2).all(|two| two[0].end == two[1].start)
                 );
-                assert_eq!(rooms.last().unwrap().end, terms, "{nodes:?}");
+                assert_eq!(scratches.last().unwrap().end, terms, "{nodes:?}");
                 for shares in chunks(operation, words, chunk, &levels) {
-                    for (level, room) in levels.iter().zip(&rooms) {
+                    for (level, scratch) in levels.iter().zip(&scratches) {
                         let own: usize = level.of(level.mine, &shares).iter().map(Range::len).sum();
-                        assert!((level.ranks.len() - 1) * own <= room.len());
+                        assert!((level.ranks.len() - 1) * own <= scratch.len());
                     }
                 }
             }

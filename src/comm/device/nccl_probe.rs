@@ -1,11 +1,10 @@
-//! The proof that the library of the devices' vendor, such as NCCL, works between all ranks of a
-//! job.
+//! Probes whether the device vendor's library, such as NCCL, works between all ranks of a job.
 //!
-//! Such a library may crash or wait for ever where drivers, containers or networks are not as it
-//! wants them. So others than the ranks try: each rank starts a process of this program, which
-//! opens the rank's device. These processes meet in a communicator as the ranks would, exchange
-//! memory around a ring and add it up. The ranks look after them together: when one of them fails,
-//! or has not answered in time, all are ended.
+//! Such a library may crash or hang where drivers, containers or networks are not as it expects. So
+//! the probe runs in child processes: each rank starts a process of this program, which opens the
+//! rank's device. These processes create a communicator as the ranks would, exchange memory around
+//! a ring and all-reduce it. The ranks monitor them together: if one of them fails, or has not
+//! answered in time, all are killed.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::os::unix::process::ExitStatusExt as _;
@@ -21,38 +20,37 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 use hpctrain_device::{Backend, CommBuffer, CommId, DeviceCollective, DeviceSpan, MemoryKind};
 
-/// The command by which a program that can be tried is started: `hpctrain prove-together RANK RANKS
-/// DEVICE`.
+/// The command that runs a process of the probe: `hpctrain prove-together RANK RANKS DEVICE`.
 pub const TOGETHER: &str = "prove-together";
 
-/// Elements that are tried: more than any library sends at once.
-const LEN: usize = 100_000;
+/// Elements of a test message: more than any library sends at once.
+const ELEMENTS: usize = 100_000;
 
-/// Time for all of it: a device may take its time to start, and a library to look at the network.
+/// Time limit of the probe: a device may be slow to start, and a library to set up the network.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A variable with another number of seconds.
+/// A variable that overrides [`TIMEOUT`], in seconds.
 const SECONDS: &str = "HPCTRAIN_PROOF_SECONDS";
 
-/// Interval at which ranks tell each other how far their processes are.
+/// Interval at which ranks exchange the states of their processes.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Time for the last words of a process that has ended.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Time to read the standard error of a process that has ended.
+const STDERR_TIMEOUT: Duration = Duration::from_secs(1);
 
-static CAN_BE_TRIED: OnceLock<()> = OnceLock::new();
+static SUPPORTS_PROBE: OnceLock<()> = OnceLock::new();
 
-/// Announces that this program, started with [`TOGETHER`], calls [`answer_trial`]. Another program
-/// would begin its own work once more.
+/// Declares that this program calls [`answer_trial`] when it is started with [`TOGETHER`]. Other
+/// programs are not started for the probe, since they would begin their own work again.
 pub fn can_be_tried() {
-    CAN_BE_TRIED.get_or_init(|| ());
+    SUPPORTS_PROBE.get_or_init(|| ());
 }
 
-/// News of a rank's process.
+/// The status of a rank's process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct ProbeStatus {
     state: State,
-    /// Of the first rank: the identifier that its process has made.
+    /// The identifier that the process of the first rank has created.
     id: Option<String>,
 }
 
@@ -63,61 +61,64 @@ enum State {
     Failed(String),
 }
 
-/// The process of a rank.
+/// The probe process of a rank.
 struct NcclProbe {
     child: Child,
     input: Option<ChildStdin>,
-    /// Lines of its standard output.
+    /// The lines of its standard output.
     lines: Receiver<String>,
-    /// All of its standard error, when it has ended.
+    /// Its whole standard error, once it has ended.
     errors: Receiver<String>,
     begun: Instant,
-    patience: Duration,
+    timeout: Duration,
 }
 
-/// Collective over a group of more than one rank, each with a device of its own, which is called
-/// `device` on its node: whether the library works between them.
+/// Probes the library between the ranks of a group of more than one rank. `device` identifies this
+/// rank's device on its node; every rank must have its own. Collective.
 ///
 /// # Errors
-/// The same on all ranks: the reason why it does not, or a message failed.
+/// Returns the same error on all ranks if the library does not work, and an error if a message
+/// between ranks failed.
 pub fn together<B: Backend>(world: &Group<B>, device: &str) -> Result<()> {
-    let mut trial = NcclProbe::start(world.rank(), world.size(), device);
-    let mut is_told = false;
+    let mut probe = NcclProbe::start(world.rank(), world.size(), device);
+    let mut id_sent = false;
     loop {
-        let state = match &mut trial {
-            Ok(trial) => trial.state(),
+        let state = match &mut probe {
+            Ok(probe) => probe.state(),
             Err(error) => State::Failed(error.message().to_owned()),
         };
-        let id = trial
+        let id = probe
             .as_ref()
             .ok()
-            .filter(|_| world.rank() == 0 && !is_told)
-            .and_then(|trial| trial.lines.try_recv().ok());
-        let news = serde_json::to_vec(&ProbeStatus { state, id })
-            .map_err(|e| Error::internal(format!("a proof: {e}")))?;
-        let told = world.gather_bytes(news).wait()?;
-        let told = told
+            .filter(|_| world.rank() == 0 && !id_sent)
+            .and_then(|probe| probe.lines.try_recv().ok());
+        let status = serde_json::to_vec(&ProbeStatus { state, id }).map_err(|e| {
+            Error::internal(format!("cannot serialize the status of the NCCL probe: {e}"))
+        })?;
+        let statuses = world.gather_bytes(status).wait()?;
+        let statuses = statuses
             .iter()
             .map(|bytes| serde_json::from_slice::<ProbeStatus>(bytes))
             .collect::<Result<Vec<_>, _>>();
-        let told =
-            told.map_err(|e| Error::comm(format!("another rank sent no news of a proof: {e}")))?;
-        let failed = told.iter().enumerate().find_map(|(rank, news)| match &news.state {
+        let statuses = statuses.map_err(|e| {
+            Error::comm(format!("cannot parse another rank's status of the NCCL probe: {e}"))
+        })?;
+        let failed = statuses.iter().enumerate().find_map(|(rank, status)| match &status.state {
             State::Failed(why) => Some((rank, why)),
             _ => None,
         });
         if let Some((rank, why)) = failed {
-            // The others' processes wait for that one; dropped, they end.
+            // The other processes wait for that one; dropping the probe kills them.
             return Err(
-                Error::input(format!("a process tried it beside rank {rank}: {why}")).shared()
+                Error::input(format!("the NCCL probe of rank {rank} failed: {why}")).shared()
             );
         }
-        if told.iter().all(|news| news.state == State::Done) {
+        if statuses.iter().all(|status| status.state == State::Done) {
             return Ok(());
         }
-        if let (Some(id), Ok(trial)) = (&told[0].id, &mut trial) {
-            is_told = true;
-            trial.tell(id);
+        if let (Some(id), Ok(probe)) = (&statuses[0].id, &mut probe) {
+            id_sent = true;
+            probe.send_id(id);
         }
         std::thread::sleep(POLL_INTERVAL);
     }
@@ -125,50 +126,51 @@ pub fn together<B: Backend>(world: &Group<B>, device: &str) -> Result<()> {
 
 impl NcclProbe {
     fn start(rank: usize, size: usize, device: &str) -> Result<Self> {
-        if CAN_BE_TRIED.get().is_none() {
-            return Err(Error::input("this program was not made to try it"));
+        if SUPPORTS_PROBE.get().is_none() {
+            return Err(Error::input("this program does not support the NCCL probe"));
         }
         let program = std::env::current_exe()
-            .map_err(|e| Error::internal(format!("where is this program? {e}")))?;
+            .map_err(|e| Error::internal(format!("cannot find this program's file: {e}")))?;
         let mut command = Command::new(program);
         command.args([TOGETHER, &rank.to_string(), &size.to_string(), device]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child =
-            command.spawn().map_err(|e| Error::input(format!("no process could try: {e}")))?;
-        let ((say, lines), (complain, errors)) = (channel(), channel());
+        let mut child = command
+            .spawn()
+            .map_err(|e| Error::input(format!("cannot start the probe process: {e}")))?;
+        let ((line_sender, lines), (error_sender, errors)) = (channel(), channel());
         let output = child.stdout.take();
-        let complaints = child.stderr.take();
+        let stderr = child.stderr.take();
         let seconds = std::env::var(SECONDS).ok().and_then(|seconds| seconds.parse().ok());
-        let patience = seconds.map_or(TIMEOUT, Duration::from_secs);
-        // Dropped, it ends the process.
-        let trial = Self {
+        let timeout = seconds.map_or(TIMEOUT, Duration::from_secs);
+        // Dropping it kills the process.
+        let probe = Self {
             input: child.stdin.take(),
             child,
             lines,
             errors,
             begun: Instant::now(),
-            patience,
+            timeout,
         };
         if let Some(output) = output {
-            spawn("trial-output", move || {
-                // Unreadable output is none, and nobody may be there to hear it any more.
+            spawn("probe-output", move || {
+                // Unreadable output is ignored; the receiver may be gone.
                 let read = BufReader::new(output).lines().map_while(|line| line.ok());
-                read.take_while(|line| say.send(line.clone()).is_ok()).for_each(drop);
+                read.take_while(|line| line_sender.send(line.clone()).is_ok()).for_each(drop);
             })?;
         }
-        if let Some(mut output) = complaints {
-            spawn("trial-errors", move || {
+        if let Some(mut output) = stderr {
+            spawn("probe-errors", move || {
                 let mut text = Vec::new();
-                // Unreadable output is ignored, and nobody may be there to hear it any more.
+                // Unreadable output is ignored; the receiver may be gone.
                 let _ = output.read_to_end(&mut text);
-                let _ = complain.send(String::from_utf8_lossy(&text).into_owned());
+                let _ = error_sender.send(String::from_utf8_lossy(&text).into_owned());
             })?;
         }
-        Ok(trial)
+        Ok(probe)
     }
 
-    /// Gives it the identifier. If it does not listen any more, its state says why.
-    fn tell(&mut self, id: &str) {
+    /// Sends the identifier to the process. If it no longer reads, its state says why.
+    fn send_id(&mut self, id: &str) {
         if let Some(input) = &mut self.input {
             let _ = writeln!(input, "{id}");
         }
@@ -178,61 +180,64 @@ impl NcclProbe {
         match self.child.try_wait() {
             Ok(Some(status)) if status.success() => State::Done,
             Ok(Some(status)) => {
-                let text = self.errors.recv_timeout(LAST_WORDS).unwrap_or_default();
+                let text = self.errors.recv_timeout(STDERR_TIMEOUT).unwrap_or_default();
                 let line = text.lines().find_map(|line| line.strip_prefix("error: "));
-                State::Failed(line.map_or_else(|| described(status), str::to_owned))
+                State::Failed(line.map_or_else(|| describe(status), str::to_owned))
             }
-            Ok(None) if self.begun.elapsed() > self.patience => {
-                State::Failed(format!("no answer after {} seconds", self.patience.as_secs()))
+            Ok(None) if self.begun.elapsed() > self.timeout => {
+                State::Failed(format!("no answer after {} seconds", self.timeout.as_secs()))
             }
             Ok(None) => State::Trying,
-            Err(e) => State::Failed(format!("it cannot be waited for: {e}")),
+            Err(e) => State::Failed(format!("cannot wait for the probe process: {e}")),
         }
     }
 }
 
 impl Drop for NcclProbe {
     fn drop(&mut self) {
-        // One that has ended needs neither.
+        // Both fail if it has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-fn described(status: ExitStatus) -> String {
+fn describe(status: ExitStatus) -> String {
     match status.signal() {
         Some(signal) => format!("ended by signal {signal}"),
         None => status.to_string(),
     }
 }
 
-/// The part of the process of rank `rank` among `size`: it meets the others and exchanges memory of
-/// its device with them. It ends when its rank does.
+/// Runs the probe process of rank `rank` of `size`: creates a communicator with the others and
+/// exchanges device memory with them. The process exits when its rank does.
 ///
 /// # Errors
-/// The library failed, or memory arrived changed.
+/// Returns an error if there is no device memory, the library failed, or received memory differs
+/// from what was sent.
 pub fn answer_trial<B: Backend>(backend: &B, rank: usize, size: usize) -> Result<()> {
     let none = || Error::input("there is no GPU whose memory could be exchanged");
     let copies = backend.copies()?.ok_or_else(none)?;
     if rank == 0 {
         let id: String = copies.comm_id()?.iter().map(|byte| format!("{byte:02x}")).collect();
         let mut output = std::io::stdout();
-        let said = writeln!(output, "{id}").and_then(|()| output.flush());
-        said.map_err(|e| Error::internal(format!("the identifier cannot be told: {e}")))?;
+        let written = writeln!(output, "{id}").and_then(|()| output.flush());
+        written.map_err(|e| {
+            Error::internal(format!("cannot write the identifier of the communicator: {e}"))
+        })?;
     }
-    let id = listen()?;
+    let id = read_id()?;
     let comm = copies.init_rank(&id, rank, size)?;
     let settled = || comm.mark()?.wait();
     settled()?;
     let mut bufs = Vec::new();
-    for values in [values(rank), vec![0.0; LEN], values(rank)] {
+    for values in [values(rank), vec![0.0; ELEMENTS], values(rank)] {
         let buf = backend.upload_f32(MemoryKind::Communication, &values)?;
         if let Some(ready) = B::record_event(&buf)? {
             ready.wait()?;
         }
         bufs.push(buf);
     }
-    let spans = bufs.iter_mut().map(|buf| match B::comm_buffer(buf, 0..LEN)? {
+    let spans = bufs.iter_mut().map(|buf| match B::comm_buffer(buf, 0..ELEMENTS)? {
         CommBuffer::Device(memory, _) => Ok(memory),
         CommBuffer::Host(_) => Err(none()),
     });
@@ -245,40 +250,42 @@ pub fn answer_trial<B: Backend>(backend: &B, rank: usize, size: usize) -> Result
     settled()?;
     comm.part()?;
     settled()?;
-    let mut sum = vec![0.0; LEN];
+    let mut sum = vec![0.0; ELEMENTS];
     for other in 0..size {
         sum.iter_mut().zip(values(other)).for_each(|(sum, value)| *sum += value);
     }
     for (buf, want) in bufs.iter().zip([values(rank), values(previous), sum]) {
-        let mut arrived = vec![0.0; LEN];
+        let mut arrived = vec![0.0; ELEMENTS];
         backend.download(B::all(buf), &mut arrived)?;
         if arrived != want {
-            return Err(Error::comm("memory of a GPU arrived changed"));
+            return Err(Error::comm("received GPU memory differs from what was sent"));
         }
     }
     Ok(())
 }
 
-/// The elements of a rank's process: whole numbers whose sums over thousands of ranks are exact in
-/// any order.
+/// Returns the elements of a rank's process: whole numbers whose sums over thousands of ranks are
+/// exact in any order.
 fn values(rank: usize) -> Vec<f32> {
-    (0..LEN).map(|i| (i % 89 + rank % 7) as f32).collect()
+    (0..ELEMENTS).map(|i| (i % 89 + rank % 7) as f32).collect()
 }
 
-/// The identifier from standard input. This process ends when that does.
-fn listen() -> Result<CommId> {
+/// Reads the identifier from standard input. The process exits when standard input is closed.
+fn read_id() -> Result<CommId> {
     let mut input = BufReader::new(std::io::stdin());
     let mut line = String::new();
-    input.read_line(&mut line).map_err(|e| Error::input(format!("no identifier was told: {e}")))?;
+    input.read_line(&mut line).map_err(|e| {
+        Error::input(format!("cannot read the identifier from standard input: {e}"))
+    })?;
     let line = line.trim();
     let byte =
         |at: usize| line.get(2 * at..2 * at + 2).and_then(|byte| u8::from_str_radix(byte, 16).ok());
     let id = (0..size_of::<CommId>()).map(byte).collect::<Option<Vec<u8>>>();
     let id = id
         .and_then(|id| CommId::try_from(id).ok())
-        .ok_or_else(|| Error::input("no identifier was told"))?;
-    spawn("trial-input", move || {
-        // Nothing more comes but the end, however it comes.
+        .ok_or_else(|| Error::input("standard input has no valid identifier"))?;
+    spawn("probe-input", move || {
+        // Nothing follows but the end of the input, or an error.
         let _ = input.read(&mut [0]);
         std::process::exit(3)
     })?;
@@ -298,6 +305,6 @@ mod tests {
     #[test]
     fn programs_that_cannot_be_tried_are_not_started() {
         let error = NcclProbe::start(0, 2, "x").err().unwrap();
-        assert!(error.to_string().contains("was not made to try it"), "{error}");
+        assert!(error.to_string().contains("does not support the NCCL probe"), "{error}");
     }
 }

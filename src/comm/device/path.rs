@@ -1,15 +1,15 @@
-//! Paths of messages to the memory of a device.
+//! The transports of device memory.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// `comm.transport`: the path of messages to the memory of GPUs.
+/// `comm.transport`: the transport of device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TransportChoice {
     /// The faster of those that pass a probe: NCCL where every rank has its own device, CUDA-aware
-    /// MPI where the library says that it is; else host-staged.
+    /// MPI where the library claims to be; otherwise host-staged.
     Auto,
     /// [`DeviceTransport::CudaAware`]
     #[serde(alias = "direct")]
@@ -32,7 +32,7 @@ impl fmt::Display for TransportChoice {
     }
 }
 
-/// The path of messages to the memory of a device.
+/// The transport of device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceTransport {
@@ -40,23 +40,23 @@ pub enum DeviceTransport {
     CudaAware,
     /// Through pinned host memory.
     HostStaged,
-    /// NCCL carries them; every rank has a GPU of its own.
+    /// NCCL, which requires a separate GPU for every rank.
     Nccl,
 }
 
 impl DeviceTransport {
-    /// For people.
+    /// Describes the transport for logs and the startup summary.
     pub fn describe(self) -> &'static str {
         match self {
-            DeviceTransport::CudaAware => "straight from device memory",
-            DeviceTransport::HostStaged => "device memory staged through the host",
+            DeviceTransport::CudaAware => "device memory by CUDA-aware MPI",
+            DeviceTransport::HostStaged => "device memory host-staged (pinned memory)",
             DeviceTransport::Nccl => "device memory by NCCL",
         }
     }
 
-    /// Whether single messages go through the host. NCCL's, too: a message of NCCL holds up those
-    /// behind it until the receiver takes it, so two neighbours that send to each other before they
-    /// receive would wait for ever.
+    /// Returns true if point-to-point messages are host-staged. With NCCL they are, too: an NCCL
+    /// message blocks its stream until the receiver takes it, so two neighbours that send to each
+    /// other before they receive would wait for ever.
     pub(crate) fn stages_messages(self) -> bool {
         self != DeviceTransport::CudaAware
     }

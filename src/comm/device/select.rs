@@ -1,15 +1,15 @@
-//! Choice of the path to device memory, and the proof that it works here.
+//! Selects the transport of device memory, after probes.
 //!
-//! `auto` chooses among the paths that processes of their own, which may crash, prove to work:
+//! `auto` chooses among the transports that pass a probe in child processes, which may crash:
 //!
-//! - NCCL, if every rank has a device of its own: a process for each rank (`hpctrain
-//!   prove-together`) meets the others and exchanges memory with them;
-//! - direct, if the MPI library claims to know CUDA and one rank of each node shows that it does:
-//!   two processes (`hpctrain prove-direct`) have the library exchange device memory between them.
+//! - NCCL, if every rank has its own device: one process for each rank (`hpctrain prove-together`)
+//!   creates a communicator with the others and exchanges memory with them;
+//! - CUDA-aware MPI, if the library claims to be and the probe passes on each node: two processes
+//!   (`hpctrain prove-direct`) exchange device memory.
 //!
-//! Where both work, ranks add up a buffer by each of them, and the faster one is taken. Where
-//! neither does, messages are staged. All ranks choose alike, and the reasons are in the banner and
-//! in `run.json`.
+//! If both pass, the ranks all-reduce a buffer with each, and the faster one is used. If neither
+//! does, device memory is host-staged. All ranks choose the same transport; the reasons are in the
+//! startup summary and in `run.json`.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,20 +21,20 @@ use crate::transport::mpi;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, MemoryKind, readable};
 
-/// Elements that two paths add up to be compared: more than latencies count.
+/// Elements of the all-reduce that compares two transports: enough to measure bandwidth.
 const WORDS: usize = 1 << 20;
 
-/// Sums of which the fastest counts, after one that begins connections.
+/// Number of all-reduces of which the fastest counts, after one that sets up connections.
 const ROUNDS: usize = 3;
 
 impl<B: Backend> Comm<B> {
-    /// Collective over the world: a handle whose messages reach device memory by `setting`. `prove`
-    /// tries the direct way for this rank's node, which nothing else can know to work
-    /// ([`mpi::prove_in_child`]). NCCL is tried only if the device is known
-    /// ([`Comm::with_local_device`]).
+    /// Returns a handle with the device transport of `setting`. `prove` probes CUDA-aware MPI on
+    /// this rank's node ([`mpi::prove_in_child`]). `auto` considers NCCL only if the device is
+    /// known ([`Comm::with_local_device`]). Collective over the world.
     ///
     /// # Errors
-    /// The way that is wanted does not work, or there is no device memory to reach.
+    /// Returns an error if the transport of `setting` does not work, or if it is set although the
+    /// backend has no device memory.
     pub fn select_transport(
         &self,
         setting: TransportChoice,
@@ -47,7 +47,7 @@ impl<B: Backend> Comm<B> {
                 | TransportChoice::HostStaged
                 | TransportChoice::Nccl => {
                     Err(Error::input(format!("comm.transport = {setting} is for GPUs"))
-                        .hint("leave it out: messages take host memory as it is")
+                        .hint("leave it out: host memory needs no device transport")
                         .shared())
                 }
             };
@@ -56,8 +56,8 @@ impl<B: Backend> Comm<B> {
             TransportChoice::HostStaged => Ok(self.with_transport(DeviceTransport::HostStaged)),
             TransportChoice::Nccl => self.on_library(),
             TransportChoice::CudaAware => {
-                let proved = self.direct_works(setting, prove);
-                proved.map_err(|error| {
+                let probed = self.direct_works(setting, prove);
+                probed.map_err(|error| {
                     error.at("comm.transport = cuda-aware").hint("set comm.transport = host-staged")
                 })?;
                 Ok(self.with_transport(DeviceTransport::CudaAware))
@@ -79,11 +79,11 @@ impl<B: Backend> Comm<B> {
         }
     }
 
-    /// The path of `auto`, with the reasons.
+    /// Chooses the transport of `auto`. Returns it with the reasons. Collective over the world.
     fn choose(&self, prove: impl FnOnce() -> Result<()>) -> Result<(DeviceTransport, Arc<str>)> {
-        let together = self.library_works();
-        let direct = self.direct_works(TransportChoice::Auto, prove);
-        let (path, why) = match (together, direct) {
+        let nccl = self.library_works();
+        let cuda_aware = self.direct_works(TransportChoice::Auto, prove);
+        let (path, why) = match (nccl, cuda_aware) {
             (Ok(library), Ok(())) => {
                 let [by_library, by_mpi] =
                     self.compare([DeviceTransport::Nccl, DeviceTransport::CudaAware])?;
@@ -106,20 +106,27 @@ impl<B: Backend> Comm<B> {
             }
             (Err(error), Ok(())) => (
                 DeviceTransport::CudaAware,
-                format!("MPI has shown it; not by NCCL: {}", error.message()),
+                format!("CUDA-aware MPI passed its probe; NCCL not used: {}", error.message()),
             ),
             (Err(library), Err(mpi)) => (
                 DeviceTransport::HostStaged,
-                format!("not by NCCL: {}; not straight: {}", library.message(), mpi.message()),
+                format!(
+                    "NCCL not used: {}; CUDA-aware MPI not used: {}",
+                    library.message(),
+                    mpi.message()
+                ),
             ),
         };
         if self.rank() == 0 {
-            log::info!("messages of GPUs: {} ({why})", path.describe());
+            log::info!("comm.transport = auto: {} ({why})", path.describe());
         }
         Ok((path, why.into()))
     }
 
-    /// Whether MPI takes addresses of the device, as `prove` shows on each node.
+    /// Checks with `prove` on each node that MPI is CUDA-aware. Collective over the world.
+    ///
+    /// # Errors
+    /// Returns the same error on all ranks if it is not.
     fn direct_works(
         &self,
         setting: TransportChoice,
@@ -130,15 +137,15 @@ impl<B: Backend> Comm<B> {
         let mine = match setting {
             _ if !tries || self.size() == 1 => Ok(()),
             _ if !world.vendor => {
-                Err(Error::input(format!("{} cannot take addresses of a GPU", world.library)))
+                Err(Error::input(format!("{} cannot send from GPU memory", world.library)))
             }
             TransportChoice::Auto if !world.claims_devices => {
-                Err(Error::input(format!("{} does not claim to know CUDA", world.library)))
+                Err(Error::input(format!("{} does not claim to be CUDA-aware", world.library)))
             }
-            // The processes that prove it would see the devices of one rank.
+            // The probe processes would see only the devices of one rank.
             TransportChoice::Auto if self.device.as_ref().is_some_and(|device| device.is_apart) => {
                 Err(Error::input(
-                    "ranks of a node see different GPUs, and a driver may not open the memory of one that is hidden",
+                    "ranks of a node see different GPUs, and the driver may not open the memory of a hidden one",
                 ))
             }
             _ => prove(),
@@ -146,18 +153,18 @@ impl<B: Backend> Comm<B> {
         self.world().all_ok(mine)
     }
 
-    /// Collective over the world: the library by which the devices of all ranks exchange memory,
-    /// such as `NCCL 2.27.3`, as processes beside them have shown.
+    /// Probes NCCL between the devices of all ranks, in a child process of each rank. Returns the
+    /// name of the library, such as `NCCL 2.27.3`. Collective over the world.
     ///
     /// # Errors
-    /// The same on all ranks: the reason why there is none.
+    /// Returns the same error on all ranks if the library cannot be used.
     pub fn library_works(&self) -> Result<String> {
         let world = self.world();
         let own = self.device.as_ref().map_or("", |device| &device.id);
         let ids = world.gather_bytes(own.as_bytes().to_vec()).wait()?;
         if ids.iter().any(Vec::is_empty) {
             return Err(
-                Error::input("nobody can tell whether each rank has a GPU of its own").shared()
+                Error::input("the GPU of a rank is unknown, so ranks may share one").shared()
             );
         }
         for node in self.home.by_node() {
@@ -177,10 +184,11 @@ impl<B: Backend> Comm<B> {
         Ok(library)
     }
 
-    /// Seconds in which the ranks add up a buffer by each of some paths.
+    /// Measures the seconds of an all-reduce with each of some transports. Collective over the
+    /// world.
     fn compare<const N: usize>(&self, paths: [DeviceTransport; N]) -> Result<[f64; N]> {
         let world = self.world();
-        let none = || Error::internal("a device to compare paths with");
+        let none = || Error::internal("no device to compare transports with");
         let small = self.device.as_ref().map_or_else(|| Err(none()), |device| (device.small)());
         let backend = world.all_ok(small)?;
         let time = |path: DeviceTransport| {
@@ -197,41 +205,43 @@ impl<B: Backend> Comm<B> {
         };
         let mine = paths.into_iter().map(time).collect::<Result<Vec<u64>>>()?;
         let all = world.all_gather_u64(&mine)?;
-        // Their memory is this small device's.
+        // The scratch memory belongs to this small device.
         self.forget_devices()?;
-        // All wait for the slowest.
+        // The slowest rank counts.
         Ok(std::array::from_fn(|path| {
             all.iter().map(|of_rank| of_rank[path]).max().unwrap_or(0) as f64 * 1e-9
         }))
     }
 
-    /// A handle for [`DeviceTransport::Nccl`]. Alone a rank needs no library.
+    /// Returns a handle for [`DeviceTransport::Nccl`]. A single rank needs no library.
+    ///
+    /// # Errors
+    /// Returns the same error on all ranks if NCCL cannot be loaded.
     fn on_library(&self) -> Result<Self> {
         let mine = if self.size() > 1 { B::device_comm_library().map(Some) } else { Ok(None) };
         let found = self.world().all_ok(mine).map_err(|error| error.at("comm.transport = nccl"))?;
         if let Some(library) = found.filter(|_| self.rank() == 0) {
-            log::info!("messages of GPUs go by {library}");
+            log::info!("comm.transport = nccl: {library}");
         }
         Ok(self.with_transport(DeviceTransport::Nccl))
     }
 }
 
-/// The arguments by which a program that proves the direct way to be passable is started: `hpctrain
-/// prove-direct`.
+/// The command that runs the probe of CUDA-aware MPI: `hpctrain prove-direct`.
 pub const PROOF: &str = "prove-direct";
 
-/// The proof of [`Comm::select_transport`] in children that are this program.
+/// Probes CUDA-aware MPI for [`Comm::select_transport`], in child processes of this program.
 ///
 /// # Errors
-/// As [`mpi::prove_in_child`].
+/// Returns an error in the same cases as [`mpi::prove_in_child`].
 pub fn prove() -> Result<()> {
     proved_by().map(drop)
 }
 
-/// As [`prove`]: the number of processes that exchanged memory.
+/// Probes CUDA-aware MPI like [`prove`]. Returns the number of processes that exchanged memory.
 ///
 /// # Errors
-/// As [`mpi::prove_in_child`].
+/// Returns an error in the same cases as [`mpi::prove_in_child`].
 pub fn proved_by() -> Result<usize> {
     mpi::prove_in_child(&[PROOF])
 }

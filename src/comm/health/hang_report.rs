@@ -1,8 +1,8 @@
-//! Builds the stall report: the ranks that block the job, and where.
+//! Builds the report of a hang: which ranks block the job, and where.
 //!
-//! Where no rank is missing, messages may be: two ranks of different hosts that answer, and wait
-//! for each other in one collective, say that their hosts do not reach each other, because
-//! heartbeats travel by the file system.
+//! If no rank is missing, messages may be. If two ranks of different hosts are alive and wait for
+//! each other in one collective, their hosts cannot reach each other: heartbeats arrive by the file
+//! system, but messages do not.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,78 +10,87 @@ use super::flight_recorder::RECV;
 use super::heartbeat::{Heartbeat, LedgerFile, PeerHeartbeat};
 use crate::algorithms::Algorithm;
 
-/// Ranks that are described one by one.
+/// The most causes that are listed one by one.
 const DESCRIBED: usize = 8;
 
-/// A rank as another one sees it through the file system.
+/// The state of a rank, as its heartbeats show it to other ranks.
 pub struct RankState {
     pub heartbeat: Option<Heartbeat>,
-    /// Whether its heart still beats.
+    /// Whether its heartbeat has changed recently.
     pub answers: bool,
 }
 
 /// The group of a collective: its name and its ranks.
-type Place<'a> = (&'a str, &'a [usize]);
+type GroupKey<'a> = (&'a str, &'a [usize]);
 
-fn place_of(told: &PeerHeartbeat) -> Place<'_> {
-    (&told.group, &told.members)
+fn group_key(collective: &PeerHeartbeat) -> GroupKey<'_> {
+    (&collective.group, &collective.members)
 }
 
-/// The progress of every rank in its groups, as far as heartbeats and ledgers tell.
+/// The progress of every rank in its groups, from heartbeats and flight recorders.
 struct Progress<'a> {
     ranks: &'a [RankState],
-    /// The last collective that a rank has begun in a group.
-    begun: HashMap<(usize, Place<'a>), u64>,
-    /// The last one that it has ended there.
-    ended: HashMap<(usize, Place<'a>), u64>,
+    /// The last collective that a rank has begun in a group, by number in the group.
+    begun: HashMap<(usize, GroupKey<'a>), u64>,
+    /// The last collective that a rank has ended in a group.
+    ended: HashMap<(usize, GroupKey<'a>), u64>,
 }
 
 impl<'a> Progress<'a> {
-    fn new(ranks: &'a [RankState], ledgers: &'a [LedgerFile]) -> Self {
-        let of_ledgers = ledgers
-            .iter()
-            .flat_map(|ledger| ledger.collectives.iter().map(|told| (ledger.rank, told)));
-        let heartbeats = ranks.iter().filter_map(|sighting| sighting.heartbeat.as_ref());
-        let of_heartbeats = heartbeats.flat_map(|heartbeat| {
-            heartbeat.finished.iter().chain(&heartbeat.current).map(|told| (heartbeat.rank, told))
+    fn new(ranks: &'a [RankState], recorders: &'a [LedgerFile]) -> Self {
+        let from_recorders = recorders.iter().flat_map(|recorder| {
+            recorder.collectives.iter().map(|collective| (recorder.rank, collective))
+        });
+        let heartbeats = ranks.iter().filter_map(|state| state.heartbeat.as_ref());
+        let from_heartbeats = heartbeats.flat_map(|heartbeat| {
+            heartbeat
+                .finished
+                .iter()
+                .chain(&heartbeat.current)
+                .map(|collective| (heartbeat.rank, collective))
         });
         let mut begun = HashMap::new();
         let mut ended = HashMap::new();
-        let note = |last: &mut HashMap<_, u64>, rank: usize, told: &'a PeerHeartbeat| {
-            let last = last.entry((rank, place_of(told))).or_default();
-            *last = told.in_group.max(*last);
+        let note = |last: &mut HashMap<_, u64>, rank: usize, collective: &'a PeerHeartbeat| {
+            let last = last.entry((rank, group_key(collective))).or_default();
+            *last = collective.in_group.max(*last);
         };
-        for (rank, told) in of_ledgers.chain(of_heartbeats).filter(|(_, told)| told.op != RECV) {
-            note(&mut begun, rank, told);
-            if told.ended.is_some() {
-                note(&mut ended, rank, told);
+        for (rank, collective) in
+            from_recorders.chain(from_heartbeats).filter(|(_, collective)| collective.op != RECV)
+        {
+            note(&mut begun, rank, collective);
+            if collective.ended.is_some() {
+                note(&mut ended, rank, collective);
             }
         }
         Self { ranks, begun, ended }
     }
 
-    /// The collective that a rank is in, if it answers.
+    /// Returns the collective that a rank is in, if the rank responds.
     fn inside(&self, rank: usize) -> Option<&'a PeerHeartbeat> {
-        let sighting = self.ranks.get(rank).filter(|sighting| sighting.answers)?;
-        sighting.heartbeat.as_ref()?.current.as_ref()
+        let state = self.ranks.get(rank).filter(|state| state.answers)?;
+        state.heartbeat.as_ref()?.current.as_ref()
     }
 
-    /// The ranks that one waits for in its collective: those of the group that have not begun it,
-    /// or the sender of a message.
+    /// Returns the ranks that `rank` waits for in its collective: those of the group that have not
+    /// begun it, or the sender of a message.
     fn awaited_by(&self, rank: usize) -> Vec<usize> {
-        let Some(told) = self.inside(rank) else { return vec![] };
-        if told.op == RECV {
-            return told
+        let Some(collective) = self.inside(rank) else { return vec![] };
+        if collective.op == RECV {
+            return collective
                 .root
-                .and_then(|root| told.members.get(root))
+                .and_then(|root| collective.members.get(root))
                 .copied()
                 .into_iter()
                 .collect();
         }
         let has_begun = |other: usize| {
-            self.begun.get(&(other, place_of(told))).is_some_and(|begun| *begun >= told.in_group)
+            self.begun
+                .get(&(other, group_key(collective)))
+                .is_some_and(|begun| *begun >= collective.in_group)
         };
-        told.members
+        collective
+            .members
             .iter()
             .copied()
             .filter(|&other| other < self.ranks.len() && !has_begun(other))
@@ -92,50 +101,55 @@ impl<'a> Progress<'a> {
         self.ranks.get(rank)?.heartbeat.as_ref()
     }
 
-    /// The ranks that one exchanges with, and the number of the exchange in its collective.
+    /// Returns the ranks that `rank` exchanges with, and the number of the exchange in its
+    /// collective.
     fn exchange(&self, rank: usize) -> (&'a [usize], u64) {
-        let told = self.inside(rank).filter(|told| told.op != RECV);
-        let exchange = told.and_then(|_| self.heartbeat(rank)?.exchange.as_ref());
+        let collective = self.inside(rank).filter(|collective| collective.op != RECV);
+        let exchange = collective.and_then(|_| self.heartbeat(rank)?.exchange.as_ref());
         exchange.map_or((&[], 0), |exchange| (&exchange.with, exchange.number))
     }
 
-    /// Whether a rank is past the collective that another one is in.
-    fn is_past(&self, rank: usize, told: &PeerHeartbeat) -> bool {
-        self.ended.get(&(rank, place_of(told))).is_some_and(|ended| *ended >= told.in_group)
+    /// Returns true if a rank has ended the collective that another one is in.
+    fn is_past(&self, rank: usize, collective: &PeerHeartbeat) -> bool {
+        self.ended
+            .get(&(rank, group_key(collective)))
+            .is_some_and(|ended| *ended >= collective.in_group)
     }
 
-    /// Pairs of a rank and one that it waits for although that one has done its part: what it sent
-    /// did not arrive. Both answer, and are on different hosts.
+    /// Returns pairs of a rank and one that it waits for although that one has sent its messages,
+    /// so they did not arrive. Both ranks respond and are on different hosts.
     fn cut_off(&self, awaited_by: &[Vec<usize>], has_cause: bool) -> Vec<(usize, usize)> {
         let pairs = |of: &dyn Fn(usize) -> Vec<usize>| -> Vec<(usize, usize)> {
             let all = (0..self.ranks.len())
                 .flat_map(|rank| of(rank).into_iter().map(move |other| (rank, other)));
-            all.filter(|&(rank, other)| self.are_apart(rank, other)).collect()
+            all.filter(|&(rank, other)| self.on_different_hosts(rank, other)).collect()
         };
-        let in_exchange =
-            |rank: usize, done: &dyn Fn(usize, &PeerHeartbeat) -> bool| -> Vec<usize> {
-                let Some(told) = self.inside(rank) else { return vec![] };
-                self.exchange(rank).0.iter().copied().filter(|&other| done(other, told)).collect()
-            };
-        let together = |other: usize, told: &PeerHeartbeat| {
-            self.inside(other)
-                .is_some_and(|its| (place_of(its), its.in_group) == (place_of(told), told.in_group))
+        let in_exchange = |rank: usize,
+                           done: &dyn Fn(usize, &PeerHeartbeat) -> bool|
+         -> Vec<usize> {
+            let Some(collective) = self.inside(rank) else { return vec![] };
+            self.exchange(rank).0.iter().copied().filter(|&other| done(other, collective)).collect()
+        };
+        let together = |other: usize, collective: &PeerHeartbeat| {
+            self.inside(other).is_some_and(|its| {
+                (group_key(its), its.in_group) == (group_key(collective), collective.in_group)
+            })
         };
         let sure = pairs(&|rank| {
-            in_exchange(rank, &|other, told| {
-                self.is_past(other, told)
-                    || together(other, told) && self.exchange(other).0.contains(&rank)
+            in_exchange(rank, &|other, collective| {
+                self.is_past(other, collective)
+                    || together(other, collective) && self.exchange(other).0.contains(&rank)
             })
         });
-        // The rest says something only where nothing else explains the waits.
+        // The following signs count only where nothing else explains the waits.
         if !sure.is_empty() || has_cause {
             return sure;
         }
-        // Around a ring nobody waits for the rank that waits for it; one that came less far is late
-        // itself.
+        // In a ring no rank waits for the one that waits for it. A peer that is at an earlier
+        // exchange is itself late.
         let likely = pairs(&|rank| {
-            in_exchange(rank, &|other, told| {
-                together(other, told) && self.exchange(other).1 >= self.exchange(rank).1
+            in_exchange(rank, &|other, collective| {
+                together(other, collective) && self.exchange(other).1 >= self.exchange(rank).1
             })
         });
         if !likely.is_empty() {
@@ -148,34 +162,36 @@ impl<'a> Progress<'a> {
         if !crossed.is_empty() {
             return crossed;
         }
-        // Of exchanges inside the library nothing is known.
+        // The exchanges inside vendor collectives are unknown.
         pairs(&|rank| match self
             .inside(rank)
-            .filter(|told| told.algorithm == Algorithm::Vendor.name())
+            .filter(|collective| collective.algorithm == Algorithm::Vendor.name())
         {
-            Some(told) => {
-                let others = told.members.iter().copied();
-                others.filter(|&other| together(other, told) || self.is_past(other, told)).collect()
+            Some(collective) => {
+                let others = collective.members.iter().copied();
+                others
+                    .filter(|&other| together(other, collective) || self.is_past(other, collective))
+                    .collect()
             }
             None => vec![],
         })
     }
 
-    /// Whether two ranks answer, from different hosts.
-    fn are_apart(&self, rank: usize, other: usize) -> bool {
+    /// Returns true if two ranks respond and are on different hosts.
+    fn on_different_hosts(&self, rank: usize, other: usize) -> bool {
         let host =
             |rank: usize| Some(&self.heartbeat(rank).filter(|_| self.ranks[rank].answers)?.host);
         matches!((host(rank), host(other)), (Some(one), Some(another)) if one != another)
     }
 
-    /// The hosts all of whose ranks are silent, of several hosts and with several ranks: their
-    /// ranks, by name.
+    /// Returns the ranks of each host that has several ranks, none of which responds. Empty if
+    /// there is only one host.
     fn silent_hosts(&self) -> BTreeMap<&'a str, Vec<usize>> {
         let mut hosts: BTreeMap<&str, (bool, Vec<usize>)> = BTreeMap::new();
-        for (rank, sighting) in self.ranks.iter().enumerate() {
-            if let Some(heartbeat) = &sighting.heartbeat {
+        for (rank, state) in self.ranks.iter().enumerate() {
+            if let Some(heartbeat) = &state.heartbeat {
                 let (answers, ranks) = hosts.entry(&heartbeat.host).or_default();
-                *answers |= sighting.answers;
+                *answers |= state.answers;
                 ranks.push(rank);
             }
         }
@@ -187,8 +203,8 @@ impl<'a> Progress<'a> {
     }
 }
 
-/// A word for each two hosts that do not reach each other.
-fn of_hosts(progress: &Progress<'_>, pairs: &[(usize, usize)]) -> Vec<String> {
+/// Describes each pair of hosts that cannot reach each other.
+fn describe_unreachable_hosts(progress: &Progress<'_>, pairs: &[(usize, usize)]) -> Vec<String> {
     let mut hosts: BTreeMap<(&str, &str), (usize, usize)> = BTreeMap::new();
     for &(rank, other) in pairs {
         if let (Some(one), Some(another)) = (progress.heartbeat(rank), progress.heartbeat(other)) {
@@ -197,47 +213,48 @@ fn of_hosts(progress: &Progress<'_>, pairs: &[(usize, usize)]) -> Vec<String> {
             hosts.entry((one.min(another), one.max(another))).or_insert((rank, other));
         }
     }
-    let tell = |((one, another), (rank, other)): ((&str, &str), (usize, usize))| {
-        let told = progress.inside(rank).map(|told| format!(" in {told}")).unwrap_or_default();
+    let describe = |((one, another), (rank, other)): ((&str, &str), (usize, usize))| {
+        let place =
+            progress.inside(rank).map(|collective| format!(" in {collective}")).unwrap_or_default();
         format!(
-            "hosts {one} and {another} do not reach each other: rank {rank} waits for rank {other}{told}"
+            "hosts {one} and {another} do not reach each other: rank {rank} waits for rank {other}{place}"
         )
     };
-    hosts.into_iter().map(tell).collect()
+    hosts.into_iter().map(describe).collect()
 }
 
-/// One line about all ranks: first those that hold up others and wait for none themselves. `now` is
-/// in seconds since 1970.
-pub fn report(ranks: &[RankState], ledgers: &[LedgerFile], now: f64) -> String {
-    let progress = Progress::new(ranks, ledgers);
+/// Describes all ranks in one line, first those that block others without waiting themselves. `now`
+/// is in seconds since 1970.
+pub fn report(ranks: &[RankState], recorders: &[LedgerFile], now: f64) -> String {
+    let progress = Progress::new(ranks, recorders);
     let awaited_by: Vec<Vec<usize>> =
         (0..ranks.len()).map(|rank| progress.awaited_by(rank)).collect();
-    // The collective in which each rank is awaited, if it is.
+    // The collective in which other ranks wait for each rank.
     let mut awaited: Vec<Option<&PeerHeartbeat>> = vec![None; ranks.len()];
     for (rank, others) in awaited_by.iter().enumerate() {
         others.iter().for_each(|&other| awaited[other] = awaited[other].or(progress.inside(rank)));
     }
     let nobody_waits = awaited.iter().all(Option::is_none);
-    let disagreement = disagreement(ledgers);
-    let is_late = |rank: usize, sighting: &RankState| {
-        !sighting.answers || awaited[rank].is_some() && progress.inside(rank).is_none()
+    let disagreement = disagreement(recorders);
+    let is_late = |rank: usize, state: &RankState| {
+        !state.answers || awaited[rank].is_some() && progress.inside(rank).is_none()
     };
-    let has_cause = ranks.iter().enumerate().any(|(rank, sighting)| is_late(rank, sighting));
+    let has_cause = ranks.iter().enumerate().any(|(rank, state)| is_late(rank, state));
     let pairs =
         if disagreement.is_none() { progress.cut_off(&awaited_by, has_cause) } else { vec![] };
     let is_cut_off = |rank: usize| pairs.iter().any(|(waiting, _)| *waiting == rank);
     let silent = progress.silent_hosts();
-    let mut causes = of_hosts(&progress, &pairs);
+    let mut causes = describe_unreachable_hosts(&progress, &pairs);
     let mut waiting: BTreeMap<String, (Vec<usize>, f64)> = BTreeMap::new();
-    for (rank, sighting) in ranks.iter().enumerate() {
-        let Some(heartbeat) = &sighting.heartbeat else {
-            causes.push(format!("rank {rank} has left no sign of life"));
+    for (rank, state) in ranks.iter().enumerate() {
+        let Some(heartbeat) = &state.heartbeat else {
+            causes.push(format!("rank {rank} has written no heartbeat"));
             continue;
         };
         let process = format!("process {} on {}", heartbeat.pid, heartbeat.host);
         let since = |then: f64| span(now - then);
         match &heartbeat.current {
-            _ if !sighting.answers && silent.contains_key(heartbeat.host.as_str()) => {
+            _ if !state.answers && silent.contains_key(heartbeat.host.as_str()) => {
                 let ranks = &silent[heartbeat.host.as_str()];
                 if ranks.first() == Some(&rank) {
                     let host = &heartbeat.host;
@@ -249,33 +266,33 @@ pub fn report(ranks: &[RankState], ledgers: &[LedgerFile], now: f64) -> String {
                     ));
                 }
             }
-            _ if !sighting.answers => causes.push(format!(
+            _ if !state.answers => causes.push(format!(
                 "rank {rank} ({process}) does not answer: last seen {} ago {}",
                 since(heartbeat.time),
                 place(heartbeat)
             )),
-            Some(told)
+            Some(collective)
                 if awaited[rank].is_some() && awaited_by[rank].is_empty() && !is_cut_off(rank) =>
             {
                 causes.push(format!(
-                    "rank {rank} ({process}) is at {told} since {}",
-                    since(told.started)
+                    "rank {rank} ({process}) is at {collective} since {}",
+                    since(collective.started)
                 ));
             }
-            Some(told) => {
-                let (ranks, longest) = waiting.entry(told.to_string()).or_default();
+            Some(collective) => {
+                let (ranks, longest) = waiting.entry(collective.to_string()).or_default();
                 ranks.push(rank);
-                *longest = longest.max(now - told.started);
+                *longest = longest.max(now - collective.started);
             }
             None if awaited[rank].is_some() || nobody_waits => {
-                let joined = heartbeat.finished.as_ref().map_or(0, |told| told.number);
+                let joined = heartbeat.finished.as_ref().map_or(0, |collective| collective.number);
                 let doing = format!("{} since {}", heartbeat.phase, since(heartbeat.phase_since));
                 causes.push(format!(
                     "rank {rank} ({process}) has not joined #{}: {doing}",
                     joined + 1
                 ));
             }
-            // It computes, and nobody waits for it.
+            // It computes, and no rank waits for it.
             None => {}
         }
     }
@@ -288,51 +305,54 @@ pub fn report(ranks: &[RankState], ledgers: &[LedgerFile], now: f64) -> String {
         causes.push("no rank is missing".into());
     }
     causes.extend(disagreement);
-    causes.extend(waiting.into_iter().map(|(told, (ranks, longest))| match ranks.as_slice() {
-        [rank] => format!("rank {rank} waits in {told} since {}", span(longest)),
-        _ => format!("ranks {} wait in {told} since {}", list(&ranks), span(longest)),
-    }));
-    format!("the job stands still: {}", causes.join("; "))
+    causes.extend(waiting.into_iter().map(
+        |(collective, (ranks, longest))| match ranks.as_slice() {
+            [rank] => format!("rank {rank} waits in {collective} since {}", span(longest)),
+            _ => format!("ranks {} wait in {collective} since {}", list(&ranks), span(longest)),
+        },
+    ));
+    format!("the job hangs: {}", causes.join("; "))
 }
 
-/// The place at which a rank was last seen.
+/// Describes what a rank was last seen doing.
 fn place(heartbeat: &Heartbeat) -> String {
     match (&heartbeat.current, &heartbeat.finished) {
-        (Some(told), _) => format!("in {told}"),
-        (None, Some(told)) => format!("after {told} ({})", heartbeat.phase),
+        (Some(collective), _) => format!("in {collective}"),
+        (None, Some(collective)) => format!("after {collective} ({})", heartbeat.phase),
         (None, None) => format!("in {}", heartbeat.phase),
     }
 }
 
-/// The first collective of a group that two of its ranks saw differently.
-fn disagreement(ledgers: &[LedgerFile]) -> Option<String> {
-    let alike =
+/// Describes the first collective of a group that two of its ranks recorded differently.
+fn disagreement(recorders: &[LedgerFile]) -> Option<String> {
+    let same =
         |a: &PeerHeartbeat, b: &PeerHeartbeat| (&a.op, &a.unit, a.root) == (&b.op, &b.unit, b.root);
-    let mut seen: HashMap<(Place<'_>, u64), (usize, &PeerHeartbeat)> = HashMap::new();
+    let mut seen: HashMap<(GroupKey<'_>, u64), (usize, &PeerHeartbeat)> = HashMap::new();
     let mut differ: Option<(u64, String)> = None;
-    for ledger in ledgers {
-        for told in &ledger.collectives {
-            // Messages between two ranks are seen by one of them.
-            if told.op == RECV {
+    for recorder in recorders {
+        for collective in &recorder.collectives {
+            // Only the receiver records a point-to-point message.
+            if collective.op == RECV {
                 continue;
             }
-            let &mut (rank, other) =
-                seen.entry((place_of(told), told.in_group)).or_insert((ledger.rank, told));
-            if !alike(told, other)
-                && differ.as_ref().is_none_or(|(number, _)| told.number < *number)
+            let &mut (rank, other) = seen
+                .entry((group_key(collective), collective.in_group))
+                .or_insert((recorder.rank, collective));
+            if !same(collective, other)
+                && differ.as_ref().is_none_or(|(number, _)| collective.number < *number)
             {
                 let text = format!(
-                    "ranks disagree: rank {rank} made {other}, rank {} {told}",
-                    ledger.rank
+                    "ranks disagree: rank {rank} made {other}, rank {} {collective}",
+                    recorder.rank
                 );
-                differ = Some((told.number, text));
+                differ = Some((collective.number, text));
             }
         }
     }
     differ.map(|(_, text)| text)
 }
 
-/// Ascending numbers as `0, 2–7`.
+/// Formats ascending numbers such as `0, 2–7`.
 fn list(numbers: &[usize]) -> String {
     let runs = numbers.chunk_by(|a, b| a + 1 == *b);
     let texts = runs.flat_map(|run| match run {
@@ -342,7 +362,7 @@ fn list(numbers: &[usize]) -> String {
     texts.collect::<Vec<_>>().join(", ")
 }
 
-/// Seconds, as exactly as it matters.
+/// Formats a duration in seconds, with a decimal if it is short.
 fn span(seconds: f64) -> String {
     if seconds < 10.0 { format!("{:.1} s", seconds.max(0.0)) } else { format!("{seconds:.0} s") }
 }
@@ -352,7 +372,7 @@ mod tests {
     use super::*;
     use crate::health::heartbeat::Exchange;
 
-    fn told(number: u64, op: &str, unit: Option<&str>, ended: bool) -> PeerHeartbeat {
+    fn collective(number: u64, op: &str, unit: Option<&str>, ended: bool) -> PeerHeartbeat {
         PeerHeartbeat {
             number,
             op: op.into(),
@@ -368,7 +388,7 @@ mod tests {
         }
     }
 
-    fn sighting(
+    fn state(
         rank: usize,
         answers: bool,
         finished: Option<PeerHeartbeat>,
@@ -398,55 +418,55 @@ mod tests {
         RankState { heartbeat: Some(heartbeat), answers }
     }
 
-    /// A rank of a host in collective `number` of everybody, in exchange `nth` of it with some
-    /// others.
+    /// Returns a rank of a host in collective `number` of all ranks, in exchange `nth` of it with
+    /// the ranks `with`.
     fn on(host: &str, rank: usize, number: u64, with: &[usize], nth: u64) -> RankState {
-        let told = PeerHeartbeat {
+        let collective = PeerHeartbeat {
             members: vec![0, 1, 2, 3],
-            ..told(number, "all_reduce", Some("head"), false)
+            ..collective(number, "all_reduce", Some("head"), false)
         };
-        let mut sighting = sighting(rank, true, None, Some(told));
-        if let Some(heartbeat) = &mut sighting.heartbeat {
+        let mut state = state(rank, true, None, Some(collective));
+        if let Some(heartbeat) = &mut state.heartbeat {
             heartbeat.host = host.into();
             heartbeat.exchange =
                 (!with.is_empty()).then(|| Exchange { with: with.to_vec(), number: nth });
         }
-        sighting
+        state
     }
 
     fn waiting(rank: usize) -> RankState {
-        sighting(rank, true, None, Some(told(43, "all_gather", Some("wte"), false)))
+        state(rank, true, None, Some(collective(43, "all_gather", Some("wte"), false)))
     }
 
     #[test]
     fn the_one_that_others_wait_for_is_named() {
-        let done = || Some(told(42, "reduce_scatter", Some("block3"), true));
-        let told = report(&[waiting(0), sighting(1, true, done(), None), waiting(2)], &[], 100.0);
-        let wanted = "the job stands still: rank 1 (process 101 on node) has not joined #43: wait for data since 31 s; \
+        let done = || Some(collective(42, "reduce_scatter", Some("block3"), true));
+        let text = report(&[waiting(0), state(1, true, done(), None), waiting(2)], &[], 100.0);
+        let wanted = "the job hangs: rank 1 (process 101 on node) has not joined #43: wait for data since 31 s; \
                       ranks 0, 2 wait in #43 all_gather of wte since 30 s";
-        assert_eq!(told, wanted);
+        assert_eq!(text, wanted);
 
-        let told = report(&[waiting(0), sighting(1, false, done(), None), waiting(2)], &[], 100.0);
+        let text = report(&[waiting(0), state(1, false, done(), None), waiting(2)], &[], 100.0);
         let wanted = "rank 1 (process 101 on node) does not answer: last seen 12 s ago after #42 reduce_scatter of \
                       block3 (wait for data); ";
-        assert!(told.contains(wanted), "{told}");
+        assert!(text.contains(wanted), "{text}");
 
-        let behind = self::told(42, "reduce_scatter", Some("block3"), false);
-        let behind = || sighting(0, true, None, Some(behind.clone()));
-        let told = report(&[behind(), waiting(1), waiting(2)], &[], 100.0);
-        let wanted = "still: rank 0 (process 100 on node) is at #42 reduce_scatter of block3 since 30 s; ranks 1, 2 wait";
-        assert!(told.contains(wanted), "{told}");
+        let behind = collective(42, "reduce_scatter", Some("block3"), false);
+        let behind = || state(0, true, None, Some(behind.clone()));
+        let text = report(&[behind(), waiting(1), waiting(2)], &[], 100.0);
+        let wanted = "hangs: rank 0 (process 100 on node) is at #42 reduce_scatter of block3 since 30 s; ranks 1, 2 wait";
+        assert!(text.contains(wanted), "{text}");
         let gone = RankState { heartbeat: None, answers: false };
-        let told = report(&[behind(), gone, waiting(2)], &[], 100.0);
-        let wanted = "still: rank 1 has left no sign of life; rank 0 waits in #42 reduce_scatter of block3 since 30 s; \
+        let text = report(&[behind(), gone, waiting(2)], &[], 100.0);
+        let wanted = "hangs: rank 1 has written no heartbeat; rank 0 waits in #42 reduce_scatter of block3 since 30 s; \
                       rank 2 waits in #43";
-        assert!(told.contains(wanted), "{told}");
+        assert!(text.contains(wanted), "{text}");
     }
 
     #[test]
     fn hosts_that_do_not_reach_each_other_are_named() {
-        let cut = "the job stands still: hosts h0 and h1 do not reach each other: rank";
-        // The tree: neighbours are done, and pairs across the hosts wait.
+        let cut = "the job hangs: hosts h0 and h1 do not reach each other: rank";
+        // Halving-doubling: neighbours are done, and pairs across the hosts wait.
         let tree = [
             on("h0", 0, 9, &[2], 2),
             on("h0", 1, 9, &[3], 2),
@@ -458,7 +478,7 @@ mod tests {
             "{cut} 0 waits for rank 2 in #9 all_reduce of head; ranks 0–3 wait in #9 all_reduce of head since 30 s"
         );
         assert_eq!(text, wanted);
-        // The ring: rank 1 waits for rank 0, which came less far because nothing comes from rank 3.
+        // Ring: rank 1 waits for rank 0, which is behind because nothing arrives from rank 3.
         let ring = [
             on("h0", 0, 9, &[3, 1], 4),
             on("h0", 1, 9, &[0, 2], 5),
@@ -467,11 +487,11 @@ mod tests {
         ];
         let text = report(&ring, &[], 100.0);
         assert!(text.starts_with(&format!("{cut} 0 waits for rank 3 in #9")), "{text}");
-        // Rank 0 has sent everything, as far as it knows, and waits in the next one for ranks that
-        // have not come.
+        // Rank 0 has sent everything, as far as it knows, and waits in the next collective for
+        // ranks that have not begun it.
         let mut past = tree;
-        let gone_on = |mut sighting: RankState| {
-            let heartbeat = sighting.heartbeat.as_mut().unwrap();
+        let moved_on = |mut state: RankState| {
+            let heartbeat = state.heartbeat.as_mut().unwrap();
             let mut current = heartbeat.current.clone().unwrap();
             heartbeat.finished = Some(PeerHeartbeat {
                 ended: Some(71.0),
@@ -482,10 +502,10 @@ mod tests {
             // It may be of another group.
             current.group = "world".into();
             heartbeat.current = Some(current);
-            sighting
+            state
         };
-        past[0] = gone_on(on("h0", 0, 10, &[1], 1));
-        past[1] = gone_on(on("h0", 1, 10, &[0], 1));
+        past[0] = moved_on(on("h0", 0, 10, &[1], 1));
+        past[1] = moved_on(on("h0", 1, 10, &[0], 1));
         let text = report(&past, &[], 100.0);
         assert!(text.starts_with(&format!("{cut} 2 waits for rank 0 in #9")), "{text}");
         assert!(!text.contains("rank 2 (process"), "{text}");
@@ -502,12 +522,13 @@ mod tests {
             "{text}"
         );
         assert!(!text.contains("h1 and h2"), "{text}");
-        // The library tells nothing of its messages.
+        // Vendor collectives do not report their messages.
         let vendor = |host: &str, rank| {
-            let mut sighting = on(host, rank, 9, &[], 0);
-            let told = sighting.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut());
-            told.unwrap().algorithm = "vendor".into();
-            sighting
+            let mut state = on(host, rank, 9, &[], 0);
+            let collective =
+                state.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut());
+            collective.unwrap().algorithm = "vendor".into();
+            state
         };
         let text = report(
             &[vendor("h0", 0), vendor("h0", 1), vendor("h1", 2), vendor("h1", 3)],
@@ -518,22 +539,20 @@ mod tests {
         let past = [
             vendor("h0", 0),
             vendor("h0", 1),
-            gone_on(on("h1", 2, 10, &[1, 3], 1)),
-            gone_on(on("h1", 3, 10, &[2, 0], 1)),
+            moved_on(on("h1", 2, 10, &[1, 3], 1)),
+            moved_on(on("h1", 3, 10, &[2, 0], 1)),
         ];
         let text = report(&past, &[], 100.0);
         assert!(text.starts_with(&format!("{cut} 0 waits for rank 2 in #9")), "{text}");
         assert!(!text.contains("process"), "{text}");
-        // Two stages that wait for each other's messages.
+        // Two pipeline stages that wait for each other's messages.
         let receives = |host, rank, from| {
-            let mut sighting = on(host, rank, 9, &[], 0);
-            let told = sighting
-                .heartbeat
-                .as_mut()
-                .and_then(|heartbeat| heartbeat.current.as_mut())
-                .unwrap();
-            (told.op, told.members, told.root) = (RECV.into(), vec![0, 1], Some(from));
-            sighting
+            let mut state = on(host, rank, 9, &[], 0);
+            let collective =
+                state.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut()).unwrap();
+            (collective.op, collective.members, collective.root) =
+                (RECV.into(), vec![0, 1], Some(from));
+            state
         };
         let text = report(&[receives("h0", 0, 1), receives("h1", 1, 0)], &[], 100.0);
         assert!(text.starts_with(&format!("{cut} 0 waits for rank 1 in #9 recv")), "{text}");
@@ -546,26 +565,23 @@ mod tests {
             (0..4).map(|rank| on(hosts[rank], rank, 9, with[rank], 2)).collect::<Vec<_>>()
         };
         let text = report(&tree(["h0"; 4]), &[], 100.0);
-        assert!(
-            text.starts_with("the job stands still: no rank is missing; ranks 0–3 wait"),
-            "{text}"
-        );
+        assert!(text.starts_with("the job hangs: no rank is missing; ranks 0–3 wait"), "{text}");
         // A rank that is late explains the waits of the others.
         let mut late = tree(["h0", "h0", "h1", "h1"]);
-        late[3] = sighting(3, true, None, None);
+        late[3] = state(3, true, None, None);
         late[2] = on("h1", 2, 9, &[3], 1);
         let text = report(&late, &[], 100.0);
-        assert!(!text.contains("reach") && text.contains("still: rank 3 (process 103"), "{text}");
-        // So do ranks that want different things.
-        let ledger = |rank, op: &str| LedgerFile {
+        assert!(!text.contains("reach") && text.contains("hangs: rank 3 (process 103"), "{text}");
+        // So do ranks that disagree on a collective.
+        let recorder = |rank, op: &str| LedgerFile {
             rank,
             pid: 1,
             host: "node".into(),
             time: 0.0,
-            collectives: vec![told(9, op, None, false)],
+            collectives: vec![collective(9, op, None, false)],
         };
         let text =
-            report(&tree(["h0", "h0", "h1", "h1"]), &[ledger(0, "a"), ledger(2, "b")], 100.0);
+            report(&tree(["h0", "h0", "h1", "h1"]), &[recorder(0, "a"), recorder(2, "b")], 100.0);
         assert!(!text.contains("reach") && text.contains("ranks disagree"), "{text}");
     }
 
@@ -580,29 +596,35 @@ mod tests {
         ranks[2].answers = false;
         ranks[3].answers = false;
         let text = report(&ranks, &[], 100.0);
-        let wanted = "the job stands still: host h1 with ranks 2, 3 does not answer: rank 2 was last seen 12 s ago in #9 \
+        let wanted = "the job hangs: host h1 with ranks 2, 3 does not answer: rank 2 was last seen 12 s ago in #9 \
                       all_reduce of head; ranks 0, 1 wait in #9 all_reduce of head since 30 s";
         assert_eq!(text, wanted);
     }
 
-    /// Running numbers of ranks do not compare where ranks are in different groups.
+    /// Running numbers of ranks in different groups cannot be compared.
     #[test]
     fn waits_are_followed_through_groups_and_messages() {
         let of = |group: &str, members: &[usize], number, in_group, op: &str, root| {
             let group = group.into();
             let members = members.to_vec();
-            Some(PeerHeartbeat { group, members, in_group, root, ..told(number, op, None, false) })
+            Some(PeerHeartbeat {
+                group,
+                members,
+                in_group,
+                root,
+                ..collective(number, op, None, false)
+            })
         };
         // Ranks 0 and 1 are one stage, 2 and 3 the next; 3 computes, 2 waits for it, 0 for a
         // gradient of 2, 1 for 0.
         let ranks = [
-            sighting(0, true, None, of("pipeline", &[0, 2], 90, 7, RECV, Some(1))),
-            sighting(1, true, None, of("data", &[0, 1], 95, 8, "reduce_scatter", None)),
-            sighting(2, true, None, of("data", &[2, 3], 12, 5, "reduce_scatter", None)),
-            sighting(3, true, of("data", &[2, 3], 11, 4, "reduce_scatter", None), None),
+            state(0, true, None, of("pipeline", &[0, 2], 90, 7, RECV, Some(1))),
+            state(1, true, None, of("data", &[0, 1], 95, 8, "reduce_scatter", None)),
+            state(2, true, None, of("data", &[2, 3], 12, 5, "reduce_scatter", None)),
+            state(3, true, of("data", &[2, 3], 11, 4, "reduce_scatter", None), None),
         ];
         let text = report(&ranks, &[], 100.0);
-        let wanted = "the job stands still: rank 3 (process 103 on node) has not joined #12: wait for data since 31 s; rank 2";
+        let wanted = "the job hangs: rank 3 (process 103 on node) has not joined #12: wait for data since 31 s; rank 2";
         assert!(text.starts_with(wanted), "{text}");
         for wanted in [
             "rank 2 waits in #12 reduce_scatter",
@@ -611,20 +633,16 @@ mod tests {
         ] {
             assert!(text.contains(wanted), "{text}");
         }
-        // A rank that computes and is not awaited is no cause.
+        // A rank that computes, and that no rank waits for, is not a cause.
         let text = report(
-            &[sighting(0, true, None, None), waiting(1), sighting(2, false, None, None)],
+            &[state(0, true, None, None), waiting(1), state(2, false, None, None)],
             &[],
             100.0,
         );
         assert!(text.contains("rank 0 (process 100 on node) has not joined"), "{text}");
         let alone = of("data", &[1, 2], 3, 3, "barrier", None);
         let text = report(
-            &[
-                sighting(0, true, None, None),
-                sighting(1, true, None, alone),
-                sighting(2, false, None, None),
-            ],
+            &[state(0, true, None, None), state(1, true, None, alone), state(2, false, None, None)],
             &[],
             100.0,
         );
@@ -633,7 +651,7 @@ mod tests {
 
     #[test]
     fn ranks_that_disagree_are_named() {
-        let ledger = |rank, ops: &[&str]| LedgerFile {
+        let recorder = |rank, ops: &[&str]| LedgerFile {
             rank,
             pid: 1,
             host: "node".into(),
@@ -641,26 +659,26 @@ mod tests {
             collectives: ops
                 .iter()
                 .zip(1..)
-                .map(|(op, number)| told(number, op, None, false))
+                .map(|(op, number)| collective(number, op, None, false))
                 .collect(),
         };
-        let alike = [ledger(0, &["a", "b", "c"]), ledger(1, &["a", "b"])];
-        let text = report(&[waiting(0), waiting(1)], &alike, 75.5);
+        let same = [recorder(0, &["a", "b", "c"]), recorder(1, &["a", "b"])];
+        let text = report(&[waiting(0), waiting(1)], &same, 75.5);
         assert!(
             text.contains(
                 "no rank is missing; ranks 0, 1 wait in #43 all_gather of wte since 5.5 s"
             ),
             "{text}"
         );
-        let differ = [ledger(0, &["a", "b", "c"]), ledger(1, &["a", "x", "y"])];
+        let differ = [recorder(0, &["a", "b", "c"]), recorder(1, &["a", "x", "y"])];
         let text = report(&[waiting(0), waiting(1)], &differ, 75.5);
         assert!(text.contains("ranks disagree: rank 0 made #2 b, rank 1 #2 x;"), "{text}");
     }
 
     #[test]
-    fn many_ranks_are_told_briefly() {
+    fn many_ranks_are_described_briefly() {
         assert_eq!(list(&[0, 2, 3, 4, 7, 8, 10]), "0, 2–4, 7, 8, 10");
-        let ranks: Vec<_> = (0..50).map(|rank| sighting(rank, false, None, None)).collect();
+        let ranks: Vec<_> = (0..50).map(|rank| state(rank, false, None, None)).collect();
         let text = report(&ranks, &[], 100.0);
         assert!(
             text.matches("does not answer").count() == DESCRIBED

@@ -1,10 +1,10 @@
-//! Heartbeat and ledger files of the ranks in the directory of the watch, as JSON: readable even if
-//! their rank no longer answers.
+//! The heartbeat and flight-recorder files of the ranks in the watchdog's directory. They are JSON
+//! and can be read even if their rank no longer responds.
 //!
-//! The ranks of a node share one file of heartbeats, called by the node's first rank: each writes a
-//! line of fixed length, its own. So there are as many files as nodes, whose lines come from one
-//! kernel each, and a report reads each file once. A rank opens the file for every beat and closes
-//! it again, which is what makes a beat visible to other nodes on NFS.
+//! The ranks of a node share one heartbeat file, which is named after the node's first rank. Each
+//! writes its own line of fixed length. So there are as many files as nodes, only one kernel writes
+//! each, and a report reads each once. A rank opens and closes the file for every heartbeat, which
+//! makes it visible to other nodes on NFS.
 
 use std::fmt;
 use std::fs;
@@ -24,13 +24,13 @@ use hpctrain_base::own_files;
 /// Bytes of a heartbeat's line.
 const LINE: usize = 2048;
 
-/// Characters of a name in a heartbeat, at most.
+/// The most characters of a name in a heartbeat.
 const NAME: usize = 120;
 
-/// Attempts to read a file that is being written.
+/// The number of attempts to read a file that is being written.
 const READS: usize = 5;
 
-/// A collective, as reports describe it. Times are seconds since 1970.
+/// The state of a collective or message of a rank. Times are in seconds since 1970.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PeerHeartbeat {
     pub number: u64,
@@ -48,7 +48,7 @@ pub struct PeerHeartbeat {
     pub ended: Option<f64>,
 }
 
-/// Nanoseconds as seconds.
+/// Converts nanoseconds to seconds.
 pub fn seconds(ns: u64) -> f64 {
     ns as f64 * 1e-9
 }
@@ -82,9 +82,9 @@ impl fmt::Display for PeerHeartbeat {
 /// The exchange that a rank is in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Exchange {
-    /// The ranks that it waits for, as reports number them.
+    /// The ranks of the world that it waits for.
     pub with: Vec<usize>,
-    /// Its number in the collective.
+    /// The exchange's number in the collective.
     pub number: u64,
 }
 
@@ -94,23 +94,23 @@ pub struct Heartbeat {
     pub rank: usize,
     pub pid: u32,
     pub host: String,
-    /// Grows while the rank lives.
+    /// The number of the heartbeat; grows while the rank is alive.
     pub beat: u64,
-    /// When it was written; seconds since 1970.
+    /// The time at which it was written, in seconds since 1970.
     pub time: f64,
-    /// Activity of the compute thread, and its start.
+    /// The activity of the compute thread, and its start.
     pub phase: String,
     pub phase_since: f64,
-    /// Whether it is blocked until a message comes.
+    /// Whether it is blocked on communication.
     pub waits: bool,
-    /// The last collective that was finished, and the one under way.
+    /// The last collective that finished, and the one in flight.
     pub finished: Option<PeerHeartbeat>,
     pub current: Option<PeerHeartbeat>,
-    /// The exchange under way in the current one.
+    /// The exchange in flight in the current collective.
     pub exchange: Option<Exchange>,
 }
 
-/// The ledger of a rank.
+/// The flight recorder of a rank, as it is written to a file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LedgerFile {
     pub rank: usize,
@@ -120,20 +120,20 @@ pub struct LedgerFile {
     pub collectives: Vec<PeerHeartbeat>,
 }
 
-/// The files of the watch.
+/// The files of the watchdogs.
 #[derive(Debug, Clone)]
 pub struct Files {
     folder: PathBuf,
-    /// The node of every rank of the world.
+    /// The number of the node of every rank of the world.
     nodes: Arc<[usize]>,
 }
 
-/// Beginnings of their names.
+/// File names, or their beginnings.
 const HEARTBEAT: &str = "heartbeat-";
-const LEDGER: &str = "ledger-rank-";
+const RECORDER: &str = "ledger-rank-";
 const MARKER: &str = "stalled";
 
-/// The place of a rank's heartbeat: its node's first rank, and its number among the ranks there.
+/// Returns the position of a rank's heartbeat: its node's first rank, and its index on the node.
 fn place(nodes: &[usize], rank: usize) -> (usize, usize) {
     let mut ranks = (0..nodes.len()).filter(|&other| nodes[other] == nodes[rank]);
     let first = ranks.next().unwrap_or(rank);
@@ -150,13 +150,13 @@ impl Files {
         &self.folder
     }
 
-    /// The heartbeats of the node whose first rank is `first`.
+    /// Returns the path of the heartbeats of the node whose first rank is `first`.
     fn heartbeats_of(&self, first: usize) -> PathBuf {
         self.folder.join(format!("{HEARTBEAT}{first:05}"))
     }
 
     pub fn ledger(&self, rank: usize) -> PathBuf {
-        self.folder.join(format!("{LEDGER}{rank:05}.json"))
+        self.folder.join(format!("{RECORDER}{rank:05}.json"))
     }
 
     fn marker(&self) -> PathBuf {
@@ -166,7 +166,7 @@ impl Files {
     /// Removes the files of an earlier job.
     pub fn clear(&self) -> Result<()> {
         let ours = |name: &str| {
-            name == MARKER || [HEARTBEAT, LEDGER].iter().any(|start| name.starts_with(start))
+            name == MARKER || [HEARTBEAT, RECORDER].iter().any(|start| name.starts_with(start))
         };
         let refused = |e| Error::io("clear", &self.folder, e);
         for entry in fs::read_dir(&self.folder).map_err(refused)? {
@@ -178,13 +178,13 @@ impl Files {
         Ok(())
     }
 
-    /// The rank's place among the heartbeats.
+    /// Returns where a rank writes its heartbeats.
     pub fn pulse(&self, rank: usize) -> Pulse {
         let (first, line) = place(&self.nodes, rank);
         Pulse { path: self.heartbeats_of(first), offset: (line * LINE) as u64 }
     }
 
-    /// The last heartbeats of all ranks.
+    /// Reads the last heartbeats of all ranks.
     pub fn read(&self) -> Vec<Option<Heartbeat>> {
         let mut found = vec![None; self.nodes.len()];
         for first in (0..self.nodes.len()).filter(|&rank| place(&self.nodes, rank) == (rank, 0)) {
@@ -199,7 +199,8 @@ impl Files {
                 let mut is_torn = false;
                 for (&rank, line) in ranks.iter().zip(bytes.chunks(LINE)) {
                     let text = line.trim_ascii();
-                    // A place that nobody has written yet holds zeros, one that was left spaces.
+                    // A line that was never written holds zeros; a rank that has left writes
+                    // spaces.
                     if text.is_empty() || text[0] == 0 {
                         found[rank] = None;
                         continue;
@@ -217,44 +218,44 @@ impl Files {
         found
     }
 
-    /// The ledger that a rank has left.
+    /// Reads the flight recorder of a rank, if it has written one.
     pub fn read_ledger(&self, rank: usize) -> Option<LedgerFile> {
         serde_json::from_slice(&fs::read(self.ledger(rank)).ok()?).ok()
     }
 
-    /// Says that the job stands still. Whether this is the first rank to say so.
+    /// Creates the marker that the job hangs. Returns true if this is the first rank to do so.
     pub fn mark(&self) -> bool {
         match own_files::create_new(&self.marker()) {
             Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
-            // If nothing can be written, every rank is the first.
+            // If nothing can be written, every rank acts as the first.
             _ => true,
         }
     }
 
-    /// Leaves the report, for ranks that the end of the job does not reach.
+    /// Writes the report, for ranks that the abort does not reach.
     pub fn tell(&self, report: &str) {
-        // Without it they end as well, and say less.
+        // Without it they abort as well, with a shorter report.
         let _ = own_files::write(&self.marker(), format!("{report}\n"));
     }
 
-    /// The report that a rank has left.
+    /// Reads the report, if a rank has written one.
     pub fn told(&self) -> Option<String> {
         fs::read_to_string(self.marker()).ok()?.strip_suffix('\n').map(str::to_string)
     }
 
-    /// Whether a rank has said so.
+    /// Returns true if a rank has marked the job as hanging.
     pub fn marked(&self) -> bool {
         self.marker().exists()
     }
 
-    /// It goes on after all.
+    /// Removes the marker: the job continues after all.
     pub fn unmark(&self) {
-        // If it cannot be removed, the ranks only write ledgers too early.
+        // If it cannot be removed, the ranks only write their flight recorders too early.
         let _ = fs::remove_file(self.marker());
     }
 }
 
-/// A rank's place among the heartbeats of its node.
+/// The position of a rank's heartbeat in its node's file.
 #[derive(Debug, Clone)]
 pub struct Pulse {
     pub path: PathBuf,
@@ -262,13 +263,13 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// Writes a heartbeat over the one before.
+    /// Overwrites the rank's heartbeat.
     pub fn write(&self, heartbeat: &Heartbeat) -> std::io::Result<()> {
         self.put(&line(heartbeat)?)
     }
 
-    /// The rank has left in good order, which its heartbeat says by being gone. The last one
-    /// removes the file.
+    /// Erases the rank's heartbeat, which shows that it has left in an orderly way. The last rank
+    /// of the node removes the file.
     pub fn leave(&self) {
         let left = self.put(&blank());
         let is_empty = || {
@@ -277,7 +278,7 @@ impl Pulse {
             })
         };
         if left.is_ok() && is_empty() {
-            // Another rank of the node may have removed it in this moment.
+            // Another rank of the node may have just removed it.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -293,33 +294,36 @@ fn blank() -> Vec<u8> {
     line
 }
 
-/// The line of a heartbeat. Of more than fits, the last finished collective is left out, then the
-/// group of the present one.
+/// Formats the line of a heartbeat. If it is too long, the last finished collective is omitted,
+/// then the members of the current one's group.
+///
+/// # Errors
+/// Returns an error if it is still too long.
 fn line(heartbeat: &Heartbeat) -> std::io::Result<Vec<u8>> {
     let cut = |text: &str| text.chars().take(NAME).collect::<String>();
-    let short = |told: &PeerHeartbeat| PeerHeartbeat {
-        unit: told.unit.as_deref().map(cut),
-        ..told.clone()
+    let short = |collective: &PeerHeartbeat| PeerHeartbeat {
+        unit: collective.unit.as_deref().map(cut),
+        ..collective.clone()
     };
-    let mut told = Heartbeat {
+    let mut shortened = Heartbeat {
         host: cut(&heartbeat.host),
         finished: heartbeat.finished.as_ref().map(short),
         current: heartbeat.current.as_ref().map(short),
         ..heartbeat.clone()
     };
-    let mut text = serde_json::to_vec(&told)?;
+    let mut text = serde_json::to_vec(&shortened)?;
     if text.len() >= LINE {
-        told.finished = None;
-        text = serde_json::to_vec(&told)?;
+        shortened.finished = None;
+        text = serde_json::to_vec(&shortened)?;
     }
     if text.len() >= LINE {
-        told.current.iter_mut().for_each(|told| told.members = Vec::new());
-        text = serde_json::to_vec(&told)?;
+        shortened.current.iter_mut().for_each(|collective| collective.members = Vec::new());
+        text = serde_json::to_vec(&shortened)?;
     }
     let mut line = blank();
     line.get_mut(..text.len())
         .filter(|_| text.len() < LINE)
-        .ok_or_else(|| std::io::Error::other("too long"))?
+        .ok_or_else(|| std::io::Error::other("a heartbeat does not fit its line"))?
         .copy_from_slice(&text);
     Ok(line)
 }
@@ -329,7 +333,7 @@ mod tests {
     use super::*;
 
     fn heartbeat(rank: usize, members: Vec<usize>) -> Heartbeat {
-        let told = PeerHeartbeat {
+        let collective = PeerHeartbeat {
             number: u64::MAX,
             op: "reduce_scatter".into(),
             unit: Some("\u{fc}".repeat(1000)),
@@ -351,8 +355,8 @@ mod tests {
             phase: "forward".into(),
             phase_since: 1.25,
             waits: true,
-            finished: Some(told.clone()),
-            current: Some(told),
+            finished: Some(collective.clone()),
+            current: Some(collective),
             exchange: Some(Exchange { with: vec![1, 2], number: 3 }),
         }
     }
@@ -414,8 +418,8 @@ mod tests {
         assert_eq!(names(), ["rank-00003.log"]);
     }
 
-    /// However many ranks there are and however long the names, a heartbeat keeps to its line and
-    /// says what matters most.
+    /// With any number of ranks and any length of names, a heartbeat fits its line and keeps the
+    /// most important facts.
     #[test]
     fn a_heartbeat_fits_its_line() {
         let folder = tempfile::tempdir().unwrap();

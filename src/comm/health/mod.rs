@@ -1,5 +1,5 @@
-//! Whether all ranks still go on: the ledger of their collectives, heartbeats, and the report of a
-//! job that stands still.
+//! Detection of hangs: the flight recorder of collectives, heartbeats, the watchdog, and the report
+//! of a job that hangs.
 
 pub(super) mod flight_recorder;
 pub(super) mod hang_report;

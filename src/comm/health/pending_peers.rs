@@ -1,53 +1,53 @@
-//! The ranks with which a rank exchanges at this moment, for the watch to see.
+//! The ranks with which a rank exchanges at this moment, for the watchdog.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// No rank.
-const NOBODY: usize = usize::MAX;
+const NO_RANK: usize = usize::MAX;
 
-/// Written by the communication thread, read by the watch. A rank that stands still does not change
-/// it, so that the parts need no common lock.
+/// The peers of the exchange in flight. The communication thread writes them and the watchdog reads
+/// them. They do not change while a rank hangs, so the fields need no common lock.
 pub struct Partners {
     to: AtomicUsize,
     from: AtomicUsize,
-    /// Exchanges since the collective began, this one included.
+    /// The number of exchanges since the collective began, including this one.
     count: AtomicU64,
 }
 
 impl Default for Partners {
     fn default() -> Self {
         Self {
-            to: AtomicUsize::new(NOBODY),
-            from: AtomicUsize::new(NOBODY),
+            to: AtomicUsize::new(NO_RANK),
+            from: AtomicUsize::new(NO_RANK),
             count: AtomicU64::new(0),
         }
     }
 }
 
 impl Partners {
-    /// A collective begins.
+    /// Records the start of a collective.
     pub fn restart(&self) {
         self.count.store(0, Ordering::Relaxed);
     }
 
-    /// An exchange with these ranks of the world begins.
+    /// Records the start of an exchange with these ranks of the world.
     pub fn begin(&self, to: Option<usize>, from: Option<usize>) {
-        self.to.store(to.unwrap_or(NOBODY), Ordering::Relaxed);
-        self.from.store(from.unwrap_or(NOBODY), Ordering::Relaxed);
+        self.to.store(to.unwrap_or(NO_RANK), Ordering::Relaxed);
+        self.from.store(from.unwrap_or(NO_RANK), Ordering::Relaxed);
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// It is over.
+    /// Records the end of the exchange.
     pub fn end(&self) {
-        self.to.store(NOBODY, Ordering::Relaxed);
-        self.from.store(NOBODY, Ordering::Relaxed);
+        self.to.store(NO_RANK, Ordering::Relaxed);
+        self.from.store(NO_RANK, Ordering::Relaxed);
     }
 
-    /// The ranks of the exchange under way, and its number in the collective.
+    /// Returns the ranks of the exchange in flight, and its number in the collective.
     pub fn now(&self) -> Option<(Vec<usize>, u64)> {
         let mut ranks: Vec<usize> =
             [&self.from, &self.to].map(|one| one.load(Ordering::Relaxed)).to_vec();
-        ranks.retain(|rank| *rank != NOBODY);
+        ranks.retain(|rank| *rank != NO_RANK);
         ranks.dedup();
         (!ranks.is_empty()).then(|| (ranks, self.count.load(Ordering::Relaxed)))
     }

@@ -1,11 +1,11 @@
-//! Ascending numbers of ranks as text that stays short: `0-7, 12, 16-96:8`, where the last are
-//! every eighth.
+//! Serializes ascending rank numbers as short text, such as `0-7,12,16-96:8`, where the last part
+//! is every eighth rank.
 
 use serde::de::Error as _;
 use serde::{Deserialize as _, Deserializer, Serializer};
 
-/// Numbers that are worth a run.
-const SHORTEST: usize = 3;
+/// The least length of a run that is written as a range.
+const SHORTEST_RUN: usize = 3;
 
 pub fn serialize<S: Serializer>(numbers: &[usize], to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(&text(numbers))
@@ -13,7 +13,7 @@ pub fn serialize<S: Serializer>(numbers: &[usize], to: S) -> Result<S::Ok, S::Er
 
 pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<usize>, D::Error> {
     let text = String::deserialize(from)?;
-    numbers(&text).ok_or_else(|| D::Error::custom(format!("{text:?} are no numbers")))
+    numbers(&text).ok_or_else(|| D::Error::custom(format!("{text:?} is not a list of ranks")))
 }
 
 fn text(numbers: &[usize]) -> String {
@@ -21,9 +21,9 @@ fn text(numbers: &[usize]) -> String {
     let mut rest = numbers;
     while let [first, after @ ..] = rest {
         let step = after.first().map_or(0, |next| next.saturating_sub(*first));
-        let alike =
+        let run =
             rest.windows(2).take_while(|pair| step > 0 && pair[0] + step == pair[1]).count() + 1;
-        let taken = if alike < SHORTEST { 1 } else { alike };
+        let taken = if run < SHORTEST_RUN { 1 } else { run };
         parts.push(match (taken, step) {
             (1, _) => first.to_string(),
             (_, 1) => format!("{first}-{}", rest[taken - 1]),
@@ -43,8 +43,7 @@ fn numbers(text: &str) -> Option<Vec<usize>> {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let first: usize = first.parse().ok()?;
         let last: usize = last.parse().ok()?;
-        // Ranks are 32 bits wide, and there are not so many in a file that anybody may have
-        // damaged.
+        // The limit keeps a damaged file from allocating memory for billions of ranks.
         if step == 0 || last < first || last / step > 1 << 24 {
             return None;
         }

@@ -1,29 +1,28 @@
-//! Ends a job that stands still, and says where each rank is.
+//! The watchdog: ends a job that hangs, and reports where each rank is.
 //!
-//! A thread of every rank writes a heartbeat into a directory from time to time. The file system is
-//! the way because it needs no answer: a rank that is stopped, or stuck in a system call, has left
-//! its last heartbeat, and the calls of MPI belong to a thread that may be inside one. The first
-//! rank that waits for longer than the timeout leaves a marker there, and a moment later reports
-//! and aborts the job. Every rank that sees the marker leaves its ledger.
+//! A thread of every rank periodically writes a heartbeat to a directory. The file system is used
+//! because it needs no answer: a rank that is stopped, or stuck in a system call, has left its last
+//! heartbeat, and MPI calls belong to a thread that may itself be blocked. The first rank that
+//! waits for longer than the timeout creates a marker there, and soon after reports and aborts the
+//! job. Every rank that sees the marker writes its flight recorder.
 //!
 //! 1. Every tenth of `comm.timeout` (0.1 to 10 s) a rank writes its heartbeat: process, phase, last
 //!    finished and current collective.
 //! 2. A rank that was in one collective, or waited for data, for longer than the timeout writes its
-//!    ledger and creates the marker.
+//!    flight recorder and creates the marker.
 //! 3. Two and a half intervals and half a second later the creator reads the files of all ranks. A
 //!    rank whose heartbeat has not changed is reported as unresponsive; clocks are not compared.
-//!    The module `stall` words the report, and the job is aborted.
-//! 4. If the creator is stopped itself, or the end of the job does not reach them, the other
-//!    waiting ranks end it five seconds later, with the creator's report where it has left one.
+//!    The module `hang_report` formats the report, and the job is aborted.
+//! 4. If the creator is stopped itself, or the abort does not reach them, the other waiting ranks
+//!    abort five seconds later, with the creator's report if it has written one.
 //!
-//! Time in which the whole job was suspended does not count. The watch over a command begins with
-//! its process (`Comm::wait_at_most`) and ends after `MPI_Finalize`, which counts as a collective
-//! called `leave`. Before the ranks have met in a directory (`Comm::watch`) a report tells of one
-//! rank's place only. The watch cannot detect a rank that computes for ever while no other rank
-//! waits for it.
+//! Time in which the whole job was suspended does not count. The watchdog of a command starts with
+//! its process (`Comm::wait_at_most`) and stops after `MPI_Finalize`, which counts as a collective
+//! named `leave`. Before the ranks share a directory (`Comm::watch`), a report covers one rank
+//! only. The watchdog cannot detect a rank that computes for ever while no other rank waits for it.
 //!
 //! Where some ranks of a job train and others evaluate or serve, one side may end long before the
-//! other: there a rank waits in `leave` as long as the others' heartbeats go on.
+//! other. Then a rank may wait in `leave` as long as the others' heartbeats continue.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -44,28 +43,28 @@ use hpctrain_base::spans;
 use hpctrain_base::spans::Doing;
 use hpctrain_base::spawn::spawn;
 
-/// Exit code of a job that was ended.
+/// Exit code of a job that the watchdog ends.
 pub const CODE: i32 = 1;
 
-/// Delay after which a rank ends the job itself if the report was another's task.
-const LAST_RESORT: Duration = Duration::from_secs(5);
+/// Additional delay after which a rank aborts the job itself if another rank should have reported.
+const FALLBACK_DELAY: Duration = Duration::from_secs(5);
 
-/// The advice to those who find a timeout too short.
+/// The hint for a timeout that is too short.
 const HINT: &str = "must be longer than the longest evaluation or checkpoint";
 
-/// The thread that watches over a rank; ends when it is dropped.
+/// A handle to the watchdog's thread, which ends when the handle is dropped.
 pub struct Guard {
     settings: Arc<Mutex<Settings>>,
     beats: Arc<AtomicU64>,
-    /// None only while dropping. A message makes the thread look at its settings.
-    tell: Option<Sender<()>>,
+    /// Wakes the thread to apply new settings; `None` only while dropping.
+    wake: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// The settings of a watch, which change while it goes on.
+/// The settings of a watchdog, which may change while it runs.
 #[derive(Default, Clone)]
 pub struct Settings {
-    /// Zero waits for ever.
+    /// The longest wait; zero waits for ever.
     pub timeout: Duration,
     pub place: Option<WatchdogDirectory>,
 }
@@ -79,21 +78,21 @@ impl Settings {
     }
 }
 
-/// The directory in which the ranks meet.
+/// The directory of the ranks' heartbeats.
 #[derive(Clone)]
 pub struct WatchdogDirectory {
     pub files: Files,
     pub pulse: Pulse,
-    /// Whether it goes with the watch.
+    /// Whether the directory is removed with the watchdog.
     pub is_own: bool,
 }
 
 impl WatchdogDirectory {
-    /// The heartbeat of a rank that left in good order says nothing.
+    /// Erases this rank's heartbeat, which would be misleading after an orderly exit.
     fn leave(&self) {
         self.pulse.leave();
         if self.is_own {
-            // It goes with its last rank; those of others are still there.
+            // This fails while other ranks have files there; the last one removes it.
             let _ = std::fs::remove_dir(self.files.folder());
         }
     }
@@ -103,28 +102,28 @@ impl Guard {
     pub fn start(seat: WatchdogContext) -> Result<Self> {
         let settings = Arc::<Mutex<Settings>>::default();
         let beats = Arc::<AtomicU64>::default();
-        let patience = Patience { stuck: None, waited: Duration::ZERO };
+        let stall_timer = StallTimer { stuck: None, waited: Duration::ZERO };
         let watchdog = Watchdog {
             seat,
             settings: settings.clone(),
             beats: beats.clone(),
-            patience,
+            stall_timer,
             at_end: HashMap::new(),
             alarm: None,
-            told: false,
+            recorder_written: false,
             failed: false,
         };
-        let (tell, told) = channel();
-        let thread = spawn("watchdog", move || watchdog.run(&told))?;
-        Ok(Self { settings, beats, tell: Some(tell), thread: Some(thread) })
+        let (wake, woken) = channel();
+        let thread = spawn("watchdog", move || watchdog.run(&woken))?;
+        Ok(Self { settings, beats, wake: Some(wake), thread: Some(thread) })
     }
 
-    /// The number of the next heartbeat.
+    /// Returns the number of the next heartbeat.
     pub fn next_beat(&self) -> u64 {
         self.beats.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Changes the settings. Signs of life in a directory before are removed.
+    /// Changes the settings. If the directory changes, the heartbeat in the old one is erased.
     pub fn set(&self, change: impl FnOnce(&mut Settings)) -> Result<()> {
         let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
         let before = settings.place.clone();
@@ -137,16 +136,16 @@ impl Guard {
         }
         drop(settings);
         // The thread ends only after this handle.
-        let _ = self.tell.as_ref().map(|tell| tell.send(()));
+        let _ = self.wake.as_ref().map(|wake| wake.send(()));
         Ok(())
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.tell = None;
+        self.wake = None;
         if let Some(thread) = self.thread.take() {
-            // A panic there has ended the job.
+            // A panic there has aborted the job.
             let _ = thread.join();
         }
     }
@@ -161,15 +160,15 @@ pub enum Stuck {
     Loading(u64),
 }
 
-/// Duration for which the rank has been stuck in the same operation.
-struct Patience {
+/// Measures how long the rank has been stuck in the same operation.
+struct StallTimer {
     stuck: Option<Stuck>,
     waited: Duration,
 }
 
-impl Patience {
-    /// The rank is stuck in this, `passed` after it was looked at before. Whether that is longer
-    /// than `timeout`.
+impl StallTimer {
+    /// Records that the rank is in the operation `stuck`, `passed` after the last check. Returns
+    /// true if it has been there for longer than `timeout`.
     fn over(&mut self, timeout: Duration, stuck: Option<Stuck>, passed: Duration) -> bool {
         self.waited = if stuck.is_some() && stuck == self.stuck {
             self.waited + passed
@@ -181,30 +180,30 @@ impl Patience {
     }
 }
 
-/// This rank waits for too long.
+/// The state of a rank that has waited for longer than the timeout.
 struct Alarm {
     raised: Instant,
-    /// If the report is this rank's task, the heartbeat counts of all ranks at that moment.
+    /// The heartbeat numbers of all ranks at that moment, if this rank has to report.
     beats: Option<Vec<Option<u64>>>,
 }
 
-/// A rank as its watch sees it.
+/// What the watchdog needs to know of its rank.
 #[derive(Clone)]
 pub struct WatchdogContext {
     pub shared: Arc<Shared>,
     pub world: World,
     pub exit: Exit,
-    /// Whether ranks of the job have other work than this one.
+    /// Whether the ranks of the job have different roles.
     pub has_roles: Arc<AtomicBool>,
 }
 
 impl WatchdogContext {
-    /// The heartbeat of this moment, and the operation that the rank may be stuck in.
+    /// Returns the present heartbeat, and the operation that the rank may be stuck in.
     pub fn heartbeat(&self, beat: u64) -> (Heartbeat, Option<Stuck>) {
         let (phase, since) = self.shared.activity.phase();
         let (finished, current) = self.place();
         let stuck = match &current {
-            Some(told) => Some(Stuck::Collective(told.number)),
+            Some(collective) => Some(Stuck::Collective(collective.number)),
             None => (phase == Doing::Loading).then_some(Stuck::Loading(since)),
         };
         let heartbeat = Heartbeat {
@@ -223,16 +222,16 @@ impl WatchdogContext {
         (heartbeat, stuck)
     }
 
-    /// The last collective that was finished, and the one under way.
+    /// Returns the last collective that finished, and the one in flight.
     fn place(&self) -> (Option<PeerHeartbeat>, Option<PeerHeartbeat>) {
-        let ledger = self.shared.ledger();
-        let (finished, current) = ledger.place();
-        // A message that was posted ahead is waited for only once compute needs it.
+        let recorder = self.shared.ledger();
+        let (finished, current) = recorder.place();
+        // A receive that was posted early counts only once compute waits for it.
         let current = current.filter(|entry| entry.label.op != RECV || self.shared.has_waiters());
         (finished.map(PeerHeartbeat::from), current.map(PeerHeartbeat::from))
     }
 
-    /// The exchange under way.
+    /// Returns the exchange in flight.
     fn exchange(&self) -> Option<Exchange> {
         let (with, number) = self.shared.partners.now()?;
         Some(Exchange { with, number })
@@ -243,13 +242,13 @@ struct Watchdog {
     seat: WatchdogContext,
     settings: Arc<Mutex<Settings>>,
     beats: Arc<AtomicU64>,
-    patience: Patience,
-    /// Heartbeat counts of ranks that had not left when this one last waited for them.
+    stall_timer: StallTimer,
+    /// The heartbeat numbers of ranks that had not left when this one last waited for them.
     at_end: HashMap<usize, u64>,
     alarm: Option<Alarm>,
-    /// Whether the ledger was written since the marker appeared.
-    told: bool,
-    /// Whether a heartbeat could not be written; said once.
+    /// Whether the flight recorder was written since the marker appeared.
+    recorder_written: bool,
+    /// Whether a failure to write a heartbeat was logged, which happens once.
     failed: bool,
 }
 
@@ -258,24 +257,26 @@ impl Watchdog {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn run(mut self, told: &Receiver<()>) {
+    fn run(mut self, woken: &Receiver<()>) {
         let mut last = Instant::now();
         let mut settings = self.settings();
-        while told.recv_timeout(settings.interval()) != Err(RecvTimeoutError::Disconnected) {
-            // A rank that was stopped as a whole has not been waiting meanwhile: neither have the
-            // others, perhaps.
+        while woken.recv_timeout(settings.interval()) != Err(RecvTimeoutError::Disconnected) {
+            // While the process was stopped it was not waiting, and the other ranks may have been
+            // stopped as well.
             let passed = last.elapsed().min(2 * settings.interval());
             last = Instant::now();
             settings = self.settings();
-            self.look(&settings, passed);
+            self.check(&settings, passed);
         }
         self.settings().place.iter().for_each(WatchdogDirectory::leave);
     }
 
-    fn look(&mut self, settings: &Settings, passed: Duration) {
+    fn check(&mut self, settings: &Settings, passed: Duration) {
         let stuck = self.beat(settings.place.as_ref());
-        let Some(place) = &settings.place else { return self.look_alone(settings, stuck, passed) };
-        if !self.patience.over(settings.timeout, stuck, passed)
+        let Some(place) = &settings.place else {
+            return self.check_without_directory(settings, stuck, passed);
+        };
+        if !self.stall_timer.over(settings.timeout, stuck, passed)
             || self.others_have_work(&place.files)
         {
             if let Some(alarm) = self.alarm.take() {
@@ -285,14 +286,14 @@ impl Watchdog {
                 log::warn!("a wait took longer than comm.timeout = {}", settings.timeout.as_secs());
             }
             let marked = place.files.marked();
-            if marked && !self.told {
-                self.write_ledger(&place.files);
+            if marked && !self.recorder_written {
+                self.write_recorder(&place.files);
             }
-            self.told = marked;
+            self.recorder_written = marked;
             return;
         }
         let Some(alarm) = &self.alarm else {
-            self.write_ledger(&place.files);
+            self.write_recorder(&place.files);
             let beats = place
                 .files
                 .mark()
@@ -300,7 +301,7 @@ impl Watchdog {
             self.alarm = Some(Alarm { raised: Instant::now(), beats });
             return;
         };
-        // Every rank that can beats twice, and sees the marker.
+        // In this time every rank that responds writes two heartbeats and sees the marker.
         let grace = settings.interval() * 5 / 2 + Duration::from_millis(500);
         match (&alarm.beats, alarm.raised.elapsed()) {
             (Some(beats), waited) if waited >= grace => {
@@ -309,45 +310,52 @@ impl Watchdog {
                 log::error!("{report}");
                 self.seat.exit.end_job(CODE)
             }
-            (None, waited) if waited >= grace + LAST_RESORT => {
-                log::error!("{}", place.files.told().unwrap_or_else(|| self.own_report()));
+            (None, waited) if waited >= grace + FALLBACK_DELAY => {
+                log::error!("{}", place.files.told().unwrap_or_else(|| self.report_this_rank()));
                 self.seat.exit.end_job(CODE)
             }
             _ => {}
         }
     }
 
-    /// As [`Watchdog::look`], before the ranks have met in a directory.
-    fn look_alone(&mut self, settings: &Settings, stuck: Option<Stuck>, passed: Duration) {
+    /// Checks this rank while the ranks do not share a directory yet.
+    fn check_without_directory(
+        &mut self,
+        settings: &Settings,
+        stuck: Option<Stuck>,
+        passed: Duration,
+    ) {
         let current = self.seat.place().1;
         let is_of_all =
-            current.as_ref().is_some_and(|told| told.members.len() == self.seat.world.nodes.len());
-        let over = self.patience.over(settings.timeout, stuck, passed);
-        // Those of another role may have much to do before they meet this one, or after; they are
-        // watched by themselves.
+            current.as_ref().is_some_and(|it| it.members.len() == self.seat.world.nodes.len());
+        let over = self.stall_timer.over(settings.timeout, stuck, passed);
+        // Ranks of another role may work for long before or after they meet this one; their own
+        // watchdogs check them.
         if !over || is_of_all && self.seat.has_roles.load(Ordering::Relaxed) {
             return;
         }
-        let waits = current.map_or("waits for data".into(), |told| format!("waits in {told}"));
+        let waits =
+            current.map_or("waits for data".into(), |current| format!("waits in {current}"));
         log::error!(
-            "the job stands still: this rank {waits} since {:.1} s, and the ranks have not met in a directory that would tell \
-             of the others\nhint: comm.timeout = {} seconds {HINT}",
-            self.patience.waited.as_secs_f64(),
+            "the job hangs: this rank {waits} since {:.1} s; the states of the other ranks are unknown, because the ranks do \
+             not share a watchdog directory yet\nhint: comm.timeout = {} seconds {HINT}",
+            self.stall_timer.waited.as_secs_f64(),
             settings.timeout.as_secs()
         );
         self.seat.exit.end_job(CODE)
     }
 
-    /// Whether this rank has nothing left to do and others have: each that has not left still shows
-    /// signs of life.
+    /// Returns true if this rank has nothing left to do, and every rank that has not left still
+    /// writes heartbeats.
     fn others_have_work(&mut self, files: &Files) -> bool {
-        let is_leaving = self.seat.place().1.is_some_and(|told| told.op == LEAVE);
+        let is_leaving = self.seat.place().1.is_some_and(|current| current.op == LEAVE);
         if !self.seat.has_roles.load(Ordering::Relaxed) || !is_leaving {
             return false;
         }
-        let has_left = |one: &Heartbeat| one.current.as_ref().is_some_and(|told| told.op == LEAVE);
+        let has_left =
+            |one: &Heartbeat| one.current.as_ref().is_some_and(|current| current.op == LEAVE);
         let all = files.read();
-        // Some may never have met here, such as parameter servers.
+        // Some never write heartbeats here, such as parameter servers.
         let are_known = all.iter().all(Option::is_some);
         let others: HashMap<usize, u64> = all
             .into_iter()
@@ -360,9 +368,9 @@ impl Watchdog {
         {
             return false;
         }
-        // Another timeout for them.
+        // Wait for them for another timeout.
         self.at_end = others;
-        self.patience.waited = Duration::ZERO;
+        self.stall_timer.waited = Duration::ZERO;
         true
     }
 
@@ -372,7 +380,7 @@ impl Watchdog {
         let (heartbeat, stuck) = self.seat.heartbeat(beat);
         let Some(place) = place else { return stuck };
         match place.pulse.write(&heartbeat) {
-            // The directory was removed with its run, which did not begin.
+            // The directory was removed with its run, which did not start.
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
                 settings.place =
@@ -386,8 +394,8 @@ impl Watchdog {
         stuck
     }
 
-    fn write_ledger(&self, files: &Files) {
-        let ledger = LedgerFile {
+    fn write_recorder(&self, files: &Files) {
+        let recorder = LedgerFile {
             rank: self.seat.world.rank,
             pid: std::process::id(),
             host: self.seat.world.node.host.clone(),
@@ -395,34 +403,34 @@ impl Watchdog {
             collectives: self.seat.shared.ledger().entries().map(PeerHeartbeat::from).collect(),
         };
         let path = files.ledger(self.seat.world.rank);
-        let text = serde_json::to_string_pretty(&ledger).map_err(std::io::Error::from);
+        let text = serde_json::to_string_pretty(&recorder).map_err(std::io::Error::from);
         if let Err(error) = text.and_then(|text| own_files::write(&path, text + "\n")) {
             log::warn!("cannot write {}: {error}", path.display());
         }
     }
 
-    /// The report of a rank that knows of itself alone.
-    fn own_report(&self) -> String {
-        let told = self.seat.place().1.map(|told| told.to_string()).unwrap_or_default();
+    /// Reports the state of this rank alone.
+    fn report_this_rank(&self) -> String {
+        let current = self.seat.place().1.map(|current| current.to_string()).unwrap_or_default();
         format!(
-            "the job stands still: this rank waits in {told}, and no other rank has ended the job"
+            "the job hangs: this rank waits in {current}, and no other rank has aborted the job"
         )
     }
 
-    /// Reports the state of each rank; `beats` are their heartbeat counts when the alarm was
+    /// Reports the state of each rank. `beats` are their heartbeat numbers when the alarm was
     /// raised.
     fn report(&self, settings: &Settings, files: &Files, beats: &[Option<u64>]) -> String {
         let moved =
             |heartbeat: &Option<Heartbeat>, before| heartbeat.as_ref().map(|h| h.beat) != before;
-        let sightings =
+        let states =
             files.read().into_iter().zip(beats).enumerate().map(|(rank, (heartbeat, before))| {
                 let answers = rank == self.seat.world.rank || moved(&heartbeat, *before);
                 RankState { heartbeat, answers }
             });
-        let sightings: Vec<_> = sightings.collect();
-        let ledgers: Vec<_> =
-            (0..sightings.len()).filter_map(|rank| files.read_ledger(rank)).collect();
-        let text = report(&sightings, &ledgers, seconds(spans::now()));
+        let states: Vec<_> = states.collect();
+        let recorders: Vec<_> =
+            (0..states.len()).filter_map(|rank| files.read_ledger(rank)).collect();
+        let text = report(&states, &recorders, seconds(spans::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds {HINT}",
             files.folder().join("ledger-rank-*.json").display(),
@@ -436,18 +444,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn patience_ends_with_progress() {
+    fn progress_resets_the_stall_timer() {
         let second = Duration::from_secs(1);
-        let mut patience = Patience { stuck: None, waited: Duration::ZERO };
+        let mut stall_timer = StallTimer { stuck: None, waited: Duration::ZERO };
         let mut over = |stuck, times| {
-            (0..times).map(|_| patience.over(3 * second, stuck, second)).collect::<Vec<_>>()
+            (0..times).map(|_| stall_timer.over(3 * second, stuck, second)).collect::<Vec<_>>()
         };
         let first = Some(Stuck::Collective(1));
         assert_eq!(over(first, 5), [false, false, false, false, true]);
         assert_eq!(over(Some(Stuck::Collective(2)), 4), [false; 4]);
         assert_eq!(over(None, 9), [false; 9]);
         assert_eq!(over(Some(Stuck::Loading(7)), 5), [false, false, false, false, true]);
-        let mut endless = Patience { stuck: None, waited: Duration::ZERO };
+        let mut endless = StallTimer { stuck: None, waited: Duration::ZERO };
         assert!((0..99).all(|_| !endless.over(Duration::ZERO, first, second)));
     }
 }

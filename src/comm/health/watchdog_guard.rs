@@ -1,4 +1,4 @@
-//! The beginning of the watch over a rank, and the directories in which ranks meet.
+//! Starts the watchdog of a rank and chooses the directory of its files.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans;
 use hpctrain_device::Backend;
 
-/// The watch over this rank by [`Comm::watch`], until it is dropped; but a watch that began before
-/// goes on.
+/// Keeps the watchdog that [`Comm::watch`] has started. Dropping it stops the watchdog, unless that
+/// was already running before.
 pub struct WatchdogGuard {
     inner: Arc<Inner>,
     began: bool,
@@ -27,11 +27,12 @@ impl Drop for WatchdogGuard {
 }
 
 impl<B: Backend> Comm<B> {
-    /// From now on this rank ends the job when it waits for longer than `timeout` in a collective
-    /// or for data; zero waits for ever. A world of one rank needs no watch.
+    /// Starts the watchdog, or changes its timeout: this rank aborts the job when it waits for
+    /// longer than `timeout` in a collective or for data; zero waits for ever. A world of one rank
+    /// needs no watchdog.
     ///
     /// # Errors
-    /// The system refused a thread.
+    /// Returns an error if the watchdog's thread cannot be started.
     pub fn wait_at_most(&self, timeout: Duration) -> Result<()> {
         if self.inner.world.nodes.len() == 1 {
             return Ok(());
@@ -39,19 +40,20 @@ impl<B: Backend> Comm<B> {
         self.inner.watched(|guard| guard.set(|settings| settings.timeout = timeout))
     }
 
-    /// Collective over the world: watches over this rank until the watch is dropped. Heartbeats and
-    /// ledgers go to `folder`, which all ranks share. When a rank waits for longer than `timeout`
+    /// Runs the watchdog of this rank until the guard is dropped. Heartbeats and flight recorders
+    /// are written to `folder`, which all ranks share. When a rank waits for longer than `timeout`
     /// in a collective or for data, the job ends with a report of where each rank is, and exit code
-    /// 1. A world of one rank needs no watch.
+    /// 1. A world of one rank needs no watchdog. Collective over the world.
     ///
     /// # Errors
-    /// The folder cannot be written.
+    /// Returns an error if the folder cannot be written, or the watchdog's thread cannot be
+    /// started.
     pub fn watch(&self, folder: &Path, timeout: Duration) -> Result<Option<WatchdogGuard>> {
         if self.inner.world.nodes.len() == 1 {
             return Ok(None);
         }
         let world = self.world();
-        // No rank may take files of an earlier job for this job's.
+        // No rank may mistake files of an earlier job for this job's.
         let files = Files::new(folder, self.inner.world.nodes.clone());
         world.all_ok(if self.rank() == 0 { files.clear() } else { Ok(()) })?;
         let began = !self.inner.is_watched();
@@ -59,10 +61,11 @@ impl<B: Backend> Comm<B> {
         Ok(Some(WatchdogGuard { inner: self.inner.clone(), began }))
     }
 
-    /// As [`Comm::watch`], by a rank of a job whose other ranks have met in `folder`.
+    /// Moves the running watchdog of this rank to `folder`, where the job's other ranks already
+    /// have theirs. Not collective; without a running watchdog it does nothing.
     ///
     /// # Errors
-    /// The folder cannot be written.
+    /// Returns an error if the folder cannot be written.
     pub fn watch_beside(&self, folder: &Path) -> Result<()> {
         if self.inner.world.nodes.len() == 1 || !self.inner.is_watched() {
             return Ok(());
@@ -70,12 +73,12 @@ impl<B: Backend> Comm<B> {
         self.attend(Files::new(folder, self.inner.world.nodes.clone()), None, false)
     }
 
-    /// Collective over the world: a watch that began before goes on in a directory of its own, in
-    /// the first of `places` that can be written on rank 0. In one that other nodes do not share,
-    /// such as `/tmp`, a report tells of the ranks of one node.
+    /// Moves the running watchdog to a new directory in the first of `places` that rank 0 can
+    /// write. If other nodes do not share it, as with `/tmp`, a report covers the ranks of one
+    /// node. Without a running watchdog it does nothing. Collective over the world.
     ///
     /// # Errors
-    /// None of them can be written, or the message failed.
+    /// Returns an error if none of `places` can be written, or a message failed.
     pub fn watch_apart(&self, places: &[PathBuf]) -> Result<()> {
         if self.size() == 1 || !self.inner.is_watched() {
             return Ok(());
@@ -83,44 +86,49 @@ impl<B: Backend> Comm<B> {
         let world = self.world();
         let name = format!("watch-{}-{:x}", std::process::id(), spans::now());
         let create = || {
-            let mut refused = Error::internal("no place for the watch");
+            let mut error = Error::internal("no directory was given for the watchdog");
             for place in places {
                 let folder = place.join(&name);
                 match std::fs::create_dir(&folder) {
                     Ok(()) => return Ok(folder),
                     Err(e) => {
-                        refused = Error::io("create", &folder, e)
-                            .hint("--set comm.timeout=0 does without")
+                        error = Error::io("create", &folder, e)
+                            .hint("set comm.timeout=0 to run without the watchdog")
                     }
                 }
             }
-            Err(refused)
+            Err(error)
         };
         let folder = world.all_ok(if self.rank() == 0 { create().map(Some) } else { Ok(None) })?;
-        let told = folder
+        let mine = folder
             .map(|folder| folder.to_string_lossy().into_owned().into_bytes())
             .unwrap_or_default();
-        let told = world.gather_bytes(told).wait()?;
-        let folder = PathBuf::from(String::from_utf8_lossy(&told[0]).into_owned());
-        let attended = || {
-            // Another node may have one of its own by this name.
+        let paths = world.gather_bytes(mine).wait()?;
+        let folder = PathBuf::from(String::from_utf8_lossy(&paths[0]).into_owned());
+        let join = || {
+            // Another node may have its own directory by this name.
             std::fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, e))?;
             self.attend(Files::new(&folder, self.inner.world.nodes.clone()), None, true)
         };
-        world.all_ok(attended())
+        world.all_ok(join())
     }
 
-    /// Leaves signs of life in a directory from now on.
+    /// Writes heartbeats to a directory from now on.
+    ///
+    /// # Errors
+    /// Returns an error if the first heartbeat cannot be written.
     fn attend(&self, files: Files, timeout: Option<Duration>, is_own: bool) -> Result<()> {
         let pulse = files.pulse(self.inner.world.rank);
         let place = WatchdogDirectory { files, pulse, is_own };
-        let seat = self.inner.seat();
+        let context = self.inner.seat();
         let path = place.pulse.path.clone();
         self.inner.watched(|guard| {
-            // One that cannot be written says so here.
-            let written = place.pulse.write(&seat.heartbeat(guard.next_beat()).0);
-            written
-                .map_err(|e| Error::io("write", &path, e).hint("comm.timeout = 0 does without"))?;
+            // The first write shows whether the directory can be written.
+            let written = place.pulse.write(&context.heartbeat(guard.next_beat()).0);
+            written.map_err(|e| {
+                Error::io("write", &path, e)
+                    .hint("set comm.timeout = 0 to run without the watchdog")
+            })?;
             guard.set(|settings| {
                 settings.timeout = timeout.unwrap_or(settings.timeout);
                 settings.place = Some(place);

@@ -1,8 +1,8 @@
 //! Ranks as threads of one process: for tests, and to simulate a cluster on one machine.
 //!
-//! Messages are copied through mailboxes, one for each sender, receiver and group, first in first
-//! out. A rank whose communication thread ends is *gone*: ranks that wait for a message from it, or
-//! send it one, get an error instead of waiting for ever.
+//! Messages are copied through mailboxes, a FIFO queue for each sender, receiver and group. A rank
+//! whose communication thread has ended is *gone*: ranks that wait for a message from it, or send
+//! it one, get an error instead of waiting for ever.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -18,24 +18,25 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::add_serial;
 use hpctrain_device::DeviceSpan;
 
-/// Payload with which the thread that calls [`Comm::abort`](crate::Comm::abort) unwinds, silently:
-/// the process belongs to other ranks, too.
+/// The panic payload with which a thread that calls [`Comm::abort`](crate::Comm::abort) silently
+/// unwinds, because other ranks share the process.
 #[derive(Debug)]
 pub struct Aborted {
-    /// The exit code it asked for.
+    /// The requested exit code.
     pub code: i32,
 }
 
-/// Interval at which a rank that waits for a message checks whether its own side ordered an abort.
+/// Interval at which a rank that waits for a message checks whether its own side requested an
+/// abort.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The wires and worlds of ranks on the nodes given for them.
+/// Creates the transport and the world of each rank; `nodes` has their nodes.
 pub(crate) fn open(
     nodes: &[usize],
     shared: &[Arc<Shared>],
 ) -> Vec<(Box<dyn Transport + Send>, World)> {
     let ranks = nodes.len();
-    let office = Arc::new(InProcessHub {
+    let hub = Arc::new(InProcessHub {
         post: Mutex::new(MailboxState { gone: vec![false; ranks], ..MailboxState::default() }),
         arrivals: (0..ranks).map(|_| Condvar::new()).collect(),
     });
@@ -57,29 +58,29 @@ pub(crate) fn open(
             threads: None,
             staging: algorithms::staging(ranks),
         };
-        let wire = Mailboxes {
+        let transport = Mailboxes {
             rank,
-            office: office.clone(),
+            hub: hub.clone(),
             shared: shared[rank].clone(),
             splits: 0,
             posted: Vec::new(),
         };
-        (Box::new(wire) as Box<dyn Transport + Send>, world)
+        (Box::new(transport) as Box<dyn Transport + Send>, world)
     };
     (0..ranks).map(open).collect()
 }
 
-/// Sender and receiver in the world, the group, and whether messages are posted.
+/// Sender and receiver in the world, the group, and whether messages are posted ones.
 type Route = (usize, usize, usize, bool);
 
 /// State shared by all ranks.
 struct InProcessHub {
     post: Mutex<MailboxState>,
-    /// By receiver.
+    /// Signals arrivals, by receiver.
     arrivals: Vec<Condvar>,
 }
 
-/// A message, and the exchanges one after the other that had to come before it.
+/// A message, and the length of the chain of exchanges that it depends on.
 struct Message {
     bytes: Vec<u8>,
     round: u64,
@@ -94,7 +95,7 @@ struct MailboxState {
 }
 
 impl MailboxState {
-    /// Whether a message to or from this rank makes sense.
+    /// Returns an error if the world was aborted, or this rank is gone.
     fn check(&self, peer: usize) -> Result<()> {
         if let Some((rank, code)) = self.aborted {
             return Err(Error::comm(format!("rank {rank} aborted with code {code}")));
@@ -111,14 +112,14 @@ impl InProcessHub {
         self.post.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Fills a posted message if it is there; whether it is.
-    fn arrived(&self, route: Route, parcel: &mut dyn P2pBuffer) -> Result<bool> {
+    /// Fills a posted receive if its message has arrived. Returns true if it has.
+    fn arrived(&self, route: Route, buffer: &mut dyn P2pBuffer) -> Result<bool> {
         let mut post = self.lock();
         let Some(message) = post.mail.get_mut(&route).and_then(VecDeque::pop_front) else {
             return post.check(route.0).map(|()| false);
         };
         drop(post);
-        if let Payload::Host(into) = parcel.payload()? {
+        if let Payload::Host(into) = buffer.payload()? {
             check_length(route.0, message.bytes.len(), into.len())?;
             into.copy_from_slice(&message.bytes);
         }
@@ -133,11 +134,11 @@ impl InProcessHub {
 /// One rank's access to the mailboxes.
 struct Mailboxes {
     rank: usize,
-    office: Arc<InProcessHub>,
+    hub: Arc<InProcessHub>,
     shared: Arc<Shared>,
-    /// Groups made so far, the world aside.
+    /// The number of groups created so far, without the world.
     splits: usize,
-    /// Messages that are to arrive, and their routes.
+    /// Posted receives, and their routes.
     posted: Vec<(Route, Box<dyn P2pBuffer>)>,
 }
 
@@ -146,19 +147,19 @@ impl Mailboxes {
         let to = group.ranks[to];
         let len = bytes.len();
         let message = Message { bytes, round: self.shared.rounds() };
-        let mut post = self.office.lock();
+        let mut post = self.hub.lock();
         post.check(to)?;
         post.mail.entry((self.rank, to, group.id, is_posted)).or_default().push_back(message);
         drop(post);
-        self.office.arrivals[to].notify_all();
+        self.hub.arrivals[to].notify_all();
         self.shared.add_sent(len);
         Ok(())
     }
 
     fn take(&mut self, group: &GroupRanks, from: usize) -> Result<Message> {
         let from = group.ranks[from];
-        let office = self.office.clone();
-        let mut post = office.lock();
+        let hub = self.hub.clone();
+        let mut post = hub.lock();
         loop {
             if let Some(message) =
                 post.mail.entry((from, self.rank, group.id, false)).or_default().pop_front()
@@ -171,7 +172,7 @@ impl Mailboxes {
                 self.abort(code);
                 return Err(Error::comm(format!("aborted with code {code}")));
             }
-            let arrival = &office.arrivals[self.rank];
+            let arrival = &hub.arrivals[self.rank];
             post =
                 arrival.wait_timeout(post, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -245,9 +246,9 @@ impl Transport for Mailboxes {
         &mut self,
         group: &GroupRanks,
         peer: Peer,
-        mut parcel: Box<dyn P2pBuffer>,
+        mut buffer: Box<dyn P2pBuffer>,
     ) -> Result<()> {
-        let posted = parcel.payload().and_then(|payload| match (payload, peer) {
+        let posted = buffer.payload().and_then(|payload| match (payload, peer) {
             (Payload::Host([]), _) => Ok(true),
             (Payload::Host(bytes), Peer::To(to)) => {
                 self.put(group, to, true, bytes.to_vec()).map(|()| true)
@@ -257,12 +258,12 @@ impl Transport for Mailboxes {
         });
         match (posted, peer) {
             (Ok(false), Peer::From(from)) => {
-                self.posted.push(((group.ranks[from], self.rank, group.id, true), parcel));
+                self.posted.push(((group.ranks[from], self.rank, group.id, true), buffer));
                 self.progress().map(drop)
             }
             (posted, _) => {
                 let posted = posted.map(drop);
-                parcel.finish(posted.clone());
+                buffer.finish(posted.clone());
                 posted
             }
         }
@@ -272,11 +273,11 @@ impl Transport for Mailboxes {
         let mut index = 0;
         while index < self.posted.len() {
             let (before, rest) = self.posted.split_at_mut(index);
-            let (route, parcel) = &mut rest[0];
-            // One that was posted before takes the next message of a route.
+            let (route, buffer) = &mut rest[0];
+            // A receive that was posted earlier takes the next message of its route.
             let has_turn = before.iter().all(|(other, _)| other != route);
             let arrived =
-                if has_turn { self.office.arrived(*route, &mut **parcel) } else { Ok(false) };
+                if has_turn { self.hub.arrived(*route, &mut **buffer) } else { Ok(false) };
             match arrived {
                 Ok(false) => index += 1,
                 done => {
@@ -286,9 +287,9 @@ impl Transport for Mailboxes {
                 }
             }
         }
-        // A thread that waits for a device must notice an abort.
-        self.office.lock().check(self.rank)?;
-        // A sender's message is in the mailbox at once.
+        // A thread that waits for a device must see an abort.
+        self.hub.lock().check(self.rank)?;
+        // Sends are complete at once, when the message is in the mailbox.
         Ok(if self.posted.is_empty() { InFlight::Nothing } else { InFlight::Arriving })
     }
 
@@ -320,22 +321,22 @@ impl Transport for Mailboxes {
     }
 
     fn abort(&mut self, code: i32) {
-        self.office.lock().aborted.get_or_insert((self.rank, code));
-        self.office.wake_all();
+        self.hub.lock().aborted.get_or_insert((self.rank, code));
+        self.hub.wake_all();
     }
 
     fn leave(&mut self, _in_order: bool) {
-        for (_, parcel) in self.posted.drain(..) {
-            parcel.finish(Err(Error::comm("another message failed before this one had arrived")));
+        for (_, buffer) in self.posted.drain(..) {
+            buffer.finish(Err(Error::comm("another message failed before this one had arrived")));
         }
-        self.office.lock().gone[self.rank] = true;
-        self.office.wake_all();
+        self.hub.lock().gone[self.rank] = true;
+        self.hub.wake_all();
     }
 }
 
 impl Drop for Mailboxes {
     fn drop(&mut self) {
-        // Also when a panic ended the communication thread.
+        // Needed when a panic has ended the communication thread.
         self.leave(false);
     }
 }

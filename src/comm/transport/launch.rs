@@ -1,5 +1,5 @@
-//! Whether this process was started by a launcher: determined before MPI is initialised, which must
-//! not happen in a process that runs alone, and may take seconds.
+//! Detects whether a launcher started this process, before MPI is initialised: a process that runs
+//! alone must not initialise it, and that may take seconds.
 
 use super::tcp::{MEETING, TcpRendezvous};
 use hpctrain_base::error::{Error, Result};
@@ -7,16 +7,16 @@ use hpctrain_base::error::{Error, Result};
 /// A start by a launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
-    /// This process's rank, if the launcher states it: errors before MPI is up are printed by rank
-    /// 0 only.
+    /// This process's rank, if the launcher states it. Errors before MPI is initialised are printed
+    /// by rank 0 only.
     pub rank: Option<usize>,
-    /// Name of the launcher, for reports.
+    /// The name of the launcher, for reports.
     pub by: &'static str,
-    /// The place where the ranks meet to talk over TCP; none where they speak MPI.
+    /// The rendezvous of ranks that communicate over TCP; `None` with MPI.
     pub meeting: Option<TcpRendezvous>,
 }
 
-/// A variable that a launcher sets, the one that holds the rank, and the launcher's common name.
+/// For each launcher: a variable that it sets, the one that holds the rank, and its name.
 const LAUNCHERS: [(&str, &str, &str); 5] = [
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
     ("PMIX_RANK", "PMIX_RANK", "a launcher that speaks PMIx, such as srun --mpi=pmix"),
@@ -28,10 +28,12 @@ const LAUNCHERS: [(&str, &str, &str); 5] = [
 /// Overrides the launchers' variables: `1` or `0`.
 const OVERRIDE: &str = "HPCTRAIN_MPI";
 
-/// The launch that the environment indicates, or None for a process that was started alone.
+/// Returns the launch that the environment indicates, or `None` for a process that was started
+/// alone.
 ///
 /// # Errors
-/// The override is neither 0 nor 1, or Slurm started several tasks that cannot find one another.
+/// Returns an error if `HPCTRAIN_MPI` is neither 0 nor 1, the variable of a rendezvous cannot be
+/// parsed, or Slurm started several tasks without a process-management interface.
 pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> {
     if let Some(place) = env(MEETING) {
         let meeting: TcpRendezvous = place.parse()?;
@@ -49,13 +51,13 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
         Some("1") => {
             return Ok(Some(Launch {
                 rank,
-                by: by.unwrap_or("a launcher that HPCTRAIN_MPI=1 vouches for"),
+                by: by.unwrap_or("a launcher, as HPCTRAIN_MPI=1 says"),
                 meeting: None,
             }));
         }
         Some(other) => {
             return Err(Error::input(format!("{OVERRIDE}={other} is neither 0 nor 1"))
-                .hint("1 says that an MPI launcher started this process, 0 that none did; leave it out to find out"));
+                .hint("1 says that an MPI launcher started this process, 0 that none did; unset it to detect a launcher"));
         }
         None => {}
     }
@@ -73,7 +75,7 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
     Ok(None)
 }
 
-/// Number of processes by the launcher's account, to compare with MPI's.
+/// Returns the number of processes that the launcher reports, to compare with MPI's.
 pub(crate) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usize> {
     ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].iter().find_map(|name| env(name)?.parse().ok())
 }
@@ -82,7 +84,7 @@ pub(crate) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usiz
 mod tests {
     use super::*;
 
-    /// The rank of a launch, if it states one.
+    /// Returns the rank of a launch, if it states one.
     fn ask(vars: &[(&str, &str)]) -> Result<Option<Option<usize>>> {
         let launch = launched(|name| {
             vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into())

@@ -1,4 +1,4 @@
-//! The transport under the algorithms: exchanges of numbers and bytes between two ranks.
+//! The transports under the algorithms: exchanges of numbers and bytes between two ranks.
 
 pub(super) mod in_process;
 pub(super) mod launch;
@@ -15,11 +15,11 @@ use hpctrain_device::DeviceSpan;
 
 pub use hpctrain_device::DeviceCollective;
 
-/// Groups whose ranks this process has sorted by their nodes.
+/// The number of groups whose ranks this process has sorted by node.
 static SORTED: AtomicU64 = AtomicU64::new(0);
 
-/// Number of times that this process has sorted the ranks of a group by their nodes, for tests of
-/// scale.
+/// Returns the number of times that this process has sorted the ranks of a group by node, for tests
+/// of scale.
 #[doc(hidden)]
 pub fn sorted_by_node() -> u64 {
     SORTED.load(Relaxed)
@@ -30,45 +30,44 @@ pub fn sorted_by_node() -> u64 {
 pub struct NodeInfo {
     /// This rank's number among the ranks of its node.
     pub local_rank: usize,
-    /// Ranks on this node.
+    /// The number of ranks on this node.
     pub local_size: usize,
     /// The node's name.
     pub host: String,
 }
 
-/// The world of a rank, as it was started.
+/// The world of a rank, as the transport found it at the start.
 #[derive(Clone)]
 pub struct World {
     pub rank: usize,
-    /// The node of every rank, as a number.
+    /// The number of every rank's node.
     pub nodes: Arc<[usize]>,
     pub node: NodeInfo,
     pub library: String,
     /// Whether ranks of this node exchange through shared memory.
     pub shares_memory: bool,
-    /// Whether the library has collectives of its own.
+    /// Whether the transport has vendor collectives.
     pub vendor: bool,
-    /// Whether the library says that it takes addresses of GPUs.
+    /// Whether the MPI library claims to be CUDA-aware.
     pub claims_devices: bool,
-    /// Thread level of MPI; none without MPI.
+    /// The thread level of MPI; `None` without MPI.
     pub threads: Option<&'static str>,
-    /// Bytes that messages pass through, at most.
+    /// The most bytes of staging memory that messages need.
     pub staging: usize,
 }
 
 /// The ranks of a group, seen from one of them.
 #[derive(Debug, Clone)]
 pub struct GroupRanks {
-    /// Number of the group on the wire; the same on all its ranks.
+    /// The number by which the transport knows the group; the same on all its ranks.
     pub id: usize,
-    /// My number in the group.
+    /// This rank's number in the group.
     pub rank: usize,
-    /// Their numbers in the world, ascending.
+    /// The numbers of the group's ranks in the world, ascending.
     pub ranks: Arc<[usize]>,
     /// The node of every rank of the world.
     nodes: Arc<[usize]>,
-    /// The result of [`GroupRanks::by_node`], once it was asked for: collectives ask for it each
-    /// time.
+    /// The cached result of [`GroupRanks::by_node`], which every collective uses.
     by_node: Arc<OnceLock<Vec<Vec<usize>>>>,
 }
 
@@ -86,17 +85,17 @@ impl GroupRanks {
         self.ranks.len()
     }
 
-    /// The next rank around the ring.
+    /// Returns the next rank around the ring.
     pub fn next(&self) -> usize {
         (self.rank + 1) % self.size()
     }
 
-    /// The previous rank around the ring.
+    /// Returns the previous rank around the ring.
     pub fn previous(&self) -> usize {
         (self.rank + self.size() - 1) % self.size()
     }
 
-    /// The group's ranks node by node, in the order of the nodes' first ranks. Clones of a group
+    /// Returns the group's ranks by node, in the order of the nodes' first ranks. Clones of a group
     /// share the result.
     pub fn by_node(&self) -> &[Vec<usize>] {
         self.by_node.get_or_init(|| {
@@ -114,7 +113,7 @@ impl GroupRanks {
         })
     }
 
-    /// Some of the group's ranks by themselves, or none if I am not one of them.
+    /// Returns some of the group's ranks as a group, or `None` if this rank is not one of them.
     pub fn subset(&self, chosen: &[usize]) -> Option<GroupRanks> {
         let rank = chosen.iter().position(|&rank| rank == self.rank)?;
         let ranks = chosen.iter().map(|&rank| self.ranks[rank]).collect();
@@ -128,72 +127,72 @@ impl GroupRanks {
     }
 }
 
-/// Elements for one rank, gathered from pieces of memory.
+/// Elements to send to one rank, gathered from pieces of memory.
 #[derive(Clone, Copy)]
 pub struct Outgoing<'a> {
     pub to: usize,
     pub pieces: &'a [&'a [f32]],
 }
 
-/// Elements from one rank, spread over pieces of memory that are as long as the sender's.
+/// Elements to receive from one rank, scattered to pieces of memory with the sender's total length.
 pub struct Incoming<'a, 'b> {
     pub from: usize,
     pub pieces: &'a mut [&'b mut [f32]],
-    /// Whether they are added to those in memory, or replace them.
+    /// Whether they are added to those in memory instead of replacing them.
     pub add: bool,
 }
 
 /// The memory of a message.
 pub enum Payload<'a> {
     Host(&'a mut [u8]),
-    /// Device memory, for a wire that takes its addresses.
+    /// Device memory, for a CUDA-aware transport.
     Device(DeviceSpan<'a>),
 }
 
 /// The other rank of a posted message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// Its receiver.
+    /// The receiver.
     To(usize),
-    /// Its sender.
+    /// The sender.
     From(usize),
 }
 
-/// Posted messages that are neither gone nor here.
+/// Which posted messages are in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum InFlight {
-    /// None.
+    /// No message is in flight.
     Nothing,
-    /// Some are to arrive, none is leaving.
+    /// Some are being received, none is being sent.
     Arriving,
-    /// Some are leaving: another rank may wait for them.
+    /// Some are being sent: another rank may wait for them.
     Leaving,
 }
 
-/// A message that the wire owns until it has left or arrived: its memory must neither move nor be
-/// touched before.
+/// A message that the transport owns until it is sent or received. Until then its memory must
+/// neither move nor be accessed.
 pub trait P2pBuffer: Send {
-    /// The message. Its address stays the same until [`P2pBuffer::finish`].
+    /// Returns the message's memory. Its address stays the same until [`P2pBuffer::finish`].
     fn payload(&mut self) -> Result<Payload<'_>>;
 
-    /// Gives the memory back to its owner.
+    /// Returns the memory to its owner, with the result of the message.
     fn finish(self: Box<Self>, done: Result<()>);
 
-    /// Reports a message that may never be done with. Its memory is leaked: the network may still
-    /// use it.
+    /// Reports a message that may never complete. Its memory is leaked, because the network may
+    /// still use it.
     fn abandon(self: Box<Self>, error: Error);
 }
 
-/// Moves numbers and bytes between ranks. Lives on the communication thread; ranks are numbers in
-/// the group.
+/// Moves numbers and bytes between ranks. It is used on the communication thread; ranks are numbers
+/// in the group.
 ///
-/// After an error the wire's state is unknown: nothing but [`Transport::leave`] and
-/// [`Transport::abort`] is called.
+/// After an error the transport's state is unknown: only [`Transport::leave`] and
+/// [`Transport::abort`] may be called.
 pub trait Transport {
-    /// Sends and receives at once; returns when all memory may be used again. It may return before
-    /// the receiver has its elements. Nothing is sent where there are no elements. `sums` says, to
-    /// sender and receiver alike, whether the elements are about to be added: then the way through
-    /// the cache is the shorter one.
+    /// Sends and receives at the same time. Returns when all memory may be used again, which may be
+    /// before the receiver has the elements. Nothing is sent if there are no elements. `sums` must
+    /// be the same on sender and receiver: it is true if received elements will be added, in which
+    /// case shared memory is the faster path.
     fn exchange(
         &mut self,
         group: &GroupRanks,
@@ -202,8 +201,8 @@ pub trait Transport {
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()>;
 
-    /// As [`Transport::exchange`], of bytes. The receiver knows the length: a message of another
-    /// length is an error.
+    /// Sends and receives bytes at the same time, like [`Transport::exchange`]. The receiver knows
+    /// the length: a message of another length is an error.
     fn exchange_bytes(
         &mut self,
         group: &GroupRanks,
@@ -211,8 +210,8 @@ pub trait Transport {
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()>;
 
-    /// As [`Transport::exchange_bytes`], of device memory by its address. Compute and the device
-    /// have finished their work on it.
+    /// Sends and receives device memory by its address, like [`Transport::exchange_bytes`]. The
+    /// device must have finished its work on the memory.
     fn exchange_device(
         &mut self,
         group: &GroupRanks,
@@ -220,16 +219,16 @@ pub trait Transport {
         receive: Option<(usize, DeviceSpan<'_>)>,
     ) -> Result<()>;
 
-    /// Starts a message, and returns before it has left or arrived: otherwise two neighbours that
-    /// send to each other before they receive would wait for ever. Posted messages between two
-    /// ranks of a group arrive in the order of their posts, apart from those of exchanges. The
+    /// Starts a message and returns before it is complete: otherwise two neighbours that send to
+    /// each other before they receive would wait for ever. Posted messages between two ranks of a
+    /// group arrive in the order in which they were posted, independently of exchanges. The
     /// receiver knows the length: a message of another length is an error.
-    fn post(&mut self, group: &GroupRanks, peer: Peer, parcel: Box<dyn P2pBuffer>) -> Result<()>;
+    fn post(&mut self, group: &GroupRanks, peer: Peer, buffer: Box<dyn P2pBuffer>) -> Result<()>;
 
-    /// Lets started messages go on; those that are still under way.
+    /// Progresses posted messages and returns which are still in flight.
     fn progress(&mut self) -> Result<InFlight>;
 
-    /// Runs a collective of the MPI library.
+    /// Runs a vendor collective on host memory.
     fn vendor(
         &mut self,
         group: &GroupRanks,
@@ -237,8 +236,8 @@ pub trait Transport {
         memory: &mut [f32],
     ) -> Result<()>;
 
-    /// As [`Transport::vendor`], of device memory by its address; but the sum of a reduce-scatter
-    /// ends where part 0 was.
+    /// Runs a vendor collective on device memory by its address. Unlike in [`Transport::vendor`],
+    /// the sum of a reduce-scatter ends up where part 0 was.
     fn vendor_device(
         &mut self,
         group: &GroupRanks,
@@ -246,33 +245,34 @@ pub trait Transport {
         memory: DeviceSpan<'_>,
     ) -> Result<()>;
 
-    /// Collective over `parent`: a group of its ranks of one colour. Returns its number.
+    /// Splits `parent` by colours and returns the number of the group of this rank's colour.
+    /// Collective over `parent`.
     fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize>;
 
-    /// Ends all ranks.
+    /// Aborts all ranks.
     fn abort(&mut self, code: i32);
 
-    /// This rank takes no further part: in good order, or because a request failed.
+    /// Leaves the world: in an orderly way, or because a request failed.
     fn leave(&mut self, in_order: bool);
 }
 
-/// Bytes that a rank sends in a collective of a library, if that sends no more than it must.
+/// Returns the bytes that a rank sends in a bandwidth-optimal collective.
 pub fn least_sent(group: &GroupRanks, call: DeviceCollective, words: usize) -> usize {
     let others = words * size_of::<f32>() / group.size() * (group.size() - 1);
     if let DeviceCollective::AllReduce = call { 2 * others } else { others }
 }
 
-/// Wires other than MPI copy memory that the host can read.
+/// Creates the error of transports other than MPI for device addresses.
 fn no_addresses() -> Error {
     Error::input("comm.transport = cuda-aware requires MPI").hint("use host-staged or auto")
 }
 
-/// Wires other than MPI have no collectives of a library.
+/// Creates the error of transports other than MPI for vendor collectives.
 fn no_library() -> Error {
     Error::input("comm.algorithm = vendor requires MPI").hint("use ring or halving-doubling")
 }
 
-/// Whether a message had the length that the receiver knew it would have.
+/// Checks that a message had the length that the receiver expected.
 pub fn check_length(from: usize, received: usize, expected: usize) -> Result<()> {
     if received == expected {
         return Ok(());

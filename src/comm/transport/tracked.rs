@@ -1,5 +1,4 @@
-//! A wire that notes with whom it exchanges: the evidence where messages get lost between two
-//! hosts.
+//! A transport that records the peers of each exchange, for hang reports.
 
 use std::sync::Arc;
 
@@ -10,15 +9,15 @@ use crate::shared::Shared;
 use hpctrain_base::error::Result;
 use hpctrain_device::DeviceSpan;
 
-/// Another wire, and the place for the notes.
+/// Wraps another transport and records the peers of its exchanges in [`Shared`].
 pub struct TrackedTransport {
-    wire: Box<dyn Transport>,
+    inner: Box<dyn Transport>,
     shared: Arc<Shared>,
 }
 
 impl TrackedTransport {
-    pub fn new(wire: Box<dyn Transport>, shared: Arc<Shared>) -> Self {
-        Self { wire, shared }
+    pub fn new(inner: Box<dyn Transport>, shared: Arc<Shared>) -> Self {
+        Self { inner, shared }
     }
 
     fn with(
@@ -30,7 +29,7 @@ impl TrackedTransport {
     ) -> Result<()> {
         let in_world = |rank: usize| group.ranks[rank];
         self.shared.partners.begin(to.map(in_world), from.map(in_world));
-        let done = exchange(&mut *self.wire);
+        let done = exchange(&mut *self.inner);
         self.shared.partners.end();
         done
     }
@@ -46,7 +45,7 @@ impl Transport for TrackedTransport {
     ) -> Result<()> {
         let to = send.as_ref().map(|send| send.to);
         let from = receive.as_ref().map(|receive| receive.from);
-        self.with(group, to, from, |wire| wire.exchange(group, sums, send, receive))
+        self.with(group, to, from, |inner| inner.exchange(group, sums, send, receive))
     }
 
     fn exchange_bytes(
@@ -57,7 +56,7 @@ impl Transport for TrackedTransport {
     ) -> Result<()> {
         let to = send.map(|(to, _)| to);
         let from = receive.as_ref().map(|(from, _)| *from);
-        self.with(group, to, from, |wire| wire.exchange_bytes(group, send, receive))
+        self.with(group, to, from, |inner| inner.exchange_bytes(group, send, receive))
     }
 
     fn exchange_device(
@@ -68,15 +67,15 @@ impl Transport for TrackedTransport {
     ) -> Result<()> {
         let to = send.map(|(to, _)| to);
         let from = receive.map(|(from, _)| from);
-        self.with(group, to, from, |wire| wire.exchange_device(group, send, receive))
+        self.with(group, to, from, |inner| inner.exchange_device(group, send, receive))
     }
 
-    fn post(&mut self, group: &GroupRanks, peer: Peer, parcel: Box<dyn P2pBuffer>) -> Result<()> {
-        self.wire.post(group, peer, parcel)
+    fn post(&mut self, group: &GroupRanks, peer: Peer, buffer: Box<dyn P2pBuffer>) -> Result<()> {
+        self.inner.post(group, peer, buffer)
     }
 
     fn progress(&mut self) -> Result<InFlight> {
-        self.wire.progress()
+        self.inner.progress()
     }
 
     fn vendor(
@@ -85,7 +84,7 @@ impl Transport for TrackedTransport {
         call: DeviceCollective,
         memory: &mut [f32],
     ) -> Result<()> {
-        self.wire.vendor(group, call, memory)
+        self.inner.vendor(group, call, memory)
     }
 
     fn vendor_device(
@@ -94,18 +93,18 @@ impl Transport for TrackedTransport {
         call: DeviceCollective,
         memory: DeviceSpan<'_>,
     ) -> Result<()> {
-        self.wire.vendor_device(group, call, memory)
+        self.inner.vendor_device(group, call, memory)
     }
 
     fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize> {
-        self.wire.split(parent, color)
+        self.inner.split(parent, color)
     }
 
     fn abort(&mut self, code: i32) {
-        self.wire.abort(code);
+        self.inner.abort(code);
     }
 
     fn leave(&mut self, in_order: bool) {
-        self.wire.leave(in_order);
+        self.inner.leave(in_order);
     }
 }

@@ -1,38 +1,39 @@
-//! Class by class: confusion, precision, recall and F1 of a classifier, as an evaluation records
-//! them.
+//! Per-class results of a classifier, as an evaluation records them: confusion matrix, precision,
+//! recall and F1.
 
 use serde::{Deserialize, Serialize};
 
 use hpctrain_data::inspect::table;
 
-/// Most classes of which an evaluation tells class by class.
+/// The most classes for which an evaluation records per-class results.
 pub const MOST: usize = 100;
 
-/// Results of a classifier class by class, from the counts of its confusion matrix. The lists are
-/// in the order of the classes.
+/// Per-class results of a classifier, computed from its confusion matrix. Lists are in the order
+/// of the classes.
 ///
-/// Precision is the part of the predictions of a class that are right, recall the part of its
-/// samples that are found, F1 their harmonic mean 2PR / (P + R); a ratio whose denominator is 0 is
-/// 0. They are those of scikit-learn's `precision_recall_fscore_support` with
+/// Precision is the fraction of the predictions of a class that are right, recall the fraction of
+/// its samples that are found, F1 their harmonic mean 2PR / (P + R); a ratio whose denominator is 0
+/// is 0. They are equal to those of scikit-learn's `precision_recall_fscore_support` with
 /// `labels=range(classes)` and `zero_division=0`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Classes {
-    /// Names of the classes.
+    /// The names of the classes.
     pub names: Vec<String>,
-    /// Samples by class (rows) and by predicted class (columns): the first of the likeliest.
+    /// The number of samples by class (rows) and by predicted class (columns). The predicted class
+    /// is the likeliest; of several, the first.
     pub confusion: Vec<Vec<u64>>,
-    /// Precision of each class.
+    /// The precision of each class.
     pub precision: Vec<f64>,
-    /// Recall of each class.
+    /// The recall of each class.
     pub recall: Vec<f64>,
-    /// F1 of each class.
+    /// The F1 of each class.
     pub f1: Vec<f64>,
-    /// Means over the classes, each counting alike.
+    /// Means over the classes, unweighted (macro averages).
     #[serde(rename = "macro")]
     pub means: Means,
-    /// Of two classes, the area under the receiver operating characteristic: the part of the pairs
-    /// of a sample of the second class and one of the first in which the first has the lower score,
-    /// equal ones counting half. None if a class has no sample.
+    /// For two classes, the area under the receiver operating characteristic (ROC AUC): the
+    /// fraction of the pairs of a sample of the first class and one of the second in which that of
+    /// the first has the lower score; equal scores count half. None if a class has no sample.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roc_auc: Option<f64>,
 }
@@ -40,31 +41,31 @@ pub struct Classes {
 /// Means over classes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Means {
-    /// Of the precisions.
+    /// The mean of the precisions.
     pub precision: f64,
-    /// Of the recalls.
+    /// The mean of the recalls.
     pub recall: f64,
-    /// Of the F1.
+    /// The mean of the F1 scores.
     pub f1: f64,
 }
 
 impl Classes {
-    /// The results that follow from a confusion matrix, rows by class. Classes without a name are
-    /// called by their number.
+    /// Computes the results from a confusion matrix, whose rows are classes. Classes without a name
+    /// are named by their number.
     pub fn of(confusion: Vec<Vec<u64>>, names: &[String], roc_auc: Option<f64>) -> Self {
         let all = confusion.len();
-        let ratio = |part: u64, of: u64| if of == 0 { 0.0 } else { part as f64 / of as f64 };
+        let ratio = |part: u64, all: u64| if all == 0 { 0.0 } else { part as f64 / all as f64 };
         let right = |class: usize| confusion[class][class];
         let samples = |class: usize| confusion[class].iter().sum::<u64>();
         let predicted = |class: usize| confusion.iter().map(|row| row[class]).sum::<u64>();
         let precision: Vec<f64> =
             (0..all).map(|class| ratio(right(class), predicted(class))).collect();
         let recall: Vec<f64> = (0..all).map(|class| ratio(right(class), samples(class))).collect();
-        // 2PR / (P + R) in whole numbers.
+        // 2PR / (P + R), from integers.
         let f1: Vec<f64> = (0..all)
             .map(|class| ratio(2 * right(class), samples(class) + predicted(class)))
             .collect();
-        let mean = |of: &[f64]| of.iter().sum::<f64>() / all.max(1) as f64;
+        let mean = |values: &[f64]| values.iter().sum::<f64>() / all.max(1) as f64;
         let means = Means { precision: mean(&precision), recall: mean(&recall), f1: mean(&f1) };
         let names = (0..all)
             .map(|class| names.get(class).cloned().unwrap_or_else(|| class.to_string()))
@@ -72,7 +73,7 @@ impl Classes {
         Self { names, confusion, precision, recall, f1, means, roc_auc }
     }
 
-    /// For people: a line for each class, and the confusion matrix.
+    /// Formats the results for display: a line for each class, and the confusion matrix.
     pub fn told(&self) -> String {
         let number = |x: f64| format!("{x:.4}");
         let mut rows = vec![["class", "samples", "precision", "recall", "F1"].map(str::to_owned)];

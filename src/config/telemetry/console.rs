@@ -1,5 +1,5 @@
-//! Lines for people on standard output and standard error. Neither need be read, nor even be open:
-//! no program depends on that.
+//! Human-readable lines on standard output and standard error. A program keeps running when nobody
+//! reads them, or when they are closed.
 
 use std::io::{ErrorKind, IsTerminal as _, Write as _, stderr, stdout};
 use std::sync::OnceLock;
@@ -10,14 +10,15 @@ use hpctrain_base::escape::visible;
 /// The first error by which a line could not be printed.
 static LOST: OnceLock<String> = OnceLock::new();
 
-/// Prints a line to standard output, with control characters written out: it may tell of files. A
-/// run goes on when nobody reads it any more, and when it cannot be written; the latter is logged
-/// once, and [`lost`] knows of it.
+/// Prints a line to standard output, with control characters escaped, as it may contain names of
+/// files. Does not fail if the pipe is closed or the line cannot be written; the latter is logged
+/// once, and [`lost`] returns the error.
 pub fn say(line: impl std::fmt::Display) {
     print(&visible(&line.to_string()));
 }
 
-/// As [`say`], for text that is a result: as it is, unless a terminal shows it.
+/// Prints text that is the result of a command: unchanged, unless standard output is a terminal,
+/// for which control characters are escaped.
 pub fn say_text(text: &str) {
     if stdout().is_terminal() { say(text) } else { print(text) }
 }
@@ -31,16 +32,16 @@ fn print(line: &str) {
     }
 }
 
-/// Prints a line to standard error, if it can be, with control characters written out.
+/// Prints a line to standard error, if it can be written, with control characters escaped.
 pub fn say_error(line: impl std::fmt::Display) {
     let line = line.to_string();
     let line = visible(&line);
-    // Nobody is left to tell when standard error is closed or full.
+    // There is no other place to report that standard error is closed or full.
     let _ = writeln!(stderr(), "{line}");
 }
 
-/// The error if standard output has refused a line, a closed pipe aside: a failure of a command
-/// that is run for its output.
+/// Returns the error if a line could not be written to standard output, except for a closed pipe:
+/// a command that is run for its output has failed then.
 pub fn lost() -> Option<Error> {
     let refused = std::path::Path::new("standard output");
     LOST.get()

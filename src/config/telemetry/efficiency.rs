@@ -1,5 +1,5 @@
-//! How well a training uses its hardware: model FLOP/s per rank, and MFU where the peak of every
-//! rank's device is known.
+//! Hardware utilisation of training: model FLOP/s per rank, and model FLOPs utilisation (MFU) if
+//! the peak of every rank's device is known.
 
 use hpctrain_base::error::Result;
 use hpctrain_comm::Group;
@@ -17,7 +17,8 @@ pub struct Efficiency {
 }
 
 impl Efficiency {
-    /// Collective over the ranks that train. `peak` is this rank's peak in FLOP/s, if it is known.
+    /// Sums the peaks of the ranks that train. Collective over these ranks. `peak` is this rank's
+    /// peak in FLOP/s, if it is known.
     ///
     /// # Errors
     /// Returns an error if a message between ranks failed.
@@ -31,25 +32,25 @@ impl Efficiency {
         Ok(Self::new(network, world.size(), Some(sum).filter(|sum| sum.is_finite())))
     }
 
-    /// The same for `ranks` ranks with a peak of `peak` FLOP/s together.
+    /// Creates the conversion for `ranks` ranks with a total peak of `peak` FLOP/s.
     pub fn new(network: &Network, ranks: usize, peak: Option<f64>) -> Self {
         let flops_per_prediction = network.training_flops() / network.context() as f64;
         Self { flops_per_prediction, ranks: ranks as f64, peak }
     }
 
-    /// Model TFLOP/s per rank at a throughput in predictions per second.
+    /// Returns the model TFLOP/s per rank at a throughput in predictions per second.
     pub fn tflops_per_rank(&self, per_second: f64) -> f64 {
         self.flops_per_prediction * per_second / self.ranks / 1e12
     }
 
-    /// Model FLOPs utilisation, from 0 to 1, at a throughput in predictions per second; none
-    /// without a known peak.
+    /// Returns the model FLOPs utilisation, from 0 to 1, at a throughput in predictions per second;
+    /// `None` without a known peak.
     pub fn mfu(&self, per_second: f64) -> Option<f64> {
         self.peak.map(|peak| self.flops_per_prediction * per_second / peak)
     }
 }
 
-/// `0.0951` TFLOP/s as `95.1 GFLOP/s`, `541.2` as `541 TFLOP/s`.
+/// Formats a rate: `0.0951` TFLOP/s as `95.1 GFLOP/s`, `541.2` as `541 TFLOP/s`.
 pub fn readable_rate(tflops: f64) -> String {
     let (value, unit) = if tflops < 1.0 { (tflops * 1e3, "GFLOP/s") } else { (tflops, "TFLOP/s") };
     if value < 100.0 { format!("{value:.1} {unit}") } else { format!("{value:.0} {unit}") }

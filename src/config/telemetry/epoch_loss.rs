@@ -19,13 +19,13 @@ pub struct EpochLoss {
 }
 
 impl EpochLoss {
-    /// Of epochs of `samples` samples, of which a step takes `batch`: no steps are known yet.
+    /// Creates an empty window for epochs of `samples` samples and steps of `batch` samples.
     pub fn new(samples: u64, batch: u64) -> Self {
         Self { losses: VecDeque::new(), steps: samples.div_ceil(batch.max(1)).max(1) as usize }
     }
 
-    /// The same, with the last steps that `metrics.jsonl` has: those before a restart. Damaged
-    /// lines among them are reported.
+    /// Adds the last steps in `metrics.jsonl`, which are those before a restart. Logs damaged lines
+    /// among them.
     ///
     /// # Errors
     /// Returns an error if the file is there and cannot be read.
@@ -52,7 +52,7 @@ impl EpochLoss {
         }
         if damaged > 0 {
             log::warn!(
-                "{}: {damaged} damaged lines do not count in the mean loss of an epoch",
+                "{}: {damaged} damaged lines are ignored in the mean loss of an epoch",
                 metrics.display()
             );
         }
@@ -67,8 +67,8 @@ impl EpochLoss {
         self.losses.push_back(loss);
     }
 
-    /// The mean over the epoch of steps that ends with the last one, or over all steps where they
-    /// are fewer; steps whose loss is not finite do not count. None without a step that does.
+    /// Returns the mean loss of the steps of the last epoch, or of all steps if there are fewer.
+    /// Steps whose loss is not finite are ignored; returns `None` if no others are left.
     pub fn mean(&self) -> Option<f64> {
         let finite = || self.losses.iter().filter(|loss| loss.is_finite());
         let count = finite().count();

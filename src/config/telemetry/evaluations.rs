@@ -1,4 +1,4 @@
-//! `eval.jsonl`: one JSON object an evaluation. A trainer and several evaluators may write it.
+//! `eval.jsonl`: one JSON object per evaluation. A trainer and several evaluators may write it.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -12,10 +12,10 @@ use super::classes::Classes;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
 
-/// Name of the file in a run's directory.
+/// The name of the file in a run's directory.
 pub const FILE: &str = "eval.jsonl";
 
-/// Outcome of an evaluation.
+/// The outcome of an evaluation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EvaluationStatus {
@@ -28,14 +28,14 @@ pub enum EvaluationStatus {
     Failed,
 }
 
-/// Samples that a loss is the mean of.
+/// The samples over which a loss is averaged.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Over {
     /// The validation samples.
     #[default]
     Validation,
-    /// An epoch of training, where there is no validation data.
+    /// The training samples of an epoch, if there is no validation data.
     Training,
 }
 
@@ -50,23 +50,23 @@ impl Over {
 pub struct Evaluation {
     /// Steps finished.
     pub step: u64,
-    /// Its outcome.
+    /// The outcome.
     #[serde(default)]
     pub status: EvaluationStatus,
-    /// The samples over which the loss is a mean.
+    /// The samples over which the loss is averaged.
     #[serde(default, skip_serializing_if = "Over::is_validation")]
     pub over: Over,
-    /// Mean validation loss; null when it is not finite or not known.
+    /// The mean loss; null when it is not finite or not known.
     pub loss: Option<f64>,
-    /// Of language models, its exponential.
+    /// The exponential of the loss, for language models.
     pub perplexity: Option<f64>,
-    /// Of other networks, metrics by name.
+    /// Metrics by name, for other networks.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
-    /// Of a mixture, the mean loss of each data set by its name; null when it is not finite.
+    /// The mean loss of each dataset of a mixture by its name; null when it is not finite.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sets: BTreeMap<String, Option<f64>>,
-    /// Of classifiers, the results class by class.
+    /// Per-class results, for classifiers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub classes: Option<Classes>,
     /// The checkpoint that was evaluated; null for the weights in training.
@@ -74,10 +74,10 @@ pub struct Evaluation {
     /// The name of the save, by which two checkpoints of one step differ.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// Digest of the data it was measured on, where that is known.
+    /// Digest of the data that was evaluated, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
-    /// Samples it was measured on; left out by older versions.
+    /// The number of samples that were evaluated, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<u64>,
     /// The error, if there is no loss.
@@ -88,24 +88,24 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    /// A finished evaluation of the weights in training.
+    /// Creates the record of a finished evaluation of the weights in training.
     pub fn done(step: u64, loss: f64, metrics: BTreeMap<String, f64>) -> Self {
         let time = super::unix_time();
         let perplexity = metrics.is_empty().then(|| loss.exp());
         Self { step, loss: Some(loss), perplexity, metrics, time, ..Self::default() }
     }
 
-    /// The same, with the data that it was measured on.
+    /// Sets the digest and the number of samples of the data that was evaluated.
     pub fn on(self, data: Option<&str>, samples: u64) -> Self {
         Self { data: data.map(str::to_owned), samples: Some(samples), ..self }
     }
 
-    /// The mean training loss of the epoch that ends with a step.
+    /// Creates the record of the mean training loss of the epoch that ends with a step.
     pub fn of_epoch(step: u64, loss: Option<f64>) -> Self {
         Self { step, over: Over::Training, loss, time: super::unix_time(), ..Self::default() }
     }
 
-    /// Whether it is of a checkpoint rather than of the weights in training.
+    /// Returns true if a checkpoint was evaluated rather than the weights in training.
     fn is_of_checkpoint(&self) -> bool {
         self.checkpoint.is_some()
     }
@@ -114,32 +114,32 @@ impl Evaluation {
 /// The content of a file of evaluations.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Evaluations {
-    /// In the order of their ends.
+    /// The evaluations that can be read, in the order in which they ended.
     known: Vec<Evaluation>,
-    /// The first line that cannot be read although no kill has torn it.
+    /// The error of the first line that is damaged, rather than cut short by a kill.
     damaged: Option<Error>,
 }
 
 impl Evaluations {
-    /// The evaluations that can be read.
+    /// Returns the evaluations that can be read.
     pub fn known(&self) -> &[Evaluation] {
         &self.known
     }
 
-    /// All of them.
+    /// Returns all evaluations.
     ///
     /// # Errors
-    /// There are lines that cannot be read: their content is not known.
+    /// Returns an error if a line is damaged, because its content is not known.
     pub fn all(&self) -> Result<&[Evaluation]> {
         self.damaged.clone().map_or(Ok(&self.known), Err)
     }
 }
 
-/// All evaluations in a file; none when there is no file. A line that was torn by a kill is left
-/// out.
+/// Reads the evaluations in a file; there are none if the file does not exist. A line that was cut
+/// short by a kill is skipped.
 ///
 /// # Errors
-/// The file cannot be read.
+/// Returns an error if the file cannot be read.
 pub fn read(path: &Path) -> Result<Evaluations> {
     let bytes = match safe_open::read(path) {
         Ok(bytes) => bytes,
@@ -154,7 +154,7 @@ pub fn read(path: &Path) -> Result<Evaluations> {
             Err(e) => {
                 let damaged = || {
                     Error::damaged(format!("{}, line {number}: {e}", path.display()))
-                        .hint("repair that line, or remove it if what it says of a checkpoint may be forgotten")
+                        .hint("repair that line, or remove it if that evaluation is not needed")
                 };
                 found.damaged.get_or_insert_with(damaged);
             }
@@ -163,12 +163,11 @@ pub fn read(path: &Path) -> Result<Evaluations> {
     Ok(found)
 }
 
-/// Whether a line is the beginning of one, as a kill leaves it, or empty: bytes that are right as
-/// far as they go.
+/// Returns true if a line is empty, or the beginning of a valid line that was cut short by a kill.
 pub fn is_torn(line: &[u8]) -> bool {
     let text = match std::str::from_utf8(line) {
         Ok(text) => text,
-        // In the middle of a character.
+        // The line was cut in the middle of a character.
         Err(e) if e.error_len().is_none() => {
             std::str::from_utf8(&line[..e.valid_up_to()]).unwrap_or_default()
         }
@@ -177,22 +176,22 @@ pub fn is_torn(line: &[u8]) -> bool {
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_err_and(|e| e.is_eof())
 }
 
-/// The evaluations that can be compared: of one kind of loss, on the set of the newest step or on
-/// one that is not told. A run may go on with other data, or another `eval.samples`.
+/// Returns the evaluations that can be compared: of one kind of loss, on the data of the newest
+/// step or on unknown data. A run may be resumed with other data, or another `eval.samples`.
 fn comparable(all: &[Evaluation]) -> impl DoubleEndedIterator<Item = &Evaluation> {
     let set = |one: &Evaluation| one.samples.map(|samples| (one.data.clone(), samples));
-    let own =
+    let newest =
         all.iter().filter(|one| one.samples.is_some()).max_by_key(|one| one.step).and_then(set);
     let over = over(all);
     all.iter()
         .filter(move |one| one.over == over)
-        .filter(move |one| set(one).is_none_or(|set| Some(&set) == own.as_ref()))
+        .filter(move |one| set(one).is_none_or(|set| Some(&set) == newest.as_ref()))
 }
 
-/// Adds a line, durably.
+/// Appends a line and syncs the file to disk.
 ///
 /// # Errors
-/// The file system refused.
+/// Returns an error if the file cannot be written.
 pub fn append(path: &Path, evaluation: &Evaluation) -> Result<()> {
     let line = line(evaluation)?;
     exclusively(path, || add(path, line))
@@ -206,7 +205,7 @@ fn line(evaluation: &Evaluation) -> Result<String> {
 
 fn add(path: &Path, mut line: String) -> std::io::Result<()> {
     let mut file = own_files::append(path)?;
-    // A line that was torn by a kill must not take this one with it.
+    // A line that was cut short by a kill must not make this one unreadable.
     if std::fs::read(path)?.last().is_some_and(|byte| *byte != b'\n') {
         line.insert(0, '\n');
     }
@@ -217,48 +216,48 @@ fn add(path: &Path, mut line: String) -> std::io::Result<()> {
 /// The published save of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Save {
-    /// It has this name.
+    /// There is a save with this name.
     Named(String),
-    /// There is one, whose name cannot be read here.
+    /// There is a save, but its name cannot be read here.
     Unknown,
-    /// There is none.
+    /// The step has no save.
     Gone,
 }
 
-/// Adds the line of a checkpoint's evaluation as [`append`] does, unless its save was replaced
-/// meanwhile, or is gone and newer than all steps that are left, of which `newest` is the last:
-/// then the run has gone back. Whether the line was added.
+/// Appends the evaluation of a checkpoint as [`append`] does, unless its save has been replaced, or
+/// was removed because the run went back to an earlier step. `save` returns the present save of the
+/// step and the newest step that is saved. Returns true if the line was appended.
 ///
 /// # Errors
-/// The file system refused.
+/// Returns an error if the file cannot be written, or `save` fails.
 pub fn append_of(
     path: &Path,
     evaluation: &Evaluation,
     save: impl FnOnce() -> Result<(Save, u64)>,
 ) -> Result<bool> {
     let line = line(evaluation)?;
-    let mut looked = Ok(true);
+    let mut is_current = Ok(true);
     exclusively(path, || {
-        looked = save().map(|(save, newest)| match save {
+        is_current = save().map(|(save, newest)| match save {
             Save::Named(id) => evaluation.id.as_ref().is_none_or(|own| *own == id),
             Save::Unknown => true,
             Save::Gone => evaluation.step <= newest,
         });
-        if looked == Ok(true) { add(path, line) } else { Ok(()) }
+        if is_current == Ok(true) { add(path, line) } else { Ok(()) }
     })?;
-    looked
+    is_current
 }
 
-/// Drops lines of parameters that are no more, since training goes on after step `last`: the
-/// trainer's own of later steps; those of saves of later steps that are gone; and those of saves in
-/// whose place there is another one of that step. Of a save that was removed because newer ones
-/// came, the line stays.
+/// Removes lines about parameters that no longer exist, because training resumes after step
+/// `last`: those of the trainer for later steps, those of removed saves of later steps, and those
+/// of saves that were replaced by another save of their step. Lines of saves that retention has
+/// removed stay.
 ///
 /// # Errors
-/// The file system refused.
+/// Returns an error if the file cannot be read or written.
 pub fn forget_after(path: &Path, last: u64, save: impl Fn(u64) -> Save) -> Result<()> {
     let mut known: BTreeMap<u64, Save> = BTreeMap::new();
-    // Before the file is locked: checkpoints take their time.
+    // Checkpoints are read before the file is locked, because that may take long.
     for one in read(path)?.known.into_iter().filter(Evaluation::is_of_checkpoint) {
         if let Entry::Vacant(vacant) = known.entry(one.step) {
             vacant.insert(save(one.step));
@@ -268,20 +267,20 @@ pub fn forget_after(path: &Path, last: u64, save: impl Fn(u64) -> Save) -> Resul
         _ if !line.is_of_checkpoint() => line.step <= last,
         Some(Save::Named(id)) => line.id.as_ref().is_none_or(|own| own == id),
         Some(Save::Gone) => line.step <= last,
-        // An evaluator has added it just now.
+        // `None`: an evaluator has appended the line meanwhile.
         Some(Save::Unknown) | None => true,
     })
 }
 
-/// Drops lines of other saves of a step than the one called `id`, which has taken their place.
+/// Removes lines of saves of a step that were replaced by the save called `id`.
 ///
 /// # Errors
-/// The file system refused.
+/// Returns an error if the file cannot be read or written.
 pub fn forget_others(path: &Path, step: u64, id: &str) -> Result<()> {
     rewrite(path, |line| line.step != step || line.id.as_ref().is_none_or(|own| own == id))
 }
 
-/// Writes the file anew with those of its lines that a predicate holds of.
+/// Rewrites the file with the lines for which a predicate is true.
 fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
     exclusively(path, || {
         let old = match std::fs::read(path) {
@@ -290,7 +289,7 @@ fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
         };
         let keeps = |line: &&[u8]| match serde_json::from_slice::<Evaluation>(line) {
             Ok(line) => holds(&line),
-            // The content of a damaged line is not known.
+            // Damaged lines are kept, because their content is not known.
             Err(_) => !is_torn(line),
         };
         let kept: Vec<u8> = old
@@ -311,9 +310,8 @@ fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
     })
 }
 
-/// Does something that no other process does to the file meanwhile. Where the file system has no
-/// locks it is done all the same: lines are written whole, and only a trainer that is started again
-/// rewrites the file.
+/// Runs `work` while holding the lock of the file. If the file system has no locks it runs without:
+/// lines are written whole, and only a trainer that is restarted rewrites the file.
 fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Result<()> {
     let lock = path.with_file_name(".eval.lock");
     let held = own_files::create(&lock).and_then(|file| file.lock().map(|()| file));
@@ -323,8 +321,8 @@ fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Resul
     work().map_err(|e| Error::io("write", path, e))
 }
 
-/// The loss of a step by which it is compared with others, if it is known: of validation, or of
-/// training where nothing was ever validated.
+/// Returns the loss by which a step is compared with others, if known: the validation loss, or the
+/// training loss if nothing was ever validated.
 pub fn loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
     comparable(evaluations)
         .rev()
@@ -332,23 +330,24 @@ pub fn loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
         .loss
 }
 
-/// As [`loss`], of the save called `id` of that step.
+/// Returns the loss of the save called `id` of a step, as [`loss`] does for the step.
 pub fn loss_of(evaluations: &[Evaluation], step: u64, id: &str) -> Option<f64> {
-    let is_of = |one: &&Evaluation| one.step == step && one.id.as_ref().is_none_or(|own| own == id);
+    let is_save =
+        |one: &&Evaluation| one.step == step && one.id.as_ref().is_none_or(|own| own == id);
     comparable(evaluations)
         .rev()
-        .filter(is_of)
+        .filter(is_save)
         .find(|one| one.status == EvaluationStatus::Done)?
         .loss
 }
 
-/// The evaluations of steps up to `last`: a run that has gone back is to be decided about by those
-/// alone.
+/// Returns the evaluations of steps up to `last`: only these count for a run that has gone back to
+/// an earlier step.
 pub fn until(evaluations: &[Evaluation], last: u64) -> Vec<Evaluation> {
     evaluations.iter().filter(|one| one.step <= last).cloned().collect()
 }
 
-/// The validation loss of a step, if it is known.
+/// Returns the validation loss of a step, if it is known.
 pub fn validation_loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
     match over(evaluations) {
         Over::Validation => loss(evaluations, step),
@@ -356,7 +355,8 @@ pub fn validation_loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
     }
 }
 
-/// The kind of loss by which steps are compared: one kind cannot be compared with the other.
+/// Returns the kind of loss by which steps are compared; losses of different kinds cannot be
+/// compared.
 pub fn over(evaluations: &[Evaluation]) -> Over {
     let validated = evaluations
         .iter()
@@ -364,7 +364,7 @@ pub fn over(evaluations: &[Evaluation]) -> Over {
     if validated || evaluations.is_empty() { Over::Validation } else { Over::Training }
 }
 
-/// The lowest loss among `steps`, and the first step that has it.
+/// Returns the first step of `steps` with the lowest loss, and this loss.
 pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
     let known = steps.iter().filter_map(|step| Some((*step, loss(evaluations, *step)?)));
     known
@@ -372,15 +372,15 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
         .min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
 }
 
-/// The losses of one kind by step, as far as they can be compared. A step that was evaluated twice
-/// counts once; the last one counts.
+/// Returns the comparable losses of one kind by step. If a step was evaluated twice, the last
+/// evaluation counts.
 pub fn losses(evaluations: &[Evaluation], over: Over) -> BTreeMap<u64, Option<f64>> {
     let is_done = |one: &&Evaluation| one.status == EvaluationStatus::Done && one.over == over;
     comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
 }
 
-/// The reason to end training, if the last `patience` evaluations found no loss that is lower by
-/// more than `min_delta` than the lowest before; with a patience of 0 there is none.
+/// Returns the reason to stop early if none of the last `patience` evaluations found a loss that is
+/// lower by more than `min_delta` than the lowest before. A patience of 0 disables early stopping.
 pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
     let losses = losses(evaluations, Over::Validation);
     let mut lowest = None;
@@ -402,14 +402,14 @@ pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) ->
     })
 }
 
-/// Whether nobody will evaluate the checkpoint with this name any more.
+/// Returns true if the save with this name has been evaluated, or has failed for good.
 pub fn is_settled(evaluations: &[Evaluation], id: &str) -> bool {
     evaluations
         .iter()
         .any(|one| one.id.as_deref() == Some(id) && one.status != EvaluationStatus::Retried)
 }
 
-/// Number of times an evaluation of the checkpoint with this name was given up so far.
+/// Returns the number of evaluations of the save with this name that could not be computed so far.
 pub fn retries(evaluations: &[Evaluation], id: &str) -> usize {
     evaluations
         .iter()
@@ -457,7 +457,7 @@ mod tests {
     /// A run whose saves after step 4 were removed goes back to it; step 2 was saved twice, step 1
     /// removed by retention.
     #[test]
-    fn saves_that_are_no_more_are_forgotten() {
+    fn lines_of_removed_saves_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(FILE);
         let of = |step, id: &str, loss| Evaluation {
@@ -492,7 +492,7 @@ mod tests {
             [(1, "a-1"), (2, "b-2"), (4, "b-4")].map(|(step, id)| (step, id.to_string()));
         assert_eq!(left(), expected);
         assert_eq!(best(read(&path).unwrap().known(), &[2, 4]), Some((4, 3.0)));
-        // Those that evaluators were at meanwhile.
+        // Evaluations that ended meanwhile.
         assert!(!append_of(&path, &of(6, "b-6", 0.2), || Ok((Save::Gone, 4))).unwrap());
         assert!(!append_of(&path, &of(4, "a-4", 0.2), || Ok((named("b-4"), 4))).unwrap());
         assert_eq!(left(), expected);
@@ -500,7 +500,7 @@ mod tests {
         assert!(append_of(&path, &of(6, "c-6", 2.0), || Ok((named("c-6"), 6))).unwrap());
         assert!(append_of(&path, &of(7, "c-7", 2.0), || Err(Error::input("unreadable"))).is_err());
         assert_eq!(left().len(), 5);
-        // A save takes the place of another one of its step.
+        // A save replaces another one of its step.
         append(&path, &done(6, 1.9)).unwrap();
         forget_others(&path, 6, "d-6").unwrap();
         let all = read(&path).unwrap().known().to_vec();
@@ -511,7 +511,7 @@ mod tests {
         assert_eq!(until(&all, 2).len(), 2);
     }
 
-    /// Losses on two sets tell nothing of which parameters are better.
+    /// Losses on different data are not compared.
     #[test]
     fn only_one_set_counts() {
         let on = |step, loss, data: &str, samples| done(step, loss).on(Some(data), samples);
@@ -528,7 +528,7 @@ mod tests {
         assert_eq!([1, 2, 3].map(|step| loss(&all, step)), [Some(0.5), Some(2.0), Some(3.0)]);
         assert_eq!(best(&all[1..], &[1, 2, 3]), Some((2, 2.0)));
         assert!(stop_reason(&all[1..3], 1, 0.0).is_none() && stop_reason(&all, 2, 0.0).is_some());
-        // Whether a checkpoint is to be evaluated is another matter: it was.
+        // A checkpoint that was evaluated on other data is settled, too.
         let other = Evaluation {
             checkpoint: Some("x".into()),
             id: Some("job-2".into()),
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_lines_are_told_and_kept() {
+    fn damaged_lines_are_reported_and_kept() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(FILE);
         append(&path, &done(2, 1.0)).unwrap();
@@ -554,7 +554,7 @@ mod tests {
             let error = found.all().unwrap_err().to_string();
             assert!(error.contains("eval.jsonl, line 1: ") && error.contains("hint: "), "{error}");
         }
-        // In the middle of a character, or before anything was written.
+        // A line cut in the middle of a character, an empty one, and one of a single byte.
         for torn in [&b"{\"step\":4,\"error\":\"id 70 \xe2\x89"[..], b"", b"{"] {
             std::fs::write(&path, [torn, b"\n", &whole].concat()).unwrap();
             assert_eq!(read(&path).unwrap().all().unwrap().len(), 1);
@@ -594,7 +594,7 @@ mod tests {
         let line = serde_json::to_string(&all[0]).unwrap();
         assert!(line.contains("\"over\":\"training\""), "{line}");
         assert_eq!(serde_json::from_str::<Evaluation>(&line).unwrap(), all[0]);
-        // One kind says nothing beside the other.
+        // Losses of training are ignored as soon as there is one of validation.
         all.push(done(3, 2.0));
         assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((3, 2.0)), Over::Validation));
         assert_eq!(validation_loss(&all, 3), Some(2.0));

@@ -1,11 +1,11 @@
-//! Files of JSON lines that a trainer appends to, a record at a time.
+//! Files of JSON lines that a trainer appends to, one record at a time.
 //!
-//! A run that goes on cuts the records of later steps off the file itself, which may have millions.
-//! A process that has lost the run to this one may still have the file open. It does no harm:
-//! before each write a writer compares the file's length with its own, so that such a process finds
-//! another length and writes nothing. If it was stopped just between the two, its line comes to lie
-//! behind those of the run's trainer, who finds the other length with the next record, looks at its
-//! lease, and cuts the line off ([`JsonLines::reopen`]).
+//! A resumed run truncates the file after the last step it resumes from, without rewriting it. A
+//! process that has lost the lease of the run may still have the file open. Before each write a
+//! writer compares the length of the file with the length it expects, so that such a process writes
+//! nothing. If it was stopped between the two, its line is appended after those of the trainer,
+//! which finds another length with its next record, checks its lease, and truncates the file
+//! ([`JsonLines::reopen`]).
 
 use std::fs::File;
 use std::io::{ErrorKind, Write as _};
@@ -21,19 +21,18 @@ use hpctrain_base::{own_files, safe_open};
 pub struct JsonLines {
     path: PathBuf,
     file: File,
-    /// Length of the file after what this process has written.
+    /// The length of the file after the last write of this process.
     length: u64,
-    /// Bytes that are not in the file yet: the file system refused them, and is asked again with
-    /// the next line.
+    /// Bytes that could not be written yet; they are retried with the next line.
     waiting: Vec<u8>,
 }
 
 impl JsonLines {
-    /// Opens `path` to append, first dropping the lines after step `last`: a resumed run writes
-    /// them again. Of the lines before it, damaged ones stay.
+    /// Opens `path` to append, and removes the lines after step `last`, which a resumed run writes
+    /// again. Damaged lines before it stay.
     ///
     /// # Errors
-    /// Returns an error if the file system refuses.
+    /// Returns an error if the file cannot be read or written.
     pub fn open(path: &Path, last: u64) -> Result<Self> {
         let kept = match safe_open::open(path).map(|old| until_step(old, last)) {
             Ok(kept) => kept.map_err(|e| Error::io("read", path, e))?,
@@ -54,7 +53,7 @@ impl JsonLines {
     /// Appends one line.
     ///
     /// # Errors
-    /// Returns an error if the file system refuses. The line, or the rest of it, waits for the next
+    /// Returns an error if the line cannot be written. The rest of it is written with the next
     /// call.
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let mut line =
@@ -64,10 +63,10 @@ impl JsonLines {
         self.flush()
     }
 
-    /// Appends all that waits.
+    /// Appends all bytes that could not be written before.
     ///
     /// # Errors
-    /// Returns an error if the file system refuses, or another process has changed the file.
+    /// Returns an error if the file cannot be written, or another process has changed it.
     pub fn flush(&mut self) -> Result<()> {
         if self.waiting.is_empty() {
             return Ok(());
@@ -95,17 +94,17 @@ impl JsonLines {
         Ok(())
     }
 
-    /// Opens the file anew: it may have become another one by its name, and network file systems
-    /// forget files that are open. What another process has appended is cut off: only the run's
-    /// trainer may call this.
+    /// Opens the file again, as it may have been replaced, and handles on network file systems may
+    /// become stale. Removes what another process has appended: only the trainer that holds the
+    /// lease of the run may call this.
     ///
     /// # Errors
-    /// Returns an error if the file system refuses.
+    /// Returns an error if the file cannot be opened or truncated.
     pub fn reopen(&mut self) -> Result<()> {
         let (file, length) = append(&self.path)?;
         if length > self.length {
             log::warn!(
-                "{}: removing {} bytes of another process",
+                "{}: removing {} bytes that another process has appended",
                 self.path.display(),
                 length - self.length
             );
@@ -120,8 +119,8 @@ impl JsonLines {
 /// Opens a file to append, and returns its length.
 fn append(path: &Path) -> Result<(File, u64)> {
     let opened = own_files::append(path);
-    let told = opened.and_then(|file| file.metadata().map(|of| (file, of.len())));
-    told.map_err(|e| Error::io("open", path, e))
+    let opened = opened.and_then(|file| file.metadata().map(|metadata| (file, metadata.len())));
+    opened.map_err(|e| Error::io("open", path, e))
 }
 
 fn cut(path: &Path, file: &File, length: u64) -> Result<()> {
@@ -154,7 +153,7 @@ mod tests {
         let mut lines = JsonLines::open(&path, 0).unwrap();
         (1..=4).for_each(|i| lines.write(&step(i, 1.0)).unwrap());
         drop(lines);
-        // A torn last line, as a killed run leaves it.
+        // The last line is cut short, as by a kill.
         OpenOptions::new()
             .append(true)
             .open(&path)
@@ -164,7 +163,7 @@ mod tests {
         JsonLines::open(&path, 2).unwrap().write(&step(3, 2.0)).unwrap();
         assert_eq!(seen(&path), [(1, 1.0), (2, 1.0), (3, 2.0)]);
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
-        // One that lacks nothing but its line break.
+        // The last line lacks only its line break.
         let text = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, text.trim_end()).unwrap();
         JsonLines::open(&path, 3).unwrap().write(&step(4, 3.0)).unwrap();
@@ -172,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_costs_its_line_alone() {
+    fn damage_affects_only_its_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         let mut lines = JsonLines::open(&path, 0).unwrap();
@@ -180,21 +179,21 @@ mod tests {
         let mut bytes = std::fs::read(&path).unwrap();
         let second = bytes.iter().position(|byte| *byte == b'\n').unwrap() + 4;
         bytes[second] = 0xff;
-        // In a value that nobody looks at, on the way to other programs.
+        // Damage in a value that is not read here, but by other programs.
         bytes.extend(b"{\"step\":3,\"note\":\"\xff\"}\n");
         std::fs::write(&path, bytes).unwrap();
         JsonLines::open(&path, 3).unwrap().write(&step(4, 2.0)).unwrap();
         assert_eq!(seen(&path), [(1, 1.0), (3, 1.0), (4, 2.0)]);
-        // An unreadable file is not written anew.
+        // An unreadable file is not overwritten.
         std::fs::remove_file(&path).unwrap();
         std::fs::create_dir(&path).unwrap();
         assert!(JsonLines::open(&path, 3).is_err_and(|e| e.to_string().contains("cannot read")));
     }
 
-    /// A trainer that has lost its run and wakes up writes nothing; and what it wrote in its last
-    /// moment goes.
+    /// A stalled trainer that has lost its lease writes nothing when it resumes, and a line that it
+    /// could still append is removed.
     #[test]
-    fn a_writer_without_a_right_does_no_harm() {
+    fn a_writer_without_the_lease_does_no_harm() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         let mut old = JsonLines::open(&path, 0).unwrap();
@@ -204,7 +203,7 @@ mod tests {
         assert!(error.message().contains("another process has changed its length"), "{error}");
         new.write(&step(3, 2.0)).unwrap();
         assert_eq!(seen(&path), [(1, 1.0), (2, 1.0), (3, 2.0)]);
-        // Stopped between its look at the length and its write.
+        // The old trainer was stopped between its check of the length and its write.
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"step\":5}\n").unwrap();
         new.write(&step(4, 2.0)).unwrap_err();
         new.reopen().unwrap();

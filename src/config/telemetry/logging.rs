@@ -1,4 +1,4 @@
-//! Logs: everything to this rank's file, warnings also to standard error.
+//! Loggers: all messages go to the file of the rank, warnings also to standard error.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -10,7 +10,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::escape::visible;
 use hpctrain_base::own_files;
 
-/// The program's logger. The file is known only once the run directory is.
+/// The logger of the program. The file is set once the run directory is known.
 struct RankLogger {
     console: OnceLock<Logger>,
     file: OnceLock<Logger>,
@@ -40,7 +40,8 @@ impl Log for RankLogger {
     }
 }
 
-/// Sends warnings to standard error, named by `who` (such as `"rank 3"`). `RUST_LOG` asks for more.
+/// Sends warnings to standard error, prefixed with `who` (such as `"rank 3"`). `RUST_LOG` can
+/// enable more messages.
 pub fn to_console(who: &str) {
     use std::io::Write as _;
     let who = who.to_string();
@@ -61,7 +62,7 @@ pub fn to_console(who: &str) {
 /// Also writes messages of at least `level` to `path`, appending.
 ///
 /// # Errors
-/// The file cannot be opened.
+/// Returns an error if the file cannot be opened.
 pub fn to_file(path: &Path, level: LevelFilter) -> Result<()> {
     let file = own_files::append(path).map_err(|e| Error::io("open the log", path, e))?;
     let mut builder = Builder::new();

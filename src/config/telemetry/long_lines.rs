@@ -1,27 +1,27 @@
-//! Long files of JSON lines, which grow by a line a step: read from the end, and searched for a
-//! step, in time and memory that do not grow with the file.
+//! Long files of JSON lines, which grow by one line per step: reads them from the end, and finds a
+//! step in time and memory that do not grow with the file.
 
 use std::io::{self, BufRead as _, BufReader, Read, Seek, SeekFrom};
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-/// Bytes that are read at once from the end.
+/// The number of bytes that are read at once from the end.
 const BLOCK: usize = 64 << 10;
 
-/// Bytes at the end that are read line by line before a step is searched by bisection.
+/// The number of bytes at the end that are read line by line before a step is found by bisection.
 const TAIL: u64 = 1 << 20;
 
-/// Bytes that are read at once in a bisection, whose every look needs a line or two.
-const POLL_INTERVAL: usize = 4 << 10;
+/// The number of bytes that are read at once in a bisection, which needs a line or two each time.
+const BISECTION_BLOCK: usize = 4 << 10;
 
-/// Lines of a file from its end to its beginning.
+/// Reads the lines of a file from its end to its beginning.
 pub struct FromEnd<R> {
     file: R,
-    /// Offset of the buffer in the file.
+    /// The offset of the buffer in the file.
     start: u64,
     buffer: Vec<u8>,
-    /// Bytes of the buffer that no line was taken of.
+    /// The number of bytes at the start of the buffer that were not returned yet.
     unread: usize,
     is_done: bool,
 }
@@ -29,24 +29,24 @@ pub struct FromEnd<R> {
 /// A line, without its line break.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Line<'a> {
-    /// Offset of its first byte in the file.
+    /// The offset of its first byte in the file.
     pub offset: u64,
-    /// Its bytes.
+    /// The bytes of the line.
     pub text: &'a [u8],
 }
 
 impl<R: Read + Seek> FromEnd<R> {
-    /// Begins at the end of a file.
+    /// Creates a reader at the end of a file.
     ///
     /// # Errors
-    /// Returns an error if the file system refuses.
+    /// Returns an error if the file cannot be read.
     pub fn new(mut file: R) -> io::Result<Self> {
         let start = file.seek(SeekFrom::End(0))?;
         Ok(Self { file, start, buffer: Vec::new(), unread: 0, is_done: false })
     }
 
-    /// The line before the one that was returned last; at first, all that follows the last line
-    /// break: nothing, or a line that a kill has torn.
+    /// Returns the line before the one that was returned last. The first call returns what follows
+    /// the last line break: nothing, or a line that was cut short by a kill.
     ///
     /// # Errors
     /// Returns an error if the file cannot be read.
@@ -84,30 +84,30 @@ impl<R: Read + Seek> FromEnd<R> {
     }
 }
 
-/// The record in a line; none if the line is not text, or not such a record. Text is checked as a
-/// whole: other programs read the values that are not looked at here.
+/// Parses the record in a line; `None` if the line is not valid UTF-8, or not such a record. The
+/// whole line must be valid, because other programs read the values that are ignored here.
 pub fn record<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
     serde_json::from_str(std::str::from_utf8(line).ok()?).ok()
 }
 
-/// The part of a file that a run at some step keeps.
+/// The prefix of a file with the records up to some step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kept {
-    /// Its bytes.
+    /// The length of the prefix in bytes.
     pub bytes: u64,
-    /// Whether its last line has no line break.
+    /// Whether its last line lacks a line break.
     pub is_torn: bool,
-    /// Damaged lines among those after it.
+    /// The number of damaged lines after the prefix.
     pub damaged: u64,
 }
 
 impl Kept {
-    /// Nothing of a file.
+    /// The empty prefix.
     pub const NOTHING: Self = Self { bytes: 0, is_torn: false, damaged: 0 };
 }
 
-/// Finds the part of a file of records of ascending steps that ends with the last record of step
-/// `last` or of one before. Damaged lines in it stay: readers pass over them.
+/// Finds the prefix of a file of records with ascending steps that ends with the last record of
+/// step `last` or earlier. It may contain damaged lines, which readers skip.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read.
@@ -125,7 +125,7 @@ pub fn until_step<R: Read + Seek>(mut file: R, last: u64) -> io::Result<Kept> {
                 return Ok(Kept { bytes: (end + 1).min(all), is_torn: end == all, damaged });
             }
             Some(_) => {}
-            // A line that a kill has torn is the last one.
+            // A last line without line break was cut short by a kill.
             None => damaged += u64::from(end < all),
         }
     }
@@ -141,10 +141,11 @@ fn step_in(line: &[u8]) -> Option<u64> {
     record(line).map(|numbered: Numbered| numbered.step)
 }
 
-/// As [`until_step`], by bisection in the first `high` bytes, which end with a line break.
+/// Finds the length of the prefix of [`until_step`] by bisection in the first `high` bytes, which
+/// end with a line break.
 fn search<R: Read + Seek>(file: R, mut high: u64, last: u64) -> io::Result<u64> {
-    let mut file = BufReader::with_capacity(POLL_INTERVAL, file);
-    // The lines before `low` are kept, and those that begin at `high` or after it are not.
+    let mut file = BufReader::with_capacity(BISECTION_BLOCK, file);
+    // Lines before `low` are in the prefix, and those that begin at `high` or later are not.
     let mut low: u64 = 0;
     // A line that begins before `high` may end after it.
     while high.saturating_sub(low) > BLOCK as u64 {
@@ -163,7 +164,8 @@ fn search<R: Read + Seek>(file: R, mut high: u64, last: u64) -> io::Result<u64> 
     Ok(low)
 }
 
-/// The end and the step of the first record that begins at `middle` or after it, and before `high`.
+/// Returns the end and the step of the first record that begins at `middle` or later, and before
+/// `high`.
 fn first_record<R: Read + Seek>(
     file: &mut BufReader<R>,
     middle: u64,
@@ -175,7 +177,8 @@ fn first_record<R: Read + Seek>(
     record_from(file, middle - 1 + skipped, high)
 }
 
-/// The same from the line that begins at `start`.
+/// Returns the end and the step of the first record from the line that begins at `start`, before
+/// `high`.
 fn record_from<R: Read + Seek>(
     file: &mut BufReader<R>,
     start: u64,
@@ -206,8 +209,8 @@ mod tests {
 
     use super::*;
 
-    /// A file of a line of [`WIDTH`] bytes for each step, which is nowhere; counts the bytes that
-    /// are read.
+    /// A virtual file with a line of [`WIDTH`] bytes for each step, which counts the bytes that are
+    /// read.
     struct Steps {
         steps: u64,
         at: u64,
@@ -250,8 +253,7 @@ mod tests {
         }
     }
 
-    /// A file of 400 MB, and one of 4 GB: what is read does not follow their length, nor does what
-    /// is held at once.
+    /// Files of 400 MB and 4 GB: the bytes that are read and buffered do not grow with the length.
     #[test]
     fn a_step_is_found_without_reading_the_file() {
         for steps in [1_000_000, 10_000_000] {
@@ -308,8 +310,8 @@ mod tests {
     }
 
     proptest! {
-        /// Bisection finds what reading all lines finds, whatever the lengths of lines, and
-        /// wherever there is damage.
+        /// Bisection finds the same prefix as reading all lines, for any lengths of lines and any
+        /// damage.
         #[test]
         fn bisection_finds_the_last_line_of_a_step(
             lines in prop::collection::vec((0u64..3, 0usize..40_000, prop::bool::weighted(0.2)), 1..40),

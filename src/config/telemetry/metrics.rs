@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one JSON object a line, floats that read back to the same bits.
+//! `metrics.jsonl`: one JSON object per training step, with floats that read back to the same bits.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -13,59 +13,59 @@ use hpctrain_base::safe_open;
 /// One training step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Step {
-    /// Number of the step, from 1.
+    /// The number of the step, from 1.
     pub step: u64,
-    /// Passes over the training data so far.
+    /// The number of passes over the training data so far.
     pub epoch: f64,
-    /// Tokens seen so far.
+    /// The number of tokens seen so far.
     pub tokens: u64,
-    /// Mean loss of the global batch; null when it is not finite.
+    /// The mean loss of the global batch; null when it is not finite.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
-    /// Learning rate.
+    /// The learning rate.
     pub lr: f64,
-    /// Global norm of the gradient before clipping; null when it is not finite.
+    /// The global norm of the gradient before clipping; null when it is not finite.
     #[serde(deserialize_with = "null_is_nan")]
     pub grad_norm: f64,
-    /// Whether the update was left out because loss or gradient was not finite.
+    /// Whether the update was skipped because loss or gradient was not finite.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub skipped: bool,
-    /// Duration of the step.
+    /// The duration of the step.
     pub step_ms: f64,
-    /// Of it, forwards, backwards and sums on rank 0: the rest besides the three below. See
-    /// [`Times`] for all five.
+    /// The part of the step that rank 0 computed: forwards, backwards and sums. It is the rest
+    /// besides exposed communication, loader and optimizer; see [`Times`].
     #[serde(default)]
     pub compute_ms: f64,
-    /// Of it, compute of rank 0 was blocked, waiting for messages.
+    /// The part of the step in which compute of rank 0 was blocked, waiting for messages.
     #[serde(default)]
     pub comm_exposed_ms: f64,
-    /// Meanwhile, communication of rank 0 that compute hid.
+    /// The communication of rank 0 that overlapped with compute.
     #[serde(default)]
     pub comm_hidden_ms: f64,
-    /// Of it, rank 0 waited for data.
+    /// The part of the step in which rank 0 waited for data.
     #[serde(default)]
     pub loader_ms: f64,
-    /// Of it, the update on rank 0.
+    /// The part of the step that the update took on rank 0.
     #[serde(default)]
     pub optimizer_ms: f64,
-    /// Tokens of this step over its duration; null where no time passed.
+    /// The tokens of this step divided by its duration; null if no time passed.
     #[serde(deserialize_with = "null_is_nan")]
     pub tokens_per_second: f64,
     /// Model TFLOP/s per rank: [`Efficiency`](super::efficiency::Efficiency).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tflops_per_rank: Option<f64>,
-    /// Model FLOPs utilisation, from 0 to 1; absent where the peak of a rank's device is unknown.
+    /// Model FLOPs utilisation, from 0 to 1; absent if the peak of a rank's device is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
     /// Joules per prediction (token or sample) since the last record that has them, evaluations and
-    /// saves included; every `log.every` steps, where all nodes have energy counters.
+    /// saves included; every `log.every` steps, if all nodes have energy counters.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub joules_per_token: Option<f64>,
-    /// Energy of the run so far in kWh, earlier starts and steps that were taken again included;
-    /// likewise.
+    /// Energy of the run so far in kWh, including earlier starts and repeated steps; present in the
+    /// same records as `joules_per_token`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub energy_kwh: Option<f64>,
-    /// The most bytes that rank 0 held at once so far, all categories together.
+    /// The peak of memory of rank 0 so far in bytes, all categories together.
     #[serde(default)]
     pub peak_bytes: usize,
     /// Seconds since 1970.
@@ -73,7 +73,7 @@ pub struct Step {
 }
 
 impl Step {
-    /// The record with where its time went.
+    /// Sets the breakdown of the step's time.
     #[must_use]
     pub fn with(self, times: Times) -> Self {
         Self {
@@ -87,19 +87,20 @@ impl Step {
     }
 }
 
-/// A number that JSON has written as null, because it was not finite, read as one that is none.
+/// Deserializes a number that is null if it was not finite; null is read as NaN.
 ///
 /// # Errors
-/// It is neither a number nor null.
+/// Returns an error if the value is neither a number nor null.
 pub fn null_is_nan<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// Records at the end that are searched for an energy, in units of `log.every`, and at least.
+/// The number of records at the end that are searched for an energy: in units of `log.every`, and
+/// the least.
 const ENERGY_RECORDS: (u64, u64) = (4, 10_000);
 
-/// The energy that the newest record at `path` with one gives, in kWh; 0 without such a record
-/// among the last ones, where every `every`-th has one.
+/// Returns the energy in kWh of the newest record at `path` that has one; 0 if none of the last
+/// records has one. Every `every`-th record has an energy, if there are counters.
 ///
 /// # Errors
 /// Returns an error if the file is there and cannot be read.
@@ -184,8 +185,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         assert_eq!(energy_so_far(&path, 2).unwrap(), 0.0);
-        let of = |kwh: Option<f64>, number: u64| Step { energy_kwh: kwh, ..step(number, 1.0) };
-        let steps = [of(None, 1), of(Some(0.5), 2), of(None, 3), of(Some(0.75), 4), of(None, 5)];
+        let with = |energy_kwh: Option<f64>, number: u64| Step { energy_kwh, ..step(number, 1.0) };
+        let steps =
+            [with(None, 1), with(Some(0.5), 2), with(None, 3), with(Some(0.75), 4), with(None, 5)];
         let text: String =
             steps.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
         std::fs::write(&path, text + "{\"energy_kwh\":9").unwrap();

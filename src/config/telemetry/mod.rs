@@ -1,4 +1,4 @@
-//! Output of a run for people and programs: banner, progress, metrics, logs, traces.
+//! Output of a run: startup summary, progress, metrics, logs, traces.
 
 pub mod classes;
 mod console;
@@ -27,7 +27,7 @@ pub use console::{lost, say, say_error, say_text};
 
 pub use hpctrain_device::readable as bytes;
 
-/// Seconds since 1970, for records.
+/// Returns the seconds since 1970, for records.
 pub fn unix_time() -> f64 {
     std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
@@ -44,7 +44,7 @@ pub fn utc(since_1970: f64) -> Option<String> {
     Some(humantime::format_rfc3339_seconds(time).to_string())
 }
 
-/// `1234567` as `1,234,567`.
+/// Formats a number with separators: `1234567` as `1,234,567`.
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);

@@ -1,5 +1,4 @@
-//! `--profile`: which kernels the steps of rank 0 spent their time in, as a table for people and
-//! `profile.json`.
+//! `--profile`: the time that steps of rank 0 spent in each kernel, as a table and `profile.json`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,61 +11,61 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 use hpctrain_device::{KernelStats, Tallies};
 
-/// A kernel's share.
+/// The time of all launches of a kernel.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Kernel {
-    /// Such as `norm, backward`.
+    /// The name, such as `norm, backward`.
     pub kernel: String,
-    /// Launches.
+    /// The number of launches.
     pub calls: u64,
-    /// Their time.
+    /// The total time of the launches.
     pub seconds: f64,
-    /// The part of the steps' compute and updates.
+    /// The fraction of the compute and updates of steps.
     pub of_compute: f64,
-    /// Multiplications and additions; none for kernels that only move memory.
+    /// The number of multiplications and additions; `None` for kernels that only move memory.
     pub flops: Option<f64>,
-    /// 10⁹ of them a second.
+    /// The rate of these in GFLOP/s.
     pub gflops_per_second: Option<f64>,
-    /// Bytes that had to be read and written, every operand once.
+    /// The number of bytes to read and write, counting each operand once.
     pub bytes: f64,
-    /// 10⁹ of them a second.
+    /// The rate of these in GB/s.
     pub gigabytes_per_second: f64,
-    /// The same by sizes, the longest first.
+    /// The launches by sizes, the longest total time first.
     pub shapes: Vec<KernelShape>,
 }
 
-/// A kernel's launches with the same sizes.
+/// The launches of a kernel with the same sizes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct KernelShape {
-    /// Sizes, in the order that the kernel counts them; as many as it has.
+    /// The sizes, in the order of the kernel's arguments.
     pub sizes: Vec<usize>,
-    /// Launches.
+    /// The number of launches.
     pub calls: u64,
-    /// Their time.
+    /// The total time of the launches.
     pub seconds: f64,
-    /// Time of the fastest.
+    /// The time of the fastest launch.
     pub fastest: f64,
 }
 
 /// The profile of a run on rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct KernelReport {
-    /// Steps that were profiled: all but the first on a device, which loads the kernels.
+    /// The number of profiled steps: all but the first on a device, which loads the kernels.
     pub steps: u64,
-    /// Compute threads.
+    /// The number of compute threads.
     pub threads: usize,
-    /// Whether the device was waited for after every kernel, which it is not without a profile.
+    /// Whether the profile synchronised with the device after every kernel.
     pub waits_for_kernels: bool,
-    /// Seconds of the steps' compute and updates.
+    /// The seconds of compute and updates of the steps.
     pub compute_seconds: f64,
-    /// Seconds of these between kernels.
+    /// The seconds of these that were spent between kernels.
     pub other_seconds: f64,
-    /// The longest first.
+    /// The kernels, the longest total time first.
     pub kernels: Vec<Kernel>,
 }
 
 impl KernelReport {
-    /// The profile of the `tallies` of so many steps, which took `times`.
+    /// Creates the profile of `steps` steps, which took `times`, from the `tallies` of kernels.
     pub fn new(tallies: &Tallies, steps: u64, times: Times, threads: usize, waits: bool) -> Self {
         let compute_seconds = times.compute + times.optimizer;
         let mut by_kernel: BTreeMap<&str, KernelStats> = BTreeMap::new();
@@ -98,7 +97,7 @@ impl KernelReport {
     /// Writes `profile.json`.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)
             .map_err(|e| Error::internal(format!("profile: {e}")))?;
@@ -106,7 +105,7 @@ impl KernelReport {
     }
 }
 
-/// The launches of one kernel by their sizes.
+/// Returns the launches of a kernel by their sizes.
 fn shapes(tallies: &Tallies, kernel: &str) -> Vec<KernelShape> {
     let own = tallies.iter().filter(|((name, _), _)| *name == kernel);
     let mut shapes: Vec<KernelShape> = own
@@ -121,7 +120,7 @@ fn shapes(tallies: &Tallies, kernel: &str) -> Vec<KernelShape> {
     shapes
 }
 
-/// A table.
+/// Formats the profile as a table.
 impl fmt::Display for KernelReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
@@ -155,7 +154,7 @@ impl fmt::Display for KernelReport {
         if self.waits_for_kernels {
             write!(
                 f,
-                "\nthe device was waited for after every kernel: the run was slower than without a profile"
+                "\nthe profile synchronised with the device after every kernel: the run was slower than without it"
             )?;
         }
         Ok(())
@@ -202,7 +201,7 @@ mod tests {
             "{text}"
         );
         assert!(
-            text.contains("between kernels") && text.contains("37.5 %\nthe device was waited for"),
+            text.contains("between kernels") && text.contains("37.5 %\nthe profile synchronised"),
             "{text}"
         );
     }

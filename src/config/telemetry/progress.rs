@@ -16,13 +16,13 @@ pub struct Progress {
     first: u64,
     total: u64,
     started: Instant,
-    /// The word for the predictions counted.
+    /// The unit of throughput, such as `tokens`.
     predictions: &'static str,
     pace: Cell<Pace>,
 }
 
-/// Steps since the last line. A single one may say little: on parameter servers two end at almost
-/// the same time.
+/// Totals of the steps since the last line. The times of single steps are not meaningful: on
+/// parameter servers two steps may end at almost the same time.
 #[derive(Clone, Copy, Default)]
 struct Pace {
     steps: u64,
@@ -30,14 +30,14 @@ struct Pace {
     predictions: f64,
     /// Model TFLOP per rank.
     tflop: f64,
-    /// MFU times milliseconds; none if a step has none.
+    /// The sum of MFU times milliseconds; `None` if the MFU of a step is unknown.
     utilised_ms: Option<f64>,
 }
 
 impl Pace {
-    /// With one more step.
-    fn and(self, step: &Step) -> Self {
-        // One that took no time has no rate.
+    /// Adds a step.
+    fn plus(self, step: &Step) -> Self {
+        // The rate of a step that took no time is not finite.
         let finite = |number: f64| if number.is_finite() { number } else { 0.0 };
         let predictions = finite(step.tokens_per_second * step.step_ms * 1e-3);
         let utilised = |before: f64, mfu: f64| before + mfu * step.step_ms;
@@ -51,7 +51,7 @@ impl Pace {
         }
     }
 
-    /// FLOP/s per rank and MFU, each where it is known, with two spaces before it.
+    /// Formats FLOP/s per rank and MFU, each if known and preceded by two spaces.
     fn efficiency(self) -> String {
         let rate = (self.tflop > 0.0)
             .then(|| format!("  {}", readable_rate(self.tflop / (self.ms * 1e-3))));
@@ -60,17 +60,18 @@ impl Pace {
         rate.unwrap_or_default() + &mfu.unwrap_or_default()
     }
 
-    /// Milliseconds a step, and predictions a second.
+    /// Returns the milliseconds per step and the predictions per second.
     fn means(self) -> (f64, u64) {
         (self.ms / self.steps.max(1) as f64, (self.predictions / (self.ms * 1e-3)) as u64)
     }
 }
 
 impl Progress {
-    /// Begins at step `first` of `total`; without a terminal, prints every `every` steps. Times and
-    /// rates are means of the steps since the last line, or since the last multiple of `every`.
+    /// Creates the display at step `first` of `total`. Without a terminal it prints a line every
+    /// `every` steps. Times and rates are means of the steps since the last line, or since the last
+    /// multiple of `every`.
     ///
-    /// `predictions` is the word for the predictions counted: tokens, samples.
+    /// `predictions` is the unit of throughput: tokens or samples.
     pub fn new(first: u64, total: u64, every: u64, predictions: &'static str) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new(total).with_position(first);
@@ -92,14 +93,14 @@ impl Progress {
         }
     }
 
-    /// A step has finished; `trouble` is what people are to know besides.
-    pub fn step(&self, step: &Step, trouble: Option<&str>) {
+    /// Shows a finished step; `note` is appended in parentheses.
+    pub fn step(&self, step: &Step, note: Option<&str>) {
         let done = step.step - self.first;
         let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64
             * (self.total - step.step) as f64;
         let skipped = if step.skipped { "  (update skipped: not finite)" } else { "" };
-        let trouble = trouble.map(|trouble| format!("  ({trouble})")).unwrap_or_default();
-        let pace = self.pace.get().and(step);
+        let note = note.map(|note| format!("  ({note})")).unwrap_or_default();
+        let pace = self.pace.get().plus(step);
         let ends = done == 1 || step.step.is_multiple_of(self.every) || step.step == self.total;
         self.pace.set(if ends { Pace::default() } else { pace });
         let (ms, rate) = pace.means();
@@ -109,7 +110,7 @@ impl Progress {
             .map(|joules| format!("  {joules:.2e} J/{predictions}"))
             .unwrap_or_default();
         let facts = format!(
-            "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s{}{energy}  ETA {}{skipped}{trouble}",
+            "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s{}{energy}  ETA {}{skipped}{note}",
             step.loss,
             step.lr,
             step.grad_norm,
@@ -139,7 +140,7 @@ impl Progress {
         }
     }
 
-    /// The run is over.
+    /// Ends the display.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish();
@@ -147,7 +148,7 @@ impl Progress {
     }
 }
 
-/// Seconds as `h:mm:ss` or `m:ss`.
+/// Formats seconds as `h:mm:ss` or `m:ss`.
 fn clock(seconds: f64) -> String {
     let whole = Duration::from_secs_f64(seconds.clamp(0.0, 1e9)).as_secs();
     let hours = whole / 3600;
@@ -172,7 +173,7 @@ mod tests {
             ..Step::default()
         };
         let pace =
-            Pace::default().and(&step(3.0)).and(&step(0.001)).and(&step(1.0)).and(&step(0.0));
+            Pace::default().plus(&step(3.0)).plus(&step(0.001)).plus(&step(1.0)).plus(&step(0.0));
         let (ms, rate) = pace.means();
         assert!((ms - 4.001 / 4.0).abs() < 1e-9 && rate == (24.0 / 4.001e-3) as u64, "{ms} {rate}");
     }

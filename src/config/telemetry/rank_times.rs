@@ -1,48 +1,47 @@
-//! `ranks.jsonl`: the compute times of ranks, one JSON object a window of `log.straggler_window`
+//! `ranks.jsonl`: the compute times of ranks, one JSON object per window of `log.straggler_window`
 //! steps.
 
 use serde::{Deserialize, Serialize};
 
-/// Name of the file in a run's directory.
+/// The name of the file in a run's directory.
 pub const FILE: &str = "ranks.jsonl";
 
-/// Most ranks of which each one's time is recorded.
+/// The most ranks for which the time of each is recorded.
 const EACH: usize = 64;
 
-/// Of more ranks, the slowest that are recorded.
+/// The number of slowest ranks that are recorded if there are more than [`EACH`].
 const SLOWEST: usize = 16;
 
-/// The ranks in a window of steps.
+/// The compute times of ranks in a window of steps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankTimes {
     /// The last step of the window.
     pub step: u64,
-    /// Its steps.
+    /// The number of steps in the window.
     pub steps: u64,
-    /// Milliseconds a step that each rank computed, waits for messages and data excluded; ranks in
-    /// order, if they are at most 64.
+    /// The milliseconds per step that each rank computed, without waits for messages and data, in
+    /// the order of ranks; empty if there are more than 64.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub compute_ms: Vec<f64>,
-    /// The distribution of these times over more ranks.
+    /// The distribution of these times if there are more than 64 ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spread: Option<Spread>,
 }
 
-/// Times of many ranks.
+/// The distribution of the times of many ranks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
-    /// Number of ranks.
+    /// The number of ranks.
     pub ranks: usize,
-    /// Their shortest time, the times that 10 %, 50 % and 90 % of them do not exceed, and the
-    /// longest.
+    /// The minimum, the quantiles of 10 %, 50 % and 90 %, and the maximum of the times.
     pub quantiles_ms: [f64; 5],
     /// The slowest ranks with their times, slowest first.
     pub slowest_ms: Vec<(usize, f64)>,
 }
 
 impl RankTimes {
-    /// The record of a window of `steps` steps that ends with step `step`, in which ranks took
-    /// these milliseconds a step.
+    /// Creates the record of a window of `steps` steps that ends with step `step`, from the
+    /// milliseconds per step of each rank.
     pub fn new(step: u64, steps: u64, compute_ms: Vec<f64>) -> Self {
         if compute_ms.len() <= EACH {
             return Self { step, steps, compute_ms, spread: None };
@@ -58,7 +57,7 @@ impl RankTimes {
         Self { step, steps, compute_ms: Vec::new(), spread: Some(spread) }
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.spread.as_ref().map_or(self.compute_ms.len(), |spread| spread.ranks)
     }

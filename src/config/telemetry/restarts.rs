@@ -1,4 +1,4 @@
-//! `restarts.jsonl`: one JSON object a start of a supervised run.
+//! `restarts.jsonl`: one JSON object per start of a supervised run.
 
 use std::path::Path;
 
@@ -7,42 +7,42 @@ use serde::{Deserialize, Serialize};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
-/// Name of the file in a run's directory.
+/// The name of the file in a run's directory.
 pub const FILE: &str = "restarts.jsonl";
 
 /// One start that has ended.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Restart {
-    /// Number of the start, from 1.
+    /// The number of the start, from 1.
     pub start: u64,
-    /// Begin of the start, in seconds since 1970.
+    /// The time of the start, in seconds since 1970.
     pub time: f64,
-    /// Its duration.
+    /// The duration in seconds.
     pub seconds: f64,
-    /// Exit code, as a shell has it.
+    /// The exit code, as a shell reports it.
     pub code: i32,
     /// The reason for its end.
     pub why: String,
-    /// The rank that failed first, if one is named.
+    /// The rank that failed first, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<u64>,
-    /// Its host, if it is named.
+    /// The host of that rank, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
-    /// The hosts with their ranks, where the supervisor chose them.
+    /// The hosts with their numbers of ranks, if the supervisor chose them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hosts: Option<String>,
-    /// Newest checkpoint at the end.
+    /// The step of the newest checkpoint at the end.
     pub checkpoint: Option<u64>,
-    /// Steps taken since that checkpoint: the next start takes them again.
+    /// The number of steps taken since that checkpoint, which the next start repeats.
     pub steps_lost: u64,
-    /// Seconds of those steps.
+    /// The seconds of those steps.
     pub seconds_lost: f64,
-    /// Pause before the next start.
+    /// The pause before the next start.
     pub pause_seconds: f64,
 }
 
-/// The starts in these lines; those that cannot be read are left out.
+/// Parses the starts in these lines; lines that cannot be read are skipped.
 pub fn in_lines(lines: &[u8]) -> Vec<Restart> {
     lines
         .split(|byte| *byte == b'\n')
@@ -50,10 +50,10 @@ pub fn in_lines(lines: &[u8]) -> Vec<Restart> {
         .collect()
 }
 
-/// The starts on record in a run's directory; none where it was not supervised.
+/// Reads the starts recorded in a run's directory; empty if the run was not supervised.
 ///
 /// # Errors
-/// The file cannot be read.
+/// Returns an error if the file cannot be read.
 pub fn of_run(run: &Path) -> Result<Vec<Restart>> {
     let path = run.join(FILE);
     match safe_open::read(&path) {

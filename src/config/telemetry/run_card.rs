@@ -1,4 +1,4 @@
-//! `run.json`: the facts of a run that a table of results needs.
+//! `run.json`: the summary of a run.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,125 +12,125 @@ use hpctrain_base::own_files;
 use hpctrain_comm::DeviceTransport;
 use hpctrain_data::DataChange;
 
-/// Memory of a stage's ranks, in bytes by category.
+/// The memory of the ranks of a stage, in bytes by category.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StageMemory {
-    /// The estimate for a rank, as the banner has it.
+    /// The estimate for a rank, as in the startup summary.
     pub estimated_bytes: BTreeMap<String, usize>,
-    /// Largest peaks of a rank.
+    /// The largest peaks of a rank.
     pub peak_bytes: BTreeMap<String, usize>,
 }
 
-/// The use of the time of a run that was started several times.
+/// The goodput of a run that was started several times.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Goodput {
-    /// Starts.
+    /// The number of starts.
     pub starts: u64,
-    /// Seconds from the first start to the end.
+    /// The seconds from the first start to the end.
     pub seconds: f64,
-    /// Of them, those of steps that the result has.
+    /// The seconds of the steps that contribute to the result.
     pub useful_seconds: f64,
-    /// Steps that were taken again.
+    /// The number of steps that were repeated.
     pub steps_lost: u64,
-    /// Their seconds, of the times they were lost.
+    /// The seconds of the steps that were lost and repeated.
     pub seconds_lost: f64,
-    /// Useful seconds over all.
+    /// The useful seconds as a fraction of all.
     pub share: f64,
 }
 
-/// The energy that a run took.
+/// The energy that a run used.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EnergyUse {
-    /// Devices that were counted, on all nodes of the run.
+    /// The devices that were measured, on all nodes of the run.
     pub sources: Vec<EnergySource>,
-    /// Energy of all starts.
+    /// The energy of all starts.
     pub kwh: f64,
-    /// Joules per prediction (token or sample) of this start's steps, evaluations and saves
+    /// The joules per prediction (token or sample) of this start's steps, evaluations and saves
     /// included.
     pub joules_per_token: f64,
 }
 
-/// The run card.
+/// The summary of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunCard {
-    /// Version of hpctrain.
+    /// The version of hpctrain.
     pub version: String,
-    /// Transport of messages: the MPI library, threads, or none.
+    /// The transport of messages: the MPI library, threads, or none.
     pub mpi: String,
-    /// Path of messages to the memory of GPUs, where ranks have some.
+    /// The transport of GPU buffers, if ranks compute on GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_path: Option<DeviceTransport>,
-    /// The reasons for that path, where `comm.transport` left the choice.
+    /// The reasons for that transport, if `comm.transport` is auto.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_path_reason: Option<String>,
-    /// Ranks.
+    /// The number of ranks.
     pub ranks: usize,
-    /// Compute threads a rank.
+    /// The number of compute threads per rank.
     pub threads: usize,
-    /// Host of every rank.
+    /// The host of every rank.
     pub hosts: Vec<String>,
-    /// Parameters of the network.
+    /// The number of parameters of the network.
     pub parameters: u64,
-    /// Steps finished.
+    /// The number of finished steps.
     pub steps: u64,
-    /// Steps whose update was skipped.
+    /// The number of steps whose update was skipped.
     pub skipped: u64,
-    /// Digest of the training data, if it is known.
+    /// The digest of the training data, if known.
     #[serde(default)]
     pub data: Option<String>,
-    /// Changes of the training data in the course of the run.
+    /// Changes of the training data during the run.
     #[serde(default)]
     pub data_changes: Vec<DataChange>,
-    /// Last validation loss, if the trainer evaluates.
+    /// The last validation loss, if the trainer evaluates.
     pub validation_loss: Option<f64>,
-    /// Median over this start's steps.
+    /// The throughput in tokens or samples per second: the median over this start's steps.
     pub tokens_per_second: f64,
     /// Model TFLOP/s per rank at that throughput.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tflops_per_rank: Option<f64>,
-    /// Model FLOPs utilisation at that throughput, from 0 to 1, where the peak of every rank's
-    /// device is known.
+    /// Model FLOPs utilisation at that throughput, from 0 to 1, if the peak of every rank's device
+    /// is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
-    /// Energy, where all nodes have counters.
+    /// The energy, if all nodes have counters.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub energy: Option<EnergyUse>,
-    /// Seconds of this start, with evaluation and saving.
+    /// The seconds of this start, including evaluation and saving.
     pub seconds: f64,
-    /// Seconds of rank 0 in this start's steps, by use.
+    /// The breakdown of the seconds of rank 0 in this start's steps.
     pub step_seconds: Times,
-    /// Seconds rank 0 waited for data.
+    /// The seconds that rank 0 waited for data.
     pub loader_wait_seconds: f64,
-    /// Seconds rank 0 waited for messages, in steps or outside.
+    /// The seconds that rank 0 waited for messages, in steps or outside.
     pub comm_wait_seconds: f64,
-    /// Bytes that rank 0 sent to other ranks in this start, where there are ranks.
+    /// The bytes that rank 0 sent to other ranks in this start, if there are others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm_sent_bytes: Option<u64>,
-    /// The longest chain of messages between ranks that had to come one after the other; counted
-    /// where ranks are threads (`hpctrain simulate`).
+    /// The length of the longest chain of dependent messages between ranks; counted if ranks are
+    /// threads (`hpctrain simulate`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm_rounds: Option<u64>,
-    /// Most bytes of a GPU's memory that rank 0 had taken at once.
+    /// The peak of allocated GPU memory of rank 0 in bytes.
     pub peak_gpu_bytes: Option<usize>,
-    /// Peak bytes of rank 0 by category.
+    /// The peaks of memory of rank 0 in bytes, by category.
     pub peak_bytes: BTreeMap<String, usize>,
-    /// Memory of each stage of the pipeline; of one, where there is none.
+    /// The memory of each stage of the pipeline; a single one without pipeline parallelism.
     #[serde(default)]
     pub stages: Vec<StageMemory>,
-    /// Most resident bytes of rank 0's process.
+    /// The peak resident set size of the process of rank 0 in bytes.
     pub peak_resident_bytes: usize,
-    /// Seconds since 1970 at the end.
+    /// The time of the end, in seconds since 1970.
     pub time: f64,
-    /// Over all starts, where `hpctrain supervise` made them.
+    /// The goodput over all starts, if the run was supervised (`hpctrain supervise`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goodput: Option<Goodput>,
 }
 
 impl RunCard {
-    /// The card at `path`; none if there is no such file.
+    /// Reads the summary at `path`; returns `None` if there is no such file.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// Returns an error if the file cannot be read, or is not a valid summary.
     pub fn read(path: &Path) -> Result<Option<Self>> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -142,13 +142,13 @@ impl RunCard {
             .map_err(|e| Error::damaged(format!("{}: {e}", path.display())))
     }
 
-    /// Writes the card.
+    /// Writes the summary to `path`.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self)
-            .map_err(|e| Error::internal(format!("run card: {e}")))?;
+            .map_err(|e| Error::internal(format!("run summary: {e}")))?;
         own_files::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
     }
 }

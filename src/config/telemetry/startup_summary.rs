@@ -1,4 +1,4 @@
-//! The start banner: location, layout and needs of the run.
+//! The startup summary: directory, layout and memory of the run.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -9,90 +9,91 @@ use hpctrain_comm::DeviceTransport;
 use hpctrain_device::MemoryKind;
 use hpctrain_parallel::Storage;
 
-/// Content of the banner besides the plan.
+/// The contents of the startup summary besides the configuration.
 pub struct Facts<'a> {
-    /// Ranks of the world.
+    /// The number of ranks.
     pub ranks: usize,
-    /// Distinct hosts.
+    /// The number of distinct hosts.
     pub hosts: usize,
-    /// Host of rank 0.
+    /// The host of rank 0.
     pub host: &'a str,
-    /// Cores that rank 0 may use.
+    /// The number of cores that rank 0 may use.
     pub cores: usize,
     /// The CPU quota of the control group of rank 0, in CPUs, if it has one.
     pub quota: Option<String>,
-    /// Whether cores of its node are left to no rank.
+    /// Whether cores of its node are used by no rank.
     pub spare_cores: bool,
-    /// Transport of messages: the MPI library, threads, or none.
+    /// The transport of messages: the MPI library, threads, or none.
     pub library: &'a str,
-    /// GPU of every rank, a line each; empty on CPUs.
+    /// The GPU of every rank, one line each; empty on CPUs.
     pub gpus: &'a [String],
-    /// Whether ranks of a node exchange through shared memory.
+    /// Whether ranks of a node communicate through shared memory.
     pub shares_memory: bool,
-    /// Path of messages to device memory, if there is any.
+    /// The transport of GPU buffers, if there are any.
     pub path: Option<DeviceTransport>,
-    /// The reasons for that path, where there was a choice.
+    /// The reasons for that transport, if there was a choice.
     pub why_path: Option<&'a str>,
-    /// Algorithms of exchanges and sums; empty if nothing is exchanged.
+    /// The algorithms of collectives; empty if there is no communication.
     pub collectives: String,
-    /// Choice of the algorithms of matrix products; empty if they are not chosen by time.
+    /// The choice of GEMM algorithms; empty without autotuning.
     pub products: String,
     /// The run's directory.
     pub directory: &'a Path,
-    /// Parameters of the network.
+    /// The number of parameters of the network.
     pub parameters: u64,
-    /// Training samples and tokens.
+    /// The numbers of training samples and tokens.
     pub train: (u64, u64),
-    /// Validation samples, if there are any.
+    /// The number of validation samples, if there are any.
     pub validation: Option<u64>,
-    /// Notes about the data: rows left out, conversions.
+    /// Notes about the data, such as omitted rows and conversions.
     pub notes: Vec<String>,
-    /// Memory that a rank needs: of a pipeline, in the stage that needs most.
+    /// The memory that a rank needs: in a pipeline, that of the stage that needs most.
     pub memory: &'a Estimate,
-    /// Step and checkpoint resumed from, if it was asked to resume; without one there was none.
+    /// The step and the checkpoint that a resumed run starts from; without a checkpoint it starts
+    /// from the beginning.
     pub resumed: Option<(u64, Option<&'a Path>)>,
-    /// The time that is left, where it is limited.
+    /// The remaining time, if it is limited.
     pub time: Option<String>,
 }
 
-/// Ranks whose GPUs are listed, at most.
-const MOST_PLACES: usize = 16;
+/// The most ranks whose GPUs are listed.
+const MAX_LISTED_RANKS: usize = 16;
 
-/// Bytes a rank will need.
+/// The bytes that a rank will need.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
-    /// On the host by category, in the order of [`MemoryKind::ALL`].
+    /// Host memory by category, in the order of [`MemoryKind::ALL`].
     pub host: [usize; MemoryKind::ALL.len()],
-    /// On the GPU, where one computes.
+    /// GPU memory by category, if ranks compute on GPUs.
     pub gpu: Option<[usize; MemoryKind::ALL.len()]>,
-    /// Copies on the host on their way to and from checkpoints.
+    /// Host memory for staging copies to and from checkpoints.
     pub staging: usize,
-    /// Program, libraries, MPI, and their growth.
+    /// Host memory of the program, libraries and MPI, including its growth.
     pub runtime: usize,
 }
 
 impl Estimate {
-    /// Memory of the host.
+    /// Returns the host memory in bytes.
     pub fn host(&self) -> usize {
         self.host.iter().sum::<usize>() + self.staging + self.runtime
     }
 
-    /// Memory of the GPU.
+    /// Returns the GPU memory in bytes.
     pub fn gpu(&self) -> usize {
         self.gpu.iter().flatten().sum()
     }
 
-    /// Both memories, by category.
+    /// Returns the sum of host and GPU memory by category.
     pub fn categories(&self) -> [usize; MemoryKind::ALL.len()] {
-        std::array::from_fn(|what| self.host[what] + self.gpu.map_or(0, |gpu| gpu[what]))
+        std::array::from_fn(|kind| self.host[kind] + self.gpu.map_or(0, |gpu| gpu[kind]))
     }
 
-    /// Memory of the host by use: `parameters 3.1 MiB, …, runtime 30.0 MiB`.
+    /// Formats the host memory by use: `parameters 3.1 MiB, …, runtime 30.0 MiB`.
     pub fn host_parts(&self) -> String {
         listed(named(&self.host).chain([("staging", self.staging), ("runtime", self.runtime)]))
     }
 
-    /// As [`Estimate::host_parts`], of the GPU's memory.
+    /// Formats the GPU memory by use.
     pub fn gpu_parts(&self) -> String {
         listed(self.gpu.iter().flat_map(named))
     }
@@ -101,7 +102,7 @@ impl Estimate {
 fn named(
     categories: &[usize; MemoryKind::ALL.len()],
 ) -> impl Iterator<Item = (&'static str, usize)> {
-    MemoryKind::ALL.iter().map(|what| what.name()).zip(categories.iter().copied())
+    MemoryKind::ALL.iter().map(|kind| kind.name()).zip(categories.iter().copied())
 }
 
 fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
@@ -110,7 +111,7 @@ fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
     parts.collect::<Vec<_>>().join(", ")
 }
 
-/// The banner's text.
+/// Returns the text of the startup summary.
 pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
     let mut out = String::new();
     let mut line = |name: &str, text: String| {
@@ -147,11 +148,11 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
             plural(facts.cores, "core"),
         ),
     );
-    for place in facts.gpus.iter().take(MOST_PLACES) {
-        line("gpu", place.clone());
+    for gpu in facts.gpus.iter().take(MAX_LISTED_RANKS) {
+        line("gpu", gpu.clone());
     }
-    if facts.gpus.len() > MOST_PLACES {
-        line("", format!("and {} more ranks", facts.gpus.len() - MOST_PLACES));
+    if facts.gpus.len() > MAX_LISTED_RANKS {
+        line("", format!("and {} more ranks", facts.gpus.len() - MAX_LISTED_RANKS));
     }
     line(
         "messages",
@@ -169,7 +170,7 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
         line("collectives", facts.collectives.clone());
     }
     if !facts.products.is_empty() {
-        line("products", facts.products.clone());
+        line("matmuls", facts.products.clone());
     }
     let mesh = &plan.mesh;
     line(
@@ -181,18 +182,20 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
             mesh.shard,
             mesh.tensor,
             u8::from(plan.config.parallel.zero),
-            plural(plan.virtual_ranks, "virtual_rank"),
+            plural(plan.virtual_ranks, "virtual rank"),
         ),
     );
     if plan.config.parallel.storage == Storage::Central {
-        let told = match mesh.shard {
+        let owners = match mesh.shard {
             1 => "central, on the first rank".to_string(),
             owners => format!("central, on {owners} owners"),
         };
-        line(
-            "storage",
-            told + if mesh.pipeline * mesh.tensor > 1 { " of each stage and slice" } else { "" },
-        );
+        let each = if mesh.pipeline * mesh.tensor > 1 {
+            " of each pipeline stage and tensor-parallel rank"
+        } else {
+            ""
+        };
+        line("storage", owners + each);
     }
     if let Some(averaging) = plan.averaging {
         let outer = averaging.outer.map_or(String::new(), |outer| {
@@ -200,18 +203,21 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
         });
         let replicas = averaging.replicas;
         let every = plural(averaging.every as usize, "step");
-        let told = format!("{replicas} replicas train apart, averaged every {every}");
-        line("averages", format!("{told}, {} of them on a rank{outer}", plan.replicas_here()));
+        let here = plan.replicas_here();
+        line(
+            "local SGD",
+            format!("{replicas} replicas, averaged every {every}, {here} per rank{outer}"),
+        );
     }
     if mesh.pipeline > 1 {
         let schedule = plan.step_schedule(0);
         let blocks: Vec<String> = plan.stages.iter().map(|stage| stage.len().to_string()).collect();
-        let told = format!(
-            "micro-batches a rank and step: {}, idle: {:.0} %",
+        let micros = format!(
+            "micro-batches per rank and step: {}, bubble: {:.0} %",
             schedule.micros(),
             100.0 * schedule.bubble_fraction()
         );
-        line("pipeline", format!("stages of {} blocks; {told}", blocks.join(" + ")));
+        line("pipeline", format!("stages of {} blocks; {micros}", blocks.join(" + ")));
     }
     line("model", format!("{}: {} parameters", plan.network.describe(), grouped(facts.parameters)));
     let (samples, tokens) = facts.train;
@@ -228,8 +234,8 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
         }
     };
     line("data", format!("{path}: {} training samples{tokens}, {validation}", grouped(samples)));
-    for told in &facts.notes {
-        line("", told.clone());
+    for note in &facts.notes {
+        line("", note.clone());
     }
     line(
         "batch",

@@ -1,25 +1,24 @@
-//! Ranks that compute slower than the others. Numbers in, numbers out.
+//! Detection of stragglers: ranks that compute slower than the others.
 
 /// A rank that was slow over a whole window.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Straggler {
     /// The rank.
     pub rank: usize,
-    /// Its compute time, as a multiple of the median rank's of those with as much to do.
+    /// Its compute time, as a multiple of the median of the ranks of its stage.
     pub times: f64,
 }
 
-/// Seconds a step by which a slow rank computes longer than the median at least. Of steps that take
-/// a few milliseconds the system's own work makes more than the usual factor on one of two ranks,
-/// now and then.
+/// The least seconds per step by which a straggler exceeds the median. In steps of a few
+/// milliseconds system noise can exceed the factor on one of two ranks.
 const NOTICEABLE: f64 = 0.005;
 
 /// A full window of steps.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Window {
-    /// Its steps.
+    /// The number of steps.
     pub steps: u64,
-    /// Seconds that each rank computed in it.
+    /// The seconds that each rank computed in it.
     pub seconds: Vec<f64>,
     /// The ranks that were slow in it.
     pub stragglers: Vec<Straggler>,
@@ -28,26 +27,27 @@ pub struct Window {
 /// Compares the compute times of ranks, window after window of steps.
 #[derive(Debug)]
 pub struct Stragglers {
-    /// Factor from which on a rank is slow, if it also takes [`NOTICEABLE`] longer; 0 finds none.
+    /// The least factor by which a rank must exceed the median, besides [`NOTICEABLE`]; 0 disables
+    /// the detection.
     factor: f64,
-    /// Ranks with as much to do, one after the other: those of a pipeline stage.
-    alike: usize,
-    /// Steps a window.
+    /// The number of ranks of a pipeline stage, which are consecutive and have equal work.
+    stage_ranks: usize,
+    /// The number of steps per window.
     window: u64,
-    /// Steps in the current window, and the seconds of every rank in it.
+    /// The steps in the current window, and the seconds of every rank in it.
     steps: u64,
     seconds: Vec<f64>,
 }
 
 impl Stragglers {
-    /// Finds ranks that compute `factor` times as long as the median of the `alike` ranks of their
-    /// stage over `window` steps; 0 finds none.
-    pub fn new(factor: f64, alike: usize, window: u64) -> Self {
-        Self { factor, alike, window, steps: 0, seconds: Vec::new() }
+    /// Creates a detector of ranks that compute `factor` times as long as the median of the
+    /// `stage_ranks` ranks of their stage over `window` steps; a factor of 0 disables it.
+    pub fn new(factor: f64, stage_ranks: usize, window: u64) -> Self {
+        Self { factor, stage_ranks, window, steps: 0, seconds: Vec::new() }
     }
 
-    /// Adds a step: the seconds that each rank computed, waiting for messages and data left out.
-    /// When a window is full, returns it, and begins the next one.
+    /// Adds a step: the seconds that each rank computed, without waits for messages and data. When
+    /// a window is full, returns it and starts the next one.
     pub fn step(&mut self, seconds: &[f64]) -> Option<Window> {
         self.seconds.resize(seconds.len(), 0.0);
         self.seconds.iter_mut().zip(seconds).for_each(|(sum, seconds)| *sum += seconds);
@@ -58,21 +58,21 @@ impl Stragglers {
         self.steps = 0;
         let seconds = std::mem::take(&mut self.seconds);
         let mut stragglers = Vec::new();
-        for (stage, of_stage) in seconds.chunks(self.alike.max(1)).enumerate() {
-            let of_stage = slow(of_stage, self.factor, self.window);
+        for (stage, stage_seconds) in seconds.chunks(self.stage_ranks.max(1)).enumerate() {
+            let found = slow(stage_seconds, self.factor, self.window);
             stragglers.extend(
-                of_stage
+                found
                     .into_iter()
-                    .map(|(i, times)| Straggler { rank: stage * self.alike + i, times }),
+                    .map(|(i, times)| Straggler { rank: stage * self.stage_ranks + i, times }),
             );
         }
         Some(Window { steps: self.window, seconds, stragglers })
     }
 }
 
-/// Those that take `factor` times as long as the median or longer, and 5 ms longer a step, over so
-/// many `steps` in which each took so many `seconds`: their numbers, and their times as multiples
-/// of the median. A factor of 0 finds none.
+/// Returns the indices of the `seconds` that are at least `factor` times the median, and exceed it
+/// by 5 ms for each of `steps` steps; with each, the multiple of the median. A factor of 0 finds
+/// none.
 pub fn slow(seconds: &[f64], factor: f64, steps: u64) -> Vec<(usize, f64)> {
     let median = median(seconds);
     let noticeable = NOTICEABLE * steps as f64;
@@ -86,7 +86,8 @@ pub fn slow(seconds: &[f64], factor: f64, steps: u64) -> Vec<(usize, f64)> {
     found
 }
 
-/// The middle value; of two, the lower, so that one of two ranks can be slow.
+/// Returns the median; of an even number of values the lower of the two in the middle, so that one
+/// of two ranks can be slow.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -97,7 +98,7 @@ fn median(values: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    /// Stragglers found in some steps of ranks that take these seconds.
+    /// Returns the stragglers found in some steps of ranks that take these seconds.
     fn found(stragglers: &mut Stragglers, steps: usize, seconds: &[f64]) -> Vec<Straggler> {
         (0..steps)
             .filter_map(|_| stragglers.step(seconds))
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn one_slow_step_is_no_slow_rank() {
+    fn one_slow_step_does_not_make_a_straggler() {
         let mut stragglers = Stragglers::new(1.5, 4, 20);
         stragglers.step(&[1.0, 8.0, 1.0]);
         assert_eq!(found(&mut stragglers, 19, &[1.0; 3]), []);

@@ -1,14 +1,14 @@
-//! `samples.jsonl`: one JSON object a text that the model in training has continued.
+//! `samples.jsonl`: one JSON object per text that the model has generated during training.
 
 use serde::{Deserialize, Serialize};
 
-/// Name of the file in a run's directory.
+/// The name of the file in a run's directory.
 pub const FILE: &str = "samples.jsonl";
 
-/// A text.
+/// A generated text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TextSample {
-    /// Steps finished.
+    /// The number of finished steps.
     pub step: u64,
     /// The text.
     pub text: String,

@@ -1,49 +1,50 @@
-//! The time of steps on one rank, by use.
+//! Breakdown of the time of steps on one rank.
 //!
 //! Exposed communication is the time in `Pending::wait` (`Stats::blocked`). Hidden communication is
 //! the time of the communication thread inside collectives (`Stats::busy`) less the exposed time.
-//! Waits for late ranks are included, because a rank cannot tell a late peer from a slow wire;
-//! `telemetry::straggler` compares the compute times of the ranks instead.
+//! Both include waits for late ranks, because a rank cannot distinguish a late peer from a slow
+//! network; `telemetry::straggler` compares the compute times of the ranks instead.
 
 use std::fmt;
 use std::ops::{AddAssign, Div};
 
 use serde::{Deserialize, Serialize};
 
-/// The time that a rank has spent so far, from its counters.
+/// The counters of the time that a rank has spent so far.
 #[derive(Debug, Clone, Copy)]
 pub struct TimeCounters {
-    /// Seconds that passed.
+    /// The seconds that have passed.
     pub total: f64,
-    /// Seconds in which its compute was blocked, waiting for messages.
+    /// The seconds in which compute was blocked, waiting for messages.
     pub blocked: f64,
-    /// Seconds its communication thread spent on collectives, waiting for late ranks included.
+    /// The seconds that the communication thread spent in collectives, including waits for late
+    /// ranks.
     pub busy: f64,
-    /// Seconds it waited for data.
+    /// The seconds spent waiting for data.
     pub loader: f64,
-    /// Seconds in optimizer updates.
+    /// The seconds spent in optimizer updates.
     pub optimizer: f64,
 }
 
-/// Seconds of a step, or of many, by use. All but `comm_hidden` add up to the whole.
+/// The breakdown of the seconds of one or more steps. All but `comm_hidden` add up to the total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Times {
-    /// Everything that is nothing else: forwards, backwards, sums.
+    /// The rest: forwards, backwards and sums.
     pub compute: f64,
-    /// Compute was blocked, waiting for messages.
+    /// The time in which compute was blocked, waiting for messages.
     pub comm_exposed: f64,
-    /// The communication thread was inside collectives, waiting for late ranks included, while
-    /// compute went on. A collective counts where it ends, which may be the step after the one that
-    /// started it.
+    /// The time that the communication thread spent in collectives, including waits for late ranks,
+    /// while compute continued. A collective counts for the step in which it ends, which may be the
+    /// one after that which started it.
     pub comm_hidden: f64,
-    /// Waiting for data.
+    /// The time spent waiting for data.
     pub loader: f64,
-    /// Updating the owned parameters.
+    /// The time spent updating the parameters that this rank owns.
     pub optimizer: f64,
 }
 
 impl Times {
-    /// The time spent between two readings of the counters.
+    /// Returns the time spent between two readings of the counters.
     pub fn between(before: TimeCounters, after: TimeCounters) -> Self {
         let comm_exposed = after.blocked - before.blocked;
         let loader = after.loader - before.loader;
@@ -59,7 +60,7 @@ impl Times {
         }
     }
 
-    /// The whole.
+    /// Returns the total time.
     pub fn total(&self) -> f64 {
         self.compute + self.comm_exposed + self.loader + self.optimizer
     }
@@ -75,7 +76,7 @@ impl AddAssign for Times {
     }
 }
 
-/// The mean of so many steps.
+/// Divides the times of several steps by their number: the mean of a step.
 impl Div<f64> for Times {
     type Output = Self;
 
@@ -90,7 +91,7 @@ impl Div<f64> for Times {
     }
 }
 
-/// Shares of the whole, for people.
+/// Formats the parts as percentages of the total.
 impl fmt::Display for Times {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let share =
@@ -133,7 +134,8 @@ mod tests {
         twice += times;
         assert_eq!(twice.total(), 8.0);
         assert_eq!(twice / 2.0, times);
-        // Blocked longer than the collective took: it woke up late. A step that was all waiting.
+        // A step that only waited, and was blocked longer than the collective took because its
+        // thread woke up late.
         let times = Times::between(before, spent(11.0, 2.1, 2.5, 0.5, 0.25));
         assert_eq!((times.compute, times.comm_hidden), (0.0, 0.0));
     }

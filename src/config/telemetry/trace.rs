@@ -1,9 +1,9 @@
-//! `--trace`: the activity of the threads of all ranks, on one clock, as a file for
-//! <https://ui.perfetto.dev> or `chrome://tracing`.
+//! `--trace`: a trace of the activity of the threads of all ranks, for <https://ui.perfetto.dev> or
+//! `chrome://tracing`.
 //!
 //! Events stay in the memory of their rank until the end of the run. Then rank 0 collects and
-//! writes them. Its clock counts: ranks on other hosts measure at the start the offset of theirs
-//! ([`Comm::clock_offset`]).
+//! writes them. All times are converted to its clock: ranks on other hosts measure the offset of
+//! their clocks at the start ([`Comm::clock_offset`]).
 
 use std::path::Path;
 
@@ -15,32 +15,32 @@ use hpctrain_base::spans::{SpanEvent, Track};
 use hpctrain_comm::Comm;
 use hpctrain_device::Backend;
 
-/// Events of a rank that travel at once: a few MiB.
+/// The number of events that a rank sends at once: a few MiB.
 const ROUND: usize = 1 << 14;
 
-/// A recording under way on this rank.
+/// A trace that is being recorded on this rank.
 pub struct Trace {
-    /// On rank 0 only.
+    /// The file; only on rank 0.
     file: Option<TraceFile>,
-    /// Nanoseconds to add to this rank's clock.
+    /// The nanoseconds to add to this rank's clock.
     offset: i64,
 }
 
-/// Facts about a rank that every other knows before the events come.
+/// Metadata that each rank sends before its events.
 #[derive(Serialize, Deserialize)]
 struct Head {
     host: String,
     events: usize,
     lost: u64,
-    /// Start of the first event, on rank 0's clock.
+    /// The start of the first event, by the clock of rank 0.
     first: Option<u64>,
 }
 
 impl Trace {
-    /// Begins to record, for rank 0 to write to `path`. Collective over the world.
+    /// Starts to record; rank 0 will write the trace to `path`. Collective over the world.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Returns an error if the file cannot be written, or a message fails.
     pub fn start<B: Backend>(comm: &Comm<B>, path: &Path) -> Result<Self> {
         let world = comm.world();
         let file = (comm.rank() == 0).then(|| TraceFile::create(path)).transpose();
@@ -48,7 +48,8 @@ impl Trace {
         let hosts = world.gather_bytes(comm.node().host.into_bytes()).wait()?;
         let elsewhere = |host: &Vec<u8>| *host != hosts[0];
         let measured = if hosts.iter().any(elsewhere) { comm.clock_offset()? } else { 0 };
-        // The processes of one host read the same clock, more exactly than messages could tell.
+        // Processes of one host share a clock, which is more exact than an offset measured by
+        // messages.
         let offset = if elsewhere(&hosts[comm.rank()]) { measured } else { 0 };
         comm.activity().record(true);
         Ok(Self { file, offset })
@@ -57,7 +58,7 @@ impl Trace {
     /// Writes the recorded events. Collective over the world.
     ///
     /// # Errors
-    /// The file cannot be written, on all ranks; or a message failed.
+    /// Returns an error, on all ranks, if the file cannot be written; or if a message fails.
     pub fn finish<B: Backend>(mut self, comm: &Comm<B>) -> Result<()> {
         let world = comm.world();
         comm.activity().record(false);
@@ -73,8 +74,9 @@ impl Trace {
         let head = serde_json::to_vec(&head).map_err(|e| Error::internal(e.to_string()))?;
         let heads =
             world.gather_bytes(head).wait()?.into_iter().map(|head| serde_json::from_slice(&head));
-        let heads: Vec<Head> =
-            heads.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("a trace: {e}")))?;
+        let heads: Vec<Head> = heads.collect::<Result<_, _>>().map_err(|e| {
+            Error::comm(format!("a rank sent malformed metadata of its trace: {e}"))
+        })?;
 
         let origin = heads.iter().filter_map(|head| head.first).min().unwrap_or_default();
         let mut written = self.file.as_mut().map_or(Ok(()), |file| begin(file, &heads, origin));
@@ -91,12 +93,12 @@ impl Trace {
         world.all_ok(written.and_then(|()| self.file.map_or(Ok(()), |file| file.end(lost))))
     }
 
-    /// A time of this rank on rank 0's clock.
+    /// Converts a time of this rank to the clock of rank 0.
     fn shared_time(&self, time: u64) -> u64 {
         time.saturating_add_signed(self.offset)
     }
 
-    /// Events as lines that each follow a comma.
+    /// Formats events as lines of the file, each after a comma.
     fn lines(&self, rank: usize, events: &[SpanEvent], origin: u64) -> Result<Vec<u8>> {
         let mut lines = Vec::new();
         for event in events {
@@ -110,7 +112,7 @@ impl Trace {
     }
 }
 
-/// Begins the trace of these ranks.
+/// Writes the beginning of the trace, with the names of ranks and threads.
 fn begin(file: &mut TraceFile, heads: &[Head], origin: u64) -> Result<()> {
     file.begin(origin)?;
     for (rank, head) in heads.iter().enumerate() {
@@ -122,7 +124,7 @@ fn begin(file: &mut TraceFile, heads: &[Head], origin: u64) -> Result<()> {
     Ok(())
 }
 
-/// Number of a thread.
+/// Returns the number of a thread in the trace.
 fn thread(track: Track) -> usize {
     track as usize + 1
 }

@@ -1,5 +1,5 @@
-//! The file of a trace, for <https://ui.perfetto.dev> or `chrome://tracing`: processes, their
-//! threads, and events.
+//! Trace files for <https://ui.perfetto.dev> or `chrome://tracing`: processes, their threads, and
+//! events.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write as _};
@@ -11,16 +11,16 @@ use serde_json::json;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::SpanEvent;
 
-/// The file, as it is written.
+/// A trace file that is being written.
 pub struct TraceFile {
     path: PathBuf,
     out: BufWriter<File>,
-    /// Time 0, by the clock that counts.
+    /// Time 0 of the trace.
     origin: u64,
     is_empty: bool,
 }
 
-/// An event as the viewers read it; times in microseconds.
+/// A complete event in the trace event format; times are in microseconds.
 #[derive(Serialize)]
 struct Complete<'a> {
     name: String,
@@ -33,23 +33,23 @@ struct Complete<'a> {
     args: serde_json::Value,
 }
 
-/// Something that a thread did, in nanoseconds.
+/// An activity of a thread; times are in nanoseconds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TraceEvent {
-    /// The name of the work.
+    /// The name of the activity.
     pub name: String,
     /// The block that it concerns.
     pub unit: Option<String>,
-    /// Its start and its end.
+    /// The start.
     pub start: u64,
-    /// See `start`.
+    /// The end.
     pub end: u64,
     /// Details besides the name.
     pub details: serde_json::Value,
 }
 
 impl TraceEvent {
-    /// That of an event, whose clock lacks `offset` nanoseconds.
+    /// Creates a trace event from a span, and adds `offset` nanoseconds to its times.
     pub fn of(event: &SpanEvent, offset: i64) -> Self {
         Self {
             name: event.name.into(),
@@ -60,10 +60,10 @@ impl TraceEvent {
         }
     }
 
-    /// The event as a line of a trace whose time 0 is `origin`, after others.
+    /// Formats the event as a line of a trace whose time 0 is `origin`, after a comma.
     ///
     /// # Errors
-    /// None that is known: it is made of text and numbers.
+    /// Returns an error if the event cannot be serialized, which is not expected.
     pub fn line(&self, process: usize, thread: usize, origin: u64) -> Result<Vec<u8>> {
         let complete = self.complete(process, thread, self.start.saturating_sub(origin));
         let mut line = b",\n".to_vec();
@@ -89,12 +89,12 @@ impl TraceEvent {
 }
 
 impl TraceFile {
-    /// A file at `path`, in which nothing is changed yet.
+    /// Opens a file at `path` without changing its content yet.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn create(path: &Path) -> Result<Self> {
-        // An older trace stays until there is a newer one.
+        // An older trace is kept until `begin`.
         let file = OpenOptions::new().create(true).append(true).open(path);
         let file = file.map_err(|e| {
             Error::io("write the trace", path, e)
@@ -103,10 +103,10 @@ impl TraceFile {
         Ok(Self { path: path.to_path_buf(), out: BufWriter::new(file), origin: 0, is_empty: true })
     }
 
-    /// Begins the trace, whose time 0 is `origin`.
+    /// Truncates the file and starts the trace, whose time 0 is `origin`.
     ///
     /// # Errors
-    /// As those of all methods below: the file system refused.
+    /// Returns an error if the file cannot be written, as do all methods below.
     pub fn begin(&mut self, origin: u64) -> Result<()> {
         self.origin = origin;
         self.out.get_ref().set_len(0).map_err(|e| Error::io("write", &self.path, e))?;
@@ -115,9 +115,9 @@ impl TraceFile {
 
     /// Names a process.
     pub fn process(&mut self, process: usize, name: &str) -> Result<()> {
-        let about = |of: &str, args: serde_json::Value| json!({ "name": of, "ph": "M", "pid": process, "tid": 0, "args": args });
-        self.object(&about("process_name", json!({ "name": name })))?;
-        self.object(&about("process_sort_index", json!({ "sort_index": process })))
+        let metadata = |key: &str, args: serde_json::Value| json!({ "name": key, "ph": "M", "pid": process, "tid": 0, "args": args });
+        self.object(&metadata("process_name", json!({ "name": name })))?;
+        self.object(&metadata("process_sort_index", json!({ "sort_index": process })))
     }
 
     /// Names a thread of a process.
@@ -126,13 +126,13 @@ impl TraceFile {
         self.object(&json!({ "name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": args }))
     }
 
-    /// An event of a thread, by the clock that counts.
+    /// Writes an event of a thread.
     pub fn event(&mut self, process: usize, thread: usize, event: &TraceEvent) -> Result<()> {
         let start = event.start.saturating_sub(self.origin);
         self.object(&event.complete(process, thread, start))
     }
 
-    /// Events as [`TraceEvent::line`] makes them.
+    /// Writes events that [`TraceEvent::line`] has formatted.
     pub fn lines(&mut self, lines: &[u8]) -> Result<()> {
         self.write(lines)
     }
@@ -147,22 +147,22 @@ impl TraceFile {
         self.out.write_all(bytes).map_err(|e| Error::io("write", &self.path, e))
     }
 
-    /// Ends the trace; so many events found no room.
+    /// Ends the trace; `lost` is the number of events that were dropped.
     pub fn end(mut self, lost: u64) -> Result<()> {
         if lost > 0 {
             log::warn!(
-                "{} lacks {lost} events: the memory for events was full",
+                "{} lacks {lost} events: the event buffer of a rank was full",
                 self.path.display()
             );
         }
-        // Time 0, in seconds since 1970, and the number of events that did not fit.
+        // Time 0, in seconds since 1970, and the number of events that were dropped.
         let other = json!({ "unix_time": self.origin as f64 * 1e-9, "lost_events": lost });
         self.write(format!("\n],\"otherData\":{other}}}\n").as_bytes())?;
         self.out.flush().map_err(|e| Error::io("write", &self.path, e))
     }
 }
 
-/// Details of an event besides its name.
+/// Returns the details of an event besides its name.
 fn details(event: &SpanEvent) -> serde_json::Value {
     let mut args = serde_json::Map::new();
     if let Some(unit) = &event.unit {

@@ -1,33 +1,35 @@
-//! `workers.jsonl`: one JSON object a gradient that a worker has given to parameter servers.
+//! `workers.jsonl`: one JSON object per gradient that a worker has pushed to parameter servers.
 
 use serde::{Deserialize, Serialize};
 
 use super::metrics::null_is_nan;
 
-/// Name of the file in a run's directory.
+/// The name of the file in a run's directory.
 pub const FILE: &str = "workers.jsonl";
 
-/// A gradient that a worker has given.
+/// A gradient that a worker has pushed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WorkerRecord {
-    /// The step that it is part of, or as many workers' batches as that.
+    /// The step that the gradient is part of; without steps in common, the number of batches
+    /// divided by the number of workers.
     pub step: u64,
-    /// Host and process.
+    /// The host and the process of the worker.
     pub worker: String,
-    /// Samples that it is of.
+    /// The number of samples of the gradient.
     pub samples: u64,
-    /// Mean over the samples; null when it is not finite.
+    /// The mean loss of the samples; null when it is not finite.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
-    /// Updates between its pull and its push; null if it was not finite, and so was left out.
+    /// The number of updates between the pull and the push; null if the gradient was not finite and
+    /// was skipped.
     pub staleness: Option<u64>,
-    /// Milliseconds of compute.
+    /// The milliseconds of compute.
     pub compute_ms: f64,
-    /// Milliseconds it waited for data.
+    /// The milliseconds spent waiting for data.
     pub loader_ms: f64,
-    /// Milliseconds of the pull of parameters.
+    /// The milliseconds of the pull of parameters.
     pub pull_ms: f64,
-    /// Milliseconds of the push of the gradient.
+    /// The milliseconds of the push of the gradient.
     pub push_ms: f64,
     /// Seconds since 1970.
     pub time: f64,

@@ -1,4 +1,4 @@
-//! Tiles of a product whose sums stay in registers.
+//! Register-tiled bf16 micro-kernels.
 
 use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps};
 use std::array::from_fn;
@@ -12,28 +12,28 @@ use pulp::{Simd as _, f32x16};
 use super::{Left, OutputInit, ROWS, Right};
 use crate::small_gemm::{COLUMNS, Strip};
 
-/// Words of a row that are read at a time.
+/// Words of a row that are read at once.
 const WORDS: usize = 8;
 
 /// Elements of a vector.
 const LANES: usize = 16;
 
-/// The instructions. A value is there only where the CPU has them.
+/// A token of AVX512-BF16: a value exists only on CPUs that have it.
 #[derive(Clone, Copy)]
 pub struct Instructions(V4);
 
 impl Instructions {
-    /// The instructions, if the CPU has them.
+    /// Returns the instructions if the CPU has them.
     pub fn find() -> Option<Self> {
         V4::try_new().filter(|_| is_x86_feature_detected!("avx512bf16")).map(Self)
     }
 
-    /// `sum` and the products of the terms of `x` and of `y`.
+    /// Returns `sum` plus the dot products of pairs of terms in `x` and `y`.
     #[inline(always)]
     fn dot(self, x: f32, y: f32x16, sum: f32x16) -> f32x16 {
         let x = self.0.splat_f32s(x);
-        // SAFETY: the CPU has the instruction, or there were no `self`; all types are 64 bytes of
-        // plain numbers.
+        // SAFETY: the CPU has the instruction, or there would be no `self`; all types are 64 bytes
+        // of plain numbers.
         unsafe {
             let [x, y] = [x, y].map(|words| transmute::<f32x16, __m512bh>(words));
             transmute::<__m512, f32x16>(_mm512_dpbf16_ps(transmute::<f32x16, __m512>(sum), x, y))
@@ -41,18 +41,18 @@ impl Instructions {
     }
 }
 
-/// Dot products of a register pair that [`Instructions::multiply_add`] makes: some milliseconds.
+/// Rounds of dot products on each register in [`Instructions::multiply_add`]: some milliseconds.
 const ROUNDS: usize = 1 << 20;
 
-/// Registers that [`Instructions::multiply_add`] adds to in turn: an addition takes longer than it
-/// takes to start the next.
+/// Registers that [`Instructions::multiply_add`] accumulates in in turn, because the latency of an
+/// addition exceeds its throughput.
 const REGISTERS: usize = 12;
 
 impl Instructions {
     /// Multiplies and adds on registers alone; returns the number of floating-point operations, and
     /// a sum that depends on all of them.
     pub fn multiply_add(self, factor: f32) -> (usize, f32) {
-        // SAFETY: the CPU has the instructions, or there were no `self`.
+        // SAFETY: the CPU has the instructions, or there would be no `self`.
         unsafe { self.multiply_add_by(factor) }
     }
 
@@ -74,25 +74,25 @@ impl Instructions {
     }
 }
 
-/// A part of a product.
+/// A part of the output of a matmul.
 pub struct OutputPart<'a> {
     pub left: Left<'a>,
     pub right: Right<'a>,
-    /// Its first row; a whole number of panels where the left operand is in panels.
+    /// Its first row; a multiple of the panel height if the left operand is packed.
     pub row: usize,
     /// Its first panel of columns.
     pub panel: usize,
-    /// Its rows and columns of the result.
+    /// Its rows and columns of the output.
     pub c: ArrayViewMut2<'a, f32>,
-    /// The result before; numbers of columns are those of the block.
+    /// The initial value of the output; columns are numbered within the block.
     pub start: OutputInit<'a>,
 }
 
 impl OutputPart<'_> {
-    /// Computes all of it.
+    /// Computes the whole part.
     ///
     /// # Panics
-    /// The CPU does not have the instructions.
+    /// Panics if the CPU does not have the instructions.
     pub fn compute(self) {
         let by = Instructions::find().expect("the CPU has AVX512-BF16");
         // SAFETY: the CPU has them, as `by` shows.
@@ -115,7 +115,7 @@ impl OutputPart<'_> {
         }
     }
 
-    /// Computes so many rows of all columns.
+    /// Computes `HIGH` rows of all columns.
     #[inline(always)]
     fn across<const HIGH: usize>(&mut self, by: Instructions, row: usize) -> usize {
         for (panel, first) in (0..self.c.ncols()).step_by(COLUMNS).enumerate() {
@@ -129,7 +129,7 @@ impl OutputPart<'_> {
         HIGH
     }
 
-    /// Computes so many rows and vectors of a panel.
+    /// Computes `HIGH` rows and `WIDE` vectors of a panel.
     #[inline(always)]
     fn tile<const HIGH: usize, const WIDE: usize>(
         &mut self,
@@ -188,7 +188,7 @@ impl OutputPart<'_> {
                 }
             }
         }
-        // Memory of their own: sums that a loop indexes would not stay in registers before it.
+        // A copy in memory: sums that are indexed in a loop would not stay in registers before it.
         let mut out = [Strip([0.0; COLUMNS]); HIGH];
         for r in 0..HIGH {
             out[r].vectors_mut::<V4>()[..WIDE].copy_from_slice(&sums[r]);
@@ -203,7 +203,7 @@ impl OutputPart<'_> {
     }
 }
 
-/// Adds a word of `HIGH` rows and `WIDE` vectors.
+/// Adds the outer product of a word of `HIGH` rows and `WIDE` vectors.
 #[inline(always)]
 fn add<const HIGH: usize, const WIDE: usize>(
     by: Instructions,

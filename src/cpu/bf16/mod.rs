@@ -1,12 +1,12 @@
-//! Matrix products of f32 rounded to bf16, with sums in f32, by AVX512-BF16.
+//! Matmuls of f32 operands rounded to bf16, with sums in f32, by AVX512-BF16.
 //!
-//! The result is cut into blocks whose operands the caches hold. All threads round and pack both
-//! operands, in the order in which tiles read them: a word has two neighbouring terms. Then they
-//! compute tiles of the result, whose sums stay in registers (`small_gemm.rs`). Words are added one
-//! after the other, in pieces of fixed length, so bits depend neither on the cut nor on the number
-//! of threads. The scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance
-//! matrix multiplication" (ACM TOMS 34, 2008), with packed operands shared among threads. Operands
-//! in f32 are read in place (`../sgemm/`).
+//! The output is divided into blocks whose operands fit in the caches. All threads round and pack
+//! both operands, in the order in which tiles read them: a word has two neighbouring terms. Then
+//! they compute tiles of the output, whose sums stay in registers (`microkernel.rs`). Words are
+//! added one after the other, in K blocks of fixed length, so bits depend neither on the division
+//! nor on the number of threads. The scheme is that of K. Goto and R. van de Geijn, "Anatomy of
+//! high-performance matrix multiplication" (ACM TOMS 34, 2008), with packed operands shared among
+//! threads. Operands in f32 are read unpacked (`../sgemm/`).
 
 #[cfg(target_arch = "x86_64")]
 mod microkernel;
@@ -33,24 +33,25 @@ pub use pack::Operand;
 /// Rows of the highest tile, and of a panel of the left operand.
 const ROWS: usize = 12;
 
-/// Words of an operand that are packed at a time: 4 MiB.
-const ROOM: usize = 1 << 20;
+/// Words of an operand that are packed at once: 4 MiB.
+const PACKED_WORDS: usize = 1 << 20;
 
-/// Panels of columns that a task goes through for a tile's rows before it takes the next rows: half
-/// of a small L2 cache.
+/// Panels of columns that a task processes for a tile's rows before it takes the next rows: half of
+/// a small L2 cache.
 const GROUP: usize = 4;
 
 /// Panels of rows that one task packs.
 const BAND: usize = 8;
 
-/// Tasks for each thread, if there is enough to cut: threads that are late by one lose little.
+/// Tasks per thread, if there is enough work: threads that are late by one task lose little.
 const TASKS: usize = 8;
 
-/// Least rows of a task, and least words that it multiplies: a cut costs as much as some thousands.
+/// The least rows of a task, and the least words that it multiplies: dispatching a task costs as
+/// much as some thousands.
 const LEAST_ROWS: usize = 2 * ROWS;
 const LEAST_WORDS: usize = 1 << 18;
 
-/// Whether the CPU has the instructions.
+/// Returns whether the CPU has the instructions.
 pub fn is_there() -> bool {
     #[cfg(target_arch = "x86_64")]
     return microkernel::Instructions::find().is_some();
@@ -58,8 +59,8 @@ pub fn is_there() -> bool {
     false
 }
 
-/// Measures the FLOP/s of products of bf16 pairs, added in f32, on all threads; none if the CPU
-/// lacks the instructions.
+/// Measures the FLOP/s of dot products of bf16 pairs, accumulated in f32, on all threads. Returns
+/// `None` if the CPU lacks the instructions.
 pub fn peak(threads: &Threads) -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     {
@@ -79,17 +80,17 @@ pub fn peak(threads: &Threads) -> Option<f64> {
     }
 }
 
-/// Some words of rows of the left operand.
+/// A range of words of rows of the left operand.
 #[derive(Clone, Copy)]
 enum Left<'a> {
-    /// Rows that begin so many words apart.
+    /// Rows with a leading dimension of `stride` words.
     Rows { words: &'a [f32], stride: usize },
-    /// Panels of [`ROWS`] rows, so many words high; words of one place are neighbours.
+    /// Panels of [`ROWS`] rows and `height` words; words of all rows of a panel are interleaved.
     Panels { words: &'a [[f32; ROWS]], height: usize },
 }
 
 impl Left<'_> {
-    /// The words from number `word` on.
+    /// Returns the words from `word` on.
     fn words_from(self, word: usize) -> Self {
         match self {
             Left::Rows { words, stride } => {
@@ -102,17 +103,17 @@ impl Left<'_> {
     }
 }
 
-/// Some words of columns of the right operand: panels that begin so many strips apart.
+/// A range of words of columns of the right operand: panels that begin `stride` strips apart.
 #[derive(Clone, Copy)]
 struct Right<'a> {
     strips: &'a [Strip],
     stride: usize,
-    /// Strips of a panel that are multiplied.
+    /// The number of strips of a panel that are multiplied.
     height: usize,
 }
 
 impl<'a> Right<'a> {
-    /// Some of the words.
+    /// Returns a range of the words.
     fn words(self, words: Range<usize>) -> Self {
         Self {
             strips: self.strips.get(words.start..).unwrap_or_default(),
@@ -121,7 +122,7 @@ impl<'a> Right<'a> {
         }
     }
 
-    /// The panel of this number.
+    /// Returns panel `panel`.
     fn panel(self, panel: usize) -> &'a [Strip] {
         self.strips
             .get(panel * self.stride..)
@@ -131,30 +132,31 @@ impl<'a> Right<'a> {
     }
 }
 
-/// Memory for packed words; kept, because a fresh allocation would fault page by page.
-struct Rooms {
+/// Buffers of packed words, kept between calls because a fresh allocation would cause page faults.
+struct PackBuffers {
     right: Vec<Strip>,
     left: Vec<[f32; ROWS]>,
 }
 
 thread_local! {
-    static ROOMS: RefCell<Rooms> = const { RefCell::new(Rooms { right: Vec::new(), left: Vec::new() }) };
+    static PACK_BUFFERS: RefCell<PackBuffers> =
+        const { RefCell::new(PackBuffers { right: Vec::new(), left: Vec::new() }) };
 }
 
-/// So many elements of the room.
-fn take<T: Zeroable + Clone>(room: &mut Vec<T>, len: usize) -> &mut [T] {
-    if room.len() < len {
-        room.resize(len, T::zeroed());
+/// Returns `len` elements of a buffer, which grows as needed.
+fn take<T: Zeroable + Clone>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+    if buffer.len() < len {
+        buffer.resize(len, T::zeroed());
     }
-    &mut room[..len]
+    &mut buffer[..len]
 }
 
-/// Adds the product of all rows and columns to the result, `c`; adds the sums of the terms of each
-/// row, which are not rounded, to `sums`, if there are any, which takes a left operand that lies
-/// across.
+/// Adds the matmul of all rows and columns to the initial value `start` of the output `c`. Adds the
+/// sums of the terms of each row of the left operand, not rounded, to `sums`, unless it is empty;
+/// this requires a transposed left operand.
 ///
 /// # Panics
-/// The CPU does not have the instructions.
+/// Panics if the CPU does not have the instructions.
 pub fn multiply(
     threads: &Threads,
     left: Operand<'_>,
@@ -166,15 +168,22 @@ pub fn multiply(
     let m = left.lines;
     let n = right.lines;
     let words = words(left.terms);
-    assert!(sums.is_empty() || (left.across && sums.len() == m), "sums of rows that lie across");
-    // All words at once, if they fit, or a piece.
-    let piece = depths(words).next().map_or(0, |piece| piece.len());
-    let height =
-        if m.max(n).next_multiple_of(BAND * ROWS) * words <= ROOM { words } else { piece }.max(1);
-    let whole = |lines: usize| ROOM / height / lines * lines;
+    assert!(
+        sums.is_empty() || (left.across && sums.len() == m),
+        "row sums require a transposed left operand"
+    );
+    // All words at once if they fit, or else a K block.
+    let block_words = depths(words).next().map_or(0, |block| block.len());
+    let height = if m.max(n).next_multiple_of(BAND * ROWS) * words <= PACKED_WORDS {
+        words
+    } else {
+        block_words
+    }
+    .max(1);
+    let whole = |lines: usize| PACKED_WORDS / height / lines * lines;
     let wide = whole(COLUMNS);
     let high = whole(BAND * ROWS);
-    ROOMS.with_borrow_mut(|rooms| {
+    PACK_BUFFERS.with_borrow_mut(|buffers| {
         for (block, mut c) in matrix_mut(c, m, n).axis_chunks_iter_mut(Axis(1), wide).enumerate() {
             let columns = block * wide..block * wide + c.ncols();
             for first in (0..words.max(1)).step_by(height) {
@@ -182,10 +191,11 @@ pub fn multiply(
                 for (i, c) in c.axis_chunks_iter_mut(Axis(0), high).enumerate() {
                     let rows = i * high..i * high + c.nrows();
                     let words = first..words.min(first + height);
-                    let piece = Piece { rows: rows.clone(), columns: columns.clone(), words };
+                    let packing =
+                        PackedBlock { rows: rows.clone(), columns: columns.clone(), words };
                     let sums =
                         if block == 0 && !sums.is_empty() { &mut sums[rows] } else { &mut [] };
-                    let (left, right) = piece.pack(threads, left, right, i == 0, rooms, sums);
+                    let (left, right) = packing.pack(threads, left, right, i == 0, buffers, sums);
                     tiles(threads, left, right, c, start);
                 }
             }
@@ -193,22 +203,22 @@ pub fn multiply(
     });
 }
 
-/// Words of some rows and columns that are packed at a time.
-struct Piece {
+/// Words of some rows and columns that are packed at once.
+struct PackedBlock {
     rows: Range<usize>,
     columns: Range<usize>,
     words: Range<usize>,
 }
 
-/// A task of packing.
+/// A packing task.
 enum Pack<'a> {
-    /// The panel of this number.
+    /// The columns of this panel.
     Columns(usize, &'a mut [Strip]),
-    /// The band of this number, and the sums of its rows.
+    /// The rows of this band, and their sums.
     Rows(usize, &'a mut [[f32; ROWS]], Option<&'a mut [f32]>),
 }
 
-impl Piece {
+impl PackedBlock {
     /// Packs the rows, and the columns if they are `new`.
     fn pack<'a>(
         &self,
@@ -216,16 +226,16 @@ impl Piece {
         left: Operand<'_>,
         right: Operand<'_>,
         new: bool,
-        rooms: &'a mut Rooms,
+        buffers: &'a mut PackBuffers,
         sums: &mut [f32],
     ) -> (Left<'a>, Right<'a>) {
         let height = self.words.len();
-        let strips = take(&mut rooms.right, self.columns.len().div_ceil(COLUMNS) * height);
-        let room = take(&mut rooms.left, self.rows.len().div_ceil(ROWS) * height);
+        let strips = take(&mut buffers.right, self.columns.len().div_ceil(COLUMNS) * height);
+        let packed = take(&mut buffers.left, self.rows.len().div_ceil(ROWS) * height);
         let panels =
             if new { &mut strips[..] } else { &mut [] }.par_chunks_mut(height.max(1)).enumerate();
-        let bands =
-            with_chunks(room.par_chunks_mut((BAND * height).max(1)), sums, BAND * ROWS).enumerate();
+        let bands = with_chunks(packed.par_chunks_mut((BAND * height).max(1)), sums, BAND * ROWS)
+            .enumerate();
         let panels = panels.map(|(panel, to)| Pack::Columns(panel, to));
         let bands = bands.map(|(band, (to, sums))| Pack::Rows(band, to, sums));
         threads.each(panels.chain(bands), |task| match task {
@@ -248,15 +258,15 @@ impl Piece {
             }
         });
         let left = if left.across {
-            Left::Panels { words: room, height }
+            Left::Panels { words: packed, height }
         } else {
-            Left::Rows { words: room.as_flattened(), stride: height }
+            Left::Rows { words: packed.as_flattened(), stride: height }
         };
         (left, Right { strips, stride: height, height })
     }
 }
 
-/// Computes all tiles of a block, spread over the threads, piece after piece.
+/// Computes all tiles of a block, distributed over the threads, one K block after the other.
 fn tiles(
     threads: &Threads,
     left: Left<'_>,
@@ -287,7 +297,7 @@ fn tiles(
     );
 }
 
-/// Parts of a block along rows and along columns, for so many threads.
+/// Returns the parts of a block along rows and along columns for `threads` threads.
 fn cut(threads: usize, m: usize, n: usize, words: usize) -> [usize; 2] {
     let most = (m * n * words / LEAST_WORDS).clamp(1, TASKS * threads);
     let wide = n.div_ceil(COLUMNS).div_ceil(GROUP).max(1);
@@ -307,22 +317,22 @@ mod tests {
         numbers
     }
 
-    /// Shapes with parts of tiles, panels, bands, words and pieces left over, and more than is
-    /// packed at a time.
+    /// Shapes with partial tiles, panels, bands, words and K blocks, and with more than is packed
+    /// at once.
     const SHAPES: [[usize; 3]; 9] = [
         [1, 1, 1],
         [17, 33, 7],
         [48, 64, 1024],
         [97, 31, 1025],
         [130, 257, 2051],
-        [25, ROOM / 512 + 70, 1021],
-        [ROOM / 512 + 130, 20, 1200],
+        [25, PACKED_WORDS / 512 + 70, 1021],
+        [PACKED_WORDS / 512 + 130, 20, 1200],
         [300, 40, 2],
         [20, 100, 0],
     ];
 
-    /// The same elements, the other way.
-    fn turned(x: &[f32], lines: usize) -> Vec<f32> {
+    /// Returns the elements transposed.
+    fn transposed(x: &[f32], lines: usize) -> Vec<f32> {
         let terms = x.len() / lines;
         (0..terms).flat_map(|term| (0..lines).map(move |line| x[line * terms + term])).collect()
     }
@@ -337,8 +347,8 @@ mod tests {
             let a = numbers(m * k, 1);
             let b = numbers(k * n, 2);
             let bias = numbers(n, 3);
-            let a_across = turned(&a, m);
-            let b_across = turned(&b, n);
+            let a_across = transposed(&a, m);
+            let b_across = transposed(&b, n);
             let mut bits = None;
             for [of_a, of_b] in [[false, false], [false, true], [true, false], [true, true]] {
                 let left = Operand::new(if of_a { &a_across } else { &a }, m, k, of_a);
@@ -385,7 +395,7 @@ mod tests {
 
     #[test]
     fn blocks_are_cut_for_the_threads() {
-        // Columns alone would leave a thread without work; little work stays in one piece.
+        // Dividing columns alone would leave a thread idle; little work stays in one part.
         assert_eq!(cut(2, 2048, 384, 256), [6, 3]);
         assert_eq!(cut(1, 2048, 384, 256), [3, 3]);
         assert_eq!(cut(2, 32, 64, 64), [1, 1]);

@@ -1,4 +1,4 @@
-//! Operands of products, rounded to bf16 on their way into panels.
+//! Packing of operands, which are rounded to bf16.
 
 use std::ops::Range;
 
@@ -8,49 +8,49 @@ use crate::math::{simd, to_bf16};
 use crate::nontemporal::prefetch;
 use crate::transpose::transpose;
 
-/// Words of a line that are rounded before they are turned over.
+/// Words of a line that are rounded before they are transposed.
 const FEW: usize = 64;
 
-/// Rows of memory that are asked for before they are read: the next lies too far away for the CPU
-/// to guess.
+/// Rows of memory that are prefetched: the distance to the next row is too large for the hardware
+/// prefetcher.
 const AHEAD: usize = 8;
 
-/// Words of so many terms: each has two, the first in its lower half.
+/// Returns the words of `terms` terms: each holds two, the first in its lower half.
 pub fn words(terms: usize) -> usize {
     terms.div_ceil(2)
 }
 
-/// An operand: rows of the left one or columns of the right one, which are its lines, with as many
-/// terms each.
+/// An operand: rows of the left one or columns of the right one, called lines, with the same number
+/// of terms each.
 #[derive(Clone, Copy)]
 pub struct Operand<'a> {
     pub x: &'a [f32],
     pub lines: usize,
     pub terms: usize,
-    /// Whether neighbours in memory are of different lines, not terms of the same line.
+    /// Whether the operand is stored transposed: neighbours in memory belong to different lines.
     pub across: bool,
 }
 
 impl<'a> Operand<'a> {
-    /// An operand of so many lines.
+    /// Creates an operand of `lines` lines of `terms` terms.
     pub fn new(x: &'a [f32], lines: usize, terms: usize, across: bool) -> Self {
         assert_eq!(x.len(), lines * terms, "an operand's elements");
         Self { x, lines, terms, across }
     }
 
-    /// The terms of such words.
+    /// Returns the terms of `words`.
     fn terms_of(self, words: Range<usize>) -> Range<usize> {
         2 * words.start..self.terms.min(2 * words.end)
     }
 
-    /// Such words of all lines, which lie across: rows of a term each.
+    /// Returns `words` of all lines of a transposed operand: rows of a term each.
     pub fn rows_of_terms(self, words: Range<usize>) -> &'a [f32] {
         let terms = self.terms_of(words);
         &self.x[terms.start * self.lines..terms.end * self.lines]
     }
 
-    /// Writes some words of any number of lines, which lie across, to panels of `WIDE` lines, one
-    /// after the other: words of one place are neighbours. Lines that are missing in the last panel
+    /// Packs `words` of `lines` of a transposed operand into panels of `WIDE` lines, one after the
+    /// other: the words of all lines of a panel are interleaved. Missing lines of the last panel
     /// are zero.
     pub fn pack_panels<const WIDE: usize>(
         self,
@@ -77,7 +77,7 @@ impl<'a> Operand<'a> {
         );
     }
 
-    /// Writes some words of at most `WIDE` lines to a panel, as [`Operand::pack_panels`].
+    /// Packs `words` of at most `WIDE` lines into a panel, laid out as in [`Operand::pack_panels`].
     pub fn pack<const WIDE: usize>(
         self,
         lines: Range<usize>,
@@ -108,7 +108,7 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Writes some words of some lines, one line after the other.
+    /// Rounds `words` of `lines`, one line after the other.
     pub fn round(self, lines: Range<usize>, words: Range<usize>, to: &mut [f32]) {
         let each = words.len().max(1);
         let terms = self.terms_of(words);
@@ -119,7 +119,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// Two terms of each of some lines; the second may be missing.
+/// Rounds two terms of each of some lines; the second may be missing.
 #[inline(always)]
 fn pair<const WIDE: usize>(one: &[f32], two: &[f32], to: &mut [f32; WIDE]) {
     if let (Some(one), Some(two)) = (one.first_chunk::<WIDE>(), two.first_chunk::<WIDE>()) {
@@ -139,7 +139,7 @@ fn join(one: f32, two: f32) -> f32 {
     f32::from_bits(u32::from(to_bf16(one)) | u32::from(to_bf16(two)) << 16)
 }
 
-/// Rounds terms of one line; the last may have no partner.
+/// Rounds terms of one line; the last may be unpaired.
 fn round(x: &[f32], to: &mut [f32]) {
     simd(
         #[inline(always)]

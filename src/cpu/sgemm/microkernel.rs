@@ -1,4 +1,4 @@
-//! Tiles of a product whose sums stay in registers.
+//! Register-tiled f32 micro-kernels.
 
 use std::array::from_fn;
 use std::ops::Range;
@@ -7,16 +7,16 @@ use pulp::Simd;
 
 use super::pack::{Few, HIGH, Lines, NrPanel};
 
-/// Terms that a tile reads of a row at a time.
+/// Terms of a row that a tile reads at once.
 const TERMS: usize = 8;
 
-/// Takes the sums of a block.
+/// Stores the sums of a block.
 pub trait TileStore<S: Simd> {
-    /// Takes vectors of the sums of a row, of which the first has this number.
+    /// Stores the vectors `vector` to `vector + WIDE` of the sums of a row.
     fn take<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]);
 }
 
-/// Computes a block: so many columns of a panel for some rows of the left operand.
+/// Computes a block: the first `columns` columns of a panel for some rows of the left operand.
 #[inline(always)]
 pub fn multiply_block<S: Simd>(
     simd: S,
@@ -29,7 +29,7 @@ pub fn multiply_block<S: Simd>(
     let mut row = rows.start;
     while row < rows.end {
         let of_block = row - rows.start;
-        // Panels are always whole; the sums of rows after the last one are of no use.
+        // Panels are always whole; the sums of rows after the last one are ignored.
         let left = if let Lines::Panels { .. } = lines { HIGH } else { rows.end - row };
         row += match left {
             HIGH.. => tiles::<S, HIGH>(simd, &lines.few(row), strips, columns, of_block, sink),
@@ -40,8 +40,8 @@ pub fn multiply_block<S: Simd>(
     }
 }
 
-/// Computes so many columns of `HIGH` rows, `first` of the block first, in tiles as wide as the
-/// registers allow.
+/// Computes `columns` columns of `HIGH` rows, the first of which is row `first` of the block, in
+/// tiles as wide as the registers allow.
 #[inline(always)]
 fn tiles<S: Simd, const HIGH: usize>(
     simd: S,
@@ -71,7 +71,7 @@ fn tiles<S: Simd, const HIGH: usize>(
     HIGH
 }
 
-/// Computes `HIGH` rows, `first` of the block first, and `WIDE` vectors.
+/// Computes `HIGH` rows, the first of which is row `first` of the block, and `WIDE` vectors.
 #[inline(always)]
 fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
     simd: S,
@@ -132,7 +132,7 @@ fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
     }
 }
 
-/// Adds a term of `HIGH` rows and `WIDE` vectors.
+/// Adds the outer product of a term of `HIGH` rows and `WIDE` vectors.
 #[inline(always)]
 fn add<S: Simd, const HIGH: usize, const WIDE: usize>(
     simd: S,

@@ -1,18 +1,18 @@
-//! Products in f32 whose tiles stay in registers, and whose left operand is read in place, where it
-//! can be.
+//! f32 matmuls with register-tiled micro-kernels; the left operand is read unpacked if its rows are
+//! contiguous.
 //!
-//! The right operand is copied into panels of columns, as many as a core's own cache holds. Of the
-//! left one the terms of a row are neighbours, and a tile reads a number of few rows at a time, so
-//! that to pack them would only cost. Where rows are few and the right operand is the transpose of
-//! a weight, the weight's rows take the place of the left operand's, and the result is turned over
-//! in small blocks: then the weight, which is larger than the rest, is not packed. Where a row of
-//! the left operand is a term, as in gradients of weights, it is copied into panels as high as a
-//! tile. Each part of the result packs for itself: no thread waits for another, nor reads what
+//! The right operand is packed into panels of columns, as many as a core's L2 cache holds. If the
+//! rows of the left operand are contiguous, a tile reads a few rows at once, so packing it would
+//! only cost time. If it has few rows and the right operand is the transpose of a weight, the
+//! operands are swapped: the weight's rows are read unpacked as the left operand, and the result is
+//! transposed in small blocks. The weight, which is larger than the rest, is then not packed. If
+//! the left operand is transposed, as in gradients of weights, it is packed into panels as high as
+//! a tile. Each part of the output packs separately: no thread waits for another, nor reads what
 //! another has just written.
 //!
-//! Terms are added one after the other, in pieces of fixed length, so bits depend neither on the
-//! cut, nor on the number of threads, nor on the width of vectors: they are those of `gemm`. Blocks
-//! and panels are those of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix
+//! Terms are added one after the other, in K blocks of fixed length, so bits depend neither on the
+//! division, nor on the number of threads, nor on the vector width: they are those of `gemm`.
+//! Blocks and panels are those of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix
 //! multiplication" (ACM TOMS 34, 2008).
 
 mod microkernel;
@@ -38,39 +38,41 @@ use pack::{COLUMNS, HIGH, LhsView, MrPanel, NrPanel, PANEL, ROWS, RhsView};
 /// Panels of a group: half of a small L2 cache.
 const GROUP: usize = 4;
 
-/// Tasks for each thread, if there is enough to cut: threads that are late by one lose little.
+/// Tasks per thread, if there is enough work: threads that are late by one task lose little.
 const TASKS: usize = 2;
 
-/// Rows of a thread from which on it packs all columns itself: packing is then a few hundredths of
-/// the work.
-const OWN_ROWS: usize = 256;
+/// Rows per thread from which on each thread packs all columns itself: packing is then a few
+/// hundredths of the work.
+const ROWS_PER_THREAD: usize = 256;
 
-/// Least rows, columns and terms: parts of smaller products may be vectors, which `gemm` sums in
+/// The least rows, columns and terms: parts of smaller matmuls may be vectors, which `gemm` sums in
 /// another order.
 const LEAST: usize = 48;
 
-/// Terms from which on a left operand that lies across goes into panels, and rows of a thread:
-/// packing the right operand anew for each thread would cost more than the left one's transpose.
-const ACROSS_TERMS: usize = 1024;
-const ACROSS_ROWS: usize = 96;
+/// The least terms and rows per thread for which a transposed left operand is packed: below,
+/// packing the right operand again for each thread would cost more than transposing the left one.
+const TRANSPOSED_TERMS: usize = 1024;
+const TRANSPOSED_ROWS: usize = 96;
 
-/// Most rows that are in panels at a time: 1.5 MiB.
+/// The most rows that are packed at once: 1.5 MiB.
 const MOST_ROWS: usize = 768;
 
-/// Panels of both operands.
+/// Packed panels of both operands.
 struct PackBuffers {
     right: Vec<NrPanel>,
     left: Vec<MrPanel>,
 }
 
 thread_local! {
-    /// Kept, because a fresh allocation would fault page by page.
-    static ROOM: RefCell<PackBuffers> = const { RefCell::new(PackBuffers { right: Vec::new(), left: Vec::new() }) };
+    /// Kept between calls, because a fresh allocation would cause page faults.
+    static PACK_BUFFERS: RefCell<PackBuffers> =
+        const { RefCell::new(PackBuffers { right: Vec::new(), left: Vec::new() }) };
 }
 
-/// Computes `c`, of this start, and `a·b`, with the bits of `gemm`: true if it is done. Terms of a
-/// row of `a` must be neighbours, and terms or columns of `b`; a CPU without AVX2, and small
-/// products, have others. Sums are those of pieces of `depth` terms.
+/// Adds `a·b` to the initial value `start` of `c`, with the bits of `gemm`, and returns true.
+/// Returns false without an effect for small matmuls, on CPUs without AVX2, and unless the rows of
+/// `a` and the rows or columns of `b` are contiguous. Sums are divided into K blocks of `depth`
+/// terms.
 pub fn multiply(
     depth: usize,
     threads: &Threads,
@@ -90,13 +92,13 @@ pub fn multiply(
     let right = match (b.strides(), b.reversed_axes().to_slice()) {
         ([_, 1], _) => RhsView::Terms(b),
         (_, Some(weight)) => {
-            let turned = m <= GROUP * COLUMNS && tasks * m * k + m * n < n * k;
-            if let (true, Some(x)) = (turned, a.to_slice()) {
+            let transposed = m <= GROUP * COLUMNS && tasks * m * k + m * n < n * k;
+            if let (true, Some(x)) = (transposed, a.to_slice()) {
                 let wide = tasks.min(n.div_ceil(ROWS));
                 each_of(threads, c, [1, wide], [HIGH, ROWS], |_, lines, c| {
                     let left = b.reversed_axes();
                     let right = RhsView::Lines(x);
-                    let to = OutputTile { c, start: start.of(lines.clone()), turned };
+                    let to = OutputTile { c, start: start.of(lines.clone()), transposed };
                     vectors.run(GemmTask {
                         left: LhsView::Rows(left),
                         rows: lines,
@@ -119,7 +121,7 @@ pub fn multiply(
         cut(threads.count(), m, n.div_ceil(COLUMNS)),
         [HIGH, COLUMNS],
         |rows, columns, c| {
-            let to = OutputTile { c, start: start.of(columns.clone()), turned: false };
+            let to = OutputTile { c, start: start.of(columns.clone()), transposed: false };
             vectors.run(GemmTask {
                 left: LhsView::Rows(a),
                 rows,
@@ -134,9 +136,9 @@ pub fn multiply(
     true
 }
 
-/// As [`multiply`], of `aᵀ`, where `a` is row-major with `m` columns; adds the sums of its columns
-/// to `sums`, unless there are none. True if it is done: sums must be long, and rows many and not
-/// fewer than columns.
+/// Computes [`multiply`] for `aᵀ`, where `a` is row-major with `m` columns; adds the sums of its
+/// columns to `sums`, unless it is empty. Returns false without an effect unless sums are long and
+/// rows many and at least as many as columns.
 #[expect(
     clippy::too_many_arguments,
     reason = "one argument for each operand, and how they are summed"
@@ -154,7 +156,7 @@ pub fn multiply_across(
     let Some(vectors) = Vectors::find() else { return false };
     let n = b.ncols();
     let k = b.nrows();
-    if k < ACROSS_TERMS || m < n || m < ACROSS_ROWS * threads.count() || n < LEAST {
+    if k < TRANSPOSED_TERMS || m < n || m < TRANSPOSED_ROWS * threads.count() || n < LEAST {
         return false;
     }
     if b.strides()[1] != 1 || c.strides()[1] != 1 {
@@ -166,7 +168,7 @@ pub fn multiply_across(
         with_chunks(parts.into_par_iter(), sums, size).enumerate(),
         |(part, (c, sums))| {
             let rows = part * size..part * size + c.nrows();
-            let to = OutputTile { c, start, turned: false };
+            let to = OutputTile { c, start, transposed: false };
             let left = LhsView::Across { x: a, width: m };
             vectors.run(GemmTask {
                 left,
@@ -182,10 +184,10 @@ pub fn multiply_across(
     true
 }
 
-/// Parts of so many rows and panels along both, for so many threads. If there are enough rows, each
-/// thread keeps to its own, which it has in other kernels, too.
+/// Returns the parts along `rows` and along `panels` for `threads` threads. If there are enough
+/// rows, each thread has the same rows as in other kernels.
 fn cut(threads: usize, rows: usize, panels: usize) -> [usize; 2] {
-    if rows >= OWN_ROWS * threads {
+    if rows >= ROWS_PER_THREAD * threads {
         return [threads, panels.div_ceil(GROUP)];
     }
     let tasks = TASKS * threads;
@@ -193,7 +195,8 @@ fn cut(threads: usize, rows: usize, panels: usize) -> [usize; 2] {
     [tasks.div_ceil(wide).min(rows.div_ceil(ROWS)), wide]
 }
 
-/// The most parts of the same number of panels, but not more than so many, if that matters.
+/// Returns the most parts with equal numbers of panels, up to `most`; if panels are many, equality
+/// does not matter.
 fn evenly(panels: usize, most: usize) -> usize {
     if panels >= 4 * most {
         return most;
@@ -201,7 +204,7 @@ fn evenly(panels: usize, most: usize) -> usize {
     (1..=most.min(panels)).rev().find(|parts| panels.is_multiple_of(*parts)).unwrap_or(1)
 }
 
-/// Vectors that the CPU has.
+/// The vector extension of the CPU.
 #[derive(Clone, Copy)]
 enum Vectors {
     #[cfg(target_arch = "x86_64")]
@@ -223,31 +226,31 @@ impl Vectors {
     }
 
     fn run(self, part: GemmTask<'_, '_>) {
-        ROOM.with_borrow_mut(|room| {
-            room.right.resize(room.right.len().max(GROUP * part.depth), NrPanel::zeroed());
+        PACK_BUFFERS.with_borrow_mut(|buffers| {
+            buffers.right.resize(buffers.right.len().max(GROUP * part.depth), NrPanel::zeroed());
             if let LhsView::Across { .. } = part.left {
                 let panels = part.rows.len().div_ceil(PANEL);
-                room.left.resize(room.left.len().max(panels * part.depth), MrPanel::zeroed());
+                buffers.left.resize(buffers.left.len().max(panels * part.depth), MrPanel::zeroed());
             }
             match self {
                 #[cfg(target_arch = "x86_64")]
-                Self::Avx512(simd) => Simd::vectorize(simd, InRoom { part, room }),
+                Self::Avx512(simd) => Simd::vectorize(simd, BufferedTask { part, buffers }),
                 #[cfg(target_arch = "x86_64")]
-                Self::Avx2(simd) => Simd::vectorize(simd, InRoom { part, room }),
+                Self::Avx2(simd) => Simd::vectorize(simd, BufferedTask { part, buffers }),
             }
         });
     }
 }
 
-/// A place for the result.
+/// The destination of the output.
 struct OutputTile<'a> {
     c: ArrayViewMut2<'a, f32>,
     start: OutputInit<'a>,
-    /// Rows of the product are columns of `c`.
-    turned: bool,
+    /// Whether the output is stored transposed: rows of the matmul are columns of `c`.
+    transposed: bool,
 }
 
-/// Keeps the sums of a block: those of a row are a strip.
+/// Stores the sums of a block, a strip for each row.
 struct StoreToTile<'a>(&'a mut [NrPanel; ROWS]);
 
 impl<S: Simd> TileStore<S> for StoreToTile<'_> {
@@ -257,7 +260,7 @@ impl<S: Simd> TileStore<S> for StoreToTile<'_> {
     }
 }
 
-/// Ends the rows of a block, whose columns are those of a whole panel, as they come.
+/// Writes the rows of a block to the output as they are computed; its columns are a whole panel.
 struct StoreToOutput<'a, 'c, S> {
     simd: S,
     c: ArrayViewMut2<'c, f32>,
@@ -268,7 +271,7 @@ impl<S: Simd> TileStore<S> for StoreToOutput<'_, '_, S> {
     #[inline(always)]
     fn take<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]) {
         if row < self.c.nrows() {
-            let to = self.c.row_mut(row).into_slice().expect("columns are neighbours");
+            let to = self.c.row_mut(row).into_slice().expect("columns are contiguous");
             let to = &mut S::as_mut_simd_f32s(to).0[vector..vector + WIDE];
             self.start.put_vectors(self.simd, to, vector, sums);
         }
@@ -276,7 +279,8 @@ impl<S: Simd> TileStore<S> for StoreToOutput<'_, '_, S> {
 }
 
 impl OutputTile<'_> {
-    /// A sink for some rows and the columns of a whole panel, of the piece that begins at `term`.
+    /// Returns a store for some rows and the columns of a whole panel, for the K block that begins
+    /// at `term`.
     #[inline(always)]
     fn write<S: Simd>(
         &mut self,
@@ -288,13 +292,13 @@ impl OutputTile<'_> {
         let start = self.start.at_term(term).of(columns.clone());
         let c = self.c.slice_mut(s![rows, columns]);
         for row in c.rows() {
-            prefetch(row.to_slice().expect("columns are neighbours"), 0, COLUMNS);
+            prefetch(row.to_slice().expect("columns are contiguous"), 0, COLUMNS);
         }
         StoreToOutput { simd, c, start }
     }
 
-    /// Ends a block of the piece that begins at `term`: a strip for each of the rows, of which the
-    /// columns are there.
+    /// Writes a block of the K block that begins at `term`: a strip for each row, with its first
+    /// `columns.len()` columns.
     #[inline(always)]
     fn put(
         &mut self,
@@ -303,10 +307,16 @@ impl OutputTile<'_> {
         columns: Range<usize>,
         block: &[NrPanel; ROWS],
     ) {
-        if self.turned {
-            let mut over = [[0.0; ROWS]; COLUMNS];
-            transpose(cast_slice(block), COLUMNS, 0..columns.len(), over.as_flattened_mut(), ROWS);
-            for (column, from) in columns.zip(&over) {
+        if self.transposed {
+            let mut turned = [[0.0; ROWS]; COLUMNS];
+            transpose(
+                cast_slice(block),
+                COLUMNS,
+                0..columns.len(),
+                turned.as_flattened_mut(),
+                ROWS,
+            );
+            for (column, from) in columns.zip(&turned) {
                 self.put_row(term, column, rows.clone(), from);
             }
         } else {
@@ -316,18 +326,18 @@ impl OutputTile<'_> {
         }
     }
 
-    /// Ends some columns of a row of the result.
+    /// Writes some columns of a row of the output.
     #[inline(always)]
     fn put_row(&mut self, term: usize, row: usize, columns: Range<usize>, from: &[f32]) {
         let start = self.start.at_term(term).of(columns.clone());
         start.put(
-            &mut self.c.row_mut(row).into_slice().expect("columns are neighbours")[columns],
+            &mut self.c.row_mut(row).into_slice().expect("columns are contiguous")[columns],
             from,
         );
     }
 }
 
-/// A part of a product: one task.
+/// A part of a matmul: one task.
 struct GemmTask<'a, 'c> {
     left: LhsView<'a>,
     /// Rows of the left operand.
@@ -335,48 +345,48 @@ struct GemmTask<'a, 'c> {
     right: RhsView<'a>,
     /// Columns of the right operand.
     columns: Range<usize>,
-    /// These rows and columns of the result.
+    /// The destination of these rows and columns.
     to: OutputTile<'c>,
-    /// Terms of a piece.
+    /// The number of terms of a K block.
     depth: usize,
-    /// Sums of the terms of each row, if a left operand that lies across is to be summed, too.
+    /// The sums of the terms of each row of a transposed left operand, or empty.
     sums: &'c mut [f32],
 }
 
-/// A part, and room for a group of panels.
-struct InRoom<'a, 'c, 'r> {
+/// A task, and buffers for its packed panels.
+struct BufferedTask<'a, 'c, 'b> {
     part: GemmTask<'a, 'c>,
-    room: &'r mut PackBuffers,
+    buffers: &'b mut PackBuffers,
 }
 
-impl WithSimd for InRoom<'_, '_, '_> {
+impl WithSimd for BufferedTask<'_, '_, '_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let GemmTask { left, rows, right, columns, mut to, depth, sums } = self.part;
-        let room = &mut self.room.right;
+        let packed = &mut self.buffers.right;
         let all = left.terms();
         let mut block = [NrPanel::zeroed(); ROWS];
         for terms in pieces(all, depth) {
             let height = terms.len();
-            let lines = left.lines(terms.clone(), rows.clone(), &mut self.room.left, sums);
+            let lines = left.lines(terms.clone(), rows.clone(), &mut self.buffers.left, sums);
             for first in columns.clone().step_by(GROUP * COLUMNS) {
                 let group = (first..columns.end.min(first + GROUP * COLUMNS)).step_by(COLUMNS);
                 let group = group.map(|first| first..columns.end.min(first + COLUMNS));
-                for (panel, strips) in group.clone().zip(room.chunks_exact_mut(height)) {
+                for (panel, strips) in group.clone().zip(packed.chunks_exact_mut(height)) {
                     right.pack(all, terms.clone(), panel, strips);
                 }
                 for first in rows.clone().step_by(ROWS) {
                     let high = first..rows.end.min(first + ROWS);
-                    for (panel, strips) in group.clone().zip(room.chunks_exact(height)) {
-                        let of = |range: Range<usize>, all: &Range<usize>| {
+                    for (panel, strips) in group.clone().zip(packed.chunks_exact(height)) {
+                        let relative = |range: Range<usize>, all: &Range<usize>| {
                             range.start - all.start..range.end - all.start
                         };
-                        let rows_of_block = of(high.clone(), &rows);
-                        let columns_of_block = of(panel.clone(), &columns);
+                        let rows_of_block = relative(high.clone(), &rows);
+                        let columns_of_block = relative(panel.clone(), &columns);
                         let high = high.clone();
-                        if to.turned || panel.len() < COLUMNS {
+                        if to.transposed || panel.len() < COLUMNS {
                             multiply_block(
                                 simd,
                                 lines,
@@ -411,7 +421,7 @@ mod tests {
         (0..len).map(|i| (i * step % 1009) as f32 / 504.0 - 1.0).collect()
     }
 
-    /// Also the order of sums on machines with other vectors.
+    /// Also checks the order of sums of other vector extensions.
     #[test]
     fn bits_are_those_of_gemm_for_all_vectors() {
         #[cfg(target_arch = "x86_64")]
@@ -453,7 +463,8 @@ mod tests {
                         [RhsView::Terms(b.view()), RhsView::Lines(weight.to_slice().unwrap())]
                     {
                         got.fill(0.5);
-                        let to = OutputTile { c: matrix_mut(&mut got, m, n), start, turned: false };
+                        let to =
+                            OutputTile { c: matrix_mut(&mut got, m, n), start, transposed: false };
                         vectors.run(GemmTask {
                             left: LhsView::Rows(a),
                             rows: 0..m,
@@ -466,7 +477,7 @@ mod tests {
                         assert!(got == want, "{m}×{n}×{k}, {start:?}");
                     }
                     let mut got = vec![0.5; m * n];
-                    let to = OutputTile { c: matrix_mut(&mut got, m, n), start, turned: true };
+                    let to = OutputTile { c: matrix_mut(&mut got, m, n), start, transposed: true };
                     let right = RhsView::Lines(a.to_slice().unwrap());
                     vectors.run(GemmTask {
                         left: LhsView::Rows(weight),
@@ -477,7 +488,7 @@ mod tests {
                         depth: depth(k),
                         sums: &mut [],
                     });
-                    assert!(got == want, "{m}×{n}×{k}, turned, {start:?}");
+                    assert!(got == want, "{m}×{n}×{k}, transposed, {start:?}");
                 }
             }
         }
@@ -488,7 +499,7 @@ mod tests {
         for (m, n, k) in [(64, 3000, 200), (300, 130, 600), (256, 384, 64), (1000, 50, 77)] {
             let a = numbers(m * k, 11);
             let weight = numbers(n * k, 5);
-            // Rows with a gap after each.
+            // Rows with padding after each.
             let mut gaps = vec![f32::NAN; m * (k + 3)];
             gaps.chunks_mut(k + 3)
                 .zip(a.chunks(k))
@@ -522,19 +533,20 @@ mod tests {
 
     #[test]
     fn threads_have_rows_of_their_own_where_rows_are_many() {
-        assert_eq!(cut(2, 2 * OWN_ROWS, 6), [2, 2]);
-        assert_eq!(cut(4, 2 * OWN_ROWS, 12), [2, 6]);
+        assert_eq!(cut(2, 2 * ROWS_PER_THREAD, 6), [2, 2]);
+        assert_eq!(cut(4, 2 * ROWS_PER_THREAD, 12), [2, 6]);
         assert_eq!(cut(2, 256, 12), [1, 4]);
         assert_eq!(cut(1, 48, 3), [1, 1]);
     }
 
     #[test]
     fn operands_that_lie_across_have_the_bits_of_the_transposed() {
-        // Pieces, panels, bands and parts that are not full; more rows than are in panels at a
-        // time.
-        for (m, n, k, threads) in
-            [(300, 290, 1031, 1), (MOST_ROWS + 100, 256, 1024, 1), (ACROSS_ROWS * 3, 64, 2100, 3)]
-        {
+        // Partial K blocks, panels, bands and parts; more rows than are packed at once.
+        for (m, n, k, threads) in [
+            (300, 290, 1031, 1),
+            (MOST_ROWS + 100, 256, 1024, 1),
+            (TRANSPOSED_ROWS * 3, 64, 2100, 3),
+        ] {
             let a = numbers(k * m, 11);
             let b = numbers(k * n, 5);
             let across = matrix(&a, k, m);
@@ -567,7 +579,7 @@ mod tests {
             |a, b| multiply(64, &threads, a, b, matrix_mut(&mut c, 64, 64), OutputInit::Nothing);
         assert!(
             !tried(matrix(&a, 64, 64).reversed_axes(), matrix(&b, 64, 64)),
-            "terms of a row are no neighbours"
+            "rows are not contiguous"
         );
         let few = matrix(&a[..64 * 47], 64, 47);
         let other = matrix(&b[..47 * 64], 47, 64);

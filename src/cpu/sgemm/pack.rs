@@ -1,4 +1,4 @@
-//! Operands of products: read in place, or copied into panels.
+//! Operands of matmuls: read unpacked, or packed into panels.
 
 use std::array::from_fn;
 use std::ops::Range;
@@ -10,36 +10,36 @@ use crate::matrix::add_columns;
 use crate::nontemporal::prefetch;
 use crate::transpose::transpose;
 
-/// Columns of a panel: four vectors of AVX-512.
+/// Columns of a panel: four AVX-512 vectors.
 pub const COLUMNS: usize = 64;
 
 /// Rows of the highest tile.
 pub const HIGH: usize = 6;
 
-/// Rows that go through a group of panels together.
+/// Rows that are multiplied by a group of panels together.
 pub const ROWS: usize = 8 * HIGH;
 
-/// So many neighbouring columns of one row; begins on a cache line.
+/// Neighbouring columns of one row, aligned to a cache line.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Pod, Zeroable)]
 pub struct NrPanel(pub [f32; COLUMNS]);
 
-/// Rows of a panel of the left operand: tiles of it are of the highest.
+/// Rows of a panel of the left operand, which is as high as the highest tile.
 pub const PANEL: usize = HIGH;
 
 /// A term of the rows of a panel of the left operand.
 pub type MrPanel = [f32; PANEL];
 
-/// Terms that are asked for before they are packed: the next row lies too far away for the CPU to
-/// guess.
+/// Terms that are prefetched: the distance to the next row is too large for the hardware
+/// prefetcher.
 const AHEAD: usize = 8;
 
-/// The operand whose elements meet all columns of a tile.
+/// The left operand, whose elements are broadcast to all columns of a tile.
 #[derive(Clone, Copy)]
 pub enum LhsView<'a> {
-    /// A row of each row, terms neighbours.
+    /// Rows of contiguous terms.
     Rows(ArrayView2<'a, f32>),
-    /// A row of each term, so wide, without gaps.
+    /// Transposed: a row of `width` elements for each term, without padding.
     Across { x: &'a [f32], width: usize },
 }
 
@@ -51,8 +51,8 @@ impl<'a> LhsView<'a> {
         }
     }
 
-    /// Some terms of some rows, as tiles read them: in panels, if they lie across. Then adds the
-    /// terms of each row to its sum, unless there are no sums.
+    /// Returns some terms of some rows as tiles read them. A transposed operand is packed into
+    /// `panels`, and the terms of each row are added to its sum in `sums`, unless that is empty.
     #[inline(always)]
     pub fn lines<'b>(
         self,
@@ -97,19 +97,19 @@ impl<'a> LhsView<'a> {
 /// Some terms of rows of the left operand.
 #[derive(Clone, Copy)]
 pub enum Lines<'a> {
-    /// Those of all rows.
+    /// All rows, unpacked.
     InPlace(ArrayView2<'a, f32>),
-    /// Panels so high of the rows from the first one on.
+    /// Panels of `height` terms of the rows from `first` on.
     Panels { terms: &'a [MrPanel], height: usize, first: usize },
 }
 
 impl<'a> Lines<'a> {
-    /// The rows from number `row` on, with which a panel begins.
+    /// Returns the `HIGH` rows from `row` on; in packed operands a panel begins there.
     #[inline(always)]
     pub fn few<const HIGH: usize>(self, row: usize) -> Few<'a, HIGH> {
         match self {
             Lines::InPlace(x) => Few::Rows(from_fn(|r| {
-                x.index_axis_move(Axis(0), row + r).to_slice().expect("terms are neighbours")
+                x.index_axis_move(Axis(0), row + r).to_slice().expect("terms are contiguous")
             })),
             Lines::Panels { terms, height, first } => {
                 Few::Panel(&terms[(row - first) / PANEL * height..][..height])
@@ -124,28 +124,28 @@ pub enum Few<'a, const HIGH: usize> {
     Panel(&'a [MrPanel]),
 }
 
-/// The operand that goes into panels.
+/// The right operand, which is packed.
 #[derive(Clone, Copy)]
 pub enum RhsView<'a> {
-    /// A row of each term, columns neighbours.
+    /// A row of contiguous columns for each term.
     Terms(ArrayView2<'a, f32>),
-    /// A row of each column, terms neighbours, without gaps.
+    /// Transposed: a row of contiguous terms for each column, without padding.
     Lines(&'a [f32]),
 }
 
 impl RhsView<'_> {
-    /// Copies some terms, of `all`, of the columns of a panel. Columns that it has besides are of
-    /// no use.
+    /// Packs `terms`, of `all`, of the columns of a panel. The contents of padding columns are
+    /// unspecified.
     pub fn pack(self, all: usize, terms: Range<usize>, columns: Range<usize>, to: &mut [NrPanel]) {
         match self {
             RhsView::Terms(x) => {
                 for (term, to) in terms.zip(to) {
                     if term + AHEAD < all {
-                        let ahead = x.row(term + AHEAD).to_slice().expect("columns are neighbours");
+                        let ahead = x.row(term + AHEAD).to_slice().expect("columns are contiguous");
                         prefetch(ahead, columns.start, columns.len());
                     }
                     let row =
-                        &x.row(term).to_slice().expect("columns are neighbours")[columns.clone()];
+                        &x.row(term).to_slice().expect("columns are contiguous")[columns.clone()];
                     match row.first_chunk() {
                         Some(row) => to.0 = *row,
                         None => to.0[..row.len()].copy_from_slice(row),

@@ -1,4 +1,5 @@
-// Functions of every element, and their slopes; `a` is the parameter of a function that has one. Grid: any; block: any.
+// Elementwise activation functions and their derivatives; `a` is the parameter of functions that have one. Grid: any;
+// block: any.
 #include "vector.cuh"
 
 __device__ __forceinline__ float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -27,7 +28,7 @@ struct Gelu {
   }
   __device__ __forceinline__ static float slope(float x, float) {
     float inner, t = inner_tanh(x, inner);
-    // Far out the square of x is infinite where 1 - t² is zero.
+    // For large |x| the square of x is infinite, and 1 - t² is zero.
     float bend = t * t < 1.0f ? 0.5f * x * (1.0f - t * t) * inner : 0.0f;
     return 0.5f * (1.0f + t) + bend;
   }

@@ -1,7 +1,6 @@
-// AdamW (Loshchilov and Hutter, 2019) over a contiguous range; `copy` takes the new parameters unless it is null.
-// Every operation is rounded by itself, never fused with the next, as on the CPU: so that where the optimizer's state is
-// makes no difference.
-// Grid: any; block: any.
+// AdamW (Loshchilov and Hutter, 2019) over a contiguous range; the new parameters are also written to `copy` unless it
+// is null. Every operation is rounded separately, without FMAs, as on the CPU: offloading the optimizer state does not
+// change a bit. Grid: any; block: any.
 #include "vector.cuh"
 
 extern "C" __global__ void adamw(const float* grad, float* m, float* v, float* p, elem* copy, long long n, float rate,

@@ -2,17 +2,17 @@
 // lse = log of the softmax's denominator (of the scaled scores, nothing subtracted). Overwrites y and lse.
 // Layouts and the two ways of computing are in attention.cuh.
 //
-// A block owns a tile of queries of one head. Keys and values come by in tiles; the softmax is kept online: a
-// running maximum and sum for each query; the sum so far is scaled down when the maximum grows.
+// A block owns a tile of queries of one head and loops over tiles of keys and values. The softmax is computed online,
+// with a running maximum and sum for each query: the sum is rescaled when the maximum grows.
 #include "attention.cuh"
 
 #ifdef TENSOR_CORES
 
-// A warp owns two times 16 queries up to HEAD 128: each fragment of keys and values, once read from shared memory, serves two
-// products, else reading would take longer than multiplying. The other sizes are limited by the registers.
+// A warp owns two times 16 queries up to HEAD 128: each fragment of keys and values read from shared memory is used by
+// two MMAs, else reading would take longer than multiplying. Registers limit the other sizes.
 constexpr int M = HEAD <= 128 ? 2 : 1;
 constexpr int TILE = 64 * M;                // queries of a block
-constexpr int STEP = HEAD <= 64 ? 64 : 32;  // keys that come by at a time
+constexpr int STEP = HEAD <= 64 ? 64 : 32;  // keys per step
 constexpr bool HELD = HEAD <= 64;           // queries stay in registers
 
 // Block 128 threads, grid (⌈time / TILE⌉, heads, batch), dynamic shared memory 2·ROW·(TILE + 4·STEP) bytes: 24 576 up to
@@ -30,7 +30,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
   const size_t stride = place.stride;
   const float scale = softmax_scale(), scale2 = scale * LOG2_E;
 
-  // Later queries see more keys: the long blocks of a head start first, the short ones fill the gaps.
+  // Later queries see more keys: the long blocks of a head start first, and the short ones fill the gaps.
   const int first = (gridDim.x - 1 - blockIdx.x) * TILE;
   const int steps = tiles_for(min(first + TILE, time), STEP);
   const int lane = threadIdx.x % 32, warp_first = first + threadIdx.x / 32 * 16 * M;
@@ -48,7 +48,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
     for (int half = 0; half < 2; half++) top[m][half] = -infinity(), total[m][half] = 0.0f;
 
   for (int step = 0; step < steps; step++) {
-    // One barrier says both that this step's tiles are here and that the last step's may be overwritten.
+    // One barrier ensures both that this step's tiles have arrived and that the last step's may be overwritten.
     cp_async_wait<0>();
     __syncthreads();
     const int key0 = step * STEP, now = step % 2 * STEP * ROW, next = STEP * ROW - now;

@@ -1,18 +1,18 @@
-// Common parts of the forward and the backward of attention: tiles in shared memory and their products.
+// Common parts of the forward and the backward of attention: tiles in shared memory and their matmuls.
 //
 // Causal attention without a matrix of time × time in memory, after FlashAttention-2 (Dao, 2023): a block owns a
 // tile of queries (or keys) and walks over the keys (or queries), recomputing scores from the rows.
 //
 // Compiled for one head width, -DHEAD=n (1 to 256), and one element type. Two ways, chosen here alone:
-//   tensor cores   bf16; products in bf16, sums in float
+//   tensor cores   bf16; operands in bf16, sums in float
 //   plain          f32; all in float
 // Blocks are of 128 threads in both, and grids (⌈time / tile⌉, heads, batch).
 //
 // Layouts: qkv and dqkv rows × (heads + 2·kv_heads)·HEAD, y and dy rows × heads·HEAD, all row-major; rows = batch·time;
 // a row of qkv is the queries of all heads, then the keys, then the values. heads / kv_heads neighbouring heads of
-// queries share one of keys and values. lse and delta are batch × heads × time floats.
-// With tensor cores, qkv, dy, y and dqkv must be aligned to 16 bytes. Heads whose width is a multiple of 8 come into shared memory
-// behind the threads' backs, others through their registers.
+// queries share one of keys and values. lse and delta are batch × heads × time floats. With tensor cores, qkv, dy, y
+// and dqkv must be aligned to 16 bytes. Heads whose width is a multiple of 8 are copied to shared memory
+// asynchronously, others through registers.
 #pragma once
 #include "common.cuh"
 
@@ -52,14 +52,14 @@ struct Place {
         width(static_cast<size_t>(heads) * HEAD),
         softmax((static_cast<size_t>(blockIdx.z) * heads + head) * time) {}
 
-  // In qkv or dqkv.
+  // Returns the offset in qkv or dqkv.
   template <class T>
   __device__ __forceinline__ T* queries(T* qkv) const {
     return qkv + row * stride + head * HEAD;
   }
   template <class T>
   __device__ __forceinline__ T* keys(T* qkv) const {
-    // Divisions of 64 bits would take a hundred instructions.
+    // 64-bit divisions would take a hundred instructions.
     const unsigned group = unsigned(heads) / unsigned(kv_heads);
     return qkv + row * stride + (heads + unsigned(head) / group) * HEAD;
   }
@@ -76,7 +76,7 @@ struct Place {
 
 #ifdef TENSOR_CORES
 
-// Products go over whole blocks of 16 columns, of which the last ones are zero where the head ends before.
+// Matmuls use whole blocks of 16 columns. Columns beyond the head are zero.
 constexpr int BLOCKS = (HEAD + 15) / 16;
 
 // A tile in shared memory has rows of ROW elements in chunks of 16 bytes; columns past the last block are neither written nor

@@ -39,11 +39,11 @@ attention_delta(const elem* __restrict__ y, const elem* __restrict__ dy, float* 
 
 #ifdef TENSOR_CORES
 
-// A warp owns 16·M rows, keys in the one kernel and queries in the other: two times 16 so that a fragment, once read
-// from shared memory, serves two products, where the registers have room for the gradients.
+// A warp owns 16·M rows, keys in one kernel and queries in the other: two times 16, so that a fragment read from shared
+// memory is used by two MMAs, if the registers have room for the gradients.
 constexpr int M = HEAD <= 64 ? 2 : 1;
 constexpr int TILE = 64 * M;                 // rows of a block
-constexpr int STEP = HEAD <= 128 ? 32 : 16;  // rows that come by at a time
+constexpr int STEP = HEAD <= 128 ? 32 : 16;  // rows per step
 
 // Above HEAD 128 the registers have no room for the gradients of keys and of values together: of two neighbouring blocks with the
 // same keys, the first sums the keys' gradient and the second the values'.
@@ -52,8 +52,8 @@ constexpr int PARTS = HEAD <= 128 ? 1 : 2;
 // Block 128 threads, grid (⌈time / TILE⌉·PARTS, kv_heads, batch) with TILE = 128 up to HEAD 64 and 64 above, dynamic shared
 // memory 2·ROW·(2·TILE + 4·STEP) + 16·STEP bytes: 25 088 up to HEAD 32, 49 664 up to 64, 66 048 up to 128, 98 560 above.
 //
-// Scores are computed as keys × queries: so the accumulators of pᵀ and dsᵀ are ready to be left operands, as those
-// of p are in the forward, and nothing goes through shared memory.
+// Scores are computed as keys × queries: the accumulators of pᵀ and dsᵀ can then be left operands directly, like those
+// of p in the forward, without shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
                       const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads,
@@ -66,19 +66,19 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   // lse (in base 2) and delta of each query, in turn as well
   float* const row_tiles = reinterpret_cast<float*>(dy_tiles + 2 * STEP * ROW);
 
-  // The keys' head, and the heads of queries that share it, one after the other.
+  // The key head, and the query heads that share it, one after the other.
   const int group = heads / kv_heads, head0 = blockIdx.y * group;
   const Place place(time, heads, kv_heads, head0);
   const size_t stride = place.stride;
   const float scale = softmax_scale(), scale2 = scale * LOG2_E;
 
-  // The first keys are seen by all queries, the last by few: long blocks first. Queries before the block's first
-  // key see none of its keys.
+  // All queries see the first keys, few see the last: long blocks first. Queries before the block's first key see none
+  // of its keys.
   const int first = blockIdx.x / PARTS * TILE, steps_of_head = tiles_for(time - first, STEP), steps = steps_of_head * group;
   const int lane = threadIdx.x % 32, warp_first = first + threadIdx.x / 32 * 16 * M;
   const bool of_keys = blockIdx.x % PARTS == 0, of_values = blockIdx.x % PARTS == PARTS - 1;
 
-  // Thread i brings lse, or delta, of query i%STEP. Queries that do not exist have p = 2^(s - ∞) = 0.
+  // Thread i loads lse or delta of query i%STEP. Queries that do not exist have p = 2^(s - ∞) = 0.
   static_assert(2 * STEP <= THREADS, "a thread for each lse and delta");
   const bool is_lse = threadIdx.x < STEP;
   const float* const row_values = (is_lse ? lse : delta) + place.softmax;
@@ -109,7 +109,7 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
     const bf16 *q_tile = q_tiles + turn * STEP * ROW, *dy_tile = dy_tiles + turn * STEP * ROW;
     float* const rows = row_tiles + turn * 2 * STEP;
     if (threadIdx.x < 2 * STEP) rows[threadIdx.x] = row_next;
-    // One barrier says both that this step's tiles are here and that the last step's may be overwritten.
+    // One barrier ensures both that this step's tiles have arrived and that the last step's may be overwritten.
     cp_async_wait<0>();
     __syncthreads();
     if (step + 1 < steps) {
@@ -184,7 +184,7 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
       lse2[m][half] = lse[at] * LOG2_E, deltas[m][half] = delta[at], scales[m][half] = scale;
     }
 
-  // In registers where there is room: read at each use, they take shared memory longer than the products take.
+  // Held in registers if there is room: reading them at each use would take longer than the MMAs.
   Own<M, HEAD <= 128> own_q(q_tile), own_dy(dy_tile);
   float dq[M][2 * BLOCKS][4] = {};
 
@@ -253,7 +253,7 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   fetch(v_tile, place.values(qkv), stride, first, time);
   float4 dk[OWN_ROWS][OWN_CHUNKS] = {}, dv[OWN_ROWS][OWN_CHUNKS] = {};
 
-  // The heads of queries that share the keys, one after the other.
+  // The query heads that share the keys, one after the other.
   for (int step = 0; step < steps_of_head * group; step++) {
     const Place of(time, heads, kv_heads, head0 + step / steps_of_head);
     const int query0 = first + step % steps_of_head * TILE;

@@ -1,5 +1,5 @@
-// Statistics of channels and normalisation by them: the parts of batch and group normalisation. Elements are samples ×
-// places × channels; `groups` of neighbouring channels share statistics.
+// Channel statistics and normalisation with them, for batch and group normalisation. Elements are samples × positions ×
+// channels; `groups` of neighbouring channels share statistics.
 #include "common.cuh"
 
 struct Channels {
@@ -7,7 +7,7 @@ struct Channels {
 
   __device__ __forceinline__ long long elements() const { return (long long)samples * places * channels; }
 
-  // The group of an element, counted over all samples.
+  // Returns the group of an element, counted over all samples.
   __device__ __forceinline__ long long group(long long at) const {
     return at / channels / places * groups + int(at % channels) / (channels / groups);
   }
@@ -23,7 +23,7 @@ __device__ __forceinline__ void spread(long long n, F body) {
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += threads) body(i);
 }
 
-// The sample of a block in grids of `partial_sums`.
+// Returns the sample of a block in grids of `partial_sums`.
 __device__ __forceinline__ int sample_of(const Channels& s) { return int(blockIdx.x / (gridDim.x / s.samples)); }
 
 // partial[sample][chunk] = (Σ a, Σ b) over a chunk of places, each of `channels`, where add(element, channel, a, b) adds for a

@@ -1,4 +1,4 @@
-// Digests: of each chunk the sum of bits times odd weights, modulo 2^32, as backend/ops/digest.rs has it.
+// Checksums: the sum of bits times odd weights of each chunk, modulo 2^32, as defined in src/device/ops/checksum.rs.
 #include "sum.cuh"
 
 // partial[block] = Σ bits(x[i])·weight(i) mod 2^32 over a chunk: exact, since the terms are below 2^32 and the sum below 2^46.

@@ -1,7 +1,7 @@
 // Sums over rows.
 #include "rows.cuh"
 
-// partial[chunk] = Σ of its rows of x. Block and grid as of `sum_rows`.
+// partial[chunk] = Σ of its rows of x. Block and grid as for `sum_rows`.
 extern "C" __global__ void __launch_bounds__(256) column_partial(const elem* x, float* partial, int rows, int width) {
   bool by_pack = aligned(x) && width % OWN == 0;
   sum_rows<1>(partial, rows, width, [=](float (&sums)[1][OWN], int row, int column) {
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   int each = (chunks + parts - 1) / parts, first = threadIdx.y * each, end = min(first + each, chunks);
   float sum = 0.0f;
   if (column < columns) {
-    // The additions keep their order, and the loads need not wait for them.
+    // The additions keep their order; the loads do not wait for them.
 #pragma unroll 8
     for (int chunk = first; chunk < end; chunk++) sum += partial[(long long)chunk * stride + column];
   }

@@ -38,8 +38,8 @@ __device__ __forceinline__ float high_float(unsigned pair) { return __uint_as_fl
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
-// Reductions. Every lane receives the result, the same bits in each and in every run: a butterfly adds the same
-// pairs wherever it ends. WIDTH neighbouring lanes (a power of two) make a group of their own; all 32 take part.
+// Reductions. Every warp lane receives the result, with the same bits in each and in every run: a butterfly adds the
+// same pairs in every lane. WIDTH neighbouring lanes (a power of two) form a group; all 32 take part.
 template <int WIDTH = 32>
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Between f32 masters and bf16 copies. Grid: any; block: any.
+// Conversions between fp32 master weights and bf16 copies. Grid: any; block: any.
 #include "vector.cuh"
 
 // y = x, rounded to nearest even.

@@ -1,8 +1,8 @@
-// Softmax cross-entropy of rows of logits, with the gradient in their place. Block: 512 threads; grid: rows. From a row of
-// `classes` elements to the next it is `stride`; padding is neither read nor written.
+// Softmax cross-entropy of rows of logits, which are overwritten by the gradient. Block: 512 threads; grid: rows. Rows
+// of `classes` elements are `stride` elements apart; padding is neither read nor written.
 #include "vector.cuh"
 
-// e^x, of x ≤ 0. bf16 logits do not deserve the digits that the slower function has.
+// e^x for x ≤ 0. bf16 logits do not need the precision of the slower function.
 __device__ __forceinline__ float exponential(float x) {
 #ifdef BF16
   return exp2_fast(x * 1.4426950408889634f);
@@ -11,12 +11,11 @@ __device__ __forceinline__ float exponential(float x) {
 #endif
 }
 
-// The least number: the largest logit is no less, so that of logits that are -inf nothing is left, even where there are no
-// others.
+// The lowest finite number instead of -inf: exp(x - greatest) is then 0 for logits of -inf, even if all are -inf.
 __device__ __forceinline__ float lowest() { return __uint_as_float(0xff7fffffu); }
 
-// The greatest value so far and the sum of exp(x - greatest): Milakov and Gimelshein, "Online normalizer calculation
-// for softmax", 2018.
+// The greatest value so far and the sum of exp(x - greatest) (Milakov and Gimelshein, "Online normalizer calculation
+// for softmax", 2018).
 struct Running {
   float top, sum;
 };
@@ -34,8 +33,8 @@ __device__ __forceinline__ Running merge(Running a, Running b) {
   return Running{top, a.sum * exponential(a.top - top) + b.sum * exponential(b.top - top)};
 }
 
-// Of a row, in every thread of a block of 512: the same bits in each. Calls `pack(i, v)` with the elements from i on and
-// `one(i)` for elements alone, once for each that the thread reads.
+// Returns the values of a row, with the same bits in every thread of a block of 512. Calls `pack(i, v)` with the
+// elements from i on and `one(i)` for single elements, once for each that the thread reads.
 template <class P, class S>
 __device__ __forceinline__ Running of_row(const elem* row, int classes, P pack, S one) {
   __shared__ Running parts[16];
@@ -73,15 +72,15 @@ __device__ __forceinline__ Running of_row(const elem* row, int classes, P pack, 
   return all;
 }
 
-// `of_classes`, a factor for each class, and `of_rows`, one for each row, may be null. `smoothing` is the part of the
-// target that is spread over all classes. With `keep` there are (classes + a pack's) elements of dynamic shared memory: the row is
-// read once.
+// `of_classes`, a weight for each class, and `of_rows`, one for each row, may be null. `smoothing` is the fraction of
+// the target that is spread over all classes. With `keep` the dynamic shared memory holds (classes + a pack's)
+// elements, and the row is read once.
 extern "C" __global__ void __launch_bounds__(512)
     cross_entropy(elem* logits, const unsigned* targets, const float* of_classes, const float* of_rows, float* losses,
                   int classes, int stride, float scale, float smoothing, int gradient, int keep) {
   extern __shared__ __align__(16) elem shared[];
   elem* row = logits + (long long)blockIdx.x * stride;
-  // As aligned as the row is. For the gradient a thread reads only the elements that it has kept itself.
+  // With the alignment of the row. For the gradient a thread reads only the elements that it has stored itself.
   elem* kept = keep ? shared + (reinterpret_cast<unsigned long long>(row) & 15) / sizeof(elem) : row;
   Running all = of_row(
       row, classes,
@@ -98,9 +97,9 @@ extern "C" __global__ void __launch_bounds__(512)
   float loss = log_sum - rest * at_target;
   if (smoothing > 0.0f) {
     float sum = 0.0f;
-    // The barrier of `of_row` was after the last of the row was kept.
+    // The last element was stored before the barrier in `of_row`.
     for (int i = threadIdx.x; i < classes; i += 512) sum += to_float(kept[i]) - all.top;
-    // Of the differences from the largest: a common shift of all logits costs no digits.
+    // Computed from differences to the largest: a common shift of all logits loses no precision.
     loss = logf(all.sum) - rest * (at_target - all.top) - spread * block_sum(sum);
   }
   if (threadIdx.x == 0) losses[blockIdx.x] = loss * weight;
@@ -124,13 +123,13 @@ extern "C" __global__ void __launch_bounds__(512)
       });
 }
 
-// Of the columns of some classes, from class `first` on, the four numbers of a row that the losses need of them:
-// LogitsPart::STATS of cross_entropy.rs.
+// Computes the statistics of each row over some classes, from class `first` on, that the losses need: LogitsPart::STATS
+// numbers.
 extern "C" __global__ void __launch_bounds__(512)
     softmax_part(const elem* logits, const unsigned* targets, float* stats, int classes, int stride, int first) {
   const elem* row = logits + (long long)blockIdx.x * stride;
   float sum = 0.0f;
-  // Packs are added up before they meet the sum: fewer roundings.
+  // Packs are summed before they are added to the sum, which rounds less often.
   Running all = of_row(
       row, classes,
       [&](int, const float (&v)[Pack<elem>::SIZE]) {
@@ -149,8 +148,9 @@ extern "C" __global__ void __launch_bounds__(512)
   stats[3] = sum;
 }
 
-// As cross_entropy, with the logits of `classes` classes from `first` on, of `all_classes`, and the numbers that softmax_part
-// has of each of the `parts`. Every thread merges them in the same order, so that all parts have the same bits of the losses.
+// Like cross_entropy, with the logits of `classes` classes of `all_classes`, from `first` on, and the statistics of
+// softmax_part for each of the `parts`. Every thread merges them in the same order, so that all parts compute the same
+// bits of the losses.
 extern "C" __global__ void __launch_bounds__(512)
     cross_entropy_part(const float* stats, elem* logits, const unsigned* targets, const float* of_classes,
                        const float* of_rows, float* losses, int parts, int classes, int stride, int first,
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(128)
   float own = to_float(logits[target]), larger = 0.0f;
   for (int i = lane; i < classes; i += 32) {
     float x = to_float(logits[i]);
-    // A logit that is no number is larger than all.
+    // NaN counts as larger than all logits.
     bool is_less = i < target ? x < own : x <= own;
     if (i != target && !is_less) larger += 1.0f;
   }

@@ -1,4 +1,5 @@
-// Products of a sample's rows in pairs, behind its first row. A thread computes an element of the output. Grid: any; block: any.
+// The first row of a sample, followed by the dot products of all pairs of its rows. A thread computes an element of the
+// output. Grid: any; block: any.
 #include "common.cuh"
 
 extern "C" __global__ void pair_products(const elem* x, elem* y, int samples, int rows, int width) {
@@ -11,7 +12,7 @@ extern "C" __global__ void pair_products(const elem* x, elem* y, int samples, in
       y[i] = sample[at + width];
       continue;
     }
-    // Pair `at` is of row r with row `at` - r(r-1)/2; the root is right but for its rounding.
+    // Pair `at` is row r with row `at` - r(r-1)/2; the root is exact except for rounding.
     int r = int((1.0f + sqrtf(1.0f + 8.0f * at)) * 0.5f);
     while (r * (r - 1) / 2 > at) r--;
     while (r * (r + 1) / 2 <= at) r++;

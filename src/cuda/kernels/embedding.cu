@@ -1,5 +1,5 @@
-// y[row] = token_table[tokens[row] - first] + position_table[row % time], which may be null. The token table has `words` rows;
-// tokens without one take zeros. Grid: any; block: any.
+// y[row] = token_table[tokens[row] - first] + position_table[row % time], which may be null. The token table has
+// `words` rows; tokens without a row give zeros. Grid: any; block: any.
 #include "vector.cuh"
 
 extern "C" __global__ void embedding(const unsigned* tokens, const elem* token_table, const elem* position_table,

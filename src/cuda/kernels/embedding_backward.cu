@@ -1,11 +1,11 @@
-// Gradients of both tables, without atomics: every element of a table is the work of one thread, which adds the rows
-// that used it in their order.
+// Gradients of both tables, without atomics: one thread computes an element of a table, and adds the rows that used it
+// in order.
 #include "rows.cuh"
 
-// The token table. `order` has the numbers of the rows by token, those of one token ascending. Block: (128, 4); grid: (rows,
-// ceil(width / (128·OWN))). The block at the first row of a token adds up all rows with it; the others end. Thread row y adds
-// the y-th 128 of each 512 rows, and the four sums meet in order. The table has `words` rows, of tokens from `first` on; other
-// tokens add nothing.
+// The token table. `order` has the row numbers sorted by token (stable). Block: (128, 4); grid: (rows, ceil(width /
+// (128·OWN))). The block at the first row of a token sums all its rows; the others return. Thread row y adds the y-th
+// 128 of each 512 rows, and the four sums are added in order. The table has `words` rows, of tokens from `first` on;
+// other tokens are ignored.
 extern "C" __global__ void __launch_bounds__(512)
     embedding_backward_tokens(const unsigned* tokens, const unsigned* order, const elem* dy, float* dtable, int rows,
                               int width, int first, int words) {

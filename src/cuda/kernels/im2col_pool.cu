@@ -1,8 +1,8 @@
-// Windows that move over images, channels last: operands of convolutions, and pooling. Every element of a result is the
-// work of one thread, which adds in a fixed order: no atomics. Grid: any; block: any.
+// Sliding windows over images, channels last: im2col for convolutions, and pooling. One thread computes an element of a
+// result, and adds in a fixed order, without atomics. Grid: any; block: any.
 #include "common.cuh"
 
-// As backend::Window; passed by its numbers, since the compiler knows no header of ours on the host.
+// The fields of Im2colShape, which are passed as separate arguments.
 struct Window {
   int batch, height, width, channels, rows, columns, down, right, above, left, high, wide;
 };
@@ -20,7 +20,7 @@ __device__ __forceinline__ void spread(long long n, F body) {
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += threads) body(i);
 }
 
-// Where an element is in b × rows × columns × `channels` elements.
+// The position of an element in b × rows × columns × `channels` elements.
 struct Place {
   long long image;
   int row, column, channel;
@@ -32,19 +32,19 @@ struct Place {
         channel(int(at % channels)) {}
 };
 
-// Where an element of the images is in memory.
+// Returns the offset of an element of the images.
 __device__ __forceinline__ long long in_images(const Window& w, long long image, int row, int column, int channel) {
   return ((image * w.height + row) * w.width + column) * w.channels + channel;
 }
 
-// The rows (or columns) of the image that the window sees at a place: [first, last).
+// Returns the rows (or columns) of the image in the window at a place: [first, last).
 __device__ __forceinline__ void seen(int place, int stride, int padding, int size, int len, int& first, int& last) {
   first = place * stride - padding, last = first + size;
   if (first < 0) first = 0;
   if (last > len) last = len;
 }
 
-// The places whose windows see a row (or column): [first, last).
+// Returns the places whose windows contain a row (or column): [first, last).
 __device__ __forceinline__ void seeing(int at, int stride, int padding, int size, int places, int& first, int& last) {
   int from = at + padding - size + 1;
   first = from <= 0 ? 0 : (from + stride - 1) / stride;
@@ -85,7 +85,7 @@ extern "C" __global__ void fold(const elem* dy, elem* dx, int first, int taken, 
   });
 }
 
-// The place of the first of the largest elements that the window sees at (h, v).
+// Returns the position of the first of the largest elements in the window at (h, v).
 __device__ __forceinline__ long long largest(const elem* x, const Window& w, long long image, int h, int v, int channel) {
   int top, bottom, begin, end;
   seen(h, w.down, w.above, w.rows, w.height, top, bottom);
@@ -123,7 +123,7 @@ extern "C" __global__ void max_pool_backward(const elem* x, const elem* dy, elem
   });
 }
 
-// Elements that the window sees at (h, v).
+// Returns the number of elements in the window at (h, v), without padding.
 __device__ __forceinline__ int count(const Window& w, int h, int v) {
   int top, bottom, begin, end;
   seen(h, w.down, w.above, w.rows, w.height, top, bottom);

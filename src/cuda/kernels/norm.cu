@@ -62,7 +62,7 @@ __device__ __forceinline__ void norm(const elem* x, const elem* weight, const el
   normalise(x, weight, bias, y, stats + 2 * (long long)row, width, epsilon, sum / width);
 }
 
-// stream += x, and the norm of the stream.
+// stream += x, then the norm of the stream.
 template <bool CENTRED>
 __device__ __forceinline__ void add_norm(const elem* x, elem* stream, const elem* weight, const elem* bias, elem* y,
                                          float* stats, int rows, int width, float epsilon) {

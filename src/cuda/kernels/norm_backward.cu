@@ -68,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(256)
   });
 }
 
-// Both of the above in one pass, with the same sums in the same order, for aligned rows of 32·OWN·PACKS elements: a row
-// stays in registers once it is read. A warp takes every eighth row of a chunk. Block: (32, 8), grid: chunks.
+// Both of the above in one pass, with the same sums in the same order, for aligned rows of 32·OWN·PACKS elements, which
+// are read once and held in registers. A warp computes every eighth row of a chunk. Block: (32, 8), grid: chunks.
 template <int PACKS>
 __device__ __forceinline__ void norm_backward_in_one(const elem* dy, const elem* x, const elem* weight,
                                                      const float* stats, elem* dx, float* partial, int rows,
@@ -136,9 +136,9 @@ NORM_BACKWARD(2)
 NORM_BACKWARD(3)
 NORM_BACKWARD(4)
 
-// Both in one pass for wide rows, wherever they begin: the threads of a row share it, each with PACKS runs of OWN columns in
-// registers, and their sums meet in the order of warps. The width alone decides on the order. A block takes blockDim.y rows of a
-// chunk at a time. Block: (ceil(width / (OWN·PACKS)) rounded up to warps, WIDE / that), grid: chunks.
+// Both in one pass for wide rows with any alignment: each thread of a row has PACKS runs of OWN columns in registers,
+// and their sums are added in the order of warps. The order depends only on the width. A block computes blockDim.y rows
+// of a chunk at a time. Block: (ceil(width / (OWN·PACKS)) rounded up to warps, WIDE / that), grid: chunks.
 constexpr int WIDE = 512;
 
 template <int PACKS>

@@ -1,8 +1,8 @@
-// Updates that look at one element at a time, over a contiguous range; `copy` and roundings as in adamw.cu. `second` is not
-// touched by rules with one state buffer. Grid: any; block: any.
+// Elementwise optimizers over a contiguous range; `copy` and rounding as in adamw.cu. Rules with one state buffer do
+// not access `second`. Grid: any; block: any.
 #include "common.cuh"
 
-// As backend::Elementwise, in its order.
+// In the order of `Elementwise`.
 enum Rule { ADAM, ADAGRAD, RMSPROP, LION };
 
 // Adam: a = beta1, b = beta2, rate and root corrected. RMSProp: a = alpha, b = momentum. Lion: a = beta1, b = beta2, and

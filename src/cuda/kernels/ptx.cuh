@@ -1,5 +1,5 @@
-// The only file with inline PTX: thin wrappers around instructions that CUDA C++ has no word for (sm_80 and
-// later). Under the CPU simulator the same functions come from its own header.
+// The only file with inline PTX: thin wrappers around instructions without a CUDA C++ intrinsic (sm_80 and later). The
+// CPU simulator has the same functions in its own header.
 #pragma once
 #ifdef __CUDASIM__
 #include <cudasim/ptx_host.h>
@@ -10,7 +10,7 @@
 //   A: registers 0-3 = (row l/4, k 2·(l%4)), (row + 8, k), (row, k + 8), (row + 8, k + 8)
 //   B: registers 0-1 = (k 2·(l%4), column l/4), (k + 8, column)
 //   C, D: [0..1] = (row l/4, columns 2·(l%4) and the next), [2..3] = the same of row + 8
-// Not volatile: a product has no effect but its result, so the compiler may schedule it.
+// Not volatile: an MMA has no effect but its result, so the compiler may schedule it.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
                                                   const float (&c)[4]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -36,9 +36,9 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* 
                : "r"(address));
 }
 
-// Copies 16 aligned bytes from global to shared memory behind the thread's back, past the L1 cache. Copies belong
-// to the group that the next commit closes; wait<n> returns when all but the n youngest groups have arrived,
-// for this thread: the block still needs a barrier.
+// Copies 16 aligned bytes from global to shared memory asynchronously, bypassing the L1 cache. Copies belong to the
+// group that the next commit closes; wait<n> returns when all but the n youngest groups of this thread have arrived:
+// the block still needs a barrier.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");

@@ -19,7 +19,7 @@ extern "C" __global__ void fold_terms(const float* terms, float* own, long long 
         sum = level[l] + sum;
       }
     }
-    // Those that are left join from the right.
+    // The remaining partial sums are added from the right.
     float sum = 0;
     bool any = false;
 #pragma unroll

@@ -1,8 +1,8 @@
-// Losses of predictions that are numbers, with the gradient in their place. A warp takes a row: block 128 threads, grid
+// Losses of predicted values, which are overwritten by the gradient. A warp computes a row: block 128 threads, grid
 // ceil(rows / 4).
 #include "common.cuh"
 
-// As backend::Deviation, in its order.
+// In the order of `Deviation`.
 enum By { SQUARED, ABSOLUTE, HUBER, BINARY, AGREEMENT };
 
 __device__ __forceinline__ float deviation(int by, float reach, float p, float t, float& slope) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ float deviation(int by, float reach, float p, float t
   return fmaxf(p, 0.0f) - p * t + log1pf(small);
 }
 
-// `weights`, a factor for each row, may be null.
+// `weights`, one for each row, may be null.
 extern "C" __global__ void __launch_bounds__(128)
     regression(elem* predictions, const float* targets, const float* weights, float* losses, int rows, int width, int by,
                float reach, float scale, int gradient) {

@@ -1,6 +1,7 @@
-// Rotary positions (Su et al., 2021) in place: in each of the first `heads` heads of a row, elements i and i + half turn by
-// the angle i of the row's position, or back by it. Rows are `stride` elements apart and have position row % time. The table
-// has for each position the cosines of its `half` angles, then the sines, in float. Grid: any; block: any.
+// Rotary position embeddings (Su et al., 2021) in place: in each of the first `heads` heads of a row, elements i and i
+// + half are rotated by angle i of the row's position, or back by it. Rows are `stride` elements apart and have
+// position row % time. The table has the cosines of the `half` angles of each position, then the sines, as float. Grid:
+// any; block: any.
 #include "common.cuh"
 
 extern "C" __global__ void rotary(const float* table, elem* x, int rows, int time, int heads, int half, int stride,

@@ -1,4 +1,4 @@
-// Sixteen bytes of elements at a time: the best size for one thread.
+// Vectorised access to 16 bytes of elements at a time, the best size for one thread.
 #pragma once
 #include "common.cuh"
 

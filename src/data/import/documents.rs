@@ -1,5 +1,5 @@
-//! The documents of an import of text: files, those of directories, the standard input; whole, or
-//! as lines of JSON.
+//! The documents of an import of text: files, files of directories, or the standard input, either
+//! whole or as JSON lines.
 
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, Read};
@@ -13,31 +13,31 @@ use super::{hex, missing};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
-/// The longest line of JSON: it is held in memory, beside its text.
+/// The longest line of JSON in bytes: it is held in memory together with its text.
 const LONGEST_LINE: usize = 32 << 20;
 
-/// An input of an import.
+/// One input of an import.
 #[derive(Debug, PartialEq, Eq)]
 enum Input {
-    /// A file that was named, which may be a pipe.
+    /// A file that was named explicitly, which may be a pipe.
     Named(PathBuf),
     /// A file of a directory that was named.
     Listed(PathBuf),
     Standard,
 }
 
-/// The inputs of an import, in their order.
+/// The inputs of an import, in order.
 pub(super) struct Documents {
     inputs: Vec<Input>,
     hash: Sha256,
 }
 
 impl Documents {
-    /// The files that `paths` name: `-` is the standard input. Directories stand for all files in
-    /// them and below, in the order of their names; names that begin with a dot are passed over.
+    /// Finds the files that `paths` name: `-` is the standard input. Directories stand for all
+    /// files below them, ordered by name; names that begin with a dot are skipped.
     ///
     /// # Errors
-    /// A path leads nowhere, or a directory holds no file.
+    /// Returns an error if a path does not exist, or if a directory holds no file.
     pub fn find(paths: &[PathBuf]) -> Result<Self> {
         let mut inputs = Vec::new();
         for path in paths {
@@ -63,7 +63,8 @@ impl Documents {
         Ok(Self { inputs, hash: Sha256::new() })
     }
 
-    /// A name for all of them: a file's without its directory, and the number of the others.
+    /// Returns a name for all inputs: the name of the first without its directory, and the number
+    /// of the others.
     pub fn source(&self) -> String {
         let first = match self.inputs.first() {
             Some(Input::Named(path) | Input::Listed(path)) => {
@@ -78,10 +79,10 @@ impl Documents {
     }
 
     /// Calls `each` with the name and the text of every document: of every file, or of every line
-    /// of JSON, whose text is in the field `field`. Lines of white space are passed over.
+    /// of JSON, whose text is in the field `field`. Lines of white space are skipped.
     ///
     /// # Errors
-    /// A file cannot be read, a line is malformed, or of `each`.
+    /// Returns an error if a file cannot be read, a line is malformed, or `each` fails.
     pub fn each(
         &mut self,
         field: Option<&str>,
@@ -110,7 +111,7 @@ impl Documents {
         Ok(())
     }
 
-    /// The SHA-256 of all bytes, in hexadecimal.
+    /// Returns the SHA-256 of all bytes, in hexadecimal.
     pub fn sha256(self) -> String {
         hex(&self.hash.finalize())
     }
@@ -119,7 +120,7 @@ impl Documents {
 /// The name of the standard input in messages.
 const STANDARD: &str = "standard input";
 
-/// Adds the files of a directory and those below it.
+/// Adds the files of a directory and of those below it.
 fn list(folder: &Path, inputs: &mut Vec<Input>) -> Result<()> {
     let failed = |e| Error::io("list", folder, e);
     let entries = std::fs::read_dir(folder)
@@ -133,7 +134,7 @@ fn list(folder: &Path, inputs: &mut Vec<Input>) -> Result<()> {
         if !path.is_dir() {
             inputs.push(Input::Listed(path));
         } else if path.is_symlink() {
-            // It may lead back.
+            // It may lead back to a directory above.
             return Err(Error::input(format!("{} is a link to a directory", path.display()))
                 .hint("give that directory itself, or remove the link"));
         } else {
@@ -143,7 +144,7 @@ fn list(folder: &Path, inputs: &mut Vec<Input>) -> Result<()> {
     Ok(())
 }
 
-/// A reader whose bytes are hashed.
+/// A reader that hashes the bytes that it reads.
 struct Hashed<'a> {
     from: Box<dyn Read>,
     hash: &'a mut Sha256,
@@ -175,7 +176,7 @@ fn lines(
         let place = format!("{name}: line {number}");
         if line.len() > LONGEST_LINE {
             return Err(Error::input(format!("{place} is longer than {} MiB", LONGEST_LINE >> 20))
-                .hint("give one document a line, or divide it; without --field files are taken as text"));
+                .hint("put one document on each line, or divide it; without --field files are read as plain text"));
         }
         let line = if number == 1 {
             line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line)
@@ -191,7 +192,7 @@ fn lines(
     Ok(())
 }
 
-/// Bytes that some programs write in front of UTF-8.
+/// The bytes that some programs write before UTF-8 text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Returns the string in a field of a line of JSON.
@@ -220,7 +221,7 @@ fn text_of(line: &[u8], field: &str) -> Result<String> {
         Err(e) => {
             let whole = e.to_string();
             let column = e.column();
-            // A line is all of the text: its number in there is always 1.
+            // A line is the whole text: its number in the message is always 1.
             let what = whole
                 .strip_suffix(&format!(" at line {} column {column}", e.line()))
                 .unwrap_or(&whole);
@@ -237,7 +238,7 @@ fn text_of(line: &[u8], field: &str) -> Result<String> {
     }
 }
 
-/// One field of an object; the others are not kept.
+/// Deserialises one field of an object; the others are dropped.
 struct Wanted<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for Wanted<'_> {
@@ -297,13 +298,13 @@ mod tests {
         assert_eq!(texts, ["texts/a", "texts/b/deep/x", "texts/b/y", "texts/c", "alone"]);
         assert_eq!(Documents::find(&[at("texts")]).unwrap().source(), "a and 3 more");
 
-        let told = |paths: &[PathBuf]| all(paths, None).unwrap_err().to_string();
+        let refused = |paths: &[PathBuf]| all(paths, None).unwrap_err().to_string();
         std::fs::create_dir(at("empty")).unwrap();
-        assert!(told(&[at("empty")]).contains("empty holds no file\nhint: "));
-        assert!(told(&[at("nowhere")]).contains("nowhere does not exist\nhint: "));
-        assert!(told(&["-".into(), "-".into()]).contains("- is given twice"));
+        assert!(refused(&[at("empty")]).contains("empty holds no file\nhint: "));
+        assert!(refused(&[at("nowhere")]).contains("nowhere does not exist\nhint: "));
+        assert!(refused(&["-".into(), "-".into()]).contains("- is given twice"));
         std::os::unix::fs::symlink("..", at("texts/up")).unwrap();
-        assert!(told(&[at("texts")]).contains("texts/up is a link to a directory\nhint: "));
+        assert!(refused(&[at("texts")]).contains("texts/up is a link to a directory\nhint: "));
         std::fs::remove_file(at("texts/up")).unwrap();
         rustix::fs::mknodat(
             rustix::fs::CWD,
@@ -313,29 +314,29 @@ mod tests {
             0,
         )
         .unwrap();
-        assert!(told(&[at("texts")]).contains("texts/pipe: it is a pipe"));
+        assert!(refused(&[at("texts")]).contains("texts/pipe: it is a pipe"));
     }
 
     #[test]
     fn lines_of_json_are_documents() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("x.jsonl");
-        let told = |content: &str| {
+        let read = |content: &str| {
             std::fs::write(&path, content).unwrap();
             all(std::slice::from_ref(&path), Some("text"))
         };
-        let found = told(
+        let found = read(
             "{\"id\": [1, {\"text\": 2}], \"text\": \"a\\nb\\u00e9\"}\r\n\n  \n{\"text\":\"\"}",
         )
         .unwrap();
         let texts: Vec<(&str, &str)> =
             found.iter().map(|(name, text)| (&name[name.len() - 6..], &text[..])).collect();
         assert_eq!(texts, [("line 1", "a\nbé"), ("line 4", "")]);
-        // With a byte order mark in front.
-        let found = told("\u{feff}{\"text\": \"a\"}\n{\"text\": \"b\"}").unwrap();
+        // With a byte order mark.
+        let found = read("\u{feff}{\"text\": \"a\"}\n{\"text\": \"b\"}").unwrap();
         assert_eq!(found.len(), 2);
         for half in ["\\ud83d", "\\ud83d x", "\\ude00", "\\ud83d\\u0041"] {
-            let error = told(&format!("{{\"text\": \"a\"}}\n{{\"text\": \"{half}\"}}"))
+            let error = read(&format!("{{\"text\": \"a\"}}\n{{\"text\": \"{half}\"}}"))
                 .unwrap_err()
                 .to_string();
             assert!(
@@ -359,7 +360,7 @@ mod tests {
             ("{\"text\": \"a\"} x", "line 1: column 15: trailing characters"),
             ("{\"text\": \"a", "line 1: column 11: EOF while parsing a string"),
         ] {
-            let error = told(content).unwrap_err().to_string();
+            let error = read(content).unwrap_err().to_string();
             assert!(error.contains(wanted) && error.contains("\nhint: with --field"), "{error}");
         }
     }

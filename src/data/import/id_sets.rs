@@ -1,5 +1,5 @@
-//! From token ids that another program has made to token shards: an array of NumPy, or a dataset of
-//! an HDF5 file.
+//! Import of token ids that another program has made into token shards, from a NumPy array or a
+//! dataset of an HDF5 file.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,37 +18,38 @@ use crate::spec::{DataSpec, Verify};
 use crate::{Tokenizer, TokenizerKind};
 use hpctrain_base::error::{Error, Result};
 
-/// Input and options of an import.
+/// The input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportIds {
     /// An `.npy` file, or an HDF5 file: ids in one dimension, or documents × ids.
     pub input: PathBuf,
-    /// The dataset of an HDF5 file.
+    /// The name of the dataset in an HDF5 file.
     pub dataset: String,
-    /// The meaning of the ids.
+    /// The vocabulary of the ids.
     pub of: Meaning,
-    /// An id that fills documents up: those at the end of each are left out.
+    /// The padding id: occurrences at the end of each document are removed.
     pub pad: Option<u32>,
-    /// Validation split, shards and destination.
+    /// The validation split, the shards and the destination.
     pub to: StreamShards,
 }
 
-/// The meaning of ids.
+/// The vocabulary of token ids.
 #[derive(Debug, Clone)]
 pub enum Meaning {
-    /// A tokenizer gave them.
+    /// The vocabulary of a tokenizer that made the ids.
     Tokenizer(TokenizerKind),
-    /// They are below this number, and no tokenizer is known.
+    /// A number of ids, if the tokenizer is not known.
     Below(usize),
 }
 
-/// Bytes of a file that are hashed at once, and ids that are read at once.
+/// The number of bytes of a file that are hashed at once, and of ids that are read at once.
 const BLOCK: usize = 1 << 16;
 
-/// Writes the ids of all documents as one stream.
+/// Imports the ids of all documents as one stream.
 ///
 /// # Errors
-/// The file is missing or malformed, an id is not below the vocabulary, or the file system refused.
+/// Returns an error if the file is missing or malformed, an id is not below the vocabulary, or the
+/// shards cannot be written.
 pub fn import_ids(import: &ImportIds) -> Result<Imported> {
     import.to.check()?;
     let tokenizer = match &import.of {
@@ -77,7 +78,7 @@ pub fn import_ids(import: &ImportIds) -> Result<Imported> {
                 ids[at] as i32
             );
             return Err(Error::input(format!("{place}: {message}")).hint(
-                "give the tokenizer that made them, or the number of ids with --vocabulary; --pad leaves out one that fills up",
+                "give the tokenizer that made them, or the number of ids with --vocabulary; --pad removes a padding id",
             ));
         }
         spooler.push(ids)
@@ -92,7 +93,7 @@ pub fn import_ids(import: &ImportIds) -> Result<Imported> {
     }
     let ids = spooler.finish()?;
     if ids.len() == 0 {
-        return Err(Error::input(format!("{place} has no ids")).hint("give a file with some"));
+        return Err(Error::input(format!("{place} has no ids")).hint("give a file that has some"));
     }
     let source = import.input.file_name().unwrap_or_default().to_string_lossy();
     let of = Stream {
@@ -105,8 +106,8 @@ pub fn import_ids(import: &ImportIds) -> Result<Imported> {
     import.to.write(of, |first, count| ids.get(first, count))
 }
 
-/// Takes ids: the number of their document, if there are several, and the place of the first one
-/// there.
+/// Receives ids: the number of their document, if there are several, and the index of the first one
+/// in it.
 type Push<'a> = &'a mut dyn FnMut(Option<usize>, usize, &[u32]) -> Result<()>;
 
 fn of_numpy(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>) -> Result<()> {
@@ -123,10 +124,13 @@ fn of_numpy(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_
         ids.clear();
         for value in numbers.get(first, len.min(numbers.len() - first))? {
             if value.fract() != 0.0 {
-                return Err(Error::input(format!("{}: {value} is no id", import.input.display()))
-                    .hint("save integers"));
+                return Err(Error::input(format!(
+                    "{}: {value} is not an id",
+                    import.input.display()
+                ))
+                .hint("store integers"));
             }
-            // One that is too large or negative is told of as such.
+            // One that is too large or negative is reported as such.
             ids.push(if value < 0.0 {
                 value as i32 as u32
             } else {
@@ -156,7 +160,7 @@ fn of_hdf5(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>
     let rows = field.rows();
     let len = field.document();
     let is_stream = field.shape.len() == 1;
-    // A stream is read in parts: the end of one is not that of a document.
+    // A stream is read in blocks: the end of a block is not that of a document.
     let step = if is_stream { BLOCK } else { 1 };
     let mut ids = Vec::new();
     for first in (0..rows).step_by(step) {
@@ -177,7 +181,7 @@ fn other_shape(import: &ImportIds, what: &str) -> Error {
     )
 }
 
-/// The SHA-256 of a file.
+/// Returns the SHA-256 of a file.
 fn sha256(path: &Path) -> Result<String> {
     let failed = |e| Error::io("read", path, e);
     let mut file = File::open(path).map_err(failed)?;

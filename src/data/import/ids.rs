@@ -1,4 +1,4 @@
-//! Ids of an import that wait in a file without a name, in as few bytes each as the largest so far
+//! The ids of an import in an unnamed temporary file, each in as few bytes as the largest so far
 //! needs.
 
 use std::path::Path;
@@ -7,27 +7,27 @@ use super::spool::{Elements, Spooler};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::simd::simd;
 
-/// A file that ids are added to.
+/// A temporary file that ids are appended to.
 pub(super) struct IdSpooler {
     bytes: Spooler<u8>,
-    /// Bytes of an id, and number of ids, of each part of the file.
+    /// The bytes per id and the number of ids of each part of the file.
     parts: Vec<(usize, usize)>,
     narrow: Vec<u8>,
 }
 
-/// Ids in the order in which they were added.
+/// The ids in the order in which they were appended.
 pub(super) struct Ids {
     bytes: Elements<u8>,
     parts: Vec<(usize, usize)>,
 }
 
 impl IdSpooler {
-    /// A file without a name in `out`, or where it will be.
+    /// Creates an unnamed file in `out`, or in its closest existing parent directory.
     pub fn create(out: &Path) -> Result<Self> {
         Ok(Self { bytes: Spooler::create(out)?, parts: vec![(1, 0)], narrow: Vec::new() })
     }
 
-    /// Adds ids.
+    /// Appends ids.
     pub fn push(&mut self, ids: &[u32]) -> Result<()> {
         let largest = simd(
             #[inline(always)]
@@ -50,19 +50,19 @@ impl IdSpooler {
         self.bytes.push(&self.narrow)
     }
 
-    /// All that were added.
+    /// Returns all ids that were appended.
     pub fn finish(self) -> Result<Ids> {
         Ok(Ids { bytes: self.bytes.finish()?, parts: self.parts })
     }
 }
 
 impl Ids {
-    /// Number of ids.
+    /// Returns the number of ids.
     pub fn len(&self) -> usize {
         self.parts.iter().map(|(_, count)| count).sum()
     }
 
-    /// The ids from `first` on.
+    /// Returns `count` ids from `first` on.
     pub fn get(&self, first: usize, count: usize) -> Result<Vec<u32>> {
         let mut found = Vec::with_capacity(count);
         let mut bytes = Vec::new();
@@ -92,7 +92,7 @@ impl Ids {
     }
 }
 
-/// Ids as little-endian integers of `width` bytes, which they fit in.
+/// Writes ids as little-endian integers of `width` bytes, which must be wide enough.
 fn narrow(ids: &[u32], width: usize, to: &mut [u8]) {
     simd(
         #[inline(always)]
@@ -107,7 +107,7 @@ fn narrow(ids: &[u32], width: usize, to: &mut [u8]) {
     );
 }
 
-/// The reverse of [`narrow`]; adds.
+/// Reverses [`narrow`], and appends the ids to `to`.
 fn widen(bytes: &[u8], width: usize, to: &mut Vec<u32>) {
     match width {
         1 => to.extend(bytes.iter().map(|byte| u32::from(*byte))),

@@ -1,7 +1,7 @@
-//! From files in the IDX format of MNIST, plain or gzipped, to shards.
+//! Import of files in the IDX format of MNIST, plain or gzipped, into shards.
 //!
-//! Two zero bytes, the type of the elements, the number of axes; the extent of every axis as
-//! big-endian u32; the elements.
+//! A file has two zero bytes, the type of the elements and the number of axes, then the extent of
+//! every axis as big-endian u32, then the elements.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek as _};
@@ -15,24 +15,25 @@ use super::spool::{Elements, Spooler};
 use crate::decompression_limit::{self, Fault, extent};
 use hpctrain_base::error::{Error, Result};
 
-/// The type of unsigned bytes, the only one that images and labels come in.
+/// The type code of unsigned bytes, the only one used for images and labels.
 const BYTES: u8 = 0x08;
 
-/// Input and options of an import.
+/// The input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportIdx {
     /// Images: samples × height × width, or more axes.
     pub images: PathBuf,
-    /// Their classes.
+    /// The classes of the images.
     pub labels: PathBuf,
-    /// Validation split, shards and destination of the samples.
+    /// The validation split, the shards and the destination of the samples.
     pub kept: ImportOptions,
 }
 
-/// Writes images as samples of height × width × 1, and their classes.
+/// Imports images as samples of height × width × 1, and their classes.
 ///
 /// # Errors
-/// A file is missing or malformed, the two do not fit, or as for every import.
+/// Returns an error if a file is missing or malformed, the two do not have the same number of
+/// samples, or the shards cannot be written.
 pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     let (shape, images) = read(&import.images, &import.kept.out)?;
     let (of_labels, labels) = read(&import.labels, &import.kept.out)?;
@@ -87,8 +88,8 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     .write(&import.kept)
 }
 
-/// Shape and elements of a file. Those of a compressed one wait in a temporary file where `out` is
-/// or will be.
+/// Returns the shape and the elements of a file. The elements of a compressed file are stored in a
+/// temporary file in `out`, or in its closest existing parent directory.
 fn read(path: &Path, out: &Path) -> Result<(Vec<usize>, Elements<u8>)> {
     let hint = "give the path of an IDX file, such as t10k-images-idx3-ubyte.gz";
     let mut file = open(path, hint)?;
@@ -107,7 +108,7 @@ fn read(path: &Path, out: &Path) -> Result<(Vec<usize>, Elements<u8>)> {
     })
 }
 
-/// Shape and elements of a file of `stored` bytes that is not compressed.
+/// Returns the shape and the elements of an uncompressed file of `stored` bytes.
 fn plain(mut file: File, path: &Path, stored: u64) -> Result<(Vec<usize>, Elements<u8>), Fault> {
     let shape = shape(&mut file)?;
     let start = file.stream_position().map_err(|e| Error::io("read", path, e))?;
@@ -115,7 +116,7 @@ fn plain(mut file: File, path: &Path, stored: u64) -> Result<(Vec<usize>, Elemen
     Ok((shape, Elements::of_file(file, path, start, count)))
 }
 
-/// The same of one that is.
+/// Returns the shape and the elements of a compressed file of `stored` bytes.
 fn unpacked(file: File, stored: u64, out: &Path) -> Result<(Vec<usize>, Elements<u8>), Fault> {
     let mut decoder = GzDecoder::new(BufReader::new(file));
     let shape = shape(&mut decoder)?;
@@ -127,7 +128,7 @@ fn unpacked(file: File, stored: u64, out: &Path) -> Result<(Vec<usize>, Elements
     Ok((shape, spooler.finish()?))
 }
 
-/// The elements of a shape, if there are as many.
+/// Returns the number of elements of a shape, or an error if `found` is another number.
 fn complete(shape: &[usize], found: u64) -> Result<usize, String> {
     match count(shape)? {
         count if count as u64 == found => Ok(count),
@@ -135,7 +136,7 @@ fn complete(shape: &[usize], found: u64) -> Result<usize, String> {
     }
 }
 
-/// The shape that the header of a file gives; the elements follow.
+/// Reads the shape from the header of a file; the elements follow.
 fn shape(from: &mut impl Read) -> Result<Vec<usize>, String> {
     let mut bytes = |most: usize| {
         let mut bytes = Vec::new();
@@ -160,7 +161,7 @@ fn shape(from: &mut impl Read) -> Result<Vec<usize>, String> {
         .collect())
 }
 
-/// Elements of a shape.
+/// Returns the number of elements of a shape.
 fn count(shape: &[usize]) -> Result<usize, String> {
     extent(shape).ok_or_else(|| format!("shape {shape:?} is too large for any memory"))
 }

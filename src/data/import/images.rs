@@ -1,4 +1,4 @@
-//! From folders of images, one folder a class, to shards.
+//! Import of folders of images, one folder for each class, into shards.
 
 use std::path::{Path, PathBuf};
 
@@ -12,29 +12,29 @@ use crate::spec::file_names;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
-/// Input and options of an import.
+/// The input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportImages {
-    /// Folders of PNG and JPEG files, one for each class, and nothing else. Names that begin with a
-    /// dot are passed over.
+    /// The folder, which holds a folder of PNG and JPEG files for each class and nothing else.
+    /// Names that begin with a dot are skipped.
     pub folder: PathBuf,
-    /// The files lie in the folder itself and have no class: they are to be predicted.
+    /// Whether the files lie in the folder itself and have no class, for prediction.
     pub no_target: bool,
-    /// Height and width that every image is brought to; left out, all must have the same.
+    /// The height and width to which every image is scaled. By default all must have the same size.
     pub size: Option<[u32; 2]>,
-    /// One channel instead of three.
+    /// Whether images are converted to one channel instead of three.
     pub grey: bool,
-    /// Validation split, shards and destination of the samples.
+    /// The validation split, the shards and the destination of the samples.
     pub kept: ImportOptions,
 }
 
-/// Writes images as samples of height × width × channels. Classes are numbered in the order of the
-/// folders' names. Images of every class are dealt out evenly, in the order of their names, so that
-/// any part of the rows has all classes in proportion.
+/// Imports images as samples of height × width × channels. Classes are numbered in the order of the
+/// folders' names. The images of every class are spread evenly over the rows, in the order of their
+/// names, so that any part of the rows has all classes in proportion.
 ///
 /// # Errors
-/// A file is missing, damaged, no image or of another size, there is no class or none of its
-/// images, or as for every import.
+/// Returns an error if a file is missing, damaged, not an image or of another size, if there is no
+/// class or a class without images, or if the shards cannot be written.
 pub fn import_images(import: &ImportImages) -> Result<Imported> {
     let (classes, files) =
         if import.no_target { unlabelled(&import.folder)? } else { listed(&import.folder)? };
@@ -43,7 +43,7 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
     for Labelled { path, .. } in &files {
         let picture = decoded(path, import.grey)?;
         let picture = match import.size {
-            // Scaled until it covers the size, then cut to it around the middle.
+            // Scaled until it covers the size, then cropped to it around the middle.
             Some([height, width]) if [picture.height(), picture.width()] != [height, width] => {
                 picture.resize_to_fill(width, height, FilterType::Triangle)
             }
@@ -59,7 +59,7 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
             return Err(Error::input(format!(
                 "{path} is {height} × {width} pixels (height × width), but {first} is {high} × {wide}"
             ))
-            .hint(format!("bring all images to one size: --size {high}x{wide}")));
+            .hint(format!("scale all images to one size: --size {high}x{wide}")));
         }
         let pixels = picture.into_bytes();
         if is_first && import.size.is_none() {
@@ -98,8 +98,8 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
     .write(&import.kept)
 }
 
-/// Refuses images that together decode to far more bytes than their files have, though each alone
-/// may pass.
+/// Returns an error if images together decode to far more bytes than their files have, though each
+/// alone is within the limit.
 fn check_all(import: &ImportImages, files: &[Labelled], decoded: usize) -> Result<()> {
     let length =
         |file: &Labelled| std::fs::metadata(&file.path).map_or(0, |metadata| metadata.len());
@@ -110,12 +110,12 @@ fn check_all(import: &ImportImages, files: &[Labelled], decoded: usize) -> Resul
     })
 }
 
-/// Names of the images of a folder that have no class, in their order.
+/// Returns the names of the images of a folder without classes, in order.
 pub(super) fn file_names_of(folder: &Path) -> Result<Vec<String>> {
     visible(folder)
 }
 
-/// All images of a folder that have no class, in the order of their names.
+/// Returns all images of a folder without classes, in the order of their names.
 fn unlabelled(folder: &Path) -> Result<(Vec<String>, Vec<Labelled>)> {
     let mut files = Vec::new();
     for name in visible(folder)? {
@@ -140,11 +140,11 @@ fn unlabelled(folder: &Path) -> Result<(Vec<String>, Vec<Labelled>)> {
 struct Labelled {
     path: PathBuf,
     class: usize,
-    /// Relative position among the files of its class, from 0 to 1.
+    /// The relative position among the files of its class, from 0 to 1.
     along: f64,
 }
 
-/// Names of the classes, and all images, every class spread evenly over all of them.
+/// Returns the names of the classes and all images, with every class spread evenly.
 fn listed(folder: &Path) -> Result<(Vec<String>, Vec<Labelled>)> {
     let classes = visible(folder)?;
     let mut files = Vec::new();
@@ -171,13 +171,13 @@ fn listed(folder: &Path) -> Result<(Vec<String>, Vec<Labelled>)> {
     }
     if files.is_empty() {
         return Err(Error::input(format!("{} holds no folder of a class", folder.display()))
-            .hint("put the images of each class into a folder of its own there: DIR/cat/1.png, DIR/dog/1.png"));
+            .hint("put the images of each class into a separate folder there: DIR/cat/1.png, DIR/dog/1.png"));
     }
     files.sort_by(|one, other| one.along.total_cmp(&other.along).then(one.class.cmp(&other.class)));
     Ok((classes, files))
 }
 
-/// Names of a folder's entries, sorted, without those that begin with a dot.
+/// Returns the names of a folder's entries, sorted, without those that begin with a dot.
 fn visible(folder: &Path) -> Result<Vec<String>> {
     if !folder.exists() {
         return Err(Error::input(format!("{} does not exist", folder.display()))
@@ -186,7 +186,7 @@ fn visible(folder: &Path) -> Result<Vec<String>> {
     Ok(file_names(folder)?.into_iter().filter(|name| !name.starts_with('.')).collect())
 }
 
-/// The pixels of a file, in bytes: three channels, or one. Transparency is dropped.
+/// Decodes the pixels of a file to bytes: three channels, or one. Transparency is dropped.
 fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
     let bytes = safe_open::read(path).map_err(|e| {
         Error::io("read", path, e)
@@ -208,38 +208,37 @@ fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
         Error::input(format!("{at} is a damaged or truncated image: {what}"))
             .hint("copy it again, or move it away")
     };
-    // The decoder would fill up missing data.
+    // The decoder would fill in missing data.
     if format == ImageFormat::Jpeg && !is_whole(&bytes) {
-        return Err(damaged("it ends before the mark of its end".into()));
+        return Err(damaged("it ends before its end marker".into()));
     }
-    let told = |e: image::ImageError| damaged(e.to_string().replace('\n', " "));
-    // The header alone.
+    let invalid = |e: image::ImageError| damaged(e.to_string().replace('\n', " "));
+    // Only the header is decoded.
     let header = ImageReader::with_format(std::io::Cursor::new(&bytes), format)
         .into_decoder()
-        .map_err(told)?;
+        .map_err(invalid)?;
     decompression_limit::check(header.total_bytes(), bytes.len() as u64).map_err(|what| {
-        Error::input(format!("{at}: {what}"))
-            .hint("move it away, or bring it to a smaller size first")
+        Error::input(format!("{at}: {what}")).hint("move it away, or scale it down first")
     })?;
-    let picture = reader.decode().map_err(told)?;
+    let picture = reader.decode().map_err(invalid)?;
     Ok(match grey {
         true => DynamicImage::ImageLuma8(picture.into_luma8()),
         false => DynamicImage::ImageRgb8(picture.into_rgb8()),
     })
 }
 
-/// Whether a JPEG file has the marker of its end, outside of previews that are embedded in its
+/// Returns whether a JPEG file has its end marker, outside of previews that are embedded in its
 /// segments.
 fn is_whole(jpeg: &[u8]) -> bool {
     let mut rest = jpeg;
     loop {
-        // Among compressed pixels 0xff is followed by 0, or restarts them.
+        // Among compressed pixels 0xff is followed by 0 or by a restart marker.
         let is_marker = |two: &[u8]| two[0] == 0xff && !matches!(two[1], 0 | 0xd0..=0xd7 | 0xff);
         let Some(at) = rest.windows(2).position(is_marker) else { return false };
         let after = &rest[at + 2..];
         let skipped = match (rest[at + 1], after) {
             (0xd9, _) => return true,
-            // The start of the file, and a marker of its own: no segment follows.
+            // The start of the image, or a standalone marker: no segment follows.
             (0xd8 | 0x01, _) => 0,
             (_, [high, low, ..]) => usize::from(u16::from_be_bytes([*high, *low])),
             _ => return false,

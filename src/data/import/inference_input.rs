@@ -1,5 +1,4 @@
-//! Rows without targets, in any form that is imported, on their way to a network that is to predict
-//! them.
+//! Rows without targets, in any format that can be imported, for prediction.
 
 use std::path::{Path, PathBuf};
 
@@ -11,40 +10,42 @@ use crate::Preprocessing;
 use crate::spec::file_names;
 use hpctrain_base::error::{Error, Result};
 
-/// The form of rows without targets, by the name of their file or the contents of their folder.
+/// The format of rows without targets, detected by the name of their file or the contents of their
+/// folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// A table of text.
     Table,
-    /// An array of NumPy.
+    /// A NumPy array.
     Array,
     /// A folder of PNG and JPEG images.
     Images,
-    /// An HDF5 file, or a directory of shards: read as they are.
+    /// An HDF5 file or a directory of shards, which are read without an import.
     Hdf5,
 }
 
-/// Rows without targets, and all that is needed to bring them into the form in which a network
-/// learned.
+/// Rows without targets, and what is needed to convert them to the form that a network was trained
+/// on.
 #[derive(Debug, Clone)]
 pub struct Unlabelled {
     /// The table, array or folder.
     pub input: PathBuf,
-    /// The way in which a table is written.
+    /// The format of a table.
     pub format: TableFormat,
-    /// Treatment of a table's missing numbers; left out, that of the training table.
+    /// The treatment of a table's missing numbers. Default: that of the training table.
     pub missing: Option<Missing>,
-    /// Preprocessing of the training data.
+    /// The preprocessing of the training data.
     pub learned: Preprocessing,
-    /// Shape of a row of the network's inputs.
+    /// The shape of a row of the network's inputs.
     pub shape: Vec<usize>,
 }
 
 impl Form {
-    /// The form of the input at `path`.
+    /// Detects the format of the input at `path`.
     ///
     /// # Errors
-    /// Its name tells none.
+    /// Returns an error if the name of the file does not identify a format, or the directory cannot
+    /// be read.
     pub fn of(path: &Path) -> Result<Self> {
         if path.is_dir() {
             let has_shards = file_names(path)?.iter().any(|name| name.ends_with(".h5"));
@@ -56,9 +57,9 @@ impl Form {
             Some("csv" | "tsv") => Ok(Self::Table),
             Some("npy") => Ok(Self::Array),
             Some("h5" | "hdf5") => Ok(Self::Hdf5),
-            // Missing ones are refused by those who open them.
+            // A path that does not exist is reported when it is opened.
             _ if !path.exists() => Ok(Self::Hdf5),
-            _ => Err(Error::input(format!("{}: the form of a file with such a name is not known", path.display())).hint(
+            _ => Err(Error::input(format!("{}: the format of a file with such a name is not known", path.display())).hint(
                 "name it FILE.csv or FILE.tsv (a table), FILE.npy (an array of NumPy) or FILE.h5 (HDF5), or give a folder of images",
             )),
         }
@@ -66,10 +67,11 @@ impl Form {
 }
 
 impl Unlabelled {
-    /// Writes the rows, in their order, as one shard in the directory `out`, which is made.
+    /// Imports the rows, in order, as one shard in the directory `out`, which is created.
     ///
     /// # Errors
-    /// As for the import of that form; the network takes no images.
+    /// Returns an error if the import of that format does, or if the network does not take images
+    /// but the input is a folder.
     pub fn import(&self, form: Form, out: &Path) -> Result<()> {
         let input = &self.input;
         let kept = ImportOptions {
@@ -83,12 +85,12 @@ impl Unlabelled {
             Form::Table => {
                 let categories = match self.learned.columns {
                     Some(_) => Categories::Learned(Box::new(self.learned.clone())),
-                    // Those of the network have no names.
+                    // The classes of the network have no names.
                     None => Categories::NONE,
                 };
                 if self.missing == Some(Missing::Skip) {
                     return Err(Error::input("--missing skip: every row gets a prediction")
-                        .hint("fill missing numbers up: --missing mean, or a number such as --missing 0"));
+                        .hint("fill missing numbers: --missing mean, or a number such as --missing 0"));
                 }
                 let format = self.format.clone();
                 let missing = self.missing;
@@ -115,10 +117,10 @@ impl Unlabelled {
         .map(drop)
     }
 
-    /// Names of the images in the order of their rows.
+    /// Returns the names of the images in the order of their rows.
     ///
     /// # Errors
-    /// The folder cannot be read.
+    /// Returns an error if the folder cannot be read.
     pub fn images(&self) -> Result<Vec<String>> {
         file_names_of(&self.input)
     }

@@ -1,6 +1,6 @@
-//! From files of other formats to shards.
+//! Import of files of other formats into shards.
 //!
-//! All shards of an import get their names only after all of them are written.
+//! The shards of an import get their names only after all of them are written.
 
 mod csv;
 mod documents;
@@ -41,7 +41,7 @@ fn open(path: &Path, hint: &str) -> Result<std::fs::File> {
     safe_open::open(path).map_err(|e| missing(path, &e, hint))
 }
 
-/// The error of a file to import that cannot be read.
+/// Returns the error of a file to import that cannot be read.
 fn missing(path: &Path, e: &std::io::Error, hint: &str) -> Error {
     match e.kind() {
         std::io::ErrorKind::NotFound => {
@@ -51,13 +51,13 @@ fn missing(path: &Path, e: &std::io::Error, hint: &str) -> Error {
     }
 }
 
-/// The name of a shard.
+/// Returns the file name of a shard.
 pub(crate) fn shard_name(split: Split, shard: u64) -> String {
     let prefix = if split == Split::Train { "train" } else { "val" };
     format!("{prefix}-{shard:05}.h5")
 }
 
-/// Refuses to write into a directory that holds shards.
+/// Returns an error if a directory holds shards.
 fn refuse_shards(out: &Path) -> Result<()> {
     if !out.exists() {
         return Ok(());
@@ -71,7 +71,8 @@ fn refuse_shards(out: &Path) -> Result<()> {
     }
 }
 
-/// The `index`-th of `parts` ranges over `0..len`, whose lengths differ by one at most.
+/// Returns the `index`-th of `parts` ranges that divide `0..len`, whose lengths differ by at most
+/// one.
 fn part(len: usize, parts: usize, index: usize) -> Range<usize> {
     let share = len / parts;
     let rest = len % parts;
@@ -79,20 +80,20 @@ fn part(len: usize, parts: usize, index: usize) -> Range<usize> {
     start..start + share + usize::from(index < rest)
 }
 
-/// Lower-case hexadecimal.
+/// Formats bytes as lower-case hexadecimal.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Files under temporary names, removed unless published.
+/// Files under temporary names, which are removed on drop unless published.
 #[derive(Default)]
 struct Staged {
-    /// Temporary and final names.
+    /// The temporary and final names.
     files: Vec<(PathBuf, PathBuf)>,
 }
 
 impl Staged {
-    /// The temporary name for `path`, hidden and in the same directory.
+    /// Returns the temporary name for `path`, hidden and in the same directory.
     fn add(&mut self, path: PathBuf) -> &Path {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let temporary = path.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
@@ -100,17 +101,17 @@ impl Staged {
         &self.files[self.files.len() - 1].0
     }
 
-    /// Gives all files their names. Of imports into one directory at once, the one that comes later
-    /// is refused.
+    /// Renames all files to their final names. If two imports write into one directory at once, the
+    /// later one gets an error.
     fn publish(&self) -> Result<()> {
         let out = self.files.first().and_then(|(_, path)| path.parent());
         let directory = out
             .map(|out| std::fs::File::open(out).map_err(|e| Error::io("open", out, e)))
             .transpose()?;
-        // Held until all are there. Where directories cannot be locked, the time between the look
-        // and the last name is short.
+        // Held until all files are renamed. If directories cannot be locked, the time between the
+        // check and the last rename is short.
         if let Some(Err(e)) = directory.as_ref().map(std::fs::File::lock) {
-            log::debug!("an import does without a lock: {e}");
+            log::debug!("an import proceeds without a lock: {e}");
         }
         out.map_or(Ok(()), refuse_shards)?;
         for (temporary, path) in &self.files {
@@ -123,7 +124,7 @@ impl Staged {
 impl Drop for Staged {
     fn drop(&mut self) {
         for (temporary, _) in &self.files {
-            // Gone already when published; otherwise nothing better can be done.
+            // Already renamed if published; otherwise nothing better can be done.
             let _ = std::fs::remove_file(temporary);
         }
     }

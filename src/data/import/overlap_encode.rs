@@ -1,18 +1,18 @@
-//! Ids of a document that is too long to be encoded at once, by a tokenizer of which nothing is
-//! known.
+//! Encoding of a document that is too long to be encoded at once, by a tokenizer whose rules are
+//! not known.
 //!
 //! The document is encoded in windows that overlap. In the middle of an overlap both windows have
-//! many characters around them, and there their tokens are the same, ids and places: from one
-//! window to the next it goes on where a run of tokens is equal. Tokenizers decide by what is near,
-//! so the ids are those of the whole; where no run is equal the document is refused.
+//! many characters around them, and their tokens are the same, ids and positions: the result
+//! switches from one window to the next where a run of tokens is equal. Tokenizers decide by nearby
+//! text, so the ids are those of the whole document; if no run is equal, the document is an error.
 
 use crate::tokenizer::{HuggingFace, Placed};
 use hpctrain_base::error::{Error, Result};
 
-/// Equal tokens by which two windows meet.
+/// The number of equal tokens at which two windows are joined.
 const EQUAL: usize = 16;
 
-/// Bytes of windows and their overlaps.
+/// The bytes of windows and their overlaps.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
     pub window: usize,
@@ -20,34 +20,34 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// Of imports: a window takes some 100 times as much memory while it is encoded.
+    /// The sizes for imports: encoding a window takes some 100 times its size in memory.
     pub const IMPORT: Self = Self { window: 256 << 10, overlap: 16 << 10 };
 }
 
-/// The last boundary of characters up to byte `at`.
+/// Returns the last character boundary up to byte `at`.
 fn boundary(text: &str, at: usize) -> usize {
     (0..=at).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
 }
 
-/// A document that comes in pieces.
+/// A document that arrives in pieces.
 pub(super) struct Windows<'a> {
     tokenizer: &'a HuggingFace,
     sizes: Sizes,
     /// The document from byte `start` on.
     text: String,
     start: usize,
-    /// Tokens of the last window that lie in the overlap, which are not given yet; places in the
-    /// document.
+    /// The tokens of the last window that lie in the overlap and were not returned yet, with
+    /// positions in the document.
     held: Vec<Placed>,
 }
 
 impl<'a> Windows<'a> {
-    /// Before a document.
+    /// Creates the state before a document.
     pub fn new(tokenizer: &'a HuggingFace, sizes: Sizes) -> Self {
         Self { tokenizer, sizes, text: String::new(), start: 0, held: Vec::new() }
     }
 
-    /// The document goes on; adds the ids that are known by now.
+    /// Appends text to the document, and to `ids` the ids that are already known.
     pub fn push(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         self.text.push_str(text);
         while self.text.len() >= self.sizes.window + self.sizes.overlap {
@@ -63,7 +63,7 @@ impl<'a> Windows<'a> {
         Ok(())
     }
 
-    /// The document ends; adds its last ids.
+    /// Ends the document, and appends its last ids to `ids`.
     pub fn finish(mut self, ids: &mut Vec<u32>) -> Result<()> {
         if self.start == 0 {
             ids.extend(self.tokenizer.encode(&self.text)?);
@@ -74,8 +74,8 @@ impl<'a> Windows<'a> {
         Ok(())
     }
 
-    /// The tokens of the window of so many bytes that are not among those of the window before;
-    /// adds the ids of those before them.
+    /// Returns the tokens of the next window, of `window` bytes, from where it is joined with the
+    /// window before; appends the ids before that to `ids`.
     fn joined(&mut self, window: usize, ids: &mut Vec<u32>) -> Result<Vec<Placed>> {
         let mut tokens = self.tokenizer.placed(&self.text[..window])?;
         for token in &mut tokens {
@@ -89,21 +89,19 @@ impl<'a> Windows<'a> {
         let middle = self.start + self.sizes.overlap / 2;
         let meets = |old: &usize| {
             let run = held.get(*old..*old + EQUAL)?;
-            // Several tokens of one character have its place.
+            // Several tokens of one character have the same position.
             let is_first = *old == 0 || held[old - 1].start < run[0].start;
             let new = tokens.partition_point(|token| token.start < run[0].start);
             (is_first && tokens.get(new..new + EQUAL) == Some(run)).then_some((*old, new))
         };
         let from = held.partition_point(|token| token.start < middle);
-        // Before the middle where there is nothing behind it.
+        // Before the middle if no run after it is equal.
         let found = (from..held.len())
             .find_map(|old| meets(&old))
             .or_else(|| (0..from).rev().find_map(|old| meets(&old)));
         let Some((old, new)) = found else {
-            return Err(Error::input(format!(
-                "the ids near byte {middle} hang on text that is far away"
-            ))
-            .hint("give it as several documents, such as JSON lines with --field"));
+            return Err(Error::input(format!("the ids near byte {middle} depend on distant text"))
+                .hint("split it into several documents, such as JSON lines with --field"));
         };
         ids.extend(held[..old].iter().map(|token| token.id));
         tokens.drain(..new);
@@ -127,7 +125,8 @@ mod tests {
     use crate::Tokenizer;
     use hpctrain_base::random::Stream;
 
-    /// Words, numbers, other scripts, composed and decomposed letters, white space of all kinds.
+    /// Returns words, numbers, other scripts, composed and decomposed letters, and white space of
+    /// all kinds.
     fn text() -> String {
         let words = [
             "the",
@@ -161,12 +160,12 @@ mod tests {
         HuggingFace::new(&serde_json::from_str(&parsed.to_string(false).unwrap()).unwrap()).unwrap()
     }
 
-    /// Tokenizers as GPT-2, Llama 2, T5 and BERT have them.
+    /// Returns tokenizers like those of GPT-2, Llama 2, T5 and BERT.
     fn tokenizers() -> [(&'static str, HuggingFace); 4] {
         let bpe = || BpeTrainer::builder().show_progress(false).vocab_size(400).build().into();
         let mut gpt = Parsed::new(BPE::default());
         gpt.with_pre_tokenizer(Some(ByteLevel::default()));
-        // Without words: the whole text is one.
+        // Without pre-tokenization: the whole text is one word.
         let mut llama = Parsed::new(BPE::default());
         let normalizers: Vec<NormalizerWrapper> =
             vec![Prepend::new("▁".into()).into(), Replace::new(" ", "▁").unwrap().into()];
@@ -235,13 +234,13 @@ mod tests {
     fn ids_that_hang_on_far_text_are_refused() {
         let mut value: serde_json::Value =
             serde_json::from_str(&Tokenizer::Byte.file().unwrap()).unwrap();
-        // Pairs from the left: which ones depends on where a window begins.
+        // Pairs are formed from the left: which ones depends on where a window begins.
         value["model"]["vocab"]["aa"] = 256.into();
         value["model"]["merges"] = serde_json::json!(["a a"]);
         let tokenizer = HuggingFace::new(&value).unwrap();
         let sizes = Sizes { window: 1001, overlap: 200 };
         let error = windowed(&tokenizer, &"a".repeat(5000), 100, sizes).unwrap_err().to_string();
-        assert!(error.contains("hang on text that is far away\nhint: "), "{error}");
+        assert!(error.contains("depend on distant text\nhint: "), "{error}");
         assert_eq!(windowed(&tokenizer, &"a".repeat(1000), 100, sizes).unwrap(), vec![256; 500]);
     }
 }

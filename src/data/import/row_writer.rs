@@ -1,5 +1,4 @@
-//! Rows with targets on their way to shards: their validation split, and the scale of their
-//! numbers.
+//! Writing of rows with targets to shards: the validation split, and the scale of the numbers.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -17,22 +16,23 @@ use crate::normalization::{MEAN, STD};
 use crate::spec::{DataSpec, Split, WEIGHTS};
 use hpctrain_base::error::{Error, Result};
 
-/// Dataset of the file names of rows that were files.
+/// The dataset of the file names of rows that were files.
 const FILES: &str = "/files";
 
-/// Columns whose means fit into an attribute of HDF5, which has less than 64 KiB.
+/// The largest number of columns whose means fit into an attribute of HDF5, which has less than 64
+/// KiB.
 const MOST_SCALED: usize = 16_000;
 
-/// The names of classes in the order of their numbers.
+/// The dataset of the names of classes in the order of their numbers.
 pub(crate) const CLASSES: &str = "/classes";
 
-/// Whether rows of this import are in a file.
+/// Returns whether a file holds rows that this module wrote.
 pub(crate) fn is_of_samples(file: &File) -> bool {
     let format = file.attr("format").and_then(|format| format.read_scalar::<VarLenUnicode>());
     format.is_ok_and(|format| format.as_str() == Format::Rows.name())
 }
 
-/// The names of classes in the order of their numbers, if a file has some.
+/// Returns the names of classes in the order of their numbers, if a file has any.
 pub(crate) fn class_names(file: &File) -> hdf5::Result<Option<Vec<String>>> {
     if !file.link_exists(CLASSES) {
         return Ok(None);
@@ -45,97 +45,98 @@ pub(crate) fn class_names(file: &File) -> hdf5::Result<Option<Vec<String>>> {
     Ok(Some(names.iter().map(ToString::to_string).collect()))
 }
 
-/// Treatment of rows with a number that is not finite: NaN or an infinity.
+/// The treatment of rows with a number that is not finite: NaN or an infinity.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum NotFinite {
     /// The import fails and names the place.
     #[default]
     Error,
-    /// They are left out, before anything is split, and counted. Empty cells of tables are such
-    /// numbers, too.
+    /// Rows with such a number are skipped before anything is split, and counted. Empty cells of
+    /// tables are such numbers, too.
     Skip,
 }
 
-/// Validation split, training shards and destination of rows.
+/// The validation split, the training shards and the destination of rows.
 #[derive(Debug, Clone)]
 pub struct ImportOptions {
-    /// Treatment of rows with a number that is not finite.
+    /// The treatment of rows with a number that is not finite.
     pub not_finite: NotFinite,
-    /// The last of every so many rows is kept for validation; 0 keeps none. Rows without targets
-    /// stay together.
+    /// The last row of each group of this many is kept for validation; 0 keeps none. Rows without
+    /// targets are not split.
     pub every: usize,
     /// The number of training shards.
     pub shards: usize,
-    /// Bring numbers to mean 0 and standard deviation 1, by those of the training rows.
+    /// Whether numbers are scaled to mean 0 and standard deviation 1, as computed from the training
+    /// rows.
     pub normalize: bool,
-    /// The directory to write into; it is made if missing and may hold no shards yet.
+    /// The directory to write into, which is created if missing and must not hold shards.
     pub out: PathBuf,
 }
 
-/// Inputs of all rows.
+/// The inputs of all rows.
 pub(super) enum Inputs {
-    /// Unsigned bytes, as of pixels.
+    /// Unsigned bytes, such as pixels.
     Bytes(Elements<u8>),
     Numbers(Elements<f32>),
 }
 
-/// Rows of an import.
+/// The rows of an import.
 pub(super) struct Rows {
     pub inputs: Inputs,
-    /// Number of rows.
+    /// The number of rows.
     pub count: usize,
-    /// Shape of a row of inputs.
+    /// The shape of a row of inputs.
     pub shape: Vec<usize>,
     /// Targets, row after row.
     pub targets: Elements<f64>,
-    /// Targets of a row; 0 of rows that are to be predicted.
+    /// The number of targets of a row; 0 for rows that are to be predicted.
     pub width: usize,
-    /// A factor of the loss for each row; empty where all count alike.
+    /// The factor of the loss for each row; empty if all rows have the same weight.
     pub weights: Elements<f64>,
-    /// Targets are numbers. Otherwise, if there is one a row and all are integers from 0 on, they
-    /// are classes.
+    /// Whether targets are numbers. Otherwise, if there is one per row and all are integers from 0
+    /// on, they are classes.
     pub regression: bool,
     /// The imported file's name, without its directory.
     pub source: String,
-    /// Origins of inputs, targets and weights, for messages.
+    /// The origins of inputs, targets and weights, for messages.
     pub places: [String; 3],
-    /// Names of the classes in the order of their numbers; empty where they have none. Of every
-    /// class its own part is kept for validation.
+    /// The names of the classes in the order of their numbers; empty if they have none. A part of
+    /// each named class is kept for validation.
     pub classes: Vec<String>,
-    /// Rows that are left out already.
+    /// The number of rows that were already skipped.
     pub left_out: usize,
-    /// Columns and categories of a table, if the rows come from one.
+    /// The columns and categories of a table, if the rows come from one.
     pub table: Option<Table>,
-    /// Names of the rows' files, below the imported folder, if each was a file.
+    /// The names of the rows' files, below the imported folder, if each was a file.
     pub files: Option<Vec<String>>,
 }
 
-/// Parts of a table besides numbers.
+/// The parts of a table besides numbers.
 pub(super) struct Table {
     pub columns: Columns,
-    /// Ids of categories, row after row.
+    /// The ids of categories, row after row.
     pub ids: Elements<u32>,
-    /// Scale of the inputs, if it is not to be computed from them.
+    /// The scale of the inputs, if it is not to be computed from them.
     pub scale: Option<Scale>,
-    /// NaN among the inputs stands for a missing value, which gets the mean of its column over the
-    /// training rows.
+    /// Whether NaN among the inputs stands for a missing value, which gets the mean of its column
+    /// over the training rows.
     pub is_filled_later: bool,
 }
 
-/// Result of an import.
+/// The result of an import.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Imported {
     /// The shards with their numbers of rows, training first.
     pub shards: Vec<(PathBuf, usize)>,
-    /// Shape of a row of inputs.
+    /// The shape of a row of inputs.
     pub shape: Vec<usize>,
-    /// Classes that occur, counted from 0, if targets are classes.
+    /// The number of classes, counted up to the largest that occurs, if targets are classes.
     pub classes: Option<usize>,
-    /// Their names in the order of their numbers, if they have any.
+    /// The names of the classes in the order of their numbers; empty if they have none.
     pub class_names: Vec<String>,
-    /// Rows that were left out, because a number was not finite.
+    /// The number of rows that were skipped because a number was not finite.
     pub skipped: usize,
-    /// Ids of each category: rows of its table.
+    /// The number of ids of each category, which is the number of rows of its embedding table.
     pub tables: Vec<usize>,
     /// Whether rows have targets; those without can be predicted, not learned from.
     pub has_targets: bool,
@@ -165,24 +166,24 @@ impl fmt::Display for Imported {
     }
 }
 
-/// One shard about to be written.
+/// One shard to be written.
 struct ShardOf<'a> {
     split: Split,
-    /// Its number among the shards of its split, and their total.
+    /// The shard's number among those of its split, and their total.
     shard: usize,
     num_shards: usize,
     /// Identifies the import.
     import: &'a str,
-    rows: Part<'a>,
-    /// Scale to which inputs are to be brought when they are read.
+    rows: RowRange<'a>,
+    /// The scale that is applied to inputs when they are read.
     scale: Option<&'a Scale>,
-    /// Targets are classes.
+    /// Whether targets are classes.
     is_class: bool,
-    /// Rows that the whole import has left out.
+    /// The number of rows that the whole import has skipped.
     skipped: usize,
 }
 
-/// Some of the rows, a bit for each row.
+/// A set of rows, with a bit for each row.
 struct RowSet {
     bits: Vec<u64>,
     len: usize,
@@ -193,7 +194,7 @@ impl RowSet {
         Self { bits: vec![0; rows.div_ceil(64)], len: 0 }
     }
 
-    /// Adds a row that is not among them.
+    /// Adds a row that is not in the set.
     fn add(&mut self, row: usize) {
         self.bits[row / 64] |= 1 << (row % 64);
         self.len += 1;
@@ -203,7 +204,7 @@ impl RowSet {
         self.len
     }
 
-    /// The rows, ascending.
+    /// Returns the rows, ascending.
     fn iter(&self) -> impl Iterator<Item = usize> {
         let of = |(word, bits): (usize, &u64)| {
             let bits = *bits;
@@ -213,13 +214,13 @@ impl RowSet {
     }
 }
 
-/// A range of chosen rows.
-struct Part<'a> {
+/// A range of the rows of a set.
+struct RowRange<'a> {
     of: &'a RowSet,
     range: std::ops::Range<usize>,
 }
 
-impl Part<'_> {
+impl RowRange<'_> {
     fn len(&self) -> usize {
         self.range.len()
     }
@@ -229,7 +230,8 @@ impl Part<'_> {
     }
 }
 
-/// Reads rows; an error waits in `refused`, because HDF5 knows no errors but its own.
+/// Wraps `read` for HDF5, which passes on its own errors only: another error is stored in
+/// `refused`.
 fn kept_in<T>(
     refused: &mut Option<Error>,
     read: impl Fn(usize, &mut Vec<T>) -> Result<()>,
@@ -243,27 +245,27 @@ fn kept_in<T>(
     }
 }
 
-/// Names of classes with their numbers, for people.
+/// Lists the names of classes with their numbers, for display.
 pub(crate) fn numbered(names: &[String]) -> String {
     let all: Vec<String> =
         names.iter().enumerate().map(|(number, name)| format!("{number} {name}")).collect();
     all.join(", ")
 }
 
-/// The note on rows that an import has skipped.
+/// Returns the note on rows that an import has skipped.
 pub(crate) fn left_out(rows: u64) -> String {
     let (noun, verb) = if rows == 1 { ("row", "was") } else { ("rows", "were") };
     format!(
-        "{rows} {noun} with numbers that are missing or not finite {verb} left out when the data was imported"
+        "{rows} {noun} with numbers that are missing or not finite {verb} skipped when the data was imported"
     )
 }
 
-/// Ids are read with 31 bits.
+/// Returns whether a target can be a class. Ids are read as 31 bits.
 fn is_class(target: f64) -> bool {
     target >= 0.0 && target.fract() == 0.0 && target < f64::from(i32::MAX)
 }
 
-/// Mean and deviation of every place.
+/// The mean and the standard deviation of every channel or column.
 pub(super) type Scale = (Vec<f32>, Vec<f32>);
 
 impl Rows {
@@ -275,7 +277,7 @@ impl Rows {
         self.targets.get(row * self.width, self.width)
     }
 
-    /// The weight of a row, if rows have some.
+    /// Returns the weight of a row, if rows have weights.
     fn weight_of(&self, row: usize) -> Result<Option<f64>> {
         if self.weights.len() == 0 {
             Ok(None)
@@ -285,7 +287,7 @@ impl Rows {
     }
 
     fn row_len(&self) -> usize {
-        // Of no rows, a shape may be any.
+        // Without rows, the shape is arbitrary.
         if self.count == 0 { 0 } else { self.shape.iter().product() }
     }
 
@@ -304,12 +306,12 @@ impl Rows {
         }
     }
 
-    /// The columns with missing values that are to be filled up.
+    /// Returns the columns whose missing values are to be filled, if any.
     fn filled_later(&self) -> Option<&Columns> {
         self.table.as_ref().filter(|table| table.is_filled_later).map(|table| &table.columns)
     }
 
-    /// Gives a row's missing values their means, once these are known.
+    /// Replaces a row's missing values by the means, once these are known.
     fn fill(&self, row: &mut [f32]) {
         if let Some(columns) = self.filled_later() {
             row.iter_mut()
@@ -319,7 +321,7 @@ impl Rows {
         }
     }
 
-    /// The mean of each column over those of some rows that have a value.
+    /// Returns the mean of each column over those of the given rows that have a value.
     fn means(&self, rows: &RowSet, columns: &Columns) -> Result<Vec<f32>> {
         let mut sums = vec![(0.0f64, 0usize); self.row_len()];
         for row in rows.iter() {
@@ -335,19 +337,19 @@ impl Rows {
                 "{}: column {name:?} has no value in any training row",
                 self.places[0]
             ))
-            .hint("leave it out with --drop")),
+            .hint("drop it with --drop")),
             count => Ok((sum / *count as f64) as f32),
         };
         sums.iter().zip(&columns.inputs).map(mean).collect()
     }
 
-    /// The first of a row's numbers that is not finite: its place and value.
+    /// Returns the position and value of the first of a row's numbers that is not finite.
     fn not_finite(&self, row: usize) -> Result<Option<String>> {
         let numbers = match &self.inputs {
             Inputs::Bytes(_) => vec![],
             Inputs::Numbers(_) => self.numbers(row)?,
         };
-        // As f32, the type that is written.
+        // Compared as f32, the type that is written.
         let targets = self.targets_of(row)?.into_iter().map(|x| x as f32);
         let is_filled = self.filled_later().is_some();
         let is_refused = |x: &f32| !(x.is_finite() || is_filled && x.is_nan());
@@ -362,22 +364,23 @@ impl Rows {
         }))
     }
 
-    /// Mean and standard deviation of some rows, in one pass: of every channel of images, of every
-    /// column of tables. Constant columns get standard deviation 1.
+    /// Returns the mean and the standard deviation of some rows, in one pass: for every channel of
+    /// images, or every column of tables. Constant columns get standard deviation 1.
     fn scale(&self, rows: &RowSet) -> Result<Scale> {
         let places = *self.shape.last().unwrap_or(&1);
         let mut sums = vec![0.0f64; places];
         let mut squares = vec![0.0f64; places];
-        // Against the first row: far from zero the squares would swallow the deviations.
+        // Relative to the first row: far from zero, the squares would lose the deviations to
+        // rounding.
         let first: Vec<f64> = match rows.iter().next() {
             None => vec![0.0; places],
             Some(row) => self.numbers(row)?[..places].iter().map(|x| f64::from(*x)).collect(),
         };
         for row in rows.iter() {
             for (i, x) in self.numbers(row)?.into_iter().enumerate() {
-                let apart = f64::from(x) - first[i % places];
-                sums[i % places] += apart;
-                squares[i % places] += apart * apart;
+                let difference = f64::from(x) - first[i % places];
+                sums[i % places] += difference;
+                squares[i % places] += difference * difference;
             }
         }
         let count = (rows.len() * self.row_len() / places).max(1) as f64;
@@ -393,8 +396,8 @@ impl Rows {
     /// Writes all rows as shards.
     ///
     /// # Errors
-    /// A number is not finite, there are too few rows, shards in the directory already, or the file
-    /// system refused.
+    /// Returns an error if a number is not finite, there are too few rows, the directory holds
+    /// shards, or a file cannot be written.
     pub fn write(mut self, kept: &ImportOptions) -> Result<Imported> {
         refuse_shards(&kept.out)?;
         if kept.shards == 0 {
@@ -411,7 +414,7 @@ impl Rows {
                 Some(_) if kept.not_finite == NotFinite::Skip => {}
                 Some(found) => {
                     return Err(Error::input(found)
-                        .hint("mend the data, or leave such rows out with --not-finite skip"));
+                        .hint("mend the data, or skip such rows with --not-finite skip"));
                 }
             }
         }
@@ -436,12 +439,12 @@ impl Rows {
         let skipped = self.left_out + self.len() - rows.len();
         let is_class = all_classes;
         let class_names = self.classes.clone();
-        // Those with names are known, whether they occur or not.
+        // Classes with names are known, whether they occur or not.
         let classes =
             classes.filter(|_| is_class).max(Some(class_names.len()).filter(|known| *known > 0));
-        // Of each class by itself, or of all together.
+        // Counted for each named class, or for all rows together.
         let mut places = vec![0usize; class_names.len().max(1)];
-        // Rows without targets are to be predicted and stay together.
+        // Rows without targets are to be predicted and are not split.
         let every = if self.width > 0 { kept.every } else { 0 };
         let mut validation = RowSet::none_of(self.len());
         let mut train = RowSet::none_of(self.len());
@@ -458,7 +461,7 @@ impl Rows {
             } else {
                 "give one row or more"
             };
-            return Err(Error::input("there is no row of training data, or to predict").hint(hint));
+            return Err(Error::input("there are no rows to train on or to predict").hint(hint));
         }
         if train.len() < kept.shards {
             return Err(Error::input(format!(
@@ -488,9 +491,9 @@ impl Rows {
             );
         }
         std::fs::create_dir_all(&kept.out).map_err(|e| Error::io("create", &kept.out, e))?;
-        let part_of = |shard| Part { of: &train, range: part(train.len(), kept.shards, shard) };
+        let part_of = |shard| RowRange { of: &train, range: part(train.len(), kept.shards, shard) };
         let parts = (0..kept.shards).map(|shard| (Split::Train, shard, part_of(shard)));
-        let whole = Part { of: &validation, range: 0..validation.len() };
+        let whole = RowRange { of: &validation, range: 0..validation.len() };
         let validation = (validation.len() > 0).then_some((Split::Validation, 0, whole));
         let import = self.name(kept)?;
         let mut staged = Staged::default();
@@ -513,8 +516,8 @@ impl Rows {
         Ok(Imported { shards, shape, classes, class_names, skipped, tables, has_targets })
     }
 
-    /// Eight hexadecimal digits that tell this import from others: a checksum of the rows, their
-    /// shape and the settings of their selection.
+    /// Returns eight hexadecimal digits that distinguish this import from others: a checksum of the
+    /// rows, their shape and the settings of their selection.
     fn name(&self, kept: &ImportOptions) -> Result<String> {
         let mut hasher = crc32fast::Hasher::new();
         match &self.inputs {
@@ -547,7 +550,7 @@ impl Rows {
             return Err(e);
         }
         written.map_err(|e| Error::io("write", path, one_line(&e)))?;
-        // The name must never outlive the content.
+        // The file must not get its name before its content is on disk.
         std::fs::File::open(path)
             .and_then(|file| file.sync_all())
             .map_err(|e| Error::io("write", path, e))
@@ -658,7 +661,9 @@ impl Rows {
         }
         let texts = |texts: &mut dyn Iterator<Item = &String>| -> hdf5::Result<Vec<VarLenUnicode>> {
             texts
-                .map(|text| text.parse().map_err(|_| format!("{text:?} is no text").into()))
+                .map(|text| {
+                    text.parse().map_err(|_| format!("{text:?} cannot be stored as text").into())
+                })
                 .collect()
         };
         if let Some(files) = &self.files {

@@ -1,4 +1,4 @@
-//! Elements of an import that wait in a file without a name, so that they need no memory.
+//! Elements of an import that are kept in an unnamed temporary file, so that they need no memory.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -10,28 +10,28 @@ use bytemuck::Pod;
 
 use hpctrain_base::error::{Error, Result};
 
-/// Elements that are read at once.
+/// The number of elements that are read at once.
 const BLOCK: usize = 1 << 16;
 
-/// Elements in the order in which they were added: in memory, or in a file.
+/// Elements in the order in which they were appended, in memory or in a file.
 pub(super) enum Elements<T> {
     Memory(Vec<T>),
     Spooled(Spool<T>),
 }
 
-/// Elements in a file. It is read in ascending order, mostly.
+/// Elements in a file, which is mostly read in ascending order.
 pub(super) struct Spool<T> {
     file: File,
-    /// The file, for messages: the action that failed, and the path.
+    /// The action that failed and the path of the file, for messages.
     named: (&'static str, PathBuf),
-    /// Bytes before the first element.
+    /// The number of bytes before the first element.
     start: u64,
     len: usize,
-    /// The elements that were read last, and the first one's place.
+    /// The index of the first of the elements that were read last, and these elements.
     block: RefCell<(usize, Vec<T>)>,
 }
 
-/// A file that elements are added to.
+/// A temporary file that elements are appended to.
 pub(super) struct Spooler<T> {
     file: BufWriter<File>,
     folder: PathBuf,
@@ -40,7 +40,7 @@ pub(super) struct Spooler<T> {
 }
 
 impl<T: Pod> Elements<T> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         match self {
             Self::Memory(all) => all.len(),
@@ -48,7 +48,7 @@ impl<T: Pod> Elements<T> {
         }
     }
 
-    /// Adds `count` elements from `first` on to `to`.
+    /// Appends `count` elements from `first` on to `to`.
     pub fn append(&self, first: usize, count: usize, to: &mut Vec<T>) -> Result<()> {
         match self {
             Self::Memory(all) => to.extend_from_slice(&all[first..first + count]),
@@ -57,13 +57,13 @@ impl<T: Pod> Elements<T> {
         Ok(())
     }
 
-    /// The elements from `first` on.
+    /// Returns `count` elements from `first` on.
     pub fn get(&self, first: usize, count: usize) -> Result<Vec<T>> {
         let mut found = Vec::with_capacity(count);
         self.append(first, count, &mut found).map(|()| found)
     }
 
-    /// The elements from `first` on, as many as there is room for; nothing is read ahead.
+    /// Overwrites `to` with the elements from `first` on; nothing is read ahead.
     pub fn read(&self, first: usize, to: &mut [T]) -> Result<()> {
         match self {
             Self::Memory(all) => to.copy_from_slice(&all[first..first + to.len()]),
@@ -72,7 +72,7 @@ impl<T: Pod> Elements<T> {
         Ok(())
     }
 
-    /// All of them, a block at a time.
+    /// Calls `each` with all elements, a block at a time.
     pub fn blocks(&self, mut each: impl FnMut(&[T])) -> Result<()> {
         (0..self.len()).step_by(BLOCK).try_for_each(|first| {
             each(&self.get(first, BLOCK.min(self.len() - first))?);
@@ -82,7 +82,7 @@ impl<T: Pod> Elements<T> {
 }
 
 impl Elements<u8> {
-    /// The `len` bytes of a file from `start` on, which stay there.
+    /// Returns the `len` bytes of a file from `start` on, which are not copied.
     pub fn of_file(file: File, path: &Path, start: u64, len: usize) -> Self {
         Self::Spooled(Spool {
             file,
@@ -122,7 +122,7 @@ impl<T: Pod> Spool<T> {
 }
 
 impl<T: Pod> Spooler<T> {
-    /// A file without a name in `out`, or where it will be.
+    /// Creates an unnamed file in `out`, or in its closest existing parent directory.
     pub fn create(out: &Path) -> Result<Self> {
         let out = std::path::absolute(out).map_err(|e| Error::io("find", out, e))?;
         let folder = out.ancestors().find(|folder| folder.is_dir()).unwrap_or(&out).to_path_buf();
@@ -131,7 +131,7 @@ impl<T: Pod> Spooler<T> {
         Ok(Self { file: BufWriter::new(file), folder, len: 0, kind: std::marker::PhantomData })
     }
 
-    /// Adds elements.
+    /// Appends elements.
     pub fn push(&mut self, elements: &[T]) -> Result<()> {
         self.len += elements.len();
         let written = self.file.write_all(bytemuck::cast_slice(elements));
@@ -141,7 +141,7 @@ impl<T: Pod> Spooler<T> {
         })
     }
 
-    /// All that were added.
+    /// Returns all elements that were appended.
     pub fn finish(self) -> Result<Elements<T>> {
         let Self { file, folder, len, .. } = self;
         let file = file
@@ -177,7 +177,7 @@ mod tests {
             elements.blocks(|some| found.extend_from_slice(some)).unwrap();
             assert_eq!(found, all);
         }
-        // Nothing is left behind.
+        // No file is left behind.
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! From a stream of ids to token shards.
+//! Writing of a stream of ids to token shards.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,20 +8,20 @@ use crate::format::TokenShard;
 use crate::{Split, Tokenizer};
 use hpctrain_base::error::{Error, Result};
 
-/// Validation split, shards and destination of the ids.
+/// The validation split, the shards and the destination of the ids.
 #[derive(Debug, Clone)]
 pub struct StreamShards {
     /// The number of training shards.
     pub shards: usize,
-    /// The share of the ids, from the end, that goes to the validation shard.
+    /// The fraction of the ids, from the end, that goes to the validation shard.
     pub val_fraction: f64,
-    /// The directory to write into; it is made if missing and may hold no shards yet.
+    /// The directory to write into, which is created if missing and must not hold shards.
     pub out: PathBuf,
-    /// Deflate level from 0 to 9; `None` stores the ids as they are.
+    /// The deflate level from 0 to 9; `None` does not compress.
     pub compress: Option<u8>,
 }
 
-/// Result of an import.
+/// The result of an import.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Imported {
     /// The shards with their numbers of tokens, training first.
@@ -46,13 +46,13 @@ impl fmt::Display for Imported {
     }
 }
 
-/// Ids to be written.
+/// The properties of a stream of ids to be written.
 pub(super) struct Stream<'a> {
-    /// Their number.
+    /// The number of ids in the stream.
     pub count: usize,
-    /// None where only the number of ids is known.
+    /// The tokenizer; `None` if only the number of ids is known.
     pub tokenizer: Option<&'a Tokenizer>,
-    /// Number of different ids.
+    /// The number of different ids.
     pub vocabulary: usize,
     /// The imported file's name, without its directory.
     pub source: &'a str,
@@ -60,7 +60,8 @@ pub(super) struct Stream<'a> {
 }
 
 impl StreamShards {
-    /// One shard of all ids but the last tenth, which is for validation, as they are.
+    /// Creates the default options: one shard, with the last tenth of the ids for validation, not
+    /// compressed.
     pub fn new(out: impl Into<PathBuf>) -> Self {
         Self { shards: 1, val_fraction: 0.1, out: out.into(), compress: None }
     }

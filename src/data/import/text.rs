@@ -1,4 +1,4 @@
-//! From texts to token shards.
+//! Import of texts into token shards.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -11,24 +11,25 @@ use super::text_chunks::{Cut, PIECE, Pieces};
 use crate::{Tokenizer, TokenizerKind};
 use hpctrain_base::error::{Error, Result};
 
-/// Input and options of an import.
+/// The input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportText {
     /// Texts, which may be larger than memory: files, directories, or `-` for the standard input.
     pub inputs: Vec<PathBuf>,
-    /// Every line of the inputs is a JSON object, with the text of a document in this field; else
-    /// every file is a document.
+    /// The field with the text of a document, if every line of the inputs is a JSON object;
+    /// otherwise every file is a document.
     pub field: Option<String>,
     /// The text of a token that follows each document.
     pub end_of_text: Option<String>,
-    /// Tokenizer of the texts.
+    /// The tokenizer of the texts.
     pub tokenizer: TokenizerKind,
-    /// Validation split, shards and destination.
+    /// The validation split, the shards and the destination.
     pub to: StreamShards,
 }
 
 impl ImportText {
-    /// One file as one document, into one shard and one for validation.
+    /// Creates the options for one file as one document, with one training shard and one for
+    /// validation.
     pub fn new(
         input: impl Into<PathBuf>,
         tokenizer: TokenizerKind,
@@ -44,11 +45,11 @@ impl ImportText {
     }
 }
 
-/// Writes the tokens of the texts, one document after the other. Each is read once, a piece at a
-/// time; the ids wait in a file.
+/// Imports the tokens of the texts, one document after the other. Each text is read once, a piece
+/// at a time; the ids are kept in a temporary file.
 ///
 /// # Errors
-/// A text cannot be read or tokenized, or the file system refused.
+/// Returns an error if a text cannot be read or tokenized, or if a shard cannot be written.
 pub fn import_text(import: &ImportText) -> Result<Imported> {
     import.to.check()?;
     let mut documents = Documents::find(&import.inputs)?;
@@ -90,19 +91,19 @@ pub fn import_text(import: &ImportText) -> Result<Imported> {
     import.to.write(of, |first, count| renumber(&spooled, &renumbered, first, count))
 }
 
-/// Ids from `first` on, by their final numbers.
+/// Returns ids from `first` on, by their final numbers.
 fn renumber(ids: &Ids, renumbered: &[u32], first: usize, count: usize) -> Result<Vec<u32>> {
     let mut found = ids.get(first, count)?;
     if !renumbered.is_empty() {
-        // All of them are there.
+        // All of them are in the table.
         found.iter_mut().for_each(|id| *id = renumbered[*id as usize]);
     }
     Ok(found)
 }
 
-/// From texts to ids.
+/// Encodes texts to ids.
 enum Encoder {
-    /// By the characters of the texts, which are known at the end.
+    /// Encodes by the characters of the texts, which are all known at the end.
     Characters(Characters),
     Fixed(Tokenizer),
 }
@@ -115,7 +116,7 @@ impl Encoder {
         })
     }
 
-    /// The only token of `text`.
+    /// Returns the only token of `text`.
     fn token(&mut self, text: &str) -> Result<u32> {
         match self {
             Self::Fixed(tokenizer) => tokenizer.token(text),
@@ -132,7 +133,7 @@ impl Encoder {
         }
     }
 
-    /// Gives the ids of a document to `push`, some at a time.
+    /// Passes the ids of a document to `push`, some at a time.
     fn document(
         &mut self,
         name: &str,
@@ -176,7 +177,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// The tokenizer, and the final number of each id where that was not known before.
+    /// Returns the tokenizer, and the final number of each id if that was not known before.
     fn finish(self) -> (Tokenizer, Vec<u32>) {
         match self {
             Self::Fixed(tokenizer) => (tokenizer, vec![]),
@@ -185,19 +186,19 @@ impl Encoder {
     }
 }
 
-/// A piece as text, which it is.
+/// Returns a piece as text, which it must be.
 fn text(piece: &[u8]) -> Result<&str> {
     str::from_utf8(piece).map_err(|e| Error::internal(format!("a piece of text is none: {e}")))
 }
 
-/// Characters, numbered as they appear.
+/// Characters, numbered in order of appearance.
 struct Characters {
-    /// The number of each character, by its code point; [`NEW`] where it has none.
+    /// The number of each character, by its code point; [`NEW`] if it has none.
     numbers: Vec<u32>,
     seen: Vec<char>,
 }
 
-/// A character without a number.
+/// Stands for a character without a number.
 const NEW: u32 = u32::MAX;
 
 impl Characters {
@@ -205,7 +206,7 @@ impl Characters {
         Self { numbers: vec![NEW; char::MAX as usize + 1], seen: Vec::new() }
     }
 
-    /// The number of a character, which gets one.
+    /// Returns the number of a character, assigning one if it is new.
     fn id(&mut self, c: char) -> u32 {
         let number = &mut self.numbers[c as usize];
         if *number == NEW {
@@ -215,7 +216,7 @@ impl Characters {
         *number
     }
 
-    /// Adds the numbers of the characters of a text.
+    /// Appends the numbers of the characters of a text to `ids`.
     fn encode(&mut self, text: &str, ids: &mut Vec<u32>) {
         let mut rest = text;
         while !rest.is_empty() {
@@ -233,7 +234,7 @@ impl Characters {
         }
     }
 
-    /// The tokenizer, in which characters are sorted, and the id of each number.
+    /// Returns the tokenizer, whose characters are sorted, and the id of each number.
     fn finish(self) -> (Tokenizer, Vec<u32>) {
         let mut chars = self.seen.clone();
         chars.sort_unstable();

@@ -1,22 +1,22 @@
-//! A text that is read a piece at a time, however large it is.
+//! A text of any size, read a piece at a time.
 
 use std::io::Read;
 use std::path::Path;
 
 use hpctrain_base::error::{Error, Result};
 
-/// Bytes of a piece, at least, where the text goes on.
+/// The least number of bytes of a piece that is not the last.
 pub(super) const PIECE: usize = 256 << 10;
 
-/// Where pieces end.
+/// Where pieces may end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cut {
     /// Anywhere.
     Bytes,
     /// Between characters.
     Characters,
-    /// Where a white space follows something else: none of GPT-2's tokens goes on from there, and
-    /// none looks back, so that the tokens of the pieces are those of the whole.
+    /// Where white space follows something else: none of GPT-2's tokens spans such a place, and
+    /// none depends on text before it, so that the tokens of the pieces are those of the whole.
     Words,
 }
 
@@ -27,22 +27,22 @@ pub(super) struct Pieces<'a> {
     from: &'a mut dyn Read,
     cut: Cut,
     piece: usize,
-    /// Read: bytes that were handed out, then those that were not.
+    /// The bytes that were read: first those that were returned, then those that were not.
     buffer: Vec<u8>,
     given: usize,
-    /// Bytes that were handed out and are gone.
+    /// The number of returned bytes that are no longer in the buffer.
     passed: usize,
     is_at_end: bool,
 }
 
 impl<'a> Pieces<'a> {
-    /// Before the first piece of a text.
+    /// Creates the state before the first piece of a text.
     pub fn new(name: &'a str, from: &'a mut dyn Read, cut: Cut, piece: usize) -> Self {
         Self { name, from, cut, piece, buffer: Vec::new(), given: 0, passed: 0, is_at_end: false }
     }
 
-    /// The next piece and the place of its first byte; none at the end. It is UTF-8 unless cut
-    /// anywhere.
+    /// Returns the next piece and the position of its first byte; `None` at the end. It is UTF-8
+    /// unless `cut` is [`Cut::Bytes`].
     pub fn next(&mut self) -> Result<Option<(usize, &[u8])>> {
         self.buffer.drain(..self.given);
         self.passed += std::mem::take(&mut self.given);
@@ -62,14 +62,14 @@ impl<'a> Pieces<'a> {
         }
     }
 
-    /// Bytes that may be handed out.
+    /// Returns the number of bytes that may be returned.
     fn ready(&self) -> Result<usize> {
         if self.cut == Cut::Bytes {
             return Ok(self.buffer.len());
         }
         let valid = match str::from_utf8(&self.buffer) {
             Ok(text) => text,
-            // A character may go on in the next piece.
+            // A character may continue in the next piece.
             Err(e) if e.error_len().is_none() && !self.is_at_end => {
                 str::from_utf8(&self.buffer[..e.valid_up_to()]).unwrap_or_default()
             }
@@ -142,7 +142,7 @@ mod tests {
             }
         };
         assert!(error.contains("text: byte 10 is not UTF-8"), "{error}");
-        // Half a character at the end.
+        // An incomplete character at the end.
         assert!(Pieces::new("text", &mut &[0xc3][..], Cut::Characters, 4).next().is_err());
     }
 }

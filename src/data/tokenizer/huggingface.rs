@@ -1,4 +1,4 @@
-//! Tokenizers of Hugging Face's `tokenizer.json`, by the crate `tokenizers`.
+//! Tokenizers in the format of Hugging Face's `tokenizer.json`, with the crate `tokenizers`.
 //!
 //! The file is kept with its keys in alphabetical order and without white space, so that two copies
 //! of it are equal. It is parsed when a text is first encoded or decoded: most ranks of a job never
@@ -16,21 +16,21 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::time_limit::within;
 use hpctrain_base::{panics, safe_open};
 
-/// A `tokenizer.json`, and what its neighbours say of the tokens that begin and end a text. Two are
-/// equal if the files are.
+/// A `tokenizer.json`, and the tokens that begin and end a text according to the files next to it.
+/// Two are equal if the files are.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(into = "Stored", from = "Stored")]
 pub struct HuggingFace {
     file: Arc<File>,
-    /// The text of `tokenizer_config.json`, if one came along.
+    /// The text of `tokenizer_config.json`, if there is one.
     config: Option<Arc<str>>,
     begin: Option<u32>,
     end: Option<u32>,
-    /// The path that it was read from; none of one that was kept in shards or a manifest.
+    /// The path that it was read from; `None` if it was stored in shards or a manifest.
     path: Option<Arc<Path>>,
 }
 
-/// The form in shards and manifests.
+/// The form in which shards and manifests store a tokenizer.
 #[derive(Serialize, Deserialize)]
 struct Stored {
     vocabulary: usize,
@@ -46,24 +46,24 @@ struct Stored {
 /// A `tokenizer.json`.
 struct File {
     text: String,
-    /// The largest id and one more.
+    /// The largest id plus 1.
     vocabulary: usize,
-    /// Parsed on first use; else the reason why that failed.
+    /// The parsed file, or the error of parsing it; set on first use.
     parsed: OnceLock<Result<Parsed, String>>,
 }
 
-/// The way in which a text is encoded.
+/// How a text is encoded.
 #[derive(Debug, Clone, Copy)]
 enum How {
-    /// Ids alone.
+    /// Ids only.
     Plain,
-    /// Ids alone, with those that the post-processor adds.
+    /// Ids, including those that the post-processor adds.
     Processed,
-    /// Ids and their places.
+    /// Ids and their positions.
     Placed,
 }
 
-/// Files in use: the shards of a data set mostly have the same one, which is kept once.
+/// The files in use: the shards of a data set usually have the same one, which is stored once.
 static FILES: Mutex<Vec<Weak<File>>> = Mutex::new(Vec::new());
 
 impl File {
@@ -81,12 +81,10 @@ impl File {
 
     fn parsed(&self) -> Result<&Parsed, String> {
         let parsed = self.parsed.get_or_init(|| parse(&self.text));
-        parsed
-            .as_ref()
-            .map_err(|e| format!("the tokenizer.json that was kept is not understood: {e}"))
+        parsed.as_ref().map_err(|e| format!("the stored tokenizer.json cannot be parsed: {e}"))
     }
 
-    /// Encodes a text without the places of its tokens, or with them.
+    /// Encodes a text as `how` specifies.
     fn encode(&self, text: &str, how: How) -> Result<Encoding, String> {
         let parsed = self.parsed()?;
         let encoding = match how {
@@ -141,7 +139,7 @@ impl fmt::Debug for HuggingFace {
     }
 }
 
-/// A token of a text with its place, in bytes.
+/// A token of a text with its position in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placed {
     pub id: u32,
@@ -150,10 +148,10 @@ pub(crate) struct Placed {
 }
 
 impl HuggingFace {
-    /// The JSON value of the file at `path`.
+    /// Reads the JSON value of the file at `path`.
     ///
     /// # Errors
-    /// It cannot be read, or is no JSON.
+    /// Returns an error if the file cannot be read, or is not JSON.
     pub(super) fn value(path: &Path) -> Result<Value> {
         let text = safe_open::read(path).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => {
@@ -162,70 +160,72 @@ impl HuggingFace {
             _ => Error::io("read", path, e),
         })?;
         serde_json::from_slice(&text).map_err(|e| {
-            Error::input(format!("{} is no tokenizer.json: {e}", path.display())).hint(GIVE)
+            Error::input(format!("{} is not a valid tokenizer.json: {e}", path.display()))
+                .hint(GIVE)
         })
     }
 
-    /// The tokenizer of the content of a `tokenizer.json`.
+    /// Creates a tokenizer from the content of a `tokenizer.json`.
     ///
     /// # Errors
-    /// The crate `tokenizers` does not understand it, or it has no ids.
+    /// Returns an error if the crate `tokenizers` cannot parse it, or if it has no ids.
     pub(crate) fn new(value: &Value) -> Result<Self> {
         let text = value.to_string();
         let parsed = parse(&text).map_err(|e| {
-            Error::input(format!("not understood as a tokenizer.json: {e}")).hint(GIVE)
+            Error::input(format!("cannot be parsed as a tokenizer.json: {e}")).hint(GIVE)
         })?;
         let largest = parsed.get_vocab(true).into_values().max();
         let vocabulary =
             largest.ok_or_else(|| Error::input("the tokenizer has no ids").hint(GIVE))? as usize
                 + 1;
         let file = File::shared(text, vocabulary);
-        // Another thread's is the same.
+        // If another thread has set it, the value is the same.
         let _ = file.parsed.set(Ok(parsed));
         Ok(Self { file, config: None, begin: None, end: None, path: None })
     }
 
-    /// The same tokenizer with the path that it was read from, which errors name.
+    /// Returns the tokenizer with the path that it was read from, which errors name.
     pub(super) fn read_from(self, path: PathBuf) -> Self {
         Self { path: Some(path.into()), ..self }
     }
 
-    /// The same tokenizer with the text of its `tokenizer_config.json`, and with tokens that begin
-    /// and end a text.
+    /// Returns the tokenizer with the text of its `tokenizer_config.json`, and with tokens that
+    /// begin and end a text.
     pub(super) fn with(self, config: Option<String>, begin: Option<u32>, end: Option<u32>) -> Self {
         Self { config: config.map(Into::into), begin, end, ..self }
     }
 
-    /// The same tokenizer, with a token that ends a text.
+    /// Returns the tokenizer with a token that ends a text.
     pub(super) fn ended(self, end: u32) -> Self {
         Self { end: Some(end), ..self }
     }
 
-    /// The largest id and one more.
+    /// Returns the largest id plus 1.
     pub(super) fn vocabulary(&self) -> usize {
         self.file.vocabulary
     }
 
-    /// The text of the file.
+    /// Returns the text of the file.
     pub(super) fn text(&self) -> &str {
         &self.file.text
     }
 
-    /// The text of its `tokenizer_config.json`, if one came along.
+    /// Returns the text of its `tokenizer_config.json`, if there is one.
     pub(super) fn config(&self) -> Option<&str> {
         self.config.as_deref()
     }
 
-    /// Tokens that begin and end a text, where they are known.
+    /// Returns the tokens that begin and end a text, if they are known.
     pub(super) fn ends(&self) -> [Option<u32>; 2] {
         [self.begin, self.end]
     }
 
     /// Encodes a text in at most `seconds`.
     ///
-    /// Expressions of a file are unknown. Oniguruma gives up one that backtracks more than ten
-    /// million times from one place, by a panic of its crate. It does not count the characters that
-    /// an expression reads again and again in between, so only time limits those.
+    /// The regular expressions of a file may be anything. Oniguruma gives up one that backtracks
+    /// more than ten million times from one position, by a panic of its crate. It does not count
+    /// the characters that an expression reads repeatedly in between, so only the time limit stops
+    /// those.
     fn encoded(&self, text: &str, how: How, seconds: u64) -> Result<Encoding> {
         let file = self.file.clone();
         let copy = text.to_owned();
@@ -239,20 +239,18 @@ impl HuggingFace {
         }
     }
 
-    /// The error of a text that the tokenizer does not encode.
+    /// Returns the error of a text that the tokenizer does not encode.
     fn failed(&self, how: &str) -> Error {
-        let name = self
-            .path
-            .as_deref()
-            .map_or("the tokenizer.json that was kept".into(), Path::to_string_lossy);
+        let name =
+            self.path.as_deref().map_or("the stored tokenizer.json".into(), Path::to_string_lossy);
         Error::input(format!("{name} {how}")).hint(
-            "an expression of its pre_tokenizer or normalizer probably backtracks too much on this text: simplify it, take the text \
-             out, or give another tokenizer",
+            "an expression of its pre_tokenizer or normalizer probably backtracks too much on this text: simplify it, remove the text, \
+             or give another tokenizer",
         )
     }
 
-    /// The ids of a text, which is a whole: no token is added before or behind it. Texts of special
-    /// tokens become those.
+    /// Returns the ids of a complete text, without adding tokens before or after it. Texts of
+    /// special tokens become those.
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.encoded(text, How::Plain, TIMEOUT)?;
         let ids = encoding.get_ids().to_vec();
@@ -260,9 +258,9 @@ impl HuggingFace {
         Ok(ids)
     }
 
-    /// The ids of a text to continue, as `transformers` encodes it: behind the token that begins a
-    /// text, if the file's post-processor or `add_bos_token` in `tokenizer_config.json` puts it
-    /// there.
+    /// Returns the ids of a text to continue, as `transformers` encodes it: after the token that
+    /// begins a text, if the file's post-processor or `add_bos_token` in `tokenizer_config.json`
+    /// adds one.
     pub(super) fn prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text)?;
         if let Some(begin) = self.begin.filter(|begin| ids.first() != Some(begin))
@@ -283,7 +281,7 @@ impl HuggingFace {
         config.is_some_and(|config| config["add_bos_token"] == true)
     }
 
-    /// As [`HuggingFace::encode`], with the places of the tokens.
+    /// Encodes a text like [`HuggingFace::encode`], with the positions of the tokens.
     pub(crate) fn placed(&self, text: &str) -> Result<Vec<Placed>> {
         let encoding = self.encoded(text, How::Placed, TIMEOUT)?;
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
@@ -293,42 +291,43 @@ impl HuggingFace {
         Ok(tokens)
     }
 
-    /// Shards and manifests tell the number of ids beside the file.
+    /// Returns an error if an id is not below the number of ids that shards and manifests record.
     fn check(&self, mut ids: impl Iterator<Item = u32>) -> Result<()> {
         match ids.find(|id| *id as usize >= self.file.vocabulary) {
             None => Ok(()),
             Some(id) => Err(Error::input(format!(
-                "the tokenizer gives id {id}, but is said to have {}",
+                "the tokenizer gives id {id}, but is recorded to have {} ids",
                 self.file.vocabulary
             ))
             .hint("import the data again, with its tokenizer.json")),
         }
     }
 
-    /// The text of `ids`, special tokens included; U+FFFD where there is none.
+    /// Returns the text of `ids`, special tokens included; U+FFFD if there is none.
     pub(super) fn decode(&self, ids: &[u32]) -> String {
         let replaced = || char::REPLACEMENT_CHARACTER.to_string().repeat(ids.len());
         let decode = || self.file.parsed().ok()?.decode(ids, false).ok();
         panics::caught(decode).ok().flatten().unwrap_or_else(replaced)
     }
 
-    /// The id of a token by its text, as the vocabulary spells it.
+    /// Returns the id of a token by its text, as the vocabulary spells it.
     pub(super) fn token(&self, text: &str) -> Option<u32> {
         self.file.parsed().ok()?.token_to_id(text)
     }
 
-    /// The spelling of a token.
+    /// Returns the spelling of a token.
     pub(super) fn spelling(&self, id: u32) -> Option<String> {
         self.file.parsed().ok()?.id_to_token(id)
     }
 }
 
-/// Seconds that a text may take: windows of an import take less than one.
+/// The seconds that encoding a text may take: windows of an import take less than one.
 const TIMEOUT: u64 = 60;
 
 const GIVE: &str = "give the tokenizer.json of a model, as Hugging Face's libraries write it";
 
-/// The file's own limits of lengths are those of a model's inputs, not of texts to learn from.
+/// Parses a file, and disables its limits of lengths, which are those of a model's inputs rather
+/// than of texts to train on.
 fn parse(text: &str) -> Result<Parsed, String> {
     let mut parsed = panics::caught(|| Parsed::from_bytes(text))?.map_err(|e| e.to_string())?;
     parsed.with_truncation(None).map_err(|e| e.to_string())?;
@@ -347,7 +346,9 @@ mod tests {
         assert_eq!(tokenizer.encoded("ab", How::Plain, TIMEOUT).unwrap().len(), 2);
         let error = tokenizer.encoded("ab", How::Plain, 0).unwrap_err().to_string();
         assert!(
-            error.starts_with("the tokenizer.json that was kept has not encoded 2 bytes of text within 0 s\nhint: "),
+            error.starts_with(
+                "the stored tokenizer.json has not encoded 2 bytes of text within 0 s\nhint: "
+            ),
             "{error}"
         );
         let error = tokenizer

@@ -1,4 +1,4 @@
-//! Text to token ids and back.
+//! Conversion of text to token ids and back.
 
 mod huggingface;
 mod to_hf;
@@ -15,13 +15,13 @@ use hpctrain_base::error::{Error, Result};
 pub use huggingface::HuggingFace;
 pub(super) use huggingface::Placed;
 
-/// GPT-2's token between texts, its last one.
+/// The text of GPT-2's last token, which separates texts.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// Ids of GPT-2.
+/// The number of ids of GPT-2.
 const GPT2_IDS: usize = 50257;
 
-/// The tokenizers as users name them, before a text has given them their vocabulary.
+/// The tokenizers as users name them, without a vocabulary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenizerKind {
     /// One id for each distinct character of the text.
@@ -30,14 +30,15 @@ pub enum TokenizerKind {
     Byte,
     /// The byte-pair encoding of GPT-2, 50257 ids.
     Gpt2,
-    /// That of a Hugging Face `tokenizer.json`.
+    /// The tokenizer of a Hugging Face `tokenizer.json`.
     File(PathBuf),
 }
 
 impl FromStr for TokenizerKind {
     type Err = String;
 
-    /// `char`, `byte`, `gpt2`, or a path: with a slash, or a name that ends with `.json`.
+    /// Parses `char`, `byte`, `gpt2`, or a path: a text with a slash, or one that ends with
+    /// `.json`.
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "char" => Ok(Self::Char),
@@ -49,28 +50,28 @@ impl FromStr for TokenizerKind {
     }
 }
 
-/// A tokenizer with its vocabulary; stored as JSON in each shard it wrote.
+/// A tokenizer with its vocabulary, stored as JSON in each shard that it encoded.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Tokenizer {
-    /// The id of a character is its place in `chars`.
+    /// One id for each character, which is its index in `chars`.
     Char {
-        /// Sorted and distinct.
+        /// The characters, sorted and distinct.
         chars: Vec<char>,
     },
-    /// The id of a byte is its value.
+    /// One id for each byte, which is its value.
     Byte,
     /// The byte-pair encoding of GPT-2.
     Gpt2,
-    /// That of a Hugging Face `tokenizer.json`.
+    /// The tokenizer of a Hugging Face `tokenizer.json`.
     HuggingFace(HuggingFace),
 }
 
 impl Tokenizer {
-    /// The tokenizer of this kind whose vocabulary covers `text`.
+    /// Creates the tokenizer of this kind whose vocabulary covers `text`.
     ///
     /// # Errors
-    /// As [`Tokenizer::read`], of one in a file.
+    /// Returns an error if `kind` is a file and [`Tokenizer::read`] does.
     pub fn for_text(kind: &TokenizerKind, text: &str) -> Result<Self> {
         Ok(match kind {
             TokenizerKind::Char => {
@@ -83,11 +84,11 @@ impl Tokenizer {
         })
     }
 
-    /// The tokenizer of the `tokenizer.json` at `path`: one of this crate's own where
-    /// [`Tokenizer::file`] wrote it.
+    /// Reads the tokenizer of the `tokenizer.json` at `path`. If [`Tokenizer::file`] wrote it, this
+    /// is one of this crate's own tokenizers.
     ///
     /// # Errors
-    /// It cannot be read, or is no such file.
+    /// Returns an error if the file cannot be read, or is not a `tokenizer.json`.
     pub fn read(path: &Path) -> Result<Self> {
         let value = HuggingFace::value(path)?;
         match to_hf::recognised(&value) {
@@ -99,8 +100,8 @@ impl Tokenizer {
         }
     }
 
-    /// The same tokenizer with the text of its `tokenizer_config.json`, and with tokens that begin
-    /// and end a text. Those of this crate's own are known.
+    /// Returns the tokenizer with the text of its `tokenizer_config.json`, and with tokens that
+    /// begin and end a text. This crate's own tokenizers ignore both.
     pub fn with(self, config: Option<String>, begin: Option<u32>, end: Option<u32>) -> Self {
         match self {
             Self::HuggingFace(file) => Self::HuggingFace(file.with(config, begin, end)),
@@ -108,7 +109,7 @@ impl Tokenizer {
         }
     }
 
-    /// The same tokenizer, with a token that ends a text, which a [`HuggingFace`] one keeps.
+    /// Returns the tokenizer with a token that ends a text, which only a [`HuggingFace`] one keeps.
     pub(super) fn ended(self, end: Option<u32>) -> Self {
         match (self, end) {
             (Self::HuggingFace(file), Some(end)) => Self::HuggingFace(file.ended(end)),
@@ -116,10 +117,10 @@ impl Tokenizer {
         }
     }
 
-    /// The content of its `tokenizer.json`.
+    /// Returns the content of its `tokenizer.json`.
     ///
     /// # Errors
-    /// A promise of this program is broken.
+    /// Returns an internal error if the tokenizer cannot be serialised.
     pub fn file(&self) -> Result<String> {
         let text = |value: &Value| {
             serde_json::to_string_pretty(value).map_err(|e| Error::internal(e.to_string()))
@@ -135,10 +136,10 @@ impl Tokenizer {
         }
     }
 
-    /// The content of its `tokenizer_config.json`, for a model of so many positions.
+    /// Returns the content of its `tokenizer_config.json`, for a model of `context` positions.
     ///
     /// # Errors
-    /// A promise of this program is broken.
+    /// Returns an internal error if the content cannot be serialised.
     pub fn settings(&self, context: usize) -> Result<String> {
         if let Self::HuggingFace(file) = self
             && let Some(config) = file.config()
@@ -148,7 +149,7 @@ impl Tokenizer {
         let mut settings = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": context,
-            // Spaces before punctuation are text.
+            // Spaces before punctuation are part of the text.
             "clean_up_tokenization_spaces": false,
         });
         for (key, id) in ["bos_token", "eos_token"].into_iter().zip(self.ends()) {
@@ -159,11 +160,11 @@ impl Tokenizer {
         serde_json::to_string_pretty(&settings).map_err(|e| Error::internal(e.to_string()))
     }
 
-    /// The ids of a text to continue: as [`Tokenizer::encode`], behind the token that begins a text
-    /// where the tokenizer of an imported model puts one.
+    /// Returns the ids of a text to continue: like [`Tokenizer::encode`], but after the token that
+    /// begins a text if the tokenizer of an imported model adds one.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode`].
+    /// Returns an error if [`Tokenizer::encode`] does.
     pub fn prompt(&self, text: &str) -> Result<Vec<u32>> {
         match self {
             Self::HuggingFace(file) => file.prompt(text),
@@ -171,7 +172,7 @@ impl Tokenizer {
         }
     }
 
-    /// Tokens that begin and end a text, where there are some.
+    /// Returns the tokens that begin and end a text, if there are any.
     pub fn ends(&self) -> [Option<u32>; 2] {
         match self {
             Self::Char { .. } | Self::Byte => [None, None],
@@ -187,11 +188,11 @@ impl Tokenizer {
         }
     }
 
-    /// The only token of `text`: one of the vocabulary that is spelled so, or the one that it
-    /// becomes.
+    /// Returns the only token of `text`: the token of the vocabulary with this spelling, or the one
+    /// that the text is encoded to.
     ///
     /// # Errors
-    /// There is none, or there are several.
+    /// Returns an error if there is no such token, or if there are several.
     pub fn token(&self, text: &str) -> Result<u32> {
         let named = match self {
             Self::Char { .. } | Self::Byte => None,
@@ -208,7 +209,7 @@ impl Tokenizer {
             ))
             .hint("give the text of one token")),
             Err(e) => Err(Error::input(format!(
-                "{text:?} is no token of the tokenizer {}: {}",
+                "{text:?} is not a token of the tokenizer {}: {}",
                 self.name(),
                 e.message()
             ))
@@ -216,10 +217,10 @@ impl Tokenizer {
         }
     }
 
-    /// Reads the output of [`to_json`](Self::to_json).
+    /// Parses the output of [`to_json`](Self::to_json).
     pub(super) fn from_json(json: &str) -> Result<Self> {
         let tokenizer: Self = serde_json::from_str(json)
-            .map_err(|e| Error::input(format!("tokenizer is not understood: {e}")))?;
+            .map_err(|e| Error::input(format!("tokenizer cannot be parsed: {e}")))?;
         if let Self::Char { chars } = &tokenizer
             && !chars.is_sorted_by(|a, b| a < b)
         {
@@ -228,22 +229,24 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// The form in which shards carry it.
+    /// Returns the form in which shards store the tokenizer.
     pub(super) fn to_json(&self) -> Result<String> {
         serde_json::to_string(self)
             .map_err(|e| Error::internal(format!("tokenizer does not serialise: {e}")))
     }
 
-    /// The ids of `text`. Of [`HuggingFace`] ones those of the crate `tokenizers` for it, without
-    /// tokens before and behind it.
+    /// Returns the ids of `text`. For [`HuggingFace`] tokenizers these are the ids of the crate
+    /// `tokenizers`, without tokens before and after the text.
     ///
     /// # Errors
-    /// It has a character that the vocabulary lacks, or the tokenizer refuses it.
+    /// Returns an error if `text` has a character that the vocabulary lacks, or if the tokenizer
+    /// fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_from(text, 0)
     }
 
-    /// As [`Tokenizer::encode`], of a piece of a text, whose first byte has this place.
+    /// Encodes a piece of a text like [`Tokenizer::encode`]; its first byte has the position
+    /// `place`.
     pub(super) fn encode_from(&self, text: &str, place: usize) -> Result<Vec<u32>> {
         match self {
             Self::Char { chars } => {
@@ -254,7 +257,7 @@ impl Tokenizer {
                 text.char_indices().map(id).collect()
             }
             Self::Byte => Ok(text.bytes().map(u32::from).collect()),
-            // No special token is allowed in; unlike `encode_ordinary` this cannot panic.
+            // No special token is allowed; unlike `encode_ordinary` this cannot panic.
             Self::Gpt2 => {
                 match tiktoken_rs::r50k_base_singleton().encode(text, &HashSet::new()) {
                     Ok((ids, _)) => Ok(ids),
@@ -268,7 +271,7 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `ids`; ids outside the vocabulary and broken UTF-8 become U+FFFD.
+    /// Returns the text of `ids`; ids outside the vocabulary and broken UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
         let replacement = char::REPLACEMENT_CHARACTER;
         match self {
@@ -284,15 +287,15 @@ impl Tokenizer {
         }
     }
 
-    /// The text that `ids` add to that of the ids `before` them: a tokenizer may drop the space
-    /// before the first word of a text.
+    /// Returns the text that `ids` add to that of the ids `before` them: a tokenizer may drop the
+    /// space before the first word of a text.
     pub fn decode_after(&self, before: &[u32], ids: &[u32]) -> String {
         let Self::HuggingFace(file) = self else { return self.decode(ids) };
         let whole = file.decode(&[before, ids].concat());
         whole.strip_prefix(&file.decode(before)).map_or_else(|| file.decode(ids), str::to_owned)
     }
 
-    /// Size of the vocabulary: the largest id and one more.
+    /// Returns the size of the vocabulary: the largest id plus 1.
     pub fn vocabulary(&self) -> usize {
         match self {
             Self::Char { chars } => chars.len(),
@@ -302,7 +305,7 @@ impl Tokenizer {
         }
     }
 
-    /// The name by which users choose it.
+    /// Returns the name by which users choose the tokenizer.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Char { .. } => "char",
@@ -321,7 +324,7 @@ fn unknown_character(c: char, at: usize, vocabulary: usize) -> Error {
     .hint("use only characters of the text that was imported, or import it with tokenizer byte or gpt2")
 }
 
-/// Joins the bytes of all ids before looking for characters, which may span several ids.
+/// Returns the text of the joined bytes of all ids, since characters may span several ids.
 fn decode_bytes(ids: &[u32], bytes_of: impl Fn(u32) -> Option<Vec<u8>>) -> String {
     let mut bytes = Vec::new();
     for &id in ids {

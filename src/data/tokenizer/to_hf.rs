@@ -1,6 +1,6 @@
-//! The tokenizers of this crate as a `tokenizer.json` that Hugging Face's libraries read.
+//! Conversion of this crate's tokenizers to a `tokenizer.json` that Hugging Face's libraries read.
 //!
-//! All three are byte-pair encodings there: of characters or bytes, without merges; or GPT-2's.
+//! All three become byte-pair encodings: of characters or bytes, without merges; or GPT-2's.
 
 use std::collections::HashMap;
 
@@ -9,10 +9,10 @@ use serde_json::{Map, Value, json};
 use super::{END_OF_TEXT, GPT2_IDS, Tokenizer};
 use hpctrain_base::error::{Error, Result};
 
-/// The content of the `tokenizer.json` of a tokenizer; none of one that came from such a file.
+/// Returns the content of the `tokenizer.json` of a tokenizer; `None` if it came from such a file.
 ///
 /// # Errors
-/// The vocabulary of GPT-2 is not what it should be: a bug.
+/// Returns an internal error if the vocabulary of GPT-2 is not as expected.
 pub(super) fn written(tokenizer: &Tokenizer) -> Result<Option<Value>> {
     Ok(match tokenizer {
         Tokenizer::Char { chars } => {
@@ -39,7 +39,7 @@ pub(super) fn written(tokenizer: &Tokenizer) -> Result<Option<Value>> {
     })
 }
 
-/// The tokenizer of this crate that is written as this content, if one is.
+/// Returns the tokenizer of this crate that is written as this content, if there is one.
 pub(super) fn recognised(value: &Value) -> Option<Tokenizer> {
     let vocabulary = value.get("model")?.get("vocab")?.as_object()?;
     let candidate = match vocabulary.len() {
@@ -91,13 +91,14 @@ fn file(
     })
 }
 
-/// Bytes as characters; words by GPT-2's pattern, or the whole text as one.
+/// Returns a step that turns bytes into characters, and splits words by GPT-2's pattern if
+/// `is_cut`.
 fn byte_level(is_cut: bool) -> Value {
     json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": is_cut })
 }
 
-/// GPT-2's spelling of bytes (`bytes_to_unicode` of its `encoder.py`): those of printable
-/// characters of Latin-1 stand for themselves, the others for the characters from U+0100 on.
+/// Returns GPT-2's spelling of bytes (`bytes_to_unicode` of its `encoder.py`): bytes of printable
+/// characters of Latin-1 become those, the others become the characters from U+0100 on.
 fn spelling(bytes: &[u8]) -> String {
     let is_itself = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let of_byte = |&byte: &u8| match is_itself(byte) {
@@ -110,8 +111,8 @@ fn spelling(bytes: &[u8]) -> String {
     bytes.iter().map(of_byte).collect()
 }
 
-/// Vocabulary and merges of GPT-2. Its ids are ranks: a token is the merge of the two parts that
-/// merges of lower rank leave of it.
+/// Returns the vocabulary and the merges of GPT-2. Its ids are ranks: a token is the merge of the
+/// two parts that remain of it after the merges of lower rank.
 fn gpt2() -> Result<(Map<String, Value>, Vec<String>)> {
     let ids = GPT2_IDS as u32 - 1;
     let of_id = |id: u32| {
@@ -123,7 +124,7 @@ fn gpt2() -> Result<(Map<String, Value>, Vec<String>)> {
         tokens.iter().enumerate().map(|(id, bytes)| (&bytes[..], id)).collect();
     let mut merges = Vec::with_capacity(tokens.len());
     for (id, bytes) in tokens.iter().enumerate().filter(|(_, bytes)| bytes.len() > 1) {
-        // Ends of the parts.
+        // The ends of the parts.
         let mut ends: Vec<usize> = (0..=bytes.len()).collect();
         while ends.len() > 3 {
             let rank = |at: &usize| {
@@ -131,7 +132,7 @@ fn gpt2() -> Result<(Map<String, Value>, Vec<String>)> {
             };
             let lowest = (0..ends.len() - 2).filter_map(|at| Some((rank(&at)?, at))).min();
             let (_, at) = lowest.ok_or_else(|| {
-                Error::internal(format!("GPT-2's token {id} is no merge of others"))
+                Error::internal(format!("GPT-2's token {id} is not a merge of other tokens"))
             })?;
             ends.remove(at + 1);
         }

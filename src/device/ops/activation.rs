@@ -1,9 +1,9 @@
-//! Functions of every element.
+//! Elementwise activation functions.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// A function of every element.
+/// An elementwise activation function.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activation {
     /// max(x, 0).
@@ -20,15 +20,15 @@ pub enum Activation {
     Sigmoid,
 }
 
-/// Names of a function: in profiles, and of its kernels on a device that has one for each.
+/// Names of a function in profiles, and of its kernels on a device that has one for each.
 pub struct Names {
-    /// Of the function, in profiles.
+    /// The name of the function in profiles.
     pub forward: &'static str,
-    /// Of its gradient, in profiles.
+    /// The name of its gradient in profiles.
     pub backward: &'static str,
-    /// Of its kernel.
+    /// The name of its kernel.
     pub map: &'static str,
-    /// Of the kernel of its gradient.
+    /// The name of the kernel of its gradient.
     pub scale: &'static str,
 }
 
@@ -44,7 +44,8 @@ macro_rules! names {
 }
 
 impl Activation {
-    /// The constant of a function that has one, for kernels that take it; zero of the others.
+    /// Returns the constant of a function that has one, for kernels that take it; zero for the
+    /// others.
     pub fn parameter(self) -> f32 {
         match self {
             Activation::LeakyRelu(slope) => slope,
@@ -52,7 +53,7 @@ impl Activation {
         }
     }
 
-    /// Its names.
+    /// Returns its names.
     pub fn names(self) -> Names {
         match self {
             Activation::Relu => names!("relu"),
@@ -65,13 +66,13 @@ impl Activation {
     }
 }
 
-/// Functions of every element.
+/// Elementwise activation functions.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ActivationOps: Backend {
-    /// `y = f(x)`; overwrites.
+    /// Computes `y = f(x)`; overwrites.
     fn activation(&self, f: Activation, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
-    /// `dy *= f'(x)`, in place.
+    /// Computes `dy *= f'(x)` in place.
     fn activation_backward(
         &self,
         f: Activation,
@@ -81,12 +82,12 @@ pub trait ActivationOps: Backend {
 }
 
 impl KernelCost {
-    /// A function of every element.
+    /// Returns the cost of an activation function.
     pub fn activation(f: Activation, len: usize) -> Self {
         Self::moves(f.names().forward, 2 * len).on([len])
     }
 
-    /// Its gradient in place.
+    /// Returns the cost of its gradient in place.
     pub fn activation_backward(f: Activation, len: usize) -> Self {
         Self::moves(f.names().backward, 3 * len).on([len])
     }

@@ -3,30 +3,30 @@
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Causal multi-head attention over packed queries, keys and values; with fewer heads of keys and
-/// values than of queries, grouped-query attention (Ainslie et al., 2023).
+/// Causal multi-head attention over packed queries, keys and values; grouped-query attention
+/// (Ainslie et al., 2023) if there are fewer key/value heads than query heads.
 #[derive(Debug, Clone, Copy)]
 pub struct Attention {
-    /// Sequences.
+    /// The number of sequences.
     pub batch: usize,
-    /// Positions a sequence.
+    /// The number of positions in a sequence.
     pub time: usize,
-    /// Heads of queries.
+    /// The number of query heads.
     pub heads: usize,
-    /// Heads of keys and values, a divisor of `heads`: as many neighbouring heads of queries share
-    /// one.
+    /// The number of key/value heads, a divisor of `heads`: `heads / kv_heads` neighbouring query
+    /// heads share one.
     pub kv_heads: usize,
-    /// Width of one head.
+    /// The width of a head.
     pub head_width: usize,
 }
 
 impl Attention {
-    /// Columns of a row of queries, keys and values.
+    /// Returns the columns of a packed row of queries, keys and values.
     pub fn packed_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_width
     }
 
-    /// Heads of queries that share one of keys and values.
+    /// Returns the number of query heads that share a key/value head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
@@ -36,9 +36,9 @@ impl Attention {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait AttentionOps: Backend {
-    /// Attention over `qkv` (rows × [`Attention::packed_width`]: queries, keys, values) into `y`
-    /// (rows × d); overwrites `y` and `lse` (b·h·t: log of the softmax's denominator, all that the
-    /// backward needs of the probabilities).
+    /// Computes attention over `qkv` (rows × [`Attention::packed_width`]: queries, keys, values)
+    /// into `y` (rows × d); overwrites `y` and `lse` (b·h·t: the log of the softmax's denominator,
+    /// all that the backward needs of the probabilities).
     fn attention(
         &self,
         shape: Attention,
@@ -46,8 +46,8 @@ pub trait AttentionOps: Backend {
         y: Self::ViewMut<'_>,
         lse: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// As [`AttentionOps::attention`] of one sequence, for its positions from `first` on: `qkv` has
-    /// the rows of all positions, `y` and `lse` (h·(t − first)) have those of the later ones.
+    /// Computes attention of one sequence for its positions from `first` on: `qkv` has the rows of
+    /// all positions, `y` and `lse` (h·(t − first)) those of the positions from `first` on.
     fn attention_from(
         &self,
         shape: Attention,
@@ -56,7 +56,7 @@ pub trait AttentionOps: Backend {
         y: Self::ViewMut<'_>,
         lse: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Overwrites `dqkv`.
+    /// Computes the gradient of [`AttentionOps::attention`]; overwrites `dqkv`.
     fn attention_backward(
         &self,
         shape: Attention,
@@ -69,7 +69,7 @@ pub trait AttentionOps: Backend {
 }
 
 impl KernelCost {
-    /// Two products over half a square of scores.
+    /// Returns the cost of attention: two matmuls over half a square of scores.
     pub fn attention(s: Attention) -> Self {
         let rows = s.batch * s.time;
         let moved = rows * (s.packed_width() + s.heads * s.head_width);
@@ -79,19 +79,20 @@ impl KernelCost {
             .computes(2.0 * scores(s))
     }
 
-    /// Two products over the scores of the positions from `first` on.
+    /// Returns the cost of attention for the positions from `first` on: two matmuls over their
+    /// scores.
     pub fn attention_from(s: Attention, first: usize) -> Self {
         let rows = s.batch * (s.time - first);
-        let of_heads = s.heads * s.head_width;
-        let moved = s.batch * s.time * 2 * s.kv_heads * s.head_width + rows * 2 * of_heads;
+        let d = s.heads * s.head_width;
+        let moved = s.batch * s.time * 2 * s.kv_heads * s.head_width + rows * 2 * d;
         let pairs = rows as f64 * (s.time + first) as f64 / 2.0;
         Self::moves("attention, from a position", moved)
             .on([s.batch, s.time, s.heads, s.head_width])
             .exactly(rows * s.heads)
-            .computes(4.0 * pairs * of_heads as f64)
+            .computes(4.0 * pairs * d as f64)
     }
 
-    /// Five products over half a square of scores.
+    /// Returns the cost of the backward: five matmuls over half a square of scores.
     pub fn attention_backward(s: Attention) -> Self {
         let rows = s.batch * s.time;
         let moved = 2 * rows * (s.packed_width() + s.heads * s.head_width);
@@ -102,7 +103,7 @@ impl KernelCost {
     }
 }
 
-/// Multiplications and additions of half a square of scores, for all heads.
+/// Returns the FLOPs of one matmul over half a square of scores, for all heads.
 fn scores(s: Attention) -> f64 {
     (s.batch * s.time) as f64 * s.time as f64 * (s.heads * s.head_width) as f64
 }

@@ -1,49 +1,50 @@
-//! Statistics of channels and normalisation by them.
+//! Batch and group normalisation of channels, and its statistics.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Samples of `places` × `channels` elements, channels last, whose channels are normalised in
-/// groups of neighbours: over all places of a sample. A whole batch may count as one sample.
+/// The shape of a normalisation of channels: samples of `places` × `channels` elements, channels
+/// last, normalised over all places of a sample in groups of neighbouring channels. Batch
+/// normalisation passes a whole batch as one sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChannelNormShape {
-    /// Samples.
+    /// The number of samples.
     pub samples: usize,
-    /// Places of a sample: pixels of an image.
+    /// The number of spatial positions of a sample: pixels of an image.
     pub places: usize,
-    /// Channels of a place.
+    /// The number of channels.
     pub channels: usize,
-    /// Groups of channels, a divisor of `channels`.
+    /// The number of groups of channels, a divisor of `channels`.
     pub groups: usize,
 }
 
 impl ChannelNormShape {
-    /// Elements of all samples.
+    /// Returns the number of elements of all samples.
     pub fn elements(&self) -> usize {
         self.samples * self.places * self.channels
     }
 
-    /// Channels of one group.
+    /// Returns the number of channels of a group.
     pub fn of_group(&self) -> usize {
         self.channels / self.groups
     }
 }
 
-/// Statistics of channels and normalisation by them.
+/// Normalisation of channels, and its statistics.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ChannelOps: Backend {
-    /// Sums over the places of every sample for its statistics, in f32 and in chunks that depend on
-    /// the shape alone: for each sample the first place's channels `s`, then Σ (x - s), then Σ (x -
-    /// s)² of every channel; overwrites.
+    /// Computes the sums over the positions of every sample for its statistics, in f32 and in
+    /// chunks that depend on the shape alone: for each sample the channels `s` of the first
+    /// position, then Σ (x - s), then Σ (x - s)² of every channel; overwrites.
     fn channel_moments(
         &self,
         shape: ChannelNormShape,
         x: Self::View<'_>,
         moments: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// `y = (x - mean)·rstd·weight + bias`, where `stats` (f32) has mean and rstd of every group of
-    /// every sample, weight and bias are of a channel; overwrites.
+    /// Computes `y = (x - mean)·rstd·weight + bias`, where `stats` (f32) has mean and rstd of every
+    /// group of every sample, and weight and bias are per channel; overwrites.
     fn channel_norm(
         &self,
         shape: ChannelNormShape,
@@ -53,8 +54,8 @@ pub trait ChannelOps: Backend {
         bias: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Sums for the backward, as [`ChannelOps::channel_moments`] has them: for each sample Σ dy,
-    /// then Σ dy·(x - mean)·rstd of every channel; overwrites.
+    /// Computes the sums for the backward, in chunks as [`ChannelOps::channel_moments`]: for each
+    /// sample Σ dy, then Σ dy·(x - mean)·rstd of every channel; overwrites.
     fn channel_norm_sums(
         &self,
         shape: ChannelNormShape,
@@ -63,8 +64,9 @@ pub trait ChannelOps: Backend {
         stats: Self::View<'_>,
         sums: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// `dx = rstd·(dy·weight - a - (x - mean)·rstd·b)`, where `means` (f32) has a and b of every
-    /// group of every sample: the means of dy·weight and of dy·weight·(x - mean)·rstd; overwrites.
+    /// Computes `dx = rstd·(dy·weight - a - (x - mean)·rstd·b)`, where `means` (f32) has a and b of
+    /// every group of every sample: the means of dy·weight and of dy·weight·(x - mean)·rstd;
+    /// overwrites.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn channel_norm_backward(
         &self,
@@ -79,15 +81,16 @@ pub trait ChannelOps: Backend {
 }
 
 impl KernelCost {
-    /// Sums of channels over places for their statistics, or for a gradient's: `reads` arrays are
-    /// read.
+    /// Returns the cost of the sums of channels for their statistics or for a gradient, which read
+    /// `reads` arrays.
     pub fn channel_sums(kernel: &'static str, s: ChannelNormShape, reads: usize) -> Self {
         Self::moves(kernel, reads * s.elements())
             .on([s.samples, s.places, s.channels])
             .exactly(3 * s.samples * s.channels)
     }
 
-    /// A normalisation of channels, or its gradient: `arrays` are read or written.
+    /// Returns the cost of a normalisation of channels or its gradient, which reads or writes
+    /// `arrays` arrays.
     pub fn channel_norm(kernel: &'static str, s: ChannelNormShape, arrays: usize) -> Self {
         let stats = 2 * s.samples * s.groups;
         Self::moves(kernel, arrays * s.elements() + 2 * s.channels)

@@ -1,23 +1,23 @@
-//! Digests of memory, which tell whether something else than a kernel has changed it.
+//! Checksums of memory, which detect silent data corruption: changes made by anything but a kernel.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Elements of a chunk.
+/// The number of elements of a chunk.
 pub const CHUNK: usize = 1 << 14;
 
-/// The factor on the bits of element `index`: odd, so that no change of a single bit is lost in a
-/// sum modulo 2³², and another one for each place, so that elements that change places are noticed.
+/// Returns the factor on the bits of element `index`: odd, so that a change of a single bit always
+/// changes the sum modulo 2³², and different at each index, so that swapped elements are detected.
 pub const fn weight(index: u32) -> u32 {
     index.wrapping_mul(0x9e37_79b1) | 1
 }
 
-/// Digests of the buffers that an update changes, each as the update finds it and as it leaves it.
+/// Checksums of the buffers that an update changes, each before and after the update.
 #[derive(Debug)]
 pub struct Audit<S> {
-    /// Before.
+    /// The checksums before the update.
     pub found: Vec<S>,
-    /// After.
+    /// The checksums after the update.
     pub left: Vec<S>,
 }
 
@@ -27,17 +27,17 @@ impl<S> Default for Audit<S> {
     }
 }
 
-/// Digests.
+/// Checksums of memory.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait DigestOps: Backend {
-    /// `Σ` over chunks of 16,384 elements of (`Σ bits(x[i])·weight(i) mod 2³²`), of f32: an integer
-    /// that f64 holds.
+    /// Computes `Σ` over chunks of 16,384 elements of (`Σ bits(x[i])·weight(i) mod 2³²`) of f32: an
+    /// integer that f64 holds exactly.
     fn digest(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
 }
 
 impl KernelCost {
-    /// A digest.
+    /// Returns the cost of a checksum.
     pub fn digest(len: usize) -> Self {
         Self::moves("digest", 0).on([len]).exactly(len)
     }

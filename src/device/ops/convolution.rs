@@ -6,28 +6,27 @@ use crate::kernel_cost::flops;
 use crate::{Im2colShape, KernelCost, Linear, LinearOps, MemoryKind, WindowOps};
 use hpctrain_base::error::Result;
 
-/// A convolution of images: filters on the elements that a window sees of some neighbouring
-/// channels. Filters are stored one after the other, each as window rows × window columns ×
-/// channels.
+/// A 2-D convolution of images, over some neighbouring channels of the input. Filters are stored
+/// one after the other, each as window rows × window columns × channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Convolution {
-    /// On all images.
+    /// The sliding window over all images.
     pub window: Im2colShape,
-    /// The first channel that filters see.
+    /// The first input channel of the filters.
     pub first: usize,
-    /// Channels that filters see.
+    /// The number of input channels of the filters.
     pub channels: usize,
-    /// Channels of the output.
+    /// The number of output channels.
     pub filters: usize,
 }
 
 impl Convolution {
-    /// Elements that a filter sees.
+    /// Returns the number of elements of a filter.
     pub fn seen(&self) -> usize {
         self.window.size[0] * self.window.size[1] * self.channels
     }
 
-    /// The product that it is of unfolded windows.
+    /// Returns the shape of the equivalent matmul over im2col rows.
     pub fn product(&self) -> Linear {
         Linear::new(self.window.rows(), self.seen(), self.filters)
     }
@@ -37,8 +36,8 @@ impl Convolution {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ConvolutionOps: LinearOps + WindowOps {
-    /// Every filter's product with the elements that the window sees at each place, and a bias for
-    /// each filter; overwrites `y` (places × filters).
+    /// Computes the dot product of every filter with the elements under the window at each
+    /// position, plus a bias for each filter; overwrites `y` (positions × filters).
     fn convolve(
         &self,
         shape: Convolution,
@@ -49,7 +48,7 @@ pub trait ConvolutionOps: LinearOps + WindowOps {
     ) -> Result<()> {
         forward(self, shape, x, weight, bias, y)
     }
-    /// Adds to the gradients of filters and bias.
+    /// Adds to the gradients of the filters and the bias.
     fn convolve_backward_weight(
         &self,
         shape: Convolution,
@@ -60,7 +59,7 @@ pub trait ConvolutionOps: LinearOps + WindowOps {
     ) -> Result<()> {
         backward_weight(self, shape, dy, x, dweight, dbias)
     }
-    /// Adds to the channels of `dx` that filters see.
+    /// Adds to the gradient of the input channels of the filters in `dx`.
     fn convolve_backward_input(
         &self,
         shape: Convolution,
@@ -73,7 +72,7 @@ pub trait ConvolutionOps: LinearOps + WindowOps {
 }
 
 impl KernelCost {
-    /// A convolution that unfolds nothing in memory.
+    /// Returns the cost of a convolution without im2col buffers.
     pub fn convolve(s: Convolution, bias: usize) -> Self {
         let product = s.product();
         let filters = product.inputs * product.outputs + bias;
@@ -84,7 +83,7 @@ impl KernelCost {
             .computes(flops(product.rows, product.inputs, product.outputs))
     }
 
-    /// The gradients of its filters and bias.
+    /// Returns the cost of the gradients of its filters and bias.
     pub fn convolve_backward_weight(s: Convolution, bias: usize) -> Self {
         let forward = Self::convolve(s, 0);
         let filters = s.seen() * s.filters;
@@ -92,7 +91,7 @@ impl KernelCost {
         Self { elements: forward.elements - filters as f64, ..kernel }.exactly(2 * (filters + bias))
     }
 
-    /// The gradient of its input, added.
+    /// Returns the cost of the gradient of its input, which is added.
     pub fn convolve_backward_input(s: Convolution) -> Self {
         let forward = Self::convolve(s, 0);
         let seen = s.window.elements() / s.window.channels.max(1) * s.channels;
@@ -104,41 +103,41 @@ impl KernelCost {
     }
 }
 
-/// Elements of the unfolded windows that are held at a time, unless one image has more.
+/// The largest im2col buffer in elements, unless one image needs more.
 const UNFOLDED: usize = 1 << 22;
 
-/// So many images, their elements of input and output, and their product.
-struct Part {
+/// A chunk of the images, their elements of input and output, and their matmul.
+struct ImageChunk {
     window: Im2colShape,
     inputs: Range<usize>,
     outputs: Range<usize>,
     product: Linear,
 }
 
-/// The images of a convolution, some at a time.
-fn parts(s: Convolution) -> impl Iterator<Item = Part> {
+/// Splits the images of a convolution into chunks.
+fn parts(s: Convolution) -> impl Iterator<Item = ImageChunk> {
     let one = Convolution { window: Im2colShape { batch: 1, ..s.window }, ..s };
-    let of_image = one.window.elements();
-    let of_places = one.window.rows() * s.filters;
+    let image_inputs = one.window.elements();
+    let image_outputs = one.window.rows() * s.filters;
     let most = (UNFOLDED / (one.window.rows() * s.seen()).max(1)).max(1);
     (0..s.window.batch).step_by(most).map(move |first| {
         let last = s.window.batch.min(first + most);
         let window = Im2colShape { batch: last - first, ..s.window };
-        Part {
+        ImageChunk {
             window,
-            inputs: first * of_image..last * of_image,
-            outputs: first * of_places..last * of_places,
+            inputs: first * image_inputs..last * image_inputs,
+            outputs: first * image_outputs..last * image_outputs,
             product: Convolution { window, ..s }.product(),
         }
     })
 }
 
-/// The part of a window of memory.
+/// Returns a part of a window of memory.
 fn part<B: ConvolutionOps>(view: B::View<'_>, range: Range<usize>) -> B::View<'_> {
     B::split_at(B::split_at(view, range.start).1, range.len()).0
 }
 
-/// As [`part`], exclusively.
+/// Returns a part of an exclusive window of memory.
 fn part_mut<'a, B: ConvolutionOps>(
     view: &'a mut B::ViewMut<'_>,
     range: Range<usize>,
@@ -146,7 +145,7 @@ fn part_mut<'a, B: ConvolutionOps>(
     B::cut_mut(B::cut_mut(B::reborrow(view), range.start).1, range.len()).0
 }
 
-/// [`ConvolutionOps::convolve`].
+/// Computes [`ConvolutionOps::convolve`] by im2col and matmul.
 pub fn forward<B: ConvolutionOps>(
     b: &B,
     s: Convolution,
@@ -155,7 +154,7 @@ pub fn forward<B: ConvolutionOps>(
     bias: B::View<'_>,
     mut y: B::ViewMut<'_>,
 ) -> Result<()> {
-    for Part { window, inputs, outputs, product } in parts(s) {
+    for ImageChunk { window, inputs, outputs, product } in parts(s) {
         let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
         b.unfold(window, s.first, s.channels, part::<B>(x, inputs), B::all_mut(&mut unfolded))?;
         b.linear(product, B::all(&unfolded), weight, bias, part_mut::<B>(&mut y, outputs))?;
@@ -163,7 +162,7 @@ pub fn forward<B: ConvolutionOps>(
     Ok(())
 }
 
-/// [`ConvolutionOps::convolve_backward_weight`].
+/// Computes [`ConvolutionOps::convolve_backward_weight`] by im2col and matmul.
 pub fn backward_weight<B: ConvolutionOps>(
     b: &B,
     s: Convolution,
@@ -172,7 +171,7 @@ pub fn backward_weight<B: ConvolutionOps>(
     mut dweight: B::ViewMut<'_>,
     mut dbias: B::ViewMut<'_>,
 ) -> Result<()> {
-    for Part { window, inputs, outputs, product } in parts(s) {
+    for ImageChunk { window, inputs, outputs, product } in parts(s) {
         let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
         b.unfold(window, s.first, s.channels, part::<B>(x, inputs), B::all_mut(&mut unfolded))?;
         let dweight = B::reborrow(&mut dweight);
@@ -189,7 +188,7 @@ pub fn backward_weight<B: ConvolutionOps>(
     Ok(())
 }
 
-/// [`ConvolutionOps::convolve_backward_input`].
+/// Computes [`ConvolutionOps::convolve_backward_input`] by matmul and col2im.
 pub fn backward_input<B: ConvolutionOps>(
     b: &B,
     s: Convolution,
@@ -197,7 +196,7 @@ pub fn backward_input<B: ConvolutionOps>(
     weight: B::View<'_>,
     mut dx: B::ViewMut<'_>,
 ) -> Result<()> {
-    for Part { window, inputs, outputs, product } in parts(s) {
+    for ImageChunk { window, inputs, outputs, product } in parts(s) {
         let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
         b.linear_backward_input(
             product,

@@ -1,4 +1,4 @@
-//! Cross-entropy and hits of classes.
+//! Cross-entropy and top-k hits of classes.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
@@ -6,77 +6,79 @@ use hpctrain_base::error::Result;
 /// Softmax cross-entropy over rows of logits.
 #[derive(Debug, Clone, Copy)]
 pub struct CrossEntropy {
-    /// Rows of logits.
+    /// The number of rows of logits.
     pub rows: usize,
-    /// Classes a row.
+    /// The number of classes.
     pub classes: usize,
-    /// Elements from a row of logits to the next, as of [`Linear`](super::Linear).
+    /// The leading dimension of the logits, as [`Linear`](super::Linear) has it.
     pub stride: usize,
-    /// Factor of the gradient: 1 / (rows in the global batch).
+    /// The factor of the gradient: 1 / (rows in the global batch).
     pub scale: f32,
-    /// Replace the logits by their gradient; without it they are left alone.
+    /// Whether to replace the logits by their gradient; otherwise they are unchanged.
     pub gradient: bool,
-    /// Part of the target that is spread evenly over all classes (Szegedy et al., 2016); 0 is none.
+    /// The part of the target that is spread evenly over all classes (label smoothing, Szegedy et
+    /// al., 2016); 0 disables it.
     pub smoothing: f32,
 }
 
-/// Logits of some of the classes: a part of the columns of all.
+/// The logits of some of the classes: a shard of the columns of all.
 #[derive(Debug, Clone, Copy)]
 pub struct LogitsPart {
-    /// Rows of logits.
+    /// The number of rows of logits.
     pub rows: usize,
-    /// Classes of the part, at least one.
+    /// The number of classes of the part, at least one.
     pub classes: usize,
-    /// Elements from a row of the part's logits to the next, as of [`Linear`](super::Linear).
+    /// The leading dimension of the part's logits, as [`Linear`](super::Linear) has it.
     pub stride: usize,
-    /// Class of its first column; those after it follow.
+    /// The class of its first column; the others follow.
     pub first: usize,
 }
 
 impl LogitsPart {
-    /// Numbers that [`ClassifierOps::softmax_part`] has for each row.
+    /// The number of values that [`ClassifierOps::softmax_part`] writes for each row.
     pub const STATS: usize = 4;
 
-    /// The part's column of a class; none if it is in another part.
+    /// Returns the part's column of a class, or `None` if it is in another part.
     pub fn column(self, class: u32) -> Option<usize> {
         (class as usize).checked_sub(self.first).filter(|column| *column < self.classes)
     }
 }
 
-/// As [`CrossEntropy`], with the logits of one part of the classes at hand.
+/// Softmax cross-entropy with the logits of one part of the classes (vocabulary-parallel).
 #[derive(Debug, Clone, Copy)]
 pub struct CrossEntropyPart {
-    /// The part at hand.
+    /// The part whose logits are given.
     pub part: LogitsPart,
-    /// Parts that all classes are cut into.
+    /// The number of parts that all classes are split into.
     pub parts: usize,
-    /// Classes of all parts.
+    /// The number of classes of all parts.
     pub classes: usize,
-    /// Factor of the gradient: 1 / (rows in the global batch).
+    /// The factor of the gradient: 1 / (rows in the global batch).
     pub scale: f32,
-    /// Replace the part's logits by their gradient; without it they are left alone.
+    /// Whether to replace the part's logits by their gradient; otherwise they are unchanged.
     pub gradient: bool,
-    /// Part of the target that is spread evenly over all classes; 0 is none.
+    /// The part of the target that is spread evenly over all classes (label smoothing); 0 disables
+    /// it.
     pub smoothing: f32,
 }
 
-/// Factors of the losses of a [`CrossEntropy`] and of their gradients, windows of f32; an empty one
-/// is none.
+/// Factors of the losses of a [`CrossEntropy`] and of their gradients, windows of f32; an empty
+/// window means no factors.
 #[derive(Debug, Clone, Copy)]
 pub struct LossWeights<V> {
-    /// One for each class.
+    /// A factor for each class.
     pub classes: V,
-    /// One for each row.
+    /// A factor for each row.
     pub rows: V,
 }
 
-/// Cross-entropy and hits of classes.
+/// Cross-entropy and top-k hits of classes.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ClassifierOps: Backend {
     /// Writes the loss of every row (`-log softmax(logits)[target]`, unscaled) to `losses`; with
-    /// [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient. Both times
-    /// `weights`.
+    /// [`CrossEntropy::gradient`], overwrites the logits with their scaled gradient. `weights`
+    /// apply to both.
     fn cross_entropy(
         &self,
         shape: CrossEntropy,
@@ -85,7 +87,7 @@ pub trait ClassifierOps: Backend {
         weights: LossWeights<Self::View<'_>>,
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Writes to `stats` (f32, rows × [`LogitsPart::STATS`]) what the loss of each row needs of
+    /// Writes to `stats` (f32, rows × [`LogitsPart::STATS`]) what the loss of each row needs from
     /// this part: the largest logit, `Σ exp(logit - largest)`, the target's logit (0 if the target
     /// is in another part) and the sum of all logits. Where all are -∞ the largest is [`f32::MIN`].
     /// Targets are numbered among the classes of all parts.
@@ -96,9 +98,9 @@ pub trait ClassifierOps: Backend {
         targets: &Self::IndexBuf,
         stats: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// As [`ClassifierOps::cross_entropy`], of all classes, with the logits of a part of them and
-    /// the `stats` of all parts (parts × rows × [`LogitsPart::STATS`]), which are merged in their
-    /// order. Weights of classes are those of all. The losses have the same bits on every part.
+    /// Computes [`ClassifierOps::cross_entropy`] over all classes from the logits of a part of them
+    /// and the `stats` of all parts (parts × rows × [`LogitsPart::STATS`]), which are merged in
+    /// order. Class weights are those of all classes. The losses have the same bits on every part.
     fn cross_entropy_part(
         &self,
         shape: CrossEntropyPart,
@@ -108,9 +110,9 @@ pub trait ClassifierOps: Backend {
         weights: LossWeights<Self::View<'_>>,
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Writes to `hits` (f32) 1 for every row of logits whose target is among its `k` largest, else
-    /// 0. Of equal logits the first is the larger. From a row of logits to the next it is `stride`
-    /// elements, as of [`Linear`](super::Linear).
+    /// Writes 1 to `hits` (f32) for every row of logits whose target is among its `k` largest, else
+    /// 0. Of equal logits the first is the larger. `stride` is the leading dimension of the logits,
+    /// as [`Linear`](super::Linear) has it.
     fn hits(
         &self,
         classes: usize,
@@ -123,7 +125,7 @@ pub trait ClassifierOps: Backend {
 }
 
 impl KernelCost {
-    /// Losses of rows, and the gradient of the logits in their place.
+    /// Returns the cost of the losses of rows, and of the gradient of the logits in place.
     pub fn cross_entropy(s: CrossEntropy, weights: usize) -> Self {
         let passes = if s.gradient { 2 } else { 1 };
         Self::moves("classifier", passes * s.rows * s.classes)
@@ -131,7 +133,7 @@ impl KernelCost {
             .exactly(s.rows + weights)
     }
 
-    /// Sums over some of the classes.
+    /// Returns the cost of the statistics of some of the classes.
     pub fn softmax_part(s: LogitsPart) -> Self {
         let stats = s.rows * LogitsPart::STATS;
         Self::moves("classifier, sums of a part", s.rows * s.classes)
@@ -139,8 +141,8 @@ impl KernelCost {
             .exactly(stats)
     }
 
-    /// Losses of rows from the sums of all parts, and the gradient of a part's logits in their
-    /// place.
+    /// Returns the cost of the losses of rows from the statistics of all parts, and of the gradient
+    /// of a part's logits in place.
     pub fn cross_entropy_part(s: CrossEntropyPart, weights: usize) -> Self {
         let LogitsPart { rows, classes, .. } = s.part;
         let passes = if s.gradient { 2 } else { 0 };
@@ -149,7 +151,7 @@ impl KernelCost {
         moved.on([rows, classes, s.parts]).exactly(stats + rows + weights)
     }
 
-    /// Whether targets are among the largest.
+    /// Returns the cost of finding top-k hits.
     pub fn hits(logits: usize, rows: usize) -> Self {
         Self::moves("hits", logits).on([logits]).exactly(rows)
     }

@@ -1,4 +1,4 @@
-//! Products of rows in pairs.
+//! Pairwise dot interactions of feature vectors.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
@@ -6,35 +6,35 @@ use hpctrain_base::error::Result;
 /// Samples of `rows` × `width` elements, whose rows are multiplied in pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DotInteraction {
-    /// Samples.
+    /// The number of samples.
     pub samples: usize,
-    /// Rows of a sample.
+    /// The number of rows of a sample.
     pub rows: usize,
-    /// Elements of a row.
+    /// The number of elements of a row.
     pub width: usize,
 }
 
 impl DotInteraction {
-    /// Elements of a sample's output: the first row, then a product for each pair.
+    /// Returns the elements of a sample's output: the first row, then a dot product for each pair.
     pub fn outputs(&self) -> usize {
         self.width + self.rows * self.rows.saturating_sub(1) / 2
     }
 }
 
-/// Products of rows in pairs.
+/// Pairwise dot interactions.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait PairsOps: Backend {
-    /// The first row of every sample, then the scalar products of its rows in pairs: of the second
-    /// with the first, of the third with the first and the second, and so on (Naumov et al., 2019);
-    /// overwrites `y` (samples × [`DotInteraction::outputs`]).
+    /// Writes the first row of every sample, then the dot products of its rows in pairs: of the
+    /// second with the first, of the third with the first and the second, and so on (DLRM, Naumov
+    /// et al., 2019); overwrites `y` (samples × [`DotInteraction::outputs`]).
     fn pair_products(
         &self,
         shape: DotInteraction,
         x: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Overwrites `dx`.
+    /// Computes the gradient of the rows; overwrites `dx`.
     fn pair_products_backward(
         &self,
         shape: DotInteraction,
@@ -45,14 +45,14 @@ pub trait PairsOps: Backend {
 }
 
 impl KernelCost {
-    /// Products of rows in pairs.
+    /// Returns the cost of a dot interaction.
     pub fn pair_products(s: DotInteraction) -> Self {
         let multiplied = (s.samples * (s.outputs() - s.width) * 2 * s.width) as f64;
         let kernel = Self::moves("pairs of rows", s.samples * (s.rows * s.width + s.outputs()));
         kernel.on([s.samples, s.rows, s.width]).computes(multiplied)
     }
 
-    /// The gradient of the rows.
+    /// Returns the cost of the gradient of the rows.
     pub fn pair_products_backward(s: DotInteraction) -> Self {
         let forward = Self::pair_products(s);
         let kernel = Self::moves(

@@ -3,17 +3,17 @@
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Source of a dropout mask: a counter, never a state.
+/// The source of a dropout mask: counter-based, without a state.
 ///
 /// Element `i` of the window is kept or dropped by a hash of (`key`, `offset + i`), so the mask is
 /// the same in a recomputation and on any number of ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
-    /// Chance to drop an element; kept ones are scaled by `1 / (1 - rate)`.
+    /// The probability to drop an element; kept ones are scaled by `1 / (1 - rate)`.
     pub rate: f32,
-    /// Names the stream: run seed, step and layer.
+    /// The key of the random stream: run seed, step and layer.
     pub key: u64,
-    /// Index of the window's first element in the global batch.
+    /// The index of the window's first element in the global batch.
     pub offset: u64,
 }
 
@@ -26,7 +26,7 @@ pub trait DropoutOps: Backend {
 }
 
 impl KernelCost {
-    /// A mask in place.
+    /// Returns the cost of a mask in place.
     pub fn dropout(len: usize) -> Self {
         Self::moves("dropout", 2 * len).on([len])
     }

@@ -7,35 +7,35 @@ use hpctrain_base::error::Result;
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ElementwiseOps: Backend {
-    /// `y = 0`.
+    /// Computes `y = 0`.
     fn zero(&self, y: Self::ViewMut<'_>) -> Result<()>;
-    /// `y = x`.
+    /// Computes `y = x`.
     fn copy(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
-    /// `y += x`.
+    /// Computes `y += x`.
     fn add(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
-    /// `Σ x` in f64, in a fixed order.
+    /// Computes `Σ x` in f64, in a fixed order.
     fn sum(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
-    /// `Σ x²` in f64, summed in fixed chunks.
+    /// Computes `Σ x²` in f64, summed in fixed chunks.
     fn sum_squares(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
 }
 
 impl KernelCost {
-    /// A fill with zeros.
+    /// Returns the cost of a fill with zeros.
     pub fn zero(len: usize) -> Self {
         Self::moves("zero", len).on([len])
     }
 
-    /// A copy.
+    /// Returns the cost of a copy.
     pub fn copy(len: usize) -> Self {
         Self::moves("copy", 2 * len).on([len])
     }
 
-    /// A sum in place.
+    /// Returns the cost of a sum in place.
     pub fn add(len: usize) -> Self {
         Self::moves("add", 3 * len).on([len])
     }
 
-    /// A sum of f32, or of their squares.
+    /// Returns the cost of a sum of f32, or of their squares.
     pub fn sum(len: usize) -> Self {
         Self::moves("sum", 0).on([len]).exactly(len)
     }

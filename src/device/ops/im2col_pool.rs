@@ -1,29 +1,29 @@
-//! Windows that move over images: unfolding and pooling.
+//! Sliding windows over images: im2col (unfold) and pooling.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// A window that moves over images: b × `height` × `width` × `channels`, channels last.
+/// A sliding window over images of b × `height` × `width` × `channels`, channels last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Im2colShape {
-    /// Images.
+    /// The number of images.
     pub batch: usize,
-    /// Rows of an image.
+    /// The number of rows of an image.
     pub height: usize,
-    /// Columns of an image.
+    /// The number of columns of an image.
     pub width: usize,
-    /// Channels of an image.
+    /// The number of channels of an image.
     pub channels: usize,
-    /// Rows and columns of the window.
+    /// The rows and columns of the window (kernel size).
     pub size: [usize; 2],
-    /// Rows and columns from one place to the next.
+    /// The rows and columns from one window position to the next.
     pub stride: [usize; 2],
-    /// Rows and columns beyond each edge where the window begins; less than its size.
+    /// The rows and columns of padding at each edge; less than the window's.
     pub padding: [usize; 2],
 }
 
 impl Im2colShape {
-    /// Rows and columns of places.
+    /// Returns the rows and columns of the output: the window positions of an image.
     pub fn places(&self) -> [usize; 2] {
         let along = |axis: usize, len: usize| {
             (len + 2 * self.padding[axis])
@@ -33,25 +33,25 @@ impl Im2colShape {
         [along(0, self.height), along(1, self.width)]
     }
 
-    /// Places in all images: rows of the output.
+    /// Returns the window positions in all images: the rows of the output.
     pub fn rows(&self) -> usize {
         let [high, wide] = self.places();
         self.batch * high * wide
     }
 
-    /// Elements of all images.
+    /// Returns the number of elements of all images.
     pub fn elements(&self) -> usize {
         self.batch * self.height * self.width * self.channels
     }
 }
 
-/// Windows that move over images: unfolding and pooling.
+/// Sliding windows over images: im2col (unfold) and pooling.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait WindowOps: Backend {
-    /// The operand of a convolution's product: for each place of the window a row of `y` with the
-    /// elements that it sees of `channels` neighbouring channels from `first` on (window rows ×
-    /// window columns × `channels`), zero beyond the edges; overwrites.
+    /// Writes the im2col matrix of a convolution: for each window position a row of `y` with the
+    /// elements under the window of `channels` neighbouring channels from `first` on (window rows ×
+    /// window columns × `channels`), zero in the padding; overwrites.
     fn unfold(
         &self,
         window: Im2colShape,
@@ -60,8 +60,8 @@ pub trait WindowOps: Backend {
         x: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The backward of [`WindowOps::unfold`]: adds every element of `dy` to the one of `dx` that it
-    /// was copied from.
+    /// Computes the backward of [`WindowOps::unfold`] (col2im): adds every element of `dy` to the
+    /// one of `dx` that it was copied from.
     fn fold(
         &self,
         window: Im2colShape,
@@ -70,9 +70,10 @@ pub trait WindowOps: Backend {
         dy: Self::View<'_>,
         dx: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The largest element that the window sees at each place, channel by channel; overwrites.
+    /// Computes the largest element under the window at each position, channel by channel;
+    /// overwrites.
     fn max_pool(&self, window: Im2colShape, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
-    /// Gives the gradient of each place to the first of its largest elements; overwrites `dx`.
+    /// Routes the gradient of each position to the first of its largest elements; overwrites `dx`.
     fn max_pool_backward(
         &self,
         window: Im2colShape,
@@ -80,15 +81,15 @@ pub trait WindowOps: Backend {
         dy: Self::View<'_>,
         dx: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The mean of the elements that the window sees at each place, channel by channel, edges not
-    /// counted; overwrites.
+    /// Computes the mean of the elements under the window at each position, channel by channel,
+    /// padding not counted; overwrites.
     fn average_pool(
         &self,
         window: Im2colShape,
         x: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Overwrites `dx`.
+    /// Distributes the gradient of each position over its elements; overwrites `dx`.
     fn average_pool_backward(
         &self,
         window: Im2colShape,
@@ -98,26 +99,26 @@ pub trait WindowOps: Backend {
 }
 
 impl KernelCost {
-    /// The unfolding of windows over so many channels.
+    /// Returns the cost of an unfold of `channels` channels.
     pub fn unfold(w: Im2colShape, channels: usize) -> Self {
         let seen = w.rows() * w.size[0] * w.size[1] * channels;
         Self::moves("unfold", w.elements() / w.channels.max(1) * channels + seen)
             .on([w.rows(), w.size[0] * w.size[1] * channels])
     }
 
-    /// Its gradient, added.
+    /// Returns the cost of its gradient, which is added.
     pub fn fold(w: Im2colShape, channels: usize) -> Self {
         let seen = w.rows() * w.size[0] * w.size[1] * channels;
         Self::moves("fold", 2 * (w.elements() / w.channels.max(1) * channels) + seen)
             .on([w.rows(), w.size[0] * w.size[1] * channels])
     }
 
-    /// A pooling of images.
+    /// Returns the cost of a pooling of images.
     pub fn pool(kernel: &'static str, w: Im2colShape) -> Self {
         Self::moves(kernel, w.elements() + w.rows() * w.channels).on([w.rows(), w.channels])
     }
 
-    /// The gradient of the largest.
+    /// Returns the cost of the gradient of max pooling.
     pub fn max_pool_backward(w: Im2colShape) -> Self {
         Self::moves("max pool, backward", 2 * w.elements() + w.rows() * w.channels)
             .on([w.rows(), w.channels])

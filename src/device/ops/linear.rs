@@ -1,10 +1,10 @@
-//! Products of matrices, and affine maps of rows.
+//! Matmuls, and linear layers.
 
 use crate::kernel_cost::flops;
 use crate::{Activation, ActivationOps, ElementwiseOps, KernelCost};
 use hpctrain_base::error::Result;
 
-/// A matrix product `c = op(a)·op(b) (+ c)`, row-major.
+/// A matmul `c = op(a)·op(b) (+ c)`, row-major.
 #[derive(Debug, Clone, Copy)]
 pub struct Gemm {
     /// Rows of `c`.
@@ -21,7 +21,7 @@ pub struct Gemm {
     pub acc: bool,
 }
 
-/// An affine map of every row: `y = x·Wᵀ + bias`, W stored outputs×inputs.
+/// A linear layer applied to every row: `y = x·Wᵀ + bias`, W stored outputs×inputs.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear {
     /// Rows of `x` and `y`.
@@ -30,24 +30,24 @@ pub struct Linear {
     pub inputs: usize,
     /// Columns of `y`.
     pub outputs: usize,
-    /// Elements from a row of `y` to the next: its columns, or as many as
-    /// [`Backend::row_stride`](crate::Backend::row_stride) has for them, with padding behind each
-    /// row, the last too. Padding is neither read nor written.
+    /// The leading dimension of `y` (elements from one row to the next): its columns, or the padded
+    /// [`Backend::row_stride`](crate::Backend::row_stride) of them. Padding follows every row,
+    /// including the last, and is neither read nor written.
     pub stride: usize,
 }
 
 impl Linear {
-    /// A map whose results lie row after row.
+    /// Creates the shape of a layer whose output rows are not padded.
     pub fn new(rows: usize, inputs: usize, outputs: usize) -> Self {
         Self { rows, inputs, outputs, stride: outputs }
     }
 }
 
-/// Products of matrices, and affine maps of rows.
+/// Matmuls, and linear layers.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait LinearOps: ActivationOps + ElementwiseOps {
-    /// The matrix product described by `shape`.
+    /// Computes the matmul described by `shape`.
     fn gemm(
         &self,
         shape: Gemm,
@@ -55,8 +55,8 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         b: Self::View<'_>,
         c: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// `y = x·Wᵀ + bias`; overwrites. This map and both its gradients, without a bias, take rows of
-    /// `y` and `dy` that are padded.
+    /// Computes `y = x·Wᵀ + bias`; overwrites. This operation and both its backwards accept padded
+    /// rows of `y` and `dy` if there is no bias.
     fn linear(
         &self,
         shape: Linear,
@@ -65,8 +65,8 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         bias: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// A linear map and a sum: `y = x·Wᵀ + bias + more`, where `more` is as large as `y`;
-    /// overwrites.
+    /// Computes a linear layer and adds a residual: `y = x·Wᵀ + bias + more`, where `more` is as
+    /// large as `y`; overwrites.
     fn linear_add(
         &self,
         shape: Linear,
@@ -79,12 +79,12 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         self.linear(shape, x, weight, bias, Self::reborrow(&mut y))?;
         self.add(more, y)
     }
-    /// Whether [`LinearOps::linear_add`] adds before it writes, and rounds once. It then saves a
-    /// pass over `y`, or two.
+    /// Returns whether [`LinearOps::linear_add`] is fused: it then adds before it stores, rounds
+    /// once, and saves a pass or two over `y`.
     fn adds_in_products(&self) -> bool {
         false
     }
-    /// `dx = dy·W`; overwrites.
+    /// Computes `dx = dy·W`; overwrites.
     fn linear_backward_input(
         &self,
         shape: Linear,
@@ -92,7 +92,7 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         weight: Self::View<'_>,
         dx: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// A linear map and its GELU: `h = x·Wᵀ + bias`, `y = gelu(h)`; overwrites both.
+    /// Computes a linear layer and its GELU: `h = x·Wᵀ + bias`, `y = gelu(h)`; overwrites both.
     fn linear_gelu(
         &self,
         shape: Linear,
@@ -105,7 +105,8 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         self.linear(shape, x, weight, bias, Self::reborrow(&mut h))?;
         self.activation(Activation::Gelu, Self::shared(&h), y)
     }
-    /// Back through a linear map and the GELU before it: `dh = (dy·W)·gelu'(h)`; overwrites.
+    /// Computes the backward of a linear layer's input and of the GELU before it: `dh =
+    /// (dy·W)·gelu'(h)`; overwrites.
     fn linear_gelu_backward_input(
         &self,
         shape: Linear,
@@ -117,7 +118,7 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         self.linear_backward_input(shape, dy, weight, Self::reborrow(&mut dh))?;
         self.activation_backward(Activation::Gelu, h, dh)
     }
-    /// `dW = dyᵀ·x`, or `dW += dyᵀ·x` with `add`; `dbias += Σ_rows dy`.
+    /// Computes `dW = dyᵀ·x`, or `dW += dyᵀ·x` with `add`; `dbias += Σ_rows dy`.
     fn linear_backward_weight(
         &self,
         shape: Linear,
@@ -127,7 +128,7 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         dbias: Self::ViewMut<'_>,
         add: bool,
     ) -> Result<()>;
-    /// `dbias += Σ_rows dy`, of so many rows.
+    /// Computes `dbias += Σ_rows dy` over `rows` rows.
     fn linear_backward_bias(
         &self,
         rows: usize,
@@ -137,15 +138,15 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
 }
 
 impl KernelCost {
-    /// A product of matrices.
+    /// Returns the cost of a matmul.
     pub fn gemm(s: Gemm) -> Self {
         let c = s.m * s.n;
-        let product = Self::moves("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c })
+        let cost = Self::moves("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c })
             .on([s.m, s.k, s.n]);
-        product.exactly(if s.acc { 2 * c } else { 0 }).computes(flops(s.m, s.n, s.k))
+        cost.exactly(if s.acc { 2 * c } else { 0 }).computes(flops(s.m, s.n, s.k))
     }
 
-    /// An affine map, with a bias or without.
+    /// Returns the cost of a linear layer, with a bias or without.
     pub fn linear(s: Linear, bias: usize) -> Self {
         let moved = s.rows * s.inputs + s.inputs * s.outputs + bias + s.rows * s.outputs;
         Self::moves("linear", moved)
@@ -153,7 +154,7 @@ impl KernelCost {
             .computes(flops(s.rows, s.inputs, s.outputs))
     }
 
-    /// An affine map and a sum.
+    /// Returns the cost of a linear layer and a sum.
     pub fn linear_add(s: Linear, bias: usize) -> Self {
         let linear = Self::linear(s, bias);
         Self {
@@ -163,7 +164,7 @@ impl KernelCost {
         }
     }
 
-    /// An affine map and its GELU, of which both are written.
+    /// Returns the cost of a linear layer and its GELU, both of which are written.
     pub fn linear_gelu(s: Linear, bias: usize) -> Self {
         let linear = Self::linear(s, bias);
         Self {
@@ -173,12 +174,12 @@ impl KernelCost {
         }
     }
 
-    /// The gradient of an affine map's input.
+    /// Returns the cost of the gradient of a linear layer's input.
     pub fn linear_backward_input(s: Linear) -> Self {
         Self { kernel: "linear, input's gradient", ..Self::linear(s, 0) }
     }
 
-    /// The same, back through the GELU before the map.
+    /// Returns the cost of the same gradient, back through the GELU before the layer.
     pub fn linear_gelu_backward_input(s: Linear) -> Self {
         let linear = Self::linear(s, 0);
         Self {
@@ -188,7 +189,7 @@ impl KernelCost {
         }
     }
 
-    /// The gradients of an affine map's weight and bias.
+    /// Returns the cost of the gradients of a linear layer's weight and bias.
     pub fn linear_backward_weight(s: Linear, bias: usize, add: bool) -> Self {
         let moved = s.rows * s.inputs + s.rows * s.outputs;
         let kernel =
@@ -197,7 +198,7 @@ impl KernelCost {
         kernel.exactly(touched).computes(flops(s.rows, s.inputs, s.outputs))
     }
 
-    /// The gradient of a bias alone.
+    /// Returns the cost of the gradient of a bias alone.
     pub fn linear_backward_bias(rows: usize, outputs: usize) -> Self {
         Self::moves("linear, bias's gradient", rows * outputs)
             .on([rows, outputs])

@@ -1,5 +1,6 @@
-//! The operations a device must know, one file each: shape, contract, work, and a test that any
-//! device passes. A device implements the trait of an operation in its file of the same name.
+//! The operations that a device implements, one file each, with shape, contract and cost. A device
+//! implements the trait of an operation in its file of the same name; `hpctrain-device-tests` has a
+//! test of each that every device must pass.
 //!
 //! Shape letters: b batch, t time (context), h heads, d width, v vocabulary; *rows* are b·t.
 //! "Adds" means the result is accumulated into the output, "overwrites" that it replaces it.
@@ -44,15 +45,15 @@ pub use softmax::SoftmaxOps;
 pub use strided_copy::{ColumnsOps, StridedCopy};
 pub use swiglu::SwigluOps;
 
-/// Arithmetic on a device's buffers: all operations. A device that has them says so by an empty
-/// implementation.
+/// Arithmetic on a device's buffers: all operations. A device that implements all of them declares
+/// so by an empty implementation.
 ///
 /// All results are a function of shapes and values alone: never of the number of threads or of
-/// launch order. Lengths of windows must match the shapes; a mismatch is a bug and panics. A bias
-/// window of length zero means "no bias".
+/// launch order. Lengths of windows must match the shapes; a mismatch is a bug and panics. An empty
+/// bias window means no bias.
 ///
 /// # Errors
-/// Operations fail if the device does, or has no memory left for their temporary buffers.
+/// Operations return an error if the device fails, or has no memory for their temporary buffers.
 pub trait Kernels:
     ActivationOps
     + AttentionOps

@@ -1,28 +1,28 @@
-//! Normalisation of rows.
+//! Layer and RMS normalisation of rows.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Normalisation of every row.
+/// Layer or RMS normalisation of every row.
 #[derive(Debug, Clone, Copy)]
 pub struct Norm {
-    /// Rows.
+    /// The number of rows.
     pub rows: usize,
-    /// Columns, over which the statistics are taken.
+    /// The number of columns, over which the statistics are taken.
     pub width: usize,
-    /// Added to the variance, or to the mean square.
+    /// The constant added to the variance, or to the mean square.
     pub epsilon: f32,
-    /// Subtract the mean first: layer normalisation (Ba, Kiros and Hinton, 2016). Without, RMS
-    /// normalisation (Zhang and Sennrich, 2019), where the mean counts as zero.
+    /// Whether to subtract the mean first: layer normalisation (Ba, Kiros and Hinton, 2016).
+    /// Otherwise RMS normalisation (Zhang and Sennrich, 2019), where the mean counts as zero.
     pub centred: bool,
 }
 
-/// Normalisation of rows.
+/// Layer and RMS normalisation of rows.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait NormOps: Backend {
-    /// `y = (x - mean)·rstd·weight + bias` for every row, where rstd is 1 / √(mean of (x - mean)² +
-    /// ε); overwrites `y` and `stats` (mean and rstd, 2·rows).
+    /// Computes `y = (x - mean)·rstd·weight + bias` for every row, where rstd is 1 / √(mean of (x -
+    /// mean)² + ε); overwrites `y` and `stats` (mean and rstd, 2·rows).
     fn norm(
         &self,
         shape: Norm,
@@ -32,8 +32,8 @@ pub trait NormOps: Backend {
         y: Self::ViewMut<'_>,
         stats: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The end of a residual branch and the norm after it: `stream += x`, then [`NormOps::norm`] of
-    /// the stream.
+    /// Computes the residual addition at the end of a branch and the norm after it: `stream += x`,
+    /// then [`NormOps::norm`] of the stream.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn add_norm(
         &self,
@@ -61,14 +61,14 @@ pub trait NormOps: Backend {
 }
 
 impl KernelCost {
-    /// A norm of every row, with a bias or without.
+    /// Returns the cost of a norm of every row, with a bias or without.
     pub fn norm(s: Norm, bias: usize) -> Self {
         Self::moves("norm", 2 * s.rows * s.width + s.width + bias)
             .on([s.rows, s.width])
             .exactly(2 * s.rows)
     }
 
-    /// The same after a sum in place.
+    /// Returns the cost of a residual addition and a norm.
     pub fn add_norm(s: Norm, bias: usize) -> Self {
         let norm = Self::norm(s, bias);
         Self {
@@ -78,7 +78,7 @@ impl KernelCost {
         }
     }
 
-    /// The gradients of a norm's input, weight and bias.
+    /// Returns the cost of the gradients of a norm's input, weight and bias.
     pub fn norm_backward(s: Norm, bias: usize) -> Self {
         Self::moves("norm, backward", 4 * s.rows * s.width + s.width)
             .on([s.rows, s.width])

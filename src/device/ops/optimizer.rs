@@ -1,4 +1,4 @@
-//! Updates of parameters.
+//! Optimizer updates of parameters.
 
 use super::checksum::Audit;
 use crate::{Backend, KernelCost};
@@ -7,74 +7,74 @@ use hpctrain_base::error::Result;
 /// One AdamW update (Loshchilov and Hutter, 2019): decoupled weight decay, bias-corrected moments.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamW {
-    /// Learning rate of this step.
+    /// The learning rate of this step.
     pub lr: f32,
-    /// Decay of the first moment.
+    /// The decay of the first moment.
     pub beta1: f32,
-    /// Decay of the second moment.
+    /// The decay of the second moment.
     pub beta2: f32,
-    /// Added to the root of the second moment.
+    /// The constant added to the root of the second moment.
     pub eps: f32,
-    /// Decoupled weight decay.
+    /// The decoupled weight decay.
     pub weight_decay: f32,
-    /// Number of this update, from 1: for the bias correction.
+    /// The number of this update, from 1, for the bias correction.
     pub step: u64,
-    /// Factor on the gradient: the clip.
+    /// The factor on the gradient, for clipping.
     pub grad_scale: f32,
 }
 
 /// One SGD update with momentum, optionally Nesterov's, and coupled (L2) weight decay.
 #[derive(Debug, Clone, Copy)]
 pub struct Sgd {
-    /// Learning rate of this step.
+    /// The learning rate of this step.
     pub lr: f32,
-    /// Decay of the momentum buffer; 0 is plain SGD.
+    /// The decay of the momentum buffer; 0 is plain SGD.
     pub momentum: f32,
-    /// Look ahead along the momentum.
+    /// Whether to look ahead along the momentum.
     pub nesterov: bool,
-    /// L2 weight decay, added to the gradient.
+    /// The L2 weight decay, added to the gradient.
     pub weight_decay: f32,
-    /// Factor on the gradient: the clip.
+    /// The factor on the gradient, for clipping.
     pub grad_scale: f32,
 }
 
-/// Update rules that look at one element at a time, with one state buffer or two.
+/// Elementwise update rules with one state buffer or two.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Elementwise {
     /// Adam (Kingma and Ba, 2015) with coupled (L2) weight decay; both moments are its state.
     Adam {
-        /// Decay of the first moment.
+        /// The decay of the first moment.
         beta1: f32,
-        /// Decay of the second moment.
+        /// The decay of the second moment.
         beta2: f32,
-        /// Added to the root of the second moment.
+        /// The constant added to the root of the second moment.
         eps: f32,
     },
     /// Adagrad (Duchi, Hazan and Singer, 2011); the sum of squares is its state.
     Adagrad {
-        /// Added to the root of the sum.
+        /// The constant added to the root of the sum.
         eps: f32,
     },
     /// RMSProp (Tieleman and Hinton, 2012) with momentum; mean square and momentum are its state.
     RmsProp {
-        /// Decay of the mean square.
+        /// The decay of the mean square.
         alpha: f32,
-        /// Added to its root.
+        /// The constant added to its root.
         eps: f32,
-        /// Decay of the momentum; 0 is none.
+        /// The decay of the momentum; 0 disables it.
         momentum: f32,
     },
     /// Lion (Chen et al., 2023) with decoupled weight decay; the moment is its state.
     Lion {
-        /// Weight of the moment in the step.
+        /// The weight of the moment in the step.
         beta1: f32,
-        /// Decay of the moment.
+        /// The decay of the moment.
         beta2: f32,
     },
 }
 
 impl Elementwise {
-    /// State buffers.
+    /// Returns the number of state buffers.
     pub fn states(self) -> usize {
         match self {
             Elementwise::Adam { .. } | Elementwise::RmsProp { .. } => 2,
@@ -83,28 +83,28 @@ impl Elementwise {
     }
 }
 
-/// One update by such a rule.
+/// One update by an elementwise rule.
 #[derive(Debug, Clone, Copy)]
 pub struct ElementwiseUpdate {
     /// The rule.
     pub rule: Elementwise,
-    /// Learning rate of this step.
+    /// The learning rate of this step.
     pub lr: f32,
-    /// Weight decay.
+    /// The weight decay.
     pub weight_decay: f32,
-    /// Number of this update, from 1: for Adam's bias correction.
+    /// The number of this update, from 1, for Adam's bias correction.
     pub step: u64,
-    /// Factor on the gradient: the clip.
+    /// The factor on the gradient, for clipping.
     pub grad_scale: f32,
 }
 
-/// Updates of parameters.
+/// Optimizer updates of parameters.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait OptimizerOps: Backend {
-    /// Updates `p`, `m` and `v` of a contiguous range from its gradient; writes the new `p` to
-    /// `copy` as well, if given, rounded to its type. With an audit the digests of all buffers that
-    /// change go there.
+    /// Updates `p`, `m` and `v` of a contiguous range from its gradient; also writes the new `p` to
+    /// `copy`, if given, rounded to its type, and the checksums of all buffers that change to
+    /// `checksums`, if given.
     #[expect(clippy::too_many_arguments, reason = "one for each buffer")]
     fn adamw(
         &self,
@@ -114,10 +114,11 @@ pub trait OptimizerOps: Backend {
         v: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
-        audit: Option<&mut Audit<Self::Scalar>>,
+        checksums: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
-    /// `Σ u²` in f64, summed in fixed chunks, where `u` is the step that [`OptimizerOps::adamw`]
-    /// would subtract from every parameter at a learning rate of one. Changes nothing.
+    /// Computes `Σ u²` in f64, summed in fixed chunks, where `u` is the step that
+    /// [`OptimizerOps::adamw`] would subtract from every parameter at a learning rate of one.
+    /// Changes nothing.
     fn adamw_step_squares(
         &self,
         update: AdamW,
@@ -126,7 +127,7 @@ pub trait OptimizerOps: Backend {
         v: Self::View<'_>,
         p: Self::View<'_>,
     ) -> Result<Self::Scalar>;
-    /// Updates `p` and `m` of a contiguous range from its gradient; `copy` and `audit` as in
+    /// Updates `p` and `m` of a contiguous range from its gradient; `copy` and `checksums` as in
     /// [`OptimizerOps::adamw`].
     fn sgd(
         &self,
@@ -135,20 +136,20 @@ pub trait OptimizerOps: Backend {
         m: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
-        audit: Option<&mut Audit<Self::Scalar>>,
+        checksums: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
-    /// Moves every element of `y` by `rate` of the way to that of `x`: `y += rate·(x - y)`, both
-    /// f32; `copy` as in [`OptimizerOps::adamw`].
+    /// Updates the moving average `y += rate·(x - y)`, both f32; `copy` and `checksums` as in
+    /// [`OptimizerOps::adamw`].
     fn approach(
         &self,
         rate: f32,
         x: Self::View<'_>,
         y: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
-        audit: Option<&mut Audit<Self::Scalar>>,
+        checksums: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
-    /// Updates `p` and the state of a contiguous range from its gradient; `second` is empty where
-    /// the rule has one state buffer. `copy` as in [`OptimizerOps::adamw`].
+    /// Updates `p` and the state of a contiguous range from its gradient; `second` is empty if the
+    /// rule has one state buffer. `copy` and `checksums` as in [`OptimizerOps::adamw`].
     #[expect(clippy::too_many_arguments, reason = "one for each buffer")]
     fn elements(
         &self,
@@ -158,32 +159,32 @@ pub trait OptimizerOps: Backend {
         second: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
-        audit: Option<&mut Audit<Self::Scalar>>,
+        checksums: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
 }
 
 impl KernelCost {
-    /// `AdamW`'s update; `copy` elements are written besides.
+    /// Returns the cost of AdamW's update, which also writes `copy` elements.
     pub fn adamw(len: usize, copy: usize) -> Self {
         Self::moves("adamw", copy).on([len]).exactly(7 * len)
     }
 
-    /// SGD's update; `copy` elements are written besides.
+    /// Returns the cost of SGD's update, which also writes `copy` elements.
     pub fn sgd(len: usize, copy: usize) -> Self {
         Self::moves("sgd", copy).on([len]).exactly(5 * len)
     }
 
-    /// The squares of `AdamW`'s step.
+    /// Returns the cost of the squared norm of AdamW's step.
     pub fn adamw_step_squares(len: usize) -> Self {
         Self::moves("adamw, step's norm", 0).on([len]).exactly(4 * len)
     }
 
-    /// A running average; `copy` elements are written besides.
+    /// Returns the cost of a moving average, which also writes `copy` elements.
     pub fn approach(len: usize, copy: usize) -> Self {
         Self::moves("average", copy).on([len]).exactly(3 * len)
     }
 
-    /// Another rule's update; `copy` elements are written besides.
+    /// Returns the cost of an elementwise rule's update, which also writes `copy` elements.
     pub fn elements(update: ElementwiseUpdate, len: usize, copy: usize) -> Self {
         Self::moves("update", copy).on([len]).exactly((3 + 2 * update.rule.states()) * len)
     }

@@ -1,44 +1,45 @@
-//! Losses of numbers.
+//! Regression losses.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Measure that compares rows of predictions with rows of targets; the mean over a row's elements.
+/// A loss of a prediction p and its target t, averaged over a row's elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Deviation {
-    /// (p - t)².
+    /// The squared error (p - t)².
     Squared,
-    /// |p - t|.
+    /// The absolute error |p - t|.
     Absolute,
-    /// ½(p - t)² up to this distance, linear beyond (Huber, 1964).
+    /// The Huber loss: ½(p - t)² up to this distance, linear beyond (Huber, 1964).
     Huber(f32),
-    /// -t·ln σ(p) - (1 - t)·ln(1 - σ(p)): binary cross-entropy of logits.
+    /// The binary cross-entropy of logits: -t·ln σ(p) - (1 - t)·ln(1 - σ(p)).
     Binary,
-    /// 1 where a logit and its target are on the same side, of 0 and of ½, else 0; without a slope.
+    /// The binary accuracy: 1 where the logit is on the same side of 0 as the target is of ½, else
+    /// 0. It has no gradient.
     Agreement,
 }
 
-/// Rows of predictions and of targets.
+/// A regression loss of rows of predictions and targets.
 #[derive(Debug, Clone, Copy)]
 pub struct Regression {
-    /// Rows.
+    /// The number of rows.
     pub rows: usize,
-    /// Elements of a row.
+    /// The number of elements of a row.
     pub width: usize,
-    /// Measure of the comparison.
+    /// The loss.
     pub by: Deviation,
-    /// Factor of the gradient: 1 / (rows in the global batch).
+    /// The factor of the gradient: 1 / (rows in the global batch).
     pub scale: f32,
-    /// Replace the predictions by their gradient; without it they are left alone.
+    /// Whether to replace the predictions by their gradient; otherwise they are unchanged.
     pub gradient: bool,
 }
 
-/// Losses of numbers.
+/// Regression losses.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait RegressionOps: Backend {
-    /// Writes every row's mean deviation from its targets (f32) to `losses` (f32), unscaled; with
-    /// [`Regression::gradient`], overwrites the predictions by their scaled gradient. `weights`
+    /// Writes every row's mean loss (f32) to `losses` (f32), unscaled; with
+    /// [`Regression::gradient`], overwrites the predictions with their scaled gradient. `weights`
     /// (f32) has a factor of loss and gradient for every row, or is empty.
     fn regression(
         &self,
@@ -51,7 +52,7 @@ pub trait RegressionOps: Backend {
 }
 
 impl KernelCost {
-    /// Losses of rows of numbers, and the gradient of the predictions in their place.
+    /// Returns the cost of the losses of rows, and of the gradient of the predictions in place.
     pub fn regression(s: Regression, weights: usize) -> Self {
         let passes = if s.gradient { 2 } else { 1 };
         let exact = s.rows * (s.width + 1) + weights;

@@ -1,37 +1,37 @@
-//! Rotary positions.
+//! Rotary position embeddings (RoPE).
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Rotary positions (Su et al., "RoFormer", 2021) of the first heads of every row: elements i and i
-/// + `head_width`/2 of a head turn by angle i of the position.
+/// Rotary position embeddings (Su et al., "RoFormer", 2021) of the first heads of every row:
+/// elements i and i + `head_width`/2 of a head are rotated by angle i of the position.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary {
-    /// Sequences.
+    /// The number of sequences.
     pub batch: usize,
-    /// Positions a sequence.
+    /// The number of positions in a sequence.
     pub time: usize,
-    /// Heads that turn.
+    /// The number of heads that are rotated.
     pub heads: usize,
-    /// Width of one head; even.
+    /// The width of a head, which is even.
     pub head_width: usize,
-    /// Columns of a row.
+    /// The number of columns of a row.
     pub width: usize,
-    /// Turn back: the backward.
+    /// Whether to rotate by the negative angles, as the backward does.
     pub back: bool,
 }
 
-/// Rotary positions.
+/// Rotary position embeddings.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait RotaryOps: Backend {
-    /// Turns heads of `x` in place, by angles whose cosines and sines are the rows of `table` (t ×
-    /// head width: one half each, in f32).
+    /// Rotates heads of `x` in place, by angles whose cosines and sines are the rows of `table` (t
+    /// × head width, in f32: the cosines, then the sines).
     fn rotary(&self, shape: Rotary, table: Self::View<'_>, x: Self::ViewMut<'_>) -> Result<()>;
 }
 
 impl KernelCost {
-    /// A turn of so many elements in place.
+    /// Returns the cost of a rotation of `len` elements in place.
     pub fn rotary(len: usize) -> Self {
         Self::moves("rotary", 2 * len).on([len])
     }

@@ -7,9 +7,9 @@ use hpctrain_base::error::Result;
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait SoftmaxOps: Backend {
-    /// `y = softmax(x)` of rows of `width` elements; overwrites.
+    /// Computes `y = softmax(x)` over rows of `width` elements; overwrites.
     fn softmax(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
-    /// Replaces the gradient of `y = softmax(x)` by that of `x`.
+    /// Replaces the gradient of `y = softmax(x)` with that of `x`.
     fn softmax_backward(
         &self,
         width: usize,
@@ -19,12 +19,12 @@ pub trait SoftmaxOps: Backend {
 }
 
 impl KernelCost {
-    /// A softmax of rows.
+    /// Returns the cost of a softmax of rows.
     pub fn softmax(len: usize) -> Self {
         Self::moves("softmax", 2 * len).on([len])
     }
 
-    /// Its gradient in place.
+    /// Returns the cost of its gradient in place.
     pub fn softmax_backward(len: usize) -> Self {
         Self::moves("softmax, backward", 3 * len).on([len])
     }

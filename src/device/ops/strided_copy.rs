@@ -1,26 +1,26 @@
-//! Copies of columns.
+//! Strided copies of columns.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Columns of rows that are copied from one matrix to another.
+/// A range of columns that is copied from the rows of one matrix to the rows of another.
 #[derive(Debug, Clone, Copy)]
 pub struct StridedCopy {
-    /// Rows of both.
+    /// The number of rows of both matrices.
     pub rows: usize,
-    /// Columns copied.
+    /// The number of columns copied.
     pub count: usize,
-    /// Columns of a source row, and the first one copied.
+    /// The columns of a source row, and the first one copied.
     pub from: [usize; 2],
-    /// Columns of a target row, and where the first one goes.
+    /// The columns of a target row, and the first one written.
     pub to: [usize; 2],
 }
 
-/// Copies of columns.
+/// Strided copies of columns.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ColumnsOps: Backend {
-    /// Copies columns of rows; those of `y` between them are left alone.
+    /// Copies columns of every row; the other columns of `y` are unchanged.
     fn copy_columns(
         &self,
         shape: StridedCopy,
@@ -30,7 +30,7 @@ pub trait ColumnsOps: Backend {
 }
 
 impl KernelCost {
-    /// A copy of columns.
+    /// Returns the cost of a copy of columns.
     pub fn copy_columns(s: StridedCopy) -> Self {
         Self::moves("copy of columns", 2 * s.rows * s.count).on([s.rows, s.count])
     }

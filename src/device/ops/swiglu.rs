@@ -7,21 +7,21 @@ use hpctrain_base::error::Result;
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait SwigluOps: Backend {
-    /// SwiGLU (Shazeer, "GLU variants improve transformer", 2020): `y = silu(gate)·up`, where a row
-    /// of `x` (2·`width`) is the gates, then the ups; overwrites `y`.
+    /// Computes SwiGLU (Shazeer, "GLU variants improve transformer", 2020): `y = silu(gate)·up`,
+    /// where a row of `x` (2·`width`) is the gates, then the ups; overwrites `y`.
     fn swiglu(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
-    /// Replaces the gates and ups of `x` by their gradients.
+    /// Replaces the gates and ups of `x` with their gradients.
     fn swiglu_backward(&self, width: usize, x: Self::ViewMut<'_>, dy: Self::View<'_>)
     -> Result<()>;
 }
 
 impl KernelCost {
-    /// So many gated elements.
+    /// Returns the cost of `len` gated elements.
     pub fn swiglu(len: usize) -> Self {
         Self::moves("swiglu", 3 * len).on([len])
     }
 
-    /// Their gradients in place of gates and ups.
+    /// Returns the cost of their gradients in place of gates and ups.
     pub fn swiglu_backward(len: usize) -> Self {
         Self::moves("swiglu, backward", 5 * len).on([len])
     }

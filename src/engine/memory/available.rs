@@ -1,11 +1,11 @@
-//! Memory that this node can still give.
+//! Available memory of this node.
 
 use std::path::Path;
 
 use hpctrain_base::control_groups::{Version, groups};
 
-/// Bytes that may still be taken: the memory that the kernel reports as available, limited by the
-/// control groups of this process. None where neither is known.
+/// Returns the bytes of available memory as reported by the kernel, limited by the control groups
+/// of this process. `None` if neither is known.
 pub fn available() -> Option<usize> {
     available_below(Path::new("/"))
 }
@@ -24,11 +24,11 @@ fn available_below(root: &Path) -> Option<usize> {
     left.chain(node).min()
 }
 
-/// Files of a version of control groups.
+/// The files of a version of control groups.
 struct Files {
     limit: &'static str,
     usage: &'static str,
-    /// In `memory.stat`: pages of files that nobody used lately, which the kernel gives up first.
+    /// The key in `memory.stat` of inactive file pages, which the kernel reclaims first.
     idle: &'static str,
 }
 
@@ -40,7 +40,7 @@ const FILES_1: Files = Files {
 const FILES_2: Files =
     Files { limit: "memory.max", usage: "memory.current", idle: "inactive_file" };
 
-/// Bytes left under a group's limit; none without a limit.
+/// Returns the bytes left under a group's limit, or `None` if it has no limit.
 fn left_in(group: &Path, files: &Files) -> Option<usize> {
     let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
     let number = |name: &str| read(name)?.trim().parse::<usize>().ok();
@@ -50,7 +50,7 @@ fn left_in(group: &Path, files: &Files) -> Option<usize> {
     Some(limit.saturating_sub(usage.saturating_sub(idle)))
 }
 
-/// The number after a name at the start of a line.
+/// Returns the number after a name at the start of a line.
 fn field(text: &str, name: &str) -> Option<usize> {
     let words = text.lines().map(str::split_whitespace);
     words
@@ -98,7 +98,7 @@ mod tests {
             ("sys/fs/cgroup/memory/memory.stat", "inactive_file 1\ntotal_inactive_file 20000\n"),
         ];
         assert_eq!(in_files(&one), Some(10_000));
-        // No limit, written as the largest number there is.
+        // No limit is written as the largest number.
         let unlimited = [
             NODE,
             ("proc/self/cgroup", "9:memory:/\n"),

@@ -1,4 +1,4 @@
-//! Memory estimate of a rank, computed before anything is allocated.
+//! Estimates the memory of a rank, before anything is allocated.
 
 use super::tables::Tables;
 use hpctrain_base::layout::{TensorShards, UnitLayout};
@@ -15,25 +15,26 @@ use hpctrain_parallel::{
 /// Bytes of an f32.
 const F32: usize = size_of::<f32>();
 
-/// Growth of a process after the start, outside the categories: packed operands of products,
-/// message buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
+/// Measured growth of a process after the start, outside the categories: packed operands of
+/// matmuls, message buffers of MPI, slack of the allocator. It does not depend on the model.
 const GROWTH: usize = 7 << 20;
 
-/// Memory that does not depend on the plan.
+/// Memory in use that does not depend on the plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Held {
-    /// Bytes that messages pass through, at most.
+    /// Maximum bytes of message buffers.
     pub messages: usize,
-    /// Whether those are on the device that computes.
+    /// Whether message buffers are on the device that computes.
     pub messages_on_device: bool,
-    /// Bytes that the process holds already.
+    /// Resident bytes of the process.
     pub resident: usize,
-    /// Most bytes that data sets cache.
+    /// Maximum bytes that data sets cache.
     pub cache: usize,
 }
 
 impl Held {
-    /// Memory of this process, which sends its messages by `comm` and reads these data sets.
+    /// Returns the present memory of this process, which sends its messages by `comm` and reads
+    /// these data sets.
     pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
         let messages_on_device =
             matches!(comm.device_path(), Some(DeviceTransport::CudaAware | DeviceTransport::Nccl));
@@ -55,7 +56,7 @@ impl Alive {
         self.parameters + self.gradients + self.activations
     }
 
-    /// The maximum of each category, over both moments.
+    /// Returns the maximum of each category over both moments.
     fn most(self, other: Self) -> Self {
         Self {
             parameters: self.parameters.max(other.parameters),
@@ -65,8 +66,8 @@ impl Alive {
     }
 }
 
-/// Memory estimate of a rank in the stage of the pipeline that needs most, as [`estimate`] has it:
-/// on its GPU, where it computes on one, else on the host.
+/// Returns the largest [`estimate`] over all pipeline stages, by the memory of the GPU if ranks
+/// compute on one, else by that of the host.
 pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: Held) -> Estimate {
     let others = (1..plan.mesh.pipeline).map(|stage| estimate::<B>(plan, stage, held));
     others.fold(estimate::<B>(plan, 0, held), |most, one| {
@@ -74,9 +75,9 @@ pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: Held) -> Estimate {
     })
 }
 
-/// Memory estimate of a rank in stage `stage` of the pipeline, from the plan alone. A GPU has one
-/// pool: its estimate is the peak over the moments of a step. On the host every category keeps its
-/// own peak.
+/// Estimates the memory of a rank in pipeline stage `stage`, from the plan alone. A GPU has one
+/// pool, so its estimate is the peak over the moments of a step. On the host every category keeps
+/// its own peak.
 pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> Estimate {
     let Held { messages, messages_on_device, resident, cache } = held;
     let size = plan.config.precision.dtype.size(B::ON_HOST);
@@ -98,17 +99,17 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
     let offloads = plan.config.offload.optimizer;
-    let are_masters_apart = !offloads && (plan.residency().params == Lifetime::Use || size < F32);
-    let masters = if are_masters_apart { owned * F32 } else { 0 };
+    let has_master_weights = !offloads && (plan.residency().params == Lifetime::Use || size < F32);
+    let master_weights = if has_master_weights { owned * F32 } else { 0 };
     let outer = plan.averaging.and_then(|averaging| averaging.outer);
     let states = parallel::state_names(Some(plan.rule), plan.average, outer).len();
     let state = states * owned;
-    // The outer step's starting point, which is in no checkpoint.
+    // An outer optimizer also keeps the parameters at the last average, which are not saved.
     let kept = states + usize::from(outer.is_some());
     let here = plan.replicas_here();
-    let guests = (slots.iter().sum::<usize>() - all) / plan.mesh.shard * size;
-    let guests = if plan.residency().params == Lifetime::Use { guests } else { 0 };
-    // Of the other replicas that the rank trains, those that live always, or were gathered ahead.
+    let tied_replicas = (slots.iter().sum::<usize>() - all) / plan.mesh.shard * size;
+    let tied_replicas = if plan.residency().params == Lifetime::Use { tied_replicas } else { 0 };
+    // Full parameters that the other replicas of this rank keep: all, or those gathered ahead.
     let gathered = match plan.residency().params {
         Lifetime::Step => slots.len(),
         Lifetime::Use => plan.residency().ahead.min(padded.len()),
@@ -122,13 +123,13 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
 
     let mut device = [0; MemoryKind::ALL.len()];
     device[MemoryKind::Parameters as usize] =
-        alive.parameters + resting + here * (masters + guests);
+        alive.parameters + resting + here * (master_weights + tied_replicas);
     device[MemoryKind::Gradients as usize] = alive.gradients;
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
     device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
     device[MemoryKind::Workspace as usize] = B::WORKSPACE;
     if schedule.micros() > 1 && plan.residency().params == Lifetime::Step {
-        // A table of tokens is multiplied by the head only, if that borrows it.
+        // The token embedding is an operand of a matmul only if the head is tied to it.
         let is_table = |slot: usize| {
             let is_lent = stage.borrows().contains(&Some(slot));
             plan.network.is_language() && stage.units.start == 0 && slot == 0 && !is_lent
@@ -146,7 +147,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
         false => device[MemoryKind::Optimizer as usize] = here * kept * owned * F32,
     }
     if let (true, Some(_)) = (offloads, plan.averaging) {
-        // The averaged buffers of one unit, on their way.
+        // The buffers of one unit that are being averaged.
         let averaged = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
         host[MemoryKind::Offloaded as usize] +=
             averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
@@ -162,18 +163,18 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     }
     let carrier = if messages_on_device { &mut device } else { &mut host };
     carrier[MemoryKind::Communication as usize] = messages;
-    // Rows may have weights. The numbers of a device are among its activations.
+    // Rows may have weights. Features and values on a device count as activations.
     let sizes = SampleSizes { weights: 1, ..plan.samples.sizes(plan.network.context()) };
     let of_host = sizes.all().into_iter().sum::<usize>() * size_of::<u32>();
     let of_device =
         (if tables.is_some() { 0 } else { sizes.ids } + sizes.classes) * size_of::<u32>();
-    // Read ahead, one being read, one in use.
+    // Batches that are read ahead, one that is being read, and one in use.
     host[MemoryKind::Data as usize] =
         cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
     if plan.config.checkpoint.async_save {
-        // Ranks divide parameters and state among themselves, copies of them too, but where they
-        // have owners.
+        // Replicas divide the copy of parameters and state among themselves, except with central
+        // storage.
         let copies =
             if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
         let of_tables =
@@ -181,7 +182,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
         host[MemoryKind::Checkpoint as usize] =
             (all / plan.mesh.shard + state + of_tables) / copies * F32;
     }
-    // A host copy of one unit at a time: at the start, and when a checkpoint is written through.
+    // At the start, and when a checkpoint is written without async_save, one unit at a time is
+    // copied to the host.
     let of_tables = tables.as_ref().map(|tables| &tables.padded);
     let staging = padded.iter().chain(of_tables).max().copied().unwrap_or(0) * F32;
     let (host, gpu) = match B::ON_HOST {
@@ -191,34 +193,34 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     Estimate { host, gpu, staging, runtime: resident + GROWTH }
 }
 
-/// Whether the input of block `block` of a stage's `blocks` goes to the host until its backward,
-/// which does not begin at once.
-fn leaves(plan: &ResolvedConfig, stage: &Stage, blocks: usize, block: usize) -> bool {
+/// Returns true if the input of block `block` of a stage's `blocks` is offloaded until its
+/// backward. The last block's is not, since its backward follows at once.
+fn is_offloaded(plan: &ResolvedConfig, stage: &Stage, blocks: usize, block: usize) -> bool {
     plan.config.offload.activations && !(stage.is_last() && block + 1 == blocks)
 }
 
-/// Bytes of the host for the inputs of all micro-batches that are under way at once.
+/// Returns the host bytes for the offloaded inputs of all micro-batches in flight.
 fn inputs_on_host<B: Kernels>(
     plan: &ResolvedConfig,
     blocks: &Blocks<B>,
     slices: &TensorShards,
     timeline: &MemoryTimeline<'_>,
 ) -> usize {
-    let leaving = blocks
+    let offloaded = blocks
         .iter()
         .enumerate()
-        .filter(|(block, _)| leaves(plan, timeline.stage, blocks.len(), *block));
+        .filter(|(block, _)| is_offloaded(plan, timeline.stage, blocks.len(), *block));
     let rows = plan.micro as usize * plan.network.context();
     let size = plan.config.precision.dtype.size(B::ON_HOST);
     let words = |elements: usize| (elements * size).next_multiple_of(F32);
     let of_micro: usize =
-        leaving.map(|(_, block)| words(rows * slices.own(block.input_per_row()))).sum();
+        offloaded.map(|(_, block)| words(rows * slices.own(block.input_per_row()))).sum();
     let waiting = timeline.step().into_iter().map(|moment| moment.waiting).max().unwrap_or(0);
     (waiting + 1) * of_micro
 }
 
-/// The moments of training and of evaluations in a stage with these blocks and slots. Rows of its
-/// output have `next` elements; none where they are the network's.
+/// Returns the moments of training and of evaluations in a stage with these blocks and slots. Rows
+/// of its output have `next` elements, or are the network's output if `next` is `None`.
 fn moments<B: Kernels>(
     plan: &ResolvedConfig,
     blocks: &Blocks<B>,
@@ -236,7 +238,7 @@ fn moments<B: Kernels>(
         keep: plan.residency(),
         schedule,
     };
-    // Bytes a row: of each block's input, its saved activations, its scratch.
+    // Bytes per row of each block's input, saved activations, and scratch.
     let input: Vec<usize> =
         blocks.iter().map(|block| slices.own(block.input_per_row()) * size).collect();
     let saved: Vec<usize> = blocks
@@ -248,14 +250,14 @@ fn moments<B: Kernels>(
         blocks.iter().map(|block| block.forward_scratch_per_row() * size).collect();
     let deferring: Vec<usize> =
         blocks.iter().map(|block| block.deferred_scratch_per_row() * size).collect();
-    // Bytes a row that the gradients of weights wait with, of the blocks before each one; then, of
+    // Bytes per row that deferred wgrads keep, summed over the blocks before each block, then over
     // all.
-    let put_off_before: Vec<usize> = blocks.iter().fold(vec![0], |mut sums, block| {
+    let deferred_before: Vec<usize> = blocks.iter().fold(vec![0], |mut sums, block| {
         sums.push(sums[sums.len() - 1] + block.deferred_per_row() * size);
         sums
     });
-    let put_off_row = put_off_before[blocks.len()];
-    // The logits with the padding of their rows, and their losses.
+    let deferred_row = deferred_before[blocks.len()];
+    // The logits include the padding of their rows, and their losses.
     let is_padded = blocks.last().is_some_and(|block| block.pads_output());
     let in_memory = |columns: usize| if is_padded { B::row_stride(columns) } else { columns };
     let of_virtual_rank =
@@ -264,22 +266,26 @@ fn moments<B: Kernels>(
     let of_stage = next.map_or(outputs * size + F32, |next| next * size);
     let output = |block: usize| input.get(block + 1).copied().unwrap_or(of_stage);
     let recompute = plan.config.parallel.recompute;
-    // For each block's turn, the bytes that the blocks before it keep; then, those of all.
+    // Bytes that the blocks before each block save, then those of all.
     let mut kept = vec![0; blocks.len() + 1];
     let again = |block: usize| recompute && !(stage.is_last() && block + 1 == blocks.len());
-    let leaves = |block: usize| leaves(plan, stage, blocks.len(), block);
+    let is_offloaded = |block: usize| is_offloaded(plan, stage, blocks.len(), block);
     for block in 0..blocks.len() {
-        let stays = if leaves(block) { 0 } else { input[block] };
+        let stays = if is_offloaded(block) { 0 } else { input[block] };
         kept[block + 1] = kept[block] + stays + if again(block) { 0 } else { saved[block] };
     }
-    // Beside a backward the next input comes back.
-    let comes = |block: usize| {
-        block.checked_sub(1).filter(|before| leaves(*before)).map_or(0, |before| input[before])
+    // During a backward, the input of the previous block is copied back.
+    let fetched = |block: usize| {
+        block
+            .checked_sub(1)
+            .filter(|before| is_offloaded(*before))
+            .map_or(0, |before| input[before])
     };
-    // A forward that is computed again has its output beside the gradient of that.
-    let redone = |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
-    // The network's last block may take some rows at a time: those are beside its input and, in the
-    // backward, the gradient of that.
+    // A recomputed forward has its output in addition to the gradient of the output.
+    let recomputed =
+        |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
+    // With chunked cross-entropy, the last block has a chunk of rows in addition to its input and,
+    // in the backward, the gradient of the input.
     let at_once = |rows: usize| match plan.logit_rows {
         0 => rows,
         some => rows.min(some),
@@ -288,15 +294,15 @@ fn moments<B: Kernels>(
         stage.is_last() && block + 1 == blocks.len() && at_once(rows) < rows
     };
     let waiting_row = kept[blocks.len()];
-    // Messages: one is awaited while another leaves. A late stage behind lets more of them wait, at
-    // most as many as there are stages behind.
+    // One message is received while another is sent. More may wait for a slow later stage, at most
+    // as many as there are later stages.
     let messages =
         if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
-    let bytes = |Moment { when, params, grads, waiting, put_off }: Moment,
+    let bytes = |Moment { when, params, grads, waiting, put_off: deferred }: Moment,
                  rows: usize,
                  kept: &[usize],
                  messages: usize| {
-        let of_piece = match when {
+        let of_chunk = match when {
             When::Forward(block) if is_cut(block, rows) => {
                 saved[block] + output(block) + forward[block]
             }
@@ -306,31 +312,31 @@ fn moments<B: Kernels>(
         let of_row = match when {
             When::Forward(block) if is_cut(block, rows) => kept[block] + input[block],
             When::Backward(block) if is_cut(block, rows) => {
-                kept[block] + comes(block) + 2 * input[block]
+                kept[block] + fetched(block) + 2 * input[block]
             }
             When::Forward(block) => {
                 kept[block] + input[block] + saved[block] + output(block) + forward[block]
             }
             When::Backward(block) => {
                 kept[block]
-                    + comes(block)
+                    + fetched(block)
                     + input[block]
                     + saved[block]
-                    + scratch[block].max(redone(block))
+                    + scratch[block].max(recomputed(block))
             }
             When::BackwardInput(block) => {
-                let of_later_blocks = put_off_row - put_off_before[block + 1];
-                let work = deferring[block].max(redone(block));
-                kept[block] + comes(block) + input[block] + saved[block] + work + of_later_blocks
+                let of_later_blocks = deferred_row - deferred_before[block + 1];
+                let work = deferring[block].max(recomputed(block));
+                kept[block] + fetched(block) + input[block] + saved[block] + work + of_later_blocks
             }
-            When::BackwardWeight(block) => put_off_before[block + 1],
-            // The gradient of the input is as large as that.
-            When::After(block) => kept[block] + comes(block) + 2 * input[block],
+            When::BackwardWeight(block) => deferred_before[block + 1],
+            // The gradient of the input is as large as the input.
+            When::After(block) => kept[block] + fetched(block) + 2 * input[block],
         };
-        let of_row = of_row + waiting * waiting_row + put_off * put_off_row + messages;
-        // Of a piece, the rows of the input are a copy.
-        let of_piece = if of_piece > 0 { of_piece + input[blocks.len() - 1] } else { 0 };
-        let activations = rows * of_row + at_once(rows) * of_piece;
+        let of_row = of_row + waiting * waiting_row + deferred * deferred_row + messages;
+        // The rows of a chunk's input are a copy.
+        let of_chunk = if of_chunk > 0 { of_chunk + input[blocks.len() - 1] } else { 0 };
+        let activations = rows * of_row + at_once(rows) * of_chunk;
         Alive { parameters: params * size, gradients: grads * F32, activations }
     };
     let rows = |samples: u64| samples as usize * plan.network.context();
@@ -345,9 +351,9 @@ fn moments<B: Kernels>(
     training.chain(evaluation).chain(average).collect()
 }
 
-/// The average of replicas, where units have `padded` elements and slots `slots`: the shares of one
-/// unit are added here while the sum of the one before travels. Gradients that live always lie
-/// idle.
+/// Returns the memory during the average of replicas, where units have `padded` elements and slots
+/// `slots`: the shares of one unit are added on this rank while the sum of the previous unit is
+/// sent. Gradients that live for the whole step are allocated but not used.
 fn average(plan: &ResolvedConfig, on_host: bool, padded: &[usize], slots: &[usize]) -> Alive {
     let size = plan.config.precision.dtype.size(on_host);
     let buffers = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
@@ -366,7 +372,7 @@ fn average(plan: &ResolvedConfig, on_host: bool, padded: &[usize], slots: &[usiz
     Alive { parameters, gradients: idle + most.max().unwrap_or(0), activations: 0 }
 }
 
-/// Resident bytes of this process: now, and at most.
+/// Returns the present and the peak resident bytes of this process.
 pub fn resident() -> (usize, usize) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let field = |name: &str| {

@@ -1,4 +1,4 @@
-//! Whether a run fits into memory, asked before anything is allocated, and the settings with which
+//! Checks that a run fits into memory before anything is allocated, and finds settings with which
 //! it would.
 
 use std::cmp::Reverse;
@@ -16,13 +16,13 @@ use hpctrain_config::{Config, EmbeddingPlacement, Environment, ResolvedConfig, r
 use hpctrain_device::{Kernels, readable};
 use hpctrain_parallel::{PipelineSchedule, Zero};
 
-/// Compares the need of a rank with `run.memory_limit`, the need of this node's ranks with the
-/// memory of the node, and the need of a rank on its GPU with the `gpu` bytes it may take. `held`
-/// does not depend on the plan.
+/// Checks that a rank fits into `run.memory_limit`, that this node's ranks fit into the node's
+/// memory, and that a rank fits into the `gpu` bytes of its GPU that it may use. `held` is the
+/// memory in use that does not depend on the plan.
 ///
 /// # Errors
-/// A rank does not fit; the error gives the need by category, the available memory, and settings
-/// that would fit.
+/// Returns an error if a rank does not fit. It gives the need by category, the available memory,
+/// and settings that would fit.
 pub fn check<B: Kernels>(
     plan: &ResolvedConfig,
     topology: &Topology,
@@ -37,14 +37,14 @@ pub fn check<B: Kernels>(
     };
     if node.available.is_none() {
         log::warn!(
-            "{}: neither /proc/meminfo nor a control group gives the free memory: only run.memory_limit is checked",
+            "{}: cannot read the available memory from /proc/meminfo or a control group: only run.memory_limit is checked",
             node.host
         );
     }
     fits::<B>(plan, &node, held)
 }
 
-/// The memory that a rank of this node may take; the arguments are those of [`check`].
+/// Returns the memory that a rank of this node may use. The arguments are those of [`check`].
 pub fn room(
     plan: &ResolvedConfig,
     topology: &Topology,
@@ -57,30 +57,31 @@ pub fn room(
         available: available(),
         gpu,
     };
-    node.room(plan, held)
+    node.budget(plan, held)
 }
 
-/// The smallest change of a plan after which a rank fits into `room`: settings, or more ranks.
+/// Describes the smallest change of a plan after which a rank fits into `room`: settings, or more
+/// ranks.
 pub fn least_change<B: Kernels>(plan: &ResolvedConfig, room: &MemoryBudget, held: Held) -> String {
     advice(plan, |plan| worst::<B>(plan, held), room)
 }
 
-/// The node that ranks are to fit on.
+/// The node whose memory ranks must fit into.
 struct Node<'a> {
     host: &'a str,
-    /// Ranks on it.
+    /// The number of ranks on the node.
     ranks: usize,
-    /// Bytes available to them, if the node reports it.
+    /// Bytes available to the ranks, if known.
     available: Option<usize>,
-    /// Bytes that a rank may take of its GPU.
+    /// Bytes of its GPU that a rank may use.
     gpu: Option<usize>,
 }
 
 impl Node<'_> {
-    /// Room of each rank on it, of which this one has taken `held`.
-    fn room(&self, plan: &ResolvedConfig, held: Held) -> MemoryBudget {
+    /// Returns the budget of each rank on the node, of which this rank already uses `held`.
+    fn budget(&self, plan: &ResolvedConfig, held: Held) -> MemoryBudget {
         let limit = plan.config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
-        // Resident memory is not counted as available, and is not needed again.
+        // The estimate includes resident memory, which is not part of the available memory.
         let share = |available: usize| (available / self.ranks).saturating_add(held.resident);
         MemoryBudget {
             host: self.available.map_or(limit, |available| share(available).min(limit)),
@@ -89,12 +90,13 @@ impl Node<'_> {
     }
 }
 
-/// Cuts the stages of a pipeline anew, if those of `plan` do not fit into the memory of every rank
-/// but others do: those with the least work in the busiest stage. Says whether it did, on all ranks
-/// alike. The arguments are those of [`check`], collective over `world`.
+/// Splits the blocks into other pipeline stages if those of `plan` do not fit into the memory of
+/// every rank but others do. Chooses those with the least work in the busiest stage. Returns true
+/// if it has changed the stages, the same on all ranks. The arguments are those of [`check`].
+/// Collective over `world`.
 ///
 /// # Errors
-/// A message between ranks failed.
+/// Returns an error if a message between ranks fails.
 pub fn fit_stages<B: Kernels>(
     world: &Group<B>,
     plan: &mut ResolvedConfig,
@@ -108,13 +110,13 @@ pub fn fit_stages<B: Kernels>(
         available: available(),
         gpu,
     };
-    let room = MemoryBudget::least(&world.all_gather_u64(&node.room(plan, held).numbers())?);
-    // Rank 0 decides: what processes hold differs a little.
+    let room = MemoryBudget::least(&world.all_gather_u64(&node.budget(plan, held).numbers())?);
+    // Rank 0 decides, since the resident memory of processes differs slightly.
     let decides = world.rank() == 0 && !room.holds(&worst::<B>(plan, held));
     let cut = if decides { cut_to_fit::<B>(plan, held, room) } else { None };
     let ends: Vec<u64> = cut.iter().flatten().map(|stage| stage.end as u64).collect();
-    let told = world.all_gather_u64(&ends)?;
-    let ends = told[0].iter().map(|end| *end as usize);
+    let all_ends = world.all_gather_u64(&ends)?;
+    let ends = all_ends[0].iter().map(|end| *end as usize);
     if ends.len() == 0 {
         return Ok(false);
     }
@@ -129,18 +131,18 @@ fn fits<B: Kernels>(plan: &ResolvedConfig, node: &Node<'_>, held: Held) -> Resul
     let need = |plan: &ResolvedConfig| worst::<B>(plan, held);
     let here = need(plan);
     let limit = plan.config.run.memory_limit;
-    let room = node.room(plan, held);
+    let room = node.budget(plan, held);
     let message = if here.gpu() > room.gpu {
         let need = readable(here.gpu());
         let parts = here.gpu_parts();
-        format!("a rank needs {need} of its GPU ({parts}), and may take {}", readable(room.gpu))
+        format!("a rank needs {need} of its GPU ({parts}), but may use {}", readable(room.gpu))
     } else if let Some(limit) = limit.filter(|limit| here.host() > limit.0) {
-        format!("a rank needs {}, more than run.memory_limit = {limit}", told(&here))
+        format!("a rank needs {}, more than run.memory_limit = {limit}", describe(&here))
     } else if here.host() > room.host {
         let there = readable(available.unwrap_or(usize::MAX) / ranks * ranks);
         format!(
             "{ranks} × {} are needed for the ranks on {host}, where {there} are available",
-            told(&here)
+            describe(&here)
         )
     } else {
         return Ok(());
@@ -148,12 +150,12 @@ fn fits<B: Kernels>(plan: &ResolvedConfig, node: &Node<'_>, held: Held) -> Resul
     Err(Error::input(message).hint(advice(plan, need, &room)))
 }
 
-/// `1.5 GiB (parameters 0.5 GiB, …)`.
-fn told(estimate: &Estimate) -> String {
+/// Formats host memory as in `1.5 GiB (parameters 0.5 GiB, …)`.
+fn describe(estimate: &Estimate) -> String {
     format!("{} ({})", readable(estimate.host()), estimate.host_parts())
 }
 
-/// `1.5 GiB`, or of both memories where there are two.
+/// Formats the total as in `1.5 GiB`, or those of GPU and host if there is a GPU.
 fn sizes(need: &Estimate) -> String {
     match need.gpu {
         None => readable(need.host()),
@@ -163,7 +165,7 @@ fn sizes(need: &Estimate) -> String {
     }
 }
 
-/// The smallest change of the configuration after which a rank fits into `room`.
+/// Describes the smallest change of the configuration after which a rank fits into `room`.
 fn advice(
     plan: &ResolvedConfig,
     need: impl Fn(&ResolvedConfig) -> Estimate,
@@ -179,7 +181,7 @@ fn advice(
     if let Some((need, best)) = fitting(now).into_iter().min_by_key(|(_, variant)| variant.cost()) {
         return format!("{} takes {} a rank", best.settings(), sizes(&need));
     }
-    // Evaluations have their own number of samples at a time.
+    // Evaluations have a separate batch size.
     let lighter = (plan.config.eval.batch > plan.micro).then(|| {
         let mut config = plan.config.clone();
         config.eval.batch = plan.micro;
@@ -194,7 +196,7 @@ fn advice(
     if let Some((need, lighter)) = lighter.flatten().filter(|(need, _)| room.holds(need)) {
         return format!("eval.batch={} takes {} a rank", lighter.config.eval.batch, sizes(&need));
     }
-    // More ranks: twice as many at a time, as long as the batch can be cut for them.
+    // Try doubling the number of ranks as long as the batch can be divided among them.
     let mut ranks = 2 * now;
     while !variants(plan, ranks, on_gpu).is_empty() {
         let as_deep = fitting(ranks).into_iter().filter(|(_, variant)| variant.pipeline.is_none());
@@ -207,101 +209,102 @@ fn advice(
         }
         ranks *= 2;
     }
-    "no layout of this network and batch.global fits: make model.layers, model.width or model.context smaller".into()
+    "no layout of this network and batch.global fits: reduce model.layers, model.width or model.context".into()
 }
 
-/// Another way to run the same training.
+/// A variant of the configuration that runs the same training.
 struct Variant {
     plan: ResolvedConfig,
-    /// Write checkpoints without a copy.
-    through: bool,
+    /// Write checkpoints without an asynchronous copy.
+    sync_save: bool,
     zero: Option<Zero>,
     recompute: bool,
     offload: Option<bool>,
-    /// Inputs that blocks are computed again from on the host, or not.
-    inputs_away: Option<bool>,
-    /// Parameters and reduced gradients on the host alone, or not.
-    shards_away: Option<bool>,
-    /// Embedding tables on the host.
-    tables_away: bool,
+    /// Offload the inputs of recomputed blocks, or not.
+    offload_activations: Option<bool>,
+    /// Offload parameters and reduced gradients, or not.
+    offload_params: Option<bool>,
+    /// Place embedding tables on the host.
+    tables_on_host: bool,
     pipeline: Option<usize>,
-    /// Put nothing off.
+    /// Use the 1F1B schedule, which does not defer wgrad.
     one_forward_one_backward: bool,
     micro: Option<u64>,
 }
 
 impl Variant {
-    /// Few changes before many; then the lowest stage and the largest micro-batch; deeper
-    /// pipelines, and tables, inputs and updates on the host come last. A pipeline that puts
-    /// nothing off is the first of single changes. Slower checkpoints are the least.
+    /// Returns a sort key: few changes first, then the lowest ZeRO stage and the largest
+    /// micro-batch. Deeper pipelines and offloading come last. The 1F1B schedule is the first of
+    /// single changes. Synchronous checkpoints count as half a change.
     fn cost(&self) -> impl Ord + use<> {
         let Self {
             zero,
             recompute,
             offload,
-            inputs_away,
-            shards_away,
-            tables_away,
+            offload_activations,
+            offload_params,
+            tables_on_host,
             pipeline,
             micro,
             ..
         } = *self;
-        let made = [
+        let changed = [
             zero.is_some(),
             recompute,
             offload.is_some(),
-            inputs_away.is_some(),
-            shards_away.is_some(),
-            tables_away,
+            offload_activations.is_some(),
+            offload_params.is_some(),
+            tables_on_host,
             pipeline.is_some(),
             self.one_forward_one_backward,
             micro.is_some(),
         ];
-        let changes = made.into_iter().filter(|made| *made).count();
-        let cost = 2 * changes + usize::from(self.through);
-        let away = (shards_away, offload, inputs_away, tables_away);
-        (cost, away, pipeline, zero.map(u8::from), recompute, micro.is_some(), Reverse(micro))
+        let changes = changed.into_iter().filter(|changed| *changed).count();
+        let cost = 2 * changes + usize::from(self.sync_save);
+        let on_host = (offload_params, offload, offload_activations, tables_on_host);
+        (cost, on_host, pipeline, zero.map(u8::from), recompute, micro.is_some(), Reverse(micro))
     }
 
-    /// The settings that make it.
+    /// Returns the settings of the variant.
     fn settings(&self) -> String {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
         let offload = self.offload.map(|offload| format!("offload.optimizer={offload}"));
-        let inputs_away = self.inputs_away.map(|away| format!("offload.activations={away}"));
-        let shards_away = self.shards_away.map(|away| format!("offload.params={away}"));
-        let tables_away = self.tables_away.then(|| "model.place.tables=host".to_string());
+        let offload_activations =
+            self.offload_activations.map(|on_host| format!("offload.activations={on_host}"));
+        let offload_params = self.offload_params.map(|on_host| format!("offload.params={on_host}"));
+        let tables_on_host = self.tables_on_host.then(|| "model.place.tables=host".to_string());
         let pipeline = self.pipeline.map(|pipeline| format!("parallel.pipeline={pipeline}"));
         let schedule = self.one_forward_one_backward.then(|| "parallel.schedule=1f1b".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
-        let through = self.through.then(|| "checkpoint.async_save=false".to_string());
+        let sync_save = self.sync_save.then(|| "checkpoint.async_save=false".to_string());
         let settings = [
             zero,
             recompute,
-            tables_away,
-            inputs_away,
+            tables_on_host,
+            offload_activations,
             offload,
-            shards_away,
+            offload_params,
             pipeline,
             schedule,
             micro,
-            through,
+            sync_save,
         ];
         let settings: Vec<String> = settings.into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
-/// Every stage, recomputation, micro-batch, pipeline twice or more as deep and way of saving that
-/// takes less than `plan`, and each place of the optimizer, of shards, of inputs and of embedding
-/// tables, on `ranks` ranks.
+/// Returns the variants of `plan` on `ranks` ranks: higher ZeRO stages, recomputation, smaller
+/// micro-batches, deeper pipelines, synchronous checkpoints, and each placement of the optimizer,
+/// parameters, inputs and embedding tables.
 fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let now = plan.config.parallel.zero;
     let recompute = plan.config.parallel.recompute;
     let micro = plan.micro;
     let offloads = plan.config.offload.optimizer;
-    let inputs_are_away = plan.config.offload.activations;
-    let shards_are_away = plan.config.offload.params;
+    let offloads_activations = plan.config.offload.activations;
+    let offloads_params = plan.config.offload.params;
     let has_tables =
         on_gpu && !plan.has_tables_on_host() && plan.network.with_tables_apart().is_ok();
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three]
@@ -309,7 +312,7 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
         .filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
     let depth = plan.mesh.pipeline;
-    let puts_off = depth > 1 && plan.config.parallel.schedule == PipelineSchedule::ZeroBubble;
+    let defers_wgrad = depth > 1 && plan.config.parallel.schedule == PipelineSchedule::ZeroBubble;
     let deeper =
         |pipeline: &usize| Some(2 * pipeline).filter(|deeper| ranks.is_multiple_of(*deeper));
     let pipelines: Vec<usize> = std::iter::successors(Some(depth), deeper).collect();
@@ -319,7 +322,7 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     {
         for &smaller in &micros {
             for [again, copy, elsewhere, inputs, shards, at_once, tables] in
-                choices(on_gpu, puts_off, has_tables)
+                choices(on_gpu, defers_wgrad, has_tables)
             {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
@@ -350,7 +353,7 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     config.model.place.tables = EmbeddingPlacement::Host;
                 }
                 config.batch.micro = Some(smaller);
-                let through = !copy && std::mem::take(&mut config.checkpoint.async_save);
+                let sync_save = !copy && std::mem::take(&mut config.checkpoint.async_save);
                 let facts = Environment {
                     ranks,
                     threads: plan.threads,
@@ -362,19 +365,19 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     let micro = (smaller != micro).then_some(smaller);
                     let recompute = again && !recompute;
                     let offload = elsewhere.then_some(!offloads);
-                    let inputs_away = inputs.then_some(!inputs_are_away);
-                    let shards_away = shards.then_some(!shards_are_away);
+                    let offload_activations = inputs.then_some(!offloads_activations);
+                    let offload_params = shards.then_some(!offloads_params);
                     let pipeline = (pipeline != depth).then_some(pipeline);
                     let one_forward_one_backward = at_once;
                     variants.push(Variant {
                         plan,
-                        through,
+                        sync_save,
                         zero,
                         recompute,
                         offload,
-                        inputs_away,
-                        shards_away,
-                        tables_away: tables,
+                        offload_activations,
+                        offload_params,
+                        tables_on_host: tables,
                         pipeline,
                         one_forward_one_backward,
                         micro,
@@ -386,14 +389,14 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     variants
 }
 
-/// Combinations of the switches: recomputation, checkpoints from a copy, the other place of the
-/// optimizer, of inputs and of shards where there are two, gradients of weights at once where they
-/// are put off, tables on the host where they can be.
-fn choices(on_gpu: bool, puts_off: bool, has_tables: bool) -> impl Iterator<Item = [bool; 7]> {
+/// Returns the combinations of the switches: recomputation, asynchronous checkpoints, the other
+/// placement of the optimizer, of inputs and of parameters with a GPU, the 1F1B schedule if wgrad
+/// is deferred, and embedding tables on the host if that is possible.
+fn choices(on_gpu: bool, defers_wgrad: bool, has_tables: bool) -> impl Iterator<Item = [bool; 7]> {
     let all = (0..128).map(|bits| [1, 2, 4, 8, 16, 32, 64].map(|bit| bits & bit != 0));
     all.filter(move |[_, _, elsewhere, inputs, shards, at_once, tables]| {
         (on_gpu || !(*elsewhere || *inputs || *shards))
-            && (puts_off || !at_once)
+            && (defers_wgrad || !at_once)
             && (has_tables || !tables)
     })
 }
@@ -408,7 +411,7 @@ mod tests {
 
     const NOTHING: Held = Held { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
 
-    /// The refusal with this room a rank, on top of resident memory; empty if it fits.
+    /// Returns the error with this memory per rank, on top of resident memory; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {
         let base = ["model.layers=8", "model.width=256"];
         let overrides: Vec<String> =
@@ -435,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_change_is_told() {
+    fn the_least_change_is_suggested() {
         let error = refusal(1, &[], 160);
         assert!(
             error.starts_with("1 × 340.4 MiB") && error.contains(" MiB are available\nhint: "),
@@ -453,20 +456,20 @@ mod tests {
         );
         let error = refusal(1, &[], 270);
         assert!(error.contains("hint: checkpoint.async_save=false takes "), "{error}");
-        // Activations are small beside the optimizer's state.
+        // Activations are small compared with the optimizer's state.
         let error = refusal(4, &["batch.micro=1"], 80);
         assert!(
             error.contains("hint: parallel.zero=") && !error.contains("parallel.recompute"),
             "{error}"
         );
         let error = refusal(2, &["batch.global=32"], 116);
-        // A stage that keeps whole gradients is enough with half the micro-batch.
+        // ZeRO 1, which keeps whole gradients, is enough with half the micro-batch.
         let hint = "hint: parallel.zero=1 with batch.micro=2 with checkpoint.async_save=false takes 145.5 MiB a rank";
         assert!(error.ends_with(hint), "{error}");
     }
 
     #[test]
-    fn more_ranks_are_told_when_nothing_else_helps() {
+    fn more_ranks_are_suggested_when_nothing_else_helps() {
         let error = refusal(2, &["batch.global=32"], 52);
         assert!(
             error.contains(" ranks, as many on each node as now, and parallel.zero=3"),
@@ -491,8 +494,8 @@ mod tests {
             (variant.pipeline, variant.plan.mesh.pipeline, variant.plan.mesh.data())
         });
         assert!(meshes.clone().all(|mesh| [(None, 2, 2), (Some(4), 4, 1)].contains(&mesh)));
-        // Half the blocks a rank: less of everything but activations, of which more micro-batches
-        // wait.
+        // Half the blocks per rank need less of everything except activations, since more
+        // micro-batches are in flight.
         let deeper =
             all.iter().find(|variant| variant.settings() == "parallel.pipeline=4").unwrap();
         let parameters = |plan: &ResolvedConfig| {
@@ -502,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipeline_may_put_nothing_off() {
+    fn a_pipeline_may_stop_deferring_wgrad() {
         let zero_bubble = [
             "parallel.pipeline=4",
             "parallel.schedule=zero-bubble",
@@ -511,7 +514,7 @@ mod tests {
             "eval.batch=1",
             "checkpoint.async_save=false",
         ];
-        // Most operands wait in the last stage, which is the largest here.
+        // Most operands of deferred wgrads are in the last stage, which is the largest here.
         let need = |settings: &[&str]| {
             let error = refusal(4, settings, 1);
             error
@@ -531,8 +534,8 @@ mod tests {
         assert!(error.contains("hint: parallel.schedule=1f1b takes "), "{error}");
     }
 
-    /// A plan for one GPU. Twelve bytes a parameter are masters and moments; activations are small
-    /// beside them.
+    /// Returns a plan for one GPU. Master weights and moments are twelve bytes per parameter;
+    /// activations are small compared with them.
     fn on_gpu(offload: bool) -> ResolvedConfig {
         let overrides = ["model.layers=8", "model.width=256", "batch.global=1"].map(String::from);
         let (mut config, _) =
@@ -552,7 +555,7 @@ mod tests {
         let here = need(&on_gpu(true));
         let moved = there.gpu() - here.gpu();
         assert_eq!(moved, there.gpu.unwrap()[MemoryKind::Optimizer as usize] / 2 * 3);
-        // And the place that gradients come through.
+        // The host also needs the slot through which gradients are copied.
         assert_eq!(here.host() - there.host(), moved / 3 * 4);
         assert!(here.host_parts().contains("offloaded "), "{}", here.host_parts());
         assert!(
@@ -560,7 +563,7 @@ mod tests {
         );
     }
 
-    /// The refusal of a GPU and its host with so much room.
+    /// Returns the error with this memory on a GPU and its host.
     fn refused(plan: &ResolvedConfig, gpu: usize, host: usize) -> String {
         let node = Node { host: "node", ranks: 1, available: Some(host), gpu: Some(gpu) };
         fits::<Cuda>(plan, &node, NOTHING).err().unwrap().to_string()
@@ -568,11 +571,11 @@ mod tests {
 
     #[test]
     fn inputs_may_leave_a_gpu() {
-        let with = |away: bool, ranks: usize| {
+        let with = |offload: bool, ranks: usize| {
             let mut config = Config::default();
             config.model.layers = hpctrain_config::LayerList::Count(8);
             (config.batch.global, config.batch.micro, config.eval.batch) = (8, Some(2), 1);
-            (config.parallel.recompute, config.offload.activations) = (true, away);
+            (config.parallel.recompute, config.offload.activations) = (true, offload);
             config.parallel.pipeline = ranks;
             resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: true })
                 .unwrap()
@@ -580,16 +583,17 @@ mod tests {
         for ranks in [1, 2] {
             let there = need(&with(false, ranks));
             let here = need(&with(true, ranks));
-            let activations = |of: &Estimate| of.gpu.unwrap()[MemoryKind::Activations as usize];
+            let activations =
+                |estimate: &Estimate| estimate.gpu.unwrap()[MemoryKind::Activations as usize];
             let moved = here.host[MemoryKind::Offloaded as usize];
             assert_eq!(here.host() - there.host(), moved, "{ranks} stages");
-            // All but the one at hand and, in backwards, the next one.
+            // All but the current one and, in the backward, the next one.
             let left = activations(&there) - activations(&here);
             assert!(left > moved / 2 && left < moved, "{ranks} stages: {left} of {moved}");
         }
     }
 
-    /// GPT-2 with micro-batches of 32 × 1,024 tokens: all its logits are 3.3 GB.
+    /// GPT-2 with micro-batches of 32 × 1,024 tokens has 3.3 GB of logits without chunks.
     #[test]
     fn a_gpu_has_the_logits_of_some_rows() {
         let with = |rows: Option<usize>| {
@@ -610,7 +614,7 @@ mod tests {
         let logits = |rows: usize| rows * 50_304 * 2;
         for (rows, less) in [(4096, all - usual), (1024, all - fewer)] {
             let saved = logits(32 << 10) - logits(rows);
-            // The piece's input, and the gradient of the whole input, are beside them.
+            // The input of the chunk and the gradient of the whole input are added.
             assert!(less < saved && less > saved - saved / 30, "{rows} rows: {less} of {saved}");
         }
     }
@@ -619,10 +623,10 @@ mod tests {
     fn advice_for_a_gpu_leaves_room_on_the_host() {
         let there = need(&on_gpu(false));
         let here = need(&on_gpu(true));
-        // Nothing but the host can take the state.
+        // Only the host can take the state.
         let error = refused(&on_gpu(false), here.gpu(), here.host());
         assert!(
-            error.contains(" of its GPU (parameters ") && error.contains(", and may take "),
+            error.contains(" of its GPU (parameters ") && error.contains(", but may use "),
             "{error}"
         );
         let both = format!(
@@ -631,8 +635,8 @@ mod tests {
             readable(here.host())
         );
         assert!(error.ends_with(&format!("hint: offload.optimizer=true takes {both}")), "{error}");
-        // It takes a little more with checkpoints that need no copy of their own, and nothing
-        // without that.
+        // With a little less memory, synchronous checkpoints are suggested as well; with much less,
+        // nothing helps.
         let error = refused(&on_gpu(false), here.gpu(), here.host() - 1);
         let less = "hint: offload.optimizer=true with checkpoint.async_save=false takes ";
         assert!(error.contains(less), "{error}");
@@ -641,7 +645,7 @@ mod tests {
             !error.contains("offload") && error.contains("hint: no layout of this network"),
             "{error}"
         );
-        // And the other way round.
+        // The reverse holds as well.
         let error = refused(&on_gpu(true), there.gpu(), there.host());
         assert!(
             error.starts_with("1 × ") && error.contains("hint: offload.optimizer=false takes "),
@@ -670,13 +674,13 @@ mod tests {
         );
         let settings = "parallel.zero=3 with offload.optimizer=true with offload.params=true";
         assert!(error.ends_with(&format!("hint: {settings} takes {both}")), "{error}");
-        // And back, where the host has no room for the slot of the copies.
+        // The reverse holds if the host has no room for the slot of the copies.
         let error = refused(&with(true), need(&on_gpu(false)).gpu(), need(&on_gpu(false)).host());
         assert!(
             error.contains("hint: offload.optimizer=false with offload.params=false takes "),
             "{error}"
         );
-        // CPUs have nowhere to move them.
+        // On CPUs there is nothing to offload.
         assert!(!refusal(1, &[], 60).contains("offload"));
     }
 

@@ -1,5 +1,4 @@
-//! The memory that a run takes: its estimate, the memory of a node, and whether the one is enough
-//! for the other.
+//! Estimates the memory that a run needs, and checks that it fits the memory of a node.
 
 mod available;
 mod budget;

@@ -1,4 +1,4 @@
-//! Stages of a pipeline that fit into memory.
+//! Splits blocks into pipeline stages that fit into memory.
 
 use std::ops::Range;
 
@@ -8,8 +8,8 @@ use hpctrain_config::ResolvedConfig;
 use hpctrain_device::Kernels;
 use hpctrain_parallel::partition;
 
-/// Of all cuts whose stages fit into `room`, the one with the least work in the busiest stage; none
-/// if there is none.
+/// Returns the split with the least work in the busiest stage, of all whose stages fit into `room`.
+/// Returns `None` if there is none.
 pub fn cut_to_fit<B: Kernels>(
     plan: &ResolvedConfig,
     held: Held,
@@ -23,7 +23,7 @@ pub fn cut_to_fit<B: Kernels>(
         tried.stages = with_stage(blocks, stages, stage, blocks_of);
         room.holds(&estimate::<B>(&tried, stage, held))
     };
-    // More blocks take more memory: by stage and first block, the last end that fits.
+    // The last end that fits, by stage and first block. More blocks need more memory.
     let mut ends = vec![vec![0; blocks]; stages];
     for (stage, ends) in ends.iter_mut().enumerate() {
         for (start, end) in ends.iter_mut().enumerate().skip(stage) {
@@ -37,7 +37,8 @@ pub fn cut_to_fit<B: Kernels>(
     partition(&work, stages, |stage, part| part.end <= ends[stage][part.start])
 }
 
-/// A cut into `stages` in which stage `index` has these blocks, and all others have some.
+/// Returns a split into `stages` in which stage `index` has these blocks, and each other stage at
+/// least one.
 fn with_stage(
     blocks: usize,
     stages: usize,
@@ -70,7 +71,8 @@ mod tests {
 
     #[test]
     fn blocks_move_to_the_stage_that_has_room() {
-        // The first stage has the moments of a large table, which costs the last one work.
+        // The first stage has the moments of a large embedding table, for which only the last one
+        // has work.
         let overrides = [
             "model.layers=8",
             "model.width=128",

@@ -1,39 +1,39 @@
-//! Memory of the host for embedding tables that it has in a GPU's stead.
+//! Host memory for embedding tables that are on the host instead of a GPU.
 
 use hpctrain_config::ResolvedConfig;
 use hpctrain_parallel::{Lifetime, MemoryTimeline, Stage, When};
 
-/// Bytes of an f32, and of an id.
+/// Bytes of an f32 or an id.
 const WORD: usize = size_of::<f32>();
 
-/// The host's buffers take whole cache lines, of so many words.
+/// Words of a cache line. The host's buffers take whole cache lines.
 const LINE: usize = 16;
 
-/// The tables of a plan, and what the host needs for them.
+/// The embedding tables of a plan on the host.
 pub struct Tables<'a> {
     plan: &'a ResolvedConfig,
-    /// Elements of their unit.
+    /// Padded elements of the tables' unit.
     pub padded: usize,
-    /// Elements of their rows, for each row of activations.
+    /// Elements of embedding rows per row of activations.
     rows: usize,
 }
 
 impl<'a> Tables<'a> {
-    /// Tables of a unit of `padded` elements, whose block has `rows` elements of output for each
-    /// row of activations.
+    /// Creates the tables of a unit of `padded` elements, whose block has `rows` elements of
+    /// output per row of activations.
     pub fn of(plan: &'a ResolvedConfig, padded: usize, rows: usize) -> Self {
         Self { plan, padded, rows }
     }
 
-    /// The most bytes at once: all that trains them with `kept` buffers of optimizer state, a
-    /// micro-batch's ids and rows, and the piece of memory by which rows of elements of `size`
-    /// bytes go to the GPU.
+    /// Returns the peak bytes: for training with `kept` buffers of optimizer state, the ids and
+    /// rows of a micro-batch, and the pinned buffer through which rows with elements of `size`
+    /// bytes are copied to the GPU.
     pub fn bytes(&self, size: usize, kept: usize) -> usize {
         let Self { plan, padded, rows } = *self;
         let keep = plan.host_residency();
         let shards = plan.mesh.shard;
-        let masters = if keep.params == Lifetime::Use { 1 } else { 0 };
-        let owned = (masters + kept) * padded / shards;
+        let owned_params = if keep.params == Lifetime::Use { 1 } else { 0 };
+        let owned = (owned_params + kept) * padded / shards;
         let stage = Stage::of_tables(&[None]);
         let sizes = [padded];
         let schedule = plan.step_schedule(0);
@@ -55,7 +55,7 @@ impl<'a> Tables<'a> {
         let moments =
             training.chain(timeline.forward().into_iter().map(|moment| (moment, evaluated)));
         let most = moments
-            .map(|(moment, of)| moment.params + moment.grads + at_work(moment.when, of))
+            .map(|(moment, sizes)| moment.params + moment.grads + at_work(moment.when, sizes))
             .max();
         let slot = (trained.1.max(evaluated.1) * size).next_multiple_of(WORD);
         (owned + most.unwrap_or(0)) * WORD + slot

@@ -1,4 +1,4 @@
-//! A function of every element.
+//! Elementwise activation functions.
 
 use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
@@ -9,7 +9,7 @@ use hpctrain_device::{Activation, Kernels, MemoryKind};
 #[derive(Debug, Clone, PartialEq)]
 pub struct Function {
     pub f: Activation,
-    /// Of a sample.
+    /// The number of elements per sample.
     pub elements: usize,
 }
 

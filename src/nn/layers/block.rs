@@ -1,4 +1,4 @@
-//! A few layers as one block: from one with parameters to before the next.
+//! Consecutive layers as one block, from a layer with parameters up to the next one.
 
 use super::layer::{BackwardArgs, Op};
 use super::sequential::Sequence;
@@ -7,13 +7,13 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
 use hpctrain_device::{Backend, Kernels};
 
-/// Layers whose parameters form a unit.
+/// A block of layers, whose parameters form one unit.
 pub struct LayerBlock {
     name: String,
     layers: Sequence,
-    /// Whether its input is the data.
+    /// Whether its input is the micro-batch.
     is_first: bool,
-    /// The place in the unit of each of the layers' windows ([`Op::slices`]).
+    /// For each slice of the layers' parameters ([`Op::slices`]), its index in the unit.
     places: Vec<usize>,
 }
 
@@ -27,7 +27,7 @@ impl LayerBlock {
         Self { name, layers, is_first, places }
     }
 
-    /// Lengths of the windows as they lie in the unit.
+    /// Returns the lengths of the slices in the order of the unit.
     fn lens(&self) -> Vec<usize> {
         let mut lens = vec![0; self.places.len()];
         for ((_, len), &place) in self.layers.slices().into_iter().zip(&self.places) {
@@ -36,7 +36,7 @@ impl LayerBlock {
         lens
     }
 
-    /// The unit's windows in the order of the layers.
+    /// Returns the slices of the unit in the order of the layers.
     fn params<'a, B: Backend>(&self, mut unit: B::View<'a>) -> Vec<B::View<'a>> {
         let cut = self.lens().into_iter().map(|len| {
             let (window, rest) = B::split_at(unit, len);
@@ -47,19 +47,22 @@ impl LayerBlock {
         self.places.iter().map(|&place| stored[place]).collect()
     }
 
-    /// As [`LayerBlock::params`], exclusively.
+    /// Returns the slices of the unit in the order of the layers, mutably.
     fn grads<'a, B: Backend>(&self, unit: B::ViewMut<'a>) -> Result<Vec<B::ViewMut<'a>>> {
         let mut stored = Vec::new();
         let mut rest = Some(unit);
         for len in self.lens() {
-            let unit = rest.take().ok_or_else(|| Error::internal("a unit that ended early"))?;
+            let unit =
+                rest.take().ok_or_else(|| Error::internal("a unit ended before its last slice"))?;
             let (window, others) = B::cut_mut(unit, len);
             stored.push(Some(window));
             rest = Some(others);
         }
         let taken = self.places.iter().map(|&place| stored[place].take());
         taken
-            .map(|window| window.ok_or_else(|| Error::internal("two windows in one place")))
+            .map(|window| {
+                window.ok_or_else(|| Error::internal("two slices have the same index in a unit"))
+            })
             .collect()
     }
 

@@ -1,12 +1,12 @@
-//! Normalisation of channels: over a batch (Ioffe and Szegedy, 2015), or over groups of a sample's
-//! own (Wu and He, 2018).
+//! Normalisation of channels: over a batch (Ioffe and Szegedy, 2015), or over groups of channels
+//! within a sample (Wu and He, 2018).
 //!
-//! Batch normalisation is the exception to bits that do not depend on the ranks, since its samples
-//! see each other. Synchronised, ranks exchange its sums through `Training::ranks` within a block,
-//! with one virtual rank a rank; otherwise a micro-batch is a batch by itself. Running statistics are
-//! tensors at the end of their unit (`Tensor::average`). Their gradient is the mean of the step's
-//! batches, so reductions, sharding and checkpoints need no special case; the norm leaves them out,
-//! and the update moves them.
+//! Batch normalisation is the one layer whose bits depend on the number of ranks, since samples
+//! depend on each other. If synchronised, ranks exchange its sums through `Training::ranks`, and
+//! each rank has one virtual rank; otherwise each micro-batch is a batch. Running statistics are
+//! tensors at the end of their unit (`Tensor::average`). Their gradient is the mean over the step's
+//! batches, so reductions, sharding and checkpoints need no special case. They are excluded from
+//! the gradient norm, and the optimizer moves them towards that mean.
 
 use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::{Context, Training};
@@ -15,33 +15,33 @@ use hpctrain_base::layout::{Init, Tensor};
 use hpctrain_comm::Group;
 use hpctrain_device::{Backend, ChannelNormShape, Kernels, MemoryKind};
 
-/// The elements that share a mean and a variance.
+/// The elements over which mean and variance are computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Over {
-    /// A channel of all samples; outside training running statistics take their place.
+    /// A channel of all samples. Outside training the running statistics are used instead.
     Batch {
-        /// Part of the way that those move in a step.
+        /// The weight of a step's batch in the running statistics.
         momentum: f32,
-        /// Whether the samples are those of all ranks' micro-batches.
+        /// Whether the batch is that of all ranks rather than one micro-batch.
         synchronised: bool,
     },
-    /// So many groups of neighbouring channels of each sample.
+    /// This number of groups of neighbouring channels, within each sample.
     Groups(usize),
 }
 
 /// Normalisation of channels, the last axis.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChannelNorm {
-    /// Before `.weight`, `.bias`, `.running_mean` and `.running_var`.
+    /// The name before `.weight`, `.bias`, `.running_mean` and `.running_var`.
     pub name: String,
-    /// Places of a sample.
+    /// The number of spatial positions per sample.
     pub places: usize,
     pub channels: usize,
     pub epsilon: f32,
     pub over: Over,
 }
 
-/// Count, mean and sum of squares about the mean, of any numbers.
+/// The count, the mean and the sum of squared deviations from the mean of a set of numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Spread {
     count: f64,
@@ -50,16 +50,16 @@ struct Spread {
 }
 
 impl Spread {
-    /// Of the numbers of both (Chan, Golub and LeVeque, 1983).
+    /// Combines the statistics of two sets of numbers (Chan, Golub and LeVeque, 1983).
     fn and(self, other: Self) -> Self {
         let count = self.count + other.count;
-        let apart = other.mean - self.mean;
+        let delta = other.mean - self.mean;
         Self {
             count,
-            mean: self.mean + apart * other.count / count,
+            mean: self.mean + delta * other.count / count,
             squares: self.squares
                 + other.squares
-                + apart * apart * self.count * other.count / count,
+                + delta * delta * self.count * other.count / count,
         }
     }
 
@@ -67,8 +67,7 @@ impl Spread {
         self.squares.max(0.0) / self.count
     }
 
-    /// The unbiased estimate of the variance of the distribution that the numbers, two or more, are
-    /// drawn from.
+    /// Returns the unbiased estimate of the variance. It needs at least two numbers.
     fn unbiased(self) -> f64 {
         self.squares.max(0.0) / (self.count - 1.0)
     }
@@ -89,7 +88,7 @@ impl ChannelNorm {
         }
     }
 
-    /// Ranks with which this one shares statistics.
+    /// Returns the ranks with which this one shares statistics.
     fn ranks<'a, B: Backend>(&self, cx: &Context<'a, B>) -> Option<&'a Group<B>> {
         match self.over {
             Over::Batch { synchronised: true, .. } => {
@@ -99,7 +98,7 @@ impl ChannelNorm {
         }
     }
 
-    /// The spread of every group of every sample.
+    /// Returns the statistics of every group of every sample.
     fn spreads<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
@@ -140,8 +139,9 @@ impl ChannelNorm {
             .ok_or_else(unanswered)
     }
 
-    /// Mean and rstd of every group of every sample: of the numbers at hand, or running ones. With
-    /// them the values that running statistics are to move to: this micro-batch's share of them.
+    /// Returns the mean and rstd of every group of every sample, from this micro-batch or the
+    /// running statistics, and the targets of the running statistics, weighted by this
+    /// micro-batch's share of the global batch.
     fn statistics<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
@@ -208,7 +208,7 @@ impl Op for ChannelNorm {
 
     fn sizes(&self) -> LayerSizes {
         let elements = self.places * self.channels;
-        // Statistics that a batch shares are not elements of each sample.
+        // The statistics of a batch do not count as elements of each sample.
         let groups = if let Over::Groups(groups) = self.over { groups } else { self.channels };
         let exact = if let Over::Groups(_) = self.over { 2 * groups } else { 0 };
         LayerSizes { input: elements, output: elements, exact, ..LayerSizes::default() }
@@ -273,8 +273,9 @@ impl Op for ChannelNorm {
 }
 
 impl ChannelNorm {
-    /// The means that come off the gradient ([`ChannelOps::channel_norm_backward`]), of every group
-    /// of every sample, over all that share statistics.
+    /// Returns the means that are subtracted from the gradient
+    /// ([`ChannelOps::channel_norm_backward`]), for every group of every sample, over all elements
+    /// that share statistics.
     fn means<B: Backend>(
         &self,
         cx: &Context<'_, B>,
@@ -314,14 +315,14 @@ impl ChannelNorm {
     }
 }
 
-/// The `len` numbers of a window, on the host.
+/// Downloads the `len` elements of a view.
 fn host<B: Backend>(backend: &B, view: B::View<'_>, len: usize) -> Result<Vec<f32>> {
     let mut numbers = vec![0.0; len];
     backend.download(view, &mut numbers)?;
     Ok(numbers)
 }
 
-/// The numbers of every rank, in the order of ranks.
+/// Returns the numbers of every rank, in rank order, by an all-gather.
 fn exchange<B: Backend>(ranks: &Group<B>, mine: &[f64]) -> Result<Vec<Vec<f64>>> {
     let bytes = mine.iter().flat_map(|x| x.to_le_bytes()).collect();
     let numbers = |bytes: Vec<u8>| {
@@ -330,10 +331,12 @@ fn exchange<B: Backend>(ranks: &Group<B>, mine: &[f64]) -> Result<Vec<Vec<f64>>>
     let all: Vec<Vec<f64>> = ranks.gather_bytes(bytes).wait()?.into_iter().map(numbers).collect();
     match all.iter().all(|numbers| numbers.len() == mine.len()) {
         true => Ok(all),
-        false => Err(Error::comm("another rank sent statistics of another number of channels")),
+        false => Err(Error::comm(
+            "batch_norm: another rank sent statistics of a different number of channels",
+        )),
     }
 }
 
 fn unanswered() -> Error {
-    Error::internal("statistics of no rank")
+    Error::internal("batch_norm: no rank sent statistics")
 }

@@ -9,58 +9,59 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
 use hpctrain_device::{Backend, Convolution, Im2colShape, Kernels, MemoryKind, StridedCopy};
 
-/// A convolution. Weights are filters × rows × columns × channels of a group.
+/// A convolution, whose weights are filters × rows × columns × channels of a group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Conv {
-    /// Before `.weight` and `.bias`.
+    /// The name before `.weight` and `.bias`.
     pub name: String,
-    /// On one image.
+    /// The window, with a batch of one image.
     pub window: Im2colShape,
     pub filters: usize,
-    /// Equal parts of the channels that do not see each other.
+    /// The number of groups: filters of a group read only the channels of the same group.
     pub groups: usize,
     pub bias: bool,
 }
 
 impl Conv {
-    /// Channels that a group sees.
+    /// Returns the number of input channels of a group.
     fn channels(&self) -> usize {
         self.window.channels / self.groups
     }
 
-    /// Elements that a filter sees.
-    fn seen(&self) -> usize {
+    /// Returns the number of weights of a filter.
+    fn weights_per_filter(&self) -> usize {
         self.window.size[0] * self.window.size[1] * self.channels()
     }
 
-    /// The convolution of a group on so many images.
-    fn of(&self, group: usize, images: usize) -> Convolution {
+    /// Returns the convolution of a group on `images` images.
+    fn convolution(&self, group: usize, images: usize) -> Convolution {
         let channels = self.channels();
         let filters = self.filters / self.groups;
         let window = Im2colShape { batch: images, ..self.window };
         Convolution { window, first: group * channels, channels, filters }
     }
 
-    /// A group's columns of the output, and those alone.
+    /// Returns `[width, first]` of a group's columns within all output columns, and within a buffer
+    /// of that group only.
     fn columns(&self, group: usize) -> [[usize; 2]; 2] {
         let own = self.filters / self.groups;
         [[self.filters, group * own], [own, 0]]
     }
 
-    /// A group's part of a tensor whose first axis is the filters.
+    /// Returns the range of a group in a tensor of `len` elements whose first axis is the filters.
     fn of_group(&self, group: usize, len: usize) -> Range<usize> {
-        let part = len / self.groups;
-        group * part..(group + 1) * part
+        let per_group = len / self.groups;
+        group * per_group..(group + 1) * per_group
     }
 }
 
-/// The part of a window of memory.
-fn part<B: Backend>(view: B::View<'_>, range: Range<usize>) -> B::View<'_> {
+/// Returns a range of a view.
+fn slice<B: Backend>(view: B::View<'_>, range: Range<usize>) -> B::View<'_> {
     B::split_at(B::split_at(view, range.start).1, range.len()).0
 }
 
-/// As [`part`], exclusively.
-fn part_mut<B: Backend>(view: B::ViewMut<'_>, range: Range<usize>) -> B::ViewMut<'_> {
+/// Returns a range of a mutable view.
+fn slice_mut<B: Backend>(view: B::ViewMut<'_>, range: Range<usize>) -> B::ViewMut<'_> {
     B::cut_mut(B::cut_mut(view, range.start).1, range.len()).0
 }
 
@@ -68,7 +69,8 @@ impl Op for Conv {
     fn tensors(&self) -> Vec<Tensor> {
         let [rows, columns] = self.window.size;
         let shape = [self.filters, rows, columns, self.channels()];
-        let weight = Tensor::new(format!("{}.weight", self.name), &shape, he(self.seen()));
+        let weight =
+            Tensor::new(format!("{}.weight", self.name), &shape, he(self.weights_per_filter()));
         let bias = self
             .bias
             .then(|| Tensor::new(format!("{}.bias", self.name), &[self.filters], Init::Zeros));
@@ -81,15 +83,15 @@ impl Op for Conv {
         LayerSizes {
             input: self.window.elements(),
             output: self.window.rows() * self.filters,
-            // Windows and their gradient, on devices that unfold them.
-            scratch: 2 * self.window.rows() * self.seen() + grouped,
+            // The im2col buffer and its gradient, on devices that use im2col.
+            scratch: 2 * self.window.rows() * self.weights_per_filter() + grouped,
             ..LayerSizes::default()
         }
     }
 
     fn flops(&self) -> u64 {
         2u64.saturating_mul(self.window.rows() as u64)
-            .saturating_mul((self.seen() * self.filters) as u64)
+            .saturating_mul((self.weights_per_filter() * self.filters) as u64)
     }
 
     fn forward<B: Kernels>(
@@ -104,11 +106,14 @@ impl Op for Conv {
         let mut y = b.alloc(MemoryKind::Activations, rows * self.filters)?;
         let none = B::split_at(params[0], 0).0;
         for group in 0..self.groups {
-            let convolution = self.of(group, samples);
-            let weight = part::<B>(params[0], self.of_group(group, self.filters * self.seen()));
+            let convolution = self.convolution(group, samples);
+            let weight = slice::<B>(
+                params[0],
+                self.of_group(group, self.filters * self.weights_per_filter()),
+            );
             let bias = params
                 .get(1)
-                .map_or(none, |bias| part::<B>(*bias, self.of_group(group, self.filters)));
+                .map_or(none, |bias| slice::<B>(*bias, self.of_group(group, self.filters)));
             if self.groups == 1 {
                 b.convolve(convolution, B::all(x), weight, bias, B::all_mut(&mut y))?;
                 continue;
@@ -139,7 +144,7 @@ impl Op for Conv {
         let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         let (dweight, dbias) = grads.split_at_mut(1);
         for group in 0..self.groups {
-            let convolution = self.of(group, samples);
+            let convolution = self.convolution(group, samples);
             let mut own = b.alloc(
                 MemoryKind::Activations,
                 if self.groups > 1 { rows * convolution.filters } else { 0 },
@@ -153,17 +158,17 @@ impl Op for Conv {
                     B::all(&own)
                 }
             };
-            let of_weight = self.of_group(group, self.filters * self.seen());
+            let of_weight = self.of_group(group, self.filters * self.weights_per_filter());
             let dbias = match dbias.first_mut() {
                 Some(dbias) => {
-                    part_mut::<B>(B::reborrow(dbias), self.of_group(group, self.filters))
+                    slice_mut::<B>(B::reborrow(dbias), self.of_group(group, self.filters))
                 }
                 None => B::all_mut(&mut none),
             };
-            let dweight = part_mut::<B>(B::reborrow(&mut dweight[0]), of_weight.clone());
+            let dweight = slice_mut::<B>(B::reborrow(&mut dweight[0]), of_weight.clone());
             b.convolve_backward_weight(convolution, dy, B::all(x), dweight, dbias)?;
             if wants_input {
-                let weight = part::<B>(params[0], of_weight);
+                let weight = slice::<B>(params[0], of_weight);
                 b.convolve_backward_input(convolution, dy, weight, B::all_mut(&mut dx))?;
             }
         }

@@ -1,4 +1,4 @@
-//! An affine map of the last axis.
+//! Dense (linear) layers on the last axis.
 
 use super::init::he;
 use super::layer::{BackwardArgs, LayerSizes, Op};
@@ -10,9 +10,9 @@ use hpctrain_device::{Backend, Kernels, Linear, MemoryKind};
 /// `y = x·Wᵀ + b` for every row of a sample.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Dense {
-    /// Before `.weight` and `.bias`.
+    /// The name before `.weight` and `.bias`.
     pub name: String,
-    /// Rows of a sample.
+    /// The number of rows per sample.
     pub rows: usize,
     pub inputs: usize,
     pub outputs: usize,

@@ -1,4 +1,4 @@
-//! A row of a sample's numbers before the rows of its categories.
+//! The dense features of recommendation models: a row of them before the embedding rows.
 
 use super::layer::{BackwardArgs, LayerSizes, Op, Slice};
 use super::sequential::Sequence;
@@ -7,35 +7,35 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
 use hpctrain_device::{Kernels, MemoryKind, StridedCopy};
 
-/// Layers that make a row of a sample's numbers, and the place of that row before the rows of its
-/// categories, which are the input. The numbers are those of the data.
+/// Layers that map a sample's dense features to a row, which is put before the embedding rows of
+/// its categories. The embedding rows are the input; the features are read from the micro-batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Numbers {
-    /// Rows of categories.
+    /// The number of embedding rows.
     pub tables: usize,
     pub width: usize,
-    /// Numbers of a sample.
+    /// The number of dense features per sample.
     pub features: usize,
-    /// Layers that make a row of the numbers.
+    /// The layers that map the features to a row.
     pub dense: Sequence,
 }
 
 impl Numbers {
-    /// Columns by which the categories' part of a row of the output is copied there.
+    /// Returns the copy of the embedding rows into the output.
     fn of_tables(&self, samples: usize) -> StridedCopy {
         let own = self.tables * self.width;
         let all = (1 + self.tables) * self.width;
         StridedCopy { rows: samples, count: own, from: [own, 0], to: [all, all - own] }
     }
 
-    /// As [`Numbers::of_tables`], of the numbers' row.
+    /// Returns the copy of the features' row into the output.
     fn of_numbers(&self, samples: usize) -> StridedCopy {
         let all = (1 + self.tables) * self.width;
         StridedCopy { rows: samples, count: self.width, from: [self.width, 0], to: [all, 0] }
     }
 }
 
-/// The way back.
+/// Returns the copy in the opposite direction.
 fn reversed(columns: StridedCopy) -> StridedCopy {
     StridedCopy { from: columns.to, to: columns.from, ..columns }
 }
@@ -58,7 +58,7 @@ impl Op for Numbers {
         LayerSizes {
             input: self.tables * self.width,
             output: (1 + self.tables) * self.width,
-            // The numbers' row waits beside the whole.
+            // The features' row exists at the same time as the whole output.
             scratch: dense.scratch + dense.output,
             ..dense
         }

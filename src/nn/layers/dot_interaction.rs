@@ -1,15 +1,15 @@
-//! Products of rows in pairs.
+//! The dot interaction of recommendation models.
 
 use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_device::{DotInteraction, Kernels, MemoryKind};
 
-/// The first row of a sample, then the scalar products of all pairs of its rows (Naumov et al.,
+/// The first row of a sample, followed by the dot products of all pairs of its rows (Naumov et al.,
 /// "Deep learning recommendation model", 2019).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Interaction {
-    /// Rows of a sample.
+    /// The number of rows per sample.
     pub rows: usize,
     pub width: usize,
 }

@@ -9,7 +9,7 @@ use hpctrain_device::{Kernels, MemoryKind};
 /// Dropout of all elements of a sample.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DropoutLayer {
-    /// Its number in the network.
+    /// Its dropout site in the network.
     pub site: usize,
     pub rate: f32,
     pub elements: usize,

@@ -1,4 +1,4 @@
-//! A row of a table for each id of the data.
+//! Embedding of ids.
 
 use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::{Context, INIT};
@@ -6,14 +6,14 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
 use hpctrain_device::{Kernels, MemoryKind};
 
-/// The first layer, where samples are ids.
+/// An embedding table: the first layer if samples are ids.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Embedding {
-    /// Before `.weight`.
+    /// The name before `.weight`.
     pub name: String,
-    /// Ids that there are.
+    /// The number of different ids, which is the number of rows of the table.
     pub ids: usize,
-    /// Ids of a sample.
+    /// The number of ids per sample.
     pub time: usize,
     pub width: usize,
 }

@@ -1,4 +1,4 @@
-//! Categories and numbers of a sample as rows of one width.
+//! One embedding table for each category, with the dense features as another row.
 
 use super::dense_features::Numbers;
 use super::layer::{BackwardArgs, LayerSizes, Op, Slice};
@@ -7,21 +7,21 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
 use hpctrain_device::{Kernels, MemoryKind};
 
-/// The first layer, where samples have an id of each category: a row of the category's own table
-/// for each, and before them a row that layers make of the sample's numbers.
+/// The first layer if samples have an id for each category: it looks up a row in each category's
+/// table, and puts a row computed from the dense features before them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tables {
-    /// Before `.tables.0.weight` and so on.
+    /// The name before `.tables.0.weight` and so on.
     pub name: String,
-    /// Rows of each table.
+    /// The number of rows of each table.
     pub ids: Vec<usize>,
     pub width: usize,
-    /// The row of the numbers, if samples have some.
+    /// The dense features, if samples have any.
     pub numbers: Option<Numbers>,
 }
 
 impl Tables {
-    /// The tables alone, and the row of the numbers.
+    /// Returns the tables without the dense features, and the dense features.
     pub fn apart(&self) -> (Self, Option<Numbers>) {
         (Self { numbers: None, ..self.clone() }, self.numbers.clone())
     }
@@ -29,8 +29,8 @@ impl Tables {
 
 impl Op for Tables {
     fn tensors(&self) -> Vec<Tensor> {
-        // As the tables of the paper's reference, but normal: of the variance of its uniform
-        // numbers.
+        // The reference implementation of the paper draws uniform numbers. These are normal, with
+        // the same variance.
         let table = |(i, &ids): (usize, &usize)| {
             let init = Init::Normal((1.0 / (3.0 * ids as f32)).sqrt());
             Tensor::new(format!("{}.tables.{i}.weight", self.name), &[ids, self.width], init)
@@ -39,7 +39,7 @@ impl Op for Tables {
         self.ids.iter().enumerate().map(table).chain(numbers).collect()
     }
 
-    /// All tables as one: they stand one after the other, and so do their ids.
+    /// Returns all tables as one slice: tables are consecutive in memory, and so are their ids.
     fn slices(&self) -> Vec<Slice> {
         let tables = (0, self.ids.iter().sum::<usize>() * self.width);
         std::iter::once(tables)

@@ -1,9 +1,9 @@
-//! Initial weights.
+//! Weight initialisation.
 
 use hpctrain_base::layout::Init;
 
-/// Normal with a variance of 2 / inputs, which keeps the size of signals through rectifiers (He et
-/// al., "Delving deep into rectifiers", 2015).
+/// Returns a normal initialisation with variance 2 / inputs, which preserves the variance of
+/// activations through ReLU (He et al., "Delving deep into rectifiers", 2015).
 pub fn he(inputs: usize) -> Init {
     Init::Normal((2.0 / inputs as f32).sqrt())
 }

@@ -1,4 +1,4 @@
-//! The computations of layers whose shapes are known.
+//! The computations of layers, with known shapes.
 
 use super::{
     activation::Function, channel_norm::ChannelNorm, conv::Conv, dense::Dense,
@@ -11,52 +11,52 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
 use hpctrain_device::Kernels;
 
-/// Elements a sample.
+/// Numbers of elements per sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LayerSizes {
-    /// Of the input.
+    /// Elements of the input.
     pub input: usize,
-    /// Of the output.
+    /// Elements of the output.
     pub output: usize,
-    /// Kept between forward and backward, besides the input.
+    /// Elements saved for the backward, without the input.
     pub kept: usize,
-    /// As `kept`, of elements that are f32 with any compute type, and not counted there.
+    /// Saved elements that are f32 with any compute type, which `kept` does not count.
     pub exact: usize,
-    /// Alive at once while it works, besides input, output and kept elements.
+    /// Peak of temporary elements, without input, output and saved elements.
     pub scratch: usize,
 }
 
-/// A window of a unit: its tensors' place among all ([`Tensor::order`]), and its elements.
+/// A slice of a unit: the order of its tensors ([`Tensor::order`]) and its number of elements.
 pub type Slice = (u8, usize);
 
-/// The computation of a layer. Parameters and their gradients come as one window for each of its
-/// [`Op::slices`].
+/// The computation of a layer. It is given its parameters and their gradients as one view for each
+/// of its [`Op::slices`].
 pub trait Op {
-    /// Parameters.
+    /// Returns the parameters.
     fn tensors(&self) -> Vec<Tensor> {
         vec![]
     }
 
-    /// Windows of its parameters: one for each tensor, unless it takes some that stand side by side
-    /// as one.
+    /// Returns the slices of its parameters: one for each tensor, unless consecutive tensors are
+    /// used as one.
     fn slices(&self) -> Vec<Slice> {
         self.tensors().iter().map(|tensor| (tensor.order(), tensor.len())).collect()
     }
 
-    /// Buffers that a forward keeps for its backward.
+    /// Returns the number of buffers that a forward saves for its backward.
     fn kept(&self) -> usize {
         0
     }
 
-    /// Elements a sample.
+    /// Returns its numbers of elements per sample.
     fn sizes(&self) -> LayerSizes;
 
-    /// Multiplications and additions of a forward's matrix products, a sample.
+    /// Returns the FLOPs of the forward's matmuls per sample.
     fn flops(&self) -> u64 {
         0
     }
 
-    /// Output, and [`Op::kept`] buffers.
+    /// Returns the output and [`Op::kept`] saved buffers.
     fn forward<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
@@ -64,8 +64,8 @@ pub trait Op {
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)>;
 
-    /// Adds to the gradients of the parameters. Returns that of the input, or anything if nobody
-    /// `wants_input`.
+    /// Accumulates the gradients of the parameters. Returns the gradient of the input, or an
+    /// arbitrary buffer unless `wants_input`.
     fn backward<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
@@ -75,19 +75,19 @@ pub trait Op {
 
 /// Arguments of a backward.
 pub struct BackwardArgs<'a, 'p, 'g, B: Kernels> {
-    /// Parameters.
+    /// The parameters.
     pub params: &'a [B::View<'p>],
-    /// Their gradients.
+    /// The gradients of the parameters.
     pub grads: &'a mut [B::ViewMut<'g>],
-    /// As [`crate::Grads::first`].
+    /// Whether this is the first backward, see [`crate::Grads::first`].
     pub first: bool,
     /// The input of the forward.
     pub x: &'a B::Buf,
-    /// Buffers that the forward kept.
+    /// The buffers that the forward saved.
     pub kept: Vec<B::Buf>,
-    /// Gradient of the output.
+    /// The gradient of the output.
     pub dy: B::Buf,
-    /// Whether the gradient of the input is of use.
+    /// Whether the gradient of the input is needed.
     pub wants_input: bool,
 }
 

@@ -1,9 +1,9 @@
-//! Networks by layers, as a configuration lists them.
+//! Layer-list (sequential) models, as configurations list them.
 //!
-//! A network by layers is checked and given its shapes when the configuration is resolved: `spec`
-//! is the configuration, `shape` follows from it, `op` computes. Layers are grouped into blocks
-//! (`block`) that begin at a layer with parameters. Tensors lie in a unit with the decayed ones
-//! first, in any order of their layers.
+//! A layer list is checked, and its shapes are inferred, when the configuration is resolved. `spec`
+//! is the configuration, `shape` infers shapes, `layer` computes. Layers are grouped into blocks
+//! (`block`) that begin at a layer with parameters. In a unit, tensors with weight decay come
+//! first, whatever the order of their layers.
 
 mod activation;
 mod block;
@@ -52,17 +52,17 @@ use hpctrain_device::{Im2colShape, Kernels};
 pub use shape::shown;
 pub use spec::{Layer, NamedPadding, Padding, Pair};
 
-/// Place of a network's layers in the configuration.
+/// The key of the layer list in the configuration.
 const PLACE: &str = "model.layers";
 
-/// A network by layers, its shapes checked.
+/// A layer-list model with checked shapes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Layers {
-    /// Shape of a sample's input.
+    /// The input shape of a sample.
     input: Vec<usize>,
-    /// Shape of a sample's output.
+    /// The output shape of a sample.
     output: Vec<usize>,
-    /// Layers by blocks, with the blocks' names.
+    /// The layers of each block, with the block's name.
     blocks: Vec<(String, Sequence)>,
     /// See [`Layers::ids`].
     ids: Ids,
@@ -72,10 +72,11 @@ pub struct Layers {
 }
 
 impl Layers {
-    /// The network of `layers` on samples of shape `input`.
+    /// Creates the model with `layers` on samples of shape `input`.
     ///
     /// # Errors
-    /// A layer cannot take the output of the one before, or no layer has parameters.
+    /// Returns an error if a layer cannot take the output of the one before, or if no layer has
+    /// parameters.
     pub fn new(input: &[usize], layers: &[Layer]) -> Result<Self> {
         let output = shape::through(layers, PLACE, input)?;
         let ids = match layers.first() {
@@ -94,7 +95,7 @@ impl Layers {
             match (has_parameters, blocks.last_mut()) {
                 (true, _) => blocks.push((place, Sequence(std::mem::take(&mut waiting)))),
                 (false, Some((_, last))) => last.0.append(&mut waiting),
-                // Layers before the first one with parameters are of its block.
+                // Layers before the first one with parameters belong to its block.
                 (false, None) => {}
             }
         }
@@ -106,9 +107,9 @@ impl Layers {
         Ok(Self { input: input.to_vec(), output, blocks, ids, summary, single })
     }
 
-    /// The same network, whose first block is tables of ids and nothing else: all that follows them
-    /// is of the blocks behind. None if the first layer is no table, or no other layer has
-    /// parameters. Names of tensors, and their values, stay.
+    /// Returns the same model with its embedding tables as a separate first block. Returns `None`
+    /// if the first layer is not an embedding, or if no other layer has parameters. The names of
+    /// tensors and their values stay.
     #[must_use]
     pub fn with_tables_apart(&self) -> Option<Self> {
         let ((name, Sequence(steps)), behind) = self.blocks.split_first()?;
@@ -135,7 +136,7 @@ impl Layers {
         Some(Self { blocks, ..self.clone() })
     }
 
-    /// The network as blocks.
+    /// Returns the model as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         let blocks = self.blocks.iter().enumerate();
         blocks
@@ -145,22 +146,22 @@ impl Layers {
             .collect()
     }
 
-    /// Shape of a sample's input.
+    /// Returns the input shape of a sample.
     pub fn input(&self) -> &[usize] {
         &self.input
     }
 
-    /// Shape of a sample's output.
+    /// Returns the output shape of a sample.
     pub fn output(&self) -> &[usize] {
         &self.output
     }
 
-    /// Every layer, one after the other.
+    /// Returns the summaries of all layers, in order.
     pub fn summary(&self) -> &[LayerSummary] {
         &self.summary
     }
 
-    /// Every block, one after the other.
+    /// Returns the summaries of all blocks, in order.
     pub fn blocks_summary(&self) -> Vec<LayerSummary> {
         let block = |(name, layers): &(String, Sequence)| {
             let sizes = layers.sizes();
@@ -175,43 +176,43 @@ impl Layers {
         self.blocks.iter().map(block).collect()
     }
 
-    /// The ids that it takes, as its input or beside it.
+    /// Returns the ids that it takes, as its input or besides it.
     pub fn ids(&self) -> &Ids {
         &self.ids
     }
 
-    /// Place of a batch normalisation that has one number a channel from each sample, so that one
-    /// sample has no variance, and whether it is synchronised.
+    /// Returns the key of a batch normalisation that sees a single value per channel and sample, so
+    /// that one sample has no variance, and whether it is synchronised.
     pub fn single(&self) -> Option<(&str, bool)> {
         self.single.as_ref().map(|(place, synchronised)| (place.as_str(), *synchronised))
     }
 
-    /// Layers that compute something.
+    /// Returns the number of layers that compute something.
     pub fn len(&self) -> usize {
-        // The row of numbers is of the layer of tables, also where it stands apart.
+        // The dense features belong to the layer of embedding tables, even as a separate step.
         let is_layer = |step: &&LayerOp| !matches!(step, LayerOp::Numbers(_));
         self.blocks.iter().map(|(_, layers)| layers.0.iter().filter(is_layer).count()).sum()
     }
 
-    /// Whether there are none; there always are some.
+    /// Returns false: there is always at least one layer.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Follows shapes from layer to layer.
+/// Infers shapes from layer to layer.
 struct Compiler {
     shape: Vec<usize>,
-    /// Dropout layers so far.
+    /// The number of dropout layers so far.
     sites: usize,
-    /// Layers of the network's own list.
+    /// The summaries of the top-level layers.
     summary: Vec<LayerSummary>,
     /// See [`Layers::single`].
     single: Option<(String, bool)>,
 }
 
 impl Compiler {
-    /// The layers that compute something, with their names.
+    /// Returns the layers that compute something, with their names.
     fn compile(
         &mut self,
         layers: &[Layer],
@@ -228,7 +229,7 @@ impl Compiler {
                 let (kept, parameters, flops) = step.as_ref().map_or((0, 0, 0), |step| {
                     let sizes = step.sizes();
                     let tensors = step.tensors();
-                    // The next layer's input is kept as well.
+                    // The input of the next layer is saved as well.
                     (sizes.kept + sizes.exact + sizes.output, trained(&tensors), step.flops())
                 });
                 self.summary.push(LayerSummary {
@@ -245,7 +246,7 @@ impl Compiler {
         Ok(steps)
     }
 
-    /// Rows of a sample, and elements of a row.
+    /// Returns the number of rows per sample and of elements per row.
     fn rows(&self) -> (usize, usize) {
         let (width, rest) = self.shape.split_last().unwrap_or((&1, &[]));
         (rest.iter().product(), *width)
@@ -355,22 +356,24 @@ impl Compiler {
                 self.shape = before;
                 if body.is_empty() {
                     return Err(Error::input(format!(
-                        "{place} (residual) has a branch that computes nothing"
+                        "{place} (residual): the branch in `layers` computes nothing"
                     ))
-                    .hint("put layers into it, or leave it out"));
+                    .hint("put layers into it, or remove the residual layer"));
                 }
                 let shortcut = (!around.is_empty()).then(|| sequence(around));
                 LayerOp::Residual(Residual { body: sequence(body), shortcut })
             }
             function => match function.activation() {
                 Some(f) => LayerOp::Function(Function { f, elements }),
-                None => return Err(Error::internal(format!("{place} is no function"))),
+                None => {
+                    return Err(Error::internal(format!("{place} is not an activation function")));
+                }
             },
         }))
     }
 }
 
-/// Steps without their names.
+/// Returns the steps without their names.
 fn sequence(steps: Vec<(String, LayerOp)>) -> Sequence {
     Sequence(steps.into_iter().map(|(_, step)| step).collect())
 }

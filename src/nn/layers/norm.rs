@@ -9,9 +9,9 @@ use hpctrain_device::{Backend, Kernels, MemoryKind, Norm};
 /// Layer normalisation of every row of a sample.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerNorm {
-    /// Before `.weight` and `.bias`.
+    /// The name before `.weight` and `.bias`.
     pub name: String,
-    /// Rows of a sample.
+    /// The number of rows per sample.
     pub rows: usize,
     pub width: usize,
     pub epsilon: f32,

@@ -5,17 +5,17 @@ use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Backend, Im2colShape, Kernels, MemoryKind};
 
-/// Reduction of the elements that a window sees.
+/// How the elements in a window are reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum By {
     Largest,
     Mean,
 }
 
-/// Pooling, channel by channel.
+/// A pooling layer, which reduces each channel separately.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PoolLayer {
-    /// On one image.
+    /// The window, with a batch of one image.
     pub window: Im2colShape,
     pub by: By,
 }

@@ -1,4 +1,4 @@
-//! A branch and its way around (He et al., "Deep residual learning", 2016).
+//! Residual connections (He et al., "Deep residual learning", 2016).
 
 use super::layer::{BackwardArgs, LayerSizes, Op, Slice};
 use super::sequential::Sequence;
@@ -7,7 +7,7 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
 use hpctrain_device::{Kernels, MemoryKind};
 
-/// `shortcut(x) + body(x)`; x itself where there is no shortcut.
+/// `shortcut(x) + body(x)`, or `x + body(x)` without a shortcut.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Residual {
     pub body: Sequence,
@@ -15,7 +15,7 @@ pub struct Residual {
 }
 
 impl Residual {
-    /// Windows of the body, which come first.
+    /// Returns the number of parameter slices of the body, which come before the shortcut's.
     fn of_body(&self) -> usize {
         self.body.slices().len()
     }
@@ -42,7 +42,7 @@ impl Op for Residual {
         LayerSizes {
             kept: body.kept + around.kept,
             exact: body.exact + around.exact,
-            // One way's gradient waits for the other's.
+            // The gradient of one path waits for that of the other.
             scratch: body.scratch.max(around.scratch) + body.output + body.input,
             ..body
         }

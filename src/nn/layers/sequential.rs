@@ -1,4 +1,4 @@
-//! Layers one after the other.
+//! Sequences of layers.
 
 use super::layer::{BackwardArgs, LayerOp, LayerSizes, Op, Slice};
 use crate::Context;
@@ -6,7 +6,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
 use hpctrain_device::Kernels;
 
-/// One layer or more.
+/// One or more layers, computed one after the other.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sequence(pub Vec<LayerOp>);
 
@@ -19,7 +19,8 @@ impl Op for Sequence {
         self.0.iter().flat_map(LayerOp::slices).collect()
     }
 
-    /// Buffers of every layer, and its input from the second layer on.
+    /// Returns the number of saved buffers of all layers, including the inputs of all but the
+    /// first.
     fn kept(&self) -> usize {
         self.0.iter().map(LayerOp::kept).sum::<usize>() + self.0.len() - 1
     }
@@ -32,7 +33,7 @@ impl Op for Sequence {
             output: all[all.len() - 1].output,
             kept: all.iter().map(|sizes| sizes.kept).sum::<usize>() + between,
             exact: all.iter().map(|sizes| sizes.exact).sum(),
-            // A backward has the gradients of output and input at hand.
+            // A backward holds the gradients of its output and its input.
             scratch: all
                 .iter()
                 .map(|sizes| sizes.scratch + sizes.input + sizes.output)
@@ -61,7 +62,7 @@ impl Op for Sequence {
             kept.extend(of_step);
             kept.extend(last.replace(y));
         }
-        Ok((last.ok_or_else(|| Error::internal("a sequence of no layers"))?, kept))
+        Ok((last.ok_or_else(|| Error::internal("a sequence without layers"))?, kept))
     }
 
     fn backward<B: Kernels>(
@@ -71,7 +72,7 @@ impl Op for Sequence {
     ) -> Result<B::Buf> {
         let BackwardArgs { mut params, mut grads, first, x, mut kept, mut dy, wants_input } = back;
         for (i, step) in self.0.iter().enumerate().rev() {
-            // In the order of the forward: the layer's kept buffers, then its input.
+            // The forward pushed the layer's saved buffers, then its input.
             let input = if i > 0 { kept.pop() } else { None };
             let of_step = kept.split_off(kept.len() - step.kept());
             let own = params.len() - step.slices().len();

@@ -1,22 +1,26 @@
-//! The shape of a layer's output, from that of its input; per sample.
+//! Shape inference: the output shape of a layer from its input shape, per sample.
 
 use super::spec::Layer;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::Im2colShape;
 
-/// Elements that a layer takes of a sample, gives, or has as weights, at most: more are a mistake,
-/// and sums of them overflow.
+/// The largest numbers of elements per sample in a layer's input or output, and of its weights.
+/// Larger ones are mistakes, and their sums would overflow.
 const LARGEST: [usize; 2] = [1 << 31, 1 << 40];
 
-/// The product of extents, unless it is larger than any of use.
-fn elements(of: &[usize], largest: usize) -> Option<usize> {
-    of.iter().try_fold(1usize, |all, extent| all.checked_mul(*extent)).filter(|all| *all <= largest)
+/// Returns the number of elements of a shape, or `None` if it exceeds `largest`.
+fn elements(shape: &[usize], largest: usize) -> Option<usize> {
+    shape
+        .iter()
+        .try_fold(1usize, |all, extent| all.checked_mul(*extent))
+        .filter(|all| *all <= largest)
 }
 
-/// The shape after `layer`, which stands at `place` (such as `model.layers[3]`).
+/// Returns the output shape of `layer`, whose key is `place` (such as `model.layers[3]`).
 ///
 /// # Errors
-/// The layer cannot take such an input, or has a size that means nothing.
+/// Returns an error if the layer does not accept the input shape, or if one of its sizes is
+/// invalid.
 pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let check = |shape: &[usize], verb: &str| match elements(shape, LARGEST[0]) {
         Some(_) => Ok(()),
@@ -33,16 +37,16 @@ pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> 
     Ok(after)
 }
 
-/// As [`after`], of an input of a size that can be.
+/// Returns the output shape of [`after`], without the checks of sizes.
 fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
-    let refused = |wants: &str, hint: String| {
+    let refused = |expected: &str, hint: String| {
         let kind = layer.kind();
-        Err(Error::input(format!("{place} ({kind}) gets {}, but wants {wants}", shown(input)))
+        Err(Error::input(format!("{place} ({kind}) gets {}, but expects {expected}", shown(input)))
             .hint(hint))
     };
-    let image = |wants: &str| match *input {
+    let image = |expected: &str| match *input {
         [height, width, channels] => Ok([height, width, channels]),
-        _ => refused(wants, "images are height × width × channels: reshape before".into())
+        _ => refused(expected, "images are height × width × channels: reshape before".into())
             .map(|_: Vec<usize>| [0; 3]),
     };
     let positive =
@@ -65,14 +69,15 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
             positive("groups", *groups)?;
             positive("kernel", kernel.get()[0] * kernel.get()[1])?;
             if !channels.is_multiple_of(*groups) || !filters.is_multiple_of(*groups) {
-                let wants = format!("channels and filters (= {filters}) in {groups} equal groups");
-                return refused(&wants, "choose groups that divide both".into());
+                let expected =
+                    format!("channels and filters (= {filters}) in {groups} equal groups");
+                return refused(&expected, "choose groups that divide both".into());
             }
             let [rows, columns] = kernel.get();
             if elements(&[rows, columns, channels, *filters], LARGEST[1]).is_none() {
                 return refused(
-                    "a kernel of a size that can be",
-                    "choose a smaller kernel, or fewer filters".into(),
+                    "a smaller kernel",
+                    "it has more than 2^40 weights: reduce kernel or filters".into(),
                 );
             }
             let [high, wide] = placed(layer, place, input)?.places();
@@ -128,13 +133,13 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
                 (true, _) => {
                     return refused(
                         "0 numbers",
-                        "give it `dense` layers, or set model.input=[0]".into(),
+                        "add `dense` layers, or set model.input=[0]".into(),
                     );
                 }
                 (false, 0) => {
                     return refused(
                         "numbers",
-                        "set model.input to how many, or leave `dense` out".into(),
+                        "set model.input to the number of dense features, or remove `dense`".into(),
                     );
                 }
                 (false, _) => {}
@@ -191,10 +196,10 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     }
 }
 
-/// The shape after layers one after the other, which stand at `place`.
+/// Returns the output shape of consecutive layers, whose key is `place`.
 ///
 /// # Errors
-/// As [`after`].
+/// Returns an error under the conditions of [`after`], and if an embedding is not the first layer.
 pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let mut shape = input.to_vec();
     for (i, layer) in layers.iter().enumerate() {
@@ -211,10 +216,11 @@ pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usi
     Ok(shape)
 }
 
-/// The window of a convolution or pooling on one image.
+/// Returns the window of a convolution or pooling layer, with a batch of one image.
 ///
 /// # Errors
-/// It does not fit.
+/// Returns an error if a stride is 0, the padding is not smaller than the kernel, or the kernel
+/// does not fit into the padded image.
 pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape> {
     let (kernel, stride, padding) = match layer {
         Layer::Conv2d { kernel, stride, padding, .. } => (kernel, *stride, padding),
@@ -240,7 +246,7 @@ pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape
             shown(&padding),
             shown(&size)
         ))
-        .hint("give less than the kernel: some window would see nothing but padding"));
+        .hint("give less than the kernel: some windows would contain only padding"));
     }
     if size[0] > height + 2 * padding[0] || size[1] > width + 2 * padding[1] {
         return Err(Error::input(format!(
@@ -253,7 +259,7 @@ pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape
     Ok(Im2colShape { batch: 1, height, width, channels, size, stride, padding })
 }
 
-/// `28 × 28 × 1`
+/// Formats a shape, such as `28 × 28 × 1`.
 pub fn shown(shape: &[usize]) -> String {
     shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" × ")
 }
@@ -295,7 +301,7 @@ mod tests {
         assert_eq!(shape(tables, &[7]).unwrap(), [3, 3]);
         assert_eq!(shape(&format!("{tables}, {{kind='dot_interaction'}}"), &[7]).unwrap(), [6]);
         assert_eq!(shape("{kind='embedding_tables', ids=[5, 6], width=3}", &[0]).unwrap(), [2, 3]);
-        assert!(shape(tables, &[0]).unwrap_err().contains("gets 0, but wants numbers"));
+        assert!(shape(tables, &[0]).unwrap_err().contains("gets 0, but expects numbers"));
         assert_eq!(shape("{kind='reshape', shape=[2, 3, 1]}", &[6]).unwrap(), [2, 3, 1]);
     }
 
@@ -308,15 +314,15 @@ mod tests {
             ),
             (
                 "{kind='flatten'}, {kind='max_pool2d', kernel=2}",
-                "model.layers[1] (max_pool2d) gets 48, but wants an image",
+                "model.layers[1] (max_pool2d) gets 48, but expects an image",
             ),
             (
                 "{kind='conv2d', filters=8, kernel=3, groups=2}",
-                "model.layers[0] (conv2d) gets 4 × 4 × 3, but wants channels",
+                "model.layers[0] (conv2d) gets 4 × 4 × 3, but expects channels",
             ),
             (
                 "{kind='reshape', shape=[5]}",
-                "model.layers[0] (reshape) gets 4 × 4 × 3, but wants the 5 elements of 5",
+                "model.layers[0] (reshape) gets 4 × 4 × 3, but expects the 5 elements of 5",
             ),
             (
                 "{kind='conv2d', filters=8, kernel=1, stride=0}",
@@ -329,7 +335,7 @@ mod tests {
             ("{kind='dense', units=0}", "model.layers[0] (dense): units = 0"),
             (
                 "{kind='group_norm', groups=2}",
-                "model.layers[0] (group_norm) gets 4 × 4 × 3, but wants channels in 2 equal",
+                "model.layers[0] (group_norm) gets 4 × 4 × 3, but expects channels in 2 equal",
             ),
             ("{kind='batch_norm', momentum=2.0}", "model.layers[0] (batch_norm): momentum = 2"),
             ("{kind='dropout', rate=1.0}", "model.layers[0] (dropout): rate = 1"),
@@ -351,7 +357,7 @@ mod tests {
             ),
             (
                 "{kind='embedding_tables', ids=[5], width=2}",
-                "(embedding_tables) gets 4 × 4 × 3, but wants 0 numbers",
+                "(embedding_tables) gets 4 × 4 × 3, but expects 0 numbers",
             ),
             (
                 "{kind='embedding_tables', ids=[2000000000, 2000000000], width=2}",
@@ -367,7 +373,7 @@ mod tests {
             ),
             (
                 "{kind='dot_interaction'}",
-                "model.layers[0] (dot_interaction) gets 4 × 4 × 3, but wants two rows or more",
+                "model.layers[0] (dot_interaction) gets 4 × 4 × 3, but expects two rows or more",
             ),
             (
                 "{kind='residual', layers=[{kind='dense', units=4}]}",
@@ -375,7 +381,7 @@ mod tests {
             ),
             (
                 "{kind='residual', layers=[{kind='flatten'}, {kind='conv2d', filters=1, kernel=1}]}",
-                "model.layers[0].layers[1] (conv2d) gets 48, but wants an image",
+                "model.layers[0].layers[1] (conv2d) gets 48, but expects an image",
             ),
             ("{kind='dens', units=4}", "unknown variant `dens`"),
             ("{kind='dense', units=4, filters=3}", "unknown field `filters`"),

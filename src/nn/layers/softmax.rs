@@ -8,14 +8,14 @@ use hpctrain_device::{Kernels, MemoryKind};
 /// Softmax of every row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Softmax {
-    /// Of a row.
+    /// The number of elements per row.
     pub width: usize,
-    /// Of a sample.
+    /// The number of elements per sample.
     pub elements: usize,
 }
 
 impl Softmax {
-    fn of<B: Kernels>(&self, cx: &Context<'_, B>, x: &B::Buf) -> Result<B::Buf> {
+    fn softmax<B: Kernels>(&self, cx: &Context<'_, B>, x: &B::Buf) -> Result<B::Buf> {
         let mut y = cx.backend.alloc(MemoryKind::Activations, B::len(x))?;
         cx.backend.softmax(self.width, B::all(x), B::all_mut(&mut y))?;
         Ok(y)
@@ -38,7 +38,7 @@ impl Op for Softmax {
         _: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        Ok((self.of(cx, x)?, vec![]))
+        Ok((self.softmax(cx, x)?, vec![]))
     }
 
     fn backward<B: Kernels>(
@@ -46,8 +46,8 @@ impl Op for Softmax {
         cx: &Context<'_, B>,
         back: BackwardArgs<'_, '_, '_, B>,
     ) -> Result<B::Buf> {
-        // Computed again rather than kept.
-        let y = self.of(cx, back.x)?;
+        // Recomputed instead of saved.
+        let y = self.softmax(cx, back.x)?;
         let mut dy = back.dy;
         cx.backend.softmax_backward(self.width, B::all(&y), B::all_mut(&mut dy))?;
         Ok(dy)

@@ -1,4 +1,4 @@
-//! Layers as a configuration has them: `[[model.layers]]`.
+//! The configuration of layers: `[[model.layers]]`.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,14 +8,14 @@ use hpctrain_device::Activation;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "a number, or [rows, columns]")]
 pub enum Pair {
-    /// The same for both.
+    /// The same number for both.
     Both(usize),
-    /// Rows, columns.
+    /// A number for rows and one for columns.
     Each([usize; 2]),
 }
 
 impl Pair {
-    /// Rows, columns.
+    /// Returns rows and columns.
     pub fn get(self) -> [usize; 2] {
         match self {
             Pair::Both(n) => [n, n],
@@ -24,23 +24,23 @@ impl Pair {
     }
 }
 
-/// Rows and columns beyond the edges of an image.
+/// The padding of an image, in rows and columns at each edge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "\"same\", \"valid\", a number, or [rows, columns]")]
 pub enum Padding {
-    /// So many.
+    /// A number of rows and columns.
     Of(Pair),
-    /// A word for it.
+    /// A named padding.
     Named(NamedPadding),
 }
 
-/// Words for paddings.
+/// Named paddings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NamedPadding {
-    /// Half the window: with a stride of 1 and a window of odd size, images keep their size.
+    /// Half the kernel: with stride 1 and an odd kernel, images keep their size.
     Same,
-    /// None.
+    /// No padding.
     Valid,
 }
 
@@ -51,7 +51,7 @@ impl Default for Padding {
 }
 
 impl Padding {
-    /// Rows and columns at each edge, for a window of this size.
+    /// Returns rows and columns at each edge, for a kernel of this size.
     pub fn get(self, size: [usize; 2]) -> [usize; 2] {
         match self {
             Padding::Of(pair) => pair.get(),
@@ -103,126 +103,126 @@ fn momentum() -> f32 {
     0.1
 }
 
-/// One layer. Images are height × width × channels, channels last.
+/// A layer. Images are height × width × channels (channels last).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Layer {
-    /// An affine map of the last axis.
+    /// A linear layer on the last axis.
     Dense {
-        /// Elements of its output.
+        /// The number of outputs.
         units: usize,
-        /// Add a bias.
+        /// Whether to add a bias.
         #[serde(default = "yes")]
         bias: bool,
     },
     /// A convolution of images.
     Conv2d {
-        /// Channels of its output.
+        /// The number of output channels.
         filters: usize,
-        /// Rows and columns of the window.
+        /// The rows and columns of the window.
         kernel: Pair,
-        /// Rows and columns from one place of the window to the next.
+        /// The stride, in rows and columns.
         #[serde(default = "one")]
         stride: Pair,
         /// `same`, `valid`, or rows and columns.
         #[serde(default)]
         padding: Padding,
-        /// Equal parts of the channels that do not see each other.
+        /// The number of groups: filters of a group read only the channels of the same group.
         #[serde(default = "single")]
         groups: usize,
-        /// Add a bias.
+        /// Whether to add a bias.
         #[serde(default = "yes")]
         bias: bool,
     },
-    /// The largest element that a window sees, channel by channel.
+    /// Max pooling.
     MaxPool2d {
-        /// Rows and columns of the window.
+        /// The rows and columns of the window.
         kernel: Pair,
-        /// Rows and columns from one place to the next; left out, the window's.
+        /// The stride, in rows and columns. Default: the kernel.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stride: Option<Pair>,
         /// `same`, `valid`, or rows and columns.
         #[serde(default)]
         padding: Padding,
     },
-    /// The mean of the elements that a window sees, channel by channel; edges do not count.
+    /// Average pooling; padding does not count.
     AvgPool2d {
-        /// Rows and columns of the window.
+        /// The rows and columns of the window.
         kernel: Pair,
-        /// Rows and columns from one place to the next; left out, the window's.
+        /// The stride, in rows and columns. Default: the kernel.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stride: Option<Pair>,
         /// `same`, `valid`, or rows and columns.
         #[serde(default)]
         padding: Padding,
     },
-    /// The mean of each channel.
+    /// Global average pooling: the mean of each channel.
     GlobalAvgPool,
     /// Layer normalisation of the last axis.
     LayerNorm {
-        /// Added to the variance.
+        /// The constant added to the variance.
         #[serde(default = "epsilon", deserialize_with = "not_negative")]
         epsilon: f32,
     },
-    /// Batch normalisation of every channel, the last axis (Ioffe and Szegedy, 2015).
+    /// Batch normalisation of channels, the last axis (Ioffe and Szegedy, 2015).
     BatchNorm {
-        /// Added to the variance.
+        /// The constant added to the variance.
         #[serde(default = "epsilon", deserialize_with = "not_negative")]
         epsilon: f32,
-        /// Part of the way that running statistics move to those of a batch.
+        /// The weight of a batch in the running statistics.
         #[serde(default = "momentum")]
         momentum: f32,
-        /// Whether a batch is the micro-batches of all ranks rather than that of one.
+        /// Whether the batch is that of all ranks rather than one micro-batch.
         #[serde(default = "yes")]
         synchronised: bool,
     },
-    /// Normalisation of groups of channels of every sample by itself (Wu and He, 2018).
+    /// Group normalisation of channels within each sample (Wu and He, 2018).
     GroupNorm {
-        /// Groups of neighbouring channels.
+        /// The number of groups of neighbouring channels.
         groups: usize,
-        /// Added to the variance.
+        /// The constant added to the variance.
         #[serde(default = "epsilon", deserialize_with = "not_negative")]
         epsilon: f32,
     },
     /// Dropout, while training.
     Dropout {
-        /// Chance to drop an element.
+        /// The probability of dropping an element.
         rate: f32,
     },
-    /// One axis.
+    /// Reshapes to one axis.
     Flatten,
-    /// The same elements in other axes.
+    /// Reshapes without moving elements.
     Reshape {
-        /// Extent of every axis.
+        /// The extent of every axis.
         shape: Vec<usize>,
     },
-    /// A row of a table for each id; only as the first layer.
+    /// An embedding of ids; only as the first layer.
     Embedding {
-        /// Ids.
+        /// The number of ids, which is the number of rows of the table.
         ids: usize,
-        /// Elements of a row.
+        /// The number of elements of a row.
         width: usize,
     },
-    /// A row of a table for each of a sample's categories, every category with a table of its own,
-    /// and before them a row that layers make of the sample's numbers; only as the first layer.
+    /// An embedding table for each category, and a row computed from the dense features before the
+    /// embedding rows; only as the first layer.
     EmbeddingTables {
-        /// Ids of each category: rows of its table.
+        /// The number of ids of each category, which is the number of rows of its table.
         ids: Vec<usize>,
-        /// Elements of a row.
+        /// The number of elements of a row.
         width: usize,
-        /// Layers on the sample's numbers, which end with `width` elements; without any, samples
-        /// have no numbers.
+        /// The layers on the dense features, whose output has `width` elements. If empty, samples
+        /// have no dense features.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         dense: Vec<Layer>,
     },
-    /// The first row, then the scalar products of all pairs of rows (Naumov et al., "Deep learning
-    /// recommendation model", 2019).
+    /// The first row, followed by the dot products of all pairs of rows (Naumov et al., "Deep
+    /// learning recommendation model", 2019).
     DotInteraction,
     /// max(x, 0).
     Relu,
     /// x where it is positive, else x times a slope.
     LeakyRelu {
-        /// The slope; any finite number.
+        /// The slope, a finite number.
         #[serde(default = "leaky_slope", deserialize_with = "finite")]
         slope: f32,
     },
@@ -236,18 +236,18 @@ pub enum Layer {
     Sigmoid,
     /// Softmax of the last axis.
     Softmax,
-    /// `shortcut(x) + body(x)`; without a shortcut, x itself.
+    /// `shortcut(x) + body(x)`, or `x + body(x)` without a shortcut.
     Residual {
         /// The branch.
         layers: Vec<Layer>,
-        /// The branch of the shortcut; x itself if empty.
+        /// The layers of the shortcut, or empty for `x` itself.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         shortcut: Vec<Layer>,
     },
 }
 
 impl Layer {
-    /// Its word in configurations.
+    /// Returns its `kind` in configurations.
     pub fn kind(&self) -> &'static str {
         match self {
             Layer::Dense { .. } => "dense",
@@ -275,7 +275,7 @@ impl Layer {
         }
     }
 
-    /// Place of the first batch normalisation that all ranks share in `layers`, which stand at
+    /// Returns the key of the first synchronised batch normalisation in `layers`, whose key is
     /// `place`.
     pub fn synchronised(layers: &[Layer], place: &str) -> Option<String> {
         layers.iter().enumerate().find_map(|(i, layer)| match layer {
@@ -291,7 +291,7 @@ impl Layer {
         })
     }
 
-    /// The function of every element that it is, if it is one.
+    /// Returns the activation function, if the layer is one.
     pub fn activation(&self) -> Option<Activation> {
         match self {
             Layer::Relu => Some(Activation::Relu),

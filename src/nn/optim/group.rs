@@ -1,4 +1,4 @@
-//! Groups of parameters that are updated otherwise than the rest.
+//! Parameter groups, with their own learning rate and weight decay.
 
 use std::ops::Range;
 
@@ -7,16 +7,16 @@ use serde::{Deserialize, Serialize};
 use hpctrain_base::layout::{Tensor, UnitLayout};
 use hpctrain_base::pattern;
 
-/// Parameters by the pattern of their names, and the settings that differ for them.
+/// A parameter group: tensors selected by name, and their settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {
-    /// Names of tensors; `*` stands for any characters.
+    /// The pattern of tensor names; `*` matches any characters.
     pub names: String,
-    /// Factor on the learning rate; 0 leaves the parameters as they are.
+    /// The factor on the learning rate; 0 freezes the parameters.
     #[serde(default = "Group::one")]
     pub lr_factor: f32,
-    /// Weight decay; left out, `optimizer.weight_decay` for matrices and none for vectors.
+    /// The weight decay. Default: `optimizer.weight_decay` for matrices and 0 for vectors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f32>,
 }
@@ -26,26 +26,26 @@ impl Group {
         1.0
     }
 
-    /// Whether a tensor is of the group.
+    /// Returns true if the tensor is in the group.
     pub fn holds(&self, tensor: &Tensor) -> bool {
         pattern::matches(&self.names, &tensor.name)
     }
 }
 
-/// Neighbouring elements that are updated alike.
+/// Consecutive elements that are updated with the same settings.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupRun {
-    /// Elements.
+    /// The number of elements.
     pub len: usize,
-    /// Factor on the learning rate.
+    /// The factor on the learning rate.
     pub lr_factor: f32,
-    /// Their own weight decay; none is the run's for those that decay.
+    /// Their own weight decay, or `None` for that of the run if `decays`.
     pub weight_decay: Option<f32>,
-    /// Whether the run's weight decay is for them.
+    /// Whether the run's weight decay applies to them.
     pub decays: bool,
-    /// The tensor of the unit by whose norms their step is scaled.
+    /// The index of the tensor in the unit by whose norms their step is scaled (LAMB and LARS).
     pub scaled_by: Option<usize>,
-    /// They are averages ([`Tensor::average`]), with this rate.
+    /// The rate of a running average, if they are one ([`Tensor::average`]).
     pub average: Option<f32>,
 }
 
@@ -59,7 +59,7 @@ impl GroupRun {
         average: None,
     };
 
-    /// A whole tensor, its step not scaled.
+    /// Creates the run of a whole tensor, without layer-wise scaling.
     pub fn of(tensor: &Tensor, groups: &[Group]) -> Self {
         let group = groups.iter().find(|group| group.holds(tensor));
         GroupRun {
@@ -72,7 +72,7 @@ impl GroupRun {
         }
     }
 
-    /// The weight decay, where the run's is `default`.
+    /// Returns the weight decay, where `default` is that of the run.
     pub fn decay(&self, default: f32) -> f32 {
         self.weight_decay.unwrap_or(if self.decays { default } else { 0.0 })
     }
@@ -82,8 +82,8 @@ impl GroupRun {
     }
 }
 
-/// The parts of a range of a unit, in order; padding behind tensors that do not decay is of their
-/// part. `layerwise`: each matrix is a part of its own
+/// Returns the runs of a range of a unit, in order. Padding after tensors without weight decay
+/// belongs to their run. If `layerwise`, each matrix is a separate run
 /// ([`UpdateRule::is_layerwise`](super::UpdateRule::is_layerwise)).
 pub fn parts(
     layout: &UnitLayout,
@@ -115,7 +115,7 @@ mod tests {
     use hpctrain_base::layout::Init;
 
     #[test]
-    fn neighbours_that_are_alike_are_one_part() {
+    fn neighbours_with_equal_settings_are_one_run() {
         let tensor = |name: &str, shape: &[usize]| Tensor::new(name, shape, Init::Zeros);
         let tensors = vec![
             tensor("a.weight", &[2, 3]),

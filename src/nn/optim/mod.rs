@@ -1,4 +1,4 @@
-//! Optimizers: fused updates of a contiguous range, and the learning rate's schedule.
+//! Optimizers: fused updates of a contiguous range, and learning-rate schedules.
 
 mod group;
 mod schedule;
@@ -11,14 +11,14 @@ pub use group::{Group, GroupRun, parts};
 pub use schedule::{LrDecay, Schedule};
 pub use trust::Pair;
 
-/// Name of the running average of the parameters, where one is kept, among the buffers of state.
+/// The name of the exponential moving average of the parameters among the state buffers, if there
+/// is one.
 pub const AVERAGE: &str = "ema";
 
-/// Name of the momentum of the outer step, where replicas train apart and have one, among the
-/// buffers of state.
+/// The name of the momentum of the outer optimizer among the state buffers, with local SGD.
 pub const OUTER_MOMENTUM: &str = "outer_momentum";
 
-/// The update rule with its constants.
+/// An optimizer with its constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum UpdateRule {
     /// Adam with decoupled weight decay.
@@ -34,10 +34,10 @@ pub enum UpdateRule {
     Sgd {
         /// Decay of the momentum buffer.
         momentum: f32,
-        /// Look ahead along the momentum.
+        /// Whether to use Nesterov momentum.
         nesterov: bool,
     },
-    /// One that looks at an element at a time.
+    /// An optimizer that updates each element independently.
     Elementwise(Elementwise),
     /// LAMB (You et al., "Large batch optimization for deep learning", 2020): AdamW whose step of
     /// each matrix is scaled to the matrix's own norm.
@@ -50,19 +50,20 @@ pub enum UpdateRule {
         eps: f32,
     },
     /// LARS (You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017): SGD
-    /// whose gradient of each matrix is scaled to a part of the matrix's own norm.
+    /// whose gradient of each matrix is scaled to a fraction of the matrix's own norm.
     Lars {
         /// Decay of the momentum buffer.
         momentum: f32,
-        /// Look ahead along the momentum.
+        /// Whether to use Nesterov momentum.
         nesterov: bool,
-        /// The part of the matrix's norm that the gradient is scaled to.
+        /// The trust coefficient: the fraction of the matrix's norm to which the gradient is
+        /// scaled.
         trust: f32,
     },
 }
 
 impl UpdateRule {
-    /// Names of the state buffers, each as long as the parameters.
+    /// Returns the names of the state buffers, each as long as the parameters.
     pub fn state(&self) -> &'static [&'static str] {
         match self {
             UpdateRule::AdamW { .. }
@@ -79,25 +80,25 @@ impl UpdateRule {
 /// The values that change from step to step or from range to range.
 #[derive(Debug, Clone, Copy)]
 pub struct Update {
-    /// Learning rate.
+    /// The learning rate.
     pub lr: f32,
-    /// Weight decay of this range.
+    /// The weight decay of this range.
     pub weight_decay: f32,
-    /// Number of the update, from 1.
+    /// The number of the update, from 1.
     pub step: u64,
-    /// Factor on the gradient: the clip.
+    /// The factor on the gradient, from gradient clipping.
     pub grad_scale: f32,
-    /// LAMB and LARS: the factor that [`UpdateRule::trust`] gives for the tensor.
+    /// The trust ratio of the tensor in LAMB and LARS, from [`UpdateRule::trust`].
     pub trust: f32,
 }
 
 impl UpdateRule {
-    /// Updates the window `params` and the same window of every state buffer from the gradient. The
-    /// new parameters go to `copy` as well, if there is one; digests of all that changes go to
-    /// `audit`, if there is one.
+    /// Updates the range `params` and the same range of every state buffer from the gradient. The
+    /// new parameters are also written to `copy`, and checksums for the silent-data-corruption
+    /// (SDC) check to the last argument, where these are given.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     #[expect(clippy::too_many_arguments, reason = "windows of an update")]
     pub fn update<B: Kernels>(
         &self,
@@ -111,7 +112,7 @@ impl UpdateRule {
     ) -> Result<()> {
         let Update { lr, weight_decay, step, grad_scale, trust } = update;
         let mut state = state.into_iter();
-        let mut next = || state.next().expect("one window for each name in `Rule::state`");
+        let mut next = || state.next().expect("one buffer for each name in `UpdateRule::state`");
         match *self {
             UpdateRule::AdamW { beta1, beta2, eps } => {
                 let constants = AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale };

@@ -1,18 +1,18 @@
-//! The learning rate as a pure function of the step.
+//! Learning-rate schedules, as pure functions of the step.
 
 use serde::{Deserialize, Serialize};
 
-/// Decay of the learning rate after the warm-up.
+/// The decay of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LrDecay {
-    /// None.
+    /// No decay.
     Constant,
-    /// In a straight line to the minimum.
+    /// A linear decay to the minimum.
     Linear,
-    /// Along half a cosine to the minimum (Loshchilov and Hutter, "SGDR", 2017, without restarts).
+    /// A cosine decay to the minimum (Loshchilov and Hutter, "SGDR", 2017, without restarts).
     Cosine,
-    /// Warm-up, stable, decay: constant, then a straight line over the last steps (Hu et al.,
+    /// Warm-up, stable, decay: constant, then a linear decay over the last steps (Hu et al.,
     /// "MiniCPM", 2024).
     Wsd,
 }
@@ -20,23 +20,23 @@ pub enum LrDecay {
 /// A learning-rate schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
-    /// Shape of the decay after the warm-up.
+    /// The decay after the warm-up.
     pub shape: LrDecay,
-    /// The highest rate, already scaled for the batch.
+    /// The highest learning rate, already scaled for the batch.
     pub peak: f64,
-    /// The rate at the end.
+    /// The learning rate at the end.
     pub min: f64,
-    /// Steps of the linear warm-up.
+    /// The number of steps of the linear warm-up.
     pub warmup: u64,
-    /// Steps of the run.
+    /// The number of steps of the run.
     pub total: u64,
-    /// Steps of the final decay of [`LrDecay::Wsd`].
+    /// The number of steps of the final decay of [`LrDecay::Wsd`].
     pub decay: u64,
 }
 
 impl Schedule {
-    /// The rate of step `step`, counted from 0. A decay reaches the minimum with the last step of
-    /// the run, unless that belongs to the warm-up.
+    /// Returns the learning rate of step `step`, counted from 0. A decay reaches the minimum at the
+    /// last step of the run, unless that step belongs to the warm-up.
     pub fn rate(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;
@@ -47,7 +47,7 @@ impl Schedule {
             LrDecay::Wsd => self.total.saturating_sub(self.decay).max(self.warmup),
         };
         let last = self.total.saturating_sub(1);
-        // The last step has the minimum, also where it is the only one.
+        // The last step has the minimum, even if it is the only one.
         let progress = match step < last {
             true => step.saturating_sub(start) as f64 / last.saturating_sub(start).max(1) as f64,
             false => 1.0,
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn all_warm_up_alike() {
+    fn all_shapes_have_the_same_warm_up() {
         for shape in [LrDecay::Constant, LrDecay::Linear, LrDecay::Cosine, LrDecay::Wsd] {
             let s = schedule(shape);
             assert_eq!((s.rate(0), s.rate(4), s.rate(9), s.rate(10)), (0.1, 0.5, 1.0, 1.0));
@@ -92,7 +92,7 @@ mod tests {
         }
     }
 
-    /// Any number of steps, as epochs and batches give it: the last has the minimum to the bit.
+    /// Runs may have any number of steps: the last has exactly the minimum.
     #[test]
     fn the_last_step_has_the_minimum() {
         for shape in [LrDecay::Linear, LrDecay::Cosine, LrDecay::Wsd] {

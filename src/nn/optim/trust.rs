@@ -1,25 +1,24 @@
-//! Scaling of a tensor's step in LAMB and LARS: by norms of the whole tensor, whose parts ranks may
-//! share.
+//! Trust ratios of LAMB and LARS, from norms of whole tensors that may be sharded over ranks.
 
 use super::{Update, UpdateRule};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{AdamW, Kernels};
 
-/// Two numbers of a tensor, or of a part of it: the square of the norm of its parameters, and of
-/// the norm that is compared with: LAMB's of the step, LARS' of the gradient.
+/// Two squared norms of a tensor, or of a part of it: of its parameters, and of its step (LAMB) or
+/// gradient (LARS).
 pub type Pair<T> = [T; 2];
 
 impl UpdateRule {
-    /// Whether the step of each matrix is scaled by norms of the whole matrix.
+    /// Returns true if the step of each matrix is scaled by norms of the whole matrix.
     pub fn is_layerwise(&self) -> bool {
         matches!(self, UpdateRule::Lamb { .. } | UpdateRule::Lars { .. })
     }
 
-    /// The squares of a part of a tensor, from the same windows as [`UpdateRule::update`] has,
-    /// which stay as they are.
+    /// Returns the squared norms of a part of a tensor, from the same ranges as
+    /// [`UpdateRule::update`] takes. It changes nothing.
     ///
     /// # Errors
-    /// The device failed, or the rule is none of these two.
+    /// Returns an error if the device fails, or if the optimizer is neither LAMB nor LARS.
     pub fn squares<'a, B: Kernels>(
         &self,
         backend: &B,
@@ -35,12 +34,12 @@ impl UpdateRule {
                 backend.adamw_step_squares(constants, grad, m, v, params)?
             }
             (UpdateRule::Lars { .. }, _) => backend.sum_squares(grad)?,
-            _ => return Err(Error::internal("a rule that scales no steps")),
+            _ => return Err(Error::internal("only LAMB and LARS have trust ratios")),
         };
         Ok([backend.sum_squares(params)?, compared])
     }
 
-    /// The factor on the step of a tensor with these squares; 1 where one of its norms is zero.
+    /// Returns the trust ratio of a tensor with these squared norms, or 1 if one of the norms is 0.
     pub fn trust(&self, squares: Pair<f64>, weight_decay: f32, grad_scale: f32) -> f32 {
         let [norm, compared] = squares.map(f64::sqrt);
         if norm == 0.0 || compared == 0.0 {

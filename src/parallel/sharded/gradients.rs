@@ -1,4 +1,5 @@
-//! From the gradients of virtual ranks to one reduced gradient, and the loss and norm of the step.
+//! Reduces the gradients of virtual ranks to one gradient, and computes the loss and gradient norm
+//! of the step.
 
 use std::ops::Range;
 
@@ -13,16 +14,16 @@ use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_device::{Kernels, MemoryKind};
 
-/// Results of a step's reductions, the same on all ranks.
+/// The results of a step's reductions, the same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReducedStep {
-    /// Sum of the virtual ranks' losses.
+    /// The sum of the virtual ranks' losses.
     pub loss: f64,
-    /// Global norm of the gradient, before clipping.
+    /// The global gradient norm before clipping.
     pub norm: f64,
-    /// Seconds that each rank computed in this step.
+    /// The compute time of each rank in this step, in seconds.
     pub compute: Vec<f64>,
-    /// Control flags of each rank.
+    /// The control flags of each rank.
     pub flags: AllFlags,
 }
 
@@ -37,11 +38,11 @@ pub struct Reduced<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// The last backward of a virtual rank begins: gets ready for the gradients that other stages have of
-    /// this stage's units.
+    /// Posts receives for the gradients of this stage's tied units from other stages. Must be
+    /// called before the last backward of a virtual rank.
     ///
     /// # Errors
-    /// Out of memory.
+    /// Returns an error if the memory does not suffice.
     pub fn virtual_rank_ends(&mut self) -> Result<()> {
         for lent in &self.stage.lent {
             let buf = self.backend.alloc(MemoryKind::Gradients, lent.len)?;
@@ -51,19 +52,19 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// The unit's gradient of one virtual rank is final. After the rank's last virtual rank its sum can be
-    /// [reduced](Sharded::start_reductions).
+    /// Ends the unit's gradient of one virtual rank. After the rank's last virtual rank its sum can
+    /// be [reduced](Sharded::start_reductions).
     ///
     /// # Errors
-    /// A message between stages failed.
+    /// Returns an error if the device or a message between ranks fails.
     pub fn virtual_rank_done(&mut self, unit: usize, last: bool) -> Result<()> {
         if let (Some(loan), Some(part)) =
             (self.stage.borrowed[unit], self.units[unit].borrowed.take())
         {
             match loan.from {
                 None => self.units[loan.slot].returned.push(part),
-                // The communication thread gives the buffer back to its pool; an error of it fails
-                // the next request.
+                // The communication thread returns the buffer to its pool; an error fails the next
+                // request.
                 Some(from) => {
                     let name = &self.guests[loan.slot - self.units.len()].layout.name;
                     drop(self.groups.ties.with_label(name).send(from, part));
@@ -88,13 +89,13 @@ impl<B: Kernels> Sharded<B> {
     /// Starts to reduce the gradients of units whose virtual ranks have all ended.
     ///
     /// # Errors
-    /// A reduction failed.
+    /// Returns an error if an earlier reduction or the device fails.
     pub fn start_reductions(&mut self) -> Result<()> {
         for unit in std::mem::take(&mut self.ended) {
             let range = self.shard_of(unit);
             let state = &mut self.units[unit];
             let Some(Reduction::Ended(sum)) = state.reduction.take() else {
-                return Err(Error::internal("no sum of virtual ranks to reduce"));
+                return Err(Error::internal("there is no sum of virtual ranks to reduce"));
             };
             let scattered = self.groups.shard.with_label(&state.layout.name).reduce_scatter(sum);
             let replicas = self.groups.step.replica.with_label(&state.layout.name);
@@ -103,74 +104,78 @@ impl<B: Kernels> Sharded<B> {
                 Storage::Central => replicas.reduce_after(scattered, range),
             }));
             if self.keep.grads == Lifetime::Use {
-                // Full gradients live for their use: those of the unit before have had this block's
-                // time to be reduced.
+                // Full gradients are freed after use; the reduction of the previous unit has
+                // overlapped with this block.
                 std::mem::take(&mut self.started)
                     .into_iter()
-                    .try_for_each(|before| self.land(before))?;
+                    .try_for_each(|before| self.finish_reduction(before))?;
             }
             self.started.push(unit);
             if self.host.is_some() {
-                // Gradients go down as soon as they can, beside the backwards that are left.
+                // Gradients are downloaded as early as possible, overlapped with the remaining
+                // backwards.
                 let arrived =
                     self.started.iter().take_while(|&&unit| self.units[unit].has_arrived()).count();
                 self.started
                     .drain(..arrived)
                     .collect::<Vec<_>>()
                     .into_iter()
-                    .try_for_each(|unit| self.land(unit))?;
+                    .try_for_each(|unit| self.finish_reduction(unit))?;
             }
         }
         Ok(())
     }
 
-    /// Waits for all reductions and agrees on the sum of the virtual ranks' losses and the global gradient
-    /// norm: with all ranks, or where replicas train apart, with those of its own. `losses` are
-    /// those of this rank's virtual ranks, in order, where it tells them: the last stage does, the first of
-    /// each tensor group; `compute` is the seconds it has computed in this step. All ranks receive
-    /// the `flags` of each.
+    /// Waits for all reductions, and computes the sum of the virtual ranks' losses and the global
+    /// gradient norm over all ranks, or with local SGD over those of this replica. `losses` are
+    /// those of this rank's virtual ranks, in order; only the first rank of each tensor-parallel
+    /// group of the last stage passes them. `compute` is the compute time of this step in seconds.
+    /// All ranks receive the `flags` of each.
     ///
     /// # Errors
-    /// A reduction failed.
+    /// Returns an error if a reduction or a message between ranks fails.
     pub fn reduce(
         &mut self,
         losses: &[f64],
         compute: f64,
         flags: ControlFlags,
     ) -> Result<ReducedStep> {
-        // Every rank gets every virtual rank's loss and the squares of every unit's virtual shards, and
-        // adds them in the same order.
+        // Every rank receives every virtual rank's loss and the squared norms of every unit's
+        // virtual shards, and adds them in the same order.
         let squares = self.squares()?;
         let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
         let messages = self.groups.step.world.gather_bytes(mine.encode()).wait()?;
-        let told: Vec<StepSummary> =
-            messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
-        let losses: Vec<f64> = told.iter().flat_map(|one| one.losses.iter().copied()).collect();
+        let summaries: Vec<StepSummary> =
+            messages.iter().map(|message| StepSummary::decode(message)).collect::<Result<_>>()?;
+        let losses: Vec<f64> =
+            summaries.iter().flat_map(|summary| summary.losses.iter().copied()).collect();
         let squares = sum_of_squares(
-            told.iter().map(|one| &one.squares),
+            summaries.iter().map(|summary| &summary.squares),
             self.network.len(),
             self.slices.total * self.virtual_ranks.total,
         )?;
         Ok(ReducedStep {
             loss: tree_sum(&losses),
             norm: squares.sqrt(),
-            compute: told.iter().map(|one| one.compute).collect(),
-            flags: AllFlags(told.into_iter().map(|one| one.flags).collect()),
+            compute: summaries.iter().map(|summary| summary.compute).collect(),
+            flags: AllFlags(summaries.into_iter().map(|summary| summary.flags).collect()),
         })
     }
 
-    /// Waits for all reductions; the squares of this rank's virtual shards of every unit, those on
-    /// the host first.
+    /// Waits for all reductions, and returns the squared norms of this rank's virtual shards of
+    /// every unit, those on the host first.
     fn squares(&mut self) -> Result<Squares> {
         self.backend.end_weight_reuse();
         let mut values = self
             .tables
             .as_mut()
-            .map_or(Ok(vec![]), |tables| tables.squares().map(|told| told.values))?;
-        std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
+            .map_or(Ok(vec![]), |tables| tables.squares().map(|squares| squares.values))?;
+        std::mem::take(&mut self.started)
+            .into_iter()
+            .try_for_each(|unit| self.finish_reduction(unit))?;
         for unit in &mut self.units {
             let Some(Reduction::Done(sum)) = &mut unit.reduction else {
-                return Err(Error::internal("a unit without gradient"));
+                return Err(Error::internal("the unit has no gradient"));
             };
             for square in sum.squares.drain(..) {
                 values.push(self.backend.read(square)?);
@@ -181,12 +186,12 @@ impl<B: Kernels> Sharded<B> {
         Ok(Squares { first_unit: self.first_unit(), first_shard, shards: shards.len(), values })
     }
 
-    /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.
+    /// Returns the reduced gradient of every unit, between [`Sharded::reduce`] and the update.
     ///
     /// # Errors
-    /// Nothing was reduced.
+    /// Returns an error if the gradients were not reduced.
     pub fn gradients(&self) -> Result<Vec<Reduced<'_, B>>> {
-        let early = || Error::internal("gradients were asked for before they were reduced");
+        let early = || Error::internal("gradients were requested before they were reduced");
         self.units
             .iter()
             .map(|unit| match &unit.reduction {
@@ -199,7 +204,7 @@ impl<B: Kernels> Sharded<B> {
             .collect()
     }
 
-    /// The gradient that left for the host last is freed.
+    /// Frees the gradient whose download to the host was started last.
     pub(super) fn let_go(&mut self) -> Result<()> {
         if let (Some(grad), Some(host)) = (self.leaving.take(), &self.host) {
             host.fetched()?;
@@ -208,20 +213,21 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept,
-    /// or goes to the host alone.
-    fn land(&mut self, index: usize) -> Result<()> {
-        // Its copy has had the time of a block's backward.
+    /// Waits for a reduction. If full gradients are freed after use, keeps only the owned part, or
+    /// downloads it to the host.
+    fn finish_reduction(&mut self, index: usize) -> Result<()> {
+        // Its download has overlapped with the backward of a block.
         self.let_go()?;
         let shards = self.virtual_shards(&self.groups.step.replica);
         let parts = self.parts();
         let unit = &mut self.units[index];
         let Some(Reduction::InFlight(pending)) = unit.reduction.take() else {
-            return Err(Error::internal("no reduction to wait for"));
+            return Err(Error::internal("there is no reduction to wait for"));
         };
         let full = pending.wait()?;
         let owned = unit.owner.range();
-        // Read while it is on its way through the caches, and while the next units are reduced.
+        // The norm is computed while the gradient is still in the caches, and overlapped with the
+        // next reductions.
         let square = |shard| {
             let counted = unit.layout.counted(unit.layout.part(shard, parts));
             self.backend.sum_squares(B::view(&full, counted))
@@ -229,7 +235,7 @@ impl<B: Kernels> Sharded<B> {
         let squares = shards.map(square).collect::<Result<_>>()?;
         let (mut grad, window) = match self.keep.grads {
             Lifetime::Step => (full, owned),
-            // One rank has all of it.
+            // The full sum is the owned part.
             Lifetime::Use if owned.len() == B::len(&full) => (full, owned),
             Lifetime::Use => {
                 let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
@@ -248,19 +254,20 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Virtual shards of this rank's part of a unit: [`VirtualRanks::total`](crate::VirtualRanks)
-    /// for each virtual tensor rank.
+    /// Returns the number of virtual shards of this rank's part of a unit:
+    /// [`VirtualRanks::total`](crate::VirtualRanks) for each virtual tensor-parallel rank.
     pub(super) fn parts(&self) -> usize {
         self.slices.held.len() * self.virtual_ranks.total
     }
 
-    /// The number of the first of them, counted over the ranks of the tensor axis.
+    /// Returns the index of the first of these virtual shards over the ranks of the tensor axis.
     pub(super) fn first_virtual_shard(&self) -> usize {
         self.slices.held.start * self.virtual_ranks.total
     }
 
-    /// Those that lie in this rank's owned range and fall to it, where the ranks of `copies`, which
-    /// own the same range, divide them among themselves. None on a rank that owns nothing.
+    /// Returns the virtual shards in this rank's owned range that it is responsible for: the ranks
+    /// of `copies`, which own the same range, divide them. Returns none on a rank that owns
+    /// nothing.
     pub(super) fn virtual_shards(&self, copies: &Group<B>) -> Range<usize> {
         let of_shard = part(self.parts(), self.groups.shard.rank(), self.groups.shard.size());
         let mine = match self.storage {

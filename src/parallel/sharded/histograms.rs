@@ -1,4 +1,4 @@
-//! Histograms of the tensors of a network, from the ranks that own parts of them.
+//! Histograms of the tensors of a network, of which each rank counts the parts it owns.
 
 use std::collections::BTreeMap;
 
@@ -12,8 +12,8 @@ use hpctrain_device::Kernels;
 pub type Histograms = BTreeMap<String, Histogram>;
 
 impl<B: Kernels> Sharded<B> {
-    /// The gradients of step `step`, counted from 1, are to be counted once they are reduced. Where
-    /// replicas train apart it is those of the first one.
+    /// Requests histograms of the reduced gradients of step `step`, counted from 1; with local SGD,
+    /// of the first replica.
     pub fn count_gradients_of(&mut self, step: u64) {
         if let Some(tables) = &mut self.tables {
             tables.count_gradients_of(step);
@@ -21,8 +21,8 @@ impl<B: Kernels> Sharded<B> {
         self.counts = Some((step, Histograms::new()));
     }
 
-    /// This rank's part of the histograms that were asked for; empty where it owns nothing, or
-    /// where that step was not taken.
+    /// Returns this rank's part of the requested histograms, which is empty if it owns nothing or
+    /// the step was not run.
     pub fn counted_gradients(&mut self) -> Histograms {
         let mut found =
             self.tables.as_mut().map_or_else(Histograms::new, |tables| tables.counted_gradients());
@@ -30,19 +30,19 @@ impl<B: Kernels> Sharded<B> {
         found
     }
 
-    /// Between [`Sharded::reduce`] and the update of step `step`: counts the gradients if they were
-    /// asked for.
+    /// Counts the gradients of step `step` if they were requested. Must be called between
+    /// [`Sharded::reduce`] and the update.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn count_gradients(&mut self, step: u64) -> Result<()> {
         if let Some(tables) = &mut self.tables {
             tables.count_gradients(step)?;
         }
-        let Some((asked, found)) = &self.counts else { return Ok(()) };
+        let Some((requested, found)) = &self.counts else { return Ok(()) };
         let is_first = self.averaging.is_none() || self.first_replica() == 0;
-        // A rank with several replicas comes here once for each.
-        if *asked != step || !found.is_empty() || !is_first {
+        // A rank with several replicas calls this once for each.
+        if *requested != step || !found.is_empty() || !is_first {
             return Ok(());
         }
         let shards = self.virtual_shards(&self.groups.step.replica);
@@ -68,11 +68,12 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// This rank's part of the histograms of all parameters; empty where it owns nothing. Of
-    /// replicas that train apart it is the one whose turn it is; after an average all are equal.
+    /// Returns this rank's part of the histograms of all parameters, which is empty if it owns
+    /// nothing. With local SGD they are those of the current replica; after an average all are
+    /// equal.
     ///
     /// # Errors
-    /// A gather under way or the device failed.
+    /// Returns an error if an all-gather in flight or the device fails.
     pub fn counted_parameters(&mut self) -> Result<Histograms> {
         let mut found = Histograms::new();
         for owned in self.owned()? {
@@ -86,11 +87,10 @@ impl<B: Kernels> Sharded<B> {
     }
 }
 
-/// The histograms of whole tensors, from the parts that the ranks of a group have of them.
-/// Collective.
+/// Returns the histograms of whole tensors, from the parts of all ranks of a group. Collective.
 ///
 /// # Errors
-/// A message failed.
+/// Returns an error if a message fails or is malformed.
 pub fn whole<B: Kernels>(group: &Group<B>, mine: &Histograms) -> Result<Histograms> {
     let mine = serde_json::to_vec(mine).map_err(|e| Error::internal(format!("histograms: {e}")))?;
     let mut all = Histograms::new();

@@ -1,8 +1,8 @@
-//! Units on the host: tables whose rows it looks up for a device.
+//! Embedding offload: units on the host, whose rows the host looks up for a device.
 //!
-//! They are a [`Sharded`] of their own, of the host's backend, over groups of the same ranks. The
-//! engine computes with it; all that is done to every unit between two steps - norm, update, audit,
-//! checkpoint - passes through the device's one.
+//! They are a separate [`Sharded`] of the CPU backend, over groups of the same ranks. The engine
+//! computes with it directly; everything that is done to all units between two steps (norm, update,
+//! SDC check, checkpoint) goes through the [`Sharded`] of the device.
 
 use super::{Owned, Sharded};
 use crate::optimizer_shard::Values;
@@ -11,26 +11,29 @@ use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 
 impl<B: Kernels> Sharded<B> {
-    /// The same, with the units before its stage on the host.
+    /// Adds the units before its stage, which are on the host.
     #[must_use]
     pub fn with_tables(self, tables: Sharded<Cpu>) -> Self {
         Self { tables: Some(Box::new(tables)), ..self }
     }
 
-    /// The units on the host.
+    /// Returns the units on the host.
     ///
     /// # Errors
-    /// There are none.
+    /// Returns an error if there are none.
     pub fn tables(&mut self) -> Result<&mut Sharded<Cpu>> {
-        self.tables.as_deref_mut().ok_or_else(|| Error::internal("tables that no host has"))
+        self.tables
+            .as_deref_mut()
+            .ok_or_else(|| Error::internal("no embedding tables are offloaded"))
     }
 
-    /// The first of the network's units that this rank's stage has, on the device or on the host.
+    /// Returns the first of the network's units that this rank's stage has, on the device or on the
+    /// host.
     pub fn first_unit(&self) -> usize {
         self.tables.as_ref().map_or(self.stage.units.start, |tables| tables.stage.units.start)
     }
 
-    /// As [`Sharded::owned`], of the units on the host.
+    /// Returns the owned parts of the units on the host, as [`Sharded::owned`] does.
     pub(super) fn owned_on_host(tables: Option<&mut Sharded<Cpu>>) -> Result<Vec<Owned<'_, B>>> {
         let units = tables.map_or(Ok(vec![]), Sharded::owned)?.into_iter();
         Ok(units
@@ -44,7 +47,7 @@ impl<B: Kernels> Sharded<B> {
     }
 }
 
-/// Values of the host's backend, as a device's owner has them.
+/// Converts values of the CPU backend to host values of a device.
 fn on_host<B: Kernels>(values: Values<'_, Cpu>) -> Values<'_, B> {
     match values {
         Values::Device(cpu, values) | Values::Host(cpu, values) => Values::Host(cpu, values),

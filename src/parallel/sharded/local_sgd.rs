@@ -1,4 +1,4 @@
-//! Replicas that train apart: the turns of those that a rank trains, and the average of all.
+//! Local SGD: switching between the replicas that a rank trains, and averaging all replicas.
 
 use super::Sharded;
 use crate::Lifetime;
@@ -9,34 +9,33 @@ use hpctrain_comm::Pending;
 use hpctrain_device::Kernels;
 
 impl<B: Kernels> Sharded<B> {
-    /// Replicas that this rank trains in turn.
+    /// Returns the number of replicas that this rank trains in turn.
     pub fn replicas_here(&self) -> usize {
         self.averaging.map_or(1, |averaging| averaging.replicas / self.groups.replica.size())
     }
 
-    /// The first of them, among all.
+    /// Returns the index of the first replica that this rank trains.
     pub fn first_replica(&self) -> usize {
         self.replicas_here() * self.groups.replica.rank()
     }
 
-    /// The next replica of this rank takes its turn. After as many turns as there are it is the
-    /// first one's again.
+    /// Switches to the next replica of this rank, and after the last one to the first.
     pub fn next_replica(&mut self) {
         self.units.iter_mut().for_each(|unit| unit.next_replica());
         self.guests.iter_mut().for_each(|guest| guest.next_replica());
     }
 
-    /// Averages parameters and optimizer state over the replicas, on all ranks, and takes the outer
-    /// step, if there is one: after it all replicas are equal. One message a unit, on the replica
-    /// axis. It is the first replica's turn, before and after.
+    /// Averages parameters and optimizer state over all replicas, and takes the outer step if there
+    /// is one; afterwards all replicas are equal. There is one all-reduce per unit, on the replica
+    /// axis. The first replica must be current, and is afterwards.
     ///
     /// # Errors
-    /// The device, or a message between ranks, failed.
+    /// Returns an error if the device or a message between ranks fails.
     pub fn average(&mut self) -> Result<()> {
         let mut in_flight = None;
         for index in 0..self.units.len() {
             let sum = self.sum_of_replicas(index)?;
-            // While one unit is added between ranks, the one before is taken over.
+            // The mean of the previous unit is applied while this unit is reduced.
             if let Some((before, mean)) = in_flight.replace((index, sum)) {
                 self.apply_average(before, mean)?;
             }
@@ -57,11 +56,13 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Starts the sum of the replicas' shares of a unit: over those of this rank, then over all
-    /// ranks.
+    /// Starts the sum of the replicas' contributions to the mean of a unit: over the replicas of
+    /// this rank, then over all ranks.
     fn sum_of_replicas(&mut self, index: usize) -> Result<Pending<B::Buf>> {
-        let replicas =
-            self.averaging.ok_or_else(|| Error::internal("an average of one replica"))?.replicas;
+        let replicas = self
+            .averaging
+            .ok_or_else(|| Error::internal("there is no local SGD to average"))?
+            .replicas;
         let backend = &self.backend;
         let here = self.replicas_here();
         let unit = &mut self.units[index];
@@ -75,19 +76,18 @@ impl<B: Kernels> Sharded<B> {
             )?;
             unit.next_replica();
         }
-        let sum = tree.finish(add)?.ok_or_else(|| Error::internal("a rank without replica"))?;
+        let sum = tree.finish(add)?.ok_or_else(|| Error::internal("the rank has no replica"))?;
         let range = 0..B::len(&sum);
         Ok(self.groups.replica.with_label(&unit.layout.name).all_reduce(sum, range))
     }
 
-    /// Gives the mean of a unit to all replicas of this rank.
+    /// Applies the mean of a unit to all replicas of this rank.
     fn apply_average(&mut self, index: usize, mean: Pending<B::Buf>) -> Result<()> {
         let mean = mean.wait()?;
         let here = self.replicas_here();
         let unit = &mut self.units[index];
         for _ in 0..here {
-            // Where full parameters live for their use, those that were gathered ahead are the old
-            // ones.
+            // Prefetched full parameters are outdated, and freed.
             match self.keep.params {
                 Lifetime::Step => unit.owner.apply_average(&mean, unit.params.wait()?)?,
                 Lifetime::Use => {
@@ -101,12 +101,12 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// The messages of all ranks at an average.
+    /// Exchanges the messages of all ranks at an average. Collective.
     ///
     /// # Errors
-    /// A message failed.
+    /// Returns an error if a message fails or is malformed.
     pub fn tell(&self, mine: &RoundSummary) -> Result<Vec<RoundSummary>> {
-        let told = self.groups.world.gather_bytes(mine.encode()).wait()?;
-        told.iter().map(|one| RoundSummary::decode(one)).collect()
+        let messages = self.groups.world.gather_bytes(mine.encode()).wait()?;
+        messages.iter().map(|message| RoundSummary::decode(message)).collect()
     }
 }

@@ -1,23 +1,23 @@
-//! Storage of a stage's units over its shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid
-//! sharding are one mesh shape and one [`ShardingPolicy`] each.
+//! Stores a stage's units over its shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid sharding
+//! are each one mesh shape and one [`ShardingPolicy`].
 //!
-//! A gradient's journey: blocks add into a unit's flat buffer; at the end of a virtual rank the buffer
-//! joins the rank's tree of virtual ranks; after the last virtual rank the sum moves to the communication thread,
-//! which reduces it while the next block computes; [`Sharded::reduce`] waits for all and agrees on
-//! loss and norm; [`Sharded::update`] lets each [`OptimizerShard`] update its range and gathers the
-//! parameters again.
+//! The path of a gradient: blocks add into a unit's flat buffer; at the end of a virtual rank the
+//! buffer is added to the rank's tree of virtual ranks; after the last virtual rank the
+//! communication thread reduces the sum while the next block computes; [`Sharded::reduce`] waits
+//! for all reductions and computes loss and norm; [`Sharded::update`] lets each [`OptimizerShard`]
+//! update its range and all-gathers the parameters.
 //!
-//! A block that borrows another block's parameters adds its gradient into a buffer of its own. At
-//! the end of a virtual rank it is added to the lender's, so that the order of additions does not depend on
-//! the place of the two blocks: in one stage of the pipeline, or in two, between which the buffer
+//! A block with tied weights adds its gradient into a separate buffer. At the end of a virtual rank
+//! it is added to the gradient of the unit that it is tied to, so that the order of additions is
+//! the same whether the two blocks are in one pipeline stage, or in two, between which the buffer
 //! is sent.
 //!
-//! Parameters that do not live always are gathered ahead of their use: a pass states its order of
-//! blocks ([`Sharded::begin_step`]), and a window slides along it ([`Prefetch`]).
+//! Parameters that are freed after use are prefetched: a pass declares its order of blocks
+//! ([`Sharded::begin_step`]), and a window slides along it ([`Prefetch`]).
 //!
-//! Where full gradients live for their use only, the reduction of one block is waited for once the
-//! reduction of the next one has been requested: two of them are whole at once, besides a lent one.
-//! Otherwise nothing is waited for before the end of the step.
+//! If full gradients are freed after use, the reduction of a block is awaited after that of the
+//! next one has started, so two full gradients are alive at once, besides a tied one. Otherwise
+//! reductions are awaited only at the end of the step.
 
 mod gradients;
 mod histograms;
@@ -58,56 +58,56 @@ use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::optim::{GroupRun, UpdateRule};
 use hpctrain_nn::{Blocks, Grads, Params};
 
-/// Units of a pipeline stage over the ranks of its shard × replica mesh.
+/// The units of a pipeline stage, sharded over the ranks of its shard × replica mesh.
 pub struct Sharded<B: Kernels> {
     backend: B,
     groups: Groups<B>,
     storage: Storage,
     keep: ShardingPolicy,
     virtual_ranks: VirtualRanks,
-    /// The virtual tensor ranks of every unit.
+    /// The virtual tensor-parallel ranks of every unit.
     slices: TensorShards,
-    /// None where nothing is trained.
+    /// The update rule; none if nothing is trained.
     rule: Option<UpdateRule>,
-    /// Decay of the parameters' running average, if one is kept.
+    /// The decay of the parameters' EMA, if there is one.
     average: Option<f32>,
-    /// The averages of replicas, where those train apart.
+    /// The settings of local SGD, if it is used.
     averaging: Option<LocalSgd>,
-    /// Where updates are audited.
+    /// The SDC checks, if they are on.
     audits: Option<SdcChecks>,
-    /// Where owners keep state and masters on the host, and so want gradients early.
+    /// The CPU updater, with CPU offload of master weights and optimizer state.
     host: Option<HostUpdater>,
-    /// A reduced gradient that is on its way to the host, and then freed.
+    /// A reduced gradient that is being downloaded to the host, to be freed afterwards.
     leaving: Option<B::Buf>,
-    /// Layouts of the whole network.
+    /// The layouts of the whole network.
     network: Vec<UnitLayout>,
     stage: Stage,
-    /// The units before these, if the host has them.
+    /// The units before these on the host, with embedding offload.
     tables: Option<Box<Sharded<Cpu>>>,
     units: Vec<Unit<B>>,
-    /// Units of other stages that blocks of this one borrow.
+    /// The replicas of other stages' units that blocks of this stage are tied to.
     guests: Vec<TiedReplica<B>>,
-    /// Gradients of lent units that other stages are to send, by unit, for the end of the virtual rank.
+    /// The gradients of tied units that other stages send at the end of the virtual rank, by unit.
     expected: Vec<(usize, Pending<B::Buf>)>,
-    /// Units whose virtual ranks have all ended, in order.
+    /// The units whose virtual ranks have all ended, in order.
     ended: Vec<usize>,
-    /// Units whose reduction is under way, in order.
+    /// The units whose reduction has started, in order.
     started: Vec<usize>,
-    /// The pass under way.
+    /// The current pass.
     prefetch: Prefetch,
-    /// Whether it multiplies parameters several times before they change.
+    /// Whether the pass uses parameters several times before they change.
     reuses: bool,
-    /// The step whose gradients are to be counted, and what has been counted of them.
+    /// The step for which histograms of gradients are requested, and those counted so far.
     counts: Option<(u64, Histograms)>,
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// Storage for the units of `stage`, of a network of `blocks` that were made for `slices`,
-    /// initialised from `seed`: the same values for any mesh. Without a seed it is zero, to be
-    /// restored; without updates there is no optimizer state.
+    /// Creates the units of `stage`, of a network of `blocks` that were made for `slices`,
+    /// initialised from `seed` with the same values on any mesh. Without a seed the values are
+    /// zero, to be restored; without updates there is no optimizer state.
     ///
     /// # Errors
-    /// Out of memory, or the first gather failed.
+    /// Returns an error if the memory does not suffice.
     #[expect(clippy::too_many_arguments, reason = "one for each property of a layout")]
     pub fn new(
         backend: B,
@@ -126,7 +126,8 @@ impl<B: Kernels> Sharded<B> {
         let averaging = updates.as_ref().and_then(|updates| updates.averaging);
         let storage = updates.as_ref().map_or(Storage::Ranks, |updates| updates.storage);
         let audits = updates.as_ref().and_then(|updates| SdcChecks::every(updates.audit_every));
-        let held = averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
+        let replicas_here =
+            averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| HostUpdater::new(&backend, cpu)).transpose()?;
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
@@ -166,7 +167,7 @@ impl<B: Kernels> Sharded<B> {
             let InactiveReplica { owner, params } = replica()?;
             units.push(Unit {
                 owner,
-                resting: (1..held).map(|_| replica()).collect::<Result<VecDeque<_>>>()?,
+                resting: (1..replicas_here).map(|_| replica()).collect::<Result<VecDeque<_>>>()?,
                 tensors: layout
                     .tensors
                     .iter()
@@ -183,16 +184,16 @@ impl<B: Kernels> Sharded<B> {
                 reduction: None,
             });
         }
-        let guest = |guest: &TiedUnit| {
-            let layout = network[guest.unit].clone();
+        let tied_replica = |unit: &TiedUnit| {
+            let layout = network[unit.unit].clone();
             let range = layout.part(shard, shards);
             let full = initial(&layout, seed);
-            let mut guest =
-                TiedReplica::new(&backend, layout, guest.stage, range, keep.params, &full)?;
-            (1..held).try_for_each(|_| guest.add_replica(&backend, keep.params, &full))?;
-            Ok(guest)
+            let mut tied =
+                TiedReplica::new(&backend, layout, unit.stage, range, keep.params, &full)?;
+            (1..replicas_here).try_for_each(|_| tied.add_replica(&backend, keep.params, &full))?;
+            Ok(tied)
         };
-        let guests = stage.guests.iter().map(guest).collect::<Result<_>>()?;
+        let guests = stage.guests.iter().map(tied_replica).collect::<Result<_>>()?;
         let (rule, average) =
             updates.map_or((None, None), |updates| (Some(updates.rule), updates.average));
         Ok(Self {
@@ -222,78 +223,80 @@ impl<B: Kernels> Sharded<B> {
         })
     }
 
-    /// The ranks of this stage, each with different data.
+    /// Returns the group of ranks of this stage with different data.
     pub fn data(&self) -> &Group<B> {
         &self.groups.data
     }
 
-    /// Those of them that take a step together: all, or where replicas train apart, those of one.
+    /// Returns the group of these ranks that compute a step together: all, or with local SGD those
+    /// of one replica.
     pub fn step_data(&self) -> &Group<B> {
         &self.groups.step.data
     }
 
-    /// This rank, among those that take a step together.
+    /// Returns this rank among those that compute a step together.
     pub fn step_rank(&self) -> usize {
         self.groups.step.world.rank()
     }
 
-    /// The stages that compute the same data, in order.
+    /// Returns the group of pipeline stages that compute the same data, in order.
     pub fn pipeline(&self) -> &Group<B> {
         &self.groups.pipeline
     }
 
-    /// The ranks that compute slices of the same blocks, if there are several.
+    /// Returns the tensor-parallel group, if it has several ranks.
     pub fn tensor(&self) -> Option<&Group<B>> {
         Some(&self.groups.tensor).filter(|group| group.size() > 1)
     }
 
-    /// This rank's slices of the blocks.
+    /// Returns this rank's slices of the blocks.
     pub fn slices(&self) -> &TensorShards {
         &self.slices
     }
 
-    /// This rank's part of the network.
+    /// Returns this rank's stage of the network.
     pub fn stage(&self) -> &Stage {
         &self.stage
     }
 
-    /// Names of the optimizer's buffers.
+    /// Returns the names of the optimizer's buffers.
     pub fn state_names(&self) -> Vec<&'static str> {
         state_names(self.rule, self.average, self.averaging.and_then(|averaging| averaging.outer))
     }
 
-    /// Parameters of the network, averages and padding left out.
+    /// Returns the number of trained parameters of the network, without running statistics and
+    /// padding.
     pub fn parameters(&self) -> u64 {
         self.network.iter().map(|unit| trained(&unit.tensors) as u64).sum()
     }
 
-    /// Layouts of all units of the network, those of other stages included.
+    /// Returns the layouts of all units of the network, including those of other stages.
     pub fn layouts(&self) -> &[UnitLayout] {
         &self.network
     }
 
-    /// Name of unit `unit` of the stage.
+    /// Returns the name of unit `unit` of the stage.
     pub fn name(&self, unit: usize) -> &Arc<str> {
         &self.units[unit].layout.name
     }
 
-    /// Seconds this rank has been blocked so far, waiting for messages.
+    /// Returns the time that this rank has waited for messages so far, in seconds.
     pub fn waited(&self) -> f64 {
         self.groups.data.stats().blocked
     }
 
-    /// A step begins: blocks of the stage will take their turns in its order, which is the same on
-    /// all ranks of the stage.
+    /// Starts a step, in which blocks of the stage take their turns in the order of `schedule`,
+    /// which is the same on all ranks of the stage.
     pub fn begin_step(&mut self, schedule: StepSchedule) {
         if let Some(tables) = &mut self.tables {
             tables.begin_step(schedule);
         }
         self.begin(param_prefetch::step(&self.stage.borrows(), schedule));
-        // Buffers that live for their use only are another unit's before long.
+        // Buffers that are freed after use are soon reused for other units.
         self.reuses = schedule.micros() > 1 && self.keep.params == Lifetime::Step;
     }
 
-    /// A forward outside training begins: blocks of the stage will take their turns once.
+    /// Starts a forward pass outside training, in which blocks of the stage take their turns once.
     pub fn begin_forward(&mut self) {
         if let Some(tables) = &mut self.tables {
             tables.begin_forward();
@@ -307,11 +310,11 @@ impl<B: Kernels> Sharded<B> {
         self.reuses = false;
     }
 
-    /// Parameters of unit `unit` and of the one that its block borrows, whose turn it is, gathered
-    /// if they are not here.
+    /// Returns the parameters of unit `unit`, whose turn it is, and of the unit that its block is
+    /// tied to; all-gathers them if they are not in memory.
     ///
     /// # Errors
-    /// The gather failed.
+    /// Returns an error if the all-gather fails.
     pub fn params(&mut self, unit: usize) -> Result<Params<'_, B>> {
         let borrowed = self.stage.borrowed[unit];
         self.fetch(BlockUse { own: unit, lent: borrowed.map(|loan| loan.slot) })?;
@@ -321,10 +324,10 @@ impl<B: Kernels> Sharded<B> {
         Ok(Params { own, section: self.section(unit), lent, lent_section })
     }
 
-    /// As [`Sharded::params`], with the gradients to add to.
+    /// Returns the parameters as [`Sharded::params`] does, and the gradients to add to.
     ///
     /// # Errors
-    /// The gather failed.
+    /// Returns an error if the all-gather fails, or the memory does not suffice.
     pub fn params_and_grads(&mut self, unit: usize) -> Result<(Params<'_, B>, Grads<'_, B>)> {
         let loan = self.stage.borrowed[unit];
         self.fetch(BlockUse { own: unit, lent: loan.map(|loan| loan.slot) })?;
@@ -335,8 +338,9 @@ impl<B: Kernels> Sharded<B> {
         let lent_first =
             loan.map_or(Ok(false), |loan| own.open_borrowed(&self.backend, loan.len))?;
         let (before, own) = self.units.split_at_mut(unit);
-        let (own, after) = own.split_first_mut().ok_or_else(|| Error::internal("no such unit"))?;
-        let missing = || Error::internal("parameters or gradients are not here");
+        let (own, after) =
+            own.split_first_mut().ok_or_else(|| Error::internal("the unit does not exist"))?;
+        let missing = || Error::internal("parameters or gradients are not in memory");
         let lent = match loan {
             None => None,
             Some(TiedImport { slot, .. }) => {
@@ -364,23 +368,23 @@ impl<B: Kernels> Sharded<B> {
         ))
     }
 
-    /// The gradients of a unit that a backward of this virtual rank has begun; `first` if overwritten ones
-    /// hold nothing yet.
+    /// Returns the gradients of a unit for the deferred wgrad of this virtual rank; `first` is
+    /// whether gradients that wgrad overwrites have no values yet.
     ///
     /// # Errors
-    /// No backward has.
+    /// Returns an error if no backward has started the gradients.
     pub fn open_grads(&mut self, unit: usize, first: bool) -> Result<Grads<'_, B>> {
         let unit = &mut self.units[unit];
         let grads = unit
             .grads
             .as_mut()
-            .ok_or_else(|| Error::internal("gradients that no backward has begun"))?;
+            .ok_or_else(|| Error::internal("no backward has started these gradients"))?;
         let lent = unit.borrowed.as_mut().map(B::all_mut);
         Ok(Grads { own: B::all_mut(grads), first, lent, lent_first: first, later: None })
     }
 
-    /// A block's turn ends: parameters that live for their use only are given up, unless the next
-    /// turns want them.
+    /// Ends a block's turn. Parameters that are freed after use are freed, unless the next turns
+    /// need them.
     pub fn release(&mut self) {
         for index in self.prefetch.pass(self.keep.ahead) {
             if self.keep.params == Lifetime::Use {
@@ -389,7 +393,7 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
-    /// Starts the gathers that the turn under way and the next ones want, and waits for those of
+    /// Starts the all-gathers of the current turn and the prefetched ones, and waits for those of
     /// `visit`.
     fn fetch(&mut self, visit: BlockUse) -> Result<()> {
         debug_assert_eq!(
@@ -397,12 +401,12 @@ impl<B: Kernels> Sharded<B> {
             Some(visit),
             "blocks take their turns in the order of the pass"
         );
-        // Those that were started for earlier turns, before the next ones are: compute does not
-        // wait for these.
+        // Compute waits for uploads that were started in earlier turns, but not for those started
+        // below.
         self.arrived()?;
-        let wanted: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
+        let window: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
         let is_late = visit.units().any(|index| matches!(self.slot(index).1, BufferState::Gone));
-        wanted.into_iter().try_for_each(|index| self.gather(index))?;
+        window.into_iter().try_for_each(|index| self.gather(index))?;
         if is_late {
             self.arrived()?;
         }
@@ -418,12 +422,12 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Whether this rank has all of its units' parameters, on the host.
+    /// Returns whether this rank has the complete parameters of its units, on the host.
     fn is_alone(&self) -> bool {
         self.keep.on_host && self.groups.shard.size() == 1
     }
 
-    /// Compute finds the parameters that were started to be gathered from the host.
+    /// Makes later compute wait for the uploads of parameters from the host.
     fn arrived(&self) -> Result<()> {
         match &self.host {
             Some(host) if self.is_alone() => host.arrived(),
@@ -431,7 +435,7 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
-    /// Elements of a section of a slot's unit.
+    /// Returns the number of elements of a section of a slot's unit.
     fn section(&self, slot: usize) -> usize {
         match slot.checked_sub(self.units.len()) {
             None => self.units[slot].layout.section,
@@ -439,7 +443,7 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
-    /// The full parameters of a slot, with its unit's layout.
+    /// Returns the full parameters of a slot, with its unit's layout.
     fn slot(&mut self, slot: usize) -> (&UnitLayout, &mut BufferState<B::Buf>) {
         let own = self.units.len();
         match self.units.get_mut(slot) {
@@ -451,7 +455,8 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
-    /// Starts the gather of the full parameters of a slot, unless they are here or on their way.
+    /// Starts the all-gather of the full parameters of a slot, unless they are in memory or in
+    /// flight.
     fn gather(&mut self, slot: usize) -> Result<()> {
         let alone = self.is_alone();
         let full = match slot.checked_sub(self.units.len()) {
@@ -464,8 +469,8 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Sends the updated owned part of full parameters to the ranks that do not own it: first,
-    /// where storage is central, to the other replicas, then to the other shards.
+    /// Sends the updated owned part of full parameters to the ranks that do not own it: with
+    /// central storage first to the other replicas, then to the other shards.
     fn spread(&mut self, unit: usize) {
         let BufferState::Here(full) =
             std::mem::replace(&mut self.units[unit].params, BufferState::Gone)
@@ -489,12 +494,12 @@ impl<B: Kernels> Sharded<B> {
         *self.slot(slot).1 = BufferState::InFlight(group.all_gather(full));
     }
 
-    /// The range of a unit that this shard has, whichever replica owns it.
+    /// Returns the range of a unit that this shard has, regardless of which replica owns it.
     fn shard_of(&self, unit: usize) -> Range<usize> {
         self.units[unit].layout.part(self.groups.shard.rank(), self.groups.shard.size())
     }
 
-    /// Whether this rank owns ranges of its units.
+    /// Returns whether this rank owns ranges of its units.
     fn owns(&self) -> bool {
         self.storage.owns(self.groups.replica.rank())
     }
@@ -507,6 +512,6 @@ impl<B: Kernels> Sharded<B> {
         params
             .here()
             .map(B::all)
-            .ok_or_else(|| Error::internal("parameters used before they were gathered"))
+            .ok_or_else(|| Error::internal("parameters were used before they were all-gathered"))
     }
 }

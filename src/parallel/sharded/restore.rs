@@ -1,9 +1,9 @@
-//! Restoring from a checkpoint: every rank reads a share of the values, the part that it would
-//! save, and sends it to the ranks that store the same values. All ranks together read one copy of
-//! the checkpoint, whatever the layout.
+//! Restores from a checkpoint: every rank reads a share of the values, the part that it would save,
+//! and sends it to the ranks that store the same values. All ranks together read the checkpoint
+//! once, regardless of the layout.
 //!
-//! A rank that cannot read, or whose device fails, goes on with zeros until the last message,
-//! because the others wait for it. It returns its error then.
+//! A rank that cannot read, or whose device fails, continues with zeros until the last message,
+//! because the others wait for it, and returns its error afterwards.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,21 +16,21 @@ use hpctrain_base::layout::{TensorRange, UnitLayout};
 use hpctrain_comm::Group;
 use hpctrain_device::{Kernels, MemoryKind};
 
-/// Gives the values of a range of a tensor, as [`Sharded::restore`] has it.
+/// Reads the values of a range of a tensor, as described at [`Sharded::restore`].
 type Read<'a> =
     dyn FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()> + 'a;
 
-/// Elements that all ranks of a group together send at once.
-const ROOM: usize = 1 << 24;
+/// The number of elements that all ranks of a group together send at once.
+const CHUNK: usize = 1 << 24;
 
 impl<B: Kernels> Sharded<B> {
-    /// The ranges that [`Sharded::restore`] reads on this rank.
+    /// Returns the ranges that [`Sharded::restore`] reads on this rank.
     pub fn restored(&self) -> Vec<TensorRange> {
         let share = self.share();
         let mut ranges = self.tables.as_ref().map_or(vec![], |tables| tables.restored());
         let of_units = self.units.iter().map(|unit| &unit.layout);
         for layout in of_units.chain(self.guests.iter().map(|guest| &guest.layout)) {
-            let pieces = layout.stored(share.of(layout));
+            let pieces = layout.stored(share.range_of(layout));
             ranges.extend(pieces.map(|piece| TensorRange {
                 tensor: piece.tensor.name.clone(),
                 columns: piece.columns,
@@ -41,7 +41,7 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Replaces parameters and optimizer state by the values that `read(tensor, part, columns,
-    /// range, out)` gives: part 0 is the parameters, part k the k-th of [`Sharded::state_names`].
+    /// range, out)` reads: part 0 is the parameters, part k the k-th of [`Sharded::state_names`].
     /// The range counts flat elements of the tensor, or of these columns of it if there are any.
     /// Collective: each rank reads a share, the ranges of [`Sharded::restored`].
     ///
@@ -68,7 +68,7 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// As [`Sharded::restore`], of the replica whose turn it is.
+    /// Restores the current replica.
     fn restore_replica(&mut self, source: &mut Source<'_>) -> Result<()> {
         let share = self.share();
         let backend = &self.backend;
@@ -77,52 +77,52 @@ impl<B: Kernels> Sharded<B> {
         let of_replicas = Exchange { group: &self.groups.replica, ..of_data };
         for unit in &mut self.units {
             let layout = &unit.layout;
-            // Old and new ones of a unit are not there at once.
+            // The old parameters are freed before the new ones are allocated.
             unit.params.wait()?;
             unit.params = BufferState::Gone;
             if params == Lifetime::Step {
                 let full = source.full(layout, &of_data)?;
                 let uploaded = backend.upload(MemoryKind::Parameters, &full);
-                source.keep(uploaded.map(|full| unit.params = BufferState::Here(full)));
+                source.keep_error(uploaded.map(|full| unit.params = BufferState::Here(full)));
             }
             let mut parts = VecDeque::from(unit.owner.restored_parts());
             let restored = unit.owner.restore(|part, range| {
                 parts.pop_front();
                 source.owned(layout, part, range, &of_replicas)
             });
-            source.keep(restored);
-            // The other ranks wait for these.
+            source.keep_error(restored);
+            // The other ranks wait for the messages of the remaining parts.
             for part in parts {
                 source.owned(layout, part, unit.owner.range(), &of_replicas)?;
             }
         }
         for guest in &mut self.guests {
             let full = source.full(&guest.layout, &of_data)?;
-            source.keep(guest.set(backend, params, &full));
+            source.keep_error(guest.set(backend, params, &full));
         }
         Ok(())
     }
 
-    /// This rank's share of every unit.
+    /// Returns this rank's share of every unit.
     fn share(&self) -> Share {
         let shard = [self.groups.shard.rank(), self.groups.shard.size()];
         Share { shard, parts: self.virtual_shards(&self.groups.replica), of: self.parts() }
     }
 }
 
-/// The part of every unit that a rank reads: the one that it saves.
+/// The part of every unit that a rank reads, which is the part that it saves.
 struct Share {
-    /// The rank among the shards, and their number.
+    /// The index of the shard, and the number of shards.
     shard: [usize; 2],
-    /// Virtual shards; none on a rank that owns nothing.
+    /// The virtual shards; none on a rank that owns nothing.
     parts: Range<usize>,
-    /// All virtual shards.
+    /// The number of all virtual shards.
     of: usize,
 }
 
 impl Share {
-    /// The range of a unit.
-    fn of(&self, layout: &UnitLayout) -> Range<usize> {
+    /// Returns the range of a unit.
+    fn range_of(&self, layout: &UnitLayout) -> Range<usize> {
         let of_shard = layout.part(self.shard[0], self.shard[1]);
         match self.parts.is_empty() {
             true => of_shard.start..of_shard.start,
@@ -134,14 +134,14 @@ impl Share {
     }
 }
 
-/// Messages between the ranks that store the same values.
+/// The ranks that store the same values and exchange them.
 struct Exchange<'a, B: Kernels> {
     group: &'a Group<B>,
     share: &'a Share,
     storage: Storage,
 }
 
-/// The values to restore.
+/// The source of the values to restore.
 struct Source<'a> {
     read: &'a mut Read<'a>,
     /// The first error of this rank.
@@ -149,31 +149,31 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Keeps the error, if it is the first.
-    fn keep(&mut self, done: Result<()>) {
+    /// Keeps the error of a result, if it is the first.
+    fn keep_error(&mut self, done: Result<()>) {
         self.failed = self.failed.take().or(done.err());
     }
 
-    /// The parameters of a whole unit.
+    /// Returns the parameters of a whole unit.
     ///
     /// # Errors
-    /// Returns an error if a message between ranks failed.
+    /// Returns an error if a message between ranks fails.
     fn full<B: Kernels>(
         &mut self,
         layout: &UnitLayout,
         exchange: &Exchange<'_, B>,
     ) -> Result<Vec<f32>> {
         let longest = match exchange.storage {
-            Storage::Ranks => exchange.share.of(layout).len(),
+            Storage::Ranks => exchange.share.range_of(layout).len(),
             Storage::Central => layout.part(exchange.share.shard[0], exchange.share.shard[1]).len(),
         };
         self.values(layout, 0, 0..layout.padded, exchange, longest)
     }
 
-    /// A part of a unit's owned range.
+    /// Returns a part of a unit's owned range.
     ///
     /// # Errors
-    /// Returns an error if a message between ranks failed.
+    /// Returns an error if a message between ranks fails.
     fn owned<B: Kernels>(
         &mut self,
         layout: &UnitLayout,
@@ -182,15 +182,15 @@ impl Source<'_> {
         exchange: &Exchange<'_, B>,
     ) -> Result<Vec<f32>> {
         let longest = match exchange.storage {
-            Storage::Ranks => exchange.share.of(layout).len(),
-            // It has one owner.
+            Storage::Ranks => exchange.share.range_of(layout).len(),
+            // The range has only one owner.
             Storage::Central => 0,
         };
         self.values(layout, part, range, exchange, longest)
     }
 
-    /// The values of `range`, of which each rank of the group reads its share, `longest` elements
-    /// or none.
+    /// Returns the values of `range`, of which each rank of the group reads its share of at most
+    /// `longest` elements.
     fn values<B: Kernels>(
         &mut self,
         layout: &UnitLayout,
@@ -200,7 +200,7 @@ impl Source<'_> {
         longest: usize,
     ) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
-        let share = exchange.share.of(layout);
+        let share = exchange.share.range_of(layout);
         let mine =
             share.start.clamp(range.start, range.end)..share.end.clamp(range.start, range.end);
         if self.failed.is_none() {
@@ -210,14 +210,14 @@ impl Source<'_> {
                 &mine,
                 &mut values[mine.start - range.start..][..mine.len()],
             );
-            self.keep(read);
+            self.keep_error(read);
         }
         let group = exchange.group.with_label(&layout.name);
-        let room = (ROOM / group.size()).max(1);
-        let steps = if group.size() == 1 { 0 } else { longest.div_ceil(room) };
+        let chunk = (CHUNK / group.size()).max(1);
+        let steps = if group.size() == 1 { 0 } else { longest.div_ceil(chunk) };
         for step in 0..steps {
-            let sent = (mine.start + step * room).min(mine.end)
-                ..(mine.start + (step + 1) * room).min(mine.end);
+            let sent = (mine.start + step * chunk).min(mine.end)
+                ..(mine.start + (step + 1) * chunk).min(mine.end);
             let message =
                 message(sent.start, &values[sent.start - range.start..sent.end - range.start]);
             for theirs in group.gather_bytes(message).wait()? {
@@ -244,15 +244,19 @@ impl Source<'_> {
     }
 }
 
-/// Elements of a unit from `start` on, as a message.
+/// Encodes the elements of a unit from `start` on as a message.
 fn message(start: usize, values: &[f32]) -> Vec<u8> {
     [&(start as u64).to_le_bytes()[..], bytemuck::cast_slice(values)].concat()
 }
 
-/// Puts the elements in a message where they belong among the values of `range`.
+/// Copies the elements of a message to their place in the values of `range`.
 fn put(message: &[u8], range: &Range<usize>, values: &mut [f32]) -> Result<()> {
-    let malformed =
-        || Error::comm(format!("a message of {} bytes with values of {range:?}", message.len()));
+    let malformed = || {
+        Error::comm(format!(
+            "a malformed message of {} bytes for values of {range:?}",
+            message.len()
+        ))
+    };
     let (start, sent) = message.split_first_chunk().ok_or_else(malformed)?;
     let start = u64::from_le_bytes(*start) as usize;
     let first = start.checked_sub(range.start).ok_or_else(malformed)?;
@@ -267,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_put_where_they_belong_or_refused() {
+    fn values_are_put_in_place_or_refused() {
         let mut values = [0.0; 4];
         put(&message(11, &[1.0, 2.0]), &(10..14), &mut values).unwrap();
         put(&message(10, &[]), &(10..14), &mut values).unwrap();

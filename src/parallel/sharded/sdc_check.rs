@@ -1,4 +1,5 @@
-//! Audits: memory that changes between updates, and replicas whose arithmetic differs.
+//! SDC (silent data corruption) checks: detect memory that changes between updates, and replicas
+//! whose arithmetic differs.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,29 +7,29 @@ use super::Sharded;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::Kernels;
 
-/// A replica's digests, as others hear of them.
+/// The digests of a replica, which it sends to the others.
 #[derive(Serialize, Deserialize)]
-struct Told {
-    /// Rank and host.
+struct ReplicaDigests {
+    /// The rank and host.
     place: String,
-    /// Of each unit.
+    /// The digest of each unit.
     digests: Vec<Option<u64>>,
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// Before the update of step `step`: looks whether the last update has found all as the one
-    /// before had left it, and every so many steps whether replicas have the same values.
-    /// Collective over replicas. Without audits nothing.
+    /// Checks before the update of step `step` that memory did not change between the last two
+    /// updates, and periodically that replicas have the same values. Does nothing if SDC checks are
+    /// off. Collective over replicas.
     ///
     /// # Errors
-    /// Values have changed, or differ; or a message failed.
+    /// Returns an error if values have changed or differ, or a message fails.
     pub fn audit(&mut self, step: u64) -> Result<()> {
         if let Some(tables) = &mut self.tables {
             tables.audit(step)?;
         }
-        let Some(audits) = &mut self.audits else { return Ok(()) };
-        let good = *audits.good.get_or_insert(step);
-        let compares = step.is_multiple_of(audits.every);
+        let Some(checks) = &mut self.audits else { return Ok(()) };
+        let good = *checks.good.get_or_insert(step);
+        let compares = step.is_multiple_of(checks.every);
         let place = self.groups.step.replica.place();
         let mut digests = Vec::with_capacity(self.units.len());
         for unit in &mut self.units {
@@ -42,40 +43,40 @@ impl<B: Kernels> Sharded<B> {
         if !compares {
             return Ok(());
         }
-        let mine = serde_json::to_vec(&Told { place, digests })
+        let mine = serde_json::to_vec(&ReplicaDigests { place, digests })
             .map_err(|e| Error::internal(e.to_string()))?;
-        let told = self.groups.step.replica.gather_bytes(mine).wait()?;
+        let messages = self.groups.step.replica.gather_bytes(mine).wait()?;
         let malformed = |e| Error::comm(format!("another rank sent malformed digests: {e}"));
-        let told: Vec<Told> = told
+        let replicas: Vec<ReplicaDigests> = messages
             .iter()
-            .map(|one| serde_json::from_slice(one))
+            .map(|message| serde_json::from_slice(message))
             .collect::<Result<_, _>>()
             .map_err(malformed)?;
         for (index, unit) in self.units.iter().enumerate() {
-            let digest = |one: &Told| one.digests.get(index).copied().flatten();
+            let digest = |replica: &ReplicaDigests| replica.digests.get(index).copied().flatten();
             let of_unit: Vec<(&str, Option<u64>)> =
-                told.iter().map(|one| (one.place.as_str(), digest(one))).collect();
-            if let Some(who) = odd_ones(&of_unit) {
-                audits.doubtful_since = Some(good);
-                let told = format!(
+                replicas.iter().map(|replica| (replica.place.as_str(), digest(replica))).collect();
+            if let Some(who) = minority(&of_unit) {
+                checks.doubtful_since = Some(good);
+                let message = format!(
                     "step {step}: parameters or optimizer state of {} {who}",
                     unit.layout.name
                 );
-                return Err(Error::corrupted(told).hint(format!(
-                    "arithmetic or memory of a machine fails there: continue with --resume auto without it; checkpoints after \
+                return Err(Error::corrupted(message).hint(format!(
+                    "a machine computes or stores wrong values: continue with --resume auto without it; checkpoints after \
                      step {good} count as damaged"
                 )));
             }
         }
-        audits.good = Some(step);
+        checks.good = Some(step);
         Ok(())
     }
 
-    /// Compares all that this rank owns with the values that the last update has left: before they
-    /// are saved. Without audits nothing.
+    /// Checks before a save that everything this rank owns has not changed since the last update.
+    /// Does nothing if SDC checks are off.
     ///
     /// # Errors
-    /// Values have changed.
+    /// Returns an error if values have changed, or the device fails.
     pub fn compare_with_update(&mut self) -> Result<()> {
         if let Some(tables) = &mut self.tables {
             tables.compare_with_update()?;
@@ -92,25 +93,26 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// The last step at which an audit has found replicas equal, or the first; none without audits,
-    /// or with one replica, which is compared with nobody.
+    /// Returns the last step at which an SDC check found replicas equal, or the first step; none
+    /// without SDC checks or with a single replica.
     pub fn audited(&self) -> Option<u64> {
-        self.audits.filter(|_| self.groups.step.replica.size() > 1).and_then(|audits| audits.good)
+        self.audits.filter(|_| self.groups.step.replica.size() > 1).and_then(|checks| checks.good)
     }
 
-    /// The last step at which replicas were equal, once an audit has found that they are no more.
+    /// Returns the last step at which replicas were equal, once an SDC check has found that they
+    /// differ.
     pub fn doubtful_since(&self) -> Option<u64> {
         let of_tables = self.tables.as_ref().and_then(|tables| tables.doubtful_since());
-        of_tables.or(self.audits.and_then(|audits| audits.doubtful_since))
+        of_tables.or(self.audits.and_then(|checks| checks.doubtful_since))
     }
 }
 
-/// The places whose digest is not that of most others, or all where there are no most; none where
-/// all agree. Those without a digest own nothing.
-fn odd_ones(digests: &[(&str, Option<u64>)]) -> Option<String> {
+/// Describes the replicas whose digest differs from that of the majority, or all if there is no
+/// majority; returns none if all agree. Ranks without a digest own nothing.
+fn minority(digests: &[(&str, Option<u64>)]) -> Option<String> {
     let known: Vec<(&str, u64)> =
         digests.iter().filter_map(|(place, digest)| Some((*place, (*digest)?))).collect();
-    let count = |wanted: u64| known.iter().filter(|(_, digest)| *digest == wanted).count();
+    let count = |value: u64| known.iter().filter(|(_, digest)| *digest == value).count();
     let (_, most) = known.iter().max_by_key(|(_, digest)| count(*digest))?;
     let odd: Vec<&str> =
         known.iter().filter(|(_, digest)| digest != most).map(|(place, _)| *place).collect();
@@ -133,11 +135,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_odd_ones_are_named() {
+    fn the_minority_is_named() {
         let found = |digests: &[Option<u64>]| {
             let places = ["a", "b", "c", "d"];
-            let told: Vec<_> = places.into_iter().zip(digests.iter().copied()).collect();
-            odd_ones(&told)
+            minority(&places.into_iter().zip(digests.iter().copied()).collect::<Vec<_>>())
         };
         assert_eq!(found(&[Some(1), Some(1), Some(1)]), None);
         assert_eq!(found(&[Some(1), None]), None);

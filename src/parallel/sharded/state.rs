@@ -14,19 +14,19 @@ pub struct Owned<'a, B: Kernels> {
     pub layout: &'a UnitLayout,
     /// The range of the unit that this view covers.
     pub range: Range<usize>,
-    /// Its parameters.
+    /// The parameters of the range.
     pub params: Values<'a, B>,
-    /// Its optimizer state, one for each of [`Sharded::state_names`].
+    /// The optimizer state of the range, one buffer for each of [`Sharded::state_names`].
     pub state: Vec<Values<'a, B>>,
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// The parts of the units that this rank, and no other, writes to a checkpoint; none where it
-    /// owns nothing. Of replicas that train apart it is the one whose turn it is; after an average
-    /// all are equal.
+    /// Returns the parts of the units that only this rank writes to a checkpoint; none if it owns
+    /// nothing. With local SGD they are those of the current replica; after an average all are
+    /// equal.
     ///
     /// # Errors
-    /// A gather under way failed.
+    /// Returns an error if an all-gather in flight fails.
     pub fn owned(&mut self) -> Result<Vec<Owned<'_, B>>> {
         let shards = self.virtual_shards(&self.groups.replica);
         if shards.is_empty() {

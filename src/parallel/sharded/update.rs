@@ -1,5 +1,5 @@
-//! The update of the owned ranges, and the journey of new parameters: to the other shards, and to
-//! stages that borrow them.
+//! Updates the owned ranges, and sends the new parameters to the other shards and to stages that
+//! are tied to them.
 
 use std::ops::Range;
 
@@ -16,11 +16,11 @@ use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::optim::UpdateRule;
 
 impl<B: Kernels> Sharded<B> {
-    /// The factor on the step of every tensor of every unit where the rule scales them by norms;
-    /// nothing elsewhere.
+    /// Returns the trust ratio of every tensor of every unit for layer-wise rules, and empty lists
+    /// for others.
     ///
     /// # Errors
-    /// The device or a message between ranks failed.
+    /// Returns an error if the device or a message between ranks fails.
     fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<f32>>> {
         let Some(rule) = self.rule.filter(UpdateRule::is_layerwise) else {
             return Ok(vec![vec![]; self.units.len()]);
@@ -33,7 +33,7 @@ impl<B: Kernels> Sharded<B> {
         for unit in &mut self.units {
             unit.params.wait()?;
             let Some(Reduction::Done(sum)) = &unit.reduction else {
-                return Err(Error::internal("an update without gradient"));
+                return Err(Error::internal("the update has no gradient"));
             };
             for shard in shards.clone() {
                 let range = unit.layout.part(shard, parts);
@@ -68,10 +68,11 @@ impl<B: Kernels> Sharded<B> {
         Ok(self.units.iter().map(of_unit).collect())
     }
 
-    /// Updates the owned ranges from the reduced gradients, then spreads them.
+    /// Updates the owned ranges with the reduced gradients, then starts to send the new parameters
+    /// to the other ranks.
     ///
     /// # Errors
-    /// The device or the gather failed.
+    /// Returns an error if the device or a message between ranks fails.
     pub fn update(&mut self, hyper: Hyper) -> Result<()> {
         let keep = self.keep;
         self.let_go()?;
@@ -82,7 +83,7 @@ impl<B: Kernels> Sharded<B> {
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
             let Some(Reduction::Done(Sum { grad, window, .. })) = unit.reduction.take() else {
-                return Err(Error::internal("an update without gradient"));
+                return Err(Error::internal("the update has no gradient"));
             };
             let span = span(Doing::Update, Some(&unit.layout.name));
             unit.owner.update(hyper, &trust[index], B::view(&grad, window), unit.params.wait()?)?;
@@ -91,7 +92,7 @@ impl<B: Kernels> Sharded<B> {
                 unit.grads = Some(grad);
             }
             self.publish(index)?;
-            // Every pass begins with the first blocks.
+            // Every pass starts with the first blocks, so they are prefetched.
             if keep.params == Lifetime::Use && index < keep.ahead {
                 self.gather(index)?;
             }
@@ -99,8 +100,8 @@ impl<B: Kernels> Sharded<B> {
         self.borrow()
     }
 
-    /// Hands updated parameters of a unit out, to the ranks whose full ones live always and to
-    /// stages that borrow it.
+    /// Sends updated parameters of a unit to the other shards, if full parameters are always in
+    /// memory, and to stages that are tied to it.
     fn publish(&mut self, index: usize) -> Result<()> {
         match (self.storage, self.keep.params) {
             (Storage::Ranks, Lifetime::Step) => {
@@ -109,7 +110,7 @@ impl<B: Kernels> Sharded<B> {
                 Ok(())
             }
             (Storage::Ranks, Lifetime::Use) => self.lend(index),
-            // A rank that owns nothing has nothing to lend before it is told.
+            // A rank that owns nothing must receive the parameters before it sends them.
             (Storage::Central, _) => {
                 self.spread(index);
                 self.lend(index)
@@ -117,11 +118,10 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
-    /// Lets parameters and their running average take each other's places, where one is kept:
-    /// before an evaluation, and after it. Collective.
+    /// Swaps parameters and their EMA, if there is one, before and after an evaluation. Collective.
     ///
     /// # Errors
-    /// The device or a gather failed.
+    /// Returns an error if the device or a message between ranks fails.
     pub fn swap_ema(&mut self) -> Result<()> {
         if self.average.is_none() {
             return Ok(());
@@ -135,7 +135,7 @@ impl<B: Kernels> Sharded<B> {
                 Lifetime::Step => unit.owner.swap_ema(unit.params.wait()?)?,
                 Lifetime::Use => {
                     unit.params.wait()?;
-                    // Before its memory is another's.
+                    // Uploads must end before the memory is reused.
                     if let Some(host) = &self.host {
                         host.arrived()?;
                     }
@@ -148,23 +148,22 @@ impl<B: Kernels> Sharded<B> {
         self.borrow()
     }
 
-    /// Replaces a range of the parameters of a unit, which another process has updated. Full
-    /// parameters live always.
+    /// Replaces a range of the full parameters of a unit, which another process has updated.
     ///
     /// # Errors
-    /// They do not, or the device failed.
+    /// Returns an error if the full parameters are not in memory, or the device fails.
     pub fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
         let full = self.units[unit]
             .params
             .wait()?
-            .ok_or_else(|| Error::internal("parameters that are not here"))?;
+            .ok_or_else(|| Error::internal("the full parameters are not in memory"))?;
         self.backend.write(values, B::view_mut(full, range))
     }
 
-    /// Forgets the reduced gradients: this step does not count.
+    /// Discards the reduced gradients, so that this step is skipped.
     ///
     /// # Errors
-    /// The device failed.
+    /// Returns an error if the device fails.
     pub fn skip(&mut self) -> Result<()> {
         self.let_go()?;
         if let Some(tables) = &mut self.tables {
@@ -181,7 +180,7 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Sends this rank's part of a unit's parameters to the stages that borrow them.
+    /// Sends this rank's shard of a unit's parameters to the stages that are tied to it.
     pub(super) fn lend(&mut self, index: usize) -> Result<()> {
         for lent in self.stage.lent.iter().filter(|lent| lent.slot == index) {
             let range = self.shard_of(index);
@@ -193,13 +192,13 @@ impl<B: Kernels> Sharded<B> {
                 }
                 _ => unit.owner.copy_into(&mut part, 0..range.len())?,
             }
-            // As a gradient that is returned, the buffer goes back to its pool.
+            // The communication thread returns the buffer to its pool.
             drop(self.groups.ties.with_label(&unit.layout.name).send(lent.to, part));
         }
         Ok(())
     }
 
-    /// Takes the parameters of other stages' units that blocks of this one borrow.
+    /// Receives the parameters of other stages' units that blocks of this stage are tied to.
     pub(super) fn borrow(&mut self) -> Result<()> {
         for guest in 0..self.guests.len() {
             let TiedReplica { layout, from, .. } = &self.guests[guest];

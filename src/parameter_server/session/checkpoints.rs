@@ -1,4 +1,4 @@
-//! Cuts of the parameters, and checkpoints of them.
+//! Snapshots of the parameters, and checkpoints of them.
 
 use std::sync::PoisonError;
 
@@ -14,7 +14,7 @@ use hpctrain_config::{Checkpoint, WhenBusy};
 use hpctrain_train::{Records, is_outage};
 
 impl Session<'_> {
-    /// The number of a cut of the parameters as they are now.
+    /// Takes a snapshot of the current parameters, unless there is one, and returns its number.
     pub(super) fn cut(&mut self) -> Result<u64, SessionError> {
         if let Some((step, number)) = self.cut
             && step == self.progress.step
@@ -25,7 +25,7 @@ impl Session<'_> {
         let generation = self.terms.generation;
         let number = self.cut.map_or(1, |(_, number)| number + 1);
         let copied = self.fleet.all(|_| ServerRequest::Cut { generation, cut: number })?;
-        // Where workers go on meanwhile, it has updates of steps to come.
+        // In asynchronous training the snapshot includes updates of later steps.
         let updates = copied.iter().filter_map(|answer| match answer {
             ServerResponse::Copied { updates } => Some(self.terms.start.updates + updates),
             _ => None,
@@ -35,12 +35,12 @@ impl Session<'_> {
         Ok(number)
     }
 
-    /// Begins to save if that is due, and notes the end of a save.
+    /// Starts a save if one is due, and records the end of a previous save.
     pub(super) fn save_if_due(&mut self) -> Result<(), SessionError> {
-        self.note_saved(false)?;
+        self.finish_save(false)?;
         let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
         let due = self.is_due(every, every_epochs) || std::mem::take(&mut self.save_now);
-        // The end of training saves by itself.
+        // The end of training always saves.
         if !due || self.ending.is_some() {
             return Ok(());
         }
@@ -50,7 +50,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Begins to save the parameters and the state as they are now.
+    /// Starts to save the current parameters and optimizer state.
     pub(super) fn save(&mut self) -> Result<(), SessionError> {
         let step = self.progress.step;
         if self.saving.is_some() {
@@ -78,12 +78,12 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Without validation data, notes the loss by which the checkpoint of this step is compared
-    /// with others.
+    /// Without validation data, records the mean training loss of the epoch, by which the
+    /// checkpoint of this step is compared with others.
     fn record_epoch_loss(&mut self) -> Result<()> {
         let step = self.progress.step;
         let Records { epoch_loss: Some(epoch), .. } = &self.records else { return Ok(()) };
-        // A save that failed is tried again at the same step.
+        // A save that failed is retried at the same step.
         if self.epoch_recorded.replace(step) == Some(step) {
             return Ok(());
         }
@@ -92,8 +92,8 @@ impl Session<'_> {
         self.recorded(written)
     }
 
-    /// Goes on if the file system has refused a record for a short time: opens the files anew,
-    /// while the run is this process's.
+    /// Tolerates failed writes of records for a limited time, and reopens the files if this process
+    /// still owns the run.
     pub(super) fn recorded(&mut self, written: Result<()>) -> Result<()> {
         if written.is_err() && self.directory.check().is_ok() {
             // A file that cannot be opened fails with the next write, too.
@@ -102,13 +102,14 @@ impl Session<'_> {
         self.outages.record(written)
     }
 
+    /// Waits for the current save to end.
     pub(super) fn await_saving(&mut self) -> Result<(), SessionError> {
-        self.note_saved(true)
+        self.finish_save(true)
     }
 
-    /// Notes the end of the save under way, for which it may wait. One that the file system has
-    /// refused is due again.
-    fn note_saved(&mut self, waits: bool) -> Result<(), SessionError> {
+    /// Records the end of the current save, for which it waits if `waits`. A save that failed to
+    /// write is retried later.
+    fn finish_save(&mut self, waits: bool) -> Result<(), SessionError> {
         if self.saving.is_none() {
             let mut fleet = self.save_fleet.lock().unwrap_or_else(PoisonError::into_inner);
             return fleet.keep_alive(self.terms.generation);

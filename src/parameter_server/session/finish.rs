@@ -1,4 +1,4 @@
-//! The end of a run: the last evaluation and checkpoint, and the reports to people and programs.
+//! The end of a run: the last evaluation and checkpoint, and the final output and records.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +14,13 @@ use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_engine::memory::resident;
 
 impl Session<'_> {
-    /// Last evaluation, last checkpoint, the end on record.
-    pub(super) fn finish(&mut self, ending: RunOutcome) -> Result<RunOutcome, SessionError> {
+    /// Runs the last evaluation, saves the last checkpoint, and records the end of the run.
+    pub(super) fn finish(&mut self, outcome: RunOutcome) -> Result<RunOutcome, SessionError> {
         let step = self.progress.step;
         let is_evaluated = self.evaluated.is_some_and(|(at, _)| at == step);
         if self.plan.config.eval.inline
             && !is_evaluated
-            && !matches!(ending, RunOutcome::Preempted(_))
+            && !matches!(outcome, RunOutcome::Preempted(_))
         {
             self.evaluate()?;
         }
@@ -43,7 +43,7 @@ impl Session<'_> {
         }
         self.outages.at_end(self.directory.check())?;
         self.records.progress.finish();
-        let (status, why) = match &ending {
+        let (status, why) = match &outcome {
             RunOutcome::Finished => (RunStatus::Finished, None),
             RunOutcome::Stopped(why) => (RunStatus::Finished, Some(why.clone())),
             RunOutcome::Preempted(why) => (RunStatus::Preempted, Some(why.clone())),
@@ -60,7 +60,10 @@ impl Session<'_> {
             ));
         }
         if !self.terms.is_synchronous() {
-            say(format_args!("staleness  {}", self.hub.with(|state| told(state.pool.histogram()))));
+            say(format_args!(
+                "staleness  {}",
+                self.hub.with(|state| staleness_text(state.pool.histogram()))
+            ));
         }
         let latest = self.directory.checkpoints().latest();
         if latest.exists() {
@@ -72,17 +75,17 @@ impl Session<'_> {
                 self.directory.name()
             ));
         } else if let Some(median_ms) = self.tally.median_ms() {
-            // A finished run that was resumed had nothing left to measure.
-            self.outages.at_end(self.card(median_ms).write(&self.directory.card_path()))?;
+            // A finished run that was resumed has no steps to summarize.
+            self.outages.at_end(self.run_summary(median_ms).write(&self.directory.card_path()))?;
         }
-        // Servers end with the run.
+        // The servers end with the run, so there is nothing to resume from.
         self.outages.at_end(self.journal.clear())?;
         self.outages.at_end(self.directory.marks().end(&End { step, status, why }))?;
-        log::info!("ended at step {step}: {ending:?}");
-        Ok(ending)
+        log::info!("ended at step {step}: {outcome:?}");
+        Ok(outcome)
     }
 
-    fn card(&self, median_ms: f64) -> RunCard {
+    fn run_summary(&self, median_ms: f64) -> RunCard {
         let times = self.tally.times();
         let job = &self.job;
         let parameters =
@@ -121,11 +124,11 @@ impl Session<'_> {
     }
 }
 
-/// A histogram of staleness for people: mean, and the share of each.
-fn told(histogram: &BTreeMap<u64, u64>) -> String {
+/// Describes a histogram of staleness: the mean, and the fraction of each value.
+fn staleness_text(histogram: &BTreeMap<u64, u64>) -> String {
     let all: u64 = histogram.values().sum();
     if all == 0 {
-        return "of no push".into();
+        return "no pushes".into();
     }
     let mean = histogram.iter().map(|(staleness, count)| staleness * count).sum::<u64>() as f64
         / all as f64;
@@ -133,5 +136,5 @@ fn told(histogram: &BTreeMap<u64, u64>) -> String {
         format!("{staleness}: {:.1} %", 100.0 * *count as f64 / all as f64)
     };
     let most: Vec<String> = histogram.iter().take(8).map(share).collect();
-    format!("{mean:.2} updates in the mean ({})", most.join(", "))
+    format!("{mean:.2} updates on average ({})", most.join(", "))
 }

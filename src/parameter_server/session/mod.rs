@@ -1,4 +1,5 @@
-//! A run on one set of servers, as its coordinator takes it: its steps and evaluations.
+//! The training session of a run on one set of servers: the coordinator's steps, evaluations and
+//! checkpoints.
 
 mod checkpoints;
 mod finish;
@@ -38,7 +39,7 @@ use hpctrain_parallel::{
 use hpctrain_train::evaluate::Evaluator;
 use hpctrain_train::{IoFailureTolerance, Records, StopRequests, TimeLimit, fresh_id};
 
-/// The parts of a run that outlive its servers.
+/// The parts of a run that outlive a session.
 pub struct SessionContext<'a> {
     pub hub: &'a CoordinatorService,
     pub directory: &'a RunDirectory,
@@ -48,25 +49,25 @@ pub struct SessionContext<'a> {
     pub journal: &'a Journal,
 }
 
-/// The place at which a course begins.
+/// The point at which a session starts.
 #[derive(Clone, Copy)]
 pub enum StartPoint<'a> {
-    /// The seed's values.
+    /// Parameters initialized from the seed.
     Seed,
     /// A checkpoint.
     Checkpoint(&'a Path),
-    /// The last step of a coordinator before this one, on servers that have their ranges.
+    /// The last step of the previous coordinator, with servers that still hold their ranges.
     Journal(&'a WalEntry),
 }
 
-/// The run on one set of servers.
+/// A training session on one set of servers.
 pub struct Session<'a> {
     hub: &'a CoordinatorService,
     directory: &'a RunDirectory,
     plan: ResolvedConfig,
     terms: RunSpec,
     fleet: ServerClients,
-    /// Connections for saves, which go on beside training.
+    /// The clients for saves, which run concurrently with training.
     save_fleet: Arc<Mutex<ServerClients>>,
     save_thread: SaveThread,
     records: Records,
@@ -80,34 +81,38 @@ pub struct Session<'a> {
     objective: Objective<Cpu>,
     train_samples: u64,
     progress: Progress,
-    /// Step and number of the last cut, and of the last evaluation and checkpoint.
+    /// The step and the number of the last snapshot.
     cut: Option<(u64, u64)>,
+    /// The step and the loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
+    /// The step of the last checkpoint.
     saved: Option<u64>,
-    /// Step of the last loss of an epoch that was recorded.
+    /// The step of the last epoch loss that was recorded.
     epoch_recorded: Option<u64>,
     saving: Option<Saving>,
-    /// Whether a checkpoint is due by the clock.
+    /// Whether a checkpoint is due by time.
     save_now: bool,
     skipped_in_a_row: u64,
+    /// The outcome, once training must end.
     ending: Option<RunOutcome>,
 }
 
 impl<'a> Session<'a> {
-    /// The course from a place on, with servers that have their ranges: workers may come.
+    /// Creates a session with servers that hold their ranges, and lets workers join.
     ///
     /// # Errors
-    /// The file system refused, no time is left, or a server is gone.
+    /// Returns an error if the records cannot be opened, the time limit is exhausted, or a server
+    /// is lost.
     pub fn begin(
-        of: SessionContext<'a>,
+        context: SessionContext<'a>,
         plan: ResolvedConfig,
         terms: RunSpec,
         fleet: ServerClients,
         from: StartPoint<'_>,
     ) -> Result<Self, SessionError> {
-        let SessionContext { hub, directory, splits, trained_on, started, journal } = of;
-        // The step of the journal is made once more; its workers have their lines.
-        let (progress, told, done) = match from {
+        let SessionContext { hub, directory, splits, trained_on, started, journal } = context;
+        // The journaled step is applied again, but its workers are already in workers.jsonl.
+        let (progress, first_step, done) = match from {
             StartPoint::Journal(entry) => {
                 (entry.before, entry.before.step + 1, entry.batches.clone().unwrap_or_default())
             }
@@ -120,12 +125,12 @@ impl<'a> Session<'a> {
         let shares = terms.shares(&plan);
         let is_synchronous = terms.is_synchronous();
         let predictions = if is_synchronous { plan.tokens_per_step() / shares } else { 0 };
-        let of_share = plan.config.batch.global / shares;
+        let share_samples = plan.config.batch.global / shares;
         let tally = WorkerMetrics::open(
             &directory.workers_path(),
-            told,
+            first_step,
             &plan.config.log,
-            of_share,
+            share_samples,
             predictions,
         )?;
         let parameters: u64 = layouts(&plan).iter().map(|unit| unit.padded as u64).sum();
@@ -152,13 +157,13 @@ impl<'a> Session<'a> {
             records: vec![directory.metrics_path()],
             state: state_names(Some(plan.rule), plan.average, None),
         };
-        let of_eval = plan.config.eval.samples;
+        let eval_samples = plan.config.eval.samples;
         let chunk = plan.config.eval.batch;
-        // The workers read the samples; here they are counted.
+        // The workers read the samples; this evaluator only counts them.
         let evaluator = splits
             .validation
             .as_ref()
-            .map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
+            .map(|validation| Evaluator::counting(&**validation, eval_samples, chunk));
         let evaluator =
             evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
         let outages =
@@ -214,25 +219,27 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Runs to the end of training, from the place at which it begins.
+    /// Trains from the starting point to the end.
     ///
     /// # Errors
-    /// A server was lost, a worker failed, or the run diverged.
+    /// Returns an error if a server is lost, a worker fails, the run diverges, or its directory
+    /// cannot be written.
     pub fn run(mut self, from: StartPoint<'_>) -> Result<RunOutcome, SessionError> {
-        self.banner(from);
-        let begun = match from {
+        self.print_startup(from);
+        let started = match from {
             StartPoint::Journal(entry) => self.end_step(&entry.decided, now()),
             StartPoint::Seed | StartPoint::Checkpoint(_) => Ok(()),
         };
-        let ended = begun.and_then(|()| self.steps()).and_then(|ending| self.finish(ending));
+        let ended = started.and_then(|()| self.steps()).and_then(|outcome| self.finish(outcome));
         if let Some(saving) = self.saving.take() {
-            // It ends by itself, and leaves nothing unfinished behind.
-            saving.wait().map_or_else(|_| log::warn!("a checkpoint was given up"), drop);
+            // An unfinished save removes its files when it fails.
+            saving.wait().map_or_else(|_| log::warn!("a checkpoint was not completed"), drop);
         }
         ended
     }
 
-    fn banner(&self, from: StartPoint<'_>) {
+    /// Prints the startup summary.
+    fn print_startup(&self, from: StartPoint<'_>) {
         let RunSpec { workers, addresses, pieces, .. } = &self.terms;
         let ranges: usize = pieces.iter().map(Vec::len).sum();
         let staleness = &self.plan.config.parameter_server.staleness;
@@ -243,7 +250,7 @@ impl<'a> Session<'a> {
             addresses.join(", ")
         ));
         let virtual_ranks = if self.terms.is_synchronous() {
-            format!(", {} virtual ranks a step", self.plan.virtual_ranks)
+            format!(", {} virtual ranks per step", self.plan.virtual_ranks)
         } else {
             String::new()
         };
@@ -255,13 +262,13 @@ impl<'a> Session<'a> {
                 say(format_args!("resumed    step {step} of {}", path.display()))
             }
             StartPoint::Journal(_) => {
-                say(format_args!("resumed    step {step}, on servers that have it still"))
+                say(format_args!("resumed    step {step}, on servers that still hold its state"))
             }
         }
         say("");
     }
 
-    /// Takes steps until training is to end.
+    /// Runs steps until training ends.
     fn steps(&mut self) -> Result<RunOutcome, SessionError> {
         while self.ending.is_none() && self.progress.step < self.plan.config.run.steps {
             let began = Instant::now();
@@ -276,21 +283,22 @@ impl<'a> Session<'a> {
         Ok(self.ending.take().unwrap_or(RunOutcome::Finished))
     }
 
-    /// Keeps a step before its update, so that a coordinator after this one can go on from it.
+    /// Appends a step to the write-ahead log before its update, so that a restarted coordinator can
+    /// resume from it.
     fn append_to_wal(&self, decided: &CommittedStep) {
         let batches = self.hub.with(|state| state.pool.done_batches());
         let generation = self.terms.generation;
         let before = self.progress;
         let decided = decided.clone();
-        let kept = self.journal.decide(&WalEntry { generation, before, decided, batches });
-        // An earlier step must not be taken for the last one.
-        if let Err(e) = kept {
-            log::warn!("{e}: a coordinator that is started again begins at the last checkpoint");
+        let written = self.journal.decide(&WalEntry { generation, before, decided, batches });
+        // An earlier step in the log must not be mistaken for the last one.
+        if let Err(e) = written {
+            log::warn!("{e}: a restarted coordinator will resume from the last checkpoint");
             self.journal.clear().unwrap_or_else(|e| log::warn!("{e}"));
         }
     }
 
-    /// Updates the parameters by a step, records it, and does all that is due after it.
+    /// Applies the update of a step, records it, and does everything that is due after it.
     fn end_step(&mut self, decided: &CommittedStep, start: u64) -> Result<(), SessionError> {
         let began = Instant::now();
         let generation = self.terms.generation;
@@ -313,7 +321,7 @@ impl<'a> Session<'a> {
         self.save_if_due()
     }
 
-    /// A step that all workers take together; none if the run is to end before.
+    /// Runs a synchronous step; returns none if the run must end before.
     fn sync_step(&mut self) -> Result<Option<CommittedStep>, SessionError> {
         let step = self.progress.step;
         let virtual_ranks = self.plan.virtual_ranks;
@@ -343,13 +351,13 @@ impl<'a> Session<'a> {
         Ok(Some(CommittedStep { loss, norm, lr, skipped, compute, seconds: 0.0, position, update }))
     }
 
-    /// The norm of the gradient of a step, whose virtual ranks have all come.
+    /// Returns the gradient norm of a step whose virtual ranks were all pushed.
     fn norm(&mut self, step: u64) -> Result<f64, SessionError> {
         let generation = self.terms.generation;
         let answers = self.fleet.all(|_| ServerRequest::Squares { generation, step })?;
         let virtual_ranks = self.plan.virtual_ranks;
         let layouts = layouts(&self.plan);
-        let mut told = Vec::new();
+        let mut all = Vec::new();
         for (pieces, answer) in self.terms.pieces.iter().zip(answers) {
             let ServerResponse::Squares(squares) = answer else { return Err(unexpected(&answer)) };
             for (piece, bits) in pieces.iter().zip(squares) {
@@ -358,14 +366,13 @@ impl<'a> Session<'a> {
                 let first_unit = piece.unit;
                 let first_shard = piece.range.start / size;
                 let shards = values.len();
-                told.push(Squares { first_unit, first_shard, shards, values });
+                all.push(Squares { first_unit, first_shard, shards, values });
             }
         }
-        Ok(sum_of_squares(told.iter(), layouts.len(), virtual_ranks)?.sqrt())
+        Ok(sum_of_squares(all.iter(), layouts.len(), virtual_ranks)?.sqrt())
     }
 
-    /// The factor on the step of every tensor of every unit, where the rule scales them by norms:
-    /// bits.
+    /// Returns the trust ratio of every tensor of every unit, as bits.
     fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<u32>>, SessionError> {
         let generation = self.terms.generation;
         let virtual_ranks = self.plan.virtual_ranks;
@@ -393,8 +400,8 @@ impl<'a> Session<'a> {
         Ok(layouts.iter().map(|layout| layout.tensors.iter().map(&mut factor).collect()).collect())
     }
 
-    /// As many batches as there are workers: a step, where each goes on by itself. None if the run
-    /// is to end before.
+    /// Waits for as many batches as there are workers, which is a step of asynchronous training;
+    /// returns none if the run must end before.
     fn async_step(&mut self) -> Result<Option<CommittedStep>, SessionError> {
         let workers = self.terms.workers;
         let generation = self.terms.generation;
@@ -423,7 +430,7 @@ impl<'a> Session<'a> {
         let Some(batches) = batches else { return Ok(self.interrupted()) };
         let mean = |of: fn(&Batch) -> f64| batches.iter().map(of).sum::<f64>() / workers as f64;
         let skips = batches.iter().filter(|batch| batch.staleness.is_none()).count();
-        let of_batch = self.samples() / workers as u64;
+        let batch_samples = self.samples() / workers as u64;
         Ok(Some(CommittedStep {
             loss: mean(|batch| batch.loss),
             norm: mean(|batch| batch.norm),
@@ -432,28 +439,27 @@ impl<'a> Session<'a> {
             compute: mean(|batch| batch.compute),
             seconds: 0.0,
             position: self.terms.start.position
-                + self.hub.with(|state| state.pool.low()) * of_batch,
+                + self.hub.with(|state| state.pool.low()) * batch_samples,
             update: None,
         }))
     }
 
-    /// Nobody is left to take a step, and the run was asked to end.
+    /// Ends the run on request when no worker is left to compute a step.
     fn interrupted(&mut self) -> Option<CommittedStep> {
         self.ending = Some(self.stop_requests.preempted());
         None
     }
 
-    /// Samples of a step.
+    /// Returns the number of samples of a step.
     fn samples(&self) -> u64 {
         self.plan.config.batch.global
     }
 
-    /// Keeps an event since `start`, for the trace. The run does not end if the trace cannot be
-    /// written.
+    /// Records an event since `start` in the trace. An error of the trace does not end the run.
     fn trace(&self, name: &str, start: u64) {
         let Some(trace) = &self.hub.trace else { return };
-        let kept = trace.own(name, start, json!({ "step": self.progress.step }));
-        kept.unwrap_or_else(|e| log::warn!("{e}"));
+        let written = trace.own(name, start, json!({ "step": self.progress.step }));
+        written.unwrap_or_else(|e| log::warn!("{e}"));
     }
 
     fn record(&mut self, taken: &CommittedStep, took: Duration) -> Result<()> {
@@ -487,17 +493,17 @@ impl<'a> Session<'a> {
         self.recorded(written.and(tallied))?;
         self.records.progress.step(&record, self.outages.told().as_deref());
         self.stop_requests.stepped(took);
-        let told = [
+        let status = [
             ("step", json!(step)),
             ("steps", json!(self.plan.config.run.steps)),
             ("loss", json!(taken.loss)),
             ("samples_per_second", json!(self.samples() as f64 / seconds)),
         ];
-        self.hub.with(|state| state.told.extend(told));
+        self.hub.with(|state| state.told.extend(status));
         Ok(())
     }
 
-    /// Acts on requests to end, and on steps that are not finite.
+    /// Handles requests to end, and steps that are not finite.
     fn apply_control_flags(&mut self, taken: &CommittedStep) -> Result<()> {
         let step = self.progress.step;
         self.skipped_in_a_row = if taken.skipped { self.skipped_in_a_row + 1 } else { 0 };
@@ -524,12 +530,13 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Samples of the steps so far.
+    /// Returns the number of samples of all steps so far.
     fn trained(&self) -> u64 {
         self.terms.start.position + (self.progress.step - self.terms.start.step) * self.samples()
     }
 
-    /// Whether something that is wanted every so many steps or epochs is due now; 0 wants it never.
+    /// Returns whether an action with a period of `steps` steps or `epochs` epochs is due now; 0
+    /// disables a period.
     fn is_due(&self, steps: u64, epochs: u64) -> bool {
         let step = self.progress.step;
         self.plan.is_due(steps, step)
@@ -548,10 +555,10 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Lets the workers evaluate the parameters as they are now.
+    /// Lets the workers evaluate the current parameters.
     fn evaluate(&mut self) -> Result<(), SessionError> {
         let Some(chunks) = self.evaluator.as_ref().map(Evaluator::chunks) else { return Ok(()) };
-        // A cut that is being written must not be replaced.
+        // A snapshot that is being written must not be replaced.
         self.await_saving()?;
         let cut = self.cut()?;
         self.hub.with(|state| state.pool.begin_evaluation(cut, chunks));
@@ -571,25 +578,25 @@ impl<'a> Session<'a> {
         let Some(evaluator) = &self.evaluator else { return Ok(()) };
         let measures = evaluator.measures(&self.objective, &sums)?;
         let step = self.progress.step;
-        let told = measures.to_string();
+        let text = measures.to_string();
         self.evaluated = Some((step, measures.loss));
-        log::info!("step {step}: {told}");
+        log::info!("step {step}: {text}");
         self.outages.held(self.directory.check())?;
         let evaluation = measures.evaluation(step).on(evaluator.digest(), evaluator.samples());
         let written = self.records.evaluated(evaluation);
-        self.records.progress.say(&format!("step {step:>6}  {told}"));
+        self.records.progress.say(&format!("step {step:>6}  {text}"));
         let all = match written.and_then(|()| evaluations::read(&self.directory.evaluations_path()))
         {
             Ok(all) => all,
             Err(e) => return Ok(self.outages.record(Err(e))?),
         };
         let best = self.directory.checkpoints().point_to_best(&all);
-        best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
+        best.unwrap_or_else(|e| log::warn!("cannot update the link to the best checkpoint: {e}"));
         let config = &self.plan.config.eval;
         let all = evaluations::until(all.known(), step);
         let why = evaluations::stop_reason(&all, config.patience, config.min_delta);
         if step < self.plan.config.run.steps && self.ending.is_none() {
-            // The evaluation just made is the last one.
+            // This evaluation is also the last one.
             self.ending = why.map(RunOutcome::Stopped);
         }
         Ok(())
@@ -598,7 +605,7 @@ impl<'a> Session<'a> {
 
 fn unexpected(answer: &ServerResponse) -> SessionError {
     match answer {
-        ServerResponse::Stale => SessionError::Lost("a server has begun anew".into()),
+        ServerResponse::Stale => SessionError::Lost("a server has restarted".into()),
         other => SessionError::Failed(Error::internal(format!("a server answered {other:?}"))),
     }
 }

@@ -1,5 +1,5 @@
-//! Files of JSON lines as a run leaves them: one that is still written ends within a line, and a
-//! disk may damage another.
+//! JSON Lines files of a run. The last line of a file that is being written is incomplete, and
+//! lines may be damaged by the disk.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read as _};
 use std::path::Path;
@@ -11,28 +11,28 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 use hpctrain_config::telemetry::evaluations::is_torn;
 
-/// The longest line that is read; of a longer one only its place is known.
+/// The maximum length of a line; longer ones are reported as damaged.
 const LONGEST: u64 = 64 << 20;
 
-/// A line that cannot be read although it is whole.
+/// A complete line that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Damage {
-    /// Its number, from 1.
+    /// The number of the line, from 1.
     pub line: u64,
-    /// Records before it in the file.
+    /// The number of records before it in the file.
     pub after: usize,
     /// The reason.
     pub why: String,
-    /// Whether it is JSON all the same, so of another version of the program rather than damaged.
+    /// Whether it is valid JSON, so that another version of the program wrote it.
     pub is_json: bool,
 }
 
 /// The records of a file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lines<T> {
-    /// Those that can be read, in the order of the file.
+    /// The readable records, in the order of the file.
     pub records: Vec<T>,
-    /// Lines that cannot.
+    /// The unreadable lines.
     pub damaged: Vec<Damage>,
 }
 
@@ -43,8 +43,8 @@ impl<T> Default for Lines<T> {
 }
 
 impl<T> Lines<T> {
-    /// One line for people about the damage, if there is any: the first damaged line of `file`, and
-    /// the number of the others.
+    /// Returns a one-line summary of the damage, if there is any: the first damaged line of `file`,
+    /// and the number of the others.
     pub fn told(&self, file: &str) -> Option<String> {
         let Damage { line, why, .. } = self.damaged.first()?;
         let others = match self.damaged.len() - 1 {
@@ -55,12 +55,12 @@ impl<T> Lines<T> {
     }
 }
 
-/// Reads the records of a file; none where there is no file. A last line without its end is left
-/// out unless it is whole, and lines that a kill has torn before another process has added its own
-/// are left out too.
+/// Reads the records of a file; none if the file does not exist. Skips a last line without its end
+/// unless it can be parsed, and lines that were torn by a kill before another process appended its
+/// own.
 ///
 /// # Errors
-/// The file cannot be read.
+/// Returns an error if the file cannot be read.
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Lines<T>> {
     let file = match safe_open::open(path) {
         Ok(file) => file,
@@ -101,7 +101,7 @@ fn read_from<T: DeserializeOwned>(
         };
         let is_json = !too_long && parse::<IgnoredAny>(text).is_ok();
         let is_beginning = !too_long && is_torn(text);
-        // Bytes that are right as far as they go are the beginning of a line.
+        // A valid prefix of a record is a torn line rather than a damaged one.
         if is_whole && !is_beginning {
             found.damaged.push(Damage { line, after: found.records.len(), why, is_json });
         }
@@ -110,12 +110,12 @@ fn read_from<T: DeserializeOwned>(
 }
 
 fn parse<T: for<'de> Deserialize<'de>>(text: &[u8]) -> std::result::Result<T, String> {
-    // A text is checked for its encoding as a whole: strings that are not looked at count, too.
+    // The whole line must be UTF-8, including strings that are not deserialized.
     let text = std::str::from_utf8(text).map_err(|e| e.to_string())?;
     serde_json::from_str(text).map_err(|e| e.to_string())
 }
 
-/// Skips the rest of a line; whether it has an end.
+/// Skips the rest of a line. Returns true if the line has an end.
 fn skip_line(from: &mut impl BufRead) -> std::io::Result<bool> {
     loop {
         let there = from.fill_buf()?;
@@ -140,7 +140,7 @@ mod tests {
         step: u64,
     }
 
-    fn of(text: &[u8]) -> Lines<Numbered> {
+    fn lines_of(text: &[u8]) -> Lines<Numbered> {
         read_from(text, 64).unwrap()
     }
 
@@ -150,37 +150,40 @@ mod tests {
 
     #[test]
     fn an_unfinished_last_line_is_normal() {
-        assert_eq!(of(b""), Lines::default());
-        let lines = of(b"{\"step\":1}\n{\"step\":2}\n{\"st");
+        assert_eq!(lines_of(b""), Lines::default());
+        let lines = lines_of(b"{\"step\":1}\n{\"step\":2}\n{\"st");
         assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 2], 0));
-        // Whole but for its end, or torn within a character.
-        assert_eq!(steps(&of(b"{\"step\":1}\n{\"step\":2}")), [1, 2]);
+        // Complete except for its end, or torn within a character.
+        assert_eq!(steps(&lines_of(b"{\"step\":1}\n{\"step\":2}")), [1, 2]);
         assert_eq!(
-            of(b"{\"step\":1}\n{\"why\":\"\xe2\x82"),
+            lines_of(b"{\"step\":1}\n{\"why\":\"\xe2\x82"),
             Lines { records: vec![Numbered { step: 1 }], damaged: vec![] }
         );
-        // Another process has gone on behind it.
-        let lines = of(b"{\"step\":1}\n{\"st\n{\"step\":3}\n");
+        // Another process has appended after it.
+        let lines = lines_of(b"{\"step\":1}\n{\"st\n{\"step\":3}\n");
         assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 3], 0));
     }
 
     #[test]
-    fn a_bad_byte_costs_its_line_and_is_told() {
-        let lines = of(b"{\"step\":1}\n{\"st\xffep\":2}\n{\"step\":3}\n{\"epoch\":4}\n");
+    fn a_bad_byte_costs_its_line_and_is_reported() {
+        let lines = lines_of(b"{\"step\":1}\n{\"st\xffep\":2}\n{\"step\":3}\n{\"epoch\":4}\n");
         assert_eq!(steps(&lines), [1, 3]);
         let seen: Vec<_> =
             lines.damaged.iter().map(|one| (one.line, one.after, one.is_json)).collect();
         assert_eq!(seen, [(2, 1, false), (4, 2, true)]);
-        let told = lines.told("metrics.jsonl").unwrap();
-        assert!(told.starts_with("metrics.jsonl: line 2 cannot be read (invalid utf-8"), "{told}");
-        assert!(told.ends_with(", and 1 more"), "{told}");
+        let summary = lines.told("metrics.jsonl").unwrap();
+        assert!(
+            summary.starts_with("metrics.jsonl: line 2 cannot be read (invalid utf-8"),
+            "{summary}"
+        );
+        assert!(summary.ends_with(", and 1 more"), "{summary}");
     }
 
     #[test]
     fn a_line_without_end_takes_no_memory() {
         let long =
             [&b"{\"step\":1}\n"[..], &[b'x'; 200], b"\n{\"step\":2}\n", &[b'x'; 200]].concat();
-        let lines = of(&long);
+        let lines = lines_of(&long);
         assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 2], 1));
         assert!(lines.damaged[0].why.contains("longer than 64"), "{lines:?}");
     }

@@ -1,8 +1,8 @@
-//! The records of a run's directory, read for people and other programs: while the run writes them,
-//! after a kill, and where a disk has damaged some.
+//! The records of a run's directory, for reports and other programs. They can be read while the run
+//! writes them, after a kill, and if the disk has damaged some.
 //!
-//! A last line without its end is normal. A damaged line is a gap: the lines beside it count, and a
-//! note tells of it. A directory that is no run, or has the records of another version, is refused.
+//! An incomplete last line is normal. A damaged line is a gap: the lines around it are used, and a
+//! note reports it. A directory that is not a run, or has records of another version, is refused.
 
 mod jsonl;
 
@@ -34,46 +34,46 @@ use hpctrain_config::telemetry::worker_records;
 use hpctrain_config::telemetry::worker_records::WorkerRecord;
 use hpctrain_config::{Config, ModelKind};
 
-/// The hint where `config.toml` is not as a run has written it.
+/// The hint if `config.toml` is not as a run has written it.
 const RESTORE: &str = "restore config.toml, or start the run again under another run.name";
 
-/// Ranks along an axis that are believed: a file may tell any number.
+/// The maximum number of ranks along an axis, since the file may contain any number.
 const MOST_RANKS: usize = 1 << 15;
 
 /// The records of a run.
 #[derive(Debug, Clone)]
 pub struct RunRecords {
-    /// Its directory.
+    /// The path of its directory.
     pub path: PathBuf,
-    /// The last part of its path.
+    /// The last component of its path.
     pub name: String,
-    /// Its configuration, every default resolved.
+    /// The configuration, with every default resolved.
     pub config: Config,
-    /// The same by key, such as `optimizer.lr`, with values as the file has them.
+    /// The configuration by key, such as `optimizer.lr`, with values as in the file.
     pub settings: BTreeMap<String, String>,
-    /// Its steps, ascending; of a step that was taken again the last record.
+    /// The steps, ascending; the last record of a step that was repeated.
     pub steps: Vec<Step>,
-    /// Damaged lines of `metrics.jsonl`.
+    /// The damaged lines of `metrics.jsonl`.
     pub gaps: Vec<Damage>,
-    /// Its evaluations, in the order of their ends.
+    /// The evaluations, in the order of their ends.
     pub evaluations: Vec<Evaluation>,
-    /// Its starts, where it was supervised.
+    /// The starts of the run, if it was supervised.
     pub restarts: Vec<Restart>,
-    /// Compute times of its ranks, window by window, where there are several ranks.
+    /// The compute times of the ranks for each window, if there are several ranks.
     pub rank_times: Vec<RankTimes>,
-    /// Gradients that workers have given, of a run on parameter servers.
+    /// The gradients that workers pushed, in a run with parameter servers.
     pub given: Vec<WorkerRecord>,
-    /// Texts that its model has continued.
+    /// The generated samples.
     pub samples: Vec<TextSample>,
-    /// Its checkpoints that are there, ascending by step.
+    /// The existing checkpoints, ascending by step.
     pub checkpoints: Vec<Saved>,
-    /// Its card, once it has ended.
+    /// The run summary, once the run has ended.
     pub card: Option<RunCard>,
-    /// Its end, if its trainer has ended in good order.
+    /// How the run ended, if its trainer wrote the END marker.
     pub end: Option<End>,
-    /// Whether a trainer has it now.
+    /// Whether a trainer holds the run now.
     pub running: bool,
-    /// The checkpoint of another run at which it began, if it did.
+    /// The checkpoint of another run at which it began, if any.
     pub branch: Option<Branch>,
     /// One line for each thing that could not be read.
     pub notes: Vec<String>,
@@ -82,15 +82,15 @@ pub struct RunRecords {
 /// A published checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Saved {
-    /// Steps finished.
+    /// The number of finished steps.
     pub step: u64,
-    /// Bytes of its files; none if its manifest cannot be read.
+    /// The size of its files in bytes; `None` if its manifest cannot be read.
     pub bytes: Option<u64>,
-    /// Time at which it was written, in seconds since 1970.
+    /// The time at which it was written, in seconds since 1970.
     pub time: Option<f64>,
-    /// Whether `latest` leads to it.
+    /// Whether `latest` points to it.
     pub latest: bool,
-    /// Whether `best` leads to it.
+    /// Whether `best` points to it.
     pub best: bool,
 }
 
@@ -98,7 +98,8 @@ impl RunRecords {
     /// Reads the records of the run at `path`.
     ///
     /// # Errors
-    /// It is no run, or of another version; or the file system refused.
+    /// Returns an error if the directory is not a run, or of another version, or a file cannot be
+    /// read.
     pub fn open(path: &Path) -> Result<Self> {
         let directory =
             RunDirectory::at(std::path::absolute(path).map_err(|e| Error::io("find", path, e))?);
@@ -113,7 +114,7 @@ impl RunRecords {
         }
         notes.extend(metrics.told("metrics.jsonl"));
         let mut steps = metrics.records;
-        // Reversed, of records of one step the last comes first, and is the one that stays.
+        // Reversed, the last record of a step comes first, and is kept.
         if !steps.is_sorted_by(|one, next| one.step < next.step) {
             steps.reverse();
             steps.sort_by_key(|step| step.step);
@@ -147,7 +148,7 @@ impl RunRecords {
             checkpoints: saved(&directory.checkpoints(), &mut notes)?,
             card,
             end: directory.marks().ended(),
-            // A lease that cannot be read tells nothing.
+            // If the lease cannot be read, it is unknown.
             running: directory.has_trainer().unwrap_or(false),
             branch,
             notes,
@@ -155,12 +156,12 @@ impl RunRecords {
         })
     }
 
-    /// Whether its network is a language model, so that its throughput is in tokens.
+    /// Returns true if the network is a language model, whose throughput is in tokens.
     pub fn is_language(&self) -> bool {
         self.config.model.kind != ModelKind::Layers
     }
 
-    /// Steps at which it was started again, by its supervisor.
+    /// Returns the steps at which the supervisor restarted it.
     pub fn restarted_at(&self) -> Vec<u64> {
         let (last, before) = match self.restarts.split_last() {
             Some((last, before)) => (Some(last).filter(|last| last.code != 0), before),
@@ -169,7 +170,7 @@ impl RunRecords {
         before.iter().chain(last).map(|restart| restart.checkpoint.unwrap_or(0)).collect()
     }
 
-    /// The layout of its ranks, as the configuration tells it.
+    /// Returns the layout of its ranks according to the configuration.
     pub fn mesh(&self) -> Mesh {
         let parallel = &self.config.parallel;
         let size = |ranks: usize| ranks.clamp(1, MOST_RANKS);
@@ -182,7 +183,7 @@ impl RunRecords {
     }
 }
 
-/// The records of a file of the run, damaged lines noted.
+/// Reads the records of a file of the run, and adds a note about damaged lines.
 fn noted<T: serde::de::DeserializeOwned>(
     run: &Path,
     file: &str,
@@ -193,7 +194,7 @@ fn noted<T: serde::de::DeserializeOwned>(
     Ok(found.records)
 }
 
-/// Its configuration, as the program knows it and by key.
+/// Reads the configuration, as a struct and by key.
 fn configuration(
     path: &Path,
     directory: &RunDirectory,
@@ -202,12 +203,12 @@ fn configuration(
     let text = match safe_open::read_to_string(&directory.config_path()) {
         Ok(text) => text,
         Err(e) if e.kind() == ErrorKind::NotFound || e.kind() == ErrorKind::NotADirectory => {
-            return Err(no_run(path, directory));
+            return Err(not_a_run(path, directory));
         }
         Err(e) => return Err(Error::io("read", &file, e)),
     };
     let damaged = |e: toml::de::Error| {
-        Error::input(format!("{} is no configuration: {}", file.display(), one_line(&e)))
+        Error::input(format!("{} is not a valid configuration: {}", file.display(), one_line(&e)))
             .hint(RESTORE)
     };
     let table: toml::Table = toml::from_str(&text).map_err(damaged)?;
@@ -225,24 +226,24 @@ fn one_line(e: &toml::de::Error) -> String {
     e.message().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The refusal of a directory without a configuration.
-fn no_run(path: &Path, directory: &RunDirectory) -> Error {
-    let told = path.display();
+/// Returns the error for a directory without a configuration.
+fn not_a_run(path: &Path, directory: &RunDirectory) -> Error {
+    let shown = path.display();
     let runs = || std::fs::read_dir(path).into_iter().flatten().flatten();
     let first = runs().map(|entry| entry.path()).find(|entry| entry.join("config.toml").exists());
     if !path.exists() {
-        Error::input(format!("{told}: there is no such directory"))
+        Error::input(format!("{shown}: there is no such directory"))
             .hint("give the directory of a run, such as runs/gpt-char")
     } else if !path.is_dir() {
-        Error::input(format!("{told} is a file, not the directory of a run"))
+        Error::input(format!("{shown} is a file, not the directory of a run"))
             .hint("give the directory of a run, such as runs/gpt-char")
     } else if directory.metrics_path().exists() || directory.logs_path().exists() {
-        Error::input(format!("{told} is half a run: it has no config.toml")).hint(RESTORE)
+        Error::input(format!("{shown} is an incomplete run: it has no config.toml")).hint(RESTORE)
     } else if let Some(first) = first {
-        Error::input(format!("{told} is no run, but holds some"))
+        Error::input(format!("{shown} is not a run, but contains runs"))
             .hint(format!("give one of them, such as {}", first.display()))
     } else {
-        Error::input(format!("{told} is no run: it has no config.toml"))
+        Error::input(format!("{shown} is not a run: it has no config.toml"))
             .hint("give the directory of a run, such as runs/gpt-char")
     }
 }
@@ -256,7 +257,7 @@ fn of_another_version(file: &Path, why: &str) -> Error {
     )
 }
 
-/// Values by their keys' paths. Lists are values.
+/// Collects values by the paths of their keys. Lists are values.
 fn flatten(value: &toml::Value, key: &str, into: &mut BTreeMap<String, String>) {
     match value {
         toml::Value::Table(table) => {
@@ -270,7 +271,7 @@ fn flatten(value: &toml::Value, key: &str, into: &mut BTreeMap<String, String>) 
     }
 }
 
-/// The published checkpoints; one whose manifest cannot be read is noted.
+/// Returns the published checkpoints, and adds notes about unreadable manifests.
 fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<Saved>> {
     let steps = checkpoints.steps()?;
     let mut named = |step: Result<Option<u64>>| {
@@ -304,7 +305,7 @@ fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<Saved
 mod tests {
     use super::*;
 
-    /// A run of some steps.
+    /// Creates a run with these steps and losses.
     fn run(steps: &[(u64, f64)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.toml"), Config::default().to_toml().unwrap())
@@ -321,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_step_that_was_taken_again_the_last_record_counts() {
+    fn the_last_record_of_a_repeated_step_counts() {
         let dir = run(&[(1, 4.0), (2, 3.0), (3, 2.5), (2, 3.5), (3, 2.0), (4, f64::NAN)]);
         let records = RunRecords::open(dir.path()).unwrap();
         let seen: Vec<_> = records.steps.iter().map(|step| (step.step, step.loss)).collect();
@@ -368,29 +369,29 @@ mod tests {
             e.message().to_owned()
         };
         assert!(refusal(&dir.path().join("absent")).contains("no such directory"));
-        assert!(refusal(dir.path()).contains("is no run: it has no config.toml"));
+        assert!(refusal(dir.path()).contains("is not a run: it has no config.toml"));
         let run = dir.path().join("x");
         std::fs::create_dir(&run).unwrap();
         std::fs::write(run.join("metrics.jsonl"), "").unwrap();
-        assert!(refusal(&run).contains("is half a run"));
+        assert!(refusal(&run).contains("is an incomplete run"));
         std::fs::write(run.join("config.toml"), "").unwrap();
         assert!(refusal(&run).contains("config.toml is empty"));
-        assert!(refusal(dir.path()).contains("is no run, but holds some"));
+        assert!(refusal(dir.path()).contains("is not a run, but contains runs"));
         assert!(refusal(&run.join("config.toml")).contains("is a file"));
         std::fs::write(run.join("config.toml"), "[run]\nflux = 3\n").unwrap();
-        let told = refusal(&run);
+        let message = refusal(&run);
         assert!(
-            told.contains("config.toml is of another version") && told.contains("flux"),
-            "{told}"
+            message.contains("config.toml is of another version") && message.contains("flux"),
+            "{message}"
         );
         std::fs::write(run.join("config.toml"), "[run]\nsteps = 3\n").unwrap();
         std::fs::write(run.join("metrics.jsonl"), "{\"iteration\":1}\n").unwrap();
-        let told = refusal(&run);
+        let message = refusal(&run);
         assert!(
-            told.contains(
+            message.contains(
                 "metrics.jsonl is of another version of hpctrain: line 1: missing field `step`"
             ),
-            "{told}"
+            "{message}"
         );
     }
 }

@@ -1,5 +1,5 @@
-//! Two runs side by side: what differs in configuration, version and data, where their bits part,
-//! and how they compare.
+//! Comparison of two runs: differences in configuration, version and data, the first step that
+//! differs bitwise, and the losses.
 
 use serde::Serialize;
 
@@ -10,81 +10,81 @@ use hpctrain_config::telemetry::grouped;
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_data::inspect::table;
 
-/// Most rows of a table of losses.
+/// The maximum number of rows of a table of losses.
 const ROWS: usize = 10;
 
-/// Most characters of a value in a table.
+/// The maximum number of characters of a value in a table.
 const WIDEST: usize = 60;
 
-/// Two runs compared. Numbers that are not known are null.
+/// The comparison of two runs. Unknown numbers are null.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// The first run.
     pub a: Facts,
-    /// The second.
+    /// The second run.
     pub b: Facts,
-    /// Keys of the configuration that differ, without the name of the run.
+    /// The keys of the configuration that differ, except the name of the run.
     pub settings: Vec<Setting>,
-    /// Whether both train the same network with the same loss.
+    /// Whether both train the same network with the same loss function.
     pub same_network: bool,
-    /// Whether both train on the same data, where that is known of both.
+    /// Whether both train on the same data, if known.
     pub same_data: Option<bool>,
-    /// Steps that both have on record.
+    /// The number of steps that both have recorded.
     pub common_steps: usize,
-    /// The first of them whose record differs in a bit of loss, norm or learning rate.
+    /// The first of them that differs bitwise in loss, gradient norm or learning rate.
     pub first_difference: Option<Parting>,
-    /// Training losses at some of them.
+    /// The training losses at some of them.
     pub at_steps: Vec<AtStep>,
-    /// Losses of evaluations of the same step.
+    /// The losses of evaluations at the same steps.
     pub at_evaluations: Vec<AtStep>,
-    /// Training losses once each has seen so many tokens, or samples.
+    /// The training losses after the same numbers of tokens or samples.
     pub at_tokens: Vec<AtTokens>,
-    /// Notes on records that cannot be read.
+    /// Notes on unreadable records.
     pub notes: Vec<String>,
 }
 
 /// Facts about a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Facts {
-    /// Its directory.
+    /// The directory of the run.
     pub path: String,
-    /// Version of the program that wrote its card, or its newest checkpoint.
+    /// The version of the program that wrote its run summary or its newest checkpoint.
     pub version: Option<String>,
-    /// Digest of its training data.
+    /// The digest of its training data.
     pub data: Option<String>,
-    /// Its last step.
+    /// The last step.
     pub step: Option<u64>,
     /// The last training loss.
     pub loss: Option<f64>,
-    /// Tokens or samples of its steps.
+    /// The number of tokens or samples seen.
     pub tokens: Option<u64>,
-    /// Median over its steps of the tokens a second, or samples.
+    /// The median throughput in tokens or samples per second.
     pub per_second: Option<f64>,
-    /// The noun of both.
+    /// The unit of both: `tokens` or `samples`.
     pub unit: &'static str,
 }
 
-/// A key of the configuration with both values; none where it is left out.
+/// A key of the configuration with its values; `None` if omitted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Setting {
     /// The key.
     pub key: String,
-    /// Its value in A.
+    /// The value in A.
     pub a: Option<String>,
-    /// And in B.
+    /// The value in B.
     pub b: Option<String>,
 }
 
 /// The first record that differs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Parting {
-    /// Its step.
+    /// The step.
     pub step: u64,
-    /// Name of the number.
+    /// The name of the number that differs.
     pub number: &'static str,
-    /// Its value in A.
+    /// The value in A.
     pub a: f64,
-    /// And in B.
+    /// The value in B.
     pub b: f64,
 }
 
@@ -93,20 +93,20 @@ pub struct Parting {
 pub struct AtStep {
     /// The step.
     pub step: u64,
-    /// Loss of A.
+    /// The loss of A.
     pub a: Option<f64>,
-    /// Loss of B.
+    /// The loss of B.
     pub b: Option<f64>,
 }
 
-/// Losses at a number of tokens, or samples.
+/// Losses after a number of tokens or samples.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct AtTokens {
-    /// Tokens seen, or samples.
+    /// The number of tokens or samples seen.
     pub tokens: u64,
-    /// Step of A that has seen them, and its loss.
+    /// The first step of A that has seen them, and its loss.
     pub a: (u64, f64),
-    /// And of B.
+    /// The first step of B that has seen them, and its loss.
     pub b: (u64, f64),
 }
 
@@ -114,8 +114,8 @@ impl Comparison {
     /// Compares two runs.
     pub fn of(a: &RunRecords, b: &RunRecords) -> Self {
         let common: Vec<(&Step, &Step)> = common(&a.steps, &b.steps, |step| step.step).collect();
-        let [of_a, of_b] = [a, b].map(Facts::of);
-        let same_data = of_a.data.as_ref().zip(of_b.data.as_ref()).map(|(a, b)| a == b);
+        let [facts_a, facts_b] = [a, b].map(Facts::new);
+        let same_data = facts_a.data.as_ref().zip(facts_b.data.as_ref()).map(|(a, b)| a == b);
         let mut keys: Vec<&String> = a.settings.keys().chain(b.settings.keys()).collect();
         keys.sort_unstable();
         keys.dedup();
@@ -128,45 +128,49 @@ impl Comparison {
             |(a, b): &(&Step, &Step)| AtStep { step: a.step, a: finite(a.loss), b: finite(b.loss) };
         let notes = [("A", a), ("B", b)];
         Self {
-            a: of_a,
-            b: of_b,
+            a: facts_a,
+            b: facts_b,
             settings: keys.into_iter().filter_map(setting).collect(),
             same_network: (&a.config.model, &a.config.loss) == (&b.config.model, &b.config.loss),
             same_data,
             common_steps: common.len(),
-            first_difference: common.iter().find_map(|(a, b)| parting(a, b)),
+            first_difference: common.iter().find_map(|(a, b)| first_difference(a, b)),
             at_steps: some(&common).map(at_step).collect(),
             at_evaluations: at_evaluations(a, b),
             at_tokens: at_tokens(&a.steps, &b.steps),
             notes: notes
                 .iter()
-                .flat_map(|(run, of)| of.notes.iter().map(move |note| format!("{run}: {note}")))
+                .flat_map(|(run, records)| {
+                    records.notes.iter().map(move |note| format!("{run}: {note}"))
+                })
                 .collect(),
         }
     }
 
-    /// For people.
+    /// Formats the comparison as tables.
     pub fn told(&self) -> String {
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         let number = |number: Option<u64>| or_none(number.map(grouped));
         let loss = |loss: Option<f64>| or_none(loss.map(|loss| format!("{loss:.4}")));
-        let both =
-            |name: &str, of: &dyn Fn(&Facts) -> String| [name.to_owned(), of(&self.a), of(&self.b)];
-        let speed = |of: &Facts| {
+        let both = |name: &str, facts: &dyn Fn(&Facts) -> String| {
+            [name.to_owned(), facts(&self.a), facts(&self.b)]
+        };
+        let speed = |facts: &Facts| {
             or_none(
-                of.per_second
-                    .map(|speed| format!("{} {}/s", grouped(speed.round() as u64), of.unit)),
+                facts
+                    .per_second
+                    .map(|speed| format!("{} {}/s", grouped(speed.round() as u64), facts.unit)),
             )
         };
         let mut text = table(&[
             ["", "A", "B"].map(str::to_owned),
-            both("run", &|of| of.path.clone()),
-            both("version", &|of| or_none(of.version.clone())),
-            both("data", &|of| or_none(of.data.clone())),
-            both("step", &|of| number(of.step)),
-            both("loss", &|of| loss(of.loss)),
-            both("seen", &|of| {
-                or_none(of.tokens.map(|tokens| format!("{} {}", grouped(tokens), of.unit)))
+            both("run", &|facts| facts.path.clone()),
+            both("version", &|facts| or_none(facts.version.clone())),
+            both("data", &|facts| or_none(facts.data.clone())),
+            both("step", &|facts| number(facts.step)),
+            both("loss", &|facts| loss(facts.loss)),
+            both("seen", &|facts| {
+                or_none(facts.tokens.map(|tokens| format!("{} {}", grouped(tokens), facts.unit)))
             }),
             both("speed", &speed),
         ]);
@@ -183,17 +187,19 @@ impl Comparison {
         }
         text += "\n";
         text += &match (&self.first_difference, self.common_steps) {
-            (_, 0) => "no step is on record in both\n".into(),
-            (None, 1) => "the same bits in the one step of both\n".into(),
+            (_, 0) => "no step is recorded in both\n".into(),
+            (None, 1) => "bitwise identical in the one common step\n".into(),
             (None, steps) => {
-                format!("the same bits in all {} steps of both\n", grouped(steps as u64))
+                format!("bitwise identical in all {} common steps\n", grouped(steps as u64))
             }
             (Some(Parting { step, number, a, b }), _) => {
-                format!("the bits differ first at step {step}: {number} {a:e} in A, {b:e} in B\n")
+                format!(
+                    "the first bitwise difference is at step {step}: {number} {a:e} in A, {b:e} in B\n"
+                )
             }
         };
         if !self.same_network {
-            text += "the networks or their losses differ: losses compare only where they are of one kind\n";
+            text += "the networks or their loss functions differ: losses may not be comparable\n";
         }
         if self.same_data == Some(false) {
             text += "the training data differ\n";
@@ -222,7 +228,7 @@ impl Comparison {
 }
 
 impl Facts {
-    fn of(run: &RunRecords) -> Self {
+    fn new(run: &RunRecords) -> Self {
         let manifest = run.checkpoints.iter().rev().find_map(|saved| {
             let path = RunDirectory::at(&run.path).checkpoints().path(saved.step);
             Manifest::read(&path).ok()
@@ -248,7 +254,7 @@ impl Facts {
     }
 }
 
-/// The entries of two lists with the same key, by which both ascend.
+/// Returns the pairs of entries with the same key of two lists sorted by key.
 fn common<'a, T>(
     a: &'a [T],
     b: &'a [T],
@@ -261,8 +267,8 @@ fn common<'a, T>(
     })
 }
 
-/// The first number of a step that differs in a bit; numbers that are none are equal.
-fn parting(a: &Step, b: &Step) -> Option<Parting> {
+/// Returns the first number of a step that differs bitwise; NaNs are equal.
+fn first_difference(a: &Step, b: &Step) -> Option<Parting> {
     let numbers = [
         ("loss", a.loss, b.loss),
         ("norm", a.grad_norm, b.grad_norm),
@@ -278,13 +284,13 @@ fn parting(a: &Step, b: &Step) -> Option<Parting> {
     })
 }
 
-/// Some entries, evenly spaced, with the last.
+/// Returns some entries, evenly spaced, including the last.
 fn some<T>(all: &[T]) -> impl Iterator<Item = &T> {
     let rows = ROWS.min(all.len());
     (1..=rows).map(move |row| &all[row * all.len() / rows - 1])
 }
 
-/// Losses of steps that both have evaluated; of a step that was evaluated twice the last.
+/// Returns the losses of steps that both have evaluated; the last one of a step evaluated twice.
 fn at_evaluations(a: &RunRecords, b: &RunRecords) -> Vec<AtStep> {
     let losses = |run: &RunRecords| {
         let all = run.evaluations.clone();
@@ -300,7 +306,7 @@ fn at_evaluations(a: &RunRecords, b: &RunRecords) -> Vec<AtStep> {
     some(&both).map(|(a, b)| AtStep { step: a.0, a: a.1, b: b.1 }).collect()
 }
 
-/// Losses of the first steps that have seen as many tokens.
+/// Returns the losses of the first steps that have seen the same numbers of tokens.
 fn at_tokens(a: &[Step], b: &[Step]) -> Vec<AtTokens> {
     let (Some(last_a), Some(last_b)) = (a.last(), b.last()) else { return vec![] };
     let most = last_a.tokens.min(last_b.tokens);
@@ -316,7 +322,7 @@ fn at_tokens(a: &[Step], b: &[Step]) -> Vec<AtTokens> {
         .collect()
 }
 
-/// A table of losses at steps; empty without any.
+/// Returns a table of losses at steps; empty if there are none.
 fn losses(first: &str, noun: &str, at: &[AtStep]) -> String {
     if at.is_empty() {
         return String::new();
@@ -330,7 +336,7 @@ fn losses(first: &str, noun: &str, at: &[AtStep]) -> String {
     format!("\n{}", table(&rows))
 }
 
-/// A value that fits into a table.
+/// Shortens a value to fit into a table.
 fn shortened(value: &str) -> String {
     match value.char_indices().nth(WIDEST) {
         Some((end, _)) => format!("{}…", &value[..end]),
@@ -383,7 +389,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let steps: Vec<Step> = (1..=6).map(|n| step(n, 4.0 / n as f64)).collect();
         let a = run(dir.path(), "a", &steps, |_| {});
-        // A gap at step 2, one bit at step 5, and twice the tokens a step.
+        // A gap at step 2, one bit at step 5, and twice the tokens per step.
         let mut others: Vec<Step> =
             steps.iter().map(|one| Step { tokens: 128 * one.step, ..*one }).collect();
         others[4].loss = f64::from_bits(others[4].loss.to_bits() + 1);
@@ -411,7 +417,9 @@ mod tests {
         assert!(found.same_network && found.same_data.is_none());
         let text = found.told();
         assert!(
-            text.contains("the bits differ first at step 5: loss 8e-1 in A, 8.00000000000000"),
+            text.contains(
+                "the first bitwise difference is at step 5: loss 8e-1 in A, 8.00000000000000"
+            ),
             "{text}"
         );
         assert!(
@@ -422,13 +430,15 @@ mod tests {
 
         let same = Comparison::of(&a, &a).told();
         assert!(
-            same.contains("the same bits in all 6 steps of both") && !same.contains("setting"),
+            same.contains("bitwise identical in all 6 common steps") && !same.contains("setting"),
             "{same}"
         );
         let other = run(dir.path(), "c", &[], |config| config.model.width = 64);
         let text = Comparison::of(&a, &other).told();
         assert!(
-            text.contains("no step is on record in both\nthe networks or their losses differ"),
+            text.contains(
+                "no step is recorded in both\nthe networks or their loss functions differ"
+            ),
             "{text}"
         );
     }

@@ -16,7 +16,7 @@ use hpctrain_base::spawn::spawn_scoped;
 use hpctrain_config::telemetry::{bytes, grouped};
 use hpctrain_data::inspect::table;
 
-/// Most threads that read runs: on network file systems each file takes its time.
+/// The maximum number of threads that read runs: network file systems have a high latency per file.
 const READERS: usize = 8;
 
 /// The column by which runs are sorted.
@@ -45,25 +45,25 @@ pub enum SortBy {
 /// The runs of a directory.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Listing {
-    /// The directory.
+    /// The path of the directory.
     pub root: PathBuf,
-    /// Its runs.
+    /// The runs in it.
     pub runs: Vec<RunSummary>,
-    /// Directories in it that are no runs.
+    /// The number of other directories in it.
     pub other_directories: usize,
 }
 
 impl Listing {
-    /// Looks at the runs in `root`.
+    /// Lists the runs in `root`.
     ///
     /// # Errors
-    /// There is no such directory, it is a run itself, or the file system refused to list it.
+    /// Returns an error if `root` is not a directory, is itself a run, or cannot be listed.
     pub fn of(root: &Path, by: SortBy) -> Result<Self> {
         let entries = match fs::read_dir(root) {
             Ok(entries) => entries,
             Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-                return Err(Error::input(format!("{} is no directory", root.display())).hint(
-                    "give the directory that holds runs: run.root, which is runs unless it is set",
+                return Err(Error::input(format!("{} is not a directory", root.display())).hint(
+                    "give the directory that contains runs: run.root, which is runs by default",
                 ));
             }
             Err(e) => return Err(Error::io("list the runs in", root, e)),
@@ -74,7 +74,7 @@ impl Listing {
                 .filter(|above| !above.as_os_str().is_empty())
                 .unwrap_or(Path::new("."));
             return Err(Error::input(format!("{} is a run itself", root.display()))
-                .hint(format!("give the directory that holds it: {}", above.display())));
+                .hint(format!("give the directory that contains it: {}", above.display())));
         }
         let mut paths = Vec::new();
         let mut others = 0;
@@ -91,13 +91,13 @@ impl Listing {
         Ok(Self { root: root.to_path_buf(), runs, other_directories: others })
     }
 
-    /// For people.
+    /// Formats the runs as a table.
     pub fn told(&self) -> String {
         let root = self.root.display();
         let others = match self.other_directories {
             0 => String::new(),
-            1 => "\none other directory is no run\n".into(),
-            others => format!("\n{others} other directories are no runs\n"),
+            1 => "\none other directory is not a run\n".into(),
+            others => format!("\n{others} other directories are not runs\n"),
         };
         if self.runs.is_empty() {
             return format!("no run in {root}{others}");
@@ -117,7 +117,7 @@ impl Listing {
     }
 }
 
-/// The summaries of runs, by several threads.
+/// Reads the summaries of runs with several threads.
 fn read(paths: &[PathBuf], now: SystemTime) -> Vec<RunSummary> {
     let next = AtomicUsize::new(0);
     let some = || {
@@ -128,7 +128,7 @@ fn read(paths: &[PathBuf], now: SystemTime) -> Vec<RunSummary> {
         found
     };
     std::thread::scope(|scope| {
-        // Fewer threads read the same.
+        // If a thread cannot be started, the others read its share.
         let readers =
             (1..READERS.min(paths.len())).map_while(|_| spawn_scoped(scope, "runs", some).ok());
         let readers: Vec<_> = readers.collect();
@@ -139,8 +139,7 @@ fn read(paths: &[PathBuf], now: SystemTime) -> Vec<RunSummary> {
     })
 }
 
-/// Sorts by a column; runs without a value come last, and equal ones are in the order of their
-/// names.
+/// Sorts by a column. Runs without a value come last, and equal ones are sorted by name.
 fn sort(runs: &mut [RunSummary], by: SortBy) {
     let ascending = |a: Option<f64>, b: Option<f64>| match (a, b) {
         (Some(a), Some(b)) => a.total_cmp(&b),
@@ -185,7 +184,7 @@ fn row(run: &RunSummary) -> [String; 10] {
     ]
 }
 
-/// An age by its largest unit: `12 s`, `3 min`, `5 h`, `2 d`.
+/// Formats an age in its largest unit: `12 s`, `3 min`, `5 h`, `2 d`.
 fn age(seconds: f64) -> String {
     let whole = Duration::try_from_secs_f64(seconds).unwrap_or_default().as_secs();
     match whole {
@@ -204,7 +203,7 @@ mod tests {
     use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
     use hpctrain_config::Config;
 
-    /// A run with these lines of metrics and evaluations.
+    /// Creates a run with these lines of metrics and evaluations.
     fn run(root: &Path, name: &str, metrics: &[u8], evaluations: &str, end: Option<RunStatus>) {
         let directory = RunDirectory::at(root.join(name));
         fs::create_dir(directory.path()).unwrap();
@@ -260,7 +259,7 @@ mod tests {
         ]
         .concat();
         run(root, "killed", &damaged, "", None);
-        // Half written: a directory of checkpoints alone, and an empty configuration.
+        // Incomplete runs: only a directory of checkpoints, and an empty configuration.
         fs::create_dir_all(root.join("half/checkpoints")).unwrap();
         fs::write(root.join("half/config.toml"), "").unwrap();
         run(root, "other", b"{\"iteration\":1}\n", "", None);
@@ -273,12 +272,12 @@ mod tests {
         let names: Vec<&str> = listing.runs.iter().map(|run| &run.name[..]).collect();
         assert_eq!(names, ["killed", "good", "asked", "stopped", "half", "other"]);
         assert_eq!(listing.other_directories, 1);
-        let of = |name: &str| listing.runs.iter().find(|run| run.name == name).unwrap();
+        let named = |name: &str| listing.runs.iter().find(|run| run.name == name).unwrap();
         let states =
-            ["good", "stopped", "asked", "killed", "half", "other"].map(|name| of(name).state);
+            ["good", "stopped", "asked", "killed", "half", "other"].map(|name| named(name).state);
         use State::{Failed, Finished, Preempted, Stale};
         assert_eq!(states, [Finished, Failed, Preempted, Stale, Stale, Stale]);
-        let good = of("good");
+        let good = named("good");
         assert_eq!(
             (good.step, good.steps, good.best_loss, good.best_step),
             (Some(100), Some(100), Some(1.5), Some(50))
@@ -286,10 +285,10 @@ mod tests {
         assert_eq!((good.evaluated_loss, good.epoch, good.unit), (Some(1.75), Some(0.5), "tokens"));
         assert_eq!(good.per_second, Some(1051.0));
         assert_eq!(good.layout.as_ref().unwrap().told(), "replica 2");
-        let killed = of("killed").notes.join("\n");
+        let killed = named("killed").notes.join("\n");
         assert!(killed.contains("metrics.jsonl: a line near its end cannot be read"), "{killed}");
-        assert!(of("half").notes[0].contains("half written"), "{:?}", of("half"));
-        let other = of("other");
+        assert!(named("half").notes[0].contains("half written"), "{:?}", named("half"));
+        let other = named("other");
         assert!(
             other.notes.iter().all(|note| note.contains("of another version"))
                 && other.notes.len() == 2
@@ -301,7 +300,7 @@ mod tests {
             text.contains("good     finished   100/100  2.0000  1.7500     1.5000 at 50"),
             "{text}"
         );
-        assert!(text.contains("\none other directory is no run\n"), "{text}");
+        assert!(text.contains("\none other directory is not a run\n"), "{text}");
         let json = serde_json::to_value(&listing).unwrap();
         assert_eq!(
             (json["runs"][1]["state"].as_str(), json["runs"][1]["loss"].as_f64()),
@@ -319,12 +318,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         run(dir.path(), "x", b"", "", None);
         let refused = |path: &Path| Listing::of(path, SortBy::Name).unwrap_err().to_string();
-        assert!(refused(&dir.path().join("absent")).contains("is no directory\nhint: "));
-        assert!(refused(&dir.path().join("x/config.toml")).contains("is no directory\nhint: "));
-        let told = refused(&dir.path().join("x"));
+        assert!(refused(&dir.path().join("absent")).contains("is not a directory\nhint: "));
+        assert!(refused(&dir.path().join("x/config.toml")).contains("is not a directory\nhint: "));
+        let message = refused(&dir.path().join("x"));
         assert!(
-            told.contains("x is a run itself\nhint: give the directory that holds it: "),
-            "{told}"
+            message.contains("x is a run itself\nhint: give the directory that contains it: "),
+            "{message}"
         );
         let empty = tempfile::tempdir().unwrap();
         assert!(Listing::of(empty.path(), SortBy::Name).unwrap().told().starts_with("no run in "));

@@ -1,6 +1,6 @@
-//! Runs side by side: a table of the runs in a directory, and the differences of two.
+//! Several runs: a table of the runs in a directory, and the comparison of two.
 //!
-//! The table reads the ends of files alone, so that it is quick for long runs and many of them.
+//! The table reads only the ends of files, so that it is fast for many long runs.
 
 mod compare;
 mod jsonl_tail;

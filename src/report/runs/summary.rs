@@ -1,4 +1,4 @@
-//! A run in one line: its state, how far it is, how good and how fast, from the ends of its files.
+//! A run in one line: its state, progress, loss and speed, from the ends of its files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,35 +15,36 @@ use hpctrain_config::Config;
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::Evaluation;
 
-/// Bytes of the end of `metrics.jsonl`: some forty steps. Where they hold no readable one, more.
+/// Bytes read from the end of `metrics.jsonl`: some forty steps. If they contain no readable step,
+/// more.
 const STEPS: u64 = 16 << 10;
 const MORE_STEPS: u64 = 1 << 20;
 
-/// Most bytes of the end of `eval.jsonl`.
+/// The maximum number of bytes read from the end of `eval.jsonl`.
 const EVALUATIONS: u64 = 4 << 20;
 
-/// Time since the last beat of a trainer after which it does not count as living: as for an
+/// The time since a trainer's last heartbeat after which it does not count as alive, as for an
 /// observer of its lease.
 const SILENT: Duration = Duration::from_secs(120);
 
-/// State of a run.
+/// The state of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// A trainer has it.
+    /// A trainer holds it.
     Running,
     /// All steps are done, or it was stopped.
     Finished,
-    /// It has saved and is to be continued.
+    /// It has saved and should be resumed.
     Preempted,
     /// Its trainer ended with an error.
     Failed,
-    /// No trainer has it, and none has said how it ended: it was killed.
+    /// No trainer holds it and it has no END marker: it was killed.
     Stale,
 }
 
 impl State {
-    /// Its name.
+    /// Returns the name of the state.
     pub fn name(self) -> &'static str {
         match self {
             State::Running => "running",
@@ -58,22 +59,22 @@ impl State {
 /// The layout of a run's ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Layout {
-    /// Ranks that train; none of a run on parameter servers, whose workers come and go.
+    /// The number of training ranks; `None` for a run with parameter servers, whose workers vary.
     pub ranks: Option<u64>,
-    /// Stages.
+    /// The number of pipeline stages.
     pub pipeline: u64,
-    /// Copies of the parameters.
+    /// The number of replicas.
     pub replica: u64,
-    /// Ranks that share a copy.
+    /// The number of ranks that shard a replica.
     pub shard: u64,
-    /// Ranks that share blocks.
+    /// The number of tensor-parallel ranks.
     pub tensor: u64,
-    /// ZeRO stage.
+    /// The ZeRO stage.
     pub zero: u64,
 }
 
 impl Layout {
-    /// For people: the axes that have more than one rank, and the stage.
+    /// Formats the axes with more than one rank, and the ZeRO stage.
     pub fn told(&self) -> String {
         if self.ranks.is_none() {
             return "servers".into();
@@ -99,49 +100,50 @@ impl Layout {
     }
 }
 
-/// A run in one line. Numbers that its files do not tell are null.
+/// A run in one line. Numbers that are not in its files are null.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RunSummary {
-    /// The last part of its path.
+    /// The last component of its path.
     pub name: String,
-    /// Its directory.
+    /// The path of its directory.
     pub path: PathBuf,
-    /// Its state.
+    /// The state of the run.
     pub state: State,
     /// The reason for its end, unless all steps are done.
     pub why: Option<String>,
-    /// The last step on record.
+    /// The last recorded step.
     pub step: Option<u64>,
-    /// Steps that it is to take.
+    /// The number of steps in the configuration.
     pub steps: Option<u64>,
-    /// Passes over the training data.
+    /// The number of passes over the training data.
     pub epoch: Option<f64>,
-    /// Training loss of the last step.
+    /// The training loss of the last step.
     pub loss: Option<f64>,
-    /// Loss of the last evaluation: of validation, or where there is no validation data, of an
-    /// epoch of training.
+    /// The loss of the last evaluation: over validation data or, without any, over an epoch of
+    /// training.
     pub evaluated_loss: Option<f64>,
-    /// The lowest of them, and its step.
+    /// The lowest loss of an evaluation.
     pub best_loss: Option<f64>,
-    /// Its step.
+    /// The step of the lowest loss.
     pub best_step: Option<u64>,
-    /// Median over its last steps of the tokens a second, or samples where it is no language model.
+    /// The median throughput of the last steps, in tokens per second, or in samples if it is not a
+    /// language model.
     pub per_second: Option<f64>,
-    /// The noun of that: `tokens` or `samples`.
+    /// The unit of the throughput: `tokens` or `samples`.
     pub unit: &'static str,
-    /// Time of the last step, or of the start, in seconds since 1970.
+    /// The time of the last step, or of the start, in seconds since 1970.
     pub time: Option<f64>,
-    /// Seconds since then.
+    /// The number of seconds since then.
     pub age_seconds: Option<f64>,
     /// The layout of its ranks.
     pub layout: Option<Layout>,
-    /// Bytes of its files.
+    /// The size of its files in bytes.
     pub bytes: u64,
-    /// One line for each part that cannot be read.
+    /// One note for each part that cannot be read.
     pub notes: Vec<String>,
 }
 
-/// The part of a step's line that counts here.
+/// The keys of a step's record that are used here.
 #[derive(Debug, Deserialize)]
 struct Step {
     step: u64,
@@ -151,14 +153,15 @@ struct Step {
     time: Option<f64>,
 }
 
-/// Whether a directory is that of a run, also of one that is half written.
+/// Returns true if a directory is a run, even an incomplete one.
 pub fn is_run(path: &Path) -> bool {
     let run = RunDirectory::at(path);
     run.config_path().is_file() || run.metrics_path().is_file() || path.join("checkpoints").is_dir()
 }
 
 impl RunSummary {
-    /// The run in the directory at `path`, now at `now`. Parts that cannot be read are noted.
+    /// Reads the summary of the run at `path`, with `now` as the current time. Parts that cannot be
+    /// read are noted.
     pub fn of(path: &Path, now: SystemTime) -> Self {
         let run = RunDirectory::at(path);
         let mut notes = Vec::new();
@@ -174,8 +177,9 @@ impl RunSummary {
         let state = state(&run, ended.as_ref(), now, &mut notes);
         let begun = || Some(seconds(fs::metadata(run.config_path()).ok()?.modified().ok()?));
         let time = last.as_ref().and_then(|last| last.time).or_else(begun);
-        let kind =
-            settings.as_ref().and_then(|all| of(all, "model", "kind")?.as_str().map(str::to_owned));
+        let kind = settings
+            .as_ref()
+            .and_then(|all| value(all, "model", "kind")?.as_str().map(str::to_owned));
         let total = settings.as_ref().and_then(|all| number(all, "run", "steps"));
         let bytes = size(path).unwrap_or_else(|e| {
             notes.push(format!("its files cannot be listed: {e}"));
@@ -204,7 +208,7 @@ impl RunSummary {
     }
 }
 
-/// The configuration by key: of any version.
+/// Reads the configuration by key, of any version.
 fn settings(run: &RunDirectory, notes: &mut Vec<String>) -> Option<Table> {
     let path = run.config_path();
     let text = match safe_open::read_to_string(&path) {
@@ -216,19 +220,19 @@ fn settings(run: &RunDirectory, notes: &mut Vec<String>) -> Option<Table> {
     };
     let table: Option<Table> = toml::from_str(&text).ok().filter(|table: &Table| !table.is_empty());
     if table.is_none() {
-        notes.push("config.toml is half written, or no configuration".into());
+        notes.push("config.toml is half written or not a configuration".into());
     } else if text.parse::<Config>().is_err() {
         notes.push("config.toml is of another version of hpctrain".into());
     }
     table
 }
 
-fn of<'a>(settings: &'a Table, section: &str, key: &str) -> Option<&'a toml::Value> {
+fn value<'a>(settings: &'a Table, section: &str, key: &str) -> Option<&'a toml::Value> {
     settings.get(section)?.as_table()?.get(key)
 }
 
 fn number(settings: &Table, section: &str, key: &str) -> Option<u64> {
-    of(settings, section, key)?.as_integer()?.try_into().ok()
+    value(settings, section, key)?.as_integer()?.try_into().ok()
 }
 
 fn layout(settings: &Table, has_workers: bool) -> Layout {
@@ -239,7 +243,7 @@ fn layout(settings: &Table, has_workers: bool) -> Layout {
     Layout { ranks: (!has_workers).then_some(ranks), pipeline, replica, shard, tensor, zero }
 }
 
-/// The last step on record, and the median speed of the last ones.
+/// Returns the last recorded step, and the median speed of the last ones.
 fn last_step(run: &RunDirectory, notes: &mut Vec<String>) -> Option<(Step, Option<f64>)> {
     let mut tail = Tail { records: Vec::<Step>::new(), damaged: 0, foreign: 0, is_cut: false };
     for most in [STEPS, MORE_STEPS] {
@@ -254,7 +258,7 @@ fn last_step(run: &RunDirectory, notes: &mut Vec<String>) -> Option<(Step, Optio
             break;
         }
     }
-    told(&tail, "metrics.jsonl", notes);
+    note_damage(&tail, "metrics.jsonl", notes);
     let mut speeds: Vec<f64> =
         tail.records.iter().filter_map(|step| step.tokens_per_second).collect();
     speeds.sort_by(f64::total_cmp);
@@ -262,11 +266,11 @@ fn last_step(run: &RunDirectory, notes: &mut Vec<String>) -> Option<(Step, Optio
     tail.records.pop().map(|last| (last, median))
 }
 
-/// The evaluations, or the last ones where they are many.
+/// Reads the evaluations, or the last ones if there are many.
 fn evaluated(run: &RunDirectory, notes: &mut Vec<String>) -> Vec<Evaluation> {
     match jsonl_tail::read(&run.evaluations_path(), EVALUATIONS) {
         Ok(tail) => {
-            told(&tail, evaluations::FILE, notes);
+            note_damage(&tail, evaluations::FILE, notes);
             if tail.is_cut {
                 notes.push(format!(
                     "eval.jsonl is long: the best loss is that of its last {} evaluations",
@@ -282,7 +286,7 @@ fn evaluated(run: &RunDirectory, notes: &mut Vec<String>) -> Vec<Evaluation> {
     }
 }
 
-fn told<T>(tail: &Tail<T>, file: &str, notes: &mut Vec<String>) {
+fn note_damage<T>(tail: &Tail<T>, file: &str, notes: &mut Vec<String>) {
     let lines = |count: usize| if count == 1 { "a line".into() } else { format!("{count} lines") };
     if tail.damaged > 0 {
         notes.push(format!("{file}: {} near its end cannot be read", lines(tail.damaged)));
@@ -295,7 +299,7 @@ fn told<T>(tail: &Tail<T>, file: &str, notes: &mut Vec<String>) {
     }
 }
 
-/// The state: a trainer that beats has the last word, then the mark of its end.
+/// Returns the state: a trainer with heartbeats takes precedence over the END marker.
 fn state(
     run: &RunDirectory,
     ended: Option<&End>,
@@ -303,11 +307,11 @@ fn state(
     notes: &mut Vec<String>,
 ) -> State {
     let has_trainer = run.has_trainer().unwrap_or_else(|e| {
-        notes.push(format!("whether a trainer has it is not known: {}", e.message()));
+        notes.push(format!("cannot determine whether a trainer holds it: {}", e.message()));
         false
     });
-    // From another node a lease tells by its next beats alone; its time tells at once, as far as
-    // clocks agree.
+    // On another node the lease is confirmed only by its next heartbeats; its file time shows it at
+    // once, if the clocks agree.
     let is_silent = || {
         run.trainer_seen()
             .is_some_and(|seen| now.duration_since(seen).is_ok_and(|since| since > SILENT))
@@ -323,8 +327,8 @@ fn state(
     }
 }
 
-/// Bytes of all files below a directory. Links are not followed, and files that go meanwhile do not
-/// count.
+/// Returns the size of all files below a directory. Links are not followed, and files that
+/// disappear in the meantime do not count.
 fn size(path: &Path) -> std::io::Result<u64> {
     let mut bytes = 0;
     for entry in fs::read_dir(path)? {

@@ -1,44 +1,44 @@
-//! Counts of a classifier's predictions, from which an evaluation tells class by class. They are
-//! whole numbers, and so the same in whatever order they are added: on any number of ranks, in any
-//! layout.
+//! Counts of a classifier's predictions, for results per class. They are integers, so their sums do
+//! not depend on the order of addition: on the number of ranks or the layout.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_config::telemetry::classes::Classes;
 use hpctrain_nn::loss::Classifier;
 
-/// Most samples whose scores are compared with each other: each rank keeps 4 bytes for each.
+/// The maximum number of samples for which the ROC AUC is computed: each rank keeps 4 bytes per
+/// sample.
 pub const MOST_RANKED: u64 = 1 << 24;
 
-/// The key of a score that is not a number: no other score has it.
-const UNORDERED: u32 = u32::MAX;
+/// The key of a NaN score. No other score has this key.
+const NAN_KEY: u32 = u32::MAX;
 
 /// Counts of the predictions of some samples.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ClassificationCounts {
     classes: usize,
-    /// By class, then by predicted class.
+    /// Number of samples by class, then by predicted class.
     confusion: Vec<u64>,
-    /// Of two classes, the keys of the scores of the samples of each.
+    /// The score keys of the samples of each class, if there are two classes.
     scores: Option<[Vec<u32>; 2]>,
-    /// Whether the target of a sample is no class.
-    is_void: bool,
+    /// Whether the target of some sample is not a class.
+    has_soft_targets: bool,
 }
 
 impl ClassificationCounts {
-    /// No counts yet, for `samples` samples in all.
+    /// Creates empty counts, for a total of `samples` samples.
     pub fn new(classifier: Classifier, samples: u64) -> Self {
         let classes = classifier.classes();
         let is_ranked = classes == 2 && samples <= MOST_RANKED;
         let scores = is_ranked.then(Default::default);
-        Self { classes, confusion: vec![0; classes * classes], scores, is_void: false }
+        Self { classes, confusion: vec![0; classes * classes], scores, has_soft_targets: false }
     }
 
-    /// Counts samples by their codes.
+    /// Counts samples by their [codes].
     pub fn add(&mut self, codes: &[f64]) {
         let cells = (self.classes * self.classes) as u64;
         for code in codes {
             if code.is_nan() {
-                self.is_void = true;
+                self.has_soft_targets = true;
                 continue;
             }
             let key = *code as u64 / cells;
@@ -50,20 +50,20 @@ impl ClassificationCounts {
         }
     }
 
-    /// Adds the counts of other samples, as [`ClassificationCounts::encode`] has written them.
+    /// Adds the counts of other samples, encoded by [`ClassificationCounts::encode`].
     ///
     /// # Errors
-    /// They are counts of other classes.
+    /// Returns an error if the message is too short for this number of classes.
     pub fn merge(&mut self, message: &[u8]) -> Result<()> {
-        let malformed = || Error::comm("a rank told counts of other classes");
+        let malformed = || Error::comm("a rank sent malformed classification counts");
         let (counts, rest) =
             message.split_at_checked(8 * self.confusion.len()).ok_or_else(malformed)?;
         for (into, bytes) in self.confusion.iter_mut().zip(counts.as_chunks().0) {
             *into += u64::from_le_bytes(*bytes);
         }
         let (head, rest) = rest.split_first_chunk::<9>().ok_or_else(malformed)?;
-        let [is_void, first @ ..] = *head;
-        self.is_void |= is_void > 0;
+        let [has_soft_targets, first @ ..] = *head;
+        self.has_soft_targets |= has_soft_targets > 0;
         if let Some(scores) = &mut self.scores {
             let keys = rest.as_chunks().0;
             let (first, second) =
@@ -75,12 +75,12 @@ impl ClassificationCounts {
         Ok(())
     }
 
-    /// The counts as a message: of cells, whether a target is no class, scores of the first class,
-    /// and all keys.
+    /// Encodes the counts as a message: the confusion matrix, whether some target is not a class,
+    /// the number of keys of the first class, and the keys of both classes.
     pub fn encode(&self) -> Vec<u8> {
         let mut message: Vec<u8> =
             self.confusion.iter().flat_map(|count| count.to_le_bytes()).collect();
-        message.push(u8::from(self.is_void));
+        message.push(u8::from(self.has_soft_targets));
         let keys = self
             .scores
             .as_ref()
@@ -90,9 +90,9 @@ impl ClassificationCounts {
         message
     }
 
-    /// The results class by class; none if the target of a sample is no class.
+    /// Returns the results per class, or `None` if the target of some sample is not a class.
     pub fn classes(mut self, names: &[String]) -> Option<Classes> {
-        if self.is_void {
+        if self.has_soft_targets {
             return None;
         }
         let roc_auc = self.scores.as_mut().and_then(|[first, second]| area(first, second));
@@ -101,7 +101,8 @@ impl ClassificationCounts {
     }
 }
 
-/// The codes of samples with these outputs, a row each; not a number where the target is no class.
+/// Encodes the score key, class and predicted class of each sample as one number, from a row of
+/// outputs per sample. The code of a sample whose target is not a class is NaN.
 pub fn codes(classifier: Classifier, outputs: &[f32], targets: &Targets<'_>) -> Vec<f64> {
     let classes = classifier.classes();
     let width = classifier.outputs();
@@ -123,7 +124,7 @@ pub fn codes(classifier: Classifier, outputs: &[f32], targets: &Targets<'_>) -> 
 pub enum Targets<'a> {
     /// Classes.
     Classes(&'a [u32]),
-    /// Numbers: 0 and 1 are classes.
+    /// Numbers, of which 0 and 1 are classes.
     Values(&'a [f32]),
 }
 
@@ -139,7 +140,7 @@ impl Targets<'_> {
     }
 }
 
-/// The place of the largest, the first of several.
+/// Returns the index of the largest value, the first of several.
 pub fn likeliest(row: &[f32]) -> usize {
     let mut best = 0;
     for (i, x) in row.iter().enumerate() {
@@ -150,23 +151,23 @@ pub fn likeliest(row: &[f32]) -> usize {
     best
 }
 
-/// A whole number for each score, in the order of the scores; equal ones have the same.
+/// Maps scores to integers that sort in the same order. Equal scores have equal keys.
 fn key(score: f32) -> u32 {
     if score.is_nan() {
-        return UNORDERED;
+        return NAN_KEY;
     }
-    // Both zeros are one number.
+    // -0.0 and 0.0 are equal.
     let bits = (score + 0.0).to_bits();
     if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
 }
 
-/// The part of the pairs in which the sample of the first class has the lower score, equal ones
-/// counting half: in whole numbers to the last division. None if there is no pair, or a score is
-/// not a number.
+/// Returns the area under the ROC curve: the fraction of pairs in which the sample of the first
+/// class has the lower score, where equal scores count half. Computed in integers up to the last
+/// division. `None` if there is no pair, or a score is NaN.
 fn area(first: &mut [u32], second: &mut [u32]) -> Option<f64> {
     first.sort_unstable();
     second.sort_unstable();
-    let is_ordered = |keys: &[u32]| keys.last().is_some_and(|key| *key != UNORDERED);
+    let is_ordered = |keys: &[u32]| keys.last().is_some_and(|key| *key != NAN_KEY);
     if !is_ordered(first) || !is_ordered(second) {
         return None;
     }
@@ -207,15 +208,15 @@ mod tests {
 
     #[test]
     fn the_area_is_the_part_of_the_pairs_in_order() {
-        let of = |first: &[f32], second: &[f32]| {
+        let auc = |first: &[f32], second: &[f32]| {
             let [mut first, mut second] =
                 [first, second].map(|scores| scores.iter().map(|x| key(*x)).collect::<Vec<_>>());
             area(&mut first, &mut second)
         };
-        assert_eq!(of(&[0.1, 0.4], &[0.35, 0.8]), Some(0.75));
-        assert_eq!(of(&[1.0, 1.0], &[1.0]), Some(0.5));
-        assert_eq!(of(&[-1.0, 2.0], &[2.0, 3.0, 0.0]), Some((2.0 + 1.5) / 6.0 + 1.0 / 6.0));
-        assert_eq!([of(&[], &[1.0]), of(&[1.0], &[]), of(&[f32::NAN], &[1.0])], [None; 3]);
+        assert_eq!(auc(&[0.1, 0.4], &[0.35, 0.8]), Some(0.75));
+        assert_eq!(auc(&[1.0, 1.0], &[1.0]), Some(0.5));
+        assert_eq!(auc(&[-1.0, 2.0], &[2.0, 3.0, 0.0]), Some((2.0 + 1.5) / 6.0 + 1.0 / 6.0));
+        assert_eq!([auc(&[], &[1.0]), auc(&[1.0], &[]), auc(&[f32::NAN], &[1.0])], [None; 3]);
     }
 
     #[test]
@@ -241,7 +242,7 @@ mod tests {
         assert!(other.merge(&[0; 20]).is_err());
     }
 
-    /// The results of scikit-learn, to the last bits of its own sums.
+    /// Results equal those of scikit-learn up to the rounding of its sums.
     #[test]
     fn the_results_are_those_of_scikit_learn() {
         let golden: serde_json::Value =
@@ -249,11 +250,11 @@ mod tests {
         let floats = |value: &serde_json::Value| -> Vec<f64> {
             serde_json::from_value(value.clone()).unwrap()
         };
-        let close = |found: &[f64], wanted: &[f64], told: &str| {
-            assert_eq!(found.len(), wanted.len(), "{told}");
+        let close = |found: &[f64], wanted: &[f64], name: &str| {
+            assert_eq!(found.len(), wanted.len(), "{name}");
             assert!(
                 found.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-15),
-                "{told}: {found:?}, not {wanted:?}"
+                "{name}: {found:?}, not {wanted:?}"
             );
         };
         let cases = golden["cases"].as_array().unwrap();
@@ -263,12 +264,12 @@ mod tests {
             let rows: Vec<Vec<f32>> = serde_json::from_value(case["outputs"].clone()).unwrap();
             let targets: Vec<u32> = serde_json::from_value(case["targets"].clone()).unwrap();
             let values: Vec<f32> = targets.iter().map(|class| *class as f32).collect();
-            let (classifier, of) = match rows[0].len() {
+            let (classifier, targets) = match rows[0].len() {
                 1 => (Classifier::Logit, Targets::Values(&values)),
                 width => (Classifier::Softmax(width), Targets::Classes(&targets)),
             };
-            let mut tally = ClassificationCounts::new(classifier, targets.len() as u64);
-            tally.add(&codes(classifier, &rows.concat(), &of));
+            let mut tally = ClassificationCounts::new(classifier, rows.len() as u64);
+            tally.add(&codes(classifier, &rows.concat(), &targets));
             let found = tally.classes(&[]).unwrap();
             let confusion: Vec<Vec<u64>> =
                 serde_json::from_value(case["confusion"].clone()).unwrap();
@@ -278,7 +279,7 @@ mod tests {
             close(&found.f1, &floats(&case["f1"]), name);
             let means = [found.means.precision, found.means.recall, found.means.f1];
             let wanted =
-                ["precision", "recall", "f1"].map(|of| case["macro"][of].as_f64().unwrap());
+                ["precision", "recall", "f1"].map(|mean| case["macro"][mean].as_f64().unwrap());
             close(&means, &wanted, name);
             let area = |auc: Option<f64>| auc.map_or(vec![], |auc| vec![auc]);
             close(&area(found.roc_auc), &area(case["roc_auc"].as_f64()), name);
@@ -286,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn soft_targets_and_the_scores_of_many_are_not_told() {
+    fn soft_targets_have_no_classes_and_many_samples_no_roc_auc() {
         let mut tally = ClassificationCounts::new(Classifier::Logit, 2);
         tally.add(&codes(Classifier::Logit, &[1.0, 1.0], &Targets::Values(&[1.0, 0.5])));
         assert_eq!(tally.classes(&[]), None);

@@ -1,4 +1,4 @@
-//! Sampling text from a language model, one token at a time.
+//! Autoregressive sampling from a language model.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random::{Stream, derive, name};
@@ -9,26 +9,28 @@ use hpctrain_nn::MicroBatch;
 /// Settings of sampling.
 #[derive(Debug, Clone, Copy)]
 pub struct Sampling {
-    /// Tokens to draw, at most.
+    /// The maximum number of tokens to draw.
     pub tokens: usize,
-    /// Divides the logits; 0 takes the likeliest token.
+    /// Divides the logits; 0 selects the likeliest token (greedy decoding).
     pub temperature: f64,
-    /// Draw among the likeliest only; none draws among all.
+    /// Draws among the `top_k` likeliest tokens only. Default: among all.
     pub top_k: Option<usize>,
-    /// Names the random stream.
+    /// The seed of the random stream.
     pub seed: u64,
 }
 
-/// Continues `prompt` (at least one token); the model sees the last `context` tokens. Ends before
-/// all tokens are drawn when `is_end` says so of those drawn so far, on all ranks alike.
+/// Continues `prompt`, which has at least one token; the model sees the last `context` tokens.
+/// Stops early when `is_end`, called with the tokens drawn so far, returns true; it must return the
+/// same on all ranks.
 ///
-/// As long as all tokens fit the context, each step computes the new position alone, with the keys
-/// and values of the others from before. Afterwards the window slides: positions change with every
-/// token, and each step computes all of them. So does each step of a network some blocks of which
-/// do not [continue sequences](hpctrain_nn::Block::supports_kv_cache).
+/// While all tokens fit into the context, each step computes only the new position, with the KV
+/// cache of the others. Afterwards the window slides: positions change with every token, and each
+/// step computes all of them. Each step also computes all positions if some block of the network
+/// does not [support a KV cache](hpctrain_nn::Block::supports_kv_cache).
 ///
 /// # Errors
-/// The device failed, or the model's output is not a number.
+/// Returns an error if the device or a message between ranks fails, or if the model's output is
+/// NaN.
 pub fn generate<B: Kernels>(
     model: &mut Model<B>,
     prompt: &[u32],
@@ -38,11 +40,11 @@ pub fn generate<B: Kernels>(
 ) -> Result<Vec<u32>> {
     let stream = Stream::new(derive(sampling.seed, &[name("sample")]));
     let mut tokens = prompt.to_vec();
-    let mut past = model.past(context.min(prompt.len().saturating_add(sampling.tokens)));
+    let mut cache = model.past(context.min(prompt.len().saturating_add(sampling.tokens)));
     let mut seen = 0;
     for index in 0..sampling.tokens {
-        let past = past.as_mut().filter(|_| tokens.len() <= context);
-        let window = match past {
+        let cache = cache.as_mut().filter(|_| tokens.len() <= context);
+        let window = match cache {
             Some(_) => &tokens[seen..],
             None => &tokens[tokens.len().saturating_sub(context)..],
         };
@@ -51,8 +53,8 @@ pub fn generate<B: Kernels>(
         let micro = MicroBatch::of_text(&model.backend, ids, &[], window.len(), 0)?;
         let micro = MicroBatch { samples: 1, host_ids: host_ids.to_vec(), ..micro };
         let rows = window.len();
-        let output = match past {
-            Some(past) => model.output_after(&micro, past)?,
+        let output = match cache {
+            Some(cache) => model.output_after(&micro, cache)?,
             None => model.output(&micro)?,
         };
         seen = tokens.len();
@@ -71,7 +73,7 @@ pub fn generate<B: Kernels>(
     Ok(tokens.split_off(prompt.len()))
 }
 
-/// One token id from its logits and a uniform number in [0, 1).
+/// Draws a token id, given the logits and a uniform number in [0, 1).
 fn draw(logits: &[f32], sampling: Sampling, uniform: f64) -> Result<u32> {
     if logits.iter().any(|x| x.is_nan()) {
         return Err(Error::numeric("the model's output is not a number"));
@@ -90,11 +92,12 @@ fn draw(logits: &[f32], sampling: Sampling, uniform: f64) -> Result<u32> {
             return Ok(i as u32);
         }
     }
-    // Rounding can leave a crumb after the last weight.
+    // Rounding can leave a small remainder after the last weight.
     Ok(order[order.len() - 1] as u32)
 }
 
-/// The ids of the `kept` largest logits, the largest first; of equal ones the lower id.
+/// Returns the ids of the `kept` largest logits, the largest first; of equal ones, the lower id
+/// comes first.
 fn likeliest(logits: &[f32], kept: usize) -> Vec<usize> {
     let before = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
     let mut order: Vec<usize> = (0..logits.len()).collect();

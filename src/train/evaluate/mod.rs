@@ -1,5 +1,5 @@
-//! Evaluation: the validation loss, one number that does not depend on the ranks that computed it,
-//! and the evaluator beside a trainer.
+//! Evaluation: the validation loss, which does not depend on the ranks that compute it, the
+//! evaluator of a running training, predictions, and generated text.
 
 mod classification_counts;
 mod generate;
@@ -36,24 +36,24 @@ use hpctrain_nn::loss::{Classifier, Objective};
 /// Results of an evaluation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Metrics {
-    /// Mean loss a prediction.
+    /// Mean loss per prediction.
     pub loss: f64,
-    /// Metrics by name; none of language models, which are judged by the loss.
+    /// Metrics by name. Empty for language models, which are judged by the loss.
     pub metrics: BTreeMap<String, f64>,
-    /// Of a mixture, the mean loss of each data set by its name.
+    /// The mean loss of each data set of a mixture, by name.
     pub sets: BTreeMap<String, f64>,
-    /// Of classifiers of few classes, the results class by class.
+    /// The results per class, for classifiers of few classes.
     pub classes: Option<Classes>,
 }
 
 impl Metrics {
-    /// Loss and metrics for people, for example: `loss 2.2638, perplexity 9.62`.
+    /// Formats loss and metrics for display, for example `loss 2.2638, perplexity 9.62`.
     pub fn told(&self) -> String {
-        let mut told = format!("loss {:.4}", self.loss);
+        let mut text = format!("loss {:.4}", self.loss);
         if self.metrics.is_empty() {
-            told += &format!(", perplexity {:.2}", self.loss.exp());
+            text += &format!(", perplexity {:.2}", self.loss.exp());
         }
-        let mut add = |name: &str, value: f64| told += &format!(", {name} {value:.4}");
+        let mut add = |name: &str, value: f64| text += &format!(", {name} {value:.4}");
         self.metrics.iter().for_each(|(name, value)| add(name, *value));
         if let Some(classes) = &self.classes {
             add("macro F1", classes.means.f1);
@@ -64,10 +64,10 @@ impl Metrics {
             .iter()
             .map(|(name, loss)| format!("{} {loss:.4}", in_one_line(name)))
             .collect();
-        if sets.is_empty() { told } else { format!("{told} ({})", sets.join(", ")) }
+        if sets.is_empty() { text } else { format!("{text} ({})", sets.join(", ")) }
     }
 
-    /// The record of the evaluation of the weights in training after `step`.
+    /// Returns the record of this evaluation for `eval.jsonl`, made at `step`.
     pub fn evaluation(&self, step: u64) -> Evaluation {
         let sets = self.sets.iter().map(|(name, loss)| (name.clone(), Some(*loss))).collect();
         Evaluation {
@@ -86,29 +86,29 @@ impl fmt::Display for Metrics {
 
 /// A fixed set of validation samples, cut into fixed chunks.
 pub struct Evaluator {
-    /// None where chunks are only counted.
+    /// `None` in an evaluator that only counts chunks.
     dataset: Option<Box<dyn Source>>,
     /// Predictions of a sample.
     context: usize,
-    /// Digest of the data, where it is known.
+    /// Digest of the data, if it is known.
     digest: Option<String>,
-    /// Of a mixture, name and samples of each data set; they are numbered one after the other.
+    /// Name and samples of each data set of a mixture. Samples are numbered consecutively.
     sets: Vec<(String, Range<u64>)>,
-    /// Names of classes, where they have some.
+    /// Names of classes, if they have names.
     classes: Vec<String>,
     samples: u64,
     chunk: u64,
 }
 
 impl Evaluator {
-    /// The first `samples` of `dataset` (all without), `chunk` at a time.
+    /// Creates an evaluator of the first `samples` of `dataset` (default: all), `chunk` at a time.
     pub fn new(dataset: impl Source + 'static, samples: Option<u64>, chunk: u64) -> Self {
         let counting = Self::counting(&dataset, samples, chunk);
         Self { dataset: Some(Box::new(dataset)), ..counting }
     }
 
-    /// As [`Evaluator::new`], where others read the samples: it counts chunks, and adds up their
-    /// sums.
+    /// Creates an evaluator that counts chunks and adds up their sums, while other processes read
+    /// the samples.
     pub fn counting(dataset: &dyn Source, samples: Option<u64>, chunk: u64) -> Self {
         let samples = samples.unwrap_or(u64::MAX).min(dataset.samples());
         let digest = dataset.fingerprint().map(|fingerprint| fingerprint.digest());
@@ -125,7 +125,7 @@ impl Evaluator {
         Self { dataset: None, context: dataset.context(), digest, sets, classes, samples, chunk }
     }
 
-    /// The same, with names for the data sets of a mixture, which are numbered otherwise.
+    /// Sets names for the data sets of a mixture, which are numbered by default.
     #[must_use]
     pub fn naming(mut self, names: Vec<String>) -> Self {
         for ((name, _), given) in self.sets.iter_mut().zip(names) {
@@ -134,29 +134,29 @@ impl Evaluator {
         self
     }
 
-    /// Chunks of the set.
+    /// Returns the number of chunks of the set.
     pub fn chunks(&self) -> u64 {
         self.samples.div_ceil(self.chunk)
     }
 
-    /// Samples of a chunk.
-    fn of_chunk(&self, chunk: u64) -> Range<u64> {
+    /// Returns the samples of a chunk.
+    fn samples_of(&self, chunk: u64) -> Range<u64> {
         let first = chunk * self.chunk;
         first..(first + self.chunk).min(self.samples)
     }
 
-    /// The sums of a chunk, loss first, then metrics and losses of the data sets of a mixture; then
-    /// of each sample of a classifier a code. Of the last stage of the pipeline.
+    /// Returns the sums of a chunk: the loss, metrics, and losses of the data sets of a mixture,
+    /// then a code for each sample of a classifier. `None` except on the last pipeline stage.
     ///
     /// # Errors
-    /// A failure of the data, the device, or a message between ranks.
+    /// Returns an error if the data, the device, or a message between ranks fails.
     pub fn measure_chunk<B: Kernels>(
         &mut self,
         model: &mut Model<B>,
         chunk: u64,
     ) -> Result<Option<Vec<f64>>> {
         let (batch, micro) = self.micro(model, chunk)?;
-        let parts = self.rows_of_sets(self.of_chunk(chunk));
+        let parts = self.rows_of_sets(self.samples_of(chunk));
         let Some(classifier) = classifier(&model.objective) else {
             return model.measure(&micro, &parts);
         };
@@ -174,7 +174,7 @@ impl Evaluator {
         Ok(Some(sums))
     }
 
-    /// The predictions of each data set of a mixture among those of some samples.
+    /// Returns the rows of each data set of a mixture among those of these samples.
     fn rows_of_sets(&self, samples: Range<u64>) -> Vec<Range<usize>> {
         let place = |sample: u64| {
             (sample.clamp(samples.start, samples.end) - samples.start) as usize * self.context
@@ -182,21 +182,21 @@ impl Evaluator {
         self.sets.iter().map(|(_, set)| place(set.start)..place(set.end)).collect()
     }
 
-    /// Counts for the predictions of the set, if they are told class by class.
+    /// Creates empty counts for the predictions of the set, if results per class are wanted.
     fn tally<B: Kernels>(&self, objective: &Objective<B>) -> Option<ClassificationCounts> {
         classifier(objective).map(|classifier| ClassificationCounts::new(classifier, self.samples))
     }
 
-    /// Numbers of a chunk before its codes.
+    /// Returns the number of sums in the result of a chunk, before its codes.
     fn width<B: Kernels>(&self, objective: &Objective<B>) -> usize {
         1 + objective.metrics().len() + self.sets.len()
     }
 
-    /// The measures that follow from the results of all chunks, in order, each as
-    /// [`Evaluator::measure_chunk`] has it.
+    /// Returns the metrics that follow from the results of [`Evaluator::measure_chunk`] for all
+    /// chunks, in order.
     ///
     /// # Errors
-    /// A chunk has fewer numbers than that.
+    /// Returns an error if the result of a chunk is too short.
     pub fn measures<B: Kernels>(
         &self,
         objective: &Objective<B>,
@@ -206,16 +206,18 @@ impl Evaluator {
         let mut all = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             let parts = chunk.split_at_checked(self.width(objective));
-            let (sums, codes) = parts.ok_or_else(|| Error::comm("a chunk was told in part"))?;
+            let (sums, codes) = parts.ok_or_else(|| {
+                Error::comm("a worker sent an incomplete result of an evaluation chunk")
+            })?;
             all.push(sums);
             tally.iter_mut().for_each(|tally| tally.add(codes));
         }
-        Ok(self.of_sums(objective, &all, tally))
+        Ok(self.metrics_from_sums(objective, &all, tally))
     }
 
-    /// The measures that follow from the sums of all chunks, in order, and the counts of all
+    /// Returns the metrics that follow from the sums of all chunks, in order, and the counts of all
     /// samples.
-    fn of_sums<B: Kernels>(
+    fn metrics_from_sums<B: Kernels>(
         &self,
         objective: &Objective<B>,
         chunks: &[&[f64]],
@@ -241,30 +243,30 @@ impl Evaluator {
         Metrics { loss: mean(0, self.samples), metrics: named.collect(), sets, classes }
     }
 
-    /// Digest of the data that the set is of, where it is known.
+    /// Returns the digest of the data, if it is known.
     pub fn digest(&self) -> Option<&str> {
         self.digest.as_deref()
     }
 
-    /// Samples in the set.
+    /// Returns the number of samples in the set.
     pub fn samples(&self) -> u64 {
         self.samples
     }
 
-    /// Mean loss a prediction over the set, and metrics. Collective over `world`, the ranks of all
-    /// stages: chunks go round the ranks with different data, each is computed whole by one of
-    /// them, and all sums are added in chunk order. None if any rank was `interrupted` before the
-    /// end.
+    /// Returns the mean loss per prediction over the set, and metrics, or `None` if any rank was
+    /// `interrupted` before the end. Collective over `world`, the ranks of all stages: chunks are
+    /// distributed round-robin over the data-parallel ranks, each is computed by one of them, and
+    /// all sums are added in chunk order.
     ///
     /// # Errors
-    /// A failure of the data, the device, or a message between ranks.
+    /// Returns an error if the data, the device, or a message between ranks fails.
     pub fn measure<B: Kernels>(
         &mut self,
         model: &mut Model<B>,
         world: &Group<B>,
         interrupted: impl Fn() -> bool,
     ) -> Result<Option<Metrics>> {
-        // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation
+        // Cached buffers of the training's sizes are of no use now, and those of the evaluation
         // afterwards.
         model.backend.trim();
         let chunks = self.chunks();
@@ -275,31 +277,33 @@ impl Evaluator {
         let mut sums = Vec::new();
         let mut tally = self.tally(&model.objective);
         for round in 0..chunks.div_ceil(ranks) {
-            // Between two meetings of all ranks every stage of the pipeline has a chunk to work on.
+            // The ranks synchronise only every `stages` rounds, so that every pipeline stage has a
+            // chunk to work on meanwhile.
             if round.is_multiple_of(stages) {
-                let told = world.gather_bytes(vec![u8::from(interrupted())]).wait()?;
-                if told.iter().any(|told| *told != [0]) {
+                let flags = world.gather_bytes(vec![u8::from(interrupted())]).wait()?;
+                if flags.iter().any(|flag| *flag != [0]) {
                     model.backend.trim();
                     return Ok(None);
                 }
             }
-            // Every rank computes in every round, because gathers of parameters are collective;
-            // results beyond the last chunk do not count.
+            // Every rank computes in every round, because all-gathers of parameters are collective;
+            // results beyond the last chunk are dropped.
             let chunk = round * ranks + data.rank() as u64;
-            let of_chunk = self.measure_chunk(model, chunk.min(chunks - 1))?;
-            if let Some(of_chunk) = of_chunk.filter(|_| chunk < chunks) {
-                sums.extend_from_slice(&of_chunk[..width]);
-                tally.iter_mut().for_each(|tally| tally.add(&of_chunk[width..]));
+            let result = self.measure_chunk(model, chunk.min(chunks - 1))?;
+            if let Some(result) = result.filter(|_| chunk < chunks) {
+                sums.extend_from_slice(&result[..width]);
+                tally.iter_mut().for_each(|tally| tally.add(&result[width..]));
             }
         }
         model.backend.trim();
         let message = sums.iter().flat_map(|sum: &f64| sum.to_le_bytes()).collect();
         let everyone = world.gather_bytes(message).wait()?;
-        // The last stage has them; ranks that compute slices of the same have the same.
-        let slices = model.sharded.slices().ranks();
-        let first = everyone.len() - data.size() * slices;
+        // The ranks of the last stage have the sums, and all ranks of a tensor-parallel group the
+        // same.
+        let tensor_ranks = model.sharded.slices().ranks();
+        let first = everyone.len() - data.size() * tensor_ranks;
         let mut all = vec![vec![]; chunks as usize];
-        for (rank, message) in everyone[first..].iter().step_by(slices).enumerate() {
+        for (rank, message) in everyone[first..].iter().step_by(tensor_ranks).enumerate() {
             for (round, of_chunk) in message.as_chunks::<8>().0.chunks_exact(width).enumerate() {
                 let chunk = round * data.size() + rank;
                 *all.get_mut(chunk)
@@ -310,12 +314,12 @@ impl Evaluator {
         if let Some(mine) = tally {
             let everyone = world.gather_bytes(mine.encode()).wait()?;
             tally = self.tally(&model.objective);
-            for message in everyone[first..].iter().step_by(slices) {
+            for message in everyone[first..].iter().step_by(tensor_ranks) {
                 tally.iter_mut().try_for_each(|tally| tally.merge(message))?;
             }
         }
         let all: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
-        Ok(Some(self.of_sums(&model.objective, &all, tally)))
+        Ok(Some(self.metrics_from_sums(&model.objective, &all, tally)))
     }
 
     fn micro<B: Kernels>(
@@ -323,11 +327,10 @@ impl Evaluator {
         model: &Model<B>,
         chunk: u64,
     ) -> Result<(Batch, MicroBatch<B>)> {
-        let samples = self.of_chunk(chunk);
-        let dataset = self
-            .dataset
-            .as_mut()
-            .ok_or_else(|| Error::internal("an evaluation without samples"))?;
+        let samples = self.samples_of(chunk);
+        let dataset = self.dataset.as_mut().ok_or_else(|| {
+            Error::internal("this evaluator only counts chunks and has no samples")
+        })?;
         let batch = Batch::read(dataset, samples.clone(), samples)?;
         let micro =
             micro_batches::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
@@ -335,7 +338,7 @@ impl Evaluator {
     }
 }
 
-/// The classes that predictions tell apart, if they are few enough to be told one by one.
+/// Returns the classifier of an objective, if it has few enough classes for results per class.
 fn classifier<B: Kernels>(objective: &Objective<B>) -> Option<Classifier> {
     objective.classifier().filter(|classifier| classifier.classes() <= MOST)
 }

@@ -1,5 +1,4 @@
-//! A network to be used rather than trained: parameters from checkpoints, no gradients, no
-//! optimizer.
+//! Models for inference: parameters from checkpoints, no gradients, no optimizer.
 
 use std::path::Path;
 
@@ -12,30 +11,30 @@ use hpctrain_engine::{Model, behind_tables};
 use hpctrain_nn::loans;
 use hpctrain_parallel::{Groups, Sharded, VirtualRanks, Zero};
 
-/// The configuration of a trained network to be used, with `overrides`. Its layout is none of the
-/// training's: ranks share one copy of the parameters by ZeRO 3, unless `overrides` say otherwise.
+/// Returns the configuration for inference with a trained network, with `overrides`. The layout of
+/// the training is dropped: ranks shard the parameters by ZeRO 3, unless `overrides` say otherwise.
 ///
 /// # Errors
-/// A key or value is not known.
+/// Returns an error if a key of `overrides` is unknown or its value is invalid.
 pub fn config(trained: &Config, overrides: &[String]) -> Result<Config> {
     let parallel = Parallel { zero: Zero::Three, ..Parallel::default() };
     overlay(&Config { parallel, ..trained.clone() }, overrides)
 }
 
-/// The configuration of a checkpoint with `overrides`, and with the data at `data` in the place of
-/// its own.
+/// Returns the configuration of a checkpoint with `overrides`, and with the data at `data` instead
+/// of the checkpoint's.
 ///
 /// # Errors
-/// A key or value is not known.
+/// Returns an error if a key of `overrides` is unknown or its value is invalid.
 pub fn config_on(reader: &Reader, overrides: &[String], data: Option<&Path>) -> Result<Config> {
     let mut config = config(&reader.manifest().config, overrides)?;
     if let Some(data) = data {
         config.data.path = data.display().to_string();
         config.data.mix.clear();
-        // All of it: the fraction is one of the run's own data.
+        // All of it is used: the fraction is one of the run's own data.
         config.data.val_fraction = 0.0;
-        // So is its scale, which the checkpoint keeps for any data; bytes and floats of the same
-        // numbers are the same to it.
+        // The scale of the run's data is dropped as well, since the checkpoint's preprocessing has
+        // it, whether data is stored as bytes or as floats.
         if reader.manifest().preprocessing.is_some() {
             config.data.scale = None;
         }
@@ -43,10 +42,11 @@ pub fn config_on(reader: &Reader, overrides: &[String], data: Option<&Path>) -> 
     Ok(config)
 }
 
-/// The plan for `ranks` ranks of a configuration made by [`config`], trained in any layout.
+/// Resolves a configuration made by [`config`] for `ranks` ranks, whatever layout it was trained
+/// in.
 ///
 /// # Errors
-/// The configuration is not possible.
+/// Returns an error if the configuration is invalid for `ranks` ranks.
 pub fn plan(
     mut config: Config,
     ranks: usize,
@@ -55,20 +55,20 @@ pub fn plan(
 ) -> Result<ResolvedConfig> {
     (config.batch, config.optimizer, config.run.threads) = Default::default();
     if !on_gpu {
-        // A GPU may have trained it, or a CPU of another kind; all know f32, and have tables in one
-        // memory.
+        // It may have been trained on a GPU, or on a CPU of another kind. Every CPU computes in
+        // f32, and has embedding tables in its one memory.
         (config.precision, config.model.place) = Default::default();
     }
-    // Nothing is trained: any batch that divides among the ranks will do.
+    // Nothing is trained, so any batch size that the ranks divide is valid.
     config.batch.global = ranks as u64;
     resolve(config, &Environment { ranks, threads, vocabulary: None, on_gpu })
 }
 
-/// The network of a plan made by [`plan`], with parameters that are yet to be [loaded](load).
+/// Creates the model of a plan made by [`plan`]. Its parameters must be [loaded](load) before use.
 /// Collective over the world of `comm`.
 ///
 /// # Errors
-/// Out of memory, or a message between ranks failed.
+/// Returns an error if memory runs out, or if a message between ranks fails.
 pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> Result<Model<B>> {
     let groups = Groups::split(comm, &plan.mesh, false)?;
     let virtual_ranks = VirtualRanks {
@@ -98,11 +98,12 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> R
     }
 }
 
-/// Checks the files of a checkpoint, each on one rank, and replaces the parameters by those of the
-/// checkpoint, or by their running average, if it has one: collective over `world`.
+/// Verifies the files of a checkpoint, each on one rank, and loads its parameters, or their EMA if
+/// it has one. Collective over `world`.
 ///
 /// # Errors
-/// Returns an error, the same on all ranks, if it is damaged, or another model's.
+/// Returns an error, the same on all ranks, if the checkpoint is damaged, or belongs to another
+/// model.
 pub fn load<B: Kernels>(world: &Group<B>, model: &mut Model<B>, reader: &mut Reader) -> Result<()> {
     reader.fetch(world, &model.sharded.restored())?;
     let checked = reader.check_files();

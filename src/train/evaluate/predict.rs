@@ -1,4 +1,4 @@
-//! Outputs of a network for every sample of a data set, in the order of its rows.
+//! Predictions: the outputs of a network for every sample of a data set, in row order.
 
 use super::predictions::Predictions;
 use hpctrain_base::error::Result;
@@ -7,11 +7,11 @@ use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, micro_batches};
 
 /// Computes the outputs of all samples of `dataset`, `chunk` at a time. Collective over the ranks
-/// of the model: chunks go round those with different data, and the rank of the last stage with
-/// `to` writes all of them in the order of the rows, each once.
+/// of the model: chunks are distributed round-robin over the data-parallel ranks, and the rank of
+/// the last stage that has `to` writes all rows in order.
 ///
 /// # Errors
-/// A failure of the data, the device, the file system, or a message between ranks.
+/// Returns an error if the data, the device, the output file, or a message between ranks fails.
 pub fn predict<B: Kernels>(
     model: &mut Model<B>,
     mut dataset: impl Source,
@@ -23,8 +23,8 @@ pub fn predict<B: Kernels>(
     let ranks = data.size() as u64;
     let chunks = samples.div_ceil(chunk);
     for round in 0..chunks.div_ceil(ranks) {
-        // Every rank computes in every round, because gathers of parameters are collective; results
-        // beyond the last chunk do not count.
+        // Every rank computes in every round, because all-gathers of parameters are collective;
+        // results beyond the last chunk are dropped.
         let mine = round * ranks + data.rank() as u64;
         let at = mine.min(chunks - 1) * chunk;
         let batch = Batch::read(&mut dataset, at..samples.min(at + chunk), at..);

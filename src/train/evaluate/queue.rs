@@ -1,4 +1,4 @@
-//! Queue of the checkpoints to evaluate.
+//! The queue of checkpoints to evaluate.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt as _;
@@ -11,27 +11,27 @@ use hpctrain_checkpoint::{Checkpoints, Manifest, name_of};
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::Evaluation;
 
-/// Selection of the checkpoints to evaluate.
+/// Which checkpoints to evaluate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Policy {
-    /// The newest; those that were overtaken are skipped.
+    /// Only the newest; older ones are skipped.
     Latest,
-    /// All of them, oldest first. The trainer keeps those that wait.
+    /// All of them, oldest first. The trainer keeps those that are not evaluated yet.
     Every,
 }
 
 /// A checkpoint that this evaluator has claimed.
 #[derive(Debug)]
 pub struct Claim {
-    /// Its step.
+    /// The step of the checkpoint.
     pub step: u64,
-    /// The name of the save.
+    /// The id of the save.
     pub id: String,
     lease: LeaseGuard,
 }
 
 impl Claim {
-    /// Lets others look at the checkpoint: its evaluation is recorded.
+    /// Releases the claim, once the evaluation is recorded.
     pub fn release(self) {
         drop(self.lease);
     }
@@ -41,20 +41,20 @@ impl Claim {
 pub struct Queue {
     checkpoints: Checkpoints,
     policy: Policy,
-    /// Names of saves by step and directory: a manifest does not change under its directory.
-    names: HashMap<(u64, u64), Option<String>>,
+    /// Ids of saves by step and inode of the directory, whose manifest never changes.
+    ids: HashMap<(u64, u64), Option<String>>,
 }
 
 impl Queue {
-    /// The queue of a run.
+    /// Creates the queue of a run.
     pub fn new(checkpoints: Checkpoints, policy: Policy) -> Self {
-        Self { checkpoints, policy, names: HashMap::new() }
+        Self { checkpoints, policy, ids: HashMap::new() }
     }
 
-    /// Claims the next checkpoint that nobody has evaluated or is evaluating, if there is one.
+    /// Claims the next checkpoint that no evaluator has evaluated or claimed, if there is one.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the run's directory cannot be read or a lease cannot be taken.
     pub fn next(&mut self) -> Result<Option<Claim>> {
         let evaluated = self.checkpoints.evaluated()?;
         for (step, id) in self.waiting(evaluated.known())? {
@@ -63,37 +63,37 @@ impl Queue {
             else {
                 continue;
             };
-            // Another evaluator may have been faster, or the trainer may have removed it before it
-            // saw the lease.
+            // Another evaluator may have been faster, or the trainer may have removed the
+            // checkpoint before it saw the lease.
             let settled = evaluations::is_settled(self.checkpoints.evaluated()?.known(), &id);
-            if !settled && self.name(step)?.as_ref() == Some(&id) {
+            if !settled && self.id(step)?.as_ref() == Some(&id) {
                 return Ok(Some(Claim { step, id, lease }));
             }
         }
         Ok(None)
     }
 
-    /// Whether no checkpoint is left to evaluate. Claimed ones count as left.
+    /// Returns true if no checkpoint is left to evaluate. Claimed ones count as left.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the run's directory cannot be read or a lease cannot be taken.
     pub fn is_empty(&mut self) -> Result<bool> {
         let evaluated = self.checkpoints.evaluated()?;
         Ok(self.waiting(evaluated.known())?.is_empty())
     }
 
-    /// Steps and names of the checkpoints that are to be evaluated, in this order.
+    /// Returns steps and save ids of the checkpoints to evaluate, in this order.
     fn waiting(&mut self, evaluated: &[Evaluation]) -> Result<Vec<(u64, String)>> {
         let mut steps = self.checkpoints.steps()?;
         if self.policy == Policy::Latest {
-            // Not the highest: a run that passed over a damaged checkpoint is behind it.
+            // Not the highest step: a run that has skipped a damaged checkpoint resumed before it.
             let latest = self.checkpoints.latest_step()?.or(steps.last().copied());
             steps.retain(|step| Some(*step) == latest);
         }
         let mut waiting = Vec::new();
         for step in steps {
             waiting.extend(
-                self.name(step)?
+                self.id(step)?
                     .filter(|id| !evaluations::is_settled(evaluated, id))
                     .map(|id| (step, id)),
             );
@@ -101,21 +101,21 @@ impl Queue {
         Ok(waiting)
     }
 
-    /// The name of the save of a step; none if it is gone, or its manifest is damaged or of another
-    /// version.
-    fn name(&mut self, step: u64) -> Result<Option<String>> {
+    /// Returns the id of the save of a step, or `None` if it was removed, or its manifest is
+    /// damaged or of another version.
+    fn id(&mut self, step: u64) -> Result<Option<String>> {
         let path = self.checkpoints.path(step);
         let directory = match std::fs::metadata(&path) {
             Ok(directory) => directory.ino(),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(Error::io("read", &path, e)),
         };
-        if let Some(name) = self.names.get(&(step, directory)) {
-            return Ok(name.clone());
+        if let Some(id) = self.ids.get(&(step, directory)) {
+            return Ok(id.clone());
         }
-        let name = match Manifest::read(&path) {
+        let id = match Manifest::read(&path) {
             Ok(manifest) => Some(manifest.id),
-            // The trainer has removed it in this moment.
+            // The trainer has just removed it.
             Err(_) if !path.exists() => return Ok(None),
             Err(e) if matches!(e.kind(), Kind::Damaged | Kind::Input) => {
                 log::warn!("cannot evaluate {}: {e}", path.display());
@@ -123,7 +123,7 @@ impl Queue {
             }
             Err(e) => return Err(e),
         };
-        self.names.insert((step, directory), name.clone());
-        Ok(name)
+        self.ids.insert((step, directory), id.clone());
+        Ok(id)
     }
 }

@@ -1,15 +1,15 @@
-//! The evaluator beside a trainer: waits for checkpoints, evaluates each once, and records the
+//! The evaluator of a running training: waits for checkpoints, evaluates each once, and records the
 //! results.
 //!
-//! Trainer and evaluator meet in the run's directory only, so it does not matter whether they are
-//! processes of one job or of two. Rank 0 of the evaluator decides; all of its ranks evaluate.
+//! Trainer and evaluator communicate only through the run's directory, so they may belong to one
+//! job or to two. Rank 0 of the evaluator decides; all of its ranks evaluate.
 //!
-//! They may also be ranks of one program: one all-gather of roles (`cli/rank_roles.rs`) splits the
-//! world, and each role takes its part for the world (`Comm::role`). Each decision reaches all
-//! ranks of the evaluator in one gather, which also carries signals. A checkpoint is claimed with a
-//! lease, its loss is computed by the trainer's own code (`Evaluator::loss`), the line is written,
-//! and only then is the lease released: line and claim together make each evaluation happen once. A
-//! killed evaluator leaves a dead lease and no line, and the next one begins that checkpoint again.
+//! They may also be ranks of one program: an all-gather of roles (`cli/rank_roles.rs`) splits the
+//! world, and each role uses its own sub-world (`Comm::role`). Each decision reaches all ranks of
+//! the evaluator in one gather, which also carries signals. A checkpoint is claimed with a lease,
+//! measured by the trainer's own code ([`Evaluator::measure`]), recorded by a line in `eval.jsonl`,
+//! and only then is the lease released: lease and line together make each evaluation happen once. A
+//! killed evaluator leaves a stale lease and no line, and the next one repeats that checkpoint.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -34,71 +34,73 @@ use hpctrain_data::{Mix, Preprocessing, Tokenizer};
 use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, micro_batches};
 
-/// Time between two looks at the run's directory.
+/// Time between two reads of the run's directory.
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
-/// Longest time between two looks at the trainer's lease.
-const TRAINER: Duration = Duration::from_secs(5);
+/// Maximum time between two checks of the trainer's lease.
+const LEASE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Time within which a trainer must begin.
-const BEGIN: Duration = Duration::from_secs(30);
+/// How long an evaluator waits for its trainer to create the run.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Attempts at a checkpoint that cannot be read, and the time between them.
+/// Number of attempts to evaluate a checkpoint that cannot be read.
 const ATTEMPTS: usize = 3;
-const BETWEEN: Duration = Duration::from_secs(1);
+/// Pause between attempts.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Time without a trainer after which an evaluator gives up, unless it is told another: longer than
-/// a job waits in a queue or backs off before it is started again.
+/// The default time without a trainer after which an evaluator gives up: longer than a job waits in
+/// a queue or backs off before it is restarted.
 pub const ABANDONED: Duration = Duration::from_secs(30 * 60);
 
 /// Request to an evaluator.
 #[derive(Debug, Clone)]
 pub struct SidecarOptions {
-    /// Directory of the run.
+    /// The directory of the run.
     pub run: PathBuf,
-    /// Wait for further checkpoints until the run ends.
+    /// Whether to wait for further checkpoints until the run ends.
     pub watch: bool,
     /// Selection of checkpoints.
     pub policy: Policy,
-    /// Give up when no trainer has held the run for so long, while it waits for one; none beside
-    /// its own.
+    /// How long to wait while no trainer holds the run before giving up. `None` if the trainer
+    /// belongs to the same job.
     pub timeout: Option<Duration>,
-    /// Settings over those of the run, such as `eval.samples=100`.
+    /// Settings that override those of the run, such as `eval.samples=100`.
     pub overrides: Vec<String>,
-    /// Compute threads a rank.
+    /// Compute threads per rank.
     pub threads: usize,
-    /// Whether the trainer's ranks are of the same job: they end together.
+    /// Whether the trainer belongs to the same job; then they end together.
     pub beside_trainer: bool,
 }
 
-/// Decision of rank 0.
+/// A decision of rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 enum Decision {
-    /// Nothing to do yet.
+    /// There is nothing to do yet.
     Wait,
-    /// This checkpoint, the name of its save, and the number of earlier attempts that were given
-    /// up.
+    /// Evaluate a checkpoint: its step, the id of its save, and the number of earlier failed
+    /// attempts.
     Evaluate(u64, String, usize),
-    /// Nothing more will come, or shall.
+    /// End, for this reason: no more checkpoints will come, or none are waited for.
     End(String),
-    /// More should come, but nobody is there to make it.
+    /// Fail, for this reason: more checkpoints are expected, but there is no trainer.
     GiveUp(String),
 }
 
-/// Message of a rank to the others, before each decision is obeyed.
+/// The message of a rank to the others before each decision is carried out.
 #[derive(Serialize, Deserialize)]
-struct Told {
+struct RankMessage {
     interrupted: bool,
     /// Set by rank 0 only.
     decision: Option<Decision>,
 }
 
-/// Evaluates the checkpoints of a run: collective over the world of `comm`. `backend` makes the
+/// Evaluates the checkpoints of a run. Collective over the world of `comm`. `backend` creates the
 /// device.
 ///
 /// # Errors
-/// There is no such run; the validation data cannot be read; a message between ranks failed. Faults
-/// of one checkpoint are recorded, and the next one is evaluated.
+/// Returns an error if there is no such run, the validation data cannot be read, no trainer has
+/// held the run for the timeout, or a message between ranks fails. A checkpoint that cannot be
+/// evaluated is recorded as failed, and the next one is evaluated.
 pub fn watch<B: Kernels>(
     comm: &Comm<B>,
     request: &SidecarOptions,
@@ -138,11 +140,13 @@ pub fn watch<B: Kernels>(
             .as_mut()
             .map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim))
             .transpose();
-        let told =
-            Told { interrupted: sidecar.is_interrupted(), decision: world.all_ok(decision)? };
-        let (interrupted, decision) = exchange(&world, &told)?;
+        let mine = RankMessage {
+            interrupted: sidecar.is_interrupted(),
+            decision: world.all_ok(decision)?,
+        };
+        let (interrupted, decision) = exchange(&world, &mine)?;
         if interrupted {
-            // The lease ends with this process: the next evaluator begins anew.
+            // The lease expires with this process, and the next evaluator starts over.
             return Ok(preempted());
         }
         match decision {
@@ -170,7 +174,7 @@ pub fn watch<B: Kernels>(
     }
 }
 
-/// The end of an evaluator that was asked to end, or whose trainer was.
+/// Returns the outcome of an evaluator that was asked to end, or whose trainer was.
 fn preempted() -> RunOutcome {
     RunOutcome::Preempted(
         signals::came()
@@ -178,8 +182,8 @@ fn preempted() -> RunOutcome {
     )
 }
 
-/// Jobs that are submitted together do not start together: a watcher gives its trainer a moment to
-/// begin.
+/// Waits a moment for the trainer to create the run, since jobs that are submitted together do not
+/// start together.
 fn await_run(request: &SidecarOptions) -> Result<()> {
     let run = &request.run;
     let begun = Instant::now();
@@ -191,12 +195,12 @@ fn await_run(request: &SidecarOptions) -> Result<()> {
         say(format_args!(
             "evaluator: {} does not exist: waiting {} s for its trainer",
             run.display(),
-            BEGIN.as_secs()
+            START_TIMEOUT.as_secs()
         ));
     }
     while may_come
         && check_run(run).is_err()
-        && begun.elapsed() < BEGIN
+        && begun.elapsed() < START_TIMEOUT
         && signals::came().is_none()
     {
         std::thread::sleep(POLL_INTERVAL);
@@ -204,44 +208,45 @@ fn await_run(request: &SidecarOptions) -> Result<()> {
     check_run(run)
 }
 
-/// Refuses a path that is not a run's directory.
+/// Returns an error if the path is not the directory of a run.
 fn check_run(run: &Path) -> Result<()> {
     if run.join("checkpoints").is_dir() || run.join("config.toml").is_file() {
         return Ok(());
     }
-    let what = if run.exists() { "is no run's directory" } else { "does not exist" };
+    let what = if run.exists() { "is not the directory of a run" } else { "does not exist" };
     Err(Error::input(format!("{} {what}", run.display()))
         .hint("give the directory of a run, such as runs/gpt-char, once its trainer has begun"))
 }
 
-/// Exchanges the messages of all ranks: whether any was interrupted, and the decision of rank 0.
-fn exchange<B: Kernels>(world: &Group<B>, mine: &Told) -> Result<(bool, Decision)> {
+/// Exchanges the messages of all ranks. Returns whether any was interrupted, and the decision of
+/// rank 0.
+fn exchange<B: Kernels>(world: &Group<B>, mine: &RankMessage) -> Result<(bool, Decision)> {
     let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
     let mut interrupted = false;
     let mut decision = None;
     for bytes in world.gather_bytes(message).wait()? {
-        let told: Told = serde_json::from_slice(&bytes)
-            .map_err(|e| Error::comm(format!("malformed note: {e}")))?;
-        interrupted |= told.interrupted;
-        decision = decision.or(told.decision);
+        let message: RankMessage = serde_json::from_slice(&bytes)
+            .map_err(|e| Error::comm(format!("an evaluator rank sent a malformed message: {e}")))?;
+        interrupted |= message.interrupted;
+        decision = decision.or(message.decision);
     }
-    Ok((interrupted, decision.ok_or_else(|| Error::internal("nobody decided"))?))
+    Ok((interrupted, decision.ok_or_else(|| Error::internal("rank 0 sent no decision"))?))
 }
 
-/// Rank 0 between two evaluations.
+/// The state of rank 0 between two evaluations.
 struct Waiting<'a> {
     queue: Queue,
     checkpoints: Checkpoints,
     run: RunDirectory,
     request: &'a SidecarOptions,
-    /// When a trainer last held the run, or something was done here.
+    /// When a trainer last held the run, or a checkpoint was last evaluated.
     since: Instant,
-    /// When the trainer was last looked for.
-    looked: Option<Instant>,
-    /// Last reason for waiting that was reported.
-    told: Option<&'static str>,
+    /// When the trainer's lease was last checked.
+    lease_checked: Option<Instant>,
+    /// The last reason for waiting that was printed.
+    printed: Option<&'static str>,
     /// Consecutive failures to read the run's directory.
-    refused: usize,
+    failed_reads: usize,
 }
 
 impl<'a> Waiting<'a> {
@@ -254,9 +259,9 @@ impl<'a> Waiting<'a> {
             run,
             request,
             since: Instant::now(),
-            looked: None,
-            told: None,
-            refused: 0,
+            lease_checked: None,
+            printed: None,
+            failed_reads: 0,
         }
     }
 
@@ -264,26 +269,26 @@ impl<'a> Waiting<'a> {
         self.since = Instant::now();
     }
 
-    /// Decides the next action; a checkpoint to be evaluated is left in `claim`. Reads that fail
-    /// are tried again a few times.
+    /// Decides the next action, and puts the checkpoint to evaluate into `claim`. Failed reads are
+    /// retried a few times.
     fn decide(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
-        match self.look(marks, claim) {
-            Err(e) if e.kind() == Kind::Io && self.refused + 1 < ATTEMPTS => {
-                self.refused += 1;
+        match self.decide_once(marks, claim) {
+            Err(e) if e.kind() == Kind::Io && self.failed_reads + 1 < ATTEMPTS => {
+                self.failed_reads += 1;
                 log::warn!("trying again: {e}");
-                std::thread::sleep(BETWEEN);
+                std::thread::sleep(RETRY_DELAY);
                 Ok(Decision::Wait)
             }
             decided => {
-                self.refused = 0;
+                self.failed_reads = 0;
                 decided
             }
         }
     }
 
-    /// Decides the next action from the files as they are now.
-    fn look(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
-        // The order matters: checkpoints published before the mark are seen after it.
+    /// Decides the next action from the present files, without retries.
+    fn decide_once(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
+        // The end mark is read first: then all checkpoints published before it are seen.
         let ended = marks.ended();
         if let Some(next) = self.queue.next()? {
             let retries = evaluations::retries(self.checkpoints.evaluated()?.known(), &next.id);
@@ -299,21 +304,21 @@ impl<'a> Waiting<'a> {
             }
             _ if nothing && !self.request.watch => {
                 return Err(Error::input(format!(
-                    "{} holds no checkpoint",
+                    "{} has no checkpoint",
                     self.request.run.display()
                 ))
-                .hint("--watch waits for one"));
+                .hint("use --watch to wait for one"));
             }
             _ if idle && !self.request.watch && !nothing => {
                 return Ok(Decision::End("every checkpoint is evaluated".into()));
             }
-            Some(_) if idle => "the trainer was interrupted: waiting for it to go on",
+            Some(_) if idle => "the trainer was interrupted: waiting for it to resume",
             _ if nothing => "waiting for the first checkpoint",
             _ if idle => "waiting for the next checkpoint",
             _ => "waiting for another evaluator",
         };
-        if self.told != Some(waits_for) {
-            self.told = Some(waits_for);
+        if self.printed != Some(waits_for) {
+            self.printed = Some(waits_for);
             say(format_args!("evaluator: {waits_for} of {}", self.request.run.display()));
         }
         let Some(timeout) = self.request.timeout.filter(|_| self.request.watch && idle) else {
@@ -331,16 +336,16 @@ impl<'a> Waiting<'a> {
             }
             Some(End { step, .. }) => format!("the last one was interrupted at step {step}"),
             None if nothing => "none has saved anything".into(),
-            None => "the last one ended without a word".into(),
+            None => "the last one ended without a record of it".into(),
         };
         Ok(Decision::GiveUp(format!("no trainer has held {run} for {span} (--timeout): {why}")))
     }
 
-    /// Whether no trainer has held the run for so long, and nothing was done here.
+    /// Returns true if no trainer has held the run, and nothing was evaluated here, for `timeout`.
     fn is_abandoned(&mut self, timeout: Duration) -> Result<bool> {
-        let pause = TRAINER.min(timeout / 10);
-        if self.looked.is_none_or(|looked| looked.elapsed() >= pause) {
-            self.looked = Some(Instant::now());
+        let pause = LEASE_CHECK_INTERVAL.min(timeout / 10);
+        if self.lease_checked.is_none_or(|checked| checked.elapsed() >= pause) {
+            self.lease_checked = Some(Instant::now());
             if self.run.has_trainer()? {
                 self.since = Instant::now();
             }
@@ -349,19 +354,19 @@ impl<'a> Waiting<'a> {
     }
 }
 
-/// A network in memory and the data it is evaluated on.
+/// A model in memory and the data it is evaluated on.
 struct Loaded<B: Kernels> {
     plan: ResolvedConfig,
-    /// Tokenizer and preprocessing of the checkpoint.
-    known: (Option<Tokenizer>, Option<Preprocessing>),
+    /// The tokenizer and preprocessing of the checkpoint.
+    data_state: (Option<Tokenizer>, Option<Preprocessing>),
     model: Model<B>,
     evaluator: Evaluator,
 }
 
-/// Makes the device of a plan.
+/// Creates the device of a plan.
 type Make<B> = Box<dyn FnOnce(&ResolvedConfig) -> Result<B>>;
 
-/// A rank's device, made when the first plan is known.
+/// The device of a rank, created when the first plan is known.
 enum Device<B: Kernels> {
     Unmade(Make<B>),
     Made(Result<B>),
@@ -388,15 +393,15 @@ struct Sidecar<'a, B: Kernels> {
     /// `eval.jsonl`.
     evaluations: PathBuf,
     backend: Device<B>,
-    /// One model at most.
+    /// The model in memory, at most one.
     loaded: Option<Loaded<B>>,
-    /// On rank 0, the checkpoint under evaluation.
+    /// The checkpoint under evaluation, on rank 0.
     claim: Option<Claim>,
 }
 
 impl<B: Kernels> Sidecar<'_, B> {
-    /// Evaluates one checkpoint and records it. Returns the ending if this rank or another is asked
-    /// to end.
+    /// Evaluates one checkpoint and records the result. Returns the outcome if any rank is asked to
+    /// end.
     fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<RunOutcome>> {
         let begun = Instant::now();
         let outcome = match self.measure(step, id)? {
@@ -411,13 +416,13 @@ impl<B: Kernels> Sidecar<'_, B> {
         };
         self.comm.world().all_ok(recorded)?;
         if failed {
-            std::thread::sleep(BETWEEN);
+            std::thread::sleep(RETRY_DELAY);
         }
         Ok(None)
     }
 
-    /// Whether this rank was asked to end, or, on rank 0 of a job with a trainer, the trainer was:
-    /// they end together.
+    /// Returns true if this rank was asked to end, or, on rank 0 of a job with a trainer, the
+    /// trainer was, since they end together.
     fn is_interrupted(&self) -> bool {
         let trainer =
             || self.marks.ended().is_some_and(|end| end.status == markers::RunStatus::Preempted);
@@ -425,11 +430,10 @@ impl<B: Kernels> Sidecar<'_, B> {
             || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
     }
 
-    /// The measures of a checkpoint, or the fault of the checkpoint; none if a rank was
-    /// interrupted.
+    /// Returns the metrics of a checkpoint or its error, or `None` if a rank was interrupted.
     ///
     /// # Errors
-    /// A fault of anything else: settings, data, the job.
+    /// Returns an error if the settings, the data or the job fail rather than the checkpoint.
     fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Metrics>>> {
         let world = self.comm.world();
         let open = || self.checkpoints.open(step).and_then(|reader| is_save(reader, id));
@@ -445,7 +449,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         self.comm.wait_at_most(Duration::from_secs(config.comm.timeout))?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else {
-            return Err(Error::internal("no network"));
+            return Err(Error::internal("no model was loaded"));
         };
         if let Err(e) = model::load(&world, &mut loaded.model, &mut reader) {
             return Ok(Err(e));
@@ -456,20 +460,21 @@ impl<B: Kernels> Sidecar<'_, B> {
         Ok(Ok(measured))
     }
 
-    /// Makes the network of a configuration and opens the data with the checkpoint's preprocessing,
-    /// unless both are in memory.
+    /// Creates the model of a configuration and opens the data with the checkpoint's preprocessing,
+    /// unless both are loaded.
     fn prepare(&mut self, config: Config, manifest: &Manifest) -> Result<()> {
         let world = self.comm.world();
         let plan =
             world.all_ok(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
-        let known = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
-        if self.loaded.as_ref().is_some_and(|loaded| loaded.plan == plan && loaded.known == known) {
+        let data_state = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
+        let is_same = |loaded: &Loaded<B>| loaded.plan == plan && loaded.data_state == data_state;
+        if self.loaded.as_ref().is_some_and(is_same) {
             return Ok(());
         }
-        // The one before goes first: there is room for one.
+        // The previous model is freed first: memory may suffice for one only.
         self.loaded = None;
-        let mut validation = micro_batches::together(&world, |catalogue| {
-            micro_batches::validation(catalogue, &plan.config)
+        let mut validation = micro_batches::together(&world, |shard_index| {
+            micro_batches::validation(shard_index, &plan.config)
         })?;
         let notes = world.all_ok(manifest.conform(&mut validation))?;
         if world.rank() == 0 {
@@ -481,7 +486,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         let backend = world.all_ok(self.backend.get(&plan))?;
         backend.trim();
         let model = model::build(self.comm, &plan, backend)?;
-        self.loaded = Some(Loaded { plan, known, model, evaluator });
+        self.loaded = Some(Loaded { plan, data_state, model, evaluator });
         Ok(())
     }
 
@@ -495,7 +500,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         begun: Instant,
     ) -> Result<()> {
         if evaluations::is_settled(evaluations::read(&self.evaluations)?.known(), id) {
-            // This process stood still for so long that another took its claim.
+            // This process was suspended for so long that another took its claim.
             log::warn!("step {step}: evaluated by another evaluator meanwhile");
             return Ok(());
         }
@@ -503,7 +508,7 @@ impl<B: Kernels> Sidecar<'_, B> {
             Some(Loaded { evaluator, .. }) => found.on(evaluator.digest(), evaluator.samples()),
             None => found,
         };
-        let of = Evaluation {
+        let record = Evaluation {
             checkpoint: Some(name_of(step)),
             id: Some(id.into()),
             ..outcome.as_ref().map_or_else(
@@ -513,7 +518,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         };
         match outcome {
             Ok(measures) => {
-                if !self.add(&of)? {
+                if !self.add(&record)? {
                     return Ok(());
                 }
                 let seconds = begun.elapsed().as_secs_f64();
@@ -521,16 +526,18 @@ impl<B: Kernels> Sidecar<'_, B> {
                 let all = evaluations::read(&self.evaluations)?;
                 // An unreadable record of earlier evaluations does not end this one.
                 let best = self.checkpoints.point_to_best(&all);
-                best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
+                best.unwrap_or_else(|e| {
+                    log::warn!("cannot update the link to the best checkpoint: {e}")
+                });
                 let eval = self.loaded.as_ref().map(|loaded| &loaded.plan.config.eval);
-                // The trainer decides anew about a checkpoint that it has passed over.
+                // The trainer decides itself about checkpoints that it has skipped.
                 let last = self.checkpoints.last_step()?.unwrap_or(step);
                 let all = evaluations::until(all.known(), last);
                 let why = eval
                     .and_then(|eval| evaluations::stop_reason(&all, eval.patience, eval.min_delta));
                 why.map_or(Ok(()), |why| self.marks.ask_to_stop(&why))
             }
-            // The checkpoint may well be whole: another evaluator, or this one later, can do it.
+            // The checkpoint may be intact: another evaluator, or this one later, can evaluate it.
             Err(e) if e.kind() == Kind::Io && retries + 1 >= ATTEMPTS => Err(e),
             Err(e) => {
                 let status = if retries + 1 < ATTEMPTS {
@@ -540,30 +547,32 @@ impl<B: Kernels> Sidecar<'_, B> {
                 };
                 log::warn!("step {step}: cannot be evaluated ({status:?}): {e}");
                 let error = Some(e.to_string().replace('\n', "; "));
-                self.add(&Evaluation { status, error, ..of }).map(drop)
+                self.add(&Evaluation { status, error, ..record }).map(drop)
             }
         }
     }
 
-    /// Adds a line to `eval.jsonl`, unless the run has gone back behind the save, or replaced it.
+    /// Adds a line to `eval.jsonl`, unless the run was rewound to before the save, or has replaced
+    /// it. Returns true if the line was added.
     fn add(&self, evaluation: &Evaluation) -> Result<bool> {
         let checkpoints = &self.checkpoints;
         let step = evaluation.step;
-        let look = || Ok((checkpoints.save(step), checkpoints.last_step()?.unwrap_or(step)));
-        let added = evaluations::append_of(&self.evaluations, evaluation, look)?;
+        let current_saves =
+            || Ok((checkpoints.save(step), checkpoints.last_step()?.unwrap_or(step)));
+        let added = evaluations::append_of(&self.evaluations, evaluation, current_saves)?;
         if !added {
-            log::warn!("step {step}: evaluated, but the run has no longer this save: not recorded");
+            log::warn!("step {step}: evaluated, but not recorded: the run no longer has this save");
         }
         Ok(added)
     }
 }
 
-/// A checkpoint must be the save that was claimed, not one that took its place.
+/// Checks that a checkpoint is the save that was claimed, not one that has replaced it.
 fn is_save(reader: Reader, id: &str) -> Result<Reader> {
     let found = &reader.manifest().id;
     if found != id {
         return Err(Error::input(format!(
-            "{} is now another save, {found}",
+            "{} was replaced by another save, {found}",
             reader.dir().display()
         )));
     }

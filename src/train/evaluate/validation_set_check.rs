@@ -1,5 +1,4 @@
-//! Whether an evaluator of a run would measure on the run's own validation set, which alone is
-//! worth a record.
+//! Checks that the evaluator of a run measures on the run's own validation set.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::Manifest;
@@ -7,32 +6,35 @@ use hpctrain_config::{Config, Data};
 use hpctrain_data::TrainedOn;
 use hpctrain_engine::micro_batches;
 
-/// Refuses settings by which `config` would have the checkpoint of a run measured on another set
-/// than the run's own. The data may lie at another path, if they are those that the run was trained
-/// on.
+/// Refuses a `config` by which a checkpoint would be measured on another validation set than the
+/// run's own. The data may be at another path, if it is the data that the run was trained on.
 ///
 /// # Errors
-/// It would be another set, or the data cannot be opened.
+/// Returns an error if it is another validation set, or if the data cannot be opened.
 pub fn check(manifest: &Manifest, config: &Config) -> Result<()> {
     let run = &manifest.config;
     let what = if set(run) != set(config) {
         "[data]".into()
     } else if run.eval.samples != config.eval.samples {
-        let told =
+        let describe =
             |samples: Option<u64>| samples.map_or("all".into(), |samples| samples.to_string());
-        format!("eval.samples = {}, not {}", told(config.eval.samples), told(run.eval.samples))
+        format!(
+            "eval.samples = {}, not {}",
+            describe(config.eval.samples),
+            describe(run.eval.samples)
+        )
     } else if run.data.path != config.data.path && !is_copy(manifest.data.as_ref(), config)? {
         format!("data.path = {}, with other data than {}", config.data.path, run.data.path)
     } else {
         return Ok(());
     };
     Err(Error::input(format!(
-        "{what}: the evaluator of a run measures on the run's own validation set, or its records would not compare"
+        "{what}: the evaluator of a run must use the run's own validation set, so that its records are comparable"
     ))
     .hint("hpctrain eval --checkpoint CHECKPOINT --data PATH measures on any set and records nothing"))
 }
 
-/// The keys that determine the measured samples, besides the path.
+/// Returns the keys that determine the validation samples, except for the path.
 fn set(config: &Config) -> Data {
     let Data { shuffle, prefetch, local_cache, augment, weights, verify, .. } = Data::default();
     Data {
@@ -47,7 +49,7 @@ fn set(config: &Config) -> Data {
     }
 }
 
-/// Whether the data of a configuration is the training data of a run.
+/// Returns true if the data of a configuration is the training data of a run.
 fn is_copy(trained: Option<&TrainedOn>, config: &Config) -> Result<bool> {
     let Some(trained) = trained else { return Ok(false) };
     let (here, _) = micro_batches::open(config)?;

@@ -1,4 +1,4 @@
-//! Seconds of the pieces of a step, from rates: of kernels, collectives, messages and updates.
+//! The cost model: seconds of the kernels, collectives, messages and updates of a step, from rates.
 
 use super::timeline::{StageTimes, StepTimes, UnitTimes};
 use hpctrain_base::error::Result;
@@ -9,21 +9,21 @@ use hpctrain_config::ResolvedConfig;
 use hpctrain_nn::loans;
 use hpctrain_parallel::Lifetime;
 
-/// Bytes of an f32.
+/// Size of an f32 in bytes.
 const F32: usize = size_of::<f32>();
 
-/// The ranks of an exchange, and their nodes.
+/// The number of ranks in a group, and of the nodes they are on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupExtent {
-    /// Ranks.
+    /// The number of ranks.
     pub ranks: usize,
-    /// Nodes that they are on.
+    /// The number of nodes.
     pub nodes: usize,
 }
 
 impl GroupExtent {
-    /// The group of rank `rank` along `axes` of a mesh, on nodes with so many consecutive ranks
-    /// each.
+    /// Returns the extent of rank `rank`'s group along `axes` of a mesh, with `per_node`
+    /// consecutive ranks on each node.
     pub fn of(mesh: &Mesh, axes: &[Axis], rank: usize, per_node: usize) -> Self {
         let colors = mesh.colors(axes);
         let group: Vec<usize> =
@@ -34,48 +34,48 @@ impl GroupExtent {
     }
 }
 
-/// Seconds of a block for a micro-batch, in which ranks that share it wait for each other.
+/// Seconds of a block for a micro-batch, including the communication of tensor parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Passes {
-    /// Its forward.
+    /// The forward.
     pub forward: f64,
-    /// Its backward; without a forward that is computed again.
+    /// The backward, without recomputation.
     pub backward: f64,
-    /// Part of the backward: gradients of weights.
+    /// The wgrad part of the backward.
     pub weights: f64,
 }
 
-/// The speed of a machine, of one rank while all others are as busy.
+/// The speed of one rank of a machine, while all others are equally busy.
 pub trait Rates {
-    /// Every block of a plan's network, for one of its micro-batches.
+    /// Returns the seconds of every block of a plan's network, for a micro-batch.
     fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<Passes>>;
 
-    /// A micro-batch that is brought to the device, and its loss.
+    /// Returns the seconds to copy a micro-batch to the device and to compute its loss.
     fn micro(&self, plan: &ResolvedConfig) -> Result<f64>;
 
-    /// A collective on a buffer of so many bytes, of f32 where it adds.
+    /// Returns the seconds of a collective on a buffer of `bytes`, of f32 in reductions.
     fn collective(&self, operation: Operation, span: GroupExtent, bytes: usize) -> f64;
 
-    /// A message between two ranks.
+    /// Returns the seconds of a message between two ranks.
     fn message(&self, span: GroupExtent, bytes: usize) -> f64;
 
-    /// The norm and the update of so many elements.
+    /// Returns the seconds of the norm and the update of `elements` elements.
     fn update(&self, plan: &ResolvedConfig, elements: usize) -> f64;
 
-    /// Part of a collective's time that takes nothing from computations beside it.
+    /// Returns the fraction of a collective's time that overlaps with computation.
     fn beside(&self) -> f64;
 
-    /// The same for gathers of parameters that live for their use, which computations also read
-    /// anew.
+    /// Returns the same for all-gathers before each use of parameters, after which computations
+    /// also have to read the parameters again.
     fn beside_uses(&self) -> f64 {
         self.beside()
     }
 }
 
-/// The pieces of a plan's step, with so many consecutive ranks on each node.
+/// Returns the times of the parts of a plan's step, with `per_node` consecutive ranks on each node.
 ///
 /// # Errors
-/// The rates do not cover the plan.
+/// Returns an error if the rates do not cover the plan.
 pub fn step_times(
     plan: &ResolvedConfig,
     rates: &impl Rates,
@@ -88,7 +88,7 @@ pub fn step_times(
     let blocks = plan.network.cpu_blocks(&slices);
     let loans = loans(&blocks);
     let passes = rates.passes(plan)?;
-    let of_micro = rates.micro(plan)?;
+    let micro_and_loss = rates.micro(plan)?;
     let rows = plan.micro as usize * plan.network.context();
     let last = blocks.len() - 1;
     let stride = mesh.ranks() / mesh.pipeline;
@@ -109,11 +109,12 @@ pub fn step_times(
                     .padded;
             let owned = padded / mesh.shard;
             let Passes { forward, backward, weights } = passes[unit];
-            // The last block's backward begins at once: nothing of it is computed again.
-            let again = if plan.config.parallel.recompute && unit != last { forward } else { 0.0 };
+            // The backward of the last block follows its forward: nothing of it is recomputed.
+            let recomputed =
+                if plan.config.parallel.recompute && unit != last { forward } else { 0.0 };
             UnitTimes {
                 forward,
-                backward: backward + again,
+                backward: backward + recomputed,
                 weights,
                 gather: collective(Operation::AllGather, shard, padded, size),
                 reduce: collective(Operation::ReduceScatter, shard, padded, F32)
@@ -131,10 +132,11 @@ pub fn step_times(
                 slices.own(next.input_per_row()) * rows * size,
             )
         });
-        // Rows of tables on the host come before all, and their gradient goes there after all:
-        // nothing hides either.
-        let of_rows = if stage.takes_rows() { passes[0].forward + passes[0].backward } else { 0.0 };
-        let micro = of_rows + if stage.is_last() { of_micro } else { 0.0 };
+        // Embeddings on the host are looked up before the first block, and their gradient is
+        // copied back after it: neither overlaps with computation.
+        let embedding =
+            if stage.takes_rows() { passes[0].forward + passes[0].backward } else { 0.0 };
+        let micro = embedding + if stage.is_last() { micro_and_loss } else { 0.0 };
         stages.push(StageTimes { stage, units, micro, message });
     }
     let world = GroupExtent { ranks: mesh.ranks(), nodes: mesh.ranks().div_ceil(per_node.max(1)) };
@@ -146,10 +148,16 @@ pub fn step_times(
     let keep = plan.residency();
     debug_assert!(
         keep.params == Lifetime::Step || mesh.shard > 1 || keep.on_host,
-        "one rank owns all it has"
+        "parameters live per use without shards"
     );
     let schedule = plan.step_schedule(0);
-    let beside = rates.beside();
-    let beside_uses = rates.beside_uses();
-    Ok(StepTimes { stages, schedule, keep, shards: mesh.shard > 1, summary, beside, beside_uses })
+    Ok(StepTimes {
+        stages,
+        schedule,
+        keep,
+        shards: mesh.shard > 1,
+        summary,
+        beside: rates.beside(),
+        beside_uses: rates.beside_uses(),
+    })
 }

@@ -1,4 +1,4 @@
-//! Every layout of a configuration on so many ranks.
+//! Enumerates the layouts of a configuration on a number of ranks.
 
 use std::fmt;
 
@@ -6,39 +6,39 @@ use super::offload::OnHost;
 use hpctrain_config::{Config, Environment, LayoutMode, ResolvedConfig, resolve};
 use hpctrain_parallel::{PipelineSchedule, Zero};
 
-/// Most sizes of a micro-batch that are tried for each layout, the largest first.
+/// Maximum number of micro-batch sizes that are tried for each layout, the largest first.
 const MICROS: usize = 5;
 
-/// Tokens of a micro-batch beyond which products gain nothing more.
+/// Tokens of a micro-batch beyond which matmuls do not get more efficient.
 const MOST_TOKENS: u64 = 16384;
 
-/// The keys that make a layout.
+/// The configuration keys that define a layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Keys {
-    /// Stages.
+    /// Pipeline stages.
     pub pipeline: usize,
-    /// The order of a pipeline's work.
+    /// The pipeline schedule.
     pub schedule: PipelineSchedule,
-    /// Ranks that share blocks.
+    /// Tensor-parallel ranks.
     pub tensor: usize,
-    /// Whether those divide rows too.
+    /// Whether they use sequence parallelism.
     pub sequence: bool,
     /// ZeRO stage.
     pub zero: Zero,
-    /// Ranks that share one copy of the parameters.
+    /// Ranks over which one copy of the parameters or state is sharded.
     pub shard: usize,
-    /// Copies.
+    /// Replicas, the number of copies.
     pub replica: usize,
-    /// Samples computed at once; left to the configuration's rule where a layout was refused.
+    /// Samples of a micro-batch. `None` if the configuration's default applies.
     pub micro: Option<u64>,
-    /// Whether blocks compute their inside again.
+    /// Whether activation checkpointing is on.
     pub recompute: bool,
-    /// The parts of it on the host.
+    /// What is offloaded to the host.
     pub host: OnHost,
 }
 
 impl Keys {
-    /// One rank that has everything.
+    /// Returns the layout of one rank that has everything.
     pub fn whole() -> Self {
         Self {
             pipeline: 1,
@@ -54,7 +54,7 @@ impl Keys {
         }
     }
 
-    /// Properties that a rank by itself has not.
+    /// Returns the number of properties by which the layout is more complex than a single rank.
     pub fn parts(&self) -> usize {
         let Self {
             pipeline,
@@ -74,9 +74,9 @@ impl Keys {
         axes + switches + host.count() + usize::from(u8::from(zero))
     }
 
-    /// The same layout on GPUs with more on the host, the fewest keys first, then the one that
-    /// keeps most on the GPU. Keys that `base` gives stay. Of one rank parameters leave with ZeRO
-    /// 3, which divides nothing there. The configuration may still refuse some.
+    /// Returns the same layout on GPUs with more offloading: the fewest keys first, then the ones
+    /// that keep most on the GPU. Keys that `base` gives are kept. On one rank, offloading
+    /// parameters sets ZeRO 3, which shards nothing there. The configuration may still refuse some.
     pub(super) fn with_more_on_host(&self, base: &Config, may_recompute: bool) -> Vec<Self> {
         let is_given = |key: &str| base.parallel.given.contains(key);
         let whole = self.shard * self.replica == 1 && !is_given("parallel.zero");
@@ -87,7 +87,7 @@ impl Keys {
         for [optimizer, shards, activations] in
             (1..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0))
         {
-            // Nothing that the configuration moves comes back.
+            // What the configuration offloads stays offloaded.
             let changes = [
                 (now.optimizer, optimizer, "offload.optimizer"),
                 (now.shards, shards, "offload.params"),
@@ -110,15 +110,14 @@ impl Keys {
         all
     }
 
-    /// Whether another layout differs in the micro-batch alone, or in recomputation and what is on
-    /// the host for it.
+    /// Returns true if another layout differs only in micro-batch, recomputation and offloading.
     pub fn same_but_micro(&self, other: &Self) -> bool {
         let shape =
             |keys: &Self| Self { micro: None, recompute: false, host: OnHost::default(), ..*keys };
         shape(self) == shape(other)
     }
 
-    /// Whether another layout has the same axes, with or without ZeRO.
+    /// Returns true if another layout has the same axes and micro-batch, with or without ZeRO.
     pub fn same_axes_but_zero(&self, other: &Self) -> bool {
         let axes = |keys: &Self| {
             (keys.pipeline, keys.tensor, keys.shard * keys.replica, keys.sequence, keys.schedule)
@@ -126,13 +125,13 @@ impl Keys {
         axes(self) == axes(other) && self.micro == other.micro
     }
 
-    /// Whether another layout has the same axes.
+    /// Returns true if another layout has the same axes.
     pub fn same_axes(&self, other: &Self) -> bool {
         let axes = |keys: &Self| (keys.pipeline, keys.tensor, keys.shard, keys.replica);
         axes(self) == axes(other)
     }
 
-    /// The configuration with this layout.
+    /// Returns the configuration with this layout.
     pub fn config(&self, base: &Config) -> Config {
         let mut config = base.clone();
         let parallel = &mut config.parallel;
@@ -148,7 +147,7 @@ impl Keys {
         config
     }
 
-    /// The keys to set, as TOML: those that are not the default.
+    /// Returns the keys to set as TOML, without those that have their defaults.
     pub fn toml(&self) -> String {
         let mut lines = vec!["[parallel]".to_string()];
         let mut line = |is_set: bool, text: String| lines.extend(is_set.then_some(text));
@@ -211,20 +210,20 @@ impl fmt::Display for Keys {
     }
 }
 
-/// A layout that cannot be, and the reason.
+/// A layout that was rejected, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeftOut {
     /// The layout.
     pub keys: Keys,
-    /// A line.
+    /// The reason, in one line.
     pub why: String,
-    /// Advice, where it is the configuration that refuses.
+    /// A hint, if the configuration is invalid.
     pub hint: Option<String>,
 }
 
-/// Every layout of `config` on the ranks of `facts`, `per_node` of them on each node. Keys that the
-/// configuration gives stay. Recomputation, and what is on the host, is as the configuration has
-/// it.
+/// Returns every layout of `config` on the ranks of `facts`, `per_node` of them on each node, and
+/// the rejected ones. Keys that the configuration gives are kept, and so are recomputation and
+/// offloading.
 pub fn layouts(
     config: &Config,
     facts: &Environment,
@@ -250,7 +249,7 @@ pub fn layouts(
     (legal, refused)
 }
 
-/// All keys but the micro-batch, which is the configuration's, if it has one.
+/// Returns all combinations of keys except for the micro-batch, which is the configuration's.
 fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
     let parallel = &config.parallel;
     let is_given = |key: &str| parallel.given.contains(&format!("parallel.{key}"));
@@ -264,7 +263,7 @@ fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
         let of_stage = ranks / pipeline;
         for tensor in one_or("tensor", parallel.tensor, divisors(of_stage)) {
             let data = (of_stage / tensor).max(1);
-            // More than one rank is needed to divide anything.
+            // Sequence parallelism requires more than one tensor-parallel rank.
             let sequences = if tensor == 1 && !parallel.sequence {
                 vec![false]
             } else {
@@ -302,9 +301,9 @@ fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
     shapes
 }
 
-/// ZeRO stages, with the ranks that share a copy and the copies: all of `data`, or those of one
-/// node.
-fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usize)> {
+/// Returns the ZeRO stages with the numbers of shards and replicas: sharded over all `data` ranks,
+/// or over those of one node.
+fn shards(config: &Config, data: usize, per_node: usize) -> Vec<(Zero, usize, usize)> {
     let parallel = &config.parallel;
     let is_given = |key: &str| parallel.given.contains(&format!("parallel.{key}"));
     let stages = match is_given("zero") {
@@ -320,13 +319,13 @@ fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usi
             (Some(shard), _) => vec![shard],
             (None, Some(replica)) => vec![(data / replica).max(1)],
             (None, None) if zero == Zero::Zero => vec![1],
-            (None, None) => vec![data, of_node],
+            (None, None) => vec![data, per_node],
         };
         sizes.dedup();
         let copies = |shard: usize| {
             parallel.replica.filter(|_| is_given("replica")).unwrap_or((data / shard.max(1)).max(1))
         };
-        // Several ranks shard something, or nobody does.
+        // A ZeRO stage requires several shards.
         let divides = |shard: &usize| {
             zero == Zero::Zero || is_given("zero") || (*shard > 1 && data.is_multiple_of(*shard))
         };
@@ -335,7 +334,7 @@ fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usi
     all
 }
 
-/// Sizes of the micro-batch.
+/// Returns the micro-batch sizes to try, the largest first.
 fn micros(config: &Config, plan: &ResolvedConfig) -> Vec<u64> {
     if config.parallel.given.contains("batch.micro") {
         return vec![plan.micro];

@@ -1,4 +1,4 @@
-//! A machine in numbers: one that is described by a file, or a rough look at this one.
+//! Rates of a machine: from a description file, or roughly estimated for this machine.
 
 use std::path::Path;
 
@@ -13,56 +13,57 @@ use hpctrain_cpu::Cpu;
 use hpctrain_engine::memory::MemoryBudget;
 use hpctrain_nn::Network;
 
-/// The descriptions that come with the program.
-const SHIPPED: [(&str, &str); 3] = [
+/// The machine descriptions that are built in.
+const BUILT_IN: [(&str, &str); 3] = [
     ("a100x8", include_str!("machines/a100x8.toml")),
     ("h100x8", include_str!("machines/h100x8.toml")),
     ("h200x8", include_str!("machines/h200x8.toml")),
 ];
 
-/// Part of the peak rate that products of usual sizes reach on a CPU.
-const REACHED: f64 = 0.75;
+/// Fraction of the peak rate that matmuls of usual sizes reach on a CPU.
+const CPU_EFFICIENCY: f64 = 0.75;
 
-/// Kernels of a transformer block's forward on a GPU; its backward has twice as many.
-const KERNELS: f64 = 12.0;
+/// Number of kernels in a transformer block's forward on a GPU. Its backward has twice as many.
+const FORWARD_KERNELS: f64 = 12.0;
 
-/// Bytes that an update moves for an element: gradient, master, two moments, read and written.
-const UPDATE: f64 = 32.0;
+/// Bytes that an update moves per element: gradient, master weight and two moments, read and
+/// written.
+const UPDATE_BYTES: f64 = 32.0;
 
-/// A machine.
+/// The description of a machine.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Machine {
-    /// Its name, for people.
+    /// The name of the machine, for display.
     pub name: String,
-    /// The origin of its numbers.
+    /// Where the numbers come from.
     pub source: String,
     /// Whether ranks compute on GPUs.
     pub gpu: bool,
     /// Ranks on each node.
     pub ranks_per_node: usize,
-    /// Memory that a rank may take: of its GPU, or of the host where there is none.
+    /// Memory that a rank may use: of its GPU, or of the host if there is none.
     pub memory: Size,
-    /// Memory of a node's host.
+    /// Host memory of a node.
     pub host_memory: Size,
-    /// Products, in operations a second.
+    /// Matmul rates, in operations per second.
     flops: Flops,
-    /// Bytes a second between a rank and its memory.
+    /// Bytes per second between a rank and its memory.
     bandwidth: f64,
-    /// Seconds that a kernel takes at least.
+    /// Minimum seconds of a kernel.
     #[serde(default)]
     launch: f64,
-    /// Between ranks of a node.
+    /// The link between ranks of a node.
     node: Link,
-    /// Between ranks of different nodes.
+    /// The link between ranks of different nodes.
     network: Link,
-    /// Part of a collective's time that takes nothing from computations beside it.
-    beside: f64,
-    /// Bytes of an element in sums over the slices of a block.
+    /// The fraction of a collective's time that overlaps with computation.
+    #[serde(rename = "beside")]
+    overlap: f64,
+    /// Bytes per element in all-reduces of tensor parallelism.
     #[serde(default = "four")]
     sum_bytes: usize,
-    /// Bytes that a forward of attention moves for each of its scores; 0 where they stay on the
-    /// chip.
+    /// Bytes that the forward of attention moves per score; 0 if scores stay on the chip.
     #[serde(default)]
     score_bytes: f64,
 }
@@ -71,48 +72,48 @@ fn four() -> usize {
     4
 }
 
-/// Operations a second by number format.
+/// Operations per second by number format.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Flops {
     bf16: f64,
     f32: f64,
-    /// As f32, where it is not given.
+    /// Default: as f32.
     tf32: Option<f64>,
 }
 
-/// A link of a rank.
+/// The link of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Link {
     /// Seconds of the smallest message.
     latency: f64,
-    /// Bytes a second in each direction, while all other ranks send as well.
+    /// Bytes per second in each direction, while all other ranks send as well.
     bandwidth: f64,
 }
 
 impl Machine {
-    /// A machine by the name of a shipped description, or by the path of a file.
+    /// Returns a built-in description by name, or reads one from a file by its path.
     ///
     /// # Errors
-    /// There is neither, or the file is malformed.
+    /// Returns an error if there is neither, or if the file is malformed.
     pub fn named(name: &str) -> Result<Self> {
-        if let Some((_, text)) = SHIPPED.iter().find(|(known, _)| *known == name) {
+        if let Some((_, text)) = BUILT_IN.iter().find(|(known, _)| *known == name) {
             return Self::parse(text, name);
         }
         let path = Path::new(name);
         let text = std::fs::read_to_string(path).map_err(|e| {
-            let names = SHIPPED.map(|(name, _)| name).join(", ");
+            let names = BUILT_IN.map(|(name, _)| name).join(", ");
             Error::io("read the machine", path, e)
                 .hint(format!("a file such as machine.toml, or one of {names}"))
         })?;
         Self::parse(&text, name)
     }
 
-    /// A machine by a description; `origin` names it in errors.
+    /// Parses a description. `origin` names it in errors.
     ///
     /// # Errors
-    /// The description is malformed.
+    /// Returns an error if the description is malformed.
     pub(super) fn parse(text: &str, origin: &str) -> Result<Self> {
         let machine: Self = toml::from_str(text).map_err(|e| {
             let line = e
@@ -126,13 +127,13 @@ impl Machine {
         Ok(machine)
     }
 
-    /// This machine as it looks from one process, with `ranks` ranks of `threads` threads on each
-    /// node, each of which may take so many bytes of `memory`: peaks of its cores and its memory;
-    /// the network is a guess.
+    /// Estimates this machine from one process, for `ranks` ranks of `threads` threads on each
+    /// node, each of which may use `memory` bytes: the peak rates of its cores and memory are
+    /// measured, the network is a guess.
     pub fn here(ranks: usize, threads: usize, memory: usize) -> Self {
         let peak = Cpu::new(threads).peak();
         let bandwidth = peak.bandwidth / ranks as f64;
-        let flops = REACHED * peak.flops;
+        let flops = CPU_EFFICIENCY * peak.flops;
         Self {
             name: format!("this machine, {ranks} × {threads} threads"),
             source: "peak rates of its cores and memory; a network of 100 Gbit/s is assumed".into(),
@@ -143,16 +144,16 @@ impl Machine {
             flops: Flops { bf16: flops, f32: flops, tf32: None },
             bandwidth,
             launch: 0.0,
-            // A message is written once and read once more.
+            // A message is written once and read once.
             node: Link { latency: 1e-5, bandwidth: bandwidth / 3.0 },
             network: Link { latency: 2e-5, bandwidth: 12.5e9 / ranks as f64 },
-            beside: 0.0,
+            overlap: 0.0,
             sum_bytes: 4,
             score_bytes: 0.0,
         }
     }
 
-    /// The memory that a rank may take.
+    /// Returns the memory that a rank may use.
     pub fn room(&self) -> MemoryBudget {
         let host = self.host_memory.0 / self.ranks_per_node;
         match self.gpu {
@@ -162,7 +163,7 @@ impl Machine {
     }
 
     fn check(&self, origin: &str) -> Result<()> {
-        let Self { flops, bandwidth, launch, node, network, beside, .. } = self;
+        let Self { flops, bandwidth, launch, node, network, overlap, .. } = self;
         let positive = [
             ("flops.bf16", flops.bf16),
             ("flops.f32", flops.f32),
@@ -179,7 +180,8 @@ impl Machine {
             ("score_bytes", self.score_bytes),
         ];
         let wrong = |key: &str, value: f64, range: &str| {
-            Err(Error::input(format!("{origin}: {key} = {value}")).hint(format!("it is {range}")))
+            Err(Error::input(format!("{origin}: {key} = {value}"))
+                .hint(format!("it must be {range}")))
         };
         if let Some((key, value)) =
             positive.into_iter().find(|(_, value)| !(value.is_finite() && *value > 0.0))
@@ -191,8 +193,8 @@ impl Machine {
         {
             return wrong(key, value, "at least 0");
         }
-        if !(0.0..=1.0).contains(beside) {
-            return wrong("beside", *beside, "from 0 to 1");
+        if !(0.0..=1.0).contains(overlap) {
+            return wrong("beside", *overlap, "from 0 to 1");
         }
         Ok(())
     }
@@ -205,9 +207,9 @@ impl Machine {
         }
     }
 
-    /// Seconds of moving so many times the whole of a buffer over the links of a group: inside
-    /// nodes first, then between ranks of different nodes, each with its part (Thakur et al.,
-    /// "Optimization of collective communication operations in MPICH", 2005).
+    /// Returns the seconds of moving a buffer `times` times over the links of a group: inside nodes
+    /// first, then between ranks of different nodes, each with its part of the buffer (Thakur et
+    /// al., "Optimization of collective communication operations in MPICH", 2005).
     fn moved(&self, span: GroupExtent, bytes: usize, times: f64) -> f64 {
         let inside = span.ranks.div_ceil(span.nodes);
         let part = |ranks: usize| (ranks - 1) as f64 / ranks as f64;
@@ -244,50 +246,50 @@ impl Rates for Machine {
             * heads as f64
             * (plan.network.context() as f64).powi(2)
             * self.score_bytes;
-        // Of the residual stream, which the head of a language model takes.
+        // The width of the residual stream is the input width of a language model's head.
         let width = blocks[last].input_per_row();
         let of_block = |unit: usize| {
             let block = &blocks[unit];
             let tensors = blocks[unit].tensors();
             let parameters = share * tensors.iter().map(|tensor| tensor.len() as f64).sum::<f64>();
-            let products = share * samples * work[unit].flops as f64 / self.flops(plan);
-            // Each kept element is written, and read by the next kernel; so are those in between.
-            let kept = (block.saved_elems_per_row() + block.input_per_row()) as f64;
+            let matmuls = share * samples * work[unit].flops as f64 / self.flops(plan);
+            // Each element, saved or temporary, is written once and read by the next kernel.
+            let saved = (block.saved_elems_per_row() + block.input_per_row()) as f64;
             let scores = if unit == 0 || unit == last { 0.0 } else { scores };
             let forward =
-                2.0 * (kept + block.forward_scratch_per_row() as f64) * rows as f64 * size as f64
+                2.0 * (saved + block.forward_scratch_per_row() as f64) * rows as f64 * size as f64
                     + scores;
             let backward =
-                2.0 * (kept + block.scratch_per_row() as f64) * rows as f64 * size as f64
+                2.0 * (saved + block.scratch_per_row() as f64) * rows as f64 * size as f64
                     + 2.0 * scores;
-            // Weights are read, and gradients of f32 added to; small products wait for them.
+            // Weights are read, and f32 gradients are accumulated; small matmuls are bound by that.
             let weights = parameters * size as f64 / self.bandwidth;
             let gradients = 8.0 * parameters / self.bandwidth;
-            let launches = if unit == 0 || unit == last { 3.0 } else { KERNELS };
-            // Maps whose inputs are cut are summed: one exchange each way. So is a table that is
-            // cut; of the head, the gradient.
-            let sums = tensors
+            let launches = if unit == 0 || unit == last { 3.0 } else { FORWARD_KERNELS };
+            // Row-parallel linear layers need one all-reduce in each direction, a
+            // vocabulary-parallel embedding one in the forward, and the head one in the backward.
+            let all_reduces = tensors
                 .iter()
                 .filter(|tensor| tensor.cut == Some(Cut::Columns) && tensor.shape.len() > 1)
                 .count();
-            let (ahead, back) = match unit {
+            let (in_forward, in_backward) = match unit {
                 _ if tensor.ranks == 1 => (0, 0),
                 0 => (1, 0),
                 unit if unit == last => (0, 1),
-                _ => (sums, sums),
+                _ => (all_reduces, all_reduces),
             };
-            let exchange = self.moved(tensor, rows * width * self.sum_bytes, 2.0);
+            let all_reduce = self.moved(tensor, rows * width * self.sum_bytes, 2.0);
             Passes {
-                forward: products.max(weights)
+                forward: matmuls.max(weights)
                     + forward / self.bandwidth
                     + launches * self.launch
-                    + ahead as f64 * exchange,
-                backward: 2.0 * products.max(weights)
+                    + in_forward as f64 * all_reduce,
+                backward: 2.0 * matmuls.max(weights)
                     + gradients
                     + backward / self.bandwidth
                     + 2.0 * launches * self.launch
-                    + back as f64 * exchange,
-                weights: products + gradients,
+                    + in_backward as f64 * all_reduce,
+                weights: matmuls + gradients,
             }
         };
         Ok((0..blocks.len()).map(of_block).collect())
@@ -313,10 +315,10 @@ impl Rates for Machine {
     }
 
     fn update(&self, _: &ResolvedConfig, elements: usize) -> f64 {
-        UPDATE * elements as f64 / self.bandwidth + 2.0 * self.launch
+        UPDATE_BYTES * elements as f64 / self.bandwidth + 2.0 * self.launch
     }
 
     fn beside(&self) -> f64 {
-        self.beside
+        self.overlap
     }
 }

@@ -1,4 +1,4 @@
-//! Published steps of Megatron-LM beside the times of their layouts on a description of the same
+//! Compares published step times of Megatron-LM with the predictions for the same layouts and
 //! machine.
 
 use super::machine::Machine;
@@ -16,24 +16,24 @@ struct Point {
     pipeline: usize,
     ranks: usize,
     batch: u64,
-    /// Left out, the best is taken: the source does not tell.
+    /// Samples of a micro-batch. `None` if the source does not give it; then the best is taken.
     micro: Option<u64>,
-    /// Whether blocks were computed again; else rows were divided as well.
+    /// Whether full activation recomputation was used; else sequence parallelism.
     recompute: bool,
-    /// Of a step.
+    /// Seconds of a step.
     seconds: f64,
 }
 
-/// Operations of a step as the source counts them: Narayanan et al., "Efficient large-scale
-/// language model training on GPU clusters using Megatron-LM", 2021, equation 3, with the
-/// recomputation of all blocks.
+/// Returns the operations of a step as counted by Narayanan et al., "Efficient large-scale language
+/// model training on GPU clusters using Megatron-LM", 2021, equation 3, with full recomputation.
 fn operations(layers: usize, width: usize, batch: u64) -> f64 {
     let [l, h, b, s, v] = [layers as f64, width as f64, batch as f64, 2048.0, 51200.0];
     96.0 * b * s * l * h * h * (1.0 + s / (6.0 * h) + v / (16.0 * l * h))
 }
 
-/// Table 1 of that paper, with teraFLOP/s a GPU in the place of seconds; and table 5 of Korthikanti
-/// et al., "Reducing activation recomputation in large transformer models", 2022.
+/// Returns the steps of table 1 of that paper, which gives teraFLOP/s per GPU instead of seconds,
+/// and of table 5 of Korthikanti et al., "Reducing activation recomputation in large transformer
+/// models", 2022.
 fn points() -> Vec<Point> {
     let weak = |name, layers, width, heads, tensor, ranks, batch, rate: f64| {
         let seconds = operations(layers, width, batch) / (rate * 1e12 * ranks as f64);
@@ -88,7 +88,7 @@ fn points() -> Vec<Point> {
     ]
 }
 
-/// Seconds of the point's step by the description of 8 A100s.
+/// Returns the predicted seconds of the step on the described nodes of 8 A100s.
 fn predicted(point: &Point) -> f64 {
     let Point { layers, width, heads, tensor, pipeline, ranks, batch, micro, recompute, .. } =
         *point;
@@ -126,7 +126,7 @@ fn published_steps_are_within_a_quarter() {
         let seconds = point.seconds;
         let here = predicted(&point);
         let off = 100.0 * (here / seconds - 1.0);
-        let kind = if point.recompute { "recomputed" } else { "rows divided" };
+        let kind = if point.recompute { "recomputed" } else { "sequence parallel" };
         let line = format!(
             "{}, {kind}: {seconds:.2} s published, {here:.2} s here, {off:+.0} %",
             point.name

@@ -1,11 +1,12 @@
-//! The guide to a layout: every way to train a network on so many ranks, those that fit into
-//! memory, and the time that a step takes in each.
+//! The layout planner: searches the parallel layouts of a network on a number of ranks, and
+//! predicts which fit into memory and how long a step takes in each.
 //!
-//! A layout is a configuration: `layouts.rs` makes them and [`resolve`](hpctrain_config::resolve)
-//! says which are legal, so that nothing is proposed that a run would refuse. Memory is that of
-//! [`estimate`](hpctrain_engine::memory::estimate). The time of a step is played through by
-//! `timeline.rs` over the list of actions that the step itself runs, with the seconds of its pieces
-//! from [`Rates`]: a description of a machine, or a measurement on this one.
+//! A layout is a configuration: `layouts.rs` enumerates them and
+//! [`resolve`](hpctrain_config::resolve) checks which are legal, so that nothing is proposed that a
+//! run would refuse. Memory is estimated by [`estimate`](hpctrain_engine::memory::estimate). The
+//! time of a step is simulated by `timeline.rs` over the same list of actions that a real step
+//! runs. The seconds of each action come from [`Rates`]: from a description of a machine, or from a
+//! measurement on this one.
 
 mod cost_model;
 mod layouts;

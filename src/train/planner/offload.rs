@@ -1,22 +1,22 @@
-//! The parts of a layout that wait in the memory of the host while a GPU computes.
+//! What a layout offloads from a GPU to the memory of its host.
 
 use std::fmt;
 
 use hpctrain_config::Config;
 
-/// The keys that move something from a GPU to its host.
+/// The keys of the section `[offload]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OnHost {
-    /// `offload.optimizer`: masters and optimizer state.
+    /// `offload.optimizer`: fp32 master weights and optimizer state.
     pub optimizer: bool,
     /// `offload.params`: parameters and reduced gradients as well.
     pub shards: bool,
-    /// `offload.activations`: inputs that blocks are computed again from.
+    /// `offload.activations`: inputs from which blocks are recomputed.
     pub activations: bool,
 }
 
 impl OnHost {
-    /// As a configuration has it.
+    /// Returns the keys of a configuration.
     pub fn of(config: &Config) -> Self {
         Self {
             optimizer: config.offload.optimizer,
@@ -25,17 +25,17 @@ impl OnHost {
         }
     }
 
-    /// Keys that are set.
+    /// Returns the number of keys that are set.
     pub fn count(&self) -> usize {
         [self.optimizer, self.shards, self.activations].into_iter().filter(|on| *on).count()
     }
 
-    /// Whether anything is there.
+    /// Returns true if any key is set.
     pub fn any(&self) -> bool {
         self.count() > 0
     }
 
-    /// Sets the keys of a configuration.
+    /// Sets the keys in a configuration.
     pub fn set(&self, config: &mut Config) {
         config.offload.optimizer = self.optimizer;
         config.offload.params = self.shards;
@@ -44,7 +44,7 @@ impl OnHost {
 }
 
 impl fmt::Display for OnHost {
-    /// `, optimizer + activations on the host`; nothing where nothing is.
+    /// Writes `, optimizer + activations on the host`, or nothing if no key is set.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
             ("optimizer", self.optimizer),

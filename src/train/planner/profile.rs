@@ -1,8 +1,8 @@
-//! The speed of this machine, measured on all ranks at once.
+//! Measures the speed of this machine, on all ranks at once.
 //!
-//! Blocks are timed in real steps of a network with few of them, on ranks that train apart but for
-//! those that share blocks: so cores and memory are as busy as in a run, and no collective
-//! disturbs. Collectives are timed by themselves, and what they take from computations beside them
+//! Blocks are timed in real steps of a network with few blocks. Each tensor-parallel group trains
+//! independently, so that cores and memory are as busy as in a run, without collectives between
+//! groups. Collectives are timed separately, and how much of their time overlaps with computation
 //! follows from steps with many and with few of them.
 
 use std::collections::BTreeMap;
@@ -20,105 +20,107 @@ use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_engine::SyntheticTrainer;
 use hpctrain_parallel::{Lifetime, PipelineSchedule, Zero};
 
-/// Steps that are timed, after those that are not.
+/// Timed steps, after the warm-up steps.
 const STEPS: usize = 5;
 
-/// Rounds in which everything is timed once more. The fastest step counts, since others only
-/// disturb; a disturbance that lasts is not there in every round.
+/// Rounds in which everything is timed again. The fastest step counts, since other processes only
+/// slow steps down, and a disturbance that lasts does not affect every round.
 const ROUNDS: usize = 5;
 
-/// Seconds after which no further round begins: steps that take so long are disturbed little, and
-/// on a crowded machine it would be long before all rounds are over.
-const ENOUGH: f64 = 20.0;
+/// Seconds after which no further round begins: long steps are disturbed little, and on a crowded
+/// machine all rounds would take too long.
+const TIME_BUDGET: f64 = 20.0;
 
-/// Steps that touch memory for the first time.
+/// Warm-up steps, which touch memory for the first time.
 const WARM_UP: usize = 2;
 
-/// Transformer blocks of the network that is timed: those of a larger one are as fast.
+/// Minimum number of transformer blocks of the timed network. Those of a deeper one are as fast.
 const BLOCKS: usize = 2;
 
-/// Bytes of parameters of its blocks, if there are as many: in a network that fits into caches
-/// blocks are faster than in a larger one.
+/// Minimum bytes of parameters in the timed blocks, if the network has as many: a network that fits
+/// into caches would be too fast.
 const BEYOND_CACHES: usize = 64 << 20;
 
-/// The parts of a collective's time that computations beside it may gain, from its whole to some
-/// more lost than it takes.
-const BESIDE: [f64; 2] = [-1.0, 1.0];
+/// Range of the fraction of a collective's time that overlaps with computation. It is negative if
+/// the collective slows computation down by more than its own time.
+const OVERLAP: [f64; 2] = [-1.0, 1.0];
 
-/// The same for gathers of parameters that live for their use: products prepare them again each
-/// time.
-const BESIDE_USES: [f64; 2] = [-9.0, 1.0];
+/// The same range for all-gathers before each use of parameters, after which matmuls also pack the
+/// weights again.
+const PARAM_OVERLAP: [f64; 2] = [-9.0, 1.0];
 
-/// Buffers of collectives that are timed, in bytes; times between are interpolated.
+/// Timed buffer sizes of collectives, in bytes. Times between them are interpolated.
 const SIZES: [usize; 5] = [4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
 
-/// Micro-batches of a step that is timed, at most. As many as a run takes: of a longer step no more
-/// than its share of disturbances is left out with the slower steps.
+/// Maximum number of micro-batches of a timed step, which otherwise has as many as a step of a run.
+/// The longer a step, the less likely it is that none of its repetitions is disturbed.
 const MICROS: u64 = 8;
 
 /// Repetitions of a collective.
 const REPETITIONS: usize = 5;
 
-/// All that the time of a block depends on.
+/// Everything that the time of a block depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     tensor: usize,
     sequence: bool,
     micro: u64,
-    /// Micro-batches that use the same parameters, one after the other.
+    /// Consecutive micro-batches that use the same parameters.
     micros: u64,
-    /// Whether gradients of weights are computed apart.
-    puts_off: bool,
+    /// Whether wgrad is computed separately, deferred.
+    deferred_wgrad: bool,
 }
 
 impl Key {
-    fn of(plan: &ResolvedConfig) -> Self {
+    fn new(plan: &ResolvedConfig) -> Self {
         let micros = (plan.step_schedule(0).micros() as u64).min(MICROS);
         let parallel = &plan.config.parallel;
-        let puts_off = plan.mesh.pipeline > 1 && parallel.schedule == PipelineSchedule::ZeroBubble;
+        let deferred_wgrad =
+            plan.mesh.pipeline > 1 && parallel.schedule == PipelineSchedule::ZeroBubble;
         Self {
             tensor: plan.mesh.tensor,
             sequence: parallel.sequence,
             micro: plan.micro,
             micros,
-            puts_off,
+            deferred_wgrad,
         }
     }
 }
 
-/// Times of the blocks of a step, on its slowest rank.
+/// The times of the blocks of a step, on the slowest rank.
 #[derive(Debug, Clone)]
 struct Times {
     /// The whole step.
     step: f64,
-    /// In the first micro-batch of a step, and in another one.
+    /// The passes of each block, in the first micro-batch of a step and in a later one.
     passes: [Vec<Passes>; 2],
     micro: [f64; 2],
-    /// Of an element.
+    /// Seconds of the update per parameter element.
     update: f64,
 }
 
-/// An exchange between ranks.
+/// A communication between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Exchange {
     Collective(Operation),
     Message,
 }
 
-/// Measured seconds.
+/// Measured rates of this machine.
 pub struct Measured {
     times: BTreeMap<Key, Times>,
-    /// By bytes, in order.
+    /// Buffer sizes in bytes, ascending, with their seconds.
     exchanges: BTreeMap<(Exchange, GroupExtent), Vec<(usize, f64)>>,
-    beside: f64,
-    beside_uses: f64,
+    overlap: f64,
+    param_overlap: f64,
 }
 
-/// Measures all that the steps of `plans` consist of: collective over the world of `comm`, which
-/// has their ranks, `per_node` on each node. `backend` is a rank's device, for a plan.
+/// Measures the times of everything that steps of `plans` consist of. Collective over the world of
+/// `comm`, which has the ranks of the plans, `per_node` on each node. `backend` creates the device
+/// of a rank for a plan.
 ///
 /// # Errors
-/// Out of memory, the device, or a message failed.
+/// Returns an error if memory runs out, or if the device or a message between ranks fails.
 pub fn measure<B: Kernels>(
     comm: &Comm<B>,
     plans: &[&ResolvedConfig],
@@ -131,7 +133,7 @@ pub fn measure<B: Kernels>(
     let mut of_keys = BTreeMap::new();
     let mut of_exchanges = BTreeMap::new();
     for plan in plans {
-        of_keys.entry(Key::of(plan)).or_insert(*plan);
+        of_keys.entry(Key::new(plan)).or_insert(*plan);
         for (exchange, axes) in used(&plan.mesh) {
             let span = GroupExtent::of(&plan.mesh, axes, 0, per_node);
             if span.ranks > 1 {
@@ -163,33 +165,31 @@ pub fn measure<B: Kernels>(
     }
     let sized = |times: Vec<f64>| SIZES.into_iter().zip(times).collect();
     let exchanges = exchanges.into_iter().map(|(key, times)| (key, sized(times))).collect();
-    // Threads that talk have cores of their own, or take those of compute; beside a GPU they have.
-    let beside = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
-    let mut measured = Measured { times, exchanges, beside, beside_uses: beside };
-    let gathers = |plan: &&&ResolvedConfig| {
+    // Communication threads have spare cores, or take those of computation. With GPUs they have.
+    let overlap = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
+    let mut measured = Measured { times, exchanges, overlap, param_overlap: overlap };
+    let gathers_per_use = |plan: &&&ResolvedConfig| {
         plan.residency().params == Lifetime::Use && plan.mesh.shard > 1 && plan.mesh.pipeline == 1
     };
-    // The one with most uses of parameters.
+    // The plan with the most uses of parameters per step.
     if let Some(plan) =
-        plans.iter().filter(gathers).max_by_key(|plan| (Key::of(plan).micros, plan.micro))
+        plans.iter().filter(gathers_per_use).max_by_key(|plan| (Key::new(plan).micros, plan.micro))
     {
-        [measured.beside, measured.beside_uses] =
-            time_beside(comm, plan, per_node, &measured, backend)?;
+        [measured.overlap, measured.param_overlap] =
+            measure_overlap(comm, plan, per_node, &measured, backend)?;
     }
     Ok(measured)
 }
 
-/// Whether the ranks have measured for long enough, by the clock of the one that began first.
-/// Collective.
+/// Returns true if the rank that began first has measured for long enough. Collective.
 fn is_enough<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<bool> {
-    Ok(slowest(world, &[begun.elapsed().as_secs_f64()])?[0] > ENOUGH)
+    Ok(slowest(world, &[begun.elapsed().as_secs_f64()])?[0] > TIME_BUDGET)
 }
 
-/// The part of collectives' time that takes nothing from computations beside them, and that of
-/// gathers of parameters that live for their use. `plan` gathers parameters for every turn. Of a
-/// network of few blocks the clock then has as many seconds as the ranks take with parameters that
-/// live always, and with gathers as many more.
-fn time_beside<B: Kernels>(
+/// Measures the overlap of collectives with computation, and that of all-gathers before each use of
+/// parameters, as in `plan`. Real steps of a network with few blocks are timed with ZeRO 1 and with
+/// the plan's stage; the overlaps are those with which simulated steps take the same time.
+fn measure_overlap<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
     per_node: usize,
@@ -197,8 +197,8 @@ fn time_beside<B: Kernels>(
     backend: &impl Fn(&ResolvedConfig) -> Result<B>,
 ) -> Result<[f64; 2]> {
     let world = comm.world();
-    let both = [Zero::One, plan.config.parallel.zero];
-    let both = both.map(|zero| with_few_blocks(plan, zero, comm.size(), !B::ON_HOST));
+    let stages = [Zero::One, plan.config.parallel.zero];
+    let both = stages.map(|zero| with_few_blocks(plan, zero, comm.size(), !B::ON_HOST));
     let both = world.all_ok(both.into_iter().collect::<Result<Vec<ResolvedConfig>>>())?;
     let mut fastest = vec![f64::INFINITY; both.len()];
     let begun = Instant::now();
@@ -207,12 +207,12 @@ fn time_beside<B: Kernels>(
             break;
         }
         for (fastest, plan) in fastest.iter_mut().zip(&both) {
-            let mut pace =
+            let mut trainer =
                 SyntheticTrainer::of_plan(comm, plan.clone(), world.all_ok(backend(plan))?)?;
             for _ in 0..WARM_UP {
-                pace.step()?;
+                trainer.step()?;
             }
-            let mine = (0..STEPS).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
+            let mine = (0..STEPS).map(|_| trainer.step()).collect::<Result<Vec<_>>>()?;
             *fastest = slowest(&world, &mine)?.into_iter().fold(*fastest, f64::min);
         }
     }
@@ -220,34 +220,36 @@ fn time_beside<B: Kernels>(
         .iter()
         .map(|plan| step_times(plan, measured, per_node, B::ON_HOST))
         .collect::<Result<Vec<_>>>()?;
-    let played = |times: &StepTimes, beside, beside_uses| {
-        let time = StepTimes { beside, beside_uses, ..times.clone() }.play();
+    let simulated = |times: &StepTimes, overlap, param_overlap| {
+        let time =
+            StepTimes { beside: overlap, beside_uses: param_overlap, ..times.clone() }.play();
         time.map_or(f64::INFINITY, |time| time.step)
     };
-    let beside = part(BESIDE, fastest[0], |beside| played(&times[0], beside, beside));
-    let once = played(&times[0], beside, beside);
-    let beside_uses =
-        part(BESIDE_USES, fastest[1] - fastest[0], |uses| played(&times[1], beside, uses) - once);
-    Ok([beside, beside_uses])
+    let overlap = solve(OVERLAP, fastest[0], |overlap| simulated(&times[0], overlap, overlap));
+    let once = simulated(&times[0], overlap, overlap);
+    let param_overlap = solve(PARAM_OVERLAP, fastest[1] - fastest[0], |uses| {
+        simulated(&times[1], overlap, uses) - once
+    });
+    Ok([overlap, param_overlap])
 }
 
-/// The part within these limits with which the clock has so many seconds; the more is gained, the
-/// fewer they are.
-fn part([mut less, mut more]: [f64; 2], seconds: f64, played: impl Fn(f64) -> f64) -> f64 {
+/// Returns the overlap within these limits with which the simulation takes `seconds`, found by
+/// bisection: the larger the overlap, the shorter the step.
+fn solve([mut low, mut high]: [f64; 2], seconds: f64, simulated: impl Fn(f64) -> f64) -> f64 {
     for _ in 0..20 {
-        let middle = (less + more) / 2.0;
-        if played(middle) > seconds { less = middle } else { more = middle }
+        let middle = (low + high) / 2.0;
+        if simulated(middle) > seconds { low = middle } else { high = middle }
     }
-    (less + more) / 2.0
+    (low + high) / 2.0
 }
 
-/// The exchanges of a mesh, with their axes.
+/// Returns the communications of a mesh, with their axes.
 fn used(mesh: &Mesh) -> Vec<(Exchange, &'static [Axis])> {
     let mut used: Vec<(Exchange, &'static [Axis])> = vec![
         (Exchange::Collective(Operation::AllGather), &[Axis::Shard]),
         (Exchange::Collective(Operation::ReduceScatter), &[Axis::Shard]),
         (Exchange::Collective(Operation::AllReduce), &[Axis::Replica]),
-        // The message about loss and norm.
+        // The all-gather of loss and norm.
         (
             Exchange::Collective(Operation::AllGather),
             &[Axis::Pipeline, Axis::Replica, Axis::Shard, Axis::Tensor],
@@ -266,32 +268,32 @@ fn time_blocks<B: Kernels>(
     backend: &impl Fn(&ResolvedConfig) -> Result<B>,
 ) -> Result<Times> {
     let world = comm.world();
-    let key = Key::of(plan);
+    let key = Key::new(plan);
     let colors: Vec<usize> = (0..comm.size()).map(|rank| rank / key.tensor).collect();
-    let alone = comm.role(&colors)?;
-    let plan = world.all_ok(apart(plan, key, !B::ON_HOST))?;
+    let tensor_comm = comm.role(&colors)?;
+    let plan = world.all_ok(tensor_group_plan(plan, key, !B::ON_HOST))?;
     let backend = world.all_ok(backend(&plan))?;
-    // A device that computes beside the host is waited for after each kernel: so a block's time is
-    // its own.
+    // With recording on, an asynchronous device is waited for after each kernel, so that blocks are
+    // timed separately.
     backend.profile().record(!B::ON_HOST);
-    let mut pace = SyntheticTrainer::of_plan(&alone, plan, backend)?;
-    if key.puts_off {
-        pace.defer_wgrad();
+    let mut trainer = SyntheticTrainer::of_plan(&tensor_comm, plan, backend)?;
+    if key.deferred_wgrad {
+        trainer.defer_wgrad();
     }
     for _ in 0..WARM_UP {
-        pace.step()?;
+        trainer.step()?;
     }
     let activity = comm.activity();
-    let blocks = pace.plan.network.blocks_summary().len();
+    let blocks = trainer.plan.network.blocks_summary().len();
     let mut fastest: Option<Vec<f64>> = None;
     for _ in 0..STEPS {
         world.barrier().wait()?;
         activity.record(true);
-        let seconds = pace.step();
+        let seconds = trainer.step();
         activity.record(false);
         let events = activity.take().kept;
         let seconds = seconds?;
-        let step = Step::of(&pace, &events, seconds, key.puts_off)?;
+        let step = StepSpans::new(&trainer, &events, seconds, key.deferred_wgrad)?;
         let mut mine = vec![seconds];
         for micros in [0..1, usize::from(key.micros > 1)..step.loss.len()] {
             let mean = |of: &dyn Fn(usize) -> f64| {
@@ -304,17 +306,17 @@ fn time_blocks<B: Kernels>(
             }
             mine.push(mean(&|micro| step.loss[micro]));
         }
-        mine.push(step.rest / pace.parameters().max(1) as f64);
-        // Ranks wait for the slowest.
+        mine.push(step.rest / trainer.parameters().max(1) as f64);
+        // Ranks wait for the slowest rank.
         let slowest = of_slowest(&world, &mine)?;
         if fastest.as_ref().is_none_or(|fastest| slowest[0] < fastest[0]) {
             fastest = Some(slowest);
         }
     }
-    pace.backend().profile().record(false);
-    pace.backend().profile().take();
+    trainer.backend().profile().record(false);
+    trainer.backend().profile().take();
     let [step, all @ ..] = &fastest.ok_or_else(|| Error::internal("no step was timed"))?[..] else {
-        return Err(Error::internal("a step without times"));
+        return Err(Error::internal("a timed step has no times"));
     };
     let passes = |of_micro: &[f64]| {
         let block = |[forward, inputs, weights]: &[f64; 3]| Passes {
@@ -335,20 +337,22 @@ fn time_blocks<B: Kernels>(
     })
 }
 
-/// The numbers of the rank whose first number is the largest, on every rank.
+/// Returns, on every rank, the numbers of the rank whose first number is the largest.
 fn of_slowest<B: Kernels>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
-    let told = world.gather_bytes(mine.iter().flat_map(|x| x.to_le_bytes()).collect()).wait()?;
+    let messages =
+        world.gather_bytes(mine.iter().flat_map(|x| x.to_le_bytes()).collect()).wait()?;
     let numbers = |bytes: Vec<u8>| {
         bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x)).collect::<Vec<f64>>()
     };
-    let slowest = told.into_iter().map(numbers).max_by(|one, other| one[0].total_cmp(&other[0]));
+    let slowest =
+        messages.into_iter().map(numbers).max_by(|one, other| one[0].total_cmp(&other[0]));
     slowest
         .filter(|numbers| numbers.len() == mine.len())
         .ok_or_else(|| Error::comm("ranks measure different blocks"))
 }
 
-/// The plan by which a rank, or the ranks that share blocks, train apart on few blocks.
-fn apart(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<ResolvedConfig> {
+/// Returns the plan by which one tensor-parallel group trains a network of few blocks.
+fn tensor_group_plan(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<ResolvedConfig> {
     let mut config = plan.config.clone();
     let parallel = &mut config.parallel;
     parallel.layout = LayoutMode::Given;
@@ -370,7 +374,7 @@ fn apart(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<ResolvedConfig
     resolve(config, &facts)
 }
 
-/// The plan, with another ZeRO stage, few blocks and as few micro-batches.
+/// Returns the plan with another ZeRO stage, few blocks and few micro-batches.
 fn with_few_blocks(
     plan: &ResolvedConfig,
     zero: Zero,
@@ -381,7 +385,7 @@ fn with_few_blocks(
     OnHost::default().set(&mut config);
     (config.parallel.zero, config.parallel.virtual_ranks, config.batch.micro) =
         (zero, None, Some(plan.micro));
-    config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::of(plan).micros;
+    config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::new(plan).micros;
     few_blocks(&mut config, plan);
     resolve(
         config,
@@ -394,7 +398,7 @@ fn with_few_blocks(
     )
 }
 
-/// Leaves out transformer blocks that need not be timed.
+/// Reduces the number of transformer blocks to those that need to be timed.
 fn few_blocks(config: &mut Config, plan: &ResolvedConfig) {
     if let LayerList::Count(count) = config.model.layers {
         let of_block = plan.network.blocks_summary().get(1).map_or(0, |block| block.parameters)
@@ -404,10 +408,10 @@ fn few_blocks(config: &mut Config, plan: &ResolvedConfig) {
     }
 }
 
-/// The pieces of a step, in seconds: by micro-batch, then by block.
-struct Step {
+/// The parts of a step, in seconds, by micro-batch and then by block.
+struct StepSpans {
     forward: Vec<Vec<f64>>,
-    /// Without the gradients of weights, where those are computed apart.
+    /// Without wgrad if it is deferred.
     backward: Vec<Vec<f64>>,
     weights: Vec<Vec<f64>>,
     loss: Vec<f64>,
@@ -415,15 +419,15 @@ struct Step {
     rest: f64,
 }
 
-impl Step {
-    fn of<B: Kernels>(
-        pace: &SyntheticTrainer<B>,
+impl StepSpans {
+    fn new<B: Kernels>(
+        trainer: &SyntheticTrainer<B>,
         events: &[SpanEvent],
         seconds: f64,
-        puts_off: bool,
+        deferred_wgrad: bool,
     ) -> Result<Self> {
-        let blocks = pace.plan.network.blocks_summary().len();
-        let of = |doing: Doing| -> Vec<f64> {
+        let blocks = trainer.plan.network.blocks_summary().len();
+        let seconds_of = |doing: Doing| -> Vec<f64> {
             let events = events
                 .iter()
                 .filter(|event| event.track == Track::Compute && event.name == doing.name());
@@ -432,18 +436,21 @@ impl Step {
         let chunks = |times: Vec<f64>| -> Vec<Vec<f64>> {
             times.chunks(blocks).map(<[f64]>::to_vec).collect()
         };
-        let forward = chunks(of(Doing::Forward));
-        let mut backward = chunks(of(Doing::Backward));
-        let loss = of(Doing::Loss);
+        let forward = chunks(seconds_of(Doing::Forward));
+        let mut backward = chunks(seconds_of(Doing::Backward));
+        let loss = seconds_of(Doing::Loss);
         let micros = loss.len();
-        let mut weights =
-            if puts_off { chunks(of(Doing::Weights)) } else { vec![vec![0.0; blocks]; micros] };
-        // Backwards begin with the last block.
+        let mut weights = if deferred_wgrad {
+            chunks(seconds_of(Doing::Weights))
+        } else {
+            vec![vec![0.0; blocks]; micros]
+        };
+        // Backward passes begin with the last block.
         backward.iter_mut().chain(&mut weights).for_each(|of_micro| of_micro.reverse());
         if [&forward, &backward, &weights].iter().any(|passes| passes.len() != micros)
             || micros == 0
         {
-            return Err(Error::internal("a step without all of its forwards and backwards"));
+            return Err(Error::internal("a timed step lacks forward or backward spans"));
         }
         let passes = [&forward, &backward, &weights]
             .into_iter()
@@ -455,7 +462,7 @@ impl Step {
     }
 }
 
-/// Times an exchange along `axes` of a mesh, on buffers of all sizes up to those of the plan.
+/// Times a communication along `axes` of a mesh, for all buffer sizes of [`SIZES`].
 fn time_exchange<B: Kernels>(
     comm: &Comm<B>,
     mesh: &Mesh,
@@ -478,20 +485,20 @@ fn time_exchange<B: Kernels>(
             let begun = Instant::now();
             buf = match exchange {
                 Exchange::Collective(operation) => group.run(operation, buf).wait()?,
-                Exchange::Message => there_and_back(&group, buf)?,
+                Exchange::Message => ping_pong(&group, buf)?,
             };
             let ways = if exchange == Exchange::Message { 2.0 } else { 1.0 };
             mine.push(begun.elapsed().as_secs_f64() / ways);
         }
-        // The first one touches memory for the first time.
+        // The first repetition touches memory for the first time.
         times.push(slowest(&world, &mine[1..])?.into_iter().fold(f64::INFINITY, f64::min));
     }
     backend.trim();
     Ok(times)
 }
 
-/// A message between the first two ranks of a group, and another one back.
-fn there_and_back<B: Kernels>(group: &Group<B>, buf: B::Buf) -> Result<B::Buf> {
+/// Sends a message from the first rank of a group to the second, and back.
+fn ping_pong<B: Kernels>(group: &Group<B>, buf: B::Buf) -> Result<B::Buf> {
     match group.rank() {
         0 => {
             let buf = group.send(1, buf).wait()?;
@@ -505,7 +512,8 @@ fn there_and_back<B: Kernels>(group: &Group<B>, buf: B::Buf) -> Result<B::Buf> {
     }
 }
 
-/// Seconds for so many bytes: between measured sizes on a line, beyond them in proportion.
+/// Returns the seconds for `bytes`: interpolated linearly between measured sizes, and in proportion
+/// beyond them.
 fn interpolated(times: &[(usize, f64)], bytes: usize) -> f64 {
     let (Some(first), Some(last)) = (times.first(), times.last()) else { return 0.0 };
     if bytes <= first.0 {
@@ -522,19 +530,19 @@ fn interpolated(times: &[(usize, f64)], bytes: usize) -> f64 {
 }
 
 impl Measured {
-    fn of(&self, plan: &ResolvedConfig) -> Result<(&Times, f64)> {
+    /// Returns the times for a plan, and the fraction of a step's micro-batches that come first.
+    fn lookup(&self, plan: &ResolvedConfig) -> Result<(&Times, f64)> {
         let times = self
             .times
-            .get(&Key::of(plan))
-            .ok_or_else(|| Error::internal("a layout that was not measured"))?;
-        // The part of a step's micro-batches that are the first.
+            .get(&Key::new(plan))
+            .ok_or_else(|| Error::internal("no times were measured for this layout"))?;
         Ok((times, 1.0 / plan.step_schedule(0).micros() as f64))
     }
 }
 
 impl Rates for Measured {
     fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<Passes>> {
-        let (times, first) = self.of(plan)?;
+        let (times, first) = self.lookup(plan)?;
         let blocks = plan.network.blocks_summary().len();
         let measured = times.passes[0].len();
         let at = |unit: usize| {
@@ -542,7 +550,7 @@ impl Rates for Measured {
                 0 => 0,
                 _ if unit + 1 == blocks => measured - 1,
                 _ if measured == blocks => unit,
-                // The last of those between.
+                // The last transformer block.
                 _ => measured - 2,
             };
             let [one, other] = [times.passes[0][of_kind], times.passes[1][of_kind]];
@@ -557,7 +565,7 @@ impl Rates for Measured {
     }
 
     fn micro(&self, plan: &ResolvedConfig) -> Result<f64> {
-        let (times, first) = self.of(plan)?;
+        let (times, first) = self.lookup(plan)?;
         Ok(first * times.micro[0] + (1.0 - first) * times.micro[1])
     }
 
@@ -568,22 +576,21 @@ impl Rates for Measured {
     }
 
     fn message(&self, span: GroupExtent, bytes: usize) -> f64 {
-        let times = self
-            .exchanges
-            .iter()
-            .find(|((exchange, of), _)| *exchange == Exchange::Message && of.nodes >= span.nodes);
+        let times = self.exchanges.iter().find(|((exchange, group), _)| {
+            *exchange == Exchange::Message && group.nodes >= span.nodes
+        });
         times.map_or(0.0, |(_, times)| interpolated(times, bytes))
     }
 
     fn update(&self, plan: &ResolvedConfig, elements: usize) -> f64 {
-        self.of(plan).map_or(0.0, |(times, _)| times.update * elements as f64)
+        self.lookup(plan).map_or(0.0, |(times, _)| times.update * elements as f64)
     }
 
     fn beside(&self) -> f64 {
-        self.beside
+        self.overlap
     }
 
     fn beside_uses(&self) -> f64 {
-        self.beside_uses
+        self.param_overlap
     }
 }

@@ -1,4 +1,4 @@
-//! The choice for people and programs.
+//! The report of a search, as text and as JSON.
 
 use serde::Serialize;
 
@@ -10,22 +10,22 @@ use hpctrain_config::telemetry::grouped;
 use hpctrain_data::inspect::table;
 use hpctrain_device::readable;
 
-/// Refusals that are shown to people.
-const SHOWN: usize = 8;
+/// Maximum number of reasons for rejected layouts in the text, without `--all`.
+const SHOWN_REASONS: usize = 8;
 
-/// All that `hpctrain plan` prints.
+/// The output of `hpctrain plan`.
 pub struct PlanReport<'a> {
-    /// Preset or file.
+    /// The preset or file of the network.
     pub network: &'a str,
-    /// Ranks in all.
+    /// The number of ranks.
     pub ranks: usize,
     /// Consecutive ranks on each node.
     pub per_node: usize,
-    /// The origin of the rates.
+    /// Where the rates come from.
     pub rates: String,
-    /// The choice.
+    /// The result of the search.
     pub choice: &'a Choice,
-    /// Results of the first proposals, where they were tried.
+    /// The trials of the first proposals, if there were any.
     pub trials: &'a [Trial],
 }
 
@@ -36,13 +36,13 @@ struct Json<'a> {
     nodes: usize,
     rates: &'a str,
     memory_limit_bytes: Option<usize>,
-    layouts: Vec<Row>,
-    left_out: Vec<Out<'a>>,
+    layouts: Vec<LayoutRecord>,
+    left_out: Vec<RejectedRecord<'a>>,
     reasons: &'a [String],
 }
 
 #[derive(Serialize)]
-struct Row {
+struct LayoutRecord {
     pipeline: usize,
     schedule: String,
     tensor: usize,
@@ -55,9 +55,9 @@ struct Row {
     offload_optimizer: bool,
     offload_params: bool,
     offload_activations: bool,
-    /// Without copies to the host and updates there.
+    /// Does not include copies to the host and updates there.
     step_ms: f64,
-    /// Tokens of text, samples else.
+    /// Tokens for language models, else samples.
     per_second: f64,
     memory_bytes: usize,
     host_bytes: usize,
@@ -65,35 +65,36 @@ struct Row {
     exposed: f64,
     toml: String,
     #[serde(skip_serializing_if = "Option::is_none")]
-    tried: Option<Tried>,
+    tried: Option<TrialRecord>,
 }
 
-/// A proposal in real steps.
+/// The trial of a proposal in real steps.
 #[derive(Serialize)]
-struct Tried {
+struct TrialRecord {
     step_ms: f64,
-    /// Most bytes of parameters, gradients, optimizer state and activations: by the rank's count,
-    /// and by the estimate.
+    /// Peak bytes of parameters, gradients, optimizer state, activations and workspace, as
+    /// allocated.
     counted_bytes: usize,
+    /// The same by the estimate.
     estimated_bytes: usize,
 }
 
 #[derive(Serialize)]
-struct Out<'a> {
+struct RejectedRecord<'a> {
     layout: String,
     why: &'a str,
 }
 
 impl PlanReport<'_> {
-    /// One object.
+    /// Returns the report as a JSON object.
     ///
     /// # Errors
-    /// None that is known.
+    /// Returns an error if the report cannot be serialised.
     pub fn json(&self) -> Result<String> {
         let Self { network, ranks, per_node, rates, choice, trials } = self;
         let on_gpu = choice.proposals.first().is_some_and(|one| one.memory.gpu.is_some());
         let limit = if on_gpu { choice.room.gpu } else { choice.room.host };
-        let row = |(number, one): (usize, &Proposal)| Row {
+        let row = |(number, one): (usize, &Proposal)| LayoutRecord {
             pipeline: one.keys.pipeline,
             schedule: one.keys.schedule.to_string(),
             tensor: one.keys.tensor,
@@ -113,7 +114,7 @@ impl PlanReport<'_> {
             bubble: one.time.bubble,
             exposed: one.time.exposed,
             toml: one.keys.toml(),
-            tried: trials.get(number).map(|trial| Tried {
+            tried: trials.get(number).map(|trial| TrialRecord {
                 step_ms: trial.step * 1e3,
                 counted_bytes: trial.allocated,
                 estimated_bytes: COUNTED
@@ -132,15 +133,16 @@ impl PlanReport<'_> {
             left_out: choice
                 .left_out
                 .iter()
-                .map(|out| Out { layout: out.keys.to_string(), why: &out.why })
+                .map(|out| RejectedRecord { layout: out.keys.to_string(), why: &out.why })
                 .collect(),
             reasons: &choice.reasons,
         };
         serde_json::to_string_pretty(&json).map_err(|e| Error::internal(format!("report: {e}")))
     }
 
-    /// Text: the first `most` layouts, each with its best micro-batch, the refusals, the reasons,
-    /// and the keys to set. With `all` every size of the micro-batch, and every refusal.
+    /// Returns the report as text: the first `most` layouts, each with its best micro-batch, the
+    /// rejected layouts, the reasons, and the keys to set. With `all`, every micro-batch size and
+    /// every rejected layout.
     pub fn text(&self, most: usize, all: bool) -> String {
         let Self { network, ranks, per_node, rates, choice, trials } = self;
         let nodes = ranks.div_ceil(*per_node);
@@ -167,7 +169,7 @@ impl PlanReport<'_> {
             }
             seen.push(&one.keys);
             let share = |part: f64| format!("{:.0} %", 100.0 * part);
-            // The host's work takes more.
+            // Work on the host is not part of the predicted time.
             let (more, less) = if one.takes_more() { ("> ", "< ") } else { ("", "") };
             let memory = match one.takes_more() {
                 true => format!("{}, host {}", readable(one.bytes()), readable(one.memory.host())),
@@ -199,17 +201,17 @@ impl PlanReport<'_> {
         out += &format!(
             "\na second: {unit}; bubble: waits for other stages; exposed: waits for collectives\n"
         );
-        // A layout that fits with a smaller micro-batch is not left out.
+        // A layout that fits with a smaller micro-batch is not listed as rejected.
         let fits = |left: &&LeftOut| {
             all || !choice.proposals.iter().any(|one| one.keys.same_but_micro(&left.keys))
         };
         let left: Vec<&LeftOut> = choice.left_out.iter().filter(fits).collect();
         if !left.is_empty() {
-            out += "\nleft out:\n";
-            // Many layouts are refused for one reason.
-            let alike = |one: &&LeftOut, other: &&LeftOut| !all && one.why == other.why;
-            let groups: Vec<&[&LeftOut]> = left.chunk_by(alike).collect();
-            let shown = if all { groups.len() } else { SHOWN };
+            out += "\nrejected:\n";
+            // Many layouts are rejected for the same reason.
+            let has_same_reason = |one: &&LeftOut, other: &&LeftOut| !all && one.why == other.why;
+            let groups: Vec<&[&LeftOut]> = left.chunk_by(has_same_reason).collect();
+            let shown = if all { groups.len() } else { SHOWN_REASONS };
             for group in groups.iter().take(shown) {
                 let others = if group.len() > 1 {
                     format!(" and {} like it", group.len() - 1)

@@ -1,4 +1,4 @@
-//! The choice: layouts that fit, the fastest first, and the reasons.
+//! The search: layouts that fit, the fastest first, and the reasons.
 
 use super::cost_model::{Rates, step_times};
 use super::layouts::{Keys, LeftOut, layouts};
@@ -17,70 +17,70 @@ use hpctrain_engine::memory::{Held, MemoryBudget};
 use hpctrain_engine::vocabulary;
 use hpctrain_parallel::{Storage, Zero};
 
-/// Part of a step that each axis, or other property, of a layout must gain: a simpler layout that
-/// is as fast comes first.
-const WORTH: f64 = 0.005;
+/// Fraction of a step that each axis or other property of a layout must save to be preferred over a
+/// simpler layout.
+const COMPLEXITY_PENALTY: f64 = 0.005;
 
 /// A layout that fits.
 #[derive(Debug, Clone)]
 pub struct Proposal {
-    /// Its keys.
+    /// The keys of the layout.
     pub keys: Keys,
-    /// The plan of a run with them.
+    /// The resolved configuration with these keys.
     pub plan: ResolvedConfig,
-    /// Memory of the rank that needs most.
+    /// Memory of the rank that needs the most.
     pub memory: Estimate,
-    /// Its step.
+    /// The predicted times of a step.
     pub time: Timeline,
 }
 
 impl Proposal {
-    /// Tokens, or samples, a second.
+    /// Returns the tokens or samples per second.
     pub fn per_second(&self) -> f64 {
         self.plan.tokens_per_step() as f64 / self.time.step
     }
 
-    /// Whether its step takes longer than its time, by work of the host.
+    /// Returns true if a step takes longer than predicted, since work on the host is not modelled.
     pub fn takes_more(&self) -> bool {
         self.keys.host.any() || self.plan.has_tables_on_host()
     }
 
-    /// Bytes that decide: of a GPU, or of the host.
+    /// Returns the bytes on a GPU if there is one, else on the host.
     pub fn bytes(&self) -> usize {
         if self.memory.gpu.is_some() { self.memory.gpu() } else { self.memory.host() }
     }
 }
 
-/// All layouts of a network on some ranks.
+/// The result of a search.
 #[derive(Debug, Clone)]
 pub struct Choice {
-    /// Those that fit, the best first.
+    /// The layouts that fit, the best first.
     pub proposals: Vec<Proposal>,
-    /// The others.
+    /// The layouts that were rejected.
     pub left_out: Vec<LeftOut>,
-    /// Memory that a rank may take.
+    /// Memory that a rank may use.
     pub room: MemoryBudget,
-    /// Sentences about the choice.
+    /// Sentences that explain the result.
     pub reasons: Vec<String>,
 }
 
-/// The place of a choice.
+/// The limits of a search.
 #[derive(Debug, Clone, Copy)]
 pub struct SearchLimits {
-    /// Memory that a rank may take.
+    /// Memory that a rank may use.
     pub room: MemoryBudget,
-    /// Memory that does not depend on the layout.
+    /// Memory in use that does not depend on the layout.
     pub held: Held,
     /// Consecutive ranks on each node.
     pub per_node: usize,
 }
 
-/// Every layout of a configuration on the ranks of `facts`; `rates` are asked for once it is clear
-/// which fit.
+/// Searches the layouts of a configuration on the ranks of `facts`. `rates` is called once, with
+/// the layouts that fit.
 ///
 /// # Errors
-/// No layout is legal, or none fits: the least change after which one does. Or replicas are to
-/// train apart.
+/// Returns an error if no layout is legal; if none fits, with the smallest change after which one
+/// does as the hint; or if local SGD or central storage is configured.
 pub fn choose<R: Rates>(
     config: &Config,
     facts: &Environment,
@@ -89,15 +89,15 @@ pub fn choose<R: Rates>(
 ) -> Result<Choice> {
     let SearchLimits { room, held, per_node } = *place;
     if config.local_sgd.sync_every != Interval::Steps(0) {
-        let message = "local_sgd.sync_every is set, but layouts have other numbers of replicas, which train otherwise apart";
+        let message = "local_sgd.sync_every is set, but layouts differ in their numbers of replicas, which change the result of local SGD";
         return Err(Error::input(message)
-            .hint("choose a layout without it, and set it beside the keys of that"));
+            .hint("search without it, then add it to the keys of the chosen layout"));
     }
     if config.parallel.storage == Storage::Central {
         return Err(Error::input(
-            "parallel.storage = central is a layout, of which there is nothing to choose",
+            "parallel.storage = central is a layout of its own, which has no alternatives to search",
         )
-        .hint("choose a layout without it"));
+        .hint("search without it"));
     }
     let need = |plan: &ResolvedConfig| {
         if facts.on_gpu {
@@ -167,14 +167,15 @@ pub fn choose<R: Rates>(
             Some(time) => proposals.push(Proposal { keys, plan, memory, time }),
             None => left_out.push(LeftOut {
                 keys,
-                why: "its stages wait for each other".into(),
+                why: "its pipeline schedule deadlocks".into(),
                 hint: None,
             }),
         }
     }
-    // Nothing tells the time of copies to the host: layouts that need them come last, those with
-    // the fewest first.
-    let cost = |one: &Proposal| one.time.step * (1.0 + WORTH * one.keys.parts() as f64);
+    // The time of copies to the host is not modelled: layouts that need them come last, those
+    // with the fewest first.
+    let cost =
+        |one: &Proposal| one.time.step * (1.0 + COMPLEXITY_PENALTY * one.keys.parts() as f64);
     let on_host = |one: &Proposal| one.keys.host.count();
     proposals.sort_by(|one, other| {
         on_host(one).cmp(&on_host(other)).then(cost(one).total_cmp(&cost(other)))
@@ -183,7 +184,7 @@ pub fn choose<R: Rates>(
     Ok(Choice { proposals, left_out, room, reasons })
 }
 
-/// A layout that does not fit, with as little on the host as makes it fit, if anything does.
+/// Returns the layout with the least offloading with which it fits, if there is one.
 fn on_host(
     keys: &Keys,
     config: &Config,
@@ -198,8 +199,7 @@ fn on_host(
         Some((keys, plan, memory))
     };
     let all = keys.with_more_on_host(config, may_recompute);
-    // The last one has most on the host: where the GPU has no room for that, it has none for the
-    // others.
+    // The last one offloads the most: if it does not fit on the GPU, neither do the others.
     let most = all.iter().rev().find_map(|keys| legal(*keys))?;
     if most.2.gpu() > room.gpu {
         return None;
@@ -210,16 +210,16 @@ fn on_host(
 fn none_legal(refused: &[LeftOut]) -> Error {
     let first = refused.first();
     let why = first.map_or("no keys divide the ranks", |first| &first.why);
-    // A reason that all layouts share is none of theirs.
-    let of_all = first
+    // If all layouts have the same reason, the cause is the configuration, and its hint applies.
+    let common_hint = first
         .filter(|first| refused.iter().all(|other| other.why == first.why))
         .and_then(|first| first.hint.as_deref());
-    let others = "leave keys of [parallel] out, or start other numbers of ranks";
-    let hint = of_all.map_or(others.to_owned(), |hint| format!("{hint}; or {others}"));
+    let others = "remove keys of [parallel], or use another number of ranks";
+    let hint = common_hint.map_or(others.to_owned(), |hint| format!("{hint}; or {others}"));
     Error::input(format!("no layout is possible: {why}")).hint(hint)
 }
 
-/// `needs 3 GiB (parameters 1 GiB, …), more than 2 GiB`.
+/// Returns a reason such as `needs 3 GiB (parameters 1 GiB, …), more than 2 GiB a rank`.
 fn too_large(memory: &Estimate, room: &MemoryBudget) -> String {
     let (need, parts, there) = match memory.gpu {
         Some(_) if memory.gpu() > room.gpu => (memory.gpu(), memory.gpu_parts(), room.gpu),
@@ -228,7 +228,7 @@ fn too_large(memory: &Estimate, room: &MemoryBudget) -> String {
     format!("needs {} ({parts}), more than {} a rank", readable(need), readable(there))
 }
 
-/// The guide of the literature to this choice: what fits decides first.
+/// Explains the result: first whether the whole network fits a rank, then the times.
 fn reasons(
     config: &Config,
     facts: &Environment,
@@ -238,22 +238,22 @@ fn reasons(
 ) -> Vec<String> {
     let mut sentences = Vec::new();
     let Some(best) = proposals.first() else { return sentences };
-    // One rank with everything, on the smallest micro-batch: all memory but that of activations.
+    // Each rank has the whole state and the smallest micro-batch, so that activations need little.
     let whole = Keys { replica: facts.ranks, micro: Some(1), ..Keys::whole() };
     let whole = resolve(whole.config(config), facts).map(|plan| need(&plan));
     let bytes = |memory: &Estimate| if memory.gpu.is_some() { memory.gpu() } else { memory.host() };
-    let of_room = if facts.on_gpu { room.gpu } else { room.host };
+    let budget = if facts.on_gpu { room.gpu } else { room.host };
     if let Ok(whole) = whole {
-        let [needed, there] = [bytes(&whole), of_room].map(readable);
+        let [needed, there] = [bytes(&whole), budget].map(readable);
         sentences.push(if room.holds(&whole) {
-            format!("The training state of the whole network fits a rank ({needed} of {there}): data parallelism suffices, and other axes must be faster.")
+            format!("The training state of the whole network fits a rank ({needed} of {there}): data parallelism suffices, and other axes are used only if they are faster.")
         } else {
             let kind = |kind: MemoryKind| whole.categories()[kind as usize];
             let state = kind(MemoryKind::Parameters) + kind(MemoryKind::Gradients) + kind(MemoryKind::Optimizer);
-            let cure = if state > of_room {
-                "ZeRO, a pipeline or tensor parallelism divides parameters and state"
+            let cure = if state > budget {
+                "ZeRO, pipeline or tensor parallelism can shard parameters and state"
             } else {
-                "smaller activations by recomputation, tensor parallelism or a pipeline make it fit"
+                "recomputation, tensor or pipeline parallelism can reduce activations"
             };
             format!("The training state of the whole network does not fit a rank ({needed}, of {there}): {cure}.")
         });
@@ -272,14 +272,12 @@ fn reasons(
     }
     sentences.push(first);
     if best.plan.has_tables_on_host() {
-        sentences.push(
-            "The sums and the updates of the tables on the host are in none of these times.".into(),
-        );
+        sentences
+            .push("These times do not include the updates of embedding tables on the host.".into());
     }
     if proposals.iter().any(|one| one.keys.host.any()) {
         sentences.push(
-            "Layouts with something on the host come after all that fit without: the time of the copies, and of updates there, \
-             is not in theirs."
+            "Layouts with offloading come after all that fit without: their times do not include copies to the host and updates there."
                 .into(),
         );
     }
@@ -298,26 +296,26 @@ fn reasons(
     sentences
 }
 
-/// The ranks and devices of a run.
+/// The ranks and devices that a search measures.
 pub struct Here<'a, B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>> {
     /// The ranks.
     pub comm: &'a Comm<B>,
-    /// A rank's device, for a plan.
+    /// Creates the device of a rank for a plan.
     pub backend: F,
-    /// Bytes that a rank may take of its GPU.
+    /// Bytes of its GPU that a rank may use.
     pub gpu: Option<usize>,
-    /// Compute threads a rank, unless the configuration says; left out, the ranks of a node share
-    /// its cores.
+    /// Compute threads per rank, unless the configuration sets them. Default: the ranks of a node
+    /// share its cores.
     pub threads: Option<usize>,
-    /// Token ids in the data, if they are known; left out, those of the configuration's data.
+    /// Vocabulary size of the data. Default: that of the configuration's data.
     pub vocabulary: Option<usize>,
 }
 
-/// The choice for the ranks and the device at hand, measured on them, and the ranks on each node:
-/// collective over the world of the communicator.
+/// Searches the layouts for these ranks and devices, with rates measured on them. Returns the
+/// result and the number of ranks per node. Collective over the world of the communicator.
 ///
 /// # Errors
-/// As [`choose`], or the device or a message failed.
+/// Returns an error if [`choose`] does, or if the device or a message between ranks fails.
 pub fn choose_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     config: &Config,
     here: &Here<'_, B, F>,
@@ -333,12 +331,12 @@ pub fn choose_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
         }
         None => world.all_ok(facts(config, world.size(), threads, !B::ON_HOST))?,
     };
-    // All ranks decide alike: by the most that one holds, the least room, and the fewest ranks on a
-    // node.
+    // All ranks decide by the same numbers: the most memory in use on any rank, the smallest
+    // budget, and the fewest ranks on a node.
     let mine = Held::now(comm, &[]);
-    let told = world.all_gather_u64(&[mine.resident as u64, topology.ranks_here() as u64])?;
-    let resident = told.iter().map(|of| of[0]).max().unwrap_or(0) as usize;
-    let per_node = told.iter().map(|of| of[1]).min().unwrap_or(1) as usize;
+    let numbers = world.all_gather_u64(&[mine.resident as u64, topology.ranks_here() as u64])?;
+    let resident = numbers.iter().map(|of_rank| of_rank[0]).max().unwrap_or(0) as usize;
+    let per_node = numbers.iter().map(|of_rank| of_rank[1]).min().unwrap_or(1) as usize;
     let held = Held { resident, ..mine };
     let any = world.all_ok(any_plan(config, &facts))?;
     let room = MemoryBudget::least(
@@ -351,19 +349,19 @@ pub fn choose_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     Ok((world.all_ok(choice)?, per_node))
 }
 
-/// A plan of the configuration, whose memory limit counts.
+/// Returns some plan of the configuration, for its memory limit.
 fn any_plan(config: &Config, facts: &Environment) -> Result<ResolvedConfig> {
     let (mut legal, refused) = layouts(config, facts, facts.ranks);
     if legal.is_empty() { Err(none_legal(&refused)) } else { Ok(legal.swap_remove(0).1) }
 }
 
-/// The facts that a plan depends on, with the token ids of the configuration's data.
+/// Returns the facts that a plan depends on, with the vocabulary size of the configuration's data.
 ///
 /// # Errors
-/// The data cannot be opened.
+/// Returns an error if the data cannot be opened.
 pub fn facts(config: &Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<Environment> {
-    let wants_ids = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
-    let vocabulary = wants_ids.then(|| vocabulary(config)).transpose()?;
+    let is_unknown = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
+    let vocabulary = is_unknown.then(|| vocabulary(config)).transpose()?;
     Ok(Environment { ranks, threads, vocabulary, on_gpu })
 }
 
@@ -421,7 +419,7 @@ mod tests {
             assert_eq!(plan.config.parallel.schedule, proposal.keys.schedule, "{}", proposal.keys);
             assert_eq!(plan.config.parallel.sequence, proposal.keys.sequence, "{}", proposal.keys);
         }
-        // No layout twice.
+        // No layout is listed twice.
         let mut seen: Vec<String> =
             choice.proposals.iter().map(|proposal| proposal.keys.to_string()).collect();
         let all = seen.len();
@@ -452,7 +450,7 @@ mod tests {
 
     #[test]
     fn memory_decides_first() {
-        // 20 parameters of f32 and bf16 each: more than a GPU has, and less than eight.
+        // 20 bytes per parameter, as f32 and bf16: more than one GPU has, and less than eight.
         let large = ["model.layers=48", "model.width=6144", "model.heads=48", "batch.global=64"];
         let choice = chosen(&large, 8, "h100x8").unwrap();
         for proposal in &choice.proposals {
@@ -483,7 +481,7 @@ mod tests {
         );
     }
 
-    /// Sizes of a network in billions of parameters, and one sample.
+    /// Returns settings of a network with billions of parameters, and micro-batches of one sample.
     fn large(layers: usize, width: usize) -> [String; 6] {
         let heads = width / 128;
         [
@@ -498,16 +496,16 @@ mod tests {
 
     #[test]
     fn the_host_takes_what_a_gpu_has_no_room_for() {
-        // 6.6e9 parameters, of which a GPU of 74 GiB has 18 bytes each, or 6; and 14e9, of which it
-        // cannot have even those.
-        let of = |layers, width, more: &[&str]| {
+        // 6.6e9 parameters, for which a GPU of 74 GiB has room for 6 bytes each but not for 18; and
+        // 14e9, for which it does not even have room for 6.
+        let search = |layers, width, more: &[&str]| {
             let sizes = large(layers, width);
             let settings: Vec<&str> =
                 sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
             chosen(&settings, 1, "h100x8")
         };
         let optimizer = OnHost { optimizer: true, ..OnHost::default() };
-        let choice = of(32, 4096, &[]).unwrap();
+        let choice = search(32, 4096, &[]).unwrap();
         let [best] = &choice.proposals[..] else { panic!("{:?}", choice.proposals.len()) };
         assert_eq!(
             (best.keys.host, best.keys.zero, best.keys.recompute),
@@ -521,11 +519,11 @@ mod tests {
         assert!(best.keys.to_string().contains("optimizer on the host"), "{}", best.keys);
         assert!(best.keys.toml().contains("[offload]\noptimizer = true"), "{}", best.keys.toml());
         assert!(
-            choice.reasons.iter().any(|reason| reason.contains("time of the copies")),
+            choice.reasons.iter().any(|reason| reason.contains("do not include copies")),
             "{:?}",
             choice.reasons
         );
-        let choice = of(44, 5120, &[]).unwrap();
+        let choice = search(44, 5120, &[]).unwrap();
         let best = &choice.proposals[0];
         assert_eq!(
             (best.keys.host, best.keys.zero),
@@ -536,19 +534,18 @@ mod tests {
             "{}",
             best.keys.toml()
         );
-        // Keys that are given stay.
+        // Given keys are kept.
         for given in
             [&["offload.optimizer=false"][..], &["parallel.zero=2"], &["offload.params=false"]]
         {
-            let error = of(44, 5120, given).unwrap_err().to_string();
+            let error = search(44, 5120, given).unwrap_err().to_string();
             assert!(error.starts_with("no layout fits: of 1 ranks "), "{given:?}: {error}");
         }
     }
 
     #[test]
     fn inputs_go_to_the_host_where_they_are_what_is_large() {
-        // One block's activations are small beside the inputs of all of them, and so are
-        // parameters.
+        // Parameters and one block's activations are small compared with the inputs of all blocks.
         let wide = [
             "model.layers=320",
             "model.context=163840",
@@ -571,7 +568,7 @@ mod tests {
         let choice = chosen(&settings, 2, "h100x8").unwrap();
         let counts: Vec<usize> = choice.proposals.iter().map(|one| one.keys.host.count()).collect();
         assert!(counts.is_sorted() && counts[0] == 0 && counts[counts.len() - 1] > 0, "{counts:?}");
-        // Each layout once: nothing leaves a GPU that has room for it.
+        // A layout that fits without offloading is not listed with it.
         for one in choice.proposals.iter().filter(|one| one.keys.host.any()) {
             let plain = choice.proposals.iter().any(|other| {
                 other.keys.same_but_micro(&one.keys)
@@ -599,9 +596,12 @@ mod tests {
             error.to_string()
         };
         let error = refused(shipped.replace("beside = 0.9", "beside = 9"));
-        assert!(error.contains("mine.toml: beside = 9\nhint: it is from 0 to 1"), "{error}");
+        assert!(error.contains("mine.toml: beside = 9\nhint: it must be from 0 to 1"), "{error}");
         let error = refused(shipped.replace("bf16 = 6.0e14", "bf16 = 0"));
-        assert!(error.contains("mine.toml: flops.bf16 = 0\nhint: it is more than 0"), "{error}");
+        assert!(
+            error.contains("mine.toml: flops.bf16 = 0\nhint: it must be more than 0"),
+            "{error}"
+        );
         let error = refused(shipped.replace("launch =", "lunch ="));
         assert!(error.contains("mine.toml:11: unknown field `lunch`"), "{error}");
         let error = Machine::named("b300x8").unwrap_err().to_string();

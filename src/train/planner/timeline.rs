@@ -1,8 +1,8 @@
-//! A step on the clock: the actions of every stage with the seconds of their pieces.
+//! Simulates the timeline of a step: the actions of every stage with their seconds.
 //!
-//! A rank computes one thing at a time, and its communication thread does one collective at a time
-//! beside it. All ranks of a stage do the same; so there is one clock for each stage. Two steps are
-//! played, since the gathers of one reach into the next; the second counts.
+//! A rank computes one thing at a time, and its communication thread runs one collective at a time
+//! concurrently. All ranks of a stage do the same, so there is one clock per stage. Two steps are
+//! simulated, since the all-gathers of one reach into the next; the second counts.
 
 use std::collections::HashMap;
 
@@ -15,15 +15,15 @@ use hpctrain_parallel::{
 pub struct UnitTimes {
     /// Forward of a micro-batch.
     pub forward: f64,
-    /// Backward of a micro-batch, with all that is computed again.
+    /// Backward of a micro-batch, including recomputation.
     pub backward: f64,
-    /// Part of that: the gradients of weights, which can be put off.
+    /// The wgrad part of the backward, which can be deferred.
     pub weights: f64,
-    /// Gather of its parameters over the shards.
+    /// All-gather of the parameters over the shards.
     pub gather: f64,
-    /// Reduction of its gradients over shards and replicas.
+    /// Reduction of the gradients over shards and replicas.
     pub reduce: f64,
-    /// Update of the part that a rank owns.
+    /// Update of the shard that a rank owns.
     pub update: f64,
 }
 
@@ -32,53 +32,53 @@ pub struct UnitTimes {
 pub struct StageTimes {
     /// The stage.
     pub stage: Stage,
-    /// Its blocks.
+    /// The blocks of the stage.
     pub units: Vec<UnitTimes>,
-    /// A micro-batch that is brought to the device, and its loss in the last stage.
+    /// Copy of a micro-batch to the device, and its loss in the last stage.
     pub micro: f64,
-    /// A message to the next stage, or from it.
+    /// A message to or from the next stage.
     pub message: f64,
 }
 
-/// All that a step depends on.
+/// Everything that the time of a step depends on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepTimes {
     /// The stages in order.
     pub stages: Vec<StageTimes>,
-    /// The order of work; of any stage.
+    /// The pipeline schedule, of any stage.
     pub schedule: StepSchedule,
-    /// Lifetime of full buffers.
+    /// The sharding policy, with the lifetime of full parameters.
     pub keep: ShardingPolicy,
     /// Whether there are several shards.
     pub shards: bool,
-    /// The message about loss and norm that all ranks wait for.
+    /// The all-gather of loss and norm that all ranks wait for.
     pub summary: f64,
-    /// Part of a collective's time that takes nothing from computations beside it: 1 where others
-    /// do the work, 0 where the same cores do.
+    /// The fraction of a collective's time that overlaps with computation: 1 if other cores run the
+    /// collective, 0 if the same cores do.
     pub beside: f64,
-    /// The same for gathers of parameters that live for their use, which computations also read
-    /// anew.
+    /// The same for all-gathers before each use of parameters, after which computations also have
+    /// to read the parameters again.
     pub beside_uses: f64,
 }
 
-/// A step on the clock.
+/// The simulated times of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timeline {
     /// Seconds of the step.
     pub step: f64,
-    /// Part of it that a rank waits for other stages, on average.
+    /// Fraction of the step in which a rank waits for other stages, on average.
     pub bubble: f64,
-    /// Part of it that a rank waits for collectives or computes slower beside them, on average.
+    /// Fraction of the step in which a rank waits for collectives or is slowed down by them, on
+    /// average.
     pub exposed: f64,
 }
 
 /// The clocks of a rank.
 struct Rank {
     now: f64,
-    /// When its communication thread is done with all requests.
+    /// When the communication thread finishes all requests.
     requests: f64,
-    /// When the parameters of each slot are here; none where they are neither here nor on their
-    /// way.
+    /// When the parameters of each slot are available. `None` if they were not requested.
     arrivals: Vec<Option<f64>>,
     prefetch: Prefetch,
     waited_for_stages: f64,
@@ -89,10 +89,10 @@ struct Rank {
 }
 
 impl Rank {
-    /// Requests a collective of so many seconds; returns when it is done.
-    fn request(&mut self, seconds: f64, beside: f64) -> f64 {
+    /// Requests a collective that takes `seconds`. Returns when it is done.
+    fn request(&mut self, seconds: f64, overlap: f64) -> f64 {
         self.requests = self.requests.max(self.now) + seconds;
-        let taken = seconds * (1.0 - beside);
+        let taken = seconds * (1.0 - overlap);
         self.now += taken;
         self.waited_for_messages += taken;
         self.requests
@@ -110,7 +110,7 @@ impl Rank {
 }
 
 impl StepTimes {
-    /// The step on the clock. None if its stages wait for each other.
+    /// Simulates a step. Returns `None` if the stages deadlock.
     pub fn play(&self) -> Option<Timeline> {
         let of_stage = |index: usize| StepSchedule { stage: index, ..self.schedule };
         let mut ranks: Vec<Rank> = self.stages.iter().map(|times| self.begin(times)).collect();
@@ -150,22 +150,22 @@ impl StepTimes {
         }
     }
 
-    /// All actions of a step.
+    /// Simulates all actions of a step. Returns `None` if the stages deadlock.
     fn computations(&self, ranks: &mut [Rank]) -> Option<()> {
-        // When a message is there, by its receiver.
-        let mut there: HashMap<(usize, Flow, usize), f64> = HashMap::new();
+        // Arrival times of messages, by receiver.
+        let mut arrivals: HashMap<(usize, Flow, usize), f64> = HashMap::new();
         while ranks.iter().any(|rank| rank.next < rank.actions.len()) {
             let mut moved = false;
             for index in 0..ranks.len() {
                 while let Some(&action) = ranks[index].actions.get(ranks[index].next) {
                     let needed = self.needs(index, action);
-                    let arrival = needed.map(|(flow, k)| there.get(&(index, flow, k)).copied());
+                    let arrival = needed.map(|(flow, k)| arrivals.get(&(index, flow, k)).copied());
                     match arrival {
                         Some(None) => break,
                         Some(Some(time)) => ranks[index].wait_for_stage(time),
                         None => {}
                     }
-                    self.act(index, &mut ranks[index], action, &mut there);
+                    self.act(index, &mut ranks[index], action, &mut arrivals);
                     ranks[index].next += 1;
                     moved = true;
                 }
@@ -177,7 +177,7 @@ impl StepTimes {
         Some(())
     }
 
-    /// The message that a computation of a stage needs from another one.
+    /// Returns the message that an action of a stage needs from another stage.
     fn needs(&self, stage: usize, action: Action) -> Option<(Flow, usize)> {
         match action {
             Action::Forward(k) if stage > 0 => Some((Flow::Activations, k)),
@@ -193,21 +193,20 @@ impl StepTimes {
         index: usize,
         rank: &mut Rank,
         action: Action,
-        there: &mut HashMap<(usize, Flow, usize), f64>,
+        arrivals: &mut HashMap<(usize, Flow, usize), f64>,
     ) {
         let times = &self.stages[index];
         let units = 0..times.units.len();
         match action {
-            // A receive that is under way takes no time; the computation that needs the message
-            // waits.
+            // A receive itself takes no time; the computation that needs the message waits.
             Action::Receive(..) => {}
             Action::Send(flow, k) => {
                 let (to, seconds) = match flow {
                     Flow::Activations => (index + 1, times.message),
                     Flow::Gradients => (index - 1, self.stages[index - 1].message),
                 };
-                there.insert((to, flow, k), rank.now + seconds);
-                // The copy into the message is this rank's work where nobody else does it.
+                arrivals.insert((to, flow, k), rank.now + seconds);
+                // Without overlap, this rank itself copies the data into the message.
                 rank.now += seconds * (1.0 - self.beside);
             }
             Action::Forward(_) => {
@@ -242,7 +241,7 @@ impl StepTimes {
         }
     }
 
-    /// A block's turn begins: its parameters are here.
+    /// Begins a block's turn: prefetches, and waits until its parameters are available.
     fn turn(&self, times: &StageTimes, rank: &mut Rank) {
         let wanted: Vec<usize> = rank.prefetch.wanted(self.keep.ahead).collect();
         if self.keep.params == Lifetime::Use {
@@ -268,15 +267,15 @@ impl StepTimes {
         }
     }
 
-    /// The gradient of a unit is reduced when the rank's last virtual rank ends.
+    /// Reduces the gradient of a unit if the rank's last virtual rank ends with this micro-batch.
     fn virtual_rank_ends(&self, times: &StageTimes, rank: &mut Rank, unit: usize, k: usize) {
         if self.schedule.virtual_rank_end(k) == Some(true) {
             rank.request(times.units[unit].reduce, self.beside);
         }
     }
 
-    /// All reductions, the exchange of loss and norm, the update, and the way of new parameters to
-    /// the other shards.
+    /// Ends a step: waits for all reductions and the all-gather of loss and norm, updates, and
+    /// requests the all-gathers of new parameters.
     fn end(&self, ranks: &mut [Rank]) {
         for rank in ranks.iter_mut() {
             let reduced = rank.requests;
@@ -285,8 +284,7 @@ impl StepTimes {
         let all = ranks.iter().map(|rank| rank.now).fold(0.0, f64::max);
         for (times, rank) in self.stages.iter().zip(ranks) {
             rank.wait_for_stage(all);
-            let told = all + self.summary;
-            rank.wait_for_message(told);
+            rank.wait_for_message(all + self.summary);
             for (unit, seconds) in times.units.iter().enumerate() {
                 rank.now += seconds.update;
                 if self.shards && self.keep.params == Lifetime::Step {
@@ -311,7 +309,7 @@ mod tests {
         update: 0.0,
     };
 
-    /// Stages of one block each.
+    /// Returns a pipeline with one block per stage.
     fn pipeline(stages: usize, micros: usize, order: PipelineSchedule) -> StepTimes {
         let cut: Vec<_> = (0..stages).map(|unit| unit..unit + 1).collect();
         let loans = vec![None; stages];
@@ -332,8 +330,8 @@ mod tests {
         }
     }
 
-    /// One stage of three blocks.
-    fn blocks(zero: Zero, beside: f64) -> StepTimes {
+    /// Returns one stage of three blocks.
+    fn blocks(zero: Zero, overlap: f64) -> StepTimes {
         let unit = UnitTimes { gather: 0.5, reduce: 1.5, update: 0.125, ..UNIT };
         let stage = Stage::whole(&[None; 3]);
         let alone = pipeline(1, 2, PipelineSchedule::default());
@@ -342,8 +340,8 @@ mod tests {
             stages,
             keep: zero.residency(),
             shards: zero != Zero::Zero,
-            beside,
-            beside_uses: beside,
+            beside: overlap,
+            beside_uses: overlap,
             ..alone
         }
     }
@@ -371,12 +369,12 @@ mod tests {
         let mut times = pipeline(2, 1, PipelineSchedule::default());
         let without = times.play().unwrap().step;
         times.stages[0].message = 0.5;
-        // There and back.
+        // Once for activations and once for gradients.
         assert!((times.play().unwrap().step - without - 1.0).abs() < 1e-9, "{:?}", times.play());
-        // Ranks that copy messages themselves do so in time that would be idle, or not.
-        let step = |micros, beside| {
+        // Ranks that copy messages themselves do so in idle time, if there is any.
+        let step = |micros, overlap| {
             let mut times =
-                StepTimes { beside, ..pipeline(2, micros, PipelineSchedule::default()) };
+                StepTimes { beside: overlap, ..pipeline(2, micros, PipelineSchedule::default()) };
             times.stages[0].message = 0.5;
             times.play().unwrap().step
         };
@@ -387,8 +385,8 @@ mod tests {
     #[test]
     fn collectives_hide_beside_computations() {
         let work = 2.0 * 3.0 * 3.0 + 3.0 * 0.125;
-        let step = |zero, beside| blocks(zero, beside).play().unwrap();
-        // Only the last reduction has nothing beside it.
+        let step = |zero, overlap| blocks(zero, overlap).play().unwrap();
+        // Only the last reduction overlaps with nothing.
         assert!(
             (step(Zero::Zero, 1.0).step - work - 1.5).abs() < 1e-9,
             "{:?}",
@@ -397,11 +395,11 @@ mod tests {
         let busy = step(Zero::Zero, 0.0);
         assert!((busy.step - work - 4.5).abs() < 1e-9, "{busy:?}");
         assert!((busy.exposed - 4.5 / busy.step).abs() < 1e-9, "{busy:?}");
-        // Of the gathers that follow updates the first is waited for, and the others come beside
-        // the next forward.
+        // The first all-gather after the updates is waited for, and the others overlap with the
+        // next forward.
         let sharded = step(Zero::One, 1.0);
         assert!((sharded.step - work - 1.5 - (0.5 - 2.0 * 0.125)).abs() < 1e-9, "{sharded:?}");
-        // Parameters that live for their use are gathered for every turn.
+        // With ZeRO 3, parameters are gathered before every use.
         let gathers = |zero| step(zero, 0.0).step - busy.step;
         assert!((gathers(Zero::One) - 3.0 * 0.5).abs() < 1e-9, "{}", gathers(Zero::One));
         assert!(gathers(Zero::Three) > 3.0 * 0.5 + 1.0, "{}", gathers(Zero::Three));

@@ -1,4 +1,4 @@
-//! Proposals in real steps.
+//! Trials of proposed layouts in real steps.
 
 use super::search::{Choice, Here, Proposal};
 use hpctrain_base::error::Result;
@@ -7,17 +7,17 @@ use hpctrain_config::ResolvedConfig;
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_engine::SyntheticTrainer;
 
-/// Steps that touch memory for the first time.
+/// Warm-up steps, which touch memory for the first time.
 const WARM_UP: usize = 2;
 
-/// Steps that are timed.
+/// Timed steps.
 const STEPS: usize = 5;
 
-/// Rounds over all proposals: the fastest step counts, since others only disturb, and a disturbance
-/// may last.
+/// Rounds over all proposals. The fastest step counts, since other processes only slow steps down,
+/// and a disturbance may last for a while.
 const ROUNDS: usize = 5;
 
-/// The memory of steps by themselves, without data and checkpoints.
+/// The kinds of memory that steps use, without data and checkpoints.
 pub const COUNTED: [MemoryKind; 5] = [
     MemoryKind::Parameters,
     MemoryKind::Gradients,
@@ -26,22 +26,22 @@ pub const COUNTED: [MemoryKind; 5] = [
     MemoryKind::Workspace,
 ];
 
-/// A proposal that was run.
+/// The result of a trial.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Trial {
     /// Seconds of the fastest step, on the slowest rank.
     pub step: f64,
-    /// Most bytes that a rank had allocated for parameters, gradients, optimizer, activations and
-    /// workspace, by its ledger.
+    /// Peak bytes that a rank had allocated for parameters, gradients, optimizer, activations and
+    /// workspace.
     pub allocated: usize,
 }
 
-/// Runs some steps of the first `count` proposals, of the whole network on random data, and puts
-/// these in the order of their times: collective over the world of the communicator. Returns their
-/// results, in the new order.
+/// Runs steps of the first `count` proposals with the whole network on random data, and sorts these
+/// proposals by their measured times. Returns their results in the new order. Collective over the
+/// world of the communicator.
 ///
 /// # Errors
-/// Out of memory, the device, or a message failed.
+/// Returns an error if memory runs out, or if the device or a message between ranks fails.
 pub fn try_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     choice: &mut Choice,
     here: &Here<'_, B, F>,
@@ -70,15 +70,15 @@ fn try_one<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
 ) -> Result<Trial> {
     let world = here.comm.world();
     let backend = world.all_ok((here.backend)(plan))?;
-    let mut pace = SyntheticTrainer::of_plan(here.comm, plan.clone(), backend)?;
+    let mut trainer = SyntheticTrainer::of_plan(here.comm, plan.clone(), backend)?;
     for _ in 0..WARM_UP {
-        pace.step()?;
+        trainer.step()?;
     }
     world.barrier().wait()?;
-    let mine = (0..STEPS).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
+    let mine = (0..STEPS).map(|_| trainer.step()).collect::<Result<Vec<_>>>()?;
     let step = slowest(&world, &mine)?.into_iter().fold(f64::INFINITY, f64::min);
     let allocated =
-        COUNTED.iter().map(|kind| pace.backend().ledger().peak(*kind)).sum::<usize>() as f64;
+        COUNTED.iter().map(|kind| trainer.backend().ledger().peak(*kind)).sum::<usize>() as f64;
     let allocated = slowest(&world, &[allocated])?[0] as usize;
     Ok(Trial { step, allocated })
 }

@@ -1,4 +1,4 @@
-//! The end of a run: the last evaluation and checkpoint, and the reports to people and programs.
+//! The end of a run: the last evaluation and checkpoint, and the summaries for users and programs.
 
 use super::Run;
 use crate::evaluate::{Sampling, generate};
@@ -16,14 +16,15 @@ use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_engine::memory;
 
 impl<B: Kernels> Run<'_, B> {
-    /// Last evaluation, last checkpoint, a sample of text, the run card.
+    /// Makes the last evaluation and checkpoint, generates a sample of text, and writes the run
+    /// summary.
     pub(super) fn finish(&mut self) -> Result<RunOutcome> {
         let inline = self.plan.config.eval.inline;
         let evaluated = self.schedule.evaluated.is_some_and(|(step, _)| step == self.progress.step);
         if inline && !evaluated && !matches!(self.schedule.ending, Some(RunOutcome::Preempted(_))) {
             self.evaluate()?;
         }
-        // A save under way ends first; and no other could keep the last one waiting.
+        // A save under way ends first, so that the last one need not wait for it.
         self.end_save()?;
         loop {
             if self.schedule.saved != Some(self.progress.step) {
@@ -39,7 +40,7 @@ impl<B: Kernels> Run<'_, B> {
         let ending = self.schedule.ending.take().unwrap_or(RunOutcome::Finished);
         let text = if matches!(ending, RunOutcome::Preempted(_)) { None } else { self.sample()? };
         let sampled = match (&mut self.records, &text) {
-            // Without a step the text is that of the start before.
+            // If this start took no step, the text is that of the previous start.
             (Some(records), Some(text)) if !self.meters.is_empty() => {
                 records.sampled(self.progress.step, text)
             }
@@ -50,13 +51,13 @@ impl<B: Kernels> Run<'_, B> {
         let joules = self.energy.joules()?;
         let failure = self.hooks.failure();
         self.world.all_ok(failure)?;
-        // Nobody hears of the end before it is on record.
-        let told = if self.world.rank() == 0 {
+        // The end is reported only after it is on record.
+        let summarised = if self.world.rank() == 0 {
             self.write_summary(&ending, text, stages, joules)
         } else {
             Ok(())
         };
-        self.world.all_ok(self.outages.at_end(told))?;
+        self.world.all_ok(self.outages.at_end(summarised))?;
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
     }
@@ -69,27 +70,28 @@ impl<B: Kernels> Run<'_, B> {
         Ok(())
     }
 
-    /// Ends a run that waits for its file system, if any rank was asked to end: it has tried once.
-    /// Collective.
+    /// Ends a run that waits for its file system if any rank was asked to end, after at least one
+    /// attempt to write. Collective.
     fn end_if_asked(&self) -> Result<()> {
-        let told = self.world.gather_bytes(vec![u8::from(self.stop_requests.must_end())]).wait()?;
-        let is_asked = told.contains(&vec![1]);
+        let flags =
+            self.world.gather_bytes(vec![u8::from(self.stop_requests.must_end())]).wait()?;
+        let is_asked = flags.contains(&vec![1]);
         let verdict =
             if is_asked && self.records.is_some() { self.outages.give_up() } else { Ok(()) };
         self.world.all_ok(verdict)
     }
 
-    /// Whether no record waits for the file system; the same on all ranks.
+    /// Returns true if no record waits for the file system. The same on all ranks.
     fn all_is_recorded(&mut self) -> Result<bool> {
         let written = self.records.as_mut().map_or(Ok(()), Records::flush);
         let waits = written.is_err();
         let recorded = self.recorded(written);
         self.world.all_ok(recorded)?;
-        let told = self.world.gather_bytes(vec![u8::from(waits)]).wait()?;
-        Ok(told.first() == Some(&vec![0]))
+        let flags = self.world.gather_bytes(vec![u8::from(waits)]).wait()?;
+        Ok(flags.first() == Some(&vec![0]))
     }
 
-    /// Reports the end of the run to people and programs. On rank 0.
+    /// Prints the end of the run and writes the run summary. On rank 0.
     fn write_summary(
         &self,
         ending: &RunOutcome,
@@ -167,7 +169,7 @@ impl<B: Kernels> Run<'_, B> {
         })
     }
 
-    /// Evaluators need not wait for more checkpoints.
+    /// Marks the run as failed, so that evaluators do not wait for more checkpoints.
     pub(super) fn tell_of_failure(&self, error: &Error) {
         let why = Some(error.message().to_string());
         let end = End { step: self.progress.step, status: RunStatus::Failed, why };
@@ -179,15 +181,15 @@ impl<B: Kernels> Run<'_, B> {
         }
     }
 
-    /// Text from the trained model. Every rank computes it, because gathers of parameters are
-    /// collective.
+    /// Generates text from the trained model. Every rank computes it, because all-gathers of
+    /// parameters are collective.
     fn sample(&mut self) -> Result<Option<String>> {
         let tokens = self.plan.config.log.sample_tokens;
         let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else {
             return Ok(None);
         };
-        // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets.
-        // To some tokenizers it is nothing.
+        // The prompt is a line break, which byte and GPT-2 tokenizers have, and most character
+        // sets. Some tokenizers drop it.
         let Some(prompt) = tokenizer.encode("\n").ok().filter(|ids| !ids.is_empty()) else {
             return Ok(None);
         };
@@ -204,11 +206,11 @@ impl<B: Kernels> Run<'_, B> {
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
-    /// Memory of each stage of the pipeline, on all ranks alike.
+    /// Returns the memory of each pipeline stage. The same on all ranks.
     fn memory_of_stages(&self) -> Result<Vec<StageMemory>> {
-        let ledger = self.engine.model.backend.ledger();
-        let peaks = MemoryKind::ALL.map(|what| ledger.peak(what) as u64);
-        let told = self.world.all_gather_u64(&peaks)?;
+        let stats = self.engine.model.backend.ledger();
+        let peaks = MemoryKind::ALL.map(|what| stats.peak(what) as u64);
+        let peaks = self.world.all_gather_u64(&peaks)?;
         let named = |bytes: &[usize]| {
             MemoryKind::ALL.iter().map(|what| what.name().into()).zip(bytes.to_vec()).collect()
         };
@@ -216,10 +218,10 @@ impl<B: Kernels> Run<'_, B> {
             let estimated = memory::estimate::<B>(&self.plan, stage, self.held).categories();
             let mut most = [0; MemoryKind::ALL.len()];
             let ranks =
-                told.iter().enumerate().filter(|(rank, _)| self.plan.mesh.stage(*rank) == stage);
-            for (_, peaks) in ranks {
+                peaks.iter().enumerate().filter(|(rank, _)| self.plan.mesh.stage(*rank) == stage);
+            for (_, rank_peaks) in ranks {
                 most.iter_mut()
-                    .zip(peaks)
+                    .zip(rank_peaks)
                     .for_each(|(most, peak)| *most = (*peak as usize).max(*most));
             }
             StageMemory { estimated_bytes: named(&estimated), peak_bytes: named(&most) }
@@ -228,7 +230,7 @@ impl<B: Kernels> Run<'_, B> {
     }
 
     fn card(&self, stages: Vec<StageMemory>, energy: Option<EnergyUse>) -> RunCard {
-        let ledger = self.engine.model.backend.ledger();
+        let memory_stats = self.engine.model.backend.ledger();
         let stats = self.comm.stats();
         let tokens_per_second =
             self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3);
@@ -259,7 +261,7 @@ impl<B: Kernels> Run<'_, B> {
             peak_gpu_bytes: self.engine.model.backend.device_peak(),
             peak_bytes: MemoryKind::ALL
                 .iter()
-                .map(|what| (what.name().to_string(), ledger.peak(*what)))
+                .map(|what| (what.name().to_string(), memory_stats.peak(*what)))
                 .collect(),
             stages,
             peak_resident_bytes: memory::resident().1,

@@ -47,22 +47,23 @@ pub struct TrainRequest {
     pub name: String,
     /// Starting point.
     pub resume: Resume,
-    /// Parts of a checkpoint that are taken.
+    /// The parts of a checkpoint that are restored.
     pub take: RestoreScope,
-    /// Whether a run may go on with other training data than the checkpoint's.
+    /// Whether a resumed run may use other training data than the checkpoint's.
     pub allow_changed_data: bool,
-    /// Path of a trace, if one is wanted.
+    /// Path of a trace to write, if any.
     pub trace: Option<PathBuf>,
-    /// Whether rank 0 counts the time of its kernels.
+    /// Whether rank 0 measures the time of its kernels.
     pub profile: bool,
-    /// Compute threads a rank, where the launcher knows better than the affinity mask.
+    /// Compute threads per rank, if the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
     /// The GPU of this rank, if ranks compute on GPUs.
     pub gpu: Option<GpuPlace>,
 }
 
 impl TrainRequest {
-    /// A run from step 0 on CPUs, called `name` unless its configuration names it.
+    /// Creates a request for a run from step 0 on CPUs, called `name` unless its configuration has
+    /// a name.
     pub fn new(config: Config, name: impl Into<String>) -> Self {
         let resume = Resume::No;
         let take = RestoreScope::Everything;
@@ -80,19 +81,19 @@ impl TrainRequest {
     }
 }
 
-/// Caller-supplied hooks and data. Empty by default, as in `hpctrain train`.
+/// Hooks, data and network supplied by the caller. Empty by default, as in `hpctrain train`.
 #[derive(Default)]
 pub struct Customization<'h> {
-    /// Called as the run goes on, in this order.
+    /// Hooks, called in this order.
     pub hooks: Vec<&'h mut dyn Hook>,
-    /// Samples, in the place of the files at `data.path`.
+    /// Samples to use instead of the files at `data.path`.
     pub data: Option<Splits>,
-    /// A network, in the place of the section `[model]`, of which no key counts.
+    /// A network to use instead of the section `[model]`, whose keys are ignored.
     pub network: Option<CustomModel>,
 }
 
 impl Customization<'_> {
-    /// The configuration with the network, if there is one.
+    /// Returns the configuration with the custom network, if there is one.
     pub(crate) fn configured(&self, config: &Config) -> Config {
         match &self.network {
             None => config.clone(),
@@ -101,63 +102,63 @@ impl Customization<'_> {
     }
 }
 
-/// GPUs, as a run's checks and its banner see them.
+/// The GPU of a rank, for the checks of a run and its startup summary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuPlace {
-    /// Bytes of its GPU that this rank may take.
+    /// Bytes of its GPU that this rank may use.
     pub memory: usize,
-    /// Assignment of ranks to GPUs, one line each.
+    /// The assignment of ranks to GPUs, one line each.
     pub table: Vec<String>,
-    /// Identifies the GPU of this rank among all of its node.
+    /// Identifier of this rank's GPU among all GPUs of its node.
     pub id: String,
-    /// Ranks that share it.
+    /// The number of ranks that share the GPU.
     pub sharers: usize,
 }
 
-/// Trains: collective over the world of `comm`. The ranks of `beside`, which contain this one and
-/// make a gather, are told the directory of the run. `backend` makes the device of a rank.
+/// Trains. Collective over the world of `comm`. `with_evaluators` is a group of this rank and the
+/// evaluators of the job, which receive the run's directory by one [`Group::gather_bytes`];
+/// `backend` creates the device of a rank.
 ///
 /// # Errors
-/// The error that stopped the run early. An error that all ranks share says so
-/// ([`Error::is_shared`]).
+/// Returns the error that ended the run. [`Error::is_shared`] is true if all ranks have the same.
 pub fn train_on<B: Kernels>(
     comm: &Comm<B>,
     request: &TrainRequest,
-    own: Customization<'_>,
-    beside: Option<&Group<B>>,
+    custom: Customization<'_>,
+    with_evaluators: Option<&Group<B>>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<RunOutcome> {
-    let request = &TrainRequest { config: own.configured(&request.config), ..request.clone() };
+    let request = &TrainRequest { config: custom.configured(&request.config), ..request.clone() };
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
-    let result = run(comm, request, own, beside, backend);
+    let result = run(comm, request, custom, with_evaluators, backend);
     match (trace, &result) {
         (Some(trace), Err(e)) if e.is_shared() || comm.size() == 1 => {
             let written = trace.finish(comm);
             result.and_then(|ending| written.map(|()| ending))
         }
         (Some(trace), Ok(_)) => trace.finish(comm).and(result),
-        // Ranks that do not agree on an error would not meet to write a trace either.
+        // Writing a trace is collective: ranks without a shared error might not all take part.
         _ => result,
     }
 }
 
-/// A run from its preparation to its end.
+/// Makes a run from its preparation to its end.
 fn run<B: Kernels>(
     comm: &Comm<B>,
     request: &TrainRequest,
-    own: Customization<'_>,
-    beside: Option<&Group<B>>,
+    custom: Customization<'_>,
+    with_evaluators: Option<&Group<B>>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<RunOutcome> {
-    let mut run = Run::prepare(comm, request, own, beside, backend)?;
+    let mut run = Run::prepare(comm, request, custom, with_evaluators, backend)?;
     let ended = run.steps(&request.resume).and_then(|()| run.finish());
     match &ended {
         Ok(ending) => {
-            let told = run.tell_hooks(Ok(ending));
-            run.world.all_ok(told).inspect_err(|e| run.tell_of_failure(e))?;
+            let notified = run.tell_hooks(Ok(ending));
+            run.world.all_ok(notified).inspect_err(|e| run.tell_of_failure(e))?;
         }
-        // Ranks that share an error can still meet to publish the save that they have begun.
+        // Ranks that share an error can still publish the save that they have begun together.
         Err(e) if e.is_shared() || comm.size() == 1 => {
             // The run ends with its first error, which is often the cause of this one.
             let published = run.saver.finish().inspect_err(|e| log::warn!("{}", e.message()));
@@ -178,7 +179,7 @@ struct Run<'h, B: Kernels> {
     topology: Topology,
     engine: Engine<B>,
     feed: MicroBatches<B>,
-    /// None without validation data.
+    /// `None` if there is no validation data.
     evaluator: Option<Evaluator>,
     tokenizer: Option<Tokenizer>,
     train_samples: u64,
@@ -186,7 +187,7 @@ struct Run<'h, B: Kernels> {
     progress: checkpoint::Progress,
     saver: Saver<B>,
     schedule: Schedule,
-    /// The step of this round whose gradients are counted, if there is one.
+    /// The step of this round whose gradients go into histograms, if there is one.
     counted: Option<u64>,
     stop_requests: StopRequests,
     outages: IoFailureTolerance,
@@ -194,12 +195,12 @@ struct Run<'h, B: Kernels> {
     meters: StepTimers,
     efficiency: Efficiency,
     energy: Energy<B>,
-    /// For estimates of memory.
+    /// Memory in use before training, for estimates.
     held: Held,
-    /// On rank 0 only.
+    /// Set on rank 0 only.
     records: Option<Records>,
     _watch: Option<WatchdogGuard>,
-    /// Dropped last: it gives the directory up to the next trainer.
+    /// Dropped last, which releases the directory to the next trainer.
     directory: RunDirectory,
 }
 
@@ -208,20 +209,20 @@ struct Run<'h, B: Kernels> {
 struct Schedule {
     /// Step and loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
-    /// All of it, if this start has made it.
+    /// The metrics of the last evaluation, if this start has made it.
     measures: Option<Metrics>,
     /// Epochs that ended with the last round, each with its last step.
     epochs: Vec<(u64, Step)>,
     /// Step of the last checkpoint that was begun.
     saved: Option<u64>,
-    /// Whether the clock asks for a checkpoint after this step.
+    /// Whether a checkpoint is due by the clock after this step.
     save_is_due: bool,
     /// Set once training is to end.
     ending: Option<RunOutcome>,
 }
 
 impl<'h, B: Kernels> Run<'h, B> {
-    /// One round of optimizer steps and their records.
+    /// Runs one round of optimizer steps and records them.
     fn run_round(&mut self) -> Result<()> {
         let before = self.spent();
         let began = self.progress;
@@ -271,8 +272,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Replicas that differ have differed for some time: checkpoints since they were last equal
-    /// count as damaged.
+    /// Marks the checkpoints made since replicas were last equal as suspect, after an SDC check has
+    /// found a difference.
     fn mark_checkpoints_suspect(&self, found: &Error) {
         if let Some(good) = self.engine.model.sharded.doubtful_since() {
             let marked = self.saver.doubt_after(good, found.message());
@@ -280,13 +281,13 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
     }
 
-    /// The counters of this rank's time.
+    /// Returns the time counters of this rank.
     fn spent(&self) -> TimeCounters {
         self.meters.spent(self.comm.stats(), self.feed.waited())
     }
 
-    /// Records the steps of a round that `began` there, each with its part of the time since
-    /// `before`.
+    /// Records the steps of a round that began at `began`, each with an equal share of the time
+    /// since `before`.
     fn record(
         &mut self,
         steps: &[StepResult],
@@ -296,7 +297,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let after = self.spent();
         let seconds = after.total - before.total;
         let times = Times::between(before, after);
-        // A run ends after whole rounds.
+        // A run ends only after a whole round, so a round counts as one step here.
         self.stop_requests.stepped(Duration::from_secs_f64(seconds));
         let is_warm_up = !B::ON_HOST && self.should_continue();
         self.meters.took_round(
@@ -354,7 +355,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Tells hooks of the epochs that have ended since they were last told.
+    /// Calls the hooks for the epochs that have ended since they were last called.
     fn notify_epoch_end(&mut self) {
         let evaluated = self.schedule.evaluated.map(|(step, _)| step);
         for (epoch, step) in std::mem::take(&mut self.schedule.epochs) {
@@ -364,8 +365,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
     }
 
-    /// Names ranks that others wait for. `compute` is the seconds that each rank computed in step
-    /// `step`.
+    /// Warns of stragglers, ranks that others wait for. `compute` is the seconds that each rank
+    /// computed in step `step`.
     fn warn_of_stragglers(&mut self, step: u64, compute: &[f64]) -> Result<()> {
         let Some(records) = &mut self.records else { return Ok(()) };
         let (stragglers, written) = records.computed(step, compute);
@@ -380,8 +381,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         if written.is_err() { self.recorded(written) } else { Ok(()) }
     }
 
-    /// The step of the round that begins now whose gradients are to be counted for histograms, if
-    /// there is one.
+    /// Returns the step of the next round whose gradients go into histograms, if there is one.
     fn step_to_count(&self) -> Option<u64> {
         let every = self.plan.config.log.histograms;
         let step = self.progress.step;
@@ -389,7 +389,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         (due <= self.plan.round_end(step)).then_some(due)
     }
 
-    /// Records histograms of gradients and weights, if they were counted in this round. Collective.
+    /// Records histograms of gradients and weights if they are due in this round. Collective.
     fn count_tensors(&mut self) -> Result<()> {
         let Some(step) = self.counted.take() else { return Ok(()) };
         let sharded = &mut self.engine.model.sharded;
@@ -404,7 +404,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Takes the remaining steps, until training is to end.
+    /// Takes the remaining steps, until training ends.
     fn steps(&mut self, resume: &Resume) -> Result<()> {
         self.begin(resume)?;
         while self.should_continue() {
@@ -416,8 +416,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Before the first step: a signal may have come already, and the evaluation of a resumed step
-    /// may be missing.
+    /// Checks requests before the first step, since a signal may have come already, and evaluates a
+    /// resumed step whose evaluation is missing.
     fn begin(&mut self, resume: &Resume) -> Result<()> {
         let step = self.progress.step;
         let evaluated = self.world.all_ok(self.directory.checkpoints().evaluated())?;
@@ -426,23 +426,23 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         let evaluated = evaluated.known();
         let found = evaluations::validation_loss(evaluated, step);
-        // An evaluation may have found that more steps are of no use, and the run was interrupted
-        // before it obeyed.
+        // An evaluation may have asked for early stopping, and the run may have been interrupted
+        // before it did so.
         let counts =
             *resume == Resume::Auto && self.records.is_some() && step < self.plan.config.run.steps;
         self.stop_requests
             .stop_for(self.stop_reason(&evaluations::until(evaluated, step)).filter(|_| counts));
         let mine = (self.stop_requests.flags(false).bits(), found.map(f64::to_bits));
         let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
-        let told = self.world.gather_bytes(mine).wait()?;
-        let told: Vec<(u32, Option<u64>)> = told
+        let messages = self.world.gather_bytes(mine).wait()?;
+        let states: Vec<(u32, Option<u64>)> = messages
             .iter()
             .map(|bytes| serde_json::from_slice(bytes))
             .collect::<Result<_, _>>()
             .map_err(|e| Error::comm(format!("another rank sent malformed flags: {e}")))?;
         // The file system may show ranks different files; rank 0 wrote them.
-        self.schedule.evaluated = told[0].1.map(|bits| (step, f64::from_bits(bits)));
-        let flags = told.iter().map(|(bits, _)| ControlFlags::from_bits_retain(*bits));
+        self.schedule.evaluated = states[0].1.map(|bits| (step, f64::from_bits(bits)));
+        let flags = states.iter().map(|(bits, _)| ControlFlags::from_bits_retain(*bits));
         self.apply_control_flags(&AllFlags(flags.collect()))?;
         if self.schedule.saved.is_none() {
             return self.save();
@@ -453,7 +453,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
     }
 
-    /// Whether there is another step to take.
+    /// Returns true if there is another step to take.
     fn should_continue(&self) -> bool {
         self.schedule.ending.is_none() && self.progress.step < self.plan.config.run.steps
     }
@@ -472,15 +472,16 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.schedule.save_is_due = flags.any(ControlFlags::DUE);
         self.schedule.ending = self.stop_requests.ending(flags);
         if let Some(RunOutcome::Stopped(why)) = &mut self.schedule.ending {
-            // A rank that did not ask does not know the reason.
-            let told = self.world.gather_bytes(std::mem::take(why).into_bytes()).wait()?;
-            let first = told.into_iter().find(|why| !why.is_empty()).unwrap_or_default();
+            // Only ranks that asked to stop know the reason.
+            let reasons = self.world.gather_bytes(std::mem::take(why).into_bytes()).wait()?;
+            let first = reasons.into_iter().find(|why| !why.is_empty()).unwrap_or_default();
             *why = String::from_utf8_lossy(&first).into_owned();
         }
         Ok(())
     }
 
-    /// Whether something that is wanted every so many steps or epochs is due now; 0 wants it never.
+    /// Returns true if an action with these periods in steps and epochs is due now. A period of 0
+    /// disables it.
     fn is_due(&self, steps: u64, epochs: u64) -> bool {
         let checkpoint::Progress { step, position, .. } = self.progress;
         self.plan.is_due(steps, step)
@@ -502,15 +503,15 @@ impl<'h, B: Kernels> Run<'h, B> {
             .measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;
         self.engine.model.sharded.swap_ema()?;
         let Some(measures) = measured else {
-            // It is made up for when the run goes on.
+            // It is made when the run is resumed.
             self.schedule.ending = Some(self.stop_requests.preempted());
             return Ok(());
         };
-        let told = measures.to_string();
+        let summary = measures.to_string();
         self.schedule.evaluated = Some((step, measures.loss));
         let stop = self.hooks.call(|hook| hook.evaluation(step, &measures));
         self.stop_requests.stop_for(stop);
-        log::info!("step {step}: {told}");
+        log::info!("step {step}: {summary}");
         let held = self.outages.held(self.directory.check());
         self.world.all_ok(held)?;
         let mut why = None;
@@ -518,13 +519,13 @@ impl<'h, B: Kernels> Run<'h, B> {
             let path = self.directory.evaluations_path();
             let found = measures.evaluation(step);
             let written = records.evaluated(found.on(evaluator.digest(), evaluator.samples()));
-            records.progress.say(&format!("step {step:>6}  {told}"));
+            records.progress.say(&format!("step {step:>6}  {summary}"));
             self.recorded(written)?;
             match evaluations::read(&path) {
                 Ok(all) => {
                     let best = self.directory.checkpoints().point_to_best(&all);
                     best.unwrap_or_else(|e| {
-                        log::warn!("the link to the best checkpoint stays: {e}")
+                        log::warn!("cannot update the link to the best checkpoint: {e}")
                     });
                     why = self.stop_reason(&evaluations::until(all.known(), step));
                 }
@@ -533,16 +534,16 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         self.schedule.measures = Some(measures);
         if self.plan.config.eval.patience > 0 && self.should_continue() {
-            // All hear of it at once: the evaluation just made is the last one.
-            let told = self.world.gather_bytes(why.unwrap_or_default().into_bytes()).wait()?;
-            let why = told.into_iter().find(|why| !why.is_empty());
+            // All ranks learn of it at once: the evaluation just made is the last one.
+            let reasons = self.world.gather_bytes(why.unwrap_or_default().into_bytes()).wait()?;
+            let why = reasons.into_iter().find(|why| !why.is_empty());
             self.schedule.ending =
                 why.map(|why| RunOutcome::Stopped(String::from_utf8_lossy(&why).into_owned()));
         }
         Ok(())
     }
 
-    /// The reason to stop early by these evaluations, if there is one.
+    /// Returns the reason for early stopping that these evaluations give, if there is one.
     fn stop_reason(&self, all: &[Evaluation]) -> Option<String> {
         let config = &self.plan.config.eval;
         evaluations::stop_reason(all, config.patience, config.min_delta)
@@ -552,7 +553,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
         let due =
             self.is_due(every, every_epochs) || std::mem::take(&mut self.schedule.save_is_due);
-        // The end of training saves by itself.
+        // The end of training saves anyway.
         if due && self.schedule.ending.is_none() { self.save() } else { Ok(()) }
     }
 
@@ -571,8 +572,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Without validation data, notes the loss by which the checkpoint of this step is compared
-    /// with others.
+    /// Records the mean training loss by which the checkpoint of this step is compared with others,
+    /// if there is no validation data.
     fn record_epoch_loss(&mut self) -> Result<()> {
         let step = self.progress.step;
         let Some(Records { epoch_loss: Some(epoch), .. }) = &self.records else { return Ok(()) };
@@ -595,18 +596,18 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.recorded(written)
     }
 
-    /// Goes on if the file system has refused a record for a short time. On rank 0.
+    /// Tolerates for a while that a record cannot be written. On rank 0.
     fn recorded(&mut self, written: Result<()>) -> Result<()> {
         let is_mine = written.is_err() && self.directory.check().is_ok();
         if let Some(records) = self.records.as_mut().filter(|_| is_mine) {
-            // One that fails is told with the next write.
+            // A failure is reported with the next write.
             let _ = records.reopen();
         }
         self.outages.record(written)
     }
 
-    /// Goes on if the file system has refused a checkpoint for a short time, which is due again
-    /// then: none. Collective where the error is: all ranks have the same.
+    /// Tolerates for a while that a checkpoint cannot be written: returns `None` and schedules a
+    /// retry. Collective if there is an error, which is the same on all ranks.
     fn tolerated<T>(&mut self, saved: Result<T>) -> Result<Option<T>> {
         match saved {
             Err(e) if is_outage(&e) && (e.is_shared() || self.world.size() == 1) => {

@@ -1,4 +1,4 @@
-//! The preparation of a run: its data, its directory, its state, and its banner.
+//! The preparation of a run: its data, its directory, its state, and its startup summary.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -29,11 +29,11 @@ use hpctrain_engine::micro_batches::MicroBatches;
 use hpctrain_engine::{Splits, engine, memory, plan, time_products};
 use hpctrain_parallel::PipelineSchedule;
 
-/// The directory of a run that has not begun: a start that fails leaves it as it was.
+/// The directory of a run that has not begun. A start that fails leaves it as it was.
 struct Starting(RunDirectory);
 
 impl Starting {
-    /// The run begins.
+    /// Returns the directory once the run begins.
     fn started(mut self) -> RunDirectory {
         std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new()))
     }
@@ -46,12 +46,12 @@ impl Drop for Starting {
 }
 
 impl<'h, B: Kernels> Run<'h, B> {
-    /// All that comes before the first step. Collective over the world of `comm`.
+    /// Does all that comes before the first step. Collective over the world of `comm`.
     pub(super) fn prepare(
         comm: &Comm<B>,
         request: &TrainRequest,
-        own: Customization<'h>,
-        beside: Option<&Group<B>>,
+        custom: Customization<'h>,
+        with_evaluators: Option<&Group<B>>,
         backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
     ) -> Result<Self> {
         let started = Instant::now();
@@ -60,8 +60,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let topology = Topology::gather(&world, comm.node().host)?;
 
         let mut config = request.config.clone();
-        let is_own = own.data.is_some();
-        let mut splits = match own.data {
+        let is_custom = custom.data.is_some();
+        let mut splits = match custom.data {
             Some(splits) => splits,
             None => Splits::open(&config, &world, &topology)?,
         };
@@ -69,26 +69,25 @@ impl<'h, B: Kernels> Run<'h, B> {
         let threads = request.threads.unwrap_or_else(|| topology.threads());
         let may_cut = config.parallel.pipeline > 1 && config.parallel.stages.is_none();
         let mut plan = plan(comm, config, &splits.train, Some(threads))?;
-        if is_own {
+        if is_custom {
             splits = world.all_ok(splits.checked(&plan))?;
         }
         let without = splits.validation.is_none() && plan.config.eval.patience > 0;
-        let refused =
-            || micro_batches::no_validation("eval.patience cannot tell when to stop", &plan.config);
+        let refused = || micro_batches::no_validation("eval.patience requires it", &plan.config);
         world.all_ok(if without { Err(refused()) } else { Ok(()) })?;
         // From here on messages may reach the device.
         let comm = comm.select_transport(plan.config.comm.transport, comm::prove)?;
         let world = comm.world();
-        // Nobody allocates before all have looked.
-        let room = request.gpu.as_ref().map(|gpu| gpu.memory);
+        // No rank allocates before all have measured the available memory.
+        let gpu_memory = request.gpu.as_ref().map(|gpu| gpu.memory);
         let held = memory::Held::now(&comm, &splits.sources());
-        if may_cut && memory::fit_stages(&world, &mut plan, &topology, held, room)? && root {
+        if may_cut && memory::fit_stages(&world, &mut plan, &topology, held, gpu_memory)? && root {
             let cut: Vec<usize> = plan.stages.iter().map(Range::len).collect();
             log::warn!(
-                "the stages with the least work do not fit into memory: blocks are cut into {cut:?}"
+                "the stages with the least work do not fit into memory: stages of {cut:?} blocks are used"
             );
         }
-        world.all_ok(memory::check::<B>(&plan, &topology, held, room))?;
+        world.all_ok(memory::check::<B>(&plan, &topology, held, gpu_memory))?;
 
         // A dead trainer's lease may take minutes to take over.
         let prepared = || RunDirectory::prepare(&plan.config, &request.name, &request.resume);
@@ -111,9 +110,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             0 => None,
             timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
         };
-        // The evaluators leave their signs of life in the same place, which was cleared before.
-        if let Some(beside) = beside {
-            beside
+        // The evaluators write their heartbeats to the same directory, which was cleared before.
+        if let Some(with_evaluators) = with_evaluators {
+            with_evaluators
                 .gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes())
                 .wait()?;
         }
@@ -133,13 +132,13 @@ impl<'h, B: Kernels> Run<'h, B> {
             notes = manifest.conform(&mut train)?;
             validation.as_mut().map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
         };
-        let asked = &request.resume;
+        let resume_from = &request.resume;
         let Resumed { progress, from, data_changes } = resume(
             &world,
             &mut engine.model.sharded,
             &plan,
             directory,
-            asked,
+            resume_from,
             &taking,
             &mut conform,
         )?;
@@ -148,7 +147,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         let trained_on =
             data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
-        // Another run's checkpoint: the next start of this run knows its own directory only.
+        // A branch from another run's checkpoint is recorded, since the next start of this run
+        // reads its own directory only.
         let branched =
             from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
         let branch = branched.filter(|_| root && request.resume != Resume::Auto);
@@ -206,13 +206,13 @@ impl<'h, B: Kernels> Run<'h, B> {
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: stop_requests.time_left(),
             };
-            let banner = startup_summary::banner(&plan, &facts);
+            let summary = startup_summary::banner(&plan, &facts);
             if let Some(board) = records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
-                board.text(progress.step + 1, "texts/banner", &banner);
+                board.text(progress.step + 1, "texts/banner", &summary);
             }
-            say(banner);
-            train.unscaled().iter().for_each(|told| log::warn!("{told}"));
-            let notes = [few_micros(&plan), idle_schedule(&plan), rare_audits(&plan)];
+            say(summary);
+            train.unscaled().iter().for_each(|warning| log::warn!("{warning}"));
+            let notes = [few_micros(&plan), idle_schedule(&plan), rare_sdc_checks(&plan)];
             notes.iter().flatten().for_each(|note| log::warn!("{note}"));
         }
 
@@ -264,7 +264,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             trained_on,
             progress,
             saver,
-            // The beginning needs no checkpoint: it can be made again.
+            // Step 0 needs no checkpoint: it can be recreated.
             schedule: Schedule {
                 saved: (!branched).then_some(progress.step),
                 ..Schedule::default()
@@ -272,7 +272,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             counted: None,
             stop_requests,
             outages,
-            hooks: Hooks::new(own.hooks),
+            hooks: Hooks::new(custom.hooks),
             meters: StepTimers::new(started, request.profile && root),
             efficiency,
             energy,
@@ -284,7 +284,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 }
 
-/// Rank 0's text, or its error, on every rank.
+/// Returns rank 0's text, or its error, on every rank.
 fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<String> {
     let mine = world.all_ok(mine.transpose())?;
     let all = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
@@ -292,12 +292,12 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
     text.ok_or_else(|| Error::internal("no rank 0"))
 }
 
-/// A name that no other job has, for its output.
+/// Returns a job id that no other job has.
 pub fn fresh_id() -> String {
     format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
 }
 
-/// A warning about a pipeline that is never full.
+/// Returns a warning if there are fewer micro-batches than pipeline stages.
 fn few_micros(plan: &ResolvedConfig) -> Option<String> {
     let schedule = plan.step_schedule(0);
     let micros = schedule.micros();
@@ -312,31 +312,30 @@ fn few_micros(plan: &ResolvedConfig) -> Option<String> {
     })
 }
 
-/// A warning about replicas that are compared less often than checkpoints are replaced.
-fn rare_audits(plan: &ResolvedConfig) -> Option<String> {
+fn rare_sdc_checks(plan: &ResolvedConfig) -> Option<String> {
     let Config { run, checkpoint, .. } = &plan.config;
     let kept = (checkpoint.keep as u64).saturating_mul(checkpoint.every);
     let is_rare = plan.mesh.replica > 1 && checkpoint.every > 0 && run.sdc_check_every > kept;
     is_rare.then(|| {
         format!(
-            "run.sdc_check_every = {} is more than checkpoint.keep × checkpoint.every = {kept}: an audit may put all \
-             checkpoints in doubt but one, which is kept for that and may be {} steps old; hint: run.sdc_check_every={kept} or less",
+            "run.sdc_check_every = {} is more than checkpoint.keep × checkpoint.every = {kept}: an SDC check may mark all \
+             checkpoints but one as suspect, and that one may be {} steps old; hint: run.sdc_check_every={kept} or less",
             run.sdc_check_every,
             run.sdc_check_every + checkpoint.every
         )
     })
 }
 
-/// A warning about a schedule that puts nothing off.
+/// Returns a warning if the schedule has no deferred wgrad to schedule.
 fn idle_schedule(plan: &ResolvedConfig) -> Option<String> {
     let Parallel { schedule, pipeline, .. } = plan.config.parallel;
     let why = match plan.config.model.kind {
         _ if schedule == PipelineSchedule::OneForwardOneBackward => return None,
-        // Its blocks may put some off.
+        // Custom blocks may support deferred wgrad.
         _ if pipeline > 1 && plan.config.model.own.is_some() => return None,
         _ if pipeline == 1 => "there is one stage",
-        ModelKind::Layers => "networks by layers have no gradients that can be put off",
+        ModelKind::Layers => "layer-list models do not support deferred wgrad",
         _ => return None,
     };
-    Some(format!("parallel.schedule = {schedule} changes nothing: {why}; hint: leave it out"))
+    Some(format!("parallel.schedule = {schedule} has no effect: {why}; hint: remove it"))
 }

@@ -1,4 +1,4 @@
-//! Counts, texts and return codes of MPI's calls.
+//! Counts, strings and return codes of MPI calls.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -6,20 +6,23 @@ use mpi::ffi;
 
 use hpctrain_base::error::{Error, Result};
 
-/// Room for any text MPI may write: MPICH's version string is the longest.
+/// Bytes for any string that MPI may write; MPICH's version string is the longest.
 const TEXT: usize = 8192;
 
-/// A count as MPI wants it.
+/// Converts a count to MPI's type.
+///
+/// # Errors
+/// Returns an error if it has more than 31 bits.
 pub(super) fn count(len: usize) -> Result<c_int> {
     c_int::try_from(len).map_err(|_| Error::comm(format!("MPI cannot count {len} elements")))
 }
 
-/// A count or number from MPI, which are never negative.
+/// Converts a count or number from MPI, which is never negative.
 pub(super) fn count_up(number: c_int) -> usize {
     usize::try_from(number).unwrap_or(0)
 }
 
-/// Reads a text that MPI writes.
+/// Reads a string that MPI writes.
 pub(super) fn text(write: impl FnOnce(*mut c_char, *mut c_int) -> c_int) -> String {
     let mut text = [0 as c_char; TEXT];
     let mut len = 0;

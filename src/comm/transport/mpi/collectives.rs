@@ -1,4 +1,4 @@
-//! The collectives of the MPI library itself. They block, and choose their own order of additions.
+//! The vendor collectives of MPI. They block, and their order of additions is unspecified.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -10,11 +10,11 @@ use crate::transport::{DeviceCollective, GroupRanks};
 use hpctrain_base::error::Result;
 use hpctrain_device::DeviceSpan;
 
-/// Elements the library is given at once: counts are 31 bits wide.
+/// The most elements of one call: MPI's counts have 31 bits.
 const LONGEST: usize = 1 << 30;
 
-/// Runs a collective on the communicator of `group`. `staging` is used by operands longer than the
-/// library can count.
+/// Runs a collective on the communicator of `group`. Operands that are longer than MPI's counts
+/// allow use `staging`.
 pub fn run(
     comm: ffi::MPI_Comm,
     in_place: *const c_void,
@@ -43,7 +43,7 @@ pub fn run(
     }
 }
 
-/// As [`run`], of device memory. The sum of a reduce-scatter ends where part 0 was.
+/// Runs a collective on device memory. The sum of a reduce-scatter ends up where part 0 was.
 pub fn run_on_device(
     comm: ffi::MPI_Comm,
     in_place: *const c_void,
@@ -66,10 +66,11 @@ pub fn run_on_device(
     Ok(())
 }
 
-/// One call of the library, in place. The sum of a reduce-scatter ends where part 0 was.
+/// Makes one MPI call, in place. The sum of a reduce-scatter ends up where part 0 was.
 ///
 /// # Safety
-/// The library can read and write `len` elements at `at`, and nobody else does before this returns.
+/// MPI can read and write `len` elements at `at`, and nothing else accesses them before this
+/// returns.
 unsafe fn run_once(
     comm: ffi::MPI_Comm,
     in_place: *const c_void,
@@ -119,8 +120,8 @@ unsafe fn run_once(
         }
         DeviceCollective::AllGather => {
             let part = count(part)?;
-            // SAFETY: the call blocks; my part is read, the others are written, as the caller
-            // allows.
+            // SAFETY: the call blocks; this rank's part is read, the others are written, as the
+            // caller allows.
             check(
                 unsafe { ffi::MPI_Allgather(in_place, 0, float, to, part, float, comm) },
                 "MPI_Allgather",
@@ -129,9 +130,9 @@ unsafe fn run_once(
     }
 }
 
-/// Runs `call` on all of `memory` if its equal parts have at most `longest` elements, else on
-/// copies of as much of every part at a time. Of those, my part comes back, or with `scattered`
-/// unset all.
+/// Runs `call` on all of `memory` if its equal parts have at most `longest` elements, and otherwise
+/// on copies of `longest` elements of every part at a time. Of the results, this rank's part is
+/// copied back if `scattered` is set, and all parts otherwise.
 fn by_parts(
     group: &GroupRanks,
     memory: &mut [f32],

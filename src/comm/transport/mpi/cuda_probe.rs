@@ -1,10 +1,10 @@
-//! Whether the MPI library takes addresses of a device: by its claim, and by a test.
+//! Probes whether the MPI library is CUDA-aware: by its claim, and by a test in child processes.
 //!
-//! A library that does not know the device crashes on its addresses, and some say that they know it
-//! where its driver is missing. So others than the rank try: two processes of this program that the
-//! library's own launcher starts on this node, as memory goes another way between processes than
-//! within one. Where no launcher is found, one process tries with itself, and the log says that no
-//! more was proved.
+//! A library that is not CUDA-aware crashes on device addresses, and some claim to be where the
+//! driver is missing. So the test runs in two processes of this program that the library's own
+//! launcher starts on this node; it needs two, because transfers between processes take another
+//! path than within one. Where no launcher is found, one process exchanges with itself, and the log
+//! says that no more was tested.
 
 use std::ffi::{c_int, c_void};
 use std::io::Read as _;
@@ -21,21 +21,21 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::{spawn, spawn_scoped};
 use hpctrain_device::{Backend, CommBuffer, DeviceSpan, MemoryKind};
 
-/// Elements that are tried: more than any library sends along with the envelope of a message.
-const LEN: usize = 100_000;
+/// Elements of a test message: more than any library sends eagerly.
+const ELEMENTS: usize = 100_000;
 
-/// A device may take its time to start.
+/// Time limit of the probe; a device may be slow to start.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Duration of a launcher's good end, in which it ends its processes too.
-const MERCY: Duration = Duration::from_secs(2);
+/// Time that a launcher has after SIGTERM to end its processes and itself.
+const TERMINATION_GRACE: Duration = Duration::from_secs(2);
 
-/// Polling interval of the child's state.
+/// Interval at which the child's state is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Variables by which a launcher speaks to the processes it starts, and a batch system to a
-/// launcher: the child was started by none, and stays on this node.
-const OF_LAUNCHERS: [&str; 12] = [
+/// Prefixes of variables that launchers set for their processes, and batch systems for launchers.
+/// They are removed for the child, which starts alone and stays on this node.
+const LAUNCHER_PREFIXES: [&str; 12] = [
     "OMPI_",
     "PMIX_",
     "PMI_",
@@ -50,23 +50,23 @@ const OF_LAUNCHERS: [&str; 12] = [
     "FLUX_",
 ];
 
-/// Prefix of the variables among them that a user sets for every process.
-const OF_USERS: &str = "OMPI_ALLOW_";
+/// Prefix of the variables among them that users set, which are kept.
+const USER_PREFIX: &str = "OMPI_ALLOW_";
 
-/// Settings for a launcher that starts two processes wherever this one runs: on one core, too, and
-/// on none of their own.
-const ANYWHERE: [(&str, &str); 4] = [
+/// Settings with which a launcher starts two processes anywhere: oversubscribed and without binding
+/// to cores.
+const LAUNCHER_SETTINGS: [(&str, &str); 4] = [
     ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
     ("OMPI_MCA_hwloc_base_binding_policy", "none"),
     ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
     ("PRTE_MCA_hwloc_default_binding_policy", "none"),
 ];
 
-/// Tells the processes of a proof that they are to be two.
+/// A variable that is set for probe processes which are started as a pair.
 const PAIR: &str = "HPCTRAIN_PROOF_PAIR";
 
-/// Whether the library claims to know CUDA. The system's library may lack the function, so no
-/// program that is linked with it could call it by name.
+/// Returns true if the library claims to be CUDA-aware. The function is looked up at run time,
+/// because a program that is linked with a library without it could not start.
 pub fn claims_devices() -> bool {
     // SAFETY: the name ends in a zero.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"MPIX_Query_cuda_support".as_ptr()) };
@@ -78,13 +78,13 @@ pub fn claims_devices() -> bool {
     query() != 0
 }
 
-/// The library's launcher: a system may have those of others as well.
+/// Finds the library's launcher. A system may have those of other MPI libraries as well.
 fn launcher() -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     launcher_in(&maps, library().starts_with("Open MPI"), |path| path.is_file())
 }
 
-/// The launcher beside the library that a process has mapped, else in the search path.
+/// Finds the launcher near the MPI library that `maps` lists, and otherwise in `PATH`.
 fn launcher_in(maps: &str, is_open_mpi: bool, is_there: impl Fn(&Path) -> bool) -> Option<PathBuf> {
     let names: &[&str] = match is_open_mpi {
         true => &["mpirun.openmpi", "mpirun", "mpiexec"],
@@ -94,36 +94,39 @@ fn launcher_in(maps: &str, is_open_mpi: bool, is_there: impl Fn(&Path) -> bool) 
     let is_mpi = |path: &&Path| {
         path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libmpi"))
     };
-    let beside = mapped.filter(is_mpi).flat_map(Path::ancestors).map(|folder| folder.join("bin"));
+    let near_library =
+        mapped.filter(is_mpi).flat_map(Path::ancestors).map(|folder| folder.join("bin"));
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = beside.chain(std::env::split_paths(&path)).collect::<Vec<_>>();
+    let folders = near_library.chain(std::env::split_paths(&path)).collect::<Vec<_>>();
     let mut programs = folders.iter().flat_map(|folder| names.iter().map(|name| folder.join(name)));
     programs.find(|program| is_there(program))
 }
 
-/// Tries the direct way in processes that are this program with other arguments and end in
-/// [`prove`]; their number.
+/// Runs the probe in child processes: this program with `arguments`, by which it calls [`prove`].
+/// Returns the number of processes.
 ///
 /// # Errors
-/// One of them failed: with its message.
+/// Returns an error with the message of a process if one failed, or if none could be started or
+/// ended in time.
 pub fn prove_in_child(arguments: &[&str]) -> Result<usize> {
     let program = std::env::current_exe()
-        .map_err(|e| Error::internal(format!("where is this program? {e}")))?;
+        .map_err(|e| Error::internal(format!("cannot find this program's file: {e}")))?;
     let launcher = launcher();
     let mut command = Command::new(launcher.as_ref().unwrap_or(&program));
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if OF_LAUNCHERS.iter().any(|prefix| text.starts_with(prefix)) && !text.starts_with(OF_USERS)
+        if LAUNCHER_PREFIXES.iter().any(|prefix| text.starts_with(prefix))
+            && !text.starts_with(USER_PREFIX)
         {
             command.env_remove(&name);
         }
     }
     let processes = if launcher.is_some() {
-        command.args(["-n", "2"]).arg(&program).env(PAIR, "1").envs(ANYWHERE);
+        command.args(["-n", "2"]).arg(&program).env(PAIR, "1").envs(LAUNCHER_SETTINGS);
         2
     } else {
         log::warn!(
-            "no launcher of {} was found: one process tries with itself whether MPI takes memory of GPUs",
+            "found no launcher of {}: CUDA-aware MPI is tested only inside one process",
             library()
         );
         // Open MPI starts no daemon for a process that will start no others.
@@ -134,14 +137,15 @@ pub fn prove_in_child(arguments: &[&str]) -> Result<usize> {
     let fails = |why: String| {
         Error::input(format!("the MPI library cannot exchange memory of the GPU: {why}"))
     };
-    let mut child = command.spawn().map_err(|e| fails(format!("no process could try: {e}")))?;
-    let (tell, told) = channel();
+    let mut child =
+        command.spawn().map_err(|e| fails(format!("cannot start the probe process: {e}")))?;
+    let (sender, receiver) = channel();
     if let Some(mut stderr) = child.stderr.take() {
-        let listening = spawn("proof-errors", move || {
+        let listening = spawn("probe-errors", move || {
             let mut text = Vec::new();
             // Unreadable output is ignored.
             let _ = stderr.read_to_end(&mut text);
-            let _ = tell.send(text);
+            let _ = sender.send(text);
         });
         if let Err(e) = listening {
             // It may have ended already.
@@ -150,29 +154,30 @@ pub fn prove_in_child(arguments: &[&str]) -> Result<usize> {
             return Err(e);
         }
     }
-    match ending(&mut child) {
+    match wait_with_timeout(&mut child) {
         Ok(Some(status)) if status.success() => Ok(processes),
         Ok(Some(status)) => {
-            let text = told.recv_timeout(Duration::from_secs(1)).unwrap_or_default();
+            let text = receiver.recv_timeout(Duration::from_secs(1)).unwrap_or_default();
             let text = String::from_utf8_lossy(&text).into_owned();
             let line = text.lines().find_map(|line| line.strip_prefix("error: "));
-            Err(fails(line.map_or_else(|| described(status), str::to_string)))
+            Err(fails(line.map_or_else(|| describe(status), str::to_string)))
         }
         Ok(None) => Err(fails(format!("no answer after {} seconds", TIMEOUT.as_secs()))),
         Err(e) => Err(fails(e.to_string())),
     }
 }
 
-/// The end of a child, or of a launcher, which tells its process's signal as a shell does.
-fn described(status: ExitStatus) -> String {
+/// Describes how a child ended. A launcher reports the signal of its process in the exit code, as a
+/// shell does.
+fn describe(status: ExitStatus) -> String {
     match status.code() {
         Some(code @ 129..=159) => format!("a process ended by signal {}", code - 128),
         _ => status.to_string(),
     }
 }
 
-/// The exit status of the child; none if it takes too long and is ended.
-fn ending(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
+/// Waits for the child. Returns its exit status, or `None` if it took too long and was ended.
+fn wait_with_timeout(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
     let within = |child: &mut Child, limit: Duration| {
         let start = Instant::now();
         while start.elapsed() < limit {
@@ -187,37 +192,40 @@ fn ending(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
         return Ok(Some(status));
     }
     if let Ok(process) = c_int::try_from(child.id()) {
-        // SAFETY: the child has not been waited for: the number is its own.
+        // SAFETY: the child has not been waited for, so the process id is still its own.
         unsafe { libc::kill(process, libc::SIGTERM) };
     }
-    if within(child, MERCY)?.is_none() {
+    if within(child, TERMINATION_GRACE)?.is_none() {
         child.kill()?;
         child.wait()?;
     }
     Ok(None)
 }
 
-/// Hands the library memory of a device, in messages and sums of this process with itself, and with
-/// the other one if it was started as one of two. It crashes, or returns.
+/// Runs the test in this process: passes device memory to MPI, in messages and sums with itself,
+/// and with the other process if it was started as one of two. A library that is not CUDA-aware may
+/// crash.
 ///
-/// As in a run, a thread of its own makes all calls of MPI, begins before the device is opened, and
-/// chooses the device when it reaches for a buffer. `device` makes the device of the process with a
-/// number.
+/// Like in a run, a separate thread makes all MPI calls, starts before the device is opened, and
+/// selects the device when it accesses a buffer. `device` opens the device of the process with a
+/// rank.
 ///
 /// # Errors
-/// The memory is the host's, the elements received differ from those sent, or there is no other
-/// process where there is to be one.
+/// Returns an error if the memory is the host's, the elements received differ from those sent, or
+/// the other process of a pair is missing.
 pub fn prove<B: Backend>(device: impl FnOnce(usize) -> Result<B>) -> Result<()> {
     std::thread::scope(|scope| {
-        let ((tell, told), (give, given)) = (channel(), channel());
-        let exchanging = spawn_scoped(scope, "proof-mpi", move || exchange::<B>(&tell, &given))?;
+        let (world_sender, world) = channel();
+        let (buffer_sender, buffers) = channel();
+        let exchanging =
+            spawn_scoped(scope, "probe-mpi", move || exchange::<B>(&world_sender, &buffers))?;
         let exchanged = || {
             exchanging.join().unwrap_or_else(|_| Err(Error::internal("the thread of MPI panicked")))
         };
-        let Ok((rank, size)) = told.recv() else { return exchanged().map(drop) };
+        let Ok((rank, size)) = world.recv() else { return exchanged().map(drop) };
         let backend = device(rank)?;
         let mine = values(rank);
-        let empty = vec![0.0; LEN];
+        let empty = vec![0.0; ELEMENTS];
         let mut bufs = Vec::new();
         for values in [&mine, &empty, &empty, &empty, &empty] {
             let buf = backend.upload_f32(MemoryKind::Communication, values)?;
@@ -226,8 +234,8 @@ pub fn prove<B: Backend>(device: impl FnOnce(usize) -> Result<B>) -> Result<()> 
             }
             bufs.push(buf);
         }
-        // If the thread has ended it says why.
-        let _ = give.send(bufs);
+        // If the thread has ended, its result says why.
+        let _ = buffer_sender.send(bufs);
         let bufs = exchanged()?;
         let theirs = values(other(rank));
         let mut sum = mine.clone();
@@ -236,32 +244,32 @@ pub fn prove<B: Backend>(device: impl FnOnce(usize) -> Result<B>) -> Result<()> 
         }
         let with_other = if size > 1 { [&theirs, &sum] } else { [&empty, &empty] };
         for (buf, want) in bufs.iter().zip([&mine, &mine, &mine].into_iter().chain(with_other)) {
-            let mut arrived = vec![0.0; LEN];
+            let mut arrived = vec![0.0; ELEMENTS];
             backend.download(B::all(buf), &mut arrived)?;
             if arrived != *want {
-                return Err(Error::comm("a message of its memory arrived changed"));
+                return Err(Error::comm("received elements differ from those sent"));
             }
         }
         Ok(())
     })
 }
 
-/// The elements of a process. Sums of two are exact.
+/// Returns the elements of a process. Sums of two are exact.
 fn values(rank: usize) -> Vec<f32> {
-    (0..LEN).map(|i| i as f32 + 0.5 * rank as f32).collect()
+    (0..ELEMENTS).map(|i| i as f32 + 0.5 * rank as f32).collect()
 }
 
-/// The other one of two processes.
+/// Returns the rank of the other one of two processes.
 fn other(rank: usize) -> usize {
     1 - rank.min(1)
 }
 
-/// The part of MPI's thread: tells its number and that of processes, and exchanges the buffers that
-/// it is given: from the first into the second and, added up, the third; and with the other process
-/// into the fourth and the fifth.
+/// Runs the MPI thread: sends its rank and the number of processes, and then exchanges the buffers
+/// that it receives: the first with itself into the second and, summed, the third; and with the
+/// other process into the fourth and, summed, the fifth.
 fn exchange<B: Backend>(
-    tell: &Sender<(usize, usize)>,
-    given: &Receiver<Vec<B::Buf>>,
+    world_sender: &Sender<(usize, usize)>,
+    buffers: &Receiver<Vec<B::Buf>>,
 ) -> Result<Vec<B::Buf>> {
     let mut provided = 0;
     let null = std::ptr::null_mut();
@@ -276,19 +284,21 @@ fn exchange<B: Backend>(
     let (rank, size) = node::place(world)?;
     if size != 2 && std::env::var_os(PAIR).is_some() {
         return Err(Error::input(format!(
-            "its launcher started {size} for two processes: it is another library's"
+            "the launcher started {size} processes in one world instead of 2: it belongs to another MPI library"
         )));
     }
-    let _ = tell.send((rank, size));
-    let Ok(mut bufs) = given.recv() else { return Err(Error::device("no device to try with")) };
-    let spans = bufs.iter_mut().map(|buf| match B::comm_buffer(buf, 0..LEN)? {
+    let _ = world_sender.send((rank, size));
+    let Ok(mut bufs) = buffers.recv() else {
+        return Err(Error::device("the device could not be opened"));
+    };
+    let spans = bufs.iter_mut().map(|buf| match B::comm_buffer(buf, 0..ELEMENTS)? {
         CommBuffer::Device(memory, _) => Ok(memory),
         CommBuffer::Host(_) => Err(Error::input("there is no GPU whose memory could be exchanged")),
     });
     let spans = spans.collect::<Result<Vec<_>>>()?;
     let at = |span: DeviceSpan<'_>| std::ptr::with_exposed_provenance_mut::<c_void>(span.address());
     let [sent, received, sum, from_other, sum_of_both] = [0, 1, 2, 3, 4].map(|i| at(spans[i]));
-    let len = count(LEN)?;
+    let len = count(ELEMENTS)?;
     let partner = count(other(rank))?;
     // SAFETY: MPI is used by this thread alone, in order; the spans live until the end, hold `len`
     // elements each, and may be given to MPI; the status is a live local.

@@ -1,5 +1,4 @@
-//! The two directions of an exchange, each through the node's shared memory or through messages of
-//! MPI.
+//! The two directions of an exchange, each through the node's shared memory or MPI messages.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -13,18 +12,18 @@ use crate::transport::{GroupRanks, Incoming, Outgoing, check_length};
 use hpctrain_base::error::Result;
 use hpctrain_cpu::{add_serial, copy_for_another_core};
 
-/// Elements of one message of MPI, 1 MiB: received elements are added while they are still in the
-/// cache. Between two processes of one machine 256 KiB took a fifth longer and 128 KiB a quarter; 4
-/// MiB made no difference.
+/// Elements of one MPI message, 1 MiB: received elements are added while they are still in the
+/// cache. Between two processes of one machine, 256 KiB took a fifth longer and 128 KiB a quarter;
+/// 4 MiB made no difference.
 const MESSAGE: usize = 1 << 18;
 
-/// Messages of MPI under way at once: one travels while the one before is added.
+/// MPI messages in flight at once: one is transferred while the one before is added.
 const DEPTH: usize = 2;
 
-/// Bytes of memory that messages of MPI pass through.
+/// Bytes of staging memory of MPI messages.
 pub const BYTES: usize = 2 * DEPTH * MESSAGE * size_of::<f32>();
 
-/// Memory that messages of MPI pass through when they are not one piece, or are to be added.
+/// Staging memory for MPI messages that consist of several pieces, or are to be added.
 #[derive(Default)]
 pub struct ChunkStaging {
     packed: [Vec<f32>; DEPTH],
@@ -32,13 +31,13 @@ pub struct ChunkStaging {
 }
 
 impl ChunkStaging {
-    /// Bytes held.
+    /// Returns the bytes allocated.
     pub fn bytes(&self) -> usize {
         self.packed.iter().chain(&self.received).map(|buf| buf.capacity() * size_of::<f32>()).sum()
     }
 }
 
-/// Parts of pieces that make up a message.
+/// The piece and range of each part of a message.
 type Parts = Vec<(usize, Range<usize>)>;
 
 /// The sending direction.
@@ -46,9 +45,9 @@ pub struct Sending<'a> {
     from: Outgoing<'a>,
     cursor: ChunkCursor,
     done: bool,
-    /// Messages of MPI so far, and those under way.
+    /// The number of MPI messages so far, and those in flight.
     count: usize,
-    flying: VecDeque<MpiRequest>,
+    in_flight: VecDeque<MpiRequest>,
 }
 
 impl<'a> Sending<'a> {
@@ -60,7 +59,7 @@ impl<'a> Sending<'a> {
             cursor: ChunkCursor::default(),
             done,
             count: 0,
-            flying: VecDeque::with_capacity(DEPTH),
+            in_flight: VecDeque::with_capacity(DEPTH),
         }
     }
 
@@ -73,7 +72,7 @@ impl<'a> Sending<'a> {
         ahead.message(|i| self.from.pieces.get(i).map(|piece| piece.len()), limit, |_, _| {})
     }
 
-    /// Puts the next piece into shared memory if there is room. Whether something moved.
+    /// Writes the next piece to shared memory if a slot is free. Returns true on progress.
     pub fn near(&mut self, segment: &mut Segment, to: usize) -> bool {
         if self.done {
             return false;
@@ -98,29 +97,29 @@ impl<'a> Sending<'a> {
         })
     }
 
-    /// Starts and ends messages of MPI. Whether something moved.
+    /// Starts and completes MPI messages. Returns true on progress.
     pub fn far(
         &mut self,
         world: ffi::MPI_Comm,
         group: &GroupRanks,
         staging: &mut ChunkStaging,
     ) -> Result<bool> {
-        let mut moved = false;
-        if let Some(request) = self.flying.front_mut()
+        let mut progressed = false;
+        if let Some(request) = self.in_flight.front_mut()
             && request.test()?.is_some()
         {
-            self.flying.pop_front();
-            moved = true;
+            self.in_flight.pop_front();
+            progressed = true;
         }
-        if self.done || self.flying.len() == DEPTH {
-            return Ok(moved);
+        if self.done || self.in_flight.len() == DEPTH {
+            return Ok(progressed);
         }
         let pieces = self.from.pieces;
         let mut parts = Parts::new();
         let len = |i: usize| pieces.get(i).map(|piece| piece.len());
         if self.cursor.message(len, MESSAGE, |piece, range| parts.push((piece, range))) == 0 {
-            self.done = self.flying.is_empty();
-            return Ok(moved || self.done);
+            self.done = self.in_flight.is_empty();
+            return Ok(progressed || self.done);
         }
         let elements = match &parts[..] {
             [(piece, range)] => &pieces[*piece][range.clone()],
@@ -137,7 +136,7 @@ impl<'a> Sending<'a> {
         // SAFETY: the pieces are borrowed until the exchange is over, which is after every message;
         // a packed buffer is filled again only DEPTH messages later, when this one has been popped.
         // An error ends the process.
-        self.flying.push_back(unsafe {
+        self.in_flight.push_back(unsafe {
             MpiRequest::send(world, group, self.from.to, Kind::Exchange, bytes)?
         });
         self.count += 1;
@@ -151,7 +150,7 @@ pub struct Receiving<'a, 'b> {
     cursor: ChunkCursor,
     done: bool,
     count: usize,
-    flying: VecDeque<(MpiRequest, Parts, usize)>,
+    in_flight: VecDeque<(MpiRequest, Parts, usize)>,
 }
 
 impl<'a, 'b> Receiving<'a, 'b> {
@@ -163,7 +162,7 @@ impl<'a, 'b> Receiving<'a, 'b> {
             cursor: ChunkCursor::default(),
             done,
             count: 0,
-            flying: VecDeque::with_capacity(DEPTH),
+            in_flight: VecDeque::with_capacity(DEPTH),
         }
     }
 
@@ -171,7 +170,7 @@ impl<'a, 'b> Receiving<'a, 'b> {
         self.done
     }
 
-    /// Empties the next piece out of shared memory if it is there. Whether something moved.
+    /// Reads the next piece from shared memory if it is there. Returns true on progress.
     pub fn near(&mut self, segment: &mut Segment, from: usize) -> bool {
         if self.done {
             return false;
@@ -199,16 +198,16 @@ impl<'a, 'b> Receiving<'a, 'b> {
         })
     }
 
-    /// Starts messages of MPI and takes in those that arrived. Whether something moved.
+    /// Starts MPI messages and completes those that have arrived. Returns true on progress.
     pub fn far(
         &mut self,
         world: ffi::MPI_Comm,
         group: &GroupRanks,
         staging: &mut ChunkStaging,
     ) -> Result<bool> {
-        let mut moved = false;
+        let mut progressed = false;
         let Incoming { from, pieces, add } = &mut self.into;
-        if let Some((request, parts, number)) = self.flying.front_mut()
+        if let Some((request, parts, number)) = self.in_flight.front_mut()
             && let Some(bytes) = request.test()?
         {
             let len: usize = parts.iter().map(|(_, range)| range.len()).sum();
@@ -221,18 +220,18 @@ impl<'a, 'b> Receiving<'a, 'b> {
                     received = rest;
                 }
             }
-            self.flying.pop_front();
-            moved = true;
+            self.in_flight.pop_front();
+            progressed = true;
         }
-        if self.done || self.flying.len() == DEPTH {
-            return Ok(moved);
+        if self.done || self.in_flight.len() == DEPTH {
+            return Ok(progressed);
         }
         let mut parts = Parts::new();
         let length = |i: usize| pieces.get(i).map(|piece| piece.len());
         let len = self.cursor.message(length, MESSAGE, |piece, range| parts.push((piece, range)));
         if len == 0 {
-            self.done = self.flying.is_empty();
-            return Ok(moved || self.done);
+            self.done = self.in_flight.is_empty();
+            return Ok(progressed || self.done);
         }
         let elements = match &parts[..] {
             [(piece, range)] if !*add => &mut pieces[*piece][range.clone()],
@@ -249,7 +248,7 @@ impl<'a, 'b> Receiving<'a, 'b> {
         // into once; a staging buffer is used again only DEPTH messages later, when this one has
         // been popped. An error ends the process.
         let request = unsafe { MpiRequest::receive(world, group, *from, Kind::Exchange, bytes)? };
-        self.flying.push_back((request, parts, self.count));
+        self.in_flight.push_back((request, parts, self.count));
         self.count += 1;
         Ok(true)
     }

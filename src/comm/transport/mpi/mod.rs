@@ -1,14 +1,13 @@
 //! Ranks as processes that an MPI launcher started.
 //!
-//! All calls are made by one thread (`MPI_THREAD_FUNNELED`), through the bindings of rsmpi: its
-//! safe layer ignores return codes. Waiting is ours: requests are started without blocking and
-//! polled as eagerly as the backoff allows, so that a rank with a busy core does not lose it to a
-//! spinning library, and so that an abort is heard in the middle of a collective. The vendor's
-//! collectives alone block.
+//! One thread makes all calls (`MPI_THREAD_FUNNELED`), through the raw bindings of rsmpi, because
+//! its safe layer ignores return codes. Requests are non-blocking and polled here with a backoff,
+//! so that a spinning library does not take the core from compute, and an abort takes effect in the
+//! middle of a collective. Only vendor collectives block.
 //!
-//! Between ranks of one node elements that will be added go through shared memory; others, too,
-//! unless messages of MPI prove faster at the start. Between nodes there are messages only, and
-//! bytes are always messages.
+//! Between ranks of one node, elements that will be added go through shared memory; other elements,
+//! too, unless MPI messages are measured to be faster at the start. Between nodes, and for bytes,
+//! MPI messages are used.
 
 mod calls;
 mod collectives;
@@ -42,29 +41,28 @@ use hpctrain_device::DeviceSpan;
 
 pub use cuda_probe::{prove, prove_in_child};
 
-/// The oldest version of MPI that has shared memory between ranks.
+/// The oldest supported version of MPI, the first with shared memory between ranks.
 const OLDEST: (c_int, c_int) = (3, 0);
 
-/// Elements that are exchanged to try a way, and how often: the fastest counts, others were
+/// Elements and number of the exchanges that measure a path. The fastest counts; the others were
 /// disturbed.
 const TRIAL: usize = 1 << 18;
 const TRIALS: usize = 5;
 
-/// Messages of MPI must take less than this part of the time to be taken for copies: timings of a
-/// start are rough.
+/// MPI messages carry copies only if they take less than this fraction of the time of shared
+/// memory: timings at startup are rough.
 const GAIN: f64 = 0.8;
 
-/// Makes Open MPI yield the core while it waits, and hpctrain, too.
+/// Makes Open MPI, and hpctrain too, yield the core while waiting.
 const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
 
-/// Queues that the CUDA driver spreads streams over, 8 unless it is told. Streams that share one
-/// wait for each other, and a rank with communicators of NCCL has up to 20.
+/// The number of hardware queues that the CUDA driver distributes streams over; its default is 8.
+/// Streams that share a queue wait for each other, and a rank with NCCL communicators has up to 20.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 
-/// Sets variables by which libraries behave better, unless they are set already: Open MPI offers
-/// the core to others while it waits, where ranks are more than cores; the CUDA driver gives each
-/// stream a queue. A process that has other threads, which may read the environment at the same
-/// time, does without.
+/// Sets environment variables for libraries, unless they are set already: where ranks outnumber
+/// cores, Open MPI yields the core while it waits; the CUDA driver has a queue for each stream. In
+/// a process with other threads, which may read the environment at the same time, it sets none.
 pub(crate) fn prepare_environment() {
     let is_alone = is_alone();
     let env = |name: &str| std::env::var(name).ok();
@@ -76,7 +74,7 @@ pub(crate) fn prepare_environment() {
         }
         if !is_alone {
             log::info!(
-                "{name}={value} is not set for MPI and CUDA: this program has started threads before"
+                "{name}={value} is not set for MPI and CUDA, because this process already has other threads"
             );
             continue;
         }
@@ -86,8 +84,8 @@ pub(crate) fn prepare_environment() {
     }
 }
 
-/// Whether this thread is the only one of the process. A system that does not say so counts as if
-/// it were not.
+/// Returns true if this thread is the only one of the process, and false if that cannot be found
+/// out.
 fn is_alone() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
@@ -95,32 +93,32 @@ fn is_alone() -> bool {
 /// Initialises MPI on this thread, which makes all calls from now on.
 ///
 /// # Errors
-/// MPI cannot be initialised.
+/// Returns an error if MPI cannot be initialised.
 pub(crate) fn open(shared: Arc<Shared>) -> Result<(Box<dyn Transport>, World)> {
-    let (wire, world) = Mpi::open(shared)?;
-    Ok((Box::new(wire), world))
+    let (transport, world) = Mpi::open(shared)?;
+    Ok((Box::new(transport), world))
 }
 
-/// Cores this process may use.
+/// Returns the number of cores that this process may use.
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// The name and version in the text of `MPI_Get_library_version`: `"Open MPI v4.1.4, package: …"`,
-/// `"MPICH Version:      4.1\nMPICH Release date: …"`.
+/// Extracts the name and version from the text of `MPI_Get_library_version`: `"Open MPI v4.1.4,
+/// package: …"`, `"MPICH Version:      4.1\nMPICH Release date: …"`.
 fn short_version(text: &str) -> String {
     let first = text.split([',', '\n']).next().unwrap_or_default();
     first.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Name and version of the library that this program is linked with. May be asked before MPI has
-/// begun.
+/// Returns the name and version of the MPI library that this program is linked with. It may be
+/// called before MPI is initialised.
 pub fn library() -> String {
     // SAFETY: MPI allows the call at any time; the buffer has room for any text.
     short_version(&text(|to, len| unsafe { ffi::MPI_Get_library_version(to, len) }))
 }
 
-/// The name of a level of MPI's support for threads.
+/// Returns the name of a thread level of MPI.
 fn thread_level(level: c_int) -> &'static str {
     // SAFETY: reading constants of the library.
     let named = unsafe {
@@ -131,10 +129,13 @@ fn thread_level(level: c_int) -> &'static str {
             (ffi::RSMPI_THREAD_MULTIPLE, "MPI_THREAD_MULTIPLE"),
         ]
     };
-    named.iter().find(|(number, _)| *number == level).map_or("a level of its own", |(_, name)| name)
+    named
+        .iter()
+        .find(|(number, _)| *number == level)
+        .map_or("an unknown thread level", |(_, name)| name)
 }
 
-/// Constants of the library that are macros, which bindings cannot see: `constants.c`.
+/// Constants of the library that are macros, which bindings cannot see; defined in `constants.c`.
 mod constants {
     use std::ffi::c_void;
 
@@ -144,41 +145,43 @@ mod constants {
     }
 }
 
-/// `MPI_IN_PLACE`: 1 as a pointer in Open MPI and in the ABI of MPI 5, -1 in MPICH before it.
+/// Returns `MPI_IN_PLACE`: the pointer 1 in Open MPI and in the ABI of MPI 5, -1 in earlier MPICH.
 fn in_place() -> *const c_void {
     // SAFETY: a constant.
     unsafe { constants::HPCTRAIN_MPI_IN_PLACE }
 }
 
-/// The standard that the library implements must be recent enough.
+/// Checks that the library implements a recent enough version of the MPI standard.
 fn check_version(version: (c_int, c_int), library: &str) -> Result<()> {
     if version >= OLDEST {
         return Ok(());
     }
     let have = format!("{}.{}", version.0, version.1);
-    let want = format!("{}.{}", OLDEST.0, OLDEST.1);
+    let required = format!("{}.{}", OLDEST.0, OLDEST.1);
     let message =
-        format!("{} implements MPI {have}, hpctrain needs {want}", short_version(library));
+        format!("{} implements MPI {have}; hpctrain requires {required}", short_version(library));
     Err(Error::input(message)
         .hint("build hpctrain against a newer MPI library: Open MPI 1.8, MPICH 3.0 or later"))
 }
 
-/// Compute threads run beside the one that makes all calls.
+/// Checks that the library allows other threads beside the one that makes all calls.
 fn check_threads(provided: c_int, wanted: c_int, library: &str) -> Result<()> {
     if provided >= wanted {
         return Ok(());
     }
-    let message = format!("{} does not allow a program with threads", short_version(library));
-    Err(Error::input(format!("{message} (level {provided}, needed {wanted}, MPI_THREAD_FUNNELED)"))
-        .hint("use an MPI library that was built with support for threads"))
+    let message = format!("{} does not support programs with threads", short_version(library));
+    Err(Error::input(format!(
+        "{message} (thread level {provided}; hpctrain requires {wanted}, MPI_THREAD_FUNNELED)"
+    ))
+    .hint("use an MPI library that was built with thread support"))
 }
 
-/// A message that is leaving or arriving in the background.
+/// A posted message in flight.
 struct Posted {
-    /// Its parts; of one that arrives, with their lengths.
+    /// The requests of its parts, with the expected length of each part that is received.
     requests: Vec<(MpiRequest, Option<usize>)>,
     peer: usize,
-    parcel: Box<dyn P2pBuffer>,
+    buffer: Box<dyn P2pBuffer>,
 }
 
 struct Mpi {
@@ -186,13 +189,13 @@ struct Mpi {
     groups: Vec<ffi::MPI_Comm>,
     rank: usize,
     posted: Vec<Posted>,
-    /// None where the node has one rank, or could not share memory.
+    /// The node's shared memory; `None` if the node has one rank or cannot share memory.
     segment: Option<Segment>,
-    /// Whether elements that are only copied go through it, too: on some systems MPI copies them
-    /// faster.
+    /// Whether elements that are only copied go through shared memory, too. On some systems MPI
+    /// copies them faster.
     shares_copies: bool,
     staging: ChunkStaging,
-    /// For operands longer than the vendor can count.
+    /// Staging memory for operands that are longer than the vendor's counts allow.
     parts: Vec<f32>,
     in_place: *const c_void,
     shared: Arc<Shared>,
@@ -204,7 +207,8 @@ impl Mpi {
         let mut initialized = 0;
         let mut provided = 0;
         let mut version = (0, 0);
-        // SAFETY: naps of the backoff end on time; affects this thread alone and takes no memory.
+        // SAFETY: lets sleeps of the backoff end on time; affects this thread alone and takes no
+        // memory.
         unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
         // SAFETY: out-parameters are live locals, null arguments are allowed, and MPI_Initialized
         // and MPI_Get_version may be called at any time; calls after MPI_Init_thread are made only
@@ -212,7 +216,7 @@ impl Mpi {
         let (world, library, host) = unsafe {
             ffi::MPI_Initialized(&mut initialized);
             if initialized != 0 {
-                return Err(Error::internal("MPI is initialised a second time"));
+                return Err(Error::internal("MPI is already initialised"));
             }
             let library = text(|to, len| ffi::MPI_Get_library_version(to, len));
             ffi::MPI_Get_version(&mut version.0, &mut version.1);
@@ -272,9 +276,9 @@ impl Mpi {
         Ok((mpi, world))
     }
 
-    /// Collective over the node: whether it copies faster through its shared memory than by
-    /// messages of MPI, which can go from memory to memory where the system lets them. Its first
-    /// two ranks try, the first decides.
+    /// Measures whether the node copies faster through its shared memory than by MPI messages,
+    /// which copy directly between processes where the system allows it. The node's first two ranks
+    /// measure, and the first decides. Collective over the node.
     fn shared_copies_are_faster(&mut self, node: &Node, nodes: &Arc<[usize]>) -> Result<bool> {
         let mut faster = c_int::from(true);
         if node.rank < 2 {
@@ -306,19 +310,18 @@ impl Mpi {
         Ok(faster != 0)
     }
 
-    /// Ends all ranks. Used, too, when an error leaves MPI holding memory that is about to be given
-    /// back.
+    /// Aborts all ranks. Also used when an error leaves MPI using memory that is about to be freed.
     fn abort_all(&self, code: i32) -> ! {
         // SAFETY: called on the thread of all MPI calls, while MPI is initialised.
         unsafe { ffi::MPI_Abort(self.groups[0], code) };
         std::process::exit(code)
     }
 
-    /// As [`Transport::exchange_bytes`], wherever the bytes are.
+    /// Sends and receives like [`Transport::exchange_bytes`], on host or device memory.
     ///
     /// # Safety
-    /// The caller holds both memories until this returns; a device's are such that MPI takes their
-    /// addresses.
+    /// The caller keeps both buffers borrowed until this returns. MPI must accept the addresses of
+    /// device memory.
     unsafe fn exchange_messages(
         &mut self,
         group: &GroupRanks,
@@ -342,12 +345,11 @@ impl Mpi {
         }
     }
 
-    /// As [`Mpi::exchange_messages`], for single messages of at most [`LONGEST`](request::LONGEST)
-    /// bytes. Returns only when MPI has let go of both buffers; if an error of MPI makes that
-    /// impossible, the job ends.
+    /// Exchanges single messages of at most [`LONGEST`](request::LONGEST) bytes. Returns only when
+    /// MPI no longer uses either buffer; if an MPI error makes that impossible, the job is aborted.
     ///
     /// # Safety
-    /// As there.
+    /// The same as for [`Mpi::exchange_messages`].
     unsafe fn exchange_message(
         &mut self,
         group: &GroupRanks,
@@ -388,14 +390,14 @@ impl Mpi {
         }
     }
 
-    /// Empties a slot whose request is complete; returns the bytes received.
+    /// Clears `slot` if its request is complete, and then returns the bytes received.
     fn completed(&self, slot: &mut Option<MpiRequest>) -> Option<usize> {
         let bytes = slot.as_mut()?.test().unwrap_or_else(|error| self.give_up(&error))?;
         *slot = None;
         Some(bytes)
     }
 
-    /// Hears an abort, and gives back the parcels that have left or arrived.
+    /// Checks for an abort, and finishes posted messages that are complete.
     fn poll(&mut self) {
         if let Some(code) = self.shared.aborted() {
             self.abort_all(code);
@@ -415,7 +417,7 @@ impl Mpi {
             };
             requests.retain_mut(|part| !tested(part).unwrap_or_else(|error| self.give_up(&error)));
             if requests.is_empty() {
-                self.posted.remove(index).parcel.finish(Ok(()));
+                self.posted.remove(index).buffer.finish(Ok(()));
             } else {
                 self.posted[index].requests = requests;
                 index += 1;
@@ -423,13 +425,13 @@ impl Mpi {
         }
     }
 
-    /// Ends the job after an error that leaves MPI holding borrowed memory.
+    /// Aborts the job after an error that leaves MPI using borrowed memory.
     fn give_up(&self, error: &Error) -> ! {
         log::error!("rank {}: {error}", self.rank);
         self.abort_all(error.exit_code())
     }
 
-    /// The number on this node of a rank of a group, if shared memory leads there.
+    /// Returns the number on this node of a rank of a group, if it is reached by shared memory.
     fn near(&self, group: &GroupRanks, rank: Option<usize>) -> Option<usize> {
         self.segment.as_ref()?.local(group.ranks[rank?])
     }
@@ -470,7 +472,7 @@ impl Transport for Mpi {
                     self.poll();
                     backoff.pause(&self.shared);
                 }
-                // MPI still holds the memory.
+                // MPI still uses the memory.
                 (Err(error), _) | (_, Err(error)) => self.give_up(&error),
             }
         }
@@ -507,12 +509,12 @@ impl Transport for Mpi {
         &mut self,
         group: &GroupRanks,
         peer: Peer,
-        mut parcel: Box<dyn P2pBuffer>,
+        mut buffer: Box<dyn P2pBuffer>,
     ) -> Result<()> {
-        let bytes = match parcel.payload() {
+        let bytes = match buffer.payload() {
             Ok(payload) => Bytes::from(payload),
             Err(error) => {
-                parcel.finish(Err(error.clone()));
+                buffer.finish(Err(error.clone()));
                 return Err(error);
             }
         };
@@ -520,7 +522,7 @@ impl Transport for Mpi {
         let kind = Kind::Posted;
         let mut requests = Vec::with_capacity(1);
         for message in bytes.messages() {
-            // SAFETY: the parcel keeps its bytes in place, where MPI can reach them, until it is
+            // SAFETY: the buffer keeps its bytes in place, where MPI can access them, until it is
             // finished, which `poll` does only when all requests are complete.
             let started = unsafe {
                 match peer {
@@ -536,14 +538,14 @@ impl Transport for Mpi {
         if let Peer::To(_) = peer {
             self.shared.add_sent(bytes.len);
         }
-        self.posted.push(Posted { requests, peer: group.ranks[other], parcel });
+        self.posted.push(Posted { requests, peer: group.ranks[other], buffer });
         self.poll();
         Ok(())
     }
 
     fn progress(&mut self) -> Result<InFlight> {
         self.poll();
-        // Arrivals have a length to be checked.
+        // Receives have an expected length.
         let leaves =
             |posted: &Posted| posted.requests.iter().any(|(_, expected)| expected.is_none());
         Ok(match &self.posted[..] {
@@ -591,11 +593,11 @@ impl Transport for Mpi {
     }
 
     fn leave(&mut self, in_order: bool) {
-        // After an error other ranks may wait for this one; only `abort` can end them.
+        // After an error other ranks may still wait for this one; only `abort` ends them.
         for posted in self.posted.drain(..) {
             posted
-                .parcel
-                .abandon(Error::comm("another message failed before this one was done with"));
+                .buffer
+                .abandon(Error::comm("another message failed before this one was complete"));
         }
         if in_order {
             drop(self.segment.take());
@@ -610,7 +612,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_told_briefly() {
+    fn versions_are_shortened() {
         assert_eq!(
             short_version("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"),
             "Open MPI v4.1.4"
@@ -631,7 +633,7 @@ mod tests {
         assert_eq!(std::env::var(QUEUES.0).ok(), before);
     }
 
-    /// As the preprocessor has it, by the compiler of the library that this program is linked with.
+    /// Compares with the preprocessor's value, by the compiler of the linked library.
     #[test]
     fn in_place_is_the_constant_of_the_headers() {
         let source = tempfile::NamedTempFile::with_suffix(".c").unwrap();
@@ -655,13 +657,15 @@ mod tests {
         assert!(
             error
                 .to_string()
-                .starts_with("Open MPI v1.6 implements MPI 2.2, hpctrain needs 3.0\nhint: "),
+                .starts_with("Open MPI v1.6 implements MPI 2.2; hpctrain requires 3.0\nhint: "),
             "{error}"
         );
         assert!(check_version((3, 1), "").is_ok() && check_version((4, 0), "").is_ok());
         let error = check_threads(0, 1, "Open MPI v1.6, package: x").unwrap_err();
         assert!(
-            error.to_string().contains("does not allow a program with threads (level 0, needed 1"),
+            error.to_string().contains(
+                "does not support programs with threads (thread level 0; hpctrain requires 1"
+            ),
             "{error}"
         );
     }

@@ -8,20 +8,20 @@ use super::calls::{check, count, count_up};
 use super::shm_window::Segment;
 use hpctrain_base::error::{Error, Result};
 
-/// At most so many ranks count as one node; the machine's other ranks are other nodes. 1 turns
-/// shared memory off.
+/// The most ranks of a machine that count as one node; the machine's other ranks count as other
+/// nodes. 1 turns shared memory off.
 const RANKS_PER_NODE: &str = "HPCTRAIN_RANKS_PER_NODE";
 
-/// The value of [`RANKS_PER_NODE`].
+/// Parses the value of [`RANKS_PER_NODE`].
 fn ranks_per_node(value: Option<String>) -> Result<usize> {
     let Some(text) = value else { return Ok(usize::MAX) };
     text.parse().ok().filter(|&ranks| ranks > 0).ok_or_else(|| {
         Error::input(format!("{RANKS_PER_NODE}={text} is not a number of ranks"))
-            .hint("1 or more; leave it out to treat every machine as one node")
+            .hint("set it to 1 or more, or unset it to treat every machine as one node")
     })
 }
 
-/// My number in a communicator, and its size.
+/// Returns this rank's number in a communicator, and the communicator's size.
 pub fn place(comm: ffi::MPI_Comm) -> Result<(usize, usize)> {
     let mut rank = 0;
     let mut size = 0;
@@ -32,7 +32,7 @@ pub fn place(comm: ffi::MPI_Comm) -> Result<(usize, usize)> {
     Ok((count_up(rank), count_up(size)))
 }
 
-/// Collective: the smallest of the numbers of all ranks.
+/// Returns the smallest of the numbers of all ranks. Collective.
 fn smallest(mine: c_int, comm: ffi::MPI_Comm) -> Result<c_int> {
     let mut all = 0;
     // SAFETY: in- and out-parameter are live locals.
@@ -44,19 +44,19 @@ fn smallest(mine: c_int, comm: ffi::MPI_Comm) -> Result<c_int> {
     check(code, "MPI_Allreduce").map(|()| all)
 }
 
-/// The ranks of a node, or of the part of one that [`RANKS_PER_NODE`] makes a node of its own.
+/// The ranks of a node, or of the part of one that [`RANKS_PER_NODE`] makes a separate node.
 pub struct Node {
     pub comm: ffi::MPI_Comm,
     pub rank: usize,
     pub size: usize,
-    /// This rank's number and the ranks on the whole machine.
+    /// This rank's number on the machine, and the machine's number of ranks.
     pub on_machine: (usize, usize),
     /// The first rank of every rank's node, by rank of the world.
     pub of_ranks: Vec<c_int>,
 }
 
 impl Node {
-    /// Collective over the world.
+    /// Finds the ranks of this rank's node. Collective over the world.
     pub fn find(world: ffi::MPI_Comm, rank: c_int, size: c_int) -> Result<Self> {
         let asked = ranks_per_node(std::env::var(RANKS_PER_NODE).ok());
         let mut first = rank;
@@ -69,14 +69,16 @@ impl Node {
             let code = ffi::MPI_Comm_split_type(world, kind, rank, ffi::RSMPI_INFO_NULL, &mut comm);
             check(code, "MPI_Comm_split_type")?;
             let on_machine = place(comm)?;
-            // The ranks of a machine split together, or not at all: the environment of one may
+            // The ranks of a machine split together or not at all, although their environments may
             // differ.
             let limit =
                 asked.as_ref().map_or(0, |&limit| c_int::try_from(limit).unwrap_or(c_int::MAX));
             let limit = match count_up(smallest(limit, comm)?) {
                 0 => {
                     return Err(asked.err().unwrap_or_else(|| {
-                        Error::comm(format!("another rank has a wrong {RANKS_PER_NODE}"))
+                        Error::comm(format!(
+                            "{RANKS_PER_NODE} of another rank is not a number of ranks"
+                        ))
                     }));
                 }
                 limit => limit,
@@ -95,8 +97,8 @@ impl Node {
         }
     }
 
-    /// Collective over the node: the memory that its ranks share, if there are several and all
-    /// could map it.
+    /// Opens the memory that the node's ranks share. Returns `None` if the node has one rank, or if
+    /// a rank could not map it. Collective over the node.
     pub fn share(&self, rank: usize) -> Result<Option<Segment>> {
         if self.size == 1 {
             return Ok(None);
@@ -105,13 +107,15 @@ impl Node {
         let local = |first: &c_int| (*first == self.of_ranks[rank]).then(|| next.next()).flatten();
         let segment =
             Segment::open(self.comm, self.rank, self.of_ranks.iter().map(local).collect())?;
-        // The meeting that a segment requires before its first use, too.
+        // This is also the synchronisation that a segment requires before its first use.
         let all = smallest(c_int::from(segment.is_ok()), self.comm)?;
         match segment {
             Ok(segment) if all == 1 => return Ok(Some(segment)),
             Ok(_) => {}
             Err(error) => {
-                log::warn!("the ranks of this node exchange by messages, which is slower: {error}")
+                log::warn!(
+                    "the ranks of this node exchange by MPI messages, which is slower than shared memory: {error}"
+                )
             }
         }
         Ok(None)

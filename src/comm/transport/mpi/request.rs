@@ -1,4 +1,4 @@
-//! Single messages: requests that are started without blocking and tested.
+//! Single MPI messages as non-blocking requests.
 
 use std::ffi::c_int;
 
@@ -9,13 +9,13 @@ use crate::transport::{GroupRanks, Payload};
 use hpctrain_base::error::Result;
 use hpctrain_device::DeviceSpan;
 
-/// Bytes of the longest message: counts are 31 bits wide.
+/// Bytes of the longest message: MPI's counts have 31 bits.
 pub const LONGEST: usize = 1 << 30;
 
-/// Tags MPI guarantees: 0 to 32767.
+/// The number of tags that MPI guarantees: 0 to 32767.
 const TAGS: usize = 1 << 15;
 
-/// Memory that MPI reads or writes: the host's, or a device's whose addresses the library takes.
+/// Memory that MPI reads or writes: the host's, or a device's if the library is CUDA-aware.
 #[derive(Clone, Copy)]
 pub struct Bytes {
     at: *mut u8,
@@ -23,7 +23,7 @@ pub struct Bytes {
 }
 
 impl Bytes {
-    /// Messages of at most [`LONGEST`] bytes.
+    /// Divides the memory into messages of at most [`LONGEST`] bytes.
     pub fn messages(self) -> impl Iterator<Item = Bytes> {
         let message = move |start| Bytes {
             at: self.at.wrapping_add(start),
@@ -61,19 +61,20 @@ impl From<Payload<'_>> for Bytes {
     }
 }
 
-/// A message under way. It must be tested until it is complete.
+/// A message in flight. It must be tested until it is complete.
 pub struct MpiRequest(ffi::MPI_Request);
 
-/// The two kinds of messages. Each arrives in its own order.
+/// The two kinds of messages. Messages of one kind arrive in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Of an exchange that both ranks are in.
+    /// A message of an exchange that both ranks are in.
     Exchange,
-    /// Posted by both.
+    /// A message that both ranks have posted.
     Posted,
 }
 
-/// Messages between two ranks arrive in order; a tag distinguishes groups and kinds.
+/// Returns the tag of a group and kind. Messages between two ranks with the same tag arrive in
+/// order.
 fn tag(group: &GroupRanks, kind: Kind) -> Result<c_int> {
     count((2 * group.id + usize::from(kind == Kind::Posted)) % TAGS)
 }
@@ -129,7 +130,7 @@ impl MpiRequest {
         Ok(Self(raw))
     }
 
-    /// The bytes that were received, once the request is complete.
+    /// Tests the request. Returns the number of bytes received once it is complete.
     pub fn test(&mut self) -> Result<Option<usize>> {
         let mut done = 0;
         // SAFETY: a status is plain integers that MPI overwrites; out-parameters are live locals.

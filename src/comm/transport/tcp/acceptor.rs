@@ -1,10 +1,10 @@
-//! Accepts connections, and passes on those whose other end proves that it knows the secret.
+//! Accepts connections, and passes on those whose other end is authenticated by the secret.
 //!
 //! One thread advances all handshakes without blocking: before it is authenticated a connection
-//! costs a socket and some bytes, no thread. A handshake has one deadline. Pending handshakes are
-//! limited in all and per source address; beyond a limit the oldest one is closed, so that silent
-//! connections of strangers hold up nobody. Authenticated connections are not counted: all workers
-//! of a node have the same address.
+//! costs a socket and some bytes, but no thread. A handshake has one deadline. The number of
+//! pending handshakes is limited, in total and per source address; beyond a limit the oldest one is
+//! closed, so that silent connections of strangers block no one. Authenticated connections are not
+//! counted: all workers of a node have the same address.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpListener, TcpStream};
@@ -19,65 +19,70 @@ use super::handshake::{Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, Refusa
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 
-/// Pending handshakes.
-const PENDING: usize = 256;
+/// The most pending handshakes.
+const MAX_PENDING: usize = 256;
 
-/// Pending handshakes of one source address.
-const PENDING_OF_ADDRESS: usize = 128;
+/// The most pending handshakes of one source address.
+const MAX_PENDING_PER_ADDRESS: usize = 128;
 
-/// Connections that are accepted before pending handshakes are advanced: fewer than would evict one
-/// another.
-const BURST: usize = 32;
+/// The most connections that are accepted before pending handshakes are advanced: fewer than would
+/// evict one another.
+const ACCEPTS_PER_TURN: usize = 32;
 
-/// Longest wait before the thread looks whether it is to end, or handshakes are late.
+/// Longest wait before the thread checks whether it must end, or handshakes are late.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Pause after the system refused to accept a connection: it may have no descriptors left.
-const PAUSE: Duration = Duration::from_millis(20);
+/// Pause after a failure to accept a connection: the process may have no descriptors left.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(20);
 
 /// Shortest time between two warnings about refused connections.
-const BETWEEN_WARNINGS: Duration = Duration::from_secs(60);
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Accepts connections on a thread until it is dropped.
 pub struct Acceptor {
-    over: Arc<AtomicBool>,
+    stopped: Arc<AtomicBool>,
 }
 
 impl Acceptor {
-    /// Begins to accept connections from `listener`. Calls `known` on the acceptor's thread for
-    /// each caller that knows the secret; an error that it returns is the reason why the connection
-    /// is refused.
+    /// Starts to accept connections from `listener`. Calls `known` on the acceptor's thread for
+    /// each caller that knows the secret. If it returns an error, the connection is refused for
+    /// that reason.
     ///
     /// # Errors
-    /// Returns an error if the system refused a thread.
+    /// Returns an error if the listener cannot be made non-blocking, or the thread cannot be
+    /// started.
     pub fn open(
         listener: TcpListener,
         credentials: Credentials,
         mut known: impl FnMut(PeerId, Connection) -> Result<()> + Send + 'static,
     ) -> Result<Self> {
         listener.set_nonblocking(true).map_err(|e| Error::comm(format!("cannot listen: {e}")))?;
-        let over = Arc::new(AtomicBool::new(false));
-        let ends = over.clone();
-        let mut entrance =
-            Entrance { listener, credentials, pending: vec![], refusals: Refusals::default() };
+        let stopped = Arc::new(AtomicBool::new(false));
+        let stop = stopped.clone();
+        let mut thread = AcceptorThread {
+            listener,
+            credentials,
+            pending: vec![],
+            refusals: Refusals::default(),
+        };
         let accept = move || {
-            while !ends.load(Ordering::Relaxed) {
-                entrance.turn(&mut known);
+            while !stop.load(Ordering::Relaxed) {
+                thread.turn(&mut known);
             }
         };
         spawn("acceptor", accept)?;
-        Ok(Self { over })
+        Ok(Self { stopped })
     }
 }
 
 impl Drop for Acceptor {
     fn drop(&mut self) {
-        self.over.store(true, Ordering::Relaxed);
+        self.stopped.store(true, Ordering::Relaxed);
     }
 }
 
 /// The state of the acceptor's thread.
-struct Entrance {
+struct AcceptorThread {
     listener: TcpListener,
     credentials: Credentials,
     /// The oldest one first.
@@ -92,19 +97,19 @@ struct Pending {
     since: Instant,
 }
 
-impl Entrance {
-    /// Waits until a connection has news, and acts on them.
+impl AcceptorThread {
+    /// Waits for events of connections and handles them.
     fn turn(&mut self, known: &mut impl FnMut(PeerId, Connection) -> Result<()>) {
         let ready = self.wait();
         self.advance(&ready, known);
         self.close_late();
-        for _ in 0..BURST {
+        for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
                 Ok((stream, address)) => self.admit(stream, address.ip().to_canonical()),
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => break,
                 Err(e) => {
-                    log::debug!("a connection was not accepted: {e}");
-                    std::thread::sleep(PAUSE);
+                    log::debug!("cannot accept a connection: {e}");
+                    std::thread::sleep(ACCEPT_RETRY_DELAY);
                     break;
                 }
             }
@@ -112,7 +117,7 @@ impl Entrance {
         self.refusals.report();
     }
 
-    /// Waits for news; returns whether there are some for each pending handshake.
+    /// Waits for events. Returns for each pending handshake whether it has some.
     fn wait(&self) -> Vec<bool> {
         let streams = self
             .pending
@@ -165,14 +170,13 @@ impl Entrance {
         }
     }
 
-    /// Begins the handshake of a connection. Closes the oldest pending one if that is needed to
-    /// make room.
+    /// Starts the handshake of a connection. If a limit is reached, closes the oldest pending one.
     fn admit(&mut self, stream: TcpStream, from: IpAddr) {
         let of_address = self.pending.iter().filter(|pending| pending.from == from).count();
-        let oldest = if of_address >= PENDING_OF_ADDRESS {
+        let oldest = if of_address >= MAX_PENDING_PER_ADDRESS {
             self.pending.iter().position(|pending| pending.from == from)
         } else {
-            (self.pending.len() >= PENDING).then_some(0)
+            (self.pending.len() >= MAX_PENDING).then_some(0)
         };
         if let Some(oldest) = oldest {
             let Pending { from, .. } = self.pending.remove(oldest);
@@ -189,9 +193,9 @@ impl Entrance {
 /// Counts refused connections by reason. One warning a minute reports them, the first at once.
 #[derive(Default)]
 struct Refusals {
-    /// Since the last warning.
+    /// The counts since the last warning, by reason.
     counts: BTreeMap<&'static str, u64>,
-    /// Source and reason of the last one.
+    /// The source and reason of the last refusal.
     last: Option<(IpAddr, Refusal)>,
     warned: Option<Instant>,
 }
@@ -204,7 +208,7 @@ impl Refusals {
     }
 
     fn report(&mut self) {
-        if self.warned.is_some_and(|warned| warned.elapsed() < BETWEEN_WARNINGS) {
+        if self.warned.is_some_and(|warned| warned.elapsed() < WARNING_INTERVAL) {
             return;
         }
         let Some((from, refusal)) = self.last.take() else { return };
@@ -233,13 +237,13 @@ mod tests {
     use super::super::secret::Secret;
     use super::*;
 
-    /// An acceptor with the callers that it let in.
+    /// Starts an acceptor. Returns it with its address and the callers that it accepts.
     fn acceptor() -> (Acceptor, std::net::SocketAddr, Receiver<(PeerId, Connection)>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let (tell, known) = channel();
+        let (sender, known) = channel();
         let take = move |caller, connection| {
-            tell.send((caller, connection)).map_err(|e| Error::comm(e.to_string()))
+            sender.send((caller, connection)).map_err(|e| Error::comm(e.to_string()))
         };
         (Acceptor::open(listener, credentials(), take).unwrap(), address, known)
     }
@@ -253,14 +257,14 @@ mod tests {
     #[test]
     fn silent_connections_make_room_for_callers_with_the_secret() {
         let (_acceptor, address, known) = acceptor();
-        // More than there is room for, each with its first byte.
+        // More than the limit, each with its first byte.
         let connect = || {
             let mut stream = TcpStream::connect(address).unwrap();
             stream.write_all(b"h").unwrap();
             stream
         };
         let mut silent: Vec<TcpStream> =
-            (0..PENDING_OF_ADDRESS + BURST).map(|_| connect()).collect();
+            (0..MAX_PENDING_PER_ADDRESS + ACCEPTS_PER_TURN).map(|_| connect()).collect();
         let stream = TcpStream::connect(address).unwrap();
         call(stream, &credentials(), CALLER, Instant::now() + HANDSHAKE_TIMEOUT).unwrap();
         assert_eq!(known.recv().unwrap().0, CALLER);
@@ -274,7 +278,7 @@ mod tests {
     fn a_source_address_evicts_its_own_handshakes_only() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let mut entrance = Entrance {
+        let mut thread = AcceptorThread {
             listener,
             credentials: credentials(),
             pending: vec![],
@@ -282,21 +286,21 @@ mod tests {
         };
         let mut admit = |from: [u8; 4]| {
             let _caller = TcpStream::connect(address).unwrap();
-            let (stream, _) = entrance.listener.accept().unwrap();
-            entrance.admit(stream, from.into());
+            let (stream, _) = thread.listener.accept().unwrap();
+            thread.admit(stream, from.into());
             let of = |address: [u8; 4]| {
-                entrance.pending.iter().filter(|one| one.from == IpAddr::from(address)).count()
+                thread.pending.iter().filter(|one| one.from == IpAddr::from(address)).count()
             };
             (of([10, 0, 0, 1]), of([10, 0, 0, 2]))
         };
         assert_eq!(admit([10, 0, 0, 1]), (1, 0));
         assert_eq!(
-            (0..PENDING).map(|_| admit([10, 0, 0, 2])).last(),
-            Some((1, PENDING_OF_ADDRESS))
+            (0..MAX_PENDING).map(|_| admit([10, 0, 0, 2])).last(),
+            Some((1, MAX_PENDING_PER_ADDRESS))
         );
         assert_eq!(
-            entrance.refusals.counts["made room for others"] as usize,
-            PENDING - PENDING_OF_ADDRESS
+            thread.refusals.counts["made room for others"] as usize,
+            MAX_PENDING - MAX_PENDING_PER_ADDRESS
         );
     }
 }

@@ -1,8 +1,7 @@
-//! A connection whose ends have proved that they know the run's secret, encrypted if one of them
-//! asks for it.
+//! An authenticated connection, encrypted if one of its ends asks for it.
 //!
-//! Encrypted, it is a sequence of messages of Noise, each with its length (two bytes, most
-//! significant first) before it: at most 65,535 bytes of AES-256-GCM. Both ends change their key
+//! An encrypted connection is a sequence of Noise messages, each preceded by its length (two bytes,
+//! most significant first): at most 65,535 bytes of AES-256-GCM. Both ends change their key
 //! after the same number of messages, long before the cipher's bound.
 
 use std::io::{ErrorKind, IoSlice, Read, Result, Write};
@@ -18,19 +17,21 @@ pub const TAG: usize = 16;
 /// Bytes of a message's length.
 const PREFIX: usize = 2;
 
-/// Most bytes of a message.
+/// The most bytes of a message.
 const MESSAGE: usize = u16::MAX as usize;
 
-/// Most bytes of plain text in a message.
+/// The most bytes of plain text in a message.
 const PLAIN: usize = MESSAGE - TAG;
 
-/// Bytes of plain text that are encrypted before they are sent.
+/// The most bytes of plain text that are encrypted before they are sent.
 const BATCH: usize = 4 * PLAIN;
 
-/// Bytes that are received at once, most and at first: connections with small messages stay small.
+/// The largest and the first size of the receive buffer: connections with small messages keep it
+/// small.
 const RECEIVED: [usize; 2] = [4 * (PREFIX + MESSAGE), 4096];
 
-/// Messages of one key: at most 64 GiB. NIST SP 800-38D and RFC 8446 (section 5.5) allow more.
+/// The number of messages with one key, at most 64 GiB. NIST SP 800-38D and RFC 8446 (section 5.5)
+/// allow more.
 const MESSAGES: u64 = 1 << 20;
 
 /// An authenticated connection.
@@ -42,9 +43,9 @@ pub struct Connection {
 /// Both directions of an encrypted connection.
 struct Cipher {
     transport: TransportState,
-    /// Messages sent and received.
+    /// The numbers of messages sent and received.
     messages: [u64; 2],
-    /// Bytes received: those in `received[begin..end]` are not decrypted yet.
+    /// Received bytes, of which `received[begin..end]` are not decrypted yet.
     received: Vec<u8>,
     begin: usize,
     end: usize,
@@ -52,12 +53,12 @@ struct Cipher {
     plain: Vec<u8>,
     taken: usize,
     /// Encrypted messages; bytes before `sent` have been sent.
-    leaving: Vec<u8>,
+    outgoing: Vec<u8>,
     sent: usize,
 }
 
 impl Connection {
-    /// A connection on a stream, encrypted by `transport` if there is one.
+    /// Creates a connection on a stream, encrypted by `transport` if there is one.
     pub(super) fn new(stream: TcpStream, transport: Option<TransportState>) -> Self {
         let cipher = transport.map(|transport| {
             Box::new(Cipher {
@@ -68,14 +69,14 @@ impl Connection {
                 end: 0,
                 plain: Vec::new(),
                 taken: 0,
-                leaving: Vec::new(),
+                outgoing: Vec::new(),
                 sent: 0,
             })
         });
         Self { stream, cipher }
     }
 
-    /// Returns the stream, whose time limits hold for reads and writes.
+    /// Returns the stream, whose timeouts apply to reads and writes.
     pub fn stream(&self) -> &TcpStream {
         &self.stream
     }
@@ -107,7 +108,7 @@ impl Cipher {
         (bytes.len() >= PREFIX + length).then_some(length)
     }
 
-    /// Receives bytes until a message is complete. Returns its length; none at the end of the
+    /// Receives bytes until a message is complete. Returns its length, or `None` at the end of the
     /// stream.
     fn receive(&mut self, mut stream: &TcpStream) -> Result<Option<usize>> {
         loop {
@@ -129,13 +130,13 @@ impl Cipher {
         }
     }
 
-    /// Decrypts the first message, of this length, to `into` if it has room, else to `plain`;
-    /// returns its bytes in `into`.
+    /// Decrypts the first message, of this length, into `into` if it fits, and otherwise into
+    /// `plain`. Returns the number of bytes written to `into`.
     fn decrypt(&mut self, length: usize, into: &mut [u8]) -> Result<usize> {
         let from = self.begin + PREFIX;
         self.begin = from + length;
         let message = &self.received[from..self.begin];
-        // The tag is written behind the plain text at first.
+        // Decryption also needs space for the tag after the plain text.
         let is_direct = into.len() >= length;
         let to = if is_direct {
             into
@@ -146,7 +147,7 @@ impl Cipher {
         let bytes = self.transport.read_message(message, to).map_err(|_| {
             std::io::Error::new(
                 ErrorKind::InvalidData,
-                "a message was changed on its way, or is not of this connection",
+                "a message was modified in transit, or belongs to another connection",
             )
         })?;
         self.messages[1] += 1;
@@ -161,11 +162,11 @@ impl Cipher {
         Ok(0)
     }
 
-    /// Encrypts bytes as one message, to be sent.
+    /// Encrypts bytes as one message and appends it to those to send.
     fn encrypt(&mut self, plain: &[u8]) -> Result<()> {
-        let from = self.leaving.len();
-        self.leaving.resize(from + PREFIX + plain.len() + TAG, 0);
-        let (prefix, message) = self.leaving[from..].split_at_mut(PREFIX);
+        let from = self.outgoing.len();
+        self.outgoing.resize(from + PREFIX + plain.len() + TAG, 0);
+        let (prefix, message) = self.outgoing[from..].split_at_mut(PREFIX);
         let length = self.transport.write_message(plain, message).map_err(std::io::Error::other)?;
         prefix.copy_from_slice(&(length as u16).to_be_bytes());
         self.messages[0] += 1;
@@ -175,15 +176,15 @@ impl Cipher {
         Ok(())
     }
 
-    /// Sends what is encrypted. An error leaves the rest to the next call.
+    /// Sends encrypted messages. After an error the next call continues.
     fn send(&mut self, mut stream: &TcpStream) -> Result<()> {
-        while self.sent < self.leaving.len() {
-            match stream.write(&self.leaving[self.sent..])? {
+        while self.sent < self.outgoing.len() {
+            match stream.write(&self.outgoing[self.sent..])? {
                 0 => return Err(ErrorKind::WriteZero.into()),
                 bytes => self.sent += bytes,
             }
         }
-        self.leaving.clear();
+        self.outgoing.clear();
         self.sent = 0;
         Ok(())
     }
@@ -214,8 +215,8 @@ impl Write for Connection {
         self.write_vectored(&[IoSlice::new(bytes)])
     }
 
-    /// Takes the bytes that it returns, of which some may leave with the next call,
-    /// [`Write::flush`] at the latest.
+    /// Accepts as many bytes as it returns. Some of them may be sent only by the next call, at the
+    /// latest by [`Write::flush`].
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> Result<usize> {
         let Some(cipher) = &mut self.cipher else { return self.stream.write_vectored(slices) };
         cipher.send(&self.stream)?;
@@ -229,7 +230,7 @@ impl Write for Connection {
             taken += plain.len();
         }
         match cipher.send(&self.stream) {
-            // The bytes are taken.
+            // The bytes are accepted and will be sent later.
             Err(e)
                 if matches!(
                     e.kind(),
@@ -292,7 +293,7 @@ mod tests {
                     from.write_all(&sent).unwrap();
                     from.flush().unwrap();
                 });
-                // By pieces that are smaller than a message, and larger.
+                // In pieces that are smaller and larger than a message.
                 let mut first = vec![0; len / 3];
                 let mut rest = vec![0; len - len / 3];
                 to.read_exact(&mut first).unwrap();
@@ -360,7 +361,7 @@ mod tests {
             let [mut from, mut to] = connections();
             let cipher = from.cipher.as_mut().unwrap();
             cipher.encrypt(b"a gradient").unwrap();
-            change(&mut cipher.leaving);
+            change(&mut cipher.outgoing);
             from.flush().unwrap();
             drop(from);
             let error = to.read_to_end(&mut Vec::new()).unwrap_err();

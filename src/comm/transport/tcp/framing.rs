@@ -1,4 +1,4 @@
-//! Messages on a connection: a header of a group and a length, then so many bytes.
+//! Messages on a connection: a header with a group and a length, then that many bytes.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
@@ -10,22 +10,22 @@ use hpctrain_cpu::add_serial;
 /// Bytes of a header.
 pub const HEADER: usize = 16;
 
-/// Group of a rank's last words: it leaves in good order.
+/// The group of a rank's last message, which announces an orderly exit.
 const BYE: u64 = u64::MAX;
 
-/// Group of an abort, whose exit code takes the place of the length.
+/// The group of an abort, whose header has the exit code instead of a length.
 const ABORT: u64 = u64::MAX - 1;
 
-/// Pieces of memory that are written at once.
+/// The most pieces of memory that are written at once.
 const PIECES: usize = 32;
 
-/// Elements that are received aside before they are added.
-const ASIDE: usize = 1 << 16;
+/// The most elements that are received in staging memory before they are added.
+const STAGED_ELEMENTS: usize = 1 << 16;
 
-/// Bytes of memory that messages pass through.
-pub const STAGING: usize = ASIDE * size_of::<f32>();
+/// Bytes of staging memory for messages.
+pub const STAGING: usize = STAGED_ELEMENTS * size_of::<f32>();
 
-/// The header of a message.
+/// Returns the header of a message.
 pub fn header(group: u64, len: usize) -> [u8; HEADER] {
     let mut bytes = [0; HEADER];
     bytes[..8].copy_from_slice(&group.to_le_bytes());
@@ -33,24 +33,24 @@ pub fn header(group: u64, len: usize) -> [u8; HEADER] {
     bytes
 }
 
-/// A rank's last words.
+/// Returns the message of an orderly exit.
 pub fn bye() -> [u8; HEADER] {
     header(BYE, 0)
 }
 
-/// An abort.
+/// Returns the message of an abort.
 pub fn abort(code: i32) -> [u8; HEADER] {
     header(ABORT, code as u32 as usize)
 }
 
-/// Writes on from byte `sent` of some pieces of memory. Whether something moved.
+/// Writes pieces of memory from byte `sent` on. Returns true on progress.
 pub fn write(
     stream: &mut TcpStream,
     pieces: &[&[u8]],
     sent: &mut usize,
     peer: usize,
 ) -> Result<bool> {
-    let mut moved = false;
+    let mut progressed = false;
     loop {
         let mut before = 0;
         let mut slices = Vec::with_capacity(PIECES.min(pieces.len()));
@@ -62,24 +62,24 @@ pub fn write(
             }
         }
         if slices.is_empty() {
-            return Ok(moved);
+            return Ok(progressed);
         }
         match stream.write_vectored(&slices) {
             Ok(0) => return Err(gone(peer)),
-            Ok(len) => (*sent, moved) = (*sent + len, true),
-            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(moved),
+            Ok(len) => (*sent, progressed) = (*sent + len, true),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(progressed),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(_) => return Err(gone(peer)),
         }
     }
 }
 
-/// Memory that a message fills, from its first byte to its last.
+/// Memory that a message fills from its first byte to its last.
 pub trait Sink {
-    /// The rest of a piece of it, which is not empty while bytes are missing.
+    /// Returns the rest of the current piece, which is not empty while bytes are missing.
     fn room(&mut self) -> &mut [u8];
 
-    /// So many bytes of that are filled.
+    /// Records that `bytes` bytes of it were filled.
     fn filled(&mut self, bytes: usize);
 }
 
@@ -102,17 +102,17 @@ impl Sink for Bytes<'_> {
 /// Pieces of elements, which are replaced or added to.
 pub struct ElementPieces<'a, 'b> {
     pieces: &'a mut [&'b mut [f32]],
-    /// Memory for terms; none where elements are replaced.
+    /// Staging memory for terms; `None` if elements are replaced.
     aside: Option<&'a mut Vec<f32>>,
     piece: usize,
-    /// Bytes of the piece before the room.
+    /// Bytes of the piece that are complete.
     done: usize,
-    /// Bytes of the room that are filled.
+    /// Bytes that are filled after them.
     at: usize,
 }
 
 impl<'a, 'b> ElementPieces<'a, 'b> {
-    /// To be filled with the elements of a message; with memory `aside` they are added.
+    /// Creates a sink for the elements of a message. With staging memory `aside` they are added.
     pub fn new(pieces: &'a mut [&'b mut [f32]], aside: Option<&'a mut Vec<f32>>) -> Self {
         let mut all = Self { pieces, aside, piece: 0, done: 0, at: 0 };
         all.skip_empty();
@@ -125,13 +125,13 @@ impl<'a, 'b> ElementPieces<'a, 'b> {
         }
     }
 
-    /// Elements of the room.
+    /// Returns the number of elements that the sink can receive next.
     fn elements(&self) -> usize {
         let rest = self
             .pieces
             .get(self.piece)
             .map_or(0, |piece| piece.len() - self.done / size_of::<f32>());
-        if self.aside.is_some() { rest.min(ASIDE) } else { rest }
+        if self.aside.is_some() { rest.min(STAGED_ELEMENTS) } else { rest }
     }
 }
 
@@ -166,12 +166,12 @@ impl Sink for ElementPieces<'_, '_> {
     }
 }
 
-/// A message that is arriving.
+/// A message that is being received.
 struct Arriving {
     group: u64,
     /// Bytes that are still missing.
     left: usize,
-    /// Those that nobody asked for yet; none of a message that goes to its memory.
+    /// The bytes of a message that was not requested yet; `None` if they go to a sink.
     kept: Option<Vec<u8>>,
 }
 
@@ -181,29 +181,29 @@ pub struct Inbox {
     header: [u8; HEADER],
     have: usize,
     arriving: Option<Arriving>,
-    /// Messages that came before they were asked for, by group.
+    /// Messages that arrived before they were requested, by group.
     waiting: HashMap<u64, VecDeque<Vec<u8>>>,
-    /// The other end has left in good order.
+    /// Whether the other end has announced an orderly exit.
     left: bool,
 }
 
-/// A message, as a reader finds it.
+/// The progress of a read.
 pub enum Received {
-    /// Nothing has moved.
+    /// No bytes have arrived.
     Nothing,
-    /// Something has moved, but the message is not whole.
+    /// Bytes have arrived, but the message is not complete.
     Some,
-    /// It is whole.
+    /// The message is complete.
     Whole,
 }
 
 impl Inbox {
-    /// A message of a group that came before it was asked for.
+    /// Takes a message of a group that arrived before it was requested.
     pub fn take(&mut self, group: u64) -> Option<Vec<u8>> {
         self.waiting.get_mut(&group)?.pop_front()
     }
 
-    /// Reads what is there of a header. Whether a message begins, or goes on.
+    /// Reads what has arrived of a header. Returns true if a message is being received.
     fn begin(&mut self, stream: &mut TcpStream, peer: usize) -> Result<bool> {
         while self.arriving.is_none() {
             match stream.read(&mut self.header[self.have..]) {
@@ -230,8 +230,9 @@ impl Inbox {
                     )));
                 }
                 (group, len) => {
-                    let left = usize::try_from(len)
-                        .map_err(|_| Error::comm(format!("rank {peer} sent a length of {len}")))?;
+                    let left = usize::try_from(len).map_err(|_| {
+                        Error::comm(format!("rank {peer} announces a message of {len} bytes"))
+                    })?;
                     self.arriving = Some(Arriving { group, left, kept: None });
                 }
             }
@@ -239,22 +240,23 @@ impl Inbox {
         Ok(true)
     }
 
-    /// Hears the last words of the other end, or its end, without taking in a message.
+    /// Checks for an orderly exit, an abort or the end of the connection, without reading a
+    /// message.
     pub fn listen(&mut self, stream: &mut TcpStream, peer: usize) -> Result<()> {
         self.begin(stream, peer).map(drop)
     }
 
-    /// Whether a message has begun to arrive.
+    /// Returns true if a message is being received.
     pub fn is_arriving(&self) -> bool {
         self.arriving.is_some()
     }
 
-    /// Whether the other end has left in good order.
+    /// Returns true if the other end has announced an orderly exit.
     pub fn has_left(&self) -> bool {
         self.left
     }
 
-    /// Reads on: the message that [`Inbox::undecided`] told of goes to `sink`.
+    /// Reads more of the message that [`Inbox::undecided`] has returned, into `sink`.
     pub fn read_into(
         &mut self,
         stream: &mut TcpStream,
@@ -262,15 +264,16 @@ impl Inbox {
         sink: &mut dyn Sink,
     ) -> Result<Received> {
         let Some(now) = &mut self.arriving else { return Ok(Received::Nothing) };
-        let moved = read(stream, peer, &mut now.left, sink)?;
+        let progressed = read(stream, peer, &mut now.left, sink)?;
         if now.left == 0 {
             self.arriving = None;
             return Ok(Received::Whole);
         }
-        Ok(if moved { Received::Some } else { Received::Nothing })
+        Ok(if progressed { Received::Some } else { Received::Nothing })
     }
 
-    /// Group and length of the message that is arriving, if its memory is not decided yet.
+    /// Returns the group and length of the message that is being received, if it has no destination
+    /// yet.
     pub fn undecided(
         &mut self,
         stream: &mut TcpStream,
@@ -280,16 +283,17 @@ impl Inbox {
         Ok(self.arriving.as_ref().filter(|now| now.kept.is_none()).map(|now| (now.group, now.left)))
     }
 
-    /// Takes in a message that nobody has asked for yet. Whether something moved.
+    /// Buffers a message that was not requested yet. Returns true on progress.
     pub fn keep(&mut self, stream: &mut TcpStream, peer: usize) -> Result<bool> {
         let Some(now) = &mut self.arriving else { return Ok(false) };
         let kept = now.kept.get_or_insert_default();
         let begun = kept.len();
-        // Memory grows with the bytes that arrive, whatever length was told.
-        let want = now.left.min(ASIDE);
+        // Memory grows with the bytes that arrive, regardless of the announced length.
+        let want = now.left.min(STAGED_ELEMENTS);
         kept.resize(begun + want, 0);
         let mut left = want;
-        let moved = read(stream, peer, &mut left, &mut Bytes { into: &mut kept[begun..], at: 0 })?;
+        let progressed =
+            read(stream, peer, &mut left, &mut Bytes { into: &mut kept[begun..], at: 0 })?;
         kept.truncate(begun + want - left);
         now.left -= want - left;
         if now.left == 0 {
@@ -297,18 +301,18 @@ impl Inbox {
             self.waiting.entry(now.group).or_default().push_back(message);
             self.arriving = None;
         }
-        Ok(moved)
+        Ok(progressed)
     }
 }
 
-/// Reads bytes as far as they have come. Whether something moved.
+/// Reads the bytes that have arrived. Returns true on progress.
 fn read(
     stream: &mut TcpStream,
     peer: usize,
     left: &mut usize,
     sink: &mut dyn Sink,
 ) -> Result<bool> {
-    let mut moved = false;
+    let mut progressed = false;
     while *left > 0 {
         let room = sink.room();
         let len = room.len().min(*left);
@@ -316,17 +320,17 @@ fn read(
             Ok(0) => return Err(gone(peer)),
             Ok(len) => {
                 sink.filled(len);
-                (*left, moved) = (*left - len, true);
+                (*left, progressed) = (*left - len, true);
             }
-            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(moved),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(progressed),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(_) => return Err(gone(peer)),
         }
     }
-    Ok(moved)
+    Ok(progressed)
 }
 
-/// A connection has ended without last words.
+/// Creates the error of a connection that ended without an orderly exit.
 pub fn gone(peer: usize) -> Error {
     Error::comm(format!("rank {peer} is gone: its connection ended"))
 }

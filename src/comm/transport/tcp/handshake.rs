@@ -1,20 +1,19 @@
 //! The handshake of a connection: Noise NNpsk0 with the run's secret as the pre-shared key.
 //!
 //! Perrin, "The Noise Protocol Framework", revision 34 (2018), by the crate `snow`: X25519,
-//! AES-256-GCM, SHA-256. Both ends prove that they know the secret, and agree on keys of their own,
-//! which the secret does not reveal later (forward secrecy).
+//! AES-256-GCM, SHA-256. Both ends prove that they know the secret, and agree on session keys that
+//! the secret does not reveal later (forward secrecy).
 //!
 //! ```text
 //! listening end                                          connecting end
 //! magic, version                                     →
 //!                                                    ←   magic, version, psk, e
 //! e, ee, whether this end asks for encryption        →
-//!                                                    ←   the caller's place, whether it asks for encryption
+//!                                                    ←   the caller's rank, whether it asks for encryption
 //! ```
 //!
-//! The last message proves that the caller is there now: the second one alone could be repeated by
-//! a stranger who has recorded it. Every message has a fixed length, and the whole handshake has
-//! one deadline.
+//! The last message proves that the caller is live: an attacker could replay a recording of the
+//! second one alone. Every message has a fixed length, and the whole handshake has one deadline.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -29,10 +28,10 @@ use hpctrain_base::error::{Error, Result};
 /// The first bytes that each end sends.
 const MAGIC: [u8; 8] = *b"hpctrain";
 
-/// Version of the protocol: of the handshake and of all messages after it.
+/// Version of the protocol, which covers the handshake and all messages after it.
 const VERSION: u32 = 2;
 
-/// The protocol of Noise.
+/// The name of the Noise protocol.
 const NOISE: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 
 /// Time limit of a whole handshake.
@@ -44,26 +43,26 @@ const EPHEMERAL: usize = 32;
 /// Bytes of magic and version.
 const OPENING: usize = MAGIC.len() + size_of::<u32>();
 
-/// Bytes of the caller's first message of Noise.
+/// Bytes of the caller's first Noise message.
 const FIRST: usize = EPHEMERAL + TAG;
 
 /// Bytes of the listening end's answer.
 const ANSWER: usize = EPHEMERAL + 1 + TAG;
 
-/// Bytes of a caller's place in the world, and whether it asks for encryption.
+/// Bytes of a caller's [`PeerId`], and whether it asks for encryption.
 const HELLO: usize = 13;
 
 /// Bytes that the connecting end sends before the answer, and after it.
 const STAGES: [usize; 2] = [OPENING + FIRST, HELLO + TAG];
 
-/// The connecting end's place in the world.
+/// Identifies the connecting end in its world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerId {
-    /// Its rank.
+    /// The rank of the connecting end.
     pub rank: u32,
-    /// Ranks of its world.
+    /// The number of ranks of its world.
     pub ranks: u32,
-    /// The purpose of the connection.
+    /// The channel, by which connections of the same rank differ in purpose.
     pub lane: u32,
 }
 
@@ -72,12 +71,13 @@ pub struct PeerId {
 pub struct Credentials {
     /// The secret.
     pub secret: Secret,
-    /// Whether connections between hosts are encrypted. They are if one of the ends asks for it.
+    /// Whether to encrypt connections between hosts. They are encrypted if either end asks for it.
     pub encrypt: bool,
 }
 
 impl Credentials {
-    /// Returns whether this end asks for encryption of a connection: not if it stays on this host.
+    /// Returns whether this end asks for encryption of a connection, which it does only between
+    /// hosts.
     fn ask_encryption(&self, stream: &TcpStream) -> std::io::Result<bool> {
         let [peer, own] =
             [stream.peer_addr()?, stream.local_addr()?].map(|address| address.ip().to_canonical());
@@ -100,15 +100,15 @@ impl Credentials {
 pub enum Refusal {
     /// The other end does not speak this protocol.
     Stranger,
-    /// It speaks another version of it.
+    /// The other end speaks another version of the protocol.
     Version(u32),
-    /// Its proof is wrong: it does not know the secret.
+    /// The other end failed to authenticate: it does not know the secret.
     Secret,
     /// The connection ended, with this error.
     Ended(String),
     /// The handshake took too long.
     Late,
-    /// It was closed to make room for another one.
+    /// The connection was closed in favour of a newer one.
     Evicted,
     /// The caller knows the secret, but cannot be served.
     Caller(String),
@@ -171,9 +171,9 @@ impl PeerId {
 
     /// Returns the caller, and whether it asks for encryption.
     fn from(hello: [u8; HELLO]) -> (Self, bool) {
-        let [rank, ranks, lane] =
+        let [rank, ranks, channel] =
             [0, 4, 8].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|i| hello[at + i])));
-        (Self { rank, ranks, lane }, hello[HELLO - 1] != 0)
+        (Self { rank, ranks, lane: channel }, hello[HELLO - 1] != 0)
     }
 }
 
@@ -203,7 +203,7 @@ struct Timed<'a> {
 }
 
 impl Timed<'_> {
-    /// Returns the time that is left.
+    /// Returns the time until the deadline.
     fn left(&self) -> std::io::Result<Option<Duration>> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
@@ -228,7 +228,8 @@ impl Write for Timed<'_> {
     }
 }
 
-/// Proves to the listening end that this process knows the secret, and lets it prove the same.
+/// Authenticates this process and the listening end to each other by the secret. Returns the
+/// connection.
 ///
 /// # Errors
 /// Returns an error if the other end has another version or another secret, or the handshake is not
@@ -278,17 +279,17 @@ pub struct Handshake {
     asks: bool,
     stage: Stage,
     received: [u8; OPENING + FIRST],
-    /// Bytes of this stage's message received so far.
+    /// Bytes of this stage's message that were received so far.
     len: usize,
 }
 
 /// The progress of a handshake.
 enum Stage {
-    /// The caller's first message is awaited.
+    /// The handshake waits for the caller's first message.
     First(Box<HandshakeState>),
-    /// Its last message is awaited.
+    /// The handshake waits for the caller's last message.
     Last(Box<TransportState>),
-    /// It has proved that it knows the secret. None: the connection is not encrypted.
+    /// The caller is authenticated. `None` if the connection is not encrypted.
     Done(Option<TransportState>),
     /// The handshake has failed.
     Failed,
@@ -298,7 +299,7 @@ impl Handshake {
     /// Sends the opening on a stream that was accepted.
     ///
     /// # Errors
-    /// Returns an error if the connection has ended or does not take the opening at once.
+    /// Returns an error if the connection has ended or cannot buffer the opening.
     pub fn begin(stream: TcpStream, credentials: &Credentials) -> Result<Self> {
         let lost = |e: std::io::Error| ended(e).error();
         let asks = credentials.ask_encryption(&stream).map_err(lost)?;
@@ -308,13 +309,12 @@ impl Handshake {
         Ok(Self { stream, asks, stage: Stage::First(Box::new(noise)), received: [0; _], len: 0 })
     }
 
-    /// Returns the stream that is to be polled.
+    /// Returns the stream, for polling.
     pub fn stream(&self) -> &TcpStream {
         &self.stream
     }
 
-    /// Reads the bytes that are there. Returns the caller once it has proved that it knows the
-    /// secret.
+    /// Reads the bytes that have arrived. Returns the caller once it is authenticated.
     ///
     /// # Errors
     /// Returns an error if the caller is not a process of hpctrain, has another version or another
@@ -332,7 +332,7 @@ impl Handshake {
                         .map_err(|_| Refusal::Secret)?;
                     let mut answer = [0; ANSWER];
                     noise.write_message(&[u8::from(self.asks)], &mut answer).map_err(broken)?;
-                    // The socket has sent little so far: it has room.
+                    // The socket has sent little so far, so its buffer has space.
                     self.stream.write_all(&answer).map_err(ended)?;
                     self.stage =
                         Stage::Last(Box::new(noise.into_transport_mode().map_err(broken)?));
@@ -357,18 +357,18 @@ impl Handshake {
         }
     }
 
-    /// Returns the connection of a caller that has proved that it knows the secret. It blocks.
+    /// Returns the connection of an authenticated caller. Its reads and writes block.
     ///
     /// # Errors
-    /// Returns an error if the connection has ended, or nothing is proved.
+    /// Returns an error if the connection has ended, or the caller is not authenticated.
     pub fn into_connection(self) -> Result<Connection, Refusal> {
         let Stage::Done(transport) = self.stage else { return Err(Refusal::Secret) };
         self.stream.set_nonblocking(false).map_err(ended)?;
         Ok(Connection::new(self.stream, transport))
     }
 
-    /// Reads as far as bytes are there; returns whether the message of this length is complete.
-    /// Bytes after it stay in the socket.
+    /// Reads the bytes that have arrived. Returns true if the message of this length is complete.
+    /// Later bytes stay in the socket.
     fn receive(&mut self, length: usize) -> Result<bool, Refusal> {
         while self.len < length {
             match self.stream.read(&mut self.received[self.len..length]) {
@@ -482,8 +482,8 @@ mod tests {
         }
     }
 
-    /// A stranger who has recorded a handshake gets no further than the answer, of which it cannot
-    /// compute the keys.
+    /// A stranger who replays a recorded handshake gets no further than the answer, whose keys it
+    /// cannot compute.
     #[test]
     fn recorded_messages_prove_nothing() {
         let known = credentials(&[7; 32]);

@@ -1,9 +1,9 @@
-//! Ranks as processes that meet by themselves and exchange over TCP: without MPI, on one machine.
+//! Ranks as processes that communicate over TCP, without MPI, on one machine.
 //!
 //! Every two ranks have two connections: one for exchanges, which are over when the call returns,
-//! and one for posted messages, which go on in the background. A message is a header and its bytes;
-//! it is read straight into its memory where that is known when it arrives, else kept until it is
-//! asked for. All sockets are polled, as [`Backoff`] has it.
+//! and one for posted messages, which progress in the background. A message is a header and its
+//! bytes. It is read directly into its destination if that is known when it arrives, and otherwise
+//! buffered until it is requested. All sockets are polled with a [`Backoff`].
 
 mod acceptor;
 mod connection;
@@ -39,14 +39,14 @@ use crate::shared::Shared;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::DeviceSpan;
 
-/// Interval at which a rank that waits for one connection listens to the others: an abort may come
-/// over any.
-const LISTEN: Duration = Duration::from_millis(20);
+/// Interval at which a rank that waits for one connection checks the others: an abort may arrive on
+/// any.
+const LISTEN_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Meets the other ranks on this thread.
+/// Connects to the other ranks, on this thread.
 ///
 /// # Errors
-/// They do not come, or the network refused.
+/// Returns an error if a rank does not connect in time, or the network fails.
 pub(crate) fn open(
     meeting: &TcpRendezvous,
     shared: Arc<Shared>,
@@ -66,7 +66,7 @@ pub(crate) fn open(
     if local_size > cores {
         shared.set_oversubscribed();
     }
-    let wire = Tcp {
+    let transport = Tcp {
         rank,
         links,
         splits: HashMap::new(),
@@ -85,7 +85,7 @@ pub(crate) fn open(
         threads: None,
         staging: algorithms::staging(ranks) + framing::STAGING,
     };
-    Ok((Box::new(wire), world))
+    Ok((Box::new(transport), world))
 }
 
 /// The connections to another rank.
@@ -94,23 +94,23 @@ struct Link {
     inbox: Inbox,
     posts: TcpStream,
     posted: Inbox,
-    leaving: VecDeque<Leaving>,
-    /// Memory of messages that are to arrive, by group, in order.
+    leaving: VecDeque<PostedSend>,
+    /// Posted receives with their groups, in order.
     expected: VecDeque<(u64, Box<dyn P2pBuffer>)>,
-    /// The one that is being filled, so far.
+    /// The receive that is being filled, and the bytes filled so far.
     filling: Option<(Box<dyn P2pBuffer>, usize)>,
 }
 
-/// A posted message on its way out.
-struct Leaving {
+/// A posted message that is being sent.
+struct PostedSend {
     header: [u8; HEADER],
-    parcel: Box<dyn P2pBuffer>,
+    buffer: Box<dyn P2pBuffer>,
     sent: usize,
 }
 
-/// The bytes of a message; empty ones are never sent.
-fn bytes(parcel: &mut dyn P2pBuffer) -> Result<&mut [u8]> {
-    match parcel.payload()? {
+/// Returns the bytes of a message. Empty messages are never sent.
+fn bytes(buffer: &mut dyn P2pBuffer) -> Result<&mut [u8]> {
+    match buffer.payload()? {
         Payload::Host(bytes) => Ok(bytes),
         Payload::Device(_) => Err(no_addresses()),
     }
@@ -120,7 +120,7 @@ impl Link {
     fn new([exchanges, posts]: [TcpStream; rendezvous::LANES]) -> Result<Self> {
         for stream in [&exchanges, &posts] {
             let set = stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true));
-            set.map_err(|e| Error::comm(format!("a connection was lost at its start: {e}")))?;
+            set.map_err(|e| Error::comm(format!("cannot configure a connection: {e}")))?;
         }
         Ok(Self {
             exchanges,
@@ -133,23 +133,23 @@ impl Link {
         })
     }
 
-    /// Lets posted messages go on.
+    /// Progresses posted messages.
     fn progress(&mut self, peer: usize) -> Result<()> {
         while let Some(first) = self.leaving.front_mut() {
-            let payload = bytes(&mut *first.parcel)?;
+            let payload = bytes(&mut *first.buffer)?;
             let len = HEADER + payload.len();
             write(&mut self.posts, &[&first.header, payload], &mut first.sent, peer)?;
             if first.sent < len {
                 break;
             }
             if let Some(done) = self.leaving.pop_front() {
-                done.parcel.finish(Ok(()));
+                done.buffer.finish(Ok(()));
             }
         }
         loop {
             self.deliver(peer)?;
-            if let Some((parcel, at)) = &mut self.filling {
-                let mut sink = Bytes { into: bytes(&mut **parcel)?, at: *at };
+            if let Some((buffer, at)) = &mut self.filling {
+                let mut sink = Bytes { into: bytes(&mut **buffer)?, at: *at };
                 let found = self.posted.read_into(&mut self.posts, peer, &mut sink)?;
                 *at = sink.at;
                 match found {
@@ -157,7 +157,7 @@ impl Link {
                         .filling
                         .take()
                         .into_iter()
-                        .for_each(|(parcel, _)| parcel.finish(Ok(()))),
+                        .for_each(|(buffer, _)| buffer.finish(Ok(()))),
                     Received::Some | Received::Nothing => return Ok(()),
                 }
                 continue;
@@ -168,9 +168,9 @@ impl Link {
                 Some((len, self.expected.remove(index)?.1))
             });
             match wanted {
-                Some((len, mut parcel)) => {
-                    check_length(peer, len, bytes(&mut *parcel)?.len())?;
-                    self.filling = Some((parcel, 0));
+                Some((len, mut buffer)) => {
+                    check_length(peer, len, bytes(&mut *buffer)?.len())?;
+                    self.filling = Some((buffer, 0));
                 }
                 None if !self.posted.keep(&mut self.posts, peer)? => return Ok(()),
                 None => {}
@@ -178,7 +178,7 @@ impl Link {
         }
     }
 
-    /// Hands out messages that came before their memory did.
+    /// Delivers messages that arrived before their receive was posted.
     fn deliver(&mut self, peer: usize) -> Result<()> {
         let mut index = 0;
         while let Some((group, _)) = self.expected.get(index) {
@@ -186,11 +186,11 @@ impl Link {
                 index += 1;
                 continue;
             };
-            if let Some((_, mut parcel)) = self.expected.remove(index) {
-                let into = bytes(&mut *parcel)?;
+            if let Some((_, mut buffer)) = self.expected.remove(index) {
+                let into = bytes(&mut *buffer)?;
                 check_length(peer, message.len(), into.len())?;
                 into.copy_from_slice(&message);
-                parcel.finish(Ok(()));
+                buffer.finish(Ok(()));
             }
         }
         Ok(())
@@ -207,30 +207,30 @@ impl Link {
 
 struct Tcp {
     rank: usize,
-    /// By rank; none to this one.
+    /// The connections by rank; `None` for this one.
     links: Vec<Option<Link>>,
-    /// Times that each group was split.
+    /// How often each group was split.
     splits: HashMap<usize, u64>,
-    /// Memory for elements that are to be added.
+    /// Staging memory for elements that are added.
     aside: Vec<f32>,
-    /// The last time that all connections were listened to.
+    /// The last time that all connections were checked.
     listened: Instant,
     shared: Arc<Shared>,
 }
 
-/// A message that is awaited.
+/// A message that an exchange waits for.
 struct Awaited<'a> {
     from: usize,
     len: usize,
     sink: &'a mut dyn Sink,
-    /// Whether it is the one that is arriving.
+    /// Whether it is the message that is being received.
     begun: bool,
     done: bool,
 }
 
 impl Awaited<'_> {
-    /// Takes in what is there. Whether something moved.
-    fn go_on(&mut self, link: &mut Link, group: u64) -> Result<bool> {
+    /// Reads what has arrived. Returns true on progress.
+    fn advance(&mut self, link: &mut Link, group: u64) -> Result<bool> {
         let Link { exchanges, inbox, .. } = link;
         if !self.begun {
             if let Some(message) = inbox.take(group) {
@@ -268,7 +268,7 @@ impl Tcp {
         link.ok_or_else(|| Error::internal(format!("no connection from rank {me} to rank {rank}")))
     }
 
-    /// Sends some bytes to one rank, and takes a message of another one, at once.
+    /// Sends bytes to one rank and receives a message from another one at the same time.
     fn run(
         &mut self,
         group: &GroupRanks,
@@ -295,18 +295,18 @@ impl Tcp {
         let mut sent = 0;
         let mut backoff = Backoff::new(false);
         loop {
-            let mut moved = false;
+            let mut progressed = false;
             if let Some((to, pieces)) = sending.as_ref().filter(|_| sent < total) {
-                moved |= write(&mut self.link(*to)?.exchanges, pieces, &mut sent, *to)?;
+                progressed |= write(&mut self.link(*to)?.exchanges, pieces, &mut sent, *to)?;
             }
             if let Some(awaited) = awaited.as_mut().filter(|awaited| !awaited.done) {
-                moved |= awaited.go_on(self.link(awaited.from)?, id)?;
+                progressed |= awaited.advance(self.link(awaited.from)?, id)?;
             }
             let all_sent = sending.is_none() || sent == total;
             if all_sent && awaited.as_ref().is_none_or(|awaited| awaited.done) {
                 return Ok(());
             }
-            if moved {
+            if progressed {
                 backoff.restart();
             } else {
                 self.poll()?;
@@ -315,12 +315,12 @@ impl Tcp {
         }
     }
 
-    /// Lets posted messages go on, and hears an abort of this rank or another.
+    /// Progresses posted messages, and checks for an abort of this rank or another.
     fn poll(&mut self) -> Result<()> {
         if let Some(code) = self.shared.aborted() {
             self.abort(code);
         }
-        let listens = self.listened.elapsed() >= LISTEN;
+        let listens = self.listened.elapsed() >= LISTEN_INTERVAL;
         if listens {
             self.listened = Instant::now();
         }
@@ -394,13 +394,13 @@ impl Transport for Tcp {
         &mut self,
         group: &GroupRanks,
         peer: Peer,
-        mut parcel: Box<dyn P2pBuffer>,
+        mut buffer: Box<dyn P2pBuffer>,
     ) -> Result<()> {
-        let len = match bytes(&mut *parcel).map(|bytes| bytes.len()) {
+        let len = match bytes(&mut *buffer).map(|bytes| bytes.len()) {
             Ok(len) if len > 0 => len,
             other => {
                 let done = other.map(drop);
-                parcel.finish(done.clone());
+                buffer.finish(done.clone());
                 return done;
             }
         };
@@ -410,13 +410,13 @@ impl Transport for Tcp {
         let link = self.link(other)?;
         match peer {
             Peer::To(_) => {
-                link.leaving.push_back(Leaving { header: header(id, len), parcel, sent: 0 });
+                link.leaving.push_back(PostedSend { header: header(id, len), buffer, sent: 0 });
                 link.progress(other)?;
                 self.shared.add_sent(len);
                 Ok(())
             }
             Peer::From(_) => {
-                link.expected.push_back((id, parcel));
+                link.expected.push_back((id, buffer));
                 link.progress(other)
             }
         }
@@ -441,12 +441,12 @@ impl Transport for Tcp {
     }
 
     fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize> {
-        // All ranks of the parent have split it as often, whatever else they have done.
+        // All ranks of the parent have split it equally often.
         let count = self.splits.entry(parent.id).or_default();
         *count += 1;
         let words = [parent.id as u64, *count, color as u64];
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        // The world is 0, and the largest numbers are no groups.
+        // The world is 0, and the largest numbers are reserved.
         Ok(1 + crc32fast::hash(&bytes) as usize + ((*count as usize) << 32))
     }
 
@@ -454,7 +454,7 @@ impl Transport for Tcp {
         let words = abort(code);
         for (peer, link) in self.links.iter_mut().enumerate() {
             if let Some(link) = link {
-                // A rank that does not hear it finds that the connection ends.
+                // A rank that does not receive it sees the connection end.
                 let _ = write(&mut link.exchanges, &[&words], &mut 0, peer);
             }
         }
@@ -468,8 +468,8 @@ impl Transport for Tcp {
             .enumerate()
             .filter_map(|(peer, link)| Some((peer, link.as_mut()?)));
         for (peer, link) in links {
-            for (_, parcel) in link.expected.drain(..) {
-                parcel
+            for (_, buffer) in link.expected.drain(..) {
+                buffer
                     .finish(Err(Error::comm("another message failed before this one had arrived")));
             }
             if in_order {
@@ -479,7 +479,7 @@ impl Transport for Tcp {
                 }
             }
         }
-        // A socket that is closed before all is read takes back what the other end has not read.
+        // Closing a socket with unread data would discard what the other end has not read yet.
         while in_order && self.shared.aborted().is_none() {
             let mut links = self
                 .links
@@ -488,7 +488,7 @@ impl Transport for Tcp {
                 .filter_map(|(peer, link)| Some((peer, link.as_mut()?)));
             let waits = |(peer, link): (usize, &mut Link)| {
                 let heard = link.inbox.listen(&mut link.exchanges, peer);
-                // One that still sends expects a message that will not come.
+                // A rank that still sends expects a message that will not come.
                 heard.is_ok() && !link.inbox.has_left() && !link.inbox.is_arriving()
             };
             if !links.any(waits) {

@@ -1,5 +1,5 @@
-//! Processes that meet by a directory: each writes its address there, and connects to those before
-//! it.
+//! Rendezvous of processes through a directory: each writes its address there, and connects to the
+//! ranks before it.
 
 use std::fmt;
 use std::fs;
@@ -15,27 +15,26 @@ use super::handshake::{Credentials, HANDSHAKE_TIMEOUT, PeerId, call};
 use super::secret::Secret;
 use hpctrain_base::error::{Error, Result};
 
-/// Connections between two ranks: one for exchanges, one for posted messages.
+/// The number of connections between two ranks: one for exchanges, one for posted messages.
 pub const LANES: usize = 2;
 
-/// Interval at which files are looked for.
+/// Interval at which files are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Time by which all ranks must have met.
+/// Time limit of the rendezvous.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The variable of the environment that holds the [`TcpRendezvous`] of a process that `--spawn`
-/// started.
+/// The environment variable that holds the [`TcpRendezvous`] of a process that `--spawn` started.
 pub const MEETING: &str = "HPCTRAIN_MEETING";
 
-/// The place where the ranks of a world meet.
+/// The rendezvous of the ranks of a world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TcpRendezvous {
     /// A directory that only this user can read.
     pub dir: PathBuf,
-    /// This process's number.
+    /// The rank of this process.
     pub rank: usize,
-    /// Processes in all.
+    /// The number of ranks.
     pub ranks: usize,
 }
 
@@ -48,7 +47,7 @@ impl fmt::Display for TcpRendezvous {
 impl FromStr for TcpRendezvous {
     type Err = Error;
 
-    /// As it is displayed.
+    /// Parses the format of `Display`: `RANK/RANKS/DIRECTORY`.
     fn from_str(text: &str) -> Result<Self> {
         let parts = || {
             let (rank, rest) = text.split_once('/')?;
@@ -58,7 +57,7 @@ impl FromStr for TcpRendezvous {
             (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks })
         };
         parts().ok_or_else(|| {
-            Error::input(format!("{MEETING}={text} is no place of a process that --spawn started"))
+            Error::input(format!("{MEETING}={text} is not of the form RANK/RANKS/DIRECTORY"))
                 .hint("unset it: hpctrain --spawn N sets it for its processes")
         })
     }
@@ -68,67 +67,78 @@ impl FromStr for TcpRendezvous {
 pub struct Connected {
     /// The other rank's host.
     pub host: String,
-    /// Its connections, by lane; none of this rank itself.
+    /// The connections to it, by channel; `None` for this rank itself.
     pub lanes: Option<[TcpStream; LANES]>,
 }
 
-/// Meets the other ranks; returns the connections to each, and this host's name.
+/// Connects to the other ranks. Returns the connections to each rank, and this host's name.
 ///
 /// # Errors
-/// Some have not come in time, or the file system or the network refused.
+/// Returns an error if a rank does not connect in time, or the file system or the network fails.
 pub fn meet(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
     let TcpRendezvous { dir, rank, ranks } = meeting;
     let rank = *rank;
     let ranks = *ranks;
-    // Nothing leaves this host.
+    // No connection leaves this host.
     let credentials = Credentials { secret: Secret::read(dir)?, encrypt: false };
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .map_err(|e| network("listen on 127.0.0.1", e))?;
     let address = listener.local_addr().map_err(|e| network("listen", e))?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    tell(dir, rank, &format!("{address} {host}"))?;
+    publish(dir, rank, &format!("{address} {host}"))?;
     let until = Instant::now() + TIMEOUT;
-    let told: Vec<(SocketAddr, String)> =
-        (0..ranks).map(|other| hear(dir, other, until)).collect::<Result<_>>()?;
+    let addresses: Vec<(SocketAddr, String)> =
+        (0..ranks).map(|other| read_address(dir, other, until)).collect::<Result<_>>()?;
 
-    let mut lanes: Vec<[Option<TcpStream>; LANES]> =
+    let mut channels: Vec<[Option<TcpStream>; LANES]> =
         (0..ranks).map(|_| Default::default()).collect();
-    for (other, (address, _)) in told.iter().enumerate().take(rank) {
-        for (lane, stream) in lanes[other].iter_mut().enumerate() {
-            let caller = PeerId { rank: rank as u32, ranks: ranks as u32, lane: lane as u32 };
-            *stream = Some(reach(other, address, &credentials, caller, until)?);
+    for (other, (address, _)) in addresses.iter().enumerate().take(rank) {
+        for (channel, stream) in channels[other].iter_mut().enumerate() {
+            let caller = PeerId { rank: rank as u32, ranks: ranks as u32, lane: channel as u32 };
+            *stream = Some(connect(other, address, &credentials, caller, until)?);
         }
     }
-    let (tell, known) = channel();
-    let met = || Error::comm("all ranks have met");
+    let (sender, known) = channel();
+    let over = || Error::comm("the rendezvous is over");
     let take = move |caller, connection: Connection| {
-        tell.send((caller, connection.into_stream()?)).map_err(|_| met())
+        sender.send((caller, connection.into_stream()?)).map_err(|_| over())
     };
     let _acceptor = Acceptor::open(listener, credentials, take)?;
     for _ in 0..LANES * (ranks - 1 - rank) {
         let left = until.saturating_duration_since(Instant::now());
-        let Ok((PeerId { rank: other, ranks: of, lane }, stream)) = known.recv_timeout(left) else {
-            let late = (rank + 1..ranks).find(|other| lanes[*other].iter().any(Option::is_none));
-            return Err(Error::comm(format!("rank {} has not called", late.unwrap_or(ranks))));
+        let Ok((PeerId { rank: other, ranks: of, lane: channel }, stream)) =
+            known.recv_timeout(left)
+        else {
+            let late = (rank + 1..ranks).find(|other| channels[*other].iter().any(Option::is_none));
+            return Err(Error::comm(format!(
+                "rank {} has not connected in time",
+                late.unwrap_or(ranks)
+            )));
         };
-        match lanes.get_mut(other as usize).and_then(|lanes| lanes.get_mut(lane as usize)) {
+        match channels
+            .get_mut(other as usize)
+            .and_then(|channels| channels.get_mut(channel as usize))
+        {
             Some(slot) if of as usize == ranks && slot.is_none() => *slot = Some(stream),
             _ => {
                 return Err(Error::comm(format!(
-                    "rank {other} of {of} called twice, or in another world"
+                    "rank {other} of {of} connected twice, or belongs to another world"
                 )));
             }
         }
     }
-    let connected = told.into_iter().zip(lanes).map(|((_, host), lanes)| {
-        let [first, second] = lanes;
+    let connected = addresses.into_iter().zip(channels).map(|((_, host), channels)| {
+        let [first, second] = channels;
         Connected { host, lanes: first.zip(second).map(|(first, second)| [first, second]) }
     });
     Ok((connected.collect(), host))
 }
 
-/// Connects to a rank before this one, which may not listen yet.
-fn reach(
+/// Connects to a rank before this one, with retries because it may not listen yet.
+///
+/// # Errors
+/// Returns an error if the rank cannot be reached until `until`.
+fn connect(
     other: usize,
     address: &SocketAddr,
     credentials: &Credentials,
@@ -144,7 +154,9 @@ fn reach(
             Ok(stream) => return Ok(stream),
             Err(_) if Instant::now() < until => std::thread::sleep(POLL_INTERVAL),
             Err(e) => {
-                return Err(Error::comm(format!("cannot reach rank {other} at {address}: {e}")));
+                return Err(Error::comm(format!(
+                    "cannot connect to rank {other} at {address}: {e}"
+                )));
             }
         }
     }
@@ -154,8 +166,8 @@ fn network(doing: &str, e: std::io::Error) -> Error {
     Error::comm(format!("cannot {doing}: {e}"))
 }
 
-/// Writes a rank's address, all of it at once.
-fn tell(dir: &Path, rank: usize, text: &str) -> Result<()> {
+/// Writes a rank's address atomically.
+fn publish(dir: &Path, rank: usize, text: &str) -> Result<()> {
     let path = dir.join(format!("rank-{rank}"));
     let new = dir.join(format!("rank-{rank}.new"));
     fs::write(&new, text)
@@ -164,7 +176,7 @@ fn tell(dir: &Path, rank: usize, text: &str) -> Result<()> {
 }
 
 /// Waits for a rank's address.
-fn hear(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)> {
+fn read_address(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)> {
     let path = dir.join(format!("rank-{rank}"));
     let text = loop {
         match fs::read_to_string(&path) {
@@ -173,7 +185,10 @@ fn hear(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)>
                 std::thread::sleep(POLL_INTERVAL)
             }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                return Err(Error::comm(format!("rank {rank} has not come to {}", dir.display())));
+                return Err(Error::comm(format!(
+                    "rank {rank} has written no address to {} in time",
+                    dir.display()
+                )));
             }
             Err(e) => return Err(Error::io("read", &path, e)),
         }
@@ -181,7 +196,9 @@ fn hear(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)>
     let parts = text
         .split_once(' ')
         .and_then(|(address, host)| Some((address.parse().ok()?, host.to_string())));
-    parts.ok_or_else(|| Error::comm(format!("{} holds no address: {text:?}", path.display())))
+    parts.ok_or_else(|| {
+        Error::comm(format!("{} does not hold an address: {text:?}", path.display()))
+    })
 }
 
 #[cfg(test)]
@@ -195,14 +212,14 @@ mod tests {
     fn strangers_do_not_keep_ranks_from_meeting() {
         let folder = tempfile::tempdir().unwrap();
         write_secret(folder.path()).unwrap();
-        assert!(write_secret(folder.path()).is_err(), "another world meets there");
+        assert!(write_secret(folder.path()).is_err(), "the directory belongs to another world");
         let meeting = |rank| TcpRendezvous { dir: folder.path().into(), rank, ranks: 2 };
         let first = meeting(0);
         let second = meeting(1);
         let waiting =
             std::thread::spawn(move || meet(&first).map(|(connected, _)| connected.len()));
-        let (address, _) = hear(folder.path(), 0, Instant::now() + TIMEOUT).unwrap();
-        // Each keeps quiet, or talks of other things.
+        let (address, _) = read_address(folder.path(), 0, Instant::now() + TIMEOUT).unwrap();
+        // One speaks another protocol, the others are silent.
         let mut strangers: Vec<TcpStream> =
             (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
         strangers[7].write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();

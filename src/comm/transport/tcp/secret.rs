@@ -10,24 +10,24 @@ use sha2::{Digest as _, Sha256};
 
 use hpctrain_base::error::{Error, Result};
 
-/// Bits of a file's mode by which its group or all others may use it.
-const OTHERS: u32 = 0o077;
+/// The mode bits that give the group or others access to a file.
+const OTHERS_MODE: u32 = 0o077;
 
 /// The key that the processes of a run share.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
 
 impl Secret {
-    /// Bytes of a new secret.
+    /// The number of bytes of a new secret.
     pub const LEN: usize = 32;
 
-    /// A secret of these bytes, at least 16.
+    /// Creates a secret from at least 16 bytes.
     ///
     /// # Errors
-    /// Returns an error if there are fewer.
+    /// Returns an error if there are fewer bytes.
     pub fn new(bytes: Vec<u8>) -> Result<Self> {
         if bytes.len() < 16 {
-            return Err(Error::input(format!("a secret of {} bytes is too short", bytes.len()))
+            return Err(Error::input(format!("the secret has only {} bytes", bytes.len()))
                 .hint("use at least 16 random bytes"));
         }
         Ok(Self(bytes))
@@ -41,7 +41,9 @@ impl Secret {
         let mut bytes = vec![0; Self::LEN];
         match getrandom(&mut bytes[..], GetRandomFlags::empty()) {
             Ok(Self::LEN) => Ok(bytes),
-            other => Err(Error::internal(format!("the system gave no random bytes: {other:?}"))),
+            other => {
+                Err(Error::internal(format!("cannot get random bytes from the system: {other:?}")))
+            }
         }
     }
 
@@ -53,20 +55,21 @@ impl Secret {
     /// Reads the secret of a directory.
     ///
     /// # Errors
-    /// Returns an error if it cannot be read, or others than its owner may read or replace it.
+    /// Returns an error if it cannot be read, users other than its owner have access to it, or it
+    /// has fewer than 16 bytes.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = Self::path(dir);
         let refused = |e| Error::io("read", &path, e);
         let mut file = std::fs::File::open(&path).map_err(refused)?;
         let mode = file.metadata().map_err(refused)?.permissions().mode() & 0o7777;
-        if mode & OTHERS != 0 {
+        if mode & OTHERS_MODE != 0 {
             let name = path.display();
             let message = format!(
-                "{name} has mode {mode:o}: others than its owner may use the secret of the run"
+                "{name} has mode {mode:o}: users other than its owner have access to the secret of the run"
             );
             return Err(Error::input(message).hint(format!(
                 "chmod 600 {name}; if others may have read it, end all processes of the run and remove it: hpctrain \
-                 coordinate writes a new one"
+                 ps coordinator writes a new one"
             )));
         }
         let mut bytes = Vec::new();
@@ -83,7 +86,7 @@ impl Secret {
 /// Writes a new secret into `dir`, which only this user can read.
 ///
 /// # Errors
-/// Returns an error if the file system refuses, or there is a secret already.
+/// Returns an error if the file cannot be written, or already exists.
 pub fn write_secret(dir: &Path) -> Result<()> {
     let path = Secret::path(dir);
     let secret = Secret::random()?;

@@ -1,4 +1,4 @@
-//! An events file: records of TensorFlow's TFRecord format, appended.
+//! An events file: a sequence of records in TensorFlow's TFRecord format.
 //!
 //! A record is its length in eight bytes, a checksum of these, the message, and a checksum of that;
 //! numbers are little-endian.
@@ -13,34 +13,34 @@ use super::protocol::{Event, START, SessionLog, VERSION, What};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 
-/// Bytes that may wait for a file system that refuses them. Records that come then are left out.
-const MOST_WAITING: usize = 32 << 20;
+/// The most bytes that are buffered while the file cannot be written. Further records are dropped.
+const MAX_BUFFERED: usize = 32 << 20;
 
-/// The name of every events file begins so; readers take those of a directory in the order of their
-/// names.
+/// The prefix of the names of events files. Readers read the files of a directory in the order of
+/// their names.
 const PREFIX: &str = "events.out.tfevents.";
 
-/// A file of events. A file system that refuses it for a while costs a warning, and no more than
-/// the memory of [`MOST_WAITING`].
+/// A file of events. While the file cannot be written, a warning is logged once, and up to
+/// [`MAX_BUFFERED`] bytes are buffered.
 pub struct EventsFile {
     path: PathBuf,
-    /// None while the file system refuses.
+    /// The open file; `None` after a failed write.
     file: Option<File>,
     /// Bytes that are not in the file yet: the first may be the rest of a record.
     waiting: Vec<u8>,
-    /// Records that were left out.
+    /// The number of records that were dropped.
     lost: u64,
-    /// Whether the refusal was told.
-    is_told: bool,
+    /// Whether the failure was logged.
+    is_reported: bool,
 }
 
 impl EventsFile {
-    /// Begins a file in `directory`, by name the last there, for a run that is at `step`. Points of
-    /// later steps are dropped from the files before it, and readers that have them are told to
-    /// forget them.
+    /// Creates a file in `directory`, the last by name, for a run that is at `step`. Removes the
+    /// events of later steps from the files before it, and makes readers that have read them
+    /// discard them.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if a file cannot be created or rewritten.
     pub fn begin(directory: &Path, step: u64, now: f64) -> Result<Self> {
         let made = own_files::directory(directory);
         made.map_err(|e| Error::io("create", directory, e))?;
@@ -48,7 +48,8 @@ impl EventsFile {
         for entry in std::fs::read_dir(directory).map_err(|e| Error::io("list", directory, e))? {
             let before = entry.map_err(|e| Error::io("list", directory, e))?;
             let Some(other) = second_of(&before.file_name().to_string_lossy()) else { continue };
-            // Two starts within a second, or a clock that was set back.
+            // The name must be the last even after two starts within a second, or if the clock was
+            // set back.
             second = second.max(other.saturating_add(1));
             let before = before.path();
             forget_after(&before, step).map_err(|e| Error::io("rewrite", &before, e))?;
@@ -57,7 +58,7 @@ impl EventsFile {
         let path = directory.join(format!("{PREFIX}{second:010}.{host}.hpctrain"));
         let file = own_files::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
         let mut begun =
-            Self { path, file: Some(file), waiting: Vec::new(), lost: 0, is_told: false };
+            Self { path, file: Some(file), waiting: Vec::new(), lost: 0, is_reported: false };
         begun.append(&Event {
             wall_time: now,
             step: 0,
@@ -68,10 +69,10 @@ impl EventsFile {
         Ok(begun)
     }
 
-    /// Appends an event, now or when the file system takes it.
+    /// Appends an event; if the file cannot be written, it is buffered and written later.
     pub fn append(&mut self, event: &Event) {
         let record = framed(&event.encode_to_vec());
-        if self.waiting.len() + record.len() > MOST_WAITING {
+        if self.waiting.len() + record.len() > MAX_BUFFERED {
             self.lost += 1;
         } else {
             self.waiting.extend(record);
@@ -79,27 +80,27 @@ impl EventsFile {
         self.flush();
     }
 
-    /// Appends all that waits.
+    /// Writes all buffered bytes.
     pub fn flush(&mut self) {
         match self.write() {
-            Ok(()) if self.is_told => {
+            Ok(()) if self.is_reported => {
                 let lost = match self.lost {
                     0 => String::new(),
-                    lost => format!("; {lost} events were left out"),
+                    lost => format!("; {lost} events were dropped"),
                 };
-                log::warn!("{} is written again{lost}", self.path.display());
-                (self.is_told, self.lost) = (false, 0);
+                log::warn!("{} can be written again{lost}", self.path.display());
+                (self.is_reported, self.lost) = (false, 0);
             }
             Ok(()) => {}
             Err(e) => {
-                if !self.is_told {
+                if !self.is_reported {
                     log::warn!(
-                        "{}; training goes on, and its points wait",
+                        "{}; training continues, and events are buffered",
                         Error::io("write", &self.path, e).message()
                     );
                 }
-                // Network file systems forget files that are open.
-                (self.file, self.is_told) = (None, true);
+                // Handles on network file systems may become stale: the file is opened again.
+                (self.file, self.is_reported) = (None, true);
             }
         }
     }
@@ -121,7 +122,7 @@ impl EventsFile {
     }
 }
 
-/// The second in the name of an events file.
+/// Returns the second in the name of an events file.
 fn second_of(name: &str) -> Option<u64> {
     name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok()
 }
@@ -131,13 +132,14 @@ fn framed(message: &[u8]) -> Vec<u8> {
     [&length[..], &masked(&length), message, &masked(message)].concat()
 }
 
-/// The checksum of a part of a record: CRC-32C, masked because the data may have checksums in it.
+/// Returns the checksum of a part of a record: CRC-32C, masked because the data may contain
+/// checksums.
 fn masked(bytes: &[u8]) -> [u8; 4] {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
-/// The next event with its record; none at the end of the file, or where readers of the format end:
-/// at a record that is torn or damaged.
+/// Reads the next event with its record; `None` at the end of the file, or at a truncated or
+/// damaged record, where readers of the format stop.
 fn next(from: &mut impl Read) -> std::io::Result<Option<(Event, Vec<u8>)>> {
     let mut record = Vec::new();
     from.by_ref().take(12).read_to_end(&mut record)?;
@@ -157,10 +159,10 @@ fn next(from: &mut impl Read) -> std::io::Result<Option<(Event, Vec<u8>)>> {
     Ok(Event::decode(message).ok().map(|event| (event, record)))
 }
 
-/// Drops the events after step `last` from a file, and all behind a record that is torn or damaged.
+/// Removes the events after step `last` from a file, and all after a truncated or damaged record.
 fn forget_after(path: &Path, last: u64) -> std::io::Result<()> {
     let mut from = BufReader::new(File::open(path)?);
-    // By its name no file of events.
+    // Readers do not take this name for an events file.
     let temporary = path.with_file_name(".rewritten.tmp");
     let mut to = BufWriter::new(own_files::create(&temporary)?);
     let mut kept = 0;
@@ -177,7 +179,7 @@ fn forget_after(path: &Path, last: u64) -> std::io::Result<()> {
     std::fs::rename(&temporary, path)
 }
 
-/// The events of a file, as a reader of the format sees them.
+/// Returns the events of a file, as a reader of the format sees them.
 #[cfg(test)]
 pub(super) fn events(mut bytes: &[u8]) -> Vec<Event> {
     std::iter::from_fn(|| next(&mut bytes).unwrap()).map(|(event, _)| event).collect()
@@ -241,14 +243,14 @@ mod tests {
         let steps = |path: &Path| -> Vec<i64> {
             events(&std::fs::read(path).unwrap()).iter().skip(2).map(|event| event.step).collect()
         };
-        // As a kill leaves it.
+        // The file is truncated, as by a kill.
         std::fs::write(&path, &whole[..whole.len() - 3]).unwrap();
         drop(EventsFile::begin(dir.path(), 4, 1.0).unwrap());
         assert_eq!(
             (steps(&path), std::fs::read_dir(dir.path()).unwrap().count()),
             (vec![1, 2, 3, 4], 2)
         );
-        // Behind a damaged record no reader goes on.
+        // Readers stop at a damaged record.
         let mut damaged = std::fs::read(&path).unwrap();
         let third = damaged.len() - framed(&[]).len() - 12;
         damaged[third] ^= 1;
@@ -258,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_in_the_middle_of_a_record_leaves_no_hole() {
+    fn a_failed_write_in_the_middle_of_a_record_leaves_no_hole() {
         let dir = tempfile::tempdir().unwrap();
         let mut file = EventsFile::begin(dir.path(), 0, 1.0).unwrap();
         let path = file.path.clone();
@@ -270,11 +272,11 @@ mod tests {
         file.file = Some(File::open("/dev/null").unwrap());
         file.append(&event(2));
         assert!(
-            file.is_told && file.file.is_none(),
-            "a file that is not open to write takes nothing"
+            file.is_reported && file.file.is_none(),
+            "a write to a file that is not open for writing succeeded"
         );
         file.append(&event(3));
-        assert!(!file.is_told && file.waiting.is_empty());
+        assert!(!file.is_reported && file.waiting.is_empty());
         let steps: Vec<i64> =
             events(&std::fs::read(path).unwrap()).iter().skip(2).map(|event| event.step).collect();
         assert_eq!(steps, [1, 2, 3]);

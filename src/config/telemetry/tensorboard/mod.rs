@@ -1,8 +1,8 @@
-//! Points of a run for TensorBoard, in `tensorboard/` of its directory (`log.tensorboard`). Rank 0
-//! writes them; a file system that refuses them does not end a run that has begun.
+//! Scalars, texts and histograms of a run for TensorBoard, in `tensorboard/` of its directory
+//! (`log.tensorboard`). Rank 0 writes them; a failed write does not end a run that has started.
 //!
-//! A start of a run begins a file of its own, and drops the points of steps that are taken again
-//! from the files before it.
+//! Each start of a run creates a new file, and removes the events of steps that it repeats from the
+//! files before it.
 
 mod events_file;
 mod protocol;
@@ -21,22 +21,22 @@ use hpctrain_base::error::Result;
 use hpctrain_base::histogram::Histogram;
 use hpctrain_parallel::Histograms;
 
-/// Name of the directory in a run's directory.
+/// The name of the directory in a run's directory.
 pub const DIRECTORY: &str = "tensorboard";
 
-/// The writer of a run's points.
+/// Writes the events of a run.
 pub struct TensorBoard {
     file: EventsFile,
-    /// The name of the points of throughput.
+    /// The tag of the throughput.
     rate: &'static str,
 }
 
 impl TensorBoard {
-    /// Begins the points of a run that is at `step`, and whose throughput is in `predictions` such
-    /// as tokens.
+    /// Creates the file of a run that is at `step`. Throughput is in tokens for language models,
+    /// else in samples.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if a file cannot be created or rewritten.
     pub fn begin(directory: &Path, step: u64, is_language: bool) -> Result<Self> {
         let rate = if is_language { "speed/tokens_per_second" } else { "speed/samples_per_second" };
         Ok(Self { file: EventsFile::begin(directory, step, unix_time())?, rate })
@@ -75,7 +75,7 @@ impl TensorBoard {
         self.append(step, time, values);
     }
 
-    /// Adds loss and metrics of an evaluation that has them.
+    /// Adds the loss and the metrics of an evaluation, if it is done.
     pub fn evaluation(&mut self, evaluation: &Evaluation) {
         let Evaluation {
             step,
@@ -102,8 +102,8 @@ impl TensorBoard {
         self.append(*step, *time, values);
     }
 
-    /// Adds the staleness of the gradients of a step on parameter servers: mean and largest, if a
-    /// gradient counted.
+    /// Adds the mean and the largest staleness of the gradients of a step on parameter servers, if
+    /// there are any.
     pub fn staleness(&mut self, step: u64, of_gradients: &[u64]) {
         let Some(largest) = of_gradients.iter().max() else { return };
         let mean = of_gradients.iter().sum::<u64>() as f64 / of_gradients.len() as f64;
@@ -119,13 +119,13 @@ impl TensorBoard {
         self.append(step, unix_time(), vec![scalar("supervise/restarts", restarts as f64)]);
     }
 
-    /// Adds a text, shown as it is.
+    /// Adds a text, which is shown verbatim.
     pub fn text(&mut self, step: u64, tag: &str, text: &str) {
         self.append(step, unix_time(), vec![as_text(tag, text)]);
     }
 
-    /// Adds histograms of tensors of one `kind`, such as `gradients`, and where values are not
-    /// finite, their number.
+    /// Adds histograms of tensors of one `kind`, such as `gradients`, and the number of values that
+    /// are not finite, if any.
     pub fn histograms(&mut self, step: u64, kind: &str, of_tensors: &Histograms) {
         let mut values = Vec::with_capacity(of_tensors.len());
         for (name, histogram) in of_tensors {
@@ -139,7 +139,7 @@ impl TensorBoard {
         self.append(step, unix_time(), values);
     }
 
-    /// Writes all that the file system has refused.
+    /// Writes all events that could not be written before.
     pub fn flush(&mut self) {
         self.file.flush();
     }
@@ -157,7 +157,7 @@ fn scalar(tag: &str, value: f64) -> Value {
     Value { tag: tag.into(), metadata: None, content: Some(Content::Simple(value as f32)) }
 }
 
-/// A text as a block of code, so that no character of it counts as Markdown.
+/// Formats a text as a code block, so that no character of it is interpreted as Markdown.
 fn as_text(tag: &str, text: &str) -> Value {
     let block: String = text.lines().flat_map(|line| ["    ", line, "\n"]).collect();
     let plugin = Plugin { name: "text".into() };
@@ -171,7 +171,7 @@ fn as_text(tag: &str, text: &str) -> Value {
     }
 }
 
-/// A histogram; none of no finite values.
+/// Converts a histogram; `None` if it has no finite values.
 fn as_histogram(tag: String, histogram: &Histogram) -> Option<Value> {
     let (min, max) = histogram.bounds()?;
     let (bucket_limit, bucket) =
@@ -228,9 +228,12 @@ mod tests {
         assert_eq!(seen["not_finite/weights/h.0"], (5, Content::Simple(1.0)));
         let (_, Content::Tensor(text)) = &seen["texts/sample"] else { panic!("{seen:?}") };
         assert_eq!(text.string_val, [b"    # one\n    two\n"]);
-        let (_, Content::Histogram(of)) = &seen["weights/h.0"] else { panic!("{seen:?}") };
-        assert_eq!((of.min, of.max, of.num, of.sum, of.sum_squares), (-1.0, 3.0, 3.0, 3.0, 11.0));
-        assert_eq!(of.bucket.iter().sum::<f64>(), 3.0);
+        let (_, Content::Histogram(found)) = &seen["weights/h.0"] else { panic!("{seen:?}") };
+        assert_eq!(
+            (found.min, found.max, found.num, found.sum, found.sum_squares),
+            (-1.0, 3.0, 3.0, 3.0, 11.0)
+        );
+        assert_eq!(found.bucket.iter().sum::<f64>(), 3.0);
         assert!(!seen.contains_key("weights/empty"));
     }
 }

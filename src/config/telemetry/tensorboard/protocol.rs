@@ -1,6 +1,6 @@
-//! The messages of TensorBoard's events files, as far as this program writes them: of
-//! `event.proto`, `summary.proto` and `tensor.proto` as TensorBoard publishes them under
-//! `tensorboard/compat/proto`. Fields that are not written are left out.
+//! The messages of TensorBoard's events files that this program writes: those of `event.proto`,
+//! `summary.proto` and `tensor.proto`, which TensorBoard publishes under
+//! `tensorboard/compat/proto`. Fields that are not written are omitted.
 
 use prost::{Message, Oneof};
 
@@ -10,7 +10,7 @@ pub struct Event {
     /// Seconds since 1970.
     #[prost(double, tag = "1")]
     pub wall_time: f64,
-    /// Steps finished.
+    /// The number of finished steps.
     #[prost(int64, tag = "2")]
     pub step: i64,
     #[prost(oneof = "What", tags = "3, 5, 7")]
@@ -29,10 +29,10 @@ pub enum What {
     SessionLog(SessionLog),
 }
 
-/// The version of the files. From this one on readers obey [`START`].
+/// The version of the files. Readers handle [`START`] since this version.
 pub const VERSION: &str = "brain.Event:2";
 
-/// Word of a program that writes events.
+/// A message about the program that writes events.
 #[derive(Clone, PartialEq, Message)]
 pub struct SessionLog {
     /// [`START`].
@@ -40,7 +40,7 @@ pub struct SessionLog {
     pub status: i32,
 }
 
-/// The program has begun at the event's step: readers forget all that they have read of this step
+/// The program has started at the event's step: readers discard what they have read of this step
 /// and later ones.
 pub const START: i32 = 1;
 
@@ -50,7 +50,7 @@ pub struct Summary {
     pub value: Vec<Value>,
 }
 
-/// A named point.
+/// A value with a tag.
 #[derive(Clone, PartialEq, Message)]
 pub struct Value {
     #[prost(string, tag = "1")]
@@ -78,7 +78,7 @@ pub struct Histogram {
     pub min: f64,
     #[prost(double, tag = "2")]
     pub max: f64,
-    /// Values.
+    /// The number of values.
     #[prost(double, tag = "3")]
     pub num: f64,
     #[prost(double, tag = "4")]
@@ -91,17 +91,17 @@ pub struct Histogram {
     pub bucket: Vec<f64>,
 }
 
-/// The plugin of TensorBoard that shows a point.
+/// Metadata of a value: the plugin of TensorBoard that shows it.
 #[derive(Clone, PartialEq, Message)]
 pub struct Metadata {
     #[prost(message, optional, tag = "1")]
     pub plugin: Option<Plugin>,
-    /// Class of its data: [`TENSORS`].
+    /// The class of its data: [`TENSORS`].
     #[prost(int32, tag = "4")]
     pub data_class: i32,
 }
 
-/// The class of texts.
+/// The data class of texts.
 pub const TENSORS: i32 = 2;
 
 #[derive(Clone, PartialEq, Message)]

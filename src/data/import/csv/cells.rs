@@ -1,4 +1,4 @@
-//! Use of each column of a table.
+//! The use of each column of a table.
 
 use std::path::Path;
 
@@ -14,28 +14,28 @@ use crate::sandbox::Sandbox;
 use crate::{DataSpec, Split, h5};
 use hpctrain_base::error::{Error, Result};
 
-/// Parts of an earlier table that later ones get.
+/// The parts of an earlier table that later ones take over.
 #[derive(Default)]
 pub(super) struct Earlier {
     pub scale: Option<Scale>,
-    /// Numbers in the place of missing values, one for each input, if it has some.
+    /// The numbers that replace missing values, one for each input; empty if there are none.
     pub fill: Vec<f32>,
-    /// Names of the classes; empty where they have none.
+    /// The names of the classes; empty if they have none.
     pub classes: Vec<String>,
 }
 
-/// Use of each cell of a line, by column index.
+/// The use of each cell of a line, by column index.
 pub(super) struct Cells {
     pub inputs: Vec<usize>,
     pub categories: Vec<(usize, Coder)>,
     pub targets: Vec<usize>,
     pub weight: Option<usize>,
-    /// The earlier table, of one like it.
+    /// The earlier table whose columns and scale this one takes over, if any.
     pub earlier: Option<Earlier>,
 }
 
 impl Cells {
-    /// Finds the cells in a table with this header, by the options of the import.
+    /// Finds the cells in a table with this header, according to the options of the import.
     pub fn find(import: &ImportCsv, header: &StringRecord) -> Result<Self> {
         let place = |name: &String| place(&import.input, header, name);
         let places = |names: &[String]| names.iter().map(place).collect::<Result<Vec<usize>>>();
@@ -58,9 +58,9 @@ impl Cells {
             Categories::Named { columns, hash } => {
                 if let Some(ids) = hash.filter(|ids| *ids < 2) {
                     return Err(Error::input(format!("values hashed to {ids} ids"))
-                        .hint("give 2 or more: id 0 is of empty cells"));
+                        .hint("give 2 or more: id 0 stands for empty cells"));
                 }
-                // A name leaves out every column that has it; one that no column has is a mistake.
+                // A name drops every column that has it; a name that no column has is a mistake.
                 for name in
                     import.drop.iter().filter(|name| !header.iter().any(|column| column == *name))
                 {
@@ -101,7 +101,7 @@ impl Cells {
         Ok(cells)
     }
 
-    /// Every column has one use, and there is something to learn and something to learn it from.
+    /// Checks that every column has one use, and that there is at least one input or category.
     fn check(&self, import: &ImportCsv, header: &StringRecord) -> Result<()> {
         let path = import.input.display();
         let learned_from = self.inputs.len() + self.categories.len();
@@ -133,7 +133,7 @@ impl Cells {
                 true => (format!("{first} names column {name:?} twice"), "name each column once"),
                 false => (
                     format!("{first} and {second} both name column {name:?}"),
-                    "a column is a target, the weight, a category or an input, or it is dropped: leave it out of one of them",
+                    "a column is a target, the weight, a category or an input, or it is dropped: name it in one of them only",
                 ),
             };
             return Err(Error::input(format!("{path}: {what}")).hint(hint));
@@ -148,7 +148,7 @@ impl Cells {
         Ok(())
     }
 
-    /// Names of inputs and categories, and the mapping of the latter to ids.
+    /// Returns the names of inputs and categories, and the mapping of the latter to ids.
     pub fn columns(self, header: &StringRecord, fill: Vec<f32>) -> Columns {
         let name = |column: usize| header.get(column).unwrap_or_default().to_owned();
         let category = |(column, coder): (usize, Coder)| Category {
@@ -167,15 +167,15 @@ impl Cells {
     }
 }
 
-/// Columns that may be inputs have names, each its own: others could not be told apart in a later
-/// table, and a column without a name is the number of the row, mostly.
+/// Returns an error unless the columns that may be inputs have different names: others could not be
+/// distinguished in a later table. A column without a name usually holds the number of the row.
 fn check_names(import: &ImportCsv, header: &StringRecord, kept: &[usize]) -> Result<()> {
     let name = |column: usize| header.get(column).unwrap_or_default();
     if let Some(column) = kept.iter().find(|column| name(**column).is_empty()) {
         let path = import.input.display();
         let number = column + 1;
         return Err(Error::input(format!("{path}: column {number} has no name")).hint(
-            "name it in the first line; leave it out with --drop \"\"; or say --no-header if the first line is a row",
+            "name it in the first line; drop it with --drop \"\"; or give --no-header if the first line is a row",
         ));
     }
     let mut seen = std::collections::HashMap::new();
@@ -188,14 +188,14 @@ fn check_names(import: &ImportCsv, header: &StringRecord, kept: &[usize]) -> Res
     }
 }
 
-/// Columns of an earlier import, and its parts that later tables get.
+/// Reads the columns of an earlier import, and the parts that later tables take over.
 fn earlier(folder: &Path) -> Result<(Columns, Earlier)> {
     let files = DataSpec::new(folder).files(Split::Train)?;
     Sandbox::default().inspect(&files[0])?;
     let file = h5::open_file(&files[0], None)?;
     let at = files[0].display();
     let columns = Columns::read(&file).map_err(|e| e.at(at.to_string()))?.ok_or_else(|| {
-        Error::input(format!("{at} does not tell its columns"))
+        Error::input(format!("{at} does not record its columns"))
             .hint("give the directory of a table that was imported")
     })?;
     let classes =

@@ -1,5 +1,5 @@
-//! The way in which a table is written: characters between cells and before decimals, cells without
-//! a value, a line of names.
+//! The format of a table: its delimiter, its decimal separator, the cells without a value, and
+//! whether it has a line of names.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -13,13 +13,13 @@ use hpctrain_base::error::{Error, Result};
 /// Characters that may separate cells, the likeliest first.
 const DELIMITERS: [u8; 4] = *b",;\t|";
 
-/// Cells of numbers that have no value, where the user names none.
+/// Cells that stand for missing numbers by default.
 const MISSING: [&str; 8] = ["NA", "N/A", "NaN", "nan", "NULL", "null", "None", "-"];
 
-/// Bytes of the first line that are looked at.
+/// The number of bytes of the first line that are examined.
 const FIRST_LINE: usize = 1 << 20;
 
-/// The way in which a table is written.
+/// The format of a table.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
 pub struct TableFormat {
     /// The character between cells, or tab [default: that of , ; tab | which the first line has
@@ -42,25 +42,25 @@ pub struct TableFormat {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Cell {
     Number(f64),
-    /// NaN, an infinity, or a number that f32 does not reach.
+    /// NaN, an infinity, or a number outside the range of f32.
     NotFinite,
     Missing,
-    /// Something else.
+    /// Any other text.
     Word,
 }
 
-/// Treatment of numbers without a value among the inputs.
+/// The treatment of missing numbers among the inputs.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub enum Missing {
-    /// The import fails and names the place.
+    /// The import fails and names the line and column.
     #[default]
     Error,
-    /// Rows with one are left out, and counted.
+    /// Rows with a missing number are skipped, and counted.
     Skip,
-    /// The mean of the column over the training rows that have a value. Tables like this one get
-    /// the same.
+    /// A missing number becomes the mean of its column over the training rows that have a value.
+    /// Tables imported like this one get the same means.
     Mean,
-    /// This number.
+    /// A missing number becomes this one.
     Number(f32),
 }
 
@@ -80,12 +80,12 @@ impl std::str::FromStr for Missing {
     }
 }
 
-/// `;`, `tab` or `\t`.
+/// Parses `;`, `tab` or `\t`.
 fn delimiter(text: &str) -> std::result::Result<u8, String> {
     match (text, text.as_bytes()) {
         ("tab" | "\\t", _) => Ok(b'\t'),
         (_, [b'"' | b'\n' | b'\r' | b'.' | b'-' | b'0'..=b'9']) => {
-            Err("a character that numbers and quotes do not have".into())
+            Err("a character that does not occur in numbers or quotes".into())
         }
         (_, [one]) if one.is_ascii() => Ok(*one),
         _ => Err("one character, such as ';', or tab".into()),
@@ -93,14 +93,14 @@ fn delimiter(text: &str) -> std::result::Result<u8, String> {
 }
 
 impl TableFormat {
-    /// Opens the table at `path` with the names of its columns; the reader's next record is the
-    /// first row.
+    /// Opens the table at `path` and returns a reader whose next record is the first row, and the
+    /// names of the columns.
     ///
     /// # Errors
-    /// There is no such file, it cannot be read or is no UTF-8, or it is empty.
+    /// Returns an error if the file does not exist, cannot be read, is not UTF-8, or is empty.
     pub(super) fn open(&self, path: &Path) -> Result<(Reader<BufReader<File>>, StringRecord)> {
         let hint = "give the path of a table, a line for each row";
-        // A pipe will do: it is read once, from its beginning to its end.
+        // A pipe is allowed: the file is read once, from beginning to end.
         let file = File::open(path).map_err(|e| missing(path, &e, hint))?;
         let mut file = BufReader::with_capacity(FIRST_LINE, file);
         let seen = file.fill_buf().map_err(|e| Error::io("read", path, e))?;
@@ -118,7 +118,7 @@ impl TableFormat {
         Ok((reader, header))
     }
 
-    /// The delimiter that a line has most often outside of quotes; a comma if it has none.
+    /// Returns the delimiter that a line has most often outside of quotes; a comma if it has none.
     fn likeliest(&self, line: &[u8]) -> u8 {
         let mut counts = [0usize; DELIMITERS.len()];
         let mut is_quoted = false;
@@ -131,7 +131,7 @@ impl TableFormat {
             }
         }
         if self.decimal_comma {
-            // It stands inside of cells.
+            // It is inside of cells.
             counts[0] = 0;
         }
         let most = counts.iter().max().copied().unwrap_or(0);
@@ -139,18 +139,18 @@ impl TableFormat {
         DELIMITERS[if most == 0 { 0 } else { first }]
     }
 
-    /// Whether a cell of a column of words has no value.
+    /// Returns whether a cell of a column of words has no value.
     pub(super) fn is_missing(&self, cell: &str) -> bool {
         cell.is_empty() || self.na.iter().any(|na| na == cell)
     }
 
-    /// The content of a cell of a column of numbers.
+    /// Returns the content of a cell of a column of numbers.
     pub(super) fn number(&self, cell: &str) -> Cell {
         if self.is_missing(cell) || self.na.is_empty() && MISSING.contains(&cell) {
             return Cell::Missing;
         }
         let number = match self.decimal_comma && cell.contains(',') {
-            // A dot beside it would separate thousands, or be a mistake.
+            // A dot as well would separate thousands, or be a mistake.
             true if cell.contains('.') => None,
             true => cell.replacen(',', ".", 1).parse().ok(),
             false => cell.parse().ok(),
@@ -165,7 +165,7 @@ impl TableFormat {
         }
     }
 
-    /// Advice for a cell that is no number.
+    /// Returns a hint for a cell that is not a number.
     pub(super) fn advice(&self, cell: &str) -> &'static str {
         let is_decimal = |dot: char, thousands: char| {
             let digits = cell.strip_prefix(['-', '+']).unwrap_or(cell);
@@ -173,13 +173,13 @@ impl TableFormat {
                 && digits.chars().all(|c| c.is_ascii_digit() || c == dot || c == thousands)
         };
         if !self.decimal_comma && is_decimal(',', '.') {
-            return "if the comma is before decimals, say so with --decimal-comma; separators of thousands are to be removed";
+            return "if the comma is before decimals, give --decimal-comma; remove thousands separators";
         }
-        "mend the line; name a column of words with --categorical, a word for missing values with --na, and a column that is no input with --drop"
+        "mend the line; name a column of words with --categorical, a word for missing values with --na, and a column that is not an input with --drop"
     }
 }
 
-/// The index of the only column of a name.
+/// Returns the index of the only column of a name.
 pub(super) fn place(path: &Path, header: &StringRecord, name: &str) -> Result<usize> {
     let mut found = header.iter().enumerate().filter(|(_, column)| *column == name);
     match (found.next(), found.next()) {
@@ -193,24 +193,24 @@ pub(super) fn place(path: &Path, header: &StringRecord, name: &str) -> Result<us
     }
 }
 
-/// The error of two columns of one name, by their indices.
+/// Returns the error of two columns of one name, given their indices.
 pub(super) fn twice(path: &Path, name: &str, first: usize, second: usize) -> Error {
     let path = path.display();
     let first = first + 1;
     let second = second + 1;
     Error::input(format!("{path}: columns {first} and {second} are both named {name:?}"))
-        .hint("give each column a name of its own, or leave both out of an import with --drop")
+        .hint("give each column a different name, or drop both with --drop")
 }
 
-/// The error of a table that cannot be read.
+/// Returns the error of a table that cannot be read.
 pub(super) fn refused(path: &Path, e: &csv::Error) -> Error {
     let hint = match e.kind() {
-        ErrorKind::Utf8 { .. } => "bring the file to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW",
+        ErrorKind::Utf8 { .. } => "convert the file to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW",
         ErrorKind::UnequalLengths { .. } => {
             "mend the line; the character between cells can be given with --delimiter"
         }
         ErrorKind::Io(_) => "give a table of text, a line for each row",
-        _ => "mend the line, or leave it out",
+        _ => "mend the line, or remove it",
     };
     Error::input(format!("{}: {e}", path.display())).hint(hint)
 }

@@ -1,4 +1,4 @@
-//! Targets of a table: numbers, or words, each a class.
+//! The targets of a table: numbers, or words, each of which is a class.
 
 use std::path::Path;
 
@@ -6,16 +6,16 @@ use crate::columns::{Coder, Coding};
 use crate::import::spool::{Elements, Spooler};
 use hpctrain_base::error::{Error, Result};
 
-/// Words of a column that are taken for classes at most.
+/// The largest number of different words of a column that are taken for classes.
 const MOST: usize = 1 << 16;
 
 /// The kind of a table's targets.
 pub(super) enum Labels {
-    /// One column, of which no row was seen.
+    /// One column, of which no row has been read.
     Unseen,
     Numbers,
-    /// Numbers of classes less 1 by their names, in the order of their appearance; or those of an
-    /// earlier table.
+    /// Words. `coder` gives each class an id, which is its number plus 1, in order of appearance or
+    /// as in an earlier table.
     Words {
         coder: Coder,
         known: Option<Vec<String>>,
@@ -23,8 +23,9 @@ pub(super) enum Labels {
 }
 
 impl Labels {
-    /// Targets of `width` columns: words if `classes`, numbers if `regression` or several, else
-    /// after the first row. With the classes of an earlier table, if there is one.
+    /// Creates targets of `width` columns: words if `classes`, numbers if `regression` or if there
+    /// are several columns, otherwise decided by the first row. `earlier` has the classes of an
+    /// earlier table.
     pub fn new(width: usize, regression: bool, classes: bool, earlier: Option<&[String]>) -> Self {
         match earlier {
             Some([]) => Self::Numbers,
@@ -38,7 +39,7 @@ impl Labels {
         }
     }
 
-    /// Decides by the first row: a cell that is no number is the name of a class.
+    /// Decides by the first row: a cell that is not a number is the name of a class.
     pub fn see(&mut self, is_number: bool) {
         if matches!(self, Self::Unseen) {
             *self = match is_number {
@@ -48,25 +49,27 @@ impl Labels {
         }
     }
 
-    /// The number of a word's class, of classes that have names; nothing of numbers. Errors have no
-    /// place.
+    /// Returns the number of a word's class, or `None` if targets are numbers. Errors name neither
+    /// line nor column.
     pub fn class(&mut self, word: &str) -> Result<Option<f64>> {
         let Self::Words { coder, known } = self else { return Ok(None) };
         match (coder.id(word), known) {
             (0, Some(known)) => {
                 Err(Error::input(format!("{word:?} is none of the classes {}", known.join(", ")))
-                    .hint("these are those of the earlier table; mend the line, or leave it out"))
+                    .hint(
+                        "these are the classes of the earlier table; mend the line, or remove it",
+                    ))
             }
             (id, _) if id as usize > MOST => {
                 Err(Error::input(format!("more than {MOST} different words"))
-                    .hint("a column of text is no target; name another with --target"))
+                    .hint("a column of free text cannot be a target; name another with --target"))
             }
             (id, _) => Ok(Some(f64::from(id) - 1.0)),
         }
     }
 
-    /// Classes in their order, and the targets by it: that of an earlier table; of numbers; else of
-    /// names.
+    /// Returns the names of the classes in order, and the targets renumbered to it: the order of an
+    /// earlier table, or of the values if all names are numbers, or of the names.
     pub fn finish(
         self,
         targets: Elements<f64>,
@@ -92,7 +95,7 @@ impl Labels {
     }
 }
 
-/// Words in order, by value if all are numbers; and the place of each.
+/// Returns the words in order, by value if all are numbers, and the place of each word.
 fn in_order(words: &[String]) -> (Vec<String>, Vec<usize>) {
     let values: Option<Vec<f64>> =
         words.iter().map(|word| word.parse().ok().filter(|x: &f64| !x.is_nan())).collect();
@@ -136,7 +139,7 @@ mod tests {
             (classes, targets.get(0, 4).unwrap()),
             (owned(&["cat", "dog", "eel"]), vec![1.0, 0.0, 1.0, 2.0])
         );
-        // Those of an earlier table keep their numbers.
+        // Classes of an earlier table keep their numbers.
         let known = owned(&["eel", "cat"]);
         let mut labels = Labels::new(1, false, false, Some(&known));
         assert_eq!(labels.class("cat").unwrap(), Some(1.0));

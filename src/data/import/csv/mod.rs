@@ -1,4 +1,4 @@
-//! From a table to shards.
+//! Import of tables into shards.
 
 mod cells;
 mod format;
@@ -19,18 +19,18 @@ pub use format::{Missing, TableFormat};
 pub use options::{Categories, ImportCsv};
 pub use texts::column_texts;
 
-/// Treatment of missing numbers.
+/// The treatment of missing numbers.
 enum Filled {
     Refused,
     Skipped,
-    /// A number for each input.
+    /// The number that replaces missing ones, for each input.
     With(Vec<f32>),
     /// The means of this table's training rows; NaN until they are known.
     Later,
 }
 
 impl Filled {
-    fn of(import: &ImportCsv, cells: &Cells) -> Result<Self> {
+    fn new(import: &ImportCsv, cells: &Cells) -> Result<Self> {
         let earlier = cells.earlier.as_ref();
         let fill = earlier.map(|earlier| &earlier.fill).filter(|fill| !fill.is_empty());
         Ok(match (import.missing, fill) {
@@ -39,7 +39,7 @@ impl Filled {
             (None, None) | (Some(Missing::Error), _) => Self::Refused,
             (Some(Missing::Skip), _) => Self::Skipped,
             (Some(Missing::Number(number)), _) => Self::With(vec![number; cells.inputs.len()]),
-            // Those of the training rows, as far as the earlier table or the network tells them.
+            // The means of the training rows, if the earlier table or the network provides them.
             (Some(Missing::Mean), fill) => match earlier {
                 None => Self::Later,
                 Some(earlier) => {
@@ -55,9 +55,9 @@ impl Filled {
     }
 }
 
-/// A row is left out, or there is an error in one of its cells.
+/// Why a row is not imported: it is skipped, or one of its cells is an error.
 enum Unusable {
-    LeftOut,
+    Skip,
     Error(Error),
 }
 
@@ -67,20 +67,20 @@ impl From<Error> for Unusable {
     }
 }
 
-/// The place of a cell, and the treatment of those that are no numbers.
-struct Row<'a> {
+/// A row, with the settings that decide how its cells are read.
+struct TableRow<'a> {
     import: &'a ImportCsv,
     header: &'a StringRecord,
     record: &'a StringRecord,
     filled: &'a Filled,
 }
 
-impl Row<'_> {
+impl TableRow<'_> {
     fn cell(&self, column: usize) -> &str {
         self.record.get(column).unwrap_or_default().trim()
     }
 
-    /// The file, the line and the column of a cell.
+    /// Returns the file, the line and the column of a cell.
     fn place(&self, column: usize) -> String {
         let line = self.record.position().map_or(0, Position::line);
         let path = self.import.input.display();
@@ -92,7 +92,7 @@ impl Row<'_> {
         Unusable::Error(Error::input(what).at(self.place(column)).hint(hint))
     }
 
-    /// The number in a cell; nothing if it has no value.
+    /// Returns the number in a cell; `None` if it has no value.
     fn given(&self, column: usize) -> std::result::Result<Option<f64>, Unusable> {
         let cell = self.cell(column);
         let format = &self.import.format;
@@ -100,7 +100,7 @@ impl Row<'_> {
             Cell::Number(number) => Ok(Some(number)),
             Cell::Missing => Ok(None),
             Cell::NotFinite if self.import.kept.not_finite == NotFinite::Skip => {
-                Err(Unusable::LeftOut)
+                Err(Unusable::Skip)
             }
             Cell::NotFinite => Err(self.refused(
                 column,
@@ -108,33 +108,33 @@ impl Row<'_> {
                 if self.import.needs_all {
                     "mend the line"
                 } else {
-                    "mend the line, or leave such rows out with --not-finite skip"
+                    "mend the line, or skip such rows with --not-finite skip"
                 },
             )),
             Cell::Word => {
-                Err(self.refused(column, &format!("{cell:?} is no number"), format.advice(cell)))
+                Err(self.refused(column, &format!("{cell:?} is not a number"), format.advice(cell)))
             }
         }
     }
 
-    /// The number in the cell of input number `input`.
+    /// Returns the number in the cell of input number `input`.
     fn input(&self, input: usize, column: usize) -> std::result::Result<f32, Unusable> {
         match (self.given(column)?, self.filled) {
             (Some(number), _) => Ok(number as f32),
-            (None, Filled::Skipped) => Err(Unusable::LeftOut),
+            (None, Filled::Skipped) => Err(Unusable::Skip),
             (None, Filled::With(numbers)) => Ok(numbers[input]),
             (None, Filled::Later) => Ok(f32::NAN),
             (None, Filled::Refused) if self.import.needs_all => {
-                Err(self.missing(column, "fill such cells up: --missing mean, or a number such as --missing 0"))
+                Err(self.missing(column, "fill such cells: --missing mean, or a number such as --missing 0"))
             }
             (None, Filled::Refused) => Err(self.missing(
                 column,
-                "leave such rows out with --missing skip, or fill them up: --missing mean, or a number such as --missing 0",
+                "skip such rows with --missing skip, or fill the cells: --missing mean, or a number such as --missing 0",
             )),
         }
     }
 
-    /// A cell that must have a value.
+    /// Returns the number in a cell that must have one.
     fn needed(&self, column: usize) -> std::result::Result<f64, Unusable> {
         match self.given(column)? {
             Some(number) => Ok(number),
@@ -142,13 +142,13 @@ impl Row<'_> {
         }
     }
 
-    /// Nothing can be learned of a row without a target or weight.
+    /// Returns the error of a row without a target or weight, or skips the row.
     fn without_target(&self, column: usize) -> Unusable {
         match self.filled {
-            Filled::Skipped => Unusable::LeftOut,
+            Filled::Skipped => Unusable::Skip,
             _ => self.missing(
                 column,
-                "targets and weights are not filled up: leave such rows out with --missing skip",
+                "targets and weights are not filled: skip such rows with --missing skip",
             ),
         }
     }
@@ -157,7 +157,7 @@ impl Row<'_> {
         self.refused(column, &format!("{:?} is a missing value", self.cell(column)), hint)
     }
 
-    /// The target in a column: the number of its class, or a number.
+    /// Returns the target in a column: the number of its class, or a number.
     fn target(&self, column: usize, labels: &mut Labels) -> std::result::Result<f64, Unusable> {
         let cell = self.cell(column);
         let format = &self.import.format;
@@ -167,7 +167,7 @@ impl Row<'_> {
                 return Err(self.refused(
                     column,
                     &format!("{cell:?} is a missing number, or the name of a class"),
-                    "say which: --na for words without a value, --regression for numbers, or --classes for names",
+                    "choose: --na for words without a value, --regression for numbers, or --classes for names",
                 ));
             }
             labels.see(is_number);
@@ -182,7 +182,7 @@ impl Row<'_> {
             {
                 Err(self.refused(
                     column,
-                    &format!("{cell:?} is no number, as the targets before it are"),
+                    &format!("{cell:?} is not a number, unlike the targets before it"),
                     "mend the line; with --classes all values of the column are names of classes",
                 ))
             }
@@ -192,12 +192,13 @@ impl Row<'_> {
     }
 }
 
-/// Writes every line as a sample. Targets are classes if there is one column of them that holds
-/// integers from 0 on, or words.
+/// Imports every line of a table as a sample. Targets are classes if there is one column of them
+/// that holds integers from 0 on, or words.
 ///
 /// # Errors
-/// The file is missing, a line has not as many cells as the header, a cell is no number or a weight
-/// less than 0, there is no such column or two of the same name, or as for every import.
+/// Returns an error if the file is missing, a line does not have as many cells as the header, a
+/// cell is not a number, a weight is negative, a named column does not exist or exists twice, or
+/// the rows cannot be written.
 pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let path = import.input.display();
     let (mut reader, header) = import.format.open(&import.input)?;
@@ -207,10 +208,10 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         return Err(Error::input(format!("{path}: {targets} columns of classes"))
             .hint("name the one column of classes with --target"));
     }
-    let filled = Filled::of(import, &cells)?;
+    let filled = Filled::new(import, &cells)?;
     let classes = cells.earlier.as_ref().map(|earlier| &earlier.classes[..]);
     let mut labels = Labels::new(cells.targets.len(), import.regression, import.classes, classes);
-    // They wait in files: a table may be larger than memory.
+    // They are stored in temporary files: a table may be larger than memory.
     let out = &import.kept.out;
     let mut inputs = Spooler::create(out)?;
     let mut ids = Spooler::create(out)?;
@@ -222,7 +223,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let mut numbers = Vec::new();
     let mut aims = Vec::new();
     while reader.read_record(&mut record).map_err(|e| refused(&import.input, &e))? {
-        let row = Row { import, header: &header, record: &record, filled: &filled };
+        let row = TableRow { import, header: &header, record: &record, filled: &filled };
         let mut read = || -> std::result::Result<Option<f64>, Unusable> {
             numbers.clear();
             aims.clear();
@@ -237,14 +238,14 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
                 Some((column, weight)) if weight < 0.0 => Err(row.refused(
                     column,
                     &format!("a weight of {weight}, less than 0"),
-                    "mend the line, or leave it out",
+                    "mend the line, or remove it",
                 )),
                 weight => Ok(weight.map(|(_, weight)| weight)),
             }
         };
         let weight = match read() {
             Ok(weight) => weight,
-            Err(Unusable::LeftOut) => {
+            Err(Unusable::Skip) => {
                 left_out += 1;
                 continue;
             }

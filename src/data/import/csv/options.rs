@@ -1,4 +1,4 @@
-//! Input and options of an import.
+//! The options of an import of a table.
 
 use std::path::PathBuf;
 
@@ -6,39 +6,38 @@ use super::format::{Missing, TableFormat};
 use crate::import::row_writer::ImportOptions;
 use crate::preprocessing::Preprocessing;
 
-/// Input and options of an import.
+/// The input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportCsv {
     /// The table: a line of names, then a line for each sample.
     pub input: PathBuf,
-    /// The way in which it is written.
+    /// The format of the table.
     pub format: TableFormat,
-    /// Names of the columns to predict. All others are inputs. With none of them rows have no
-    /// targets; but a table like an earlier one has those of the earlier one, if it has these
+    /// Names of the columns to predict; all others are inputs. If empty, rows have no targets,
+    /// except that a table like an earlier one has the targets of the earlier one, if it has these
     /// columns.
     pub targets: Vec<String>,
-    /// Name of the column with the weights of samples, neither input nor target.
+    /// The name of the column with the weights of samples, which is neither input nor target.
     pub weight: Option<String>,
-    /// Names of columns that are left out.
+    /// Names of columns that are dropped.
     pub drop: Vec<String>,
     /// Targets are numbers, even where they look like classes.
     pub regression: bool,
     /// The values of the target are names of classes, even where they are numbers.
     pub classes: bool,
-    /// Treatment of missing numbers among the inputs. Left out, it is that of numbers that are not
-    /// finite; of a table like an earlier one, that of the earlier one.
+    /// The treatment of missing numbers among the inputs. Default: that of numbers that are not
+    /// finite; for a table like an earlier one, that of the earlier one.
     pub missing: Option<Missing>,
-    /// Every row is needed, as where they are to be predicted: errors do not advise to leave some
-    /// out.
+    /// Whether every row is needed, as for predictions: hints do not suggest to skip rows.
     pub needs_all: bool,
     /// Columns of categories.
     pub categories: Categories,
-    /// Validation split, shards and destination of the rows.
+    /// The validation split, the shards and the destination of the rows.
     pub kept: ImportOptions,
 }
 
 impl ImportCsv {
-    /// A table with a header, without targets and categories.
+    /// Creates the options for a table with a header, without targets and categories.
     pub fn new(input: impl Into<PathBuf>, kept: ImportOptions) -> Self {
         Self {
             input: input.into(),
@@ -56,26 +55,26 @@ impl ImportCsv {
     }
 }
 
-/// Columns of categories, and the mapping of their values to ids. An empty cell has id 0.
+/// The columns of categories, and the mapping of their values to ids. An empty cell has id 0.
 #[derive(Debug, Clone)]
 pub enum Categories {
     /// Columns of these names.
     Named {
         /// The names.
         columns: Vec<String>,
-        /// Ids of each category, to which values are hashed. Without it, values have ids from 1 on
-        /// in the order of their appearance.
+        /// The number of ids of each category, to which values are hashed. Without it, values have
+        /// ids from 1 on in order of appearance.
         hash: Option<u32>,
     },
-    /// Inputs, categories, ids, scale and classes of an earlier import in this directory. Values
-    /// that it did not have get id 0; other columns are left out.
+    /// Inputs, categories, ids, scale and classes as in an earlier import in this directory. Values
+    /// that it did not have get id 0; other columns are dropped.
     Like(PathBuf),
-    /// Those from which a network has learned, for rows that it is to predict: targets are left
-    /// out, and so are columns that it does not know.
+    /// Columns as a network was trained with, for rows that it is to predict: targets and columns
+    /// that it does not know are dropped.
     Learned(Box<Preprocessing>),
 }
 
 impl Categories {
-    /// None.
+    /// No categories.
     pub const NONE: Self = Self::Named { columns: Vec::new(), hash: None };
 }

@@ -1,4 +1,4 @@
-//! Cells of some columns of a table, as they are.
+//! The cells of some columns of a table as text.
 
 use std::path::{Path, PathBuf};
 
@@ -7,11 +7,12 @@ use csv::StringRecord;
 use super::format::{TableFormat, place, refused};
 use hpctrain_base::error::Result;
 
-/// Cells of the columns of these names, line by line, of a table whose lines are all as long as its
-/// first.
+/// Returns the cells of the columns with these names, line by line. All lines of the table must be
+/// as long as the first.
 ///
 /// # Errors
-/// There is no such table, no such column or two of its name. Each line has its own.
+/// Returns an error if the table does not exist, or if a column does not exist or exists twice.
+/// Each item is an error if its line cannot be read.
 pub fn column_texts(
     path: &Path,
     format: &TableFormat,

@@ -1,4 +1,4 @@
-//! Outputs as datasets of an HDF5 file.
+//! Predictions as datasets of an HDF5 file.
 
 use std::path::Path;
 
@@ -11,37 +11,33 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_data::hdf5_open;
 use hpctrain_data::one_line;
 
-/// An HDF5 file of outputs.
+/// An HDF5 file of predictions.
 pub(super) struct Arrays {
     file: File,
     outputs: hdf5::Dataset,
     classes: Option<hdf5::Dataset>,
-    /// Columns beside, but for numbers of rows, which are those of the datasets.
-    beside: Vec<hdf5::Dataset>,
+    /// The columns that identify rows. Empty if rows are identified by their numbers, which are
+    /// the indices of the datasets.
+    id_columns: Vec<hdf5::Dataset>,
 }
 
 impl Arrays {
-    /// A file for so many rows. Errors have no path.
-    pub fn create(
-        path: &Path,
-        rows: usize,
-        meaning: &OutputSchema,
-        beside: &RowIds,
-    ) -> Result<Self> {
-        let names: &[String] = if beside.is_number() { &[] } else { beside.names() };
+    /// Creates a file for `rows` rows. The path is not part of error messages.
+    pub fn create(path: &Path, rows: usize, schema: &OutputSchema, ids: &RowIds) -> Result<Self> {
+        let names: &[String] = if ids.is_number() { &[] } else { ids.names() };
         if let Some(name) = names.iter().find(|name| name.is_empty() || name.contains(['/', '.'])) {
-            return Err(Error::input(format!("HDF5 has no dataset of the name {name:?}"))
-                .hint("write a table or lines of JSON: --out FILE.csv or FILE.jsonl"));
+            return Err(Error::input(format!("a dataset of HDF5 cannot have the name {name:?}"))
+                .hint("write CSV or JSON lines instead: --out FILE.csv or FILE.jsonl"));
         }
         let create = || -> hdf5::Result<_> {
             let file = hdf5_open::create(path)?;
             let outputs =
-                file.new_dataset::<f32>().shape([rows, meaning.width()]).create("outputs")?;
-            let classes = match meaning.has_class() {
+                file.new_dataset::<f32>().shape([rows, schema.width()]).create("outputs")?;
+            let classes = match schema.has_class() {
                 true => Some(file.new_dataset::<u32>().shape(rows).create("classes")?),
                 false => None,
             };
-            let given = texts(meaning.given_classes().iter())?;
+            let given = texts(schema.given_classes().iter())?;
             if !given.is_empty() {
                 file.new_dataset::<VarLenUnicode>()
                     .shape(given.len())
@@ -55,22 +51,22 @@ impl Arrays {
                     group.new_dataset::<VarLenUnicode>().shape(rows).create(name.as_str())
                 })
             };
-            let beside = names.iter().filter_map(column).collect::<hdf5::Result<Vec<_>>>()?;
-            Ok(Self { file, outputs, classes, beside })
+            let id_columns = names.iter().filter_map(column).collect::<hdf5::Result<Vec<_>>>()?;
+            Ok(Self { file, outputs, classes, id_columns })
         };
         create().map_err(|e| Error::input(format!("cannot be created: {}", one_line(&e))))
     }
 
-    /// Writes rows from `first` on; returns HDF5's words if it refuses.
+    /// Writes rows starting at `first`. An error is the message of HDF5.
     pub fn write(
         &mut self,
         first: usize,
         values: &[f32],
-        meaning: &OutputSchema,
-        beside: &RowIds,
+        schema: &OutputSchema,
+        ids: &RowIds,
         names: &[Vec<String>],
     ) -> std::result::Result<(), String> {
-        let width = meaning.width();
+        let width = schema.width();
         let rows = names.len();
         let write = || -> hdf5::Result<()> {
             let block = ndarray::ArrayView2::from_shape((rows, width), values)
@@ -78,10 +74,10 @@ impl Arrays {
             self.outputs.write_slice(block, (first..first + rows, ..))?;
             if let Some(classes) = &self.classes {
                 let likeliest: Vec<u32> =
-                    values.chunks(width).map(|row| meaning.class(row) as u32).collect();
+                    values.chunks(width).map(|row| schema.class(row) as u32).collect();
                 classes.write_slice(&likeliest, first..first + rows)?;
             }
-            for (place, column) in self.beside.iter().enumerate().filter(|_| !beside.is_number()) {
+            for (place, column) in self.id_columns.iter().enumerate().filter(|_| !ids.is_number()) {
                 let cells = texts(names.iter().map(|cells| &cells[place]))?;
                 column.write_slice(&cells, first..first + rows)?;
             }
@@ -90,15 +86,19 @@ impl Arrays {
         write().map_err(|e| one_line(&e))
     }
 
-    /// All is written.
+    /// Closes the file, after all rows are written.
     pub fn close(self) -> std::result::Result<(), String> {
-        let Self { file, outputs, classes, beside } = self;
-        drop((outputs, classes, beside));
+        let Self { file, outputs, classes, id_columns } = self;
+        drop((outputs, classes, id_columns));
         file.close().map_err(|e| one_line(&e))
     }
 }
 
 fn texts<'a>(all: impl Iterator<Item = &'a String>) -> hdf5::Result<Vec<VarLenUnicode>> {
-    all.map(|text| text.parse().map_err(|_| format!("{text:?} is no text of HDF5").into()))
-        .collect()
+    all.map(|text| {
+        text.parse().map_err(|_| {
+            format!("{text:?} contains a NUL character, which HDF5 text cannot have").into()
+        })
+    })
+    .collect()
 }

@@ -1,4 +1,4 @@
-//! The file of a network's outputs, a row for each sample: a table, lines of JSON, or HDF5.
+//! Files of predictions, with a row for each sample: CSV, JSON lines or HDF5.
 
 mod hdf5;
 mod row_ids;
@@ -19,27 +19,25 @@ use text::Lines;
 pub use row_ids::RowIds;
 pub use schema::OutputSchema;
 
-/// The form of a file of predictions, by the end of its name.
+/// The format of a file of predictions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Form {
+enum Format {
     Hdf5,
     Csv,
     JsonLines,
 }
 
-impl Form {
-    fn of(path: &Path) -> Result<Self> {
+impl Format {
+    /// Returns the format for a file name by its extension.
+    fn from_extension(path: &Path) -> Result<Self> {
         let extension =
             path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
         match extension.as_deref() {
             Some("h5" | "hdf5") => Ok(Self::Hdf5),
             Some("csv") => Ok(Self::Csv),
             Some("jsonl" | "ndjson") => Ok(Self::JsonLines),
-            _ => Err(Error::input(format!(
-                "{}: the form of a file with such a name is not known",
-                path.display()
-            ))
-            .hint("name it FILE.csv (a table), FILE.jsonl (lines of JSON) or FILE.h5 (HDF5)")),
+            _ => Err(Error::input(format!("{}: unknown file extension", path.display()))
+                .hint("name it FILE.csv, FILE.jsonl (JSON lines) or FILE.h5 (HDF5)")),
         }
     }
 }
@@ -49,63 +47,64 @@ enum Sink {
     Lines(Box<Lines>),
 }
 
-/// The file that outputs go to, in the form that the end of its name tells. It gets its name when
-/// it is whole.
+/// A file of predictions, in the format given by its extension. It is written under a temporary
+/// name and renamed when it is complete.
 ///
-/// * `.csv`: a line of names, then a line for each row;
+/// * `.csv`: a header, then a line for each row;
 /// * `.jsonl`: an object for each row;
-/// * `.h5`: `/outputs`, a row for each sample as the network gives it; where classes are told apart
-///   `/classes` with the number of the likeliest of each, and `/class_names` if they have some.
+/// * `.h5`: `/outputs`, the raw outputs, a row for each sample; for classifiers also `/classes`,
+///   the index of the likeliest class of each sample, and `/class_names` if classes have names.
 pub struct Predictions {
     path: PathBuf,
-    /// Removed unless it gets its name.
+    /// Removed when dropped, unless it was renamed.
     temporary: TempPath,
     sink: Sink,
-    meaning: OutputSchema,
-    beside: RowIds,
+    schema: OutputSchema,
+    ids: RowIds,
 }
 
 impl Predictions {
-    /// A file for so many rows of outputs with a meaning, beside names of the rows.
+    /// Creates a file for `rows` rows of outputs with this schema, next to the ids of the rows.
     ///
     /// # Errors
-    /// There is a file at `path` already, its name tells no form, or the file system refused.
-    pub fn create(path: &Path, rows: usize, meaning: OutputSchema, beside: RowIds) -> Result<Self> {
-        let form = Form::of(path)?;
+    /// Returns an error if there is a file at `path` already, if its extension is unknown, or if it
+    /// cannot be created.
+    pub fn create(path: &Path, rows: usize, schema: OutputSchema, ids: RowIds) -> Result<Self> {
+        let format = Format::from_extension(path)?;
         if path.exists() {
-            return Err(Error::input(format!("{} exists", path.display()))
-                .hint("choose another --out, or remove it"));
+            return Err(Error::input(format!("{} exists already", path.display()))
+                .hint("choose another --out, or remove the file"));
         }
-        // As other new files are: the process's mask applies.
+        // The umask applies, as for other new files.
         let temporary = Builder::new()
             .prefix(".predictions")
             .permissions(Permissions::from_mode(0o666))
             .tempfile_in(folder(path));
         let (file, temporary) = temporary.map_err(|e| Error::io("create", path, e))?.into_parts();
-        let sink = match form {
-            Form::Hdf5 => Sink::Arrays(
-                Arrays::create(&temporary, rows, &meaning, &beside)
+        let sink = match format {
+            Format::Hdf5 => Sink::Arrays(
+                Arrays::create(&temporary, rows, &schema, &ids)
                     .map_err(|e| e.at(path.display()))?,
             ),
-            Form::Csv => Sink::Lines(Box::new(Lines::table(file, path, &meaning, &beside)?)),
-            Form::JsonLines => Sink::Lines(Box::new(Lines::json(file, path))),
+            Format::Csv => Sink::Lines(Box::new(Lines::table(file, path, &schema, &ids)?)),
+            Format::JsonLines => Sink::Lines(Box::new(Lines::json(file, path))),
         };
-        Ok(Self { path: path.to_path_buf(), temporary, sink, meaning, beside })
+        Ok(Self { path: path.to_path_buf(), temporary, sink, schema, ids })
     }
 
-    /// Writes the outputs of rows from `first` on, which follow those written before.
+    /// Writes the outputs of the rows starting at `first`, which must follow those written before.
     pub(super) fn write(&mut self, first: usize, values: &[f32]) -> Result<()> {
-        let rows = values.len() / self.meaning.width();
-        let names = self.beside.next(rows)?;
+        let rows = values.len() / self.schema.width();
+        let names = self.ids.next(rows)?;
         match &mut self.sink {
             Sink::Arrays(arrays) => arrays
-                .write(first, values, &self.meaning, &self.beside, &names)
+                .write(first, values, &self.schema, &self.ids, &names)
                 .map_err(|e| Error::io("write", &self.path, e)),
-            Sink::Lines(lines) => lines.write(values, &self.meaning, &self.beside, &names),
+            Sink::Lines(lines) => lines.write(values, &self.schema, &self.ids, &names),
         }
     }
 
-    /// Gives the file its name.
+    /// Completes the file and gives it its name.
     pub(super) fn finish(self) -> Result<()> {
         match self.sink {
             Sink::Arrays(arrays) => {
@@ -119,7 +118,7 @@ impl Predictions {
     }
 }
 
-/// The directory of a file.
+/// Returns the directory of a file.
 pub fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

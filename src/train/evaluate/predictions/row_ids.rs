@@ -1,26 +1,26 @@
-//! Names of rows beside their outputs.
+//! Identifiers of the rows of a file of predictions.
 
 use hpctrain_base::error::{Error, Result};
 
-/// Cells of a row, and so on.
+/// The cells of each row in turn.
 type Rows = Box<dyn Iterator<Item = Result<Vec<String>>> + Send>;
 
-/// Columns that tell rows apart: numbers from 0 on, names of files, or columns of a table.
+/// Columns that identify rows: numbers from 0 on, names of files, or columns of a table.
 pub struct RowIds {
     names: Vec<String>,
-    /// None of rows that have numbers.
+    /// `None` if rows are numbered.
     rows: Option<Rows>,
-    /// Rows so far.
+    /// The number of rows returned so far.
     done: u64,
 }
 
 impl RowIds {
-    /// Numbers from 0 on, in a column `row`.
+    /// Numbers rows from 0 on, in a column `row`.
     pub fn numbers() -> Self {
         Self { names: vec!["row".to_owned()], rows: None, done: 0 }
     }
 
-    /// Columns of these names, with cells for each row.
+    /// Identifies rows by columns with these names, with cells for each row.
     pub fn columns(
         names: Vec<String>,
         rows: impl Iterator<Item = Result<Vec<String>>> + Send + 'static,
@@ -28,17 +28,17 @@ impl RowIds {
         Self { names, rows: Some(Box::new(rows)), done: 0 }
     }
 
-    /// Names of the columns.
+    /// Returns the names of the columns.
     pub(super) fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// Whether rows have numbers alone.
+    /// Returns true if rows are numbered.
     pub(super) fn is_number(&self) -> bool {
         self.rows.is_none()
     }
 
-    /// Cells of the rows that follow.
+    /// Returns the cells of the next `rows` rows.
     pub(super) fn next(&mut self, rows: usize) -> Result<Vec<Vec<String>>> {
         let first = self.done;
         self.done += rows as u64;
@@ -48,9 +48,9 @@ impl RowIds {
                 let next: Vec<Vec<String>> = all.take(rows).collect::<Result<_>>()?;
                 if next.len() < rows {
                     return Err(Error::input(
-                        "the input has fewer rows than when it was read first",
+                        "the input has fewer rows than when it was first read",
                     )
-                    .hint("leave it as it is while hpctrain predict runs"));
+                    .hint("do not change it while hpctrain predict runs"));
                 }
                 Ok(next)
             }

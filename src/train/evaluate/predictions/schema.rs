@@ -1,42 +1,43 @@
-//! Meaning of a network's outputs: classes, chances or numbers, with their names.
+//! The meaning of a network's outputs: classes, probabilities or numbers, with their names.
 
 use crate::evaluate::classification_counts::likeliest;
 use hpctrain_config::{LossKind, ResolvedConfig};
 use hpctrain_data::Preprocessing;
 
-/// Meaning of a row of outputs.
+/// The meaning of a row of outputs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OutputSchema {
-    /// A logit for each class, by their names or else numbers.
+    /// A logit for each class.
     Classes {
-        /// Their names.
+        /// The names of the classes, or else their numbers.
         names: Vec<String>,
-        /// They come from the data.
+        /// Whether the names come from the data.
         are_given: bool,
     },
-    /// One logit, that of class 1, with the names of both classes.
+    /// One logit, that of class 1 of two classes.
     Logit {
-        /// Their names.
+        /// The names of the classes, or else their numbers.
         names: [String; 2],
-        /// They come from the data.
+        /// Whether the names come from the data.
         are_given: bool,
     },
-    /// A logit for each of several things that may hold at the same time.
+    /// A logit for each of several labels, any number of which may apply (multi-label
+    /// classification).
     Chances(Vec<String>),
-    /// Numbers.
+    /// Numbers, for regression.
     Numbers(Vec<String>),
 }
 
-/// A row of outputs, told.
+/// A row of outputs, decoded.
 pub(super) struct DecodedRow {
     /// The likeliest class.
     pub class: Option<usize>,
-    /// Probabilities of classes or chances, else the outputs.
+    /// Probabilities of classes or labels, else the outputs.
     pub numbers: Vec<f32>,
 }
 
 impl OutputSchema {
-    /// That of the network of a plan, trained with this preprocessing, by its loss.
+    /// Returns the schema of the network of a plan, trained with this preprocessing, by its loss.
     pub fn of(plan: &ResolvedConfig, known: Option<&Preprocessing>) -> Self {
         let width = plan.network.outputs();
         let classes = known.map_or(&[][..], |known| &known.classes);
@@ -66,7 +67,7 @@ impl OutputSchema {
         }
     }
 
-    /// Outputs of a row.
+    /// Returns the number of outputs in a row.
     pub(super) fn width(&self) -> usize {
         match self {
             Self::Classes { names, .. } | Self::Chances(names) | Self::Numbers(names) => {
@@ -76,7 +77,7 @@ impl OutputSchema {
         }
     }
 
-    /// Names of the numbers of a row, and of the class if one is told.
+    /// Returns the names of the numbers of a row, which are also the names of classes.
     pub(super) fn names(&self) -> &[String] {
         match self {
             Self::Classes { names, .. } | Self::Chances(names) | Self::Numbers(names) => names,
@@ -84,17 +85,17 @@ impl OutputSchema {
         }
     }
 
-    /// Whether a class is told.
+    /// Returns true if rows have a predicted class.
     pub(super) fn has_class(&self) -> bool {
         matches!(self, Self::Classes { .. } | Self::Logit { .. })
     }
 
-    /// Whether numbers are probabilities.
+    /// Returns true if numbers are probabilities.
     pub(super) fn is_probable(&self) -> bool {
         !matches!(self, Self::Numbers(_))
     }
 
-    /// Names of classes that come from the data.
+    /// Returns the names of classes, if they come from the data.
     pub(super) fn given_classes(&self) -> &[String] {
         match self {
             Self::Classes { names, are_given: true } => names,
@@ -103,7 +104,7 @@ impl OutputSchema {
         }
     }
 
-    /// The class of a row of outputs; 0 where there are no classes.
+    /// Returns the predicted class of a row of outputs, or 0 if there are no classes.
     pub(super) fn class(&self, outputs: &[f32]) -> usize {
         match self {
             Self::Classes { .. } => likeliest(outputs),
@@ -112,7 +113,7 @@ impl OutputSchema {
         }
     }
 
-    /// Tells a row of outputs.
+    /// Decodes a row of outputs.
     pub(super) fn tell(&self, outputs: &[f32]) -> DecodedRow {
         let logistic = |x: f32| 1.0 / (1.0 + (-f64::from(x)).exp());
         let numbers = match self {
@@ -125,7 +126,7 @@ impl OutputSchema {
     }
 }
 
-/// Probabilities of logits, in double precision.
+/// Returns the probabilities of logits, computed in double precision.
 fn softmax(logits: &[f32]) -> Vec<f32> {
     let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let powers: Vec<f64> = logits.iter().map(|x| (f64::from(*x) - f64::from(most)).exp()).collect();
@@ -141,20 +142,20 @@ mod tests {
     fn logits_become_probabilities() {
         let names = || vec!["a".to_owned(), "b".to_owned(), "c".to_owned()];
         let classes = OutputSchema::Classes { names: names(), are_given: true };
-        let told = classes.tell(&[1000.0, 1001.0, 0.0]);
-        assert_eq!(told.class, Some(1));
+        let row = classes.tell(&[1000.0, 1001.0, 0.0]);
+        assert_eq!(row.class, Some(1));
         let e = std::f32::consts::E;
-        for (found, wanted) in told.numbers.iter().zip([1.0 / (1.0 + e), e / (1.0 + e), 0.0]) {
+        for (found, wanted) in row.numbers.iter().zip([1.0 / (1.0 + e), e / (1.0 + e), 0.0]) {
             assert!((found - wanted).abs() < 1e-6, "{found} {wanted}");
         }
         let logit =
             OutputSchema::Logit { names: ["no", "yes"].map(str::to_owned), are_given: true };
-        let told = logit.tell(&[3f32.ln()]);
-        assert_eq!(told.class, Some(1));
-        assert!((told.numbers[0] - 0.25).abs() < 1e-6 && (told.numbers[1] - 0.75).abs() < 1e-6);
+        let row = logit.tell(&[3f32.ln()]);
+        assert_eq!(row.class, Some(1));
+        assert!((row.numbers[0] - 0.25).abs() < 1e-6 && (row.numbers[1] - 0.75).abs() < 1e-6);
         assert_eq!(logit.tell(&[-1000.0]).numbers, [1.0, 0.0]);
-        let told = OutputSchema::Chances(names()).tell(&[0.0, 100.0, -100.0]);
-        assert_eq!((told.class, told.numbers[0], told.numbers[1]), (None, 0.5, 1.0));
+        let row = OutputSchema::Chances(names()).tell(&[0.0, 100.0, -100.0]);
+        assert_eq!((row.class, row.numbers[0], row.numbers[1]), (None, 0.5, 1.0));
         assert_eq!(
             OutputSchema::Numbers(names()).tell(&[1.5, -2.0, 0.0]).numbers,
             [1.5, -2.0, 0.0]
