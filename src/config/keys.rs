@@ -10,7 +10,7 @@ use super::*;
 use hpctrain_base::error::{Error, Result};
 
 /// The keys of a section of the file, or of a section in one (`model.place`).
-fn keys(section: &str) -> Option<&'static [Key]> {
+pub(super) fn keys(section: &str) -> Option<&'static [Key]> {
     Some(match section {
         "run" => Run::KEYS,
         "model" => Model::KEYS,
@@ -36,7 +36,7 @@ fn keys(section: &str) -> Option<&'static [Key]> {
 }
 
 /// The sections of the file.
-fn sections() -> impl Iterator<Item = &'static Key> {
+pub(super) fn sections() -> impl Iterator<Item = &'static Key> {
     Config::KEYS.iter().filter(|key| key.is_in_files())
 }
 

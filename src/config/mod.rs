@@ -25,6 +25,7 @@ mod size;
 pub mod telemetry;
 mod time;
 pub mod topology;
+mod unknown_keys;
 
 pub use device::DeviceChoice;
 pub use device_memory::{DeviceMemory, USUAL_PART};

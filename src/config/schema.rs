@@ -9,6 +9,7 @@ use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, DeviceMemory, Interval, Partition, Size, Staleness, Time, USUAL_PART};
+use hpctrain_base::pattern::Pattern;
 use hpctrain_comm::{Choice, TransportChoice};
 use hpctrain_data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
 use hpctrain_nn::layers::Layer;
@@ -65,6 +66,11 @@ macro_rules! sections {
             }
         }
     )*};
+}
+
+/// A pattern that is known to be valid.
+fn pattern(text: &str) -> Pattern {
+    text.parse().expect("a valid glob pattern")
 }
 
 sections! {
@@ -232,9 +238,9 @@ sections! {
         path: String = "bundled:tiny-shakespeare".into(),
         /// File names of the training shards: `*` stands for anything, `[02-4]` for one of those in
         /// brackets.
-        train: String = "train-*.h5".into(),
+        train: Pattern = pattern("train-*.h5"),
         /// File names of the validation shards; others than these must be there.
-        validation: String = "val-*.h5".into(),
+        validation: Pattern = pattern("val-*.h5"),
         /// Part of the samples kept for validation where there are no validation shards: of rows
         /// some everywhere, of text the end; 0 trains without validation data.
         val_fraction: f64 = 0.0,
@@ -471,7 +477,6 @@ sections! {
         /// Memory that ranks take of their GPU: a part of it for all that share it, or a size for
         /// each rank such as `40GiB`, taken at the start; or `grow`: blocks as they are needed, up
         /// to 0.9 of it.
-        [serde(alias = "memory_fraction")]
         memory: DeviceMemory = DeviceMemory::Part(USUAL_PART),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,

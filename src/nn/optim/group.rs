@@ -5,14 +5,14 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use hpctrain_base::layout::{Tensor, UnitLayout};
-use hpctrain_base::pattern;
+use hpctrain_base::pattern::Pattern;
 
 /// Parameters by the pattern of their names, and the settings that differ for them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {
     /// Names of tensors; `*` stands for any characters.
-    pub names: String,
+    pub names: Pattern,
     /// Factor on the learning rate; 0 leaves the parameters as they are.
     #[serde(default = "Group::one")]
     pub lr_factor: f32,
@@ -28,7 +28,7 @@ impl Group {
 
     /// Whether a tensor is of the group.
     pub fn holds(&self, tensor: &Tensor) -> bool {
-        pattern::matches(&self.names, &tensor.name)
+        self.names.matches(&tensor.name)
     }
 }
 
@@ -138,7 +138,7 @@ mod tests {
             |len, tensor| GroupRun { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };
         assert_eq!(parts(&layout, 2..16, &[], true), [scaled(4, 0), scaled(4, 1), plain[1]]);
         let group = |names: &str, lr_factor, weight_decay| Group {
-            names: names.into(),
+            names: names.parse().unwrap(),
             lr_factor,
             weight_decay,
         };
