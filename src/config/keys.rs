@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use toml::{Table, Value};
 
-use super::load::did_you_mean;
+use super::did_you_mean::did_you_mean;
 use super::schema::Key;
 use super::*;
 use hpctrain_base::error::{Error, Result};

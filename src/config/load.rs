@@ -10,11 +10,11 @@ use std::str::FromStr;
 
 use serde::de::Error as _;
 use serde::{Deserialize as _, Deserializer, Serialize};
-use strsim::levenshtein;
 use toml::Table;
 
 use super::Config;
 use super::aliases::rename;
+use super::did_you_mean::did_you_mean;
 use super::epochs::replace_partners;
 use super::paths::expand_paths;
 use super::unknown_keys::{self, place};
@@ -325,17 +325,6 @@ fn quoted(text: &str, span: Range<usize>) -> Option<String> {
     let quoted = format!("\"{}\"", text.get(span.clone())?);
     let corrected = [&text[..span.start], &quoted[..], &text[span.end..]].concat();
     corrected.parse::<Config>().is_ok().then_some(quoted)
-}
-
-/// "did you mean `steps`? " for a near miss, else nothing.
-pub(super) fn did_you_mean(word: &str, known: &[&str]) -> String {
-    let nearest = known.iter().min_by_key(|candidate| levenshtein(word, candidate));
-    match nearest {
-        Some(nearest) if levenshtein(word, nearest) <= word.len().div_ceil(2) => {
-            format!("did you mean `{nearest}`? ")
-        }
-        _ => String::new(),
-    }
 }
 
 #[cfg(test)]

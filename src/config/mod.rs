@@ -6,6 +6,7 @@ mod aliases;
 mod bounds;
 mod device;
 mod device_memory;
+mod did_you_mean;
 mod epochs;
 pub mod gpu_assignment;
 mod host_embedding;

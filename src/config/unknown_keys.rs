@@ -6,8 +6,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::aliases::{is_alias, meant, section_of_alias};
+use super::did_you_mean::did_you_mean;
 use super::keys::{keys, sections};
-use super::load::did_you_mean;
 use hpctrain_base::error::{Error, Result};
 
 /// Refuses the first key of `text` that the schema does not have, unless it is an alias of one.

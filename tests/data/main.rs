@@ -18,7 +18,7 @@ mod tables;
 mod text;
 mod verify;
 
-/// A new HDF5 file in the place of one that may be there. That one is not truncated: a child that
+/// Creates an HDF5 file, after removing one that may exist. That one is not truncated: a child that
 /// another test has just forked may still hold its descriptor, and with it HDF5's lock.
 fn create_hdf5(path: impl AsRef<std::path::Path>) -> hdf5::File {
     let _ = std::fs::remove_file(path.as_ref());
