@@ -1,46 +1,67 @@
-//! Patterns of names.
+//! Glob patterns of names.
 
-/// Whether `name` fits `pattern`, in which `*` stands for any characters, and `[02-4]` for one of
-/// those in brackets: a range has both its ends.
-pub fn matches(pattern: &str, name: &str) -> bool {
-    let mut letters = pattern.chars();
-    match letters.next() {
-        None => name.is_empty(),
-        Some('*') => {
-            let rest = letters.as_str();
-            name.char_indices()
-                .map(|(at, _)| at)
-                .chain([name.len()])
-                .any(|at| matches(rest, &name[at..]))
-        }
-        Some(letter) => {
-            let mut others = name.chars();
-            let Some(first) = others.next() else { return false };
-            // A bracket that nothing closes is a letter like others.
-            match letters.as_str().split_once(']').filter(|_| letter == '[') {
-                Some((set, rest)) => is_in(first, set) && matches(rest, others.as_str()),
-                None => first == letter && matches(letters.as_str(), others.as_str()),
-            }
-        }
+use std::fmt;
+use std::str::FromStr;
+
+use globset::GlobMatcher;
+use serde::{Deserialize, Serialize};
+
+/// A glob pattern that is compared with whole names: of files, or of tensors.
+///
+/// `*` stands for any characters, `?` for one, `[02-4]` for one of a set of ASCII characters, `{a,b}` for alternatives.
+/// Names are not paths: `*` also stands for slashes.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Pattern(GlobMatcher);
+
+impl Pattern {
+    /// Returns whether the whole of `name` matches.
+    pub fn matches(&self, name: &str) -> bool {
+        self.0.is_match(name)
+    }
+
+    /// Returns the pattern as it was written.
+    pub fn as_str(&self) -> &str {
+        self.0.glob().glob()
     }
 }
 
-/// Whether a letter is in a set of letters and ranges of letters.
-fn is_in(letter: char, set: &str) -> bool {
-    let mut letters = set.chars();
-    while let Some(first) = letters.next() {
-        let rest = letters.as_str();
-        let last = rest.strip_prefix('-').and_then(|rest| rest.chars().next());
-        if let Some(last) = last {
-            letters.nth(1);
-            if (first..=last).contains(&letter) {
-                return true;
-            }
-        } else if first == letter {
-            return true;
-        }
+impl FromStr for Pattern {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let glob = globset::Glob::new(text)
+            .map_err(|e| format!("`{text}` is not a glob pattern: {}", e.kind()))?;
+        Ok(Self(glob.compile_matcher()))
     }
-    false
+}
+
+impl TryFrom<String> for Pattern {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<Pattern> for String {
+    fn from(pattern: Pattern) -> Self {
+        pattern.as_str().to_owned()
+    }
+}
+
+impl PartialEq for Pattern {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_str() == other.as_str()
+    }
+}
+
+impl Eq for Pattern {}
+
+impl fmt::Display for Pattern {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str(self.as_str())
+    }
 }
 
 #[cfg(test)]
@@ -49,7 +70,7 @@ mod tests {
 
     #[test]
     fn patterns_match_whole_names() {
-        for (pattern, name, fits) in [
+        for (pattern, name, is_match) in [
             ("train-*.h5", "train-00000.h5", true),
             ("train-*.h5", "train-.h5", true),
             ("train-*.h5", "train-0.h5.tmp", false),
@@ -57,6 +78,8 @@ mod tests {
             ("*", "", true),
             ("a*b*c", "aXbYbc", true),
             ("a*b*c", "acb", false),
+            ("a*c", "a/b/c", true),
+            ("*.h5", ".h5", true),
             ("*é", "éé", true),
             ("one.h5", "one.h5", true),
             ("one.h5", "one.h5x", false),
@@ -66,12 +89,15 @@ mod tests {
             ("train-000[0-24][0-9].h5", "train-00019.h5", true),
             ("train-000[0-24][0-9].h5", "train-00040.h5", true),
             ("train-000[0-24][0-9].h5", "train-00030.h5", false),
-            ("*[a-]*", "x-y", true),
-            ("[é]", "é", true),
-            ("[]", "]", false),
-            ("[a", "[a", true),
+            ("{train,test}-?.h5", "test-1.h5", true),
+            ("[!a].h5", "a.h5", false),
         ] {
-            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
+            let pattern: Pattern = pattern.parse().unwrap();
+            assert_eq!(pattern.matches(name), is_match, "{pattern} {name}");
+        }
+        for pattern in ["[a", "{a,b"] {
+            let error = pattern.parse::<Pattern>().unwrap_err();
+            assert!(error.starts_with(&format!("`{pattern}` is not a glob pattern: ")), "{error}");
         }
     }
 }

@@ -88,7 +88,7 @@ const SIMILAR_IN_SECTION: (&str, &str) = ("batch", "size");
 const SECTIONS: [(&str, &str); 2] = [("schedule", "lr_schedule"), ("servers", "parameter_server")];
 
 /// Former names of keys, in sections by their present names.
-const FORMER: [(&str, &str); 20] = [
+const FORMER: [(&str, &str); 21] = [
     ("run.audit_every", "run.sdc_check_every"),
     ("data.stage", "data.local_cache"),
     ("data.axes", "data.image_layout"),
@@ -103,6 +103,7 @@ const FORMER: [(&str, &str); 20] = [
     ("parallel.offload_shards", "offload.params"),
     ("parallel.offload_activations", "offload.activations"),
     ("parameter_server.lease", "parameter_server.batches_per_lease"),
+    ("device.memory_fraction", "device.memory"),
     ("checkpoint.asynchronous", "checkpoint.async_save"),
     ("checkpoint.when_busy", "checkpoint.if_busy"),
     ("checkpoint.tolerate", "checkpoint.io_retry_seconds"),
@@ -186,6 +187,16 @@ fn same(section: &str, key: &str) -> Option<&'static str> {
     }
     let ours = KEYS.iter().find(|names| names.exact.contains(&&name[..]))?.key;
     ours.split_once('.').is_some_and(|(its, own)| its == section && own != key).then_some(ours)
+}
+
+/// Returns whether a key of a section is another name of a key of ours.
+pub(super) fn is_alias(section: &str, key: &str) -> bool {
+    same(section, key).is_some()
+}
+
+/// Returns the present name of a section, which may be given by its former one.
+pub(super) fn section_of_alias(section: &str) -> &str {
+    SECTIONS.iter().find(|(former, _)| *former == section).map_or(section, |(_, ours)| ours)
 }
 
 /// Returns the key that another program's key means here; `section` is the section that it is in,

@@ -171,10 +171,4 @@ mod tests {
             );
         }
     }
-
-    #[test]
-    fn its_earlier_name_is_known() {
-        let earlier = "[device]\nmemory_fraction = 0.25\n".parse::<crate::Config>().unwrap();
-        assert_eq!(earlier.device.memory, DeviceMemory::Part(0.25));
-    }
 }

@@ -4,13 +4,13 @@ use std::fmt::Write as _;
 
 use toml::{Table, Value};
 
-use super::load::did_you_mean;
+use super::did_you_mean::did_you_mean;
 use super::schema::Key;
 use super::*;
 use hpctrain_base::error::{Error, Result};
 
 /// Returns the keys of a section of the file, or of a section in one (`model.place`).
-fn keys(section: &str) -> Option<&'static [Key]> {
+pub(super) fn keys(section: &str) -> Option<&'static [Key]> {
     Some(match section {
         "run" => Run::KEYS,
         "model" => Model::KEYS,
@@ -36,7 +36,7 @@ fn keys(section: &str) -> Option<&'static [Key]> {
 }
 
 /// Returns the sections of the file.
-fn sections() -> impl Iterator<Item = &'static Key> {
+pub(super) fn sections() -> impl Iterator<Item = &'static Key> {
     Config::KEYS.iter().filter(|key| key.is_in_files())
 }
 

@@ -4,6 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
+use std::ops::Range;
 use std::path::Path;
 use std::str::FromStr;
 
@@ -12,9 +13,11 @@ use serde::{Deserialize as _, Deserializer, Serialize};
 use toml::Table;
 
 use super::Config;
-use super::aliases::{meant, rename};
+use super::aliases::rename;
+use super::did_you_mean::did_you_mean;
 use super::epochs::replace_partners;
 use super::paths::expand_paths;
+use super::unknown_keys::{self, place};
 use hpctrain_base::error::{Error, Result};
 
 /// The presets, by name.
@@ -220,6 +223,7 @@ struct Layer {
 /// Parses one layer, refusing keys and values that the schema does not know.
 fn parse_layer(text: &str, origin: &str) -> Result<Layer> {
     let mut table: Table = toml::from_str(text).map_err(|e| explain(&e, text, origin))?;
+    unknown_keys::check(text, origin)?;
     let aliases = rename(&mut table).map_err(|e| e.at(origin))?;
     if aliases.is_empty() {
         text.parse::<Config>().map_err(|e| explain(&e, text, origin))?;
@@ -284,107 +288,43 @@ fn merge(base: &mut Table, layer: Table) {
     }
 }
 
-/// One line from the parser's error, with line number and the nearest known key.
+/// One line from the parser's error, with the number of the line and the nearest known value.
 fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
     let message = error.message().lines().next().unwrap_or_default().to_string();
-    let place = match error.span() {
-        // An override has one line; its text is in the origin already.
-        Some(span) if text.lines().count() > 1 => {
-            let line = text[..span.start.min(text.len())].matches('\n').count() + 1;
-            format!("{origin}:{line}")
-        }
-        _ => origin.to_string(),
-    };
-    // serde: "unknown field `stps`, expected one of `name`, `steps`"
+    let place = error.span().map_or(origin.to_owned(), |span| place(text, origin, span.start));
+    // Serde reports known values, and keys in lists and tables of a key, in its message only:
+    // "unknown variant `cosin`, expected one of `constant`, `cosine`".
     let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
-    match names.as_slice() {
-        [unknown, known @ ..] if message.starts_with("unknown field") => {
-            let start = error.span().map_or(0, |span| span.start);
-            let (section, key) = place_of(text, start, unknown);
-            // A section with a slip of the pen is not one of another program.
-            let is_slip =
-                unknown != &key && known.iter().any(|section| distance(unknown, section) <= 2);
-            let meant = meant(section.as_deref(), &key).filter(|_| !is_slip);
-            let meant = meant.map(|ours| format!("did you mean `{ours}`? "));
-            let meant = meant.unwrap_or_else(|| did_you_mean(unknown, known));
-            Error::input(format!("{place}: unknown key `{unknown}`"))
-                .hint(format!("{meant}keys here are {}", known.join(", ")))
-        }
-        [unknown, known @ ..] if message.starts_with("unknown variant") => Error::input(format!(
-            "{place}: unknown value `{unknown}`"
+    let unknown = |what: &str, unknown: &str, known: &[&str], they: &str| {
+        Error::input(format!("{place}: unknown {what} `{unknown}`")).hint(format!(
+            "{}{they} {}",
+            did_you_mean(unknown, known),
+            known.join(", ")
         ))
-        .hint(format!("{}it can be {}", did_you_mean(unknown, known), known.join(", "))),
-        [found, ..]
-            if message.starts_with("invalid type") && message.ends_with("expected a string") =>
-        {
-            Error::input(format!("{place}: {message}"))
-                .hint(format!("write a text in quotes, such as \"{found}\""))
-        }
-        _ => Error::input(format!("{place}: {message}"))
-            .hint("hpctrain config show prints every key with its value"),
-    }
-}
-
-/// Section and key of the text that an unknown name at byte `start` belongs to; the name may be
-/// that of the section.
-fn place_of(text: &str, start: usize, unknown: &str) -> (Option<String>, String) {
-    let before = text.get(..start).unwrap_or_default();
-    let line =
-        text[before.rfind('\n').map_or(0, |end| end + 1)..].lines().next().unwrap_or_default();
-    let words = line.split('=').next().unwrap_or_default().trim();
-    let heading = |line: &str| {
-        Some(
-            line.trim()
-                .strip_prefix('[')?
-                .trim_start_matches('[')
-                .split(']')
-                .next()?
-                .trim()
-                .to_owned(),
-        )
     };
-    match heading(line) {
-        // An unknown section, which is named by its first key.
-        Some(section) if section == unknown => {
-            let rest = text.split_at(before.len()).1.lines().skip(1).map(str::trim);
-            let first = rest
-                .take_while(|line| !line.starts_with('['))
-                .find_map(|line| line.split_once('='));
-            (Some(section), first.map_or(unknown, |(key, _)| key.trim()).to_owned())
+    match names.as_slice() {
+        [name, known @ ..] if message.starts_with("unknown field") => {
+            unknown("key", name, known, "keys here are")
         }
-        _ => match words.rsplit_once('.') {
-            // `section.key = value`: if the name is no section's, the key tells the section that is
-            // meant.
-            Some((section, key)) => (Some(section.trim().to_owned()), key.trim().to_owned()),
-            None => (before.lines().rev().find_map(heading), unknown.to_owned()),
-        },
+        [name, known @ ..] if message.starts_with("unknown variant") => {
+            unknown("value", name, known, "it can be")
+        }
+        _ => {
+            let quoted = error.span().and_then(|span| quoted(text, span));
+            let hint = match quoted {
+                Some(quoted) => format!("write a text in quotes, such as {quoted}"),
+                None => "hpctrain config show prints every key with its value".to_owned(),
+            };
+            Error::input(format!("{place}: {message}")).hint(hint)
+        }
     }
 }
 
-/// "did you mean `steps`? " for a near miss, else nothing.
-pub(super) fn did_you_mean(word: &str, known: &[&str]) -> String {
-    let nearest = known.iter().min_by_key(|candidate| distance(word, candidate));
-    match nearest {
-        Some(nearest) if distance(word, nearest) <= word.len().div_ceil(2) => {
-            format!("did you mean `{nearest}`? ")
-        }
-        _ => String::new(),
-    }
-}
-
-/// Edit distance (Levenshtein).
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.iter().enumerate() {
-            let substitute = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
+/// Returns the refused value at `span` in quotes, if the configuration is valid with the quotes.
+fn quoted(text: &str, span: Range<usize>) -> Option<String> {
+    let quoted = format!("\"{}\"", text.get(span.clone())?);
+    let corrected = [&text[..span.start], &quoted[..], &text[span.end..]].concat();
+    corrected.parse::<Config>().is_ok().then_some(quoted)
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ mod aliases;
 mod bounds;
 mod device;
 mod device_memory;
+mod did_you_mean;
 mod epochs;
 pub mod gpu_assignment;
 mod host_embedding;
@@ -25,6 +26,7 @@ mod size;
 pub mod telemetry;
 mod time;
 pub mod topology;
+mod unknown_keys;
 
 pub use device::DeviceChoice;
 pub use device_memory::{DeviceMemory, USUAL_PART};

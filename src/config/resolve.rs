@@ -529,7 +529,7 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
             let some: Vec<&str> = tensors.iter().take(4).map(|tensor| &tensor.name[..]).collect();
             return Err(Error::input(format!(
                 "{key}.names = {:?} matches no parameter",
-                group.names
+                group.names.as_str()
             ))
             .hint(format!(
                 "`*` matches any characters; parameters are called, for example, {}",

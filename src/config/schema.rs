@@ -9,6 +9,7 @@ use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, DeviceMemory, Interval, Partition, Size, Staleness, Time, USUAL_PART};
+use hpctrain_base::pattern::Pattern;
 use hpctrain_comm::{Choice, TransportChoice};
 use hpctrain_data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
 use hpctrain_nn::layers::Layer;
@@ -65,6 +66,11 @@ macro_rules! sections {
             }
         }
     )*};
+}
+
+/// A pattern that is known to be valid.
+fn pattern(text: &str) -> Pattern {
+    text.parse().expect("a valid glob pattern")
 }
 
 sections! {
@@ -238,10 +244,10 @@ sections! {
         path: String = "bundled:tiny-shakespeare".into(),
         /// File names of the training shards: `*` matches any characters, `[02-4]` one of those in
         /// brackets.
-        train: String = "train-*.h5".into(),
+        train: Pattern = pattern("train-*.h5"),
         /// File names of the validation shards. If this is not the default, there must be such
         /// files, unless `val_fraction` is set.
-        validation: String = "val-*.h5".into(),
+        validation: Pattern = pattern("val-*.h5"),
         /// Fraction of the samples held out for validation if there are no validation shards: of
         /// rows, some from everywhere; of text, the end. 0 trains without validation data.
         val_fraction: f64 = 0.0,
@@ -483,7 +489,6 @@ sections! {
         /// Memory that ranks take of their GPU: a fraction of it for all ranks that share it, or a
         /// size for each rank such as `40GiB`, allocated at the start; or `grow`: blocks allocated
         /// as they are needed, up to 0.9 of the GPU.
-        [serde(alias = "memory_fraction")]
         memory: DeviceMemory = DeviceMemory::Part(USUAL_PART),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,

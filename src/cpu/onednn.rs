@@ -17,7 +17,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -29,11 +29,11 @@ use super::output_init::OutputInit;
 use super::threads::Threads;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::Gemm;
-use hpctrain_device::library;
+use hpctrain_device::library::open_first;
 use hpctrain_device::library_functions;
 
 /// Its file names: those of the runtime packages, and of the development package.
-const FILES: [&CStr; 3] = [c"libdnnl.so.3", c"libdnnl.so.2", c"libdnnl.so"];
+const FILES: [&str; 3] = ["libdnnl.so.3", "libdnnl.so.2", "libdnnl.so"];
 
 /// Advice for a missing library.
 const HINT: &str = "install oneDNN 2 or 3 (Debian 12: apt-get install libdnnl2) and add its folder to LD_LIBRARY_PATH if needed, \
@@ -119,62 +119,62 @@ struct Version {
 library_functions! {
     /// Functions of every version.
     Versioned {
-        version = c"dnnl_version"() -> *const Version;
+        version = "dnnl_version"() -> *const Version;
     }
 }
 
 library_functions! {
     /// Functions of OpenMP, on which the library may depend.
     OpenMp {
-        set_threads = c"omp_set_num_threads"(c_int) -> ();
+        set_threads = "omp_set_num_threads"(c_int) -> ();
     }
 }
 
 library_functions! {
     /// Functions of both versions. Descriptions of matrices are opaque pointers.
     Functions {
-        engine_create = c"dnnl_engine_create"(*mut Handle, c_int, usize) -> c_int;
-        stream_create = c"dnnl_stream_create"(*mut Handle, Handle, c_uint) -> c_int;
-        stream_destroy = c"dnnl_stream_destroy"(Handle) -> c_int;
-        size = c"dnnl_memory_desc_get_size"(*const c_void) -> usize;
-        attributes_create = c"dnnl_primitive_attr_create"(*mut Handle) -> c_int;
-        attributes_destroy = c"dnnl_primitive_attr_destroy"(Handle) -> c_int;
-        set_scratch = c"dnnl_primitive_attr_set_scratchpad_mode"(Handle, c_int) -> c_int;
-        set_post_ops = c"dnnl_primitive_attr_set_post_ops"(Handle, Handle) -> c_int;
-        post_ops_create = c"dnnl_post_ops_create"(*mut Handle) -> c_int;
-        post_ops_destroy = c"dnnl_post_ops_destroy"(Handle) -> c_int;
-        plan_destroy = c"dnnl_primitive_desc_destroy"(Handle) -> c_int;
-        plan_describes = c"dnnl_primitive_desc_query_md"(Handle, c_int, c_int) -> *const c_void;
-        primitive_create = c"dnnl_primitive_create"(*mut Handle, Handle) -> c_int;
-        primitive_destroy = c"dnnl_primitive_destroy"(Handle) -> c_int;
-        primitive_execute = c"dnnl_primitive_execute"(Handle, Handle, c_int, *const Argument) -> c_int;
-        memory_create = c"dnnl_memory_create"(*mut Handle, *const c_void, Handle, *mut c_void) -> c_int;
-        memory_destroy = c"dnnl_memory_destroy"(Handle) -> c_int;
-        memory_set = c"dnnl_memory_set_data_handle"(Handle, *mut c_void) -> c_int;
+        engine_create = "dnnl_engine_create"(*mut Handle, c_int, usize) -> c_int;
+        stream_create = "dnnl_stream_create"(*mut Handle, Handle, c_uint) -> c_int;
+        stream_destroy = "dnnl_stream_destroy"(Handle) -> c_int;
+        size = "dnnl_memory_desc_get_size"(*const c_void) -> usize;
+        attributes_create = "dnnl_primitive_attr_create"(*mut Handle) -> c_int;
+        attributes_destroy = "dnnl_primitive_attr_destroy"(Handle) -> c_int;
+        set_scratch = "dnnl_primitive_attr_set_scratchpad_mode"(Handle, c_int) -> c_int;
+        set_post_ops = "dnnl_primitive_attr_set_post_ops"(Handle, Handle) -> c_int;
+        post_ops_create = "dnnl_post_ops_create"(*mut Handle) -> c_int;
+        post_ops_destroy = "dnnl_post_ops_destroy"(Handle) -> c_int;
+        plan_destroy = "dnnl_primitive_desc_destroy"(Handle) -> c_int;
+        plan_describes = "dnnl_primitive_desc_query_md"(Handle, c_int, c_int) -> *const c_void;
+        primitive_create = "dnnl_primitive_create"(*mut Handle, Handle) -> c_int;
+        primitive_destroy = "dnnl_primitive_destroy"(Handle) -> c_int;
+        primitive_execute = "dnnl_primitive_execute"(Handle, Handle, c_int, *const Argument) -> c_int;
+        memory_create = "dnnl_memory_create"(*mut Handle, *const c_void, Handle, *mut c_void) -> c_int;
+        memory_destroy = "dnnl_memory_destroy"(Handle) -> c_int;
+        memory_set = "dnnl_memory_set_data_handle"(Handle, *mut c_void) -> c_int;
     }
 }
 
 library_functions! {
     /// Functions of version 2 alone.
     Two {
-        describe = c"dnnl_memory_desc_init_by_strides"(*mut MemoryDesc, c_int, *const i64, c_int, *const i64) -> c_int;
-        matmul = c"dnnl_matmul_desc_init"(
+        describe = "dnnl_memory_desc_init_by_strides"(*mut MemoryDesc, c_int, *const i64, c_int, *const i64) -> c_int;
+        matmul = "dnnl_matmul_desc_init"(
             *mut MatmulDesc, *const c_void, *const c_void, *const c_void, *const c_void
         ) -> c_int;
-        plan = c"dnnl_primitive_desc_create"(*mut Handle, *const MatmulDesc, Handle, Handle, Handle) -> c_int;
-        add = c"dnnl_post_ops_append_sum"(Handle, f32) -> c_int;
+        plan = "dnnl_primitive_desc_create"(*mut Handle, *const MatmulDesc, Handle, Handle, Handle) -> c_int;
+        add = "dnnl_post_ops_append_sum"(Handle, f32) -> c_int;
     }
 }
 
 library_functions! {
     /// Functions of version 3 alone.
     Three {
-        describe = c"dnnl_memory_desc_create_with_strides"(*mut Handle, c_int, *const i64, c_int, *const i64) -> c_int;
-        forget = c"dnnl_memory_desc_destroy"(Handle) -> c_int;
-        plan = c"dnnl_matmul_primitive_desc_create"(
+        describe = "dnnl_memory_desc_create_with_strides"(*mut Handle, c_int, *const i64, c_int, *const i64) -> c_int;
+        forget = "dnnl_memory_desc_destroy"(Handle) -> c_int;
+        plan = "dnnl_matmul_primitive_desc_create"(
             *mut Handle, Handle, *const c_void, *const c_void, *const c_void, *const c_void, Handle
         ) -> c_int;
-        add = c"dnnl_post_ops_append_sum"(Handle, f32, i32, c_int) -> c_int;
+        add = "dnnl_post_ops_append_sum"(Handle, f32, i32, c_int) -> c_int;
     }
 }
 
@@ -289,7 +289,7 @@ fn check(what: &str, status: c_int) -> Result<()> {
 /// Opens the library.
 fn open() -> Result<Library> {
     // SAFETY: the library does nothing but measure caches when it is opened.
-    let Some(file) = (unsafe { library::open(&FILES) }) else {
+    let Some(file) = (unsafe { open_first(&FILES) }) else {
         return Err(
             Error::input("oneDNN was not found: neither libdnnl.so.3 nor libdnnl.so.2").hint(HINT)
         );
@@ -297,7 +297,7 @@ fn open() -> Result<Library> {
     let missing = |name: &str| Error::input(format!("oneDNN lacks the function {name}")).hint(HINT);
     // SAFETY: the function has this type in every version, and its result lives as long as the
     // library.
-    let version = unsafe { &*(Versioned::of(file, missing)?.version)() };
+    let version = unsafe { &*(Versioned::load(&file, missing)?.version)() };
     let Version { major, minor, patch, cpu_runtime, .. } = *version;
     if !matches!(major, 2 | 3) {
         return Err(Error::input(format!(
@@ -312,21 +312,23 @@ fn open() -> Result<Library> {
         return Err(Error::input(message).hint(HINT));
     }
     // SAFETY: the functions have these types in the versions that the tables are for.
-    let functions = unsafe { Functions::of(file, missing)? };
+    let functions = unsafe { Functions::load(&file, missing)? };
     let dialect = match major {
         // SAFETY: as above.
-        2 => Dialect::Two(unsafe { Two::of(file, missing)? }),
+        2 => Dialect::Two(unsafe { Two::load(&file, missing)? }),
         // SAFETY: as above.
-        _ => Dialect::Three(unsafe { Three::of(file, missing)? }),
+        _ => Dialect::Three(unsafe { Three::load(&file, missing)? }),
     };
     let open_mp = match cpu_runtime {
         // SAFETY: the library depends on OpenMP, whose function has this type.
-        OPENMP => Some(unsafe { OpenMp::of(file, missing)? }),
+        OPENMP => Some(unsafe { OpenMp::load(&file, missing)? }),
         _ => None,
     };
     let mut engine = null_mut();
     // SAFETY: writes the handle.
     check("create a CPU engine", unsafe { (functions.engine_create)(&mut engine, CPU, 0) })?;
+    // It stays open as long as the process.
+    std::mem::forget(file);
     Ok(Library { functions, dialect, open_mp, engine: Engine(engine) })
 }
 

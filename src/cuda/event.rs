@@ -7,14 +7,14 @@ use cudarc::driver::sys::{CUevent, CUresult};
 
 use super::libraries::check;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::library;
+use hpctrain_device::library::open_first;
 use hpctrain_device::library_functions;
 
 library_functions! {
     /// A function of the driver, by the name that all drivers have: cudarc uses a newer name,
     /// introduced with CUDA 12.8.
     Clock {
-        elapsed = c"cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> CUresult;
+        elapsed = "cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> CUresult;
     }
 }
 
@@ -34,9 +34,13 @@ pub fn milliseconds(begun: &CudaEvent, ended: &CudaEvent) -> Result<f32> {
     let clock = CLOCK.get_or_init(|| {
         let lacks = |function: &str| Error::device(format!("the CUDA driver has no {function}"));
         // SAFETY: the library is open already, as there are events.
-        let file = unsafe { library::open(&[c"libcuda.so.1", c"libcuda.so"]) };
+        let file = unsafe { open_first(&["libcuda.so.1", "libcuda.so"]) };
+        let file = file.ok_or_else(|| lacks("library"))?;
         // SAFETY: it is open, and its function has had this type since it was introduced.
-        unsafe { Clock::of(file.ok_or_else(|| lacks("library"))?, lacks) }
+        let clock = unsafe { Clock::load(&file, lacks) }?;
+        // It stays open as long as the process.
+        std::mem::forget(file);
+        Ok(clock)
     });
     let clock = clock.as_ref().map_err(Clone::clone)?;
     check("finish its work", ended.synchronize())?;

@@ -4,7 +4,7 @@
 //! supports. A driver refuses kernels of libraries with a newer major version, with errors that
 //! name neither, so the first file with a supported major version is used.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
 
 use cudarc::cublaslt::sys as lt;
@@ -12,7 +12,7 @@ use cudarc::driver::sys as driver;
 use cudarc::nvrtc::sys as nvrtc;
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::library;
+use hpctrain_device::library::{Library, open_first};
 use hpctrain_device::library_functions;
 
 /// The hint if a library is missing.
@@ -22,52 +22,52 @@ const HINT: &str = "install CUDA's run-time libraries, or name their folder in L
 library_functions! {
     /// The functions of NVRTC.
     pub(super) Nvrtc {
-        version = c"nvrtcVersion"(*mut c_int, *mut c_int) -> nvrtc::nvrtcResult;
-        create = c"nvrtcCreateProgram"(
+        version = "nvrtcVersion"(*mut c_int, *mut c_int) -> nvrtc::nvrtcResult;
+        create = "nvrtcCreateProgram"(
             *mut nvrtc::nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
         ) -> nvrtc::nvrtcResult;
-        compile = c"nvrtcCompileProgram"(nvrtc::nvrtcProgram, c_int, *const *const c_char) -> nvrtc::nvrtcResult;
-        log_size = c"nvrtcGetProgramLogSize"(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult;
-        log = c"nvrtcGetProgramLog"(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult;
-        cubin_size = c"nvrtcGetCUBINSize"(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult;
-        cubin = c"nvrtcGetCUBIN"(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult;
-        destroy = c"nvrtcDestroyProgram"(*mut nvrtc::nvrtcProgram) -> nvrtc::nvrtcResult;
+        compile = "nvrtcCompileProgram"(nvrtc::nvrtcProgram, c_int, *const *const c_char) -> nvrtc::nvrtcResult;
+        log_size = "nvrtcGetProgramLogSize"(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult;
+        log = "nvrtcGetProgramLog"(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult;
+        cubin_size = "nvrtcGetCUBINSize"(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult;
+        cubin = "nvrtcGetCUBIN"(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult;
+        destroy = "nvrtcDestroyProgram"(*mut nvrtc::nvrtcProgram) -> nvrtc::nvrtcResult;
     }
 }
 
 library_functions! {
     /// The functions of cuBLASLt.
     pub(super) CublasLt {
-        version = c"cublasLtGetVersion"() -> usize;
-        create = c"cublasLtCreate"(*mut lt::cublasLtHandle_t) -> lt::cublasStatus_t;
-        destroy = c"cublasLtDestroy"(lt::cublasLtHandle_t) -> lt::cublasStatus_t;
-        create_layout = c"cublasLtMatrixLayoutCreate"(
+        version = "cublasLtGetVersion"() -> usize;
+        create = "cublasLtCreate"(*mut lt::cublasLtHandle_t) -> lt::cublasStatus_t;
+        destroy = "cublasLtDestroy"(lt::cublasLtHandle_t) -> lt::cublasStatus_t;
+        create_layout = "cublasLtMatrixLayoutCreate"(
             *mut lt::cublasLtMatrixLayout_t, lt::cudaDataType, u64, u64, i64
         ) -> lt::cublasStatus_t;
-        destroy_layout = c"cublasLtMatrixLayoutDestroy"(lt::cublasLtMatrixLayout_t) -> lt::cublasStatus_t;
-        create_description = c"cublasLtMatmulDescCreate"(
+        destroy_layout = "cublasLtMatrixLayoutDestroy"(lt::cublasLtMatrixLayout_t) -> lt::cublasStatus_t;
+        create_description = "cublasLtMatmulDescCreate"(
             *mut lt::cublasLtMatmulDesc_t, lt::cublasComputeType_t, lt::cudaDataType
         ) -> lt::cublasStatus_t;
-        destroy_description = c"cublasLtMatmulDescDestroy"(lt::cublasLtMatmulDesc_t) -> lt::cublasStatus_t;
-        describe = c"cublasLtMatmulDescSetAttribute"(
+        destroy_description = "cublasLtMatmulDescDestroy"(lt::cublasLtMatmulDesc_t) -> lt::cublasStatus_t;
+        describe = "cublasLtMatmulDescSetAttribute"(
             lt::cublasLtMatmulDesc_t, lt::cublasLtMatmulDescAttributes_t, *const c_void, usize
         ) -> lt::cublasStatus_t;
-        create_preference = c"cublasLtMatmulPreferenceCreate"(*mut lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
-        destroy_preference = c"cublasLtMatmulPreferenceDestroy"(lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
-        prefer = c"cublasLtMatmulPreferenceSetAttribute"(
+        create_preference = "cublasLtMatmulPreferenceCreate"(*mut lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
+        destroy_preference = "cublasLtMatmulPreferenceDestroy"(lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
+        prefer = "cublasLtMatmulPreferenceSetAttribute"(
             lt::cublasLtMatmulPreference_t, lt::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize
         ) -> lt::cublasStatus_t;
-        heuristic = c"cublasLtMatmulAlgoGetHeuristic"(
+        heuristic = "cublasLtMatmulAlgoGetHeuristic"(
             lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t,
             lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatmulPreference_t, c_int,
             *mut lt::cublasLtMatmulHeuristicResult_t, *mut c_int
         ) -> lt::cublasStatus_t;
-        check_algorithm = c"cublasLtMatmulAlgoCheck"(
+        check_algorithm = "cublasLtMatmulAlgoCheck"(
             lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t,
             lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t,
             *mut lt::cublasLtMatmulHeuristicResult_t
         ) -> lt::cublasStatus_t;
-        matmul = c"cublasLtMatmul"(
+        matmul = "cublasLtMatmul"(
             lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t,
             *const c_void, lt::cublasLtMatrixLayout_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t,
             *mut c_void, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t, *mut c_void, usize,
@@ -103,7 +103,7 @@ struct Wanted {
     name: &'static str,
     use_for: &'static str,
     /// The file names of the development and of the run-time packages.
-    files: [&'static CStr; 4],
+    files: [&'static str; 4],
 }
 
 /// Returns NVRTC.
@@ -115,12 +115,12 @@ pub fn nvrtc() -> Result<&'static FoundLibrary<Nvrtc>> {
     const WANTED: Wanted = Wanted {
         name: "NVRTC",
         use_for: "which compiles the GPU kernels, was not found: libnvrtc.so",
-        files: [c"libnvrtc.so", c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so.11.2"],
+        files: ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"],
     };
     let found = FOUND.get_or_init(|| {
-        first(&WANTED, driver_version(), |file| {
+        first(&WANTED, driver_version(), |library| {
             // SAFETY: NVRTC's functions have had these types since they were introduced.
-            let functions = unsafe { Nvrtc::of(file, |function| lacks(&WANTED, function)) }?;
+            let functions = unsafe { Nvrtc::load(library, |function| lacks(&WANTED, function)) }?;
             let mut major = 0;
             let mut minor = 0;
             // SAFETY: writes two integers.
@@ -141,17 +141,13 @@ pub fn cublaslt() -> Result<&'static FoundLibrary<CublasLt>> {
     const WANTED: Wanted = Wanted {
         name: "cuBLASLt",
         use_for: "which multiplies matrices on the GPU, was not found: libcublasLt.so",
-        files: [
-            c"libcublasLt.so",
-            c"libcublasLt.so.13",
-            c"libcublasLt.so.12",
-            c"libcublasLt.so.11",
-        ],
+        files: ["libcublasLt.so", "libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so.11"],
     };
     let found = FOUND.get_or_init(|| {
-        first(&WANTED, driver_version(), |file| {
+        first(&WANTED, driver_version(), |library| {
             // SAFETY: cuBLASLt's functions have had these types since they were introduced.
-            let functions = unsafe { CublasLt::of(file, |function| lacks(&WANTED, function)) }?;
+            let functions =
+                unsafe { CublasLt::load(library, |function| lacks(&WANTED, function)) }?;
             // SAFETY: takes nothing.
             let number = unsafe { (functions.version)() } as u32;
             // Since version 11 the number is 10000·major + 100·minor + patch.
@@ -184,25 +180,23 @@ fn lacks(wanted: &Wanted, function: &str) -> Error {
 fn first<T>(
     wanted: &Wanted,
     driver: Option<Version>,
-    look: impl Fn(*mut c_void) -> Result<FoundLibrary<T>>,
+    look: impl Fn(&Library) -> Result<FoundLibrary<T>>,
 ) -> Result<FoundLibrary<T>> {
     let mut too_new = None;
     for file in wanted.files {
         // SAFETY: NVIDIA's libraries do nothing when they are opened.
-        let Some(opened) = (unsafe { library::open(&[file]) }) else { continue };
-        let found = look(opened)?;
+        let Some(opened) = (unsafe { open_first(&[file]) }) else { continue };
+        let found = look(&opened)?;
         match driver {
             Some(driver) if found.version.0 > driver.0 => {
-                log::debug!(
-                    "{} {} is too new for the driver",
-                    file.to_string_lossy(),
-                    found.version()
-                );
+                log::debug!("{} {} is too new for the driver", file, found.version());
                 too_new.get_or_insert(refusal(wanted.name, found.version, driver));
-                // SAFETY: nothing of it is used any more, including its table of functions.
-                unsafe { libc::dlclose(opened) };
             }
-            _ => return Ok(found),
+            _ => {
+                // It stays open as long as the process.
+                std::mem::forget(opened);
+                return Ok(found);
+            }
         }
     }
     Err(too_new

@@ -26,14 +26,14 @@ use super::libraries::check;
 use super::nvrtc::{KernelModules, Variant};
 use super::streams;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::library;
+use hpctrain_device::library::open_first;
 use hpctrain_device::library_functions;
 use hpctrain_device::{
     CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceSpan, FOLDED, OrderedSum,
 };
 
 /// The file names of the run-time and of the development package.
-const FILES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
+const FILES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// The oldest supported version, in NCCL's encoding.
 const OLDEST: c_int = 21_800;
@@ -79,24 +79,24 @@ impl Config {
 library_functions! {
     /// The functions of the library, which stays open.
     Library {
-        get_version = c"ncclGetVersion"(*mut c_int) -> c_int;
-        get_error_string = c"ncclGetErrorString"(c_int) -> *const c_char;
-        get_last_error = c"ncclGetLastError"(Handle) -> *const c_char;
-        get_unique_id = c"ncclGetUniqueId"(*mut UniqueId) -> c_int;
-        comm_init_rank_config = c"ncclCommInitRankConfig"(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
-        comm_get_async_error = c"ncclCommGetAsyncError"(Handle, *mut c_int) -> c_int;
-        comm_finalize = c"ncclCommFinalize"(Handle) -> c_int;
-        comm_destroy = c"ncclCommDestroy"(Handle) -> c_int;
-        comm_abort = c"ncclCommAbort"(Handle) -> c_int;
-        group_start = c"ncclGroupStart"() -> c_int;
-        group_end = c"ncclGroupEnd"() -> c_int;
-        send = c"ncclSend"(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        recv = c"ncclRecv"(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        all_reduce = c"ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        reduce = c"ncclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Handle, *mut c_void) -> c_int;
-        reduce_scatter = c"ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        all_gather = c"ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
-        broadcast = c"ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        get_version = "ncclGetVersion"(*mut c_int) -> c_int;
+        get_error_string = "ncclGetErrorString"(c_int) -> *const c_char;
+        get_last_error = "ncclGetLastError"(Handle) -> *const c_char;
+        get_unique_id = "ncclGetUniqueId"(*mut UniqueId) -> c_int;
+        comm_init_rank_config = "ncclCommInitRankConfig"(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
+        comm_get_async_error = "ncclCommGetAsyncError"(Handle, *mut c_int) -> c_int;
+        comm_finalize = "ncclCommFinalize"(Handle) -> c_int;
+        comm_destroy = "ncclCommDestroy"(Handle) -> c_int;
+        comm_abort = "ncclCommAbort"(Handle) -> c_int;
+        group_start = "ncclGroupStart"() -> c_int;
+        group_end = "ncclGroupEnd"() -> c_int;
+        send = "ncclSend"(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        recv = "ncclRecv"(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        all_reduce = "ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        reduce = "ncclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Handle, *mut c_void) -> c_int;
+        reduce_scatter = "ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        all_gather = "ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
+        broadcast = "ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
     }
 }
 
@@ -107,18 +107,20 @@ fn library() -> Result<&'static Library> {
         |name: &str| Error::input(format!("NCCL is too old: it has no {name}")).hint(HINT);
     let open = || {
         // SAFETY: NCCL does nothing when it is opened.
-        let file = unsafe { library::open(&FILES) };
+        let file = unsafe { open_first(&FILES) };
         let file = file.ok_or_else(|| {
             Error::input("NCCL is missing: libnccl.so.2 was not found").hint(HINT)
         })?;
         // SAFETY: its functions have had these types since they were introduced.
-        let library = unsafe { Library::of(file, missing) }?;
+        let library = unsafe { Library::load(&file, missing) }?;
         let found = library.number()?;
         if found < OLDEST {
             return Err(
                 Error::input(format!("NCCL is too old: {} is installed", named(found))).hint(HINT)
             );
         }
+        // It stays open as long as the process.
+        std::mem::forget(file);
         Ok(library)
     };
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)

@@ -18,7 +18,6 @@ use super::train_val_split::{TrainValSplit, millionths};
 use super::{Fingerprint, Tokenizer, shard_set_check};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::fd_limit;
-use hpctrain_base::pattern::matches;
 use hpctrain_base::simd::simd;
 
 /// The largest number of shards kept open at once; fewer if the process may open fewer files.
@@ -538,11 +537,11 @@ fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result
         return Ok(());
     }
     let (key, pattern) = spec.pattern(split);
-    match shard_set_check::problems(shards, |name| matches(pattern, name)).into_iter().next() {
+    match shard_set_check::problems(shards, |name| pattern.matches(name)).into_iter().next() {
         None => Ok(()),
         Some(problem) => Err(Error::input(format!("{}: {problem}", spec.path.display())).hint(format!(
             "copy or import the shards again; to omit some on purpose, set {key} to a pattern that matches the others only, as \"{}\" does",
-            pattern.replacen('*', "0000[013]", 1)
+            pattern.as_str().replacen('*', "0000[013]", 1)
         ))),
     }
 }

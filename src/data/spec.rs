@@ -11,10 +11,13 @@ use super::image_layout::Axes;
 use super::raw_path;
 use super::sample_fields::SampleSizes;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::pattern::matches;
+use hpctrain_base::pattern::Pattern;
 
 /// The dataset of weights unless another is named.
 pub(super) const WEIGHTS: &str = "/weights";
+
+/// The default file names of training shards.
+const TRAIN: &str = "train-*.h5";
 
 /// The default file names of validation shards, which need not exist.
 const VALIDATION: &str = "val-*.h5";
@@ -38,9 +41,9 @@ pub struct DataSpec {
     pub path: PathBuf,
     /// The file names of the training shards: `*` stands for any characters, `[02-4]` for one of
     /// those in brackets.
-    pub train: String,
+    pub train: Pattern,
     /// The file names of the validation shards.
-    pub validation: String,
+    pub validation: Pattern,
     /// The dataset of token ids, in one dimension.
     pub tokens: String,
     /// The dataset of input ids if samples are already cut, samples x context.
@@ -199,8 +202,8 @@ impl DataSpec {
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
-            train: "train-*.h5".to_owned(),
-            validation: VALIDATION.to_owned(),
+            train: TRAIN.parse().expect("a valid pattern"),
+            validation: VALIDATION.parse().expect("a valid pattern"),
             tokens: "/tokens".to_owned(),
             inputs: "/inputs".to_owned(),
             categories: "/categories".to_owned(),
@@ -218,7 +221,7 @@ impl DataSpec {
     }
 
     /// Returns the key with the pattern of file names of a split, and the pattern.
-    pub(super) fn pattern(&self, split: Split) -> (&'static str, &str) {
+    pub(super) fn pattern(&self, split: Split) -> (&'static str, &Pattern) {
         match split {
             Split::Train => ("data.train", &self.train),
             Split::Validation => ("data.validation", &self.validation),
@@ -232,13 +235,15 @@ impl DataSpec {
     /// was given.
     pub fn held(&self) -> Result<Held> {
         let has_shards =
-            || Ok(file_names(&self.path)?.iter().any(|name| matches(&self.validation, name)));
+            || Ok(file_names(&self.path)?.iter().any(|name| self.validation.matches(name)));
         if self.path.is_dir() && has_shards()? {
             return Ok(Held::Shards);
         }
         match self.val_fraction {
             fraction if fraction > 0.0 => Ok(Held::Fraction),
-            _ if self.path.is_file() || self.path.is_dir() && self.validation == VALIDATION => {
+            _ if self.path.is_file()
+                || self.path.is_dir() && self.validation.as_str() == VALIDATION =>
+            {
                 Ok(Held::Nowhere)
             }
             // The error names the missing files.
@@ -267,7 +272,7 @@ impl DataSpec {
         let names = file_names(&self.path)?;
         let shards: Vec<PathBuf> = names
             .iter()
-            .filter(|name| matches(pattern, name))
+            .filter(|name| pattern.matches(name))
             .map(|name| self.path.join(name))
             .collect();
         if shards.is_empty() {

@@ -20,7 +20,6 @@ use super::shard_set_check;
 use super::spec::Verify;
 use super::{DataSpec, SampleSpec, is_weight};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::pattern::matches;
 
 /// The number of ids read at a time if no checksum gives the block.
 const BLOCK: usize = 1 << 16;
@@ -78,7 +77,7 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
                     shard
                         .path
                         .file_name()
-                        .is_some_and(|name| matches(&spec.train, &name.to_string_lossy()))
+                        .is_some_and(|name| spec.train.matches(&name.to_string_lossy()))
                 };
                 let of_split = shards.iter().find(|other| is_train(other) == is_train(&shard));
                 check.note_failure(of_split.map_or(Ok(()), |first| shard.check_weights(first)));

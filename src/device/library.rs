@@ -1,31 +1,20 @@
-//! C libraries that are looked for when the program runs, and their functions by name.
-
-use std::ffi::{CStr, c_void};
+//! C libraries that are opened when the program runs, and tables of their functions.
 
 pub use hpctrain_base::error::{Error, Result};
+pub use libloading::Library;
 
-/// The first of these files that is there, opened for as long as the process lives.
+use libloading::os::unix;
+
+/// Opens the first of these files that is there.
 ///
 /// # Safety
 /// Opening the library runs only sound code.
-pub unsafe fn open(files: &[&CStr]) -> Option<*mut c_void> {
-    // SAFETY: the names end in zeros; the rest is the caller's promise.
-    let mut files = files.iter().map(|file| unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW) });
-    files.find(|file| !file.is_null())
-}
-
-/// The address of a function, or the error that `missing` makes of its name.
-///
-/// # Safety
-/// `file` is an open library.
-pub unsafe fn symbol(
-    file: *mut c_void,
-    name: &CStr,
-    missing: impl FnOnce(&str) -> Error,
-) -> Result<*mut c_void> {
-    // SAFETY: the caller's promise, and a name that ends in a zero.
-    let found = unsafe { libc::dlsym(file, name.as_ptr()) };
-    if found.is_null() { Err(missing(&name.to_string_lossy())) } else { Ok(found) }
+pub unsafe fn open_first(files: &[&str]) -> Option<Library> {
+    let open = |file: &&str| {
+        // SAFETY: the caller's promise.
+        unsafe { unix::Library::open(Some(*file), unix::RTLD_NOW | unix::RTLD_LOCAL) }.ok()
+    };
+    files.iter().find_map(open).map(Library::from)
 }
 
 /// A table of functions, each by its name in the library and its type there, and as visible as the
@@ -40,21 +29,22 @@ macro_rules! library_functions {
         }
 
         impl $table {
-            /// All of them.
+            /// Looks all of them up.
+            ///
+            /// # Errors
+            /// Returns the error that `missing` makes of the name of a function that is missing.
             ///
             /// # Safety
-            /// `file` is an open library, whose functions of these names have these types.
-            unsafe fn of(
-                file: *mut std::ffi::c_void,
+            /// The functions of these names have these types. They are called only as long as
+            /// `library` is open.
+            unsafe fn load(
+                library: &$crate::library::Library,
                 missing: impl Fn(&str) -> $crate::library::Error,
             ) -> $crate::library::Result<Self> {
                 Ok(Self {
                     // SAFETY: the caller's promise.
-                    $($name: unsafe {
-                        std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($argument),*) -> $result>(
-                            $crate::library::symbol(file, $symbol, &missing)?,
-                        )
-                    },)*
+                    $($name: *unsafe { library.get::<unsafe extern "C" fn($($argument),*) -> $result>($symbol) }
+                        .map_err(|_| missing($symbol))?,)*
                 })
             }
         }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod circles;
+mod glossary;
 mod names;
 
 use std::collections::{BTreeMap, BTreeSet};

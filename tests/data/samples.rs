@@ -771,7 +771,7 @@ fn a_fraction_of_the_rows_is_kept_for_validation() {
     }
     assert_eq!(spec(root.path(), 0.1).held().unwrap(), Held::Fraction);
     assert_eq!(spec(root.path(), 0.0).held().unwrap(), Held::Nowhere);
-    let named = DataSpec { validation: "test-*.h5".into(), ..spec(root.path(), 0.0) };
+    let named = DataSpec { validation: "test-*.h5".parse().unwrap(), ..spec(root.path(), 0.0) };
     assert!(named.held().unwrap_err().to_string().contains("matches test-*.h5"));
     images(&root.path().join("val-0.h5"), &[2, 24], &numbers[..48], &[]);
     assert_eq!(spec(root.path(), 0.1).held().unwrap(), Held::Shards);

@@ -5,14 +5,14 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use hpctrain_base::layout::{Tensor, UnitLayout};
-use hpctrain_base::pattern;
+use hpctrain_base::pattern::Pattern;
 
 /// A parameter group: tensors selected by name, and their settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {
     /// The pattern of tensor names; `*` matches any characters.
-    pub names: String,
+    pub names: Pattern,
     /// The factor on the learning rate; 0 freezes the parameters.
     #[serde(default = "Group::one")]
     pub lr_factor: f32,
@@ -28,7 +28,7 @@ impl Group {
 
     /// Returns true if the tensor is in the group.
     pub fn holds(&self, tensor: &Tensor) -> bool {
-        pattern::matches(&self.names, &tensor.name)
+        self.names.matches(&tensor.name)
     }
 }
 
@@ -138,7 +138,7 @@ mod tests {
             |len, tensor| GroupRun { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };
         assert_eq!(parts(&layout, 2..16, &[], true), [scaled(4, 0), scaled(4, 1), plain[1]]);
         let group = |names: &str, lr_factor, weight_decay| Group {
-            names: names.into(),
+            names: names.parse().unwrap(),
             lr_factor,
             weight_decay,
         };
