@@ -28,8 +28,8 @@ fn main() -> ExitCode {
         };
 
         // The checkpoint's configuration, for this data, with the network sharded over these ranks.
-        let (path, _lease) = resolve_path::together(&world, Path::new(run))?;
-        let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
+        let (path, _lease) = resolve_path::checkpoint_collective(&world, Path::new(run))?;
+        let mut reader = Reader::open_collective(&world, &path, || Reader::open(&path))?;
         let config = world.all_ok(model::config_on(&reader, &[], Some(Path::new(data))))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let plan = world.all_ok(model::plan(
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
 
         // Chunks of rows are distributed over the ranks, and their sums are added in row order.
         // Rows are scaled as in training.
-        let mut rows = micro_batches::together(&world, |index| {
+        let mut rows = micro_batches::open_together(&world, |index| {
             micro_batches::validation(index, &plan.config)
         })?;
         world.all_ok(reader.manifest().conform(&mut rows))?;
@@ -57,11 +57,11 @@ fn main() -> ExitCode {
         }
 
         // The same rows without their targets, which may be missing. One rank writes the file.
-        let mut rows = micro_batches::together(&world, |index| {
-            micro_batches::inputs(index, &plan.config, Split::Validation)
+        let mut rows = micro_batches::open_together(&world, |index| {
+            micro_batches::open_inputs(index, &plan.config, Split::Validation)
         })?;
         world.all_ok(reader.manifest().conform(&mut rows))?;
-        let schema = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
+        let schema = OutputSchema::for_plan(&plan, reader.manifest().preprocessing.as_ref());
         let create = || {
             Predictions::create(Path::new(out), rows.samples() as usize, schema, RowIds::numbers())
         };

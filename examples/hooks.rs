@@ -79,7 +79,7 @@ impl Hook for Enough {
 fn main() -> ExitCode {
     start(|comm| {
         // With this, a job that receives a signal to end saves first.
-        comm.world().all_ok(signals::listen())?;
+        comm.world().all_ok(signals::record_signals())?;
         let settings = [
             "run.steps=300",
             "eval.every=20",

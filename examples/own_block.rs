@@ -10,7 +10,7 @@
 use std::process::ExitCode;
 
 use hpctrain::backend::{Activation, Linear, split, split_mut};
-use hpctrain::engine::engine_of;
+use hpctrain::engine::engine_with_blocks;
 use hpctrain::nn::gradcheck;
 use hpctrain::prelude::*;
 
@@ -155,7 +155,8 @@ fn main() -> ExitCode {
             blocks.len() - 1,
             Box::new(Adapter { width: plan.config.model.width, inner: 16 }),
         );
-        let (mut engine, _) = engine_of(comm, &plan, blocks, Cpu::new(plan.threads), None)?;
+        let (mut engine, _) =
+            engine_with_blocks(comm, &plan, blocks, Cpu::new(plan.threads), None)?;
         let mut progress = Progress::default();
         let mut feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
         while progress.step < plan.config.run.steps {

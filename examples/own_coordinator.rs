@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use hpctrain::prelude::*;
-use hpctrain::servers::{Coordinator, Functions, work_on_calls};
+use hpctrain::servers::{Coordinator, Functions, run_worker};
 
 /// Time without a message after which a worker counts as lost, and its call is rescheduled.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     let done = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["coordinate", place] => coordinate(Path::new(place)),
         ["work", place] => {
-            work_on_calls(Path::new(place), TIMEOUT, Functions::default().with("loss_of", loss_of))
+            run_worker(Path::new(place), TIMEOUT, Functions::default().with("loss_of", loss_of))
         }
         _ => Err(Error::input("arguments: coordinate DIR, or work DIR")),
     };

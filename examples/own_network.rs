@@ -52,7 +52,7 @@ impl Layer {
 
     /// Returns the samples in the first layer, else the output of the previous block.
     fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {
-        if self.place == Place::First { &cx.micro.parts.features } else { x }
+        if self.place == Place::First { &cx.micro.fields.features } else { x }
     }
 }
 
@@ -273,10 +273,10 @@ fn main() -> ExitCode {
         train(comm, &request, custom, None)?;
 
         // All ranks load its last checkpoint together, in another layout.
-        let (path, _lease) = resolve_path::together(&world, &directory.0)?;
-        let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
+        let (path, _lease) = resolve_path::checkpoint_collective(&world, &directory.0)?;
+        let mut reader = Reader::open_collective(&world, &path, || Reader::open(&path))?;
         let mut config = world.all_ok(model::config(&reader.manifest().config, &[]))?;
-        config.model = Model::of_own(network());
+        config.model = Model::from_custom(network());
         let plan = world.all_ok(model::plan(config, comm.size(), 1, false))?;
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
         model::load(&world, &mut model, &mut reader)?;
@@ -286,7 +286,7 @@ fn main() -> ExitCode {
             println!("step {}: {measures}", reader.manifest().step);
         }
         let out = directory.0.join(format!("predictions-{}.h5", reader.manifest().step));
-        let schema = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
+        let schema = OutputSchema::for_plan(&plan, reader.manifest().preprocessing.as_ref());
         let file = prints.then(|| Predictions::create(&out, 310, schema, RowIds::numbers()));
         let file = world.all_ok(file.transpose())?;
         predict(&mut model, Spirals(310), 100, file)

@@ -9,9 +9,9 @@
 //! | add callbacks for steps, evaluations and checkpoints, and stop early | [`train::Hook`] |
 //! | train on custom data | [`data::Source`], [`engine::Splits`] |
 //! | write a custom training loop | [`engine::engine`], [`engine::micro_batches::MicroBatches`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
-//! | add a kind of block | [`nn::Block`], [`nn::gradcheck`], [`engine::engine_of`] |
+//! | add a kind of block | [`nn::Block`], [`nn::gradcheck`], [`engine::engine_with_blocks`] |
 //! | train a custom model of such blocks | [`nn::ModelBuilder`], [`train::Customization::network`] |
-//! | compute on GPUs | [`train::train`], or [`gpu_assignment::place`] and [`gpu_assignment::Gpu::backend`] |
+//! | compute on GPUs | [`train::train`], or [`gpu_assignment::assign_gpus`] and [`gpu_assignment::Gpu::backend`] |
 //! | call functions on elastic workers | [`servers::Coordinator`] |
 //! | evaluate, predict, generate text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
 //! | read checkpoints, and write them asynchronously | [`checkpoint::Reader`], [`checkpoint::Saver`] |

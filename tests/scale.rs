@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, MemoryKind};
-use hpctrain::checkpoint::{Checkpoints, looked_at, most_received, parsed};
+use hpctrain::checkpoint::{Checkpoints, files_checked, most_received, parsed};
 use hpctrain::comm::{Group, Operation, sorted_by_node};
 use hpctrain::config::{Sources, load};
 use hpctrain::data::import::{ImportText, import_text};
@@ -54,7 +54,7 @@ impl Counts {
         Self {
             described: described(),
             parsed: parsed(),
-            looked_at: looked_at(),
+            looked_at: files_checked(),
             sorted: sorted_by_node(),
             heartbeats: 0,
             received: most_received(),

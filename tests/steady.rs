@@ -101,13 +101,13 @@ fn train(comm: &Comm<Cpu>, plan: &ResolvedConfig, watch: impl Fn(bool)) -> Resul
     for _ in 0..WARM_UP {
         train_round(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }
-    let before = engine.model.backend.ledger().fresh();
+    let before = engine.model.backend.memory_stats().system_allocs();
     watch(true);
     for _ in 0..STEADY {
         train_round(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }
     watch(false);
-    Ok(engine.model.backend.ledger().fresh() - before)
+    Ok(engine.model.backend.memory_stats().system_allocs() - before)
 }
 
 #[test]

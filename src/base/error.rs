@@ -146,7 +146,7 @@ impl Error {
     /// Creates the error of a failure to `action` a file that this program wrote at `path`. The
     /// file is damaged if it does not exist, ends too early, or is not UTF-8 where it should be;
     /// other failures may be temporary.
-    pub fn unread(action: &str, path: &std::path::Path, source: &std::io::Error) -> Self {
+    pub fn unreadable(action: &str, path: &std::path::Path, source: &std::io::Error) -> Self {
         use std::io::ErrorKind::{InvalidData, NotFound, UnexpectedEof};
         let kind = if matches!(source.kind(), NotFound | UnexpectedEof | InvalidData) {
             Kind::Damaged
@@ -158,7 +158,7 @@ impl Error {
 
     /// Turns a failure of the file system into one that ends the run, because its last good
     /// checkpoint is `age` old.
-    pub fn outlasted(self, age: std::time::Duration) -> Self {
+    pub fn outage(self, age: std::time::Duration) -> Self {
         const HINT: &str = "continue with --resume auto; checkpoint.io_retry_seconds sets the time";
         let message =
             format!("{}; the last good checkpoint is {} s old", self.message, age.as_secs());

@@ -63,7 +63,7 @@ pub fn write(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
 /// # Errors
 /// Returns an error if it cannot be created, or the path is something else, such as a link of
 /// another user.
-pub fn directory(path: &Path) -> io::Result<()> {
+pub fn create_directory(path: &Path) -> io::Result<()> {
     // Other users may not write there, whatever the umask.
     match DirBuilder::new().mode(0o775).create(path) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => check_entry(path),
@@ -239,10 +239,10 @@ mod tests {
     fn directories_may_be_links_of_this_user() {
         let root = tempfile::tempdir().unwrap();
         let path = |name: &str| -> PathBuf { root.path().join(name) };
-        directory(&path("scratch")).unwrap();
-        directory(&path("scratch")).unwrap();
+        create_directory(&path("scratch")).unwrap();
+        create_directory(&path("scratch")).unwrap();
         symlink(path("scratch"), path("logs")).unwrap();
-        directory(&path("logs")).unwrap();
+        create_directory(&path("logs")).unwrap();
         write(&path("logs/file"), "x").unwrap();
         assert_eq!(fs::read(path("scratch/file")).unwrap(), b"x");
         check_directory(&path("logs"), None).unwrap();
@@ -257,7 +257,10 @@ mod tests {
                 .to_string()
                 .contains("is a link of user 12345")
         );
-        assert!(directory(&path("logs")).is_err() && check_directory(&path("logs"), None).is_err());
+        assert!(
+            create_directory(&path("logs")).is_err()
+                && check_directory(&path("logs"), None).is_err()
+        );
         assert_eq!(fs::read(path("scratch/file")).unwrap(), b"x");
     }
 
@@ -265,7 +268,7 @@ mod tests {
     fn a_directory_that_all_may_write_to_is_refused() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("open");
-        directory(&path).unwrap();
+        create_directory(&path).unwrap();
         check_directory(&path, None).unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
         let error = check_directory(&path, None).unwrap_err();
@@ -295,7 +298,7 @@ mod tests {
         }
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("theirs");
-        directory(&path).unwrap();
+        create_directory(&path).unwrap();
         chown(&path, Some(OTHER), Some(OTHER)).unwrap();
         let error = check_directory(&path, None).unwrap_err();
         assert!(

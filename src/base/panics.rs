@@ -15,7 +15,7 @@ thread_local! {
 ///
 /// # Errors
 /// Returns the message if `work` panics on this thread.
-pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     static QUIET: Once = Once::new();
     QUIET.call_once(|| {
         let hook = take_hook();
@@ -51,10 +51,13 @@ mod tests {
 
     #[test]
     fn a_panic_becomes_its_message() {
-        assert_eq!(caught(|| 1), Ok(1));
-        assert_eq!(caught(|| -> u8 { panic!("of a text") }), Err("of a text".into()));
-        assert_eq!(caught(|| -> u8 { panic!("number {}", 7) }), Err("number 7".into()));
-        assert_eq!(caught(|| caught(|| -> u8 { panic!("inside") })), Ok(Err("inside".into())));
+        assert_eq!(catch_panic(|| 1), Ok(1));
+        assert_eq!(catch_panic(|| -> u8 { panic!("of a text") }), Err("of a text".into()));
+        assert_eq!(catch_panic(|| -> u8 { panic!("number {}", 7) }), Err("number 7".into()));
+        assert_eq!(
+            catch_panic(|| catch_panic(|| -> u8 { panic!("inside") })),
+            Ok(Err("inside".into()))
+        );
         assert!(!is_caught());
     }
 }

@@ -35,7 +35,7 @@ static CAME: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 ///
 /// # Errors
 /// Returns an error if a signal handler cannot be registered.
-pub fn listen() -> Result<()> {
+pub fn record_signals() -> Result<()> {
     let refused = |e: std::io::Error| Error::internal(format!("cannot handle signals: {e}"));
     let came = CAME.get_or_init(Arc::default);
     // Registered first, so that no signal is lost once it no longer ends the process.
@@ -66,13 +66,13 @@ pub fn survive_file_size_limit() -> Result<()> {
 /// Sleeps for `time`, or until a signal requests the end of this process.
 pub fn pause(time: Duration) {
     let begun = Instant::now();
-    while came().is_none() && begun.elapsed() < time {
+    while last_signal().is_none() && begun.elapsed() < time {
         std::thread::sleep(POLL_INTERVAL.min(time.saturating_sub(begun.elapsed())));
     }
 }
 
 /// Returns the name of the last signal, if one was received.
-pub fn came() -> Option<&'static str> {
+pub fn last_signal() -> Option<&'static str> {
     let index = CAME.get()?.load(Ordering::Relaxed).checked_sub(1)?;
     Some(SIGNALS[index].1)
 }

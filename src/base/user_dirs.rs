@@ -36,7 +36,7 @@ pub fn user() -> u32 {
 /// # Errors
 /// Returns an error if the path is something else, such as a link or a directory of another user,
 /// if other users could replace it in its parent, or if it cannot be created or inspected.
-pub fn directory(path: &Path) -> Result<Trust> {
+pub fn private_directory(path: &Path) -> Result<Trust> {
     let parent = path.parent().unwrap_or(Path::new("/"));
     let above = fs::metadata(parent).map_err(|e| Error::io("stat", parent, e))?;
     let is_closed = above.mode() & OTHERS_WRITE == 0;
@@ -76,28 +76,28 @@ pub fn directory(path: &Path) -> Result<Trust> {
     Ok(Trust::Opened)
 }
 
-/// Creates nested directories `names` below `root` as [`directory`] does. `root` is created if it
+/// Creates nested directories `names` below `root` as [`private_directory`] does. `root` is created if it
 /// is missing.
 ///
 /// # Errors
-/// Returns an error if `root` cannot be created, or in the same cases as [`directory`].
+/// Returns an error if `root` cannot be created, or in the same cases as [`private_directory`].
 pub fn below(root: &Path, names: &[&str]) -> Result<PathBuf> {
     fs::create_dir_all(root).map_err(|e| Error::io("create", root, e))?;
     let mut path = root.to_owned();
     for name in names {
         path.push(name);
-        directory(&path)?;
+        private_directory(&path)?;
     }
     Ok(path)
 }
 
 /// Returns true if `path` is a regular file of this user, not a link.
-pub fn is_mine(path: &Path) -> bool {
+pub fn is_own_file(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|file| file.is_file() && file.uid() == user())
 }
 
 /// Returns true if `path` is a directory of this user, not a link.
-pub fn is_my_directory(path: &Path) -> bool {
+pub fn is_own_directory(path: &Path) -> bool {
     fs::symlink_metadata(path)
         .is_ok_and(|directory| directory.is_dir() && directory.uid() == user())
 }
@@ -139,12 +139,12 @@ mod tests {
     fn a_directory_is_made_closed_to_others_and_found_again() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("mine");
-        assert_eq!(directory(&path).unwrap(), Trust::Trusted);
+        assert_eq!(private_directory(&path).unwrap(), Trust::Trusted);
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o700);
-        assert_eq!(directory(&path).unwrap(), Trust::Trusted);
+        assert_eq!(private_directory(&path).unwrap(), Trust::Trusted);
         fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
-        assert_eq!(directory(&path).unwrap(), Trust::Opened);
-        assert_eq!(directory(&path).unwrap(), Trust::Trusted);
+        assert_eq!(private_directory(&path).unwrap(), Trust::Opened);
+        assert_eq!(private_directory(&path).unwrap(), Trust::Trusted);
         assert_eq!(
             below(&root.path().join("a/b"), &["c", "d"]).unwrap(),
             root.path().join("a/b/c/d")
@@ -154,7 +154,8 @@ mod tests {
     #[test]
     fn what_others_may_have_put_there_is_refused() {
         let root = tempfile::tempdir().unwrap();
-        let refusal = |name: &str| directory(&root.path().join(name)).unwrap_err().to_string();
+        let refusal =
+            |name: &str| private_directory(&root.path().join(name)).unwrap_err().to_string();
         fs::create_dir(root.path().join("target")).unwrap();
         symlink(root.path().join("target"), root.path().join("link")).unwrap();
         assert!(refusal("link").contains("link is a link"));
@@ -165,7 +166,7 @@ mod tests {
         assert!(refusal("open/mine").contains("others may replace"));
         assert!(!root.path().join("open/mine").exists());
         fs::set_permissions(root.path().join("open"), Permissions::from_mode(0o1777)).unwrap();
-        assert_eq!(directory(&root.path().join("open/mine")).unwrap(), Trust::Trusted);
+        assert_eq!(private_directory(&root.path().join("open/mine")).unwrap(), Trust::Trusted);
         if user() != 0 {
             return eprintln!("skipped: only root makes directories of another user");
         }

@@ -24,7 +24,7 @@ const CHUNK: usize = 8 << 20;
 
 /// The times of one round, in seconds on the slowest rank.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
-pub struct Saving {
+pub struct SaveTimes {
     /// Every rank writes its part of the bytes into a file and syncs it.
     pub raw_write: f64,
     /// A checkpoint is saved, from the copy to the publication.
@@ -39,7 +39,7 @@ pub struct Saving {
     pub restore: f64,
 }
 
-impl Saving {
+impl SaveTimes {
     /// Returns the median of every time.
     pub fn median(rounds: &[Self]) -> Self {
         let median = |time: fn(&Self) -> f64| Self::ratio(rounds, time);
@@ -72,7 +72,7 @@ pub fn time<B: Kernels>(
     dir: &Path,
     rounds: usize,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
-) -> Result<(u64, Vec<Saving>)> {
+) -> Result<(u64, Vec<SaveTimes>)> {
     let world = comm.world();
     let root = world.rank() == 0;
     let mut config = config.clone();
@@ -112,7 +112,7 @@ pub fn time<B: Kernels>(
     let mut bytes = 0;
     // The first round is a warm-up.
     for round in 0..=rounds as u64 {
-        let mut times = Saving::default();
+        let mut times = SaveTimes::default();
         let progress = Progress { step: round + 1, ..Progress::default() };
         let begun = begin(&world)?;
         saver.save(&mut engine.model.sharded, progress)?;

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::backend::{Backend, MemoryKind};
-use crate::comm::{Algorithm, Group, Operation, Table, slowest};
+use crate::comm::{Algorithm, AlgorithmTable, Group, Operation, slowest};
 use crate::error::Result;
 
 /// The number of bytes copied to measure the memory bandwidth: more than any cache.
@@ -64,7 +64,7 @@ pub fn time<B: Backend>(
     bytes: usize,
     batches: usize,
 ) -> Result<CollectiveTiming> {
-    let group = world.with_algorithms(Table::always(algorithm));
+    let group = world.with_algorithms(AlgorithmTable::uniform(algorithm));
     let len = bytes.div_ceil(size_of::<f32>()).next_multiple_of(world.size());
     // Zeros stay zeros, no matter how often they are added.
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;

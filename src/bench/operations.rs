@@ -268,7 +268,7 @@ impl<B: Kernels> Bench<'_, B> {
         let indices = |seed: u64, below: usize| -> Result<B::IndexBuf> {
             let ids =
                 (0..rows as u64).map(|i| (Stream::new(seed).uniform(i) * below as f64) as u32);
-            self.backend.upload_ints(&ids.collect::<Vec<_>>())
+            self.backend.upload_indices(&ids.collect::<Vec<_>>())
         };
         let tokens = indices(2, vocabulary)?;
         let targets = indices(3, vocabulary)?;

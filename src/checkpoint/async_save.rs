@@ -139,7 +139,7 @@ impl<B: Kernels> Saver<B> {
             }
         }
         let begun = Instant::now();
-        self.sdc_checked = sharded.audited();
+        self.sdc_checked = sharded.last_checked_step();
         let state = self.job.state.clone();
         let rank = self.world.rank();
         let staging = self.job.staging(progress.step);
@@ -175,8 +175,8 @@ impl<B: Kernels> Saver<B> {
     ///
     /// # Errors
     /// Returns an error if the file system refuses.
-    pub fn doubt_after(&self, step: u64, why: &str) -> Result<()> {
-        self.job.checkpoints.doubt_after(&self.job.id, step, why)
+    pub fn mark_suspect_after(&self, step: u64, why: &str) -> Result<()> {
+        self.job.checkpoints.mark_suspect_after(&self.job.id, step, why)
     }
 
     /// Returns true if a save is in progress.
@@ -285,7 +285,7 @@ impl<B: Kernels> Saver<B> {
 
 /// Creates the staging directory unless another rank has done so.
 fn create(staging: &Path) -> Result<()> {
-    own_files::directory(staging).map_err(|e| refused("create", staging, e))
+    own_files::create_directory(staging).map_err(|e| refused("create", staging, e))
 }
 
 impl SaveContext {
@@ -331,7 +331,7 @@ impl SaveContext {
             files: Default::default(),
             tensors: Default::default(),
         };
-        manifest.enter(written)?;
+        manifest.add_files(written)?;
         manifest.write(staging)?;
         self.records.iter().try_for_each(|path| sync(path))?;
         self.checkpoints.publish(progress.step, staging).map(drop)
@@ -341,6 +341,6 @@ impl SaveContext {
     /// SDC check last found replicas equal.
     pub fn retain(&self, sdc_checked: Option<u64>) {
         self.checkpoints
-            .retain(&Retention { audited: sdc_checked, ..Retention::of(&self.config.checkpoint) });
+            .retain(&Retention { sdc_checked, ..Retention::from_config(&self.config.checkpoint) });
     }
 }

@@ -16,8 +16,8 @@ use super::filesystem;
 use super::lease::{LeaseGuard, Leases};
 use super::names::{name_of, step_of};
 use super::pointer::{Pointer, Target};
-use super::retention::{Candidate, Retention, removed};
-use super::{Manifest, Reader, doubt, manifest, refused};
+use super::retention::{Candidate, Retention, steps_to_remove};
+use super::{Manifest, Reader, manifest, refused, suspect};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::own_files;
 use hpctrain_config::telemetry::evaluations;
@@ -39,12 +39,12 @@ impl Checkpoints {
 
     /// Allows changes only while `lease` is held.
     #[must_use]
-    pub fn held_by(self, lease: Option<Arc<LeaseGuard>>) -> Self {
+    pub fn with_lease(self, lease: Option<Arc<LeaseGuard>>) -> Self {
         Self { lease, ..self }
     }
 
     /// Checks that the lease is still held. Called before every rename.
-    pub(super) fn may_change(&self) -> Result<()> {
+    pub(super) fn check_lease(&self) -> Result<()> {
         self.lease.as_ref().map_or(Ok(()), |lease| lease.check())
     }
 
@@ -116,7 +116,12 @@ impl Checkpoints {
         {
             return Ok(Some(step));
         }
-        Ok(steps.iter().rev().find(|step| self.sound(**step).is_ok()).or(steps.last()).copied())
+        Ok(steps
+            .iter()
+            .rev()
+            .find(|step| self.read_intact(**step).is_ok())
+            .or(steps.last())
+            .copied())
     }
 
     /// Returns the path of the link to the checkpoint with the lowest validation loss.
@@ -183,13 +188,13 @@ impl Checkpoints {
         self.root
             .parent()
             .map_or(Ok(()), fs::create_dir_all)
-            .and_then(|()| own_files::directory(&self.root))
+            .and_then(|()| own_files::create_directory(&self.root))
             .map_err(|e| {
                 Error::io("create", &self.root, e)
                     .hint("choose a directory that can be written with --set run.root=…")
             })?;
         filesystem::check(&self.root)?;
-        self.may_change()?;
+        self.check_lease()?;
         let entries = fs::read_dir(&self.root).map_err(|e| Error::io("list", &self.root, e))?;
         for entry in entries {
             let path = entry.map_err(|e| Error::io("list", &self.root, e))?.path();
@@ -211,7 +216,7 @@ impl Checkpoints {
             // What is left there only takes space.
             gone.unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
         }
-        self.forget_doubts();
+        self.remove_unused_marks();
         [self.latest(), self.best()]
             .into_iter()
             .try_for_each(|path| self.free_name(&Pointer::at(path)))
@@ -266,7 +271,7 @@ impl Checkpoints {
         // It may not exist. If another trainer has taken over the run, the save has already failed
         // with that error.
         if staging.exists()
-            && self.may_change().is_ok()
+            && self.check_lease().is_ok()
             && let Err(e) = self.discard(staging)
         {
             log::warn!("{e}");
@@ -281,10 +286,10 @@ impl Checkpoints {
     pub fn publish(&self, step: u64, staging: &Path) -> Result<PathBuf> {
         let path = self.path(step);
         sync(staging)?;
-        self.may_change()?;
+        self.check_lease()?;
         let replaced = self.put(staging, &path, exchange)?;
         sync(&self.root)?;
-        self.may_change()?;
+        self.check_lease()?;
         match Pointer::at(self.latest()).point_to(step) {
             // Retrying would not help, and readers use the newest intact checkpoint.
             Err(e) if e.kind() == Kind::Input => {
@@ -295,7 +300,7 @@ impl Checkpoints {
         sync(&self.root)?;
         if let (Some(_), Some(run)) = (&replaced, self.root.parent()) {
             let manifest = Manifest::read(&path)?;
-            evaluations::forget_others(&run.join(evaluations::FILE), step, &manifest.id)?;
+            evaluations::remove_replaced(&run.join(evaluations::FILE), step, &manifest.id)?;
         }
         // The removal takes a while, so it comes last.
         if let Some(Err(e)) = replaced.map(|old| self.discard_replaced(&old)) {
@@ -353,12 +358,12 @@ impl Checkpoints {
         match (evaluations::best(evaluated, steps), target) {
             (Some((step, _)), Ok(Target::Step(old))) if old == step => Ok(()),
             (Some((step, _)), _) => {
-                self.may_change()?;
+                self.check_lease()?;
                 best.point_to(step)
             }
             (None, Ok(Target::Absent)) => Ok(()),
             (None, _) => {
-                self.may_change()?;
+                self.check_lease()?;
                 fs::remove_file(best.path()).map_err(|e| refused("remove", best.path(), e))
             }
         }
@@ -396,7 +401,7 @@ impl Checkpoints {
     /// # Errors
     /// Returns an error if a checkpoint or a lease cannot be read.
     pub fn removable(&self, retention: &Retention, evaluated: &[Evaluation]) -> Result<Vec<u64>> {
-        Ok(removed(&self.candidates(evaluated)?, retention))
+        Ok(steps_to_remove(&self.candidates(evaluated)?, retention))
     }
 
     /// Returns the published checkpoints as candidates for removal, ascending by step.
@@ -419,7 +424,7 @@ impl Checkpoints {
             let mut loss = None;
             let (sound, kept) = match self.sound_id(step) {
                 Ok(id) => {
-                    loss = evaluations::loss_of(evaluated, step, &id);
+                    loss = evaluations::loss_of_save(evaluated, step, &id);
                     (true, waits && !evaluations::is_settled(evaluated, &id))
                 }
                 Err(e) => {
@@ -437,7 +442,7 @@ impl Checkpoints {
                 }
             };
             let held = kept || leases.holds(&name_of(step))?;
-            Ok(Candidate { step, sound: sound && step <= latest, loss, held })
+            Ok(Candidate { step, intact: sound && step <= latest, loss, leased: held })
         };
         self.steps()?.into_iter().map(candidate).collect()
     }
@@ -465,7 +470,7 @@ impl Checkpoints {
             }
         };
         // An SDC check may have marked it since.
-        doubt::check(&path, step, &id).map(|()| id)
+        suspect::check(&path, step, &id).map(|()| id)
     }
 
     /// Reads the manifest of a step's checkpoint, and checks that its files exist with their
@@ -474,10 +479,10 @@ impl Checkpoints {
     /// # Errors
     /// Returns an error if a file is missing or has the wrong length, or the checkpoint is suspect
     /// ([`Kind::Damaged`]), or it cannot be read.
-    pub fn sound(&self, step: u64) -> Result<Manifest> {
+    pub fn read_intact(&self, step: u64) -> Result<Manifest> {
         let path = self.path(step);
         let manifest = whole(&path)?;
-        doubt::check(&path, step, &manifest.id).map(|()| manifest)
+        suspect::check(&path, step, &manifest.id).map(|()| manifest)
     }
 
     /// Opens the checkpoint of a step. Waits a moment if it is missing, since a removal may just be
@@ -522,7 +527,7 @@ static LOOKED_AT: AtomicU64 = AtomicU64::new(0);
 /// Returns the number of checkpoint files whose lengths this process has checked, for tests of
 /// scale.
 #[doc(hidden)]
-pub fn looked_at() -> u64 {
+pub fn files_checked() -> u64 {
     LOOKED_AT.load(Ordering::Relaxed)
 }
 
@@ -533,7 +538,7 @@ fn whole(dir: &Path) -> Result<Manifest> {
     for (name, entry) in &manifest.files {
         let file = dir.join(name);
         LOOKED_AT.fetch_add(1, Ordering::Relaxed);
-        let length = fs::metadata(&file).map_err(|e| Error::unread("read", &file, &e))?.len();
+        let length = fs::metadata(&file).map_err(|e| Error::unreadable("read", &file, &e))?.len();
         if length != entry.bytes {
             return Err(Error::damaged(format!(
                 "{} has {length} bytes, not {}",
@@ -626,7 +631,7 @@ mod tests {
         publish(&checkpoints, 2);
         let one = Retention { newest: 1, ..Retention::default() };
         checkpoints.retain(&one);
-        assert_eq!(checkpoints.discard_unless_leased(1).unwrap(), Removal::Held);
+        assert_eq!(checkpoints.discard_unless_leased(1).unwrap(), Removal::Leased);
         assert_eq!(checkpoints.steps().unwrap(), [1, 2]);
         drop(lease);
         checkpoints.retain(&one);
@@ -644,7 +649,7 @@ mod tests {
         std::os::unix::fs::symlink(path, path).unwrap();
     }
 
-    const ONE: Retention = Retention { newest: 1, multiples: 0, best: 1, audited: None };
+    const ONE: Retention = Retention { newest: 1, multiples: 0, best: 1, sdc_checked: None };
 
     /// The checkpoint of step 1 has the lowest loss, or is leased, and the file that says so cannot
     /// be read.
@@ -833,7 +838,7 @@ mod tests {
         let crate::lease::Claimed::Taken(lease) = leases.claim("trainer", false).unwrap() else {
             panic!()
         };
-        let checkpoints = free.clone().held_by(Some(Arc::new(lease)));
+        let checkpoints = free.clone().with_lease(Some(Arc::new(lease)));
         publish(&checkpoints, 2);
         let staging = stage(&checkpoints, "late");
         fs::write(

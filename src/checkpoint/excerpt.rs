@@ -22,7 +22,7 @@ pub fn most_received() -> u64 {
 }
 
 /// Records the number of bytes that a rank has received.
-pub(super) fn count(bytes: usize) {
+pub(super) fn record_received(bytes: usize) {
     LARGEST.fetch_max(bytes as u64, Relaxed);
 }
 

@@ -30,7 +30,7 @@ pub const FILE: &str = "manifest.json";
 
 /// Name of the file with the manifest's own checksum, in the format of checksum tools: eight
 /// hexadecimal digits of CRC-32.
-pub const SEAL: &str = "manifest.crc32";
+pub const CHECKSUM_FILE: &str = "manifest.crc32";
 
 /// The maximal number of elements under one checksum: 4 MiB, so that reading a small range need not
 /// read the whole piece.
@@ -130,7 +130,7 @@ pub struct ShardSlice {
     /// The number of elements.
     pub len: usize,
     /// The parameters, then each buffer of [`Manifest::state`].
-    pub parts: Vec<Stored>,
+    pub parts: Vec<StoredPart>,
 }
 
 /// Serialization of columns as `[first, end]`.
@@ -155,7 +155,7 @@ mod columns {
 
 /// The elements of a piece in the file: contiguous little-endian f32.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stored {
+pub struct StoredPart {
     /// The offset of the first byte in the file.
     pub offset: u64,
     /// CRC-32 of every 2^20 elements; the last block may be shorter.
@@ -207,7 +207,7 @@ impl Manifest {
         let text =
             serde_json::to_string(self).map_err(|e| Error::internal(format!("manifest: {e}")))?;
         let seal = sealed_as(&format!("{:08x}", crc32fast::hash(text.as_bytes())));
-        for (name, text) in [(FILE, &text), (SEAL, &seal)] {
+        for (name, text) in [(FILE, &text), (CHECKSUM_FILE, &seal)] {
             let path = dir.join(name);
             own_files::create(&path)
                 .and_then(|mut file| {
@@ -224,7 +224,7 @@ impl Manifest {
     ///
     /// # Errors
     /// Returns an error if they do not.
-    pub fn enter(&mut self, written: Vec<ShardFileInfo>) -> Result<()> {
+    pub fn add_files(&mut self, written: Vec<ShardFileInfo>) -> Result<()> {
         for ShardFileInfo { file, entry, ranges } in written {
             self.files.insert(file, entry);
             for (tensor, shape, piece) in ranges {
@@ -369,7 +369,7 @@ impl Manifest {
 fn sealed_text(dir: &Path) -> Result<String> {
     let path = dir.join(FILE);
     let text = safe_open::read_to_string(&path).map_err(|e| {
-        let error = Error::unread("read the manifest", &path, &e);
+        let error = Error::unreadable("read the manifest", &path, &e);
         match error.kind() {
             Kind::Io => {
                 error.hint("the checkpoint may well be intact: find out why it cannot be read")
@@ -381,7 +381,7 @@ fn sealed_text(dir: &Path) -> Result<String> {
     struct Version {
         version: u32,
     }
-    let seal = dir.join(SEAL);
+    let seal = dir.join(CHECKSUM_FILE);
     let sealed = safe_open::read_to_string(&seal);
     let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
     // If the checksum is wrong, the version itself may be damaged. A format of another version may
@@ -401,13 +401,13 @@ fn sealed_text(dir: &Path) -> Result<String> {
         .hint("use the version of hpctrain that wrote it"));
     }
     let sealed = sealed.map_err(|e| {
-        Error::unread("read the manifest's checksum", &seal, &e)
+        Error::unreadable("read the manifest's checksum", &seal, &e)
             .hint("resume from an older checkpoint")
     })?;
     if sealed != sealed_as(&found) {
         return Err(damaged(
             &path,
-            format!("malformed manifest: checksum {found} is not the one in {SEAL}"),
+            format!("malformed manifest: checksum {found} is not the one in {CHECKSUM_FILE}"),
         ));
     }
     Ok(text)
@@ -551,7 +551,7 @@ pub(super) mod tests {
     }
 
     fn slice(file: &str, columns: Option<Range<usize>>, start: usize, len: usize) -> ShardFileInfo {
-        let part = |offset| Stored { offset, crc32: vec![0; len.div_ceil(BLOCK)] };
+        let part = |offset| StoredPart { offset, crc32: vec![0; len.div_ceil(BLOCK)] };
         let piece = ShardSlice {
             file: file.into(),
             columns,
@@ -567,7 +567,7 @@ pub(super) mod tests {
     fn pieces_must_cover_every_tensor_once() {
         let enter = |written: &[ShardFileInfo]| {
             let mut manifest = empty(1);
-            manifest.enter(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
+            manifest.add_files(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
         };
         let whole = enter(&[written("b", 5, 7), written("a", 0, 5)]).unwrap();
         assert_eq!((whole.parameters(), whole.tensors["w"].pieces[1].start), (12, 5));
@@ -589,7 +589,7 @@ pub(super) mod tests {
     fn slices_must_cover_every_column_once() {
         let enter = |written: &[ShardFileInfo]| {
             let mut manifest = empty(1);
-            manifest.enter(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
+            manifest.add_files(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
         };
         // Slices of a matrix of 3 x 4.
         let left = slice("a", Some(0..1), 0, 3);
@@ -712,18 +712,21 @@ pub(super) mod tests {
             let error = Manifest::read(dir.path()).unwrap_err();
             assert!(error.kind() == Kind::Input && error.to_string().contains(words), "{error}");
         }
-        std::fs::remove_file(dir.path().join(SEAL)).unwrap();
+        std::fs::remove_file(dir.path().join(CHECKSUM_FILE)).unwrap();
         assert_eq!(Manifest::read(dir.path()).unwrap_err().kind(), Kind::Input);
         let mut older = Manifest { version: 2, ..empty(7) };
-        older.enter(vec![written("a", 0, 12)]).unwrap();
+        older.add_files(vec![written("a", 0, 12)]).unwrap();
         older.write(dir.path()).unwrap();
         assert_eq!(Manifest::read(dir.path()).unwrap(), older);
         std::fs::write(&path, text).unwrap();
-        std::fs::write(dir.path().join(SEAL), "00000000  manifest.json\n").unwrap();
+        std::fs::write(dir.path().join(CHECKSUM_FILE), "00000000  manifest.json\n").unwrap();
         assert!(Manifest::read(dir.path()).is_err());
-        std::fs::remove_file(dir.path().join(SEAL)).unwrap();
+        std::fs::remove_file(dir.path().join(CHECKSUM_FILE)).unwrap();
         let error = Manifest::read(dir.path()).unwrap_err();
-        assert!(error.kind() == Kind::Damaged && error.to_string().contains(SEAL), "{error}");
+        assert!(
+            error.kind() == Kind::Damaged && error.to_string().contains(CHECKSUM_FILE),
+            "{error}"
+        );
         // A directory in place of the file does not mean that the file is damaged.
         std::fs::remove_file(&path).unwrap();
         assert_eq!(Manifest::read(dir.path()).unwrap_err().kind(), Kind::Damaged);

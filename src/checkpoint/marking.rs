@@ -3,8 +3,8 @@
 use std::fs;
 
 use super::directory::{one_line, sync};
-use super::doubt::{FILE, MARK, Mark, belongs};
 use super::names::step_of;
+use super::suspect::{FILE, MARK, Mark, belongs};
 use super::{Checkpoints, Manifest};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
@@ -15,7 +15,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// Returns an error if the file system refuses.
-    pub fn doubt_after(&self, job: &str, step: u64, why: &str) -> Result<()> {
+    pub fn mark_suspect_after(&self, job: &str, step: u64, why: &str) -> Result<()> {
         let mark = Mark { after: step, why: why.to_owned() };
         let text = serde_json::to_string(&mark)
             .map_err(|e| Error::internal(format!("suspect mark: {e}")))?;
@@ -42,7 +42,7 @@ impl Checkpoints {
     }
 
     /// Removes the marks of jobs that no longer have a save here.
-    pub(super) fn forget_doubts(&self) {
+    pub(super) fn remove_unused_marks(&self) {
         let Ok(entries) = fs::read_dir(self.root()) else { return };
         let mut marks = Vec::new();
         let mut saves = Vec::new();
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn a_save_that_is_published_after_the_mark_is_doubtful_too() {
         let (_dir, checkpoints) = run(&[("a", 40), ("a", 60)]);
-        checkpoints.doubt_after("a", 40, "replicas differ").unwrap();
+        checkpoints.mark_suspect_after("a", 40, "replicas differ").unwrap();
         publish(&checkpoints, "a", 80);
         for (step, expected) in [(40, None), (60, Some(Kind::Damaged)), (80, Some(Kind::Damaged))] {
             assert_eq!(kind(&checkpoints, step), expected, "{step}");
@@ -144,7 +144,7 @@ mod tests {
         let (_dir, checkpoints) = run(&[("a", 40), ("a", 60), ("a", 80)]);
         let keep = Retention { newest: 3, ..Retention::default() };
         checkpoints.retain(&keep);
-        checkpoints.doubt_after("a", 40, "replicas differ").unwrap();
+        checkpoints.mark_suspect_after("a", 40, "replicas differ").unwrap();
         publish(&checkpoints, "b", 90);
         publish(&checkpoints, "b", 130);
         checkpoints.retain(&keep);
@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn marks_go_with_the_last_save_of_their_job() {
         let (_dir, checkpoints) = run(&[("a", 40), ("a", 60)]);
-        checkpoints.doubt_after("a", 40, "replicas differ").unwrap();
+        checkpoints.mark_suspect_after("a", 40, "replicas differ").unwrap();
         let mark = checkpoints.root().join(format!("{MARK}a"));
         checkpoints.prepare().unwrap();
         assert!(mark.exists());

@@ -20,7 +20,6 @@
 
 mod async_save;
 mod directory;
-mod doubt;
 mod excerpt;
 pub mod filesystem;
 pub mod huggingface;
@@ -35,6 +34,7 @@ pub mod run_dir;
 mod save_thread;
 mod shard;
 mod snapshot;
+mod suspect;
 pub mod tools;
 mod trash;
 mod writeback;
@@ -44,7 +44,7 @@ use std::path::Path;
 use hpctrain_base::error::{Error, Reason};
 
 pub use async_save::{Published, SaveContext, Saver};
-pub use directory::{Checkpoints, looked_at};
+pub use directory::{Checkpoints, files_checked};
 pub use excerpt::most_received;
 pub use hpctrain_parallel::Progress;
 pub use manifest::ShardFileInfo;

@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::excerpt::{self, Excerpt, Index, outline};
 use super::manifest::{BLOCK, FileEntry};
 use super::shard::rest_crc32;
-use super::{Manifest, PARAMS, ShardSlice, doubt};
+use super::{Manifest, PARAMS, ShardSlice, suspect};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::fd_limit;
 use hpctrain_base::layout::TensorRange;
 use hpctrain_base::safe_open;
 use hpctrain_comm::Group;
 use hpctrain_device::Backend;
-use hpctrain_nn::optim::AVERAGE;
+use hpctrain_nn::optim::EMA;
 
 /// An open checkpoint. Reading does not need HDF5: the manifest has the offset of every piece.
 pub struct Reader {
@@ -55,7 +55,7 @@ impl Reader {
     /// checkpoint as suspect.
     pub fn open(dir: &Path) -> Result<Self> {
         let manifest = Manifest::read(dir)?;
-        doubt::check(dir, manifest.step, &manifest.id)?;
+        suspect::check(dir, manifest.step, &manifest.id)?;
         let checked = manifest.files.keys().cloned().collect();
         Ok(Self::new(dir, manifest, checked))
     }
@@ -67,7 +67,7 @@ impl Reader {
     /// # Errors
     /// Returns the error of `open`, the same on all ranks, or an error if a message between ranks
     /// fails.
-    pub fn open_together<B: Backend>(
+    pub fn open_collective<B: Backend>(
         world: &Group<B>,
         dir: &Path,
         open: impl FnOnce() -> Result<Self>,
@@ -99,7 +99,7 @@ impl Reader {
 
     /// Creates the reader of a rank that has received the outline.
     fn of_outline(dir: &Path, received: &[u8]) -> Result<Self> {
-        excerpt::count(received.len());
+        excerpt::record_received(received.len());
         let manifest = serde_json::from_slice(received).map_err(malformed)?;
         Ok(Self { received: received.len(), ..Self::new(dir, manifest, vec![]) })
     }
@@ -128,7 +128,7 @@ impl Reader {
         let excerpt: Excerpt = serde_json::from_slice(received).map_err(malformed)?;
         self.checked.clone_from(&excerpt.checked);
         if !is_root {
-            excerpt::count(self.received + received.len());
+            excerpt::record_received(self.received + received.len());
             excerpt.enter(&mut self.manifest);
         }
         Ok(())
@@ -171,8 +171,8 @@ impl Reader {
 
     /// Returns the part to use for inference: the running average of the parameters if there is
     /// one, else the parameters.
-    pub fn used(&self) -> usize {
-        self.manifest.state.iter().position(|name| name == AVERAGE).map_or(0, |k| k + 1)
+    pub fn inference_part(&self) -> usize {
+        self.manifest.state.iter().position(|name| name == EMA).map_or(0, |k| k + 1)
     }
 
     /// Reads elements `range` of a tensor, or of the matrix `tensor[:, columns]` if columns are
@@ -449,7 +449,7 @@ fn damaged(path: &Path, what: String) -> Error {
 /// Returns the error for a file that cannot be read, because it is damaged or the file system
 /// fails.
 fn unread(action: &str, path: &Path, e: &std::io::Error) -> Error {
-    let error = Error::unread(action, path, e);
+    let error = Error::unreadable(action, path, e);
     match error.kind() {
         Kind::Damaged => error.hint(HINT),
         _ => error.hint("the checkpoint may well be intact: find out why it cannot be read"),
@@ -525,7 +525,7 @@ mod tests {
             file.written().clone()
         });
         let mut manifest = empty(1);
-        manifest.enter(written.collect()).unwrap();
+        manifest.add_files(written.collect()).unwrap();
         manifest.write(dir).unwrap();
         Reader::open(dir).unwrap()
     }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::spans::{Activity, Doing, Track, span};
+use hpctrain_base::spans::{Activity, ActivityKind, Track, span};
 use hpctrain_base::spawn::spawn;
 
 /// The result of work on the save thread, or of work that did not need it.
@@ -61,7 +61,7 @@ impl SaveThread {
         let (tasks, queue) = channel::<Box<dyn FnOnce() + Send>>();
         let work = move || {
             if let Some(activity) = activity {
-                activity.here(Track::Saver);
+                activity.register_thread(Track::Saver);
             }
             while let Ok(task) = queue.recv() {
                 task();
@@ -81,7 +81,7 @@ impl SaveThread {
         let over = SetAtEnd(is_over.clone());
         let task = move || {
             let _over = over;
-            let _span = span(Doing::Checkpoint, None);
+            let _span = span(ActivityKind::Checkpoint, None);
             // A save that was given up does not need its result.
             let _ = sender.send(work());
         };

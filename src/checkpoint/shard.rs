@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use hdf5::plist::dataset_create::{AllocTime, FillTime};
 
-use super::manifest::{BLOCK, FileEntry, ShardFileInfo, ShardSlice, Stored, dataset, place};
+use super::manifest::{BLOCK, FileEntry, ShardFileInfo, ShardSlice, StoredPart, dataset, place};
 use super::{PARAMS, refused, writeback};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
@@ -70,7 +70,7 @@ impl ShardWriter {
             lay_out(&opened, state, extents).map_err(|e| refused(WRITE, &path, one_line(&e)))?;
         let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
             let parts =
-                offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
+                offsets.into_iter().map(|offset| StoredPart { offset, crc32: vec![] }).collect();
             let Extent { tensor, shape, columns, range } = extent.clone();
             (
                 tensor,

@@ -46,7 +46,7 @@ impl<B: Kernels> Snapshot<B> {
                 places.push(Place { part, data, extents: within(&unit, first) });
             }
         }
-        backend.ledger().take(MemoryKind::Checkpoint, len * size_of::<f32>());
+        backend.memory_stats().record_alloc(MemoryKind::Checkpoint, len * size_of::<f32>());
         let mut data = Vec::with_capacity(len);
         data.extend(std::iter::repeat_n(0.0, len));
         Ok(Self { backend: backend.clone(), extents, places, data })
@@ -86,8 +86,8 @@ impl<B: Kernels> Snapshot<B> {
 
 impl<B: Kernels> Drop for Snapshot<B> {
     fn drop(&mut self) {
-        let stats: &MemoryStats = self.backend.ledger();
-        stats.give(MemoryKind::Checkpoint, self.data.len() * size_of::<f32>());
+        let stats: &MemoryStats = self.backend.memory_stats();
+        stats.record_free(MemoryKind::Checkpoint, self.data.len() * size_of::<f32>());
     }
 }
 
@@ -167,7 +167,7 @@ fn extents_of<B: Kernels>(unit: &Owned<'_, B>) -> Vec<Extent> {
 /// Returns the extents of tensors in a range of a unit.
 fn extents(layout: &UnitLayout, range: &Range<usize>) -> Vec<Extent> {
     let pieces = layout.pieces(range.clone());
-    let extent = |piece: hpctrain_base::layout::Piece<'_>| Extent {
+    let extent = |piece: hpctrain_base::layout::TensorPiece<'_>| Extent {
         tensor: piece.tensor.name.clone(),
         shape: piece.tensor.shape.clone(),
         columns: piece.columns,

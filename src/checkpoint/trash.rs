@@ -17,9 +17,9 @@ pub enum Removal {
     /// The checkpoint is removed.
     Removed,
     /// A process holds a lease on it: it stays.
-    Held,
+    Leased,
     /// It is renamed away; a later [`Checkpoints::sweep`] removes or restores it.
-    Begun,
+    Pending,
 }
 
 impl Checkpoints {
@@ -31,7 +31,7 @@ impl Checkpoints {
     /// Returns an error if the checkpoint cannot be renamed, removed or restored, or another
     /// trainer has taken over the run.
     pub fn discard_unless_leased(&self, step: u64) -> Result<Removal> {
-        self.may_change()?;
+        self.check_lease()?;
         let path = self.path(step);
         let trash = self.trash_of(&name_of(step));
         self.leases().move_to_trash(&path, &trash).map_err(|e| refused("remove", &path, e))?;
@@ -51,15 +51,15 @@ impl Checkpoints {
         for &step in steps {
             match self.discard_unless_leased(step) {
                 Ok(Removal::Removed) => gone.push(step),
-                Ok(Removal::Held) => held.push(step),
-                Ok(Removal::Begun) => begun.push(step),
+                Ok(Removal::Leased) => held.push(step),
+                Ok(Removal::Pending) => begun.push(step),
                 // Another process was faster.
                 Err(_) if !self.path(step).exists() => {}
                 Err(e) => return Err(e),
             }
         }
         if !begun.is_empty() {
-            let time = self.leases().settles_after();
+            let time = self.leases().trash_delay();
             log::info!("waiting {} s until leases of all nodes are visible", time.as_secs());
             std::thread::sleep(time);
             self.sweep()?;
@@ -90,7 +90,7 @@ impl Checkpoints {
 
     /// Removes a directory in the trash unless it is leased.
     pub(super) fn sweep_one(&self, trash: &Path) -> Result<Removal> {
-        self.may_change()?;
+        self.check_lease()?;
         let name = trash.file_name().unwrap_or_default().to_string_lossy();
         let name = name.strip_prefix(TRASH).unwrap_or(&name);
         let checkpoint = name.split('.').next().unwrap_or(name);
@@ -102,16 +102,16 @@ impl Checkpoints {
         let bring_back = || match &path {
             Some(path) if !path.exists() => fs::rename(trash, path)
                 .map_err(|e| refused("restore", path, e))
-                .map(|()| Removal::Held),
-            _ => Ok(Removal::Held),
+                .map(|()| Removal::Leased),
+            _ => Ok(Removal::Leased),
         };
         match status {
             Ok(TrashStatus::Free) => leases
                 .remove_retired(trash)
                 .map_err(|e| refused("remove", trash, e))
                 .map(|()| Removal::Removed),
-            Ok(TrashStatus::Held) => bring_back(),
-            Ok(TrashStatus::Waits) => Ok(Removal::Begun),
+            Ok(TrashStatus::Leased) => bring_back(),
+            Ok(TrashStatus::Pending) => Ok(Removal::Pending),
             Err(e) => bring_back().and(Err(e)),
         }
     }

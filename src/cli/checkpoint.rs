@@ -11,7 +11,7 @@ use toml::{Table, Value};
 use super::{json, report};
 use crate::checkpoint::tools::describe::{Description, describe};
 use crate::checkpoint::tools::diff::CheckpointDifference;
-use crate::checkpoint::tools::verify::{File, Verified, verify};
+use crate::checkpoint::tools::verify::{Verified, VerifiedFile, verify};
 use crate::checkpoint::tools::{diff, list, prune, resolve_path};
 use crate::checkpoint::{Reader, Retention, huggingface, name_of};
 use crate::config::{Model, written};
@@ -161,7 +161,7 @@ fn list_all(run: &Path, as_json: bool) -> Result<()> {
     if as_json {
         return json(&found);
     }
-    say(found.told().trim_end());
+    say(found.to_table().trim_end());
     Ok(())
 }
 
@@ -169,7 +169,7 @@ fn inspect(path: &Path, as_json: bool) -> Result<()> {
     let dir = resolve_path::checkpoint(path)?;
     let reader = Reader::open(&dir)?;
     if as_json {
-        return json(&Description::of(&dir, reader.manifest()));
+        return json(&Description::new(&dir, reader.manifest()));
     }
     say(describe(&dir, reader.manifest()).trim_end());
     Ok(())
@@ -179,7 +179,7 @@ fn inspect(path: &Path, as_json: bool) -> Result<()> {
 #[derive(Serialize)]
 struct VerifyReport {
     damaged: usize,
-    files: Vec<File>,
+    files: Vec<VerifiedFile>,
 }
 
 fn verify_all(path: &Path, as_json: bool) -> Result<()> {
@@ -190,7 +190,7 @@ fn verify_all(path: &Path, as_json: bool) -> Result<()> {
     let mut all = Verified::default();
     let mut read = Vec::new();
     for dir in &dirs {
-        let _lease = resolve_path::hold(dir);
+        let _lease = resolve_path::lease(dir);
         let Verified { files, damaged } =
             verify(dir, &mut |file| if as_json { read.push(file) } else { say(file) });
         all = Verified { files: all.files + files, damaged: all.damaged + damaged };
@@ -222,7 +222,7 @@ struct Differences {
 /// Compares two checkpoints; returns 1 if they differ, else 0.
 fn compare(args: &DiffArgs) -> Result<i32> {
     let dirs = [resolve_path::checkpoint(&args.a)?, resolve_path::checkpoint(&args.b)?];
-    let _leases = dirs.each_ref().map(|dir| resolve_path::hold(dir));
+    let _leases = dirs.each_ref().map(|dir| resolve_path::lease(dir));
     let [mut a, mut b] = [Reader::open(&dirs[0])?, Reader::open(&dirs[1])?];
     let mut differences = Vec::new();
     let mut report = |difference: CheckpointDifference| match args.json {
@@ -257,7 +257,7 @@ fn prune_run(args: &PruneArgs) -> Result<()> {
         newest: args.keep as usize,
         multiples: args.keep_every,
         best: args.keep_best,
-        audited: None,
+        sdc_checked: None,
     };
     let (done, verb) = match args.dry_run {
         true => (prune::plan(&checkpoints, &retention)?, "would remove"),
@@ -280,7 +280,7 @@ fn prune_run(args: &PruneArgs) -> Result<()> {
 
 fn export(path: &Path, out: &Path) -> Result<()> {
     let dir = resolve_path::checkpoint(path)?;
-    let _lease = resolve_path::hold(&dir);
+    let _lease = resolve_path::lease(&dir);
     let mut reader = Reader::open(&dir)?;
     let huggingface::Exported { tensors, elements, added } = huggingface::export(&mut reader, out)?;
     let zero = if added == 0 { String::new() } else { format!(", {added} of them biases of zero") };

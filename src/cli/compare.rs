@@ -25,10 +25,10 @@ pub struct CompareArgs {
 
 /// Prints the differences.
 pub fn run(args: &CompareArgs) -> Result<()> {
-    let found = Comparison::of(&RunRecords::open(&args.a)?, &RunRecords::open(&args.b)?);
+    let found = Comparison::new(&RunRecords::open(&args.a)?, &RunRecords::open(&args.b)?);
     if args.json {
         return json(&found);
     }
-    say(found.told().trim_end());
+    say(found.to_text().trim_end());
     Ok(())
 }

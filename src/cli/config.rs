@@ -10,12 +10,12 @@ use super::json;
 use super::train::SourceArgs;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
-use crate::config::{Config, Environment, ModelKind, Parallel, described, network, resolve};
+use crate::config::{Config, Environment, ModelKind, Parallel, describe_keys, network, resolve};
 use crate::data::inspect::table;
 use crate::engine::{memory, micro_batches, vocabulary};
 use crate::error::Result;
 use crate::nn::LayerSummary;
-use crate::nn::layers::shown;
+use crate::nn::layers::format_shape;
 use crate::telemetry::{bytes, grouped, say};
 
 /// Arguments of `hpctrain config`.
@@ -58,7 +58,7 @@ enum ConfigCommand {
 /// Runs the subcommand.
 pub fn run(args: &ConfigArgs) -> Result<()> {
     match &args.command {
-        ConfigCommand::Keys { section } => described(section.as_deref()).map(say),
+        ConfigCommand::Keys { section } => describe_keys(section.as_deref()).map(say),
         ConfigCommand::Show { sources, ranks, json } => show(sources, *ranks, *json),
         ConfigCommand::Summary { sources, json } => summary(sources, *json),
     }
@@ -105,7 +105,7 @@ fn summary(sources: &SourceArgs, as_json: bool) -> Result<()> {
         let [layer_parameters, layer_flops] = [layer.parameters as u64, layer.flops].map(grouped);
         rows.push([
             layer.name,
-            shown(&layer.output),
+            format_shape(&layer.output),
             layer_parameters,
             layer_flops,
             bytes(layer.kept * size_of::<f32>()),
@@ -166,17 +166,17 @@ impl Pipeline {
         let ranks = pipeline * shard.unwrap_or(1) * replica.unwrap_or(1);
         let on_gpu = config.needs_gpu();
         let plan = resolve(
-            config.of_any_length(),
+            config.with_any_length(),
             &Environment { ranks, threads: 1, vocabulary, on_gpu },
         )?;
-        let held = memory::Held {
+        let held = memory::BaselineMemory {
             messages: 0,
             messages_on_device: false,
             resident: memory::resident().0,
             cache: 0,
         };
         let blocks = plan.network.blocks_summary();
-        let work = plan.network.work(plan.config.parallel.recompute);
+        let work = plan.network.work_per_block(plan.config.parallel.recompute);
         let total: f64 = work.iter().sum();
         let stage = |(stage, units): (usize, &Range<usize>)| Stage {
             blocks: blocks[units.clone()].iter().map(|block| block.name.clone()).collect(),

@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::servers::coordinate_as;
+use super::servers::coordinate_run;
 use super::train::RunArgs;
 use crate::job::{exit_on_panic, fail};
 use crate::signals;
@@ -24,8 +24,8 @@ pub struct CoordinateArgs {
 /// Runs `hpctrain ps coordinator` and returns the exit code.
 pub fn run(args: &CoordinateArgs) -> i32 {
     exit_on_panic("coordinator");
-    match signals::listen().and_then(|()| args.run.request(None)) {
-        Ok(run) => coordinate_as(run, usize::from(args.servers), args.workers.map(usize::from)),
+    match signals::record_signals().and_then(|()| args.run.request(None)) {
+        Ok(run) => coordinate_run(run, usize::from(args.servers), args.workers.map(usize::from)),
         Err(e) => fail(&e),
     }
 }

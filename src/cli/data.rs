@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use crate::data::import::{
-    Arrays, Categories, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy, ImportOptions,
-    ImportText, Meaning, Missing, NotFinite, StreamShards, TableFormat, import_csv, import_ids,
-    import_idx, import_images, import_numpy, import_text,
+    Arrays, Categories, IdVocabulary, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy,
+    ImportOptions, ImportText, Missing, NotFinite, StreamShards, TableFormat, import_csv,
+    import_ids, import_idx, import_images, import_numpy, import_text,
 };
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
@@ -211,7 +211,7 @@ impl From<CsvArgs> for ImportCsv {
             classes,
             missing,
             categories,
-            kept,
+            options: kept,
             needs_all: false,
         }
     }
@@ -301,8 +301,9 @@ struct IdsArgs {
 impl From<IdsArgs> for ImportIds {
     fn from(args: IdsArgs) -> Self {
         let IdsArgs { input, dataset, tokenizer, vocabulary, pad, to } = args;
-        let of = tokenizer.map_or(Meaning::Below(vocabulary.unwrap_or(0)), Meaning::Tokenizer);
-        Self { input, dataset, of, pad, to: to.into() }
+        let of =
+            tokenizer.map_or(IdVocabulary::Below(vocabulary.unwrap_or(0)), IdVocabulary::Tokenizer);
+        Self { input, dataset, vocabulary: of, pad, to: to.into() }
     }
 }
 
@@ -338,12 +339,18 @@ pub fn run(args: DataArgs) -> Result<()> {
         }
         Command::Import(ImportArgs { source: Source::Ids(ids) }) => say(import_ids(&ids.into())?),
         Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
-            say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
+            say(import_idx(&ImportIdx { images, labels, options: kept.into() })?);
         }
         Command::Import(ImportArgs {
             source: Source::Images { folder, size, grey, no_target, kept },
         }) => {
-            say(import_images(&ImportImages { folder, no_target, size, grey, kept: kept.into() })?);
+            say(import_images(&ImportImages {
+                folder,
+                no_target,
+                size,
+                grey,
+                options: kept.into(),
+            })?);
         }
         Command::Import(ImportArgs { source: Source::Csv(args) }) => {
             say(import_csv(&(*args).into())?)

@@ -37,7 +37,7 @@ pub struct DoctorArgs {
 pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
     // A rank ends together with the others; a process without a launcher ends at once.
     if launch.is_some()
-        && let Err(e) = signals::listen()
+        && let Err(e) = signals::record_signals()
     {
         return fail(&e);
     }
@@ -47,7 +47,7 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
         launcher,
         requires_gpus: args.require_gpus,
     };
-    job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
+    job::run(launch, super::with_checkpoint::comm_timeout(&[]), |comm| {
         let report = doctor::run(comm, &request)?;
         if comm.rank() == 0 {
             if args.json {
@@ -57,7 +57,11 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
             }
         }
         // The signal may have ended the child processes that run the checks.
-        Ok(if signals::came().is_some() { REQUEUE } else { i32::from(report.has_failures()) })
+        Ok(if signals::last_signal().is_some() {
+            REQUEUE
+        } else {
+            i32::from(report.has_failures())
+        })
     })
 }
 
@@ -70,5 +74,5 @@ pub struct ProbeArgs {
 
 /// Runs the checks that could crash, in this separate process.
 pub fn probe(args: &ProbeArgs) -> Result<()> {
-    doctor::probe::answer(&args.probe)
+    doctor::probe::run_as_child(&args.probe)
 }

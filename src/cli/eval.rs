@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args};
 
 use super::eval_checkpoint;
-use super::rank_roles::{Role, Start};
-use super::with_checkpoint::{SplitChoice, patience};
+use super::rank_roles::{RankAssignment, StartCommand};
+use super::with_checkpoint::{SplitChoice, comm_timeout};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Launch};
 use crate::config::{Config, Time, overlay};
 use crate::error::{Error, Result};
-use crate::evaluate::{ABANDONED, Policy, SidecarOptions, watch};
-use crate::gpu_assignment::{cpu, place};
+use crate::evaluate::{Policy, SidecarOptions, TRAINER_TIMEOUT, watch};
+use crate::gpu_assignment::{assign_gpus, open_cpu};
 use crate::job::{self, fail};
 use crate::run_dir::{RunDirectory, RunOutcome};
 use crate::signals;
@@ -73,13 +73,13 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
         }
         (run, None) => run.clone().unwrap_or_default(),
     };
-    if let Err(e) = signals::listen() {
+    if let Err(e) = signals::record_signals() {
         return fail(&e);
     }
-    job::run(launch, patience(&args.overrides), |comm| {
+    job::run(launch, comm_timeout(&args.overrides), |comm| {
         // A training rank that cannot start reports its error here.
         comm.world().all_ok(Ok(()))?;
-        let role = Role::find(comm, Start::Evaluate)?;
+        let role = RankAssignment::find(comm, StartCommand::Evaluate)?;
         let request = SidecarOptions {
             run: run.clone(),
             watch: args.watch,
@@ -87,11 +87,11 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
             timeout: if role.mixed {
                 None
             } else {
-                Some(args.timeout.map_or(ABANDONED, |Time(timeout)| timeout))
+                Some(args.timeout.map_or(TRAINER_TIMEOUT, |Time(timeout)| timeout))
             },
             overrides: args.overrides.clone(),
             threads: role.threads,
-            beside_trainer: role.mixed,
+            in_trainer_job: role.mixed,
         };
         evaluate(&role, request)
     })
@@ -100,9 +100,9 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
 /// Evaluates on the device that `run.device` selects in the evaluator's overrides.
 pub fn watch_on_device(comm: &Comm<Cpu>, request: &SidecarOptions) -> Result<RunOutcome> {
     let config = comm.world().all_ok(overlay(&Config::default(), &request.overrides))?;
-    match place(comm, &config)? {
-        None => watch(comm, request, cpu),
-        Some(gpu) => watch(&gpu.beside(comm), request, move |plan| gpu.backend(plan)),
+    match assign_gpus(comm, &config)? {
+        None => watch(comm, request, open_cpu),
+        Some(gpu) => watch(&gpu.device_comm(comm), request, move |plan| gpu.backend(plan)),
     }
 }
 
@@ -112,17 +112,17 @@ pub fn watch_on_device(comm: &Comm<Cpu>, request: &SidecarOptions) -> Result<Run
 /// # Errors
 /// Returns the errors of [`watch`] in a job of evaluators only; in a job with a trainer, only those
 /// that the evaluators do not share.
-pub fn evaluate(role: &Role, mut request: SidecarOptions) -> Result<i32> {
+pub fn evaluate(role: &RankAssignment, mut request: SidecarOptions) -> Result<i32> {
     if role.mixed {
         // Only the trainer knows the directory of a run without a name.
-        let gathered = role.everyone.world().gather_bytes(vec![]).wait()?;
+        let gathered = role.job.world().gather_bytes(vec![]).wait()?;
         let run = gathered
             .iter()
             .find(|bytes| !bytes.is_empty())
             .ok_or_else(|| Error::internal("no trainer sent the directory of its run"))?;
         request.run = PathBuf::from(String::from_utf8_lossy(run).into_owned());
         let logs = RunDirectory::at(&request.run).logs_path();
-        role.comm.world().all_ok(role.comm.watch_beside(&logs))?;
+        role.comm.world().all_ok(role.comm.watch_in(&logs))?;
     }
     match watch_on_device(&role.comm, &request) {
         Ok(outcome) => Ok(outcome.exit_code()),

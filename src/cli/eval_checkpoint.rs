@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::with_checkpoint::{self, LoadedCheckpoint, SplitChoice, Work};
+use super::with_checkpoint::{self, CheckpointCommand, LoadedCheckpoint, SplitChoice};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Launch;
@@ -58,7 +58,7 @@ struct EvalReport<'a> {
     classes: Option<&'a Classes>,
 }
 
-impl Work for EvalOptions {
+impl CheckpointCommand for EvalOptions {
     fn config(&self, reader: &Reader) -> Result<Config> {
         let config = model::config_on(reader, &self.overrides, self.data.as_deref())?;
         if config.data.path.is_empty() && config.data.mix.is_empty() {
@@ -71,9 +71,9 @@ impl Work for EvalOptions {
         Ok(config)
     }
 
-    fn on<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
+    fn execute<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
         let data = found.data(|index, plan| {
-            micro_batches::measured(
+            micro_batches::open_for_eval(
                 index,
                 &plan.config,
                 with_checkpoint::split(&plan.config, self.split)?,
@@ -83,7 +83,7 @@ impl Work for EvalOptions {
         let LoadedCheckpoint { reader, plan, world, .. } = &found;
         let split = world.all_ok(with_checkpoint::split(&plan.config, self.split))?;
         let evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
-        let mut evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
+        let mut evaluator = evaluator.with_set_names(Mix::names(&plan.config.data.mix));
         let measured = evaluator.measure(&mut model, world, || false)?;
         let measures = measured
             .ok_or_else(|| Error::internal("the evaluation was interrupted without a request"))?;
@@ -109,17 +109,17 @@ fn result_text(
     json: bool,
 ) -> Result<String> {
     let checkpoint = reader.dir();
-    let data = plan.config.data.told();
+    let data = plan.config.data.display_location();
     let samples = set.samples();
     if !json {
-        let measures = found.told();
+        let measures = found.describe();
         let samples = grouped(samples);
         let line = format!(
             "{}: {measures} over {samples} samples of {data} ({split})",
             checkpoint.display()
         );
         let classes =
-            found.classes.as_ref().map(|classes| format!("\n\n{}", classes.told().trim_end()));
+            found.classes.as_ref().map(|classes| format!("\n\n{}", classes.to_text().trim_end()));
         return Ok(line + &classes.unwrap_or_default());
     }
     let manifest = reader.manifest();

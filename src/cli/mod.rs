@@ -76,11 +76,11 @@ enum Command {
     #[command(hide = true)]
     VerifyRank(verify::RankArgs),
     /// Probe CUDA-aware MPI in a child process of a rank, which may crash.
-    #[command(hide = true, name = comm::PROOF)]
+    #[command(hide = true, name = comm::CUDA_PROBE_COMMAND)]
     ProbeCudaAware,
     /// Probe NCCL between all ranks, in a child process of each, which may crash.
-    #[command(hide = true, name = comm::TOGETHER)]
-    ProbeNccl(probe_transport::TogetherArgs),
+    #[command(hide = true, name = comm::NCCL_PROBE_COMMAND)]
+    ProbeNccl(probe_transport::NcclProbeArgs),
     /// Generate text with a trained language model.
     Sample(sample::SampleArgs),
     /// Import, inspect and verify training data.
@@ -128,7 +128,7 @@ enum PsCommand {
     /// Compute gradients for a run, until it ends or this process gets SIGTERM.
     Worker(servers::WorkerArgs),
     /// Run the process that `TF_CONFIG`, or `RANK` and `WORLD_SIZE`, assign to this task.
-    Auto(ps_auto::RoleArgs),
+    Auto(ps_auto::AutoArgs),
     /// Show the servers and workers of a run: steps, load, last contact.
     Status(servers::StatusArgs),
 }
@@ -158,7 +158,7 @@ impl Command {
 /// Runs the program and returns its exit code.
 pub fn run() -> i32 {
     fd_limit::raise();
-    comm::can_be_tried();
+    comm::enable_nccl_probe();
     if let Err(e) = signals::survive_file_size_limit() {
         return fail(&e);
     }
@@ -217,7 +217,7 @@ pub fn run() -> i32 {
         Command::Train(_) | Command::Simulate(_) | Command::Ps(PsCommand::Coordinator(_))
     );
     let code = dispatch(command, launch.as_ref(), speaks);
-    match telemetry::lost() {
+    match telemetry::stdout_error() {
         Some(e) if is_for_output && code == 0 => fail(&e),
         _ => code,
     }
@@ -238,11 +238,11 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Plan(args) => plan::run(&args, launch),
         Command::VerifyRank(args) => verify::run_rank(&args, launch),
         // Every process of a probe runs, not only that of rank 0.
-        Command::ProbeCudaAware => report(probe_transport::run()),
-        Command::ProbeNccl(args) => report(probe_transport::together(&args)),
+        Command::ProbeCudaAware => report(probe_transport::probe_cuda_aware_mpi()),
+        Command::ProbeNccl(args) => report(probe_transport::probe_nccl(&args)),
         // Each process has its own role, also when a launcher started several.
-        Command::Ps(PsCommand::Server(args)) => servers::serve_alone(&args),
-        Command::Ps(PsCommand::Worker(args)) => servers::work_alone(&args),
+        Command::Ps(PsCommand::Server(args)) => servers::run_server(&args),
+        Command::Ps(PsCommand::Worker(args)) => servers::run_worker(&args),
         Command::Ps(PsCommand::Auto(args)) => ps_auto::run(&args),
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),

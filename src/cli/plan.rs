@@ -8,13 +8,14 @@ use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Launch};
 use crate::config::{Config, LayoutMode, ResolvedConfig};
-use crate::engine::memory::{self, Held};
+use crate::engine::memory::{self, BaselineMemory};
 use crate::engine::on_threads;
 use crate::error::{Error, Result};
-use crate::gpu_assignment::{cpu, cpu_can, place};
+use crate::gpu_assignment::{assign_gpus, check_cpu, open_cpu};
 use crate::job::{self, fail};
 use crate::planner::{
-    Here, Machine, PlanReport, SearchLimits, choose, choose_here, facts, try_out,
+    Machine, PlanReport, SearchEnvironment, SearchLimits, environment, run_trials, search_layouts,
+    search_layouts_here,
 };
 use crate::telemetry::say;
 
@@ -59,7 +60,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
     if launch.is_none() && args.measure {
         return plan_on_threads(args).map_or_else(|e| fail(&e), |()| 0);
     }
-    job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
+    job::run(launch, super::with_checkpoint::comm_timeout(&[]), |comm| {
         let world = comm.world();
         let (config, name) = world.all_ok(args.load())?;
         if !args.measure {
@@ -73,21 +74,32 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                 .map(|()| 0);
         }
         world.all_ok(args.check_ranks(comm.size()))?;
-        match place(comm, &config)? {
+        match assign_gpus(comm, &config)? {
             None => {
-                world.all_ok(cpu_can(&config))?;
+                world.all_ok(check_cpu(&config))?;
                 plan_measured(
                     args,
                     &config,
                     &name,
-                    &Here { comm, backend: cpu, gpu: None, threads: None, vocabulary: None },
+                    &SearchEnvironment {
+                        comm,
+                        backend: open_cpu,
+                        gpu: None,
+                        threads: None,
+                        vocabulary: None,
+                    },
                 )?;
             }
             Some(gpu) => {
-                let comm = &gpu.beside(comm);
+                let comm = &gpu.device_comm(comm);
                 let backend = |plan: &ResolvedConfig| gpu.backend(plan);
-                let here =
-                    Here { comm, backend, gpu: Some(gpu.memory), threads: None, vocabulary: None };
+                let here = SearchEnvironment {
+                    comm,
+                    backend,
+                    gpu: Some(gpu.memory),
+                    threads: None,
+                    vocabulary: None,
+                };
                 plan_measured(args, &config, &name, &here)?;
             }
         }
@@ -99,7 +111,7 @@ impl PlanArgs {
     fn load(&self) -> Result<(Config, String)> {
         let (mut config, name) = self.sources.load()?;
         config.parallel.layout = LayoutMode::Given;
-        Ok((config.of_any_length(), name))
+        Ok((config.with_any_length(), name))
     }
 
     /// Refuses `--ranks` other than the number of ranks that run, which are those measured.
@@ -136,7 +148,8 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = |per_node: usize| config.run.threads.unwrap_or((cores / per_node).max(1));
     let resident = memory::resident().0;
-    let held = |messages_on_device| Held { messages: 0, messages_on_device, resident, cache: 0 };
+    let held =
+        |messages_on_device| BaselineMemory { messages: 0, messages_on_device, resident, cache: 0 };
     let given = args.nodes.map(|nodes| on_nodes(nodes as usize)).transpose()?;
     let (machine, per_node, held) = match &args.machine {
         Some(machine) => {
@@ -163,13 +176,13 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
             let limit = config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
             let share =
                 memory::available().map_or(usize::MAX, |bytes| bytes / per_node + held.resident);
-            (Machine::here(per_node, threads(per_node), limit.min(share)), per_node, held)
+            (Machine::estimate_local(per_node, threads(per_node), limit.min(share)), per_node, held)
         }
     };
-    let facts = facts(config, ranks, threads(per_node), machine.gpu)?;
-    let place = SearchLimits { room: machine.room(), held, per_node };
+    let facts = environment(config, ranks, threads(per_node), machine.gpu)?;
+    let place = SearchLimits { room: machine.memory_budget(), held, per_node };
     let rates = format!("{} ({})", machine.name, machine.source);
-    let choice = choose(config, &facts, &place, |_| Ok(machine))?;
+    let choice = search_layouts(config, &facts, &place, |_| Ok(machine))?;
     args.print(&PlanReport { network: name, ranks, per_node, rates, choice: &choice, trials: &[] })
 }
 
@@ -178,10 +191,10 @@ fn plan_measured<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     args: &PlanArgs,
     config: &Config,
     name: &str,
-    here: &Here<'_, B, F>,
+    here: &SearchEnvironment<'_, B, F>,
 ) -> Result<()> {
-    let (mut choice, per_node) = choose_here(config, here)?;
-    let trials = try_out(&mut choice, here, args.tries)?;
+    let (mut choice, per_node) = search_layouts_here(config, here)?;
+    let trials = run_trials(&mut choice, here, args.tries)?;
     if here.comm.rank() > 0 {
         return Ok(());
     }
@@ -206,7 +219,7 @@ fn plan_on_threads(args: &PlanArgs) -> Result<()> {
         )
         .hint("mpirun -np N hpctrain plan --measure"));
     }
-    cpu_can(&config)?;
+    check_cpu(&config)?;
     let ranks = args.ranks.unwrap_or(1) as usize;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = Some((cores / ranks).max(1));
@@ -215,7 +228,7 @@ fn plan_on_threads(args: &PlanArgs) -> Result<()> {
             args,
             &config,
             &name,
-            &Here { comm, backend: cpu, gpu: None, threads, vocabulary: None },
+            &SearchEnvironment { comm, backend: open_cpu, gpu: None, threads, vocabulary: None },
         )
     };
     on_threads(ranks, rank).map(drop)

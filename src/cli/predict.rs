@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use tempfile::TempDir;
 
-use super::with_checkpoint::{self, LoadedCheckpoint, SplitChoice, Work};
+use super::with_checkpoint::{self, CheckpointCommand, LoadedCheckpoint, SplitChoice};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::{Group, Launch};
 use crate::config::{Config, Data, ResolvedConfig};
-use crate::data::import::{Form, Missing, TableFormat, Unlabelled, column_texts};
+use crate::data::import::{InputFormat, Missing, TableFormat, Unlabelled, column_texts};
 use crate::data::{Dataset, ShardIndex};
 use crate::engine::micro_batches;
 use crate::error::{Error, Result};
@@ -57,7 +57,7 @@ pub struct PredictArgs {
 impl PredictArgs {
     /// Opens the input rows.
     fn open(&self, index: &mut ShardIndex, plan: &ResolvedConfig) -> Result<Dataset> {
-        micro_batches::inputs(
+        micro_batches::open_inputs(
             index,
             &plan.config,
             with_checkpoint::split(&plan.config, self.split)?,
@@ -66,7 +66,7 @@ impl PredictArgs {
 
     /// Refuses language models, which have no outputs for rows, and options that do not apply to
     /// this form of input.
-    fn check(&self, plan: &ResolvedConfig, form: Form) -> Result<()> {
+    fn check(&self, plan: &ResolvedConfig, form: InputFormat) -> Result<()> {
         if plan.network.is_language() {
             return Err(Error::input("a language model predicts tokens of a text")
                 .hint("hpctrain sample continues one; hpctrain eval measures it"));
@@ -79,7 +79,7 @@ impl PredictArgs {
                 self.format != TableFormat::default(),
             ),
         ];
-        match table_options.iter().find(|(_, is_given)| *is_given && form != Form::Table) {
+        match table_options.iter().find(|(_, is_given)| *is_given && form != InputFormat::Table) {
             Some((options, _)) => {
                 Err(Error::input(format!("{options}: {} is not a table", self.input.display()))
                     .hint("omit it, or give a table: --input FILE.csv"))
@@ -90,13 +90,13 @@ impl PredictArgs {
 
     /// Returns the columns that identify rows: file names of images, the columns of `--keep`, or
     /// row numbers.
-    fn row_ids(&self, form: Form, rows: &Unlabelled) -> Result<RowIds> {
+    fn row_ids(&self, form: InputFormat, rows: &Unlabelled) -> Result<RowIds> {
         match form {
-            Form::Images => Ok(RowIds::columns(
+            InputFormat::Images => Ok(RowIds::columns(
                 vec!["file".to_owned()],
                 rows.images()?.into_iter().map(|name| Ok(vec![name])),
             )),
-            Form::Table if !self.keep.is_empty() => Ok(RowIds::columns(
+            InputFormat::Table if !self.keep.is_empty() => Ok(RowIds::columns(
                 self.keep.clone(),
                 column_texts(&self.input, &self.format, &self.keep)?,
             )),
@@ -109,7 +109,7 @@ impl PredictArgs {
     fn shards<B: Kernels>(
         &self,
         world: &Group<B>,
-        form: Form,
+        form: InputFormat,
         rows: &Unlabelled,
     ) -> Result<(PathBuf, Option<TempDir>)> {
         let import = || {
@@ -134,16 +134,16 @@ impl PredictArgs {
     }
 }
 
-impl Work for PredictArgs {
+impl CheckpointCommand for PredictArgs {
     fn config(&self, reader: &Reader) -> Result<Config> {
         model::config_on(reader, &self.overrides, Some(&self.input))
     }
 
-    fn on<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
-        let form = found.world.all_ok(Form::of(&self.input))?;
+    fn execute<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
+        let form = found.world.all_ok(InputFormat::from_path(&self.input))?;
         found.world.all_ok(self.check(&found.plan, form))?;
         let learned = found.reader.manifest().preprocessing.clone();
-        let schema = OutputSchema::of(&found.plan, learned.as_ref());
+        let schema = OutputSchema::for_plan(&found.plan, learned.as_ref());
         let rows = Unlabelled {
             input: self.input.clone(),
             format: self.format.clone(),
@@ -151,7 +151,7 @@ impl Work for PredictArgs {
             learned: learned.unwrap_or_default(),
             shape: found.plan.config.model.input.clone().unwrap_or_default(),
         };
-        let (dataset, _directory) = if form == Form::Hdf5 {
+        let (dataset, _directory) = if form == InputFormat::Hdf5 {
             (found.data(|index, plan| self.open(index, plan))?, None)
         } else {
             let (path, directory) = self.shards(&found.world, form, &rows)?;
@@ -160,7 +160,7 @@ impl Work for PredictArgs {
             found.plan.config.data =
                 Data { path, image_layout: own.image_layout, scale: own.scale, ..Data::default() };
             // These rows are always scaled as in training, so the notes about it are not logged.
-            (found.converted(|index, plan| self.open(index, plan))?.0, directory)
+            (found.data_with_notes(|index, plan| self.open(index, plan))?.0, directory)
         };
         let mut model = found.network()?;
         let LoadedCheckpoint { plan, world, .. } = &found;

@@ -5,13 +5,13 @@ use clap::Args;
 
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{Device, devices};
-use crate::comm::{answer_trial, mpi};
+use crate::comm::{mpi, run_nccl_probe};
 use crate::error::{Error, Result};
-use crate::gpu_assignment::small;
+use crate::gpu_assignment::open_for_probe;
 
 /// Arguments of the child process of a rank.
 #[derive(Args, Debug)]
-pub struct TogetherArgs {
+pub struct NcclProbeArgs {
     /// The rank.
     rank: usize,
     /// The number of ranks of the job.
@@ -22,19 +22,19 @@ pub struct TogetherArgs {
 
 /// Exchanges GPU memory by MPI with the other process of the probe; each uses another GPU of this
 /// node, if there are two.
-pub fn run() -> Result<()> {
+pub fn probe_cuda_aware_mpi() -> Result<()> {
     match devices().unwrap_or(0) {
-        0 => mpi::prove(|_| Ok(Cpu::new(1))),
-        gpus => mpi::prove(|number| small(&Device::open(number % gpus)?)),
+        0 => mpi::run_cuda_probe(|_| Ok(Cpu::new(1))),
+        gpus => mpi::run_cuda_probe(|number| open_for_probe(&Device::open(number % gpus)?)),
     }
 }
 
 /// Exchanges memory of a rank's GPU by NCCL with the child processes of the other ranks.
-pub fn together(args: &TogetherArgs) -> Result<()> {
+pub fn probe_nccl(args: &NcclProbeArgs) -> Result<()> {
     for number in 0..devices()? {
         let device = Device::open(number)?;
         if device.id == args.device {
-            return answer_trial(&small(&device)?, args.rank, args.ranks);
+            return run_nccl_probe(&open_for_probe(&device)?, args.rank, args.ranks);
         }
     }
     Err(Error::input(format!("this process does not see GPU {}", args.device)))

@@ -8,7 +8,7 @@ use clap::Args;
 use serde::Deserialize;
 
 use super::eval::watch_on_device;
-use super::servers::{coordinate_as, serve_as, work_as};
+use super::servers::{coordinate_run, serve_run, work_for_run};
 use super::train::RunArgs;
 use crate::comm::single;
 use crate::config::Config;
@@ -22,7 +22,7 @@ const TF_CONFIG: &str = "TF_CONFIG";
 
 /// Arguments of `hpctrain ps auto`.
 #[derive(Args)]
-pub struct RoleArgs {
+pub struct AutoArgs {
     /// Number of parameter servers, with RANK and WORLD_SIZE; TF_CONFIG lists its own.
     #[arg(long, value_name = "N", default_value_t = 0)]
     servers: usize,
@@ -83,7 +83,7 @@ struct TfTask {
 /// `WORLD_SIZE`.
 fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> {
     if let Some(text) = env(TF_CONFIG) {
-        return of_tf_config(&text);
+        return task_from_tf_config(&text);
     }
     let number = |name: &str| -> Result<Option<usize>> {
         let Some(text) = env(name) else { return Ok(None) };
@@ -123,7 +123,7 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> 
 /// # Errors
 /// Returns an error if `text` is not JSON of that form, its task is not in the cluster, or the
 /// cluster does not have one chief and at least one server.
-pub fn of_tf_config(text: &str) -> Result<PsTask> {
+pub fn task_from_tf_config(text: &str) -> Result<PsTask> {
     let hint = r#"such as {"cluster": {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}, "task": {"type": "worker", "index": 0}}"#;
     let wrong = |what: String| Error::input(format!("{TF_CONFIG}: {what}")).hint(hint);
     let TfConfig { cluster, task } =
@@ -178,9 +178,9 @@ fn directory(config: &Config) -> Result<PathBuf> {
 }
 
 /// Runs the role of this process and returns the exit code.
-pub fn run(args: &RoleArgs) -> i32 {
+pub fn run(args: &AutoArgs) -> i32 {
     let run_role = || {
-        signals::listen()?;
+        signals::record_signals()?;
         let task = task(|name| std::env::var(name).ok(), args.servers)?;
         let mut request = args.run.request(None)?;
         let run = directory(&request.config)?;
@@ -189,22 +189,22 @@ pub fn run(args: &RoleArgs) -> i32 {
             PsTask::Coordinate { servers, workers, address } => {
                 request.config.parameter_server.address =
                     request.config.parameter_server.address.or(address);
-                Ok(coordinate_as(request, servers, Some(workers)))
+                Ok(coordinate_run(request, servers, Some(workers)))
             }
             PsTask::Serve { address } => {
-                serve_as(&run, address.or(request.config.parameter_server.address), timeout)
+                serve_run(&run, address.or(request.config.parameter_server.address), timeout)
                     .map(|()| 0)
             }
-            PsTask::Work => work_as(&run, timeout),
+            PsTask::Work => work_for_run(&run, timeout),
             PsTask::Evaluate => {
                 let request = evaluate::SidecarOptions {
                     run,
                     watch: true,
                     policy: Policy::Latest,
-                    timeout: Some(evaluate::ABANDONED),
+                    timeout: Some(evaluate::TRAINER_TIMEOUT),
                     overrides: vec![],
                     threads: std::thread::available_parallelism().map_or(1, usize::from),
-                    beside_trainer: false,
+                    in_trainer_job: false,
                 };
                 watch_on_device(&single(), &request).map(|outcome| outcome.exit_code())
             }
@@ -226,15 +226,15 @@ mod tests {
     #[test]
     fn tf_config_assigns_the_role() {
         let chief = PsTask::Coordinate { servers: 2, workers: 2, address: Some("a:2222".into()) };
-        assert_eq!(of_tf_config(&tf("chief", 0)).unwrap(), chief);
+        assert_eq!(task_from_tf_config(&tf("chief", 0)).unwrap(), chief);
         assert_eq!(
-            of_tf_config(&tf("ps", 1)).unwrap(),
+            task_from_tf_config(&tf("ps", 1)).unwrap(),
             PsTask::Serve { address: Some("b2:2222".into()) }
         );
-        assert_eq!(of_tf_config(&tf("worker", 1)).unwrap(), PsTask::Work);
-        assert_eq!(of_tf_config(&tf("evaluator", 0)).unwrap(), PsTask::Evaluate);
+        assert_eq!(task_from_tf_config(&tf("worker", 1)).unwrap(), PsTask::Work);
+        assert_eq!(task_from_tf_config(&tf("evaluator", 0)).unwrap(), PsTask::Evaluate);
         let wrong = |text: &str, words: &str| {
-            let error = of_tf_config(text).unwrap_err().to_string();
+            let error = task_from_tf_config(text).unwrap_err().to_string();
             assert!(error.contains(words) && error.contains("hint: such as"), "{error}");
         };
         wrong("{", "TF_CONFIG: EOF while parsing an object at line 1 column 1");

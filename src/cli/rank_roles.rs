@@ -11,7 +11,7 @@ use crate::topology::Topology;
 
 /// The command by which a process was started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Start {
+pub enum StartCommand {
     /// `hpctrain train --evaluators N --servers N`.
     Train {
         /// The number of ranks started by `train` that evaluate instead.
@@ -35,15 +35,15 @@ pub enum RankRole {
 }
 
 /// The role of this rank, with the communicators that go with it.
-pub struct Role {
+pub struct RankAssignment {
     /// All ranks of the job.
-    pub everyone: Comm<Cpu>,
+    pub job: Comm<Cpu>,
     /// A communicator of the ranks of the same role.
     pub comm: Comm<Cpu>,
     /// A communicator of all ranks that train or serve; on an evaluator, of all evaluators.
-    pub side: Comm<Cpu>,
+    pub peers: Comm<Cpu>,
     /// The role.
-    pub part: RankRole,
+    pub role: RankRole,
     /// The numbers of training ranks and of servers.
     pub counts: (usize, usize),
     /// Whether the job has both evaluators and other ranks.
@@ -52,16 +52,16 @@ pub struct Role {
     pub threads: usize,
 }
 
-impl Role {
+impl RankAssignment {
     /// Determines the role of this rank. Collective over the job.
     ///
     /// # Errors
     /// Returns an error if no rank would be left to train, or a message between ranks fails.
-    pub fn find(everyone: &Comm<Cpu>, start: Start) -> Result<Self> {
+    pub fn find(everyone: &Comm<Cpu>, start: StartCommand) -> Result<Self> {
         let world = everyone.world();
         let message = serde_json::to_vec(&start).map_err(|e| Error::internal(e.to_string()))?;
         let messages = world.gather_bytes(message).wait()?;
-        let starts: Vec<Start> = messages
+        let starts: Vec<StartCommand> = messages
             .iter()
             .map(|bytes| serde_json::from_slice(bytes))
             .collect::<Result<_, _>>()
@@ -87,25 +87,25 @@ impl Role {
         };
         let threads = Topology::gather(&world, everyone.node().host)?.threads();
         let counts = (roles.len() - evaluators - servers, servers);
-        Ok(Self { everyone: everyone.clone(), comm, side, part, counts, mixed, threads })
+        Ok(Self { job: everyone.clone(), comm, peers: side, role: part, counts, mixed, threads })
     }
 
     /// Aborts the job after an error that all ranks but the evaluators share, for which the
     /// evaluators would otherwise wait forever.
     pub fn release_evaluators(&self, error: &Error) {
-        if self.mixed && error.is_shared() && self.side.rank() == 0 {
+        if self.mixed && error.is_shared() && self.peers.rank() == 0 {
             fail(error);
-            self.everyone.abort(error.exit_code());
+            self.job.abort(error.exit_code());
         }
     }
 }
 
 /// Returns the role of each rank. Of the ranks that `train` started, the last `evaluators`
 /// evaluate, the `servers` before them are parameter servers, and the rest train.
-fn assign(starts: &[Start]) -> Result<Vec<RankRole>> {
+fn assign(starts: &[StartCommand]) -> Result<Vec<RankRole>> {
     let requests = starts.iter().filter_map(|start| match start {
-        Start::Train { evaluators, servers } => Some((*evaluators, *servers)),
-        Start::Evaluate => None,
+        StartCommand::Train { evaluators, servers } => Some((*evaluators, *servers)),
+        StartCommand::Evaluate => None,
     });
     let count = requests.clone().count();
     let evaluators = requests.clone().map(|(evaluators, _)| evaluators).max().unwrap_or(0);
@@ -127,8 +127,8 @@ fn assign(starts: &[Start]) -> Result<Vec<RankRole>> {
     }
     let workers = count - evaluators - servers;
     let mut number = 0;
-    let mut role = |start: &Start| {
-        if *start == Start::Evaluate {
+    let mut role = |start: &StartCommand| {
+        if *start == StartCommand::Evaluate {
             return RankRole::Evaluates;
         }
         number += 1;
@@ -148,14 +148,20 @@ mod tests {
     #[test]
     fn the_last_training_ranks_evaluate_and_those_before_serve() {
         use RankRole::{Evaluates, Serves, Trains};
-        let start = |evaluators, servers| Start::Train { evaluators, servers };
+        let start = |evaluators, servers| StartCommand::Train { evaluators, servers };
         let plain = start(0, 0);
         let one = start(1, 0);
         assert_eq!(assign(&[plain; 2]).unwrap(), [Trains, Trains]);
         assert_eq!(assign(&[one; 3]).unwrap(), [Trains, Trains, Evaluates]);
-        assert_eq!(assign(&[Start::Evaluate, plain, plain]).unwrap(), [Evaluates, Trains, Trains]);
-        assert_eq!(assign(&[Start::Evaluate; 2]).unwrap(), [Evaluates, Evaluates]);
-        assert_eq!(assign(&[one, Start::Evaluate, one]).unwrap(), [Trains, Evaluates, Evaluates]);
+        assert_eq!(
+            assign(&[StartCommand::Evaluate, plain, plain]).unwrap(),
+            [Evaluates, Trains, Trains]
+        );
+        assert_eq!(assign(&[StartCommand::Evaluate; 2]).unwrap(), [Evaluates, Evaluates]);
+        assert_eq!(
+            assign(&[one, StartCommand::Evaluate, one]).unwrap(),
+            [Trains, Evaluates, Evaluates]
+        );
         assert_eq!(
             assign(&[start(1, 2); 5]).unwrap(),
             [Trains, Trains, Serves(0), Serves(1), Evaluates]

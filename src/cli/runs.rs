@@ -29,10 +29,10 @@ pub struct RunsArgs {
 
 /// Prints the table of runs.
 pub fn run(args: &RunsArgs) -> Result<()> {
-    let found = Listing::of(&args.root, args.sort)?;
+    let found = Listing::scan(&args.root, args.sort)?;
     if args.json {
         return json(&found);
     }
-    say(found.told().trim_end());
+    say(found.to_table().trim_end());
     Ok(())
 }

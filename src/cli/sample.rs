@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::with_checkpoint::{self, LoadedCheckpoint, Work};
+use super::with_checkpoint::{self, CheckpointCommand, LoadedCheckpoint};
 use crate::backend::Kernels;
 use crate::checkpoint::{Manifest, Reader};
 use crate::comm::Launch;
@@ -143,7 +143,7 @@ impl SampleArgs {
 /// depend on its neighbours.
 const MARGIN: usize = 8;
 
-impl Work for SampleArgs {
+impl CheckpointCommand for SampleArgs {
     fn config(&self, reader: &Reader) -> Result<Config> {
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
             return Err(Error::input(format!(
@@ -156,7 +156,7 @@ impl Work for SampleArgs {
         model::config_on(reader, &self.overrides, None)
     }
 
-    fn on<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
+    fn execute<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
         let mut model = found.network()?;
         let (tokenizer, prompts) = self.encoded(found.reader.manifest())?;
         let context = found.plan.network.context();

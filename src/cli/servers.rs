@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::rank_roles::{RankRole, Role};
+use super::rank_roles::{RankAssignment, RankRole};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, single};
 use crate::config::{self, Batch, Config, ParameterServer};
 use crate::error::{Error, Result};
-use crate::gpu_assignment::{cpu, cpu_can, cpu_name, place};
+use crate::gpu_assignment::{assign_gpus, check_cpu, cpu_name, open_cpu};
 use crate::job::{exit_on_panic, fail};
 use crate::run_dir::RunOutcome;
 use crate::servers::{
@@ -64,7 +64,7 @@ pub struct StatusArgs {
 ///
 /// # Errors
 /// Returns an error if such a key is not at its default.
-pub fn check_without(config: &Config) -> Result<()> {
+pub fn check_no_server_keys(config: &Config) -> Result<()> {
     let comm = config::Comm { interface: None, encrypt: true, ..config.comm };
     let batch = Batch { worker: None, ..config.batch };
     let without =
@@ -90,14 +90,14 @@ pub fn check_without(config: &Config) -> Result<()> {
 ///
 /// # Errors
 /// Returns an error if the run cannot start, on all ranks, or if this rank fails.
-pub fn take_part(role: &Role, mut request: TrainRequest) -> Result<i32> {
+pub fn run_rank(role: &RankAssignment, mut request: TrainRequest) -> Result<i32> {
     let (workers, servers) = role.counts;
     let timeout = Duration::from_secs(request.config.parameter_server.timeout);
     if role.mixed {
         request.config.eval.inline = false;
     }
     let config = request.config.clone();
-    let coordinates = role.part == RankRole::Serves(0);
+    let coordinates = role.role == RankRole::Serves(0);
     let options = CoordinatorOptions {
         run: request,
         servers,
@@ -105,24 +105,27 @@ pub fn take_part(role: &Role, mut request: TrainRequest) -> Result<i32> {
         log: "coordinator".into(),
     };
     let opened = coordinates.then(|| CoordinatorRun::open(options)).transpose();
-    let opened = role.side.world().all_ok(opened).inspect_err(|e| role.release_evaluators(e))?;
+    let opened = role.peers.world().all_ok(opened).inspect_err(|e| role.release_evaluators(e))?;
     let own = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
-    let gathered =
-        role.everyone.world().gather_bytes(own.unwrap_or_default().into_bytes()).wait()?;
+    let gathered = role.job.world().gather_bytes(own.unwrap_or_default().into_bytes()).wait()?;
     let run = gathered
         .iter()
         .find(|path| !path.is_empty())
         .ok_or_else(|| Error::internal("no rank sent the directory of the run"))?;
-    let site = PsRendezvous::of(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
-    let RankRole::Serves(_) = role.part else {
-        let options =
-            WorkerOptions { site, patience: timeout, threads: role.threads, leaves: false };
+    let site = PsRendezvous::for_run(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
+    let RankRole::Serves(_) = role.role else {
+        let options = WorkerOptions {
+            rendezvous: site,
+            timeout,
+            threads: role.threads,
+            leaves_on_signal: false,
+        };
         return work_on_device(&role.comm, &config, &options);
     };
     let server = ServerOptions {
-        site,
+        rendezvous: site,
         address: config.parameter_server.address.as_deref().and_then(host_of),
-        patience: timeout,
+        timeout,
         threads: role.threads,
     };
     std::thread::scope(|scope| {
@@ -148,10 +151,10 @@ fn code_of(ended: Result<RunOutcome>) -> i32 {
 
 /// Runs a worker on the device that `run.device` selects. Collective over the workers of a job.
 fn work_on_device(comm: &Comm<Cpu>, config: &Config, options: &WorkerOptions) -> Result<i32> {
-    match place(comm, config)? {
+    match assign_gpus(comm, config)? {
         None => {
-            comm.world().all_ok(cpu_can(config))?;
-            work(options, &cpu_name(config), cpu)
+            comm.world().all_ok(check_cpu(config))?;
+            work(options, &cpu_name(config), open_cpu)
         }
         Some(gpu) => work(options, &gpu.name()?, |plan| gpu.backend(plan)),
     }
@@ -170,7 +173,7 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
     }
     let config = request.config.clone();
     let workers = ranks - servers;
-    cpu_can(&config)?;
+    check_cpu(&config)?;
     exit_on_panic("simulate");
     let timeout = Duration::from_secs(config.parameter_server.timeout);
     let threads = request.threads.unwrap_or(1);
@@ -180,20 +183,20 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
         workers: Some(workers),
         log: "coordinator".into(),
     })?;
-    let site = PsRendezvous::of(opened.directory());
+    let site = PsRendezvous::for_run(opened.directory());
     let server = ServerOptions {
-        site: site.clone(),
+        rendezvous: site.clone(),
         address: config.parameter_server.address.as_deref().and_then(host_of),
-        patience: timeout,
+        timeout,
         threads,
     };
-    let worker = WorkerOptions { site, patience: timeout, threads, leaves: false };
+    let worker = WorkerOptions { rendezvous: site, timeout, threads, leaves_on_signal: false };
     let device = cpu_name(&config);
     std::thread::scope(|scope| {
         let coordinator = scope.spawn(|| opened.run());
         let serving: Vec<_> = (0..servers).map(|_| scope.spawn(|| serve(&server))).collect();
         let working: Vec<_> =
-            (0..workers).map(|_| scope.spawn(|| work(&worker, &device, cpu))).collect();
+            (0..workers).map(|_| scope.spawn(|| work(&worker, &device, open_cpu))).collect();
         let panicked = || Error::internal("a thread panicked");
         let ended = coordinator.join().map_err(|_| panicked())?;
         // The coordinator reports the errors of servers and workers.
@@ -204,7 +207,7 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
 }
 
 /// Coordinates a run whose servers and workers are separate processes; returns the exit code.
-pub fn coordinate_as(run: TrainRequest, servers: usize, workers: Option<usize>) -> i32 {
+pub fn coordinate_run(run: TrainRequest, servers: usize, workers: Option<usize>) -> i32 {
     match CoordinatorRun::open(CoordinatorOptions {
         run,
         servers,
@@ -221,9 +224,9 @@ pub fn coordinate_as(run: TrainRequest, servers: usize, workers: Option<usize>) 
 }
 
 /// Runs `hpctrain ps server` and returns the exit code.
-pub fn serve_alone(args: &ServerArgs) -> i32 {
+pub fn run_server(args: &ServerArgs) -> i32 {
     exit_on_panic("server");
-    let served = serve_as(&args.run, args.address.clone(), Duration::from_secs(args.timeout));
+    let served = serve_run(&args.run, args.address.clone(), Duration::from_secs(args.timeout));
     served.map_or_else(|e| fail(&e), |()| 0)
 }
 
@@ -232,20 +235,20 @@ pub fn serve_alone(args: &ServerArgs) -> i32 {
 /// # Errors
 /// Returns an error if the server cannot listen on the address, or the coordinator is gone for
 /// longer than `timeout`.
-pub fn serve_as(run: &Path, address: Option<String>, timeout: Duration) -> Result<()> {
+pub fn serve_run(run: &Path, address: Option<String>, timeout: Duration) -> Result<()> {
     serve(&ServerOptions {
-        site: PsRendezvous::of(run),
+        rendezvous: PsRendezvous::for_run(run),
         address,
-        patience: timeout,
+        timeout,
         threads: cores(),
     })
 }
 
 /// Runs `hpctrain ps worker` and returns the exit code.
-pub fn work_alone(args: &WorkerArgs) -> i32 {
+pub fn run_worker(args: &WorkerArgs) -> i32 {
     exit_on_panic("worker");
-    let worked =
-        signals::listen().and_then(|()| work_as(&args.run, Duration::from_secs(args.timeout)));
+    let worked = signals::record_signals()
+        .and_then(|()| work_for_run(&args.run, Duration::from_secs(args.timeout)));
     worked.unwrap_or_else(|e| fail(&e))
 }
 
@@ -255,12 +258,12 @@ pub fn work_alone(args: &WorkerArgs) -> i32 {
 /// # Errors
 /// Returns an error if the coordinator is gone for longer than `timeout`, the data cannot be read,
 /// or the device fails.
-pub fn work_as(run: &Path, timeout: Duration) -> Result<i32> {
+pub fn work_for_run(run: &Path, timeout: Duration) -> Result<i32> {
     let options = WorkerOptions {
-        site: PsRendezvous::of(run),
-        patience: timeout,
+        rendezvous: PsRendezvous::for_run(run),
+        timeout,
         threads: cores(),
-        leaves: true,
+        leaves_on_signal: true,
     };
     match config_of_run(&options)? {
         Err(code) => Ok(code),
@@ -278,10 +281,10 @@ fn cores() -> usize {
 /// # Errors
 /// Returns an error if the run has no coordinator that answers.
 pub fn status(args: &StatusArgs) -> Result<()> {
-    let status = crate::servers::status(&PsRendezvous::of(&args.run))?;
+    let status = crate::servers::status(&PsRendezvous::for_run(&args.run))?;
     if args.json {
         return super::json(&status);
     }
-    say(crate::servers::told(&status));
+    say(crate::servers::format_status(&status));
     Ok(())
 }

@@ -27,8 +27,8 @@ pub struct SimulateArgs {
 pub fn run(args: &SimulateArgs) -> i32 {
     let ranks = usize::from(args.ranks);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let request = signals::listen()
-        .and_then(|()| args.run.request_of_job(args.servers, Some((cores / ranks).max(1))));
+    let request = signals::record_signals()
+        .and_then(|()| args.run.job_request(args.servers, Some((cores / ranks).max(1))));
     let simulate = |request: TrainRequest| match args.servers {
         0 => simulate(ranks, &request),
         servers => super::servers::simulate(ranks, servers, request),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::comm::{MEETING, TcpRendezvous, write_secret};
+use crate::comm::{RENDEZVOUS_VARIABLE, TcpRendezvous, write_secret};
 use crate::error::{Error, Result};
 use crate::job::fail;
 use crate::run_dir::REQUEUE;
@@ -53,7 +53,7 @@ impl RendezvousDir {
         let folder =
             builder.prefix(PREFIX).permissions(Permissions::from_mode(0o700)).tempdir_in(root);
         let folder = folder.map_err(|e| Error::io("create a directory in", root, e))?;
-        user_dirs::directory(folder.path())?;
+        user_dirs::private_directory(folder.path())?;
         let path = folder.path().join(LOCK);
         let lock = user_dirs::lock_file(&path)?;
         lock.try_lock().map_err(|e| Error::io("lock", &path, e.to_string()))?;
@@ -68,13 +68,13 @@ fn remove_abandoned(root: &Path) {
     for entry in root.read_dir().into_iter().flatten().flatten() {
         let path = entry.path();
         let has_prefix = entry.file_name().to_string_lossy().starts_with(PREFIX);
-        if !has_prefix || !user_dirs::is_my_directory(&path) {
+        if !has_prefix || !user_dirs::is_own_directory(&path) {
             continue;
         }
         // A launcher creates the lock before the secret: without a lock, there is no secret to
         // remove.
         let lock = path.join(LOCK);
-        if user_dirs::is_mine(&lock)
+        if user_dirs::is_own_file(&lock)
             && user_dirs::lock_file(&lock).is_ok_and(|lock| lock.try_lock().is_ok())
         {
             match std::fs::remove_dir_all(&path) {
@@ -90,7 +90,7 @@ fn remove_abandoned(root: &Path) {
 }
 
 fn spawn(ranks: usize) -> Result<i32> {
-    signals::listen()?;
+    signals::record_signals()?;
     let rendezvous = RendezvousDir::new(&std::env::temp_dir())?;
     let program = std::env::current_exe()
         .map_err(|e| Error::internal(format!("cannot find this program: {e}")))?;
@@ -98,8 +98,10 @@ fn spawn(ranks: usize) -> Result<i32> {
     let mut job = Job { ranks: Vec::with_capacity(ranks) };
     for rank in 0..ranks {
         let meeting = TcpRendezvous { dir: rendezvous.folder.path().into(), rank, ranks };
-        let child =
-            Command::new(&program).args(&arguments).env(MEETING, meeting.to_string()).spawn();
+        let child = Command::new(&program)
+            .args(&arguments)
+            .env(RENDEZVOUS_VARIABLE, meeting.to_string())
+            .spawn();
         job.ranks.push(child.map_err(|e| Error::io("start", &program, e))?);
     }
     Ok(job.wait())
@@ -119,7 +121,7 @@ impl Job {
         let mut failed = None;
         while codes.contains(&None) {
             std::thread::sleep(POLL_INTERVAL);
-            let signal = signals::came();
+            let signal = signals::last_signal();
             if signal != forwarded {
                 forwarded = signal;
                 self.forward(signal);

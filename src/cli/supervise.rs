@@ -6,7 +6,9 @@ use super::train::TrainArgs;
 use crate::config::check_ranks;
 use crate::error::{Error, Result};
 use crate::job::fail;
-use crate::supervise::{AGENT, HOSTS, HostList, Hosts, RANKS, SuperviseOptions, supervise};
+use crate::supervise::{
+    AGENT, HOSTS_PLACEHOLDER, HostList, Hosts, RANKS_PLACEHOLDER, SuperviseOptions, supervise,
+};
 
 /// Arguments of `hpctrain supervise`.
 #[derive(Debug, Args)]
@@ -48,9 +50,9 @@ pub fn run(args: SuperviseArgs) -> i32 {
 fn options(args: SuperviseArgs) -> Result<SuperviseOptions> {
     let SuperviseArgs { retries, requeue, hosts, agent, command } = args;
     let hosts = hosts.map(|list| parse_hosts(&list, &agent, &command)).transpose()?;
-    let placeholder = command
-        .iter()
-        .find(|word| hosts.is_none() && (word.contains(HOSTS) || word.contains(RANKS)));
+    let placeholder = command.iter().find(|word| {
+        hosts.is_none() && (word.contains(HOSTS_PLACEHOLDER) || word.contains(RANKS_PLACEHOLDER))
+    });
     if let Some(word) = placeholder {
         return Err(Error::input(format!("{word} in the command, but no --hosts"))
             .hint("hpctrain supervise --hosts node1:8,node2:8 -- mpirun --host {hosts} -np {ranks} hpctrain train"));
@@ -62,8 +64,10 @@ fn options(args: SuperviseArgs) -> Result<SuperviseOptions> {
 fn parse_hosts(list: &str, agent: &str, command: &[String]) -> Result<Hosts> {
     let list: HostList = list.parse()?;
     let hint = "hpctrain supervise --hosts node1:8,node2:8 -- mpirun --host {hosts} -np {ranks} hpctrain train";
-    if !command.iter().any(|word| word.contains(HOSTS)) {
-        return Err(Error::input(format!("--hosts, but no {HOSTS} in the command")).hint(hint));
+    if !command.iter().any(|word| word.contains(HOSTS_PLACEHOLDER)) {
+        return Err(
+            Error::input(format!("--hosts, but no {HOSTS_PLACEHOLDER} in the command")).hint(hint)
+        );
     }
     // The arguments of `train` give the layout, and so the allowed numbers of ranks.
     let Some(at) = command.iter().rposition(|word| word == "train") else {
@@ -74,7 +78,7 @@ fn parse_hosts(list: &str, agent: &str, command: &[String]) -> Result<Hosts> {
             .hint(hint)
     })?;
     let config = training.train.config()?;
-    let others = training.train.ranks_beside();
+    let others = training.train.non_training_ranks();
     let fits = |ranks: usize| match ranks.checked_sub(others).filter(|training| *training > 0) {
         Some(training) => check_ranks(&config, training),
         None => Err(Error::input(format!(

@@ -7,9 +7,9 @@ use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::{Arg, Args, Command};
 
 use super::eval::evaluate;
-use super::rank_roles::{RankRole, Role, Start};
+use super::rank_roles::{RankAssignment, RankRole, StartCommand};
 use super::servers;
-use super::with_checkpoint::{patience, seconds};
+use super::with_checkpoint::{comm_timeout, seconds};
 use crate::comm::Launch;
 use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
 use crate::run_dir::{RestoreScope, Resume};
 use crate::signals;
-use crate::train::{Customization, TrainRequest, check_alike, train};
+use crate::train::{Customization, TrainRequest, check_same_config, train};
 
 /// The sources of the configuration.
 #[derive(Args)]
@@ -114,7 +114,7 @@ pub struct TrainArgs {
 
 impl TrainArgs {
     /// Returns the options of the job's evaluators. The trainer sends them the run's directory.
-    fn sidecar_options(&self, role: &Role) -> evaluate::SidecarOptions {
+    fn sidecar_options(&self, role: &RankAssignment) -> evaluate::SidecarOptions {
         evaluate::SidecarOptions {
             run: PathBuf::new(),
             watch: true,
@@ -122,7 +122,7 @@ impl TrainArgs {
             timeout: None,
             overrides: vec![],
             threads: role.threads,
-            beside_trainer: true,
+            in_trainer_job: true,
         }
     }
 
@@ -132,7 +132,7 @@ impl TrainArgs {
     }
 
     /// Returns the number of ranks of the job that do not train.
-    pub fn ranks_beside(&self) -> usize {
+    pub fn non_training_ranks(&self) -> usize {
         self.evaluators + self.servers
     }
 }
@@ -140,10 +140,10 @@ impl TrainArgs {
 impl RunArgs {
     /// Returns the run of a job of which `servers` ranks are parameter servers; refuses keys of
     /// parameter servers if there are none.
-    pub fn request_of_job(&self, servers: usize, threads: Option<usize>) -> Result<TrainRequest> {
+    pub fn job_request(&self, servers: usize, threads: Option<usize>) -> Result<TrainRequest> {
         let request = self.request(threads)?;
         if servers == 0 {
-            servers::check_without(&request.config)?;
+            servers::check_no_server_keys(&request.config)?;
         }
         Ok(request)
     }
@@ -184,39 +184,41 @@ impl RunArgs {
 
 /// Runs one rank and returns its exit code.
 pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
-    if let Err(e) = signals::listen() {
+    if let Err(e) = signals::record_signals() {
         return fail(&e);
     }
     // A rank whose configuration failed still joins the others, so that all end with the error and
     // one of them prints it.
-    let request = args.run.request_of_job(args.servers, None);
+    let request = args.run.job_request(args.servers, None);
     let patience = request
         .as_ref()
-        .map_or_else(|_| patience(&[]), |request| seconds(request.config.comm.timeout));
+        .map_or_else(|_| comm_timeout(&[]), |request| seconds(request.config.comm.timeout));
     job::run(launch, patience, |comm| {
         let request = comm.world().all_ok(request)?;
-        let role =
-            Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
-        if role.part != RankRole::Evaluates {
-            check_alike(&role.side.world(), &request.config)
+        let role = RankAssignment::find(
+            comm,
+            StartCommand::Train { evaluators: args.evaluators, servers: args.servers },
+        )?;
+        if role.role != RankRole::Evaluates {
+            check_same_config(&role.peers.world(), &request.config)
                 .inspect_err(|e| role.release_evaluators(e))?;
         }
-        match role.part {
+        match role.role {
             RankRole::Evaluates => evaluate(&role, args.sidecar_options(&role)),
             RankRole::Trains if role.counts.1 == 0 => train_as(&role, request),
-            RankRole::Trains | RankRole::Serves(_) => servers::take_part(&role, request),
+            RankRole::Trains | RankRole::Serves(_) => servers::run_rank(&role, request),
         }
     })
 }
 
 /// Runs a training rank and returns its exit code.
-fn train_as(role: &Role, mut request: TrainRequest) -> Result<i32> {
+fn train_as(role: &RankAssignment, mut request: TrainRequest) -> Result<i32> {
     if !role.mixed {
         return train(&role.comm, &request, Customization::default(), None)
             .map(|outcome| outcome.exit_code());
     }
     request.config.eval.inline = false;
     request.threads = Some(role.threads);
-    let outcome = train(&role.comm, &request, Customization::default(), Some(&role.everyone));
+    let outcome = train(&role.comm, &request, Customization::default(), Some(&role.job));
     outcome.inspect_err(|e| role.release_evaluators(e)).map(|outcome| outcome.exit_code())
 }

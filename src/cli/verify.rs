@@ -103,7 +103,7 @@ pub struct RankArgs {
 /// Runs one rank of a layout and returns its exit code.
 pub fn run_rank(args: &RankArgs, launch: Option<&Launch>) -> i32 {
     let task = task(&args.task);
-    job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
+    job::run(launch, super::with_checkpoint::comm_timeout(&[]), |comm| {
         let task = comm.world().all_ok(task)?;
         rank(comm, &task, &args.recording).map(|()| 0)
     })

@@ -15,7 +15,7 @@ use crate::data::{ShardIndex, Source, Split};
 use crate::engine::{Model, micro_batches};
 use crate::error::Result;
 use crate::evaluate::model;
-use crate::gpu_assignment::{cpu, place};
+use crate::gpu_assignment::{assign_gpus, open_cpu};
 use crate::job;
 use crate::run_dir::RunDirectory;
 use crate::topology::Topology;
@@ -30,7 +30,7 @@ pub enum SplitChoice {
 }
 
 /// A command that uses a checkpoint.
-pub trait Work {
+pub trait CheckpointCommand {
     /// Returns the checkpoint's configuration with the overrides of the command.
     ///
     /// # Errors
@@ -42,7 +42,7 @@ pub trait Work {
     /// # Errors
     /// Returns an error if the data cannot be read, the result cannot be written, the device fails,
     /// or a message between ranks fails.
-    fn on<B: Kernels>(&self, found: LoadedCheckpoint<'_, B>) -> Result<()>;
+    fn execute<B: Kernels>(&self, found: LoadedCheckpoint<'_, B>) -> Result<()>;
 }
 
 /// A checkpoint, and the ranks that use it.
@@ -67,7 +67,7 @@ impl<B: Kernels> LoadedCheckpoint<'_, B> {
         &self,
         open: impl FnOnce(&mut ShardIndex, &ResolvedConfig) -> Result<D>,
     ) -> Result<D> {
-        let (data, notes) = self.converted(open)?;
+        let (data, notes) = self.data_with_notes(open)?;
         if self.world.rank() == 0 {
             notes.iter().for_each(|note| log::warn!("data: {note}"));
         }
@@ -78,7 +78,7 @@ impl<B: Kernels> LoadedCheckpoint<'_, B> {
     ///
     /// # Errors
     /// Returns the same errors as [`data`](Self::data).
-    pub fn converted<D: Source>(
+    pub fn data_with_notes<D: Source>(
         &self,
         open: impl FnOnce(&mut ShardIndex, &ResolvedConfig) -> Result<D>,
     ) -> Result<(D, Vec<String>)> {
@@ -87,7 +87,7 @@ impl<B: Kernels> LoadedCheckpoint<'_, B> {
             let notes = self.reader.manifest().conform(&mut data)?;
             Ok((data, notes))
         };
-        micro_batches::together(&self.world, opened)
+        micro_batches::open_together(&self.world, opened)
     }
 
     /// Builds the model with the parameters of the checkpoint.
@@ -105,20 +105,25 @@ impl<B: Kernels> LoadedCheckpoint<'_, B> {
 /// Runs `work` with the checkpoint at `path`, or the newest checkpoint of the run there, on the
 /// device of its configuration; returns the exit code. Rank 0 holds a lease on the checkpoint, so
 /// that a running trainer does not remove it.
-pub fn run(work: &impl Work, path: &Path, overrides: &[String], launch: Option<&Launch>) -> i32 {
-    job::run(launch, patience(overrides), |comm| {
+pub fn run(
+    work: &impl CheckpointCommand,
+    path: &Path,
+    overrides: &[String],
+    launch: Option<&Launch>,
+) -> i32 {
+    job::run(launch, comm_timeout(overrides), |comm| {
         let world = comm.world();
         let threads = Topology::gather(&world, comm.node().host)?.threads();
-        let (path, _lease) = resolve_path::together(&world, path)?;
-        let reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
-        comm.watch_apart(&heartbeat_dirs(&path))?;
+        let (path, _lease) = resolve_path::checkpoint_collective(&world, path)?;
+        let reader = Reader::open_collective(&world, &path, || Reader::open(&path))?;
+        comm.watch_in_own_directory(&heartbeat_dirs(&path))?;
         let config = world.all_ok(work.config(&reader))?;
-        comm.wait_at_most(seconds(config.comm.timeout))?;
-        match place(comm, &config)? {
-            None => run_on(work, comm, reader, config, threads, cpu),
-            Some(gpu) => {
-                run_on(work, &gpu.beside(comm), reader, config, threads, |plan| gpu.backend(plan))
-            }
+        comm.set_watchdog_timeout(seconds(config.comm.timeout))?;
+        match assign_gpus(comm, &config)? {
+            None => run_on(work, comm, reader, config, threads, open_cpu),
+            Some(gpu) => run_on(work, &gpu.device_comm(comm), reader, config, threads, |plan| {
+                gpu.backend(plan)
+            }),
         }?;
         Ok(0)
     })
@@ -126,7 +131,7 @@ pub fn run(work: &impl Work, path: &Path, overrides: &[String], launch: Option<&
 
 /// Runs `work` on the backend that `backend` creates.
 fn run_on<B: Kernels>(
-    work: &impl Work,
+    work: &impl CheckpointCommand,
     comm: &Comm<B>,
     reader: Reader,
     config: Config,
@@ -136,12 +141,12 @@ fn run_on<B: Kernels>(
     let world = comm.world();
     let plan = world.all_ok(model::plan(config, world.size(), threads, !B::ON_HOST))?;
     let backend = world.all_ok(backend(&plan))?;
-    work.on(LoadedCheckpoint { reader, plan, world, comm, backend })
+    work.execute(LoadedCheckpoint { reader, plan, world, comm, backend })
 }
 
 /// Returns the time after which a wait for another rank ends the job, `comm.timeout`, as long as
 /// only the overrides of the command line are known.
-pub fn patience(overrides: &[String]) -> Duration {
+pub fn comm_timeout(overrides: &[String]) -> Duration {
     // Unknown keys are refused later, by all ranks together.
     let config = overlay(&Config::default(), overrides).unwrap_or_default();
     seconds(config.comm.timeout)
@@ -175,7 +180,7 @@ pub fn split(config: &Config, choice: Option<SplitChoice>) -> Result<Split> {
         }
         Some(SplitChoice::Train) => Split::Train,
         Some(SplitChoice::Validation) => Split::Validation,
-        None if micro_batches::has(config, Split::Validation)? => Split::Validation,
+        None if micro_batches::has_split(config, Split::Validation)? => Split::Validation,
         None => Split::Train,
     })
 }

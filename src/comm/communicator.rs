@@ -12,7 +12,7 @@ use super::clock;
 use super::device::local_device::LocalDevice;
 use super::device::path::DeviceTransport;
 use super::device::{cuda_aware, host_staged, nccl_p2p};
-use super::exit::{Abort, Exit, leave};
+use super::exit::{Abort, Exit, exit_process};
 use super::health::flight_recorder::{LEAVE, Label, Size};
 use super::health::watchdog::{CODE, Guard, WatchdogContext};
 use super::pending::reply;
@@ -74,8 +74,8 @@ pub fn single<B: Backend>() -> Comm<B> {
         library: "none (one rank)".into(),
         shares_memory: false,
         vendor: false,
-        claims_devices: false,
-        threads: None,
+        claims_cuda_aware: false,
+        thread_level: None,
         staging: 0,
     };
     Comm::new(world, Algorithm::HalvingDoubling, Abort::Exit, Arc::default(), None)
@@ -132,7 +132,7 @@ fn start(
                 timeout.as_secs(),
                 START.as_secs()
             );
-            leave(CODE)
+            exit_process(CODE)
         }
     }
 }
@@ -281,13 +281,13 @@ impl<B: Backend> Comm<B> {
     }
 
     /// Returns true if the MPI library claims to be CUDA-aware. Some claim it where they are not.
-    pub fn claims_devices(&self) -> bool {
-        self.inner.world.claims_devices
+    pub fn claims_cuda_aware(&self) -> bool {
+        self.inner.world.claims_cuda_aware
     }
 
     /// Returns the thread level of MPI, such as `MPI_THREAD_FUNNELED`, or `None` without MPI.
     pub fn thread_level(&self) -> Option<&'static str> {
-        self.inner.world.threads
+        self.inner.world.thread_level
     }
 
     /// Returns the default algorithm of groups.
@@ -302,7 +302,7 @@ impl<B: Backend> Comm<B> {
 
     /// Returns the most bytes of staging memory that messages may need.
     pub fn staging(&self) -> usize {
-        let on_device = match self.device_path() {
+        let on_device = match self.device_transport() {
             Some(_) if self.size() == 1 => 0,
             None => 0,
             Some(DeviceTransport::HostStaged) => host_staged::BYTES,
@@ -312,7 +312,9 @@ impl<B: Backend> Comm<B> {
             Some(DeviceTransport::Nccl) => {
                 let chunk = nccl_p2p::chunk(self.slot, self.size());
                 let terms = nccl_p2p::terms(chunk, chunk, self.size()) * size_of::<f32>();
-                cuda_aware::BYTES + algorithms::staging(self.size()) + nccl_p2p::PLACES * terms
+                cuda_aware::BYTES
+                    + algorithms::staging(self.size())
+                    + nccl_p2p::SCRATCH_SLOTS * terms
             }
         };
         self.inner.world.staging + on_device
@@ -326,19 +328,19 @@ impl<B: Backend> Comm<B> {
     }
 
     /// Returns a handle with a device transport and the reason for it.
-    pub(super) fn because(&self, path: DeviceTransport, why: Arc<str>) -> Self {
+    pub(super) fn with_transport_and_reason(&self, path: DeviceTransport, why: Arc<str>) -> Self {
         Self { path, why: Some(why), ..self.clone() }
     }
 
     /// Returns a handle whose host-staged messages go in chunks of `words` words instead of 4 MiB.
     /// All ranks must pass the same.
     #[must_use]
-    pub fn in_chunks(&self, words: usize) -> Self {
+    pub fn with_staging_chunk(&self, words: usize) -> Self {
         Self { slot: words.max(1), ..self.clone() }
     }
 
     /// Returns the device transport, or `None` if the backend's memory is the host's.
-    pub fn device_path(&self) -> Option<DeviceTransport> {
+    pub fn device_transport(&self) -> Option<DeviceTransport> {
         (!B::ON_HOST).then_some(self.path)
     }
 
@@ -349,14 +351,14 @@ impl<B: Backend> Comm<B> {
 
     /// Frees the device memory and the device communicators that messages have used so far.
     /// Collective over the world.
-    pub(super) fn forget_devices(&self) -> Result<()> {
+    pub(super) fn free_device_resources(&self) -> Result<()> {
         let world = self.home.clone();
         let label = self.label("forget", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
         self.inner.submit(CommRequest::run(move |state| {
             reply.send(state.collective(&world, &label, |state| {
-                state.device_comms.part(&mut *state.transport);
-                state.room.empty(&state.shared);
+                state.device_comms.finalize(&mut *state.transport);
+                state.device_scratch.empty(&state.shared);
                 Ok(())
             }));
         }));
@@ -366,7 +368,7 @@ impl<B: Backend> Comm<B> {
     /// Counts staging memory in the backend's memory statistics.
     pub fn count_memory(&self, backend: B) {
         self.inner.shared.count_staging(Box::new(move |bytes| {
-            backend.ledger().take(MemoryKind::Communication, bytes)
+            backend.memory_stats().record_alloc(MemoryKind::Communication, bytes)
         }));
     }
 
@@ -465,7 +467,7 @@ impl Inner {
     }
 
     /// Returns what the watchdog needs to know of this rank.
-    pub fn seat(&self) -> WatchdogContext {
+    pub fn watchdog_context(&self) -> WatchdogContext {
         let Self { world, shared, exit, has_roles, .. } = self;
         WatchdogContext {
             shared: shared.clone(),
@@ -484,7 +486,7 @@ impl Inner {
         let mut watch = self.watch();
         let guard = match watch.take() {
             Some(guard) => guard,
-            None => Guard::start(self.seat())?,
+            None => Guard::start(self.watchdog_context())?,
         };
         let done = act(&guard);
         *watch = Some(guard);
@@ -515,7 +517,7 @@ impl Inner {
             };
             worker.submit(CommRequest::run(move |state| {
                 if state.failure().is_none() {
-                    state.shared.ledger().begin(&world, &label);
+                    state.shared.flight_recorder().begin(&world, &label);
                 }
             }));
             worker.end();

@@ -68,7 +68,7 @@ impl Exit {
                 if self.has_others {
                     std::thread::sleep(ABORT_TIMEOUT);
                 }
-                leave(code)
+                exit_process(code)
             }
         }
     }
@@ -79,13 +79,13 @@ impl Exit {
             self.request_abort(code);
             std::thread::sleep(ABORT_TIMEOUT);
         }
-        leave(code)
+        exit_process(code)
     }
 }
 
 /// Exits this process. The exit handlers of libraries may wait for a lock that a stuck thread
 /// holds, so after [`ABORT_TIMEOUT`] the process aborts without them.
-pub fn leave(code: i32) -> ! {
+pub fn exit_process(code: i32) -> ! {
     let abort_later = || {
         std::thread::sleep(ABORT_TIMEOUT);
         std::process::abort()

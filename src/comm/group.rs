@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::algorithms::{self, Algorithm, Call, Operation, bytes};
-use super::autotune::table::Table;
+use super::autotune::table::AlgorithmTable;
 use super::communicator::{Comm, WORLD};
 use super::device::cuda_aware::CudaAware;
 use super::device::host_staged::PinnedStaging;
@@ -27,7 +27,7 @@ use hpctrain_device::{Backend, CommBuffer};
 pub struct Group<B: Backend> {
     comm: Comm<B>,
     members: GroupRanks,
-    table: Arc<Table>,
+    table: Arc<AlgorithmTable>,
     name: &'static str,
     /// The name of the unit that requests through this handle concern.
     unit: Option<Arc<str>>,
@@ -64,7 +64,7 @@ impl<B: Backend> Comm<B> {
 
 impl<B: Backend> Group<B> {
     fn new(comm: Comm<B>, members: GroupRanks) -> Self {
-        let table = Arc::new(Table::always(comm.algorithm()));
+        let table = Arc::new(AlgorithmTable::uniform(comm.algorithm()));
         Self { comm, members, table, name: "group", unit: None }
     }
 
@@ -85,12 +85,12 @@ impl<B: Backend> Group<B> {
 
     /// Returns the same group with the algorithms of `table`, which must be the same on all ranks.
     #[must_use]
-    pub fn with_algorithms(&self, table: Table) -> Self {
+    pub fn with_algorithms(&self, table: AlgorithmTable) -> Self {
         Self { table: Arc::new(table), ..self.clone() }
     }
 
     /// Returns the algorithms of the operations.
-    pub fn table(&self) -> &Table {
+    pub fn table(&self) -> &AlgorithmTable {
         &self.table
     }
 
@@ -108,8 +108,8 @@ impl<B: Backend> Group<B> {
     /// vendor collectives. With `exact`, only those that add in the order of
     /// [`Algorithm::HalvingDoubling`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
-        let vendor =
-            self.comm.inner.world.vendor || self.comm.device_path() == Some(DeviceTransport::Nccl);
+        let vendor = self.comm.inner.world.vendor
+            || self.comm.device_transport() == Some(DeviceTransport::Nccl);
         let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Vendor;
         let fits = |algorithm: &Algorithm| {
             able(algorithm) && (!exact || algorithm.is_exact(&self.members))
@@ -279,7 +279,7 @@ impl<B: Backend> Group<B> {
             {
                 return posted.finish(Err(error));
             }
-            let number = state.shared.ledger().begin(&members, &label).0;
+            let number = state.shared.flight_recorder().begin(&members, &label).0;
             posted.entry = Some(P2pRecord::new(&state.shared, number));
             if B::ON_HOST || !path.stages_messages() {
                 // The transport answers through the message, also after a failure.
@@ -458,7 +458,7 @@ impl<B: Backend> Group<B> {
             return before;
         }
         // A buffer that an earlier request returns needs no event.
-        let ready = match before.at_hand().map(B::record_event).transpose() {
+        let ready = match before.ready_value().map(B::record_event).transpose() {
             Ok(ready) => ready.flatten(),
             Err(error) => return Pending::refused(error),
         };
@@ -520,15 +520,8 @@ fn run(
     (elements, memory): (usize, CommBuffer<'_>),
     (path, slot): (DeviceTransport, usize),
 ) -> Result<()> {
-    let CommThreadState {
-        transport,
-        scratch,
-        slots,
-        room: device_scratch,
-        device_comms,
-        shared,
-        ..
-    } = state;
+    let CommThreadState { transport, scratch, slots, device_scratch, device_comms, shared, .. } =
+        state;
     let transport = &mut **transport;
     let words = match &memory {
         CommBuffer::Host(memory) => memory.len(),
@@ -555,20 +548,27 @@ fn run(
             let copies = &*copies;
             algorithms::run(
                 call,
-                &mut CudaAware { memory, device_comm: None, copies, room: device_scratch, shared },
+                &mut CudaAware {
+                    memory,
+                    device_comm: None,
+                    copies,
+                    scratch: device_scratch,
+                    shared,
+                },
                 transport,
                 group,
             )
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::Nccl) => {
-            let (copies, device_comm) = (&*copies, device_comms.of(&*copies, transport, group)?);
-            if let Some(levels) = nccl_p2p::takes(call, group) {
+            let (copies, device_comm) =
+                (&*copies, device_comms.get_or_create(&*copies, transport, group)?);
+            if let Some(levels) = nccl_p2p::group_levels(call, group) {
                 let chunk = nccl_p2p::chunk(slot, group.size());
                 let grouped = NcclP2pCollective {
                     memory,
                     device_comm,
                     copies,
-                    places: &mut device_scratch.terms,
+                    slots: &mut device_scratch.terms,
                     chunk,
                 };
                 return grouped.run(call, &levels, transport, group);
@@ -576,7 +576,7 @@ fn run(
             let device_comm = Some(device_comm);
             algorithms::run(
                 call,
-                &mut CudaAware { memory, device_comm, copies, room: device_scratch, shared },
+                &mut CudaAware { memory, device_comm, copies, scratch: device_scratch, shared },
                 transport,
                 group,
             )

@@ -33,15 +33,15 @@ mod transport;
 mod worker;
 
 pub use algorithms::{Algorithm, Operation};
-pub use autotune::choice::{Choice, measure, slowest};
-pub use autotune::table::Table;
+pub use autotune::choice::{AlgorithmChoice, measure, slowest};
+pub use autotune::table::AlgorithmTable;
 pub use communicator::{
     Comm, single, start_mpi, start_mpi_within, start_tcp, start_threads, start_threads_on_nodes,
 };
 pub use device::local_device::LocalDevice;
-pub use device::nccl_probe::{TOGETHER, answer_trial, can_be_tried};
+pub use device::nccl_probe::{NCCL_PROBE_COMMAND, enable_nccl_probe, run_nccl_probe};
 pub use device::path::{DeviceTransport, TransportChoice};
-pub use device::select::{PROOF, prove, proved_by};
+pub use device::select::{CUDA_PROBE_COMMAND, probe_cuda_aware, probe_cuda_aware_processes};
 pub use group::Group;
 pub use health::watchdog_guard::WatchdogGuard;
 pub use pending::Pending;
@@ -50,7 +50,7 @@ pub use transport::in_process::Aborted;
 pub use transport::launch::{Launch, launched};
 pub use transport::mpi;
 pub use transport::tcp::{
-    Acceptor, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, MEETING, PeerId, Secret,
-    TcpRendezvous, call, write_secret,
+    Acceptor, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, RENDEZVOUS_VARIABLE,
+    Secret, TcpRendezvous, call, write_secret,
 };
 pub use transport::{NodeInfo, sorted_by_node};

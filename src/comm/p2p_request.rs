@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::device::host_staged::{Lent, PinnedStaging, Slots};
+use super::device::host_staged::{PinnedStaging, SlotGuard, Slots};
 use super::pending::Reply;
 use super::shared::Shared;
 use super::transport::{P2pBuffer, Payload};
@@ -59,7 +59,7 @@ impl P2pRecord {
     }
 
     fn ended(&self) {
-        self.shared.ended(self.number);
+        self.shared.record_end(self.number);
     }
 }
 
@@ -73,7 +73,7 @@ struct StagedRecv<B: Backend> {
 
 /// A slot of a [`StagedRecv`] that receives a part of the message.
 pub struct RecvChunk<B: Backend> {
-    slot: Lent,
+    slot: SlotGuard,
     words: Range<usize>,
     whole: Arc<Mutex<StagedRecv<B>>>,
 }

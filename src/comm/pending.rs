@@ -43,7 +43,7 @@ impl<T> Pending<T> {
     }
 
     /// Returns the value if it needed no communication.
-    pub(super) fn at_hand(&self) -> Option<&T> {
+    pub(super) fn ready_value(&self) -> Option<&T> {
         match &self.0 {
             State::Ready(value) => value.as_ref().ok(),
             State::Requested { .. } => None,

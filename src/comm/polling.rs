@@ -49,7 +49,7 @@ const LONGEST_IDLE_SLEEP: Duration = Duration::from_millis(2);
 ///
 /// # Errors
 /// Returns an error if the event or a message failed, or an abort was requested.
-pub fn settle(
+pub fn wait_for_event(
     event: &dyn DeviceEvent,
     transport: &mut dyn Transport,
     shared: &Shared,
@@ -68,7 +68,7 @@ pub fn settle(
 
 /// Waits, like [`settle`], until a thread of the device vendor's library has queued the work that
 /// it was given.
-pub fn handed_over(
+pub fn wait_until_queued(
     event: &dyn DeviceEvent,
     transport: &mut dyn Transport,
     shared: &Shared,
@@ -81,7 +81,7 @@ pub fn handed_over(
         // That thread may share this core.
         std::thread::yield_now();
     }
-    settle(event, transport, shared)
+    wait_for_event(event, transport, shared)
 }
 
 /// The backoff of one wait. While a thread of this rank is blocked, it busy-polls, because compute

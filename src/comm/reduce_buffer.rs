@@ -78,7 +78,7 @@ impl Scratch {
         let place = &mut self.aside[number];
         let before = place.capacity();
         place.resize(len, 0.0);
-        self.shared.hold((place.capacity() - before) * size_of::<f32>());
+        self.shared.add_staging((place.capacity() - before) * size_of::<f32>());
         place
     }
 }

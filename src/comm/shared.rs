@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::health::flight_recorder::FlightRecorder;
 use super::health::pending_peers::Partners;
-use hpctrain_base::spans::{Activity, Doing, SpanEvent, Track, span};
+use hpctrain_base::spans::{Activity, ActivityKind, SpanEvent, Track, span};
 
 /// No abort was requested. Exit codes are 32 bits wide, so this is none.
 const NO_ABORT: i64 = i64::MIN;
@@ -101,7 +101,7 @@ impl Shared {
     /// Runs `wait` and counts its time as blocked: compute cannot continue before it returns.
     pub fn blocked<T>(&self, wait: impl FnOnce() -> T) -> T {
         let start = Instant::now();
-        let _wait = span(Doing::Waiting, None);
+        let _wait = span(ActivityKind::Waiting, None);
         self.waiters.fetch_add(1, Ordering::Relaxed);
         self.wake();
         let value = wait();
@@ -111,7 +111,7 @@ impl Shared {
     }
 
     /// Registers the calling thread as the communication thread.
-    pub fn is_served_here(&self) {
+    pub fn register_thread(&self) {
         // There is one communication thread, which calls this once.
         let _ = self.thread.set(std::thread::current());
     }
@@ -140,17 +140,17 @@ impl Shared {
     }
 
     /// Locks the flight recorder of the last collectives.
-    pub fn ledger(&self) -> MutexGuard<'_, FlightRecorder> {
+    pub fn flight_recorder(&self) -> MutexGuard<'_, FlightRecorder> {
         self.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records that operation `number` of the flight recorder has succeeded.
-    pub fn ended(&self, number: u64) {
-        let mut recorder = self.ledger();
+    pub fn record_end(&self, number: u64) {
+        let mut recorder = self.flight_recorder();
         if let Some(entry) = recorder.end(number)
-            && self.activity.records()
+            && self.activity.is_recording()
         {
-            self.activity.keep(SpanEvent {
+            self.activity.push(SpanEvent {
                 track: Track::Communication,
                 name: entry.label.op,
                 unit: entry.label.unit.clone(),
@@ -170,7 +170,7 @@ impl Shared {
     }
 
     /// Adds staging memory that was allocated to the count.
-    pub fn hold(&self, bytes: usize) {
+    pub fn add_staging(&self, bytes: usize) {
         if bytes > 0 {
             let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
             staging.bytes += bytes;
@@ -181,7 +181,7 @@ impl Shared {
     }
 
     /// Subtracts staging memory that was freed. Only for use before [`Shared::count_staging`].
-    pub fn release(&self, bytes: usize) {
+    pub fn subtract_staging(&self, bytes: usize) {
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         staging.bytes = staging.bytes.saturating_sub(bytes);
     }

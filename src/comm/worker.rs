@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::device::comms::DeviceComms;
-use super::device::cuda_aware::Room;
+use super::device::cuda_aware::DeviceScratch;
 use super::device::host_staged::Slots;
 use super::health::flight_recorder::{Label, Size};
 use super::polling::{self, Backoff};
@@ -44,7 +44,7 @@ pub struct CommThreadState {
     /// Pinned slots for host-staged device memory.
     pub slots: Arc<Slots>,
     /// Scratch device memory for CUDA-aware transports.
-    pub room: Room,
+    pub device_scratch: DeviceScratch,
     /// The communicators of the device vendor's library, such as NCCL.
     pub device_comms: DeviceComms,
     pub shared: Arc<Shared>,
@@ -73,7 +73,7 @@ impl CommThreadState {
     /// Waits for the device work that produces a buffer. The wait does not count as communication.
     pub fn after(&mut self, ready: Option<Box<dyn backend::DeviceEvent>>) -> Result<()> {
         let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
-        polling::settle(&*ready, &mut *self.transport, &self.shared)
+        polling::wait_for_event(&*ready, &mut *self.transport, &self.shared)
             .inspect_err(|error| self.fail(error.clone()))
     }
 
@@ -84,7 +84,7 @@ impl CommThreadState {
 
     fn fail(&mut self, error: Error) {
         self.failed = Some(error);
-        self.device_comms.tear();
+        self.device_comms.abort();
         self.transport.leave(false);
     }
 
@@ -108,10 +108,10 @@ impl CommThreadState {
         act: impl FnOnce(&mut Self, u64) -> Result<T>,
     ) -> Result<T> {
         self.attempt(|state| {
-            let (number, in_group) = state.shared.ledger().begin(group, label);
+            let (number, in_group) = state.shared.flight_recorder().begin(group, label);
             state.shared.partners.restart();
             let result = act(state, in_group)?;
-            state.shared.ended(number);
+            state.shared.record_end(number);
             Ok(result)
         })
     }
@@ -204,11 +204,11 @@ impl Worker {
         let here = shared.clone();
         let shared = shared.clone();
         let body = move || {
-            shared.is_served_here();
-            shared.activity.here(Track::Communication);
+            shared.register_thread();
+            shared.activity.register_thread(Track::Communication);
             if let Some(transport) = open() {
                 let scratch = Scratch::new(shared.clone());
-                let device_scratch = Room::new(&shared);
+                let device_scratch = DeviceScratch::new(&shared);
                 let transport: Box<dyn Transport> =
                     Box::new(TrackedTransport::new(transport, shared.clone()));
                 let slots = Arc::new(Slots::new(shared.clone()));
@@ -217,7 +217,7 @@ impl Worker {
                     transport,
                     scratch,
                     slots,
-                    room: device_scratch,
+                    device_scratch,
                     device_comms,
                     shared,
                     failed: None,
@@ -259,7 +259,7 @@ fn serve(mut state: CommThreadState, queue: &Receiver<CommRequest>) {
         backoff.pause(&state.shared);
     }
     if state.failed.is_none() {
-        state.device_comms.part(&mut *state.transport);
+        state.device_comms.finalize(&mut *state.transport);
         state.transport.leave(true);
     }
 }

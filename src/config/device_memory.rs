@@ -17,14 +17,14 @@ pub enum DeviceMemory {
     /// Memory is allocated in blocks as they are needed.
     Grow,
     /// This fraction of the memory is allocated at the start, for all ranks that share the GPU.
-    Part(f64),
+    Fraction(f64),
     /// This many bytes are allocated at the start, for each rank.
     Bytes(Size),
 }
 
 /// The default fraction of a GPU's memory that ranks take, and the largest fraction that growing
 /// pools take: the rest is for CUDA itself, NCCL and other programs.
-pub const USUAL_PART: f64 = 0.9;
+pub const DEFAULT_FRACTION: f64 = 0.9;
 
 /// The forms of the value in a file.
 #[derive(Serialize, Deserialize)]
@@ -44,7 +44,7 @@ impl DeviceMemory {
     pub(super) fn check(self) -> Result<()> {
         let is_some = match self {
             DeviceMemory::Grow => true,
-            DeviceMemory::Part(fraction) => fraction > 0.0 && fraction <= 1.0,
+            DeviceMemory::Fraction(fraction) => fraction > 0.0 && fraction <= 1.0,
             DeviceMemory::Bytes(bytes) => bytes.0 > 0,
         };
         let wanted = "\"grow\", a part of the GPU's memory that is more than 0 and at most 1, or a size such as \"40GiB\"";
@@ -64,7 +64,7 @@ impl FromStr for DeviceMemory {
             return Ok(DeviceMemory::Bytes(Size(bytes)));
         }
         if let Ok(fraction) = text.parse() {
-            return Ok(DeviceMemory::Part(fraction));
+            return Ok(DeviceMemory::Fraction(fraction));
         }
         text.parse().map(DeviceMemory::Bytes).map_err(|_| {
             format!(
@@ -85,8 +85,8 @@ impl TryFrom<Written> for DeviceMemory {
                     usize::try_from(bytes).map_err(|_| format!("{bytes} bytes are too many"))?;
                 Ok(DeviceMemory::Bytes(Size(bytes)))
             }
-            Written::Whole(fraction) => Ok(DeviceMemory::Part(fraction as f64)),
-            Written::Fraction(fraction) => Ok(DeviceMemory::Part(fraction)),
+            Written::Whole(fraction) => Ok(DeviceMemory::Fraction(fraction as f64)),
+            Written::Fraction(fraction) => Ok(DeviceMemory::Fraction(fraction)),
             Written::Text(text) => text.parse(),
         }
     }
@@ -95,7 +95,7 @@ impl TryFrom<Written> for DeviceMemory {
 impl From<DeviceMemory> for Written {
     fn from(memory: DeviceMemory) -> Self {
         match memory {
-            DeviceMemory::Part(fraction) => Written::Fraction(fraction),
+            DeviceMemory::Fraction(fraction) => Written::Fraction(fraction),
             other => Written::Text(other.to_string()),
         }
     }
@@ -105,7 +105,7 @@ impl fmt::Display for DeviceMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             DeviceMemory::Grow => f.write_str("grow"),
-            DeviceMemory::Part(fraction) => fraction.fmt(f),
+            DeviceMemory::Fraction(fraction) => fraction.fmt(f),
             DeviceMemory::Bytes(bytes) => bytes.fmt(f),
         }
     }
@@ -130,9 +130,9 @@ mod tests {
         let sized = |bytes| DeviceMemory::Bytes(Size(bytes));
         for (value, memory, text) in [
             ("\"grow\"", DeviceMemory::Grow, "\"grow\""),
-            ("0.9", DeviceMemory::Part(0.9), "0.9"),
-            ("\"0.25\"", DeviceMemory::Part(0.25), "0.25"),
-            ("1", DeviceMemory::Part(1.0), "1.0"),
+            ("0.9", DeviceMemory::Fraction(0.9), "0.9"),
+            ("\"0.25\"", DeviceMemory::Fraction(0.25), "0.25"),
+            ("1", DeviceMemory::Fraction(1.0), "1.0"),
             ("\"40GiB\"", sized(40 << 30), "\"40GiB\""),
             ("\" 1.5 GiB \"", sized(3 << 29), "\"1536MiB\""),
             ("67108864", sized(64 << 20), "\"64MiB\""),

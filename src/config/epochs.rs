@@ -81,7 +81,7 @@ impl Config {
 
     /// Replaces a length in epochs by one step, for work that does not depend on the length.
     #[must_use]
-    pub fn of_any_length(mut self) -> Self {
+    pub fn with_any_length(mut self) -> Self {
         if self.run.epochs > 0 && self.run.steps == 0 {
             (self.run.steps, self.run.epochs) = (1, 0);
         }
@@ -96,7 +96,7 @@ impl Config {
 
 /// Returns the numbers, from 1, of the epochs of `samples` samples that end within the `taken`
 /// samples before `position`.
-pub fn ended(position: u64, taken: u64, samples: u64) -> std::ops::Range<u64> {
+pub fn epochs_ended(position: u64, taken: u64, samples: u64) -> std::ops::Range<u64> {
     let samples = samples.max(1);
     position.saturating_sub(taken) / samples + 1..position / samples + 1
 }
@@ -167,11 +167,11 @@ mod tests {
     #[test]
     fn epochs_end_where_their_last_sample_is() {
         // Steps of 16 samples over 40: the epochs end in steps 3, 5 and 8.
-        let of_step = |step: u64| ended(16 * step, 16, 40).collect::<Vec<_>>();
+        let of_step = |step: u64| epochs_ended(16 * step, 16, 40).collect::<Vec<_>>();
         let found: Vec<(u64, u64)> =
             (1..=8).flat_map(|step| of_step(step).into_iter().map(move |n| (step, n))).collect();
         assert_eq!(found, [(3, 1), (5, 2), (8, 3)]);
-        assert_eq!(ended(120, 120, 40).collect::<Vec<_>>(), [1, 2, 3]);
-        assert!(ended(0, 0, 40).is_empty());
+        assert_eq!(epochs_ended(120, 120, 40).collect::<Vec<_>>(), [1, 2, 3]);
+        assert!(epochs_ended(0, 0, 40).is_empty());
     }
 }

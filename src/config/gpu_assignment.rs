@@ -12,14 +12,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::topology::{Topology, parse_list};
 use crate::{
-    self as config, Compute, Config, DeviceChoice, DeviceMemory, ResolvedConfig, USUAL_PART,
+    self as config, Compute, Config, DEFAULT_FRACTION, DeviceChoice, DeviceMemory, ResolvedConfig,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::simd;
 use hpctrain_comm::{Comm, LocalDevice, TransportChoice};
-use hpctrain_cpu::{Cpu, Products};
+use hpctrain_cpu::{Cpu, MatmulBackend};
 use hpctrain_cuda::{Arithmetic, Cuda, Device, PoolBudget, Precision, devices, libraries};
-use hpctrain_device::{Backend, readable};
+use hpctrain_device::{Backend, format_bytes};
 
 /// Bytes of GPU memory that are enough for probes.
 const SMALL: usize = 64 << 20;
@@ -63,7 +63,7 @@ impl Gpu {
 
     /// Returns true if ranks of this node see different GPUs, for example because a batch system
     /// binds each rank to its own.
-    pub fn is_apart(&self) -> bool {
+    pub fn is_isolated(&self) -> bool {
         self.is_isolated
     }
 
@@ -78,7 +78,7 @@ impl Gpu {
             Compute::Tf32 => Precision::F32(Arithmetic::Tf32),
         };
         let memory = PoolBudget { bytes: self.memory, grows: self.grows };
-        Cuda::with_journal(&self.device, memory, precision, plan.config.log.placement)
+        Cuda::with_options(&self.device, memory, precision, plan.config.log.placement)
     }
 
     /// Returns the name of the device, with all properties that determine the bits it computes.
@@ -95,18 +95,18 @@ impl Gpu {
     }
 
     /// Returns a communicator for buffers of this device.
-    pub fn beside(&self, comm: &Comm<Cpu>) -> Comm<Cuda> {
+    pub fn device_comm(&self, comm: &Comm<Cpu>) -> Comm<Cuda> {
         let device = self.device.clone();
-        let own = LocalDevice::new(self.device.id.clone(), move || small(&device));
-        comm.on().with_local_device(own.apart(self.is_isolated))
+        let own = LocalDevice::new(self.device.id.clone(), move || open_for_probe(&device));
+        comm.on().with_local_device(own.with_isolation(self.is_isolated))
     }
 
     /// Opens the device for probes, with little memory and in f32.
     ///
     /// # Errors
     /// Returns an error if a library is missing, or the device has too little free memory.
-    pub fn small(&self) -> Result<Cuda> {
-        small(&self.device)
+    pub fn open_for_probe(&self) -> Result<Cuda> {
+        open_for_probe(&self.device)
     }
 }
 
@@ -114,31 +114,35 @@ impl Gpu {
 ///
 /// # Errors
 /// Returns an error if a library is missing, or the device has too little free memory.
-pub fn small(device: &Device) -> Result<Cuda> {
+pub fn open_for_probe(device: &Device) -> Result<Cuda> {
     Cuda::new(device, SMALL, Precision::F32(Arithmetic::Full))
 }
 
 /// Returns the implementation of GEMMs on the CPU.
-fn gemms(config: &Config) -> Products {
-    if config.precision.dtype == Compute::Bf16 { Products::bf16() } else { Products::Own }
+fn gemms(config: &Config) -> MatmulBackend {
+    if config.precision.dtype == Compute::Bf16 {
+        MatmulBackend::bf16()
+    } else {
+        MatmulBackend::Builtin
+    }
 }
 
 /// Opens the CPU as the device of a rank.
 ///
 /// # Errors
 /// Returns an error if the CPU does not support the number format, or the system refuses a thread.
-pub fn cpu(plan: &ResolvedConfig) -> Result<Cpu> {
-    Cpu::new(plan.threads).with_all_threads()?.with_products(gemms(&plan.config))
+pub fn open_cpu(plan: &ResolvedConfig) -> Result<Cpu> {
+    Cpu::new(plan.threads).with_all_threads()?.with_matmul_backend(gemms(&plan.config))
 }
 
 /// Returns the name of the CPU as a device, with all that determines the bits it computes with this
 /// configuration.
 pub fn cpu_name(config: &Config) -> String {
     let gemms = match gemms(config) {
-        Products::Own => "",
-        Products::OwnBf16 => ", bf16",
-        Products::OneDnn => ", oneDNN",
-        Products::OneDnnBf16 => ", bf16 by oneDNN",
+        MatmulBackend::Builtin => "",
+        MatmulBackend::BuiltinBf16 => ", bf16",
+        MatmulBackend::OneDnn => ", oneDNN",
+        MatmulBackend::OneDnnBf16 => ", bf16 by oneDNN",
     };
     format!("CPU ({}{gemms})", simd::name())
 }
@@ -147,7 +151,7 @@ pub fn cpu_name(config: &Config) -> String {
 ///
 /// # Errors
 /// Returns an error if the format is bf16 and the CPU does not multiply it, or oneDNN is missing.
-pub fn cpu_can(config: &Config) -> Result<()> {
+pub fn check_cpu(config: &Config) -> Result<()> {
     gemms(config).check()
 }
 
@@ -156,7 +160,7 @@ pub fn cpu_can(config: &Config) -> Result<()> {
 /// # Errors
 /// Returns an error if `run.device` asks for GPUs that are not there, if there are fewer than
 /// the ranks or `comm.transport` need, or if `device.memory` exceeds the memory of a GPU.
-pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
+pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
     let choice = config.run.device;
     let world = comm.world();
     if choice == DeviceChoice::Cpu {
@@ -198,7 +202,7 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
         if all > *whole {
             let host = topology.host(rank);
             let given = config.device.memory;
-            let whole = readable(*whole);
+            let whole = format_bytes(*whole);
             let ranks = sharers(rank).len();
             let each =
                 if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
@@ -213,11 +217,11 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
     let line = |rank: usize| {
         let Seen { name, pci, memory: whole, .. } = seen(rank);
         let host = topology.host(rank);
-        let own = readable(memory(rank));
+        let own = format_bytes(memory(rank));
         let own = if grows { format!("up to {own}") } else { own };
         format!(
             "rank {rank} on {host}: {name} at {pci}, {own} of {}, cores {}",
-            readable(*whole),
+            format_bytes(*whole),
             topology.cores(rank)
         )
     };
@@ -243,8 +247,8 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
 fn share(device: &config::Device, whole: usize, ranks: usize) -> usize {
     let bytes = match device.memory {
         DeviceMemory::Bytes(bytes) => bytes.0,
-        DeviceMemory::Part(fraction) => (whole as f64 * fraction) as usize / ranks,
-        DeviceMemory::Grow => (whole as f64 * USUAL_PART) as usize / ranks,
+        DeviceMemory::Fraction(fraction) => (whole as f64 * fraction) as usize / ranks,
+        DeviceMemory::Grow => (whole as f64 * DEFAULT_FRACTION) as usize / ranks,
     };
     device.memory_limit.map_or(bytes, |limit| bytes.min(limit.0))
 }
@@ -409,7 +413,7 @@ mod tests {
         let bytes = DeviceMemory::Bytes(config::Size(300));
         let grow = DeviceMemory::Grow;
         assert_eq!(
-            (of(DeviceMemory::Part(0.5), None, 1), of(DeviceMemory::Part(0.5), None, 2)),
+            (of(DeviceMemory::Fraction(0.5), None, 1), of(DeviceMemory::Fraction(0.5), None, 2)),
             (500, 250)
         );
         assert_eq!((of(bytes, None, 1), of(bytes, None, 2)), (300, 300));

@@ -12,7 +12,7 @@ use hpctrain_parallel::Storage;
 /// # Errors
 /// Returns an error if the host cannot hold the tables: there is no GPU, the network does not begin
 /// with embedding tables, or the layout shards their block or averages it.
-pub fn placed(
+pub fn with_embedding_placement(
     config: &Config,
     network: Network,
     mesh: &Mesh,
@@ -47,7 +47,7 @@ pub fn placed(
         return Err(refused(&format!("does not go with {key}, {why}"))
             .hint(format!("leave {key} out, or set model.place.tables=device")));
     }
-    network.with_tables_apart().map_err(|why| {
+    network.with_separate_embedding().map_err(|why| {
         refused(why)
             .hint("leave it out: layer-list models, and Llamas with model.tied = false, support it")
     })
@@ -97,7 +97,7 @@ mod tests {
             other.sort();
             assert_eq!(one, other, "{preset}");
             let stage = plan.stage(0, &[None, None, None]);
-            assert!(stage.takes_rows() && stage.is_last() && stage.units == (1..3));
+            assert!(stage.takes_embedding_rows() && stage.is_last() && stage.units == (1..3));
             // Resolved again it is the same.
             let facts = Environment { ranks: 2, threads: 9, vocabulary: None, on_gpu: true };
             assert_eq!(resolve(plan.config.clone(), &facts).unwrap(), plan);

@@ -76,7 +76,7 @@ fn run_boxed(launch: Option<&Launch>, timeout: Duration, work: Work<'_>) -> i32 
         Err(e) => return fail(&e),
     };
     abort_on_panic(&comm);
-    let watched = if timeout.is_zero() { Ok(()) } else { comm.wait_at_most(timeout) };
+    let watched = if timeout.is_zero() { Ok(()) } else { comm.set_watchdog_timeout(timeout) };
     let code = match watched.and_then(|()| work(&comm)) {
         Ok(code) => code,
         Err(e) if e.is_shared() || comm.size() == 1 => {

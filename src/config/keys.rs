@@ -46,7 +46,7 @@ pub(super) fn sections() -> impl Iterator<Item = &'static Key> {
 ///
 /// # Errors
 /// Returns an error if there is no such section.
-pub fn described(section: Option<&str>) -> Result<String> {
+pub fn describe_keys(section: Option<&str>) -> Result<String> {
     let names: Vec<&str> = sections().map(|key| key.name).collect();
     if let Some(unknown) = section.filter(|section| !names.contains(section)) {
         let hint = format!("{}sections are {}", did_you_mean(unknown, &names), names.join(", "));
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn all_keys_are_explained_in_a_file_that_sets_the_defaults() {
-        let text = described(None).unwrap();
+        let text = describe_keys(None).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("all.toml");
         // The text as it is, and with all defaults uncommented.
@@ -141,12 +141,12 @@ mod tests {
 
     #[test]
     fn a_section_is_described_alone() {
-        let text = described(Some("batch")).unwrap();
+        let text = describe_keys(Some("batch")).unwrap();
         assert!(
             text.starts_with("# Batch sizes.\n[batch]\n# ") && !text.contains("[optimizer]"),
             "{text}"
         );
-        let error = described(Some("optimiser")).unwrap_err().to_string();
+        let error = describe_keys(Some("optimiser")).unwrap_err().to_string();
         assert!(
             error.contains("there is no section optimiser\nhint: did you mean `optimizer`? "),
             "{error}"

@@ -119,7 +119,7 @@ fn check_storage(config: &Config) -> Result<()> {
 /// Returns an error if there is one replica, if ranks cannot divide the replicas equally, if
 /// checkpoints that are kept do not fall on averages, or if a key of `[local_sgd]` is out of range
 /// or has no effect.
-pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
+pub fn local_sgd(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
     let LocalSgdConfig { sync_every, replicas, outer_lr: lr, outer_momentum: momentum } =
         config.local_sgd;
     let Interval::Steps(every) = sync_every else {
@@ -190,7 +190,7 @@ pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
 /// # Errors
 /// Returns an error if the configuration gives a number, but the network or the layout does not
 /// support chunked cross-entropy.
-pub fn logit_rows(
+pub fn loss_chunk_tokens(
     config: &Config,
     network: &Network,
     mesh: &Mesh,
@@ -247,8 +247,8 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
     let (heads, kind) = match network {
         Network::Gpt(gpt) => (gpt.heads, "model.heads"),
         Network::Llama(llama) => (llama.kv_heads, "model.kv_heads"),
-        Network::Layers(_) | Network::Own(_) => {
-            let kind = if matches!(network, Network::Own(_)) { "custom" } else { "layer-list" };
+        Network::Layers(_) | Network::Custom(_) => {
+            let kind = if matches!(network, Network::Custom(_)) { "custom" } else { "layer-list" };
             return Err(Error::input(format!(
                 "parallel.{key} = {virtual_ranks}, but {kind} models do not support tensor parallelism"
             ))
@@ -325,7 +325,7 @@ pub fn virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<us
 /// Returns an error for the first key that does not fit, with its value.
 pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
     let mesh = mesh(config, ranks)?;
-    let replicas = averaging(config, &mesh)?.map_or(mesh.replica, |averaging| averaging.replicas);
+    let replicas = local_sgd(config, &mesh)?.map_or(mesh.replica, |averaging| averaging.replicas);
     let virtual_ranks = virtual_ranks(config, replicas, &mesh)?;
     batch(config, virtual_ranks, replicas, &mesh).map(drop)
 }
@@ -393,7 +393,7 @@ pub fn batch(
 /// to the blocks of the network.
 pub fn stages(parallel: &Parallel, network: &Network) -> Result<Vec<Range<usize>>> {
     let wanted = parallel.pipeline;
-    let costs = network.work(parallel.recompute);
+    let costs = network.work_per_block(parallel.recompute);
     let blocks = costs.len();
     if wanted > blocks {
         let message = format!("parallel.pipeline = {wanted}, but the network has {blocks} blocks");

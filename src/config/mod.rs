@@ -29,10 +29,10 @@ pub mod topology;
 mod unknown_keys;
 
 pub use device::DeviceChoice;
-pub use device_memory::{DeviceMemory, USUAL_PART};
-pub use epochs::ended;
+pub use device_memory::{DEFAULT_FRACTION, DeviceMemory};
+pub use epochs::epochs_ended;
 pub use interval::Interval;
-pub use keys::described;
+pub use keys::describe_keys;
 pub use layout::check_ranks;
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, deserialize_json, load, overlay, written};
 pub use network::{network, sample_spec};

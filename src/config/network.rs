@@ -6,7 +6,7 @@ use super::{Config, LayerList, LossKind, Model, ModelKind, RopeScaling, bounds, 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::Cpu;
 use hpctrain_data::{Axes, SampleSpec};
-use hpctrain_device::Deviation;
+use hpctrain_device::RegressionLoss;
 use hpctrain_nn::gpt::Gpt;
 use hpctrain_nn::layers::{Layer, Layers};
 use hpctrain_nn::llama::Llama;
@@ -152,7 +152,7 @@ fn custom_network(
             format!("{name} has {elements} inputs, {blocks} blocks and {} outputs", own.outputs());
         return Err(Error::input(message).hint("each must be at least 1"));
     }
-    Ok(Network::Own(own))
+    Ok(Network::Custom(own))
 }
 
 /// Returns the network of a list of layers.
@@ -257,7 +257,7 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
             if let Network::Layers(layers) = network
                 && layers.output().len() != 1
             {
-                let output = hpctrain_nn::layers::shown(layers.output());
+                let output = hpctrain_nn::layers::format_shape(layers.output());
                 let message = format!(
                     "the last of model.layers gives {output}, but cross-entropy requires one axis of classes"
                 );
@@ -269,10 +269,10 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
                 weights: section.class_weights.clone(),
             });
         }
-        LossKind::Mse => Deviation::Squared,
-        LossKind::Mae => Deviation::Absolute,
-        LossKind::Huber => Deviation::Huber(section.huber_delta),
-        LossKind::BinaryCrossEntropy => Deviation::Binary,
+        LossKind::Mse => RegressionLoss::Squared,
+        LossKind::Mae => RegressionLoss::Absolute,
+        LossKind::Huber => RegressionLoss::Huber(section.huber_delta),
+        LossKind::BinaryCrossEntropy => RegressionLoss::BinaryCrossEntropy,
     };
     if network.is_language() {
         return Err(Error::input("loss.kind: language models support only cross-entropy")

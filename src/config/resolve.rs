@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use super::bounds;
 use super::epochs;
-use super::host_embedding::placed;
+use super::host_embedding::with_embedding_placement;
 use super::layout::{
-    averaging, batch, logit_rows, mesh, stages, virtual_ranks, virtual_tensor_ranks,
+    batch, local_sgd, loss_chunk_tokens, mesh, stages, virtual_ranks, virtual_tensor_ranks,
 };
 use super::network::{loss, network};
 use super::range::out_of_range;
@@ -57,7 +57,7 @@ pub struct ResolvedConfig {
     /// The number of samples per micro-batch; divides `virtual_rank_samples`.
     pub micro: u64,
     /// The number of tokens whose logits are in memory at once; 0 means all of a micro-batch.
-    pub logit_rows: usize,
+    pub loss_chunk_tokens: usize,
     /// The number of compute threads of this rank.
     pub threads: usize,
     /// The network.
@@ -67,11 +67,11 @@ pub struct ResolvedConfig {
     /// The samples that the network takes.
     pub samples: SampleSpec,
     /// The update rule of the optimizer.
-    pub rule: UpdateRule,
+    pub update_rule: UpdateRule,
     /// The decay of the exponential moving average of the parameters, if enabled.
-    pub average: Option<f32>,
+    pub ema: Option<f32>,
     /// The settings of local SGD, if enabled.
-    pub averaging: Option<LocalSgd>,
+    pub local_sgd: Option<LocalSgd>,
     /// The learning-rate schedule.
     pub schedule: Schedule,
 }
@@ -90,17 +90,17 @@ impl ResolvedConfig {
     /// Returns the number of replicas that divide the virtual ranks of a batch: those of local SGD
     /// if enabled, else those of the mesh.
     pub fn replicas(&self) -> usize {
-        self.averaging.map_or(self.mesh.replica, |averaging| averaging.replicas)
+        self.local_sgd.map_or(self.mesh.replica, |averaging| averaging.replicas)
     }
 
     /// Returns the number of replicas that a rank trains in turn.
-    pub fn replicas_here(&self) -> usize {
+    pub fn replicas_per_rank(&self) -> usize {
         self.replicas() / self.mesh.replica
     }
 
     /// Returns the virtual ranks of a batch that data-parallel rank `rank` of a stage computes: a
     /// range for each replica that it trains.
-    pub fn virtual_ranks_of(&self, rank: usize) -> Vec<Range<usize>> {
+    pub fn virtual_ranks_of_rank(&self, rank: usize) -> Vec<Range<usize>> {
         let replica = rank / self.mesh.shard;
         let shard = rank % self.mesh.shard;
         let of_replica = |replica: usize| {
@@ -114,21 +114,21 @@ impl ResolvedConfig {
     /// Returns the number of the last step of the round after `step` steps: that of the next
     /// average with local SGD, else the next step.
     pub fn round_end(&self, step: u64) -> u64 {
-        let every = self.averaging.map_or(1, |averaging| averaging.every);
+        let every = self.local_sgd.map_or(1, |averaging| averaging.every);
         (step / every + 1).saturating_mul(every).min(self.config.run.steps)
     }
 
     /// Returns true if an action with a period of `every` steps is due after `step`, the last step
     /// of a round. A period of 0 disables the action.
     pub fn is_due(&self, every: u64, step: u64) -> bool {
-        let round = self.averaging.map_or(1, |averaging| averaging.every);
+        let round = self.local_sgd.map_or(1, |averaging| averaging.every);
         let before = step.saturating_sub(1) / round * round;
         every > 0 && step / every > before / every
     }
 
     /// Returns the number of samples of the round that ends with step `step`.
     pub fn round_samples(&self, step: u64) -> u64 {
-        let round = self.averaging.map_or(1, |averaging| averaging.every);
+        let round = self.local_sgd.map_or(1, |averaging| averaging.every);
         (step - step.saturating_sub(1) / round * round) * self.config.batch.global
     }
 
@@ -137,7 +137,7 @@ impl ResolvedConfig {
     /// disables the action.
     pub fn is_due_by_epochs(&self, every: u64, step: u64, position: u64, samples: u64) -> bool {
         every > 0
-            && epochs::ended(position, self.round_samples(step), samples)
+            && epochs::epochs_ended(position, self.round_samples(step), samples)
                 .any(|epoch| epoch.is_multiple_of(every))
     }
 
@@ -165,19 +165,19 @@ impl ResolvedConfig {
     /// With one stage it may be another network than that of this configuration.
     pub fn stage(&self, index: usize, tied: &[Option<TiedParam>]) -> Stage {
         match self.mesh.pipeline {
-            1 if self.has_tables_on_host() => Stage::behind_tables(tied),
+            1 if self.offloads_embeddings() => Stage::after_embedding_tables(tied),
             1 => Stage::whole(tied),
             _ => Stage::new(&self.stages, index, tied),
         }
     }
 
     /// Returns true if the first block is embedding tables in host memory.
-    pub fn has_tables_on_host(&self) -> bool {
+    pub fn offloads_embeddings(&self) -> bool {
         self.config.model.place.tables == EmbeddingPlacement::Host
     }
 
     /// Returns the tensor-parallel shards of blocks that rank `rank` of the run holds.
-    pub fn slices(&self, rank: usize) -> TensorShards {
+    pub fn tensor_shards(&self, rank: usize) -> TensorShards {
         let tensor = self.mesh.coordinates(rank)[Axis::Tensor as usize];
         TensorShards::of_rank(
             self.virtual_tensor_ranks,
@@ -188,21 +188,21 @@ impl ResolvedConfig {
     }
 
     /// Returns the sharding policy of units.
-    pub fn residency(&self) -> ShardingPolicy {
+    pub fn sharding_policy(&self) -> ShardingPolicy {
         let Parallel { prefetch, zero, .. } = self.config.parallel;
         let on_host = self.config.offload.params;
-        ShardingPolicy { ahead: prefetch, on_host, ..zero.residency() }.over(self.mesh.shard)
+        ShardingPolicy { prefetch, on_host, ..zero.sharding_policy() }.for_shards(self.mesh.shard)
     }
 
     /// Returns the sharding policy of embedding tables in host memory.
-    pub fn host_residency(&self) -> ShardingPolicy {
-        ShardingPolicy { on_host: false, ..self.residency() }.over(self.mesh.shard)
+    pub fn host_table_sharding_policy(&self) -> ShardingPolicy {
+        ShardingPolicy { on_host: false, ..self.sharding_policy() }.for_shards(self.mesh.shard)
     }
 
     /// Returns the number of tokens over which a gradient is averaged: those of a global batch, or
     /// with local SGD those of one replica.
-    pub fn tokens_of_replica(&self) -> u64 {
-        self.tokens_per_step() / self.averaging.map_or(1, |averaging| averaging.replicas as u64)
+    pub fn tokens_per_replica(&self) -> u64 {
+        self.tokens_per_step() / self.local_sgd.map_or(1, |averaging| averaging.replicas as u64)
     }
 
     /// Returns the number of tokens of a global batch.
@@ -229,14 +229,20 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     epochs::check(&config)?;
     check_ranges(&config)?;
     let mesh = mesh(&config, environment.ranks)?;
-    let averaging = averaging(&config, &mesh)?;
+    let averaging = local_sgd(&config, &mesh)?;
     let replicas = averaging.map_or(mesh.replica, |averaging| averaging.replicas);
     let virtual_ranks = virtual_ranks(&config, replicas, &mesh)?;
     let (virtual_rank_samples, micro) = batch(&config, virtual_ranks, replicas, &mesh)?;
     let threads = config.run.threads.unwrap_or(environment.threads);
     let network = network(&mut config.model, environment.vocabulary)?;
     let virtual_tensor_ranks = virtual_tensor_ranks(&config.parallel, &network)?;
-    let network = placed(&config, network, &mesh, virtual_tensor_ranks, environment.on_gpu)?;
+    let network = with_embedding_placement(
+        &config,
+        network,
+        &mesh,
+        virtual_tensor_ranks,
+        environment.on_gpu,
+    )?;
     let stages = stages(&config.parallel, &network)?;
     // Replicas of local SGD do not share statistics of batch normalization.
     let (synced_virtual_ranks, synced_ranks) = match averaging {
@@ -264,7 +270,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
             UpdateRule::Elementwise(Elementwise::RmsProp { alpha: beta2, eps, momentum })
         }
         OptimizerKind::Lamb => UpdateRule::Lamb { beta1, beta2, eps },
-        OptimizerKind::Lars => UpdateRule::Lars { momentum, nesterov, trust },
+        OptimizerKind::Lars => UpdateRule::Lars { momentum, nesterov, trust_ratio: trust },
         OptimizerKind::Lion => UpdateRule::Elementwise(Elementwise::Lion { beta1, beta2 }),
     };
     config.precision.dtype = resolved_dtype(&config, environment.on_gpu)?;
@@ -300,7 +306,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         }
     }
     let logit_rows =
-        logit_rows(&config, &network, &mesh, virtual_tensor_ranks, environment.on_gpu)?;
+        loss_chunk_tokens(&config, &network, &mesh, virtual_tensor_ranks, environment.on_gpu)?;
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.virtual_ranks = Some(virtual_ranks);
@@ -322,14 +328,14 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         virtual_tensor_ranks,
         virtual_rank_samples,
         micro,
-        logit_rows,
+        loss_chunk_tokens: logit_rows,
         threads,
         network,
         loss,
         samples,
-        rule,
-        average,
-        averaging,
+        update_rule: rule,
+        ema: average,
+        local_sgd: averaging,
         schedule,
     })
 }
@@ -494,7 +500,7 @@ fn check_batch_norm(
 /// Checks that batch normalization gets more than one number per channel, as one has no variance.
 fn check_batch(network: &Network, micro: u64, ranks: usize) -> Result<()> {
     let Network::Layers(layers) = network else { return Ok(()) };
-    match layers.single() {
+    match layers.single_value_batch_norm() {
         Some((place, synchronised)) if micro * if synchronised { ranks as u64 } else { 1 } < 2 => {
             Err(Error::input(format!(
                 "{place} (batch_norm) would have one number per channel in a batch"
@@ -632,15 +638,15 @@ mod tests {
         let local_sgd =
             |ranks, more: &[&str]| plan(ranks, &[&settings[..], more].concat()).unwrap();
         let one = local_sgd(1, &[]);
-        assert_eq!(one.virtual_ranks_of(0), [0..2, 2..4, 4..6, 6..8]);
+        assert_eq!(one.virtual_ranks_of_rank(0), [0..2, 2..4, 4..6, 6..8]);
         assert_eq!(
-            (one.replicas_here(), one.step_schedule(0).virtual_ranks, one.tokens_of_replica()),
+            (one.replicas_per_rank(), one.step_schedule(0).virtual_ranks, one.tokens_per_replica()),
             (4, 2, 16 / 4 * 64)
         );
         // Each replica's virtual ranks are divided among its shards.
         let sharded = local_sgd(4, &["parallel.zero=1", "parallel.shard=2"]);
         assert_eq!(
-            [0, 1, 2, 3].map(|rank| sharded.virtual_ranks_of(rank)),
+            [0, 1, 2, 3].map(|rank| sharded.virtual_ranks_of_rank(rank)),
             [[0..1, 2..3], [1..2, 3..4], [4..5, 6..7], [5..6, 7..8]]
         );
         let facts = Environment { ranks: 4, threads: 2, vocabulary: None, on_gpu: false };
@@ -648,7 +654,7 @@ mod tests {
         let synchronous =
             plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.virtual_ranks=8"]).unwrap();
         assert_eq!(
-            [0, 3].map(|rank| synchronous.virtual_ranks_of(rank)),
+            [0, 3].map(|rank| synchronous.virtual_ranks_of_rank(rank)),
             [vec![0..2; 1], vec![6..8; 1]]
         );
     }
@@ -723,7 +729,9 @@ mod tests {
             let (config, _) =
                 load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
             let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu };
-            resolve(config, &facts).map(|plan| plan.logit_rows).map_err(|error| error.to_string())
+            resolve(config, &facts)
+                .map(|plan| plan.loss_chunk_tokens)
+                .map_err(|error| error.to_string())
         };
         let zero_bubble = ["parallel.pipeline=2", "parallel.schedule=zero-bubble", "batch.micro=1"];
         let sequence = ["parallel.tensor=2", "parallel.sequence=true"];

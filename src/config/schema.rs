@@ -8,9 +8,11 @@ use std::fmt;
 use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::{DeviceChoice, DeviceMemory, Interval, Partition, Size, Staleness, Time, USUAL_PART};
+use super::{
+    DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, Partition, Size, Staleness, Time,
+};
 use hpctrain_base::pattern::Pattern;
-use hpctrain_comm::{Choice, TransportChoice};
+use hpctrain_comm::{AlgorithmChoice, TransportChoice};
 use hpctrain_data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
 use hpctrain_nn::layers::Layer;
 use hpctrain_nn::optim::{Group, LrDecay};
@@ -489,7 +491,7 @@ sections! {
         /// Memory that ranks take of their GPU: a fraction of it for all ranks that share it, or a
         /// size for each rank such as `40GiB`, allocated at the start; or `grow`: blocks allocated
         /// as they are needed, up to 0.9 of the GPU.
-        memory: DeviceMemory = DeviceMemory::Part(USUAL_PART),
+        memory: DeviceMemory = DeviceMemory::Fraction(DEFAULT_FRACTION),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,
         /// Number of ranks that may share one GPU, each with its part of the memory.
@@ -551,7 +553,7 @@ sections! {
         /// Algorithm of collectives: vendor (that of the MPI library or NCCL), ring,
         /// halving-doubling (Rabenseifner), hierarchical, reduce-to-one, or auto, which measures
         /// them at the start.
-        algorithm: Choice = Choice::Auto,
+        algorithm: AlgorithmChoice = AlgorithmChoice::Auto,
         /// Let auto take only algorithms that add in the order of `halving-doubling`, so that the
         /// choice does not change the bits.
         deterministic: bool = true,
@@ -597,7 +599,7 @@ sections! {
 
 impl Data {
     /// Returns the location of the data for display.
-    pub fn told(&self) -> String {
+    pub fn display_location(&self) -> String {
         let mixed = |one: &Mix| format!("{} × {}", one.weight, one.path);
         match &self.mix[..] {
             [] => self.path.clone(),
@@ -608,7 +610,7 @@ impl Data {
 
 impl Model {
     /// Returns the section of a custom model, with the keys that its data needs.
-    pub fn of_own(network: CustomModel) -> Self {
+    pub fn from_custom(network: CustomModel) -> Self {
         let of_shape = |input: Vec<usize>| Self {
             kind: ModelKind::Layers,
             input: Some(input),

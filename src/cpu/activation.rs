@@ -164,13 +164,13 @@ pub fn backward(threads: &Threads, f: Activation, x: &[f32], dy: &mut [f32]) {
 
 impl ActivationOps for Cpu {
     fn activation(&self, f: Activation, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::activation(f, x.len()));
+        let _launch = self.start_kernel(KernelCost::activation(f, x.len()));
         forward(&self.threads, f, x, y);
         Ok(())
     }
 
     fn activation_backward(&self, f: Activation, x: &[f32], dy: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::activation_backward(f, x.len()));
+        let _launch = self.start_kernel(KernelCost::activation_backward(f, x.len()));
         backward(&self.threads, f, x, dy);
         Ok(())
     }

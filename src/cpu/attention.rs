@@ -21,7 +21,8 @@ use super::Cpu;
 use super::math::{exp2s, max, vectors};
 use super::nontemporal::prefetch;
 use super::small_gemm::{
-    ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of,
+    COLUMNS, ColumnGroupMatmul, ROWS, RowGroupMatmul, Strip, column_dot_sums, pack, panels,
+    transpose_panels, unpack, vectors_of,
 };
 use super::threads::{Threads, list};
 use hpctrain_base::error::Result;
@@ -312,7 +313,7 @@ impl WithSimd for Forward<'_> {
                 write(simd, y, ROWS, |_| factor, &mut self.y, here..here + 1);
                 continue;
             }
-            turn(q_rows, q_turned);
+            transpose_panels(q_rows, q_turned);
             let q_turned = &q_turned[..w];
             let steps = 2 * block.keys().count() + block.len().div_ceil(ROWS);
             let mut prefetcher =
@@ -323,7 +324,7 @@ impl WithSimd for Forward<'_> {
                 prefetcher.step();
                 let vectors = block.vectors::<S>(key);
                 let p = &mut p[key..key + ROWS];
-                let scores = ByRows {
+                let scores = RowGroupMatmul {
                     a: k,
                     height,
                     row: key,
@@ -356,7 +357,8 @@ impl WithSimd for Forward<'_> {
                 for (panel, (v, y)) in
                     v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate()
                 {
-                    let output = ByColumns { a: &p[..keys], column: group, b: &v[..keys], to: y };
+                    let output =
+                        ColumnGroupMatmul { a: &p[..keys], column: group, b: &v[..keys], to: y };
                     output.compute(simd, vectors_of::<S>(w, panel));
                 }
                 write(
@@ -396,11 +398,18 @@ fn single_query<S: Simd>(
     let whole = 0..COLUMNS / S::F32_LANES;
     for (strip, scores) in scores.chunks_exact_mut(1).enumerate() {
         for (k, turned) in k.chunks_exact(height).zip(turned.chunks_exact_mut(COLUMNS)) {
-            turn(&k[strip * COLUMNS..][..COLUMNS], turned);
+            transpose_panels(&k[strip * COLUMNS..][..COLUMNS], turned);
         }
         let b = &turned[..w];
-        let matmul =
-            ByRows { a: q, height: COLUMNS, row: 0, b, from: 0, to: &mut *scores, add: false };
+        let matmul = RowGroupMatmul {
+            a: q,
+            height: COLUMNS,
+            row: 0,
+            b,
+            from: 0,
+            to: &mut *scores,
+            add: false,
+        };
         matmul.compute_row(simd, whole.clone());
     }
     let flat: &mut [f32] = bytemuck::cast_slice_mut(scores);
@@ -424,8 +433,15 @@ fn single_query<S: Simd>(
     }
     let total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
     for (panel, (v, y)) in v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate() {
-        let output =
-            ByRows { a: &*scores, height: 1, row: 0, b: &v[..keys], from: 0, to: y, add: false };
+        let output = RowGroupMatmul {
+            a: &*scores,
+            height: 1,
+            row: 0,
+            b: &v[..keys],
+            from: 0,
+            to: y,
+            add: false,
+        };
         output.compute_row(simd, vectors_of::<S>(w, panel));
     }
     (1.0 / total, top * scale + total.ln())
@@ -568,22 +584,22 @@ impl WithSimd for Backward<'_, '_> {
                 let [q, y, dy] = [q, y, dy].map(|x| x.part(block.range()));
                 q.pack(q_rows, COLUMNS);
                 dy.pack(dy_rows, COLUMNS);
-                turn(q_rows, q_turned);
-                turn(dy_rows, dy_turned);
+                transpose_panels(q_rows, q_turned);
+                transpose_panels(dy_rows, dy_turned);
                 let q_turned = &q_turned[..w];
                 let dy_turned = &dy_turned[..w];
                 query_stats[0].0[..block.len()]
                     .copy_from_slice(&self.lse[shared * t..][block.first..block.last]);
                 for (i, sums) in row_products.iter_mut().take(block.len()).enumerate() {
-                    *sums = products(simd, y.row(i), dy.row(i));
+                    *sums = column_dot_sums(simd, y.row(i), dy.row(i));
                 }
-                turn(row_products, transposed);
+                transpose_panels(row_products, transposed);
                 query_stats[1] = sum_strips(simd, transposed);
                 for key in block.keys() {
                     prefetcher.step();
                     let vectors = block.vectors::<S>(key);
                     let ds = &mut ds[key..key + ROWS];
-                    let scores = ByRows {
+                    let scores = RowGroupMatmul {
                         a: k,
                         height,
                         row: key,
@@ -594,7 +610,7 @@ impl WithSimd for Backward<'_, '_> {
                     };
                     scores.compute(simd, vectors.clone());
                     prefetcher.step();
-                    let weights = ByRows {
+                    let weights = RowGroupMatmul {
                         a: v,
                         height,
                         row: key,
@@ -615,7 +631,7 @@ impl WithSimd for Backward<'_, '_> {
                         for (panel, (rows, sums)) in both.enumerate() {
                             let b = &rows[..block.len()];
                             let to = &mut sums[key..key + ROWS];
-                            let gradient = ByRows {
+                            let gradient = RowGroupMatmul {
                                 a,
                                 height: ROWS,
                                 row: 0,
@@ -638,8 +654,12 @@ impl WithSimd for Backward<'_, '_> {
                     for (panel, (k, dq)) in
                         k.chunks_exact(height).zip(dq_strips.chunks_exact_mut(ROWS)).enumerate()
                     {
-                        let gradient =
-                            ByColumns { a: &ds[..keys], column: group, b: &k[..keys], to: dq };
+                        let gradient = ColumnGroupMatmul {
+                            a: &ds[..keys],
+                            column: group,
+                            b: &k[..keys],
+                            to: dq,
+                        };
                         gradient.compute(simd, vectors_of::<S>(w, panel));
                     }
                     write(
@@ -805,7 +825,7 @@ impl AttentionOps for Cpu {
         y: &mut [f32],
         lse: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::attention(shape));
+        let _launch = self.start_kernel(KernelCost::attention(shape));
         forward(&self.threads, shape, 0, qkv, y, lse);
         Ok(())
     }
@@ -818,7 +838,7 @@ impl AttentionOps for Cpu {
         y: &mut [f32],
         lse: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::attention_from(shape, first));
+        let _launch = self.start_kernel(KernelCost::attention_from(shape, first));
         forward(&self.threads, shape, first, qkv, y, lse);
         Ok(())
     }
@@ -832,7 +852,7 @@ impl AttentionOps for Cpu {
         dy: &[f32],
         dqkv: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::attention_backward(shape));
+        let _launch = self.start_kernel(KernelCost::attention_backward(shape));
         backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
         Ok(())
     }

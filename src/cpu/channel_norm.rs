@@ -83,7 +83,10 @@ fn spread<const N: usize>(
     let channel = |at: usize| {
         let sample = at / s.channels;
         let channel = at % s.channels;
-        of(&group_stats[(sample * s.groups + channel / s.of_group()) * each..][..each], channel)
+        of(
+            &group_stats[(sample * s.groups + channel / s.channels_per_group()) * each..][..each],
+            channel,
+        )
     };
     (0..s.samples * s.channels).map(channel).collect()
 }
@@ -206,7 +209,7 @@ impl ChannelOps for Cpu {
         x: &[f32],
         moments: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::channel_sums("channels, sums", shape, 1));
+        let _launch = self.start_kernel(KernelCost::channel_sums("channels, sums", shape, 1));
         self::moments(&self.threads, shape, x, moments);
         Ok(())
     }
@@ -220,7 +223,7 @@ impl ChannelOps for Cpu {
         bias: &[f32],
         y: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::channel_norm("channels, norm", shape, 2));
+        let _launch = self.start_kernel(KernelCost::channel_norm("channels, norm", shape, 2));
         normalise(&self.threads, shape, x, stats, weight, bias, y);
         Ok(())
     }
@@ -234,7 +237,7 @@ impl ChannelOps for Cpu {
         sums: &mut [f32],
     ) -> Result<()> {
         let _launch =
-            self.launched(KernelCost::channel_sums("channels, gradient's sums", shape, 2));
+            self.start_kernel(KernelCost::channel_sums("channels, gradient's sums", shape, 2));
         backward_sums(&self.threads, shape, x, dy, stats, sums);
         Ok(())
     }
@@ -249,7 +252,8 @@ impl ChannelOps for Cpu {
         means: &[f32],
         dx: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::channel_norm("channels, norm backward", shape, 3));
+        let _launch =
+            self.start_kernel(KernelCost::channel_norm("channels, norm backward", shape, 3));
         backward(&self.threads, shape, x, dy, stats, weight, means, dx);
         Ok(())
     }

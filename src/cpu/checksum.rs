@@ -9,7 +9,7 @@ use super::math::simd;
 use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::ops::checksum::{CHUNK, weight};
-use hpctrain_device::{Audit, DigestOps, KernelCost};
+use hpctrain_device::{DigestOps, KernelCost, UpdateChecksums};
 
 /// Returns the checksum of chunk `number`.
 fn of_chunk(number: usize, x: &[f32]) -> u32 {
@@ -29,13 +29,13 @@ fn of_chunk(number: usize, x: &[f32]) -> u32 {
 
 /// Checksums of an update's buffers, accumulated by all threads.
 #[derive(Default)]
-pub struct Counts {
+pub struct ChecksumTotals {
     found: AtomicU64,
     left: AtomicU64,
 }
 
 /// Observes the elements of a chunk before and after an update.
-pub trait Watch<const N: usize> {
+pub trait UpdateObserver<const N: usize> {
     /// Observes element `i` of each buffer before the update.
     fn found(&mut self, i: usize, elements: &[f32; N]);
     /// Observes element `i` of each buffer after the update.
@@ -43,9 +43,9 @@ pub trait Watch<const N: usize> {
 }
 
 /// An observer that does nothing.
-pub struct Unwatched;
+pub struct NoChecksum;
 
-impl<const N: usize> Watch<N> for Unwatched {
+impl<const N: usize> UpdateObserver<N> for NoChecksum {
     #[inline(always)]
     fn found(&mut self, _: usize, _: &[f32; N]) {}
     #[inline(always)]
@@ -53,17 +53,17 @@ impl<const N: usize> Watch<N> for Unwatched {
 }
 
 /// The checksums of a chunk of each of `N` buffers.
-pub struct Watched<'a, const N: usize> {
-    counts: &'a Counts,
+pub struct ChunkChecksum<'a, const N: usize> {
+    counts: &'a ChecksumTotals,
     /// The index of the chunk's first element.
     first: u32,
     found: [u32; N],
     left: [u32; N],
 }
 
-impl<'a, const N: usize> Watched<'a, N> {
+impl<'a, const N: usize> ChunkChecksum<'a, N> {
     /// Creates the checksums of chunk `number`; they are added to `counts` when it is dropped.
-    pub fn new(counts: &'a Counts, number: usize) -> Self {
+    pub fn new(counts: &'a ChecksumTotals, number: usize) -> Self {
         Self { counts, first: (number * CHUNK) as u32, found: [0; N], left: [0; N] }
     }
 
@@ -76,7 +76,7 @@ impl<'a, const N: usize> Watched<'a, N> {
     }
 }
 
-impl<const N: usize> Watch<N> for Watched<'_, N> {
+impl<const N: usize> UpdateObserver<N> for ChunkChecksum<'_, N> {
     #[inline(always)]
     fn found(&mut self, i: usize, elements: &[f32; N]) {
         Self::add(&mut self.found, self.first.wrapping_add(i as u32), elements);
@@ -88,7 +88,7 @@ impl<const N: usize> Watch<N> for Watched<'_, N> {
     }
 }
 
-impl<const N: usize> Drop for Watched<'_, N> {
+impl<const N: usize> Drop for ChunkChecksum<'_, N> {
     fn drop(&mut self) {
         for (count, sums) in [(&self.counts.found, &self.found), (&self.counts.left, &self.left)] {
             count.fetch_add(sums.iter().map(|&sum| u64::from(sum)).sum(), Ordering::Relaxed);
@@ -97,13 +97,16 @@ impl<const N: usize> Drop for Watched<'_, N> {
 }
 
 /// Runs an update, and adds the checksums of its buffers to `checksums`, if given.
-pub fn audited(checksums: Option<&mut Audit<f64>>, update: impl FnOnce(Option<&Counts>)) {
+pub fn with_checksums(
+    checksums: Option<&mut UpdateChecksums<f64>>,
+    update: impl FnOnce(Option<&ChecksumTotals>),
+) {
     let Some(checksums) = checksums else { return update(None) };
-    let counts = Counts::default();
+    let counts = ChecksumTotals::default();
     update(Some(&counts));
     // An integer below 2⁵³, which f64 holds exactly.
-    checksums.found.push(counts.found.into_inner() as f64);
-    checksums.left.push(counts.left.into_inner() as f64);
+    checksums.before.push(counts.found.into_inner() as f64);
+    checksums.after.push(counts.left.into_inner() as f64);
 }
 
 fn digest(threads: &Threads, x: &[f32]) -> f64 {
@@ -116,7 +119,7 @@ fn digest(threads: &Threads, x: &[f32]) -> f64 {
 
 impl DigestOps for Cpu {
     fn digest(&self, x: &[f32]) -> Result<f64> {
-        let _launch = self.launched(KernelCost::digest(x.len()));
+        let _launch = self.start_kernel(KernelCost::digest(x.len()));
         Ok(digest(&self.threads, x))
     }
 }

@@ -37,18 +37,18 @@ thread_local! {
 }
 
 /// Returns whether a convolution is computed in tiles.
-pub fn suits(s: Convolution) -> bool {
-    s.seen() * s.filters <= FILTERS && (1..=TILE / 16).contains(&s.seen())
+pub fn is_tiled(s: Convolution) -> bool {
+    s.filter_len() * s.filters <= FILTERS && (1..=TILE / 16).contains(&s.filter_len())
 }
 
 /// Returns the window positions of a tile.
 fn tile(s: Convolution) -> usize {
-    (TILE / s.seen()).min(1024)
+    (TILE / s.filter_len()).min(1024)
 }
 
 /// Returns the number of elements of the partial gradients of [`backward_weight`].
-pub fn partial(s: Convolution) -> usize {
-    s.window.rows().div_ceil(tile(s)).min(PARTS) * s.seen() * s.filters
+pub fn partial_elements(s: Convolution) -> usize {
+    s.window.rows().div_ceil(tile(s)).min(PARTS) * s.filter_len() * s.filters
 }
 
 /// Returns `len` elements of the scratch, which grows as needed, with unspecified contents.
@@ -68,9 +68,9 @@ fn unfolded(
     work: impl FnOnce(ArrayView2<'_, f32>),
 ) {
     UNFOLDED.with_borrow_mut(|scratch| {
-        let unfolded = reserve(scratch, rows * s.seen());
-        unfold_rows(&s.window, s.first, s.channels, first, x, unfolded);
-        work(matrix(unfolded, rows, s.seen()));
+        let unfolded = reserve(scratch, rows * s.filter_len());
+        unfold_rows(&s.window, s.first_channel, s.channels, first, x, unfolded);
+        work(matrix(unfolded, rows, s.filter_len()));
     });
 }
 
@@ -82,7 +82,7 @@ pub fn forward(
     bias: &[f32],
     y: &mut [f32],
 ) {
-    let seen = s.seen();
+    let seen = s.filter_len();
     let tile = tile(s);
     assert!(x.len() == s.window.elements() && y.len() == s.window.rows() * s.filters, "{s:?}");
     TRANSPOSED_FILTERS.with_borrow_mut(|transposed| {
@@ -118,7 +118,7 @@ pub fn backward_weight(
     dweight: &mut [f32],
     dbias: &mut [f32],
 ) {
-    let seen = s.seen();
+    let seen = s.filter_len();
     let tile = tile(s);
     assert!(x.len() == s.window.elements() && dy.len() == s.window.rows() * s.filters, "{s:?}");
     let tiles = s.window.rows().div_ceil(tile);
@@ -150,7 +150,7 @@ pub fn backward_input(
     weight: &[f32],
     dx: &mut [f32],
 ) {
-    let seen = s.seen();
+    let seen = s.filter_len();
     let tile = tile(s);
     assert!(dx.len() == s.window.elements() && dy.len() == s.window.rows() * s.filters, "{s:?}");
     let image = Im2colShape { batch: 1, ..s.window };
@@ -169,7 +169,7 @@ pub fn backward_input(
                         matrix_mut(unfolded, rows, seen),
                         false,
                     );
-                    fold_rows(&image, s.first, s.channels, i * tile, unfolded, dx);
+                    fold_rows(&image, s.first_channel, s.channels, i * tile, unfolded, dx);
                 }
             });
         },
@@ -185,10 +185,10 @@ impl ConvolutionOps for Cpu {
         bias: &[f32],
         y: &mut [f32],
     ) -> Result<()> {
-        if !suits(shape) {
+        if !is_tiled(shape) {
             return ops::convolution::forward(self, shape, x, weight, bias, y);
         }
-        let _launch = self.launched(KernelCost::convolve(shape, bias.len()));
+        let _launch = self.start_kernel(KernelCost::convolve(shape, bias.len()));
         forward(&self.threads, shape, x, weight, bias, y);
         Ok(())
     }
@@ -201,11 +201,11 @@ impl ConvolutionOps for Cpu {
         dweight: &mut [f32],
         dbias: &mut [f32],
     ) -> Result<()> {
-        if !suits(shape) {
+        if !is_tiled(shape) {
             return ops::convolution::backward_weight(self, shape, dy, x, dweight, dbias);
         }
-        let _launch = self.launched(KernelCost::convolve_backward_weight(shape, dbias.len()));
-        let mut partial = self.alloc(MemoryKind::Activations, partial(shape))?;
+        let _launch = self.start_kernel(KernelCost::convolve_backward_weight(shape, dbias.len()));
+        let mut partial = self.alloc(MemoryKind::Activations, partial_elements(shape))?;
         backward_weight(&self.threads, shape, dy, x, partial.as_mut_slice(), dweight, dbias);
         Ok(())
     }
@@ -217,10 +217,10 @@ impl ConvolutionOps for Cpu {
         weight: &[f32],
         dx: &mut [f32],
     ) -> Result<()> {
-        if !suits(shape) {
+        if !is_tiled(shape) {
             return ops::convolution::backward_input(self, shape, dy, weight, dx);
         }
-        let _launch = self.launched(KernelCost::convolve_backward_input(shape));
+        let _launch = self.start_kernel(KernelCost::convolve_backward_input(shape));
         backward_input(&self.threads, shape, dy, weight, dx);
         Ok(())
     }

@@ -256,8 +256,10 @@ impl ClassifierOps for Cpu {
         weights: LossWeights<&[f32]>,
         losses: &mut [f32],
     ) -> Result<()> {
-        let _launch = self
-            .launched(KernelCost::cross_entropy(shape, weights.classes.len() + weights.rows.len()));
+        let _launch = self.start_kernel(KernelCost::cross_entropy(
+            shape,
+            weights.classes.len() + weights.rows.len(),
+        ));
         cross_entropy(&self.threads, shape, logits, targets, weights, losses);
         Ok(())
     }
@@ -269,7 +271,7 @@ impl ClassifierOps for Cpu {
         targets: &CpuInts,
         stats: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::softmax_part(shape));
+        let _launch = self.start_kernel(KernelCost::softmax_part(shape));
         softmax_part(&self.threads, shape, logits, targets, stats);
         Ok(())
     }
@@ -283,7 +285,7 @@ impl ClassifierOps for Cpu {
         weights: LossWeights<&[f32]>,
         losses: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::cross_entropy_part(
+        let _launch = self.start_kernel(KernelCost::cross_entropy_part(
             shape,
             weights.classes.len() + weights.rows.len(),
         ));
@@ -301,7 +303,7 @@ impl ClassifierOps for Cpu {
         hits: &mut [f32],
     ) -> Result<()> {
         assert_eq!(stride, classes, "padded rows");
-        let _launch = self.launched(KernelCost::hits(logits.len(), hits.len()));
+        let _launch = self.start_kernel(KernelCost::hits(logits.len(), hits.len()));
         self::hits(&self.threads, classes, k, logits, targets, hits);
         Ok(())
     }

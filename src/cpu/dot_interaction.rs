@@ -7,7 +7,7 @@ use super::elementwise::CHUNK;
 use super::math::{simd, sum2};
 use super::threads::Threads;
 use hpctrain_base::error::Result;
-use hpctrain_device::{DotInteraction, KernelCost, PairsOps};
+use hpctrain_device::{DotInteraction, DotInteractionOps, KernelCost};
 
 /// Returns the number of samples of one task.
 fn of_task(s: DotInteraction) -> usize {
@@ -87,21 +87,21 @@ pub fn backward(threads: &Threads, s: DotInteraction, x: &[f32], dy: &[f32], dx:
     });
 }
 
-impl PairsOps for Cpu {
-    fn pair_products(&self, shape: DotInteraction, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::pair_products(shape));
+impl DotInteractionOps for Cpu {
+    fn dot_interaction(&self, shape: DotInteraction, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.start_kernel(KernelCost::dot_interaction(shape));
         forward(&self.threads, shape, x, y);
         Ok(())
     }
 
-    fn pair_products_backward(
+    fn dot_interaction_backward(
         &self,
         shape: DotInteraction,
         x: &[f32],
         dy: &[f32],
         dx: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::pair_products_backward(shape));
+        let _launch = self.start_kernel(KernelCost::dot_interaction_backward(shape));
         backward(&self.threads, shape, x, dy, dx);
         Ok(())
     }

@@ -65,7 +65,7 @@ pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
 
 impl DropoutOps for Cpu {
     fn dropout(&self, mask: Dropout, x: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::dropout(x.len()));
+        let _launch = self.start_kernel(KernelCost::dropout(x.len()));
         dropout(&self.threads, mask, x);
         Ok(())
     }

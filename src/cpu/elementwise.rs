@@ -28,7 +28,7 @@ pub fn copy(threads: &Threads, x: &[f32], y: &mut [f32]) {
 }
 
 /// Computes `y = x`, rounded to bf16 as GPUs do: to the nearest, ties to even. `y` holds its bits.
-pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
+pub fn round_to_bf16(threads: &Threads, x: &[f32], y: &mut [u16]) {
     assert_eq!(x.len(), y.len());
     threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| {
         simd(
@@ -101,30 +101,30 @@ pub fn squares(x: &[f32]) -> f64 {
 
 impl ElementwiseOps for Cpu {
     fn zero(&self, y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::zero(y.len()));
+        let _launch = self.start_kernel(KernelCost::zero(y.len()));
         zero(&self.threads, y);
         Ok(())
     }
 
     fn copy(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::copy(x.len()));
+        let _launch = self.start_kernel(KernelCost::copy(x.len()));
         copy(&self.threads, x, y);
         Ok(())
     }
 
     fn add(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::add(x.len()));
+        let _launch = self.start_kernel(KernelCost::add(x.len()));
         add(&self.threads, x, y);
         Ok(())
     }
 
     fn sum(&self, x: &[f32]) -> Result<f64> {
-        let _launch = self.launched(KernelCost::sum(x.len()));
+        let _launch = self.start_kernel(KernelCost::sum(x.len()));
         Ok(x.iter().copied().map(f64::from).sum())
     }
 
     fn sum_squares(&self, x: &[f32]) -> Result<f64> {
-        let _launch = self.launched(KernelCost::sum(x.len()));
+        let _launch = self.start_kernel(KernelCost::sum(x.len()));
         Ok(sum_squares(&self.threads, x))
     }
 }
@@ -147,7 +147,7 @@ mod tests {
             0x7f80_0001,
         ];
         let mut rounded = [0; 7];
-        narrow(&Threads::new(1), &bits.map(f32::from_bits), &mut rounded);
+        round_to_bf16(&Threads::new(1), &bits.map(f32::from_bits), &mut rounded);
         assert_eq!(rounded[..6], [0x3f80, 0x3f82, 0x3f81, 0x8000, 0x7f80, 0xff80]);
         assert!(bf16::from_bits(rounded[6]).is_nan());
     }

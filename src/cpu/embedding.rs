@@ -116,7 +116,7 @@ impl EmbeddingOps for Cpu {
         position_table: &[f32],
         y: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::embedding(y.len(), position_table.len()));
+        let _launch = self.start_kernel(KernelCost::embedding(y.len(), position_table.len()));
         forward(&self.threads, tokens, first, token_table, position_table, y);
         Ok(())
     }
@@ -130,7 +130,7 @@ impl EmbeddingOps for Cpu {
         dposition_table: &mut [f32],
     ) -> Result<()> {
         let _launch =
-            self.launched(KernelCost::embedding_backward(dy.len(), dposition_table.len()));
+            self.start_kernel(KernelCost::embedding_backward(dy.len(), dposition_table.len()));
         backward(&self.threads, tokens, first, dy, dtoken_table, dposition_table);
         Ok(())
     }

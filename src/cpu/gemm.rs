@@ -15,7 +15,7 @@ use std::ops::Range;
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _};
 use rayon::prelude::*;
 
-use super::gemm_blocking::{DEPTH, depth, each_of, pieces};
+use super::gemm_blocking::{MAX_BLOCK_DEPTH, block_depth, blocks, each_output_part};
 use super::matrix::{add_columns, add_rows, matrix};
 use super::output_init::OutputInit;
 use super::sgemm;
@@ -74,7 +74,7 @@ pub fn multiply(
     c: ArrayViewMut2<'_, f32>,
     acc: bool,
 ) {
-    multiply_by(depth(a.ncols()), a, b, c, acc);
+    multiply_by(block_depth(a.ncols()), a, b, c, acc);
 }
 
 /// Computes [`multiply`] in K blocks of `depth` terms.
@@ -97,7 +97,7 @@ fn multiply_by(
     let [a_strides, b_strides, c_strides] =
         [a.strides(), b.strides(), c.strides()].map(|s| [s[0], s[1]]);
     let kernel = gemm_f32::gemm::f32::get_gemm_fn();
-    for terms in pieces(k, depth) {
+    for terms in blocks(k, depth) {
         let first = terms.start as isize;
         // SAFETY: the views guarantee that every element addressed by their dimensions and strides
         // is valid, and that `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions
@@ -140,7 +140,7 @@ pub fn multiply_parallel(
     c: ArrayViewMut2<'_, f32>,
     start: OutputInit<'_>,
 ) {
-    multiply_parallel_by(depth(a.ncols()), threads, a, b, c, start);
+    multiply_parallel_by(block_depth(a.ncols()), threads, a, b, c, start);
 }
 
 /// Computes [`multiply_parallel`] in K blocks of `depth` terms.
@@ -157,7 +157,7 @@ fn multiply_parallel_by(
     }
     let packs = [a, b].map(|x| x.strides()[1] != 1);
     each_part(threads, c, a.ncols(), packs, |rows, columns, mut c| {
-        let acc = start.of(columns.clone()).written(c.view_mut());
+        let acc = start.for_columns(columns.clone()).write_bias(c.view_mut());
         multiply_by(
             depth,
             a.slice_axis(Axis(0), rows.into()),
@@ -178,7 +178,7 @@ pub fn each_part(
     f: impl Fn(Range<usize>, Range<usize>, ArrayViewMut2<'_, f32>) + Sync,
 ) {
     let (m, n) = c.dim();
-    each_of(threads, c, grid(m, n, k, packs), [TILE_ROWS, TILE_COLUMNS], f);
+    each_output_part(threads, c, grid(m, n, k, packs), [TILE_ROWS, TILE_COLUMNS], f);
 }
 
 /// Computes [`multiply_parallel`] for `aᵀ` and `b`, where `a` is row-major with `m` columns; adds
@@ -187,7 +187,7 @@ pub fn each_part(
 /// The kernel would pack `aᵀ` again in every part, element by element. With many parts and long
 /// sums, tiles read packed panels of it (`sgemm/`); otherwise it is transposed once, in blocks that
 /// fit in the caches.
-pub fn multiply_across(
+pub fn multiply_transposed(
     threads: &Threads,
     a: &[f32],
     m: usize,
@@ -201,11 +201,11 @@ pub fn multiply_across(
         return add_rows(threads, a, m, sums);
     }
     // K blocks of the sum over all rows, whose order does not depend on the number of columns.
-    let depth = depth(b.nrows());
-    if sgemm::multiply_across(depth, threads, a, m, b, c.view_mut(), start, sums) {
+    let depth = block_depth(b.nrows());
+    if sgemm::multiply_transposed(depth, threads, a, m, b, c.view_mut(), start, sums) {
         return;
     }
-    let deep = b.nrows().min(DEEPEST / DEPTH * depth);
+    let deep = b.nrows().min(DEEPEST / MAX_BLOCK_DEPTH * depth);
     // The leading dimension is an odd number of cache lines: a power of two would map all rows to
     // the same few cache sets.
     let stride = deep.next_multiple_of(2 * LINE) + LINE;
@@ -293,13 +293,13 @@ mod tests {
                     b.chunks(n).flat_map(|row| &row[columns.clone()]).copied().collect();
                 let mut c = vec![0.5; m * columns.len()];
                 let of_c = ArrayViewMut2::from_shape((m, columns.len()), &mut c).unwrap();
-                multiply_across(
+                multiply_transposed(
                     &threads,
                     &a,
                     m,
                     matrix(&b, k, columns.len()),
                     of_c,
-                    OutputInit::Result,
+                    OutputInit::Accumulate,
                     &mut [],
                 );
                 c
@@ -328,7 +328,15 @@ mod tests {
             let mut sums = vec![1.0; m];
             let threads = Threads::new(2);
             let of_c = ArrayViewMut2::from_shape((m, n), &mut c).unwrap();
-            multiply_across(&threads, &a, m, matrix(&b, k, n), of_c, OutputInit::Result, &mut sums);
+            multiply_transposed(
+                &threads,
+                &a,
+                m,
+                matrix(&b, k, n),
+                of_c,
+                OutputInit::Accumulate,
+                &mut sums,
+            );
             // Small integers: every order of summation is exact.
             for (i, j) in [(0, 0), (m / 2, n / 3), (m - 1, n - 1), (m.min(512) - 1, 17)] {
                 let want: f32 = (0..k).map(|l| a[l * m + i] * b[l * n + j]).sum();

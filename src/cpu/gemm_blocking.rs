@@ -12,27 +12,27 @@ use super::threads::Threads;
 /// The most terms that a kernel sums before it adds them to the result. `gemm` would choose by the
 /// shape and the machine's caches; with a limit below its own, the order of sums and so the bits
 /// depend on the number of terms alone.
-pub const DEPTH: usize = 512;
+pub const MAX_BLOCK_DEPTH: usize = 512;
 
 /// Returns the terms of a K block if `terms` are divided evenly into blocks of at most [`DEPTH`].
-pub fn depth(terms: usize) -> usize {
-    terms.div_ceil(terms.div_ceil(DEPTH).max(1))
+pub fn block_depth(terms: usize) -> usize {
+    terms.div_ceil(terms.div_ceil(MAX_BLOCK_DEPTH).max(1))
 }
 
 /// Divides `terms` terms into K blocks of `depth`; no terms are one empty block.
-pub fn pieces(terms: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
+pub fn blocks(terms: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
     let count = terms.div_ceil(depth.max(1)).max(1);
     (0..count).map(move |piece| piece * depth..((piece + 1) * depth).min(terms))
 }
 
 /// Returns the K blocks of a sum of `terms` terms, of any matmul.
-pub fn depths(terms: usize) -> impl Iterator<Item = Range<usize>> {
-    pieces(terms, depth(terms))
+pub fn k_blocks(terms: usize) -> impl Iterator<Item = Range<usize>> {
+    blocks(terms, block_depth(terms))
 }
 
 /// Calls `f` with the parts of an output and their rows and columns, distributed over the threads:
 /// the output is divided into `high` by `wide` parts of whole tiles.
-pub fn each_of(
+pub fn each_output_part(
     threads: &Threads,
     c: ArrayViewMut2<'_, f32>,
     [high, wide]: [usize; 2],

@@ -39,7 +39,7 @@ struct WindowView {
 /// position `place` on, until it returns false; returns whether it did.
 #[inline(always)]
 fn each_place(w: &Im2colShape, place: usize, mut see: impl FnMut(WindowView) -> bool) -> bool {
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     let mut begin = place % wide.max(1);
     for row in place / wide.max(1)..high {
         let (rows, top) = seen(w, 0, row);
@@ -166,7 +166,7 @@ pub fn unfold(
     y: &mut [f32],
 ) {
     let row = w.size[0] * w.size[1] * channels;
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     assert!(x.len() == w.elements() && y.len() == w.rows() * row, "{w:?}");
     let images = y.par_chunks_mut(high * wide * row).enumerate();
     threads.each(images, |(image, y)| unfold_rows(&w, first, channels, image * high * wide, x, y));
@@ -220,7 +220,7 @@ pub fn fold(
     dx: &mut [f32],
 ) {
     let row = w.size[0] * w.size[1] * channels;
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     assert!(dx.len() == w.elements() && dy.len() == w.rows() * row, "{w:?}");
     let images = dy.par_chunks(high * wide * row).zip(dx.par_chunks_mut(image(&w)));
     threads.each(images, |(dy, dx)| fold_rows(&w, first, channels, 0, dy, dx));
@@ -255,7 +255,7 @@ fn largest<const N: usize>(
 }
 
 pub fn max_pool(threads: &Threads, w: Im2colShape, x: &[f32], y: &mut [f32]) {
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     threads.each(
         x.par_chunks(image(&w)).zip(y.par_chunks_mut(high * wide * w.channels)),
         |(x, y)| {
@@ -327,7 +327,7 @@ fn give(w: &Im2colShape, view: &WindowView, first: usize, x: &[f32], dy: &[f32],
 }
 
 pub fn max_pool_backward(threads: &Threads, w: Im2colShape, x: &[f32], dy: &[f32], dx: &mut [f32]) {
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     let images = x
         .par_chunks(image(&w))
         .zip(dy.par_chunks(high * wide * w.channels))
@@ -356,7 +356,7 @@ pub fn max_pool_backward(threads: &Threads, w: Im2colShape, x: &[f32], dy: &[f32
 }
 
 pub fn average_pool(threads: &Threads, w: Im2colShape, x: &[f32], y: &mut [f32]) {
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     threads.each(
         x.par_chunks(image(&w)).zip(y.par_chunks_mut(high * wide * w.channels)),
         |(x, y)| {
@@ -388,7 +388,7 @@ pub fn average_pool(threads: &Threads, w: Im2colShape, x: &[f32], y: &mut [f32])
 }
 
 pub fn average_pool_backward(threads: &Threads, w: Im2colShape, dy: &[f32], dx: &mut [f32]) {
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     threads.each(
         dy.par_chunks(high * wide * w.channels).zip(dx.par_chunks_mut(image(&w))),
         |(dy, dx)| {
@@ -432,7 +432,7 @@ impl WindowOps for Cpu {
         x: &[f32],
         y: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::unfold(window, channels));
+        let _launch = self.start_kernel(KernelCost::unfold(window, channels));
         unfold(&self.threads, window, first, channels, x, y);
         Ok(())
     }
@@ -445,13 +445,13 @@ impl WindowOps for Cpu {
         dy: &[f32],
         dx: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::fold(window, channels));
+        let _launch = self.start_kernel(KernelCost::fold(window, channels));
         fold(&self.threads, window, first, channels, dy, dx);
         Ok(())
     }
 
     fn max_pool(&self, window: Im2colShape, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::pool("max pool", window));
+        let _launch = self.start_kernel(KernelCost::pool("max pool", window));
         max_pool(&self.threads, window, x, y);
         Ok(())
     }
@@ -463,19 +463,19 @@ impl WindowOps for Cpu {
         dy: &[f32],
         dx: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::max_pool_backward(window));
+        let _launch = self.start_kernel(KernelCost::max_pool_backward(window));
         max_pool_backward(&self.threads, window, x, dy, dx);
         Ok(())
     }
 
     fn average_pool(&self, window: Im2colShape, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::pool("average pool", window));
+        let _launch = self.start_kernel(KernelCost::pool("average pool", window));
         average_pool(&self.threads, window, x, y);
         Ok(())
     }
 
     fn average_pool_backward(&self, window: Im2colShape, dy: &[f32], dx: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::pool("average pool, backward", window));
+        let _launch = self.start_kernel(KernelCost::pool("average pool, backward", window));
         average_pool_backward(&self.threads, window, dy, dx);
         Ok(())
     }

@@ -1,11 +1,11 @@
 //! Linear layers, and the two matmuls of their backward.
 
 use super::bf16::{self, Operand};
-use super::gemm::{multiply_across, multiply_parallel};
+use super::gemm::{multiply_parallel, multiply_transposed};
 use super::matrix::{add_rows, left, matrix, matrix_mut, right};
 use super::output_init::OutputInit;
 use super::threads::Threads;
-use super::{Cpu, Products};
+use super::{Cpu, MatmulBackend};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Gemm, KernelCost, Linear, LinearOps};
 
@@ -15,7 +15,7 @@ pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bia
     let start = OutputInit::new(s.acc, bias);
     if s.ta {
         assert_eq!(a.len(), s.k * s.m);
-        multiply_across(threads, a, s.m, right(s, b), c, start, &mut []);
+        multiply_transposed(threads, a, s.m, right(s, b), c, start, &mut []);
     } else {
         multiply_parallel(threads, left(s, a), right(s, b), c, start);
     }
@@ -67,13 +67,13 @@ pub fn backward_weight(
     assert_eq!(dy.len(), s.rows * s.outputs);
     let x = matrix(x, s.rows, s.inputs);
     let dweight = matrix_mut(dweight, s.outputs, s.inputs);
-    multiply_across(threads, dy, s.outputs, x, dweight, OutputInit::new(add, &[]), dbias);
+    multiply_transposed(threads, dy, s.outputs, x, dweight, OutputInit::new(add, &[]), dbias);
 }
 
 impl LinearOps for Cpu {
     fn gemm(&self, shape: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::gemm(shape));
-        self.product(shape, a, b, c, &[])
+        let _launch = self.start_kernel(KernelCost::gemm(shape));
+        self.matmul(shape, a, b, c, &[])
     }
 
     fn linear(
@@ -84,8 +84,8 @@ impl LinearOps for Cpu {
         bias: &[f32],
         y: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear(shape, bias.len()));
-        self.weighed(forward(shape), x, weight, y, bias)
+        let _launch = self.start_kernel(KernelCost::linear(shape, bias.len()));
+        self.weight_matmul(forward(shape), x, weight, y, bias)
     }
 
     fn linear_backward_input(
@@ -95,8 +95,8 @@ impl LinearOps for Cpu {
         weight: &[f32],
         dx: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear_backward_input(shape));
-        self.weighed(backward_input(shape), dy, weight, dx, &[])
+        let _launch = self.start_kernel(KernelCost::linear_backward_input(shape));
+        self.weight_matmul(backward_input(shape), dy, weight, dx, &[])
     }
 
     fn linear_backward_weight(
@@ -108,14 +108,17 @@ impl LinearOps for Cpu {
         dbias: &mut [f32],
         add: bool,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear_backward_weight(shape, dbias.len(), add));
-        match self.products {
-            Products::Own => backward_weight(&self.threads, shape, dy, x, dweight, dbias, add),
-            Products::OwnBf16 => {
+        let _launch =
+            self.start_kernel(KernelCost::linear_backward_weight(shape, dbias.len(), add));
+        match self.matmul_backend {
+            MatmulBackend::Builtin => {
+                backward_weight(&self.threads, shape, dy, x, dweight, dbias, add)
+            }
+            MatmulBackend::BuiltinBf16 => {
                 gemm_bf16(&self.threads, weight_gradient(shape, add), dy, x, dweight, &[], dbias);
             }
-            Products::OneDnn | Products::OneDnnBf16 => {
-                self.product(weight_gradient(shape, add), dy, x, dweight, &[])?;
+            MatmulBackend::OneDnn | MatmulBackend::OneDnnBf16 => {
+                self.matmul(weight_gradient(shape, add), dy, x, dweight, &[])?;
                 add_rows(&self.threads, dy, shape.outputs, dbias);
             }
         }
@@ -123,7 +126,7 @@ impl LinearOps for Cpu {
     }
 
     fn linear_backward_bias(&self, rows: usize, dy: &[f32], dbias: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear_backward_bias(rows, dbias.len()));
+        let _launch = self.start_kernel(KernelCost::linear_backward_bias(rows, dbias.len()));
         add_rows(&self.threads, dy, dbias.len(), dbias);
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytemuck::{Pod, Zeroable};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{MemoryKind, MemoryStats, readable};
+use hpctrain_device::{MemoryKind, MemoryStats, format_bytes};
 
 /// A cache line, to which every buffer is aligned.
 #[repr(C, align(64))]
@@ -24,7 +24,7 @@ const LINE: usize = 16;
 #[derive(Default)]
 pub struct HostPool {
     free: Mutex<Vec<Vec<Line>>>,
-    pub(super) ledger: MemoryStats,
+    pub(super) stats: MemoryStats,
 }
 
 impl HostPool {
@@ -47,7 +47,7 @@ impl HostPool {
         if cfg!(debug_assertions) {
             lines.fill(Line([f32::NAN; LINE]));
         }
-        self.ledger.take(what, size_of_val(lines.as_slice()));
+        self.stats.record_alloc(what, size_of_val(lines.as_slice()));
         Ok(CpuBuf { lines, len, what, pool: self.clone() })
     }
 
@@ -55,8 +55,8 @@ impl HostPool {
     fn allocate(&self, what: MemoryKind, len: usize) -> Result<Vec<Line>> {
         let mut lines = Vec::new();
         lines.try_reserve_exact(len).map_err(|_| {
-            let size = readable(len.saturating_mul(size_of::<Line>()));
-            let taken = self.ledger.live_by_category();
+            let size = format_bytes(len.saturating_mul(size_of::<Line>()));
+            let taken = self.stats.live_by_category();
             Error::input(format!(
                 "out of memory: cannot allocate {size} for {}; this rank has allocated {taken}",
                 what.name()
@@ -68,7 +68,7 @@ impl HostPool {
         })?;
         lines.resize(len, Line::zeroed());
         if len > 0 {
-            self.ledger.note_fresh();
+            self.stats.record_system_alloc();
         }
         Ok(lines)
     }
@@ -111,7 +111,7 @@ impl CpuBuf {
 
 impl Drop for CpuBuf {
     fn drop(&mut self) {
-        self.pool.ledger.give(self.what, size_of_val(self.lines.as_slice()));
+        self.pool.stats.record_free(self.what, size_of_val(self.lines.as_slice()));
         if !self.lines.is_empty() {
             let lines = std::mem::take(&mut self.lines);
             self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(lines);
@@ -137,7 +137,7 @@ impl CpuInts {
     }
 
     /// Returns the indices `range`, in the same memory.
-    pub(super) fn part(&self, range: Range<usize>) -> Self {
+    pub(super) fn slice(&self, range: Range<usize>) -> Self {
         assert!(range.end <= self.range.len(), "the range exceeds the indices");
         Self {
             buf: self.buf.clone(),
@@ -165,14 +165,14 @@ mod tests {
         assert_eq!(first.as_slice().as_ptr() as usize % 64, 0);
         let address = first.as_slice().as_ptr();
         drop(first);
-        assert_eq!(pool.ledger.live(MemoryKind::Gradients), 0);
+        assert_eq!(pool.stats.live(MemoryKind::Gradients), 0);
         let second = pool.take(MemoryKind::Activations, 990).unwrap();
         assert_eq!(second.as_slice().as_ptr(), address);
         assert_eq!(second.len(), 990);
         let third = pool.take(MemoryKind::Activations, 990).unwrap();
         assert_ne!(third.as_slice().as_ptr(), address);
         assert!(pool.take(MemoryKind::Data, 0).unwrap().is_empty());
-        assert_eq!(pool.ledger.fresh(), 2);
+        assert_eq!(pool.stats.system_allocs(), 2);
         pool.trim();
         assert!(pool.free.lock().unwrap().is_empty());
     }
@@ -180,11 +180,11 @@ mod tests {
     fn integers_are_data() {
         let pool = Arc::new(HostPool::default());
         let ids = CpuInts::new(&pool, &[7, u32::MAX]).unwrap();
-        assert_eq!((&ids[..], pool.ledger.live(MemoryKind::Data)), (&[7, u32::MAX][..], 64));
-        let all = ids.part(0..2);
-        let part = ids.part(0..2).part(1..2);
+        assert_eq!((&ids[..], pool.stats.live(MemoryKind::Data)), (&[7, u32::MAX][..], 64));
+        let all = ids.slice(0..2);
+        let part = ids.slice(0..2).slice(1..2);
         drop((ids, all));
-        assert_eq!((&part[..], pool.ledger.live(MemoryKind::Data)), (&[u32::MAX][..], 64));
+        assert_eq!((&part[..], pool.stats.live(MemoryKind::Data)), (&[u32::MAX][..], 64));
     }
 
     #[test]

@@ -68,27 +68,31 @@ pub struct Peak {
 /// The matmul implementation, used for matmuls, linear layers and convolutions with a whole im2col
 /// buffer. Attention and tiled convolutions have separate small matmuls, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Products {
+pub enum MatmulBackend {
     /// The built-in kernels, in f32.
-    Own,
+    Builtin,
     /// The built-in kernels with operands rounded to bf16 and sums in f32.
-    OwnBf16,
+    BuiltinBf16,
     /// oneDNN, in f32.
     OneDnn,
     /// oneDNN, with operands rounded to bf16 and sums in f32.
     OneDnnBf16,
 }
 
-impl Products {
+impl MatmulBackend {
     /// Returns the bf16 implementation for this machine: oneDNN if it is installed and the CPU has
     /// AMX, which the built-in kernels do not use.
     pub fn bf16() -> Self {
-        if has_amx() && onednn::find().is_ok() { Products::OneDnnBf16 } else { Products::OwnBf16 }
+        if has_amx() && onednn::find().is_ok() {
+            MatmulBackend::OneDnnBf16
+        } else {
+            MatmulBackend::BuiltinBf16
+        }
     }
 
     /// Returns oneDNN's implementation in bf16 or f32.
     pub fn onednn(is_bf16: bool) -> Self {
-        if is_bf16 { Products::OneDnnBf16 } else { Products::OneDnn }
+        if is_bf16 { MatmulBackend::OneDnnBf16 } else { MatmulBackend::OneDnn }
     }
 
     /// Checks that this machine can run it.
@@ -97,7 +101,9 @@ impl Products {
     /// Returns an error if it needs bf16 instructions that the CPU lacks, or if oneDNN is not
     /// found.
     pub fn check(self) -> Result<()> {
-        if matches!(self, Products::OwnBf16 | Products::OneDnnBf16) && !bf16::is_there() {
+        if matches!(self, MatmulBackend::BuiltinBf16 | MatmulBackend::OneDnnBf16)
+            && !bf16::is_supported()
+        {
             return Err(Error::input(
                 "precision.dtype = bf16 needs a GPU, or a CPU with avx512_bf16 among its flags",
             )
@@ -106,8 +112,8 @@ impl Products {
             ));
         }
         match self {
-            Products::Own | Products::OwnBf16 => Ok(()),
-            Products::OneDnn | Products::OneDnnBf16 => onednn::find(),
+            MatmulBackend::Builtin | MatmulBackend::BuiltinBf16 => Ok(()),
+            MatmulBackend::OneDnn | MatmulBackend::OneDnnBf16 => onednn::find(),
         }
     }
 }
@@ -118,26 +124,26 @@ pub struct Cpu {
     pool: Arc<memory::HostPool>,
     threads: Arc<Threads>,
     profile: Profile,
-    products: Products,
-    kept: Arc<packed_cache::PackedCache>,
+    matmul_backend: MatmulBackend,
+    packed_weights: Arc<packed_cache::PackedCache>,
 }
 
 impl Cpu {
     /// Creates a backend that computes on `threads` threads, including the caller's.
     pub fn new(threads: usize) -> Self {
-        Self::profiled(threads, Profile::default())
+        Self::with_profile(threads, Profile::default())
     }
 
     /// Creates a backend whose kernels are counted in the profile of another backend.
-    pub fn profiled(threads: usize, profile: Profile) -> Self {
+    pub fn with_profile(threads: usize, profile: Profile) -> Self {
         gemm::configure();
         let threads = Arc::new(Threads::new(threads));
         Self {
             pool: Arc::default(),
             threads,
             profile,
-            products: Products::Own,
-            kept: Arc::default(),
+            matmul_backend: MatmulBackend::Builtin,
+            packed_weights: Arc::default(),
         }
     }
 
@@ -152,10 +158,10 @@ impl Cpu {
     /// Returns the backend with another matmul implementation.
     ///
     /// # Errors
-    /// Returns an error under the conditions of [`Products::check`].
-    pub fn with_products(self, products: Products) -> Result<Self> {
+    /// Returns an error under the conditions of [`MatmulBackend::check`].
+    pub fn with_matmul_backend(self, products: MatmulBackend) -> Result<Self> {
         products.check()?;
-        Ok(Self { products, ..self })
+        Ok(Self { matmul_backend: products, ..self })
     }
 
     /// Returns the number of threads that compute.
@@ -172,10 +178,10 @@ impl Cpu {
     /// Measures the FLOP/s that all threads reach in the number format of the matmuls, or returns
     /// `None` if it cannot be measured: oneDNN's bf16 may use AMX.
     pub fn measure_peak_flops(&self) -> Option<f64> {
-        match self.products {
-            Products::Own | Products::OneDnn => Some(peak::flops(&self.threads)),
-            Products::OwnBf16 => bf16::peak(&self.threads),
-            Products::OneDnnBf16 => None,
+        match self.matmul_backend {
+            MatmulBackend::Builtin | MatmulBackend::OneDnn => Some(peak::flops(&self.threads)),
+            MatmulBackend::BuiltinBf16 => bf16::peak(&self.threads),
+            MatmulBackend::OneDnnBf16 => None,
         }
     }
 
@@ -189,34 +195,38 @@ impl Cpu {
     }
 
     fn number_format(&self) -> &'static str {
-        match self.products {
-            Products::Own | Products::OneDnn => "f32",
-            Products::OwnBf16 | Products::OneDnnBf16 => "bf16",
+        match self.matmul_backend {
+            MatmulBackend::Builtin | MatmulBackend::OneDnn => "f32",
+            MatmulBackend::BuiltinBf16 | MatmulBackend::OneDnnBf16 => "bf16",
         }
     }
 
     /// Rounds `x` to bf16, two to a word, as a GPU stores it, for memory that is copied to a GPU.
     /// The rest of `words` is unchanged.
-    pub fn narrow(&self, x: &[f32], words: &mut [f32]) {
-        elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
+    pub fn round_to_bf16(&self, x: &[f32], words: &mut [f32]) {
+        elementwise::round_to_bf16(
+            &self.threads,
+            x,
+            &mut bytemuck::cast_slice_mut(words)[..x.len()],
+        );
     }
 
     /// Computes a matmul and adds the bias, if there is one.
-    fn product(&self, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) -> Result<()> {
+    fn matmul(&self, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) -> Result<()> {
         let threads = &self.threads;
-        match self.products {
-            Products::Own => {
+        match self.matmul_backend {
+            MatmulBackend::Builtin => {
                 linear::gemm(threads, s, a, b, c, bias);
                 Ok(())
             }
-            Products::OwnBf16 => {
+            MatmulBackend::BuiltinBf16 => {
                 linear::gemm_bf16(threads, s, a, b, c, bias, &mut []);
                 Ok(())
             }
-            Products::OneDnn => onednn::multiply(threads, s, a, b, c, bias),
-            Products::OneDnnBf16 => {
-                let a_words = self.narrowed(a)?;
-                let b_words = self.narrowed(b)?;
+            MatmulBackend::OneDnn => onednn::multiply(threads, s, a, b, c, bias),
+            MatmulBackend::OneDnnBf16 => {
+                let a_words = self.to_bf16_copy(a)?;
+                let b_words = self.to_bf16_copy(b)?;
                 let [a, b] = [(&a_words, a), (&b_words, b)].map(|(words, x)| {
                     &bytemuck::cast_slice::<f32, u16>(words.as_slice())[..x.len()]
                 });
@@ -226,7 +236,7 @@ impl Cpu {
     }
 
     /// Computes a matmul with a weight, from its packed panels if they are cached.
-    fn weighed(
+    fn weight_matmul(
         &self,
         s: Gemm,
         x: &[f32],
@@ -234,9 +244,11 @@ impl Cpu {
         y: &mut [f32],
         bias: &[f32],
     ) -> Result<()> {
-        let panels = match self.products {
-            Products::Own => self.kept.panels(&self.pool, &self.threads, s, weight)?,
-            Products::OwnBf16 | Products::OneDnn | Products::OneDnnBf16 => None,
+        let panels = match self.matmul_backend {
+            MatmulBackend::Builtin => {
+                self.packed_weights.panels(&self.pool, &self.threads, s, weight)?
+            }
+            MatmulBackend::BuiltinBf16 | MatmulBackend::OneDnn | MatmulBackend::OneDnnBf16 => None,
         };
         match panels {
             Some(panels) => {
@@ -245,26 +257,26 @@ impl Cpu {
                 panels.multiply(&self.threads, matrix::left(s, x), y, start);
                 Ok(())
             }
-            None => self.product(s, x, weight, y, bias),
+            None => self.matmul(s, x, weight, y, bias),
         }
     }
 
     /// Returns a copy in bf16, two to a word.
-    fn narrowed(&self, x: &[f32]) -> Result<CpuBuf> {
+    fn to_bf16_copy(&self, x: &[f32]) -> Result<CpuBuf> {
         let mut words = self.pool.take(MemoryKind::Workspace, x.len().div_ceil(2))?;
-        self.narrow(x, words.as_mut_slice());
+        self.round_to_bf16(x, words.as_mut_slice());
         Ok(words)
     }
 
     /// Copies updated parameters to `copy`, if it is given.
-    fn copied(&self, p: &[f32], copy: Option<&mut [f32]>) {
+    fn write_copy(&self, p: &[f32], copy: Option<&mut [f32]>) {
         if let Some(copy) = copy {
             elementwise::copy(&self.threads, p, copy);
         }
     }
 
     /// Starts the measurement of a kernel, which ends when the returned guard is dropped.
-    fn launched(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
+    fn start_kernel(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
         self.profile.launch(size_of::<f32>(), || (), work)
     }
 }
@@ -314,16 +326,16 @@ impl Backend for Cpu {
         Ok(scalar)
     }
 
-    fn upload_ints(&self, host: &[u32]) -> Result<CpuInts> {
+    fn upload_indices(&self, host: &[u32]) -> Result<CpuInts> {
         CpuInts::new(&self.pool, host)
     }
 
-    fn ints_len(ints: &CpuInts) -> usize {
+    fn indices_len(ints: &CpuInts) -> usize {
         ints.len()
     }
 
     fn slice_indices(ints: &CpuInts, range: Range<usize>) -> CpuInts {
-        ints.part(range)
+        ints.slice(range)
     }
 
     fn view(buf: &CpuBuf, range: Range<usize>) -> &[f32] {
@@ -350,7 +362,7 @@ impl Backend for Cpu {
         view.split_at(at)
     }
 
-    fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
+    fn split_at_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
         view.split_at_mut(at)
     }
 
@@ -363,23 +375,23 @@ impl Backend for Cpu {
     }
 
     fn begin_weight_reuse(&self, parameters: &[f32]) {
-        self.kept.announce(parameters);
+        self.packed_weights.announce(parameters);
     }
 
     fn end_weight_reuse(&self) {
-        self.kept.clear();
+        self.packed_weights.clear();
     }
 
     fn reuse_bytes(elements: usize, rows: usize) -> usize {
-        packed_cache::bytes(elements, rows)
+        packed_cache::cache_bytes(elements, rows)
     }
 
     fn trim(&self) {
         self.pool.trim();
     }
 
-    fn ledger(&self) -> &MemoryStats {
-        &self.pool.ledger
+    fn memory_stats(&self) -> &MemoryStats {
+        &self.pool.stats
     }
 
     fn profile(&self) -> &Profile {

@@ -236,7 +236,7 @@ impl NormOps for Cpu {
         y: &mut [f32],
         stats: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::norm(shape, bias.len()));
+        let _launch = self.start_kernel(KernelCost::norm(shape, bias.len()));
         forward(&self.threads, shape, x, weight, bias, y, stats);
         Ok(())
     }
@@ -251,7 +251,7 @@ impl NormOps for Cpu {
         y: &mut [f32],
         stats: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::add_norm(shape, bias.len()));
+        let _launch = self.start_kernel(KernelCost::add_norm(shape, bias.len()));
         add_forward(&self.threads, shape, x, stream, weight, bias, y, stats);
         Ok(())
     }
@@ -267,7 +267,7 @@ impl NormOps for Cpu {
         dweight: &mut [f32],
         dbias: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::norm_backward(shape, dbias.len()));
+        let _launch = self.start_kernel(KernelCost::norm_backward(shape, dbias.len()));
         backward(&self.threads, shape, dy, x, weight, stats, dx, dweight, dbias);
         Ok(())
     }

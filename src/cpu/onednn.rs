@@ -560,7 +560,7 @@ pub fn multiply<T: Operand>(
     let start = OutputInit::new(s.acc, bias);
     let failed = Mutex::new(None);
     each_part(threads, matrix_mut(c, s.m, s.n), s.k, [false, false], |rows, columns, mut c| {
-        let acc = start.of(columns.clone()).written(c.view_mut());
+        let acc = start.for_columns(columns.clone()).write_bias(c.view_mut());
         let a = a.slice_axis(Axis(0), rows.into());
         let b = b.slice_axis(Axis(1), columns.into());
         if let Err(error) = multiply_part(a, b, c, acc) {

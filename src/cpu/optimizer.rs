@@ -3,14 +3,14 @@
 use rayon::prelude::*;
 
 use super::Cpu;
-use super::checksum::{Counts, Unwatched, Watch, Watched, audited};
+use super::checksum::{ChecksumTotals, ChunkChecksum, NoChecksum, UpdateObserver, with_checksums};
 use super::elementwise::{SQUARES_CHUNK, squares, sum_chunks};
 use super::math::simd;
 use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::ops::checksum::CHUNK;
 use hpctrain_device::{
-    AdamW, Audit, Elementwise, ElementwiseUpdate, KernelCost, OptimizerOps, Sgd,
+    AdamW, Elementwise, ElementwiseUpdate, KernelCost, OptimizerOps, Sgd, UpdateChecksums,
 };
 
 /// Makes one pass over a gradient and the `N` buffers that an update changes, all of equal length.
@@ -18,7 +18,7 @@ fn pass<const N: usize>(
     threads: &Threads,
     grad: &[f32],
     buffers: [&mut [f32]; N],
-    counts: Option<&Counts>,
+    counts: Option<&ChecksumTotals>,
     update: impl Fn(f32, &mut [f32; N]) + Sync + Copy,
 ) where
     for<'a> [&'a mut [f32]; N]: Together<N>,
@@ -26,8 +26,8 @@ fn pass<const N: usize>(
     assert!(buffers.iter().all(|buffer| buffer.len() == grad.len()));
     let parts = grad.par_chunks(CHUNK).zip(buffers.par_chunks());
     threads.each(parts.enumerate(), |(number, (grad, buffers))| match counts {
-        None => over(grad, buffers, Unwatched, update),
-        Some(counts) => over(grad, buffers, Watched::new(counts, number), update),
+        None => over(grad, buffers, NoChecksum, update),
+        Some(counts) => over(grad, buffers, ChunkChecksum::new(counts, number), update),
     });
 }
 
@@ -36,7 +36,7 @@ fn pass<const N: usize>(
 fn over<const N: usize>(
     grad: &[f32],
     buffers: [&mut [f32]; N],
-    mut watch: impl Watch<N>,
+    mut watch: impl UpdateObserver<N>,
     update: impl Fn(f32, &mut [f32; N]) + Copy,
 ) where
     for<'a> [&'a mut [f32]; N]: Together<N>,
@@ -124,7 +124,7 @@ pub fn adamw(
     u: AdamW,
     grad: &[f32],
     buffers: [&mut [f32]; 3],
-    counts: Option<&Counts>,
+    counts: Option<&ChecksumTotals>,
 ) {
     let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
     let rate = (f64::from(u.lr) / correct(u.beta1)) as f32;
@@ -185,7 +185,7 @@ pub fn sgd(
     u: Sgd,
     grad: &[f32],
     buffers: [&mut [f32]; 2],
-    counts: Option<&Counts>,
+    counts: Option<&ChecksumTotals>,
 ) {
     pass(
         threads,
@@ -201,7 +201,13 @@ pub fn sgd(
     );
 }
 
-pub fn approach(threads: &Threads, rate: f32, x: &[f32], y: &mut [f32], counts: Option<&Counts>) {
+pub fn approach(
+    threads: &Threads,
+    rate: f32,
+    x: &[f32],
+    y: &mut [f32],
+    counts: Option<&ChecksumTotals>,
+) {
     pass(
         threads,
         x,
@@ -217,7 +223,7 @@ pub fn elements(
     u: ElementwiseUpdate,
     grad: &[f32],
     [first, second, p]: [&mut [f32]; 3],
-    counts: Option<&Counts>,
+    counts: Option<&ChecksumTotals>,
 ) {
     let ElementwiseUpdate { rule, lr, weight_decay, step, grad_scale } = u;
     match rule {
@@ -296,12 +302,16 @@ impl OptimizerOps for Cpu {
         v: &mut [f32],
         p: &mut [f32],
         copy: Option<&mut [f32]>,
-        checksums: Option<&mut Audit<f64>>,
+        checksums: Option<&mut UpdateChecksums<f64>>,
     ) -> Result<()> {
-        let _launch = self
-            .launched(KernelCost::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        audited(checksums, |counts| adamw(&self.threads, update, grad, [m, v, &mut *p], counts));
-        self.copied(p, copy);
+        let _launch = self.start_kernel(KernelCost::adamw(
+            grad.len(),
+            copy.as_ref().map_or(0, |copy| copy.len()),
+        ));
+        with_checksums(checksums, |counts| {
+            adamw(&self.threads, update, grad, [m, v, &mut *p], counts)
+        });
+        self.write_copy(p, copy);
         Ok(())
     }
 
@@ -313,7 +323,7 @@ impl OptimizerOps for Cpu {
         v: &[f32],
         p: &[f32],
     ) -> Result<f64> {
-        let _launch = self.launched(KernelCost::adamw_step_squares(grad.len()));
+        let _launch = self.start_kernel(KernelCost::adamw_step_squares(grad.len()));
         Ok(adamw_step_squares(&self.threads, update, grad, m, v, p))
     }
 
@@ -324,31 +334,33 @@ impl OptimizerOps for Cpu {
         m: &mut [f32],
         p: &mut [f32],
         copy: Option<&mut [f32]>,
-        checksums: Option<&mut Audit<f64>>,
+        checksums: Option<&mut UpdateChecksums<f64>>,
     ) -> Result<()> {
-        let _launch =
-            self.launched(KernelCost::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        audited(checksums, |counts| sgd(&self.threads, update, grad, [m, &mut *p], counts));
-        self.copied(p, copy);
+        let _launch = self
+            .start_kernel(KernelCost::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        with_checksums(checksums, |counts| sgd(&self.threads, update, grad, [m, &mut *p], counts));
+        self.write_copy(p, copy);
         Ok(())
     }
 
-    fn approach(
+    fn update_average(
         &self,
         rate: f32,
         x: &[f32],
         y: &mut [f32],
         copy: Option<&mut [f32]>,
-        checksums: Option<&mut Audit<f64>>,
+        checksums: Option<&mut UpdateChecksums<f64>>,
     ) -> Result<()> {
-        let _launch = self
-            .launched(KernelCost::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        audited(checksums, |counts| approach(&self.threads, rate, x, y, counts));
-        self.copied(y, copy);
+        let _launch = self.start_kernel(KernelCost::update_average(
+            x.len(),
+            copy.as_ref().map_or(0, |copy| copy.len()),
+        ));
+        with_checksums(checksums, |counts| approach(&self.threads, rate, x, y, counts));
+        self.write_copy(y, copy);
         Ok(())
     }
 
-    fn elements(
+    fn elementwise_update(
         &self,
         update: ElementwiseUpdate,
         grad: &[f32],
@@ -356,17 +368,17 @@ impl OptimizerOps for Cpu {
         second: &mut [f32],
         p: &mut [f32],
         copy: Option<&mut [f32]>,
-        checksums: Option<&mut Audit<f64>>,
+        checksums: Option<&mut UpdateChecksums<f64>>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::elements(
+        let _launch = self.start_kernel(KernelCost::elementwise_update(
             update,
             grad.len(),
             copy.as_ref().map_or(0, |copy| copy.len()),
         ));
-        audited(checksums, |counts| {
+        with_checksums(checksums, |counts| {
             elements(&self.threads, update, grad, [first, second, &mut *p], counts)
         });
-        self.copied(p, copy);
+        self.write_copy(p, copy);
         Ok(())
     }
 }

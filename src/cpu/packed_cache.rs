@@ -29,7 +29,7 @@ const MAX_BYTES: usize = 16 << 20;
 
 /// Returns the bytes for [`hpctrain_device::Backend::reuse_bytes`]: each weight is packed once for
 /// the forward and once for the backward.
-pub fn bytes(elements: usize, rows: usize) -> usize {
+pub fn cache_bytes(elements: usize, rows: usize) -> usize {
     if ROWS.contains(&rows) { (2 * elements * size_of::<f32>()).min(MAX_BYTES) } else { 0 }
 }
 
@@ -178,7 +178,7 @@ mod tests {
         assert!(!Arc::ptr_eq(&first, &other), "the layout differs");
         drop((first, other));
         cache.clear();
-        assert_eq!(pool.ledger.live(hpctrain_device::MemoryKind::Workspace), 0);
+        assert_eq!(pool.stats.live(hpctrain_device::MemoryKind::Workspace), 0);
         assert!(get(&cache, shape, &weights[4096..8192]).is_none(), "it may have changed");
 
         weights.fill(2.0);
@@ -190,7 +190,7 @@ mod tests {
             &threads,
             left(shape, &ones),
             matrix_mut(&mut sums, 64, 64),
-            OutputInit::Nothing,
+            OutputInit::Zero,
         );
         assert!(sums.iter().all(|sum| *sum == 128.0));
     }
@@ -207,7 +207,7 @@ mod tests {
         assert!(cache.panels(&pool, &threads, shape, &weights[..4096]).unwrap().is_some());
         assert!(cache.panels(&pool, &threads, shape, &weights[4096..]).unwrap().is_none());
         assert_eq!(
-            [bytes(1 << 20, 64), bytes(1 << 30, 256), bytes(1 << 20, 257)],
+            [cache_bytes(1 << 20, 64), cache_bytes(1 << 30, 256), cache_bytes(1 << 20, 257)],
             [8 << 20, MAX_BYTES, 0]
         );
     }

@@ -7,7 +7,7 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _, s};
 use rayon::prelude::*;
 
 use super::gemm::{TILE_ROWS, multiply};
-use super::gemm_blocking::{depths, each_of};
+use super::gemm_blocking::{each_output_part, k_blocks};
 use super::memory::{CpuBuf, HostPool};
 use super::output_init::OutputInit;
 use super::threads::Threads;
@@ -83,8 +83,8 @@ impl PackedMatrix {
         let wanted = TASKS * threads.count();
         let wide = panels.div_ceil(GROUP).max(wanted.min(panels));
         let high = wanted.div_ceil(wide).min(a.nrows().div_ceil(ROWS));
-        each_of(threads, c, [high, wide], [TILE_ROWS, *WIDTH], |rows, columns, mut c| {
-            let acc = start.of(columns.clone()).written(c.view_mut());
+        each_output_part(threads, c, [high, wide], [TILE_ROWS, *WIDTH], |rows, columns, mut c| {
+            let acc = start.for_columns(columns.clone()).write_bias(c.view_mut());
             self.part(a.slice(s![rows, ..]), columns, c, acc);
         });
     }
@@ -97,7 +97,7 @@ impl PackedMatrix {
         mut c: ArrayViewMut2<'_, f32>,
         acc: bool,
     ) {
-        for terms in depths(self.k) {
+        for terms in k_blocks(self.k) {
             let acc = acc || terms.start > 0;
             for (a, mut c) in
                 a.axis_chunks_iter(Axis(0), ROWS).zip(c.axis_chunks_iter_mut(Axis(0), ROWS))

@@ -24,7 +24,7 @@ const ELEMENTS: usize = 1 << 24;
 const CHUNK: usize = 1 << 16;
 
 /// Returns the shortest time of several tries in seconds.
-pub(super) fn best(mut run: impl FnMut()) -> f64 {
+pub(super) fn best_seconds(mut run: impl FnMut()) -> f64 {
     let tries = (0..TRIES).map(|_| {
         let begun = Instant::now();
         run();
@@ -59,7 +59,7 @@ impl WithSimd for Fused {
 pub fn flops(threads: &Threads) -> f64 {
     let arch = Arch::new();
     let elements = arch.dispatch(Fused(black_box(0.5))).0;
-    let seconds = best(|| {
+    let seconds = best_seconds(|| {
         threads.run(threads.count(), |_, _| {
             black_box(arch.dispatch(Fused(black_box(0.5))));
         });
@@ -73,7 +73,7 @@ pub fn bandwidth(threads: &Threads) -> f64 {
     let mut a = vec![0.0f32; ELEMENTS];
     let b = vec![1.0f32; ELEMENTS];
     let c = vec![2.0f32; ELEMENTS];
-    let seconds = best(|| {
+    let seconds = best_seconds(|| {
         let parts = a.par_chunks_mut(CHUNK).zip(b.par_chunks(CHUNK)).zip(c.par_chunks(CHUNK));
         threads.each(parts, |((a, b), c)| {
             super::math::simd(

@@ -68,7 +68,7 @@ pub(super) fn find(format: &str, threads: usize) -> Option<f64> {
     let cpu = kind_of_cpu();
     let files = user_dirs::cache_roots().into_iter().map(|(root, name)| root.join(name).join(FILE));
     files
-        .filter(|file| user_dirs::is_mine(file))
+        .filter(|file| user_dirs::is_own_file(file))
         .find_map(|file| find_in(&file, &cpu, format, threads))
 }
 

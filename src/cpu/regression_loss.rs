@@ -7,23 +7,25 @@ use super::elementwise::CHUNK;
 use super::math::exp;
 use super::threads::Threads;
 use hpctrain_base::error::Result;
-use hpctrain_device::{Deviation, KernelCost, Regression, RegressionOps};
+use hpctrain_device::{KernelCost, Regression, RegressionLoss, RegressionOps};
 
 /// Returns the loss of one element and its slope.
-fn deviation(by: Deviation, p: f32, t: f32) -> (f32, f32) {
+fn deviation(by: RegressionLoss, p: f32, t: f32) -> (f32, f32) {
     let error = p - t;
     match by {
-        Deviation::Squared => (error * error, 2.0 * error),
-        Deviation::Absolute => (error.abs(), if error == 0.0 { 0.0 } else { error.signum() }),
-        Deviation::Huber(delta) if error.abs() <= delta => (0.5 * error * error, error),
-        Deviation::Huber(delta) => (delta * (error.abs() - 0.5 * delta), delta * error.signum()),
+        RegressionLoss::Squared => (error * error, 2.0 * error),
+        RegressionLoss::Absolute => (error.abs(), if error == 0.0 { 0.0 } else { error.signum() }),
+        RegressionLoss::Huber(delta) if error.abs() <= delta => (0.5 * error * error, error),
+        RegressionLoss::Huber(delta) => {
+            (delta * (error.abs() - 0.5 * delta), delta * error.signum())
+        }
         // max(p, 0) - p·t + ln(1 + e^-|p|): no exponential overflows.
-        Deviation::Binary => {
+        RegressionLoss::BinaryCrossEntropy => {
             let small = exp(-p.abs());
             let sigmoid = if p >= 0.0 { 1.0 } else { small } / (1.0 + small);
             (p.max(0.0) - p * t + small.ln_1p(), sigmoid - t)
         }
-        Deviation::Agreement => (if (p > 0.0) == (t > 0.5) { 1.0 } else { 0.0 }, 0.0),
+        RegressionLoss::BinaryAccuracy => (if (p > 0.0) == (t > 0.5) { 1.0 } else { 0.0 }, 0.0),
     }
 }
 
@@ -58,7 +60,7 @@ pub fn regression(
             let factor = factor * weight;
             let mut total = 0.0;
             for (p, &t) in predictions.iter_mut().zip(targets) {
-                let (value, slope) = deviation(s.by, *p, t);
+                let (value, slope) = deviation(s.loss, *p, t);
                 total += value;
                 if s.gradient {
                     *p = slope * factor;
@@ -78,7 +80,7 @@ impl RegressionOps for Cpu {
         weights: &[f32],
         losses: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::regression(shape, weights.len()));
+        let _launch = self.start_kernel(KernelCost::regression(shape, weights.len()));
         regression(&self.threads, shape, predictions, targets, weights, losses);
         Ok(())
     }

@@ -26,7 +26,7 @@ pub fn rotary(threads: &Threads, s: Rotary, table: &[f32], x: &mut [f32]) {
                         let (first, second) = head.split_at_mut(half);
                         for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin)
                         {
-                            let sin = if s.back { -sin } else { sin };
+                            let sin = if s.inverse { -sin } else { sin };
                             (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
                         }
                     }
@@ -38,7 +38,7 @@ pub fn rotary(threads: &Threads, s: Rotary, table: &[f32], x: &mut [f32]) {
 
 impl RotaryOps for Cpu {
     fn rotary(&self, shape: Rotary, table: &[f32], x: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::rotary(
+        let _launch = self.start_kernel(KernelCost::rotary(
             shape.batch * shape.time * shape.heads * shape.head_width,
         ));
         rotary(&self.threads, shape, table, x);

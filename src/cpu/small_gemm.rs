@@ -64,7 +64,7 @@ pub fn pack(x: &[f32], stride: usize, columns: Range<usize>, to: &mut [Strip], h
 }
 
 /// Transposes panels of [`COLUMNS`] strips into a strip for each column.
-pub fn turn(panels: &[Strip], to: &mut [Strip]) {
+pub fn transpose_panels(panels: &[Strip], to: &mut [Strip]) {
     let panels = bytemuck::cast_slice::<_, [f32; COLUMNS]>(panels).as_chunks::<COLUMNS>().0;
     let to = bytemuck::cast_slice_mut::<_, [f32; COLUMNS]>(to).as_chunks_mut::<COLUMNS>().0;
     for (panel, to) in panels.iter().zip(to) {
@@ -97,7 +97,7 @@ pub fn unpack<S: Simd>(
 
 /// Multiplies two rows elementwise, and adds up the elements that are a multiple of a strip apart.
 #[inline(always)]
-pub fn products<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> Strip {
+pub fn column_dot_sums<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> Strip {
     let mut sums = Strip([0.0; COLUMNS]);
     for (x, y) in x.chunks(COLUMNS).zip(y.chunks(COLUMNS)) {
         let ((x, x_rest), (y, y_rest)) = (S::as_simd_f32s(x), S::as_simd_f32s(y));
@@ -190,7 +190,7 @@ fn store<S: Simd, const HIGH: usize, const WIDE: usize>(
 }
 
 /// The matmul of a group of rows and a matrix of one panel. A term is an element of each row.
-pub struct ByRows<'a> {
+pub struct RowGroupMatmul<'a> {
     /// The panels of `height` strips, in which the group begins at strip `row`.
     pub a: &'a [Strip],
     pub height: usize,
@@ -204,7 +204,7 @@ pub struct ByRows<'a> {
     pub add: bool,
 }
 
-impl ByRows<'_> {
+impl RowGroupMatmul<'_> {
     /// Computes the vectors `vectors` of the strips.
     #[inline(always)]
     pub fn compute<S: Simd>(mut self, simd: S, vectors: Range<usize>) {
@@ -218,7 +218,7 @@ impl ByRows<'_> {
     }
 }
 
-impl<S: Simd> Tiles<S> for ByRows<'_> {
+impl<S: Simd> Tiles<S> for RowGroupMatmul<'_> {
     #[inline(always)]
     fn tile<const HIGH: usize, const WIDE: usize>(&mut self, simd: S, row: usize, vector: usize) {
         let mut sums: Sums<S, HIGH, WIDE> = [[simd.splat_f32s(0.0); WIDE]; HIGH];
@@ -250,7 +250,7 @@ impl<S: Simd> Tiles<S> for ByRows<'_> {
 
 /// The matmul of the transpose of a group of columns and a matrix of one panel. A term is an
 /// element of each column.
-pub struct ByColumns<'a> {
+pub struct ColumnGroupMatmul<'a> {
     /// A strip for each term, in which the group begins at column `column`.
     pub a: &'a [Strip],
     pub column: usize,
@@ -260,7 +260,7 @@ pub struct ByColumns<'a> {
     pub to: &'a mut [Strip],
 }
 
-impl ByColumns<'_> {
+impl ColumnGroupMatmul<'_> {
     /// Computes the vectors `vectors` of the strips.
     #[inline(always)]
     pub fn compute<S: Simd>(mut self, simd: S, vectors: Range<usize>) {
@@ -268,7 +268,7 @@ impl ByColumns<'_> {
     }
 }
 
-impl<S: Simd> Tiles<S> for ByColumns<'_> {
+impl<S: Simd> Tiles<S> for ColumnGroupMatmul<'_> {
     #[inline(always)]
     fn tile<const HIGH: usize, const WIDE: usize>(&mut self, simd: S, row: usize, vector: usize) {
         let mut sums: Sums<S, HIGH, WIDE> = [[simd.splat_f32s(0.0); WIDE]; HIGH];

@@ -53,13 +53,13 @@ pub fn backward(threads: &Threads, width: usize, y: &[f32], dy: &mut [f32]) {
 
 impl SoftmaxOps for Cpu {
     fn softmax(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::softmax(x.len()));
+        let _launch = self.start_kernel(KernelCost::softmax(x.len()));
         forward(&self.threads, width, x, y);
         Ok(())
     }
 
     fn softmax_backward(&self, width: usize, y: &[f32], dy: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::softmax_backward(y.len()));
+        let _launch = self.start_kernel(KernelCost::softmax_backward(y.len()));
         backward(&self.threads, width, y, dy);
         Ok(())
     }

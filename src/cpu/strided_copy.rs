@@ -21,7 +21,7 @@ pub fn copy_columns(threads: &Threads, s: StridedCopy, x: &[f32], y: &mut [f32])
 
 impl ColumnsOps for Cpu {
     fn copy_columns(&self, shape: StridedCopy, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::copy_columns(shape));
+        let _launch = self.start_kernel(KernelCost::copy_columns(shape));
         copy_columns(&self.threads, shape, x, y);
         Ok(())
     }

@@ -5,7 +5,7 @@ use hpctrain_device_tests::each_operation;
 
 use hpctrain_device::{Backend as _, ElementwiseOps as _, KernelStats};
 
-use crate::{Cpu, Products};
+use crate::{Cpu, MatmulBackend};
 
 /// Panics unless an operation gives the same bits on any number of threads.
 fn on_any_threads(test: fn(&Cpu) -> Results) {
@@ -32,22 +32,22 @@ macro_rules! on_cpu {
 }
 
 each_operation! { on_cpu! {
-    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
 /// Tests matmuls by this implementation on several numbers of threads; skips them if the CPU lacks
 /// the instructions or the library is missing.
-fn by(products: Products, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
+fn by(products: MatmulBackend, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
     let on = |threads| -> Option<Vec<Vec<u32>>> {
         let cpu = Cpu::new(threads)
-            .with_products(products)
+            .with_matmul_backend(products)
             .map_err(|e| eprintln!("skipped: {e}"))
             .ok()?;
         Some(bits(
             [
                 hpctrain_device_tests::convolution::convolutions(&cpu, random),
-                hpctrain_device_tests::linear::products(&cpu, random),
+                hpctrain_device_tests::linear::matmuls(&cpu, random),
             ]
             .concat(),
         ))
@@ -60,7 +60,7 @@ fn by(products: Products, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
 
 #[test]
 fn products_by_onednn_are_right_and_do_not_depend_on_the_threads() {
-    by(Products::OneDnn, random);
+    by(MatmulBackend::OneDnn, random);
 }
 
 #[test]
@@ -72,8 +72,8 @@ fn products_of_bf16_are_right_where_the_cpu_has_them() {
             .map(|x| half::bf16::from_f32(x).to_f32())
             .collect()
     };
-    by(Products::OwnBf16, narrow);
-    by(Products::OneDnnBf16, narrow);
+    by(MatmulBackend::BuiltinBf16, narrow);
+    by(MatmulBackend::OneDnnBf16, narrow);
 }
 
 #[test]

@@ -60,13 +60,13 @@ pub fn backward(threads: &Threads, width: usize, x: &mut [f32], dy: &[f32]) {
 
 impl SwigluOps for Cpu {
     fn swiglu(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::swiglu(y.len()));
+        let _launch = self.start_kernel(KernelCost::swiglu(y.len()));
         forward(&self.threads, width, x, y);
         Ok(())
     }
 
     fn swiglu_backward(&self, width: usize, x: &mut [f32], dy: &[f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::swiglu_backward(dy.len()));
+        let _launch = self.start_kernel(KernelCost::swiglu_backward(dy.len()));
         backward(&self.threads, width, x, dy);
         Ok(())
     }

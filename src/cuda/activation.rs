@@ -9,13 +9,13 @@ use hpctrain_device::{Activation, ActivationOps, KernelCost};
 
 impl ActivationOps for Cuda {
     fn activation(&self, f: Activation, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::activation(f, x.len));
+        let _launch = self.profile_launch(KernelCost::activation(f, x.len));
         let args = [x.into(), (&y).into(), Arg::long(x.len), f.parameter().into()];
         self.launch("activation.cu", f.names().map, Grid::over(x.len.div_ceil(8)), &args)
     }
 
     fn activation_backward(&self, f: Activation, x: View<'_>, dy: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::activation_backward(f, x.len));
+        let _launch = self.profile_launch(KernelCost::activation_backward(f, x.len));
         let args = [x.into(), (&dy).into(), Arg::long(x.len), f.parameter().into()];
         self.launch("activation.cu", f.names().scale, Grid::over(x.len.div_ceil(8)), &args)
     }

@@ -145,7 +145,7 @@ impl AttentionOps for Cuda {
         y: ViewMut<'_>,
         lse: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::attention(shape));
+        let _launch = self.profile_launch(KernelCost::attention(shape));
         self.attend(shape, qkv, &y, &lse)
     }
 
@@ -158,7 +158,7 @@ impl AttentionOps for Cuda {
         y: ViewMut<'_>,
         lse: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::attention_from(shape, first));
+        let _launch = self.profile_launch(KernelCost::attention_from(shape, first));
         let Attention { time, heads, head_width, .. } = shape;
         let mut all = self.alloc(MemoryKind::Activations, time * heads * head_width)?;
         let mut of_all = self.alloc_f32(MemoryKind::Activations, heads * time)?;
@@ -166,7 +166,7 @@ impl AttentionOps for Cuda {
         self.copy(Self::view(&all, first * heads * head_width..time * heads * head_width), y)?;
         let mut rest = lse;
         for head in 0..heads {
-            let (own, others) = Self::cut_mut(rest, time - first);
+            let (own, others) = Self::split_at_mut(rest, time - first);
             self.copy(Self::view(&of_all, head * time + first..(head + 1) * time), own)?;
             rest = others;
         }
@@ -182,7 +182,7 @@ impl AttentionOps for Cuda {
         dy: View<'_>,
         dqkv: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::attention_backward(shape));
+        let _launch = self.profile_launch(KernelCost::attention_backward(shape));
         self.attend_backward(shape, qkv, y, lse, dy, &dqkv)
     }
 }

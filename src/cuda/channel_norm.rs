@@ -47,7 +47,7 @@ impl ChannelOps for Cuda {
         x: View<'_>,
         moments: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::channel_sums("channels, sums", s, 1));
+        let _launch = self.profile_launch(KernelCost::channel_sums("channels, sums", s, 1));
         self.sum_places(s, Some(x), &moments, |grid, partial| {
             let args = [x.into(), partial, CHUNK_ROWS.into()];
             self.launch(
@@ -68,7 +68,7 @@ impl ChannelOps for Cuda {
         bias: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::channel_norm("channels, norm", s, 2));
+        let _launch = self.profile_launch(KernelCost::channel_norm("channels, norm", s, 2));
         let args = [x.into(), stats.into(), weight.into(), bias.into(), (&y).into()];
         self.launch(
             "channel_norm.cu",
@@ -86,7 +86,8 @@ impl ChannelOps for Cuda {
         stats: View<'_>,
         sums: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::channel_sums("channels, gradient's sums", s, 2));
+        let _launch =
+            self.profile_launch(KernelCost::channel_sums("channels, gradient's sums", s, 2));
         self.sum_places(s, None, &sums, |grid, partial| {
             let args = [x.into(), dy.into(), stats.into(), partial, CHUNK_ROWS.into()];
             self.launch(
@@ -108,7 +109,8 @@ impl ChannelOps for Cuda {
         means: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::channel_norm("channels, norm backward", s, 3));
+        let _launch =
+            self.profile_launch(KernelCost::channel_norm("channels, norm backward", s, 3));
         let args = [x.into(), dy.into(), stats.into(), weight.into(), means.into(), (&dx).into()];
         self.launch(
             "channel_norm.cu",

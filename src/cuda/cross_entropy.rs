@@ -34,7 +34,8 @@ impl ClassifierOps for Cuda {
         losses: ViewMut<'_>,
     ) -> Result<()> {
         let LossWeights { classes: of_classes, rows: of_rows } = weights;
-        let _launch = self.launched(KernelCost::cross_entropy(shape, of_classes.len + of_rows.len));
+        let _launch =
+            self.profile_launch(KernelCost::cross_entropy(shape, of_classes.len + of_rows.len));
         let CrossEntropy { rows, classes, stride, scale, gradient, smoothing } = shape;
         if rows != targets.len() || rows * stride != logits.len || stride < classes {
             return Err(Error::internal(format!(
@@ -65,8 +66,8 @@ impl ClassifierOps for Cuda {
         targets: &CudaInts,
         stats: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::softmax_part(shape));
-        let LogitsPart { rows, classes, stride, first } = shape;
+        let _launch = self.profile_launch(KernelCost::softmax_part(shape));
+        let LogitsPart { rows, classes, stride, first_class: first } = shape;
         let is_long = logits.len == rows * stride && stride >= classes;
         let fits = is_long && targets.len() == rows && stats.len == rows * LogitsPart::STATS;
         assert!(fits && stats.element == Element::F32, "sums of {rows} × {classes} logits");
@@ -94,10 +95,10 @@ impl ClassifierOps for Cuda {
         losses: ViewMut<'_>,
     ) -> Result<()> {
         let LossWeights { classes: of_classes, rows: of_rows } = weights;
-        let _launch =
-            self.launched(KernelCost::cross_entropy_part(shape, of_classes.len + of_rows.len));
+        let _launch = self
+            .profile_launch(KernelCost::cross_entropy_part(shape, of_classes.len + of_rows.len));
         let CrossEntropyPart { part, parts, classes, scale, gradient, smoothing } = shape;
-        let LogitsPart { rows, stride, first, .. } = part;
+        let LogitsPart { rows, stride, first_class: first, .. } = part;
         let is_long = logits.len == rows * stride && stride >= part.classes;
         let fits = is_long && targets.len() == rows && losses.len == rows;
         assert!(fits, "{rows} × {} logits", part.classes);
@@ -131,7 +132,7 @@ impl ClassifierOps for Cuda {
         targets: &CudaInts,
         hits: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::hits(logits.len, hits.len));
+        let _launch = self.profile_launch(KernelCost::hits(logits.len, hits.len));
         let rows = targets.len();
         assert!(
             logits.len == rows * stride && stride >= classes && hits.len == rows,

@@ -5,18 +5,18 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
-use super::event::passed;
+use super::event::is_complete;
 use super::launch_dims::Grid;
 use super::libraries::check;
 use super::nccl::{self, NcclComm};
 use super::nvrtc::{KernelModules, Variant};
 use super::pinned;
-use super::pool::{DevicePool, Piece};
+use super::pool::{DevicePool, PoolAllocation};
 use super::streams;
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    AllocatedOn, CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, DeviceEvent, DeviceSpan,
-    MemoryKind, Pinned, Scratch,
+    CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, DeviceEvent, DeviceSpan, MemoryKind,
+    Pinned, Scratch, SpanAtOffset,
 };
 
 /// The streams that use a buffer: the compute stream and the copy streams.
@@ -56,7 +56,7 @@ impl CopyStreams {
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub fn stamp(&self) -> Result<Box<dyn DeviceEvent>> {
+    pub fn record_event(&self) -> Result<Box<dyn DeviceEvent>> {
         mark(&self.compute)
     }
 }
@@ -66,7 +66,7 @@ struct Mark(CudaEvent);
 
 impl DeviceEvent for Mark {
     fn is_done(&self) -> Result<bool> {
-        passed(&self.0)
+        is_complete(&self.0)
     }
 
     fn wait(&self) -> Result<()> {
@@ -95,7 +95,7 @@ impl Pinned for pinned::Pinned<f32> {
 
 /// Scratch memory from the rank's pool.
 struct CudaScratch {
-    piece: Piece,
+    piece: PoolAllocation,
     words: usize,
 }
 
@@ -130,7 +130,7 @@ impl CudaCopies {
         compute: &Arc<CudaStream>,
         programs: &Arc<KernelModules>,
     ) -> Result<Self> {
-        let stream = || streams::urgent(compute.context());
+        let stream = || streams::high_priority(compute.context());
         Ok(Self {
             pool: pool.clone(),
             compute: compute.clone(),
@@ -158,7 +158,7 @@ impl DeviceCopies for CudaCopies {
 
     fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>> {
         let piece =
-            self.pool.take_uncounted(MemoryKind::Communication, words * size_of::<f32>())?;
+            self.pool.allocate_uncounted(MemoryKind::Communication, words * size_of::<f32>())?;
         // The piece may have been a buffer that queued kernels still use.
         check("finish its work", self.compute.synchronize())?;
         Ok(Box::new(CudaScratch { piece, words }))
@@ -166,11 +166,11 @@ impl DeviceCopies for CudaCopies {
 
     unsafe fn download(
         &self,
-        pieces: &[AllocatedOn<'_>],
+        pieces: &[SpanAtOffset<'_>],
         host: *mut f32,
     ) -> Result<Box<dyn DeviceEvent>> {
         self.bind()?;
-        let queue = |(span, at): &AllocatedOn<'_>| {
+        let queue = |(span, at): &SpanAtOffset<'_>| {
             // SAFETY: the caller guarantees that the pieces lie in the host memory, which nothing
             // touches until the event.
             let to = unsafe { std::slice::from_raw_parts_mut(host.add(*at), span.words()) };
@@ -187,10 +187,10 @@ impl DeviceCopies for CudaCopies {
     unsafe fn upload(
         &self,
         host: *const f32,
-        pieces: &[AllocatedOn<'_>],
+        pieces: &[SpanAtOffset<'_>],
     ) -> Result<Box<dyn DeviceEvent>> {
         self.bind()?;
-        let queue = |(span, at): &AllocatedOn<'_>| {
+        let queue = |(span, at): &SpanAtOffset<'_>| {
             // SAFETY: as in `download`.
             let from = unsafe { std::slice::from_raw_parts(host.add(*at), span.words()) };
             // SAFETY: as in `download`.

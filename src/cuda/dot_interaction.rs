@@ -4,11 +4,11 @@ use super::Cuda;
 use super::launch_dims::Grid;
 use super::memory::{View, ViewMut};
 use hpctrain_base::error::Result;
-use hpctrain_device::{DotInteraction, KernelCost, PairsOps};
+use hpctrain_device::{DotInteraction, DotInteractionOps, KernelCost};
 
-impl PairsOps for Cuda {
-    fn pair_products(&self, s: DotInteraction, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::pair_products(s));
+impl DotInteractionOps for Cuda {
+    fn dot_interaction(&self, s: DotInteraction, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.profile_launch(KernelCost::dot_interaction(s));
         let outputs = s.samples * s.outputs();
         assert!(
             x.len == s.samples * s.rows * s.width && y.len == outputs && x.element == y.element,
@@ -18,14 +18,14 @@ impl PairsOps for Cuda {
         self.launch("dot_interaction.cu", "pair_products", Grid::over(outputs), &args)
     }
 
-    fn pair_products_backward(
+    fn dot_interaction_backward(
         &self,
         s: DotInteraction,
         x: View<'_>,
         dy: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::pair_products_backward(s));
+        let _launch = self.profile_launch(KernelCost::dot_interaction_backward(s));
         assert!(
             x.len == dx.len
                 && dx.len == s.samples * s.rows * s.width

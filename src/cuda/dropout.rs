@@ -9,7 +9,7 @@ use hpctrain_device::{Dropout, DropoutOps, KernelCost};
 
 impl DropoutOps for Cuda {
     fn dropout(&self, mask: Dropout, x: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::dropout(x.len));
+        let _launch = self.profile_launch(KernelCost::dropout(x.len));
         if mask.rate == 0.0 {
             return Ok(());
         }

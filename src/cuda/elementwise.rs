@@ -20,7 +20,7 @@ impl Cuda {
     fn convert(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
         assert_eq!(x.len, y.len, "a copy");
         let name = match (x.element, y.element) {
-            (from, to) if from == to => return self.move_within(x, y),
+            (from, to) if from == to => return self.copy_within(x, y),
             (Element::F32, _) => "narrow",
             (Element::Bf16, _) => "widen",
         };
@@ -35,17 +35,17 @@ impl Cuda {
 
 impl ElementwiseOps for Cuda {
     fn zero(&self, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::zero(y.len));
-        self.clear(&y)
+        let _launch = self.profile_launch(KernelCost::zero(y.len));
+        self.zero_view(&y)
     }
 
     fn copy(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::copy(x.len));
+        let _launch = self.profile_launch(KernelCost::copy(x.len));
         self.convert(x, &y)
     }
 
     fn add(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::add(x.len));
+        let _launch = self.profile_launch(KernelCost::add(x.len));
         assert!(x.len == y.len && x.element == y.element, "a sum");
         let name = if x.element == Element::F32 { "add_f32" } else { "add" };
         self.launch(
@@ -57,12 +57,12 @@ impl ElementwiseOps for Cuda {
     }
 
     fn sum(&self, x: View<'_>) -> Result<Scalar> {
-        let _launch = self.launched(KernelCost::sum(x.len));
+        let _launch = self.profile_launch(KernelCost::sum(x.len));
         self.sum_of(x, false)
     }
 
     fn sum_squares(&self, x: View<'_>) -> Result<Scalar> {
-        let _launch = self.launched(KernelCost::sum(x.len));
+        let _launch = self.profile_launch(KernelCost::sum(x.len));
         self.sum_of(x, true)
     }
 }

@@ -15,7 +15,7 @@ impl EmbeddingOps for Cuda {
         position_table: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::embedding(y.len, position_table.len));
+        let _launch = self.profile_launch(KernelCost::embedding(y.len, position_table.len));
         let rows = tokens.len();
         let width = y.len / rows.max(1);
         let time = position_table.len / width.max(1);
@@ -42,11 +42,12 @@ impl EmbeddingOps for Cuda {
         dtoken_table: ViewMut<'_>,
         dposition_table: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::embedding_backward(dy.len, dposition_table.len));
+        let _launch =
+            self.profile_launch(KernelCost::embedding_backward(dy.len, dposition_table.len));
         let rows = tokens.len();
         let width = dy.len / rows.max(1);
         let time = dposition_table.len / width.max(1);
-        let order = self.upload_ints(&tokens.order())?;
+        let order = self.upload_indices(&tokens.sorted_positions())?;
         let grid = Grid::plane(rows, width.div_ceil(128 * self.pack()), (128, 4, 1));
         let words = dtoken_table.len / width.max(1);
         let args = [tokens.into(), (&order).into(), dy.into(), (&dtoken_table).into()];

@@ -20,7 +20,7 @@ library_functions! {
 
 /// Returns true if an event is complete. Sets the context first, since this may be the thread's
 /// first driver call, and cudarc's query does not.
-pub fn passed(event: &CudaEvent) -> Result<bool> {
+pub fn is_complete(event: &CudaEvent) -> Result<bool> {
     check("be chosen", event.context().bind_to_thread())?;
     check("query an event", event.try_is_complete())
 }

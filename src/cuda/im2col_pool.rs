@@ -9,7 +9,7 @@ use hpctrain_device::{Im2colShape, KernelCost, WindowOps};
 
 /// Returns the window as kernel arguments.
 fn numbers(w: Im2colShape) -> [Arg; 12] {
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     let Im2colShape { batch, height, width, channels, size, stride, padding } = w;
     let pairs = [size, stride, padding].concat();
     let all = [
@@ -28,7 +28,7 @@ impl WindowOps for Cuda {
         x: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::unfold(window, channels));
+        let _launch = self.profile_launch(KernelCost::unfold(window, channels));
         let args = [&[x.into(), (&y).into(), first.into(), channels.into()], &numbers(window)[..]]
             .concat();
         self.launch("im2col_pool.cu", "unfold", Grid::over(y.len), &args)
@@ -42,7 +42,7 @@ impl WindowOps for Cuda {
         dy: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::fold(window, channels));
+        let _launch = self.profile_launch(KernelCost::fold(window, channels));
         let args =
             [&[dy.into(), (&dx).into(), first.into(), channels.into()], &numbers(window)[..]]
                 .concat();
@@ -55,7 +55,7 @@ impl WindowOps for Cuda {
     }
 
     fn max_pool(&self, window: Im2colShape, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::pool("max pool", window));
+        let _launch = self.profile_launch(KernelCost::pool("max pool", window));
         let args = [&[x.into(), (&y).into()], &numbers(window)[..]].concat();
         self.launch("im2col_pool.cu", "max_pool", Grid::over(y.len), &args)
     }
@@ -67,13 +67,13 @@ impl WindowOps for Cuda {
         dy: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::max_pool_backward(window));
+        let _launch = self.profile_launch(KernelCost::max_pool_backward(window));
         let args = [&[x.into(), dy.into(), (&dx).into()], &numbers(window)[..]].concat();
         self.launch("im2col_pool.cu", "max_pool_backward", Grid::over(dx.len), &args)
     }
 
     fn average_pool(&self, window: Im2colShape, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::pool("average pool", window));
+        let _launch = self.profile_launch(KernelCost::pool("average pool", window));
         let args = [&[x.into(), (&y).into()], &numbers(window)[..]].concat();
         self.launch("im2col_pool.cu", "average_pool", Grid::over(y.len), &args)
     }
@@ -84,7 +84,7 @@ impl WindowOps for Cuda {
         dy: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::pool("average pool, backward", window));
+        let _launch = self.profile_launch(KernelCost::pool("average pool, backward", window));
         let args = [&[dy.into(), (&dx).into()], &numbers(window)[..]].concat();
         self.launch("im2col_pool.cu", "average_pool_backward", Grid::over(dx.len), &args)
     }

@@ -7,7 +7,7 @@ use cudarc::driver::{CudaEvent, CudaStream, result};
 
 use super::libraries::check;
 use super::pinned::Pinned;
-use super::pool::{DevicePool, Piece};
+use super::pool::{DevicePool, PoolAllocation};
 use hpctrain_base::error::Result;
 use hpctrain_device::MemoryKind;
 
@@ -22,7 +22,7 @@ pub struct IndexUploader {
 /// A host and a device buffer for indices.
 struct Slot {
     host: Pinned<u32>,
-    device: Piece,
+    device: PoolAllocation,
     /// Recorded after the last copy.
     copied: CudaEvent,
     /// Recorded after the kernels that read the last copy.
@@ -86,7 +86,7 @@ impl IndexUploader {
         let context = self.copy.context();
         let event = || check("make an event", context.new_event(None));
         let host = Pinned::new(context, len)?;
-        let device = self.pool.take(MemoryKind::Data, len * size_of::<u32>())?;
+        let device = self.pool.allocate(MemoryKind::Data, len * size_of::<u32>())?;
         let slot = Slot { host, device, copied: event()?, used: event()? };
         // Kernels may still use the memory for an earlier buffer.
         check("record the end of kernels", slot.used.record(&self.compute))?;
@@ -110,7 +110,7 @@ impl CudaInts {
     }
 
     /// Returns the elements `range`, in the same memory.
-    pub(super) fn part(&self, range: Range<usize>) -> Self {
+    pub(super) fn slice(&self, range: Range<usize>) -> Self {
         assert!(range.end <= self.len(), "a part of indices");
         Self {
             copied: self.copied.clone(),
@@ -119,7 +119,7 @@ impl CudaInts {
     }
 
     /// Returns the positions of the elements sorted by value (stable).
-    pub(super) fn order(&self) -> Vec<u32> {
+    pub(super) fn sorted_positions(&self) -> Vec<u32> {
         let values = self
             .copied
             .slot

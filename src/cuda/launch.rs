@@ -91,10 +91,10 @@ impl Cuda {
         grid: Grid,
         args: &[Arg],
     ) -> Result<()> {
-        self.0.journal.kernel(name, grid);
+        self.0.placement_log.kernel(name, grid);
         grid.check(name)?;
         self.bind()?;
-        let function = self.0.programs.function(variant, name, grid.shared)?;
+        let function = self.0.kernel_modules.function(variant, name, grid.shared)?;
         let mut pointers: Vec<*mut c_void> = args.iter().map(pointer).collect();
         let stream = self.0.compute.cu_stream();
         // SAFETY: the function's module lives as long as the kernel modules; the arguments are

@@ -1,6 +1,6 @@
 //! GEMMs and linear layers.
 
-use super::matmul_desc::{BIAS_ALIGNMENT, Epilogue, Matrix, Product};
+use super::matmul_desc::{BIAS_ALIGNMENT, Epilogue, MatmulDesc, Matrix};
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf};
 use hpctrain_base::error::Result;
@@ -30,7 +30,7 @@ fn strided(
     b: View<'_>,
     c: &ViewMut<'_>,
     epilogue: Epilogue,
-) -> Product {
+) -> MatmulDesc {
     let Gemm { m, n, k, ta, tb, .. } = shape;
     let rows = [if ta { k } else { m }, if tb { n } else { k }, m];
     let is_long = strides.iter().zip(packed(shape)).all(|(stride, columns)| *stride >= columns);
@@ -40,7 +40,7 @@ fn strided(
         .zip(strides)
         .all(|((len, rows), stride)| *len == rows * stride);
     assert!(is_long && fit, "{shape:?} in rows of {strides:?}");
-    Product {
+    MatmulDesc {
         shape,
         strides,
         a: matrix(a),
@@ -52,7 +52,13 @@ fn strided(
 }
 
 /// Creates a matmul of these operands without padding.
-fn product(shape: Gemm, a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Product {
+fn product(
+    shape: Gemm,
+    a: View<'_>,
+    b: View<'_>,
+    c: &ViewMut<'_>,
+    epilogue: Epilogue,
+) -> MatmulDesc {
     strided(shape, packed(shape), a, b, c, epilogue)
 }
 
@@ -65,8 +71,8 @@ struct Bias {
 }
 
 impl Cuda {
-    fn run(&self, product: &Product) -> Result<()> {
-        self.0.journal.product(product.shape);
+    fn run(&self, product: &MatmulDesc) -> Result<()> {
+        self.0.placement_log.product(product.shape);
         self.0.matmul.run(product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
     }
 
@@ -78,14 +84,14 @@ impl Cuda {
         }
         let mut copy = self.take(MemoryKind::Activations, bias.len, bias.element)?;
         let to = copy.view_mut(0..bias.len);
-        self.move_within(bias, &to)?;
+        self.copy_within(bias, &to)?;
         Ok(Bias { pointer: to.pointer, _copy: Some(copy) })
     }
 }
 
 impl LinearOps for Cuda {
     fn gemm(&self, shape: Gemm, a: View<'_>, b: View<'_>, c: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::gemm(shape));
+        let _launch = self.profile_launch(KernelCost::gemm(shape));
         self.run(&product(shape, a, b, &c, Epilogue::None))
     }
 
@@ -97,7 +103,7 @@ impl LinearOps for Cuda {
         bias: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear(shape, bias.len));
+        let _launch = self.profile_launch(KernelCost::linear(shape, bias.len));
         let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
         let bias = self.bias(bias)?;
@@ -115,7 +121,7 @@ impl LinearOps for Cuda {
         more: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear_add(shape, bias.len));
+        let _launch = self.profile_launch(KernelCost::linear_add(shape, bias.len));
         let Linear { rows, inputs, outputs, .. } = shape;
         assert!(
             more.len == y.len && more.element == y.element,
@@ -127,10 +133,10 @@ impl LinearOps for Cuda {
         let bias = self.bias(bias)?;
         let epilogue =
             if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
-        self.run(&Product { from: more.pointer, ..product(gemm, x, weight, &y, epilogue) })
+        self.run(&MatmulDesc { from: more.pointer, ..product(gemm, x, weight, &y, epilogue) })
     }
 
-    fn adds_in_products(&self) -> bool {
+    fn fuses_add(&self) -> bool {
         true
     }
 
@@ -141,7 +147,7 @@ impl LinearOps for Cuda {
         weight: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear_backward_input(shape));
+        let _launch = self.profile_launch(KernelCost::linear_backward_input(shape));
         let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
         self.run(&strided(gemm, [stride, inputs, inputs], dy, weight, &dx, Epilogue::None))
@@ -160,10 +166,10 @@ impl LinearOps for Cuda {
         if keeps_gelu(outputs, h.shared()) {
             let own = self.bias(bias)?;
             let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
-            let epilogue = Epilogue::Gelu { bias: own.pointer, kept: h.pointer };
+            let epilogue = Epilogue::Gelu { bias: own.pointer, gelu_input: h.pointer };
             let fused = product(gemm, x, weight, &y, epilogue);
-            if self.0.matmul.knows(&fused)? {
-                let _launch = self.launched(KernelCost::linear_gelu(shape, bias.len));
+            if self.0.matmul.is_supported(&fused)? {
+                let _launch = self.profile_launch(KernelCost::linear_gelu(shape, bias.len));
                 return self.run(&fused);
             }
         }
@@ -183,8 +189,8 @@ impl LinearOps for Cuda {
         if keeps_gelu(inputs, h) {
             let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
             let fused = product(gemm, dy, weight, &dh, Epilogue::GeluBackward { kept: h.pointer });
-            if self.0.matmul.knows(&fused)? {
-                let _launch = self.launched(KernelCost::linear_gelu_backward_input(shape));
+            if self.0.matmul.is_supported(&fused)? {
+                let _launch = self.profile_launch(KernelCost::linear_gelu_backward_input(shape));
                 return self.run(&fused);
             }
         }
@@ -201,7 +207,8 @@ impl LinearOps for Cuda {
         dbias: ViewMut<'_>,
         add: bool,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear_backward_weight(shape, dbias.len, add));
+        let _launch =
+            self.profile_launch(KernelCost::linear_backward_weight(shape, dbias.len, add));
         let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: outputs, n: inputs, k: rows, ta: true, tb: false, acc: add };
         self.run(&strided(gemm, [stride, inputs, inputs], dy, x, &dweight, Epilogue::None))?;
@@ -213,7 +220,7 @@ impl LinearOps for Cuda {
     }
 
     fn linear_backward_bias(&self, rows: usize, dy: View<'_>, dbias: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::linear_backward_bias(rows, dbias.len));
+        let _launch = self.profile_launch(KernelCost::linear_backward_bias(rows, dbias.len));
         self.add_columns(dy, rows, &dbias)
     }
 }

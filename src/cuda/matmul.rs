@@ -11,10 +11,10 @@ use cudarc::driver::CudaContext;
 
 use super::libraries::check;
 use super::library_versions::{self, CublasLt};
-use super::matmul_desc::{BEST_ALIGNMENT, BIAS_ALIGNMENT, Epilogue, Product};
+use super::matmul_desc::{BEST_ALIGNMENT, BIAS_ALIGNMENT, Epilogue, MatmulDesc};
 use super::memory::Element;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Algorithm, Chosen, ProductKind};
+use hpctrain_device::{ChosenAlgorithm, MatmulAlgorithm, MatmulKey};
 
 /// The bytes of workspace that an algorithm may use: NVIDIA's recommendation for the largest
 /// devices.
@@ -48,8 +48,8 @@ struct Plan {
 #[derive(Default)]
 struct Plans {
     /// `None` for a matmul for which cuBLASLt knows no algorithm.
-    made: HashMap<ProductKind, Option<Plan>>,
-    chosen: HashMap<ProductKind, Algorithm>,
+    made: HashMap<MatmulKey, Option<Plan>>,
+    chosen: HashMap<MatmulKey, MatmulAlgorithm>,
 }
 
 impl Drop for Plan {
@@ -98,7 +98,7 @@ impl Matmul {
     ///
     /// # Errors
     /// Returns an error if the library or the device fails.
-    pub fn knows(&self, product: &Product) -> Result<bool> {
+    pub fn is_supported(&self, product: &MatmulDesc) -> Result<bool> {
         if product.is_empty() {
             return Ok(true);
         }
@@ -112,7 +112,7 @@ impl Matmul {
     }
 
     /// Returns all matmuls so far for which it knows an algorithm, sorted.
-    pub fn seen(&self) -> Vec<ProductKind> {
+    pub fn planned_kinds(&self) -> Vec<MatmulKey> {
         let plans = self.plans();
         let mut seen: Vec<_> =
             plans.made.iter().filter(|(_, plan)| plan.is_some()).map(|(kind, _)| *kind).collect();
@@ -122,10 +122,12 @@ impl Matmul {
 
     /// Sets the algorithms of these matmuls. All others use the first choice of cuBLASLt's
     /// heuristic.
-    pub fn choose(&self, chosen: &[Chosen]) {
+    pub fn set_algorithms(&self, chosen: &[ChosenAlgorithm]) {
         let mut plans = self.plans();
-        plans.chosen =
-            chosen.iter().map(|Chosen { product, algorithm, .. }| (*product, *algorithm)).collect();
+        plans.chosen = chosen
+            .iter()
+            .map(|ChosenAlgorithm { product, algorithm, .. }| (*product, *algorithm))
+            .collect();
         // Plans are remade on demand.
         plans.made.retain(|_, plan| plan.is_none());
     }
@@ -135,12 +137,12 @@ impl Matmul {
     ///
     /// # Errors
     /// Returns an error if the library or the device fails.
-    pub fn proposals(&self, kind: &ProductKind, most: usize) -> Result<Vec<Algorithm>> {
+    pub fn proposals(&self, kind: &MatmulKey, most: usize) -> Result<Vec<MatmulAlgorithm>> {
         check("be chosen", self.context.bind_to_thread())?;
         let proposed = self.describe(kind).and_then(|plan| self.proposed(&plan, kind, most));
         match proposed {
             Ok(proposed) => {
-                Ok(proposed.into_iter().map(|algorithm| Algorithm(algorithm.data)).collect())
+                Ok(proposed.into_iter().map(|algorithm| MatmulAlgorithm(algorithm.data)).collect())
             }
             Err(e) if is_refusal(&e) => Ok(vec![]),
             Err(e) => Err(failed(&format!("multiply {kind}"), e)),
@@ -151,10 +153,11 @@ impl Matmul {
     ///
     /// # Errors
     /// Returns an error if the library or the device fails.
-    pub fn takes(&self, kind: &ProductKind, algorithm: Algorithm) -> Result<bool> {
+    pub fn supports(&self, kind: &MatmulKey, algorithm: MatmulAlgorithm) -> Result<bool> {
         check("be chosen", self.context.bind_to_thread())?;
         // Nothing is read there, but cuBLASLt may reject a null address.
-        let Some(epilogue) = Epilogue::of(kind.epilogue, BIAS_ALIGNMENT, BEST_ALIGNMENT as u64)
+        let Some(epilogue) =
+            Epilogue::from_code(kind.epilogue, BIAS_ALIGNMENT, BEST_ALIGNMENT as u64)
         else {
             return Ok(false);
         };
@@ -189,12 +192,12 @@ impl Matmul {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn kind(&self, product: &Product) -> ProductKind {
+    fn kind(&self, product: &MatmulDesc) -> MatmulKey {
         product.kind(self.arithmetic == Arithmetic::Tf32)
     }
 
     /// Returns the plan of a matmul, creating it on first use.
-    fn planned<'a>(&self, plans: &'a mut Plans, kind: ProductKind) -> Result<&'a mut Option<Plan>> {
+    fn planned<'a>(&self, plans: &'a mut Plans, kind: MatmulKey) -> Result<&'a mut Option<Plan>> {
         let Plans { made, chosen } = plans;
         match made.entry(kind) {
             Entry::Occupied(known) => Ok(known.into_mut()),
@@ -221,7 +224,12 @@ impl Matmul {
     ///
     /// # Errors
     /// Returns an error if the library knows no algorithm, or if the device fails.
-    pub fn run(&self, product: &Product, workspace: u64, stream: sys::cudaStream_t) -> Result<()> {
+    pub fn run(
+        &self,
+        product: &MatmulDesc,
+        workspace: u64,
+        stream: sys::cudaStream_t,
+    ) -> Result<()> {
         if product.is_empty() {
             return Ok(());
         }
@@ -242,10 +250,10 @@ impl Matmul {
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub fn run_by(
+    pub fn run_with(
         &self,
-        algorithm: Algorithm,
-        product: &Product,
+        algorithm: MatmulAlgorithm,
+        product: &MatmulDesc,
         workspace: u64,
         stream: sys::cudaStream_t,
         times: usize,
@@ -299,11 +307,11 @@ impl Matmul {
     fn queue(
         &self,
         plan: &Plan,
-        product: &Product,
+        product: &MatmulDesc,
         workspace: u64,
         stream: sys::cudaStream_t,
     ) -> Result<(), CublasError> {
-        let Product { shape, a, b, c, from, epilogue, .. } = *product;
+        let MatmulDesc { shape, a, b, c, from, epilogue, .. } = *product;
         let alpha = 1.0f32;
         let beta = if shape.acc { 1.0f32 } else { 0.0 };
         self.point(plan, epilogue)?;
@@ -335,7 +343,11 @@ impl Matmul {
     }
 
     /// Creates the plan of a matmul with its chosen algorithm, or with the heuristic's first.
-    fn plan(&self, kind: &ProductKind, chosen: Option<&Algorithm>) -> Result<Plan, CublasError> {
+    fn plan(
+        &self,
+        kind: &MatmulKey,
+        chosen: Option<&MatmulAlgorithm>,
+    ) -> Result<Plan, CublasError> {
         let mut plan = self.describe(kind)?;
         plan.algorithm = match chosen {
             Some(algorithm) => sys::cublasLtMatmulAlgo_t { data: algorithm.0 },
@@ -345,8 +357,8 @@ impl Matmul {
     }
 
     /// Creates the cuBLASLt descriptors of a matmul, without an algorithm.
-    fn describe(&self, kind: &ProductKind) -> Result<Plan, CublasError> {
-        let ProductKind {
+    fn describe(&self, kind: &MatmulKey) -> Result<Plan, CublasError> {
+        let MatmulKey {
             sizes: [m, n, k],
             strides,
             transposed: [ta, tb],
@@ -416,7 +428,7 @@ impl Matmul {
     fn proposed(
         &self,
         plan: &Plan,
-        kind: &ProductKind,
+        kind: &MatmulKey,
         most: usize,
     ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
@@ -505,7 +517,7 @@ unsafe fn describe<T>(
 
 /// Returns the element type with a size of `bytes` bytes.
 fn element(bytes: usize) -> sys::cudaDataType {
-    match Element::of(bytes) {
+    match Element::with_size(bytes) {
         Element::F32 => sys::cudaDataType::CUDA_R_32F,
         Element::Bf16 => sys::cudaDataType::CUDA_R_16BF,
     }

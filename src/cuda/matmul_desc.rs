@@ -3,7 +3,7 @@
 use cudarc::cublaslt::sys;
 
 use super::memory::Element;
-use hpctrain_device::ProductKind;
+use hpctrain_device::MatmulKey;
 
 /// The alignment in bytes that the best algorithms require, which cuBLASLt assumes by default.
 pub const BEST_ALIGNMENT: usize = 256;
@@ -25,7 +25,7 @@ pub enum Epilogue {
         /// The address of the vector, as in [`Epilogue::Bias`].
         bias: u64,
         /// The address of a matrix like the result.
-        kept: u64,
+        gelu_input: u64,
     },
     /// Multiplies by the derivative of GELU at the stored sum.
     GeluBackward {
@@ -48,12 +48,12 @@ impl Epilogue {
 
     /// Returns the epilogue of a cuBLASLt code, with a bias and a stored sum at these addresses, or
     /// `None` for an unknown code.
-    pub fn of(kind: u32, bias: u64, kept: u64) -> Option<Self> {
+    pub fn from_code(kind: u32, bias: u64, kept: u64) -> Option<Self> {
         let all = [
             Self::None,
             Self::Bias(bias),
-            Self::Gelu { bias, kept },
-            Self::Gelu { bias: 0, kept },
+            Self::Gelu { bias, gelu_input: kept },
+            Self::Gelu { bias: 0, gelu_input: kept },
             Self::GeluBackward { kept },
         ];
         all.into_iter().find(|epilogue| epilogue.kind() as u32 == kind)
@@ -72,7 +72,7 @@ impl Epilogue {
     /// Returns the address of the sum saved for the backward.
     pub fn kept(self) -> Option<u64> {
         match self {
-            Epilogue::Gelu { kept, .. } | Epilogue::GeluBackward { kept } => Some(kept),
+            Epilogue::Gelu { gelu_input: kept, .. } | Epilogue::GeluBackward { kept } => Some(kept),
             _ => None,
         }
     }
@@ -90,7 +90,7 @@ pub struct Matrix {
 /// A matmul `c = op(a)·op(b) (+ from)`, all row-major, with the letters of
 /// [`Gemm`](hpctrain_device::Gemm).
 #[derive(Debug, Clone, Copy)]
-pub struct Product {
+pub struct MatmulDesc {
     /// Sizes and transpositions.
     pub shape: hpctrain_device::Gemm,
     /// The row strides of a, b and c as they are stored, in elements.
@@ -108,7 +108,7 @@ pub struct Product {
     pub epilogue: Epilogue,
 }
 
-impl Product {
+impl MatmulDesc {
     /// Returns true if there is nothing to compute.
     pub fn is_empty(&self) -> bool {
         self.shape.m == 0 || self.shape.n == 0
@@ -117,9 +117,9 @@ impl Product {
     /// Returns everything on which the choice of the algorithm depends. `tf32` says whether f32
     /// operands may be rounded. The alignment of a bias is not included, since it is always
     /// [`BIAS_ALIGNMENT`].
-    pub fn kind(&self, tf32: bool) -> ProductKind {
+    pub fn kind(&self, tf32: bool) -> MatmulKey {
         let Self { shape, strides, a, b, c, from, epilogue } = *self;
-        ProductKind {
+        MatmulKey {
             sizes: [shape.m, shape.n, shape.k],
             strides,
             transposed: [shape.ta, shape.tb],

@@ -9,14 +9,14 @@ use cudarc::driver::sys::CUevent_flags;
 
 use super::event::milliseconds;
 use super::libraries::check;
-use super::matmul_desc::{BEST_ALIGNMENT, Epilogue, Matrix, Product};
+use super::matmul_desc::{BEST_ALIGNMENT, Epilogue, MatmulDesc, Matrix};
 use super::memory::Element;
 use super::{Cuda, CudaBuf};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::random::Stream;
 use hpctrain_device::matmul_algo::fastest;
 use hpctrain_device::{
-    Algorithm, Backend, Chosen, Gemm, MemoryKind, ProductAlgorithms, ProductKind,
+    Backend, ChosenAlgorithm, Gemm, MatmulAlgorithm, MatmulAlgorithms, MatmulKey, MemoryKind,
 };
 
 /// The number of algorithms to measure, including the heuristic's first.
@@ -38,13 +38,13 @@ const NUMBERS: usize = 1 << 16;
 
 /// A matmul with scratch operands.
 struct Scratch {
-    product: Product,
+    product: MatmulDesc,
     _operands: Vec<CudaBuf>,
 }
 
 /// An algorithm under measurement.
 struct Candidate {
-    algorithm: Algorithm,
+    algorithm: MatmulAlgorithm,
     /// Its rank among the proposals.
     place: usize,
     /// Matmuls in one measurement.
@@ -73,8 +73,8 @@ impl Cuda {
         let mut filled = numbers.len();
         while filled < buf.len() {
             let more = filled.min(buf.len() - filled);
-            let (from, to) = buf.view_mut(0..filled + more).cut(filled);
-            self.move_within(from.shared().cut(more).0, &to)?;
+            let (from, to) = buf.view_mut(0..filled + more).split_at(filled);
+            self.copy_within(from.shared().split_at(more).0, &to)?;
             filled += more;
         }
         let at = buf.view(lead..buf.len()).pointer;
@@ -82,8 +82,8 @@ impl Cuda {
     }
 
     /// Allocates operands with a matmul's shapes and alignments.
-    fn scratch(&self, kind: &ProductKind) -> Result<Scratch> {
-        let ProductKind {
+    fn scratch(&self, kind: &MatmulKey) -> Result<Scratch> {
+        let MatmulKey {
             sizes: [m, n, k],
             strides,
             transposed: [ta, tb],
@@ -94,7 +94,7 @@ impl Cuda {
             ..
         } = *kind;
         let rows = [if ta { k } else { m }, if tb { n } else { k }, m];
-        let elements = bytes.map(Element::of);
+        let elements = bytes.map(Element::with_size);
         let mut operands = Vec::new();
         let mut operand = |len: usize, element: Element, alignment: usize| {
             let (buf, at) = self.operand(len, element, alignment)?;
@@ -111,18 +111,18 @@ impl Cuda {
         let c = matrix(2)?;
         let bias = operand(n, c.element, BEST_ALIGNMENT)?;
         let kept = if keeps { operand(m * n, c.element, BEST_ALIGNMENT)? } else { 0 };
-        let epilogue = Epilogue::of(kind.epilogue, bias, kept)
+        let epilogue = Epilogue::from_code(kind.epilogue, bias, kept)
             .ok_or_else(|| Error::internal(format!("{kind} with an unknown operation")))?;
         let shape = Gemm { m, n, k, ta, tb, acc: adds };
         Ok(Scratch {
-            product: Product { shape, strides, a, b, c, from: c.pointer, epilogue },
+            product: MatmulDesc { shape, strides, a, b, c, from: c.pointer, epilogue },
             _operands: operands,
         })
     }
 
     /// Returns the milliseconds of `candidate.times` matmuls, or `None` if cuBLASLt refuses the
     /// algorithm.
-    fn measured(&self, candidate: &Candidate, product: &Product) -> Result<Option<f32>> {
+    fn measured(&self, candidate: &Candidate, product: &MatmulDesc) -> Result<Option<f32>> {
         let stream = &self.0.compute;
         let workspace = self.0.workspace.pointer();
         let event = || -> Result<CudaEvent> {
@@ -133,7 +133,7 @@ impl Cuda {
         };
         let Candidate { algorithm, times, .. } = candidate;
         let begun = event()?;
-        if !self.0.matmul.run_by(
+        if !self.0.matmul.run_with(
             *algorithm,
             product,
             workspace,
@@ -147,7 +147,11 @@ impl Cuda {
     }
 
     /// Measures the proposals, and returns those that cuBLASLt does not refuse.
-    fn race(&self, proposals: Vec<Algorithm>, product: &Product) -> Result<Vec<Candidate>> {
+    fn race(
+        &self,
+        proposals: Vec<MatmulAlgorithm>,
+        product: &MatmulDesc,
+    ) -> Result<Vec<Candidate>> {
         let mut candidates = Vec::with_capacity(proposals.len());
         for (place, algorithm) in proposals.into_iter().enumerate() {
             let mut candidate = Candidate { algorithm, place, times: 1, took: vec![] };
@@ -174,29 +178,29 @@ impl Cuda {
 }
 
 /// Returns the choice of the heuristic's first algorithm.
-fn first_of(product: &ProductKind, algorithm: Algorithm) -> Chosen {
-    Chosen { product: *product, algorithm, place: 0 }
+fn first_of(product: &MatmulKey, algorithm: MatmulAlgorithm) -> ChosenAlgorithm {
+    ChosenAlgorithm { product: *product, algorithm, place: 0 }
 }
 
-impl ProductAlgorithms for Cuda {
-    fn kind(&self) -> String {
+impl MatmulAlgorithms for Cuda {
+    fn device_and_version(&self) -> String {
         let ((major, minor), version) = (self.device().capability, self.0.matmul.version());
         format!("{}, compute capability {major}.{minor}, cuBLASLt {version}", self.device().name)
     }
 
-    fn seen(&self) -> Vec<ProductKind> {
-        self.0.matmul.seen()
+    fn seen(&self) -> Vec<MatmulKey> {
+        self.0.matmul.planned_kinds()
     }
 
-    fn takes(&self, chosen: &Chosen) -> Result<bool> {
-        self.0.matmul.takes(&chosen.product, chosen.algorithm)
+    fn accepts(&self, chosen: &ChosenAlgorithm) -> Result<bool> {
+        self.0.matmul.supports(&chosen.product, chosen.algorithm)
     }
 
-    fn guess(&self, product: &ProductKind) -> Result<Option<Chosen>> {
+    fn heuristic(&self, product: &MatmulKey) -> Result<Option<ChosenAlgorithm>> {
         Ok(self.0.matmul.proposals(product, 1)?.first().map(|first| first_of(product, *first)))
     }
 
-    fn measure(&self, kind: &ProductKind) -> Result<Option<Chosen>> {
+    fn measure(&self, kind: &MatmulKey) -> Result<Option<ChosenAlgorithm>> {
         let proposals = self.0.matmul.proposals(kind, PROPOSALS)?;
         let Some(first) = proposals.first() else { return Ok(None) };
         let first = first_of(kind, *first);
@@ -220,14 +224,14 @@ impl ProductAlgorithms for Cuda {
         let seconds: Vec<f64> = candidates.iter_mut().map(Candidate::seconds).collect();
         log::debug!("{kind}: {seconds:?} s");
         let best = candidates.get(fastest(&seconds));
-        Ok(Some(best.map_or(first, |best| Chosen {
+        Ok(Some(best.map_or(first, |best| ChosenAlgorithm {
             algorithm: best.algorithm,
             place: best.place,
             ..first
         })))
     }
 
-    fn choose(&self, chosen: &[Chosen]) {
-        self.0.matmul.choose(chosen);
+    fn choose(&self, chosen: &[ChosenAlgorithm]) {
+        self.0.matmul.set_algorithms(chosen);
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::device_memcpy::CopyStreams;
-use super::pool::Piece;
+use super::pool::PoolAllocation;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{CommBuffer, DeviceEvent, DeviceSpan};
 
@@ -28,14 +28,14 @@ impl Element {
     }
 
     /// Returns the type whose elements have `bytes` bytes.
-    pub fn of(bytes: usize) -> Self {
+    pub fn with_size(bytes: usize) -> Self {
         if bytes == Element::Bf16.size() { Element::Bf16 } else { Element::F32 }
     }
 }
 
 /// A flat buffer on the device.
 pub struct CudaBuf {
-    piece: Piece,
+    piece: PoolAllocation,
     len: usize,
     element: Element,
     lines: Arc<CopyStreams>,
@@ -61,7 +61,7 @@ pub mod lead {
     }
 
     /// Returns the offset for a kind of memory, which is 0 for kinds that kernels use as scratch.
-    pub fn of(what: MemoryKind) -> usize {
+    pub fn elements(what: MemoryKind) -> usize {
         if matches!(what, MemoryKind::Parameters | MemoryKind::Gradients) { LEAD.get() } else { 0 }
     }
 }
@@ -75,7 +75,7 @@ impl CudaBuf {
 
     /// Creates a buffer of `len` elements in `piece`. `lines` are the streams for messages.
     pub(super) fn new(
-        piece: Piece,
+        piece: PoolAllocation,
         len: usize,
         element: Element,
         lines: &Arc<CopyStreams>,
@@ -95,7 +95,7 @@ impl CudaBuf {
     ///
     /// # Errors
     /// Returns an error if the range splits a word of four bytes, or if the device fails.
-    pub(super) fn reach(&mut self, range: Range<usize>) -> Result<CommBuffer<'_>> {
+    pub(super) fn comm_buffer(&mut self, range: Range<usize>) -> Result<CommBuffer<'_>> {
         let to_words =
             |elements: usize| (elements * self.element.size()).div_ceil(size_of::<f32>());
         let is_whole = |at: usize| {
@@ -120,8 +120,8 @@ impl CudaBuf {
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub(super) fn stamp(&self) -> Result<Box<dyn DeviceEvent>> {
-        self.lines.stamp()
+    pub(super) fn record_event(&self) -> Result<Box<dyn DeviceEvent>> {
+        self.lines.record_event()
     }
 
     /// Returns the number of elements.
@@ -169,7 +169,7 @@ pub struct View<'a> {
 
 impl View<'_> {
     /// Splits the view at element `at`.
-    pub fn cut(self, at: usize) -> (Self, Self) {
+    pub fn split_at(self, at: usize) -> (Self, Self) {
         assert!(at <= self.len, "a cut at {at} of {}", self.len);
         let pointer = self.pointer + (at * self.element.size()) as u64;
         (Self { len: at, ..self }, Self { pointer, len: self.len - at, ..self })
@@ -205,7 +205,7 @@ impl ViewMut<'_> {
     }
 
     /// Splits the view at element `at`.
-    pub fn cut(self, at: usize) -> (Self, Self) {
+    pub fn split_at(self, at: usize) -> (Self, Self) {
         assert!(at <= self.len, "a cut at {at} of {}", self.len);
         let pointer = self.pointer + (at * self.element.size()) as u64;
         let element = self.element;

@@ -80,14 +80,14 @@ use half::slice::HalfFloatSliceExt;
 use hpctrain_base::error::Result;
 use hpctrain_device::{
     Backend, CommBuffer, ComputeOrderedCopies, DeviceEvent, KernelCost, Kernels, Launch,
-    MemoryKind, MemoryStats, ProductAlgorithms, Profile,
+    MatmulAlgorithms, MemoryKind, MemoryStats, Profile,
 };
 use libraries::check;
 use matmul::Matmul;
 use memory::Element;
 use nvrtc::KernelModules;
 use placement_log::PlacementLog;
-use pool::{DevicePool, Piece};
+use pool::{DevicePool, PoolAllocation};
 
 pub use device::{Device, devices};
 pub use index_upload::CudaInts;
@@ -113,18 +113,18 @@ pub struct Cuda(Arc<Inner>);
 
 struct Inner {
     device: Device,
-    journal: PlacementLog,
+    placement_log: PlacementLog,
     precision: Precision,
     /// The stream of the kernels.
     compute: Arc<CudaStream>,
     pool: Arc<DevicePool>,
-    programs: Arc<KernelModules>,
-    lines: Arc<device_memcpy::CopyStreams>,
+    kernel_modules: Arc<KernelModules>,
+    copy_streams: Arc<device_memcpy::CopyStreams>,
     matmul: Matmul,
     /// The cuBLASLt workspace.
-    workspace: Piece,
+    workspace: PoolAllocation,
     scalars: Arc<scalar::Scalars>,
-    intake: Arc<index_upload::IndexUploader>,
+    index_uploader: Arc<index_upload::IndexUploader>,
     profile: Profile,
 }
 
@@ -135,7 +135,7 @@ impl Cuda {
     /// Returns an error if a library is missing, or if the device does not support the precision or
     /// has less memory.
     pub fn new(device: &Device, bytes: usize, precision: Precision) -> Result<Self> {
-        Self::with_journal(device, PoolBudget { bytes, grows: false }, precision, false)
+        Self::with_options(device, PoolBudget { bytes, grows: false }, precision, false)
     }
 
     /// Creates a backend, optionally with a growing memory pool. With `placement`, each kind of
@@ -143,7 +143,7 @@ impl Cuda {
     ///
     /// # Errors
     /// Returns an error under the conditions of [`Cuda::new`].
-    pub fn with_journal(
+    pub fn with_options(
         device: &Device,
         memory: PoolBudget,
         precision: Precision,
@@ -153,8 +153,8 @@ impl Cuda {
         let context = device.context()?;
         // SAFETY: buffers here are never cudarc's slices, whose reuse the events would guard.
         unsafe { context.disable_event_tracking() };
-        let compute = streams::patient(context)?;
-        let copy = streams::urgent(context)?;
+        let compute = streams::low_priority(context)?;
+        let copy = streams::high_priority(context)?;
         let arithmetic = match precision {
             Precision::F32(arithmetic) => arithmetic,
             Precision::Bf16 => Arithmetic::Full,
@@ -164,14 +164,17 @@ impl Cuda {
         let pool = DevicePool::new(context, memory)?;
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
-            journal: PlacementLog::new(format!("{} at {}", device.name, device.pci), placement),
+            placement_log: PlacementLog::new(
+                format!("{} at {}", device.name, device.pci),
+                placement,
+            ),
             precision,
-            lines: device_memcpy::CopyStreams::new(&pool, &compute, &programs)?,
-            programs,
+            copy_streams: device_memcpy::CopyStreams::new(&pool, &compute, &programs)?,
+            kernel_modules: programs,
             matmul,
-            workspace: pool.take(MemoryKind::Workspace, matmul::WORKSPACE)?,
+            workspace: pool.allocate(MemoryKind::Workspace, matmul::WORKSPACE)?,
             scalars: scalar::Scalars::new(&pool, &compute)?,
-            intake: index_upload::IndexUploader::new(&pool, copy, compute.clone()),
+            index_uploader: index_upload::IndexUploader::new(&pool, copy, compute.clone()),
             compute,
             pool,
             profile: Profile::default(),
@@ -194,13 +197,13 @@ impl Cuda {
     pub fn priorities(&self) -> Result<(i32, Vec<i32>)> {
         let communicator = nccl::NcclComm::init_rank(
             self.0.compute.context(),
-            &self.0.programs,
+            &self.0.kernel_modules,
             &nccl::comm_id()?,
             0,
             1,
         )?;
-        let copies = self.0.lines.copies.streams();
-        let others = copies.into_iter().chain([&self.0.intake.copy, &communicator.stream]);
+        let copies = self.0.copy_streams.copies.streams();
+        let others = copies.into_iter().chain([&self.0.index_uploader.copy, &communicator.stream]);
         let others = others.map(|stream| streams::priority(stream)).collect::<Result<_>>()?;
         Ok((streams::priority(&self.0.compute)?, others))
     }
@@ -214,13 +217,18 @@ impl Cuda {
     }
 
     fn take(&self, what: MemoryKind, len: usize, element: Element) -> Result<CudaBuf> {
-        self.0.journal.buffer(what, len * element.size());
+        self.0.placement_log.buffer(what, len * element.size());
         #[cfg(test)]
-        if let lead @ 1.. = lead::of(what) {
-            let piece = self.0.pool.take(what, (lead + len) * element.size())?;
-            return Ok(CudaBuf::new(piece, len, element, &self.0.lines).after(lead));
+        if let lead @ 1.. = lead::elements(what) {
+            let piece = self.0.pool.allocate(what, (lead + len) * element.size())?;
+            return Ok(CudaBuf::new(piece, len, element, &self.0.copy_streams).after(lead));
         }
-        Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element, &self.0.lines))
+        Ok(CudaBuf::new(
+            self.0.pool.allocate(what, len * element.size())?,
+            len,
+            element,
+            &self.0.copy_streams,
+        ))
     }
 
     /// Selects the device for the calling thread, whose first driver call this may be.
@@ -229,7 +237,7 @@ impl Cuda {
     }
 
     /// Copies within the device.
-    fn move_within(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
+    fn copy_within(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
         self.bind()?;
         let bytes = x.len * x.element.size();
         let stream = self.0.compute.cu_stream();
@@ -240,7 +248,7 @@ impl Cuda {
     }
 
     /// Sets all bits to zero.
-    fn clear(&self, y: &ViewMut<'_>) -> Result<()> {
+    fn zero_view(&self, y: &ViewMut<'_>) -> Result<()> {
         self.bind()?;
         let bytes = y.len * y.element.size();
         let stream = self.0.compute.cu_stream();
@@ -249,14 +257,14 @@ impl Cuda {
     }
 
     /// Blocks until all work in the compute stream is done.
-    fn finish(&self) -> Result<()> {
+    fn synchronize(&self) -> Result<()> {
         check("finish its work", self.0.compute.synchronize())
     }
 
     /// Starts the profile of a kernel, which ends when the returned value is dropped.
-    fn launched(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
+    fn profile_launch(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
         // A failure here makes the next kernel fail too.
-        let settle = || drop(self.finish());
+        let settle = || drop(self.synchronize());
         self.0.profile.launch(self.element().size(), settle, work)
     }
 }
@@ -299,7 +307,7 @@ impl Backend for Cuda {
                 check("copy from the host", unsafe {
                     result::memcpy_htod_async(to.pointer, host, stream)
                 })?;
-                self.finish()
+                self.synchronize()
             }
             Element::Bf16 => {
                 let mut narrow = vec![bf16::ZERO; host.len()];
@@ -308,7 +316,7 @@ impl Backend for Cuda {
                 check("copy from the host", unsafe {
                     result::memcpy_htod_async(to.pointer, &narrow, stream)
                 })?;
-                self.finish()
+                self.synchronize()
             }
         }
     }
@@ -324,7 +332,7 @@ impl Backend for Cuda {
                 check("copy to the host", unsafe {
                     result::memcpy_dtoh_async(host, from.pointer, stream)
                 })?;
-                self.finish()
+                self.synchronize()
             }
             Element::Bf16 => {
                 let mut narrow = vec![bf16::ZERO; host.len()];
@@ -332,7 +340,7 @@ impl Backend for Cuda {
                 check("copy to the host", unsafe {
                     result::memcpy_dtoh_async(&mut narrow, from.pointer, stream)
                 })?;
-                self.finish()?;
+                self.synchronize()?;
                 narrow.convert_to_f32_slice(host);
                 Ok(())
             }
@@ -343,16 +351,16 @@ impl Backend for Cuda {
         scalar.read(&self.0.compute)
     }
 
-    fn upload_ints(&self, host: &[u32]) -> Result<CudaInts> {
-        self.0.intake.upload(host)
+    fn upload_indices(&self, host: &[u32]) -> Result<CudaInts> {
+        self.0.index_uploader.upload(host)
     }
 
-    fn ints_len(ints: &CudaInts) -> usize {
+    fn indices_len(ints: &CudaInts) -> usize {
         ints.len()
     }
 
     fn slice_indices(ints: &CudaInts, range: Range<usize>) -> CudaInts {
-        ints.part(range)
+        ints.slice(range)
     }
 
     fn view(buf: &CudaBuf, range: Range<usize>) -> View<'_> {
@@ -376,26 +384,26 @@ impl Backend for Cuda {
     }
 
     fn split_at(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {
-        view.cut(at)
+        view.split_at(at)
     }
 
-    fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
-        view.cut(at)
+    fn split_at_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
+        view.split_at(at)
     }
 
     fn comm_buffer(buf: &mut CudaBuf, range: Range<usize>) -> Result<CommBuffer<'_>> {
-        buf.reach(range)
+        buf.comm_buffer(range)
     }
 
     fn record_event(buf: &CudaBuf) -> Result<Option<Box<dyn DeviceEvent>>> {
-        buf.stamp().map(Some)
+        buf.record_event().map(Some)
     }
 
-    fn copies(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
+    fn copy_streams(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
         Ok(Some(Arc::new(device_memcpy::CudaCopies::new(
             &self.0.pool,
             &self.0.compute,
-            &self.0.programs,
+            &self.0.kernel_modules,
         )?)))
     }
 
@@ -407,23 +415,23 @@ impl Backend for Cuda {
         columns.next_multiple_of(matmul::ROW)
     }
 
-    fn product_algorithms(&self) -> Option<&dyn ProductAlgorithms> {
+    fn matmul_algorithms(&self) -> Option<&dyn MatmulAlgorithms> {
         Some(self)
     }
 
     fn trim(&self) {
-        self.0.intake.trim();
+        self.0.index_uploader.trim();
     }
 
-    fn ledger(&self) -> &MemoryStats {
-        &self.0.pool.ledger
+    fn memory_stats(&self) -> &MemoryStats {
+        &self.0.pool.stats
     }
 
     fn profile(&self) -> &Profile {
         &self.0.profile
     }
 
-    fn device_peak(&self) -> Option<usize> {
+    fn peak_device_bytes(&self) -> Option<usize> {
         Some(self.0.pool.peak())
     }
 

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
 
-use super::event::passed;
+use super::event::is_complete;
 use super::launch_dims::Grid;
 use super::libraries::check;
 use super::nvrtc::{KernelModules, Variant};
@@ -29,7 +29,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_device::library::open_first;
 use hpctrain_device::library_functions;
 use hpctrain_device::{
-    CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceSpan, FOLDED, OrderedSum,
+    CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceSpan, MAX_SUM_TERMS, OrderedSum,
 };
 
 /// The file names of the run-time and of the development package.
@@ -283,8 +283,8 @@ impl NcclComm {
     ) -> Result<Self> {
         let library = library()?;
         check("be chosen", context.bind_to_thread())?;
-        let stream = streams::urgent(context)?;
-        let sums = streams::urgent(context)?;
+        let stream = streams::high_priority(context)?;
+        let sums = streams::high_priority(context)?;
         // The kernel is loaded before any message, since loading may synchronise the device.
         let fold = programs.function(
             Variant { source: "reduce_terms.cu", narrow: false, head: None },
@@ -320,9 +320,9 @@ impl NcclComm {
             others.words() == (ranks - 1) * own.words() && number < ranks,
             "term {number} of {ranks}"
         );
-        if ranks > FOLDED {
+        if ranks > MAX_SUM_TERMS {
             return Err(Error::internal(format!(
-                "an ordered sum of {ranks} terms, more than {FOLDED}"
+                "an ordered sum of {ranks} terms, more than {MAX_SUM_TERMS}"
             )));
         }
         let from = others.address() as u64;
@@ -396,7 +396,7 @@ impl DeviceComm for NcclComm {
         })
     }
 
-    fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
+    fn sum_in_order(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
         if !folds.is_empty() {
             check("wait for another stream", self.sums.join(&self.stream))?;
             folds.iter().try_for_each(|&fold| self.add(fold))?;
@@ -406,7 +406,7 @@ impl DeviceComm for NcclComm {
         Ok(())
     }
 
-    fn after_folds(&self, but: usize) -> Result<()> {
+    fn wait_for_sums(&self, but: usize) -> Result<()> {
         let mut folded = self.folded.borrow_mut();
         let past = folded.len().saturating_sub(but);
         // The last event comes after the others.
@@ -416,7 +416,7 @@ impl DeviceComm for NcclComm {
         }
     }
 
-    fn vendor(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()> {
+    fn collective(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()> {
         let stream = self.stream.cu_stream().cast();
         let part = memory.words() / self.size;
         let mine = at(memory.part(self.rank * part..(self.rank + 1) * part));
@@ -461,7 +461,7 @@ impl DeviceComm for NcclComm {
     }
 
     fn mark(&self) -> Result<Box<dyn DeviceEvent>> {
-        self.after_folds(0)?;
+        self.wait_for_sums(0)?;
         let communicator = self.communicator.clone();
         let stream = self.stream.clone();
         Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
@@ -471,7 +471,7 @@ impl DeviceComm for NcclComm {
         Box::new(Queued(self.communicator.clone()))
     }
 
-    fn tear(&self) {
+    fn abort(&self) {
         self.communicator.end(false);
         // Sums may be queued behind the messages. If waiting for them fails, the device has failed.
         let _ = self.stream.synchronize().and_then(|()| self.sums.synchronize());
@@ -523,7 +523,7 @@ impl DeviceEvent for Mark {
                 self.point.get_or_init(|| point)
             }
         };
-        passed(point)
+        is_complete(point)
     }
 
     fn wait(&self) -> Result<()> {

@@ -51,7 +51,7 @@ impl NormOps for Cuda {
         y: ViewMut<'_>,
         stats: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::norm(shape, bias.len));
+        let _launch = self.profile_launch(KernelCost::norm(shape, bias.len));
         let args = [x.into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
         let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
@@ -69,7 +69,7 @@ impl NormOps for Cuda {
         y: ViewMut<'_>,
         stats: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::add_norm(shape, bias.len));
+        let _launch = self.profile_launch(KernelCost::add_norm(shape, bias.len));
         let args =
             [x.into(), (&stream).into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
         let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
@@ -89,7 +89,7 @@ impl NormOps for Cuda {
         dweight: ViewMut<'_>,
         dbias: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::norm_backward(shape, dbias.len));
+        let _launch = self.profile_launch(KernelCost::norm_backward(shape, dbias.len));
         let Norm { rows, width, centred, .. } = shape;
         let chunks = rows.div_ceil(CHUNK_ROWS);
         let partial: CudaBuf = self.alloc_f32(MemoryKind::Activations, chunks * 2 * width)?;

@@ -6,7 +6,7 @@ use super::memory::{Element, View, ViewMut};
 use super::{Cuda, Scalar};
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    AdamW, Audit, Backend, Elementwise, ElementwiseUpdate, KernelCost, OptimizerOps, Sgd,
+    AdamW, Backend, Elementwise, ElementwiseUpdate, KernelCost, OptimizerOps, Sgd, UpdateChecksums,
 };
 
 impl OptimizerOps for Cuda {
@@ -18,10 +18,10 @@ impl OptimizerOps for Cuda {
         v: ViewMut<'_>,
         p: ViewMut<'_>,
         copy: Option<ViewMut<'_>>,
-        audit: Option<&mut Audit<Scalar>>,
+        audit: Option<&mut UpdateChecksums<Scalar>>,
     ) -> Result<()> {
-        let _launch =
-            self.launched(KernelCost::adamw(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
+        let _launch = self
+            .profile_launch(KernelCost::adamw(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
         let rate = (f64::from(u.lr) / correct(u.beta1)) as f32;
         let root = (1.0 / correct(u.beta2).sqrt()) as f32;
@@ -29,7 +29,7 @@ impl OptimizerOps for Cuda {
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [grad.into(), (&m).into(), (&v).into(), (&p).into(), to, Arg::long(grad.len)];
         let constants = [rate, root, decay, u.beta1, u.beta2, u.eps, u.grad_scale].map(Arg::Float);
-        self.audited(
+        self.with_checksums(
             audit,
             [
                 <Self as Backend>::shared(&m),
@@ -55,7 +55,7 @@ impl OptimizerOps for Cuda {
         v: View<'_>,
         p: View<'_>,
     ) -> Result<Scalar> {
-        let _launch = self.launched(KernelCost::adamw_step_squares(grad.len));
+        let _launch = self.profile_launch(KernelCost::adamw_step_squares(grad.len));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
         let rate = (1.0 / correct(u.beta1)) as f32;
         let root = (1.0 / correct(u.beta2).sqrt()) as f32;
@@ -74,42 +74,53 @@ impl OptimizerOps for Cuda {
         m: ViewMut<'_>,
         p: ViewMut<'_>,
         copy: Option<ViewMut<'_>>,
-        audit: Option<&mut Audit<Scalar>>,
+        audit: Option<&mut UpdateChecksums<Scalar>>,
     ) -> Result<()> {
-        let _launch =
-            self.launched(KernelCost::sgd(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
+        let _launch = self
+            .profile_launch(KernelCost::sgd(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [grad.into(), (&m).into(), (&p).into(), to, Arg::long(grad.len)];
         let nesterov = Arg::Int(i32::from(u.nesterov));
         let constants =
             [u.lr.into(), u.momentum.into(), nesterov, u.weight_decay.into(), u.grad_scale.into()];
-        self.audited(audit, [<Self as Backend>::shared(&m), <Self as Backend>::shared(&p)], || {
-            self.launch("sgd.cu", "sgd", Grid::over(grad.len), &[&args[..], &constants].concat())
-        })
+        self.with_checksums(
+            audit,
+            [<Self as Backend>::shared(&m), <Self as Backend>::shared(&p)],
+            || {
+                self.launch(
+                    "sgd.cu",
+                    "sgd",
+                    Grid::over(grad.len),
+                    &[&args[..], &constants].concat(),
+                )
+            },
+        )
     }
 
-    fn approach(
+    fn update_average(
         &self,
         rate: f32,
         x: View<'_>,
         y: ViewMut<'_>,
         copy: Option<ViewMut<'_>>,
-        audit: Option<&mut Audit<Scalar>>,
+        audit: Option<&mut UpdateChecksums<Scalar>>,
     ) -> Result<()> {
-        let _launch =
-            self.launched(KernelCost::approach(x.len, copy.as_ref().map_or(0, |copy| copy.len)));
+        let _launch = self.profile_launch(KernelCost::update_average(
+            x.len,
+            copy.as_ref().map_or(0, |copy| copy.len),
+        ));
         assert!(
             x.len == y.len && x.element == Element::F32 && y.element == Element::F32,
             "an average"
         );
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [x.into(), (&y).into(), to, Arg::long(x.len), rate.into()];
-        self.audited(audit, [<Self as Backend>::shared(&y)], || {
+        self.with_checksums(audit, [<Self as Backend>::shared(&y)], || {
             self.launch("lerp.cu", "approach", Grid::over(x.len), &args)
         })
     }
 
-    fn elements(
+    fn elementwise_update(
         &self,
         u: ElementwiseUpdate,
         grad: View<'_>,
@@ -117,9 +128,9 @@ impl OptimizerOps for Cuda {
         second: ViewMut<'_>,
         p: ViewMut<'_>,
         copy: Option<ViewMut<'_>>,
-        audit: Option<&mut Audit<Scalar>>,
+        audit: Option<&mut UpdateChecksums<Scalar>>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::elements(
+        let _launch = self.profile_launch(KernelCost::elementwise_update(
             u,
             grad.len,
             copy.as_ref().map_or(0, |copy| copy.len),
@@ -150,7 +161,7 @@ impl OptimizerOps for Cuda {
             Arg::Int(rule),
         ];
         let constants = [rate, root, decay, a, b, eps, u.grad_scale].map(Arg::Float);
-        self.audited(
+        self.with_checksums(
             audit,
             [
                 <Self as Backend>::shared(&first),

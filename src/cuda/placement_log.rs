@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
 use super::launch_dims::Grid;
-use hpctrain_device::{Gemm, MemoryKind, readable};
+use hpctrain_device::{Gemm, MemoryKind, format_bytes};
 
 /// A kind of event that is logged once.
 #[derive(PartialEq, Eq, Hash)]
@@ -31,7 +31,7 @@ impl PlacementLog {
     /// Logs a buffer of `bytes` bytes.
     pub fn buffer(&self, what: MemoryKind, bytes: usize) {
         self.log_once(Kind::Buffer(what, bytes), || {
-            format!("buffer of {} for {}", readable(bytes), what.name())
+            format!("buffer of {} for {}", format_bytes(bytes), what.name())
         });
     }
 

@@ -16,7 +16,7 @@ use cudarc::driver::{CudaContext, DriverError, result};
 
 use super::libraries::check;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{MemoryKind, MemoryStats, readable};
+use hpctrain_device::{MemoryKind, MemoryStats, format_bytes};
 
 /// The alignment of buffers in bytes, as in the driver's own allocations.
 const ALIGNMENT: usize = 256;
@@ -42,11 +42,11 @@ pub struct DevicePool {
     budget: PoolBudget,
     blocks: Mutex<Blocks>,
     /// The statistics of allocated bytes, by category.
-    pub ledger: MemoryStats,
+    pub stats: MemoryStats,
 }
 
 /// An allocation from the pool, freed when dropped.
-pub struct Piece {
+pub struct PoolAllocation {
     pool: Arc<DevicePool>,
     place: Place,
     pointer: u64,
@@ -67,11 +67,10 @@ impl DevicePool {
         let bytes = bytes / ALIGNMENT * ALIGNMENT;
         let budget = PoolBudget { bytes, grows };
         let blocks = Mutex::default();
-        let pool =
-            Self { context: context.clone(), budget, blocks, ledger: MemoryStats::default() };
+        let pool = Self { context: context.clone(), budget, blocks, stats: MemoryStats::default() };
         let first = if grows { bytes.min(BLOCK) } else { bytes };
-        if !pool.allocate(&mut pool.lock(), first)? {
-            let first = readable(first);
+        if !pool.allocate_block(&mut pool.lock(), first)? {
+            let first = format_bytes(first);
             let free = pool.free()?;
             return Err(Error::input(format!(
                 "out of GPU memory: {first} requested, {free} free"
@@ -101,9 +100,9 @@ impl DevicePool {
     ///
     /// # Errors
     /// Returns an error if there is not enough memory.
-    pub fn take(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
+    pub fn allocate(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<PoolAllocation> {
         let mut piece = self.piece(what, bytes)?;
-        self.ledger.take(what, piece.bytes);
+        self.stats.record_alloc(what, piece.bytes);
         piece.what = Some(what);
         Ok(piece)
     }
@@ -112,24 +111,29 @@ impl DevicePool {
     ///
     /// # Errors
     /// Returns an error under the conditions of [`DevicePool::take`].
-    pub fn take_uncounted(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
+    pub fn allocate_uncounted(
+        self: &Arc<Self>,
+        what: MemoryKind,
+        bytes: usize,
+    ) -> Result<PoolAllocation> {
         self.piece(what, bytes)
     }
 
-    fn piece(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
+    fn piece(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<PoolAllocation> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let end = if what == MemoryKind::Activations { End::Low } else { End::High };
         let mut blocks = self.lock();
-        let place = match blocks.take(bytes, end) {
+        let place = match blocks.allocate(bytes, end) {
             Some(place) => place,
             None => {
                 self.grow(&mut blocks, what, bytes)?;
-                let none = || Error::internal(format!("a new block has no {}", readable(bytes)));
-                blocks.take(bytes, end).ok_or_else(none)?
+                let none =
+                    || Error::internal(format!("a new block has no {}", format_bytes(bytes)));
+                blocks.allocate(bytes, end).ok_or_else(none)?
             }
         };
         let pointer = blocks.address(place);
-        Ok(Piece { pool: self.clone(), place, pointer, bytes, what: None })
+        Ok(PoolAllocation { pool: self.clone(), place, pointer, bytes, what: None })
     }
 
     /// Allocates another block for an allocation of `bytes`, if the pool may grow.
@@ -138,8 +142,8 @@ impl DevicePool {
     /// Returns an error if the pool may not grow, or if the device is out of memory.
     fn grow(&self, blocks: &mut Blocks, what: MemoryKind, bytes: usize) -> Result<()> {
         let PoolBudget { bytes: most, grows } = self.budget;
-        let wanted = readable(bytes);
-        let taken = self.ledger.live_by_category();
+        let wanted = format_bytes(bytes);
+        let taken = self.stats.live_by_category();
         let hint = "set batch.micro lower, parallel.recompute=true, offload.optimizer=true or parallel.zero higher";
         if !grows || most - blocks.bytes() < bytes {
             let whose = if grows { "limit of this rank" } else { "pool of this rank" };
@@ -147,8 +151,8 @@ impl DevicePool {
                 "out of GPU memory: {wanted} for {} do not fit into the {} {whose}; in use: \
                  {taken}; largest free range: {}",
                 what.name(),
-                readable(most),
-                readable(blocks.largest())
+                format_bytes(most),
+                format_bytes(blocks.largest())
             ))
             .hint(format!("{hint}, or device.memory or device.memory_limit higher")));
         }
@@ -156,11 +160,11 @@ impl DevicePool {
             / ALIGNMENT
             * ALIGNMENT;
         // If the device does not have an ample block, one that is just large enough may do.
-        if self.allocate(blocks, ample)? || self.allocate(blocks, bytes)? {
+        if self.allocate_block(blocks, ample)? || self.allocate_block(blocks, bytes)? {
             return Ok(());
         }
         let free = self.free()?;
-        let had = readable(blocks.bytes());
+        let had = format_bytes(blocks.bytes());
         let message = format!(
             "out of GPU memory: {wanted} for {} requested, {free} of the GPU free; this rank has {had}, \
              in use: {taken}",
@@ -171,14 +175,14 @@ impl DevicePool {
 
     /// Returns the free bytes of the device, formatted for display.
     fn free(&self) -> Result<String> {
-        Ok(readable(check("report its free memory", self.context.mem_get_info())?.0))
+        Ok(format_bytes(check("report its free memory", self.context.mem_get_info())?.0))
     }
 
     /// Allocates a block. Returns false if the device does not have that much memory.
     ///
     /// # Errors
     /// Returns an error if the device has failed.
-    fn allocate(&self, blocks: &mut Blocks, bytes: usize) -> Result<bool> {
+    fn allocate_block(&self, blocks: &mut Blocks, bytes: usize) -> Result<bool> {
         check("be chosen", self.context.bind_to_thread())?;
         // SAFETY: the context is bound; the memory is freed in `drop`. It does not come from the
         // stream-ordered allocator, whose memory other processes cannot open.
@@ -204,17 +208,17 @@ impl Drop for DevicePool {
     }
 }
 
-impl Piece {
+impl PoolAllocation {
     /// Returns the address on the device.
     pub fn pointer(&self) -> u64 {
         self.pointer
     }
 }
 
-impl Drop for Piece {
+impl Drop for PoolAllocation {
     fn drop(&mut self) {
         if let Some(what) = self.what {
-            self.pool.ledger.give(what, self.bytes);
+            self.pool.stats.record_free(what, self.bytes);
         }
         self.pool.lock().give(self.place, self.bytes);
     }
@@ -265,7 +269,7 @@ impl Blocks {
     }
 
     /// Allocates `bytes` at an end of the smallest range that holds them.
-    fn take(&mut self, bytes: usize, end: End) -> Option<Place> {
+    fn allocate(&mut self, bytes: usize, end: End) -> Option<Place> {
         if bytes == 0 {
             return Some(Place { block: 0, offset: 0 });
         }
@@ -330,13 +334,13 @@ mod tests {
     #[test]
     fn neighbours_become_one_again() {
         let mut free = blocks(&[1000]);
-        let [a, b, c] = [300, 300, 300].map(|bytes| free.take(bytes, End::Low).unwrap());
+        let [a, b, c] = [300, 300, 300].map(|bytes| free.allocate(bytes, End::Low).unwrap());
         assert_eq!((a, b, c, free.largest()), (at(0, 0), at(0, 300), at(0, 600), 100));
-        assert!(free.take(200, End::Low).is_none());
+        assert!(free.allocate(200, End::Low).is_none());
         free.give(b, 300);
-        assert_eq!(free.take(100, End::Low), Some(at(0, 900)));
+        assert_eq!(free.allocate(100, End::Low), Some(at(0, 900)));
         assert_eq!(
-            (free.take(100, End::High), free.take(100, End::High)),
+            (free.allocate(100, End::High), free.allocate(100, End::High)),
             (Some(at(0, 500)), Some(at(0, 400)))
         );
         free.give(at(0, 400), 100);
@@ -345,24 +349,24 @@ mod tests {
         free.give(a, 300);
         free.give(c, 300);
         assert_eq!(free.blocks[0].free, BTreeMap::from([(0, 1000)]));
-        assert_eq!(free.take(0, End::High), Some(at(0, 0)));
+        assert_eq!(free.allocate(0, End::High), Some(at(0, 0)));
         assert_eq!((free.taken, free.most_taken), (0, 900));
     }
 
     #[test]
     fn a_piece_lies_in_one_block() {
         let mut free = blocks(&[100, 100]);
-        assert!(free.take(150, End::Low).is_none());
-        let a = free.take(60, End::Low).unwrap();
-        let b = free.take(100, End::Low).unwrap();
-        assert_eq!((a, b, free.take(60, End::Low)), (at(0, 0), at(1, 0), None));
+        assert!(free.allocate(150, End::Low).is_none());
+        let a = free.allocate(60, End::Low).unwrap();
+        let b = free.allocate(100, End::Low).unwrap();
+        assert_eq!((a, b, free.allocate(60, End::Low)), (at(0, 0), at(1, 0), None));
         free.add(1 << 20, 60);
-        let c = free.take(60, End::High).unwrap();
+        let c = free.allocate(60, End::High).unwrap();
         assert_eq!((c, free.address(c), free.bytes(), free.taken), (at(2, 0), 1 << 20, 260, 220));
         // The end of a block and the beginning of the next are not adjacent, whatever their
         // addresses.
         free.give(a, 60);
         free.give(b, 100);
-        assert_eq!((free.largest(), free.take(101, End::Low)), (100, None));
+        assert_eq!((free.largest(), free.allocate(101, End::Low)), (100, None));
     }
 }

@@ -5,7 +5,7 @@ use super::launch::Arg;
 use super::launch_dims::Grid;
 use super::memory::{Element, View, ViewMut};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Deviation, KernelCost, Regression, RegressionOps};
+use hpctrain_device::{KernelCost, Regression, RegressionLoss, RegressionOps};
 
 impl RegressionOps for Cuda {
     fn regression(
@@ -16,8 +16,8 @@ impl RegressionOps for Cuda {
         weights: View<'_>,
         losses: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::regression(shape, weights.len));
-        let Regression { rows, width, by, scale, gradient } = shape;
+        let _launch = self.profile_launch(KernelCost::regression(shape, weights.len));
+        let Regression { rows, width, loss: by, scale, gradient } = shape;
         assert!(
             targets.element == Element::F32
                 && targets.len == rows * width
@@ -29,11 +29,11 @@ impl RegressionOps for Cuda {
         );
         // In the order of the kernel's enum.
         let (by, reach) = match by {
-            Deviation::Squared => (0, 0.0),
-            Deviation::Absolute => (1, 0.0),
-            Deviation::Huber(reach) => (2, reach),
-            Deviation::Binary => (3, 0.0),
-            Deviation::Agreement => (4, 0.0),
+            RegressionLoss::Squared => (0, 0.0),
+            RegressionLoss::Absolute => (1, 0.0),
+            RegressionLoss::Huber(reach) => (2, reach),
+            RegressionLoss::BinaryCrossEntropy => (3, 0.0),
+            RegressionLoss::BinaryAccuracy => (4, 0.0),
         };
         let args = [(&predictions).into(), targets.into(), weights.into(), (&losses).into()];
         let rest = [

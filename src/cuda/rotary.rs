@@ -9,10 +9,10 @@ use hpctrain_device::{KernelCost, Rotary, RotaryOps};
 
 impl RotaryOps for Cuda {
     fn rotary(&self, shape: Rotary, table: View<'_>, x: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::rotary(
+        let _launch = self.profile_launch(KernelCost::rotary(
             shape.batch * shape.time * shape.heads * shape.head_width,
         ));
-        let Rotary { batch, time, heads, head_width, width, back } = shape;
+        let Rotary { batch, time, heads, head_width, width, inverse: back } = shape;
         let rows = batch * time;
         let half = head_width / 2;
         let args = [

@@ -6,7 +6,7 @@ use cudarc::driver::{CudaStream, result};
 
 use super::libraries::check;
 use super::pinned::Pinned;
-use super::pool::{DevicePool, Piece};
+use super::pool::{DevicePool, PoolAllocation};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::MemoryKind;
 
@@ -18,7 +18,7 @@ pub const BYTES: usize = SLOTS * size_of::<f64>();
 
 /// Slots for scalars on the device, and their last copy on the host.
 pub struct Scalars {
-    slots: Piece,
+    slots: PoolAllocation,
     state: Mutex<State>,
 }
 
@@ -44,7 +44,7 @@ impl Scalars {
     /// # Errors
     /// Returns an error if memory is exhausted.
     pub fn new(pool: &Arc<DevicePool>, stream: &CudaStream) -> Result<Arc<Self>> {
-        let slots = pool.take(MemoryKind::Workspace, BYTES)?;
+        let slots = pool.allocate(MemoryKind::Workspace, BYTES)?;
         let copy = Pinned::new(stream.context(), SLOTS)?;
         let free = (0..SLOTS as u32).rev().collect();
         Ok(Arc::new(Self { slots, state: Mutex::new(State { free, begun: 0, copied: 0, copy }) }))

@@ -8,14 +8,14 @@ use hpctrain_device::{KernelCost, SoftmaxOps};
 
 impl SoftmaxOps for Cuda {
     fn softmax(&self, width: usize, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::softmax(x.len));
+        let _launch = self.profile_launch(KernelCost::softmax(x.len));
         let rows = x.len / width;
         let args = [x.into(), (&y).into(), rows.into(), width.into()];
         self.launch("softmax.cu", "softmax", Grid::new(rows.div_ceil(4), 128), &args)
     }
 
     fn softmax_backward(&self, width: usize, y: View<'_>, dy: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::softmax_backward(y.len));
+        let _launch = self.profile_launch(KernelCost::softmax_backward(y.len));
         let rows = y.len / width;
         let args = [y.into(), (&dy).into(), rows.into(), width.into()];
         self.launch("softmax.cu", "softmax_backward", Grid::new(rows.div_ceil(4), 128), &args)

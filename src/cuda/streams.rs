@@ -15,7 +15,7 @@ use hpctrain_base::error::Result;
 ///
 /// # Errors
 /// Returns an error if the driver fails.
-pub fn patient(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
+pub fn low_priority(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
     check("make a stream", context.new_stream())
 }
 
@@ -24,7 +24,7 @@ pub fn patient(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
 ///
 /// # Errors
 /// Returns an error if the driver fails.
-pub fn urgent(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
+pub fn high_priority(context: &Arc<CudaContext>) -> Result<Arc<CudaStream>> {
     check("be chosen", context.bind_to_thread())?;
     // The second number is the smaller one, which is the higher priority.
     let (_, highest) = check("report stream priorities", result::stream::get_priority_range())?;

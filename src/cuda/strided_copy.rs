@@ -9,7 +9,7 @@ use hpctrain_device::{ColumnsOps, KernelCost, StridedCopy};
 
 impl ColumnsOps for Cuda {
     fn copy_columns(&self, shape: StridedCopy, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::copy_columns(shape));
+        let _launch = self.profile_launch(KernelCost::copy_columns(shape));
         let StridedCopy { rows, count, from, to } = shape;
         assert!(
             x.len == rows * from[0] && y.len == rows * to[0] && x.element == y.element,

@@ -93,19 +93,19 @@ macro_rules! on_cuda {
 
 each_operation! { on_cuda! {
     cuda_f32, crate::Precision::F32(crate::Arithmetic::Full);
-    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
 each_operation! { on_cuda! {
     cuda_tf32, crate::Precision::F32(crate::Arithmetic::Tf32);
-    products: hpctrain_device_tests::linear::products_in_tf32,
+    products: hpctrain_device_tests::linear::matmuls_in_tf32,
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random_tf32),
 } }
 
 each_operation! { on_cuda! {
     cuda_bf16, crate::Precision::Bf16;
-    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
@@ -125,13 +125,13 @@ macro_rules! on_cuda_anywhere {
 
 each_operation! { on_cuda_anywhere! {
     cuda_anywhere_f32, crate::Precision::F32(crate::Arithmetic::Full);
-    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
 each_operation! { on_cuda_anywhere! {
     cuda_anywhere_bf16, crate::Precision::Bf16;
-    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 

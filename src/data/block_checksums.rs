@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::format::BlockSums;
 use super::h5::one_line;
-use super::packing::Missing;
+use super::packing::MissingElement;
 use super::spec::Verify;
 
 /// A failure to read rows.
@@ -17,7 +17,7 @@ pub(super) enum ReadError {
     /// The checksum of a block of rows differs from the one that was written.
     Damaged { rows: Range<u64>, found: u32, written: u32 },
     /// An element, counted from the first of the dataset, is missing.
-    Missing { element: u64, missing: Missing },
+    Missing { element: u64, missing: MissingElement },
 }
 
 impl fmt::Display for ReadError {

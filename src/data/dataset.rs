@@ -6,14 +6,14 @@ use std::sync::Arc;
 use super::augment::{Augment, Augmenter};
 use super::block_checksums::{Scratch, Seen};
 use super::element_convert::ReadAs;
-use super::import::left_out;
+use super::import::skipped_note;
 use super::preprocessing::{self, Converted, Preprocessing, Recoded, Transform};
 use super::rows::RowReader;
 use super::sample_fields::{SampleMut, SampleSizes};
 use super::shard::{Shard, first_invalid};
 use super::shard_index::ShardIndex;
 use super::shard_schema::{Field, Rows, ShardSchema};
-use super::spec::{DataSpec, Held, Ids, SampleSpec, Split, Target, Verify};
+use super::spec::{DataSpec, Ids, SampleSpec, Split, Target, ValidationSource, Verify};
 use super::train_val_split::{TrainValSplit, millionths};
 use super::{Fingerprint, Tokenizer, shard_set_check};
 use hpctrain_base::error::{Error, Result};
@@ -69,7 +69,7 @@ impl Dataset {
     /// Returns an error if [`Dataset::open`] would for one of them, or if the data sets do not fit
     /// together.
     pub fn open_all(specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
-        Self::open_by(&mut ShardIndex::of_files(), specs, split, context)
+        Self::open_with_index(&mut ShardIndex::of_files(), specs, split, context)
     }
 
     /// Opens data sets like [`Dataset::open_all`], with the descriptions of files that
@@ -77,7 +77,7 @@ impl Dataset {
     ///
     /// # Errors
     /// Returns an error if [`Dataset::open_all`] would.
-    pub fn open_by(
+    pub fn open_with_index(
         shard_index: &mut ShardIndex,
         specs: &[DataSpec],
         split: Split,
@@ -95,15 +95,18 @@ impl Dataset {
         for spec in specs {
             let own = shards.len();
             let before = samples;
-            let is_divided = spec.val_fraction > 0.0 && shard_index.held(spec)? == Held::Fraction;
+            let is_divided = spec.val_fraction > 0.0
+                && shard_index.validation_source(spec)? == ValidationSource::Fraction;
             // Both splits are in the same shards.
             let of_files = if is_divided { Split::Train } else { split };
             for path in shard_index.files(spec, of_files)? {
                 let mut shard = shard_index.shard(&path, spec)?;
                 // Lists of values may be long, and are usually the same in all shards: one copy is
                 // kept.
-                if let Some(last) = shards.last().filter(|last| last.told == shard.told) {
-                    shard.told = last.told.clone();
+                if let Some(last) =
+                    shards.last().filter(|last| last.preprocessing == shard.preprocessing)
+                {
+                    shard.preprocessing = last.preprocessing.clone();
                 }
                 if let Some(first) = shards.get(own) {
                     shard.check_sibling(first)?;
@@ -171,7 +174,7 @@ impl Dataset {
             tokenizer: self.shards[0].header.tokenizer.clone(),
             ..Preprocessing::default()
         };
-        for described in self.shards.iter().map(|shard| &shard.told) {
+        for described in self.shards.iter().map(|shard| &shard.preprocessing) {
             if self.sizes().features > 0 && !own.scales.contains(&described.scale) {
                 own.scales.push(described.scale.clone());
             }
@@ -207,8 +210,10 @@ impl Dataset {
         for (index, shard) in self.shards.iter().enumerate() {
             // The shards of a data set usually describe the same preprocessing.
             let form = match forms.last() {
-                Some(before) if shard.told == self.shards[index - 1].told => before.clone(),
-                _ => Transform::new(&shard.told, to, parts, &mut notes)
+                Some(before) if shard.preprocessing == self.shards[index - 1].preprocessing => {
+                    before.clone()
+                }
+                _ => Transform::new(&shard.preprocessing, to, parts, &mut notes)
                     .map_err(|e| e.at(shard.path.display()))?
                     .into(),
             };
@@ -340,13 +345,13 @@ impl Dataset {
     }
 
     /// Returns a note on rows that an import has skipped, if there are any.
-    pub fn left_out(&self) -> Option<String> {
+    pub fn skipped_note(&self) -> Option<String> {
         // Every shard describes its whole import, so the first one of each source suffices.
         let mut sources: Vec<_> =
             self.shards.iter().map(|shard| (shard.path.parent(), &shard.header)).collect();
         sources.dedup_by_key(|(folder, _)| *folder);
         let rows: u64 = sources.iter().filter_map(|(_, header)| header.skipped_rows).sum();
-        (rows > 0).then(|| left_out(rows))
+        (rows > 0).then(|| skipped_note(rows))
     }
 
     /// Returns the tokenizer, if the shards describe one.
@@ -364,7 +369,13 @@ impl Dataset {
 
     /// Returns the number of bytes of data cached now for later reads.
     pub fn cached(&self) -> usize {
-        self.open.shards.iter().flatten().flat_map(|open| &open.readers).map(RowReader::held).sum()
+        self.open
+            .shards
+            .iter()
+            .flatten()
+            .flat_map(|open| &open.readers)
+            .map(RowReader::cached_bytes)
+            .sum()
     }
 
     /// Overwrites `into` with sample number `sample`.

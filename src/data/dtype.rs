@@ -34,7 +34,7 @@ enum Class {
 
 impl Dtype {
     /// Returns the type of a dataset's elements.
-    pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Self> {
+    pub(super) fn from_datatype(dtype: &Datatype) -> hdf5::Result<Self> {
         let facts = h5::type_facts(dtype)?;
         let (name, class) = named(&facts);
         Ok(Self { name, class, size: facts.size })
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn names_are_those_of_numpy() {
         fn name<T: hdf5::H5Type>() -> String {
-            Dtype::of(&Datatype::from_type::<T>().unwrap()).unwrap().to_string()
+            Dtype::from_datatype(&Datatype::from_type::<T>().unwrap()).unwrap().to_string()
         }
         assert_eq!([name::<u8>(), name::<i16>(), name::<u64>()], ["uint8", "int16", "uint64"]);
         assert_eq!(

@@ -48,7 +48,7 @@ impl ElementType {
 
     /// Returns the type that matches the file's bit for bit, or `None` if there is none, as for
     /// another byte order.
-    pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Option<Self>> {
+    pub(super) fn from_datatype(dtype: &Datatype) -> hdf5::Result<Option<Self>> {
         for stored in Self::ALL {
             if stored.datatype()? == *dtype {
                 return Ok(Some(stored));

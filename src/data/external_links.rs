@@ -11,7 +11,7 @@ use hdf5::Group;
 use hdf5_sys::h5l::{H5Lget_val, H5Lunpack_elink_val};
 use hdf5_sys::h5p::H5P_DEFAULT;
 
-use super::walk::{DEEPEST, Target, Walk};
+use super::walk::{DEEPEST, LinkTarget, Walk};
 use hpctrain_base::error::{Error, Result};
 
 /// The environment variable with the directories of files that external links refer to.
@@ -31,7 +31,7 @@ pub(super) fn check(file: &Group, path: &Path) -> Result<()> {
                 Some(Link::Soft(_)) => {}
                 Some(Link::External { file, object }) => check_target(&name, &file, &object, path)?,
                 None => {
-                    if walk.follow(&visited, &name) == Target::TooDeep {
+                    if walk.follow(&visited, &name) == LinkTarget::TooDeep {
                         let at = path.display();
                         return Err(Error::input(format!(
                             "{at}: groups are nested more than {DEEPEST} deep"

@@ -34,12 +34,12 @@ pub struct Fingerprint {
     pub held_out: u64,
     /// The shards of all data sets, one data set after the other; empty for samples that a program
     /// generates.
-    pub shards: Vec<ShardPrint>,
+    pub shards: Vec<ShardFingerprint>,
 }
 
 /// One shard of a [`Fingerprint`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ShardPrint {
+pub struct ShardFingerprint {
     /// File name without its directory.
     pub file: String,
     /// The number of rows; of ids for a token stream.
@@ -64,7 +64,7 @@ impl Fingerprint {
         if self.held_out > 0 {
             hash.update(self.held_out.to_le_bytes());
         }
-        for ShardPrint { rows, hash: of_shard, .. } in &self.shards {
+        for ShardFingerprint { rows, hash: of_shard, .. } in &self.shards {
             hash.update(rows.to_le_bytes());
             hash.update(of_shard);
         }
@@ -89,13 +89,13 @@ impl Fingerprint {
             let counts = format!("{} shards, trained on {}", own.len(), other.len());
             let (more, fewer, verb) =
                 if own.len() < other.len() { (other, own, "missing") } else { (own, other, "new") };
-            let lacks = |shard: &&ShardPrint| fewer.iter().all(|one| one.hash != shard.hash);
+            let lacks = |shard: &&ShardFingerprint| fewer.iter().all(|one| one.hash != shard.hash);
             let first = more.iter().find(lacks);
             return Some(
                 first.map_or(counts.clone(), |first| format!("{counts}: {} is {verb}", first.file)),
             );
         }
-        let differs = |(own, other): &(&ShardPrint, &ShardPrint)| {
+        let differs = |(own, other): &(&ShardFingerprint, &ShardFingerprint)| {
             (own.rows, &own.hash) != (other.rows, &other.hash)
         };
         match own.iter().zip(other).find(differs) {
@@ -149,9 +149,9 @@ fn short(hash: Sha256) -> String {
     hex(&hash.finalize()[..HASH])
 }
 
-impl ShardPrint {
+impl ShardFingerprint {
     /// Creates the fingerprint of a file that has just been described.
-    pub(super) fn of(
+    pub(super) fn for_file(
         file: &hdf5::File,
         path: &Path,
         header: &Header,
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     fn data(samples: u64, shards: &[(&str, u64, &str)]) -> Fingerprint {
-        let shard = |(file, rows, hash): &(&str, u64, &str)| ShardPrint {
+        let shard = |(file, rows, hash): &(&str, u64, &str)| ShardFingerprint {
             file: file.to_string(),
             rows: *rows,
             hash: hash.to_string(),

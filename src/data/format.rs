@@ -228,7 +228,7 @@ impl Checksums {
     }
 
     /// Returns the checksums of the dataset `name`, if it has any.
-    pub(super) fn of(&self, name: &str) -> Option<&BlockSums> {
+    pub(super) fn get(&self, name: &str) -> Option<&BlockSums> {
         self.0
             .iter()
             .find(|(own, _)| own.trim_start_matches('/') == name.trim_start_matches('/'))
@@ -521,7 +521,7 @@ mod tests {
         };
         assert_eq!(Header::read(&file).unwrap(), expected);
         let checksums = Checksums::read(&file).unwrap().unwrap();
-        let checksums = checksums.of("tokens").unwrap();
+        let checksums = checksums.get("tokens").unwrap();
         assert_eq!((checksums.block, checksums.needed(ids.len())), (BLOCK, 2));
         assert_eq!(checksums.crc32[1], crc32fast::hash(&[0, 1, 2, 3, 4]));
         assert_eq!(checksums.crc32.len(), 2);

@@ -415,7 +415,7 @@ pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i3
 
 /// A source of a virtual data set.
 #[derive(Debug, Clone)]
-pub(super) struct Source {
+pub(super) struct VirtualSource {
     /// The file that has the source; `.` for the same one.
     pub file: String,
     pub dataset: String,
@@ -427,7 +427,7 @@ pub(super) struct Source {
 }
 
 /// Returns the sources of a virtual data set; none for any other.
-pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<Source>> {
+pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<VirtualSource>> {
     let id = properties.id();
     hdf5::sync::sync(|| {
         let mut count = 0;
@@ -458,7 +458,7 @@ pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<Source>> {
                     >= 0;
             let extents =
                 last.iter().map(|last| usize::try_from(last.checked_add(1)?).ok()).collect();
-            Ok(Source {
+            Ok(VirtualSource {
                 file,
                 dataset,
                 gives,

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::h5;
 use super::import::numbered;
-pub use super::listing::{Inspected, Stored};
+pub use super::listing::{Inspected, StoredDataset};
 use super::sandbox::Sandbox;
 use super::spec::file_names;
 use hpctrain_base::error::{Error, Result};
@@ -39,7 +39,7 @@ impl fmt::Display for Contents {
         ];
         let mut notes: Vec<(String, Vec<String>)> = Vec::new();
         for Inspected { file, datasets, origin, classes } in &self.files {
-            for Stored { name, shape, dtype, layout, compression, bytes } in datasets {
+            for StoredDataset { name, shape, dtype, layout, compression, bytes } in datasets {
                 let cells =
                     [file, name, &h5::shape(shape), dtype, layout, compression, &bytes.to_string()];
                 rows.push(cells.map(String::clone));

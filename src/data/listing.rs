@@ -20,7 +20,7 @@ pub struct Inspected {
     /// The name of the file.
     pub file: String,
     /// The datasets of the file.
-    pub datasets: Vec<Stored>,
+    pub datasets: Vec<StoredDataset>,
     /// The origin of the content, as far as the file records it.
     pub origin: String,
     /// The names of the classes, if the file has any.
@@ -30,7 +30,7 @@ pub struct Inspected {
 
 /// A description of a dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Stored {
+pub struct StoredDataset {
     /// The path of the dataset in the file.
     pub name: String,
     /// The shape of the dataset.
@@ -47,7 +47,7 @@ pub struct Stored {
 }
 
 /// Lists the content of a file.
-pub(super) fn of(path: &Path) -> Result<Inspected> {
+pub(super) fn list_file(path: &Path) -> Result<Inspected> {
     let file = h5::open_file(path, None)?;
     let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
     let look = || -> hdf5::Result<_> {
@@ -74,12 +74,12 @@ fn unreadable(path: &Path, error: &hdf5::Error) -> Error {
 }
 
 /// Describes a dataset; returns `None` for coordinates of the axes of others.
-fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Option<Stored>> {
+fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Option<StoredDataset>> {
     let dataset = file.dataset(name)?;
     if is_dimension_scale(&dataset)? {
         return Ok(None);
     }
-    let dtype = Dtype::of(&dataset.dtype()?)?.to_string();
+    let dtype = Dtype::from_datatype(&dataset.dtype()?)?.to_string();
     let layout = match dataset.chunk() {
         Some(chunk) => format!("chunks of {}", h5::shape(&chunk)),
         None => format!("{:?}", dataset.layout()).to_lowercase(),
@@ -88,7 +88,7 @@ fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Option<Stored>> {
     let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
     let shape = dataset.get_shape()?.to_vec();
     let bytes = dataset.storage_size();
-    Ok(Some(Stored { name: name.to_owned(), shape, dtype, layout, compression, bytes }))
+    Ok(Some(StoredDataset { name: name.to_owned(), shape, dtype, layout, compression, bytes }))
 }
 
 fn filter(filter: &Filter) -> String {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::sample_fields::{SampleFields, SampleSizes};
 use super::{Draw, SampleOrder, Source};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::spans::{Activity, Doing, Track, span};
+use hpctrain_base::spans::{Activity, ActivityKind, Track, span};
 use hpctrain_base::spawn::spawn;
 
 /// The samples of one micro-batch.
@@ -113,7 +113,7 @@ impl Loader {
         let order = order.into();
         let activity = Activity::current();
         let read = move || {
-            activity.inspect(|activity| activity.here(Track::Loader));
+            activity.inspect(|activity| activity.register_thread(Track::Loader));
             read_ahead(dataset, &order, batches, depth, &ready, &recycled, &counter);
         };
         let reader = spawn("hpctrain-data", read)?;
@@ -136,7 +136,7 @@ impl Loader {
     )]
     pub fn next(&mut self) -> Result<Batch> {
         let start = Instant::now();
-        let _wait = span(Doing::Loading, None);
+        let _wait = span(ActivityKind::Loading, None);
         let received = self.batches.as_ref().and_then(|batches| batches.recv().ok());
         self.waited += start.elapsed();
         received.unwrap_or_else(|| {
@@ -154,7 +154,7 @@ impl Loader {
 
     /// Returns the bytes of the batches that were read ahead, are being read, or are in use, and of
     /// the data set's cache.
-    pub fn held(&self) -> usize {
+    pub fn buffered_bytes(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
 
@@ -196,7 +196,7 @@ fn read_ahead(
     held.store(of_batches, Ordering::Relaxed);
     for positions in batches {
         let mut batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
-        let reading = span(Doing::Reading, None);
+        let reading = span(ActivityKind::Reading, None);
         let draws = positions.clone().map(|position| order.draw(position));
         let batch = batch.fill(&mut dataset, positions, draws).map(|()| batch);
         drop(reading);

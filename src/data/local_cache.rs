@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::import::hex;
 use super::spec::file_names;
-use super::{DataSpec, Held, Split};
+use super::{DataSpec, Split, ValidationSource};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::user_dirs;
 use hpctrain_base::user_dirs::Trust;
@@ -68,13 +68,13 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
             .hint("name a directory that exists on every node, such as /tmp"));
     }
     let mut files = spec.files(Split::Train)?;
-    if spec.held()? == Held::Shards {
+    if spec.validation_source()? == ValidationSource::Shards {
         files.extend(spec.files(Split::Validation)?);
     }
     files.sort();
     files.dedup();
     let (folder, _) = folder(spec, root)?;
-    let found = user_dirs::directory(&folder).map_err(|e| e.at("data.local_cache"))?;
+    let found = user_dirs::private_directory(&folder).map_err(|e| e.at("data.local_cache"))?;
     let lock_path = folder.join(LOCK);
     let lock = user_dirs::lock_file(&lock_path)?;
     lock.lock().map_err(|e| Error::io("lock", &lock_path, e))?;

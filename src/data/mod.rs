@@ -8,7 +8,6 @@
 mod augment;
 pub mod bench;
 mod block_checksums;
-mod brief;
 pub mod bundled;
 mod columns;
 mod dataset;
@@ -37,6 +36,7 @@ mod sample_order;
 mod sampler;
 pub mod sandbox;
 mod shard;
+mod shard_delta;
 mod shard_index;
 mod shard_schema;
 mod shard_set_check;
@@ -52,7 +52,7 @@ pub use augment::Augment;
 pub use columns::{Category, Coding, Columns};
 pub use dataset::Dataset;
 pub use dataset::is_weight;
-pub use fingerprint::{DataChange, Fingerprint, ShardPrint, TrainedOn};
+pub use fingerprint::{DataChange, Fingerprint, ShardFingerprint, TrainedOn};
 pub use h5::one_line;
 pub use image_layout::Axes;
 pub use loader::{Batch, Loader};
@@ -62,5 +62,7 @@ pub use sample_order::{Draw, Mix, SampleOrder};
 pub use sampler::Sampler;
 pub use shard_index::{ShardIndex, described};
 pub use source::Source;
-pub use spec::{DataSpec, ExternalFiles, Held, Ids, InputScale, SampleSpec, Split, Target, Verify};
+pub use spec::{
+    DataSpec, ExternalFiles, Ids, InputScale, SampleSpec, Split, Target, ValidationSource, Verify,
+};
 pub use tokenizer::{HuggingFace, Tokenizer, TokenizerKind};

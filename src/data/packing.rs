@@ -70,7 +70,7 @@ struct Bound {
 
 /// A missing element.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Missing {
+pub(super) struct MissingElement {
     /// The stored number.
     number: f64,
     why: Why,
@@ -84,7 +84,7 @@ enum Why {
     Beyond(String, f64),
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for MissingElement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let number = self.number;
         match &self.why {
@@ -103,7 +103,7 @@ impl Packing {
     ///
     /// # Errors
     /// Returns an error if [`Packing::read`] does, or if the sign of integers cannot be changed.
-    pub(super) fn of(
+    pub(super) fn read_with_types(
         dataset: &Dataset,
         name: &str,
         native: Option<ElementType>,
@@ -251,7 +251,7 @@ impl Packing {
     pub(super) fn first_missing(
         &self,
         mut numbers: impl Iterator<Item = f64>,
-    ) -> Option<(usize, Missing)> {
+    ) -> Option<(usize, MissingElement)> {
         if !self.may_miss() {
             return None;
         }
@@ -259,7 +259,7 @@ impl Packing {
         numbers.find_map(|number| {
             let why = self.why_missing(number);
             place += 1;
-            why.map(|why| (place - 1, Missing { number, why }))
+            why.map(|why| (place - 1, MissingElement { number, why }))
         })
     }
 
@@ -560,10 +560,11 @@ mod tests {
             attribute(dataset, "_FillValue", &[-1i16]);
         });
         let (native, stored, packing) =
-            Packing::of(&dataset, "/x", Some(ElementType::I16), ReadAs::Numbers).unwrap();
+            Packing::read_with_types(&dataset, "/x", Some(ElementType::I16), ReadAs::Numbers)
+                .unwrap();
         assert_eq!((native, stored), (Some(ElementType::U16), ElementType::U16));
         assert!(packing.unwrap().first_missing([65535.0].into_iter()).is_some());
         // HDF5 would convert with a sign.
-        assert!(Packing::of(&dataset, "/x", None, ReadAs::Numbers).is_err());
+        assert!(Packing::read_with_types(&dataset, "/x", None, ReadAs::Numbers).is_err());
     }
 }

@@ -26,7 +26,7 @@ type Result<T> = std::result::Result<T, ReadError>;
 
 /// A dataset open for reading.
 pub(super) struct RowReader {
-    source: Source,
+    source: RowSource,
     /// The checksums to compare with, if reads are verified.
     compared: Option<Compared>,
     stored: ElementType,
@@ -42,14 +42,14 @@ pub(super) struct RowReader {
 }
 
 /// Where rows are read from.
-pub(super) enum Source {
+pub(super) enum RowSource {
     /// Contiguous bytes in a file, the first at this offset.
     File(Arc<File>, u64),
     /// The HDF5 library.
     Library(SlabReader),
 }
 
-impl Source {
+impl RowSource {
     /// Overwrites `out` with the bytes of rows from `first` on, of `row_bytes` each.
     fn read(&mut self, first: u64, row_bytes: usize, out: &mut [u8]) -> Result<()> {
         match self {
@@ -82,7 +82,7 @@ impl RowReader {
     /// Creates a reader of `rows` rows of `row_len` elements. Blocks of `block` rows are read at
     /// once and cached up to `limit` bytes; 0 caches none.
     pub(super) fn new(
-        source: Source,
+        source: RowSource,
         stored: ElementType,
         rows: u64,
         row_len: usize,
@@ -182,7 +182,7 @@ impl RowReader {
     }
 
     /// Returns the bytes of the blocks that are cached.
-    pub(super) fn held(&self) -> usize {
+    pub(super) fn cached_bytes(&self) -> usize {
         self.blocks.bytes
     }
 
@@ -284,7 +284,7 @@ fn check_present(
 /// Overwrites `out` with the bytes of rows of `row_bytes` from `first` on, out of `all`, compared
 /// with their checksums if necessary.
 fn fetch(
-    source: &mut Source,
+    source: &mut RowSource,
     compared: Option<&mut Compared>,
     all: u64,
     first: u64,

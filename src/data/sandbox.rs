@@ -26,10 +26,10 @@ use signal_hook::consts::signal::{
 use signal_hook::low_level::signal_name;
 
 use super::block_checksums::Scratch;
-use super::brief::{Before, Brief};
 use super::listing::{self, Inspected};
 use super::raw_path;
 use super::shard::Shard;
+use super::shard_delta::{PreviousShard, ShardDelta};
 use super::spec::DataSpec;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
@@ -71,7 +71,7 @@ enum Request {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Reply {
-    Shard(Brief),
+    Shard(ShardDelta),
     Inspected(Inspected),
     Refused(Error),
 }
@@ -83,7 +83,7 @@ enum Reply {
 pub fn serve() -> Result<()> {
     limit(Resource::As, MEMORY)?;
     limit(Resource::Core, 0)?;
-    let mut before = Before::default();
+    let mut before = PreviousShard::default();
     for line in std::io::stdin().lines() {
         let line = line.map_err(|e| Error::internal(format!("a request cannot be read: {e}")))?;
         let request = serde_json::from_str(&line)
@@ -108,7 +108,7 @@ fn limit(resource: Resource, most: u64) -> Result<()> {
         .map_err(|e| Error::internal(format!("cannot set a limit of the process: {e}")))
 }
 
-fn answer(request: Request, before: &mut Before) -> Reply {
+fn answer(request: Request, before: &mut PreviousShard) -> Reply {
     match request {
         Request::Shard { path, spec } => match Shard::open(&path, &spec) {
             Ok(mut shard) => {
@@ -119,7 +119,7 @@ fn answer(request: Request, before: &mut Before) -> Reply {
             Err(e) => Reply::Refused(e),
         },
         Request::Inspect { path } => {
-            listing::of(&path).map_or_else(Reply::Refused, Reply::Inspected)
+            listing::list_file(&path).map_or_else(Reply::Refused, Reply::Inspected)
         }
     }
 }
@@ -139,7 +139,7 @@ struct Helper {
     /// The child's standard input; `None` once the child is to end.
     requests: Option<ChildStdin>,
     replies: Receiver<Reply>,
-    before: Before,
+    before: PreviousShard,
 }
 
 impl Sandbox {
@@ -166,7 +166,7 @@ impl Sandbox {
     /// Returns an error if [`Sandbox::shard`] would.
     pub(super) fn inspect(&mut self, path: &Path) -> Result<Inspected> {
         match self.ask(path, &Request::Inspect { path: path.to_owned() })? {
-            None => listing::of(path),
+            None => listing::list_file(path),
             Some(Reply::Inspected(inspected)) => Ok(inspected),
             Some(Reply::Refused(e)) => Err(e),
             Some(Reply::Shard(_)) => Err(unexpected(path)),
@@ -228,7 +228,7 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
         log::warn!("data: HDF5 files are opened without a child process: {}", e.message());
         return None;
     }
-    Some(Helper { child, requests: Some(requests), replies, before: Before::default() })
+    Some(Helper { child, requests: Some(requests), replies, before: PreviousShard::default() })
 }
 
 impl Helper {

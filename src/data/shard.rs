@@ -17,13 +17,13 @@ use serde::{Deserialize, Serialize};
 
 use super::block_checksums::{Compared, ReadError, Scratch};
 use super::columns::Columns;
-use super::fingerprint::ShardPrint;
+use super::fingerprint::ShardFingerprint;
 use super::format::{BlockSums, Checksums, Header};
 use super::h5::{self, ChunkCache, SlabReader, shape};
 use super::import::{CLASSES, class_names, is_of_samples};
 use super::preprocessing::{DescribedPreprocessing, Scale, tokenizer_names};
 use super::raw_path;
-use super::rows::{RowReader, Source};
+use super::rows::{RowReader, RowSource};
 use super::shard_schema::{Field, MAX_VOCABULARY, Place, ShardSchema};
 use super::spec::{DataSpec, Verify};
 use super::storage;
@@ -38,14 +38,14 @@ pub(super) struct Shard {
     pub header: Header,
     pub content: ShardSchema,
     /// The fingerprint, which distinguishes the shard from others.
-    pub print: ShardPrint,
+    pub print: ShardFingerprint,
     /// The length of the file in bytes.
     pub bytes: u64,
     /// The inode of the file, and the second and nanosecond of its last change.
     identity: (u64, i64, i64),
     /// The preprocessing that the file describes, except for the tokenizer.
     #[serde(skip)]
-    pub told: Arc<DescribedPreprocessing>,
+    pub preprocessing: Arc<DescribedPreprocessing>,
 }
 
 /// Returns the numbers that distinguish a file from others of its file system, and from itself
@@ -68,7 +68,7 @@ impl Shard {
             let header = Header::read(&file)?;
             let place = Place { file: &file, path, external_files: spec.external_files };
             let content = ShardSchema::find(place, spec)?;
-            let print = ShardPrint::of(&file, path, &header, &content)?;
+            let print = ShardFingerprint::for_file(&file, path, &header, &content)?;
             let preprocessing = read_preprocessing(&file, &content)?.into();
             let metadata = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
             let bytes = metadata.len();
@@ -80,7 +80,7 @@ impl Shard {
                 print,
                 bytes,
                 identity,
-                told: preprocessing,
+                preprocessing,
             })
         };
         describe().map_err(|e: Error| e.at(path.display()))
@@ -313,11 +313,11 @@ impl Shard {
         };
         let open = |field: &&Field| {
             let source = match field.offset {
-                Some(offset) => Ok(Source::File(plain.clone(), offset)),
+                Some(offset) => Ok(RowSource::File(plain.clone(), offset)),
                 None => file
                     .dataset(&field.name)
                     .and_then(|dataset| SlabReader::new(dataset, field.stored))
-                    .map(Source::Library),
+                    .map(RowSource::Library),
             };
             let source = source.map_err(|e| self.unreadable(field, e.into()))?;
             let rows = field.rows() as u64;
@@ -340,7 +340,7 @@ impl Shard {
         if !field.is_native {
             return Ok(None);
         }
-        let sums = checksums.of(&field.name).ok_or_else(|| self.without_checksums(&field.name))?;
+        let sums = checksums.get(&field.name).ok_or_else(|| self.without_checksums(&field.name))?;
         let has = sums.crc32.len();
         let needs = sums.needed(field.rows());
         if has == needs {

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::{Deserialize, Serialize};
 
 use super::Split;
-use super::brief::{Before, Brief};
 use super::sandbox::Sandbox;
 use super::shard::Shard;
-use super::spec::{DataSpec, Held};
+use super::shard_delta::{PreviousShard, ShardDelta};
+use super::spec::{DataSpec, ValidationSource};
 use hpctrain_base::error::{Error, Result};
 
 /// The number of shards that this process has opened to describe them.
@@ -36,7 +36,7 @@ enum Source {
     /// Repeats the answers of another rank.
     Received {
         left: VecDeque<Answer>,
-        before: Before,
+        before: PreviousShard,
         /// Whether the files on this node are compared with the answers.
         compares: bool,
     },
@@ -46,15 +46,15 @@ enum Source {
 #[derive(Debug, Default)]
 struct Recorded {
     answers: Vec<Answer>,
-    before: Before,
+    before: PreviousShard,
 }
 
 /// An answer to a question about the files.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Answer {
-    ValidationSource(Held),
+    ValidationSource(ValidationSource),
     Files(Vec<PathBuf>),
-    Shard(Brief),
+    Shard(ShardDelta),
 }
 
 impl ShardIndex {
@@ -64,7 +64,7 @@ impl ShardIndex {
     }
 
     /// Creates an index that reads the files, and records the answers for other ranks.
-    pub fn to_be_told() -> Self {
+    pub fn recording() -> Self {
         Self(Source::Files { sandbox: Sandbox::default(), recorded: Some(Recorded::default()) })
     }
 
@@ -74,18 +74,18 @@ impl ShardIndex {
     ///
     /// # Errors
     /// Returns an error if `bytes` are malformed.
-    pub fn told(bytes: &[u8], compares: bool) -> Result<Self> {
+    pub fn from_bytes(bytes: &[u8], compares: bool) -> Result<Self> {
         let left = serde_json::from_slice(bytes).map_err(|e| {
             Error::comm(format!("another rank sent malformed descriptions of data: {e}"))
         })?;
-        Ok(Self(Source::Received { left, before: Before::default(), compares }))
+        Ok(Self(Source::Received { left, before: PreviousShard::default(), compares }))
     }
 
     /// Returns the answers so far in the form in which other ranks receive them.
     ///
     /// # Errors
     /// Returns an error if the answers cannot be serialised, or if they came from another rank.
-    pub fn tell(self) -> Result<Vec<u8>> {
+    pub fn into_bytes(self) -> Result<Vec<u8>> {
         let answers = match self.0 {
             Source::Files { recorded, .. } => recorded.unwrap_or_default().answers,
             Source::Received { .. } => {
@@ -100,10 +100,10 @@ impl ShardIndex {
     ///
     /// # Errors
     /// Returns an error if the data does not exist, or if no file matches a name that was given.
-    pub fn held(&mut self, spec: &DataSpec) -> Result<Held> {
+    pub fn validation_source(&mut self, spec: &DataSpec) -> Result<ValidationSource> {
         match &mut self.0 {
             Source::Files { recorded, .. } => {
-                let source = spec.held()?;
+                let source = spec.validation_source()?;
                 if let Some(recorded) = recorded {
                     recorded.answers.push(Answer::ValidationSource(source));
                 }

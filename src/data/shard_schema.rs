@@ -434,7 +434,8 @@ impl Field {
         let Place { file, path, external_files } = place;
         let unreadable = |e: hdf5::Error| storage::unreadable(name, &e);
         let dataset = storage::open(file, path, name)?;
-        let dtype = dataset.dtype().and_then(|dtype| Dtype::of(&dtype)).map_err(unreadable)?;
+        let dtype =
+            dataset.dtype().and_then(|dtype| Dtype::from_datatype(&dtype)).map_err(unreadable)?;
         dtype.check(name, kind)?;
         let dims = dataset.get_shape().map_err(unreadable)?;
         if dataset.space().map_err(unreadable)?.is_null() {
@@ -458,9 +459,11 @@ impl Field {
             .hint("write it with the shape that its data has"));
         }
         storage::check(&dataset, path, name, external_files)?;
-        let native =
-            dataset.dtype().and_then(|dtype| ElementType::of(&dtype)).map_err(unreadable)?;
-        let (native, stored, packing) = Packing::of(&dataset, name, native, kind)?;
+        let native = dataset
+            .dtype()
+            .and_then(|dtype| ElementType::from_datatype(&dtype))
+            .map_err(unreadable)?;
+        let (native, stored, packing) = Packing::read_with_types(&dataset, name, native, kind)?;
         let properties = dataset.create_plist().map_err(unreadable)?;
         // A link may lead into another file, and elements may lie in external raw files.
         let is_here = dataset.filename() == file.filename() && properties.external().is_empty();
@@ -542,7 +545,7 @@ mod tests {
 
     #[test]
     fn elements_are_named_by_row_and_column() {
-        let dtype = Dtype::of(&hdf5::Datatype::from_type::<u8>().unwrap()).unwrap();
+        let dtype = Dtype::from_datatype(&hdf5::Datatype::from_type::<u8>().unwrap()).unwrap();
         let ids = |shape| Field {
             name: "/x".into(),
             kind: ReadAs::Ids,

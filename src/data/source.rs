@@ -104,7 +104,7 @@ pub trait Source: Send {
     }
 
     /// Returns a note on samples that were skipped when the source was created.
-    fn left_out(&self) -> Option<String> {
+    fn skipped_note(&self) -> Option<String> {
         None
     }
 
@@ -190,8 +190,8 @@ impl Source for Dataset {
         self.cached()
     }
 
-    fn left_out(&self) -> Option<String> {
-        self.left_out()
+    fn skipped_note(&self) -> Option<String> {
+        self.skipped_note()
     }
 
     fn unscaled(&self) -> Option<String> {
@@ -262,8 +262,8 @@ impl<S: Source + ?Sized> Source for Box<S> {
         (**self).cached()
     }
 
-    fn left_out(&self) -> Option<String> {
-        (**self).left_out()
+    fn skipped_note(&self) -> Option<String> {
+        (**self).skipped_note()
     }
 
     fn unscaled(&self) -> Option<String> {

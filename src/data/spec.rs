@@ -24,7 +24,7 @@ const VALIDATION: &str = "val-*.h5";
 
 /// Where the validation samples are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Held {
+pub enum ValidationSource {
     /// In separate shards.
     Shards,
     /// Among the training samples: the fraction [`DataSpec::val_fraction`] of them.
@@ -233,21 +233,21 @@ impl DataSpec {
     /// # Errors
     /// Returns an error if the data does not exist, or if no file matches a validation pattern that
     /// was given.
-    pub fn held(&self) -> Result<Held> {
+    pub fn validation_source(&self) -> Result<ValidationSource> {
         let has_shards =
             || Ok(file_names(&self.path)?.iter().any(|name| self.validation.matches(name)));
         if self.path.is_dir() && has_shards()? {
-            return Ok(Held::Shards);
+            return Ok(ValidationSource::Shards);
         }
         match self.val_fraction {
-            fraction if fraction > 0.0 => Ok(Held::Fraction),
+            fraction if fraction > 0.0 => Ok(ValidationSource::Fraction),
             _ if self.path.is_file()
                 || self.path.is_dir() && self.validation.as_str() == VALIDATION =>
             {
-                Ok(Held::Nowhere)
+                Ok(ValidationSource::Nowhere)
             }
             // The error names the missing files.
-            _ => self.files(Split::Validation).map(|_| Held::Shards),
+            _ => self.files(Split::Validation).map(|_| ValidationSource::Shards),
         }
     }
 

@@ -12,7 +12,7 @@ use hdf5::{Dataset, File};
 use super::decompression_limit;
 use super::element_convert::{ElementType, ReadAs};
 use super::external_links::{Link, PREFIX, find, link};
-use super::h5::{self, Source, shape};
+use super::h5::{self, VirtualSource, shape};
 use super::spec::ExternalFiles;
 use hpctrain_base::error::{Error, Result};
 
@@ -236,7 +236,7 @@ fn check_sources(
     let virtual_set = format!("{name} is a virtual data set, and its source");
     let of_source =
         |e: Error| e.at(format_args!("{name}, a virtual data set, reads from its source"));
-    for Source { file, dataset: of, gives, extents } in &sources {
+    for VirtualSource { file, dataset: of, gives, extents } in &sources {
         // A pattern of names stands for the files that exist.
         if [file, of].iter().any(|text| text.contains("%b")) {
             continue;

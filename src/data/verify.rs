@@ -10,7 +10,7 @@ use super::block_checksums::Scratch;
 use super::element_convert::{ElementType, ReadAs};
 use super::format::{BlockSums, Checksums};
 use super::h5;
-use super::import::left_out;
+use super::import::skipped_note;
 use super::inspect::h5_files;
 use super::rows::RowReader;
 use super::sandbox::Sandbox;
@@ -95,7 +95,7 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
     }
     // Every shard describes the whole import.
     if let Some(rows) = shards.iter().filter_map(|shard| shard.header.skipped_rows).max() {
-        check.report.notes.push(left_out(rows));
+        check.report.notes.push(skipped_note(rows));
     }
     check.report.files = files.len();
     match check.problems.len() {
@@ -159,7 +159,7 @@ impl Check {
         let result =
             shard.readers(CACHE_BYTES, Verify::Off, &Scratch::default()).map(|mut readers| {
                 for (field, reader) in shard.content.datasets().into_iter().zip(&mut readers) {
-                    let sums = checksums.as_ref().and_then(|checksums| checksums.of(&field.name));
+                    let sums = checksums.as_ref().and_then(|checksums| checksums.get(&field.name));
                     if sums.is_some() && !field.is_native() {
                         self.report.notes.push(format!(
                             "{path}: {} was converted, so its checksums are not compared",

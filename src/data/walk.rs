@@ -30,7 +30,7 @@ pub(super) struct Visited {
 
 /// The target of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Target {
+pub(super) enum LinkTarget {
     Dataset,
     /// A group, which is visited later unless it was seen before.
     Group,
@@ -60,17 +60,17 @@ impl<'a> Walk<'a> {
 
     /// Follows the link `name` of a group that is being visited. HDF5 opens the file that an
     /// external link refers to.
-    pub(super) fn follow(&mut self, from: &Visited, name: &str) -> Target {
-        let Ok(info) = from.group.loc_info_by_name(name) else { return Target::Other };
+    pub(super) fn follow(&mut self, from: &Visited, name: &str) -> LinkTarget {
+        let Ok(info) = from.group.loc_info_by_name(name) else { return LinkTarget::Other };
         match info.loc_type {
-            LocationType::Dataset => Target::Dataset,
-            LocationType::Group if !self.seen.insert(identity(&info)) => Target::Group,
-            LocationType::Group if from.depth == DEEPEST => Target::TooDeep,
+            LocationType::Dataset => LinkTarget::Dataset,
+            LocationType::Group if !self.seen.insert(identity(&info)) => LinkTarget::Group,
+            LocationType::Group if from.depth == DEEPEST => LinkTarget::TooDeep,
             LocationType::Group => {
                 self.pending.push((format!("{}/{name}", from.path), from.depth + 1));
-                Target::Group
+                LinkTarget::Group
             }
-            _ => Target::Other,
+            _ => LinkTarget::Other,
         }
     }
 }
@@ -91,7 +91,7 @@ pub(super) fn dataset_names(root: &Group) -> hdf5::Result<Vec<String>> {
     let mut walk = Walk::new(root);
     while let Some(visited) = walk.next() {
         for name in visited.group.member_names()? {
-            if walk.follow(&visited, &name) == Target::Dataset {
+            if walk.follow(&visited, &name) == LinkTarget::Dataset {
                 names.push(format!("{}/{name}", visited.path));
             }
         }

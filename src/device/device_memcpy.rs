@@ -117,7 +117,7 @@ pub enum DeviceCollective {
 pub type CommId = [u8; 128];
 
 /// The most terms that an [`OrderedSum`] adds.
-pub const FOLDED: usize = 255;
+pub const MAX_SUM_TERMS: usize = 255;
 
 /// A sum of terms in f32 in a fixed binary tree: term 2k + 1 is added to term 2k, then each second
 /// sum to the one before it, and so on. Each addition is rounded as in [`DeviceCopies::add`].
@@ -154,21 +154,21 @@ pub trait DeviceComm: Send {
     /// those started later.
     ///
     /// # Errors
-    /// Returns an error if the device fails, or a sum has more than [`FOLDED`] terms.
-    fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()>;
+    /// Returns an error if the device fails, or a sum has more than [`MAX_SUM_TERMS`] terms.
+    fn sum_in_order(&self, folds: &[OrderedSum<'_>]) -> Result<()>;
 
     /// Orders messages that are started from now on after the sums of all calls of
-    /// [`fold`](DeviceComm::fold) except the last `but` calls.
+    /// [`fold`](DeviceComm::sum_in_order) except the last `but` calls.
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    fn after_folds(&self, but: usize) -> Result<()>;
+    fn wait_for_sums(&self, but: usize) -> Result<()>;
 
     /// Starts a collective of the vendor's library.
     ///
     /// # Errors
     /// Returns an error if the library fails.
-    fn vendor(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()>;
+    fn collective(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()>;
 
     /// Starts an orderly shutdown, after which nothing else is started.
     ///
@@ -189,7 +189,7 @@ pub trait DeviceComm: Send {
 
     /// Aborts this rank's running operations at once. Nothing more can be started; the other ranks
     /// may wait forever.
-    fn tear(&self);
+    fn abort(&self);
 }
 
 /// Returns the error of a device whose vendor has no such library.
@@ -198,7 +198,7 @@ pub(super) fn no_device_comm() -> Error {
 }
 
 /// Words of device memory, and the offset of the first one in a block of host memory.
-pub type AllocatedOn<'a> = (DeviceSpan<'a>, usize);
+pub type SpanAtOffset<'a> = (DeviceSpan<'a>, usize);
 
 /// The communication thread's access to a device. Operations run in the order in which they were
 /// started, independently of compute, except that copies in one direction may run concurrently with
@@ -228,7 +228,7 @@ pub trait DeviceCopies: Send + Sync {
     /// Returns an error if the device fails.
     unsafe fn download(
         &self,
-        pieces: &[AllocatedOn<'_>],
+        pieces: &[SpanAtOffset<'_>],
         host: *mut f32,
     ) -> Result<Box<dyn DeviceEvent>>;
 
@@ -243,7 +243,7 @@ pub trait DeviceCopies: Send + Sync {
     unsafe fn upload(
         &self,
         host: *const f32,
-        pieces: &[AllocatedOn<'_>],
+        pieces: &[SpanAtOffset<'_>],
     ) -> Result<Box<dyn DeviceEvent>>;
 
     /// Starts `to += from` in f32, each element rounded once and denormals kept, so that the bits
@@ -330,11 +330,11 @@ impl Slot {
     /// # Errors
     /// Returns an error under the conditions of [`DeviceCopies::pinned`].
     pub fn new(copies: &dyn DeviceCopies, words: usize) -> Result<Self> {
-        Ok(Self::of(copies.pinned(words)?))
+        Ok(Self::from_pinned(copies.pinned(words)?))
     }
 
     /// Creates a slot of this memory.
-    pub fn of(memory: Box<dyn Pinned>) -> Self {
+    pub fn from_pinned(memory: Box<dyn Pinned>) -> Self {
         Self { memory: Some(memory), copy: None }
     }
 
@@ -365,7 +365,7 @@ impl Slot {
     pub fn download(
         &mut self,
         copies: &dyn DeviceCopies,
-        pieces: &[AllocatedOn<'_>],
+        pieces: &[SpanAtOffset<'_>],
     ) -> Result<()> {
         let memory = self.holding(pieces)?;
         // SAFETY: all pieces fit in the memory, as `holding` has checked; `copy` denies access to
@@ -378,7 +378,7 @@ impl Slot {
     ///
     /// # Errors
     /// Returns an error if the device fails, or the pieces do not fit in the slot.
-    pub fn upload(&mut self, copies: &dyn DeviceCopies, pieces: &[AllocatedOn<'_>]) -> Result<()> {
+    pub fn upload(&mut self, copies: &dyn DeviceCopies, pieces: &[SpanAtOffset<'_>]) -> Result<()> {
         let memory = self.holding(pieces)?;
         // SAFETY: as in `download`.
         self.copy = Some(unsafe { copies.upload(memory, pieces)? });
@@ -386,7 +386,7 @@ impl Slot {
     }
 
     /// Waits for the running copy and returns the memory, after checking that all pieces fit in it.
-    fn holding(&mut self, pieces: &[AllocatedOn<'_>]) -> Result<*mut f32> {
+    fn holding(&mut self, pieces: &[SpanAtOffset<'_>]) -> Result<*mut f32> {
         let memory = self.memory()?;
         let end = pieces.iter().map(|(span, at)| at + span.words()).max().unwrap_or(0);
         if end > memory.len() {

@@ -19,43 +19,43 @@ pub struct KernelCost {
     pub elements: f64,
     /// The elements read or written that are f32 for every compute type: statistics, gradients of
     /// parameters, fp32 master weights.
-    pub exact: f64,
+    pub f32_elements: f64,
 }
 
 impl KernelCost {
     /// Creates the cost of a kernel that reads or writes `elements` elements and has no other size.
-    pub(super) fn moves(kernel: &'static str, elements: usize) -> Self {
+    pub(super) fn new(kernel: &'static str, elements: usize) -> Self {
         Self {
             kernel,
             shape: [elements, 0, 0, 0],
             flops: 0.0,
             elements: elements as f64,
-            exact: 0.0,
+            f32_elements: 0.0,
         }
     }
 
-    pub(super) fn on<const N: usize>(self, sizes: [usize; N]) -> Self {
+    pub(super) fn with_shape<const N: usize>(self, sizes: [usize; N]) -> Self {
         let mut shape = [0; 4];
         shape[..N].copy_from_slice(&sizes);
         Self { shape, ..self }
     }
 
-    pub(super) fn exactly(self, exact: usize) -> Self {
-        Self { exact: exact as f64, ..self }
+    pub(super) fn with_f32_elements(self, exact: usize) -> Self {
+        Self { f32_elements: exact as f64, ..self }
     }
 
-    pub(super) fn computes(self, flops: f64) -> Self {
+    pub(super) fn with_flops(self, flops: f64) -> Self {
         Self { flops, ..self }
     }
 
     /// Returns the bytes read or written if an element of the compute type has `width` bytes.
     pub fn bytes(&self, width: usize) -> f64 {
-        self.elements * width as f64 + self.exact * size_of::<f32>() as f64
+        self.elements * width as f64 + self.f32_elements * size_of::<f32>() as f64
     }
 }
 
 /// Returns the FLOPs of an m×k by k×n matmul.
-pub(super) fn flops(m: usize, n: usize, k: usize) -> f64 {
+pub(super) fn matmul_flops(m: usize, n: usize, k: usize) -> f64 {
     2.0 * m as f64 * n as f64 * k as f64
 }
 

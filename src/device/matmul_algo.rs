@@ -11,7 +11,7 @@ use hpctrain_base::error::Result;
 /// on. The letters are those of [`Gemm`](super::Gemm).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ProductKind {
+pub struct MatmulKey {
     /// The sizes m, n and k.
     pub sizes: [usize; 3],
     /// The leading dimensions of a, b and c as they are stored: elements from one row to the next.
@@ -32,7 +32,7 @@ pub struct ProductKind {
     pub alignments: [u32; 3],
 }
 
-impl fmt::Display for ProductKind {
+impl fmt::Display for MatmulKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ([m, n, k], [a, b, c]) =
             (self.sizes, self.bytes.map(|bytes| if bytes == 2 { "bf16" } else { "f32" }));
@@ -44,15 +44,15 @@ impl fmt::Display for ProductKind {
 /// on the same kind of device. Serialised as 128 hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Algorithm(pub [u64; 8]);
+pub struct MatmulAlgorithm(pub [u64; 8]);
 
-impl From<Algorithm> for String {
-    fn from(algorithm: Algorithm) -> String {
+impl From<MatmulAlgorithm> for String {
+    fn from(algorithm: MatmulAlgorithm) -> String {
         algorithm.0.iter().map(|word| format!("{word:016x}")).collect()
     }
 }
 
-impl TryFrom<String> for Algorithm {
+impl TryFrom<String> for MatmulAlgorithm {
     type Error = String;
 
     fn try_from(text: String) -> std::result::Result<Self, String> {
@@ -75,45 +75,45 @@ impl TryFrom<String> for Algorithm {
 /// The algorithm chosen for one matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Chosen {
+pub struct ChosenAlgorithm {
     /// The matmul.
-    pub product: ProductKind,
+    pub product: MatmulKey,
     /// The algorithm.
-    pub algorithm: Algorithm,
+    pub algorithm: MatmulAlgorithm,
     /// Its index among the algorithms that the library proposed, the heuristic's best guess first.
     pub place: usize,
 }
 
 /// A device whose matmul library offers several algorithms, whose results differ in the last bits.
-pub trait ProductAlgorithms: Sync {
+pub trait MatmulAlgorithms: Sync {
     /// Returns the kind of device and the version of the library: choices are valid for these only.
-    fn kind(&self) -> String;
+    fn device_and_version(&self) -> String;
 
     /// Returns all matmuls run so far for which the library has an algorithm, sorted.
-    fn seen(&self) -> Vec<ProductKind>;
+    fn seen(&self) -> Vec<MatmulKey>;
 
     /// Returns whether the library accepts an algorithm chosen earlier.
     ///
     /// # Errors
     /// Returns an error if the library or the device fails.
-    fn takes(&self, chosen: &Chosen) -> Result<bool>;
+    fn accepts(&self, chosen: &ChosenAlgorithm) -> Result<bool>;
 
     /// Returns the first algorithm of the library's heuristic for a matmul, unmeasured, or `None`
     /// if the library has none.
     ///
     /// # Errors
     /// Returns an error if the library or the device fails.
-    fn guess(&self, product: &ProductKind) -> Result<Option<Chosen>>;
+    fn heuristic(&self, product: &MatmulKey) -> Result<Option<ChosenAlgorithm>>;
 
     /// Times the algorithms that the library proposes for a matmul, on scratch operands, and
     /// returns the fastest, or `None` if the library has none.
     ///
     /// # Errors
     /// Returns an error if the library or the device fails.
-    fn measure(&self, product: &ProductKind) -> Result<Option<Chosen>>;
+    fn measure(&self, product: &MatmulKey) -> Result<Option<ChosenAlgorithm>>;
 
     /// Sets the algorithms of these matmuls; others use the library's heuristic.
-    fn choose(&self, chosen: &[Chosen]);
+    fn choose(&self, chosen: &[ChosenAlgorithm]);
 }
 
 /// The fraction of the time of the heuristic's choice that another algorithm must save; less is
@@ -154,15 +154,15 @@ mod tests {
 
     #[test]
     fn algorithms_are_written_and_read_back() {
-        let algorithm = Algorithm([0, 1, u64::MAX, 0x0123_4567_89ab_cdef, 4, 5, 6, 7]);
+        let algorithm = MatmulAlgorithm([0, 1, u64::MAX, 0x0123_4567_89ab_cdef, 4, 5, 6, 7]);
         let text = serde_json::to_string(&algorithm).unwrap();
         assert_eq!(text.len(), 130);
         assert!(text.contains("0123456789abcdef"), "{text}");
-        assert_eq!(serde_json::from_str::<Algorithm>(&text).unwrap(), algorithm);
+        assert_eq!(serde_json::from_str::<MatmulAlgorithm>(&text).unwrap(), algorithm);
         for damaged in
             ["\"\"", "\"12\"", &text.replace("ffff", "fffg"), &text.replace("ffff", "fff")]
         {
-            assert!(serde_json::from_str::<Algorithm>(damaged).is_err(), "{damaged}");
+            assert!(serde_json::from_str::<MatmulAlgorithm>(damaged).is_err(), "{damaged}");
         }
     }
 }

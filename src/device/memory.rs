@@ -67,7 +67,7 @@ pub struct MemoryStats {
 
 impl MemoryStats {
     /// Records an allocation.
-    pub fn take(&self, what: MemoryKind, bytes: usize) {
+    pub fn record_alloc(&self, what: MemoryKind, bytes: usize) {
         let now = self.live[what as usize].fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak[what as usize].fetch_max(now, Ordering::Relaxed);
         let total = self.total.fetch_add(bytes, Ordering::Relaxed) + bytes;
@@ -75,27 +75,27 @@ impl MemoryStats {
     }
 
     /// Records a release.
-    pub fn give(&self, what: MemoryKind, bytes: usize) {
+    pub fn record_free(&self, what: MemoryKind, bytes: usize) {
         self.live[what as usize].fetch_sub(bytes, Ordering::Relaxed);
         self.total.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Records that an allocation counted with `before` bytes now has `now`.
-    pub fn resize(&self, what: MemoryKind, before: usize, now: usize) {
+    pub fn record_resize(&self, what: MemoryKind, before: usize, now: usize) {
         match now.checked_sub(before) {
-            Some(more) => self.take(what, more),
-            None => self.give(what, before - now),
+            Some(more) => self.record_alloc(what, more),
+            None => self.record_free(what, before - now),
         }
     }
 
     /// Records that memory was requested from the system because no cached free buffer fits.
-    pub fn note_fresh(&self) {
+    pub fn record_system_alloc(&self) {
         self.fresh.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Returns the number of buffers requested from the system so far. It stays constant in steady
     /// training.
-    pub fn fresh(&self) -> usize {
+    pub fn system_allocs(&self) -> usize {
         self.fresh.load(Ordering::Relaxed)
     }
 
@@ -117,14 +117,15 @@ impl MemoryStats {
     /// Returns the live bytes by category, for messages: `parameters 3.1 MiB, gradients 3.1 MiB`.
     pub fn live_by_category(&self) -> String {
         let parts = MemoryKind::ALL.iter().filter(|what| self.live(**what) > 0);
-        let parts: Vec<String> =
-            parts.map(|what| format!("{} {}", what.name(), readable(self.live(*what)))).collect();
+        let parts: Vec<String> = parts
+            .map(|what| format!("{} {}", what.name(), format_bytes(self.live(*what))))
+            .collect();
         if parts.is_empty() { "nothing".into() } else { parts.join(", ") }
     }
 }
 
 /// Formats a number of bytes with a binary unit: `12.5 MiB`.
-pub fn readable(count: usize) -> String {
+pub fn format_bytes(count: usize) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = count as f64;
     let mut unit = 0;
@@ -142,13 +143,13 @@ mod tests {
     #[test]
     fn peak_remembers() {
         let stats = MemoryStats::default();
-        stats.take(MemoryKind::Data, 100);
-        stats.take(MemoryKind::Data, 50);
-        stats.give(MemoryKind::Data, 100);
+        stats.record_alloc(MemoryKind::Data, 100);
+        stats.record_alloc(MemoryKind::Data, 50);
+        stats.record_free(MemoryKind::Data, 100);
         assert_eq!((stats.live(MemoryKind::Data), stats.peak(MemoryKind::Data)), (50, 150));
         assert_eq!(stats.live(MemoryKind::Gradients), 0);
-        stats.resize(MemoryKind::Data, 50, 20);
-        stats.take(MemoryKind::Gradients, 100);
+        stats.record_resize(MemoryKind::Data, 50, 20);
+        stats.record_alloc(MemoryKind::Gradients, 100);
         assert_eq!((stats.live(MemoryKind::Data), stats.total_peak()), (20, 150));
         assert_eq!(stats.live_by_category(), "gradients 100 B, data 20 B");
     }
@@ -156,7 +157,7 @@ mod tests {
     #[test]
     fn sizes_read_well() {
         assert_eq!(
-            [0, 1023, 1024, 13_107_200].map(readable),
+            [0, 1023, 1024, 13_107_200].map(format_bytes),
             ["0 B", "1023 B", "1.0 KiB", "12.5 MiB"]
         );
     }

@@ -19,21 +19,21 @@ use std::sync::Arc;
 use hpctrain_base::error::Result;
 
 pub use device_memcpy::{
-    AllocatedOn, CommBuffer, CommId, ComputeOrderedCopies, DeviceCollective, DeviceComm,
-    DeviceCopies, DeviceEvent, DeviceSpan, FOLDED, OrderedSum, Pinned, Scratch, Slot,
+    CommBuffer, CommId, ComputeOrderedCopies, DeviceCollective, DeviceComm, DeviceCopies,
+    DeviceEvent, DeviceSpan, MAX_SUM_TERMS, OrderedSum, Pinned, Scratch, Slot, SpanAtOffset,
 };
 pub use kernel_cost::KernelCost;
-pub use matmul_algo::{Algorithm, Chosen, ProductAlgorithms, ProductKind};
-pub use memory::{MemoryKind, MemoryStats, readable};
+pub use matmul_algo::{ChosenAlgorithm, MatmulAlgorithm, MatmulAlgorithms, MatmulKey};
+pub use memory::{MemoryKind, MemoryStats, format_bytes};
 pub use ops::{
-    Activation, ActivationOps, AdamW, Attention, AttentionOps, Audit, ChannelNormShape, ChannelOps,
+    Activation, ActivationOps, AdamW, Attention, AttentionOps, ChannelNormShape, ChannelOps,
     ClassifierOps, ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart,
-    Deviation, DigestOps, DotInteraction, Dropout, DropoutOps, Elementwise, ElementwiseOps,
+    DigestOps, DotInteraction, DotInteractionOps, Dropout, DropoutOps, Elementwise, ElementwiseOps,
     ElementwiseUpdate, EmbeddingOps, Gemm, Im2colShape, Kernels, Linear, LinearOps, LogitsPart,
-    LossWeights, Norm, NormOps, OptimizerOps, PairsOps, Regression, RegressionOps, Rotary,
-    RotaryOps, Sgd, SoftmaxOps, StridedCopy, SwigluOps, WindowOps,
+    LossWeights, Norm, NormOps, OptimizerOps, Regression, RegressionLoss, RegressionOps, Rotary,
+    RotaryOps, Sgd, SoftmaxOps, StridedCopy, SwigluOps, UpdateChecksums, WindowOps,
 };
-pub use profile::{KernelStats, Launch, Profile, Tallies};
+pub use profile::{KernelStats, KernelTotals, Launch, Profile};
 
 /// The memory of one device.
 ///
@@ -117,10 +117,10 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// Returns an error under the conditions of [`Backend::upload`].
-    fn upload_ints(&self, host: &[u32]) -> Result<Self::IndexBuf>;
+    fn upload_indices(&self, host: &[u32]) -> Result<Self::IndexBuf>;
 
     /// Returns the number of indices in `ints`.
-    fn ints_len(ints: &Self::IndexBuf) -> usize;
+    fn indices_len(ints: &Self::IndexBuf) -> usize;
 
     /// Returns the indices `range` of `ints`, in the same memory.
     fn slice_indices(ints: &Self::IndexBuf, range: Range<usize>) -> Self::IndexBuf;
@@ -144,7 +144,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     fn split_at(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>);
 
     /// Splits an exclusive window in two at element `at`.
-    fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>);
+    fn split_at_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>);
 
     /// Returns the elements `range` of a buffer for communication. On a device with several
     /// elements in a word the range must consist of whole words, except at the end of the buffer,
@@ -168,7 +168,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    fn copies(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
+    fn copy_streams(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
         Ok(None)
     }
 
@@ -203,7 +203,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     }
 
     /// Returns the interface for choosing among matmul algorithms, if the device has one.
-    fn product_algorithms(&self) -> Option<&dyn ProductAlgorithms> {
+    fn matmul_algorithms(&self) -> Option<&dyn MatmulAlgorithms> {
         None
     }
 
@@ -211,14 +211,14 @@ pub trait Backend: Clone + Send + Sync + 'static {
     fn trim(&self);
 
     /// Returns the counts of allocated bytes by category.
-    fn ledger(&self) -> &MemoryStats;
+    fn memory_stats(&self) -> &MemoryStats;
 
     /// Returns the profile of this device's kernels.
     fn profile(&self) -> &Profile;
 
     /// Returns the most bytes of the device's own memory that were allocated at once, or `None`
     /// where buffers are host memory.
-    fn device_peak(&self) -> Option<usize> {
+    fn peak_device_bytes(&self) -> Option<usize> {
         None
     }
 
@@ -260,7 +260,7 @@ pub fn split_mut<'a, B: Backend, const N: usize>(
     let mut rest = Some(view);
     lens.map(|len| {
         // `rest` is always refilled below; the option only lets the exclusive window move.
-        let (head, tail) = B::cut_mut(rest.take().expect("refilled"), len);
+        let (head, tail) = B::split_at_mut(rest.take().expect("refilled"), len);
         rest = Some(tail);
         head
     })

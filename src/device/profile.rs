@@ -47,7 +47,7 @@ impl KernelStats {
 }
 
 /// Statistics of launches by kernel and shape.
-pub type Tallies = BTreeMap<(&'static str, [usize; 4]), KernelStats>;
+pub type KernelTotals = BTreeMap<(&'static str, [usize; 4]), KernelStats>;
 
 /// The profile of a backend's kernels. Clones share it.
 #[derive(Debug, Clone, Default)]
@@ -56,7 +56,7 @@ pub struct Profile(Arc<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     on: AtomicBool,
-    tallies: Mutex<Tallies>,
+    tallies: Mutex<KernelTotals>,
 }
 
 impl Profile {
@@ -66,7 +66,7 @@ impl Profile {
     }
 
     /// Returns the statistics since the last call and resets them.
-    pub fn take(&self) -> Tallies {
+    pub fn take(&self) -> KernelTotals {
         std::mem::take(&mut *self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner))
     }
 

@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::activation`.
 
-use crate::common::{Results, close, down, random, rounded, up, wide};
+use crate::common::{Results, close, down, random, rounded, to_f64, up};
 use hpctrain_device::{Activation, Kernels};
 
 pub fn activations<B: Kernels>(b: &B) -> Results {
@@ -31,7 +31,7 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
         let mut y = up(b, &g);
         let mut dy = up(b, &g);
         b.activation(f, B::all(&xb), B::all_mut(&mut y)).unwrap();
-        let values: Vec<f64> = wide(&x).into_iter().map(want).collect();
+        let values: Vec<f64> = to_f64(&x).into_iter().map(want).collect();
         close(b, &y, &values, &format!("{f:?}"));
         b.activation_backward(f, B::all(&xb), B::all_mut(&mut dy)).unwrap();
         // Rectifiers have no slope at zero to take the difference over.
@@ -47,7 +47,7 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
             _ => (want(x + 1e-5) - want(x - 1e-5)) / 2e-5,
         };
         let slopes: Vec<f64> =
-            wide(&x).into_iter().zip(wide(&g)).map(|(x, g)| slope(x) * g).collect();
+            to_f64(&x).into_iter().zip(to_f64(&g)).map(|(x, g)| slope(x) * g).collect();
         close(b, &dy, &slopes, &format!("{f:?} backward"));
         results.extend([down(b, &y), down(b, &dy)]);
     }

@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::attention`.
 
-use crate::common::{Results, close, down, random, up, up_f32, wide};
+use crate::common::{Results, close, down, random, to_f64, up, up_f32};
 use hpctrain_device::{Attention, Kernels};
 
 pub fn attentions<B: Kernels>(b: &B) -> Results {
@@ -106,7 +106,7 @@ pub fn attentions<B: Kernels>(b: &B) -> Results {
             close(b, &y, &want_y[first * d..], "attention from a position");
             let want: Vec<f32> =
                 down(b, &lse).chunks(time).flat_map(|head| head[first..].to_vec()).collect();
-            close(b, &later, &wide(&want), "denominators from a position");
+            close(b, &later, &to_f64(&want), "denominators from a position");
             results.extend([down(b, &y), down(b, &later)]);
         }
     }

@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::channel_norm`.
 
-use crate::common::{Results, close, close_f32, down, random, rounded, up, up_f32, wide};
+use crate::common::{Results, close, close_f32, down, random, rounded, to_f64, up, up_f32};
 use hpctrain_device::{ChannelNormShape, Kernels};
 
 /// Tests the statistics and normalisation of channels against their definitions.
@@ -30,8 +30,8 @@ pub fn channels<B: Kernels>(b: &B) -> Results {
         let sb = up_f32(b, &stats);
         let mb = up_f32(b, &means);
         let what = format!("{shape:?}");
-        let xs = wide(&x);
-        let ds = wide(&dy);
+        let xs = to_f64(&x);
+        let ds = to_f64(&dy);
         let at = |sample: usize, place: usize, channel: usize| {
             (sample * places + place) * channels + channel
         };

@@ -2,7 +2,7 @@
 
 use crate::common::{Results, down, random, up, up_f32};
 use hpctrain_device::ops::checksum::{CHUNK, weight};
-use hpctrain_device::{AdamW, Audit, Elementwise, ElementwiseUpdate, Kernels, Sgd};
+use hpctrain_device::{AdamW, Elementwise, ElementwiseUpdate, Kernels, Sgd, UpdateChecksums};
 
 fn digest_of(x: &[f32]) -> f64 {
     let of_chunk = |(number, chunk): (usize, &[f32])| {
@@ -56,7 +56,7 @@ fn updates<B: Kernels>(b: &B) -> Results {
     let two = of(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 });
     let one = of(Elementwise::Lion { beta1: 0.9, beta2: 0.99 });
     for rule in 0..5 {
-        let update = |checksums: Option<&mut Audit<B::Scalar>>| {
+        let update = |checksums: Option<&mut UpdateChecksums<B::Scalar>>| {
             let second = if rule == 3 { &[][..] } else { &state };
             let mut bufs = [&state[..], second, &p].map(|values| up_f32(b, values));
             let mut copy = up(b, &p);
@@ -70,16 +70,16 @@ fn updates<B: Kernels>(b: &B) -> Results {
                 match rule {
                     0 => b.adamw(adamw, g, first, second, to, copy, checksums),
                     1 => b.sgd(sgd, g, first, to, copy, checksums),
-                    2 => b.elements(two, g, first, second, to, copy, checksums),
-                    3 => b.elements(one, g, first, second, to, copy, checksums),
-                    _ => b.approach(0.3, g, to, copy, checksums),
+                    2 => b.elementwise_update(two, g, first, second, to, copy, checksums),
+                    3 => b.elementwise_update(one, g, first, second, to, copy, checksums),
+                    _ => b.update_average(0.3, g, to, copy, checksums),
                 }
                 .unwrap();
             }
             bufs.map(|buf| down(b, &buf))
         };
         let plain = update(None);
-        let mut checksums = Audit::default();
+        let mut checksums = UpdateChecksums::default();
         let checked = update(Some(&mut checksums));
         assert_eq!(plain, checked, "rule {rule}");
         let changed: &[usize] = match rule {
@@ -93,7 +93,7 @@ fn updates<B: Kernels>(b: &B) -> Results {
         };
         let found: f64 = changed.iter().map(|&i| digest_of(before[i])).sum();
         let left: f64 = changed.iter().map(|&i| digest_of(&checked[i])).sum();
-        assert_eq!((sum(checksums.found), sum(checksums.left)), (found, left), "rule {rule}");
+        assert_eq!((sum(checksums.before), sum(checksums.after)), (found, left), "rule {rule}");
         results.extend(checked);
     }
     results

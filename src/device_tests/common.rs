@@ -27,7 +27,7 @@ pub fn ids(seed: u64, len: usize, below: usize) -> Vec<u32> {
     (0..len).map(|i| (Stream::new(seed).uniform(i as u64) * below as f64) as u32).collect()
 }
 
-pub fn wide(x: &[f32]) -> Vec<f64> {
+pub fn to_f64(x: &[f32]) -> Vec<f64> {
     x.iter().copied().map(f64::from).collect()
 }
 
@@ -75,13 +75,13 @@ pub fn strides<B: Kernels>(columns: usize) -> Vec<usize> {
 }
 
 /// Pads rows to `stride` elements with NaN, which must not influence any result.
-pub fn apart(rows: &[f32], columns: usize, stride: usize) -> Vec<f32> {
+pub fn pad_rows(rows: &[f32], columns: usize, stride: usize) -> Vec<f32> {
     let padding = vec![f32::NAN; stride - columns];
     rows.chunks(columns).flat_map(|row| row.iter().chain(&padding).copied()).collect()
 }
 
 /// Removes the padding again. Panics if a kernel has written to it.
-pub fn together<B: Kernels>(b: &B, buf: &B::Buf, columns: usize, stride: usize) -> Vec<f32> {
+pub fn unpad_rows<B: Kernels>(b: &B, buf: &B::Buf, columns: usize, stride: usize) -> Vec<f32> {
     let all = down(b, buf);
     assert!(
         all.chunks(stride).all(|row| row[columns..].iter().all(|x| x.is_nan())),
@@ -91,7 +91,7 @@ pub fn together<B: Kernels>(b: &B, buf: &B::Buf, columns: usize, stride: usize) 
 }
 
 /// Returns the row-major matmul in f64 of `a`, m×k, and `b`, k×n.
-pub fn product(
+pub fn matmul_f64(
     m: usize,
     n: usize,
     k: usize,

@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::convolution`.
 
-use crate::common::{Results, close, down, up, up_f32, wide};
+use crate::common::{Results, close, down, to_f64, up, up_f32};
 use crate::im2col_pool::each_seen;
 use hpctrain_device::{Convolution, Im2colShape, Kernels};
 
@@ -18,18 +18,18 @@ pub fn convolutions<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -
         (1, [4, 3, 128], [3, 3], [1, 1], [1, 1], [0, 128, 60]),
     ] {
         let window = Im2colShape { batch, height, width, channels: all, size, stride, padding };
-        let s = Convolution { window, first, channels, filters };
+        let s = Convolution { window, first_channel: first, channels, filters };
         let rows = window.rows();
-        let seen = s.seen();
+        let seen = s.filter_len();
         let x = random(b, 70, window.elements());
         let weight = random(b, 71, filters * seen);
         let bias = random(b, 72, filters);
         let dy = random(b, 73, rows * filters);
         let dx = random(b, 74, window.elements());
-        let mut want_y: Vec<f64> = (0..rows).flat_map(|_| wide(&bias)).collect();
+        let mut want_y: Vec<f64> = (0..rows).flat_map(|_| to_f64(&bias)).collect();
         let mut want_dw = vec![0.0; filters * seen];
         let mut want_db = vec![0.0; filters];
-        let mut want_dx = wide(&dx);
+        let mut want_dx = to_f64(&dx);
         for channel in 0..channels {
             each_seen(window, first + channel, |place, [i, j], element| {
                 let Some(element) = element else { return };

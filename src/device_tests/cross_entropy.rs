@@ -1,8 +1,8 @@
 //! Tests of the operations in `hpctrain_device::ops::cross_entropy`.
 
 use crate::common::{
-    Results, apart, close, down, ids, random, rounded, strides, together, tolerance, up, up_f32,
-    wide,
+    Results, close, down, ids, pad_rows, random, rounded, strides, to_f64, tolerance, unpad_rows,
+    up, up_f32,
 };
 use hpctrain_device::{CrossEntropy, CrossEntropyPart, Kernels, LogitsPart, LossWeights};
 
@@ -17,7 +17,7 @@ fn in_f64(
     let mut gradients = vec![];
     let smoothing = f64::from(s.smoothing);
     for (row, &target) in targets.iter().enumerate() {
-        let x = wide(&logits[row * s.classes..][..s.classes]);
+        let x = to_f64(&logits[row * s.classes..][..s.classes]);
         let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let log_total = x.iter().map(|x| (x - top).exp()).sum::<f64>().ln() + top;
         let factor =
@@ -45,7 +45,7 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
             random(b, 29, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
         let logits = rounded(b, &logits);
         let targets = ids(30, rows, classes);
-        let tb = b.upload_ints(&targets).unwrap();
+        let tb = b.upload_indices(&targets).unwrap();
         let scale = 0.25;
         let some: Vec<f32> = (0..classes).map(|class| 0.5 + (class % 3) as f32).collect();
         // Includes a row with weight zero.
@@ -62,14 +62,14 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
             for (stride, gradient) in
                 strides::<B>(classes).into_iter().flat_map(|s| [(s, false), (s, true)])
             {
-                let mut lb = up(b, &apart(&logits, classes, stride));
+                let mut lb = up(b, &pad_rows(&logits, classes, stride));
                 let mut losses = up_f32(b, &vec![0.0; rows]);
                 let shape = CrossEntropy { stride, gradient, ..shape };
                 let weights = LossWeights { classes: B::all(&wb), rows: B::all(&rb) };
                 b.cross_entropy(shape, B::all_mut(&mut lb), &tb, weights, B::all_mut(&mut losses))
                     .unwrap();
                 close(b, &losses, &want_loss, "cross-entropy");
-                let after = together(b, &lb, classes, stride);
+                let after = unpad_rows(b, &lb, classes, stride);
                 if gradient {
                     close(b, &up(b, &after), &want_d, "cross-entropy gradient");
                 } else {
@@ -82,7 +82,7 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
         // Few distinct values, so that some logits are equal.
         let few: Vec<f32> = ids(31, rows * classes, 7).into_iter().map(|id| id as f32).collect();
         for (stride, k) in strides::<B>(classes).into_iter().flat_map(|s| [(s, 1), (s, 5)]) {
-            let fb = up(b, &apart(&few, classes, stride));
+            let fb = up(b, &pad_rows(&few, classes, stride));
             let mut hits = up_f32(b, &vec![0.5; rows]);
             b.hits(classes, stride, k, B::all(&fb), &tb, B::all_mut(&mut hits)).unwrap();
             let is_hit = |(row, target): (usize, &u32)| {
@@ -99,7 +99,7 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
         }
     }
     let broken = up(b, &[f32::NAN, 1.0]);
-    let tb = b.upload_ints(&[1]).unwrap();
+    let tb = b.upload_indices(&[1]).unwrap();
     let mut hits = up_f32(b, &[1.0]);
     b.hits(2, 2, 1, B::all(&broken), &tb, B::all_mut(&mut hits)).unwrap();
     assert_eq!(down(b, &hits), [0.0]);
@@ -127,12 +127,13 @@ fn in_parts<B: Kernels>(
             rows,
             classes,
             stride: if is_padded { B::row_stride(classes) } else { classes },
-            first,
+            first_class: first,
         }
     };
     let of_part = |part: LogitsPart| {
-        let columns = logits.chunks(classes).flat_map(|row| &row[part.first..][..part.classes]);
-        up(b, &apart(&columns.copied().collect::<Vec<_>>(), part.classes, part.stride))
+        let columns =
+            logits.chunks(classes).flat_map(|row| &row[part.first_class..][..part.classes]);
+        up(b, &pad_rows(&columns.copied().collect::<Vec<_>>(), part.classes, part.stride))
     };
     let mut stats = up_f32(b, &vec![f32::NAN; parts * rows * LogitsPart::STATS]);
     for number in 0..parts {
@@ -151,9 +152,9 @@ fn in_parts<B: Kernels>(
         let stats = B::all(&stats);
         b.cross_entropy_part(shape, stats, B::all_mut(&mut columns), targets, weights, to).unwrap();
         for (row, columns) in
-            together(b, &columns, part.classes, part.stride).chunks(part.classes).enumerate()
+            unpad_rows(b, &columns, part.classes, part.stride).chunks(part.classes).enumerate()
         {
-            after[row * classes + part.first..][..part.classes].copy_from_slice(columns);
+            after[row * classes + part.first_class..][..part.classes].copy_from_slice(columns);
         }
         all_losses.push(down(b, &losses));
     }
@@ -173,7 +174,7 @@ pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
             random(b, 32, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
         let logits = rounded(b, &logits);
         let targets = ids(33, rows, classes);
-        let tb = b.upload_ints(&targets).unwrap();
+        let tb = b.upload_indices(&targets).unwrap();
         let some: Vec<f32> = (0..classes).map(|class| 0.5 + (class % 3) as f32).collect();
         let of_rows: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
         for (smoothing, weights, of_rows) in [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows)] {
@@ -196,8 +197,8 @@ pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
                 let to = B::all_mut(&mut plain_loss);
                 b.cross_entropy(shape, B::all_mut(&mut plain_d), &tb, weights, to).unwrap();
             }
-            let plain_loss = wide(&down(b, &plain_loss));
-            let plain_d = wide(&down(b, &plain_d));
+            let plain_loss = to_f64(&down(b, &plain_loss));
+            let plain_d = to_f64(&down(b, &plain_d));
             for (parts, is_padded) in [(1, true), (2, false), (3, true), (5, false)] {
                 // Each part is wider than the one before.
                 let bounds: Vec<usize> = (0..=parts)
@@ -234,7 +235,7 @@ pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
         CrossEntropy { rows, classes, stride: classes, scale: 1.0, gradient: true, smoothing: 0.0 };
     let (want_loss, want_d) =
         in_f64(shape, &logits, &targets, LossWeights { classes: &[], rows: &[] });
-    let tb = b.upload_ints(&targets).unwrap();
+    let tb = b.upload_indices(&targets).unwrap();
     let none = up_f32(b, &[]);
     let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
     let mut plain_d = up(b, &logits);
@@ -272,8 +273,8 @@ fn check_stats<B: Kernels>(
             let top = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let own =
                 if (bound[0]..bound[1]).contains(&target) { x[target - bound[0]] } else { 0.0 };
-            let total: f64 = wide(x).iter().map(|x| (x - f64::from(top)).exp()).sum();
-            let plain: f64 = wide(x).iter().sum();
+            let total: f64 = to_f64(x).iter().map(|x| (x - f64::from(top)).exp()).sum();
+            let plain: f64 = to_f64(x).iter().sum();
             let got = stats.next().unwrap();
             assert_eq!((got[0], got[2]), (top, own), "{bound:?} of row {row}");
             assert!(

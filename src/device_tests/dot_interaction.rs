@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::dot_interaction`.
 
-use crate::common::{Results, close, down, random, up, wide};
+use crate::common::{Results, close, down, random, to_f64, up};
 use hpctrain_device::{DotInteraction, Kernels};
 
 pub fn pairs<B: Kernels>(b: &B) -> Results {
@@ -12,8 +12,8 @@ pub fn pairs<B: Kernels>(b: &B) -> Results {
         let outputs = shape.outputs();
         let x = random(b, 71, samples * inputs);
         let dy = random(b, 72, samples * outputs);
-        let wx = wide(&x);
-        let wdy = wide(&dy);
+        let wx = to_f64(&x);
+        let wdy = to_f64(&dy);
         let mut want_y = Vec::new();
         let mut want_dx = vec![0.0; samples * inputs];
         for sample in 0..samples {
@@ -35,9 +35,9 @@ pub fn pairs<B: Kernels>(b: &B) -> Results {
         let dyb = up(b, &dy);
         let mut y = up(b, &vec![9.0; samples * outputs]);
         let mut dx = up(b, &vec![9.0; samples * inputs]);
-        b.pair_products(shape, B::all(&xb), B::all_mut(&mut y)).unwrap();
+        b.dot_interaction(shape, B::all(&xb), B::all_mut(&mut y)).unwrap();
         close(b, &y, &want_y, &format!("{shape:?}"));
-        b.pair_products_backward(shape, B::all(&xb), B::all(&dyb), B::all_mut(&mut dx)).unwrap();
+        b.dot_interaction_backward(shape, B::all(&xb), B::all(&dyb), B::all_mut(&mut dx)).unwrap();
         close(b, &dx, &want_dx, &format!("{shape:?} backward"));
         results.extend([down(b, &y), down(b, &dx)]);
     }

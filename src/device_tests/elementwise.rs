@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::elementwise`.
 
-use crate::common::{Results, close, down, random, up, up_f32, wide};
+use crate::common::{Results, close, down, random, to_f64, up, up_f32};
 use hpctrain_device::{Kernels, MemoryKind};
 
 pub fn elementwise<B: Kernels>(b: &B) -> Results {
@@ -25,12 +25,12 @@ pub fn elementwise<B: Kernels>(b: &B) -> Results {
         b.add(B::all(&copy), B::all_mut(&mut sum)).unwrap();
         close(b, &sum, &sums, "add in f32");
 
-        let squares: f64 = wide(&x).iter().map(|x| x * x).sum();
+        let squares: f64 = to_f64(&x).iter().map(|x| x * x).sum();
         let exact = b.upload_f32(MemoryKind::Activations, &x).unwrap();
         let got = b.read(b.sum_squares(B::all(&exact)).unwrap()).unwrap();
         assert!((got - squares).abs() <= 1e-12 * squares, "{got} is not {squares}");
         results.push(vec![got as f32]);
-        let total: f64 = wide(&x).iter().sum();
+        let total: f64 = to_f64(&x).iter().sum();
         let got = b.read(b.sum(B::all(&exact)).unwrap()).unwrap();
         assert!((got - total).abs() <= 1e-12 * squares.max(1.0), "{got} is not {total}");
         results.push(vec![got as f32]);

@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::embedding`.
 
-use crate::common::{Results, close, down, ids, random, up, up_f32, wide};
+use crate::common::{Results, close, down, ids, random, to_f64, up, up_f32};
 use hpctrain_device::Kernels;
 
 pub fn embeddings<B: Kernels>(b: &B) -> Results {
@@ -12,7 +12,7 @@ pub fn embeddings<B: Kernels>(b: &B) -> Results {
         let tokens = ids(21, rows, vocabulary);
         let words = random(b, 22, vocabulary * width);
         let places = random(b, 23, time * width);
-        let tb = b.upload_ints(&tokens).unwrap();
+        let tb = b.upload_indices(&tokens).unwrap();
         let wb = up(b, &words);
         let pb = up(b, &places);
         let mut y = up(b, &vec![0.0; rows * width]);
@@ -32,8 +32,8 @@ pub fn embeddings<B: Kernels>(b: &B) -> Results {
         let mut dp = up_f32(b, &dp0);
         b.embedding_backward(&tb, 0, B::all(&dyb), B::all_mut(&mut dw), B::all_mut(&mut dp))
             .unwrap();
-        let mut want_w = wide(&dw0);
-        let mut want_p = wide(&dp0);
+        let mut want_w = to_f64(&dw0);
+        let mut want_p = to_f64(&dp0);
         for (i, &d) in dy.iter().enumerate() {
             let row = i / width;
             let column = i % width;
@@ -68,7 +68,7 @@ pub fn embedding_parts<B: Kernels>(b: &B) -> Results {
         let tokens = ids(21, rows, vocabulary);
         let words = random(b, 22, vocabulary * width);
         let places = random(b, 23, time * width);
-        let tb = b.upload_ints(&tokens).unwrap();
+        let tb = b.upload_indices(&tokens).unwrap();
         let wb = up(b, &words);
         let pb = up(b, &places);
         let none = up(b, &[]);
@@ -85,7 +85,7 @@ pub fn embedding_parts<B: Kernels>(b: &B) -> Results {
         let other = forward(cut, after, &none);
         assert_eq!(sum(&one, &other), forward(0, B::all(&wb), &none));
         let with_places = forward(0, before, &pb);
-        let whole = wide(&forward(0, B::all(&wb), &pb));
+        let whole = to_f64(&forward(0, B::all(&wb), &pb));
         close(b, &up_f32(b, &sum(&with_places, &other)), &whole, "parts of an embedding");
         results.extend([one, other, with_places]);
 
@@ -101,7 +101,7 @@ pub fn embedding_parts<B: Kernels>(b: &B) -> Results {
         let mut dw = up_f32(b, &dw0);
         let mut dp = up_f32(b, &dp0);
         let mut none = up_f32(b, &[]);
-        let (before, after) = B::cut_mut(B::all_mut(&mut dw), cut * width);
+        let (before, after) = B::split_at_mut(B::all_mut(&mut dw), cut * width);
         b.embedding_backward(&tb, 0, B::all(&dy), before, B::all_mut(&mut none)).unwrap();
         b.embedding_backward(&tb, cut, B::all(&dy), after, B::all_mut(&mut dp)).unwrap();
         let parts = [down(b, &dw), down(b, &dp)];

@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::im2col_pool`.
 
-use crate::common::{Results, close, down, ids, random, up, wide};
+use crate::common::{Results, close, down, ids, random, to_f64, up};
 use hpctrain_device::{Im2colShape, Kernels};
 
 pub fn windows<B: Kernels>(b: &B) -> Results {
@@ -22,7 +22,7 @@ pub fn windows<B: Kernels>(b: &B) -> Results {
             let row = w.size[0] * w.size[1] * channels;
             let dy = random(b, 61, w.rows() * row);
             let mut want = vec![0.0; w.rows() * row];
-            let mut want_d = wide(&random(b, 62, w.elements()));
+            let mut want_d = to_f64(&random(b, 62, w.elements()));
             for channel in 0..channels {
                 each_seen(w, first + channel, |place, [i, j], element| {
                     let at = place * row + (i * w.size[1] + j) * channels + channel;
@@ -104,7 +104,7 @@ pub fn each_seen(
     channel: usize,
     mut see: impl FnMut(usize, [usize; 2], Option<usize>),
 ) {
-    let [high, wide] = w.places();
+    let [high, wide] = w.output_size();
     for place in 0..w.batch * high * wide {
         let image = place / wide / high;
         let row = place / wide % high;

@@ -1,8 +1,8 @@
 //! Tests of the operations in `hpctrain_device::ops::linear`.
 
 use crate::common::{
-    Results, TF32_BITS, apart, close, down, product, random, random_tf32, rounded, strides,
-    together, up, up_f32, wide,
+    Results, TF32_BITS, close, down, matmul_f64, pad_rows, random, random_tf32, rounded, strides,
+    to_f64, unpad_rows, up, up_f32,
 };
 use hpctrain_device::{Activation, Gemm, Kernels, Linear};
 
@@ -26,7 +26,12 @@ fn cancelling_sum<B: Kernels>(b: &B) -> Vec<f32> {
     )
     .unwrap();
     let at = |l: usize, j: usize| f64::from(near_one[l * n + j]);
-    close(b, &z, &product(m, n, k, |i, l| f64::from(signs[i * k + l]), at), "a sum that cancels");
+    close(
+        b,
+        &z,
+        &matmul_f64(m, n, k, |i, l| f64::from(signs[i * k + l]), at),
+        "a sum that cancels",
+    );
     down(b, &z)
 }
 
@@ -46,19 +51,19 @@ fn padded<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results 
             let shape = Linear { stride, ..Linear::new(rows, inputs, outputs) };
             let mut y = up(b, &vec![f32::NAN; rows * stride]);
             b.linear(shape, B::all(&xb), B::all(&wb), B::all(&none), B::all_mut(&mut y)).unwrap();
-            let want = product(
+            let want = matmul_f64(
                 rows,
                 outputs,
                 inputs,
                 |r, i| at(&x, r * inputs + i),
                 |i, o| at(&w, o * inputs + i),
             );
-            let y = up(b, &together(b, &y, outputs, stride));
+            let y = up(b, &unpad_rows(b, &y, outputs, stride));
             close(b, &y, &want, "padded linear");
-            let dyb = up(b, &apart(&dy, outputs, stride));
+            let dyb = up(b, &pad_rows(&dy, outputs, stride));
             let mut dx = up(b, &vec![f32::NAN; rows * inputs]);
             b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
-            let want = product(
+            let want = matmul_f64(
                 rows,
                 inputs,
                 outputs,
@@ -66,7 +71,7 @@ fn padded<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results 
                 |o, i| at(&w, o * inputs + i),
             );
             close(b, &dx, &want, "padded linear dx");
-            let sums = product(
+            let sums = matmul_f64(
                 outputs,
                 inputs,
                 rows,
@@ -101,7 +106,7 @@ fn padded<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results 
 }
 
 /// Tests matmuls and linear layers of values drawn by `random`.
-pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
+pub fn matmuls<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
     let mut results = Vec::new();
     if b.has_master_weights() {
         // In f32 the sum itself loses as much.
@@ -125,7 +130,7 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
         {
             let at = |i: usize, l: usize| f64::from(if ta { a[l * m + i] } else { a[i * k + l] });
             let bt = |l: usize, j: usize| f64::from(if tb { bm[j * k + l] } else { bm[l * n + j] });
-            let mut want = product(m, n, k, at, bt);
+            let mut want = matmul_f64(m, n, k, at, bt);
             if acc {
                 want.iter_mut().zip(&c).for_each(|(w, c)| *w += f64::from(*c));
             }
@@ -167,7 +172,7 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
             let mut y = up(b, &random(b, 10, rows * outputs));
             let bb = up(b, bias);
             b.linear(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y)).unwrap();
-            let sums = product(
+            let sums = matmul_f64(
                 rows,
                 outputs,
                 inputs,
@@ -189,7 +194,7 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
             let db_view = B::all_mut(&mut db);
             b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, true)
                 .unwrap();
-            let sum = product(
+            let sum = matmul_f64(
                 outputs,
                 inputs,
                 rows,
@@ -263,9 +268,9 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
             .unwrap();
             let mut separate = up(b, &vec![0.0; rows * outputs]);
             b.linear(shape, B::all(&xb), B::all(&wb), bias, B::all_mut(&mut separate)).unwrap();
-            close(b, &h, &wide(&down(b, &separate)), "linear, of linear and gelu");
+            close(b, &h, &to_f64(&down(b, &separate)), "linear, of linear and gelu");
             b.activation(Activation::Gelu, B::all(&h), B::all_mut(&mut separate)).unwrap();
-            close(b, &y, &wide(&down(b, &separate)), "gelu, of linear and gelu");
+            close(b, &y, &to_f64(&down(b, &separate)), "gelu, of linear and gelu");
             results.push(down(b, &y));
         }
         let [mut dh, mut separate] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * inputs]));
@@ -275,11 +280,11 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
         b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut separate))
             .unwrap();
         b.activation_backward(Activation::Gelu, before, B::all_mut(&mut separate)).unwrap();
-        close(b, &dh, &wide(&down(b, &separate)), "back through linear and gelu");
+        close(b, &dh, &to_f64(&down(b, &separate)), "back through linear and gelu");
 
         let mut dx = up(b, &random(b, 13, rows * inputs));
         b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
-        let want = product(
+        let want = matmul_f64(
             rows,
             inputs,
             outputs,
@@ -295,8 +300,8 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
 /// Tests that matmuls in TF32 round their operands to it and no further: operands that it holds
 /// give the results of f32, and the error of others is that of rounding both, relative to the sum
 /// of magnitudes.
-pub fn products_in_tf32<B: Kernels>(b: &B) -> Results {
-    let mut results = products(b, random_tf32);
+pub fn matmuls_in_tf32<B: Kernels>(b: &B) -> Results {
+    let mut results = matmuls(b, random_tf32);
     // For any rounding mode. Sums in f32 add their own error.
     let operand = 0.5f64.powi(TF32_BITS as i32);
     let mut furthest = 0.0f64;
@@ -311,8 +316,8 @@ pub fn products_in_tf32<B: Kernels>(b: &B) -> Results {
         b.gemm(shape, B::all(&xb), B::all(&yb), B::all_mut(&mut zb)).unwrap();
         let xt = |i: usize, l: usize| f64::from(x[i * k + l]);
         let yt = |l: usize, j: usize| f64::from(y[l * n + j]);
-        let expected = product(m, n, k, xt, yt);
-        let magnitudes = product(m, n, k, |i, l| xt(i, l).abs(), |l, j| yt(l, j).abs());
+        let expected = matmul_f64(m, n, k, xt, yt);
+        let magnitudes = matmul_f64(m, n, k, |i, l| xt(i, l).abs(), |l, j| yt(l, j).abs());
         let got = down(b, &zb);
         for (i, ((&got, expected), magnitude)) in
             got.iter().zip(expected).zip(magnitudes).enumerate()

@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::norm`.
 
-use crate::common::{Results, close, down, random, rounded, up, up_f32, wide};
+use crate::common::{Results, close, down, random, rounded, to_f64, up, up_f32};
 use hpctrain_device::{Kernels, Norm};
 
 pub fn norms<B: Kernels>(b: &B) -> Results {
@@ -50,8 +50,8 @@ pub fn norms<B: Kernels>(b: &B) -> Results {
             let bv = B::all(&bb);
             b.add_norm(shape, B::all(&branch), stream_view, wv, bv, y_view, stats_view).unwrap();
             assert_eq!(down(b, &fused), down(b, &stream));
-            close(b, &got.0, &wide(&down(b, &want.0)), "sum and norm");
-            close(b, &got.1, &wide(&down(b, &want.1)), "statistics of sum and norm");
+            close(b, &got.0, &to_f64(&down(b, &want.0)), "sum and norm");
+            close(b, &got.1, &to_f64(&down(b, &want.1)), "statistics of sum and norm");
 
             let dx0 = random(b, 18, rows * width);
             let dw0 = random(b, 19, width);
@@ -72,12 +72,12 @@ pub fn norms<B: Kernels>(b: &B) -> Results {
             .unwrap();
 
             let mut want_y = vec![];
-            let mut want_dx = wide(&dx0);
-            let mut want_dw = wide(&dw0);
-            let mut want_db = wide(&db0);
+            let mut want_dx = to_f64(&dx0);
+            let mut want_dw = to_f64(&dw0);
+            let mut want_db = to_f64(&db0);
             for row in 0..rows {
                 let at = row * width;
-                let x = wide(&x[at..at + width]);
+                let x = to_f64(&x[at..at + width]);
                 let n = width as f64;
                 let mean = if centred { x.iter().sum::<f64>() / n } else { 0.0 };
                 let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;

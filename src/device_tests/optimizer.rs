@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::optimizer`.
 
-use crate::common::{Results, close, down, random, rounded, up, up_f32, wide};
+use crate::common::{Results, close, down, random, rounded, to_f64, up, up_f32};
 use hpctrain_device::{AdamW, Elementwise, ElementwiseUpdate, Kernels, Sgd};
 
 pub fn optimizers<B: Kernels>(b: &B) -> Results {
@@ -78,10 +78,13 @@ pub fn optimizers<B: Kernels>(b: &B) -> Results {
 
         let mut pb = up_f32(b, &p);
         let mut copy = up(b, &p);
-        b.approach(0.3, B::all(&gb), B::all_mut(&mut pb), Some(B::all_mut(&mut copy)), None)
+        b.update_average(0.3, B::all(&gb), B::all_mut(&mut pb), Some(B::all_mut(&mut copy)), None)
             .unwrap();
-        let want: Vec<f64> =
-            wide(&p).iter().zip(wide(&g)).map(|(p, g)| p + f64::from(0.3f32) * (g - p)).collect();
+        let want: Vec<f64> = to_f64(&p)
+            .iter()
+            .zip(to_f64(&g))
+            .map(|(p, g)| p + f64::from(0.3f32) * (g - p))
+            .collect();
         close(b, &pb, &want, "approach");
         assert_eq!(down(b, &copy), rounded(b, &down(b, &pb)));
         results.push(down(b, &pb));
@@ -110,7 +113,8 @@ pub fn optimizers<B: Kernels>(b: &B) -> Results {
             let one = B::all_mut(&mut first);
             let two = B::all_mut(&mut second);
             let to = B::all_mut(&mut pb);
-            b.elements(u, B::all(&gb), one, two, to, Some(B::all_mut(&mut copy)), None).unwrap();
+            b.elementwise_update(u, B::all(&gb), one, two, to, Some(B::all_mut(&mut copy)), None)
+                .unwrap();
             let mut want_first = vec![];
             let mut want_second = vec![];
             let mut want_p = vec![];

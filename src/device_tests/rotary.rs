@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::rotary`.
 
-use crate::common::{Results, close, down, random, up, up_f32, wide};
+use crate::common::{Results, close, down, random, to_f64, up, up_f32};
 use hpctrain_device::{Kernels, Rotary};
 
 pub fn rotations<B: Kernels>(b: &B) -> Results {
@@ -21,9 +21,9 @@ pub fn rotations<B: Kernels>(b: &B) -> Results {
         let x = random(b, 37, rows * width);
         for back in [false, true] {
             let mut turned = up(b, &x);
-            let shape = Rotary { batch, time, heads, head_width, width, back };
+            let shape = Rotary { batch, time, heads, head_width, width, inverse: back };
             b.rotary(shape, B::all(&table), B::all_mut(&mut turned)).unwrap();
-            let mut want = wide(&x);
+            let mut want = to_f64(&x);
             for (row, head, i) in
                 (0..rows * heads * half).map(|n| (n / half / heads, n / half % heads, n % half))
             {

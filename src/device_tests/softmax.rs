@@ -1,6 +1,6 @@
 //! Tests of the operations in `hpctrain_device::ops::softmax`.
 
-use crate::common::{Results, close, down, random, rounded, up, wide};
+use crate::common::{Results, close, down, random, rounded, to_f64, up};
 use hpctrain_device::Kernels;
 
 pub fn softmaxes<B: Kernels>(b: &B) -> Results {
@@ -12,8 +12,8 @@ pub fn softmaxes<B: Kernels>(b: &B) -> Results {
         let mut want_y = vec![];
         let mut want_d = vec![];
         for (x, dy) in x.chunks(width).zip(dy.chunks(width)) {
-            let x = wide(x);
-            let dy = wide(dy);
+            let x = to_f64(x);
+            let dy = to_f64(dy);
             let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let total: f64 = x.iter().map(|x| (x - top).exp()).sum();
             let y: Vec<f64> = x.iter().map(|x| (x - top).exp() / total).collect();

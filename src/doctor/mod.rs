@@ -9,11 +9,11 @@ mod gpu;
 mod h5;
 mod limits;
 mod mpi;
-mod paths;
 pub mod probe;
 mod ranks;
 mod report;
 mod run_root;
+mod transports;
 
 use std::path::PathBuf;
 
@@ -24,11 +24,11 @@ use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Group};
 use crate::config::{Config, DeviceChoice};
 use crate::error::{Error, Kind, Result};
-use crate::gpu_assignment::place;
+use crate::gpu_assignment::assign_gpus;
 use crate::topology::Topology;
 
 use probe::Probe;
-use ranks::{Gpu, Seat};
+use ranks::{Gpu, RankResources};
 
 pub use report::DoctorReport;
 
@@ -131,7 +131,7 @@ struct Greeting {
 /// All findings of a rank, in the order of the report.
 #[derive(Serialize, Deserialize)]
 struct Facts {
-    seat: Seat,
+    resources: RankResources,
     devices: Vec<Check>,
     messages: Vec<Check>,
     node: Vec<Check>,
@@ -147,7 +147,8 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
     let topology = Topology::gather(&world, node.host.clone())?;
     let is_first_of_node = node.local_rank == 0;
 
-    let devices = probe::ask(&Probe::Gpu { first: node.local_rank, every: node.local_size });
+    let devices =
+        probe::run_in_child(&Probe::Gpu { first: node.local_rank, every: node.local_size });
     let spread = topology.host_count() > 1;
     let marker =
         (comm.rank() == 0 && spread).then(|| run_root::marker(&request.run_root)).flatten();
@@ -165,7 +166,7 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
         if request.requires_gpus {
             config.run.device = DeviceChoice::Cuda;
         }
-        match place(comm, &config) {
+        match assign_gpus(comm, &config) {
             Ok(placed) => gpu = placed,
             Err(error) if error.is_shared() => {
                 let finding = Finding::from(Err(error));
@@ -178,26 +179,26 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
     }
     if let Some(gpu) = &gpu {
         messages.push(Finding::ok(gpu.table.join("\n")).named("gpu of each rank"));
-        if gpu.is_apart() {
+        if gpu.is_isolated() {
             messages.push(bound_to_gpus().named("visible gpus"));
         }
         if request.launcher.is_some() {
-            messages.extend(paths::checks(comm, gpu, is_first_of_node)?);
+            messages.extend(transports::checks(comm, gpu, is_first_of_node)?);
         }
     }
     let mut node_checks = Vec::new();
     if is_first_of_node {
-        node_checks = probe::ask(&Probe::Node { run_root: request.run_root.clone() });
+        node_checks = probe::run_in_child(&Probe::Node { run_root: request.run_root.clone() });
         node_checks.extend(greetings[0].marker.as_deref().map(run_root::is_shared));
     }
-    let seat = Seat {
+    let seat = RankResources {
         host: node.host,
         local_rank: node.local_rank,
         cores: topology.here().cores.clone(),
         spare_cores: topology.has_spare_cores(),
         gpu: gpu.as_ref().map(|gpu| Gpu::new(gpu.device())),
     };
-    let facts = gather(&world, &Facts { seat, devices, messages, node: node_checks })?;
+    let facts = gather(&world, &Facts { resources: seat, devices, messages, node: node_checks })?;
     // Every rank has already looked for the file.
     drop::<Option<NamedTempFile>>(marker);
     Ok(DoctorReport::new(facts))

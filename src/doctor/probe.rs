@@ -75,7 +75,7 @@ impl ProbeReporter {
 ///
 /// # Errors
 /// Returns an error if the argument is not a [`Probe`] in JSON.
-pub fn answer(probe: &str) -> Result<()> {
+pub fn run_as_child(probe: &str) -> Result<()> {
     let probe = serde_json::from_str(probe)
         .map_err(|e| Error::input(format!("{probe} is not a probe in JSON: {e}")))?;
     match probe {
@@ -101,7 +101,7 @@ impl Probe {
 }
 
 /// Runs a probe in a child process and collects its findings.
-pub(super) fn ask(probe: &Probe) -> Vec<Check> {
+pub(super) fn run_in_child(probe: &Probe) -> Vec<Check> {
     let argument = serde_json::to_string(probe).unwrap_or_default();
     match std::env::current_exe() {
         Ok(program) => {

@@ -28,7 +28,7 @@ impl Gpu {
 
 /// The resources of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seat {
+pub struct RankResources {
     /// The name of its node.
     pub host: String,
     /// The number of the rank on its node.
@@ -42,19 +42,19 @@ pub struct Seat {
 }
 
 /// Checks the placement of all ranks.
-pub(super) fn checks(ranks: &[Seat]) -> Vec<Check> {
+pub(super) fn checks(ranks: &[RankResources]) -> Vec<Check> {
     let mut checks = vec![hosts(ranks).named("ranks"), cores(ranks).named("cores")];
     checks.extend(gpu_affinity(ranks).map(|finding| finding.named("gpus and cores")));
     checks
 }
 
-fn by_host(ranks: &[Seat]) -> BTreeMap<&str, Vec<&Seat>> {
+fn by_host(ranks: &[RankResources]) -> BTreeMap<&str, Vec<&RankResources>> {
     let mut hosts: BTreeMap<_, Vec<_>> = BTreeMap::new();
     ranks.iter().for_each(|rank| hosts.entry(rank.host.as_str()).or_default().push(rank));
     hosts
 }
 
-fn hosts(ranks: &[Seat]) -> Finding {
+fn hosts(ranks: &[RankResources]) -> Finding {
     let hosts = by_host(ranks);
     let counts: Vec<String> =
         hosts.iter().map(|(host, ranks)| format!("{} on {host}", ranks.len())).collect();
@@ -69,7 +69,7 @@ fn hosts(ranks: &[Seat]) -> Finding {
     }
 }
 
-fn cores(ranks: &[Seat]) -> Finding {
+fn cores(ranks: &[RankResources]) -> Finding {
     let each: Vec<usize> = ranks.iter().map(|rank| rank.cores.len()).collect();
     let least = each.iter().min().copied().unwrap_or(0);
     let most = each.iter().max().copied().unwrap_or(0);
@@ -90,17 +90,19 @@ fn cores(ranks: &[Seat]) -> Finding {
     }
 }
 
-fn union(ranks: &[&Seat]) -> BTreeSet<usize> {
+fn union(ranks: &[&RankResources]) -> BTreeSet<usize> {
     ranks.iter().flat_map(|rank| &rank.cores).copied().collect()
 }
 
 /// Checks whether ranks run on the processor that their GPU is attached to; returns `None` if the
 /// system does not know it.
-fn gpu_affinity(ranks: &[Seat]) -> Option<Finding> {
-    let is_known = |rank: &&Seat| rank.gpu.as_ref().is_some_and(|gpu| !gpu.near_cores.is_empty());
-    let is_far =
-        |rank: &Seat| rank.gpu.as_ref().is_some_and(|gpu| gpu.near_cores.is_disjoint(&rank.cores));
-    let known: Vec<(usize, &Seat)> =
+fn gpu_affinity(ranks: &[RankResources]) -> Option<Finding> {
+    let is_known =
+        |rank: &&RankResources| rank.gpu.as_ref().is_some_and(|gpu| !gpu.near_cores.is_empty());
+    let is_far = |rank: &RankResources| {
+        rank.gpu.as_ref().is_some_and(|gpu| gpu.near_cores.is_disjoint(&rank.cores))
+    };
+    let known: Vec<(usize, &RankResources)> =
         ranks.iter().enumerate().filter(|(_, rank)| is_known(rank)).collect();
     let far: Vec<String> = known
         .iter()
@@ -127,13 +129,13 @@ mod tests {
     use super::super::CheckStatus::{Ok, Warning};
     use super::*;
 
-    fn rank(host: &str, cores: &[usize], gpu: Option<(&str, &[usize])>) -> Seat {
+    fn rank(host: &str, cores: &[usize], gpu: Option<(&str, &[usize])>) -> RankResources {
         let gpu = gpu.map(|(pci, near)| Gpu {
             name: "x".into(),
             pci: pci.into(),
             near_cores: near.iter().copied().collect(),
         });
-        Seat {
+        RankResources {
             host: host.into(),
             local_rank: 0,
             cores: cores.iter().copied().collect(),

@@ -5,14 +5,14 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::ranks::{self, Seat};
+use super::ranks::{self, RankResources};
 use super::{Check, CheckStatus, Facts};
 
 /// The report of the doctor, which is the same on every rank.
 #[derive(Debug, Serialize)]
 pub struct DoctorReport {
     checks: Vec<Line>,
-    ranks: Vec<Seat>,
+    ranks: Vec<RankResources>,
 }
 
 /// A check, and the ranks with this finding.
@@ -29,7 +29,7 @@ struct Line {
 impl DoctorReport {
     /// Creates the report of the findings of all ranks.
     pub(super) fn new(facts: Vec<Facts>) -> Self {
-        let infos: Vec<Seat> = facts.iter().map(|facts| facts.seat.clone()).collect();
+        let infos: Vec<RankResources> = facts.iter().map(|facts| facts.resources.clone()).collect();
         let section = |checks: fn(&Facts) -> &Vec<Check>| {
             merge(&facts.iter().map(checks).collect::<Vec<_>>(), &infos)
         };
@@ -50,7 +50,7 @@ impl DoctorReport {
 
 /// Merges the checks of all ranks: checks of the same name are adjacent, and equal ones are one
 /// line.
-fn merge(by_rank: &[&Vec<Check>], infos: &[Seat]) -> Vec<Line> {
+fn merge(by_rank: &[&Vec<Check>], infos: &[RankResources]) -> Vec<Line> {
     let mut lines: Vec<Line> = Vec::new();
     for (rank, check) in
         by_rank.iter().enumerate().flat_map(|(rank, checks)| checks.iter().map(move |c| (rank, c)))
@@ -121,8 +121,14 @@ mod tests {
 
     fn facts(host: &str, devices: &[Check]) -> Facts {
         let cores = BTreeSet::from([0, 1]);
-        let seat = Seat { host: host.into(), local_rank: 0, cores, spare_cores: false, gpu: None };
-        Facts { seat, devices: devices.to_vec(), messages: vec![], node: vec![] }
+        let seat = RankResources {
+            host: host.into(),
+            local_rank: 0,
+            cores,
+            spare_cores: false,
+            gpu: None,
+        };
+        Facts { resources: seat, devices: devices.to_vec(), messages: vec![], node: vec![] }
     }
 
     #[test]

@@ -41,7 +41,7 @@ impl<B: Backend> ActivationOffload<B> {
     /// Returns an error if the device fails.
     pub fn new(backend: &B) -> Result<Self> {
         Ok(Self {
-            copies: backend.copies()?,
+            copies: backend.copy_streams()?,
             backend: backend.clone(),
             spare: BTreeMap::new(),
             bytes: 0,
@@ -58,11 +58,11 @@ impl<B: Backend> ActivationOffload<B> {
         }
         let slot = match &self.copies {
             Some(copies) => Slot::new(&**copies, words)?,
-            None => Slot::of(Box::new(vec![0.0; words])),
+            None => Slot::from_pinned(Box::new(vec![0.0; words])),
         };
         let bytes = words * size_of::<f32>();
         self.bytes += bytes;
-        self.backend.ledger().take(MemoryKind::Offloaded, bytes);
+        self.backend.memory_stats().record_alloc(MemoryKind::Offloaded, bytes);
         Ok(slot)
     }
 
@@ -130,6 +130,6 @@ impl<B: Backend> ActivationOffload<B> {
 
 impl<B: Backend> Drop for ActivationOffload<B> {
     fn drop(&mut self) {
-        self.backend.ledger().give(MemoryKind::Offloaded, self.bytes);
+        self.backend.memory_stats().record_free(MemoryKind::Offloaded, self.bytes);
     }
 }

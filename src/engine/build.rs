@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use super::activation_offload::ActivationOffload;
-use super::collectives::{self, Exchange};
+use super::collectives::{self, CollectiveChoices};
 use super::forward_backward::{Engine, Geometry};
 use super::host_embedding::HostEmbedding;
 use super::model::Model;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_comm::{Algorithm, Comm, Group, Table};
+use hpctrain_comm::{Algorithm, AlgorithmTable, Comm, Group};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
@@ -25,11 +25,11 @@ pub fn engine<B: Kernels>(
     plan: &ResolvedConfig,
     backend: B,
     choices: Option<&Path>,
-) -> Result<(Engine<B>, Exchange)> {
-    let blocks = plan.network.sliced(&plan.slices(comm.rank()));
+) -> Result<(Engine<B>, CollectiveChoices)> {
+    let blocks = plan.network.tensor_parallel_blocks(&plan.tensor_shards(comm.rank()));
     let (mut engine, exchange) = build(comm, plan, blocks, backend, choices)?;
-    if plan.has_tables_on_host() {
-        engine.model = behind_tables(comm, plan, engine.model, true)?;
+    if plan.offloads_embeddings() {
+        engine.model = with_host_embedding(comm, plan, engine.model, true)?;
     }
     Ok((engine, exchange))
 }
@@ -40,20 +40,21 @@ pub fn engine<B: Kernels>(
 ///
 /// # Errors
 /// Returns an error if memory runs out, or if a message between ranks fails.
-pub fn behind_tables<B: Kernels>(
+pub fn with_host_embedding<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
     model: Model<B>,
     trains: bool,
 ) -> Result<Model<B>> {
-    let cpu = Cpu::profiled(plan.threads, model.backend.profile().clone()).with_all_threads()?;
+    let cpu =
+        Cpu::with_profile(plan.threads, model.backend.profile().clone()).with_all_threads()?;
     let groups = Groups::split(&comm.on::<Cpu>(), &plan.mesh, false)?;
     // Collectives on the host are not benchmarked: they use the configured algorithm if the host
     // has it, else halving-doubling.
     let algorithms = |group: &Group<Cpu>| {
         let given = plan.config.comm.algorithm.fixed();
         let fits = |algorithm: &Algorithm| group.algorithms(false).contains(algorithm);
-        Table::always(given.filter(fits).unwrap_or(Algorithm::HalvingDoubling))
+        AlgorithmTable::uniform(given.filter(fits).unwrap_or(Algorithm::HalvingDoubling))
     };
     let of_shards = algorithms(&groups.shard);
     let of_replicas = algorithms(&groups.replica);
@@ -63,10 +64,10 @@ pub fn behind_tables<B: Kernels>(
         ranks: groups.data.size(),
         rank: groups.data.rank(),
     };
-    let slices = plan.slices(comm.rank());
-    let mut blocks: Blocks<Cpu> = plan.network.sliced(&slices);
-    let stage = Stage::of_tables(&loans(&blocks));
-    let keep = plan.host_residency();
+    let slices = plan.tensor_shards(comm.rank());
+    let mut blocks: Blocks<Cpu> = plan.network.tensor_parallel_blocks(&slices);
+    let stage = Stage::embedding_tables(&loans(&blocks));
+    let keep = plan.host_table_sharding_policy();
     let seed = trains.then_some(plan.config.run.seed);
     let updates = trains.then(|| updates(plan, None));
     let tables = Sharded::new(
@@ -81,37 +82,37 @@ pub fn behind_tables<B: Kernels>(
         seed,
     )?;
     let block = HostEmbedding::new(&model.backend, cpu, blocks.swap_remove(0))?;
-    Ok(model.with_tables(block, tables))
+    Ok(model.with_host_embedding(block, tables))
 }
 
 /// Returns the updates of a plan. `host` is the CPU of an offloaded optimizer.
 fn updates(plan: &ResolvedConfig, host: Option<Cpu>) -> Updates {
     Updates {
-        rule: plan.rule,
+        rule: plan.update_rule,
         groups: plan.config.optimizer.groups.clone(),
-        average: plan.average,
-        averaging: plan.averaging,
+        ema_decay: plan.ema,
+        local_sgd: plan.local_sgd,
         storage: plan.config.parallel.storage,
-        audit_every: plan.config.run.sdc_check_every,
+        sdc_check_every: plan.config.run.sdc_check_every,
         host,
     }
 }
 
 /// Creates an engine like [`engine`], with custom blocks instead of those of the plan's network.
-/// They must be made for the same [slices](ResolvedConfig::slices), take the same samples and give
+/// They must be made for the same [tensor-parallel shards](ResolvedConfig::tensor_shards), take the same samples and give
 /// outputs of the same width.
 ///
 /// # Errors
 /// Returns an error if [`engine`] does, or if the plan has embedding tables on the host, which
 /// custom blocks do not support.
-pub fn engine_of<B: Kernels>(
+pub fn engine_with_blocks<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
     blocks: Blocks<B>,
     backend: B,
     choices: Option<&Path>,
-) -> Result<(Engine<B>, Exchange)> {
-    if plan.has_tables_on_host() {
+) -> Result<(Engine<B>, CollectiveChoices)> {
+    if plan.offloads_embeddings() {
         return Err(Error::input("model.place.tables = host is not supported with custom blocks")
             .hint("remove model.place.tables"));
     }
@@ -124,19 +125,19 @@ fn build<B: Kernels>(
     blocks: Blocks<B>,
     backend: B,
     choices: Option<&Path>,
-) -> Result<(Engine<B>, Exchange)> {
+) -> Result<(Engine<B>, CollectiveChoices)> {
     let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
     let data = &groups.data;
     let number = plan.mesh.stage(comm.rank());
     let stage = plan.stage(number, &loans(&blocks));
     let virtual_ranks =
         VirtualRanks { total: plan.virtual_ranks, ranks: data.size(), rank: data.rank() };
-    let keep = plan.residency();
+    let keep = plan.sharding_policy();
     let seed = plan.config.run.seed;
-    let host = || Cpu::profiled(plan.threads, backend.profile().clone()).with_all_threads();
+    let host = || Cpu::with_profile(plan.threads, backend.profile().clone()).with_all_threads();
     let host = plan.config.offload.optimizer.then(host).transpose()?;
     let updates = updates(plan, host);
-    let slices = plan.slices(comm.rank());
+    let slices = plan.tensor_shards(comm.rank());
     let sharded = Sharded::new(
         backend.clone(),
         groups,
@@ -151,13 +152,13 @@ fn build<B: Kernels>(
     let geometry = Geometry {
         schedule: plan.step_schedule(number),
         rows: plan.micro as usize * plan.network.context(),
-        predictions: plan.tokens_of_replica(),
+        predictions: plan.tokens_per_replica(),
         recompute: plan.config.parallel.recompute,
         seed,
     };
     let host_inputs =
         plan.config.offload.activations.then(|| ActivationOffload::new(&backend)).transpose()?;
-    let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded)
-        .with_logit_rows(plan.logit_rows);
-    Ok((Engine { model, geometry, host_inputs }, exchange))
+    let model = Model::new(backend, blocks, plan.objective().with_tensor_shards(&slices), sharded)
+        .with_loss_chunk_rows(plan.loss_chunk_tokens);
+    Ok((Engine { model, geometry, activation_offload: host_inputs }, exchange))
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use hpctrain_base::error::Result;
-use hpctrain_base::spans::{Doing, span};
+use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::loss::Objective;
 use hpctrain_nn::{Block, Context, Grads, MicroBatch, Params};
@@ -22,18 +22,23 @@ pub struct RowChunk<B: Kernels> {
 
 impl<B: Kernels> RowChunk<B> {
     /// Copies rows `rows` of a micro-batch whose rows have the input `x`.
-    pub fn cut(backend: &B, micro: &MicroBatch<B>, x: &B::Buf, rows: Range<usize>) -> Result<Self> {
+    pub fn copy_rows(
+        backend: &B,
+        micro: &MicroBatch<B>,
+        x: &B::Buf,
+        rows: Range<usize>,
+    ) -> Result<Self> {
         let at = elements::<B>(x, micro.rows(), &rows);
         let mut part = backend.alloc(MemoryKind::Activations, at.len())?;
         backend.copy(B::view(x, at), B::all_mut(&mut part))?;
-        Ok(Self { micro: micro.of_rows(backend, rows)?, x: part })
+        Ok(Self { micro: micro.slice_rows(backend, rows)?, x: part })
     }
 }
 
 /// A chunk whose forward is done.
 pub struct ChunkForward<B: Kernels> {
     /// The rows of the chunk.
-    pub piece: RowChunk<B>,
+    pub chunk: RowChunk<B>,
     /// The activations that the block's forward saved.
     pub saved: Vec<B::Buf>,
     /// The gradient of the block's output.
@@ -41,7 +46,7 @@ pub struct ChunkForward<B: Kernels> {
 }
 
 /// Cuts `rows` rows into chunks of `at_once` rows; 0 means all at once.
-pub fn pieces(rows: usize, at_once: usize) -> impl Iterator<Item = Range<usize>> {
+pub fn chunks(rows: usize, at_once: usize) -> impl Iterator<Item = Range<usize>> {
     let step = if at_once == 0 { rows } else { at_once };
     (0..rows).step_by(step.max(1)).map(move |from| from..(from + step).min(rows))
 }
@@ -57,7 +62,7 @@ pub struct ChunkedHead<'a, B: Kernels> {
     /// The factor of the loss's gradient.
     pub scale: f32,
     /// The number of rows in a chunk.
-    pub at_once: usize,
+    pub chunk_rows: usize,
 }
 
 impl<B: Kernels> ChunkedHead<'_, B> {
@@ -78,27 +83,27 @@ impl<B: Kernels> ChunkedHead<'_, B> {
         let rows = cx.micro.rows();
         let mut dx = cx.backend.alloc(MemoryKind::Activations, B::len(x))?;
         let mut first = Some(first);
-        for chunk_rows in pieces(rows, self.at_once) {
+        for chunk_rows in chunks(rows, self.chunk_rows) {
             let at = elements::<B>(x, rows, &chunk_rows);
-            let ChunkForward { piece, saved, dy } = match first.take() {
+            let ChunkForward { chunk: piece, saved, dy } = match first.take() {
                 Some(first) => first,
                 None => self.forward(
                     cx,
                     params,
-                    RowChunk::cut(cx.backend, cx.micro, x, chunk_rows)?,
+                    RowChunk::copy_rows(cx.backend, cx.micro, x, chunk_rows)?,
                     losses,
                 )?,
             };
             let part = self.block.backward(
-                &cx.of(&piece.micro),
+                &cx.with_micro_batch(&piece.micro),
                 params,
-                grads.again(),
+                grads.reborrow(),
                 &piece.x,
                 saved,
                 dy,
             )?;
             cx.backend.copy(B::all(&part), B::view_mut(&mut dx, at))?;
-            (grads.first, grads.lent_first) = (false, false);
+            (grads.first, grads.tied_first) = (false, false);
         }
         Ok(dx)
     }
@@ -112,10 +117,10 @@ impl<B: Kernels> ChunkedHead<'_, B> {
         losses: &mut Vec<B::Scalar>,
     ) -> Result<ChunkForward<B>> {
         let (mut y, saved) = {
-            let _span = span(Doing::Forward, Some(self.name));
-            self.block.forward(&cx.of(&piece.micro), params, &piece.x)?
+            let _span = span(ActivityKind::Forward, Some(self.name));
+            self.block.forward(&cx.with_micro_batch(&piece.micro), params, &piece.x)?
         };
-        let _span = span(Doing::Loss, None);
+        let _span = span(ActivityKind::Loss, None);
         losses.push(self.objective.train(
             cx.backend,
             cx.tensor,
@@ -123,7 +128,7 @@ impl<B: Kernels> ChunkedHead<'_, B> {
             &mut y,
             self.scale,
         )?);
-        Ok(ChunkForward { piece, saved, dy: y })
+        Ok(ChunkForward { chunk: piece, saved, dy: y })
     }
 }
 
@@ -139,7 +144,7 @@ mod tests {
 
     #[test]
     fn rows_are_cut() {
-        let cut = |rows, at_once| pieces(rows, at_once).collect::<Vec<_>>();
+        let cut = |rows, at_once| chunks(rows, at_once).collect::<Vec<_>>();
         assert_eq!(cut(5, 2), [0..2, 2..4, 4..5]);
         assert_eq!(cut(4, 2), [0..2, 2..4]);
         for at_once in [0, 4, 5, usize::MAX] {

@@ -9,7 +9,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::mesh::Mesh;
 use hpctrain_base::safe_open;
-use hpctrain_comm::{Algorithm, Comm, DeviceTransport, Group, Operation, Table, measure};
+use hpctrain_comm::{Algorithm, AlgorithmTable, Comm, DeviceTransport, Group, Operation, measure};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_device::Kernels;
 use hpctrain_nn::{Block, Blocks};
@@ -30,8 +30,8 @@ fn replica_operations(storage: Storage) -> &'static [Operation] {
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct SavedChoices {
     key: Key,
-    shard: Table,
-    replica: Table,
+    shard: AlgorithmTable,
+    replica: AlgorithmTable,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -55,11 +55,11 @@ struct Key {
 const RULE_VERSION: u32 = 1;
 
 /// The chosen algorithms of the collectives of a run.
-pub struct Exchange {
+pub struct CollectiveChoices {
     /// A line for display. Empty if there are no collectives.
-    pub told: String,
+    pub summary: String,
     /// The result of a new benchmark, to be written to `collectives.json`.
-    pub found: Option<String>,
+    pub to_save: Option<String>,
 }
 
 /// Creates the groups of `plan`'s mesh, each with its algorithms. Rank 0 reads earlier choices of
@@ -73,8 +73,8 @@ pub fn groups<B: Kernels>(
     backend: &B,
     blocks: &Blocks<B>,
     path: Option<&Path>,
-) -> Result<(Groups<B>, Exchange)> {
-    let groups = Groups::split(comm, &plan.mesh, plan.averaging.is_some())?;
+) -> Result<(Groups<B>, CollectiveChoices)> {
+    let groups = Groups::split(comm, &plan.mesh, plan.local_sgd.is_some())?;
     let Groups { world, shard, replica, .. } = &groups;
     let storage = plan.config.parallel.storage;
     let mut found = None;
@@ -82,7 +82,7 @@ pub fn groups<B: Kernels>(
     // With one rank there is nothing to measure.
     let alone = (comm.size() == 1).then_some(Algorithm::HalvingDoubling);
     let (of_shards, of_replicas) = match plan.config.comm.algorithm.fixed().or(alone) {
-        Some(algorithm) => (Table::always(algorithm), Table::always(algorithm)),
+        Some(algorithm) => (AlgorithmTable::uniform(algorithm), AlgorithmTable::uniform(algorithm)),
         None => {
             let key = Key::new(comm, plan, blocks);
             how = "measured before";
@@ -102,10 +102,11 @@ pub fn groups<B: Kernels>(
             (choices.shard, choices.replica)
         }
     };
-    let describe = |group: &Group<B>, table: &Table, operations: &[Operation], axis: &str| {
-        (group.size() > 1)
-            .then(|| format!("{} {axis}: {}", group.size(), table.describe(operations)))
-    };
+    let describe =
+        |group: &Group<B>, table: &AlgorithmTable, operations: &[Operation], axis: &str| {
+            (group.size() > 1)
+                .then(|| format!("{} {axis}: {}", group.size(), table.describe(operations)))
+        };
     let parts = [
         describe(shard, &of_shards, &SHARD_OPERATIONS, "shards"),
         describe(replica, &of_replicas, replica_operations(storage), "replicas"),
@@ -113,14 +114,17 @@ pub fn groups<B: Kernels>(
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     let line =
         if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
-    Ok((groups.with_algorithms(of_shards, of_replicas), Exchange { told: line, found }))
+    Ok((
+        groups.with_algorithms(of_shards, of_replicas),
+        CollectiveChoices { summary: line, to_save: found },
+    ))
 }
 
 impl Key {
     fn new<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, blocks: &Blocks<B>) -> Self {
-        let slices = plan.slices(0);
+        let slices = plan.tensor_shards(0);
         let layout_of = |block: &dyn Block<B>| {
-            UnitLayout::sliced(block.name(), block.tensors(), plan.virtual_ranks, &slices)
+            UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices)
         };
         let sizes = blocks.iter().map(|block| layout_of(&**block).padded);
         Self {
@@ -128,7 +132,7 @@ impl Key {
             storage: plan.config.parallel.storage,
             library: comm.library().to_string(),
             shared_memory: comm.shares_memory(),
-            path: comm.device_path(),
+            path: comm.device_transport(),
             reproducible: plan.config.comm.deterministic,
             largest: sizes.max().unwrap_or(0) * size_of::<f32>(),
             way: RULE_VERSION,

@@ -9,7 +9,7 @@ use super::chunked_loss::{ChunkForward, ChunkedHead, RowChunk};
 use super::model::Model;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random;
-use hpctrain_base::spans::{Doing, span};
+use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_comm::{Group, Pending};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::{Context, DeferredWgrad, MicroBatch, Training};
@@ -22,7 +22,7 @@ pub struct Engine<B: Kernels> {
     /// Virtual ranks and micro-batches of a step.
     pub geometry: Geometry,
     /// Offloads the inputs of recomputed blocks to the host. `None` if they stay on the device.
-    pub host_inputs: Option<ActivationOffload<B>>,
+    pub activation_offload: Option<ActivationOffload<B>>,
 }
 
 /// The geometry of a step: its virtual ranks and micro-batches, and the seed of its random streams.
@@ -54,7 +54,7 @@ impl Geometry {
         ranks: &'a Group<B>,
     ) -> Training<'a, B> {
         let share = micro.rows() as f32 / self.predictions as f32;
-        Training { dropout, ranks: Some(ranks), share }
+        Training { dropout, ranks: Some(ranks), batch_fraction: share }
     }
 }
 
@@ -133,7 +133,7 @@ impl<B: Kernels> Engine<B> {
         for action in schedule.actions() {
             match action {
                 Action::Receive(flow, k) => {
-                    let Model { backend, neighbours, sharded, .. } = &self.model;
+                    let Model { backend, p2p: neighbours, sharded, .. } = &self.model;
                     let rows = sharded.slices().rows(rows).len();
                     let about = format!("micro-batch {k}");
                     inputs.insert((flow, k), neighbours.receive(backend, flow, rows, &about)?);
@@ -190,9 +190,7 @@ impl<B: Kernels> Engine<B> {
                     )?;
                 }
                 Action::Send(flow, _) => {
-                    self.model
-                        .neighbours
-                        .send(flow, result.take().ok_or_else(|| missing("a message"))?);
+                    self.model.p2p.send(flow, result.take().ok_or_else(|| missing("a message"))?);
                     // Reductions start after the message, for which another stage waits.
                     self.model.sharded.start_reductions()?;
                 }
@@ -220,8 +218,12 @@ impl<B: Kernels> Engine<B> {
         mut x: B::Buf,
         dropout: u64,
     ) -> Result<(SavedForward<B>, B::Buf)> {
-        let first_chunk = self.model.first_piece(micro.rows());
-        let Self { model: Model { backend, blocks, sharded, .. }, geometry, host_inputs } = self;
+        let first_chunk = self.model.first_chunk(micro.rows());
+        let Self {
+            model: Model { backend, blocks, sharded, .. },
+            geometry,
+            activation_offload: host_inputs,
+        } = self;
         let ranks = sharded.step_data().clone();
         let tensor = sharded.tensor().cloned();
         let training = Some(geometry.training(&micro, dropout, &ranks));
@@ -239,13 +241,15 @@ impl<B: Kernels> Engine<B> {
             let offload = host_inputs.as_mut().filter(|_| !is_last_block && B::len(&x) > 0);
             let offloaded = offload.map(|host| host.send(&mut x)).transpose()?;
             let params = sharded.params(unit)?;
-            let span = span(Doing::Forward, Some(&name));
+            let span = span(ActivityKind::Forward, Some(&name));
             if let Some(rows) = first_chunk.clone().filter(|_| is_last_block) {
-                chunk = Some(Box::new(RowChunk::cut(backend, &micro, &x, rows)?));
+                chunk = Some(Box::new(RowChunk::copy_rows(backend, &micro, &x, rows)?));
             }
             let (y, activations) = match &chunk {
                 None => block.forward(&cx, params, &x)?,
-                Some(chunk) => block.forward(&cx.of(&chunk.micro), params, &chunk.x)?,
+                Some(chunk) => {
+                    block.forward(&cx.with_micro_batch(&chunk.micro), params, &chunk.x)?
+                }
             };
             drop(span);
             sharded.release();
@@ -266,7 +270,7 @@ impl<B: Kernels> Engine<B> {
     /// Computes the loss of the network's output, a sum over predictions, and replaces the output
     /// by its gradient.
     fn loss(&mut self, micro: &MicroBatch<B>, output: &mut B::Buf) -> Result<B::Scalar> {
-        let _span = span(Doing::Loss, None);
+        let _span = span(ActivityKind::Loss, None);
         let Model { backend, objective, sharded, .. } = &self.model;
         objective.train(backend, sharded.tensor(), micro, output, self.geometry.scale())
     }
@@ -285,8 +289,16 @@ impl<B: Kernels> Engine<B> {
         losses: &mut Vec<B::Scalar>,
     ) -> Result<B::Buf> {
         let SavedForward { micro, mut inputs, mut saved, mut chunk } = saved_forward;
-        let Self { model, geometry, host_inputs } = self;
-        let Model { backend, blocks, objective, sharded, tables, rows_at_once, .. } = model;
+        let Self { model, geometry, activation_offload: host_inputs } = self;
+        let Model {
+            backend,
+            blocks,
+            objective,
+            sharded,
+            host_embedding: tables,
+            loss_chunk_rows: rows_at_once,
+            ..
+        } = model;
         let ranks = sharded.step_data().clone();
         let tensor = sharded.tensor().cloned();
         let training = Some(geometry.training(&micro, dropout, &ranks));
@@ -308,14 +320,14 @@ impl<B: Kernels> Engine<B> {
             let activations = match activations {
                 Some(activations) => activations,
                 None => {
-                    let _span = span(Doing::Forward, Some(&name));
+                    let _span = span(ActivityKind::Forward, Some(&name));
                     block.forward(&cx, sharded.params(unit)?, &x)?.1
                 }
             };
             let mut deferred = wgrads.is_some().then(Vec::new);
             let (params, mut grads) = sharded.params_and_grads(unit)?;
-            grads.later = deferred.as_mut();
-            let span = span(Doing::Backward, Some(&name));
+            grads.deferred = deferred.as_mut();
+            let span = span(ActivityKind::Backward, Some(&name));
             dy = match chunk.take() {
                 None => block.backward(&cx, params, grads, &x, activations, dy)?,
                 Some(chunk) => {
@@ -326,14 +338,14 @@ impl<B: Kernels> Engine<B> {
                         name: &name,
                         objective,
                         scale,
-                        at_once: *rows_at_once,
+                        chunk_rows: *rows_at_once,
                     };
                     head.backward(
                         &cx,
                         params,
                         grads,
                         &x,
-                        ChunkForward { piece: *chunk, saved: activations, dy },
+                        ChunkForward { chunk: *chunk, saved: activations, dy },
                         losses,
                     )?
                 }
@@ -348,7 +360,7 @@ impl<B: Kernels> Engine<B> {
         match tables {
             None => Ok(dy),
             Some(tables) => {
-                tables.backward(sharded.tables()?, &micro, dy, virtual_rank_end)?;
+                tables.backward(sharded.host_units()?, &micro, dy, virtual_rank_end)?;
                 backend.alloc(MemoryKind::Activations, 0)
             }
         }
@@ -380,10 +392,12 @@ impl<B: Kernels> Engine<B> {
         let Model { backend, sharded, .. } = &mut self.model;
         for (unit, deferred) in wgrads {
             let name = sharded.name(unit).clone();
-            let span = span(Doing::Weights, Some(&name));
+            let span = span(ActivityKind::Weights, Some(&name));
             {
                 let mut grads = sharded.open_grads(unit, is_virtual_rank_start)?;
-                deferred.into_iter().try_for_each(|deferred| grads.add(backend, deferred))?;
+                deferred
+                    .into_iter()
+                    .try_for_each(|deferred| grads.add_deferred(backend, deferred))?;
             }
             drop(span);
             // The virtual rank's last message to the previous stage was sent already.

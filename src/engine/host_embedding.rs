@@ -14,7 +14,7 @@
 use std::sync::Arc;
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::spans::{Doing, span};
+use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_cpu::{Cpu, CpuBuf};
 use hpctrain_data::SampleFields;
 use hpctrain_device::{Backend, CommBuffer, ComputeOrderedCopies, Kernels, MemoryKind, Slot};
@@ -42,7 +42,7 @@ impl<B: Kernels> HostEmbedding<B> {
     /// # Errors
     /// Returns an error if the device fails.
     pub fn new(backend: &B, cpu: Cpu, block: Box<dyn Block<Cpu>>) -> Result<Self> {
-        let (backend, copies) = (backend.clone(), backend.copies()?);
+        let (backend, copies) = (backend.clone(), backend.copy_streams()?);
         Ok(Self { backend, cpu, block, copies, slot: None, words: 0, bytes: 0 })
     }
 
@@ -52,7 +52,7 @@ impl<B: Kernels> HostEmbedding<B> {
     /// # Errors
     /// Returns an error if memory runs out, or if the device or an all-gather of parameters fails.
     pub fn forward(&mut self, sharded: &mut Sharded<Cpu>, micro: &MicroBatch<B>) -> Result<B::Buf> {
-        let _span = span(Doing::Forward, Some(&sharded.name(0).clone()));
+        let _span = span(ActivityKind::Forward, Some(&sharded.name(0).clone()));
         let rows = {
             let micro = self.micro(micro)?;
             let cx = Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
@@ -79,7 +79,7 @@ impl<B: Kernels> HostEmbedding<B> {
         gradient: B::Buf,
         virtual_rank_end: Option<bool>,
     ) -> Result<()> {
-        let span = span(Doing::Backward, Some(&sharded.name(0).clone()));
+        let span = span(ActivityKind::Backward, Some(&sharded.name(0).clone()));
         let gradient = self.receive(gradient)?;
         {
             let micro = self.micro(micro)?;
@@ -115,7 +115,7 @@ impl<B: Kernels> HostEmbedding<B> {
             self.slot = None;
             self.slot = Some(match &self.copies {
                 Some(copies) => Slot::new(&**copies, words)?,
-                None => Slot::of(Box::new(vec![0.0; words])),
+                None => Slot::from_pinned(Box::new(vec![0.0; words])),
             });
             self.words = words;
         }
@@ -132,7 +132,7 @@ impl<B: Kernels> HostEmbedding<B> {
                 // Waits for the previous rows, which were sent long ago.
                 let words = self.slot(memory.words())?.memory()?;
                 match is_narrow {
-                    true => cpu.narrow(rows.as_slice(), words),
+                    true => cpu.round_to_bf16(rows.as_slice(), words),
                     false => words[..rows.len()].copy_from_slice(rows.as_slice()),
                 }
                 let copies = self.copies()?;
@@ -169,15 +169,15 @@ impl<B: Kernels> HostEmbedding<B> {
 
     /// Enters the host's memory in the device's memory statistics. The host's pool never shrinks.
     fn count(&mut self) {
-        let now = self.cpu.ledger().total_peak() + self.words * size_of::<f32>();
-        self.backend.ledger().resize(MemoryKind::Offloaded, self.bytes, now);
+        let now = self.cpu.memory_stats().total_peak() + self.words * size_of::<f32>();
+        self.backend.memory_stats().record_resize(MemoryKind::Offloaded, self.bytes, now);
         self.bytes = now;
     }
 }
 
 impl<B: Kernels> Drop for HostEmbedding<B> {
     fn drop(&mut self) {
-        self.backend.ledger().give(MemoryKind::Offloaded, self.bytes);
+        self.backend.memory_stats().record_free(MemoryKind::Offloaded, self.bytes);
     }
 }
 
@@ -223,7 +223,7 @@ mod tests {
             let mut progress = Progress::default();
             let mut losses = vec![];
             let virtual_ranks =
-                plan.virtual_ranks_of(engine.model.sharded.data().rank())[0].clone();
+                plan.virtual_ranks_of_rank(engine.model.sharded.data().rank())[0].clone();
             for step in 0..3 {
                 let mut samples = (virtual_ranks.start as u64 * plan.virtual_rank_samples..)
                     .step_by(plan.micro as usize);
@@ -243,7 +243,7 @@ mod tests {
                         values: samples.clone().map(|i| (i % 3) as f32).collect(),
                         ..SampleFields::default()
                     };
-                    micro_batches::micro(
+                    micro_batches::upload(
                         &backend,
                         &Batch { positions: samples, parts },
                         1,

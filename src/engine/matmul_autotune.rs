@@ -19,10 +19,10 @@ use super::warmup::warmup_step;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_config::ResolvedConfig;
-use hpctrain_device::{Chosen, Kernels, ProductAlgorithms, ProductKind};
+use hpctrain_device::{ChosenAlgorithm, Kernels, MatmulAlgorithms, MatmulKey};
 
 /// Choices by kind of device, sorted by matmul.
-type Choices = BTreeMap<String, Vec<Chosen>>;
+type Choices = BTreeMap<String, Vec<ChosenAlgorithm>>;
 
 /// The content of `matmuls.json`.
 #[derive(Serialize, Deserialize)]
@@ -35,25 +35,25 @@ struct File {
 
 /// The result of autotuning.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct TimedProducts {
+pub struct MatmulChoices {
     /// A line for display. Empty if nothing was autotuned.
-    pub told: String,
+    pub summary: String,
     /// The new content of `matmuls.json`, on rank 0, if there are new choices.
-    pub found: Option<String>,
+    pub to_save: Option<String>,
 }
 
 /// The matmuls that a rank uses.
 #[derive(Serialize, Deserialize)]
 struct UsedMatmuls {
     kind: String,
-    products: Vec<ProductKind>,
+    products: Vec<MatmulKey>,
 }
 
 /// The choices for all matmuls on a kind of device.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 struct DeviceChoices {
     kind: String,
-    chosen: Vec<Chosen>,
+    chosen: Vec<ChosenAlgorithm>,
     /// The number of matmuls that were measured now.
     measured: usize,
     /// The number of matmuls whose earlier choice the library no longer accepts, so that its first
@@ -67,16 +67,16 @@ struct DeviceChoices {
 ///
 /// # Errors
 /// Returns an error if the file cannot be read, or if the device or a message between ranks fails.
-pub fn time_products<B: Kernels>(
+pub fn autotune_matmuls<B: Kernels>(
     world: &Group<B>,
     plan: &ResolvedConfig,
     engine: &mut Engine<B>,
     path: &Path,
-) -> Result<TimedProducts> {
+) -> Result<MatmulChoices> {
     let backend = engine.model.backend.clone();
     let is_enabled = plan.config.device.matmul_autotune;
-    let Some(device) = backend.product_algorithms().filter(|_| is_enabled) else {
-        return Ok(TimedProducts::default());
+    let Some(device) = backend.matmul_algorithms().filter(|_| is_enabled) else {
+        return Ok(MatmulChoices::default());
     };
     let begun = Instant::now();
     warmup_step(plan, engine)?;
@@ -84,11 +84,11 @@ pub fn time_products<B: Kernels>(
     let root = world.rank() == 0;
     let mine = world.all_ok(if root { recall(path) } else { Ok(Choices::new()) })?;
     let before = exchange(world, &mine)?.swap_remove(0);
-    let kind = device.kind();
+    let kind = device.device_and_version();
     let used = exchange(world, &UsedMatmuls { kind: kind.clone(), products: device.seen() })?;
     let is_first = used.iter().position(|one| one.kind == kind) == Some(world.rank());
     let same_kind = used.into_iter().filter(|one| one.kind == kind);
-    let matmuls: BTreeSet<ProductKind> = same_kind.flat_map(|one| one.products).collect();
+    let matmuls: BTreeSet<MatmulKey> = same_kind.flat_map(|one| one.products).collect();
     let known = before.get(&kind).map_or(&[][..], Vec::as_slice);
     let choices = world
         .with_keepalive(is_first.then_some(|| choose(device, kind.clone(), &matmuls, known)))?;
@@ -108,7 +108,7 @@ pub fn time_products<B: Kernels>(
     let line = describe(&all, begun.elapsed().as_secs_f64());
     let now = joined(&before, all);
     let found = (root && now != before).then(|| encode(&now)).transpose()?;
-    Ok(TimedProducts { told: line, found })
+    Ok(MatmulChoices { summary: line, to_save: found })
 }
 
 /// Describes the choices in one line.
@@ -138,17 +138,17 @@ fn exchange<B: Kernels, T: Serialize + DeserializeOwned>(
 /// Chooses an algorithm for each matmul that the library has one for: the earlier one if the
 /// library still accepts it, else a new one.
 fn choose(
-    device: &dyn ProductAlgorithms,
+    device: &dyn MatmulAlgorithms,
     kind: String,
-    matmuls: &BTreeSet<ProductKind>,
-    before: &[Chosen],
+    matmuls: &BTreeSet<MatmulKey>,
+    before: &[ChosenAlgorithm],
 ) -> Result<DeviceChoices> {
     let mut choices = DeviceChoices { kind, ..DeviceChoices::default() };
     for product in matmuls {
         let chosen = match before.iter().find(|one| one.product == *product) {
-            Some(known) if device.takes(known)? => Some(*known),
+            Some(known) if device.accepts(known)? => Some(*known),
             // The first proposal is the same at every start, unlike a measurement.
-            Some(_) => device.guess(product)?.inspect(|_| choices.refused += 1),
+            Some(_) => device.heuristic(product)?.inspect(|_| choices.refused += 1),
             None => device.measure(product)?.inspect(|_| choices.measured += 1),
         };
         choices.chosen.extend(chosen);
@@ -205,10 +205,10 @@ fn checksum(kinds: &Choices) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hpctrain_device::Algorithm;
+    use hpctrain_device::MatmulAlgorithm;
 
-    fn product(m: usize) -> ProductKind {
-        ProductKind {
+    fn product(m: usize) -> MatmulKey {
+        MatmulKey {
             sizes: [m, 8, 16],
             strides: [16, 8, 8],
             transposed: [false, true],
@@ -221,10 +221,10 @@ mod tests {
         }
     }
 
-    fn chosen(m: usize, place: usize) -> Chosen {
-        Chosen {
+    fn chosen(m: usize, place: usize) -> ChosenAlgorithm {
+        ChosenAlgorithm {
             product: product(m),
-            algorithm: Algorithm([place as u64, 0, 0, 0, 0, 0, 0, u64::MAX]),
+            algorithm: MatmulAlgorithm([place as u64, 0, 0, 0, 0, 0, 0, u64::MAX]),
             place,
         }
     }
@@ -233,28 +233,28 @@ mod tests {
     /// and has no algorithm for matmuls of 7 rows.
     struct Library;
 
-    impl ProductAlgorithms for Library {
-        fn kind(&self) -> String {
+    impl MatmulAlgorithms for Library {
+        fn device_and_version(&self) -> String {
             "a device".into()
         }
 
-        fn seen(&self) -> Vec<ProductKind> {
+        fn seen(&self) -> Vec<MatmulKey> {
             vec![]
         }
 
-        fn takes(&self, chosen: &Chosen) -> Result<bool> {
+        fn accepts(&self, chosen: &ChosenAlgorithm) -> Result<bool> {
             Ok(chosen.place.is_multiple_of(2))
         }
 
-        fn guess(&self, product: &ProductKind) -> Result<Option<Chosen>> {
+        fn heuristic(&self, product: &MatmulKey) -> Result<Option<ChosenAlgorithm>> {
             Ok(Some(chosen(product.sizes[0], 0)))
         }
 
-        fn measure(&self, product: &ProductKind) -> Result<Option<Chosen>> {
+        fn measure(&self, product: &MatmulKey) -> Result<Option<ChosenAlgorithm>> {
             Ok((product.sizes[0] != 7).then(|| chosen(product.sizes[0], 1)))
         }
 
-        fn choose(&self, _: &[Chosen]) {}
+        fn choose(&self, _: &[ChosenAlgorithm]) {}
     }
 
     #[test]
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn new_choices_join_those_of_other_matmuls_and_devices() {
-        let of_kind = |kind: &str, chosen: Vec<Chosen>| DeviceChoices {
+        let of_kind = |kind: &str, chosen: Vec<ChosenAlgorithm>| DeviceChoices {
             kind: kind.into(),
             chosen,
             ..DeviceChoices::default()

@@ -10,8 +10,8 @@ use hpctrain_comm::Group;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, ModelKind, ResolvedConfig, sample_spec};
 use hpctrain_data::{
-    Augment, Batch, DataSpec, Dataset, Held, Loader, SampleOrder, SampleSpec, ShardIndex, Source,
-    Split, Target, bundled, local_cache,
+    Augment, Batch, DataSpec, Dataset, Loader, SampleOrder, SampleSpec, ShardIndex, Source, Split,
+    Target, ValidationSource, bundled, local_cache,
 };
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 use hpctrain_nn::MicroBatch;
@@ -24,7 +24,7 @@ use hpctrain_parallel::Stage;
 /// # Errors
 /// Returns an error if data is missing or malformed; it names the file.
 pub fn open(config: &Config) -> Result<(Dataset, Option<Dataset>)> {
-    open_specs(&mut ShardIndex::to_be_told(), config, &specs(config)?)
+    open_specs(&mut ShardIndex::recording(), config, &specs(config)?)
 }
 
 /// Opens data on all ranks of `world`: rank 0 inspects the files and sends their index to the other
@@ -32,21 +32,22 @@ pub fn open(config: &Config) -> Result<(Dataset, Option<Dataset>)> {
 ///
 /// # Errors
 /// Returns an error, shared by all ranks, if `open` fails, or if a message between ranks fails.
-pub fn together<B: Backend, T>(
+pub fn open_together<B: Backend, T>(
     world: &Group<B>,
     open: impl FnOnce(&mut ShardIndex) -> Result<T>,
 ) -> Result<T> {
     if world.rank() == 0 {
-        let mut index = ShardIndex::to_be_told();
+        let mut index = ShardIndex::recording();
         let opened = world.all_ok(open(&mut index))?;
-        let message = world.all_ok(if world.size() > 1 { index.tell() } else { Ok(Vec::new()) })?;
+        let message =
+            world.all_ok(if world.size() > 1 { index.into_bytes() } else { Ok(Vec::new()) })?;
         world.gather_bytes(message).wait()?;
         return world.all_ok(Ok(opened));
     }
     world.all_ok(Ok(()))?;
     world.all_ok(Ok(()))?;
     let messages = world.gather_bytes(Vec::new()).wait()?;
-    let opened = ShardIndex::told(&messages[0], world.is_first_of_node())
+    let opened = ShardIndex::from_bytes(&messages[0], world.is_first_of_node())
         .and_then(|mut index| open(&mut index));
     world.all_ok(opened)
 }
@@ -63,12 +64,12 @@ pub fn open_staged<B: Backend>(
 ) -> Result<(Dataset, Option<Dataset>)> {
     let sources = world.all_ok(specs(config))?;
     let Some(root) = config.data.local_cache.as_ref().map(Path::new) else {
-        return together(world, |index| open_specs(index, config, &sources));
+        return open_together(world, |index| open_specs(index, config, &sources));
     };
     let here = &topology.here().host;
     // The original files are checked first, so that errors name the paths in the configuration.
     let check = || {
-        let (train, validation) = open_specs(&mut ShardIndex::to_be_told(), config, &sources)?;
+        let (train, validation) = open_specs(&mut ShardIndex::recording(), config, &sources)?;
         std::iter::once(&train).chain(&validation).try_for_each(Dataset::check_self_contained)
     };
     world.all_ok(if world.rank() == 0 { check() } else { Ok(()) })?;
@@ -90,7 +91,7 @@ pub fn open_staged<B: Backend>(
     let staged =
         || sources.iter().map(|spec| local_cache::place(spec, root)).collect::<Result<Vec<_>>>();
     let staged = world.all_ok(staged())?;
-    together(world, |index| open_specs(index, config, &staged))
+    open_together(world, |index| open_specs(index, config, &staged))
 }
 
 fn open_specs(
@@ -98,7 +99,7 @@ fn open_specs(
     config: &Config,
     specs: &[DataSpec],
 ) -> Result<(Dataset, Option<Dataset>)> {
-    let mut train = Dataset::open_by(index, specs, Split::Train, predictions(config))?;
+    let mut train = Dataset::open_with_index(index, specs, Split::Train, predictions(config))?;
     if config.data.augment != Augment::default() {
         // Samples of language models have no shape.
         let shape = config.model.input.as_deref().unwrap_or_default();
@@ -120,7 +121,7 @@ fn open_measured(
 ) -> Result<Dataset> {
     let unweighted = |spec: &DataSpec| DataSpec { weights: Some(String::new()), ..spec.clone() };
     let specs: Vec<DataSpec> = specs.iter().map(unweighted).collect();
-    Dataset::open_by(index, &specs, split, predictions(config))
+    Dataset::open_with_index(index, &specs, split, predictions(config))
 }
 
 /// Opens the validation data, if there is any.
@@ -129,9 +130,10 @@ fn open_validation(
     config: &Config,
     specs: &[DataSpec],
 ) -> Result<Option<Dataset>> {
-    let held = specs.iter().map(|spec| index.held(spec)).collect::<Result<Vec<_>>>()?;
+    let held =
+        specs.iter().map(|spec| index.validation_source(spec)).collect::<Result<Vec<_>>>()?;
     let fraction = config.data.val_fraction;
-    if fraction > 0.0 && !held.contains(&Held::Fraction) {
+    if fraction > 0.0 && !held.contains(&ValidationSource::Fraction) {
         let path = specs[0].path.display();
         return Err(Error::input(format!(
             "data.val_fraction = {fraction}, but {path} has validation shards"
@@ -141,7 +143,7 @@ fn open_validation(
     let without: Vec<&DataSpec> = specs
         .iter()
         .zip(&held)
-        .filter(|(_, held)| **held == Held::Nowhere)
+        .filter(|(_, held)| **held == ValidationSource::Nowhere)
         .map(|(spec, _)| spec)
         .collect();
     match without[..] {
@@ -163,14 +165,14 @@ fn open_validation(
 /// # Errors
 /// Returns an error if [`open`] does, or if there is none.
 pub fn validation(index: &mut ShardIndex, config: &Config) -> Result<Dataset> {
-    measured(index, config, Split::Validation)
+    open_for_eval(index, config, Split::Validation)
 }
 
 /// Opens a split of a configuration's data for evaluation.
 ///
 /// # Errors
 /// Returns an error if [`open`] does, or if there is none.
-pub fn measured(index: &mut ShardIndex, config: &Config, split: Split) -> Result<Dataset> {
+pub fn open_for_eval(index: &mut ShardIndex, config: &Config, split: Split) -> Result<Dataset> {
     let specs = specs(config)?;
     match split {
         Split::Train => open_measured(index, config, &specs, split),
@@ -183,17 +185,19 @@ pub fn measured(index: &mut ShardIndex, config: &Config, split: Split) -> Result
 ///
 /// # Errors
 /// Returns an error if the configuration names bundled data that does not exist.
-pub fn has(config: &Config, split: Split) -> Result<bool> {
+pub fn has_split(config: &Config, split: Split) -> Result<bool> {
     let has = |spec: &DataSpec| match split {
         Split::Train => spec.files(split).is_ok(),
-        Split::Validation => spec.held().is_ok_and(|held| held != Held::Nowhere),
+        Split::Validation => {
+            spec.validation_source().is_ok_and(|held| held != ValidationSource::Nowhere)
+        }
     };
     Ok(specs(config)?.iter().all(has))
 }
 
 /// Returns the error for missing validation data; `what` says what requires it.
 pub fn no_validation(what: &str, config: &Config) -> Error {
-    Error::input(format!("{} has no validation data: {what}", config.data.told()))
+    Error::input(format!("{} has no validation data: {what}", config.data.display_location()))
         .hint("add validation shards (data.validation), or keep a part of the samples for it, such as data.val_fraction = 0.1")
 }
 
@@ -201,14 +205,14 @@ pub fn no_validation(what: &str, config: &Config) -> Error {
 ///
 /// # Errors
 /// Returns an error if [`open`] does.
-pub fn inputs(index: &mut ShardIndex, config: &Config, split: Split) -> Result<Dataset> {
+pub fn open_inputs(index: &mut ShardIndex, config: &Config, split: Split) -> Result<Dataset> {
     let mut specs = specs(config)?;
     for spec in &mut specs {
         if let SampleSpec::Rows { target, .. } = &mut spec.samples {
             *target = Target::Unknown;
         }
     }
-    Dataset::open_by(index, &specs, split, predictions(config))
+    Dataset::open_with_index(index, &specs, split, predictions(config))
 }
 
 /// Returns the number of predictions per sample.
@@ -279,7 +283,7 @@ pub fn vocabulary(config: &Config) -> Result<usize> {
 ///
 /// # Errors
 /// Returns an error if the device is out of memory.
-pub fn micro<B: Backend>(
+pub fn upload<B: Backend>(
     backend: &B,
     batch: &Batch,
     time: usize,
@@ -293,8 +297,11 @@ pub fn micro<B: Backend>(
     if !stage.is_last() {
         (parts.classes, parts.values, parts.weights) = (&[], &[], &[]);
     }
-    let host_ids =
-        if stage.takes_rows() { std::mem::take(&mut parts.ids).to_vec() } else { Vec::new() };
+    let host_ids = if stage.takes_embedding_rows() {
+        std::mem::take(&mut parts.ids).to_vec()
+    } else {
+        Vec::new()
+    };
     let samples = (batch.positions.end - batch.positions.start) as usize;
     let micro = MicroBatch::upload(backend, parts, samples, time, batch.positions.start - base)?;
     Ok(MicroBatch { host_ids, ..micro })
@@ -356,7 +363,7 @@ impl<B: Kernels> MicroBatches<B> {
         progress: Progress,
     ) -> Result<Self> {
         let positions = Positions::new(plan, model.sharded.data().rank(), progress);
-        Self::of(model, train, plan, progress.position, positions)
+        Self::start_at(model, train, plan, progress.position, positions)
     }
 
     /// Starts to read the micro-batches at `positions`. Global batches are consecutive, starting at
@@ -364,7 +371,7 @@ impl<B: Kernels> MicroBatches<B> {
     ///
     /// # Errors
     /// Returns an error if [`MicroBatches::start`] does.
-    pub fn of(
+    pub fn start_at(
         model: &Model<B>,
         train: impl Source + 'static,
         plan: &ResolvedConfig,
@@ -386,10 +393,10 @@ impl<B: Kernels> MicroBatches<B> {
     /// Returns an error if the data cannot be read, or if the device is out of memory.
     pub fn next_micro(&mut self) -> Result<MicroBatch<B>> {
         let batch = self.loader.next()?;
-        self.enter(self.loader.held());
+        self.enter(self.loader.buffered_bytes());
         let start = batch.positions.start;
         let base = start - (start - self.first) % self.global;
-        let micro = micro(&self.backend, &batch, self.time, base, &self.stage)?;
+        let micro = upload(&self.backend, &batch, self.time, base, &self.stage)?;
         self.loader.recycle(batch);
         Ok(micro)
     }
@@ -411,7 +418,7 @@ impl<B: Kernels> MicroBatches<B> {
 
     /// Enters the loader's memory in the memory statistics of the device.
     fn enter(&mut self, held: usize) {
-        self.backend.ledger().resize(MemoryKind::Data, self.entered, held);
+        self.backend.memory_stats().record_resize(MemoryKind::Data, self.entered, held);
         self.entered = held;
     }
 }
@@ -440,7 +447,7 @@ impl Positions {
     fn new(plan: &ResolvedConfig, rank: usize, progress: Progress) -> Self {
         Self {
             virtual_ranks: plan
-                .virtual_ranks_of(rank)
+                .virtual_ranks_of_rank(rank)
                 .into_iter()
                 .flatten()
                 .map(|virtual_rank| virtual_rank as u64)

@@ -23,11 +23,11 @@ mod train_round;
 mod warmup;
 
 pub use activation_offload::ActivationOffload;
-pub use build::behind_tables;
-pub use build::{engine, engine_of};
-pub use collectives::Exchange;
+pub use build::with_host_embedding;
+pub use build::{engine, engine_with_blocks};
+pub use collectives::CollectiveChoices;
 pub use forward_backward::{Engine, Geometry};
-pub use matmul_autotune::{TimedProducts, time_products};
+pub use matmul_autotune::{MatmulChoices, autotune_matmuls};
 pub use micro_batches::check_size;
 pub use micro_batches::vocabulary;
 pub use model::Model;

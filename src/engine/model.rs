@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::chunked_loss::{RowChunk, pieces};
+use super::chunked_loss::{RowChunk, chunks};
 use super::host_embedding::HostEmbedding;
 use super::pipeline_p2p::PipelineP2p;
 use hpctrain_base::error::{Error, Result};
@@ -25,10 +25,10 @@ pub struct Model<B: Kernels> {
     /// Whether every block of the network, in all stages, supports a KV cache.
     supports_kv_cache: bool,
     /// The first block of the network, if it is an embedding on the host.
-    pub(super) tables: Option<HostEmbedding<B>>,
+    pub(super) host_embedding: Option<HostEmbedding<B>>,
     /// Rows that the last block computes at once; 0 means all.
-    pub(super) rows_at_once: usize,
-    pub(super) neighbours: PipelineP2p<B>,
+    pub(super) loss_chunk_rows: usize,
+    pub(super) p2p: PipelineP2p<B>,
 }
 
 impl<B: Kernels> Model<B> {
@@ -41,10 +41,10 @@ impl<B: Kernels> Model<B> {
     ) -> Self {
         let units = sharded.stage().units.clone();
         let width = |block: usize| blocks.get(block).map_or(0, |block| block.input_per_row());
-        let neighbours =
+        let p2p =
             PipelineP2p::new(sharded.pipeline().clone(), width(units.start), width(units.end));
         let supports_kv_cache = blocks.iter().all(|block| block.supports_kv_cache());
-        let objective = objective.of_output(&blocks);
+        let objective = objective.with_output_blocks(&blocks);
         blocks.truncate(units.end);
         blocks.drain(..units.start);
         Self {
@@ -53,23 +53,31 @@ impl<B: Kernels> Model<B> {
             objective,
             sharded,
             supports_kv_cache,
-            tables: None,
-            rows_at_once: 0,
-            neighbours,
+            host_embedding: None,
+            loss_chunk_rows: 0,
+            p2p,
         }
     }
 
     /// Adds an embedding on the host as the first block, with its parameters.
     #[must_use]
-    pub(super) fn with_tables(self, tables: HostEmbedding<B>, parameters: Sharded<Cpu>) -> Self {
-        Self { tables: Some(tables), sharded: self.sharded.with_tables(parameters), ..self }
+    pub(super) fn with_host_embedding(
+        self,
+        tables: HostEmbedding<B>,
+        parameters: Sharded<Cpu>,
+    ) -> Self {
+        Self {
+            host_embedding: Some(tables),
+            sharded: self.sharded.with_host_units(parameters),
+            ..self
+        }
     }
 
     /// Returns the input of the first block on the device: the rows of an embedding on the host, or
     /// nothing, if the block reads the data itself.
     pub(super) fn input(&mut self, micro: &MicroBatch<B>) -> Result<B::Buf> {
-        match &mut self.tables {
-            Some(tables) => tables.forward(self.sharded.tables()?, micro),
+        match &mut self.host_embedding {
+            Some(tables) => tables.forward(self.sharded.host_units()?, micro),
             None => self.backend.alloc(MemoryKind::Activations, 0),
         }
     }
@@ -77,16 +85,16 @@ impl<B: Kernels> Model<B> {
     /// Computes the last block and the loss in chunks of `rows` rows, if the block works
     /// [row by row](hpctrain_nn::Block::is_row_by_row); 0 means all rows at once.
     #[must_use]
-    pub fn with_logit_rows(mut self, rows: usize) -> Self {
+    pub fn with_loss_chunk_rows(mut self, rows: usize) -> Self {
         let is_by_rows = self.sharded.stage().is_last()
             && self.blocks.last().is_some_and(|last| last.is_row_by_row());
-        self.rows_at_once = if is_by_rows { rows } else { 0 };
+        self.loss_chunk_rows = if is_by_rows { rows } else { 0 };
         self
     }
 
     /// Returns the first chunk of rows for the last block, unless it computes all at once.
-    pub(super) fn first_piece(&self, rows: usize) -> Option<Range<usize>> {
-        pieces(rows, self.rows_at_once).next().filter(|piece| piece.len() < rows)
+    pub(super) fn first_chunk(&self, rows: usize) -> Option<Range<usize>> {
+        chunks(rows, self.loss_chunk_rows).next().filter(|piece| piece.len() < rows)
     }
 
     /// Computes the output for a micro-batch, without training: numbers or logits, grouped by this
@@ -99,8 +107,8 @@ impl<B: Kernels> Model<B> {
     }
 
     /// Creates KV caches for a sequence of at most `positions` positions, for
-    /// [`Model::output_after`]. Returns `None` if some block does not support a KV cache.
-    pub fn past(&self, positions: usize) -> Option<Vec<KvCache<B>>> {
+    /// [`Model::output_cached`]. Returns `None` if some block does not support a KV cache.
+    pub fn kv_caches(&self, positions: usize) -> Option<Vec<KvCache<B>>> {
         self.supports_kv_cache
             .then(|| self.blocks.iter().map(|_| KvCache::new(positions)).collect())
     }
@@ -111,7 +119,7 @@ impl<B: Kernels> Model<B> {
     ///
     /// # Errors
     /// Returns an error if [`Model::output`] does, or if the caches have no room for the positions.
-    pub fn output_after(
+    pub fn output_cached(
         &mut self,
         micro: &MicroBatch<B>,
         caches: &mut [KvCache<B>],
@@ -133,7 +141,7 @@ impl<B: Kernels> Model<B> {
             false => {
                 let about = "samples to evaluate";
                 let rows = self.sharded.slices().rows(micro.rows()).len();
-                self.neighbours.receive(&self.backend, Flow::Activations, rows, about)?.wait()?
+                self.p2p.receive(&self.backend, Flow::Activations, rows, about)?.wait()?
             }
         };
         let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
@@ -151,7 +159,7 @@ impl<B: Kernels> Model<B> {
         if self.sharded.stage().is_last() {
             return Ok(Some(x));
         }
-        self.neighbours.send(Flow::Activations, x);
+        self.p2p.send(Flow::Activations, x);
         Ok(None)
     }
 
@@ -166,7 +174,7 @@ impl<B: Kernels> Model<B> {
         micro: &MicroBatch<B>,
         parts: &[Range<usize>],
     ) -> Result<Option<Vec<f64>>> {
-        if self.first_piece(micro.rows()).is_some() {
+        if self.first_chunk(micro.rows()).is_some() {
             return self.measure_in_chunks(micro, parts);
         }
         let output = self.output(micro)?;
@@ -189,12 +197,13 @@ impl<B: Kernels> Model<B> {
         let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
         let params = self.sharded.params(last)?;
         let mut sums: Vec<f64> = vec![];
-        for rows in pieces(micro.rows(), self.rows_at_once) {
+        for rows in chunks(micro.rows(), self.loss_chunk_rows) {
             let within = |at: usize| at.clamp(rows.start, rows.end) - rows.start;
             let parts: Vec<_> =
                 parts.iter().map(|part| within(part.start)..within(part.end)).collect();
-            let RowChunk { micro, x } = RowChunk::cut(&self.backend, micro, &x, rows)?;
-            let (mut output, _) = self.blocks[last].forward(&cx.of(&micro), params, &x)?;
+            let RowChunk { micro, x } = RowChunk::copy_rows(&self.backend, micro, &x, rows)?;
+            let (mut output, _) =
+                self.blocks[last].forward(&cx.with_micro_batch(&micro), params, &x)?;
             let chunk_sums = self.objective.measure(
                 &self.backend,
                 tensor.as_ref(),
@@ -237,7 +246,7 @@ impl<B: Kernels> Model<B> {
     ///
     /// # Errors
     /// Returns an error if a message between ranks fails.
-    pub fn share(&self, number: Option<u32>) -> Result<u32> {
+    pub fn broadcast_from_last_stage(&self, number: Option<u32>) -> Result<u32> {
         let mine = number.map_or(vec![], |number| number.to_le_bytes().to_vec());
         let all = self.sharded.pipeline().gather_bytes(mine).wait()?;
         let last = all.last().and_then(|bytes| bytes.first_chunk());

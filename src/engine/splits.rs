@@ -192,8 +192,8 @@ impl Source for Checked {
         self.source.cached()
     }
 
-    fn left_out(&self) -> Option<String> {
-        self.source.left_out()
+    fn skipped_note(&self) -> Option<String> {
+        self.source.skipped_note()
     }
 
     fn unscaled(&self) -> Option<String> {

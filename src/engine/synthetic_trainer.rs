@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use super::memory::{self, Held};
-use super::warmup::random;
+use super::memory::{self, BaselineMemory};
+use super::warmup::random_batch;
 use super::{Engine, engine, micro_batches, train_round, vocabulary};
 use hpctrain_base::error::Result;
 use hpctrain_comm::{self as comm, Comm};
@@ -36,7 +36,7 @@ impl<B: Kernels> SyntheticTrainer<B> {
         backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
     ) -> Result<Self> {
         let world = comm.world();
-        let mut config = config.of_any_length();
+        let mut config = config.with_any_length();
         let topology = Topology::gather(&world, comm.node().host)?;
         // The vocabulary size of text is that of its tokenizer.
         let is_unknown =
@@ -59,19 +59,19 @@ impl<B: Kernels> SyntheticTrainer<B> {
         (config.batch.global, config.batch.micro) = (global, Some(samples));
         config.parallel.virtual_ranks = None;
         let plan = world.all_ok(resolve(config, &facts))?;
-        world.all_ok(memory::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
+        world.all_ok(memory::check::<B>(&plan, &topology, BaselineMemory::now(comm, &[]), None))?;
         let backend = world.all_ok(backend(&plan))?;
-        Self::of_plan(comm, plan, backend)
+        Self::from_plan(comm, plan, backend)
     }
 
     /// Creates the network of a plan. Collective over the world of `comm`.
     ///
     /// # Errors
     /// Returns an error if memory runs out, or if a message between ranks fails.
-    pub fn of_plan(comm: &Comm<B>, plan: ResolvedConfig, backend: B) -> Result<Self> {
-        let comm = &comm.select_transport(plan.config.comm.transport, comm::prove)?;
+    pub fn from_plan(comm: &Comm<B>, plan: ResolvedConfig, backend: B) -> Result<Self> {
+        let comm = &comm.select_transport(plan.config.comm.transport, comm::probe_cuda_aware)?;
         let (engine, _) = engine(comm, &plan, backend, None)?;
-        let batch = random(&plan, plan.micro as usize);
+        let batch = random_batch(&plan, plan.micro as usize);
         Ok(Self { plan, engine, batch, progress: Progress::default() })
     }
 
@@ -86,7 +86,7 @@ impl<B: Kernels> SyntheticTrainer<B> {
         let batch = &self.batch;
         let time = self.plan.network.context();
         let stage = self.engine.model.sharded.stage().clone();
-        let next = || micro_batches::micro(&backend, batch, time, 0, &stage);
+        let next = || micro_batches::upload(&backend, batch, time, 0, &stage);
         let round = train_round(
             &self.plan,
             &mut self.engine,

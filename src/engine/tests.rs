@@ -12,7 +12,7 @@ use hpctrain_nn::loss::{Loss, Objective};
 use hpctrain_nn::optim::UpdateRule;
 use hpctrain_nn::{MicroBatch, loans};
 use hpctrain_parallel::{
-    ControlFlags, Groups, Hyper, LocalSgd, MemoryTimeline, Moment, OuterOptimizer,
+    ControlFlags, Groups, Hyper, LocalSgd, MemoryMoment, MemoryTimeline, OuterOptimizer,
     PipelineSchedule, ReplicaStep, RoundSummary, Sharded, ShardingPolicy, Stage, StepSchedule,
     Storage, TiedExport, TiedImport, Updates, VirtualRanks, Zero, offloaded_bytes, partition,
     steps_of_replicas,
@@ -106,7 +106,7 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
     };
     let tensor = mesh.coordinates(comm.rank())[Axis::Tensor as usize];
     let slices = TensorShards::of_rank(row.virtual_tensor_ranks, tensor, row.tensor, row.sequence);
-    let blocks = GPT.sliced(&slices);
+    let blocks = GPT.tensor_parallel_blocks(&slices);
     let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
     let host = row.offload.then(|| Cpu::new(2));
@@ -115,14 +115,14 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
     let updates = Updates {
         rule: RULE,
         groups: vec![],
-        average: averaging.map(|_| 0.5),
-        averaging,
+        ema_decay: averaging.map(|_| 0.5),
+        local_sgd: averaging,
         storage,
-        audit_every: SDC_CHECK_EVERY,
+        sdc_check_every: SDC_CHECK_EVERY,
         host,
     };
     let on_host = row.offload && row.zero == Zero::Three && averaging.is_none();
-    let keep = ShardingPolicy { ahead: row.ahead, on_host, ..row.zero.residency() };
+    let keep = ShardingPolicy { prefetch: row.ahead, on_host, ..row.zero.sharding_policy() };
     let stages = stage.count;
     let number = stage.index;
     let sharded = Sharded::new(
@@ -153,11 +153,16 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
         recompute: row.recompute,
         seed: 3,
     };
-    let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).sliced(&slices);
+    let objective =
+        Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).with_tensor_shards(&slices);
     // The device is a CPU here, too.
     let host_inputs =
         (row.recompute && row.offload).then(|| ActivationOffload::new(backend).unwrap());
-    Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry, host_inputs }
+    Engine {
+        model: Model::new(backend.clone(), blocks, objective, sharded),
+        geometry,
+        activation_offload: host_inputs,
+    }
 }
 
 fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
@@ -175,7 +180,7 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
     for step in 0..STEPS {
         if step == 3 {
             // An evaluation uses the parameters that the update has gathered ahead.
-            let micro = MicroBatch::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
+            let micro = MicroBatch::from_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
             let loss = engine.model.measure(&micro, &[]).unwrap();
             let loss = loss.map_or(vec![], |sums| sums[0].to_bits().to_le_bytes().to_vec());
             let losses = engine.model.sharded.pipeline().gather_bytes(loss).wait().unwrap();
@@ -193,14 +198,14 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
                 let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
                 let targets: Vec<u32> =
                     (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
-                let micro = MicroBatch::of_text(&backend, &tokens, &targets, TIME, first as u64)?;
+                let micro = MicroBatch::from_text(&backend, &tokens, &targets, TIME, first as u64)?;
                 first += sequences;
                 Ok(micro)
             };
             let synced = engine.gradients(step, next, ControlFlags::empty).unwrap();
             // A skipped step changes nothing: for all replicas, or with local SGD for one.
             let skipped = step == 1 && (row.averaging.is_none() || replica == 1);
-            engine.model.sharded.audit(step).unwrap();
+            engine.model.sharded.check_sdc(step).unwrap();
             match skipped {
                 true => engine.model.sharded.skip().unwrap(),
                 false => {
@@ -226,7 +231,7 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
             let flags = ControlFlags::empty();
             let compute = vec![0.0; steps];
             let mine = RoundSummary { flags, compute, first_replica, replicas: replicas_here };
-            let summaries = engine.model.sharded.tell(&mine).unwrap();
+            let summaries = engine.model.sharded.exchange_summaries(&mine).unwrap();
             let all = steps_of_replicas(&summaries, replicas, steps).unwrap();
             curve.extend(
                 all.iter().flatten().map(|step| (step.loss.to_bits(), step.norm.to_bits())),
@@ -237,7 +242,7 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
             );
         }
     }
-    engine.model.sharded.compare_with_update().unwrap();
+    engine.model.sharded.check_unchanged().unwrap();
     let tensors = tensors_of(&mut engine);
     let counted = [
         MemoryKind::Parameters,
@@ -245,7 +250,7 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
         MemoryKind::Gradients,
         MemoryKind::Offloaded,
     ];
-    let peak = counted.map(|what| backend.ledger().peak(what));
+    let peak = counted.map(|what| backend.memory_stats().peak(what));
     Outcome { curve, tensors, peaks: vec![peak] }
 }
 
@@ -271,7 +276,7 @@ fn tensors_of(engine: &mut Engine<Cpu>) -> Vec<Tensor> {
 fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
     let rows = engine.geometry.rows;
     let tokens: Vec<u32> = (0..rows as u32).map(|i| (i * 7 + step as u32) % 19).collect();
-    let next = || MicroBatch::of_text(backend, &tokens, &tokens, TIME, 0);
+    let next = || MicroBatch::from_text(backend, &tokens, &tokens, TIME, 0);
     engine.gradients(step, next, ControlFlags::empty).unwrap();
 }
 
@@ -376,7 +381,7 @@ fn sdc_checks_find_a_bit_that_changes_in_memory() {
             let mut engine = engine(&comm, row, &backend);
             for step in 0..3 {
                 take(&mut engine, &backend, step);
-                let checked = engine.model.sharded.audit(step);
+                let checked = engine.model.sharded.check_sdc(step);
                 if step == 2 {
                     return checked;
                 }
@@ -386,7 +391,7 @@ fn sdc_checks_find_a_bit_that_changes_in_memory() {
                 if step > 0 {
                     continue;
                 }
-                engine.model.sharded.compare_with_update().unwrap();
+                engine.model.sharded.check_unchanged().unwrap();
                 if comm.rank() == 1 {
                     // Flip a bit of the first element that it owns.
                     let owned = &engine.model.sharded.owned().unwrap()[index];
@@ -395,7 +400,7 @@ fn sdc_checks_find_a_bit_that_changes_in_memory() {
                     owned.params.read(&mut value).unwrap();
                     let flipped = f32::from_bits(value[0].to_bits() ^ 1 << 7);
                     engine.model.sharded.set(index, unit..unit + 1, &[flipped]).unwrap();
-                    let error = engine.model.sharded.compare_with_update().unwrap_err();
+                    let error = engine.model.sharded.check_unchanged().unwrap_err();
                     assert_eq!(error.kind(), Kind::Corrupted);
                 }
             }
@@ -425,8 +430,8 @@ fn sdc_checks_find_arithmetic_that_differs() {
         let mut engine = engine(&comm, row, &backend);
         for step in 0.. {
             take(&mut engine, &backend, step);
-            if let Err(e) = engine.model.sharded.audit(step) {
-                return (step, e, engine.model.sharded.doubtful_since());
+            if let Err(e) = engine.model.sharded.check_sdc(step) {
+                return (step, e, engine.model.sharded.suspect_since());
             }
             let lr = if (comm.rank(), step) == (1, 2) { 1.000_001e-2 } else { 1e-2 };
             engine
@@ -814,16 +819,16 @@ fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
     let borrowed = |loan: TiedImport| TiedImport { len: bytes(loan.len), ..loan };
     let lent = |lent: &TiedExport| TiedExport { len: bytes(lent.len), ..*lent };
     Stage {
-        borrowed: stage.borrowed.iter().map(|one| one.map(borrowed)).collect(),
-        lent: stage.lent.iter().map(lent).collect(),
+        tied_imports: stage.tied_imports.iter().map(|one| one.map(borrowed)).collect(),
+        tied_exports: stage.tied_exports.iter().map(lent).collect(),
         ..stage
     }
 }
 
 /// Returns the most bytes alive at any moment of a step in stage `index`, with units of these
 /// bytes.
-fn most(row: LayoutCase, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> usize {
-    let keep = ShardingPolicy { ahead: row.ahead, ..row.zero.residency() };
+fn most(row: LayoutCase, index: usize, units: &[usize], what: fn(&MemoryMoment) -> usize) -> usize {
+    let keep = ShardingPolicy { prefetch: row.ahead, ..row.zero.sharding_policy() };
     let stage = stage_in_bytes(row.pipeline, index);
     let alone = StepSchedule::alone(
         row.virtual_ranks / row.shard / row.replica,
@@ -832,7 +837,7 @@ fn most(row: LayoutCase, index: usize, units: &[usize], what: fn(&Moment) -> usi
     let schedule = StepSchedule { stage: index, stages: row.pipeline, order: row.order, ..alone };
     let sizes: Vec<usize> = stage.slots().map(|unit| units[unit]).collect();
     let timeline =
-        MemoryTimeline { stage: &stage, sizes: &sizes, shards: row.shard, keep, schedule };
+        MemoryTimeline { stage: &stage, sizes: &sizes, shards: row.shard, policy: keep, schedule };
     timeline.step().iter().map(what).max().unwrap()
 }
 

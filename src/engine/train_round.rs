@@ -40,7 +40,7 @@ pub struct StepResult {
     /// Seconds that each rank computed, without waits for messages and data.
     pub compute: Vec<f64>,
     /// Time of this rank's update.
-    pub updating: Duration,
+    pub update_time: Duration,
 }
 
 impl StepResult {
@@ -65,7 +65,7 @@ pub fn train_round<B: Kernels>(
 ) -> Result<Round> {
     let mut flags = Some(flags);
     let mut flags = || flags.take().map_or_else(ControlFlags::empty, |flags| flags());
-    let round = match plan.averaging {
+    let round = match plan.local_sgd {
         None => sync_step(plan, engine, &mut next, progress, &mut flags)?,
         Some(averaging) => {
             local_sgd_round(plan, averaging, engine, &mut next, progress, &mut flags)?
@@ -86,12 +86,12 @@ fn sync_step<B: Kernels>(
 ) -> Result<Round> {
     let step = progress.step;
     let reduced = engine.gradients(step, next, flags)?;
-    let Update { loss, skipped, took: updating } =
+    let Update { loss, skipped, took: update_time } =
         update(plan, engine, &reduced, step, &mut progress.updates)?;
     let ReducedStep { norm, compute, flags, .. } = reduced;
     let lr = plan.schedule.rate(step);
     let skips = usize::from(skipped);
-    Ok(Round { steps: vec![StepResult { loss, norm, lr, skips, compute, updating }], flags })
+    Ok(Round { steps: vec![StepResult { loss, norm, lr, skips, compute, update_time }], flags })
 }
 
 /// Takes the steps up to the next average, each replica independently, and averages.
@@ -139,7 +139,7 @@ fn local_sgd_round<B: Kernels>(
         first_replica: sharded.first_replica(),
         replicas: taken,
     };
-    let summaries = sharded.tell(&mine)?;
+    let summaries = sharded.exchange_summaries(&mine)?;
     let replicas = steps_of_replicas(&summaries, averaging.replicas, updating.len())?;
     // The averaged state counts as many updates as the replica that has taken the most.
     let updates =
@@ -153,7 +153,7 @@ fn local_sgd_round<B: Kernels>(
             lr: plan.schedule.rate(step),
             skips: of_replicas().filter(|step| step.skipped).count(),
             compute: summaries.iter().map(|one| one.compute[index]).collect(),
-            updating,
+            update_time: updating,
         }
     };
     let results = steps.zip(updating).enumerate().map(result).collect();
@@ -180,10 +180,10 @@ fn update<B: Kernels>(
     step: u64,
     updates: &mut u64,
 ) -> Result<Update> {
-    let loss = reduced.loss / (plan.tokens_of_replica() as f64);
+    let loss = reduced.loss / (plan.tokens_per_replica() as f64);
     // Loss and norm are the same on all ranks that update the replica, so they all skip.
     let skipped = !(loss.is_finite() && reduced.norm.is_finite());
-    engine.model.sharded.audit(step)?;
+    engine.model.sharded.check_sdc(step)?;
     engine.model.sharded.count_gradients(step + 1)?;
     let start = Instant::now();
     if skipped {

@@ -17,20 +17,20 @@ use hpctrain_parallel::ControlFlags;
 /// # Errors
 /// Returns an error if the device or a message between ranks fails.
 pub fn warmup_step<B: Kernels>(plan: &ResolvedConfig, engine: &mut Engine<B>) -> Result<()> {
-    let batch = random(plan, plan.micro as usize);
+    let batch = random_batch(plan, plan.micro as usize);
     let backend = engine.model.backend.clone();
     let time = plan.network.context();
     let stage = engine.model.sharded.stage().clone();
     engine.gradients(
         0,
-        || micro_batches::micro(&backend, &batch, time, 0, &stage),
+        || micro_batches::upload(&backend, &batch, time, 0, &stage),
         ControlFlags::empty,
     )?;
     engine.model.sharded.skip()
 }
 
 /// Returns samples of random inputs and random targets.
-pub fn random(plan: &ResolvedConfig, samples: usize) -> Batch {
+pub fn random_batch(plan: &ResolvedConfig, samples: usize) -> Batch {
     let below = |stream: u64, len: usize, bound: usize| -> Vec<u32> {
         let stream = Stream::new(stream);
         (0..len as u64).map(|i| (stream.uniform(i) * bound as f64) as u32).collect()

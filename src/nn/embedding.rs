@@ -13,9 +13,9 @@ use hpctrain_device::{Backend, Kernels, MemoryKind};
 /// Token embedding, and position embedding if the network learns positions.
 pub struct Embedding {
     /// The name of the token embedding table.
-    pub words: &'static str,
+    pub token_table: &'static str,
     /// The name of the position embedding table and its number of rows.
-    pub places: Option<(&'static str, usize)>,
+    pub position_table: Option<(&'static str, usize)>,
     /// The number of token ids.
     pub vocabulary: usize,
     /// The dropout after the embedding, which is site 0 of the network.
@@ -38,14 +38,14 @@ impl Embedding {
     fn lens(&self, virtual_rank: usize) -> [usize; 2] {
         [
             self.ids(virtual_rank).len() * self.width(),
-            self.places.map_or(0, |(_, context)| context * self.width()),
+            self.position_table.map_or(0, |(_, context)| context * self.width()),
         ]
     }
 
     /// Returns the number of elements of the position table that a sequence uses, which may be
     /// shorter than the context.
     fn used<B: Backend>(&self, cx: &Context<'_, B>) -> usize {
-        if self.places.is_some() { cx.micro.time * self.width() } else { 0 }
+        if self.position_table.is_some() { cx.micro.time * self.width() } else { 0 }
     }
 
     /// Returns the embeddings of the tokens, the first of which is at `position` of its sequence.
@@ -60,7 +60,7 @@ impl Embedding {
         let len = cx.micro.rows() * self.width();
         let [words, places] =
             virtual_ranks.parameters(params, |virtual_rank| self.lens(virtual_rank));
-        let before = if self.places.is_some() { position * self.width() } else { 0 };
+        let before = if self.position_table.is_some() { position * self.width() } else { 0 };
         // One virtual rank has the row of a token and the first one has its position: the others
         // add zeros.
         let sum = virtual_ranks.sum(len, None, |k, mut y| {
@@ -70,11 +70,11 @@ impl Embedding {
             let (places, _) =
                 B::split_at(places, if virtual_ranks.is_first(k) { self.used(cx) } else { 0 });
             virtual_ranks.narrow(len, B::reborrow(&mut y), |y| {
-                b.embedding(&cx.micro.parts.ids, first, words[k], places, y)
+                b.embedding(&cx.micro.fields.ids, first, words[k], places, y)
             })
         })?;
-        let mut y = virtual_ranks.settle(virtual_ranks.request(sum), self.width())?;
-        self.dropout.apply(cx, 0, virtual_ranks.own().start, B::all_mut(&mut y))?;
+        let mut y = virtual_ranks.wait_sum(virtual_ranks.start_sum(sum), self.width())?;
+        self.dropout.apply(cx, 0, virtual_ranks.own_rows().start, B::all_mut(&mut y))?;
         Ok(y)
     }
 }
@@ -85,10 +85,11 @@ impl<B: Kernels> Block<B> for Embedding {
     }
 
     fn tensors(&self) -> Vec<Tensor> {
-        let words = Tensor::new(self.words, &[self.vocabulary, self.width()], Init::Normal(INIT));
+        let words =
+            Tensor::new(self.token_table, &[self.vocabulary, self.width()], Init::Normal(INIT));
         let words = words.cut(Cut::Rows { segments: 1 });
         let places = self
-            .places
+            .position_table
             .map(|(name, context)| Tensor::new(name, &[context, self.width()], Init::Normal(INIT)));
         std::iter::once(words).chain(places).collect()
     }
@@ -134,8 +135,8 @@ impl<B: Kernels> Block<B> for Embedding {
         _: &B::Buf,
         past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
-        let first = past.seen();
-        past.pass(cx.micro.rows())?;
+        let first = past.positions();
+        past.advance(cx.micro.rows())?;
         self.rows(cx, &params, first)
     }
 
@@ -150,16 +151,16 @@ impl<B: Kernels> Block<B> for Embedding {
     ) -> Result<B::Buf> {
         let b = cx.backend;
         let virtual_ranks = TensorParallel::new(cx, &self.slices);
-        self.dropout.apply(cx, 0, virtual_ranks.own().start, B::all_mut(&mut dy))?;
+        self.dropout.apply(cx, 0, virtual_ranks.own_rows().start, B::all_mut(&mut dy))?;
         let dy = virtual_ranks.gathered(dy, self.width())?;
         let [words, places] =
             virtual_ranks.places(params.section, |virtual_rank| self.lens(virtual_rank));
         for (k, virtual_rank) in self.slices.held.clone().enumerate() {
             let place = places[k].start
                 ..places[k].start + if virtual_ranks.is_first(k) { self.used(cx) } else { 0 };
-            let (dwords, dplaces) = grads.pair(&words[k], &place);
+            let (dwords, dplaces) = grads.weight_and_bias(&words[k], &place);
             b.embedding_backward(
-                &cx.micro.parts.ids,
+                &cx.micro.fields.ids,
                 self.ids(virtual_rank).start,
                 B::all(&dy),
                 dwords,

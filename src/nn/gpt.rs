@@ -11,8 +11,8 @@ use super::dropout::ResidualDropout;
 use super::embedding::Embedding;
 use super::kv_cache::attend;
 use super::lm_head::{Head, Table};
-use super::tensor_parallel::{Column, Places, TensorParallel};
-use super::wgrad::At;
+use super::tensor_parallel::{ColumnLinear, NormGradRanges, TensorParallel};
+use super::wgrad::GradRange;
 use super::{Block, Blocks, Context, Grads, INIT, KvCache, Params, take};
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
@@ -43,15 +43,15 @@ pub const EPSILON: f32 = 1e-5;
 impl Gpt {
     /// Returns the network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
-        self.sliced(&TensorShards::whole())
+        self.tensor_parallel_blocks(&TensorShards::whole())
     }
 
     /// Returns the network as blocks, sharded for the virtual tensor ranks `slices` of this rank.
     /// The number of heads must be a multiple of the number of virtual tensor ranks.
-    pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
+    pub fn tensor_parallel_blocks<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
-            words: "wte.weight",
-            places: Some(("wpe.weight", self.context)),
+            token_table: "wte.weight",
+            position_table: Some(("wpe.weight", self.context)),
             vocabulary: self.vocabulary,
             dropout: self.dropout(),
             slices: slices.clone(),
@@ -176,12 +176,11 @@ impl Transformer {
             b_norm2,
         ] = virtual_ranks.parameters(&params, |_| self.lens());
         let has_bias = self.gpt.bias;
-        let ([site1, site2], first_row) = (self.sites(), virtual_ranks.own().start);
+        let ([site1, site2], first_row) = (self.sites(), virtual_ranks.own_rows().start);
         let before = x;
         // If nothing comes between a matmul and its addition to the stream, the matmul adds the
         // stream.
-        let joined =
-            virtual_ranks.is_uncut() && !self.gpt.dropout().drops(cx) && b.adds_in_products();
+        let joined = virtual_ranks.is_unsharded() && !self.gpt.dropout().drops(cx) && b.fuses_add();
 
         let (norm1, stats1) = virtual_ranks.norm(s.norm, x, w_norm1[0], b_norm1[0])?;
         let all_rows = virtual_ranks.gather(&norm1, d)?;
@@ -209,7 +208,7 @@ impl Transformer {
             Ok(())
         })?;
         drop(all_rows);
-        let mut stream = virtual_ranks.settle(virtual_ranks.request(branch), d)?;
+        let mut stream = virtual_ranks.wait_sum(virtual_ranks.start_sum(branch), d)?;
         self.gpt.dropout().apply(cx, site1, first_row, B::all_mut(&mut stream))?;
 
         let (norm2, stats2) = match joined {
@@ -238,7 +237,7 @@ impl Transformer {
             Ok(())
         })?;
         drop(all_rows);
-        let mut y = virtual_ranks.settle(virtual_ranks.request(branch), d)?;
+        let mut y = virtual_ranks.wait_sum(virtual_ranks.start_sum(branch), d)?;
         self.gpt.dropout().apply(cx, site2, first_row, B::all_mut(&mut y))?;
         if !joined {
             b.add(B::all(&stream), B::all_mut(&mut y))?;
@@ -361,7 +360,7 @@ impl<B: Kernels> Block<B> for Transformer {
         past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
         let (y, _) = self.compute(cx, params, x, Some(past))?;
-        past.pass(cx.micro.rows())?;
+        past.advance(cx.micro.rows())?;
         Ok(y)
     }
 
@@ -405,10 +404,10 @@ impl<B: Kernels> Block<B> for Transformer {
 
         // From here on dy is the gradient of the stream, to which each branch adds its own.
         let mut dups = Vec::with_capacity(count);
-        let branch = virtual_ranks.branch(dropout, site2, &dy, grads.later.is_some())?;
+        let branch = virtual_ranks.branch(dropout, site2, &dy, grads.deferred.is_some())?;
         for (k, [up, act]) in mlp.into_iter().enumerate() {
-            let at = At::Own(a_down[k].clone());
-            let bias = virtual_ranks.bias_of_sum(&b_down[k]);
+            let at = GradRange::Own(a_down[k].clone());
+            let bias = virtual_ranks.row_linear_bias(&b_down[k]);
             grads.linear(b, s.down, branch.of_output(&dy), &Arc::new(act), at, bias)?;
             let mut dup = new(rows * h)?;
             b.linear_gelu_backward_input(
@@ -420,12 +419,12 @@ impl<B: Kernels> Block<B> for Transformer {
             )?;
             dups.push((Arc::new(dup), 0..rows * h));
         }
-        virtual_ranks.add_bias(branch.own(&dy), d, &mut grads, &b_down)?;
+        virtual_ranks.add_bias(branch.own_rows(&dy), d, &mut grads, &b_down)?;
         drop(branch);
-        let map = Column {
+        let map = ColumnLinear {
             shapes: vec![s.up; count],
             weights: w_up,
-            places: At::own(a_up),
+            places: GradRange::own(a_up),
             biases: b_up,
         };
         let dnorm = virtual_ranks.column_backward(
@@ -434,7 +433,7 @@ impl<B: Kernels> Block<B> for Transformer {
             dups,
             virtual_ranks.gathered(norm2, d)?,
         )?;
-        let places = Places { weights: &a_norm2, biases: &b_norm2 };
+        let places = NormGradRanges { weights: &a_norm2, biases: &b_norm2 };
         virtual_ranks.norm_backward(
             s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places,
         )?;
@@ -444,7 +443,7 @@ impl<B: Kernels> Block<B> for Transformer {
         // memory.
         let mut spare = Some(stream).filter(|_| self.slices.total == 1);
         let mut dqkvs = Vec::with_capacity(count);
-        let branch = virtual_ranks.branch(dropout, site1, &dy, grads.later.is_some())?;
+        let branch = virtual_ranks.branch(dropout, site1, &dy, grads.deferred.is_some())?;
         for (k, [qkv, heads, lse]) in attention.into_iter().enumerate() {
             let mut dheads = spare.take().map_or_else(|| new(rows * a), Ok)?;
             b.linear_backward_input(s.out, branch.all(&dy), w_out[k], B::all_mut(&mut dheads))?;
@@ -454,17 +453,17 @@ impl<B: Kernels> Block<B> for Transformer {
             let g = B::all(&dheads);
             b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
             drop(qkv);
-            let at = At::Own(a_out[k].clone());
-            let bias = virtual_ranks.bias_of_sum(&b_out[k]);
+            let at = GradRange::Own(a_out[k].clone());
+            let bias = virtual_ranks.row_linear_bias(&b_out[k]);
             grads.linear(b, s.out, branch.of_output(&dy), &Arc::new(heads), at, bias)?;
             dqkvs.push((Arc::new(dqkv), 0..rows * 3 * a));
         }
-        virtual_ranks.add_bias(branch.own(&dy), d, &mut grads, &b_out)?;
+        virtual_ranks.add_bias(branch.own_rows(&dy), d, &mut grads, &b_out)?;
         drop(branch);
-        let map = Column {
+        let map = ColumnLinear {
             shapes: vec![s.qkv; count],
             weights: w_qkv,
-            places: At::own(a_qkv),
+            places: GradRange::own(a_qkv),
             biases: b_qkv,
         };
         let dnorm = virtual_ranks.column_backward(
@@ -473,7 +472,7 @@ impl<B: Kernels> Block<B> for Transformer {
             dqkvs,
             virtual_ranks.gathered(norm1, d)?,
         )?;
-        let places = Places { weights: &a_norm1, biases: &b_norm1 };
+        let places = NormGradRanges { weights: &a_norm1, biases: &b_norm1 };
         virtual_ranks
             .norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;
         Ok(dy)

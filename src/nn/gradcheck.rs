@@ -14,7 +14,7 @@ use hpctrain_data::SampleFields;
 use hpctrain_device::{Backend as _, MemoryKind};
 
 /// The name and the elements of a tensor.
-pub type Named = (String, Vec<f32>);
+pub type NamedTensor = (String, Vec<f32>);
 
 /// The step of the central difference.
 const STEP: f32 = 5e-4;
@@ -53,8 +53,8 @@ impl Derivative {
 /// Returns an error if the derivatives of a tensor do not agree (the first such tensor is named),
 /// if a gradient has no tensor of its name and length, or if `at` fails.
 pub fn derivatives(
-    tensors: &[Named],
-    mut at: impl FnMut(&[Named]) -> Result<(f64, Vec<Named>)>,
+    tensors: &[NamedTensor],
+    mut at: impl FnMut(&[NamedTensor]) -> Result<(f64, Vec<NamedTensor>)>,
 ) -> Result<Vec<Derivative>> {
     let (_, gradients) = at(tensors)?;
     let mut moved = tensors.to_vec();
@@ -166,7 +166,7 @@ impl<'a> Checked<'a> {
     }
 
     fn run(&self) -> Result<Vec<Derivative>> {
-        let mut tensors: Vec<Named> = Vec::new();
+        let mut tensors: Vec<NamedTensor> = Vec::new();
         for tensor in &self.layout.tensors {
             let centre = if tensor.init == Init::Ones { 1.0 } else { 0.0 };
             let values =
@@ -180,7 +180,7 @@ impl<'a> Checked<'a> {
 
     /// Checks that the first backward overwrites the gradients that it declares, and that a second
     /// one doubles them.
-    fn check_accumulation(&self, tensors: &[Named]) -> Result<()> {
+    fn check_accumulation(&self, tensors: &[NamedTensor]) -> Result<()> {
         let ((_, once), (_, twice)) = (self.at(tensors, 1)?, self.at(tensors, 2)?);
         for (tensor, (_, once)) in self.layout.tensors.iter().zip(&once) {
             if tensor.overwritten && once.iter().any(|x| x.is_nan()) {
@@ -212,11 +212,11 @@ impl<'a> Checked<'a> {
 
     /// Returns the loss, which is a fixed random weighted sum of the outputs, and its gradients
     /// after `backwards` backwards.
-    fn at(&self, tensors: &[Named], backwards: usize) -> Result<(f64, Vec<Named>)> {
+    fn at(&self, tensors: &[NamedTensor], backwards: usize) -> Result<(f64, Vec<NamedTensor>)> {
         let cx = Context {
             backend: &self.backend,
             micro: &self.micro,
-            training: Some(Training { dropout: 1, ranks: None, share: 1.0 }),
+            training: Some(Training { dropout: 1, ranks: None, batch_fraction: 1.0 }),
             tensor: None,
         };
         let mut unit = vec![0.0; self.layout.padded];
@@ -229,7 +229,7 @@ impl<'a> Checked<'a> {
         let mut grads = vec![f32::NAN; self.layout.padded];
         self.layout.zeroed().into_iter().for_each(|range| grads[range].fill(0.0));
         let mut grads = self.backend.upload(MemoryKind::Gradients, &grads)?;
-        let params = || Params::of(&unit);
+        let params = || Params::with_micro_batch(&unit);
 
         let mut loss = 0.0;
         let mut dx = Vec::new();
@@ -243,7 +243,7 @@ impl<'a> Checked<'a> {
             let dy = self.backend.upload(MemoryKind::Activations, &dy)?;
             let own = Cpu::all_mut(&mut grads);
             let first = backward == 0;
-            let into = Grads { own, first, lent: None, lent_first: false, later: None };
+            let into = Grads { own, first, tied: None, tied_first: false, deferred: None };
             dx = self.download(&self.block.backward(&cx, params(), into, &x, kept, dy)?)?;
         }
 

@@ -20,7 +20,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Returns the number of positions in the cache.
-    pub fn seen(&self) -> usize {
+    pub fn positions(&self) -> usize {
         self.seen
     }
 
@@ -28,7 +28,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// Returns an internal error if the capacity is exceeded.
-    pub fn pass(&mut self, positions: usize) -> Result<()> {
+    pub fn advance(&mut self, positions: usize) -> Result<()> {
         self.seen += positions;
         match self.seen <= self.capacity {
             true => Ok(()),

@@ -14,8 +14,8 @@ use super::embedding::Embedding;
 use super::kv_cache::attend;
 use super::lm_head::{Head, Table};
 use super::rope::{FrequencyScaling, RopeTable};
-use super::tensor_parallel::{Column, Places, TensorParallel};
-use super::wgrad::At;
+use super::tensor_parallel::{ColumnLinear, NormGradRanges, TensorParallel};
+use super::wgrad::GradRange;
 use super::{Block, Blocks, Context, Grads, INIT, KvCache, Params, take};
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
@@ -53,15 +53,15 @@ pub struct Llama {
 impl Llama {
     /// Returns the network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
-        self.sliced(&TensorShards::whole())
+        self.tensor_parallel_blocks(&TensorShards::whole())
     }
 
     /// Returns the network as blocks, sharded for the virtual tensor ranks `slices` of this rank.
     /// The number of key heads must be a multiple of the number of virtual tensor ranks.
-    pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
+    pub fn tensor_parallel_blocks<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
-            words: "embed_tokens.weight",
-            places: None,
+            token_table: "embed_tokens.weight",
+            position_table: None,
             vocabulary: self.vocabulary,
             dropout: self.dropout(),
             slices: slices.clone(),
@@ -161,7 +161,7 @@ impl<B: Backend> Decoder<B> {
                 heads: heads + kv_heads,
                 head_width,
                 width: packed,
-                back: false,
+                inverse: false,
             },
             attention: Attention { batch, time, heads, kv_heads, head_width },
             out: Linear::new(rows, self.heads_width(), d),
@@ -214,11 +214,11 @@ impl<B: Kernels> Decoder<B> {
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] =
             virtual_ranks.parameters(&params, |virtual_rank| self.lens(virtual_rank));
         let (none, _) = B::split_at(params.own, 0);
-        let ([site1, site2], first_row) = (self.sites(), virtual_ranks.own().start);
+        let ([site1, site2], first_row) = (self.sites(), virtual_ranks.own_rows().start);
         let before = x;
         // If nothing comes between a matmul and its addition to the stream, the matmul adds the
         // stream.
-        let joined = virtual_ranks.is_uncut() && !drop_out.drops(cx) && b.adds_in_products();
+        let joined = virtual_ranks.is_unsharded() && !drop_out.drops(cx) && b.fuses_add();
 
         let (norm1, stats1) = virtual_ranks.norm(s.norm, x, w_norm1[0], none)?;
         let all_rows = virtual_ranks.gather(&norm1, d)?;
@@ -243,7 +243,7 @@ impl<B: Kernels> Decoder<B> {
             Ok(())
         })?;
         drop(all_rows);
-        let mut stream = virtual_ranks.settle(virtual_ranks.request(branch), d)?;
+        let mut stream = virtual_ranks.wait_sum(virtual_ranks.start_sum(branch), d)?;
         drop_out.apply(cx, site1, first_row, B::all_mut(&mut stream))?;
 
         let (norm2, stats2) = match joined {
@@ -282,7 +282,7 @@ impl<B: Kernels> Decoder<B> {
             Ok(())
         })?;
         drop(all_rows);
-        let mut y = virtual_ranks.settle(virtual_ranks.request(branch), d)?;
+        let mut y = virtual_ranks.wait_sum(virtual_ranks.start_sum(branch), d)?;
         drop_out.apply(cx, site2, first_row, B::all_mut(&mut y))?;
         if !joined {
             b.add(B::all(&stream), B::all_mut(&mut y))?;
@@ -402,7 +402,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
         let (y, _) = self.compute(cx, params, x, Some(past))?;
-        past.pass(cx.micro.rows())?;
+        past.advance(cx.micro.rows())?;
         Ok(y)
     }
 
@@ -438,13 +438,20 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         // From here on dy is the gradient of the stream, to which each branch adds its own.
         // Gradients reuse the memory of values that are not needed any more.
         let mut dgate_ups = Vec::with_capacity(count);
-        let branch = virtual_ranks.branch(dropout, site2, &dy, grads.later.is_some())?;
+        let branch = virtual_ranks.branch(dropout, site2, &dy, grads.deferred.is_some())?;
         for (k, [mut gate_up, act]) in mlp.into_iter().enumerate() {
             let virtual_rank = self.slices.held.start + k;
             let down = self.down(rows, virtual_rank);
             let f = self.hidden(virtual_rank);
             let act = Arc::new(act);
-            grads.linear(b, down, branch.of_output(&dy), &act, At::Own(a_down[k].clone()), 0..0)?;
+            grads.linear(
+                b,
+                down,
+                branch.of_output(&dy),
+                &act,
+                GradRange::Own(a_down[k].clone()),
+                0..0,
+            )?;
             let mut dact = Arc::into_inner(act).map_or_else(|| new(rows * f), Ok)?;
             b.linear_backward_input(down, branch.all(&dy), w_down[k], B::all_mut(&mut dact))?;
             b.swiglu_backward(f, B::all_mut(&mut gate_up), B::all(&dact))?;
@@ -453,10 +460,10 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         drop(branch);
         let shapes =
             self.slices.held.clone().map(|virtual_rank| self.gate_up(rows, virtual_rank)).collect();
-        let map = Column {
+        let map = ColumnLinear {
             shapes,
             weights: w_gate_up,
-            places: At::own(a_gate_up),
+            places: GradRange::own(a_gate_up),
             biases: no_biases.clone(),
         };
         let dnorm = virtual_ranks.column_backward(
@@ -465,7 +472,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
             dgate_ups,
             virtual_ranks.gathered(norm2, d)?,
         )?;
-        let places = Places { weights: &a_norm2, biases: &no_biases };
+        let places = NormGradRanges { weights: &a_norm2, biases: &no_biases };
         virtual_ranks.norm_backward(
             s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places,
         )?;
@@ -473,7 +480,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
 
         let mut spare = Some(stream).filter(|_| self.slices.total == 1);
         let mut dqkvs = Vec::with_capacity(count);
-        let branch = virtual_ranks.branch(dropout, site1, &dy, grads.later.is_some())?;
+        let branch = virtual_ranks.branch(dropout, site1, &dy, grads.deferred.is_some())?;
         for (k, [qkv, heads, lse]) in attention.into_iter().enumerate() {
             let mut dheads = spare.take().map_or_else(|| new(rows * a), Ok)?;
             b.linear_backward_input(s.out, branch.all(&dy), w_out[k], B::all_mut(&mut dheads))?;
@@ -488,21 +495,21 @@ impl<B: Kernels> Block<B> for Decoder<B> {
                 s.out,
                 branch.of_output(&dy),
                 &Arc::new(heads),
-                At::Own(a_out[k].clone()),
+                GradRange::Own(a_out[k].clone()),
                 0..0,
             )?;
             b.rotary(
-                Rotary { back: true, ..s.rotary },
+                Rotary { inverse: true, ..s.rotary },
                 self.angles.table(b)?,
                 B::all_mut(&mut dqkv),
             )?;
             dqkvs.push((Arc::new(dqkv), 0..rows * self.packed()));
         }
         drop(branch);
-        let map = Column {
+        let map = ColumnLinear {
             shapes: vec![s.qkv; count],
             weights: w_qkv,
-            places: At::own(a_qkv),
+            places: GradRange::own(a_qkv),
             biases: no_biases.clone(),
         };
         let dnorm = virtual_ranks.column_backward(
@@ -511,7 +518,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
             dqkvs,
             virtual_ranks.gathered(norm1, d)?,
         )?;
-        let places = Places { weights: &a_norm1, biases: &no_biases };
+        let places = NormGradRanges { weights: &a_norm1, biases: &no_biases };
         virtual_ranks
             .norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;
         Ok(dy)

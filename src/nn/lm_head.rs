@@ -4,8 +4,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::tensor_parallel::{Column, Places, TensorParallel};
-use super::wgrad::At;
+use super::tensor_parallel::{ColumnLinear, NormGradRanges, TensorParallel};
+use super::wgrad::GradRange;
 use super::{Block, Context, Grads, INIT, KvCache, Params, TiedParam, unpack};
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
@@ -92,22 +92,24 @@ impl Head {
                     B::split_at(from, self.classes(virtual_rank) * self.width).0
                 };
                 virtual_ranks
-                    .map(|(k, virtual_rank)| Ok(table(virtual_rank, params.lent_virtual_rank(k)?)))
+                    .map(|(k, virtual_rank)| Ok(table(virtual_rank, params.tied_virtual_rank(k)?)))
                     .collect()
             }
         }
     }
 
     /// Returns where the gradient of each virtual rank's table is.
-    fn places(&self, own: Vec<Range<usize>>) -> Vec<At> {
+    fn places(&self, own: Vec<Range<usize>>) -> Vec<GradRange> {
         match self.table {
-            Table::Own(_) => At::own(own),
+            Table::Own(_) => GradRange::own(own),
             Table::Tied => {
                 let stride = self.classes(0) * self.width;
                 let virtual_ranks = self.slices.held.clone().enumerate();
                 virtual_ranks
                     .map(|(k, virtual_rank)| {
-                        At::Lent(k * stride..k * stride + self.classes(virtual_rank) * self.width)
+                        GradRange::Tied(
+                            k * stride..k * stride + self.classes(virtual_rank) * self.width,
+                        )
                     })
                     .collect()
             }
@@ -225,7 +227,7 @@ impl<B: Kernels> Block<B> for Head {
         x: &B::Buf,
         past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
-        past.pass(cx.micro.rows())?;
+        past.advance(cx.micro.rows())?;
         self.forward(cx, params, x).map(|(logits, _)| logits)
     }
 
@@ -246,7 +248,7 @@ impl<B: Kernels> Block<B> for Head {
         let [a_table, a_weight, a_bias] =
             virtual_ranks.places(params.section, |virtual_rank| self.lens(virtual_rank));
         let [norm, stats] = unpack(saved)?;
-        let map = Column {
+        let map = ColumnLinear {
             shapes: self
                 .slices
                 .held
@@ -268,9 +270,10 @@ impl<B: Kernels> Block<B> for Head {
             of_virtual_ranks,
             virtual_ranks.gathered(norm, self.width)?,
         )?;
-        let mut dx = b.alloc(MemoryKind::Activations, virtual_ranks.own().len() * self.width)?;
+        let mut dx =
+            b.alloc(MemoryKind::Activations, virtual_ranks.own_rows().len() * self.width)?;
         b.zero(B::all_mut(&mut dx))?;
-        let places = Places { weights: &a_weight, biases: &a_bias };
+        let places = NormGradRanges { weights: &a_weight, biases: &a_bias };
         virtual_ranks.norm_backward(
             self.shape(rows),
             &dnorm,

@@ -8,8 +8,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
 use hpctrain_comm::Group;
 use hpctrain_device::{
-    Backend, CrossEntropy, CrossEntropyPart, Deviation, Kernels, LogitsPart, LossWeights,
-    MemoryKind, Regression,
+    Backend, CrossEntropy, CrossEntropyPart, Kernels, LogitsPart, LossWeights, MemoryKind,
+    Regression, RegressionLoss,
 };
 
 /// The loss that a network minimises, a mean over all predictions.
@@ -23,7 +23,7 @@ pub enum Loss {
         weights: Vec<f32>,
     },
     /// A deviation of predicted values from target values.
-    Deviation(Deviation),
+    Deviation(RegressionLoss),
 }
 
 impl Loss {
@@ -59,7 +59,7 @@ impl Metric {
     }
 
     /// Returns the metric from the mean of the values that [`Objective::measure`] sums.
-    pub fn of_mean(self, mean: f64) -> f64 {
+    pub fn from_mean(self, mean: f64) -> f64 {
         if self == Metric::RootMeanSquare { mean.sqrt() } else { mean }
     }
 }
@@ -113,7 +113,7 @@ impl<B: Kernels> Objective<B> {
         let all = match loss {
             Loss::CrossEntropy { .. } if width > 5 => vec![Metric::Accuracy, Metric::Top5],
             Loss::CrossEntropy { .. } => vec![Metric::Accuracy],
-            Loss::Deviation(Deviation::Binary) => vec![Metric::Accuracy],
+            Loss::Deviation(RegressionLoss::BinaryCrossEntropy) => vec![Metric::Accuracy],
             Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
         };
         let metrics = if metrics { all } else { vec![] };
@@ -128,12 +128,12 @@ impl<B: Kernels> Objective<B> {
     }
 
     /// Sets the virtual tensor ranks among which the logits are sharded.
-    pub fn sliced(self, slices: &TensorShards) -> Self {
+    pub fn with_tensor_shards(self, slices: &TensorShards) -> Self {
         Self { slices: slices.clone(), ..self }
     }
 
     /// Sets whether rows of the output are padded, from the last of these blocks.
-    pub fn of_output(self, blocks: &Blocks<B>) -> Self {
+    pub fn with_output_blocks(self, blocks: &Blocks<B>) -> Self {
         Self { is_padded: blocks.last().is_some_and(|block| block.pads_output()), ..self }
     }
 
@@ -182,7 +182,9 @@ impl<B: Kernels> Objective<B> {
         match self.loss {
             _ if self.metrics.is_empty() => None,
             Loss::CrossEntropy { .. } if self.width > 1 => Some(Classifier::Softmax(self.width)),
-            Loss::Deviation(Deviation::Binary) if self.width == 1 => Some(Classifier::Logit),
+            Loss::Deviation(RegressionLoss::BinaryCrossEntropy) if self.width == 1 => {
+                Some(Classifier::Logit)
+            }
             _ => None,
         }
     }
@@ -216,15 +218,15 @@ impl<B: Kernels> Objective<B> {
                 };
                 let weights = LossWeights {
                     classes: self.weights(backend)?,
-                    rows: B::all(&micro.parts.weights),
+                    rows: B::all(&micro.fields.weights),
                 };
                 self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut losses)?;
             }
             Loss::Deviation(by) => {
                 let width = self.unpadded(output, rows)?;
-                let shape = Regression { rows, width, by: *by, scale, gradient: true };
-                let values = B::all(&micro.parts.values);
-                let weights = B::all(&micro.parts.weights);
+                let shape = Regression { rows, width, loss: *by, scale, gradient: true };
+                let values = B::all(&micro.fields.values);
+                let weights = B::all(&micro.fields.weights);
                 backend.regression(
                     shape,
                     B::all_mut(output),
@@ -251,7 +253,7 @@ impl<B: Kernels> Objective<B> {
         weights: LossWeights<B::View<'_>>,
         losses: &mut B::Buf,
     ) -> Result<()> {
-        let (targets, TensorShards { total, held, .. }) = (&micro.parts.classes, &self.slices);
+        let (targets, TensorShards { total, held, .. }) = (&micro.fields.classes, &self.slices);
         if *total == 1 {
             return backend.cross_entropy(
                 shape,
@@ -269,7 +271,7 @@ impl<B: Kernels> Objective<B> {
                 rows,
                 classes: share.len(),
                 stride: self.stride(share.len()),
-                first: share.start,
+                first_class: share.start,
             }
         };
         let of_virtual_rank = rows * LogitsPart::STATS;
@@ -355,7 +357,7 @@ impl<B: Kernels> Objective<B> {
                         stride,
                         k,
                         B::all(output),
-                        &micro.parts.classes,
+                        &micro.fields.classes,
                         B::all_mut(&mut values),
                     )?;
                     sums.push(backend.read(backend.sum(B::all(&values))?)?);
@@ -364,13 +366,13 @@ impl<B: Kernels> Objective<B> {
             Loss::Deviation(by) => {
                 let width = self.unpadded(output, rows)?;
                 let of_metric = |metric: &Metric| match metric {
-                    Metric::RootMeanSquare => Deviation::Squared,
-                    Metric::Accuracy => Deviation::Agreement,
-                    _ => Deviation::Absolute,
+                    Metric::RootMeanSquare => RegressionLoss::Squared,
+                    Metric::Accuracy => RegressionLoss::BinaryAccuracy,
+                    _ => RegressionLoss::Absolute,
                 };
-                let mut measure = |by: Deviation, values: &mut B::Buf| {
-                    let shape = Regression { rows, width, by, scale: 0.0, gradient: false };
-                    let targets = B::all(&micro.parts.values);
+                let mut measure = |by: RegressionLoss, values: &mut B::Buf| {
+                    let shape = Regression { rows, width, loss: by, scale: 0.0, gradient: false };
+                    let targets = B::all(&micro.fields.values);
                     let weights = B::all(&none);
                     backend.regression(
                         shape,

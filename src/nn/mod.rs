@@ -42,7 +42,7 @@ const INIT: f32 = 0.02;
 pub struct MicroBatch<B: Backend> {
     /// The fields of the samples, sample after sample: `samples`·`time` classes or values to
     /// predict; values and weights are f32.
-    pub parts: SampleFields<B::IndexBuf, B::Buf>,
+    pub fields: SampleFields<B::IndexBuf, B::Buf>,
     /// The number of samples (sequences of language models).
     pub samples: usize,
     /// The number of predictions per sample (positions of language models).
@@ -73,13 +73,13 @@ impl<B: Backend> MicroBatch<B> {
     ) -> Result<Self> {
         let exact = |numbers| backend.upload_f32(MemoryKind::Activations, numbers);
         let parts = SampleFields {
-            ids: backend.upload_ints(parts.ids)?,
+            ids: backend.upload_indices(parts.ids)?,
             features: backend.upload(MemoryKind::Activations, parts.features)?,
-            classes: backend.upload_ints(parts.classes)?,
+            classes: backend.upload_indices(parts.classes)?,
             values: exact(parts.values)?,
             weights: exact(parts.weights)?,
         };
-        Ok(Self { parts, samples, time, first, host_ids: Vec::new() })
+        Ok(Self { fields: parts, samples, time, first, host_ids: Vec::new() })
     }
 
     /// Returns only the rows `rows`, each as a sample with one prediction, without ids and
@@ -87,7 +87,7 @@ impl<B: Backend> MicroBatch<B> {
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub fn of_rows(&self, backend: &B, rows: Range<usize>) -> Result<Self>
+    pub fn slice_rows(&self, backend: &B, rows: Range<usize>) -> Result<Self>
     where
         B: Kernels,
     {
@@ -99,8 +99,8 @@ impl<B: Backend> MicroBatch<B> {
             backend.copy(B::view(all_rows, at), B::all_mut(&mut part))?;
             Ok(part)
         };
-        let SampleFields { ids, features: _, classes, values, weights } = &self.parts;
-        let of_classes = of_rows(B::ints_len(classes) / all.max(1));
+        let SampleFields { ids, features: _, classes, values, weights } = &self.fields;
+        let of_classes = of_rows(B::indices_len(classes) / all.max(1));
         let parts = SampleFields {
             ids: B::slice_indices(ids, 0..0),
             features: backend.alloc(MemoryKind::Activations, 0)?,
@@ -108,14 +108,20 @@ impl<B: Backend> MicroBatch<B> {
             values: numbers(values)?,
             weights: numbers(weights)?,
         };
-        Ok(Self { parts, samples: rows.len(), time: 1, first: self.first, host_ids: Vec::new() })
+        Ok(Self {
+            fields: parts,
+            samples: rows.len(),
+            time: 1,
+            first: self.first,
+            host_ids: Vec::new(),
+        })
     }
 
     /// Creates a micro-batch of text from the `ids` of sequences and the `targets` to predict.
     ///
     /// # Errors
     /// Returns an error under the conditions of [`MicroBatch::upload`].
-    pub fn of_text(
+    pub fn from_text(
         backend: &B,
         ids: &[u32],
         targets: &[u32],
@@ -141,7 +147,7 @@ pub struct Context<'a, B: Backend> {
 
 impl<B: Backend> Context<'_, B> {
     /// Returns the same context with another micro-batch.
-    pub fn of<'a>(&'a self, micro: &'a MicroBatch<B>) -> Context<'a, B> {
+    pub fn with_micro_batch<'a>(&'a self, micro: &'a MicroBatch<B>) -> Context<'a, B> {
         Context { backend: self.backend, micro, training: self.training, tensor: self.tensor }
     }
 }
@@ -154,7 +160,7 @@ pub struct Training<'a, B: Backend> {
     /// there is one rank.
     pub ranks: Option<&'a Group<B>>,
     /// The fraction of the global batch in this micro-batch.
-    pub share: f32,
+    pub batch_fraction: f32,
 }
 
 impl<B: Backend> Copy for Training<'_, B> {}
@@ -172,9 +178,9 @@ pub struct Params<'a, B: Backend> {
     /// The number of elements of a section.
     pub section: usize,
     /// The parameters of [`Block::tied_to`], followed by the other elements of that unit.
-    pub lent: Option<B::View<'a>>,
+    pub tied: Option<B::View<'a>>,
     /// The number of elements of a section of the tied unit.
-    pub lent_section: usize,
+    pub tied_section: usize,
 }
 
 impl<B: Backend> Copy for Params<'_, B> {}
@@ -187,8 +193,8 @@ impl<B: Backend> Clone for Params<'_, B> {
 
 impl<'a, B: Backend> Params<'a, B> {
     /// Creates the parameters of a block with one virtual rank and no tied weights.
-    pub fn of(unit: &'a B::Buf) -> Self {
-        Self { own: B::all(unit), section: B::len(unit), lent: None, lent_section: 0 }
+    pub fn with_micro_batch(unit: &'a B::Buf) -> Self {
+        Self { own: B::all(unit), section: B::len(unit), tied: None, tied_section: 0 }
     }
 
     /// Returns the block's unit from section `k` on.
@@ -200,11 +206,11 @@ impl<'a, B: Backend> Params<'a, B> {
     ///
     /// # Errors
     /// Returns an error if the block was given no tied parameters.
-    pub fn lent_virtual_rank(&self, k: usize) -> Result<B::View<'a>> {
+    pub fn tied_virtual_rank(&self, k: usize) -> Result<B::View<'a>> {
         let lent = self
-            .lent
+            .tied
             .ok_or_else(|| Error::internal("a block with tied parameters was given none"))?;
-        Ok(B::split_at(lent, k * self.lent_section).1)
+        Ok(B::split_at(lent, k * self.tied_section).1)
     }
 }
 
@@ -255,7 +261,7 @@ pub trait Block<B: Kernels>: Send + Sync {
     fn scratch_per_row(&self) -> usize;
 
     /// Returns the number of elements per row that are kept after a backward with [deferred
-    /// wgrad](Grads::later), or 0 if the block defers nothing.
+    /// wgrad](Grads::deferred), or 0 if the block defers nothing.
     fn deferred_per_row(&self) -> usize {
         0
     }

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::custom::CustomModel;
 use super::gpt::Gpt;
-use super::layers::{Layers, shown};
+use super::layers::{Layers, format_shape};
 use super::llama::Llama;
 use super::loss::Loss;
 use super::{Block, Blocks};
@@ -32,7 +32,7 @@ pub enum Network {
     /// A layer-list (sequential) model.
     Layers(Layers),
     /// A custom network.
-    Own(CustomModel),
+    Custom(CustomModel),
 }
 
 /// The sizes of a layer, or of a block of a language model.
@@ -56,7 +56,7 @@ impl Network {
     pub fn summary(&self) -> Vec<LayerSummary> {
         let (width, heads) = match self {
             Network::Layers(layers) => return layers.summary().to_vec(),
-            Network::Own(_) => return self.own_summary(),
+            Network::Custom(_) => return self.own_summary(),
             Network::Gpt(gpt) => (gpt.width, gpt.heads),
             Network::Llama(llama) => (llama.width, llama.heads),
         };
@@ -113,7 +113,7 @@ impl Network {
     pub fn blocks_summary(&self) -> Vec<LayerSummary> {
         match self {
             Network::Layers(layers) => layers.blocks_summary(),
-            Network::Gpt(_) | Network::Llama(_) | Network::Own(_) => self.summary(),
+            Network::Gpt(_) | Network::Llama(_) | Network::Custom(_) => self.summary(),
         }
     }
 
@@ -129,7 +129,7 @@ impl Network {
         let (layers, width) = match self {
             Network::Gpt(gpt) => (gpt.layers, gpt.width),
             Network::Llama(llama) => (llama.layers, llama.width),
-            Network::Layers(_) | Network::Own(_) => (0, 0),
+            Network::Layers(_) | Network::Custom(_) => (0, 0),
         };
         // The summary counts the half of attention that a causal mask leaves.
         let masked = product(&[2, layers, self.context(), self.context(), width]) as f64;
@@ -138,7 +138,7 @@ impl Network {
 
     /// Returns the estimated work of every block in a training step, per sample, in FLOPs of
     /// matmuls. Memory traffic is estimated from the number of saved elements.
-    pub fn work(&self, recompute: bool) -> Vec<f64> {
+    pub fn work_per_block(&self, recompute: bool) -> Vec<f64> {
         let blocks = self.blocks_summary();
         let last = blocks.len() - 1;
         // A forward, a backward twice as long, and another forward with recomputation.
@@ -155,9 +155,9 @@ impl Network {
     /// # Errors
     /// Returns an error if the tables cannot be separated. The error is the reason, to be appended
     /// to the name of a key.
-    pub fn with_tables_apart(&self) -> Result<Self, &'static str> {
+    pub fn with_separate_embedding(&self) -> Result<Self, &'static str> {
         match self {
-            Network::Layers(layers) => layers.with_tables_apart().map(Network::Layers).ok_or(
+            Network::Layers(layers) => layers.with_separate_embedding().map(Network::Layers).ok_or(
                 "but model.layers does not begin with embedding or embedding_tables before others with parameters",
             ),
             Network::Llama(llama) if llama.tied => Err("but model.tied = true multiplies by the table as well"),
@@ -166,30 +166,30 @@ impl Network {
             }
             Network::Llama(_) => Ok(self.clone()),
             Network::Gpt(_) => Err("but the head of a GPT multiplies by the table as well"),
-            Network::Own(_) => Err("but the network is a custom one"),
+            Network::Custom(_) => Err("but the network is a custom one"),
         }
     }
 
     /// Returns the network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
-        self.sliced(&TensorShards::whole())
+        self.tensor_parallel_blocks(&TensorShards::whole())
     }
 
     /// Returns the network as blocks, sharded for the virtual tensor ranks `slices` of this rank.
     /// Layer-list models and custom networks are never sharded.
-    pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
+    pub fn tensor_parallel_blocks<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         match self {
-            Network::Gpt(gpt) => gpt.sliced(slices),
-            Network::Llama(llama) => llama.sliced(slices),
+            Network::Gpt(gpt) => gpt.tensor_parallel_blocks(slices),
+            Network::Llama(llama) => llama.tensor_parallel_blocks(slices),
             Network::Layers(layers) => layers.blocks(),
-            Network::Own(own) => own.blocks(),
+            Network::Custom(own) => own.blocks(),
         }
     }
 
     /// Returns the blocks of a rank with `slices` on a CPU, to query their tensors and sizes. It is
     /// not generic, so that callers in other crates compile no copy of the kernels.
     pub fn cpu_blocks(&self, slices: &TensorShards) -> Blocks<Cpu> {
-        self.sliced(slices)
+        self.tensor_parallel_blocks(slices)
     }
 
     /// Returns the number of predictions per sample (positions of a sequence for language models).
@@ -198,7 +198,7 @@ impl Network {
             Network::Gpt(gpt) => gpt.context,
             Network::Llama(llama) => llama.context,
             Network::Layers(_) => 1,
-            Network::Own(own) => own.context(),
+            Network::Custom(own) => own.context(),
         }
     }
 
@@ -233,11 +233,11 @@ impl Network {
                 format!(
                     "{} layers from {} to {}",
                     layers.len(),
-                    shown(layers.input()),
-                    shown(layers.output())
+                    format_shape(layers.input()),
+                    format_shape(layers.output())
                 )
             }
-            Network::Own(own) => own.name().to_owned(),
+            Network::Custom(own) => own.name().to_owned(),
         }
     }
 
@@ -247,7 +247,7 @@ impl Network {
             Network::Gpt(gpt) => Some(gpt.vocabulary),
             Network::Llama(llama) => Some(llama.vocabulary),
             Network::Layers(_) => None,
-            Network::Own(own) => own.vocabulary(),
+            Network::Custom(own) => own.vocabulary(),
         }
     }
 
@@ -255,7 +255,7 @@ impl Network {
     pub fn sample_spec(&self, loss: &Loss) -> SampleSpec {
         let layers = match self {
             Network::Gpt(_) | Network::Llama(_) => return SampleSpec::Text,
-            Network::Own(own) => return own.sample_spec(loss),
+            Network::Custom(own) => return own.sample_spec(loss),
             Network::Layers(layers) => layers,
         };
         let target = match loss {
@@ -285,7 +285,7 @@ impl Network {
             Network::Gpt(gpt) => gpt.vocabulary,
             Network::Llama(llama) => llama.vocabulary,
             Network::Layers(layers) => layers.output().iter().product(),
-            Network::Own(own) => own.outputs(),
+            Network::Custom(own) => own.outputs(),
         }
     }
 }

@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::dropout::ResidualDropout;
-use super::wgrad::{At, OutputGradient, ranges};
+use super::wgrad::{GradRange, OutputGradient, ranges};
 use super::{Context, Grads, Params};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
@@ -32,7 +32,7 @@ pub struct TensorParallel<'a, B: Kernels> {
 }
 
 /// The gradient of the output of a residual branch.
-pub struct Branch<B: Backend> {
+pub struct BranchGrad<B: Backend> {
     /// This rank's rows, if dropout masks them.
     masked: Option<Arc<B::Buf>>,
     /// All rows, with sequence parallelism.
@@ -40,23 +40,23 @@ pub struct Branch<B: Backend> {
 }
 
 /// The gradient of a virtual rank's output: a range of elements of a buffer.
-pub type OfVirtualRank<B> = (Arc<<B as Backend>::Buf>, Range<usize>);
+pub type VirtualRankGrad<B> = (Arc<<B as Backend>::Buf>, Range<usize>);
 
 /// A column-parallel linear layer, for its backward.
-pub struct Column<'a, B: Kernels> {
+pub struct ColumnLinear<'a, B: Kernels> {
     /// The shape of each virtual rank's part.
     pub shapes: Vec<Linear>,
     /// The weight of each virtual rank.
     pub weights: Vec<B::View<'a>>,
     /// Where the gradient of each weight is.
-    pub places: Vec<At>,
+    pub places: Vec<GradRange>,
     /// Where the gradient of each bias is.
     pub biases: Vec<Range<usize>>,
 }
 
 /// Where the gradients of a norm are, for each virtual rank.
 #[derive(Clone, Copy)]
-pub struct Places<'a> {
+pub struct NormGradRanges<'a> {
     /// The ranges of the weight's gradient.
     pub weights: &'a [Range<usize>],
     /// The ranges of the bias's gradient.
@@ -106,12 +106,12 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     /// Returns the range of a row-parallel layer's bias gradient for [`Grads::linear`]. It is empty
     /// with more than one virtual rank: [`TensorParallel::add_bias`] then adds the gradient for
     /// each virtual rank's rows.
-    pub fn bias_of_sum(&self, bias: &Range<usize>) -> Range<usize> {
+    pub fn row_linear_bias(&self, bias: &Range<usize>) -> Range<usize> {
         if self.slices.total == 1 { bias.clone() } else { 0..0 }
     }
 
     /// Returns the rows of the residual stream that this rank holds.
-    pub fn own(&self) -> Range<usize> {
+    pub fn own_rows(&self) -> Range<usize> {
         self.slices.rows(self.cx.micro.rows())
     }
 
@@ -124,7 +124,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     /// rank on this rank if it is held here.
     fn rows(&self) -> Vec<(Range<usize>, Option<usize>)> {
         let rows = self.cx.micro.rows();
-        let own = self.own();
+        let own = self.own_rows();
         let total = self.slices.total;
         let of_virtual_rank = |virtual_rank: usize| {
             let range = (virtual_rank * rows / total).max(own.start)
@@ -158,7 +158,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     pub fn gather(&self, own: &B::Buf, width: usize) -> Result<Option<B::Buf>> {
         let Some(group) = self.cx.tensor.filter(|_| self.is_divided()) else { return Ok(None) };
         let b = self.cx.backend;
-        let rows = self.own();
+        let rows = self.own_rows();
         let mut all = b.alloc(MemoryKind::Activations, self.cx.micro.rows() * width)?;
         b.copy(B::all(own), B::view_mut(&mut all, rows.start * width..rows.end * width))?;
         group.all_gather(all).wait().map(Some)
@@ -227,7 +227,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
 
     /// Starts the sum over all ranks: a reduce-scatter with sequence parallelism, else an
     /// all-reduce.
-    pub fn request(&self, sum: B::Buf) -> Pending<B::Buf> {
+    pub fn start_sum(&self, sum: B::Buf) -> Pending<B::Buf> {
         let len = B::len(&sum);
         match self.cx.tensor {
             None => Pending::ready(sum),
@@ -241,9 +241,9 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     ///
     /// # Errors
     /// Returns an error if the device or a message fails.
-    pub fn settle(&self, sum: Pending<B::Buf>, width: usize) -> Result<B::Buf> {
+    pub fn wait_sum(&self, sum: Pending<B::Buf>, width: usize) -> Result<B::Buf> {
         let sum = sum.wait()?;
-        let rows = self.own();
+        let rows = self.own_rows();
         if !self.is_divided() && !self.sums_wide() {
             return Ok(sum);
         }
@@ -256,7 +256,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
 
     /// Returns true if there is one virtual rank, so that a matmul can add what is to be added to
     /// the sum.
-    pub fn is_uncut(&self) -> bool {
+    pub fn is_unsharded(&self) -> bool {
         self.slices.total == 1
     }
 
@@ -334,7 +334,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         mut norm: impl FnMut(usize, Range<usize>, B::ViewMut<'_>, B::ViewMut<'_>) -> Result<()>,
     ) -> Result<(B::Buf, B::Buf)> {
         let b = self.cx.backend;
-        let rows = self.own().len();
+        let rows = self.own_rows().len();
         let mut y = b.alloc(MemoryKind::Activations, rows * width)?;
         let mut stats = b.alloc_f32(MemoryKind::Activations, rows * 2)?;
         for (rows, _) in self.rows() {
@@ -361,7 +361,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         stats: &B::Buf,
         dx: &mut B::Buf,
         grads: &mut Grads<'_, B>,
-        places: Places<'_>,
+        places: NormGradRanges<'_>,
     ) -> Result<()> {
         let b = self.cx.backend;
         // The weight gradients of rows of virtual ranks on other ranks are computed there.
@@ -374,7 +374,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
             let x = B::view(x, at.clone());
             let dx = B::view_mut(dx, at);
             let (dweight, dbias) = match held {
-                Some(k) => grads.pair(&places.weights[k], &places.biases[k]),
+                Some(k) => grads.weight_and_bias(&places.weights[k], &places.biases[k]),
                 None => {
                     let [weight, bias] = [places.weights, places.biases]
                         .map(|of_virtual_ranks| of_virtual_ranks[0].len());
@@ -382,7 +382,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
                         Some(scratch) => scratch,
                         none => none.insert(b.alloc_f32(MemoryKind::Activations, weight + bias)?),
                     };
-                    B::cut_mut(B::all_mut(scratch), weight)
+                    B::split_at_mut(B::all_mut(scratch), weight)
                 }
             };
             b.norm_backward(s, dy, x, weight, stats, dx, dweight, dbias)?;
@@ -412,7 +412,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
             };
             let (_, from) = B::split_at(dy, rows.start * width);
             let (dy, _) = B::split_at(from, rows.len() * width);
-            let (_, dbias) = grads.pair(&(place.start..place.start), place);
+            let (_, dbias) = grads.weight_and_bias(&(place.start..place.start), place);
             self.cx.backend.linear_backward_bias(rows.len(), dy, dbias)?;
         }
         Ok(())
@@ -429,8 +429,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         site: usize,
         dy: &B::Buf,
         is_kept: bool,
-    ) -> Result<Branch<B>> {
-        let mut masked = dropout.masked(self.cx, site, self.own().start, dy)?;
+    ) -> Result<BranchGrad<B>> {
+        let mut masked = dropout.masked(self.cx, site, self.own_rows().start, dy)?;
         let gathered = self.gather(masked.as_ref().unwrap_or(dy), dropout.width)?;
         if is_kept && self.slices.held.len() > 1 && masked.is_none() && gathered.is_none() {
             // One copy for all virtual ranks.
@@ -438,7 +438,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
             self.cx.backend.copy(B::all(dy), B::all_mut(&mut copy))?;
             masked = Some(copy);
         }
-        Ok(Branch { masked: masked.map(Arc::new), gathered: gathered.map(Arc::new) })
+        Ok(BranchGrad { masked: masked.map(Arc::new), gathered: gathered.map(Arc::new) })
     }
 
     /// Computes the backward of a column-parallel linear layer from the gradients `dys` of the
@@ -449,9 +449,9 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     /// Returns an error if the device or a message fails.
     pub fn column_backward(
         &self,
-        map: &Column<'_, B>,
+        map: &ColumnLinear<'_, B>,
         grads: &mut Grads<'_, B>,
-        dys: Vec<OfVirtualRank<B>>,
+        dys: Vec<VirtualRankGrad<B>>,
         x: B::Buf,
     ) -> Result<B::Buf> {
         let b = self.cx.backend;
@@ -459,7 +459,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         let x = Arc::new(x);
         let add_weights = |grads: &mut Grads<'_, B>| {
             dys.iter().enumerate().try_for_each(|(k, (dy, at))| {
-                let dy = OutputGradient::Kept(dy, at.clone());
+                let dy = OutputGradient::Unchanged(dy, at.clone());
                 grads.linear(b, map.shapes[k], dy, &x, map.places[k].clone(), map.biases[k].clone())
             })
         };
@@ -472,29 +472,29 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
             add_weights(grads)?;
             // The gradient reuses the input's memory, unless deferred wgrad needs the input.
             let sum = self.sum(len, Arc::into_inner(x), input)?;
-            return self.settle(Pending::ready(sum), inputs);
+            return self.wait_sum(Pending::ready(sum), inputs);
         }
-        let sum = self.request(self.sum(len, None, input)?);
+        let sum = self.start_sum(self.sum(len, None, input)?);
         add_weights(grads)?;
-        self.settle(sum, inputs)
+        self.wait_sum(sum, inputs)
     }
 }
 
-impl<B: Kernels> Branch<B> {
+impl<B: Kernels> BranchGrad<B> {
     /// Returns this rank's rows.
-    pub fn own<'a>(&'a self, dy: &'a B::Buf) -> B::View<'a> {
+    pub fn own_rows<'a>(&'a self, dy: &'a B::Buf) -> B::View<'a> {
         B::all(self.masked.as_deref().unwrap_or(dy))
     }
 
     /// Returns all rows.
     pub fn all<'a>(&'a self, dy: &'a B::Buf) -> B::View<'a> {
-        self.gathered.as_deref().map_or_else(|| self.own(dy), B::all)
+        self.gathered.as_deref().map_or_else(|| self.own_rows(dy), B::all)
     }
 
     /// Returns all rows, as [`Grads::linear`] takes them.
     pub fn of_output<'a>(&'a self, dy: &'a B::Buf) -> OutputGradient<'a, B> {
         match self.gathered.as_ref().or(self.masked.as_ref()) {
-            Some(kept) => OutputGradient::Kept(kept, 0..B::len(kept)),
+            Some(kept) => OutputGradient::Unchanged(kept, 0..B::len(kept)),
             None => OutputGradient::Changing(dy),
         }
     }

@@ -18,35 +18,35 @@ pub struct Grads<'a, B: Backend> {
     pub first: bool,
     /// The gradient of [`Block::tied_to`](super::Block::tied_to), to which only this block adds.
     /// The first backward of a virtual rank overwrites it.
-    pub lent: Option<B::ViewMut<'a>>,
+    pub tied: Option<B::ViewMut<'a>>,
     /// Whether this is the first backward of its virtual rank into `lent`, which is still
     /// uninitialised.
-    pub lent_first: bool,
+    pub tied_first: bool,
     /// Receives the matmuls that [`Grads::linear`] defers, or is `None` if it computes them at
     /// once.
-    pub later: Option<&'a mut Vec<DeferredWgrad<B>>>,
+    pub deferred: Option<&'a mut Vec<DeferredWgrad<B>>>,
 }
 
 /// A range of a block's gradients, in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum At {
+pub enum GradRange {
     /// A range of its own unit.
     Own(Range<usize>),
     /// A range of the tied parameter.
-    Lent(Range<usize>),
+    Tied(Range<usize>),
 }
 
-impl At {
+impl GradRange {
     /// Returns these ranges of the block's own unit.
     pub fn own(ranges: Vec<Range<usize>>) -> Vec<Self> {
-        ranges.into_iter().map(At::Own).collect()
+        ranges.into_iter().map(GradRange::Own).collect()
     }
 }
 
 /// The gradient of a linear layer's output, read now and perhaps again later.
 pub enum OutputGradient<'a, B: Backend> {
     /// Elements of a buffer that will not change.
-    Kept(&'a Arc<B::Buf>, Range<usize>),
+    Unchanged(&'a Arc<B::Buf>, Range<usize>),
     /// A buffer that will change: deferred wgrad keeps a copy.
     Changing(&'a B::Buf),
 }
@@ -57,32 +57,33 @@ pub struct DeferredWgrad<B: Backend> {
     shape: Linear,
     dy: (Arc<B::Buf>, Range<usize>),
     x: Arc<B::Buf>,
-    weight: At,
+    weight: GradRange,
     bias: Range<usize>,
 }
 
 impl<B: Kernels> Grads<'_, B> {
     /// Returns the gradients of a weight and a bias in the block's own unit. The bias comes after
     /// the weight, or is empty.
-    pub fn pair(
+    pub fn weight_and_bias(
         &mut self,
         weight: &Range<usize>,
         bias: &Range<usize>,
     ) -> (B::ViewMut<'_>, B::ViewMut<'_>) {
-        let (before, rest) = B::cut_mut(B::reborrow(&mut self.own), bias.start.max(weight.end));
-        let (bias, _) = B::cut_mut(rest, bias.len());
-        let (_, from_weight) = B::cut_mut(before, weight.start);
-        (B::cut_mut(from_weight, weight.len()).0, bias)
+        let (before, rest) =
+            B::split_at_mut(B::reborrow(&mut self.own), bias.start.max(weight.end));
+        let (bias, _) = B::split_at_mut(rest, bias.len());
+        let (_, from_weight) = B::split_at_mut(before, weight.start);
+        (B::split_at_mut(from_weight, weight.len()).0, bias)
     }
 
     /// Reborrows the gradients, for one backward of several.
-    pub fn again(&mut self) -> Grads<'_, B> {
+    pub fn reborrow(&mut self) -> Grads<'_, B> {
         Grads {
             own: B::reborrow(&mut self.own),
             first: self.first,
-            lent: self.lent.as_mut().map(B::reborrow),
-            lent_first: self.lent_first,
-            later: self.later.as_deref_mut(),
+            tied: self.tied.as_mut().map(B::reborrow),
+            tied_first: self.tied_first,
+            deferred: self.deferred.as_deref_mut(),
         }
     }
 
@@ -98,18 +99,18 @@ impl<B: Kernels> Grads<'_, B> {
         shape: Linear,
         dy: OutputGradient<'_, B>,
         x: &Arc<B::Buf>,
-        weight: At,
+        weight: GradRange,
         bias: Range<usize>,
     ) -> Result<()> {
-        let Some(later) = &mut self.later else {
+        let Some(later) = &mut self.deferred else {
             let dy = match dy {
-                OutputGradient::Kept(dy, at) => B::view(dy, at),
+                OutputGradient::Unchanged(dy, at) => B::view(dy, at),
                 OutputGradient::Changing(dy) => B::all(dy),
             };
             return self.add_linear(backend, shape, dy, B::all(x), &weight, &bias);
         };
         let dy = match dy {
-            OutputGradient::Kept(dy, at) => (dy.clone(), at),
+            OutputGradient::Unchanged(dy, at) => (dy.clone(), at),
             OutputGradient::Changing(dy) => {
                 let mut kept = backend.alloc(MemoryKind::Activations, B::len(dy))?;
                 backend.copy(B::all(dy), B::all_mut(&mut kept))?;
@@ -124,7 +125,7 @@ impl<B: Kernels> Grads<'_, B> {
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub fn add(&mut self, backend: &B, deferred: DeferredWgrad<B>) -> Result<()> {
+    pub fn add_deferred(&mut self, backend: &B, deferred: DeferredWgrad<B>) -> Result<()> {
         let DeferredWgrad { shape, dy, x, weight, bias } = deferred;
         self.add_linear(backend, shape, B::view(&dy.0, dy.1), B::all(&x), &weight, &bias)
     }
@@ -135,23 +136,24 @@ impl<B: Kernels> Grads<'_, B> {
         shape: Linear,
         dy: B::View<'_>,
         x: B::View<'_>,
-        weight: &At,
+        weight: &GradRange,
         bias: &Range<usize>,
     ) -> Result<()> {
         match weight {
-            At::Own(weight) => {
+            GradRange::Own(weight) => {
                 let first = self.first;
-                let (dweight, dbias) = self.pair(weight, bias);
+                let (dweight, dbias) = self.weight_and_bias(weight, bias);
                 backend.linear_backward_weight(shape, dy, x, dweight, dbias, !first)
             }
-            At::Lent(weight) => {
+            GradRange::Tied(weight) => {
                 let nothing_lent = || {
                     Error::internal("a block with tied parameters was given no gradient for them")
                 };
-                let lent = B::reborrow(self.lent.as_mut().ok_or_else(nothing_lent)?);
-                let (dweight, _) = B::cut_mut(B::cut_mut(lent, weight.start).1, weight.len());
-                let (dbias, _) = B::cut_mut(B::reborrow(&mut self.own), 0);
-                backend.linear_backward_weight(shape, dy, x, dweight, dbias, !self.lent_first)
+                let lent = B::reborrow(self.tied.as_mut().ok_or_else(nothing_lent)?);
+                let (dweight, _) =
+                    B::split_at_mut(B::split_at_mut(lent, weight.start).1, weight.len());
+                let (dbias, _) = B::split_at_mut(B::reborrow(&mut self.own), 0);
+                backend.linear_backward_weight(shape, dy, x, dweight, dbias, !self.tied_first)
             }
         }
     }
@@ -222,8 +224,8 @@ mod tests {
     fn gradients(block: &dyn Block<Cpu>, defers: bool) -> ([Vec<u32>; 3], usize) {
         let backend = Cpu::new(2);
         let ids = [1; SAMPLES * TIME];
-        let micro = MicroBatch::of_text(&backend, &ids, &ids, TIME, 0).unwrap();
-        let training = Training { dropout: 1, ranks: None, share: 1.0 };
+        let micro = MicroBatch::from_text(&backend, &ids, &ids, TIME, 0).unwrap();
+        let training = Training { dropout: 1, ranks: None, batch_fraction: 1.0 };
         let cx =
             Context { backend: &backend, micro: &micro, training: Some(training), tensor: None };
         let layout = UnitLayout::new(block.name(), block.tensors(), 1);
@@ -240,17 +242,20 @@ mod tests {
         let mut waiting = 0;
         for (k, later) in deferred.iter_mut().enumerate() {
             let lent_section = loan.as_ref().map_or(0, Cpu::len);
-            let params =
-                || Params { lent: loan.as_ref().map(Cpu::all), lent_section, ..Params::of(&unit) };
+            let params = || Params {
+                tied: loan.as_ref().map(Cpu::all),
+                tied_section: lent_section,
+                ..Params::with_micro_batch(&unit)
+            };
             let x = values(&format!("x {k}"), micro.rows() * block.input_per_row());
             let (y, kept) = block.forward(&cx, params(), &x).unwrap();
             let dy = values(&format!("dy {k}"), Cpu::len(&y));
             let grads = Grads {
                 own: Cpu::all_mut(&mut own),
                 first: k == 0,
-                lent: loan.as_ref().map(|_| Cpu::all_mut(&mut lent)),
-                lent_first: k == 0,
-                later: defers.then_some(later),
+                tied: loan.as_ref().map(|_| Cpu::all_mut(&mut lent)),
+                tied_first: k == 0,
+                deferred: defers.then_some(later),
             };
             dxs.push(block.backward(&cx, params(), grads, &x, kept, dy).unwrap());
         }
@@ -260,11 +265,11 @@ mod tests {
             let mut grads = Grads {
                 own: Cpu::all_mut(&mut own),
                 first: k == 0,
-                lent,
-                lent_first: k == 0,
-                later: None,
+                tied: lent,
+                tied_first: k == 0,
+                deferred: None,
             };
-            later.into_iter().for_each(|one| grads.add(&backend, one).unwrap());
+            later.into_iter().for_each(|one| grads.add_deferred(&backend, one).unwrap());
         }
         let bits = |buf: &CpuBuf| -> Vec<u32> {
             let mut host = vec![0.0; Cpu::len(buf)];
@@ -298,9 +303,9 @@ mod tests {
             backend.upload(MemoryKind::Gradients, &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
         let own = Cpu::all_mut(&mut unit);
         let mut grads =
-            Grads::<Cpu> { own, first: true, lent: None, lent_first: true, later: None };
+            Grads::<Cpu> { own, first: true, tied: None, tied_first: true, deferred: None };
         for (weight, bias) in [(0..2, 4..5), (1..4, 4..6), (2..5, 0..0)] {
-            let (w, b) = grads.pair(&weight, &bias);
+            let (w, b) = grads.weight_and_bias(&weight, &bias);
             assert_eq!((w.len(), b.len()), (weight.len(), bias.len()));
             assert_eq!(
                 (w[0] as usize, b.first().map(|b| *b as usize)),

@@ -24,14 +24,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::device_state::{DeviceState, Recipe};
+use super::device_state::{DeviceState, UpdateSettings};
 use super::step_params::{Hyper, state_names};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::Cpu;
 use hpctrain_device::{
     Backend as _, CommBuffer, ComputeOrderedCopies, ElementwiseOps, Kernels, MemoryKind, Slot,
 };
-use hpctrain_nn::optim::Pair;
+use hpctrain_nn::optim::SquaredNorms;
 
 /// The CPU that updates parameters instead of the device, and the copies between them.
 #[derive(Clone)]
@@ -47,14 +47,14 @@ impl HostUpdater {
     /// # Errors
     /// Returns an error if the device fails.
     pub fn new<B: Kernels>(backend: &B, cpu: Cpu) -> Result<Self> {
-        Ok(Self { cpu, copies: backend.copies()? })
+        Ok(Self { cpu, copies: backend.copy_streams()? })
     }
 
     /// Makes later compute wait for the uploads of parameters that were started.
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub fn arrived(&self) -> Result<()> {
+    pub fn wait_for_uploads(&self) -> Result<()> {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.before_compute())
     }
 
@@ -62,7 +62,7 @@ impl HostUpdater {
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub fn fetched(&self) -> Result<()> {
+    pub fn wait_for_downloads(&self) -> Result<()> {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.after_downloads())
     }
 
@@ -102,18 +102,23 @@ impl<B: Kernels> Offloaded<B> {
     ///
     /// # Errors
     /// Returns an error if the memory does not suffice.
-    pub fn new(backend: &B, host: &HostUpdater, recipe: Recipe, values: &[f32]) -> Result<Self> {
+    pub fn new(
+        backend: &B,
+        host: &HostUpdater,
+        recipe: UpdateSettings,
+        values: &[f32],
+    ) -> Result<Self> {
         let len = values.len();
         let slot = match &host.copies {
             Some(copies) => Slot::new(&**copies, len)?,
-            None => Slot::of(Box::new(vec![0.0; len])),
+            None => Slot::from_pinned(Box::new(vec![0.0; len])),
         };
         // The outer optimizer has another buffer for its starting point.
         let states = state_names(recipe.rule, recipe.average, recipe.outer).len()
             + usize::from(recipe.outer.is_some());
-        let bytes = bytes(states, len);
+        let bytes = host_bytes(states, len);
         let state = DeviceState::new(&host.cpu, recipe, values, true)?;
-        backend.ledger().take(MemoryKind::Offloaded, bytes);
+        backend.memory_stats().record_alloc(MemoryKind::Offloaded, bytes);
         Ok(Self {
             backend: backend.clone(),
             host: host.clone(),
@@ -126,12 +131,12 @@ impl<B: Kernels> Offloaded<B> {
     }
 
     /// Returns the state on the host.
-    pub fn held(&self) -> &DeviceState<Cpu> {
+    pub fn state(&self) -> &DeviceState<Cpu> {
         &self.state
     }
 
     /// Returns the state on the host, for SDC checks.
-    pub fn held_mut(&mut self) -> &mut DeviceState<Cpu> {
+    pub fn state_mut(&mut self) -> &mut DeviceState<Cpu> {
         &mut self.state
     }
 
@@ -165,7 +170,7 @@ impl<B: Kernels> Offloaded<B> {
         &mut self,
         hyper: Hyper,
         range: Range<usize>,
-    ) -> Result<Vec<(usize, Pair<f64>)>> {
+    ) -> Result<Vec<(usize, SquaredNorms<f64>)>> {
         self.has_gradient()?;
         self.state.squares(
             hyper,
@@ -230,7 +235,7 @@ impl<B: Kernels> Offloaded<B> {
     /// Returns an error if the device fails.
     pub fn copy_into(&mut self, full: CommBuffer<'_>) -> Result<()> {
         self.begin_copy_into(full)?;
-        self.host.arrived()
+        self.host.wait_for_uploads()
     }
 
     /// Starts to upload the parameters, which compute may read after [`HostUpdater::arrived`].
@@ -271,7 +276,7 @@ impl<B: Kernels> Offloaded<B> {
         let master = self.state.master()?.as_slice();
         let words = self.slot.memory()?;
         match self.backend.has_master_weights() {
-            true => self.host.cpu.narrow(master, words),
+            true => self.host.cpu.round_to_bf16(master, words),
             false => self.host.cpu.copy(master, &mut words[..self.len])?,
         }
         self.content = OffloadTransfer::Parameters;
@@ -281,12 +286,12 @@ impl<B: Kernels> Offloaded<B> {
 
 impl<B: Kernels> Drop for Offloaded<B> {
     fn drop(&mut self) {
-        self.backend.ledger().give(MemoryKind::Offloaded, self.bytes);
+        self.backend.memory_stats().record_free(MemoryKind::Offloaded, self.bytes);
     }
 }
 
 /// Returns the size in bytes on the host of a range of `len` elements with `states` buffers of
 /// optimizer state: master weights, state and the slot.
-pub fn bytes(states: usize, len: usize) -> usize {
+pub fn host_bytes(states: usize, len: usize) -> usize {
     (2 + states) * len * size_of::<f32>()
 }

@@ -5,13 +5,13 @@ use std::ops::Range;
 
 use super::local_sgd::OuterOptimizer;
 use super::sdc_checksum::SdcChecksum;
-use super::step_params::{Hyper, nowhere, state_names};
+use super::step_params::{Hyper, missing_parameters, state_names};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Audit, Kernels, MemoryKind, Sgd};
-use hpctrain_nn::optim::{AVERAGE, GroupRun, Pair, UpdateRule};
+use hpctrain_device::{Kernels, MemoryKind, Sgd, UpdateChecksums};
+use hpctrain_nn::optim::{EMA, GroupRun, SquaredNorms, UpdateRule};
 
 /// How a range is updated.
-pub struct Recipe {
+pub struct UpdateSettings {
     /// The update rule; none if nothing is trained.
     pub rule: Option<UpdateRule>,
     /// The decay of the parameters' EMA, if there is one.
@@ -21,14 +21,14 @@ pub struct Recipe {
     /// The parts of the range, each of which is updated with the same settings.
     pub parts: Vec<GroupRun>,
     /// Whether updates compute checksums for SDC checks.
-    pub audits: bool,
+    pub has_sdc_checks: bool,
 }
 
 /// Parameters and state of a range.
 pub struct DeviceState<B: Kernels> {
     /// The device.
     pub backend: B,
-    recipe: Recipe,
+    recipe: UpdateSettings,
     /// The fp32 master weights of the range. None if the full parameters are always in memory in
     /// f32; then the parameters are a window of those.
     master: Option<B::Buf>,
@@ -55,7 +55,12 @@ impl<B: Kernels> DeviceState<B> {
     ///
     /// # Errors
     /// Returns an error if the memory does not suffice.
-    pub fn new(backend: &B, recipe: Recipe, values: &[f32], has_master: bool) -> Result<Self> {
+    pub fn new(
+        backend: &B,
+        recipe: UpdateSettings,
+        values: &[f32],
+        has_master: bool,
+    ) -> Result<Self> {
         let zeros = || {
             let mut buf = backend.alloc_f32(MemoryKind::Optimizer, values.len())?;
             backend.zero(B::all_mut(&mut buf))?;
@@ -63,7 +68,7 @@ impl<B: Kernels> DeviceState<B> {
         };
         let state =
             state_names(recipe.rule, recipe.average, None).into_iter().map(|name| match name {
-                AVERAGE => backend.upload_f32(MemoryKind::Optimizer, values),
+                EMA => backend.upload_f32(MemoryKind::Optimizer, values),
                 _ => zeros(),
             });
         let outer = |step: OuterOptimizer| {
@@ -80,7 +85,7 @@ impl<B: Kernels> DeviceState<B> {
             master: has_master
                 .then(|| backend.upload_f32(MemoryKind::Parameters, values))
                 .transpose()?,
-            checksum: recipe.audits.then(SdcChecksum::default),
+            checksum: recipe.has_sdc_checks.then(SdcChecksum::default),
             backend: backend.clone(),
             recipe,
         })
@@ -102,7 +107,7 @@ impl<B: Kernels> DeviceState<B> {
     /// Returns an error if they have changed, the device fails, or no buffer holds the parameters.
     pub fn compare<'a>(&'a mut self, full: Option<B::View<'a>>) -> Result<()> {
         let Some(checksum) = &mut self.checksum else { return Ok(()) };
-        let params = self.master.as_ref().map(B::all).or(full).ok_or_else(nowhere)?;
+        let params = self.master.as_ref().map(B::all).or(full).ok_or_else(missing_parameters)?;
         let mut left: Vec<B::View<'_>> =
             std::iter::once(params).chain(self.state.iter().map(B::all)).collect();
         let mut windows = Vec::new();
@@ -122,7 +127,7 @@ impl<B: Kernels> DeviceState<B> {
     /// # Errors
     /// Returns an error if there are none.
     pub fn master(&self) -> Result<&B::Buf> {
-        self.master.as_ref().ok_or_else(nowhere)
+        self.master.as_ref().ok_or_else(missing_parameters)
     }
 
     /// Returns the squared norms for trust ratios ([`UpdateRule::squares`]) of the parts of tensors
@@ -137,7 +142,7 @@ impl<B: Kernels> DeviceState<B> {
         range: Range<usize>,
         grad: B::View<'a>,
         params: B::View<'a>,
-    ) -> Result<Vec<(usize, Pair<B::Scalar>)>> {
+    ) -> Result<Vec<(usize, SquaredNorms<B::Scalar>)>> {
         let rule = self.rule()?;
         let cut = |view, at: &Range<usize>| B::split_at(B::split_at(view, at.end).0, at.start).1;
         let mut squares = Vec::new();
@@ -147,10 +152,16 @@ impl<B: Kernels> DeviceState<B> {
             end += part.len;
             let Some(tensor) = part.scaled_by.filter(|_| at.start < at.end) else { continue };
             let state: Vec<_> = self.state(&at).take(rule.state().len()).collect();
-            let update = hyper.of(part, 1.0);
+            let update = hyper.update_of(part, 1.0);
             squares.push((
                 tensor,
-                rule.squares(&self.backend, update, cut(grad, &at), &state, cut(params, &at))?,
+                rule.squared_norms(
+                    &self.backend,
+                    update,
+                    cut(grad, &at),
+                    &state,
+                    cut(params, &at),
+                )?,
             ));
         }
         Ok(squares)
@@ -177,11 +188,11 @@ impl<B: Kernels> DeviceState<B> {
         let (params, copy) = match (&mut self.master, full) {
             (Some(master), full) => (B::all_mut(master), full),
             (None, Some(full)) => (full, None),
-            (None, None) => return Err(nowhere()),
+            (None, None) => return Err(missing_parameters()),
         };
         // Check the digests of the previous update first.
         self.checksum.as_mut().map_or(Ok(None), |checksum| checksum.settle(&self.backend))?;
-        let mut audit = self.checksum.is_some().then(Audit::default);
+        let mut audit = self.checksum.is_some().then(UpdateChecksums::default);
         let state = self.state.iter_mut().map(B::all_mut).collect();
         let mut left = Windows::<B> { grad, state, params, copy };
         for part in &self.recipe.parts {
@@ -190,14 +201,15 @@ impl<B: Kernels> DeviceState<B> {
             let average = self.recipe.average.and_then(|decay| Some((decay, state.pop()?)));
             let to = B::reborrow(&mut params);
             match part.average {
-                Some(rate) => self.backend.approach(rate, grad, to, copy, audit.as_mut())?,
+                Some(rate) => self.backend.update_average(rate, grad, to, copy, audit.as_mut())?,
                 None => {
-                    let update = hyper.of(part, part.scaled_by.map_or(1.0, |tensor| trust[tensor]));
+                    let update =
+                        hyper.update_of(part, part.scaled_by.map_or(1.0, |tensor| trust[tensor]));
                     rule.update(&self.backend, update, grad, state, to, copy, audit.as_mut())?;
                 }
             }
             if let Some((decay, average)) = average {
-                self.backend.approach(
+                self.backend.update_average(
                     1.0 - decay,
                     B::shared(&params),
                     average,
@@ -233,7 +245,7 @@ impl<B: Kernels> DeviceState<B> {
                 b.copy(B::all(average), B::reborrow(&mut full))?;
                 b.copy(B::all(&saved), B::all_mut(average))
             }
-            (None, None) => Err(nowhere()),
+            (None, None) => Err(missing_parameters()),
         }
     }
 
@@ -254,13 +266,13 @@ impl<B: Kernels> DeviceState<B> {
         full: Option<B::View<'a>>,
         to: &mut B::Buf,
     ) -> Result<()> {
-        let params = self.master.as_ref().map(B::all).or(full).ok_or_else(nowhere)?;
+        let params = self.master.as_ref().map(B::all).or(full).ok_or_else(missing_parameters)?;
         self.backend.zero(B::all_mut(to))?;
         let len = B::len(to) / self.averaged();
         for (part, values) in
             std::iter::once(params).chain(self.state.iter().map(B::all)).enumerate()
         {
-            self.backend.approach(
+            self.backend.update_average(
                 rate,
                 values,
                 B::view_mut(to, part * len..(part + 1) * len),
@@ -339,7 +351,7 @@ fn set<B: Kernels>(
     full: Option<B::ViewMut<'_>>,
 ) -> Result<()> {
     match (master, full) {
-        (None, None) => Err(nowhere()),
+        (None, None) => Err(missing_parameters()),
         (None, Some(full)) => backend.copy(params, full),
         (Some(master), full) => {
             backend.copy(params, B::all_mut(master))?;
@@ -358,12 +370,12 @@ impl<B: Kernels> OuterState<B> {
         let mut velocity = self.momentum.as_mut().map(B::all_mut);
         for part in parts {
             let (of_part, mean_rest) = B::split_at(mean, part.len);
-            let (to, anchor_rest) = B::cut_mut(anchor, part.len);
+            let (to, anchor_rest) = B::split_at_mut(anchor, part.len);
             let (of_velocity, velocity_rest) =
-                velocity.map(|velocity| B::cut_mut(velocity, part.len)).unzip();
+                velocity.map(|velocity| B::split_at_mut(velocity, part.len)).unzip();
             match of_velocity {
                 _ if part.average.is_some() => backend.copy(of_part, to)?,
-                None => backend.approach(lr, of_part, to, None, None)?,
+                None => backend.update_average(lr, of_part, to, None, None)?,
                 // The gradient is the anchor minus the mean; the anchor is a weight decay of 1.
                 Some(velocity) => {
                     let step =
@@ -389,9 +401,10 @@ impl<B: Kernels> Windows<'_, '_, B> {
     /// Splits every window at the same element.
     fn cut(self, at: usize) -> (Self, Self) {
         let (grad, grad_rest) = B::split_at(self.grad, at);
-        let (params, params_rest) = B::cut_mut(self.params, at);
-        let (state, state_rest) = self.state.into_iter().map(|view| B::cut_mut(view, at)).unzip();
-        let (copy, copy_rest) = self.copy.map(|copy| B::cut_mut(copy, at)).unzip();
+        let (params, params_rest) = B::split_at_mut(self.params, at);
+        let (state, state_rest) =
+            self.state.into_iter().map(|view| B::split_at_mut(view, at)).unzip();
+        let (copy, copy_rest) = self.copy.map(|copy| B::split_at_mut(copy, at)).unzip();
         let rest =
             Self { grad: grad_rest, state: state_rest, params: params_rest, copy: copy_rest };
         (Self { grad, state, params, copy }, rest)

@@ -14,28 +14,28 @@ use hpctrain_nn::optim::GroupRun;
 
 /// A full buffer: in memory, in flight, or freed.
 pub enum BufferState<T> {
-    Here(T),
+    InMemory(T),
     InFlight(Pending<T>),
-    Gone,
+    Freed,
 }
 
 impl<T: Send + 'static> BufferState<T> {
     /// Waits until the buffer is in memory and returns it, or none if it was freed.
     pub fn wait(&mut self) -> Result<Option<&mut T>> {
-        *self = match std::mem::replace(self, BufferState::Gone) {
-            BufferState::InFlight(pending) => BufferState::Here(pending.wait()?),
+        *self = match std::mem::replace(self, BufferState::Freed) {
+            BufferState::InFlight(pending) => BufferState::InMemory(pending.wait()?),
             settled => settled,
         };
         Ok(match self {
-            BufferState::Here(buf) => Some(buf),
+            BufferState::InMemory(buf) => Some(buf),
             _ => None,
         })
     }
 
     /// Returns the buffer, if it is in memory.
-    pub fn here(&self) -> Option<&T> {
+    pub fn get(&self) -> Option<&T> {
         match self {
-            BufferState::Here(buf) => Some(buf),
+            BufferState::InMemory(buf) => Some(buf),
             _ => None,
         }
     }
@@ -44,15 +44,15 @@ impl<T: Send + 'static> BufferState<T> {
 /// The sum of a unit's gradients: over the rank's virtual ranks, then over all ranks.
 pub enum Reduction<B: Kernels> {
     /// The sum over the virtual ranks of this rank, whose reduction has not started.
-    Ended(B::Buf),
+    Ready(B::Buf),
     /// The reduction over the shard axis, then the replica axis, is in flight.
     InFlight(Pending<B::Buf>),
     /// The reduction has finished.
-    Done(Sum<B>),
+    Done(ReducedGradient<B>),
 }
 
 /// A reduced gradient.
-pub struct Sum<B: Kernels> {
+pub struct ReducedGradient<B: Kernels> {
     pub grad: B::Buf,
     /// The range of the owned part in the buffer.
     pub window: Range<usize>,
@@ -62,7 +62,7 @@ pub struct Sum<B: Kernels> {
 
 /// A unit's shard and parameters of a replica that is not being trained at the moment.
 pub struct InactiveReplica<B: Kernels> {
-    pub owner: OptimizerShard<B>,
+    pub shard: OptimizerShard<B>,
     pub params: BufferState<B::Buf>,
 }
 
@@ -76,7 +76,7 @@ pub struct Unit<B: Kernels> {
     /// The full parameters.
     pub params: BufferState<B::Buf>,
     /// The shards and full parameters of the other replicas that this rank trains in turn.
-    pub resting: VecDeque<InactiveReplica<B>>,
+    pub inactive: VecDeque<InactiveReplica<B>>,
     /// The full gradient of the current virtual rank.
     pub grads: Option<B::Buf>,
     /// Whether `grads` has a sum of this virtual rank; if not, `zeroed` must be zeroed before use.
@@ -84,10 +84,10 @@ pub struct Unit<B: Kernels> {
     /// The ranges that no backward overwrites.
     pub zeroed: Vec<Range<usize>>,
     /// The gradient of tied parameters that the block uses, for the current virtual rank.
-    pub borrowed: Option<B::Buf>,
+    pub tied_grads: Option<B::Buf>,
     /// The gradients of the unit's first elements from blocks that are tied to it, for the current
     /// virtual rank.
-    pub returned: Vec<B::Buf>,
+    pub grads_from_tied: Vec<B::Buf>,
     /// The partial sums of finished virtual ranks.
     pub virtual_ranks: Tree<B::Buf>,
     pub reduction: Option<Reduction<B>>,
@@ -112,9 +112,9 @@ impl<B: Kernels> Unit<B> {
     /// Prepares the gradient buffer of `len` tied elements for a backward; returns whether it is
     /// the first of the virtual rank.
     pub fn open_borrowed(&mut self, backend: &B, len: usize) -> Result<bool> {
-        let first = self.borrowed.is_none();
+        let first = self.tied_grads.is_none();
         if first {
-            self.borrowed = Some(backend.alloc(MemoryKind::Gradients, len)?);
+            self.tied_grads = Some(backend.alloc(MemoryKind::Gradients, len)?);
         }
         Ok(first)
     }
@@ -149,9 +149,9 @@ impl<B: Kernels> Unit<B> {
             .take()
             .ok_or_else(|| Error::internal("a virtual rank ended before it started"))?;
         self.grads_open = false;
-        for part in self.returned.drain(..) {
+        for part in self.grads_from_tied.drain(..) {
             // Every section has the same number of elements, of which the last ones may use fewer.
-            let of_section = B::len(&part) / self.layout.slices().held.len();
+            let of_section = B::len(&part) / self.layout.shards().held.len();
             for (k, range) in self.layout.first_tensor().enumerate() {
                 let from = k * of_section..k * of_section + range.len();
                 backend.add(B::view(&part, from), B::view_mut(&mut virtual_rank, range))?;
@@ -170,7 +170,7 @@ impl<B: Kernels> Unit<B> {
                 .virtual_ranks
                 .finish(&mut add)?
                 .ok_or_else(|| Error::internal("there is no virtual rank to reduce"))?;
-            self.reduction = Some(Reduction::Ended(sum));
+            self.reduction = Some(Reduction::Ready(sum));
         } else {
             self.grads = spare;
         }
@@ -179,10 +179,10 @@ impl<B: Kernels> Unit<B> {
 
     /// Switches to the next replica.
     pub fn next_replica(&mut self) {
-        if let Some(mut other) = self.resting.pop_front() {
-            std::mem::swap(&mut self.owner, &mut other.owner);
+        if let Some(mut other) = self.inactive.pop_front() {
+            std::mem::swap(&mut self.owner, &mut other.shard);
             std::mem::swap(&mut self.params, &mut other.params);
-            self.resting.push_back(other);
+            self.inactive.push_back(other);
         }
     }
 
@@ -190,7 +190,7 @@ impl<B: Kernels> Unit<B> {
     /// they are in memory or in flight. If there is only this shard (`alone`), its upload from the
     /// host may still be in flight.
     pub fn contribution(&mut self, backend: &B, alone: bool) -> Result<Option<B::Buf>> {
-        let BufferState::Gone = self.params else { return Ok(None) };
+        let BufferState::Freed = self.params else { return Ok(None) };
         let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
         let range = self.owner.range();
         if alone {

@@ -2,7 +2,7 @@
 
 use hpctrain_base::error::Result;
 use hpctrain_base::mesh::{Axis, Mesh};
-use hpctrain_comm::{Comm, Group, Table};
+use hpctrain_comm::{AlgorithmTable, Comm, Group};
 use hpctrain_device::Kernels;
 
 /// The process groups of a rank.
@@ -78,7 +78,7 @@ impl<B: Kernels> Groups<B> {
 
     /// Sets the algorithms of the units' collectives over shards and over replicas.
     #[must_use]
-    pub fn with_algorithms(self, of_shards: Table, of_replicas: Table) -> Self {
+    pub fn with_algorithms(self, of_shards: AlgorithmTable, of_replicas: AlgorithmTable) -> Self {
         let step = StepGroups {
             replica: self.step.replica.with_algorithms(of_replicas.clone()),
             ..self.step

@@ -22,14 +22,14 @@ pub struct MemoryTimeline<'a> {
     /// The number of ranks among which the parameters are sharded.
     pub shards: usize,
     /// The lifetimes of full buffers.
-    pub keep: ShardingPolicy,
+    pub policy: ShardingPolicy,
     /// The schedule of the step.
     pub schedule: StepSchedule,
 }
 
 /// A position in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum When {
+pub enum StepPosition {
     /// In the forward of a block.
     Forward(usize),
     /// In the backward of a block.
@@ -44,9 +44,9 @@ pub enum When {
 
 /// Buffers alive at one moment of a step, in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Moment {
+pub struct MemoryMoment {
     /// The moment.
-    pub when: When,
+    pub when: StepPosition,
     /// The full parameters.
     pub params: usize,
     /// The gradients, full ones and owned parts.
@@ -54,33 +54,33 @@ pub struct Moment {
     /// The number of micro-batches that wait for their backward, besides the current one.
     pub waiting: usize,
     /// The number of micro-batches with deferred wgrad, besides the current one.
-    pub put_off: usize,
+    pub deferred: usize,
 }
 
 impl MemoryTimeline<'_> {
     /// Returns the moments of a step after the first, in order.
-    pub fn step(&self) -> Vec<Moment> {
+    pub fn step(&self) -> Vec<MemoryMoment> {
         let schedule = self.schedule.representative();
-        let pass = param_prefetch::step(&self.stage.borrows(), schedule);
+        let pass = param_prefetch::step(&self.stage.tied_slots(), schedule);
         let blocks = self.stage.units.len();
         let mut grads = Gradients::new(self);
         let mut moments = Vec::new();
         let mut turn = 0;
         let mut waiting = 0;
         let mut deferred = 0;
-        let window = self.keep.ahead;
+        let window = self.policy.prefetch;
         for action in schedule.actions() {
             match action {
                 Action::Forward(_) => {
                     for block in 0..blocks {
                         let params = self.params(&pass, turn, window);
-                        let when = When::Forward(block);
-                        moments.push(Moment {
+                        let when = StepPosition::Forward(block);
+                        moments.push(MemoryMoment {
                             when,
                             params,
                             grads: grads.alive(),
                             waiting,
-                            put_off: deferred,
+                            deferred,
                         });
                         turn += 1;
                     }
@@ -96,37 +96,40 @@ impl MemoryTimeline<'_> {
                     for block in (0..blocks).rev() {
                         grads.open(block);
                         let params = self.params(&pass, turn, window);
-                        let when =
-                            if defers { When::BackwardInput(block) } else { When::Backward(block) };
-                        moments.push(Moment {
+                        let when = if defers {
+                            StepPosition::BackwardInput(block)
+                        } else {
+                            StepPosition::Backward(block)
+                        };
+                        moments.push(MemoryMoment {
                             when,
                             params,
                             grads: grads.alive(),
                             waiting,
-                            put_off: deferred,
+                            deferred,
                         });
                         turn += 1;
                         if let (Some(last), false) = (virtual_rank_end, defers) {
                             let params = self.params(&pass, turn, window.saturating_sub(1));
                             let grads = grads.virtual_rank_done(block, last, self.stage.is_first());
-                            moments.push(Moment {
-                                when: When::After(block),
+                            moments.push(MemoryMoment {
+                                when: StepPosition::After(block),
                                 params,
                                 grads,
                                 waiting,
-                                put_off: deferred,
+                                deferred,
                             });
                         }
                     }
                     deferred += usize::from(defers);
                     if (virtual_rank_end, defers) == (Some(true), false) {
                         let grads = grads.reduce();
-                        moments.push(Moment {
-                            when: When::After(0),
+                        moments.push(MemoryMoment {
+                            when: StepPosition::After(0),
                             params: 0,
                             grads,
                             waiting,
-                            put_off: deferred,
+                            deferred,
                         });
                     }
                 }
@@ -134,23 +137,17 @@ impl MemoryTimeline<'_> {
                     deferred -= 1;
                     let params = self.params(&pass, turn, window.saturating_sub(1));
                     for block in (0..blocks).rev() {
-                        let when = When::BackwardWeight(block);
-                        moments.push(Moment {
+                        let when = StepPosition::BackwardWeight(block);
+                        moments.push(MemoryMoment {
                             when,
                             params,
                             grads: grads.alive(),
                             waiting,
-                            put_off: deferred,
+                            deferred,
                         });
                         if let Some(last) = schedule.virtual_rank_end(k) {
                             let grads = grads.virtual_rank_done(block, last, true);
-                            moments.push(Moment {
-                                when,
-                                params,
-                                grads,
-                                waiting,
-                                put_off: deferred,
-                            });
+                            moments.push(MemoryMoment { when, params, grads, waiting, deferred });
                         }
                     }
                 }
@@ -159,17 +156,29 @@ impl MemoryTimeline<'_> {
         }
         let params = self.updated();
         let grads = grads.end();
-        moments.push(Moment { when: When::After(0), params, grads, waiting: 0, put_off: 0 });
+        moments.push(MemoryMoment {
+            when: StepPosition::After(0),
+            params,
+            grads,
+            waiting: 0,
+            deferred: 0,
+        });
         moments
     }
 
     /// Returns the moments of a forward pass outside training, in order.
-    pub fn forward(&self) -> Vec<Moment> {
-        let pass = param_prefetch::forward(&self.stage.borrows());
+    pub fn forward(&self) -> Vec<MemoryMoment> {
+        let pass = param_prefetch::forward(&self.stage.tied_slots());
         let grads = Gradients::new(self).alive();
         let moment = |block| {
-            let params = self.params(&pass, block, self.keep.ahead);
-            Moment { when: When::Forward(block), params, grads, waiting: 0, put_off: 0 }
+            let params = self.params(&pass, block, self.policy.prefetch);
+            MemoryMoment {
+                when: StepPosition::Forward(block),
+                params,
+                grads,
+                waiting: 0,
+                deferred: 0,
+            }
         };
         (0..self.stage.units.len()).map(moment).collect()
     }
@@ -177,20 +186,20 @@ impl MemoryTimeline<'_> {
     /// Returns the full parameters at the end of the update, with the shards of tied parameters
     /// that are sent to other stages and received from them.
     fn updated(&self) -> usize {
-        let full = match self.keep.params {
+        let full = match self.policy.params {
             Lifetime::Step => self.sizes.iter().sum(),
             Lifetime::Use => {
-                self.sizes[..self.stage.units.len().min(self.keep.ahead)].iter().sum::<usize>()
+                self.sizes[..self.stage.units.len().min(self.policy.prefetch)].iter().sum::<usize>()
             }
         };
         let tied_replicas = self.stage.units.len()..self.sizes.len();
-        let exchanged = self.stage.lent.iter().map(|lent| lent.slot).chain(tied_replicas);
+        let exchanged = self.stage.tied_exports.iter().map(|lent| lent.slot).chain(tied_replicas);
         full + exchanged.map(|slot| self.sizes[slot] / self.shards).sum::<usize>()
     }
 
     /// Returns the full parameters at a turn, with those prefetched for the next `ahead` turns.
     fn params(&self, pass: &[BlockUse], turn: usize, ahead: usize) -> usize {
-        match self.keep.params {
+        match self.policy.params {
             Lifetime::Step => self.sizes.iter().sum(),
             Lifetime::Use => alive(pass, turn, ahead, self.sizes),
         }
@@ -225,7 +234,7 @@ impl<'a> Gradients<'a> {
         let units = step.stage.units.len();
         let none = vec![false; units];
         let zeros = vec![0; units];
-        let open = vec![step.keep.grads == Lifetime::Step; units];
+        let open = vec![step.policy.grads == Lifetime::Step; units];
         Self {
             step,
             open,
@@ -254,12 +263,12 @@ impl<'a> Gradients<'a> {
     /// Starts the backward of a block.
     fn open(&mut self, block: usize) {
         self.open[block] = true;
-        self.borrowed[block] = self.step.stage.borrowed[block].map_or(0, |loan| loan.len);
+        self.borrowed[block] = self.step.stage.tied_imports[block].map_or(0, |loan| loan.len);
     }
 
     /// Starts the last backward of a virtual rank.
     fn expect(&mut self) {
-        self.step.stage.lent.iter().for_each(|lent| self.returned[lent.slot] += lent.len);
+        self.step.stage.tied_exports.iter().for_each(|lent| self.returned[lent.slot] += lent.len);
     }
 
     /// Ends a virtual rank's gradient of a unit; after the last virtual rank its reduction starts
@@ -268,7 +277,7 @@ impl<'a> Gradients<'a> {
         let before = self.alive();
         let borrowed = std::mem::take(&mut self.borrowed[unit]);
         self.returned[unit] = 0;
-        match self.step.stage.borrowed[unit] {
+        match self.step.stage.tied_imports[unit] {
             // It is sent to another stage, which may receive it much later.
             Some(loan) if loan.from.is_some() => self.returned[unit] = borrowed,
             Some(loan) => self.returned[loan.slot] += borrowed,
@@ -310,11 +319,11 @@ impl<'a> Gradients<'a> {
     /// Waits for the current reduction, copies its owned part, then frees the full sum. Returns the
     /// peak meanwhile.
     fn land(&mut self) -> usize {
-        let Some(unit) = self.started.take().filter(|_| self.step.keep.grads == Lifetime::Use)
+        let Some(unit) = self.started.take().filter(|_| self.step.policy.grads == Lifetime::Use)
         else {
             return self.alive();
         };
-        if self.step.keep.on_host {
+        if self.step.policy.on_host {
             // The previous part was downloaded to the host.
             self.owned.fill(false);
         }
@@ -345,12 +354,13 @@ mod tests {
         virtual_ranks: usize,
         micros: usize,
     ) -> [usize; 2] {
-        let keep = Zero::Three.residency().over(shards);
+        let keep = Zero::Three.sharding_policy().for_shards(shards);
         let schedule = StepSchedule::alone(virtual_ranks, micros);
         let tied = |unit: Option<usize>| unit.map(|unit| TiedParam { unit, len: sizes[unit] });
         let stage = Stage::whole(&borrows.iter().copied().map(tied).collect::<Vec<_>>());
-        let timeline = MemoryTimeline { stage: &stage, sizes, shards, keep, schedule };
-        let most = |what: fn(&Moment) -> usize| timeline.step().iter().map(what).max().unwrap();
+        let timeline = MemoryTimeline { stage: &stage, sizes, shards, policy: keep, schedule };
+        let most =
+            |what: fn(&MemoryMoment) -> usize| timeline.step().iter().map(what).max().unwrap();
         [most(|moment| moment.grads), most(|moment| moment.params)]
     }
 

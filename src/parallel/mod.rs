@@ -28,11 +28,11 @@ mod tied_replica;
 mod virtual_ranks;
 
 pub use control_flags::{AllFlags, ControlFlags};
-pub use cpu_offload::bytes as offloaded_bytes;
+pub use cpu_offload::host_bytes as offloaded_bytes;
 pub use fsdp_unit::initial;
 pub use groups::{Groups, StepGroups};
 pub use local_sgd::{LocalSgd, OuterOptimizer, ReplicaStep, RoundSummary, mean, steps_of_replicas};
-pub use memory_trace::{MemoryTimeline, Moment, When};
+pub use memory_trace::{MemoryMoment, MemoryTimeline, StepPosition};
 pub use norms::{Norms, whole as whole_norms};
 pub use optimizer_shard::{OptimizerShard, Updates, Values};
 pub use param_prefetch::{Prefetch, step as turns};
@@ -82,7 +82,7 @@ pub struct ShardingPolicy {
     /// The lifetime of full parameters.
     pub params: Lifetime,
     /// The number of blocks whose full parameters are prefetched, if they are freed after use.
-    pub ahead: usize,
+    pub prefetch: usize,
     /// Whether freed buffers are on the host only, from which owners upload parameters and to which
     /// reduced gradients are downloaded.
     pub on_host: bool,
@@ -91,7 +91,7 @@ pub struct ShardingPolicy {
 impl ShardingPolicy {
     /// Returns the policy for this number of shards. A buffer that one rank owns completely is
     /// never freed, since it would only be copied, unless it is on the host.
-    pub fn over(self, shards: usize) -> Self {
+    pub fn for_shards(self, shards: usize) -> Self {
         let frees = shards > 1 || self.on_host;
         if frees { self } else { Self { grads: Lifetime::Step, params: Lifetime::Step, ..self } }
     }
@@ -114,12 +114,12 @@ pub enum Zero {
 
 impl Zero {
     /// Returns the policy of this stage; parameters are prefetched one block ahead.
-    pub fn residency(self) -> ShardingPolicy {
+    pub fn sharding_policy(self) -> ShardingPolicy {
         let life = |is_sharded| if is_sharded { Lifetime::Use } else { Lifetime::Step };
         ShardingPolicy {
             grads: life(self as u8 >= 2),
             params: life(self as u8 >= 3),
-            ahead: 1,
+            prefetch: 1,
             on_host: false,
         }
     }

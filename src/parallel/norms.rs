@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::tree_sum::tree_sum;
-use hpctrain_nn::optim::Pair;
+use hpctrain_nn::optim::SquaredNorms;
 
 /// A rank's message about its virtual shards; encoded as little-endian f64.
 pub struct Norms {
@@ -16,7 +16,7 @@ pub struct Norms {
     first: usize,
     tensors: usize,
     /// Both squared norms of every tensor, for one virtual shard after another.
-    squares: Vec<Pair<f64>>,
+    squares: Vec<SquaredNorms<f64>>,
 }
 
 impl Norms {
@@ -26,7 +26,7 @@ impl Norms {
     }
 
     /// Sets the squared norms of a tensor in virtual shard `shard`, relative to the first.
-    pub fn set(&mut self, shard: usize, tensor: usize, squares: Pair<f64>) {
+    pub fn set(&mut self, shard: usize, tensor: usize, squares: SquaredNorms<f64>) {
         self.squares[shard * self.tensors + tensor] = squares;
     }
 
@@ -43,7 +43,11 @@ impl Norms {
 ///
 /// # Errors
 /// Returns an error if a message is malformed.
-pub fn whole(messages: &[Vec<u8>], shards: usize, tensors: usize) -> Result<Vec<Pair<f64>>> {
+pub fn whole(
+    messages: &[Vec<u8>],
+    shards: usize,
+    tensors: usize,
+) -> Result<Vec<SquaredNorms<f64>>> {
     let malformed = || Error::comm("another rank sent malformed norms of its tensors");
     let mut squares = vec![[0.0; 2]; shards * tensors];
     for message in messages {

@@ -8,14 +8,14 @@ use std::ops::Range;
 
 use super::Storage;
 use super::cpu_offload::{HostUpdater, Offloaded};
-use super::device_state::{DeviceState, Recipe};
+use super::device_state::{DeviceState, UpdateSettings};
 use super::local_sgd::LocalSgd;
 use super::step_params::Hyper;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_cpu::Cpu;
 use hpctrain_device::{Backend as _, Kernels, MemoryKind};
-use hpctrain_nn::optim::{Group, Pair, UpdateRule, parts};
+use hpctrain_nn::optim::{Group, SquaredNorms, UpdateRule, group_runs};
 
 /// How and where parameters are updated.
 #[derive(Clone)]
@@ -25,13 +25,13 @@ pub struct Updates {
     /// The parameter groups with other settings.
     pub groups: Vec<Group>,
     /// The decay of the parameters' EMA, if there is one.
-    pub average: Option<f32>,
+    pub ema_decay: Option<f32>,
     /// The settings of local SGD, if it is used.
-    pub averaging: Option<LocalSgd>,
+    pub local_sgd: Option<LocalSgd>,
     /// The ranks that update parameters.
     pub storage: Storage,
     /// The number of steps between two SDC checks of replicas; 0 disables SDC checks.
-    pub audit_every: u64,
+    pub sdc_check_every: u64,
     /// The CPU that keeps and updates the master weights and optimizer state (CPU offload); none
     /// leaves them on the device.
     pub host: Option<Cpu>,
@@ -113,11 +113,11 @@ impl<B: Kernels> OptimizerShard<B> {
         let (rule, groups) =
             updates.map_or((None, &[][..]), |updates| (Some(updates.rule), &updates.groups));
         let parts =
-            parts(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
-        let average = updates.and_then(|updates| updates.average);
-        let outer = updates.and_then(|updates| updates.averaging?.outer);
-        let audits = updates.is_some_and(|updates| updates.audit_every > 0);
-        let recipe = Recipe { rule, average, outer, parts, audits };
+            group_runs(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
+        let average = updates.and_then(|updates| updates.ema_decay);
+        let outer = updates.and_then(|updates| updates.local_sgd?.outer);
+        let audits = updates.is_some_and(|updates| updates.sdc_check_every > 0);
+        let recipe = UpdateSettings { rule, average, outer, parts, has_sdc_checks: audits };
         let has_master = !range.is_empty() && (!are_full_here || backend.has_master_weights());
         let placement = match host {
             None => ShardPlacement::Device(DeviceState::new(backend, recipe, values, has_master)?),
@@ -164,7 +164,7 @@ impl<B: Kernels> OptimizerShard<B> {
         range: Range<usize>,
         grad: B::View<'a>,
         full: Option<&'a B::Buf>,
-    ) -> Result<Vec<(usize, Pair<Number<B>>)>> {
+    ) -> Result<Vec<(usize, SquaredNorms<Number<B>>)>> {
         let of_owned = range.start - self.range.start..range.end - self.range.start;
         match &mut self.placement {
             ShardPlacement::Device(held) => {
@@ -222,7 +222,7 @@ impl<B: Kernels> OptimizerShard<B> {
     pub fn digest(&mut self) -> Result<Option<u64>> {
         match &mut self.placement {
             ShardPlacement::Device(held) => held.digest(),
-            ShardPlacement::Host(offloaded) => offloaded.held_mut().digest(),
+            ShardPlacement::Host(offloaded) => offloaded.state_mut().digest(),
         }
     }
 
@@ -239,7 +239,7 @@ impl<B: Kernels> OptimizerShard<B> {
             ShardPlacement::Device(held) => {
                 held.compare(full.map(|full| B::view(full, self.range.clone())))
             }
-            ShardPlacement::Host(offloaded) => offloaded.held_mut().compare(None),
+            ShardPlacement::Host(offloaded) => offloaded.state_mut().compare(None),
         }
     }
 
@@ -252,7 +252,7 @@ impl<B: Kernels> OptimizerShard<B> {
     pub fn scaled_state(&self, backend: &B, rate: f32, full: Option<&B::Buf>) -> Result<B::Buf> {
         let buffers = match &self.placement {
             ShardPlacement::Device(held) => held.averaged(),
-            ShardPlacement::Host(offloaded) => offloaded.held().averaged(),
+            ShardPlacement::Host(offloaded) => offloaded.state().averaged(),
         };
         let mut scaled = backend.alloc_f32(MemoryKind::Gradients, buffers * self.range.len())?;
         match &self.placement {
@@ -353,7 +353,7 @@ impl<B: Kernels> OptimizerShard<B> {
                 Ok((value(params), held.state(&of_owned).map(value).collect()))
             }
             ShardPlacement::Host(offloaded) => {
-                let held = offloaded.held();
+                let held = offloaded.state();
                 let value = |values| Values::Host(&held.backend, values);
                 let params = Cpu::view(held.master()?, of_owned.clone());
                 Ok((value(params), held.state(&of_owned).map(value).collect()))
@@ -365,7 +365,7 @@ impl<B: Kernels> OptimizerShard<B> {
     pub fn restored_parts(&self) -> Vec<usize> {
         match &self.placement {
             ShardPlacement::Device(held) => held.restored_parts(),
-            ShardPlacement::Host(offloaded) => offloaded.held().restored_parts(),
+            ShardPlacement::Host(offloaded) => offloaded.state().restored_parts(),
         }
     }
 

@@ -23,19 +23,19 @@ pub struct BlockUse {
     /// The block's own unit.
     pub own: usize,
     /// The unit that it is tied to.
-    pub lent: Option<usize>,
+    pub tied: Option<usize>,
 }
 
 impl BlockUse {
     /// Returns its units, its own first.
     pub fn units(self) -> impl Iterator<Item = usize> {
-        std::iter::once(self.own).chain(self.lent)
+        std::iter::once(self.own).chain(self.tied)
     }
 }
 
 /// Returns the turns of a forward pass; `borrows` has the unit that each block is tied to.
 pub fn forward(borrows: &[Option<usize>]) -> Vec<BlockUse> {
-    borrows.iter().enumerate().map(|(own, &lent)| BlockUse { own, lent }).collect()
+    borrows.iter().enumerate().map(|(own, &lent)| BlockUse { own, tied: lent }).collect()
 }
 
 /// Returns the turns of a step.
@@ -71,13 +71,13 @@ impl Prefetch {
     }
 
     /// Returns the units of the current turn and of the `ahead` turns after it, in order of use.
-    pub fn wanted(&self, ahead: usize) -> impl Iterator<Item = usize> {
+    pub fn window(&self, ahead: usize) -> impl Iterator<Item = usize> {
         window(&self.visits, self.at, ahead)
     }
 
     /// Ends the current turn. Returns the units that it used and that the turns of the next window,
     /// whose parameters are already in memory, do not.
-    pub fn pass(&mut self, ahead: usize) -> Vec<usize> {
+    pub fn end_turn(&mut self, ahead: usize) -> Vec<usize> {
         let Some(visit) = self.turn() else { return Vec::new() };
         self.at += 1;
         let kept: Vec<usize> = window(&self.visits, self.at, ahead.saturating_sub(1)).collect();
@@ -116,14 +116,14 @@ mod tests {
         let mut text = String::new();
         let mut most = 0;
         for _ in 0..turns {
-            for unit in prefetch.wanted(ahead) {
+            for unit in prefetch.window(ahead) {
                 if !alive.contains(&unit) {
                     alive.push(unit);
                     text += &format!("+{unit}");
                 }
             }
             most = most.max(alive.len());
-            for unit in prefetch.pass(ahead) {
+            for unit in prefetch.end_turn(ahead) {
                 alive.retain(|&other| other != unit);
                 text += &format!("-{unit}");
             }

@@ -18,11 +18,11 @@ pub struct Stage {
     /// The units of the stage, by index in the network.
     pub units: Range<usize>,
     /// The units of other stages that its blocks are tied to.
-    pub guests: Vec<TiedUnit>,
+    pub tied_replicas: Vec<TiedUnit>,
     /// Its units that blocks of other stages are tied to.
-    pub lent: Vec<TiedExport>,
+    pub tied_exports: Vec<TiedExport>,
     /// For each of its units, the parameters that its block is tied to.
-    pub borrowed: Vec<Option<TiedImport>>,
+    pub tied_imports: Vec<Option<TiedImport>>,
 }
 
 /// A unit of another stage.
@@ -63,31 +63,31 @@ impl Stage {
         let units = stages[index].clone();
         let stage_of =
             |unit: usize| stages.iter().position(|stage| stage.contains(&unit)).unwrap_or(index);
-        let mut guests: Vec<TiedUnit> = Vec::new();
+        let mut tied_replicas: Vec<TiedUnit> = Vec::new();
         let mut borrow = |loan: &TiedParam| match stage_of(loan.unit) {
             stage if stage == index => {
                 TiedImport { slot: loan.unit - units.start, from: None, len: loan.len }
             }
             stage => {
-                let known = guests.iter().position(|guest| guest.unit == loan.unit);
+                let known = tied_replicas.iter().position(|guest| guest.unit == loan.unit);
                 let number = known.unwrap_or_else(|| {
-                    guests.push(TiedUnit { unit: loan.unit, stage });
-                    guests.len() - 1
+                    tied_replicas.push(TiedUnit { unit: loan.unit, stage });
+                    tied_replicas.len() - 1
                 });
                 TiedImport { slot: units.len() + number, from: Some(stage), len: loan.len }
             }
         };
-        let borrowed =
+        let tied_imports =
             loans[units.clone()].iter().map(|loan| loan.as_ref().map(&mut borrow)).collect();
         let others = loans
             .iter()
             .enumerate()
             .filter_map(|(block, loan)| Some((stage_of(block), loan.as_ref()?)));
         let lent = others.filter(|(to, loan)| *to != index && units.contains(&loan.unit));
-        let lent = lent
+        let tied_exports = lent
             .map(|(to, loan)| TiedExport { slot: loan.unit - units.start, to, len: loan.len })
             .collect();
-        Self { index, count: stages.len(), units, guests, lent, borrowed }
+        Self { index, count: stages.len(), units, tied_replicas, tied_exports, tied_imports }
     }
 
     /// Returns the only stage of a network.
@@ -97,18 +97,18 @@ impl Stage {
 
     /// Returns the only stage of a network whose first block, the embedding tables, is offloaded:
     /// the blocks after it.
-    pub fn behind_tables(loans: &[Option<TiedParam>]) -> Self {
+    pub fn after_embedding_tables(loans: &[Option<TiedParam>]) -> Self {
         Self::new(std::slice::from_ref(&(1..loans.len())), 0, loans)
     }
 
-    /// Returns the stage of offloaded embedding tables, before that of [`Stage::behind_tables`].
-    pub fn of_tables(loans: &[Option<TiedParam>]) -> Self {
+    /// Returns the stage of offloaded embedding tables, before that of [`Stage::after_embedding_tables`].
+    pub fn embedding_tables(loans: &[Option<TiedParam>]) -> Self {
         Self::new(std::slice::from_ref(&(0..1)), 0, loans)
     }
 
     /// Returns whether its input is rows of offloaded embedding tables, so that the host needs the
     /// ids of the data.
-    pub fn takes_rows(&self) -> bool {
+    pub fn takes_embedding_rows(&self) -> bool {
         self.is_first() && self.units.start > 0
     }
 
@@ -123,13 +123,13 @@ impl Stage {
     }
 
     /// Returns for each of its units the slot that its block is tied to.
-    pub fn borrows(&self) -> Vec<Option<usize>> {
-        self.borrowed.iter().map(|loan| loan.map(|loan| loan.slot)).collect()
+    pub fn tied_slots(&self) -> Vec<Option<usize>> {
+        self.tied_imports.iter().map(|loan| loan.map(|loan| loan.slot)).collect()
     }
 
     /// Returns the units of all slots, by index in the network.
     pub fn slots(&self) -> impl Iterator<Item = usize> + '_ {
-        self.units.clone().chain(self.guests.iter().map(|guest| guest.unit))
+        self.units.clone().chain(self.tied_replicas.iter().map(|guest| guest.unit))
     }
 }
 
@@ -145,9 +145,12 @@ mod tests {
     #[test]
     fn one_stage_has_everything() {
         let whole = stage(std::slice::from_ref(&(0..5)), 0);
-        assert_eq!(whole.borrowed[4], Some(TiedImport { slot: 0, from: None, len: 7 }));
+        assert_eq!(whole.tied_imports[4], Some(TiedImport { slot: 0, from: None, len: 7 }));
         assert!(
-            whole.guests.is_empty() && whole.lent.is_empty() && whole.is_first() && whole.is_last()
+            whole.tied_replicas.is_empty()
+                && whole.tied_exports.is_empty()
+                && whole.is_first()
+                && whole.is_last()
         );
     }
 
@@ -156,14 +159,17 @@ mod tests {
         let cut = [0..2, 2..3, 3..5];
         let first = stage(&cut, 0);
         assert_eq!(
-            (first.lent, first.guests),
+            (first.tied_exports, first.tied_replicas),
             (vec![TiedExport { slot: 0, to: 2, len: 7 }], vec![])
         );
         let middle = stage(&cut, 1);
-        assert_eq!((middle.lent, middle.guests, middle.borrowed), (vec![], vec![], vec![None]));
+        assert_eq!(
+            (middle.tied_exports, middle.tied_replicas, middle.tied_imports),
+            (vec![], vec![], vec![None])
+        );
         let last = stage(&cut, 2);
-        assert_eq!(last.guests, [TiedUnit { unit: 0, stage: 0 }]);
-        assert_eq!(last.borrows(), [None, Some(2)]);
+        assert_eq!(last.tied_replicas, [TiedUnit { unit: 0, stage: 0 }]);
+        assert_eq!(last.tied_slots(), [None, Some(2)]);
         assert_eq!(last.slots().collect::<Vec<_>>(), [3, 4, 0]);
     }
 }

@@ -2,7 +2,7 @@
 //! not changed since the previous one.
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Audit, Kernels};
+use hpctrain_device::{Kernels, UpdateChecksums};
 
 /// The checksum of a range's memory.
 pub struct SdcChecksum<B: Kernels> {
@@ -10,7 +10,7 @@ pub struct SdcChecksum<B: Kernels> {
     /// other changes.
     left: Option<u64>,
     /// The digests of the last update, which the device may still compute.
-    pending: Option<Audit<B::Scalar>>,
+    pending: Option<UpdateChecksums<B::Scalar>>,
 }
 
 impl<B: Kernels> Default for SdcChecksum<B> {
@@ -31,7 +31,7 @@ fn read<B: Kernels>(backend: &B, digests: Vec<B::Scalar>) -> Result<u64> {
 
 impl<B: Kernels> SdcChecksum<B> {
     /// Records the digests that an update computes.
-    pub fn updated(&mut self, audit: Audit<B::Scalar>) {
+    pub fn updated(&mut self, audit: UpdateChecksums<B::Scalar>) {
         self.pending = Some(audit);
     }
 
@@ -40,7 +40,7 @@ impl<B: Kernels> SdcChecksum<B> {
     /// # Errors
     /// Returns an error if memory changed between the last two updates, or the device fails.
     pub fn settle(&mut self, backend: &B) -> Result<Option<u64>> {
-        if let Some(Audit { found, left }) = self.pending.take() {
+        if let Some(UpdateChecksums { before: found, after: left }) = self.pending.take() {
             let found = read(backend, found)?;
             let left = read(backend, left)?;
             if self.left.replace(left).is_some_and(|before| before != found) {

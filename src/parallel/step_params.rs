@@ -2,7 +2,7 @@
 
 use super::local_sgd::OuterOptimizer;
 use hpctrain_base::error::Error;
-use hpctrain_nn::optim::{AVERAGE, GroupRun, OUTER_MOMENTUM, Update, UpdateRule};
+use hpctrain_nn::optim::{EMA, GroupRun, OUTER_MOMENTUM, Update, UpdateRule};
 
 /// The constants of one update.
 #[derive(Debug, Clone, Copy)]
@@ -19,7 +19,7 @@ pub struct Hyper {
 
 impl Hyper {
     /// Returns the update of a part, with this trust ratio.
-    pub fn of(self, part: &GroupRun, trust: f32) -> Update {
+    pub fn update_of(self, part: &GroupRun, trust: f32) -> Update {
         let Hyper { lr, weight_decay, step, grad_scale } = self;
         Update {
             lr: lr * part.lr_factor,
@@ -40,10 +40,10 @@ pub fn state_names(
 ) -> Vec<&'static str> {
     let of_rule = rule.map_or(&[][..], |rule| rule.state()).iter().copied();
     let outer = outer.filter(|outer| outer.momentum > 0.0);
-    of_rule.chain(average.map(|_| AVERAGE)).chain(outer.map(|_| OUTER_MOMENTUM)).collect()
+    of_rule.chain(average.map(|_| EMA)).chain(outer.map(|_| OUTER_MOMENTUM)).collect()
 }
 
 /// Returns the error for parameters that no buffer holds.
-pub fn nowhere() -> Error {
+pub fn missing_parameters() -> Error {
     Error::internal("no buffer holds the parameters")
 }

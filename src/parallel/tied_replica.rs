@@ -22,7 +22,7 @@ pub struct TiedReplica<B: Kernels> {
     /// The range of this rank's shard.
     range: Range<usize>,
     /// This rank's shard, if full parameters are freed after use.
-    part: Option<B::Buf>,
+    shard: Option<B::Buf>,
     /// The full parameters.
     pub params: BufferState<B::Buf>,
     /// The parameters of the other replicas that this rank trains in turn.
@@ -49,8 +49,8 @@ impl<B: Kernels> TiedReplica<B> {
             layout,
             from,
             range,
-            part: None,
-            params: BufferState::Gone,
+            shard: None,
+            params: BufferState::Freed,
             resting: VecDeque::new(),
         };
         replica.set(backend, params, full)?;
@@ -62,13 +62,13 @@ impl<B: Kernels> TiedReplica<B> {
     /// # Errors
     /// Returns an error if the memory does not suffice.
     pub fn set(&mut self, backend: &B, params: Lifetime, full: &[f32]) -> Result<()> {
-        (self.part, self.params) = match params {
+        (self.shard, self.params) = match params {
             Lifetime::Step => {
-                (None, BufferState::Here(backend.upload(MemoryKind::Parameters, full)?))
+                (None, BufferState::InMemory(backend.upload(MemoryKind::Parameters, full)?))
             }
             Lifetime::Use => (
                 Some(backend.upload(MemoryKind::Parameters, &full[self.range()])?),
-                BufferState::Gone,
+                BufferState::Freed,
             ),
         };
         Ok(())
@@ -80,8 +80,8 @@ impl<B: Kernels> TiedReplica<B> {
     /// Returns an error if the memory does not suffice.
     pub fn add_replica(&mut self, backend: &B, params: Lifetime, full: &[f32]) -> Result<()> {
         let inactive = InactiveParams {
-            part: self.part.take(),
-            params: std::mem::replace(&mut self.params, BufferState::Gone),
+            part: self.shard.take(),
+            params: std::mem::replace(&mut self.params, BufferState::Freed),
         };
         self.resting.push_back(inactive);
         self.set(backend, params, full)
@@ -90,7 +90,7 @@ impl<B: Kernels> TiedReplica<B> {
     /// Switches to the next replica.
     pub fn next_replica(&mut self) {
         if let Some(mut other) = self.resting.pop_front() {
-            std::mem::swap(&mut self.part, &mut other.part);
+            std::mem::swap(&mut self.shard, &mut other.part);
             std::mem::swap(&mut self.params, &mut other.params);
             self.resting.push_back(other);
         }
@@ -103,14 +103,14 @@ impl<B: Kernels> TiedReplica<B> {
 
     /// Replaces this rank's shard of the parameters. Returns the full buffer to be all-gathered, if
     /// full parameters are always in memory.
-    pub fn renew(&mut self, backend: &B, part: B::Buf) -> Result<Option<B::Buf>> {
+    pub fn update_shard(&mut self, backend: &B, part: B::Buf) -> Result<Option<B::Buf>> {
         self.params.wait()?;
-        match (std::mem::replace(&mut self.params, BufferState::Gone), &mut self.part) {
+        match (std::mem::replace(&mut self.params, BufferState::Freed), &mut self.shard) {
             (_, Some(old)) => {
                 *old = part;
                 Ok(None)
             }
-            (BufferState::Here(mut full), None) => {
+            (BufferState::InMemory(mut full), None) => {
                 backend.copy(B::all(&part), B::view_mut(&mut full, self.range.clone()))?;
                 Ok(Some(full))
             }
@@ -121,7 +121,7 @@ impl<B: Kernels> TiedReplica<B> {
     /// Returns a full buffer with this rank's shard of the parameters, to be all-gathered; none if
     /// they are in memory or in flight.
     pub fn contribution(&mut self, backend: &B) -> Result<Option<B::Buf>> {
-        let (BufferState::Gone, Some(part)) = (&self.params, &self.part) else { return Ok(None) };
+        let (BufferState::Freed, Some(part)) = (&self.params, &self.shard) else { return Ok(None) };
         let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
         backend.copy(B::all(part), B::view_mut(&mut full, self.range.clone()))?;
         Ok(Some(full))

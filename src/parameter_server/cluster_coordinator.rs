@@ -101,7 +101,7 @@ struct Shared {
 /// use std::time::Duration;
 ///
 /// use hpctrain_base::error::Result;
-/// use hpctrain_parameter_server::{Coordinator, Functions, work_on_calls};
+/// use hpctrain_parameter_server::{Coordinator, Functions, run_worker};
 ///
 /// # fn main() -> Result<()> {
 /// let folder = tempfile::tempdir().unwrap();
@@ -111,7 +111,7 @@ struct Shared {
 /// let workers = [(); 2].map(|()| {
 ///     let functions = Functions::default().with("square", |x: f64| Ok(x * x));
 ///     let run = folder.path().to_path_buf();
-///     std::thread::spawn(move || work_on_calls(&run, timeout, functions))
+///     std::thread::spawn(move || run_worker(&run, timeout, functions))
 /// });
 ///
 /// let squares = (0..5).map(|x| coordinator.schedule("square", &x)).collect::<Result<Vec<_>>>()?;
@@ -145,7 +145,7 @@ impl Coordinator {
     /// Returns an error if the directory cannot be written, or the address cannot be listened on.
     pub fn open(run: &Path, address: Option<&str>, timeout: Duration) -> Result<Self> {
         let (listener, address) = listen(address, None)?;
-        let site = PsRendezvous::of(run);
+        let site = PsRendezvous::for_run(run);
         site.open()?;
         let contact = Contact { address, encrypt: true, interface: None };
         let credentials = site.credentials(&contact)?;
@@ -361,9 +361,9 @@ impl Shared {
 impl RpcHandler for Shared {
     type Request = CallRequest;
     type Answer = CallResponse;
-    type Visit = Option<u64>;
+    type ConnectionState = Option<u64>;
 
-    fn limit(&self) -> usize {
+    fn max_body_bytes(&self) -> usize {
         0
     }
 
@@ -390,7 +390,7 @@ impl RpcHandler for Shared {
         })
     }
 
-    fn left(&self, visit: Option<u64>) {
+    fn disconnected(&self, visit: Option<u64>) {
         if let Some(worker) = visit {
             self.with(|state| state.remove_worker(worker));
         }
@@ -438,8 +438,8 @@ impl Functions {
 ///
 /// # Errors
 /// Returns an error if the coordinator cannot be reached for `timeout`.
-pub fn work_on_calls(run: &Path, timeout: Duration, mut functions: Functions) -> Result<()> {
-    let site = PsRendezvous::of(run);
+pub fn run_worker(run: &Path, timeout: Duration, mut functions: Functions) -> Result<()> {
+    let site = PsRendezvous::for_run(run);
     let mut heard = Instant::now();
     loop {
         match join(&site, timeout, &mut functions) {
@@ -459,20 +459,20 @@ fn join(site: &PsRendezvous, timeout: Duration, functions: &mut Functions) -> Re
     let credentials = site.credentials(&contact)?;
     let client = || {
         RpcClient::new("the coordinator", &contact.address, credentials.clone(), timeout)
-            .comes_back(Duration::from_secs(1))
+            .with_reconnect_timeout(Duration::from_secs(1))
     };
     let mut coordinator = client();
     let mut heartbeats = client();
     let place = format!("{}:{}", host_name(), std::process::id());
-    let CallResponse::Welcome { worker } = coordinator.tell(&CallRequest::Join { place })? else {
+    let CallResponse::Welcome { worker } = coordinator.call(&CallRequest::Join { place })? else {
         return Err(Error::comm("the coordinator did not accept this worker"));
     };
     let _heart = HeartbeatThread::start(timeout, move || {
-        drop(heartbeats.tell_once::<CallResponse>(&CallRequest::Heartbeat { worker }))
+        drop(heartbeats.call_once::<CallResponse>(&CallRequest::Heartbeat { worker }))
     })?;
     let mut done = None;
     loop {
-        match coordinator.tell(&CallRequest::Next { worker, done: done.take() })? {
+        match coordinator.call(&CallRequest::Next { worker, done: done.take() })? {
             CallResponse::Call { ticket, name, argument } => {
                 let value = functions.call(&name, argument);
                 done = Some((ticket, value.map_err(|e| RemoteError::from(&e))));
@@ -509,7 +509,7 @@ mod tests {
                 }
             };
             let functions = Functions::default().with("half", half);
-            scope.spawn(|| work_on_calls(folder.path(), TIMEOUT, functions).unwrap());
+            scope.spawn(|| run_worker(folder.path(), TIMEOUT, functions).unwrap());
             assert_eq!(first.fetch::<u32>(), Ok(4));
             assert!(second.fetch::<u32>().unwrap_err().to_string().contains("half: 7 is odd"));
             assert!(
@@ -549,13 +549,13 @@ mod tests {
         let coordinator = Coordinator::open(folder.path(), Some("127.0.0.1"), TIMEOUT).unwrap();
         let value = coordinator.schedule("count", &1).unwrap();
         let join = || {
-            let site = PsRendezvous::of(folder.path());
+            let site = PsRendezvous::for_run(folder.path());
             let contact = site.coordinator(TIMEOUT).unwrap();
             let credentials = site.credentials(&contact).unwrap();
             let mut client =
                 RpcClient::new("the coordinator", contact.address, credentials, TIMEOUT);
             let CallResponse::Welcome { worker } =
-                client.tell(&CallRequest::Join { place: "x".into() }).unwrap()
+                client.call(&CallRequest::Join { place: "x".into() }).unwrap()
             else {
                 panic!()
             };
@@ -564,7 +564,7 @@ mod tests {
         // This worker takes the call and is lost.
         let (mut client, worker) = join();
         assert!(matches!(
-            client.tell(&CallRequest::Next { worker, done: None }).unwrap(),
+            client.call(&CallRequest::Next { worker, done: None }).unwrap(),
             CallResponse::Call { .. }
         ));
         assert!(!coordinator.done());
@@ -574,7 +574,7 @@ mod tests {
         let functions = Functions::default()
             .with("count", move |x: usize| Ok(x + counter.fetch_add(1, Ordering::Relaxed)));
         std::thread::scope(|scope| {
-            scope.spawn(|| work_on_calls(folder.path(), TIMEOUT, functions).unwrap());
+            scope.spawn(|| run_worker(folder.path(), TIMEOUT, functions).unwrap());
             assert_eq!(value.fetch::<usize>(), Ok(1));
             coordinator.join().unwrap();
             coordinator.end();
@@ -587,7 +587,7 @@ mod tests {
         for _ in 0..MAX_WORKER_LOSSES {
             let (mut client, worker) = join();
             assert!(matches!(
-                client.tell(&CallRequest::Next { worker, done: None }).unwrap(),
+                client.call(&CallRequest::Next { worker, done: None }).unwrap(),
                 CallResponse::Call { .. }
             ));
         }

@@ -6,15 +6,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::address::listen;
-use super::coordinator_service::{CoordinatorService, Limits, SessionError};
+use super::coordinator_service::{CoordinatorService, LivenessTimeouts, SessionError};
 use super::protocol::{Assignment, ServerRequest, ServerResponse};
 use super::rendezvous::{Contact, PsRendezvous};
 use super::rpc_server::RpcServer;
-use super::run_spec::{RunSpec, division, layouts};
+use super::run_spec::{RunSpec, layouts, ranges_of_servers};
 use super::scheduler::WorkScheduler;
 use super::server_clients::ServerClients;
 use super::session::{Session, SessionContext, StartPoint};
-use super::trace::Collected;
+use super::trace::TraceCollector;
 use super::wal::{WalEntry, WalHeader};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_checkpoint::lease::LeaseGuard;
@@ -62,8 +62,8 @@ pub struct CoordinatorOptions {
 pub struct CoordinatorRun {
     options: CoordinatorOptions,
     directory: RunDirectory,
-    hub: Arc<CoordinatorService>,
-    site: PsRendezvous,
+    service: Arc<CoordinatorService>,
+    rendezvous: PsRendezvous,
     credentials: Credentials,
     _listener: RpcServer,
     splits: Splits,
@@ -98,10 +98,10 @@ impl CoordinatorRun {
         // Check the configuration before the directory is created.
         let samples = splits.train.samples();
         let assumed = workers.unwrap_or(1);
-        let config_in_steps = RunSpec::counted(&config, assumed, samples);
+        let config_in_steps = RunSpec::with_epochs_in_steps(&config, assumed, samples);
         let plan = RunSpec::plan(&config_in_steps, assumed, vocabulary, 1)?;
         check_size(&plan, &splits.train)?;
-        division(&plan, options.servers)?;
+        ranges_of_servers(&plan, options.servers)?;
         if splits.validation.is_none() && plan.config.eval.patience > 0 {
             return Err(hpctrain_engine::micro_batches::no_validation(
                 "eval.patience requires it",
@@ -115,7 +115,7 @@ impl CoordinatorRun {
             Resume::From(path) => Resume::From(resolve_path::checkpoint(&path)?),
             other => other,
         };
-        let from = if let Resume::From(path) = &resume { resolve_path::hold(path) } else { None };
+        let from = if let Resume::From(path) = &resume { resolve_path::lease(path) } else { None };
         let directory = RunDirectory::prepare(&plan.config, &options.run.name, &resume)?;
         config.run.name = Some(directory.name());
         logging::to_file(
@@ -123,7 +123,7 @@ impl CoordinatorRun {
             config.log.level.into(),
         )?;
         config.log_aliases();
-        let site = PsRendezvous::of(directory.path());
+        let site = PsRendezvous::for_run(directory.path());
         site.open()?;
         let contact = Contact {
             address,
@@ -141,8 +141,8 @@ impl CoordinatorRun {
             0 => Duration::MAX,
             seconds => Duration::from_secs(seconds),
         };
-        let limits = Limits { silent: timeout, stuck };
-        let trace = trace.map(Collected::begin).transpose()?;
+        let limits = LivenessTimeouts { silent: timeout, stuck };
+        let trace = trace.map(TraceCollector::begin).transpose()?;
         let first_caller = (unix_time() * 1e3) as u64;
         let hub = CoordinatorService::new(pool, credentials.clone(), limits, trace, first_caller);
         let listener = RpcServer::open(listener, credentials.clone(), hub.clone(), timeout * 10)?;
@@ -156,8 +156,8 @@ impl CoordinatorRun {
         Ok(Self {
             options,
             directory,
-            hub,
-            site,
+            service: hub,
+            rendezvous: site,
             credentials,
             _listener: listener,
             splits,
@@ -190,7 +190,7 @@ impl CoordinatorRun {
                 Err(SessionError::Failed(e)) => break Err(e),
                 Err(SessionError::Lost(server)) => {
                     log::warn!("a server was lost ({server}): restarting from the last checkpoint");
-                    self.hub.with(|state| {
+                    self.service.with(|state| {
                         state.close();
                         state.clear_lost();
                     });
@@ -204,17 +204,18 @@ impl CoordinatorRun {
             Ok(outcome) => outcome.exit_code(),
             Err(e) => e.exit_code(),
         };
-        self.hub.with(|state| state.end(code));
+        self.service.with(|state| state.end(code));
         let since = Instant::now();
-        while since.elapsed() < SHUTDOWN_GRACE && !self.hub.with(|state| state.is_empty()) {
+        while since.elapsed() < SHUTDOWN_GRACE && !self.service.with(|state| state.is_empty()) {
             std::thread::sleep(Duration::from_millis(20));
         }
-        if let Some(trace) = &self.hub.trace {
+        if let Some(trace) = &self.service.trace {
             trace.end().unwrap_or_else(|e| log::warn!("{e}"));
         }
         if let Err(e) = &ended {
-            let step =
-                self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64));
+            let step = self
+                .service
+                .with(|state| state.progress.get("step").and_then(serde_json::Value::as_u64));
             let failed = End {
                 step: step.unwrap_or(0),
                 status: RunStatus::Failed,
@@ -223,7 +224,7 @@ impl CoordinatorRun {
             // A start that fails before its first step keeps the recorded end of the run.
             let end =
                 self.directory.ended_before().filter(|_| step.is_none()).cloned().unwrap_or(failed);
-            self.directory.marks().end(&end).unwrap_or_else(|e| log::warn!("{e}"));
+            self.directory.markers().end(&end).unwrap_or_else(|e| log::warn!("{e}"));
         }
         ended
     }
@@ -245,7 +246,7 @@ impl CoordinatorRun {
                     return self.resume_on_servers(before, threads);
                 }
             };
-        let config = RunSpec::counted(&config, workers, self.splits.train.samples());
+        let config = RunSpec::with_epochs_in_steps(&config, workers, self.splits.train.samples());
         let plan = RunSpec::plan(&config, workers, self.vocabulary, threads)?;
         let origin = self.origin(&plan, resume)?;
         let terms = RunSpec {
@@ -255,9 +256,9 @@ impl CoordinatorRun {
             vocabulary: self.vocabulary,
             preprocessing: Some(self.splits.train.preprocessing()),
             start: origin.progress,
-            pieces: division(&plan, servers.len())?,
+            pieces: ranges_of_servers(&plan, servers.len())?,
             addresses: servers,
-            trace: self.hub.trace.is_some(),
+            trace: self.service.trace.is_some(),
         };
         let mut fleet = self.fleet(&terms);
         fleet.assign(|server| Assignment {
@@ -268,13 +269,13 @@ impl CoordinatorRun {
             part: origin.part,
         })?;
         let grounds = WalHeader { terms: terms.clone(), trained_on: self.trained_on.clone() };
-        self.site.journal().begin(&grounds)?;
+        self.rendezvous.journal().begin(&grounds)?;
         let from = origin.from.as_deref().map_or(StartPoint::Seed, StartPoint::Checkpoint);
         self.run_session(plan, terms, fleet, from)
     }
 
     fn fleet(&self, terms: &RunSpec) -> ServerClients {
-        ServerClients::new(terms, self.hub.clone(), self.credentials.clone(), self.timeout)
+        ServerClients::new(terms, self.service.clone(), self.credentials.clone(), self.timeout)
     }
 
     fn run_session(
@@ -284,9 +285,9 @@ impl CoordinatorRun {
         fleet: ServerClients,
         from: StartPoint<'_>,
     ) -> Result<RunOutcome, SessionError> {
-        let journal = self.site.journal();
+        let journal = self.rendezvous.journal();
         let context = SessionContext {
-            hub: &self.hub,
+            service: &self.service,
             directory: &self.directory,
             splits: &self.splits,
             trained_on: self.trained_on.clone(),
@@ -301,10 +302,13 @@ impl CoordinatorRun {
     /// # Errors
     /// Returns an error if the write-ahead log cannot be read.
     fn previous(&self) -> Result<Option<(WalHeader, WalEntry)>> {
-        let Some((grounds, entry)) = self.site.journal().read()? else { return Ok(None) };
+        let Some((grounds, entry)) = self.rendezvous.journal().read()? else { return Ok(None) };
         let RunSpec { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
-        let given =
-            &RunSpec::counted(&self.options.run.config, *workers, self.splits.train.samples());
+        let given = &RunSpec::with_epochs_in_steps(
+            &self.options.run.config,
+            *workers,
+            self.splits.train.samples(),
+        );
         let Ok(plan) =
             RunSpec::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1))
         else {
@@ -318,7 +322,7 @@ impl CoordinatorRun {
             && self.options.workers.is_none_or(|count| count == *workers)
             && addresses.len() == self.options.servers
             && (vocabulary, *trace, data)
-                == (&self.vocabulary, self.hub.trace.is_some(), self.data.as_ref());
+                == (&self.vocabulary, self.service.trace.is_some(), self.data.as_ref());
         if !is_same {
             log::info!(
                 "the journal has other settings or data: the run resumes from its last checkpoint"
@@ -366,10 +370,10 @@ impl CoordinatorRun {
     fn end_before_start(&self) -> Result<RunOutcome> {
         let why = format!(
             "{} arrived before all servers and workers joined",
-            hpctrain_base::signals::came().unwrap_or("a signal")
+            hpctrain_base::signals::last_signal().unwrap_or("a signal")
         );
         let step = self.directory.checkpoints().steps()?.last().copied().unwrap_or(0);
-        self.directory.marks().end(&End {
+        self.directory.markers().end(&End {
             step,
             status: RunStatus::Preempted,
             why: Some(why.clone()),
@@ -391,9 +395,9 @@ impl CoordinatorRun {
             ))
             .hint("start as many servers as hpctrain ps coordinator --servers expects: hpctrain ps server --run RUN")
         };
-        let found = self.hub.wait(|state| {
+        let found = self.service.wait(|state| {
             if let Some(RunSpec { addresses, generation, workers, .. }) = before
-                && state.seat_again(addresses, *generation)
+                && state.select_previous_servers(addresses, *generation)
             {
                 return Some(Ok(Some(Gathered {
                     servers: addresses.clone(),
@@ -409,7 +413,7 @@ impl CoordinatorRun {
                 Some(workers) if state.servers() >= wanted && !may_come_back => state
                     .register_servers(wanted)
                     .map(|servers| Ok(Some(Gathered { servers, workers, holds: false }))),
-                _ if hpctrain_base::signals::came().is_some() => Some(Ok(None)),
+                _ if hpctrain_base::signals::last_signal().is_some() => Some(Ok(None)),
                 _ if state.servers() < wanted && since.elapsed() > self.timeout => {
                     Some(Err(late(state.servers())))
                 }
@@ -447,7 +451,7 @@ impl CoordinatorRun {
         if let Some(validation) = &mut self.splits.validation {
             manifest.conform(validation)?;
         }
-        let names = state_names(Some(plan.rule), plan.average, None);
+        let names = state_names(Some(plan.update_rule), plan.ema, None);
         manifest.check(
             &path,
             &layouts(plan),
@@ -477,7 +481,7 @@ impl CoordinatorRun {
         if *resume != Resume::Auto {
             self.directory.write_branch(Branch { from: path.clone(), take })?;
         }
-        let part = if take == RestoreScope::Weights { reader.used() } else { 0 };
+        let part = if take == RestoreScope::Weights { reader.inference_part() } else { 0 };
         Ok(Start { progress, from: Some(path), take, part })
     }
 

@@ -9,14 +9,14 @@ use serde_json::json;
 use super::address::host_name;
 use super::program::{Program, Programs, Role};
 use super::protocol::{
-    CoordinatorRequest, CoordinatorResponse, Load, ServerRequest, ServerResponse, Work,
+    CoordinatorRequest, CoordinatorResponse, ServerLoad, ServerRequest, ServerResponse, Work,
     WorkerReport,
 };
 use super::rpc_client::RpcClient;
 use super::rpc_server::RpcHandler;
 use super::run_spec::RunSpec;
-use super::scheduler::{Member, WorkScheduler};
-use super::trace::Collected;
+use super::scheduler::{WorkScheduler, WorkerState};
+use super::trace::TraceCollector;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::now;
 use hpctrain_comm::Credentials;
@@ -35,14 +35,14 @@ pub struct CoordinatorService {
     state: Mutex<State>,
     changed: Condvar,
     credentials: Credentials,
-    limits: Limits,
+    limits: LivenessTimeouts,
     /// The trace, if one is recorded.
-    pub trace: Option<Collected>,
+    pub trace: Option<TraceCollector>,
 }
 
 /// The timeouts after which a worker or a server is considered lost.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct LivenessTimeouts {
     /// The timeout without a heartbeat.
     pub silent: Duration,
     /// The timeout of one piece of work of a worker, and of a server that accepts no new
@@ -68,11 +68,11 @@ impl From<Error> for SessionError {
 /// The state of the service, which a lock protects.
 pub struct State {
     /// The scheduler of the workers.
-    pub pool: WorkScheduler,
+    pub scheduler: WorkScheduler,
     /// The run specification, while the run accepts workers.
     pub terms: Option<RunSpec>,
     /// The progress that `hpctrain ps status` shows: the step, the rate, and so on.
-    pub told: BTreeMap<&'static str, serde_json::Value>,
+    pub progress: BTreeMap<&'static str, serde_json::Value>,
     /// The digest that the data of workers must have, if it is known.
     pub digest: Option<String>,
     generation: u64,
@@ -112,7 +112,7 @@ struct RegisteredServer {
 
 /// The peer of a connection.
 #[derive(Default)]
-pub enum SessionId {
+pub enum PeerKind {
     /// A peer that has not registered.
     #[default]
     Stranger,
@@ -130,14 +130,14 @@ impl CoordinatorService {
     pub fn new(
         pool: WorkScheduler,
         credentials: Credentials,
-        limits: Limits,
-        trace: Option<Collected>,
+        limits: LivenessTimeouts,
+        trace: Option<TraceCollector>,
         callers: u64,
     ) -> Arc<Self> {
         let state = State {
-            pool,
+            scheduler: pool,
             terms: None,
-            told: BTreeMap::new(),
+            progress: BTreeMap::new(),
             digest: None,
             generation: 0,
             callers,
@@ -174,13 +174,13 @@ impl CoordinatorService {
     }
 
     /// Returns the timeouts after which a worker or a server is considered lost.
-    pub fn limits(&self) -> Limits {
+    pub fn limits(&self) -> LivenessTimeouts {
         self.limits
     }
 
     /// Marks a server as lost, which ends all waits for servers, and moves it to the end of the
     /// order. Returns the error of the first lost server.
-    pub fn lose(&self, address: &str, why: &str) -> SessionError {
+    pub fn mark_lost(&self, address: &str, why: &str) -> SessionError {
         SessionError::Lost(self.with(|state| {
             if let Some(before) = &state.lost {
                 return before.clone();
@@ -200,7 +200,7 @@ impl CoordinatorService {
     }
 
     /// Returns whether a server that holds ranges was lost.
-    pub fn has_lost(&self) -> bool {
+    pub fn has_lost_server(&self) -> bool {
         let mut state = self.lock();
         state.expire_stale(self.limits);
         state.lost.is_some()
@@ -264,12 +264,12 @@ impl CoordinatorService {
             match report {
                 Some(WorkerReport::Failed { fault }) => {
                     // The reason of a worker that was evicted is already known.
-                    if let Some(member) = state.pool.members().get(&member) {
+                    if let Some(member) = state.scheduler.members().get(&member) {
                         let error = fault.error().at(format_args!("worker {}", member.place));
                         state.failed.get_or_insert(error);
                     }
                 }
-                Some(report) => state.pool.done(member, &report),
+                Some(report) => state.scheduler.report(member, &report),
                 None => {}
             }
             self.changed.notify_all();
@@ -277,7 +277,7 @@ impl CoordinatorService {
         let since = Instant::now();
         loop {
             let is_current = generation == state.generation && state.terms.is_some();
-            match state.pool.next(member) {
+            match state.scheduler.next(member) {
                 Some(Work::End(code)) => {
                     state.evict(member, "the run is over");
                     return Ok(Work::End(code));
@@ -302,22 +302,22 @@ impl CoordinatorService {
     fn status(&self) -> serde_json::Value {
         let (mut status, addresses) = {
             let state = self.lock();
-            let member = |(number, member): (&u64, &Member)| {
+            let member = |(number, member): (&u64, &WorkerState)| {
                 let heard =
                     state.heard.get(number).map_or(0.0, |heard| heard.elapsed().as_secs_f64());
                 json!({"worker": number, "place": member.place, "clock": member.clock, "done": member.done,
                        "seconds": member.seconds, "heard_seconds_ago": heard})
             };
-            let workers: Vec<_> = state.pool.members().iter().map(member).collect();
+            let workers: Vec<_> = state.scheduler.members().iter().map(member).collect();
             let leases: Vec<_> = state
-                .pool
-                .given()
+                .scheduler
+                .assigned_work()
                 .map(|(ticket, worker, task)| json!({"ticket": ticket, "worker": worker, "task": task}))
                 .collect();
-            let staleness: Vec<_> = state.pool.histogram().iter().collect();
+            let staleness: Vec<_> = state.scheduler.histogram().iter().collect();
             let addresses =
                 state.terms.as_ref().map(|terms| terms.addresses.clone()).unwrap_or_default();
-            let status = json!({"run": state.told, "generation": state.generation, "workers": workers, "leases": leases, "staleness": staleness, "devices": state.programs.devices()});
+            let status = json!({"run": state.progress, "generation": state.generation, "workers": workers, "leases": leases, "staleness": staleness, "devices": state.programs.devices()});
             (status, addresses)
         };
         let load = |address: &String| {
@@ -327,9 +327,9 @@ impl CoordinatorService {
                 self.credentials.clone(),
                 Duration::from_secs(2),
             );
-            match client.tell_once(&ServerRequest::Load) {
+            match client.call_once(&ServerRequest::Load) {
                 Ok(ServerResponse::Load(load)) => json!({"address": address, "load": load}),
-                _ => json!({"address": address, "load": Option::<Load>::None}),
+                _ => json!({"address": address, "load": Option::<ServerLoad>::None}),
             }
         };
         status["servers"] = addresses.iter().map(load).collect();
@@ -371,7 +371,7 @@ impl State {
 
     /// Selects the servers at these addresses, if all are connected and hold their ranges of a
     /// generation; returns whether they are.
-    pub fn seat_again(&mut self, addresses: &[String], generation: u64) -> bool {
+    pub fn select_previous_servers(&mut self, addresses: &[String], generation: u64) -> bool {
         let number_of = |address: &String| {
             let found = self
                 .registered
@@ -409,7 +409,7 @@ impl State {
 
     /// Lets the run accept workers, with this run specification.
     pub fn open(&mut self, terms: RunSpec, pool: WorkScheduler) {
-        (self.generation, self.pool, self.terms) = (terms.generation, pool, Some(terms));
+        (self.generation, self.scheduler, self.terms) = (terms.generation, pool, Some(terms));
         self.waiting.clear();
     }
 
@@ -422,7 +422,7 @@ impl State {
 
     /// Ends the run with an exit code.
     pub fn end(&mut self, code: i32) {
-        self.pool.end(code);
+        self.scheduler.end(code);
         self.over = true;
     }
 
@@ -432,7 +432,7 @@ impl State {
     /// Returns an error if it differs and all processes must compute the same bits (staleness 0).
     fn admit(&mut self, role: Role, place: &str, program: &Program) -> Result<()> {
         let Some(difference) = self.programs.difference(role, program) else { return Ok(()) };
-        if self.pool.is_synchronous() {
+        if self.scheduler.is_synchronous() {
             log::warn!("{role} {place} is refused: {difference}");
             let message = format!(
                 "{role} {place}: {difference}, but parameter_server.staleness = 0 requires the same bits"
@@ -448,12 +448,12 @@ impl State {
     /// Returns the end of the run, for a process that never joined.
     fn ended(&mut self) -> CoordinatorResponse {
         self.waiting.clear();
-        CoordinatorResponse::Work(self.pool.next(0).unwrap_or(Work::Wait))
+        CoordinatorResponse::Work(self.scheduler.next(0).unwrap_or(Work::Wait))
     }
 
     /// Returns whether all servers and workers have left.
     pub fn is_empty(&self) -> bool {
-        self.pool.members().is_empty() && self.registered.is_empty()
+        self.scheduler.members().is_empty() && self.registered.is_empty()
     }
 
     /// Removes a lost worker and logs the reason.
@@ -465,15 +465,15 @@ impl State {
     }
 
     /// Removes a worker.
-    fn unregister(&mut self, member: u64) -> Option<Member> {
+    fn unregister(&mut self, member: u64) -> Option<WorkerState> {
         self.heard.remove(&member);
         self.busy.remove(&member);
-        self.pool.leave(member)
+        self.scheduler.leave(member)
     }
 
     /// Removes workers that are silent or stuck, and marks servers as lost that are silent or did
     /// not reconnect.
-    fn expire_stale(&mut self, limits: Limits) {
+    fn expire_stale(&mut self, limits: LivenessTimeouts) {
         let past = |times: &BTreeMap<u64, Instant>, limit: Duration| -> Vec<u64> {
             times
                 .iter()
@@ -489,9 +489,9 @@ impl State {
                 "it has been at one piece of work for {} s (comm.timeout)",
                 limits.stuck.as_secs()
             );
-            let place = self.pool.members().get(&member).map(|member| member.place.clone());
+            let place = self.scheduler.members().get(&member).map(|member| member.place.clone());
             self.evict(member, &reason);
-            if let (Some(place), true) = (place, self.pool.members().is_empty()) {
+            if let (Some(place), true) = (place, self.scheduler.members().is_empty()) {
                 let message =
                     format!("worker {place} is stuck: {reason}, and there is no other worker");
                 let error = Error::comm(message).hint("see its log for what it was doing");
@@ -531,15 +531,15 @@ impl State {
 impl RpcHandler for CoordinatorService {
     type Request = CoordinatorRequest;
     type Answer = CoordinatorResponse;
-    type Visit = SessionId;
+    type ConnectionState = PeerKind;
 
-    fn limit(&self) -> usize {
+    fn max_body_bytes(&self) -> usize {
         MAX_BODY
     }
 
     fn answer(
         &self,
-        visit: &mut SessionId,
+        visit: &mut PeerKind,
         request: CoordinatorRequest,
         _: &mut Vec<u8>,
     ) -> Result<CoordinatorResponse> {
@@ -564,13 +564,13 @@ impl RpcHandler for CoordinatorService {
                     silent: false,
                 };
                 state.registered.insert(state.callers, server);
-                *visit = SessionId::Server(state.callers);
+                *visit = PeerKind::Server(state.callers);
                 Ok(CoordinatorResponse::Serves)
             }),
             CoordinatorRequest::Served => {
                 // A heartbeat changes nothing that a wait depends on, so waits are not woken.
                 let mut state = self.lock();
-                if let SessionId::Server(number) = visit
+                if let PeerKind::Server(number) = visit
                     && let Some(server) = state.registered.get_mut(number)
                 {
                     (server.heard, server.silent) = (Instant::now(), false);
@@ -600,16 +600,16 @@ impl RpcHandler for CoordinatorService {
                 state.callers += 1;
                 let member = state.callers;
                 log::info!("worker {place} joined");
-                state.pool.join(member, place);
+                state.scheduler.join(member, place);
                 state.heard.insert(member, Instant::now());
-                *visit = SessionId::Worker(member);
+                *visit = PeerKind::Worker(member);
                 Ok(CoordinatorResponse::Welcome { member, terms: Box::new(terms) })
             }),
             CoordinatorRequest::Next { member, generation, data, report } => {
                 self.next(member, generation, data, report).map(CoordinatorResponse::Work)
             }
             CoordinatorRequest::Beat { member } => Ok(self.with(|state| {
-                if state.terms.is_none() || !state.pool.members().contains_key(&member) {
+                if state.terms.is_none() || !state.scheduler.members().contains_key(&member) {
                     return CoordinatorResponse::Work(Work::Renew);
                 }
                 state.heard.insert(member, Instant::now());
@@ -635,11 +635,11 @@ impl RpcHandler for CoordinatorService {
         }
     }
 
-    fn left(&self, visit: SessionId) {
+    fn disconnected(&self, visit: PeerKind) {
         self.with(|state| match visit {
-            SessionId::Stranger => {}
-            SessionId::Worker(member) => state.evict(member, "its connection ended"),
-            SessionId::Server(server) => {
+            PeerKind::Stranger => {}
+            PeerKind::Worker(member) => state.evict(member, "its connection ended"),
+            PeerKind::Server(server) => {
                 let removed = state.registered.remove(&server);
                 if let (Some(removed), true, false) =
                     (removed, state.assigned.remove(&server), state.over)
@@ -654,7 +654,7 @@ impl RpcHandler for CoordinatorService {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scheduler::Done;
+    use crate::scheduler::FinishedBatches;
     use hpctrain_checkpoint::Progress;
     use hpctrain_comm::Secret;
     use hpctrain_config::{Config, Staleness};
@@ -663,14 +663,17 @@ mod tests {
 
     /// Returns the service of a run that accepts workers and has work.
     fn hub() -> Arc<CoordinatorService> {
-        hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT }, Staleness::None)
+        hub_with(
+            LivenessTimeouts { silent: Duration::from_secs(60), stuck: SHORT },
+            Staleness::None,
+        )
     }
 
     fn program() -> Program {
         Program::here("CPU".into())
     }
 
-    fn hub_with(limits: Limits, staleness: Staleness) -> Arc<CoordinatorService> {
+    fn hub_with(limits: LivenessTimeouts, staleness: Staleness) -> Arc<CoordinatorService> {
         let credentials = Credentials { secret: Secret::new(vec![7; 32]).unwrap(), encrypt: true };
         let pool = || WorkScheduler::new(staleness, 4, 0);
         let hub = CoordinatorService::new(pool(), credentials, limits, None, 0);
@@ -687,14 +690,14 @@ mod tests {
         };
         hub.with(|state| {
             state.open(terms, pool());
-            state.pool.begin_batches(Done::default(), 100);
+            state.scheduler.begin_batches(FinishedBatches::default(), 100);
         });
         hub
     }
 
     fn ask(
         hub: &CoordinatorService,
-        visit: &mut SessionId,
+        visit: &mut PeerKind,
         request: CoordinatorRequest,
     ) -> CoordinatorResponse {
         hub.answer(visit, request, &mut Vec::new()).unwrap()
@@ -702,7 +705,7 @@ mod tests {
 
     fn join(hub: &CoordinatorService, process: u32) -> u64 {
         let join = CoordinatorRequest::Join { host: "host".into(), process, program: program() };
-        match ask(hub, &mut SessionId::default(), join) {
+        match ask(hub, &mut PeerKind::default(), join) {
             CoordinatorResponse::Welcome { member, .. } => member,
             other => panic!("{other:?}"),
         }
@@ -711,7 +714,7 @@ mod tests {
     fn next(hub: &CoordinatorService, member: u64) -> CoordinatorResponse {
         ask(
             hub,
-            &mut SessionId::default(),
+            &mut PeerKind::default(),
             CoordinatorRequest::Next { member, generation: 7, data: None, report: None },
         )
     }
@@ -722,9 +725,9 @@ mod tests {
         let [stuck, idle] = [1, 2].map(|process| join(&hub, process));
         assert!(matches!(next(&hub, stuck), CoordinatorResponse::Work(Work::Lease { .. })));
         std::thread::sleep(2 * SHORT);
-        ask(&hub, &mut SessionId::default(), CoordinatorRequest::Beat { member: stuck });
+        ask(&hub, &mut PeerKind::default(), CoordinatorRequest::Beat { member: stuck });
         let members =
-            |state: &mut State| Some(state.pool.members().keys().copied().collect::<Vec<_>>());
+            |state: &mut State| Some(state.scheduler.members().keys().copied().collect::<Vec<_>>());
         assert_eq!(hub.wait(members).unwrap(), [idle]);
         assert!(matches!(next(&hub, stuck), CoordinatorResponse::Work(Work::Renew)));
         // Its batches go to the other worker; if that is stuck as well, no worker is left.
@@ -741,7 +744,10 @@ mod tests {
     #[test]
     fn programs_that_give_other_bits_are_refused_with_staleness_0() {
         let joined = |staleness, program: &Program| {
-            let hub = hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT }, staleness);
+            let hub = hub_with(
+                LivenessTimeouts { silent: Duration::from_secs(60), stuck: SHORT },
+                staleness,
+            );
             join(&hub, 1);
             let join = CoordinatorRequest::Join {
                 host: "host".into(),
@@ -753,7 +759,7 @@ mod tests {
                 generation: None,
                 program: program.clone(),
             };
-            let ask = |request| hub.answer(&mut SessionId::default(), request, &mut Vec::new());
+            let ask = |request| hub.answer(&mut PeerKind::default(), request, &mut Vec::new());
             (ask(join).map(drop), ask(serve).map(drop))
         };
         let rebuilt = Program { build: "00000000".into(), ..program() };
@@ -785,9 +791,9 @@ mod tests {
 
     #[test]
     fn a_server_without_heartbeats_is_lost_and_comes_last() {
-        let hub = hub_with(Limits { silent: 2 * SHORT, stuck: SHORT }, Staleness::None);
+        let hub = hub_with(LivenessTimeouts { silent: 2 * SHORT, stuck: SHORT }, Staleness::None);
         let serve = |address: &str| {
-            let mut visit = SessionId::default();
+            let mut visit = PeerKind::default();
             let serve = CoordinatorRequest::Serve {
                 address: address.into(),
                 generation: None,
@@ -796,13 +802,13 @@ mod tests {
             ask(&hub, &mut visit, serve);
             visit
         };
-        let beat = |visit: &mut SessionId| ask(&hub, visit, CoordinatorRequest::Served);
+        let beat = |visit: &mut PeerKind| ask(&hub, visit, CoordinatorRequest::Served);
         let [mut hangs, mut spare] = ["hangs:1", "spare:1"].map(serve);
         assert_eq!(hub.with(|state| state.register_servers(1)), Some(vec!["hangs:1".into()]));
         let lost = loop {
             beat(&mut spare);
             std::thread::sleep(SHORT / 4);
-            if hub.has_lost() {
+            if hub.has_lost_server() {
                 break hub.wait(|_| None::<()>);
             }
         };
@@ -828,7 +834,7 @@ mod tests {
     fn a_server_that_reconnects_with_its_ranges_is_not_lost() {
         let hub = hub();
         let serve = |generation| {
-            let mut visit = SessionId::default();
+            let mut visit = PeerKind::default();
             let serve = CoordinatorRequest::Serve {
                 address: "host:1".into(),
                 generation,
@@ -839,11 +845,11 @@ mod tests {
         };
         let first = serve(None);
         assert_eq!(hub.with(|state| state.register_servers(1)), Some(vec!["host:1".into()]));
-        hub.left(first);
+        hub.disconnected(first);
         let again = serve(Some(7));
         std::thread::sleep(RECONNECT_TIMEOUT + SHORT);
-        assert!(!hub.has_lost());
-        hub.left(again);
+        assert!(!hub.has_lost_server());
+        hub.disconnected(again);
         // Another process at the same address does not hold the ranges.
         serve(None);
         assert!(hub.should_continue(7));

@@ -47,10 +47,10 @@ mod worker;
 mod worker_metrics;
 
 pub use address::host_of;
-pub use cluster_coordinator::{Coordinator, Functions, Handle, work_on_calls};
+pub use cluster_coordinator::{Coordinator, Functions, Handle, run_worker};
 pub use coordinator::{CoordinatorOptions, CoordinatorRun};
 pub use rates::{Direction, Rate, rates};
 pub use rendezvous::PsRendezvous;
 pub use server::{ServerOptions, serve};
-pub use status::{status, told};
+pub use status::{format_status, status};
 pub use worker::{WorkerOptions, config_of_run, work};

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use super::codec;
 use super::partitioner::ParamRange;
-use super::protocol::{Assignment, Load, Pushed, Values};
+use super::protocol::{Assignment, Pushed, ServerLoad, Values};
 use super::run_spec::{RunSpec, layouts};
 use super::tree_reducer::TreeReducer;
 use hpctrain_base::error::{Error, Result};
@@ -21,9 +21,9 @@ use hpctrain_checkpoint::{Ranged, Reader, ShardFileInfo, write_ranges};
 use hpctrain_config::{ResolvedConfig, StaleRate};
 use hpctrain_cpu::{Cpu, add_serial};
 use hpctrain_device::ops::ElementwiseOps as _;
-use hpctrain_device::{Backend as _, readable};
+use hpctrain_device::{Backend as _, format_bytes};
 use hpctrain_engine::memory::available;
-use hpctrain_nn::optim::AVERAGE;
+use hpctrain_nn::optim::EMA;
 use hpctrain_parallel::{
     self as parallel, Hyper, OptimizerShard, Storage as Place, Updates, initial, state_names,
 };
@@ -108,15 +108,15 @@ impl ParamStore {
         let layouts = layouts(&plan);
         let backend = Cpu::new(plan.threads).with_all_threads()?;
         let updates = Updates {
-            rule: plan.rule,
+            rule: plan.update_rule,
             groups: plan.config.optimizer.groups.clone(),
-            average: plan.average,
-            averaging: None,
+            ema_decay: plan.ema,
+            local_sgd: None,
             storage: Place::Ranks,
-            audit_every: plan.config.run.sdc_check_every,
+            sdc_check_every: plan.config.run.sdc_check_every,
             host: None,
         };
-        let names = state_names(Some(plan.rule), plan.average, None);
+        let names = state_names(Some(plan.update_rule), plan.ema, None);
         let pieces = assignment.pieces().ok_or_else(absent)?;
         let is_there = |piece: &ParamRange| {
             let range = &piece.range;
@@ -160,7 +160,7 @@ impl ParamStore {
                         _ if assignment.with_state => Some(part),
                         // A new EMA starts at the parameters; other fresh state is zero.
                         0 => Some(assignment.part),
-                        part => (names[part - 1] == AVERAGE).then_some(assignment.part),
+                        part => (names[part - 1] == EMA).then_some(assignment.part),
                     };
                     read(reader, layout, part, range)
                 })?;
@@ -204,20 +204,29 @@ impl ParamStore {
 
     /// Returns the smallest and the largest step that a range has reached, with synchronous
     /// training.
-    pub fn at(&self) -> (u64, u64) {
+    pub fn step_range(&self) -> (u64, u64) {
         let steps = || self.ranges.iter().map(|slot| locked(&slot.state).step);
         let start = self.terms.start.step;
         (steps().min().unwrap_or(start), steps().max().unwrap_or(start))
     }
 
     /// Returns the work done so far.
-    pub fn load(&self) -> Load {
+    pub fn load(&self) -> ServerLoad {
         let Counts { pulls, pulled, pushes, pushed, refused, updating } = &self.counts;
         let [pulls, pulled, pushes, pushed, refused, updating] =
             [pulls, pulled, pushes, pushed, refused, updating]
                 .map(|count| count.load(Ordering::Relaxed));
         let bytes = (self.elements() * size_of::<f32>()) as u64;
-        Load { ranges: self.ranges.len(), bytes, pulls, pulled, pushes, pushed, refused, updating }
+        ServerLoad {
+            ranges: self.ranges.len(),
+            bytes,
+            pulls,
+            pulled,
+            pushes,
+            pushed,
+            refused,
+            updating,
+        }
     }
 
     /// Writes the values of those of the ranges `pieces` whose version differs from the known one
@@ -266,8 +275,8 @@ impl ParamStore {
     /// Returns the index of the parameters or state buffer used for evaluation: the EMA, if there
     /// is one.
     fn used(&self) -> usize {
-        let names = state_names(Some(self.plan.rule), self.plan.average, None);
-        names.iter().position(|name| *name == AVERAGE).map_or(0, |at| at + 1)
+        let names = state_names(Some(self.plan.update_rule), self.plan.ema, None);
+        names.iter().position(|name| *name == EMA).map_or(0, |at| at + 1)
     }
 
     /// Applies the gradients of the ranges `pieces` that a worker pushed, and returns their largest
@@ -493,7 +502,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// Returns an error if the parameters of a range are not in memory.
-    pub fn take_cut(&self, number: u64) -> Result<u64> {
+    pub fn take_snapshot(&self, number: u64) -> Result<u64> {
         let mut updates = 0;
         let copy = |slot: &RangeSlot| {
             let state = locked(&slot.state);
@@ -530,7 +539,7 @@ impl ParamStore {
                 parts: parts.iter().map(Vec::as_slice).collect(),
             })
             .collect();
-        let names = state_names(Some(self.plan.rule), self.plan.average, None);
+        let names = state_names(Some(self.plan.update_rule), self.plan.ema, None);
         write_ranges(staging, self.server, &names, &ranges)
     }
 }
@@ -558,8 +567,8 @@ fn check_memory(
     }
     let message = format!(
         "a server needs {} for its ranges, but only {} is available",
-        readable(need),
-        readable(available)
+        format_bytes(need),
+        format_bytes(available)
     );
     Err(Error::input(message).hint("start more servers, on other hosts"))
 }

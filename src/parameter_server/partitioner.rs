@@ -23,7 +23,7 @@ pub struct ParamRange {
 ///
 /// # Errors
 /// Returns an error if there are more servers than ranges.
-pub fn divide(
+pub fn partition(
     layouts: &[UnitLayout],
     granules: impl Fn(&UnitLayout) -> usize,
     partition: Partition,
@@ -69,10 +69,10 @@ mod tests {
     #[test]
     fn every_element_has_one_server_and_servers_are_balanced() {
         let layouts = [unit(1000, 4), unit(64, 4), unit(4000, 4), unit(500, 4)];
-        for (servers, partition) in
+        for (servers, strategy) in
             [(1, "min:1KiB"), (2, "fixed:1"), (3, "min:1KiB"), (3, "max:4KiB"), (2, "fixed:9")]
         {
-            let divided = divide(&layouts, |_| 4, partition.parse().unwrap(), servers).unwrap();
+            let divided = partition(&layouts, |_| 4, strategy.parse().unwrap(), servers).unwrap();
             assert_eq!(divided.len(), servers);
             let mut all: Vec<&ParamRange> = divided.iter().flatten().collect();
             all.sort_by_key(|piece| (piece.unit, piece.range.start));
@@ -93,9 +93,9 @@ mod tests {
             of_server.iter().map(|piece| piece.range.len()).sum::<usize>()
         };
         let fine: Vec<usize> =
-            divide(&layouts, |_| 4, Partition::Fixed(4), 2).unwrap().iter().map(held).collect();
+            partition(&layouts, |_| 4, Partition::Fixed(4), 2).unwrap().iter().map(held).collect();
         assert!(fine[0].abs_diff(fine[1]) <= 1024, "{fine:?}");
-        let error = divide(&layouts, |_| 4, Partition::Fixed(1), 5).unwrap_err().to_string();
+        let error = partition(&layouts, |_| 4, Partition::Fixed(1), 5).unwrap_err().to_string();
         assert!(
             error.contains(
                 "5 servers, but parameter_server.partition = fixed:1 cuts the model into 4 ranges"

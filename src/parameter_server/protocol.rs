@@ -68,7 +68,7 @@ pub enum ServerRequest {
         /// The generation of the coordinator.
         generation: u64,
         /// The constants of the next update.
-        hyper: Constants,
+        hyper: HyperBits,
     },
     /// Updates every range with the gradients of a step, or skips the update. Sent by the
     /// coordinator.
@@ -78,7 +78,7 @@ pub enum ServerRequest {
         /// The step; if it has already ended, the request does nothing.
         step: u64,
         /// The constants of the update; none skips it.
-        hyper: Option<Constants>,
+        hyper: Option<HyperBits>,
         /// The trust ratio of each tensor of each unit, as bits, for optimizers that use them.
         trust: Vec<Vec<u32>>,
     },
@@ -147,12 +147,12 @@ pub enum ServerResponse {
     /// The file that was written.
     Saved(Box<ShardFileInfo>),
     /// The work of the server so far.
-    Load(Load),
+    Load(ServerLoad),
 }
 
 /// The work of a server so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Load {
+pub struct ServerLoad {
     /// The number of ranges.
     pub ranges: usize,
     /// The size of their parameters in bytes.
@@ -203,14 +203,14 @@ pub enum Pushed {
 
 /// The constants of an update, with floats as bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Constants {
+pub struct HyperBits {
     lr: u32,
     weight_decay: u32,
     step: u64,
     grad_scale: u32,
 }
 
-impl From<Hyper> for Constants {
+impl From<Hyper> for HyperBits {
     fn from(hyper: Hyper) -> Self {
         let Hyper { lr, weight_decay, step, grad_scale } = hyper;
         Self {
@@ -222,9 +222,9 @@ impl From<Hyper> for Constants {
     }
 }
 
-impl From<Constants> for Hyper {
-    fn from(constants: Constants) -> Self {
-        let Constants { lr, weight_decay, step, grad_scale } = constants;
+impl From<HyperBits> for Hyper {
+    fn from(constants: HyperBits) -> Self {
+        let HyperBits { lr, weight_decay, step, grad_scale } = constants;
         Self {
             lr: f32::from_bits(lr),
             weight_decay: f32::from_bits(weight_decay),
@@ -375,7 +375,7 @@ pub enum Work {
         batches: Range<u64>,
     },
     /// Continue with the next batch of the lease.
-    GoOn,
+    ContinueLease,
     /// Evaluate chunks of the validation set.
     Evaluate {
         /// The ticket.
@@ -605,7 +605,7 @@ mod tests {
         assert_eq!((lease, body.len()), (Some(Work::Lease { ticket: u64::MAX, batches: 0..5 }), 0));
         assert_eq!(read::<Work>(&mut stream, 0, &mut body).unwrap(), None);
         let hyper = Hyper { lr: 0.1, weight_decay: 1e-30, step: 9, grad_scale: f32::MIN_POSITIVE };
-        let back = Hyper::from(Constants::from(hyper));
+        let back = Hyper::from(HyperBits::from(hyper));
         assert_eq!(
             (back.lr, back.weight_decay, back.step, back.grad_scale),
             (0.1, 1e-30, 9, f32::MIN_POSITIVE)

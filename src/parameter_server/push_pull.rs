@@ -18,7 +18,7 @@ use hpctrain_engine::Model;
 
 /// The maximum size in bytes of the values of a message with several ranges, which fits a core's
 /// cache.
-pub const MESSAGE: usize = 1 << 20;
+pub const MAX_MESSAGE_BYTES: usize = 1 << 20;
 
 /// The number of messages sent before the first response is read. More could fill the socket
 /// buffers of both ends and deadlock.
@@ -28,7 +28,7 @@ const PIPELINE_DEPTH: usize = 8;
 pub type Current = bool;
 
 /// A worker's connections to all servers of a run.
-pub struct Servers {
+pub struct ServerConnections {
     generation: u64,
     member: u64,
     format: WireFormat,
@@ -113,7 +113,7 @@ fn messages(pieces: &[ParamRange]) -> Vec<Range<usize>> {
     for (index, piece) in pieces.iter().enumerate() {
         let more = piece.range.len() * size_of::<f32>();
         match messages.last_mut() {
-            Some(last) if bytes + more <= MESSAGE => last.end = index + 1,
+            Some(last) if bytes + more <= MAX_MESSAGE_BYTES => last.end = index + 1,
             _ => {
                 messages.push(index..index + 1);
                 bytes = 0;
@@ -130,14 +130,14 @@ fn elements(pieces: &[ParamRange]) -> usize {
 }
 
 /// Returns the size in bytes of the largest message to any server.
-pub fn longest(pieces: &[Vec<ParamRange>]) -> usize {
+pub fn max_message_bytes(pieces: &[Vec<ParamRange>]) -> usize {
     let of_server = |pieces: &Vec<ParamRange>| {
         messages(pieces).into_iter().map(|message| elements(&pieces[message])).max().unwrap_or(0)
     };
     pieces.iter().map(of_server).max().unwrap_or(0) * size_of::<f32>()
 }
 
-impl Servers {
+impl ServerConnections {
     /// Creates the connections, which `client` makes for an address. Each connects at its first
     /// request.
     pub fn new(terms: &RunSpec, member: u64, client: impl Fn(&str) -> RpcClient) -> Self {
@@ -200,7 +200,12 @@ impl Servers {
                 let limit = elements(&pieces[message.clone()]) * size_of::<f32>();
                 let answer = match connection.answer(limit, body) {
                     Some(answer) => answer?,
-                    None => connection.client.ask(&request(&message, known), &[], limit, body)?,
+                    None => connection.client.call_with_body(
+                        &request(&message, known),
+                        &[],
+                        limit,
+                        body,
+                    )?,
                 };
                 let ServerResponse::Pulled { versions } = answer else { return Ok(false) };
                 if let Some(next) = connection.messages.get(turn + PIPELINE_DEPTH).cloned() {
@@ -296,7 +301,7 @@ impl Servers {
                 let head = self.push_request(of, connection, message);
                 self.fill(model, connection, message)?;
                 let Self { format, connections, push_buffer, .. } = self;
-                connections[connection].client.ask(
+                connections[connection].client.call_with_body(
                     &head,
                     &[push_buffer.bytes(*format)],
                     0,
@@ -370,6 +375,6 @@ mod tests {
         assert_eq!(distribute(vec![0..2, 2..3, 3..9], 2), [vec![0..2, 2..3], vec![3..9; 1]]);
         assert_eq!(distribute(vec![0..2, 2..3], 3), [vec![0..2; 1], vec![2..3; 1]]);
         assert!(distribute(vec![], 2).is_empty());
-        assert_eq!(longest(&[pieces(&[4, 8]), pieces(&[3 * mib, 4]), vec![]]), 3 * mib);
+        assert_eq!(max_message_bytes(&[pieces(&[4, 8]), pieces(&[3 * mib, 4]), vec![]]), 3 * mib);
     }
 }

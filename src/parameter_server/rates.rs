@@ -50,9 +50,9 @@ impl RpcHandler for EchoHandler {
     /// The size of the answer in bytes.
     type Request = usize;
     type Answer = ();
-    type Visit = ();
+    type ConnectionState = ();
 
-    fn limit(&self) -> usize {
+    fn max_body_bytes(&self) -> usize {
         self.limit
     }
 
@@ -61,7 +61,7 @@ impl RpcHandler for EchoHandler {
         Ok(())
     }
 
-    fn left(&self, (): ()) {}
+    fn disconnected(&self, (): ()) {}
 }
 
 /// The addresses of the servers, and the secret of this benchmark.
@@ -173,11 +173,11 @@ fn batch(client: &mut RpcClient, direction: Direction, bytes: usize) -> Result<f
     };
     let mut into = Vec::new();
     // The first request warms up caches and buffers.
-    client.ask::<()>(&answer_size, &[body], bytes, &mut into)?;
+    client.call_with_body::<()>(&answer_size, &[body], bytes, &mut into)?;
     let since = Instant::now();
     let mut count = 0;
     while since.elapsed() < BATCH {
-        client.ask::<()>(&answer_size, &[body], bytes, &mut into)?;
+        client.call_with_body::<()>(&answer_size, &[body], bytes, &mut into)?;
         count += 1;
     }
     Ok(since.elapsed().as_secs_f64() / f64::from(count))

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::wal::Journal;
+use super::wal::WriteAheadLog;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 use hpctrain_base::signals;
@@ -43,13 +43,13 @@ pub struct PsRendezvous {
 
 impl PsRendezvous {
     /// Returns the rendezvous directory of the run in `run`.
-    pub fn of(run: &Path) -> Self {
+    pub fn for_run(run: &Path) -> Self {
         Self { run: run.into(), dir: run.join("servers") }
     }
 
     /// Returns the exit code of the run if it has ended. The coordinator may exit before every
     /// process has received the end of the run.
-    pub fn ended(&self) -> Option<i32> {
+    pub fn exit_code(&self) -> Option<i32> {
         Markers::new(&self.run).ended().map(|end| match end.status {
             RunStatus::Finished => 0,
             RunStatus::Preempted => REQUEUE,
@@ -64,7 +64,7 @@ impl PsRendezvous {
     /// to other users.
     pub fn open(&self) -> Result<Secret> {
         fs::create_dir_all(&self.dir).map_err(|e| Error::io("create", &self.dir, e))?;
-        user_dirs::directory(&self.dir)?;
+        user_dirs::private_directory(&self.dir)?;
         if !Secret::path(&self.dir).exists() {
             write_secret(&self.dir)?;
         }
@@ -72,8 +72,8 @@ impl PsRendezvous {
     }
 
     /// Returns the coordinator's write-ahead log.
-    pub fn journal(&self) -> Journal {
-        Journal::at(&self.dir)
+    pub fn journal(&self) -> WriteAheadLog {
+        WriteAheadLog::at(&self.dir)
     }
 
     /// Returns the run's secret.
@@ -122,7 +122,7 @@ impl PsRendezvous {
                             .hint("start all processes of a run with the same program")
                     });
                 }
-                Err(_) if since.elapsed() < timeout && signals::came().is_none() => {
+                Err(_) if since.elapsed() < timeout && signals::last_signal().is_none() => {
                     std::thread::sleep(POLL_INTERVAL)
                 }
                 Err(e) => {
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn the_coordinator_is_found() {
         let folder = tempfile::tempdir().unwrap();
-        let site = PsRendezvous::of(folder.path());
+        let site = PsRendezvous::for_run(folder.path());
         assert!(
             site.coordinator(Duration::ZERO)
                 .unwrap_err()

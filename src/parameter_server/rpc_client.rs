@@ -19,7 +19,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(100);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The purpose of the connection in its handshake, which differs from those of ranks.
-pub const SERVERS: u32 = 0x5e72;
+pub const PARAMETER_SERVER_PURPOSE: u32 = 0x5e72;
 
 /// An RPC client.
 pub struct RpcClient {
@@ -63,7 +63,7 @@ impl RpcClient {
 
     /// Sets the time for reconnecting and for repeating requests after a failure.
     #[must_use]
-    pub fn comes_back(self, timeout: Duration) -> Self {
+    pub fn with_reconnect_timeout(self, timeout: Duration) -> Self {
         Self { reconnect_timeout: timeout, connect_timeout: timeout, ..self }
     }
 
@@ -71,7 +71,7 @@ impl RpcClient {
     /// a failure, which ends every wait. Until then, connecting is retried for `connect_timeout`,
     /// because the peer may be busy.
     #[must_use]
-    pub fn watched(
+    pub fn with_liveness_check(
         self,
         connect_timeout: Duration,
         is_needed: impl Fn() -> bool + Send + Sync + 'static,
@@ -99,7 +99,7 @@ impl RpcClient {
         let limit = self.timeout.min(HANDSHAKE_TIMEOUT);
         let deadline = Instant::now() + limit;
         let stream = address::connect(&self.address, limit)?;
-        let caller = PeerId { rank: 0, ranks: 0, lane: SERVERS };
+        let caller = PeerId { rank: 0, ranks: 0, channel: PARAMETER_SERVER_PURPOSE };
         let connection = call(stream, &self.credentials, caller, deadline)?;
         // Each wait polls whether the response is still needed.
         let stream = connection.stream();
@@ -155,7 +155,7 @@ impl RpcClient {
     /// # Errors
     /// Returns an error if there is no response in time, it is no longer needed, or the peer
     /// returns an error.
-    pub fn ask<T: DeserializeOwned>(
+    pub fn call_with_body<T: DeserializeOwned>(
         &mut self,
         head: &impl Serialize,
         body: &[&[u8]],
@@ -199,8 +199,8 @@ impl RpcClient {
     ///
     /// # Errors
     /// Returns the same errors as [`RpcClient::ask`].
-    pub fn tell<T: DeserializeOwned>(&mut self, head: &impl Serialize) -> Result<T> {
-        self.ask(head, &[], 0, &mut Vec::new())
+    pub fn call<T: DeserializeOwned>(&mut self, head: &impl Serialize) -> Result<T> {
+        self.call_with_body(head, &[], 0, &mut Vec::new())
     }
 
     /// Sends a request without a body once and returns its response, without repeating it if the
@@ -208,7 +208,7 @@ impl RpcClient {
     ///
     /// # Errors
     /// Returns an error if the connection fails, or the peer returns an error.
-    pub fn tell_once<T: DeserializeOwned>(&mut self, head: &impl Serialize) -> Result<T> {
+    pub fn call_once<T: DeserializeOwned>(&mut self, head: &impl Serialize) -> Result<T> {
         self.send(head, &[]).and_then(|()| self.receive(0, &mut Vec::new()))?
     }
 }
@@ -278,9 +278,9 @@ mod tests {
     impl RpcHandler for Next {
         type Request = u32;
         type Answer = u32;
-        type Visit = ();
+        type ConnectionState = ();
 
-        fn limit(&self) -> usize {
+        fn max_body_bytes(&self) -> usize {
             0
         }
 
@@ -288,7 +288,7 @@ mod tests {
             Ok(request + 1)
         }
 
-        fn left(&self, (): ()) {}
+        fn disconnected(&self, (): ()) {}
     }
 
     fn credentials() -> Credentials {
@@ -307,15 +307,15 @@ mod tests {
     #[test]
     fn a_busy_server_is_waited_for() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut patient = client(&listener).watched(Duration::MAX, || true);
-        let impatient = client(&listener).tell::<u32>(&1).unwrap_err();
+        let mut patient = client(&listener).with_liveness_check(Duration::MAX, || true);
+        let impatient = client(&listener).call::<u32>(&1).unwrap_err();
         assert!(impatient.to_string().starts_with("the server at 127.0.0.1:"), "{impatient}");
         let busy = std::thread::spawn(move || {
             std::thread::sleep(4 * SHORT);
             RpcServer::open(listener, credentials(), Arc::new(Next), Duration::from_secs(60))
                 .unwrap()
         });
-        assert_eq!(patient.tell::<u32>(&1), Ok(2));
+        assert_eq!(patient.call::<u32>(&1), Ok(2));
         drop(busy.join().unwrap());
     }
 
@@ -324,9 +324,9 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let is_needed = Arc::new(AtomicBool::new(true));
         let flag = is_needed.clone();
-        let mut client =
-            client(&listener).watched(Duration::MAX, move || flag.load(Ordering::Relaxed));
-        let request = std::thread::spawn(move || client.tell::<u32>(&1).is_err());
+        let mut client = client(&listener)
+            .with_liveness_check(Duration::MAX, move || flag.load(Ordering::Relaxed));
+        let request = std::thread::spawn(move || client.call::<u32>(&1).is_err());
         is_needed.store(false, Ordering::Relaxed);
         assert!(request.join().unwrap());
     }

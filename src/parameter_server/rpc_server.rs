@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::protocol::{self, RemoteError};
-use super::rpc_client::SERVERS;
+use super::rpc_client::PARAMETER_SERVER_PURPOSE;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 use hpctrain_comm::{Acceptor, Connection, Credentials, PeerId};
@@ -24,10 +24,10 @@ pub trait RpcHandler: Send + Sync + 'static {
     /// The responses.
     type Answer: Serialize;
     /// The state of a connection.
-    type Visit: Default;
+    type ConnectionState: Default;
 
     /// Returns the size limit of request bodies in bytes.
-    fn limit(&self) -> usize;
+    fn max_body_bytes(&self) -> usize;
 
     /// Answers a request. `body` has the body of the request, and is replaced by that of the
     /// response.
@@ -36,13 +36,13 @@ pub trait RpcHandler: Send + Sync + 'static {
     /// Returns an error if the request fails, which is sent to the client.
     fn answer(
         &self,
-        visit: &mut Self::Visit,
+        visit: &mut Self::ConnectionState,
         request: Self::Request,
         body: &mut Vec<u8>,
     ) -> Result<Self::Answer>;
 
     /// Called when a connection has ended.
-    fn left(&self, visit: Self::Visit);
+    fn disconnected(&self, visit: Self::ConnectionState);
 }
 
 /// An RPC server, which runs until it is dropped.
@@ -95,7 +95,7 @@ impl Drop for RpcServer {
 
 /// Checks the purpose of a connection, and sets its time limits.
 fn prepare(connection: &Connection, caller: PeerId, idle: Duration) -> Result<()> {
-    if caller.lane != SERVERS {
+    if caller.channel != PARAMETER_SERVER_PURPOSE {
         return Err(Error::comm(
             "the caller is a rank of a job, not a process of a run with parameter servers",
         ));
@@ -108,11 +108,13 @@ fn prepare(connection: &Connection, caller: PeerId, idle: Duration) -> Result<()
 
 /// Answers the requests of a connection until it ends.
 fn answer_requests<S: RpcHandler>(mut connection: Connection, service: &S, stop: &AtomicBool) {
-    let mut visit = S::Visit::default();
+    let mut visit = S::ConnectionState::default();
     let mut body = Vec::new();
     while !stop.load(Ordering::Relaxed) {
         // A connection that fails is treated like one that ends.
-        let Ok(Some(request)) = protocol::read(&mut connection, service.limit(), &mut body) else {
+        let Ok(Some(request)) =
+            protocol::read(&mut connection, service.max_body_bytes(), &mut body)
+        else {
             break;
         };
         let answer = service.answer(&mut visit, request, &mut body);
@@ -124,5 +126,5 @@ fn answer_requests<S: RpcHandler>(mut connection: Connection, service: &S, stop:
             break;
         }
     }
-    service.left(visit);
+    service.disconnected(visit);
 }

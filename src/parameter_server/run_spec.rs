@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::partitioner::{ParamRange, divide};
+use super::partitioner::{ParamRange, partition};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_checkpoint::Progress;
@@ -59,7 +59,7 @@ impl RunSpec {
                 worker_config(&config, workers),
                 &Environment { ranks: 1, threads, vocabulary, on_gpu: false },
             )?;
-            config.batch.global = batch_of_worker(&config, workers) * workers as u64;
+            config.batch.global = worker_batch(&config, workers) * workers as u64;
         }
         (config.precision, config.parallel.replica) = Default::default();
         let plan = resolve(config, &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
@@ -73,7 +73,7 @@ impl RunSpec {
             )
             .hint("set parameter_server.staleness = \"none\" or a number, or train without --servers"));
         }
-        if !is_synchronous && plan.rule.is_layerwise() {
+        if !is_synchronous && plan.update_rule.is_layerwise() {
             return Err(Error::input(
                 "optimizer.kind = lamb and lars require norms of whole tensors, which no server has",
             )
@@ -84,11 +84,11 @@ impl RunSpec {
 
     /// Returns the configuration with epochs converted to steps, for this number of workers and
     /// training samples.
-    pub fn counted(config: &Config, workers: usize, samples: u64) -> Config {
+    pub fn with_epochs_in_steps(config: &Config, workers: usize, samples: u64) -> Config {
         let mut config = config.clone();
         let given = config.batch.global;
         if config.parameter_server.staleness != Staleness::Bound(0) {
-            config.batch.global = batch_of_worker(&config, workers) * workers as u64;
+            config.batch.global = worker_batch(&config, workers) * workers as u64;
         }
         config.count_epochs(samples);
         config.batch.global = given;
@@ -129,20 +129,20 @@ impl RunSpec {
 /// Returns the configuration of a worker in asynchronous training.
 fn worker_config(config: &Config, workers: usize) -> Config {
     let mut config = config.clone();
-    config.batch.global = batch_of_worker(&config, workers);
+    config.batch.global = worker_batch(&config, workers);
     (config.parallel.virtual_ranks, config.parallel.replica) = (Some(1), None);
     config
 }
 
 /// Returns the number of samples of a worker's batch in asynchronous training.
-pub fn batch_of_worker(config: &Config, workers: usize) -> u64 {
+pub fn worker_batch(config: &Config, workers: usize) -> u64 {
     let share = (config.batch.global as f64 / workers as f64).round() as u64;
     config.batch.worker.unwrap_or(share).max(1)
 }
 
 /// Returns the layouts of the model's units on servers and workers.
 pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
-    let slices = plan.slices(0);
+    let slices = plan.tensor_shards(0);
     let blocks = plan.network.cpu_blocks(&slices);
     let virtual_ranks = if plan.config.parameter_server.staleness == Staleness::Bound(0) {
         plan.virtual_ranks
@@ -151,7 +151,7 @@ pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
     };
     blocks
         .iter()
-        .map(|block| UnitLayout::sliced(block.name(), block.tensors(), virtual_ranks, &slices))
+        .map(|block| UnitLayout::sharded(block.name(), block.tensors(), virtual_ranks, &slices))
         .collect()
 }
 
@@ -159,13 +159,13 @@ pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
 ///
 /// # Errors
 /// Returns the errors of [`divide`].
-pub fn division(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Vec<ParamRange>>> {
+pub fn ranges_of_servers(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Vec<ParamRange>>> {
     // With synchronous training, norms are sums over virtual shards, one per virtual rank.
     // Otherwise a range starts at a cache line.
     let is_synchronous = plan.config.parameter_server.staleness == Staleness::Bound(0);
     let granules =
         |layout: &UnitLayout| if is_synchronous { plan.virtual_ranks } else { layout.padded / 16 };
-    divide(&layouts(plan), granules, plan.config.parameter_server.partition, servers)
+    partition(&layouts(plan), granules, plan.config.parameter_server.partition, servers)
 }
 
 /// Refuses keys that parameter servers do not support.

@@ -25,7 +25,7 @@ enum Task {
 
 /// A worker.
 #[derive(Debug, Clone)]
-pub struct Member {
+pub struct WorkerState {
     /// The host and process.
     pub place: String,
     /// The number of batches it has done, plus the clock of the slowest worker when it joined.
@@ -40,7 +40,7 @@ pub struct Member {
 
 /// The result of a batch in asynchronous training.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Batch {
+pub struct BatchResult {
     /// The mean loss.
     #[serde(with = "bits")]
     pub loss: f64,
@@ -55,13 +55,13 @@ pub struct Batch {
 
 /// The batches that are done.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Done {
+pub struct FinishedBatches {
     /// The first batch that is not done.
     pub low: u64,
     /// The batches after `low` that are done.
     pub ahead: BTreeSet<u64>,
     /// The results that [`WorkScheduler::take_batches`] has not returned, in order of arrival.
-    pub untaken: Vec<Batch>,
+    pub untaken: Vec<BatchResult>,
     /// The number of batches by staleness.
     pub histogram: BTreeMap<u64, u64>,
 }
@@ -100,7 +100,7 @@ enum Training {
         /// The batches after `low` that are done.
         ahead: BTreeSet<u64>,
         /// The results that [`WorkScheduler::take_batches`] has not returned.
-        done: VecDeque<Batch>,
+        done: VecDeque<BatchResult>,
     },
 }
 
@@ -119,7 +119,7 @@ pub struct WorkScheduler {
     staleness: Staleness,
     /// The number of batches of a lease.
     lease: u64,
-    members: BTreeMap<u64, Member>,
+    members: BTreeMap<u64, WorkerState>,
     /// The worker and the task of each ticket.
     assigned: BTreeMap<u64, (u64, Task)>,
     /// The tickets of lost workers that [`WorkScheduler::take_revoked`] has not returned.
@@ -168,7 +168,7 @@ impl WorkScheduler {
             .unwrap_or(0);
         self.members.insert(
             member,
-            Member { place, clock, done: 0, seconds: WorkerTimes::default(), lease: None },
+            WorkerState { place, clock, done: 0, seconds: WorkerTimes::default(), lease: None },
         );
     }
 
@@ -178,12 +178,12 @@ impl WorkScheduler {
     }
 
     /// Returns the workers.
-    pub fn members(&self) -> &BTreeMap<u64, Member> {
+    pub fn members(&self) -> &BTreeMap<u64, WorkerState> {
         &self.members
     }
 
     /// Removes a worker and returns it; its work is reassigned.
-    pub fn leave(&mut self, member: u64) -> Option<Member> {
+    pub fn leave(&mut self, member: u64) -> Option<WorkerState> {
         let tickets: Vec<u64> = self
             .assigned
             .iter()
@@ -242,8 +242,8 @@ impl WorkScheduler {
     }
 
     /// Starts asynchronous training on the batches up to `end`, except those that are done.
-    pub fn begin_batches(&mut self, done: Done, end: u64) {
-        let Done { low, ahead, untaken, histogram } = done;
+    pub fn begin_batches(&mut self, done: FinishedBatches, end: u64) {
+        let FinishedBatches { low, ahead, untaken, histogram } = done;
         let next = ahead.last().map_or(low, |last| last + 1);
         let mut todo = VecDeque::new();
         let mut first = low;
@@ -258,19 +258,19 @@ impl WorkScheduler {
     }
 
     /// Returns the batches that are done, in asynchronous training.
-    pub fn done_batches(&self) -> Option<Done> {
+    pub fn done_batches(&self) -> Option<FinishedBatches> {
         match &self.training {
             Training::Batches { low, ahead, done, .. } => {
                 let untaken = done.iter().copied().collect();
                 let histogram = self.histogram.clone();
-                Some(Done { low: *low, ahead: ahead.clone(), untaken, histogram })
+                Some(FinishedBatches { low: *low, ahead: ahead.clone(), untaken, histogram })
             }
             _ => None,
         }
     }
 
     /// Returns the results of the next `count` batches, or none if fewer are done.
-    pub fn take_batches(&mut self, count: usize) -> Option<Vec<Batch>> {
+    pub fn take_batches(&mut self, count: usize) -> Option<Vec<BatchResult>> {
         match &mut self.training {
             Training::Batches { done, .. } if done.len() >= count => {
                 Some(done.drain(..count).collect())
@@ -280,7 +280,7 @@ impl WorkScheduler {
     }
 
     /// Returns the first batch that is not done.
-    pub fn low(&self) -> u64 {
+    pub fn first_unfinished(&self) -> u64 {
         match &self.training {
             Training::Batches { low, .. } => *low,
             _ => 0,
@@ -316,7 +316,7 @@ impl WorkScheduler {
     }
 
     /// Returns the assigned work: ticket, worker and description.
-    pub fn given(&self) -> impl Iterator<Item = (u64, u64, String)> {
+    pub fn assigned_work(&self) -> impl Iterator<Item = (u64, u64, String)> {
         self.assigned.iter().map(|(ticket, (member, task))| (*ticket, *member, format!("{task:?}")))
     }
 
@@ -366,7 +366,7 @@ impl WorkScheduler {
             worker.lease.and_then(|lease| self.assigned.get(&lease)).map(|(_, task)| task)
             && !left.is_empty()
         {
-            return Some(Work::GoOn);
+            return Some(Work::ContinueLease);
         }
         let Training::Batches { next, end, todo, .. } = &mut self.training else { return None };
         let batches = match todo.pop_front() {
@@ -416,7 +416,7 @@ impl WorkScheduler {
     }
 
     /// Records the report of a worker. Reports with a revoked ticket are ignored.
-    pub fn done(&mut self, member: u64, report: &WorkerReport) {
+    pub fn report(&mut self, member: u64, report: &WorkerReport) {
         let ticket = match report {
             WorkerReport::VirtualRanks { ticket, .. }
             | WorkerReport::Batch { ticket, .. }
@@ -475,7 +475,7 @@ impl WorkScheduler {
                 }
                 let loss = f64::from_bits(*loss);
                 let norm = f64::from_bits(*norm);
-                done.push_back(Batch {
+                done.push_back(BatchResult {
                     loss,
                     norm,
                     staleness: *staleness,
@@ -542,27 +542,27 @@ mod tests {
             losses: losses.map(f64::to_bits).to_vec(),
             seconds: WorkerTimes { compute: 1.0, ..WorkerTimes::default() },
         };
-        pool.done(2, &report(second, [4.0, 8.0]));
+        pool.report(2, &report(second, [4.0, 8.0]));
         pool.leave(1);
         assert_eq!((pool.take_revoked(), pool.next(1)), (vec![first], Some(Work::Renew)));
-        pool.done(1, &report(first, [100.0, 100.0]));
+        pool.report(1, &report(first, [100.0, 100.0]));
         assert_eq!(pool.step_result(), None);
         let Some(Work::VirtualRanks { ticket, virtual_ranks: again, .. }) = pool.next(2) else {
             panic!("no virtual ranks")
         };
         assert_eq!(again, virtual_ranks);
-        pool.done(2, &report(ticket, [1.0, 2.0]));
+        pool.report(2, &report(ticket, [1.0, 2.0]));
         assert_eq!(pool.step_result(), Some((15.0, 1.0)));
     }
 
     #[test]
     fn every_batch_is_done_once_when_workers_are_lost() {
         let mut pool = pool(Staleness::None, 3);
-        pool.begin_batches(Done { low: 10, ..Done::default() }, 60);
+        pool.begin_batches(FinishedBatches { low: 10, ..FinishedBatches::default() }, 60);
         let mut counts = BTreeMap::new();
         let mut leases = BTreeMap::<u64, (u64, Range<u64>)>::new();
         let mut turn = 0;
-        while pool.low() < 60 {
+        while pool.first_unfinished() < 60 {
             turn += 1;
             let member = 1 + turn % 3 + u64::from(turn > 20);
             if turn == 20 {
@@ -573,15 +573,15 @@ mod tests {
                 Some(Work::Lease { ticket, batches }) => {
                     leases.insert(member, (ticket, batches));
                 }
-                Some(Work::GoOn) => {}
+                Some(Work::ContinueLease) => {}
                 _ => continue,
             }
             let (ticket, left) = leases.get_mut(&member).unwrap();
             let now = left.next().unwrap();
             *counts.entry(now).or_insert(0) += 1;
-            pool.done(member, &batch(*ticket, now));
+            pool.report(member, &batch(*ticket, now));
             // A repeated report counts once.
-            pool.done(member, &batch(*ticket, now));
+            pool.report(member, &batch(*ticket, now));
         }
         assert!(counts.len() == 50 && counts.values().all(|count| *count == 1), "{counts:?}");
         assert_eq!(pool.take_batches(50).map(|all| all.len()), Some(50));
@@ -593,13 +593,13 @@ mod tests {
     #[test]
     fn batches_continue_from_those_that_are_done() {
         let mut before = pool(Staleness::None, 2);
-        before.begin_batches(Done::default(), 20);
+        before.begin_batches(FinishedBatches::default(), 20);
         let Some(Work::Lease { ticket: slow, batches: of_slow }) = before.next(1) else {
             panic!("no lease")
         };
         let Some(Work::Lease { ticket, batches }) = before.next(2) else { panic!("no lease") };
-        before.done(1, &batch(slow, of_slow.start));
-        batches.for_each(|now| before.done(2, &batch(ticket, now)));
+        before.report(1, &batch(slow, of_slow.start));
+        batches.for_each(|now| before.report(2, &batch(ticket, now)));
         assert_eq!(before.take_batches(2).map(|taken| taken.len()), Some(2));
         let done = before.done_batches().unwrap();
         assert_eq!((done.low, done.ahead.clone(), done.untaken.len()), (1, (4..8).collect(), 3));
@@ -611,10 +611,10 @@ mod tests {
             assert!(ticket > 1000);
             for now in batches {
                 assert!(left.insert(now));
-                after.done(9, &batch(ticket, now));
+                after.report(9, &batch(ticket, now));
             }
         }
-        assert_eq!((left, after.low()), ((1..4).chain(8..20).collect(), 20));
+        assert_eq!((left, after.first_unfinished()), ((1..4).chain(8..20).collect(), 20));
         // Three results were restored.
         assert_eq!(after.take_batches(18).map(|taken| taken.len()), Some(18));
         assert_eq!(after.histogram()[&0], 20);
@@ -623,21 +623,21 @@ mod tests {
     #[test]
     fn no_worker_gets_further_ahead_than_the_bound() {
         let mut pool = pool(Staleness::Bound(2), 2);
-        pool.begin_batches(Done::default(), 100);
+        pool.begin_batches(FinishedBatches::default(), 100);
         let Some(Work::Lease { ticket: slow, batches: of_slow }) = pool.next(1) else {
             panic!("no lease")
         };
         let Some(Work::Lease { ticket, batches }) = pool.next(2) else { panic!("no lease") };
         for now in batches.clone().take(3) {
-            pool.done(2, &batch(ticket, now));
+            pool.report(2, &batch(ticket, now));
             assert_eq!(pool.next(2).is_some(), now < batches.start + 2);
         }
-        pool.done(1, &batch(slow, of_slow.start));
-        assert_eq!(pool.next(2), Some(Work::GoOn));
+        pool.report(1, &batch(slow, of_slow.start));
+        assert_eq!(pool.next(2), Some(Work::ContinueLease));
         // A worker that joins later need not catch up, and a lost worker is not waited for.
         pool.join(3, "host 3".into());
         assert_eq!(pool.members()[&3].clock, 1);
-        pool.done(2, &batch(ticket, batches.start + 3));
+        pool.report(2, &batch(ticket, batches.start + 3));
         assert_eq!(pool.next(2), None);
         pool.leave(1);
         assert!(pool.next(2).is_some());
@@ -646,10 +646,10 @@ mod tests {
     #[test]
     fn a_worker_without_a_lease_delays_no_other() {
         let mut pool = pool(Staleness::Bound(1), 1);
-        pool.begin_batches(Done::default(), 100);
+        pool.begin_batches(FinishedBatches::default(), 100);
         let Some(Work::Lease { ticket, batches }) = pool.next(1) else { panic!("no lease") };
         for now in batches {
-            pool.done(1, &batch(ticket, now));
+            pool.report(1, &batch(ticket, now));
         }
         // It has no lease at the moment.
         pool.join(2, "host 2".into());
@@ -664,26 +664,26 @@ mod tests {
     fn idle_workers_steal_batches_at_the_end() {
         let mut pool = WorkScheduler::new(Staleness::None, 64, 0);
         pool.join(1, "slow".into());
-        pool.begin_batches(Done::default(), 9);
+        pool.begin_batches(FinishedBatches::default(), 9);
         let Some(Work::Lease { ticket: slow, batches }) = pool.next(1) else { panic!("no lease") };
         pool.join(2, "host 2".into());
         let mut done = vec![];
         while let Some(Work::Lease { ticket, batches }) = pool.next(2) {
             for now in batches {
                 done.push(now);
-                pool.done(2, &batch(ticket, now));
+                pool.report(2, &batch(ticket, now));
             }
         }
         // All but the batch that the slow worker computes.
-        assert_eq!((batches.start, done.len(), pool.low()), (0, 8, 0));
-        pool.done(1, &batch(slow, 0));
-        assert_eq!((pool.low(), pool.next(1)), (9, None));
+        assert_eq!((batches.start, done.len(), pool.first_unfinished()), (0, 8, 0));
+        pool.report(1, &batch(slow, 0));
+        assert_eq!((pool.first_unfinished(), pool.next(1)), (9, None));
     }
 
     #[test]
     fn chunks_come_before_batches_and_each_counts_once() {
         let mut pool = pool(Staleness::None, 1);
-        pool.begin_batches(Done::default(), 100);
+        pool.begin_batches(FinishedBatches::default(), 100);
         assert!(matches!(pool.next(1), Some(Work::Lease { .. })));
         pool.begin_evaluation(5, 6);
         let mut seen = vec![];
@@ -691,13 +691,13 @@ mod tests {
             let sums = chunks.clone().map(|chunk| vec![(chunk as f64).to_bits()]).collect();
             seen.extend(chunks);
             assert!(pool.take_evaluation().is_none());
-            pool.done(1, &WorkerReport::Chunks { ticket, sums });
+            pool.report(1, &WorkerReport::Chunks { ticket, sums });
         }
         assert_eq!(seen, [0, 1, 2, 3, 4, 5]);
         assert_eq!(
             pool.take_evaluation().unwrap(),
             (0..6).map(|chunk| vec![f64::from(chunk)]).collect::<Vec<_>>()
         );
-        assert_eq!(pool.next(1), Some(Work::GoOn));
+        assert_eq!(pool.next(1), Some(Work::ContinueLease));
     }
 }

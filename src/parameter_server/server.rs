@@ -11,7 +11,7 @@ use super::protocol::{CoordinatorRequest, CoordinatorResponse, ServerRequest, Se
 use super::rendezvous::{Contact, PsRendezvous};
 use super::rpc_client::RpcClient;
 use super::rpc_server::{RpcHandler, RpcServer};
-use super::trace::Recording;
+use super::trace::TraceSender;
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::simd;
 use hpctrain_base::spans::now;
@@ -28,11 +28,11 @@ const INITIAL_MAX_BODY: usize = 1 << 16;
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
     /// The rendezvous directory of the run.
-    pub site: PsRendezvous,
+    pub rendezvous: PsRendezvous,
     /// `parameter_server.address`.
     pub address: Option<String>,
     /// The time to wait for the coordinator to start, and to come back after a lost connection.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// The number of compute threads.
     pub threads: usize,
 }
@@ -43,8 +43,8 @@ impl ServerOptions {
         Ok(RpcClient::new(
             "the coordinator",
             &contact.address,
-            self.site.credentials(contact)?,
-            self.patience,
+            self.rendezvous.credentials(contact)?,
+            self.timeout,
         ))
     }
 }
@@ -56,7 +56,7 @@ impl ServerOptions {
 /// cannot be reached for longer than the timeout.
 pub fn serve(options: &ServerOptions) -> Result<()> {
     let program = Program::here(format!("CPU ({})", simd::name()));
-    let contact = options.site.coordinator(options.patience)?;
+    let contact = options.rendezvous.coordinator(options.timeout)?;
     let (listener, address) = listen(options.address.as_deref(), contact.interface.as_deref())?;
     let state = Arc::new(ServerState {
         storage: RwLock::default(),
@@ -65,8 +65,8 @@ pub fn serve(options: &ServerOptions) -> Result<()> {
         events: Mutex::default(),
     });
     let mut recording = None;
-    let credentials = options.site.credentials(&contact)?;
-    let _listener = RpcServer::open(listener, credentials, state.clone(), options.patience * 10)?;
+    let credentials = options.rendezvous.credentials(&contact)?;
+    let _listener = RpcServer::open(listener, credentials, state.clone(), options.timeout * 10)?;
     let mut coordinator = options.client(&contact)?;
     let mut heard = Instant::now();
     let mut registered = false;
@@ -81,7 +81,7 @@ pub fn serve(options: &ServerOptions) -> Result<()> {
                 program: program.clone(),
             }
         };
-        let answer = coordinator.tell_once(&request);
+        let answer = coordinator.call_once(&request);
         if answer.is_ok() && state.is_traced() {
             // An incomplete trace does not end the server.
             let sent = state.send_events(&mut recording, &address, &mut coordinator);
@@ -93,16 +93,16 @@ pub fn serve(options: &ServerOptions) -> Result<()> {
             Ok(other) => return Err(Error::comm(format!("the coordinator answered {other:?}"))),
             // The coordinator refuses this server.
             Err(e) if e.kind() == Kind::Input => return Err(e),
-            Err(e) if heard.elapsed() > options.patience => {
+            Err(e) if heard.elapsed() > options.timeout => {
                 return options
-                    .site
-                    .ended()
+                    .rendezvous
+                    .exit_code()
                     .map_or_else(|| Err(e.at("the coordinator")), |_| Ok(()));
             }
             Err(_) => {
                 // A restarted coordinator may listen at another address.
                 registered = false;
-                coordinator = options.client(&options.site.coordinator(options.patience)?)?;
+                coordinator = options.client(&options.rendezvous.coordinator(options.timeout)?)?;
             }
         }
         std::thread::sleep(HEARTBEAT_INTERVAL);
@@ -134,13 +134,13 @@ impl ServerState {
     /// Sends the events since the last call to the coordinator.
     fn send_events(
         &self,
-        recording: &mut Option<Recording>,
+        recording: &mut Option<TraceSender>,
         address: &str,
         coordinator: &mut RpcClient,
     ) -> Result<()> {
         let recording = match recording {
             Some(recording) => recording,
-            empty => empty.insert(Recording::start(format!("server {address}"), coordinator)?),
+            empty => empty.insert(TraceSender::start(format!("server {address}"), coordinator)?),
         };
         let events =
             std::mem::take(&mut *self.events.lock().unwrap_or_else(PoisonError::into_inner));
@@ -209,13 +209,13 @@ impl ServerState {
                 ServerResponse::Done
             }
             ServerRequest::Cut { generation, cut } if is_current(generation) => {
-                ServerResponse::Copied { updates: storage.take_cut(cut)? }
+                ServerResponse::Copied { updates: storage.take_snapshot(cut)? }
             }
             ServerRequest::Save { generation, cut, staging } if is_current(generation) => {
                 ServerResponse::Saved(Box::new(storage.save(cut, &staging)?))
             }
             ServerRequest::At { generation } if is_current(generation) => {
-                let (first, last) = storage.at();
+                let (first, last) = storage.step_range();
                 ServerResponse::At(first, last)
             }
             ServerRequest::Load => ServerResponse::Load(storage.load()),
@@ -244,15 +244,15 @@ impl RpcHandler for ServerState {
     type Request = ServerRequest;
     type Answer = ServerResponse;
     /// The number of the connection.
-    type Visit = Option<u64>;
+    type ConnectionState = Option<u64>;
 
-    fn limit(&self) -> usize {
+    fn max_body_bytes(&self) -> usize {
         self.storage().map_or(INITIAL_MAX_BODY, |storage| storage.elements() * size_of::<f32>())
     }
 
     fn answer(
         &self,
-        visit: &mut Self::Visit,
+        visit: &mut Self::ConnectionState,
         request: ServerRequest,
         body: &mut Vec<u8>,
     ) -> Result<ServerResponse> {
@@ -267,5 +267,5 @@ impl RpcHandler for ServerState {
         answer
     }
 
-    fn left(&self, _: Self::Visit) {}
+    fn disconnected(&self, _: Self::ConnectionState) {}
 }

@@ -35,7 +35,9 @@ impl ServerClients {
         timeout: Duration,
     ) -> Self {
         let watch = hub.clone();
-        Self::with_check(&terms.addresses, hub, credentials, timeout, move || !watch.has_lost())
+        Self::with_check(&terms.addresses, hub, credentials, timeout, move || {
+            !watch.has_lost_server()
+        })
     }
 
     fn with_check(
@@ -50,7 +52,7 @@ impl ServerClients {
         let connect_timeout = hub.limits().stuck;
         let client = |address: &String| {
             RpcClient::new("the server", address, credentials.clone(), timeout)
-                .watched(connect_timeout, is_needed.clone())
+                .with_liveness_check(connect_timeout, is_needed.clone())
         };
         Self {
             clients: addresses.iter().map(client).collect(),
@@ -123,16 +125,16 @@ impl ServerClients {
             let answer = match answer {
                 Some(answer) => answer,
                 // The connection failed; requests are idempotent.
-                None => client.ask(&request(server), &[], 0, &mut Vec::new()),
+                None => client.call_with_body(&request(server), &[], 0, &mut Vec::new()),
             };
             match answer {
                 Ok(ServerResponse::Stale) => {
-                    return Err(self.hub.lose(client.address(), "it has restarted"));
+                    return Err(self.hub.mark_lost(client.address(), "it has restarted"));
                 }
                 Ok(answer) => answers.push(answer),
                 // A server whose connection fails is lost.
                 Err(e) if e.kind() == Kind::Comm => {
-                    return Err(self.hub.lose(client.address(), e.message()));
+                    return Err(self.hub.mark_lost(client.address(), e.message()));
                 }
                 Err(e) => return Err(SessionError::Failed(e)),
             }

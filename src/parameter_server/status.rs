@@ -22,14 +22,14 @@ pub fn status(site: &PsRendezvous) -> Result<Value> {
     let contact = site.coordinator(Duration::ZERO)?;
     let mut client =
         RpcClient::new("the coordinator", &contact.address, site.credentials(&contact)?, TIMEOUT);
-    match client.tell(&CoordinatorRequest::Status)? {
+    match client.call(&CoordinatorRequest::Status)? {
         CoordinatorResponse::Status(status) => Ok(*status),
         other => Err(Error::comm(format!("the coordinator answered {other:?}"))),
     }
 }
 
 /// Formats a status as text.
-pub fn told(status: &Value) -> String {
+pub fn format_status(status: &Value) -> String {
     let mut text = String::new();
     let run = &status["run"];
     let number = |value: &Value| value.as_f64().unwrap_or(0.0);

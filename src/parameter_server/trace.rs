@@ -24,7 +24,7 @@ const EVENTS_PER_MESSAGE: usize = 4096;
 const COORDINATOR: &str = "coordinator";
 
 /// The trace file at the coordinator.
-pub struct Collected(Mutex<State>);
+pub struct TraceCollector(Mutex<State>);
 
 struct State {
     /// The file, until it is complete.
@@ -36,7 +36,7 @@ struct State {
     lost: u64,
 }
 
-impl Collected {
+impl TraceCollector {
     /// Starts a trace in a file.
     ///
     /// # Errors
@@ -108,13 +108,13 @@ impl Collected {
 }
 
 /// Sends the events of this process to the coordinator.
-pub struct Recording {
+pub struct TraceSender {
     process: String,
     /// The nanoseconds to add to the clock of this process.
     offset: i64,
 }
 
-impl Recording {
+impl TraceSender {
     /// Starts a recording for a process with this name, and synchronizes with the coordinator's
     /// clock.
     ///
@@ -126,7 +126,7 @@ impl Recording {
         for _ in 0..CLOCK_READINGS {
             let before = now();
             let CoordinatorResponse::Clock { time, host } =
-                coordinator.tell(&CoordinatorRequest::Clock)?
+                coordinator.call(&CoordinatorRequest::Clock)?
             else {
                 return Err(Error::comm("the coordinator did not send its time"));
             };
@@ -150,12 +150,12 @@ impl Recording {
     pub fn send(&self, coordinator: &mut RpcClient, activity: &Activity) -> Result<()> {
         let events = activity.take();
         let event = |event: &hpctrain_base::spans::SpanEvent| {
-            (event.track, TraceEvent::of(event, self.offset))
+            (event.track, TraceEvent::from_span(event, self.offset))
         };
         let named = |(track, event): (Track, TraceEvent)| (track.name().to_string(), event);
         self.send_chunks(
             coordinator,
-            events.kept.iter().map(event).map(named).collect(),
+            events.recorded.iter().map(event).map(named).collect(),
             events.lost,
         )
     }
@@ -187,7 +187,7 @@ impl Recording {
         for chunk in events.chunks(EVENTS_PER_MESSAGE) {
             let process = self.process.clone();
             let events = chunk.to_vec();
-            coordinator.tell::<CoordinatorResponse>(&CoordinatorRequest::Events {
+            coordinator.call::<CoordinatorResponse>(&CoordinatorRequest::Events {
                 process,
                 events,
                 lost,

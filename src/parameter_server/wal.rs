@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::protocol::{Constants, bits};
+use super::protocol::{HyperBits, bits};
 use super::run_spec::RunSpec;
-use super::scheduler::Done;
+use super::scheduler::FinishedBatches;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
 use hpctrain_checkpoint::Progress;
@@ -41,7 +41,7 @@ pub struct WalEntry {
     /// The step.
     pub decided: CommittedStep,
     /// The batches that are done, in asynchronous training.
-    pub batches: Option<Done>,
+    pub batches: Option<FinishedBatches>,
 }
 
 /// The results of a step, and everything that its update needs.
@@ -74,18 +74,18 @@ pub struct CommittedStep {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Update {
     /// The constants; none skips the update.
-    pub hyper: Option<Constants>,
+    pub hyper: Option<HyperBits>,
     /// The trust ratios of tensors by unit, as bits.
     pub trust: Vec<Vec<u32>>,
 }
 
 /// The write-ahead log of a run.
 #[derive(Debug, Clone)]
-pub struct Journal {
+pub struct WriteAheadLog {
     dir: PathBuf,
 }
 
-impl Journal {
+impl WriteAheadLog {
     /// Returns the log in the directory `dir`.
     pub fn at(dir: &Path) -> Self {
         Self { dir: dir.into() }
@@ -108,7 +108,7 @@ impl Journal {
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.
-    pub fn decide(&self, entry: &WalEntry) -> Result<()> {
+    pub fn append(&self, entry: &WalEntry) -> Result<()> {
         self.replace("journal.json", entry)
     }
 
@@ -166,13 +166,13 @@ mod tests {
     use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;
-    use crate::scheduler::Batch;
+    use crate::scheduler::BatchResult;
     use hpctrain_config::Config;
 
     #[test]
     fn the_last_step_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::at(dir.path());
+        let journal = WriteAheadLog::at(dir.path());
         assert_eq!(journal.read().unwrap(), None);
         let terms = RunSpec {
             generation: 7,
@@ -188,7 +188,7 @@ mod tests {
         let grounds = WalHeader { terms, trained_on: None };
         journal.begin(&grounds).unwrap();
         assert_eq!(journal.read().unwrap(), None);
-        let batch = Batch { loss: f64::INFINITY, norm: 1.0, staleness: None, compute: 0.1 };
+        let batch = BatchResult { loss: f64::INFINITY, norm: 1.0, staleness: None, compute: 0.1 };
         let entry = |generation, step| WalEntry {
             generation,
             before: Progress { step, ..Progress::default() },
@@ -198,7 +198,7 @@ mod tests {
                 update: Some(Update { hyper: None, trust: vec![vec![1], vec![]] }),
                 ..CommittedStep::default()
             },
-            batches: Some(Done {
+            batches: Some(FinishedBatches {
                 low: 3,
                 ahead: BTreeSet::from([5, 9]),
                 untaken: vec![batch],
@@ -206,11 +206,11 @@ mod tests {
             }),
         };
         for step in [3, 4] {
-            journal.decide(&entry(7, step)).unwrap();
+            journal.append(&entry(7, step)).unwrap();
             assert_eq!(journal.read().unwrap(), Some((grounds.clone(), entry(7, step))));
         }
         // An entry of an earlier generation is ignored.
-        journal.decide(&entry(6, 4)).unwrap();
+        journal.append(&entry(6, 4)).unwrap();
         assert_eq!(journal.read().unwrap(), None);
         fs::write(dir.path().join("journal.json"), "{\"generation\": 7,").unwrap();
         assert_eq!(journal.read().unwrap(), None);

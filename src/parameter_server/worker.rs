@@ -15,20 +15,20 @@ use super::protocol::{
     CoordinatorRequest, CoordinatorResponse, Pushed, RemoteError, Values, Work, WorkerReport,
     WorkerTimes,
 };
-use super::push_pull::{Current, Servers, longest};
+use super::push_pull::{Current, ServerConnections, max_message_bytes};
 use super::rendezvous::PsRendezvous;
 use super::rpc_client::RpcClient;
 use super::run_spec::RunSpec;
-use super::trace::Recording;
+use super::trace::TraceSender;
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::signals;
-use hpctrain_base::spans::{Activity, Doing, Track, span};
+use hpctrain_base::spans::{Activity, ActivityKind, Track, span};
 use hpctrain_comm::{Credentials, single};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, Environment, Optimizer, OptimizerKind, ResolvedConfig, resolve};
 use hpctrain_cpu::Cpu;
 use hpctrain_data::Source;
-use hpctrain_device::{Kernels, readable};
+use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_engine::micro_batches::MicroBatches;
 use hpctrain_engine::{Engine, Geometry, Splits, clip, memory};
 use hpctrain_parallel::{ControlFlags, ReducedStep, StepSchedule};
@@ -45,14 +45,14 @@ const RECONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone)]
 pub struct WorkerOptions {
     /// The rendezvous directory of the run.
-    pub site: PsRendezvous,
+    pub rendezvous: PsRendezvous,
     /// The time to wait for the coordinator to start, and to come back after a lost connection.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// The number of compute threads.
     pub threads: usize,
     /// Whether a signal makes the worker leave; otherwise the coordinator handles it and ends the
     /// run.
-    pub leaves: bool,
+    pub leaves_on_signal: bool,
 }
 
 /// The reason why a worker stops working.
@@ -68,15 +68,15 @@ enum WorkerExit {
 impl WorkerOptions {
     /// Creates a client of the coordinator; returns it with the credentials of the run.
     fn coordinator(&self) -> Result<(RpcClient, Credentials)> {
-        let contact = self.site.coordinator(self.patience)?;
-        let credentials = self.site.credentials(&contact)?;
+        let contact = self.rendezvous.coordinator(self.timeout)?;
+        let credentials = self.rendezvous.credentials(&contact)?;
         let client =
-            RpcClient::new("the coordinator", contact.address, credentials.clone(), self.patience);
-        Ok((client.comes_back(RECONNECT_TIMEOUT), credentials))
+            RpcClient::new("the coordinator", contact.address, credentials.clone(), self.timeout);
+        Ok((client.with_reconnect_timeout(RECONNECT_TIMEOUT), credentials))
     }
 
     fn must_leave(&self) -> bool {
-        self.leaves && signals::came().is_some()
+        self.leaves_on_signal && signals::last_signal().is_some()
     }
 
     /// Repeats a request until the run accepts workers; returns none if this worker must leave.
@@ -86,7 +86,7 @@ impl WorkerOptions {
         request: &CoordinatorRequest,
     ) -> Result<Option<CoordinatorResponse>> {
         while !self.must_leave() {
-            match coordinator.tell(request)? {
+            match coordinator.call(request)? {
                 CoordinatorResponse::NotYet => std::thread::sleep(RETRY_DELAY),
                 other => return Ok(Some(other)),
             }
@@ -113,7 +113,7 @@ pub fn config_of_run(options: &WorkerOptions) -> Result<std::result::Result<Conf
             Ok(Some(CoordinatorResponse::Work(Work::End(code)))) => return Ok(Err(code)),
             Ok(Some(other)) => return Err(unexpected(&other)),
             Err(_) if options.must_leave() => return Ok(Err(0)),
-            Err(e) if e.kind() != Kind::Comm || since.elapsed() > options.patience => {
+            Err(e) if e.kind() != Kind::Comm || since.elapsed() > options.timeout => {
                 return Err(e);
             }
             Err(_) => {}
@@ -146,7 +146,9 @@ pub fn work<B: Kernels>(
             Ok(WorkerExit::Left) => return Ok(0),
             Ok(WorkerExit::Renew) => {}
             Err(e) if e.kind() != Kind::Comm => return Err(e),
-            Err(e) if heard.elapsed() > options.patience => return options.site.ended().ok_or(e),
+            Err(e) if heard.elapsed() > options.timeout => {
+                return options.rendezvous.exit_code().ok_or(e);
+            }
             Err(e) => log::info!("joining again: {e}"),
         }
         std::thread::sleep(RETRY_DELAY);
@@ -178,27 +180,27 @@ fn join<B: Kernels>(
     let current = is_current.clone();
     // A lost coordinator is detected by the next request for work.
     let beat = move || {
-        let answer = heartbeats.tell_once(&CoordinatorRequest::Beat { member });
+        let answer = heartbeats.call_once(&CoordinatorRequest::Beat { member });
         if let Ok(CoordinatorResponse::Work(Work::Renew)) = answer {
             current.store(false, Ordering::Relaxed);
         }
     };
-    let heartbeat_thread = HeartbeatThread::start(options.patience, beat)?;
+    let heartbeat_thread = HeartbeatThread::start(options.timeout, beat)?;
     let recording = match terms.trace {
         false => None,
-        true => Some(Recording::start(
+        true => Some(TraceSender::start(
             format!("worker {member} on {}:{}", host_name(), std::process::id()),
             &mut coordinator,
         )?),
     };
     let activity = Activity::default();
-    activity.here(Track::Compute);
+    activity.register_thread(Track::Compute);
     activity.record(recording.is_some());
     let client = |address: &str| {
         let current = is_current.clone();
-        let client = RpcClient::new("the server", address, credentials.clone(), options.patience)
-            .comes_back(RECONNECT_TIMEOUT);
-        client.watched(RECONNECT_TIMEOUT, move || current.load(Ordering::Relaxed))
+        let client = RpcClient::new("the server", address, credentials.clone(), options.timeout)
+            .with_reconnect_timeout(RECONNECT_TIMEOUT);
+        client.with_liveness_check(RECONNECT_TIMEOUT, move || current.load(Ordering::Relaxed))
     };
     let exit =
         WorkerSession::begin(options, &terms, member, client, backend).and_then(|mut worker| {
@@ -212,7 +214,7 @@ fn join<B: Kernels>(
     *heard = Instant::now();
     match &exit {
         Ok(WorkerExit::Left) => {
-            coordinator.tell_once::<CoordinatorResponse>(&CoordinatorRequest::Leave { member })?;
+            coordinator.call_once::<CoordinatorResponse>(&CoordinatorRequest::Leave { member })?;
         }
         // The coordinator ends the run with this error.
         Err(e) if e.kind() != Kind::Comm => {
@@ -223,7 +225,7 @@ fn join<B: Kernels>(
                 data: None,
                 report,
             };
-            let _ = coordinator.tell_once::<CoordinatorResponse>(&next);
+            let _ = coordinator.call_once::<CoordinatorResponse>(&next);
         }
         _ => {}
     }
@@ -244,7 +246,7 @@ struct WorkerSession<'a, B: Kernels> {
     feed: MicroBatches<B>,
     evaluator: Option<Evaluator>,
     digest: Option<String>,
-    servers: Servers,
+    servers: ServerConnections,
     /// The batches requested of the loader thread, in order.
     asked: VecDeque<u64>,
     /// The ticket of the lease, and the batches that are left.
@@ -273,19 +275,19 @@ fn check_memory<B: Kernels>(
         on_gpu: !B::ON_HOST,
     };
     let lean = resolve(config, &facts)?;
-    let mut held = memory::Held::now(&single::<B>(), data);
+    let mut held = memory::BaselineMemory::now(&single::<B>(), data);
     // One message is received while another is sent.
-    held.messages = 2 * longest(&terms.pieces);
+    held.messages = 2 * max_message_bytes(&terms.pieces);
     let need = memory::worst::<B>(&lean, held);
-    let room = memory::room(plan, topology, held, None);
+    let room = memory::budget(plan, topology, held, None);
     if room.holds(&need) {
         return Ok(());
     }
     let message = format!(
         "a worker needs {} ({}), but only {} is available",
-        readable(need.host()),
+        format_bytes(need.host()),
         need.host_parts(),
-        readable(room.host)
+        format_bytes(room.host)
     );
     Err(Error::input(message).hint("set a smaller batch.micro, or parallel.recompute = true"))
 }
@@ -323,12 +325,12 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
         };
         let (wanted, ranges) = channel();
         let feed =
-            MicroBatches::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
+            MicroBatches::start_at(&model, train, &plan, terms.start.position, ranges.into_iter())?;
         let samples = plan.config.eval.samples;
         let chunk = plan.config.eval.batch;
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
-        let servers = Servers::new(terms, member, client);
-        let engine = Engine { model, geometry, host_inputs: None };
+        let servers = ServerConnections::new(terms, member, client);
+        let engine = Engine { model, geometry, activation_offload: None };
         Ok(Self {
             options,
             terms,
@@ -368,7 +370,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
                 data: data.take(),
                 report: report.take(),
             };
-            let work = match coordinator.tell(&request)? {
+            let work = match coordinator.call(&request)? {
                 CoordinatorResponse::Work(work) => work,
                 other => return Err(unexpected(&other)),
             };
@@ -380,7 +382,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
                     self.lease = Some((ticket, batches));
                     self.batch()?
                 }
-                Work::GoOn => self.batch()?,
+                Work::ContinueLease => self.batch()?,
                 Work::Evaluate { ticket, cut, chunks } => self.chunks(ticket, cut, chunks)?,
                 Work::Wait => continue,
                 Work::Renew => return Ok(WorkerExit::Renew),
@@ -519,7 +521,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
         };
         let evaluator = self.evaluator.as_mut().ok_or_else(none)?;
         let mut sums = Vec::new();
-        let _span = span(Doing::Evaluation, None);
+        let _span = span(ActivityKind::Evaluation, None);
         for chunk in chunks {
             let of_chunk = evaluator.measure_chunk(&mut self.engine.model, chunk)?;
             sums.push(of_chunk.into_iter().flatten().map(f64::to_bits).collect());
@@ -530,7 +532,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
     /// Pulls values from all servers.
     fn pull(&mut self, of: Values) -> Result<Current> {
         let began = Instant::now();
-        let _span = span(Doing::Pulling, None);
+        let _span = span(ActivityKind::Pulling, None);
         let current = self.servers.pull(&mut self.engine.model, of)?;
         self.seconds.pull += began.elapsed().as_secs_f64();
         Ok(current)
@@ -540,7 +542,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
     /// generation is over.
     fn push(&mut self, of: impl Fn(usize, Range<usize>) -> Pushed) -> Result<Option<u64>> {
         let began = Instant::now();
-        let _span = span(Doing::Pushing, None);
+        let _span = span(ActivityKind::Pushing, None);
         let staleness = self.servers.push(&self.engine.model, of)?;
         self.engine.model.sharded.skip()?;
         self.seconds.push += began.elapsed().as_secs_f64();

@@ -1,6 +1,6 @@
 //! Metrics by class, from the last evaluation that has them.
 
-use super::html::{digits, escaped, heading, number, paragraph, quiet, table, text};
+use super::html::{digits, escaped, heading, muted, number, paragraph, table, text};
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::classes::Classes;
 use hpctrain_config::telemetry::grouped;
@@ -39,7 +39,7 @@ fn sum(row: &[u64]) -> u64 {
 fn matrix(classes: &Classes) -> String {
     let Classes { names, confusion, .. } = classes;
     if names.len() > MOST {
-        return quiet(&format!(
+        return muted(&format!(
             "The confusion matrix of {} classes is in eval.jsonl.",
             names.len()
         ));

@@ -6,7 +6,7 @@ use std::io::Write;
 use super::labels;
 use crate::run_records::RunRecords;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_config::telemetry::evaluations::{EvaluationStatus, Over};
+use hpctrain_config::telemetry::evaluations::{EvaluationStatus, LossSplit};
 
 /// The columns.
 const HEAD: [&str; 18] = [
@@ -42,8 +42,9 @@ pub fn write(runs: &[RunRecords], to: impl Write) -> Result<()> {
     let shown = |value: f64| if value.is_finite() { value.to_string() } else { String::new() };
     for (run, label) in runs.iter().zip(labels(runs)) {
         let done = run.evaluations.iter();
-        let done =
-            done.filter(|one| one.over == Over::Validation && one.status == EvaluationStatus::Done);
+        let done = done.filter(|one| {
+            one.over == LossSplit::Validation && one.status == EvaluationStatus::Done
+        });
         let validated: BTreeMap<u64, f64> =
             done.filter_map(|one| Some((one.step, one.loss?))).collect();
         for step in &run.steps {

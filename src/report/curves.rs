@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::downsample::{Curve, Point, mean, parts, rounded};
 use crate::run_records::RunRecords;
-use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, Over};
+use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, LossSplit};
 use hpctrain_config::telemetry::metrics::Step;
 
 /// The number of buckets of a curve. With more than four runs the curves share those of four.
@@ -26,7 +26,7 @@ pub const PARTS: [&str; 4] = ["compute", "exposed communication", "loader", "opt
 
 /// All data of the page's script.
 #[derive(Serialize)]
-pub struct Data {
+pub struct PageData {
     runs: Vec<RunData>,
     charts: Vec<Chart>,
     parts: [&'static str; 4],
@@ -82,9 +82,9 @@ struct CurveName {
     name: String,
 }
 
-impl Data {
+impl PageData {
     /// Creates the data of runs with their labels.
-    pub fn of(runs: &[RunRecords], labels: &[String]) -> Self {
+    pub fn new(runs: &[RunRecords], labels: &[String]) -> Self {
         let buckets = (4 * MOST_BUCKETS / runs.len().max(1)).clamp(FEWEST_BUCKETS, MOST_BUCKETS);
         let data: Vec<RunData> = runs
             .iter()
@@ -121,7 +121,7 @@ impl Data {
     }
 
     /// Returns true if curves with this many steps are downsampled.
-    pub fn is_thinned(&self, steps: usize) -> bool {
+    pub fn is_downsampled(&self, steps: usize) -> bool {
         steps > 2 * self.buckets
     }
 
@@ -205,7 +205,7 @@ impl RunData {
         let mut curves = BTreeMap::new();
         let mut add = |id: &str, points: Vec<Point>, is_sparse: bool| {
             if points.iter().any(|point| point.1.is_finite()) {
-                let make = if is_sparse { Curve::sparse } else { Curve::thinned };
+                let make = if is_sparse { Curve::sparse } else { Curve::downsampled };
                 curves.insert(id.to_owned(), make(&points, buckets));
             }
         };
@@ -224,8 +224,8 @@ impl RunData {
             add("memory", points(|step| step.peak_bytes as f64), false);
         }
         add("staleness", staleness(run), false);
-        add("validation", losses(run, Over::Validation), true);
-        add("epoch_loss", losses(run, Over::Training), true);
+        add("validation", losses(run, LossSplit::Validation), true);
+        add("epoch_loss", losses(run, LossSplit::Training), true);
         let metrics: BTreeSet<&String> =
             run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
         for name in metrics {
@@ -241,7 +241,7 @@ impl RunData {
 }
 
 /// Returns the losses of evaluations over one kind of samples.
-fn losses(run: &RunRecords, over: Over) -> Vec<Point> {
+fn losses(run: &RunRecords, over: LossSplit) -> Vec<Point> {
     let done = run.evaluations.iter();
     let done = done.filter(|one| one.over == over && one.status == EvaluationStatus::Done);
     ascending(done.filter_map(|one| Some((one.step, one.loss?))).collect())
@@ -272,7 +272,7 @@ fn with_gaps(steps: &[Step], value: impl Fn(&Step) -> f64) -> Vec<Point> {
 /// Returns the mean staleness of the gradients of each step.
 fn staleness(run: &RunRecords) -> Vec<Point> {
     let mut of_steps: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
-    for given in &run.given {
+    for given in &run.worker_records {
         if let Some(staleness) = given.staleness {
             let (sum, count) = of_steps.entry(given.step).or_default();
             (*sum, *count) = (sum.saturating_add(staleness), *count + 1);
@@ -318,12 +318,12 @@ fn few<T: Copy>(all: Vec<T>) -> Vec<T> {
 
 /// Returns the curves of training and evaluation losses of a run for a plot.
 pub fn loss_curves(run: &RunRecords, buckets: usize) -> [Curve; 2] {
-    let mut evaluated = losses(run, Over::Validation);
+    let mut evaluated = losses(run, LossSplit::Validation);
     if evaluated.is_empty() {
-        evaluated = losses(run, Over::Training);
+        evaluated = losses(run, LossSplit::Training);
     }
     [
-        Curve::thinned(&with_gaps(&run.steps, |step| step.loss), buckets),
+        Curve::downsampled(&with_gaps(&run.steps, |step| step.loss), buckets),
         Curve::sparse(&evaluated, buckets),
     ]
 }
@@ -351,7 +351,7 @@ mod tests {
         let points = with_gaps(&steps, |step| step.loss);
         assert_eq!(points.iter().map(|point| point.0).collect::<Vec<_>>(), [5, 6, 7, 9]);
         assert!(points[2].1.is_nan());
-        assert_eq!(Curve::thinned(&points, 100).y, [Some(3.0), Some(2.5), None, Some(2.0)]);
+        assert_eq!(Curve::downsampled(&points, 100).y, [Some(3.0), Some(2.5), None, Some(2.0)]);
     }
 
     #[test]

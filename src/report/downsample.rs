@@ -36,7 +36,7 @@ pub struct Means {
 
 impl Curve {
     /// Creates the curve of `points`, ascending by step, downsampled to at most this many buckets.
-    pub fn thinned(points: &[Point], buckets: usize) -> Self {
+    pub fn downsampled(points: &[Point], buckets: usize) -> Self {
         if points.len() <= 2 * buckets {
             return Self {
                 x: points.iter().map(|point| point.0).collect(),
@@ -67,7 +67,7 @@ impl Curve {
 
     /// Creates a curve with few points, which are marked.
     pub fn sparse(points: &[Point], buckets: usize) -> Self {
-        Self { sparse: true, mean: None, ..Self::thinned(points, buckets) }
+        Self { sparse: true, mean: None, ..Self::downsampled(points, buckets) }
     }
 }
 
@@ -117,10 +117,10 @@ mod tests {
     #[test]
     fn short_curves_stay_as_they_are() {
         let points: Vec<Point> = (1..=20).map(|step| (step, 1.0 / step as f64)).collect();
-        let curve = Curve::thinned(&points, 10);
+        let curve = Curve::downsampled(&points, 10);
         assert!(curve.mean.is_none() && curve.x.len() == 20);
         assert!((curve.y[2].unwrap() - 1.0 / 3.0).abs() < 1e-8);
-        assert_eq!(Curve::thinned(&[], 10), Curve::default());
+        assert_eq!(Curve::downsampled(&[], 10), Curve::default());
     }
 
     #[test]
@@ -129,7 +129,7 @@ mod tests {
         points[54_321].1 = 99.0;
         points[54_323].1 = -50.0;
         points[70_000].1 = f64::NAN;
-        let curve = Curve::thinned(&points, 500);
+        let curve = Curve::downsampled(&points, 500);
         assert!(curve.x.len() <= 2 * 500 + 3, "{}", curve.x.len());
         let at = |step: u64| curve.y[curve.x.iter().position(|x| *x == step).unwrap()];
         assert_eq!((at(54_322), at(54_324), at(70_001)), (Some(99.0), Some(-50.0), None));
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn a_curve_without_any_value_has_no_means() {
         let points: Vec<Point> = (1..=100).map(|step| (step, f64::NAN)).collect();
-        let curve = Curve::thinned(&points, 10);
+        let curve = Curve::downsampled(&points, 10);
         assert!(
             curve.y.iter().all(Option::is_none)
                 && curve.mean.unwrap().y.iter().all(Option::is_none)

@@ -90,7 +90,7 @@ pub fn paragraph(text: &str) -> String {
 }
 
 /// Returns a paragraph in a muted style, for side notes.
-pub fn quiet(text: &str) -> String {
+pub fn muted(text: &str) -> String {
     format!("<p class=\"quiet\">{}</p>\n", escaped(text))
 }
 

@@ -25,7 +25,7 @@ const TOP: usize = 22;
 
 /// Returns the drawing with a caption.
 pub fn drawing(run: &RunRecords) -> String {
-    if !run.given.is_empty() {
+    if !run.worker_records.is_empty() {
         return server_drawing(run);
     }
     let mesh = run.mesh();
@@ -44,7 +44,8 @@ pub fn drawing(run: &RunRecords) -> String {
 
 /// Returns the drawing of a run with parameter servers.
 fn server_drawing(run: &RunRecords) -> String {
-    let mut workers: Vec<&str> = run.given.iter().map(|given| given.worker.as_str()).collect();
+    let mut workers: Vec<&str> =
+        run.worker_records.iter().map(|given| given.worker.as_str()).collect();
     workers.sort_unstable();
     workers.dedup();
     let words = format!(

@@ -21,7 +21,7 @@ pub mod svg;
 
 use std::fmt::Write as _;
 
-use html::{escaped, json_in_script, paragraph, quiet, section};
+use html::{escaped, json_in_script, muted, paragraph, section};
 
 use crate::run_records::RunRecords;
 use hpctrain_base::error::{Error, Result};
@@ -75,7 +75,7 @@ pub fn labels(runs: &[RunRecords]) -> Vec<String> {
 /// Returns an error if the data cannot be serialised, which is a bug.
 pub fn page(runs: &[RunRecords]) -> Result<String> {
     let labels = labels(runs);
-    let data = curves::Data::of(runs, &labels);
+    let data = curves::PageData::new(runs, &labels);
     let json = serde_json::to_string(&data).map_err(|e| Error::internal(format!("report: {e}")))?;
     let sections = [
         ("overview", "Overview", overview::section(runs, &labels)),
@@ -160,7 +160,7 @@ fn notes(runs: &[RunRecords], labels: &[String]) -> String {
 }
 
 /// Returns the elements in which the page's script draws the curves.
-fn curves_section(runs: &[RunRecords], data: &curves::Data) -> String {
+fn curves_section(runs: &[RunRecords], data: &curves::PageData) -> String {
     if data.charts().is_empty() {
         return paragraph("No step has been recorded yet.");
     }
@@ -184,13 +184,13 @@ fn curves_section(runs: &[RunRecords], data: &curves::Data) -> String {
         out += &format!("<div class=\"chart\" id=\"chart-{id}\"><h3>{title}{log}</h3></div>\n");
     }
     out += "</div>\n";
-    out += &quiet(
+    out += &muted(
         "Drag to zoom in, click twice to see the whole run. Triangles are checkpoints, red ticks at the top are updates that were \
          skipped, dashed lines are restarts, grey stripes are records that cannot be read.",
     );
     let most = runs.iter().map(|run| run.steps.len()).max().unwrap_or(0);
-    if data.is_thinned(most) {
-        out += &quiet(&format!(
+    if data.is_downsampled(most) {
+        out += &muted(&format!(
             "Curves of many steps are thinned: of each of {} equal parts of a run the lowest and the highest value are shown. Smooth \
              lines are of the parts' means. metrics.jsonl has all.",
             data.buckets()

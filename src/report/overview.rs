@@ -1,11 +1,11 @@
 //! The runs at a glance, and the machines that they ran on.
 
-use super::html::{Cell, digits, number, quiet, seconds, table, text, time, wide};
+use super::html::{Cell, digits, muted, number, seconds, table, text, time, wide};
 use super::{chip, curves};
 use crate::run_records::RunRecords;
 use hpctrain_checkpoint::run_dir::markers::RunStatus;
 use hpctrain_config::telemetry::efficiency::readable_rate;
-use hpctrain_config::telemetry::evaluations::{EvaluationStatus as Outcome, Over};
+use hpctrain_config::telemetry::evaluations::{EvaluationStatus as Outcome, LossSplit};
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_config::telemetry::{bytes, grouped};
 
@@ -54,13 +54,13 @@ fn status(run: &RunRecords) -> String {
 
 /// Returns the lowest loss of an evaluation and its step, over validation data if there are any.
 fn best(run: &RunRecords) -> Option<(f64, u64)> {
-    let lowest = |over: Over| {
+    let lowest = |over: LossSplit| {
         let done = run.evaluations.iter();
         let losses = done.filter(move |one| one.over == over && one.status == Outcome::Done);
         let losses = losses.filter_map(|one| Some((one.loss?, one.step)));
         losses.filter(|one| one.0.is_finite()).min_by(|one, other| one.0.total_cmp(&other.0))
     };
-    lowest(Over::Validation).or_else(|| lowest(Over::Training))
+    lowest(LossSplit::Validation).or_else(|| lowest(LossSplit::Training))
 }
 
 /// Returns the median throughput of a run's steps.
@@ -122,7 +122,7 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
         }
     };
     let parameters = |run: &RunRecords| {
-        run.card.as_ref().map_or_else(|| "–".into(), |card| grouped(card.parameters))
+        run.summary.as_ref().map_or_else(|| "–".into(), |card| grouped(card.parameters))
     };
     let skipped = |run: &RunRecords| match run.steps.iter().filter(|step| step.skipped).count() {
         0 => "–".into(),
@@ -171,11 +171,11 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
 
 /// Returns the table of the machines, versions and memory of runs that have ended.
 pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
-    if runs.iter().all(|run| run.card.is_none()) {
-        return quiet("run.json is written at the end of a run and does not exist yet.");
+    if runs.iter().all(|run| run.summary.is_none()) {
+        return muted("run.json is written at the end of a run and does not exist yet.");
     }
-    let column = |value: fn(&hpctrain_config::telemetry::run_card::RunCard) -> String| {
-        move |run: &RunRecords| run.card.as_ref().map_or_else(|| "–".into(), value)
+    let column = |value: fn(&hpctrain_config::telemetry::run_record::RunRecord) -> String| {
+        move |run: &RunRecords| run.summary.as_ref().map_or_else(|| "–".into(), value)
     };
     let version = column(|card| card.version.clone());
     let mpi = column(|card| card.mpi.clone());

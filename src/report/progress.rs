@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 
 use super::curves::{PARTS, mean_times};
 use super::html::{
-    digits, escaped, heading, number, paragraph, quiet, seconds, table, text, time, wide,
+    digits, escaped, heading, muted, number, paragraph, seconds, table, text, time, wide,
 };
 use crate::run_records::RunRecords;
-use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, Over};
+use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, LossSplit};
 use hpctrain_config::telemetry::{bytes, grouped};
 
 /// The maximum number of rows of a table; of more, the last ones are shown.
@@ -25,7 +25,7 @@ fn last<'a, T>(all: &'a [T], file: &str) -> (&'a [T], String) {
     let omitted = all.len().saturating_sub(MOST_ROWS);
     let note = match omitted {
         0 => String::new(),
-        omitted => quiet(&format!(
+        omitted => muted(&format!(
             "The last {MOST_ROWS}; {} before them are in {file}.",
             grouped(omitted as u64)
         )),
@@ -38,7 +38,7 @@ pub fn times(at: usize, run: &RunRecords, has_times: bool) -> String {
     if !has_times {
         return match run.steps.is_empty() {
             true => String::new(),
-            false => quiet("The records do not contain the parts of the step time."),
+            false => muted("The records do not contain the parts of the step time."),
         };
     }
     let means = mean_times(&run.steps);
@@ -60,7 +60,7 @@ pub fn times(at: usize, run: &RunRecords, has_times: bool) -> String {
     }
     format!(
         "<div class=\"parts\">{bar}</div>\n<div class=\"key\">{key}</div>\n<div class=\"chart\" id=\"times-{at}\"></div>\n{}",
-        quiet("Milliseconds per step on rank 0, averaged over equal parts of the run.")
+        muted("Milliseconds per step on rank 0, averaged over equal parts of the run.")
     )
 }
 
@@ -80,8 +80,8 @@ pub fn evaluations(run: &RunRecords) -> String {
     head.extend(["samples", "of", "written"].map(text));
     let row = |one: &Evaluation| {
         let over = match one.over {
-            Over::Validation => "validation",
-            Over::Training => "an epoch of training",
+            LossSplit::Validation => "validation",
+            LossSplit::Training => "an epoch of training",
         };
         let loss = match (one.status, one.loss) {
             (EvaluationStatus::Done, loss) if loss == Some(best) => {
@@ -107,11 +107,11 @@ pub fn evaluations(run: &RunRecords) -> String {
 /// Returns the table of the existing checkpoints.
 pub fn checkpoints(run: &RunRecords) -> String {
     if run.checkpoints.is_empty() {
-        return quiet("The run has no checkpoints.");
+        return muted("The run has no checkpoints.");
     }
     let (shown, note) = last(&run.checkpoints, "checkpoints/");
     let loss = |step| run.evaluations.iter().rev().find(|one| one.step == step)?.loss;
-    let row = |saved: &crate::run_records::Saved| {
+    let row = |saved: &crate::run_records::SavedCheckpoint| {
         let marks = [("latest", saved.latest), ("best", saved.best)];
         let marks: Vec<&str> =
             marks.into_iter().filter(|(_, is_set)| *is_set).map(|(mark, _)| mark).collect();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::html::{digits, escaped, quiet};
+use super::html::{digits, escaped, muted};
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::rank_times::{RankTimes, Spread};
 use hpctrain_config::telemetry::straggler::slow;
@@ -21,7 +21,7 @@ struct Rank {
 
 /// Returns the chart of a run's ranks or workers.
 pub fn section(run: &RunRecords) -> String {
-    if !run.given.is_empty() {
+    if !run.worker_records.is_empty() {
         return workers(run);
     }
     let windows = &run.rank_times;
@@ -29,7 +29,7 @@ pub fn section(run: &RunRecords) -> String {
     if ranks == 0 {
         return match run.mesh().ranks() {
             1 => String::new(),
-            _ => quiet(&format!(
+            _ => muted(&format!(
                 "The times of ranks are recorded every log.straggler_window = {} steps.",
                 run.config.log.straggler_window
             )),
@@ -60,7 +60,7 @@ pub fn section(run: &RunRecords) -> String {
             .for_each(|(rank, _)| is_slow[stage * comparable + rank] = true);
     }
     let host = |rank: usize| {
-        run.card.as_ref().filter(|card| card.hosts.len() == ranks).map(|card| &card.hosts[rank])
+        run.summary.as_ref().filter(|card| card.hosts.len() == ranks).map(|card| &card.hosts[rank])
     };
     let slowest =
         |rank: usize| windows.iter().map(|window| window.compute_ms[rank]).fold(0.0, f64::max);
@@ -78,7 +78,7 @@ pub fn section(run: &RunRecords) -> String {
          exceed {factor} times the median rank of their stage.",
         windows.len()
     );
-    bars(shown) + &quiet(&note)
+    bars(shown) + &muted(&note)
 }
 
 /// Returns the chart of a run with many ranks: quantiles, and the slowest ranks of each window.
@@ -98,7 +98,7 @@ fn quantile_chart(run: &RunRecords, windows: &[&Spread]) -> String {
         let (sum, times) = of_ranks.entry(*rank).or_default();
         (*sum, *times) = (*sum + ms, *times + 1);
     }
-    let hosts = run.card.as_ref().map_or(&[][..], |card| &card.hosts);
+    let hosts = run.summary.as_ref().map_or(&[][..], |card| &card.hosts);
     let slowest = of_ranks.into_iter().map(|(rank, (sum, times))| {
         let ms = sum / times as f64;
         Rank {
@@ -116,13 +116,13 @@ fn quantile_chart(run: &RunRecords, windows: &[&Spread]) -> String {
         windows.len(),
         windows[0].ranks
     );
-    bars(quantiles) + &bars(slowest.collect()) + &quiet(&note)
+    bars(quantiles) + &bars(slowest.collect()) + &muted(&note)
 }
 
 /// Returns the chart of the workers of a run with parameter servers.
 fn workers(run: &RunRecords) -> String {
     let mut of_workers: BTreeMap<&str, (f64, u64, u64, u64)> = BTreeMap::new();
-    for given in &run.given {
+    for given in &run.worker_records {
         let (ms, gradients, samples, staleness) = of_workers.entry(&given.worker).or_default();
         *ms += given.compute_ms;
         (*gradients, *samples) = (*gradients + 1, samples.saturating_add(given.samples));
@@ -138,7 +138,7 @@ fn workers(run: &RunRecords) -> String {
         ),
     };
     let note = "Compute time of each worker in milliseconds per sample.";
-    bars(of_workers.into_iter().map(worker).collect()) + &quiet(note)
+    bars(of_workers.into_iter().map(worker).collect()) + &muted(note)
 }
 
 /// Returns a bar for each rank.
@@ -163,7 +163,7 @@ fn bars(mut ranks: Vec<Rank>) -> String {
     }
     out += "</div>\n";
     if all > MOST {
-        out += &quiet(&format!("The slowest {MOST} of {all}."));
+        out += &muted(&format!("The slowest {MOST} of {all}."));
     }
     out
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::html::{escaped, quiet};
+use super::html::{escaped, muted};
 use crate::run_records::RunRecords;
 
 /// Returns the table of settings, with a column for each run; settings that differ are marked.
@@ -32,7 +32,7 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     if runs.len() > 1 {
         choice = "<div class=\"controls\"><label><input type=\"checkbox\" id=\"only-differences\"> only differences</label></div>\n"
             .into();
-        note = quiet(&format!("{differing} settings differ."));
+        note = muted(&format!("{differing} settings differ."));
     }
     format!(
         "{note}{choice}<div class=\"scroll\"><table><thead><tr><th>key</th>{head}</tr></thead><tbody>\n{rows}</tbody></table></div>\n"

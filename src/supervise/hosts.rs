@@ -14,13 +14,13 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// The interval at which answers are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The default agent. It does not ask for a password, and gives up before [`TIMEOUT`].
+/// The default agent. It does not ask for a password, and gives up after 10 seconds.
 pub const AGENT: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10";
 
 /// The placeholder in the command of a job for the hosts with their ranks.
-pub const HOSTS: &str = "{hosts}";
+pub const HOSTS_PLACEHOLDER: &str = "{hosts}";
 /// The placeholder in the command of a job for the number of ranks.
-pub const RANKS: &str = "{ranks}";
+pub const RANKS_PLACEHOLDER: &str = "{ranks}";
 
 /// A host with its slots.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,18 +79,23 @@ pub struct Hosts {
 
 /// The hosts and ranks of a start.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seats {
+pub struct Allocation {
     /// The hosts with their ranks, in the syntax of launchers.
     pub hosts: String,
     /// The number of ranks.
     pub ranks: usize,
 }
 
-impl Seats {
+impl Allocation {
     /// Replaces `{hosts}` and `{ranks}` in the command of a job.
     pub fn fill(&self, command: &[String]) -> Vec<String> {
         let ranks = self.ranks.to_string();
-        command.iter().map(|word| word.replace(HOSTS, &self.hosts).replace(RANKS, &ranks)).collect()
+        command
+            .iter()
+            .map(|word| {
+                word.replace(HOSTS_PLACEHOLDER, &self.hosts).replace(RANKS_PLACEHOLDER, &ranks)
+            })
+            .collect()
     }
 }
 
@@ -104,7 +109,7 @@ impl Hosts {
     ///
     /// # Errors
     /// Returns a message if no host answers, or the layout does not allow so few ranks.
-    pub fn seats(&self) -> Result<Seats, String> {
+    pub fn allocate(&self) -> Result<Allocation, String> {
         let present = self.reachable();
         let names = |hosts: &[&HostSlots]| {
             hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ")
@@ -194,7 +199,7 @@ fn succeeds(mut child: Child, begun: Instant) -> bool {
 
 /// Distributes `ranks` ranks over the fewest hosts that can have equally many each; if that is not
 /// possible, fills the first hosts.
-fn distribute(hosts: &[&HostSlots], ranks: usize) -> Seats {
+fn distribute(hosts: &[&HostSlots], ranks: usize) -> Allocation {
     let even = (1..=hosts.len()).filter(|count| ranks.is_multiple_of(*count)).find_map(|count| {
         let each = ranks / count;
         let chosen: Vec<_> = hosts.iter().filter(|host| host.slots >= each).take(count).collect();
@@ -213,7 +218,7 @@ fn distribute(hosts: &[&HostSlots], ranks: usize) -> Seats {
     };
     let chosen = even.unwrap_or_else(filled);
     let words: Vec<String> = chosen.iter().map(|(name, ranks)| format!("{name}:{ranks}")).collect();
-    Seats { hosts: words.join(","), ranks }
+    Allocation { hosts: words.join(","), ranks }
 }
 
 #[cfg(test)]
@@ -258,9 +263,10 @@ mod tests {
     fn the_most_ranks_that_the_layout_allows_are_taken() {
         // Every host but `gone` answers.
         let agent = ["sh", "-c", "[ \"$0\" != gone ]"];
-        let seats = |list| hosts(list, &agent, &[1, 2, 4, 8]).seats();
-        let command = ["mpirun", "--host", HOSTS, "-np", RANKS, "x"].map(String::from);
-        let words = |seats: Seats| seats.fill(&command).join(" ");
+        let seats = |list| hosts(list, &agent, &[1, 2, 4, 8]).allocate();
+        let command = ["mpirun", "--host", HOSTS_PLACEHOLDER, "-np", RANKS_PLACEHOLDER, "x"]
+            .map(String::from);
+        let words = |seats: Allocation| seats.fill(&command).join(" ");
         assert_eq!(words(seats("far:2,near:2").unwrap()), "mpirun --host far:2,near:2 -np 4 x");
         assert_eq!(
             words(seats("far:3,gone:5,near:3").unwrap()),
@@ -271,9 +277,9 @@ mod tests {
             "mpirun --host localhost:1 -np 1 x"
         );
         assert_eq!(seats("gone:2").unwrap_err(), "none of the hosts gone answers");
-        let error = hosts("far:2,gone:2", &agent, &[4]).seats().unwrap_err();
+        let error = hosts("far:2,gone:2", &agent, &[4]).allocate().unwrap_err();
         assert_eq!(error, "no number of ranks that the layout allows fits into the 2 slots of far");
-        let error = hosts("far:2", &["/no/such/agent"], &[1]).seats().unwrap_err();
+        let error = hosts("far:2", &["/no/such/agent"], &[1]).allocate().unwrap_err();
         assert_eq!(error, "none of the hosts far answers");
     }
 }

@@ -85,13 +85,13 @@ impl Ended {
     pub fn before_start(why: &str) -> Self {
         Self {
             code: 1,
-            asked: signals::came().is_some(),
+            asked: signals::last_signal().is_some(),
             cause: Cause { why: why.into(), rank: None, host: None },
         }
     }
 
     /// Returns the reason, for display.
-    pub fn told(&self) -> &str {
+    pub fn reason(&self) -> &str {
         &self.cause.why
     }
 
@@ -152,7 +152,7 @@ impl Job {
             {
                 break status;
             }
-            let came = signals::came();
+            let came = signals::last_signal();
             if came != forwarded {
                 forwarded = came;
                 // Launchers forward this signal to their ranks, which save and end.
@@ -319,12 +319,12 @@ fn descendants(root: u32, except: Option<&str>) -> Vec<u32> {
 pub fn sleep(pause: Duration) -> bool {
     let since = Instant::now();
     while since.elapsed() < pause {
-        if signals::came().is_some() {
+        if signals::last_signal().is_some() {
             return true;
         }
         std::thread::sleep(POLL_INTERVAL);
     }
-    signals::came().is_some()
+    signals::last_signal().is_some()
 }
 
 #[cfg(test)]

@@ -10,13 +10,13 @@
 mod failure_cause;
 mod hosts;
 mod job;
-mod place;
 mod restart_log;
+mod run_file;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-pub use hosts::{AGENT, HOSTS, HostList, Hosts, RANKS};
+pub use hosts::{AGENT, HOSTS_PLACEHOLDER, HostList, Hosts, RANKS_PLACEHOLDER};
 use job::{Ended, Job};
 use restart_log::RestartLog;
 
@@ -53,8 +53,8 @@ pub struct SuperviseOptions {
 /// # Errors
 /// Returns an error if the command cannot be started.
 pub fn supervise(request: &SuperviseOptions) -> Result<i32> {
-    signals::listen()?;
-    let place = place::of_this_process()?;
+    signals::record_signals()?;
+    let place = run_file::run_file_of_this_process()?;
     let ended = starts(request, &place);
     // The file does not exist if no trainer has written it.
     let _ = std::fs::remove_file(&place);
@@ -71,7 +71,7 @@ fn starts(request: &SuperviseOptions, place: &Path) -> Result<i32> {
     loop {
         let before = records.checkpoint(run.as_deref());
         let mut command = resuming(&request.command, run.as_deref());
-        let allocation = request.hosts.as_ref().map(Hosts::seats).transpose();
+        let allocation = request.hosts.as_ref().map(Hosts::allocate).transpose();
         if let Ok(Some(allocation)) = &allocation {
             command = allocation.fill(&command);
         }
@@ -80,17 +80,19 @@ fn starts(request: &SuperviseOptions, place: &Path) -> Result<i32> {
         let started = (Instant::now(), telemetry::unix_time());
         let agent = request.hosts.as_ref().and_then(Hosts::agent_name);
         let ended = match &allocation {
-            Ok(_) => Job::start(&command, place, agent)?.wait(|| place::run_in(place))?,
+            Ok(_) => {
+                Job::start(&command, place, agent)?.wait(|| run_file::read_run_directory(place))?
+            }
             Err(why) => Ended::before_start(why),
         };
         if let Some(orphan) = find_orphan(&ended)? {
-            orphan.outlast();
-            if signals::came().is_some() {
+            orphan.wait_for_end();
+            if signals::last_signal().is_some() {
                 return Ok(REQUEUE);
             }
             continue;
         }
-        run = place::run_in(place).or(run);
+        run = run_file::read_run_directory(place).or(run);
         let gained = records.checkpoint(run.as_deref()) > before;
         (starts_without_checkpoint, pause) =
             if gained { (0, FIRST_PAUSE) } else { (starts_without_checkpoint + 1, pause) };
@@ -111,7 +113,7 @@ fn starts(request: &SuperviseOptions, place: &Path) -> Result<i32> {
         records.add(run.as_deref(), restart).unwrap_or_else(|e| log::warn!("{e}"));
         let mut asked = ended.asked;
         if restarts {
-            log::warn!("{}; restarting in {} s", ended.told(), pause.as_secs());
+            log::warn!("{}; restarting in {} s", ended.reason(), pause.as_secs());
             asked = job::sleep(pause);
             pause = if gained { pause } else { (2 * pause).min(MAX_PAUSE) };
         } else if may_restart {
@@ -122,7 +124,7 @@ fn starts(request: &SuperviseOptions, place: &Path) -> Result<i32> {
         }
         if asked || !restarts {
             if let Some(run) = &run {
-                restart_log::sum_up(run).unwrap_or_else(|e| log::warn!("{e}"));
+                restart_log::record_goodput(run).unwrap_or_else(|e| log::warn!("{e}"));
             }
             // A job that a signal has ended before its run has finished is to be requeued.
             return Ok(if asked && is_retryable(code) { REQUEUE } else { code });
@@ -132,8 +134,8 @@ fn starts(request: &SuperviseOptions, place: &Path) -> Result<i32> {
 
 /// Returns the job of a killed supervisor, if this start was refused because that job still trains
 /// the run.
-fn find_orphan(ended: &Ended) -> Result<Option<place::Orphan>> {
-    let orphan = if ended.code == 2 { place::orphan_named_by(ended.told())? } else { None };
+fn find_orphan(ended: &Ended) -> Result<Option<run_file::Orphan>> {
+    let orphan = if ended.code == 2 { run_file::find_orphan(ended.reason())? } else { None };
     if let Some(orphan) = &orphan {
         log::warn!(
             "{} is being trained by a job whose supervisor (process {}) was killed: waiting for its end",

@@ -9,9 +9,9 @@ use crate::error::{Error, Result};
 use crate::own_files;
 use crate::run_dir::RunDirectory;
 use crate::safe_open;
-use crate::telemetry::long_lines::{FromEnd, record};
+use crate::telemetry::long_lines::{FromEnd, parse_record};
 use crate::telemetry::restarts::{self, Restart};
-use crate::telemetry::run_card::{Goodput, RunCard};
+use crate::telemetry::run_record::{Goodput, RunRecord};
 use crate::telemetry::unix_time;
 
 /// Records the starts of a job.
@@ -54,7 +54,7 @@ impl RestartLog {
         let mut file = own_files::append(&path).map_err(refused)?;
         while let Some(restart) = self.waiting.first() {
             let before = std::fs::read(&path).map_err(refused)?;
-            let start = restarts::in_lines(&before).len() as u64 + 1;
+            let start = restarts::parse_lines(&before).len() as u64 + 1;
             let line = serde_json::to_string(&Restart { start, ..restart.clone() });
             let mut line = line.map_err(|e| Error::internal(format!("restarts: {e}")))? + "\n";
             // A line that was cut short by a kill must not make this one unreadable.
@@ -72,10 +72,10 @@ impl RestartLog {
 ///
 /// # Errors
 /// Returns an error if a file cannot be read or written.
-pub fn sum_up(run: &Path) -> Result<()> {
-    let path = RunDirectory::at(run).card_path();
-    let Some(mut summary) = RunCard::read(&path)? else { return Ok(()) };
-    let restarts = restarts::of_run(run).unwrap_or_default();
+pub fn record_goodput(run: &Path) -> Result<()> {
+    let path = RunDirectory::at(run).summary_path();
+    let Some(mut summary) = RunRecord::read(&path)? else { return Ok(()) };
+    let restarts = restarts::read_run(run).unwrap_or_default();
     let Some(first) = restarts.first() else { return Ok(()) };
     let (_, useful_seconds) = steps_after(run, 0)?;
     let seconds = unix_time() - first.time;
@@ -111,7 +111,7 @@ fn steps_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
     let mut steps = 0;
     let mut seconds = 0.0;
     while let Some(line) = lines.previous().map_err(unread)? {
-        match record(line.text) {
+        match parse_record(line.text) {
             Some(StepTime { step, .. }) if step <= checkpoint => break,
             Some(StepTime { step_ms, .. }) => {
                 steps += 1;

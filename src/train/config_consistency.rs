@@ -23,7 +23,7 @@ const RANK_LOCAL_KEYS: [&str; 5] = [
 /// # Errors
 /// Returns an error if a rank has another value than rank 0 (the error names the first such rank
 /// and key), or if a message between ranks fails.
-pub fn check_alike<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> {
+pub fn check_same_config<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> {
     let text = shared_keys(config)?;
     let mut hasher = DefaultHasher::new();
     text.hash(&mut hasher);
@@ -80,7 +80,7 @@ mod tests {
         std::thread::scope(|scope| {
             let ranks = comms.into_iter().zip(&configs);
             let ranks: Vec<_> = ranks
-                .map(|(comm, config)| scope.spawn(move || check_alike(&comm.world(), config)))
+                .map(|(comm, config)| scope.spawn(move || check_same_config(&comm.world(), config)))
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })

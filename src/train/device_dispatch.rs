@@ -1,11 +1,11 @@
 //! Training on the device of `run.device`.
 
-use super::run::{Customization, GpuPlace, TrainRequest, train_on};
-use crate::planner::{Here, choose_here};
+use super::run::{Customization, RankGpu, TrainRequest, train_on};
+use crate::planner::{SearchEnvironment, search_layouts_here};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_comm::Comm;
-use hpctrain_config::gpu_assignment::{cpu, cpu_can, place};
+use hpctrain_config::gpu_assignment::{assign_gpus, check_cpu, open_cpu};
 use hpctrain_config::telemetry::say;
 use hpctrain_config::{LayoutMode, ResolvedConfig};
 use hpctrain_cpu::Cpu;
@@ -14,7 +14,7 @@ use hpctrain_device::Kernels;
 /// Runs a whole training on the device of `run.device`, like `hpctrain train`. Collective over the
 /// world of `comm`. The ranks of `with_evaluators` receive the run's directory, as in [`train_on`].
 ///
-/// Signals end the process at once unless [`signals::listen`](hpctrain_base::signals::listen) was
+/// Signals end the process at once unless [`signals::listen`](hpctrain_base::signals::record_signals) was
 /// called before; then the run saves first.
 ///
 /// # Errors
@@ -25,27 +25,31 @@ pub fn train(
     custom: Customization<'_>,
     with_evaluators: Option<&Comm<Cpu>>,
 ) -> Result<RunOutcome> {
-    let request = &TrainRequest { config: custom.configured(&request.config), ..request.clone() };
+    let request =
+        &TrainRequest { config: custom.with_custom_network(&request.config), ..request.clone() };
     let vocabulary =
         custom.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
     let threads = request.threads;
-    match place(comm, &request.config)? {
+    match assign_gpus(comm, &request.config)? {
         None => {
-            comm.world().all_ok(cpu_can(&request.config))?;
-            let request =
-                laid_out(request, &Here { comm, backend: cpu, gpu: None, threads, vocabulary })?;
-            train_on(comm, &request, custom, with_evaluators.map(Comm::world).as_ref(), cpu)
+            comm.world().all_ok(check_cpu(&request.config))?;
+            let request = laid_out(
+                request,
+                &SearchEnvironment { comm, backend: open_cpu, gpu: None, threads, vocabulary },
+            )?;
+            train_on(comm, &request, custom, with_evaluators.map(Comm::world).as_ref(), open_cpu)
         }
         Some(gpu) => {
-            let comm = &gpu.beside(comm);
+            let comm = &gpu.device_comm(comm);
             let backend = |plan: &ResolvedConfig| gpu.backend(plan);
-            let place = GpuPlace {
+            let place = RankGpu {
                 memory: gpu.memory,
                 table: gpu.table.clone(),
                 id: gpu.device().id.clone(),
                 sharers: gpu.sharers,
             };
-            let here = Here { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
+            let here =
+                SearchEnvironment { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
             let request = TrainRequest { gpu: Some(place), ..laid_out(request, &here)? };
             let with_evaluators = with_evaluators.map(|ranks| ranks.on().world());
             train_on(comm, &request, custom, with_evaluators.as_ref(), backend)
@@ -57,12 +61,12 @@ pub fn train(
 /// unchanged. Collective.
 fn laid_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     request: &TrainRequest,
-    here: &Here<'_, B, F>,
+    here: &SearchEnvironment<'_, B, F>,
 ) -> Result<TrainRequest> {
     if request.config.parallel.layout == LayoutMode::Given {
         return Ok(request.clone());
     }
-    let (choice, _) = choose_here(&request.config, here)?;
+    let (choice, _) = search_layouts_here(&request.config, here)?;
     let fitting = choice.proposals.len();
     let best = choice
         .proposals

@@ -4,7 +4,7 @@ use hpctrain_base::energy::{Counters, EnergySource, Meter, machine};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_config::telemetry::metrics::Step;
-use hpctrain_config::telemetry::run_card::EnergyUse;
+use hpctrain_config::telemetry::run_record::EnergyUse;
 use hpctrain_device::Backend;
 
 /// Joules in a kWh.

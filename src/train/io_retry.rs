@@ -107,7 +107,7 @@ impl IoFailureTolerance {
     /// to resume from.
     pub fn at_end(&self, written: Result<()>) -> Result<()> {
         written.map_err(|error| match self.saved {
-            Some(saved) if is_outage(&error) => error.outlasted(saved.elapsed()),
+            Some(saved) if is_outage(&error) => error.outage(saved.elapsed()),
             _ => error,
         })
     }
@@ -117,7 +117,7 @@ impl IoFailureTolerance {
     /// # Errors
     /// Returns an error if the lease is lost, or if the run does not tolerate a failed read any
     /// longer.
-    pub fn held(&mut self, checked: Result<()>) -> Result<()> {
+    pub fn lease_checked(&mut self, checked: Result<()>) -> Result<()> {
         if checked.is_ok() { Ok(()) } else { self.record(checked) }
     }
 
@@ -129,7 +129,7 @@ impl IoFailureTolerance {
         match self.save.as_ref().or(self.record.as_ref()) {
             Some((_, error)) => Err(error
                 .clone()
-                .outlasted(self.saved.map_or(Duration::ZERO, |saved| saved.elapsed()))),
+                .outage(self.saved.map_or(Duration::ZERO, |saved| saved.elapsed()))),
             None => Ok(()),
         }
     }
@@ -140,11 +140,11 @@ impl IoFailureTolerance {
         if age < self.tolerate {
             return Ok(());
         }
-        Err(error.clone().outlasted(age))
+        Err(error.clone().outage(age))
     }
 
     /// Returns the ongoing failure for the progress line, if there is one.
-    pub fn told(&self) -> Option<String> {
+    pub fn ongoing_failure(&self) -> Option<String> {
         let describe = |what: &str, failure: &Option<(Instant, Error)>| {
             let (since, error) = failure.as_ref()?;
             let cause = error.message().rsplit(": ").next().unwrap_or_default().to_string();
@@ -165,20 +165,20 @@ mod tests {
     #[test]
     fn a_run_with_a_checkpoint_goes_on_for_a_while() {
         let mut outages = IoFailureTolerance::new(60, true);
-        assert_eq!(outages.told(), None);
+        assert_eq!(outages.ongoing_failure(), None);
         outages.save_refused(full()).unwrap();
         assert_eq!(
-            outages.told().unwrap(),
+            outages.ongoing_failure().unwrap(),
             "not saved since 0 s: No space left on device (os error 28)"
         );
         let pauses: Vec<u64> = (0..8).map(|_| outages.pause().as_secs()).collect();
         assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
         outages.published();
-        assert_eq!((outages.told(), outages.pause().as_secs()), (None, 1));
+        assert_eq!((outages.ongoing_failure(), outages.pause().as_secs()), (None, 1));
         outages.record(Err(full())).unwrap();
-        assert!(outages.told().unwrap().starts_with("not recorded since 0 s"));
+        assert!(outages.ongoing_failure().unwrap().starts_with("not recorded since 0 s"));
         outages.record(Ok(())).unwrap();
-        assert_eq!(outages.told(), None);
+        assert_eq!(outages.ongoing_failure(), None);
     }
 
     #[test]

@@ -15,13 +15,13 @@ mod step_timers;
 mod stop_requests;
 mod time_limit;
 
-pub use config_consistency::check_alike;
+pub use config_consistency::check_same_config;
 pub use device_dispatch::train;
 pub use energy::Energy;
 pub use hooks::{Hook, Outcome};
 pub use io_retry::{IoFailureTolerance, is_outage};
 pub use records::Records;
 pub use run::fresh_id;
-pub use run::{Customization, GpuPlace, TrainRequest, train_on};
+pub use run::{Customization, RankGpu, TrainRequest, train_on};
 pub use stop_requests::StopRequests;
 pub use time_limit::TimeLimit;

@@ -65,7 +65,7 @@ impl Records {
             own_files::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
         }
         let checkpoints = directory.checkpoints();
-        evaluations::forget_after(&directory.evaluations_path(), step, |step| {
+        evaluations::remove_after(&directory.evaluations_path(), step, |step| {
             checkpoints.save(step)
         })?;
         let kwh = energy_so_far(&directory.metrics_path(), plan.config.log.every)?;
@@ -87,7 +87,7 @@ impl Records {
             // Texts of a start are of the first step that it takes, which a later start may take
             // again.
             board.text(step + 1, "texts/configuration", &settings);
-            match restarts::of_run(directory.path())? {
+            match restarts::read_run(directory.path())? {
                 restarts if restarts.is_empty() => {}
                 restarts => board.restarts(step + 1, restarts.len()),
             }
@@ -101,7 +101,7 @@ impl Records {
             samples,
             evaluations: (directory.evaluations_path(), VecDeque::new()),
             epoch_loss: epoch_loss
-                .map(|epoch| epoch.with(&directory.metrics_path()))
+                .map(|epoch| epoch.with_records(&directory.metrics_path()))
                 .transpose()?,
             progress: Progress::new(
                 step,
@@ -121,7 +121,7 @@ impl Records {
     ///
     /// # Errors
     /// Returns an error if the file cannot be written. The record waits for [`Records::flush`].
-    pub fn stepped(&mut self, record: &Step) -> Result<()> {
+    pub fn record_step(&mut self, record: &Step) -> Result<()> {
         if let Some(board) = &mut self.tensorboard {
             board.step(record);
         }
@@ -132,7 +132,11 @@ impl Records {
     /// Adds the seconds that each rank computed in step `step`. When a window of steps is complete,
     /// returns its stragglers and the result of writing its record; a record that could not be
     /// written waits for [`Records::flush`].
-    pub fn computed(&mut self, step: u64, seconds: &[f64]) -> (Vec<Straggler>, Result<()>) {
+    pub fn record_compute_times(
+        &mut self,
+        step: u64,
+        seconds: &[f64],
+    ) -> (Vec<Straggler>, Result<()>) {
         let Some(window) = self.stragglers.step(seconds) else { return (Vec::new(), Ok(())) };
         let compute_ms =
             || window.seconds.iter().map(|seconds| 1e3 * seconds / window.steps as f64).collect();
@@ -146,7 +150,7 @@ impl Records {
     ///
     /// # Errors
     /// Returns an error if the file cannot be written. The record waits for [`Records::flush`].
-    pub fn sampled(&mut self, step: u64, text: &str) -> Result<()> {
+    pub fn record_sample(&mut self, step: u64, text: &str) -> Result<()> {
         if let Some(board) = &mut self.tensorboard {
             board.text(step, "texts/sample", text);
         }
@@ -158,7 +162,7 @@ impl Records {
     ///
     /// # Errors
     /// Returns an error if the file cannot be written. The evaluation waits for [`Records::flush`].
-    pub fn evaluated(&mut self, evaluation: Evaluation) -> Result<()> {
+    pub fn record_evaluation(&mut self, evaluation: Evaluation) -> Result<()> {
         // An evaluation that waits may be added again with the next attempt to save.
         let is_same = |one: &Evaluation| (one.step, one.over) == (evaluation.step, evaluation.over);
         if !self.evaluations.1.iter().any(is_same) {
@@ -171,7 +175,7 @@ impl Records {
     }
 
     /// Copies the evaluations that evaluators have added meanwhile to TensorBoard, if enabled.
-    pub fn take_in_evaluations(&mut self) {
+    pub fn copy_evaluations_to_tensorboard(&mut self) {
         let Some(board) = &mut self.tensorboard else { return };
         // Lines that cannot be read are reported where they matter.
         let Ok(all) = evaluations::read(&self.evaluations.0) else { return };

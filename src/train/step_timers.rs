@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use hpctrain_comm::Stats;
 use hpctrain_config::telemetry::profile::KernelReport;
 use hpctrain_config::telemetry::times::{TimeCounters, Times};
-use hpctrain_device::{Profile, Tallies};
+use hpctrain_device::{KernelTotals, Profile};
 use hpctrain_engine::StepResult;
 
 /// The timers of one rank.
@@ -29,7 +29,7 @@ pub struct StepTimers {
 struct Profiled {
     steps: u64,
     times: Times,
-    tallies: Tallies,
+    tallies: KernelTotals,
 }
 
 impl StepTimers {
@@ -51,7 +51,7 @@ impl StepTimers {
     }
 
     /// Returns the present time counters. `loader` is the time spent waiting for the loader.
-    pub fn spent(&self, comm: Stats, loader: Duration) -> TimeCounters {
+    pub fn counters(&self, comm: Stats, loader: Duration) -> TimeCounters {
         TimeCounters {
             total: self.started.elapsed().as_secs_f64(),
             blocked: comm.blocked,
@@ -62,8 +62,8 @@ impl StepTimers {
     }
 
     /// Adds the result of a step.
-    pub fn took(&mut self, step: &StepResult) {
-        self.updating += step.updating;
+    pub fn record_step(&mut self, step: &StepResult) {
+        self.updating += step.update_time;
         self.skipped = if step.skipped() {
             (self.skipped.0 + 1, self.skipped.1 + 1)
         } else {
@@ -73,7 +73,7 @@ impl StepTimers {
 
     /// Adds a round of `steps` steps that took `seconds`. If `may_warm_up` is true, the profile
     /// ignores the first round: on a GPU it loads the kernels.
-    pub fn took_round(
+    pub fn record_round(
         &mut self,
         steps: usize,
         seconds: f64,

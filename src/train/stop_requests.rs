@@ -71,11 +71,11 @@ impl StopRequests {
 
     /// Returns true if a signal came, or, on rank 0, if the time is up.
     pub fn must_end(&self) -> bool {
-        signals::came().is_some() || self.root && self.budget.is_up()
+        signals::last_signal().is_some() || self.root && self.budget.is_up()
     }
 
     /// Returns the outcome that these flags ask for, if they ask the run to end.
-    pub fn ending(&self, flags: &AllFlags) -> Option<RunOutcome> {
+    pub fn outcome(&self, flags: &AllFlags) -> Option<RunOutcome> {
         if flags.any(ControlFlags::END) {
             return Some(self.preempted());
         }
@@ -86,7 +86,7 @@ impl StopRequests {
 
     /// Returns the outcome of a rank that was asked to end, or learned that another rank was.
     pub fn preempted(&self) -> RunOutcome {
-        RunOutcome::Preempted(match signals::came() {
+        RunOutcome::Preempted(match signals::last_signal() {
             Some(signal) => format!("{signal} came"),
             None if self.budget.is_up() => "the time is up".into(),
             None => "another rank was asked to".into(),
@@ -94,8 +94,8 @@ impl StopRequests {
     }
 
     /// Notes that a step took this long.
-    pub fn stepped(&mut self, took: Duration) {
-        self.budget.stepped(took);
+    pub fn note_step(&mut self, took: Duration) {
+        self.budget.note_step(took);
     }
 
     /// Notes that a save has begun.
@@ -109,8 +109,8 @@ impl StopRequests {
     }
 
     /// Notes that a save was published after this long.
-    pub fn published(&mut self, took: Duration) {
-        self.budget.saved(took, !self.has_published);
+    pub fn note_published(&mut self, took: Duration) {
+        self.budget.note_save(took, !self.has_published);
         self.has_published = true;
     }
 
@@ -121,6 +121,6 @@ impl StopRequests {
 
     /// Returns the remaining time for display, if it is limited.
     pub fn time_left(&self) -> Option<String> {
-        self.budget.told()
+        self.budget.describe()
     }
 }

@@ -56,12 +56,12 @@ impl TimeLimit {
     }
 
     /// Notes that a step took this long.
-    pub fn stepped(&mut self, took: Duration) {
+    pub fn note_step(&mut self, took: Duration) {
         self.step = self.step.max(took);
     }
 
     /// Notes that a save took this long. The first one that is measured replaces the guess.
-    pub fn saved(&mut self, took: Duration, first: bool) {
+    pub fn note_save(&mut self, took: Duration, first: bool) {
         self.save = if first { took } else { self.save.max(took) };
     }
 
@@ -87,7 +87,7 @@ impl TimeLimit {
             ))
             .hint(format!("unset {SLURM_END}, or set run.time_limit, with 0s for no limit")));
         }
-        match self.told() {
+        match self.describe() {
             Some(left) if self.is_up() && self.is_from_slurm => {
                 Err(Error::input(format!("no time to train: {left}, by {SLURM_END}")).hint(format!(
                     "raise the time limit of the Slurm job; outside of one, unset {SLURM_END} or set run.time_limit=0s"
@@ -102,7 +102,7 @@ impl TimeLimit {
 
     /// Returns the remaining time and the part of it that the shutdown takes, for display, or
     /// `None` if there is no limit.
-    pub fn told(&self) -> Option<String> {
+    pub fn describe(&self) -> Option<String> {
         let left = self.end?.saturating_duration_since(Instant::now());
         let seconds = |span: Duration| {
             humantime::format_duration(Duration::from_secs(span.as_secs())).to_string()
@@ -143,16 +143,20 @@ mod tests {
                 .contains("no time to train: 33s left, of which the shutdown takes 35s")
         );
         let mut slow = limit(65);
-        slow.stepped(Duration::from_secs(20));
-        slow.stepped(Duration::from_secs(1));
+        slow.note_step(Duration::from_secs(20));
+        slow.note_step(Duration::from_secs(1));
         assert!(slow.is_up());
-        slow.saved(Duration::from_secs(1), true);
+        slow.note_save(Duration::from_secs(1), true);
         assert!(!slow.is_up());
-        slow.saved(Duration::from_secs(8), false);
-        slow.saved(Duration::from_secs(2), false);
-        assert!(slow.is_up() && slow.told().unwrap().contains("takes 1m 9s"), "{:?}", slow.told());
+        slow.note_save(Duration::from_secs(8), false);
+        slow.note_save(Duration::from_secs(2), false);
+        assert!(
+            slow.is_up() && slow.describe().unwrap().contains("takes 1m 9s"),
+            "{:?}",
+            slow.describe()
+        );
         // Zero means no limit.
-        assert!(!limit(0).is_up() && limit(0).told().is_none());
+        assert!(!limit(0).is_up() && limit(0).describe().is_none());
     }
 
     #[test]

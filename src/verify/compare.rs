@@ -25,13 +25,13 @@ pub struct Agreement {
 
 impl Agreement {
     /// Returns true if all parts agree.
-    pub fn whole(&self) -> bool {
+    pub fn all(&self) -> bool {
         self.curve && self.parameters && self.state
     }
 }
 
 /// Compares two recordings bitwise in every step.
-pub fn exactly(reference: &Recording, row: &Recording) -> Agreement {
+pub fn compare_exactly(reference: &Recording, row: &Recording) -> Agreement {
     let mut agreement = Agreement { curve: true, parameters: true, state: true };
     for (mine, theirs) in row.steps.iter().zip(&reference.steps) {
         agreement.curve &= (mine.loss, mine.norm) == (theirs.loss, theirs.norm);
@@ -47,7 +47,7 @@ pub fn exactly(reference: &Recording, row: &Recording) -> Agreement {
 }
 
 /// Returns the first step that differs, counted from 1.
-pub fn parting(reference: &Recording, row: &Recording) -> Option<u64> {
+pub fn first_differing_step(reference: &Recording, row: &Recording) -> Option<u64> {
     let same = |(mine, theirs)| mine == theirs;
     let steps = row.steps.iter().zip(&reference.steps);
     steps.zip(1..).find_map(|(both, step)| (!same(both)).then_some(step))
@@ -149,7 +149,7 @@ impl Bounds {
             // The update of an element is at most of the size of the matrix's elements, which are
             // far below ten.
             UpdateRule::Lamb { .. } => 20.0 * taken.map(|(lr, _)| lr).sum::<f64>(),
-            UpdateRule::Lars { momentum, trust, .. } => {
+            UpdateRule::Lars { momentum, trust_ratio: trust, .. } => {
                 20.0 * f64::from(trust) / (1.0 - f64::from(momentum))
                     * taken.map(|(lr, _)| lr).sum::<f64>()
             }
@@ -186,7 +186,7 @@ impl fmt::Display for Bounds {
 
 /// Compares losses and norms of every step, and tensors after the last step, within bounds. Also
 /// returns a description of the differences beyond the bounds.
-pub fn closely(
+pub fn compare_within_bounds(
     bounds: &Bounds,
     reference: &Recording,
     row: &Recording,
@@ -259,7 +259,7 @@ fn distance<'a>(differences: impl Iterator<Item = &'a TensorDifference>) -> f64 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::verify::run_layout::Marks;
+    use crate::verify::run_layout::StepRecord;
 
     const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
@@ -272,7 +272,7 @@ mod tests {
             len: 100,
         };
         let entries = vec![entry("w", ""), entry("w", "m"), entry("b", ""), entry("b", "m")];
-        let step = |i: u64| Marks {
+        let step = |i: u64| StepRecord {
             loss: (4.0 - i as f64).to_bits(),
             norm: 1f64.to_bits(),
             lr: 1e-3f64.to_bits(),
@@ -299,10 +299,10 @@ mod tests {
         let mut reference = recording();
         let mut row = other(2, 1, 1.5);
         assert_eq!(
-            exactly(&reference, &row),
+            compare_exactly(&reference, &row),
             Agreement { curve: true, parameters: false, state: true }
         );
-        assert_eq!(parting(&reference, &row), Some(2));
+        assert_eq!(first_differing_step(&reference, &row), Some(2));
         reference.steps.truncate(2);
         row.steps.truncate(2);
         assert_eq!(
@@ -312,7 +312,7 @@ mod tests {
         );
         let reference = recording();
         let row = other(1, 0, 1.5);
-        assert!(!exactly(&reference, &row).state);
+        assert!(!compare_exactly(&reference, &row).state);
         assert!(describe(&reference, &row).contains("tensor w of the optimizer's m, element 37"));
     }
 
@@ -320,10 +320,13 @@ mod tests {
     fn equal_recordings_agree() {
         let reference = recording();
         let row = recording();
-        assert!(exactly(&reference, &row).whole());
-        assert_eq!(parting(&reference, &row), None);
+        assert!(compare_exactly(&reference, &row).all());
+        assert_eq!(first_differing_step(&reference, &row), None);
         assert!(describe(&reference, &row).contains("not reproducible"));
-        assert_eq!(closely(&Bounds::new(RULE, 1.0, &reference), &reference, &row).1, None);
+        assert_eq!(
+            compare_within_bounds(&Bounds::new(RULE, 1.0, &reference), &reference, &row).1,
+            None
+        );
     }
 
     #[test]
@@ -332,13 +335,14 @@ mod tests {
         let mut row = recording();
         row.steps[2].norm = 2f64.to_bits();
         assert_eq!(
-            exactly(&reference, &row),
+            compare_exactly(&reference, &row),
             Agreement { curve: false, parameters: true, state: true }
         );
         assert!(
             describe(&reference, &row).ends_with("at step 3: norm is 2.0 here, 1.0 on one rank")
         );
-        let (agreement, text) = closely(&Bounds::new(RULE, 1.0, &reference), &reference, &row);
+        let (agreement, text) =
+            compare_within_bounds(&Bounds::new(RULE, 1.0, &reference), &reference, &row);
         assert!(!agreement.curve && text.unwrap().contains("at step 3, norm is 2.0"));
     }
 
@@ -347,13 +351,13 @@ mod tests {
         let reference = recording();
         let bounds = Bounds::new(RULE, 1.0, &reference);
         assert!((bounds.parameter - 6e-3).abs() < 1e-8, "{bounds:?}");
-        assert!(closely(&bounds, &reference, &other(0, 2, 1.005)).0.whole());
-        let (agreement, text) = closely(&bounds, &reference, &other(0, 2, 1.007));
+        assert!(compare_within_bounds(&bounds, &reference, &other(0, 2, 1.005)).0.all());
+        let (agreement, text) = compare_within_bounds(&bounds, &reference, &other(0, 2, 1.007));
         assert!(
             !agreement.parameters
                 && text.unwrap().contains("after step 3, unit h.0, tensor w, element 37")
         );
-        let (agreement, text) = closely(&bounds, &reference, &other(3, 2, 1.1));
+        let (agreement, text) = compare_within_bounds(&bounds, &reference, &other(3, 2, 1.1));
         assert!(!agreement.state && text.unwrap().contains("the optimizer's m is off by 7.1e-3"));
         let sgd = Bounds::new(UpdateRule::Sgd { momentum: 0.5, nesterov: false }, 0.5, &reference);
         assert!((sgd.parameter - 1e-3 * 3.0 * 1e-3 * 0.5 / 0.5).abs() < 1e-12, "{sgd:?}");

@@ -8,7 +8,7 @@ use crate::backend::cpu::Cpu;
 use crate::comm::{self, Comm};
 use crate::engine::on_threads;
 use crate::error::{Error, Result};
-use crate::gpu_assignment::{cpu, place};
+use crate::gpu_assignment::{assign_gpus, open_cpu};
 
 /// How the ranks of a layout are launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,9 +114,9 @@ fn processes(ranks: usize, task: &LayoutTask, folder: &Path, open_mpi: bool) -> 
 
 /// Records a layout on the device that `run.device` selects.
 fn on_device(comm: &Comm<Cpu>, task: &LayoutTask) -> Result<Recording> {
-    match place(comm, &task.config)? {
-        None => record(comm, task, cpu),
-        Some(gpu) => record(&gpu.beside(comm), task, |plan| gpu.backend(plan)),
+    match assign_gpus(comm, &task.config)? {
+        None => record(comm, task, open_cpu),
+        Some(gpu) => record(&gpu.device_comm(comm), task, |plan| gpu.backend(plan)),
     }
 }
 

@@ -10,7 +10,7 @@ use crate::parallel::{Storage, Zero};
 
 /// A layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Row {
+pub struct LayoutRow {
     /// The total number of ranks.
     pub ranks: usize,
     /// The number of pipeline stages.
@@ -28,7 +28,7 @@ pub struct Row {
 }
 
 /// The reference with which the others are compared: one rank.
-pub const REFERENCE: Row = Row {
+pub const REFERENCE: LayoutRow = LayoutRow {
     ranks: 1,
     pipeline: 1,
     tensor: 1,
@@ -38,7 +38,7 @@ pub const REFERENCE: Row = Row {
     storage: Storage::Ranks,
 };
 
-impl Row {
+impl LayoutRow {
     /// Returns the number of ranks with different data.
     pub fn data(&self) -> usize {
         self.shard * self.replica
@@ -84,7 +84,7 @@ impl Row {
     }
 }
 
-impl fmt::Display for Row {
+impl fmt::Display for LayoutRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let layout =
             format!("{} × {} × {} × {}", self.pipeline, self.replica, self.shard, self.tensor);
@@ -102,7 +102,7 @@ pub fn matrix(
     tensors: &[usize],
     stages: &[Zero],
     storage: Storage,
-) -> Vec<Row> {
+) -> Vec<LayoutRow> {
     let mut rows = Vec::new();
     for (&ranks, &pipeline) in
         ranks.iter().flat_map(|ranks| pipelines.iter().map(move |pipeline| (ranks, pipeline)))
@@ -115,13 +115,14 @@ pub fn matrix(
 }
 
 fn add_rows(
-    rows: &mut Vec<Row>,
+    rows: &mut Vec<LayoutRow>,
     [ranks, pipeline, tensor]: [usize; 3],
     stages: &[Zero],
     storage: Storage,
 ) {
     let data = ranks / (pipeline * tensor);
-    let row = |zero, shard, replica| Row { ranks, pipeline, tensor, zero, shard, replica, storage };
+    let row =
+        |zero, shard, replica| LayoutRow { ranks, pipeline, tensor, zero, shard, replica, storage };
     if !ranks.is_multiple_of(pipeline * tensor) {
         rows.push(row(Zero::Zero, 1, data.max(1)));
         return;
@@ -153,7 +154,7 @@ mod tests {
         };
         let rows = matrix(&[1, 2, 4, 8], &[1], &[1], &stages);
         assert_eq!(rows.len(), 4 * 4 + 3 * (1 + 2));
-        assert!(rows.contains(&Row {
+        assert!(rows.contains(&LayoutRow {
             ranks: 8,
             zero: Zero::Two,
             shard: 4,
@@ -169,7 +170,7 @@ mod tests {
         assert_eq!(piped.len(), 4 + 1 + (4 + 3) + 4);
         let cut = matrix(&[8], &[2], &[1, 2], &stages);
         assert_eq!(cut.len(), (4 + 3) + 4);
-        assert!(cut.contains(&Row {
+        assert!(cut.contains(&LayoutRow {
             ranks: 8,
             pipeline: 2,
             tensor: 2,
@@ -177,7 +178,7 @@ mod tests {
             shard: 2,
             ..REFERENCE
         }));
-        assert!(piped.contains(&Row { ranks: 2, pipeline: 4, ..REFERENCE }));
+        assert!(piped.contains(&LayoutRow { ranks: 2, pipeline: 4, ..REFERENCE }));
     }
 
     #[test]
@@ -196,17 +197,16 @@ mod tests {
 
     #[test]
     fn trees_are_the_same_with_powers_of_two() {
-        let tree =
-            |shard, replica, virtual_ranks| {
-                Row { ranks: shard * replica, zero: Zero::One, shard, replica, ..REFERENCE }
-                    .same_tree(virtual_ranks, 1, None)
-            };
+        let tree = |shard, replica, virtual_ranks| {
+            LayoutRow { ranks: shard * replica, zero: Zero::One, shard, replica, ..REFERENCE }
+                .same_tree(virtual_ranks, 1, None)
+        };
         assert!(tree(4, 2, 8) && tree(3, 1, 12) && tree(1, 1, 7) && tree(1, 8, 8));
         assert!(!tree(3, 4, 12), "a copy has three virtual ranks");
         assert!(!tree(4, 1, 12), "a rank has three virtual ranks");
         assert!(!tree(8, 1, 4));
         let local_sgd = |shard, replica, virtual_ranks, replicas| {
-            Row { ranks: shard * replica, shard, replica, ..REFERENCE }.same_tree(
+            LayoutRow { ranks: shard * replica, shard, replica, ..REFERENCE }.same_tree(
                 virtual_ranks,
                 1,
                 Some(replicas),
@@ -220,7 +220,7 @@ mod tests {
         );
         assert!(!local_sgd(1, 2, 12, 6), "a rank averages three replicas");
         assert!(!local_sgd(2, 1, 24, 4), "a rank adds three virtual ranks of a replica");
-        let cut = Row { ranks: 2, tensor: 2, ..REFERENCE };
+        let cut = LayoutRow { ranks: 2, tensor: 2, ..REFERENCE };
         assert!(
             cut.same_tree(1, 4, None) && cut.same_tree(1, 2, None) && !cut.same_tree(1, 6, None)
         );

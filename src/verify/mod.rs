@@ -19,11 +19,14 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use compare::{Agreement, Bounds, CLOSE_STEPS, closely, describe, exactly, parting};
-use layout_matrix::{REFERENCE, Row, matrix};
-use run_layout::{Recording, Then};
+use compare::{
+    Agreement, Bounds, CLOSE_STEPS, compare_exactly, compare_within_bounds, describe,
+    first_differing_step,
+};
+use layout_matrix::{LayoutRow, REFERENCE, matrix};
+use run_layout::{AfterRun, Recording};
 
-use crate::comm::Choice;
+use crate::comm::AlgorithmChoice;
 use crate::config::{Config, Environment, Interval, Parallel, ResolvedConfig, resolve};
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
@@ -80,7 +83,7 @@ struct VerifyReport<'a> {
 #[derive(Serialize)]
 struct RowReport {
     #[serde(flatten)]
-    row: Row,
+    row: LayoutRow,
     /// The reason why the layout cannot run, if it cannot.
     skipped: Option<String>,
     /// Whether it must be bitwise identical rather than close.
@@ -95,7 +98,7 @@ struct RowReport {
 }
 
 impl RowReport {
-    fn skipped(row: Row, why: String) -> Self {
+    fn skipped(row: LayoutRow, why: String) -> Self {
         let (exact, curve, parameters, optimizer, seconds, said) = Default::default();
         Self { row, skipped: Some(why), exact, curve, parameters, optimizer, seconds, said }
     }
@@ -112,7 +115,7 @@ pub fn verify(request: &VerifyOptions) -> Result<bool> {
     // If more steps are asked for than the run has, it becomes longer, before its schedule is
     // resolved.
     let mut request = request.clone();
-    request.config = request.config.of_any_length();
+    request.config = request.config.with_any_length();
     request.config.run.steps = request.config.run.steps.max(request.steps);
     let vocabulary = vocabulary(&request.config)?;
     request.config.parallel.virtual_ranks = virtual_ranks(&request.config, &rows, vocabulary);
@@ -176,13 +179,14 @@ struct Verifier<'a> {
 }
 
 impl<'a> Verifier<'a> {
-    fn start(request: &'a VerifyOptions, rows: &[Row], vocabulary: usize) -> Result<Self> {
+    fn start(request: &'a VerifyOptions, rows: &[LayoutRow], vocabulary: usize) -> Result<Self> {
         let config = &request.config;
         let folder = tempfile::Builder::new().prefix("hpctrain-verify-").tempdir();
         let folder =
             folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
         let plan = plan(config, REFERENCE, vocabulary)?;
-        if config.comm.algorithm == Choice::Vendor && request.launcher == Launcher::Threads {
+        if config.comm.algorithm == AlgorithmChoice::Vendor && request.launcher == Launcher::Threads
+        {
             return Err(Error::input("comm.algorithm = vendor requires MPI")
                 .hint("add --mpi, or set it to halving-doubling or ring"));
         }
@@ -196,14 +200,14 @@ impl<'a> Verifier<'a> {
         let verifier = Self {
             request,
             vocabulary,
-            reference: record_reference(request, request.steps, Then::Forget)?,
+            reference: record_reference(request, request.steps, AfterRun::Forget)?,
             bounds: None,
             folder,
             snapshot: None,
             rows: Vec::new(),
         };
         let seconds = start.elapsed().as_secs_f64();
-        let loss = |step: Option<&run_layout::Marks>| {
+        let loss = |step: Option<&run_layout::StepRecord>| {
             step.map_or(f64::NAN, |step| f64::from_bits(step.loss))
         };
         let steps = &verifier.reference.steps;
@@ -214,11 +218,11 @@ impl<'a> Verifier<'a> {
             steps.len(),
             seconds
         ));
-        Ok(verifier.expect(plan.rule, rows))
+        Ok(verifier.expect(plan.update_rule, rows))
     }
 
     /// Prints the agreement expected of the layouts.
-    fn expect(mut self, rule: UpdateRule, rows: &[Row]) -> Self {
+    fn expect(mut self, rule: UpdateRule, rows: &[LayoutRow]) -> Self {
         let config = &self.request.config;
         let has_tensor_parallelism = rows.iter().any(|row| row.tensor > 1);
         let virtual_tensor_ranks =
@@ -263,14 +267,14 @@ impl<'a> Verifier<'a> {
     fn snapshot(&mut self, step: u64) -> Result<PathBuf> {
         let path = self.folder.path().join("elements");
         if self.snapshot != Some(step) {
-            record_reference(self.request, step, Then::Write(path.clone()))?;
+            record_reference(self.request, step, AfterRun::Write(path.clone()))?;
             self.snapshot = Some(step);
         }
         Ok(path)
     }
 
     /// Runs one layout and prints its line; returns `None` if it cannot run.
-    fn row(&mut self, row: Row) -> Result<Option<bool>> {
+    fn row(&mut self, row: LayoutRow) -> Result<Option<bool>> {
         let config = &self.request.config;
         if let Err(e) = plan(config, row, self.vocabulary) {
             let why = e.to_string().replace("\nhint: ", "; ");
@@ -281,16 +285,16 @@ impl<'a> Verifier<'a> {
         let start = Instant::now();
         let exact = same_bits(config, &row);
         let recording = match exact {
-            true => self.run(row, self.request.steps, Then::Forget)?,
+            true => self.run(row, self.request.steps, AfterRun::Forget)?,
             false => {
                 let snapshot = self.snapshot(self.close_steps())?;
-                self.run(row, self.close_steps(), Then::Compare(snapshot))?
+                self.run(row, self.close_steps(), AfterRun::Compare(snapshot))?
             }
         };
         let seconds = start.elapsed().as_secs_f64();
         let (agreement, said) = match self.bounds {
-            Some(bounds) if !exact => closely(&bounds, &self.reference, &recording),
-            _ => (exactly(&self.reference, &recording), None),
+            Some(bounds) if !exact => compare_within_bounds(&bounds, &self.reference, &recording),
+            _ => (compare_exactly(&self.reference, &recording), None),
         };
         let Agreement { curve, parameters, state } = agreement;
         let word = |agrees| match (agrees, exact) {
@@ -300,7 +304,7 @@ impl<'a> Verifier<'a> {
         };
         let words = format!("{:<10}  {:<10}  {:<9}", word(curve), word(parameters), word(state));
         self.request.say(format_args!("{row}  {words}  {seconds:.1} s"));
-        let said = match parting(&self.reference, &recording) {
+        let said = match first_differing_step(&self.reference, &recording) {
             Some(step) if exact => Some(self.first_difference(row, step)?),
             _ => said,
         };
@@ -319,14 +323,14 @@ impl<'a> Verifier<'a> {
             seconds,
             said,
         });
-        Ok(Some(agreement.whole()))
+        Ok(Some(agreement.all()))
     }
 
-    fn run(&self, row: Row, steps: u64, then: Then) -> Result<Recording> {
+    fn run(&self, row: LayoutRow, steps: u64, then: AfterRun) -> Result<Recording> {
         let task =
             LayoutTask { config: row.config(&self.request.config), threads: None, steps, then };
         self.request.launcher.run(row.ranks, task, self.folder.path()).map_err(|e| {
-            let Row { ranks, pipeline, tensor, shard, replica, .. } = row;
+            let LayoutRow { ranks, pipeline, tensor, shard, replica, .. } = row;
             let place =
                 format!("{ranks} ranks, pipeline {pipeline} × replica {replica} × shard {shard} × tensor {tensor}");
             e.at(format_args!("{place}, ZeRO {}", u8::from(row.zero)))
@@ -334,9 +338,9 @@ impl<'a> Verifier<'a> {
     }
 
     /// Runs both sides again up to `step`, the first that differs, and compares elements.
-    fn first_difference(&mut self, row: Row, step: u64) -> Result<String> {
+    fn first_difference(&mut self, row: LayoutRow, step: u64) -> Result<String> {
         let snapshot = self.snapshot(step)?;
-        let recording = self.run(row, step, Then::Compare(snapshot))?;
+        let recording = self.run(row, step, AfterRun::Compare(snapshot))?;
         let mut reference = self.reference.clone();
         reference.steps.truncate(step as usize);
         Ok(describe(&reference, &recording))
@@ -344,7 +348,7 @@ impl<'a> Verifier<'a> {
 }
 
 /// Records the reference on one rank in this process.
-fn record_reference(request: &VerifyOptions, steps: u64, then: Then) -> Result<Recording> {
+fn record_reference(request: &VerifyOptions, steps: u64, then: AfterRun) -> Result<Recording> {
     launch::local(
         1,
         LayoutTask { config: REFERENCE.config(&request.config), threads: None, steps, then },
@@ -353,7 +357,7 @@ fn record_reference(request: &VerifyOptions, steps: u64, then: Then) -> Result<R
 
 /// Returns true if a layout must be bitwise identical to one rank: if virtual ranks and virtual
 /// tensor ranks are fixed, and its sums have the same trees.
-fn same_bits(config: &Config, row: &Row) -> bool {
+fn same_bits(config: &Config, row: &LayoutRow) -> bool {
     let Parallel { virtual_ranks, virtual_tensor_ranks, .. } = config.parallel;
     let local_sgd_replicas = config.local_sgd.replicas;
     let is_fixed = (virtual_ranks.is_some() || row.data() == 1)
@@ -366,7 +370,7 @@ fn same_bits(config: &Config, row: &Row) -> bool {
         )
 }
 
-fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<ResolvedConfig> {
+fn plan(config: &Config, row: LayoutRow, vocabulary: usize) -> Result<ResolvedConfig> {
     let on_gpu = config.needs_gpu();
     let facts = Environment { ranks: row.ranks, threads: 1, vocabulary: Some(vocabulary), on_gpu };
     resolve(row.config(config), &facts)
@@ -374,7 +378,7 @@ fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<ResolvedConfig> 
 
 /// Returns the virtual ranks of all layouts: with local SGD, the largest number that a layout
 /// requires.
-fn virtual_ranks(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usize> {
+fn virtual_ranks(config: &Config, rows: &[LayoutRow], vocabulary: usize) -> Option<usize> {
     if config.parallel.virtual_ranks.is_some() || config.local_sgd.sync_every == Interval::Steps(0)
     {
         return config.parallel.virtual_ranks;
@@ -387,7 +391,7 @@ fn virtual_ranks(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usi
 
 /// Returns the micro-batch size of all layouts: a pipeline requires smaller ones, whose sums would
 /// differ in the last bits.
-fn micro(config: &Config, rows: &[Row], vocabulary: usize) -> Option<u64> {
+fn micro(config: &Config, rows: &[LayoutRow], vocabulary: usize) -> Option<u64> {
     if config.batch.micro.is_some() || rows.iter().all(|row| row.pipeline == 1) {
         return config.batch.micro;
     }

@@ -14,7 +14,7 @@ use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm, Group};
 use crate::config::{Config, ResolvedConfig};
-use crate::engine::memory::{Held, check as check_memory};
+use crate::engine::memory::{BaselineMemory, check as check_memory};
 use crate::engine::micro_batches::{self, MicroBatches};
 use crate::engine::{engine, plan, train_round};
 use crate::error::{Error, Result};
@@ -31,12 +31,12 @@ pub struct LayoutTask {
     /// The number of steps, at most those of the run.
     pub steps: u64,
     /// What to do with the tensors after the last step.
-    pub then: Then,
+    pub then: AfterRun,
 }
 
 /// What to do with the tensors at the end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Then {
+pub enum AfterRun {
     /// Nothing.
     Forget,
     /// Write their elements to a file. Only on one rank.
@@ -47,7 +47,7 @@ pub enum Then {
 
 /// The results of one step. Floats are stored as bits, so that equality is bitwise.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Marks {
+pub struct StepRecord {
     /// The mean loss.
     pub loss: u64,
     /// The norm of the gradient.
@@ -64,7 +64,7 @@ pub struct Recording {
     /// The tensors, in the order of [`Marks::digests`].
     pub entries: Vec<TensorRecord>,
     /// The results of every step.
-    pub steps: Vec<Marks>,
+    pub steps: Vec<StepRecord>,
     /// The difference of every entry from the file, if compared with one.
     pub differences: Vec<TensorDifference>,
 }
@@ -86,9 +86,14 @@ pub fn record<B: Kernels>(
     let mut plan = plan(comm, task.config.clone(), &train, Some(threads))?;
     // The learning-rate schedule stays that of the whole run.
     plan.config.run.steps = task.steps;
-    let comm = &comm.select_transport(plan.config.comm.transport, comm::prove)?;
+    let comm = &comm.select_transport(plan.config.comm.transport, comm::probe_cuda_aware)?;
     let world = comm.world();
-    world.all_ok(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train]), None))?;
+    world.all_ok(check_memory::<B>(
+        &plan,
+        &topology,
+        BaselineMemory::now(comm, &[&train]),
+        None,
+    ))?;
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
     let mut progress = Progress::default();
     let mut feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
@@ -113,7 +118,7 @@ pub fn record<B: Kernels>(
         for (index, taken) in round.steps.iter().enumerate() {
             let lr = if taken.skipped() { 0.0 } else { taken.lr };
             let digests = if index == last { std::mem::take(&mut digests) } else { vec![] };
-            steps.push(Marks {
+            steps.push(StepRecord {
                 loss: taken.loss.to_bits(),
                 norm: taken.norm.to_bits(),
                 lr: lr.to_bits(),
@@ -124,14 +129,14 @@ pub fn record<B: Kernels>(
 
     let mut differences = Vec::new();
     match &task.then {
-        Then::Forget => {}
-        Then::Write(file) => {
+        AfterRun::Forget => {}
+        AfterRun::Write(file) => {
             let mut snapshot = Snapshot::create(file, &entries)?;
             visit(&mut engine.model.sharded, |entry, start, values| {
                 snapshot.write(entry, start, values)
             })?;
         }
-        Then::Compare(file) => {
+        AfterRun::Compare(file) => {
             let mine = world.all_ok(Snapshot::open(file, &entries).and_then(|mut snapshot| {
                 let mut mine = vec![TensorDifference::default(); entries.len()];
                 visit(&mut engine.model.sharded, |entry, start, values| {

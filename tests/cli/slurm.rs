@@ -8,7 +8,8 @@ use std::process::Command;
 
 use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{
-    Ended, LIMIT, finish, in_our_environment, processes, rank_of, send, start, start_beside,
+    Ended, LIMIT, finish, in_our_environment, processes, rank_of, send, start,
+    start_without_waiting,
 };
 use hpctrain_testkit::program;
 use hpctrain_testkit::runs::{Run, RunFiles, SMALL, json};
@@ -409,7 +410,7 @@ fn servers_train_with_workers_of_other_jobs_and_all_are_requeued() {
     job.until("training", || workers() == 1);
     let [preempted, other] = [0, 1].map(|_| Job::new("workers.sbatch").smallest());
     let [leaving, staying] =
-        [&preempted, &other].map(|more| start_beside(&job, more.command().arg(&files.0)));
+        [&preempted, &other].map(|more| start_without_waiting(&job, more.command().arg(&files.0)));
     job.until("training with more workers", || workers() == 3);
     send(leaving.id(), libc::SIGUSR1);
     let ended = leaving.finish(LIMIT).succeeded();

@@ -6,7 +6,7 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{
-    Algorithm, Comm, DeviceTransport, Group, Table, TransportChoice, mpi, start_mpi,
+    Algorithm, AlgorithmTable, Comm, DeviceTransport, Group, TransportChoice, mpi, start_mpi,
     start_threads_on_nodes,
 };
 use hpctrain::error::{Error, Result};
@@ -166,7 +166,7 @@ fn check_staged(nodes: &[usize], algorithm: Algorithm, lengths: &[usize], chunks
         });
         for &chunk in chunks {
             let got = on_threads::<Sealed, _>(nodes, algorithm, |comm| {
-                on_device(comm.in_chunks(chunk).world(), false).operations(len).unwrap()
+                on_device(comm.with_staging_chunk(chunk).world(), false).operations(len).unwrap()
             });
             for (rank, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
                 let what =
@@ -208,7 +208,7 @@ fn every_way_over_mpi() {
     }
     let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
     for algorithm in Algorithm::ALL {
-        let table = Table::always(algorithm);
+        let table = AlgorithmTable::uniform(algorithm);
         let host = on_host(comm.world().with_algorithms(table.clone()));
         let exact = algorithm != Algorithm::Vendor;
         let device = |comm: Comm<Sealed>, shown| {
@@ -217,7 +217,7 @@ fn every_way_over_mpi() {
         let staged = comm.on::<Sealed>().with_transport(DeviceTransport::HostStaged);
         let ways = [
             ("staged", device(staged.clone(), false)),
-            ("staged in chunks", device(staged.in_chunks(60), false)),
+            ("staged in chunks", device(staged.with_staging_chunk(60), false)),
             ("direct", device(comm.on().with_transport(DeviceTransport::CudaAware), true)),
         ];
         for len in LENGTHS.into_iter().chain([300_000, 1_200_001]) {
@@ -235,10 +235,14 @@ fn every_way_over_mpi() {
         }
         // The number of slots that unsent messages hold depends on timing.
         for (way, rank) in ways.iter().filter(|(way, _)| *way == "direct") {
-            let stats = rank.backend.ledger();
-            let fresh = stats.fresh();
+            let stats = rank.backend.memory_stats();
+            let fresh = stats.system_allocs();
             rank.operations(1000).unwrap();
-            assert_eq!(stats.fresh(), fresh, "{way} allocates memory for a repeated operation");
+            assert_eq!(
+                stats.system_allocs(),
+                fresh,
+                "{way} allocates memory for a repeated operation"
+            );
         }
     }
     comm.shutdown();
@@ -301,7 +305,8 @@ fn nccl_in_chunks_between_threads() {
                     };
                     let wanted = on_threads(nodes, Algorithm::HalvingDoubling, host);
                     let got = on_threads(nodes, Algorithm::HalvingDoubling, |comm: Comm<Cuda>| {
-                        let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(slot);
+                        let comm =
+                            comm.with_transport(DeviceTransport::Nccl).with_staging_chunk(slot);
                         let rank = on_gpu(comm.world(), comm.rank());
                         let results = lengths.map(|len| rank.operations(len).unwrap());
                         // A rank sends all terms but those of its own share, and its share of the
@@ -355,7 +360,7 @@ fn nccl_over_mpi() {
     let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
     let gpu = on_gpu(comm.on().with_transport(DeviceTransport::Nccl).world(), comm.rank());
     for algorithm in Algorithm::ALL {
-        let table = Table::always(algorithm);
+        let table = AlgorithmTable::uniform(algorithm);
         let host = on_host(comm.world().with_algorithms(table.clone()));
         let device = Rank {
             group: gpu.group.with_algorithms(table),
@@ -372,9 +377,13 @@ fn nccl_over_mpi() {
                 algorithm != Algorithm::Vendor,
             );
         }
-        let fresh = device.backend.ledger().fresh();
+        let fresh = device.backend.memory_stats().system_allocs();
         device.operations(7).unwrap();
-        assert_eq!(device.backend.ledger().fresh(), fresh, "a repeated operation allocates memory");
+        assert_eq!(
+            device.backend.memory_stats().system_allocs(),
+            fresh,
+            "a repeated operation allocates memory"
+        );
     }
     comm.shutdown();
 }
@@ -439,13 +448,13 @@ fn an_abort_reaches_a_rank_that_waits_for_its_device() {
 fn staging_is_counted_and_bounded() {
     const SLOTS: usize = 2 * 3 * 10;
     on_threads::<Sealed, _>(&[0, 0, 0], Algorithm::HalvingDoubling, |comm| {
-        let comm = comm.in_chunks(100);
+        let comm = comm.with_staging_chunk(100);
         let rank = on_device(comm.world(), false);
         comm.count_memory(rank.backend.clone());
-        let stats = rank.backend.ledger();
+        let stats = rank.backend.memory_stats();
         for _ in 0..8 {
             rank.operations(1000).unwrap();
-            let slots = stats.fresh();
+            let slots = stats.system_allocs();
             let bytes = stats.live(MemoryKind::Communication);
             assert!((3..=SLOTS).contains(&slots), "{slots} slots");
             assert!(
@@ -461,7 +470,7 @@ fn routes_are_found() {
     on_threads::<Sealed, _>(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let way = |route| {
             comm.select_transport(route, || unreachable!("threads are not probed"))
-                .map(|comm| comm.device_path())
+                .map(|comm| comm.device_transport())
         };
         assert_eq!(
             (way(TransportChoice::HostStaged).unwrap(), way(TransportChoice::Auto).unwrap()),
@@ -489,7 +498,7 @@ fn routes_are_found() {
     });
     on_threads::<Cpu, _>(&[0], Algorithm::HalvingDoubling, |comm| {
         assert_eq!(
-            comm.select_transport(TransportChoice::Auto, || Ok(())).unwrap().device_path(),
+            comm.select_transport(TransportChoice::Auto, || Ok(())).unwrap().device_transport(),
             None
         );
         let error = comm.select_transport(TransportChoice::CudaAware, || Ok(())).err().unwrap();
@@ -512,9 +521,9 @@ fn cuda_aware_mpi_is_probed() {
     if is_rank_of(NAME) && std::env::args().any(|argument| argument == CHILD) {
         // One of the two probe processes.
         let probed = match device.as_str() {
-            "shown" => mpi::prove(|_| Ok(Sealed::new(true))),
-            "hidden" => mpi::prove(|_| Ok(Sealed::new(false))),
-            _ => mpi::prove(|_| Ok(Cpu::new(1))),
+            "shown" => mpi::run_cuda_probe(|_| Ok(Sealed::new(true))),
+            "hidden" => mpi::run_cuda_probe(|_| Ok(Sealed::new(false))),
+            _ => mpi::run_cuda_probe(|_| Ok(Cpu::new(1))),
         };
         return probed.unwrap_or_else(|e| {
             eprintln!("error: {e}");
@@ -525,12 +534,13 @@ fn cuda_aware_mpi_is_probed() {
         let comm = start_mpi::<Sealed>(Algorithm::HalvingDoubling).unwrap();
         let prove = || {
             assert_eq!(comm.rank(), 0, "one rank of a node runs the probe");
-            let processes = mpi::prove_in_child(&[NAME, "--exact", "--nocapture", CHILD])?;
+            let processes = mpi::probe_in_child(&[NAME, "--exact", "--nocapture", CHILD])?;
             assert_eq!(processes, 2, "the probe exchanges memory between processes");
             Ok(())
         };
-        let found =
-            comm.select_transport(TransportChoice::CudaAware, prove).map(|comm| comm.device_path());
+        let found = comm
+            .select_transport(TransportChoice::CudaAware, prove)
+            .map(|comm| comm.device_transport());
         match device.as_str() {
             "shown" => assert_eq!(found.unwrap(), Some(DeviceTransport::CudaAware)),
             "hidden" => {
@@ -546,7 +556,7 @@ fn cuda_aware_mpi_is_probed() {
         // Debian's library does not claim to be CUDA-aware, so it is not probed.
         let never = || Err(Error::internal("probed"));
         assert_eq!(
-            comm.select_transport(TransportChoice::Auto, never).unwrap().device_path(),
+            comm.select_transport(TransportChoice::Auto, never).unwrap().device_transport(),
             Some(DeviceTransport::HostStaged)
         );
         comm.shutdown();

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
 use hpctrain::backend::{Backend, MemoryKind};
-use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, start_mpi, start_threads_on_nodes};
+use hpctrain::comm::{
+    Algorithm, AlgorithmTable, Comm, Group, Operation, start_mpi, start_threads_on_nodes,
+};
 use hpctrain::error::{Error, Result};
 
 use hpctrain_testkit::launch;
@@ -190,7 +192,7 @@ fn more_than_two_gibibytes() {
     let value = |rank: usize, i: usize| ((i % 1009) * (rank + 1)) as f32;
     let mut whole = Cpu::new(1).alloc(MemoryKind::Communication, len).unwrap();
     for algorithm in [Algorithm::HalvingDoubling, Algorithm::Ring, Algorithm::Vendor] {
-        let group = world.with_algorithms(Table::always(algorithm));
+        let group = world.with_algorithms(AlgorithmTable::uniform(algorithm));
         for operation in Operation::ALL {
             whole.as_mut_slice().iter_mut().enumerate().for_each(|(i, x)| *x = value(rank, i));
             whole = group.run(operation, whole).wait().unwrap();

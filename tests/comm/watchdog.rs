@@ -303,7 +303,7 @@ fn a_rank_is_stopped_at_the_end() {
     if is_rank_of(NAME) {
         hpctrain::job::name_console(None);
         let comm = start_mpi_within::<Cpu>(Algorithm::HalvingDoubling, SOON).unwrap();
-        comm.wait_at_most(Duration::from_secs(2)).unwrap();
+        comm.set_watchdog_timeout(Duration::from_secs(2)).unwrap();
         let folder = std::env::var_os(FOLDER).unwrap();
         drop(comm.watch(Path::new(&folder), Duration::from_secs(2)).unwrap());
         comm.world().all_ok(Ok(())).unwrap();

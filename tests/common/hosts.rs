@@ -55,7 +55,7 @@ impl Hosts {
 
     /// Runs a command of the script to its end; returns what it prints.
     #[track_caller]
-    pub fn act(&self, arguments: &[&str]) -> String {
+    pub fn run_script(&self, arguments: &[&str]) -> String {
         let output = inherits_nothing(&mut self.script(arguments)).output().unwrap();
         assert!(output.status.success(), "{arguments:?}: {output:?}");
         String::from_utf8(output.stdout).unwrap()
@@ -96,7 +96,7 @@ impl Hosts {
 
     /// Returns the numbers of bytes that a host has sent and received.
     pub fn bytes(&self, host: &str) -> (u64, u64) {
-        let text = self.act(&["bytes", host]);
+        let text = self.run_script(&["bytes", host]);
         let (sent, received) = text.trim().split_once(' ').unwrap();
         (sent.parse().unwrap(), received.parse().unwrap())
     }

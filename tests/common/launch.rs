@@ -122,7 +122,7 @@ pub struct Running {
     /// The folder with its output.
     folder: tempfile::TempDir,
     /// Its cores; none for a program that runs together with another one of the same test.
-    _share: Option<Share>,
+    _share: Option<CoreShare>,
 }
 
 /// The number of cores that no job of the tests uses. It is set when the first job starts.
@@ -130,12 +130,12 @@ static FREE: Mutex<Option<usize>> = Mutex::new(None);
 static FREED: Condvar = Condvar::new();
 
 /// The cores of a job, which are freed when this is dropped.
-pub struct Share(usize);
+pub struct CoreShare(usize);
 
-impl Share {
+impl CoreShare {
     /// Waits for one core for a process, or for half of all cores for the ranks of a job, which
     /// often wait for messages.
-    pub fn of(command: &Command) -> Self {
+    pub fn acquire(command: &Command) -> Self {
         let all = std::thread::available_parallelism().map_or(1, usize::from);
         let mut words = command.get_args().chain([command.get_program()]).filter_map(OsStr::to_str);
         // The words may also be in a shell script.
@@ -155,7 +155,7 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for CoreShare {
     fn drop(&mut self) {
         let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
         *free = free.map(|free| free + self.0);
@@ -165,22 +165,22 @@ impl Drop for Share {
 
 /// Waits for free cores, and starts a program in its own process group.
 pub fn start(command: &mut Command) -> Running {
-    let share = Share::of(command);
+    let share = CoreShare::acquire(command);
     spawn(command, Some(share))
 }
 
 /// Starts a program on cores that the test has already waited for, so that it can measure time.
-pub fn start_on(share: Share, command: &mut Command) -> Running {
+pub fn start_on(share: CoreShare, command: &mut Command) -> Running {
     spawn(command, Some(share))
 }
 
 /// Starts a program that runs together with another one of the same test, without waiting for
 /// cores.
-pub fn start_beside(_first: &Running, command: &mut Command) -> Running {
+pub fn start_without_waiting(_first: &Running, command: &mut Command) -> Running {
     spawn(command, None)
 }
 
-fn spawn(command: &mut Command, share: Option<Share>) -> Running {
+fn spawn(command: &mut Command, share: Option<CoreShare>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let file = |name| File::create(folder.path().join(name)).unwrap();
     command

@@ -8,7 +8,7 @@ use super::runs::RunFiles;
 
 /// The computation of a run, whose reference is a run of the same computation on one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sums {
+pub struct Computation {
     virtual_ranks: usize,
     batch: usize,
     /// The number of samples of a micro-batch.
@@ -18,7 +18,7 @@ pub struct Sums {
     slices: usize,
 }
 
-impl Sums {
+impl Computation {
     fn settings(self) -> Vec<String> {
         let Self { virtual_ranks, batch, micro, dropout, slices } = self;
         vec![
@@ -32,150 +32,166 @@ impl Sums {
 }
 
 /// Eight virtual ranks of one sample.
-const EIGHT: Sums = Sums { virtual_ranks: 8, batch: 8, micro: 1, dropout: 0.0, slices: 1 };
-const DROPOUT: Sums = Sums { dropout: 0.1, ..EIGHT };
+const EIGHT: Computation =
+    Computation { virtual_ranks: 8, batch: 8, micro: 1, dropout: 0.0, slices: 1 };
+const DROPOUT: Computation = Computation { dropout: 0.1, ..EIGHT };
 /// Eight virtual ranks of three samples, computed together or one after another.
-const WIDE: Sums = Sums { virtual_ranks: 8, batch: 24, micro: 3, dropout: 0.0, slices: 1 };
-const ACCUMULATED: Sums = Sums { micro: 1, ..WIDE };
-const TWELVE: Sums = Sums { virtual_ranks: 12, batch: 12, micro: 1, dropout: 0.0, slices: 1 };
-const SIX: Sums = Sums { virtual_ranks: 6, batch: 24, micro: 2, dropout: 0.1, slices: 1 };
+const WIDE: Computation =
+    Computation { virtual_ranks: 8, batch: 24, micro: 3, dropout: 0.0, slices: 1 };
+const ACCUMULATED: Computation = Computation { micro: 1, ..WIDE };
+const TWELVE: Computation =
+    Computation { virtual_ranks: 12, batch: 12, micro: 1, dropout: 0.0, slices: 1 };
+const SIX: Computation =
+    Computation { virtual_ranks: 6, batch: 24, micro: 2, dropout: 0.1, slices: 1 };
 /// Blocks with two virtual tensor-parallel ranks.
-const SLICED: Sums = Sums { slices: 2, ..DROPOUT };
-const SLICED_ACCUMULATED: Sums = Sums { slices: 2, ..ACCUMULATED };
+const SLICED: Computation = Computation { slices: 2, ..DROPOUT };
+const SLICED_ACCUMULATED: Computation = Computation { slices: 2, ..ACCUMULATED };
 
 /// A layout that must give the bits of the reference.
-pub struct Row(pub Sums, pub Transport, pub &'static str);
+pub struct LayoutCase(pub Computation, pub Transport, pub &'static str);
 
 /// All layouts that must not change any bit.
-pub const SAME: [Row; 83] = [
+pub const EQUAL_LAYOUTS: [LayoutCase; 83] = [
     // More threads or activation checkpointing on one rank.
-    Row(EIGHT, Alone, "run.threads=3"),
-    Row(EIGHT, Alone, "parallel.recompute=true"),
-    Row(DROPOUT, Alone, "parallel.recompute=true run.threads=1"),
-    Row(EIGHT, Alone, "parallel.zero=3"),
-    Row(EIGHT, Mpirun(1), "parallel.zero=3"),
-    Row(EIGHT, Simulate(1), ""),
+    LayoutCase(EIGHT, Alone, "run.threads=3"),
+    LayoutCase(EIGHT, Alone, "parallel.recompute=true"),
+    LayoutCase(DROPOUT, Alone, "parallel.recompute=true run.threads=1"),
+    LayoutCase(EIGHT, Alone, "parallel.zero=3"),
+    LayoutCase(EIGHT, Mpirun(1), "parallel.zero=3"),
+    LayoutCase(EIGHT, Simulate(1), ""),
     // Every ZeRO stage on every power of two of ranks.
-    Row(EIGHT, Mpirun(2), "parallel.zero=0"),
-    Row(EIGHT, Mpirun(2), "parallel.zero=1"),
-    Row(EIGHT, Mpirun(2), "parallel.zero=2"),
-    Row(EIGHT, Mpirun(2), "parallel.zero=3"),
-    Row(EIGHT, Mpirun(4), "parallel.zero=0"),
-    Row(EIGHT, Mpirun(4), "parallel.zero=1"),
-    Row(EIGHT, Mpirun(4), "parallel.zero=2"),
-    Row(EIGHT, Mpirun(4), "parallel.zero=3"),
-    Row(EIGHT, Simulate(2), "parallel.zero=1"),
-    Row(EIGHT, Simulate(4), "parallel.zero=3"),
-    Row(EIGHT, Simulate(8), "parallel.zero=0"),
-    Row(EIGHT, Simulate(8), "parallel.zero=1"),
-    Row(EIGHT, Simulate(8), "parallel.zero=2"),
-    Row(EIGHT, Simulate(8), "parallel.zero=3"),
+    LayoutCase(EIGHT, Mpirun(2), "parallel.zero=0"),
+    LayoutCase(EIGHT, Mpirun(2), "parallel.zero=1"),
+    LayoutCase(EIGHT, Mpirun(2), "parallel.zero=2"),
+    LayoutCase(EIGHT, Mpirun(2), "parallel.zero=3"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=0"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=1"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=2"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=3"),
+    LayoutCase(EIGHT, Simulate(2), "parallel.zero=1"),
+    LayoutCase(EIGHT, Simulate(4), "parallel.zero=3"),
+    LayoutCase(EIGHT, Simulate(8), "parallel.zero=0"),
+    LayoutCase(EIGHT, Simulate(8), "parallel.zero=1"),
+    LayoutCase(EIGHT, Simulate(8), "parallel.zero=2"),
+    LayoutCase(EIGHT, Simulate(8), "parallel.zero=3"),
     // Hybrid sharding: replicas of shards.
-    Row(EIGHT, Mpirun(4), "parallel.zero=1 parallel.shard=2 parallel.replica=2"),
-    Row(EIGHT, Mpirun(4), "parallel.zero=2 parallel.shard=2 parallel.replica=2"),
-    Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.replica=2"),
-    Row(EIGHT, Simulate(8), "parallel.zero=3 parallel.shard=2"),
-    Row(EIGHT, Simulate(8), "parallel.zero=2 parallel.replica=2"),
-    Row(EIGHT, Simulate(4), "parallel.zero=3 parallel.replica=4"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=1 parallel.shard=2 parallel.replica=2"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=2 parallel.shard=2 parallel.replica=2"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.replica=2"),
+    LayoutCase(EIGHT, Simulate(8), "parallel.zero=3 parallel.shard=2"),
+    LayoutCase(EIGHT, Simulate(8), "parallel.zero=2 parallel.replica=2"),
+    LayoutCase(EIGHT, Simulate(4), "parallel.zero=3 parallel.replica=4"),
     // Algorithms that add in the same order.
-    Row(EIGHT, Mpirun(2), "comm.algorithm=hierarchical"),
-    Row(EIGHT, Mpirun(4), "comm.algorithm=reduce-to-one parallel.zero=2"),
-    Row(EIGHT, Mpirun(4), "comm.algorithm=hierarchical parallel.zero=3 parallel.replica=2"),
-    Row(EIGHT, Simulate(8), "comm.algorithm=reduce-to-one parallel.zero=1"),
-    Row(EIGHT, Mpirun(2), "comm.algorithm=halving-doubling parallel.zero=1"),
+    LayoutCase(EIGHT, Mpirun(2), "comm.algorithm=hierarchical"),
+    LayoutCase(EIGHT, Mpirun(4), "comm.algorithm=reduce-to-one parallel.zero=2"),
+    LayoutCase(EIGHT, Mpirun(4), "comm.algorithm=hierarchical parallel.zero=3 parallel.replica=2"),
+    LayoutCase(EIGHT, Simulate(8), "comm.algorithm=reduce-to-one parallel.zero=1"),
+    LayoutCase(EIGHT, Mpirun(2), "comm.algorithm=halving-doubling parallel.zero=1"),
     // Dropout and activation checkpointing.
-    Row(DROPOUT, Mpirun(2), "parallel.zero=0 parallel.recompute=true"),
-    Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.recompute=true"),
-    Row(DROPOUT, Simulate(8), "parallel.zero=2"),
+    LayoutCase(DROPOUT, Mpirun(2), "parallel.zero=0 parallel.recompute=true"),
+    LayoutCase(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.recompute=true"),
+    LayoutCase(DROPOUT, Simulate(8), "parallel.zero=2"),
     // Parameters all-gathered on demand or prefetched; the head is tied to the first unit.
-    Row(EIGHT, Mpirun(2), "parallel.zero=3 parallel.prefetch=0"),
-    Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2"),
-    Row(EIGHT, Simulate(8), "parallel.zero=3 parallel.prefetch=8"),
-    Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2 parallel.recompute=true"),
-    Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2 parallel.shard=2"),
-    Row(ACCUMULATED, Mpirun(2), "parallel.zero=3 parallel.prefetch=8"),
-    Row(ACCUMULATED, Simulate(4), "parallel.zero=3 parallel.prefetch=0 parallel.replica=2"),
+    LayoutCase(EIGHT, Mpirun(2), "parallel.zero=3 parallel.prefetch=0"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2"),
+    LayoutCase(EIGHT, Simulate(8), "parallel.zero=3 parallel.prefetch=8"),
+    LayoutCase(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2 parallel.recompute=true"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2 parallel.shard=2"),
+    LayoutCase(ACCUMULATED, Mpirun(2), "parallel.zero=3 parallel.prefetch=8"),
+    LayoutCase(ACCUMULATED, Simulate(4), "parallel.zero=3 parallel.prefetch=0 parallel.replica=2"),
     // Micro-batches.
-    Row(WIDE, Mpirun(2), "parallel.zero=2"),
-    Row(WIDE, Simulate(8), "parallel.zero=3 parallel.recompute=true"),
-    Row(ACCUMULATED, Mpirun(4), "parallel.zero=3"),
-    Row(ACCUMULATED, Simulate(2), "parallel.zero=1 parallel.recompute=true"),
+    LayoutCase(WIDE, Mpirun(2), "parallel.zero=2"),
+    LayoutCase(WIDE, Simulate(8), "parallel.zero=3 parallel.recompute=true"),
+    LayoutCase(ACCUMULATED, Mpirun(4), "parallel.zero=3"),
+    LayoutCase(ACCUMULATED, Simulate(2), "parallel.zero=1 parallel.recompute=true"),
     // Numbers of ranks that are not powers of two.
-    Row(TWELVE, Mpirun(3), "parallel.zero=0"),
-    Row(TWELVE, Simulate(3), "parallel.zero=3"),
-    Row(TWELVE, Simulate(12), "parallel.zero=2"),
-    Row(SIX, Mpirun(3), "parallel.zero=1"),
-    Row(SIX, Mpirun(3), "parallel.zero=3 parallel.recompute=true"),
-    Row(SIX, Simulate(6), "parallel.zero=2 parallel.shard=2"),
-    Row(SIX, Simulate(3), "parallel.zero=2"),
+    LayoutCase(TWELVE, Mpirun(3), "parallel.zero=0"),
+    LayoutCase(TWELVE, Simulate(3), "parallel.zero=3"),
+    LayoutCase(TWELVE, Simulate(12), "parallel.zero=2"),
+    LayoutCase(SIX, Mpirun(3), "parallel.zero=1"),
+    LayoutCase(SIX, Mpirun(3), "parallel.zero=3 parallel.recompute=true"),
+    LayoutCase(SIX, Simulate(6), "parallel.zero=2 parallel.shard=2"),
+    LayoutCase(SIX, Simulate(3), "parallel.zero=2"),
     // Pipeline parallelism; the head is tied to the embedding table of the first stage.
-    Row(EIGHT, Mpirun(2), "parallel.pipeline=2"),
-    Row(DROPOUT, Mpirun(2), "parallel.pipeline=2 parallel.recompute=true parallel.stages=[1,3]"),
-    Row(DROPOUT, Mpirun(4), "parallel.pipeline=2 parallel.zero=1"),
-    Row(EIGHT, Mpirun(4), "parallel.pipeline=2 parallel.zero=3 parallel.recompute=true"),
-    Row(WIDE, Mpirun(4), "parallel.pipeline=2 parallel.zero=2 parallel.prefetch=0"),
-    Row(ACCUMULATED, Mpirun(4), "parallel.pipeline=4"),
-    Row(ACCUMULATED, Simulate(8), "parallel.pipeline=4 parallel.zero=3"),
-    Row(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.shard=2 parallel.zero=1"),
-    Row(TWELVE, Simulate(9), "parallel.pipeline=3"),
-    Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.zero=2"),
+    LayoutCase(EIGHT, Mpirun(2), "parallel.pipeline=2"),
+    LayoutCase(
+        DROPOUT,
+        Mpirun(2),
+        "parallel.pipeline=2 parallel.recompute=true parallel.stages=[1,3]",
+    ),
+    LayoutCase(DROPOUT, Mpirun(4), "parallel.pipeline=2 parallel.zero=1"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.pipeline=2 parallel.zero=3 parallel.recompute=true"),
+    LayoutCase(WIDE, Mpirun(4), "parallel.pipeline=2 parallel.zero=2 parallel.prefetch=0"),
+    LayoutCase(ACCUMULATED, Mpirun(4), "parallel.pipeline=4"),
+    LayoutCase(ACCUMULATED, Simulate(8), "parallel.pipeline=4 parallel.zero=3"),
+    LayoutCase(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.shard=2 parallel.zero=1"),
+    LayoutCase(TWELVE, Simulate(9), "parallel.pipeline=3"),
+    LayoutCase(SIX, Simulate(6), "parallel.pipeline=2 parallel.zero=2"),
     // Deferred wgrad.
-    Row(ACCUMULATED, Mpirun(2), "parallel.pipeline=2 parallel.schedule=zero-bubble"),
-    Row(
+    LayoutCase(ACCUMULATED, Mpirun(2), "parallel.pipeline=2 parallel.schedule=zero-bubble"),
+    LayoutCase(
         ACCUMULATED,
         Mpirun(4),
         "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.recompute=true",
     ),
-    Row(
+    LayoutCase(
         ACCUMULATED,
         Mpirun(4),
         "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=3",
     ),
-    Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=1"),
-    Row(
+    LayoutCase(
+        SIX,
+        Simulate(6),
+        "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=1",
+    ),
+    LayoutCase(
         ACCUMULATED,
         Simulate(8),
         "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.zero=2",
     ),
-    Row(
+    LayoutCase(
         DROPOUT,
         Simulate(8),
         "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.shard=2 parallel.zero=1",
     ),
     // Central storage, on one rank or several.
-    Row(EIGHT, Mpirun(2), "parallel.storage=central"),
-    Row(
+    LayoutCase(EIGHT, Mpirun(2), "parallel.storage=central"),
+    LayoutCase(
         DROPOUT,
         Mpirun(4),
         "parallel.storage=central parallel.owners=2 parallel.recompute=true comm.algorithm=reduce-to-one",
     ),
-    Row(ACCUMULATED, Simulate(8), "parallel.storage=central parallel.owners=2 parallel.pipeline=2"),
+    LayoutCase(
+        ACCUMULATED,
+        Simulate(8),
+        "parallel.storage=central parallel.owners=2 parallel.pipeline=2",
+    ),
     // Processes over TCP.
-    Row(EIGHT, Spawn(2), "parallel.zero=3"),
-    Row(DROPOUT, Spawn(4), "parallel.zero=1 parallel.pipeline=2"),
-    Row(SLICED, Spawn(2), "parallel.tensor=2 parallel.sequence=true"),
+    LayoutCase(EIGHT, Spawn(2), "parallel.zero=3"),
+    LayoutCase(DROPOUT, Spawn(4), "parallel.zero=1 parallel.pipeline=2"),
+    LayoutCase(SLICED, Spawn(2), "parallel.tensor=2 parallel.sequence=true"),
     // Tensor and sequence parallelism.
-    Row(SLICED, Alone, "parallel.recompute=true run.threads=1"),
-    Row(SLICED, Mpirun(2), "parallel.tensor=2"),
-    Row(SLICED, Mpirun(2), "parallel.tensor=2 parallel.sequence=true"),
-    Row(SLICED, Mpirun(4), "parallel.tensor=2 parallel.zero=3 parallel.recompute=true"),
-    Row(
+    LayoutCase(SLICED, Alone, "parallel.recompute=true run.threads=1"),
+    LayoutCase(SLICED, Mpirun(2), "parallel.tensor=2"),
+    LayoutCase(SLICED, Mpirun(2), "parallel.tensor=2 parallel.sequence=true"),
+    LayoutCase(SLICED, Mpirun(4), "parallel.tensor=2 parallel.zero=3 parallel.recompute=true"),
+    LayoutCase(
         SLICED_ACCUMULATED,
         Mpirun(4),
         "parallel.tensor=2 parallel.sequence=true parallel.pipeline=2",
     ),
-    Row(SLICED, Simulate(4), "parallel.zero=2"),
-    Row(
+    LayoutCase(SLICED, Simulate(4), "parallel.zero=2"),
+    LayoutCase(
         SLICED,
         Simulate(8),
         "parallel.tensor=2 parallel.pipeline=2 parallel.shard=2 parallel.zero=1",
     ),
-    Row(
+    LayoutCase(
         SLICED_ACCUMULATED,
         Simulate(4),
         "parallel.tensor=2 parallel.pipeline=2 parallel.schedule=zero-bubble",
     ),
-    Row(
+    LayoutCase(
         SLICED,
         Simulate(8),
         "parallel.tensor=2 parallel.sequence=true parallel.zero=3 parallel.replica=2",
@@ -187,17 +203,17 @@ pub const SAME: [Row; 83] = [
 /// under a name.
 #[track_caller]
 pub fn give_the_same_bits<'a>(
-    rows: impl IntoIterator<Item = (&'a Row, Vec<&'a str>)>,
+    rows: impl IntoIterator<Item = (&'a LayoutCase, Vec<&'a str>)>,
     steps: u64,
     run: impl Fn(Transport, Vec<String>, &str) -> RunFiles,
 ) {
-    let mut references: Vec<(Sums, RunFiles)> = Vec::new();
-    let run = |sums: Sums, transport, settings: &[&str], name: String| {
+    let mut references: Vec<(Computation, RunFiles)> = Vec::new();
+    let run = |sums: Computation, transport, settings: &[&str], name: String| {
         let settings =
             sums.settings().into_iter().chain(settings.iter().map(|setting| setting.to_string()));
         run(transport, settings.collect(), &name)
     };
-    for (i, (Row(sums, transport, settings), more)) in rows.into_iter().enumerate() {
+    for (i, (LayoutCase(sums, transport, settings), more)) in rows.into_iter().enumerate() {
         if !references.iter().any(|(known, _)| known == sums) {
             references
                 .push((*sums, run(*sums, Alone, &[], format!("reference-{}", references.len()))));

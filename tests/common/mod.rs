@@ -106,13 +106,13 @@ pub fn engine_on<B: Kernels>(
     let updates = Updates {
         rule,
         groups: vec![],
-        average: None,
-        averaging: None,
+        ema_decay: None,
+        local_sgd: None,
         storage,
-        audit_every: 0,
+        sdc_check_every: 0,
         host: None,
     };
-    let keep = zero.residency();
+    let keep = zero.sharding_policy();
     let stage = Stage::whole(&loans(&blocks));
     let slices = TensorShards::whole();
     let sharded = Sharded::new(
@@ -136,7 +136,11 @@ pub fn engine_on<B: Kernels>(
         seed: 7,
     };
     let objective = Objective::new(loss, network.outputs(), !network.is_language());
-    Engine { model: Model::new(backend, blocks, objective, sharded), geometry, host_inputs: None }
+    Engine {
+        model: Model::new(backend, blocks, objective, sharded),
+        geometry,
+        activation_offload: None,
+    }
 }
 
 /// Creates a micro-batch of sequences `first..` of a global batch.
@@ -147,7 +151,7 @@ pub fn micro<B: Kernels>(
     time: usize,
     first: u64,
 ) -> MicroBatch<B> {
-    MicroBatch::of_text(backend, tokens, targets, time, first).unwrap()
+    MicroBatch::from_text(backend, tokens, targets, time, first).unwrap()
 }
 
 /// Returns the reduced gradients of one rank that owns everything, by tensor name.

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use hpctrain::backend::{
-    AllocatedOn, Backend, CommBuffer, DeviceCopies, DeviceEvent, DeviceSpan, MemoryKind,
-    MemoryStats, Pinned, Profile, Scratch,
+    Backend, CommBuffer, DeviceCopies, DeviceEvent, DeviceSpan, MemoryKind, MemoryStats, Pinned,
+    Profile, Scratch, SpanAtOffset,
 };
 use hpctrain::error::{Error, Result};
 
@@ -170,18 +170,18 @@ impl Scratch for Place {
 
 impl DeviceCopies for SealedPort {
     fn pinned(&self, words: usize) -> Result<Box<dyn Pinned>> {
-        self.stats.note_fresh();
+        self.stats.record_system_alloc();
         Ok(Box::new(Words::new(words)))
     }
 
     fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>> {
-        self.stats.note_fresh();
+        self.stats.record_system_alloc();
         Ok(Box::new(Place(Words::new(words), self.hidden)))
     }
 
     unsafe fn download(
         &self,
-        pieces: &[AllocatedOn<'_>],
+        pieces: &[SpanAtOffset<'_>],
         host: *mut f32,
     ) -> Result<Box<dyn DeviceEvent>> {
         for (span, at) in pieces {
@@ -200,7 +200,7 @@ impl DeviceCopies for SealedPort {
     unsafe fn upload(
         &self,
         host: *const f32,
-        pieces: &[AllocatedOn<'_>],
+        pieces: &[SpanAtOffset<'_>],
     ) -> Result<Box<dyn DeviceEvent>> {
         for (span, at) in pieces {
             let hidden = self.hidden;
@@ -341,11 +341,11 @@ impl Backend for Sealed {
         Ok(scalar)
     }
 
-    fn upload_ints(&self, host: &[u32]) -> Result<Vec<u32>> {
+    fn upload_indices(&self, host: &[u32]) -> Result<Vec<u32>> {
         Ok(host.to_vec())
     }
 
-    fn ints_len(ints: &Vec<u32>) -> usize {
+    fn indices_len(ints: &Vec<u32>) -> usize {
         ints.len()
     }
 
@@ -377,7 +377,7 @@ impl Backend for Sealed {
         unimplemented!("windows are whole buffers here")
     }
 
-    fn cut_mut(_: Self::ViewMut<'_>, _: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
+    fn split_at_mut(_: Self::ViewMut<'_>, _: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
         unimplemented!("windows are whole buffers here")
     }
 
@@ -400,7 +400,7 @@ impl Backend for Sealed {
 
     fn trim(&self) {}
 
-    fn ledger(&self) -> &MemoryStats {
+    fn memory_stats(&self) -> &MemoryStats {
         &self.stats
     }
 

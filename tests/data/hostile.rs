@@ -84,7 +84,8 @@ fn gzipped_files_are_unpacked_as_far_as_they_declare() {
         std::fs::write(&images, content).unwrap();
         let images = images.clone();
         let labels = labels.clone();
-        import_idx(&ImportIdx { images, labels, kept: kept(root.path().join("out")) }).unwrap_err()
+        import_idx(&ImportIdx { images, labels, options: kept(root.path().join("out")) })
+            .unwrap_err()
     };
     // 200 MB behind a header that declares 12 bytes.
     assert_refused(
@@ -101,7 +102,7 @@ fn gzipped_files_are_unpacked_as_far_as_they_declare() {
         assert_refused(&refused(&idx(shape)), "is too large for any memory");
     }
     std::fs::write(&images, gzipped(&idx(&[3, 2, 2]), 12)).unwrap();
-    import_idx(&ImportIdx { images, labels, kept: kept(root.path().join("good")) }).unwrap();
+    import_idx(&ImportIdx { images, labels, options: kept(root.path().join("good")) }).unwrap();
 }
 
 #[test]
@@ -167,7 +168,7 @@ fn images_are_decoded_if_they_are_in_proportion() {
             no_target: false,
             size,
             grey: true,
-            kept,
+            options: kept,
         })
         .unwrap_err()
     };

@@ -51,7 +51,7 @@ fn import(
         no_target: false,
         size,
         grey,
-        kept,
+        options: kept,
     })
     .map(drop)
 }
@@ -90,7 +90,7 @@ fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
         no_target: false,
         size: None,
         grey: false,
-        kept: ImportOptions { shards: 2, ..kept(out.clone()) },
+        options: ImportOptions { shards: 2, ..kept(out.clone()) },
     })
     .unwrap();
     assert_eq!((&imported.shape[..], imported.classes), (&[2, 3, 3][..], Some(2)));
@@ -367,7 +367,7 @@ fn images_in_no_class_are_rows_in_the_order_of_their_names() {
             no_target: true,
             size: None,
             grey: false,
-            kept,
+            options: kept,
         })
     };
     let imported = import(out.clone()).unwrap();
@@ -390,9 +390,14 @@ fn images_in_no_class_are_rows_in_the_order_of_their_names() {
     std::fs::create_dir(&empty).unwrap();
     let kept = kept(root.path().join("other"));
     let size = None;
-    let error =
-        import_images(&ImportImages { folder: empty, no_target: true, size, grey: false, kept })
-            .unwrap_err();
+    let error = import_images(&ImportImages {
+        folder: empty,
+        no_target: true,
+        size,
+        grey: false,
+        options: kept,
+    })
+    .unwrap_err();
     assert!(error.to_string().contains("holds no images"), "{error}");
 }
 

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use hpctrain::backend::Deviation;
+use hpctrain::backend::RegressionLoss;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm;
 use hpctrain::data::import::{
@@ -91,8 +91,12 @@ fn alone() -> MutexGuard<'static, ()> {
 fn a_whole_weight_is_as_many_copies_and_none_is_no_sample() {
     let _alone = alone();
     let weighted = Loss::CrossEntropy { smoothing: 0.1, weights: vec![1.0, 0.5, 2.0] };
-    let deviations =
-        [Deviation::Squared, Deviation::Absolute, Deviation::Huber(0.5), Deviation::Binary];
+    let deviations = [
+        RegressionLoss::Squared,
+        RegressionLoss::Absolute,
+        RegressionLoss::Huber(0.5),
+        RegressionLoss::BinaryCrossEntropy,
+    ];
     for loss in [Loss::cross_entropy(), weighted].into_iter().chain(deviations.map(Loss::Deviation))
     {
         let (sum, grads) = learned(&loss, &[0, 1, 2, 3], &[2.0, 0.0, 1.0, 3.0]);

@@ -9,8 +9,8 @@ use hpctrain::data::import::{
     Categories, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx,
 };
 use hpctrain::data::{
-    Augment, Axes, DataSpec, Dataset, Held, Ids, InputScale, Loader, SampleMut, SampleSpec,
-    Sampler, Split, Target, verify,
+    Augment, Axes, DataSpec, Dataset, Ids, InputScale, Loader, SampleMut, SampleSpec, Sampler,
+    Split, Target, ValidationSource, verify,
 };
 
 use hpctrain_testkit::launch::{finish, program};
@@ -68,7 +68,7 @@ fn images_arrive_on_a_common_scale_each_where_it_belongs() {
     let images = write(root.path().join("images.gz"), &gzip.finish().unwrap());
     let labels = write(root.path().join("labels"), &idx(&[11], &[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]));
     let out = root.path().join("out");
-    let imported = import_idx(&ImportIdx { images, labels, kept: kept(out.clone()) }).unwrap();
+    let imported = import_idx(&ImportIdx { images, labels, options: kept(out.clone()) }).unwrap();
     assert_eq!((imported.shape, imported.classes), (vec![2, 3, 1], Some(10)));
     let count: Vec<usize> = imported.shards.iter().map(|(_, rows)| *rows).collect();
     assert_eq!(count, [5, 4, 2]);
@@ -330,7 +330,7 @@ fn malformed_files_are_refused() {
             normalize: true,
             out: out.clone(),
         };
-        let error = import_idx(&ImportIdx { images, labels, kept }).unwrap_err();
+        let error = import_idx(&ImportIdx { images, labels, options: kept }).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(
             error.to_string().contains(wanted) && error.to_string().contains("\nhint: "),
@@ -401,7 +401,7 @@ fn rows_that_are_not_finite_are_skipped_and_counted() {
     let samples = SampleSpec::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
     let dataset =
         Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
-    assert_eq!(dataset.left_out().as_deref(), Some(note));
+    assert_eq!(dataset.skipped_note().as_deref(), Some(note));
 }
 
 #[test]
@@ -414,7 +414,7 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     import_idx(&ImportIdx {
         images,
         labels,
-        kept: ImportOptions { every: 0, ..kept(out.clone()) },
+        options: ImportOptions { every: 0, ..kept(out.clone()) },
     })
     .unwrap();
     let open = |by: Option<Augment>| {
@@ -769,10 +769,10 @@ fn a_fraction_of_the_rows_is_kept_for_validation() {
         );
         assert_ne!(other.digest(), print.digest());
     }
-    assert_eq!(spec(root.path(), 0.1).held().unwrap(), Held::Fraction);
-    assert_eq!(spec(root.path(), 0.0).held().unwrap(), Held::Nowhere);
+    assert_eq!(spec(root.path(), 0.1).validation_source().unwrap(), ValidationSource::Fraction);
+    assert_eq!(spec(root.path(), 0.0).validation_source().unwrap(), ValidationSource::Nowhere);
     let named = DataSpec { validation: "test-*.h5".parse().unwrap(), ..spec(root.path(), 0.0) };
-    assert!(named.held().unwrap_err().to_string().contains("matches test-*.h5"));
+    assert!(named.validation_source().unwrap_err().to_string().contains("matches test-*.h5"));
     images(&root.path().join("val-0.h5"), &[2, 24], &numbers[..48], &[]);
-    assert_eq!(spec(root.path(), 0.1).held().unwrap(), Held::Shards);
+    assert_eq!(spec(root.path(), 0.1).validation_source().unwrap(), ValidationSource::Shards);
 }

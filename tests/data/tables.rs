@@ -190,7 +190,7 @@ fn means_are_those_of_the_training_rows() {
     let table = b"a,y\n2,0\n,1\n1000,1\n4,0\n6,1\n,0\n";
     import(root.path(), "split", table, |import| {
         import.missing = Some(Missing::Mean);
-        (import.kept.every, import.kept.normalize) = (3, true);
+        (import.options.every, import.options.normalize) = (3, true);
     })
     .unwrap();
     // The training rows are 2, missing, 4, 6, with mean 4; the third and the sixth row are kept.

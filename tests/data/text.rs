@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::slice::from_ref;
 
 use hpctrain::data::import::{
-    ImportIds, ImportText, Meaning, StreamShards, import_ids, import_text,
+    IdVocabulary, ImportIds, ImportText, StreamShards, import_ids, import_text,
 };
 use hpctrain::data::{
     DataSpec, Dataset, SampleMut, Split, Tokenizer, TokenizerKind, inspect, verify,
@@ -331,12 +331,18 @@ fn ids_of_other_programs_become_a_stream() {
     file.new_dataset::<u16>().shape((3, 4)).create("ids").unwrap().write_raw(&rows).unwrap();
     file.new_dataset::<u16>().shape(12).create("stream").unwrap().write_raw(&rows).unwrap();
     file.close().unwrap();
-    let import = |name: &str, input: &str, dataset: &str, of: Meaning, pad| {
+    let import = |name: &str, input: &str, dataset: &str, of: IdVocabulary, pad| {
         let to = StreamShards { val_fraction: 0.0, ..StreamShards::new(at(name)) };
-        import_ids(&ImportIds { input: at(input), dataset: dataset.into(), of, pad, to })
-            .map(|_| at(name))
+        import_ids(&ImportIds {
+            input: at(input),
+            dataset: dataset.into(),
+            vocabulary: of,
+            pad,
+            to,
+        })
+        .map(|_| at(name))
     };
-    let bytes = || Meaning::Tokenizer(TokenizerKind::Byte);
+    let bytes = || IdVocabulary::Tokenizer(TokenizerKind::Byte);
     for (name, input, dataset) in [("a", "packed.npy", "/tokens"), ("b", "packed.h5", "ids")] {
         let out = import(name, input, dataset, bytes(), Some(0)).unwrap();
         assert_eq!(ids(&out), [72, 105, 72, 0, 105]);
@@ -345,7 +351,7 @@ fn ids_of_other_programs_become_a_stream() {
         verify::verify(&out).unwrap();
     }
     let all: Vec<u32> = rows.iter().map(|id| u32::from(*id)).collect();
-    let out = import("c", "packed.h5", "stream", Meaning::Below(106), Some(0)).unwrap();
+    let out = import("c", "packed.h5", "stream", IdVocabulary::Below(106), Some(0)).unwrap();
     assert_eq!(ids(&out), all);
     let dataset = Dataset::open(&DataSpec::new(&out), Split::Train, 4).unwrap();
     assert_eq!((dataset.tokenizer(), dataset.vocabulary()), (None, 106));
@@ -356,21 +362,21 @@ fn ids_of_other_programs_become_a_stream() {
     };
     for (error, wanted) in [
         (
-            refused("packed.h5", "ids", Meaning::Below(100)),
+            refused("packed.h5", "ids", IdVocabulary::Below(100)),
             "packed.h5: element 1 of document 0 is 105, but there are 100 ids\nhint: ",
         ),
         (
-            refused("packed.npy", "", Meaning::Below(100)),
+            refused("packed.npy", "", IdVocabulary::Below(100)),
             "packed.npy: element 1 of document 0 is 105, but there are 100 ids",
         ),
         (
-            refused("packed.h5", "stream", Meaning::Below(100)),
+            refused("packed.h5", "stream", IdVocabulary::Below(100)),
             "packed.h5: element 1 is 105, but there are 100 ids",
         ),
         (refused("packed.h5", "other", bytes()), "packed.h5: has neither other nor"),
         (refused("nothing.h5", "ids", bytes()), "nothing.h5 does not exist\nhint: "),
         (
-            refused("packed.npy", "", Meaning::Tokenizer(TokenizerKind::Char)),
+            refused("packed.npy", "", IdVocabulary::Tokenizer(TokenizerKind::Char)),
             "a vocabulary of 0 ids is outside",
         ),
     ] {

@@ -392,7 +392,8 @@ fn blocks_of_rows_are_small_and_files_the_same_each_time() {
             normalize: true,
             out: out.clone(),
         };
-        import_idx(&ImportIdx { images: images.clone(), labels: labels.clone(), kept }).unwrap();
+        import_idx(&ImportIdx { images: images.clone(), labels: labels.clone(), options: kept })
+            .unwrap();
         // HDF5 timestamps have a resolution of one second.
         std::thread::sleep(std::time::Duration::from_millis(1100));
         out.join("train-00000.h5")

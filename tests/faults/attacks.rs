@@ -223,8 +223,9 @@ fn attacks_change_no_bit_and_roll_nothing_back() {
             .succeeds();
     let mut job = Job::begin(root.path(), "attacked", 1, 2, &settings);
     job.until_step(5);
-    let status =
-        job.beside(program(["ps", "status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status = job
+        .run_alongside(program(["ps", "status", "--json", "--run"]).arg(job.files().0))
+        .succeeded();
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     let server = status["servers"][0]["address"].as_str().unwrap().to_string();
     let secret = std::fs::read(job.files().path("servers/secret")).unwrap();

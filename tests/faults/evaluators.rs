@@ -14,7 +14,7 @@ use crate::disks::flip;
 use crate::{kill, lines, preempted, ranks, until_step};
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
 use hpctrain_testkit::launch::{
-    LIMIT, Running, handles, mpirun, program, send, start, start_beside,
+    LIMIT, Running, handles, mpirun, program, send, start, start_without_waiting,
 };
 use hpctrain_testkit::program as executable;
 use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
@@ -162,7 +162,7 @@ fn the_latest_is_evaluated_while_others_go() {
     let run = trainer(Mpirun(2), root.path(), &more);
     let files = run.files();
     let evaluator = waiting_evaluator(1, &files, &["--watch"]);
-    start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
+    start_without_waiting(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
     let ended = evaluator.finish(LIMIT).succeeded();
     let all = read(&files);
     assert!(all.iter().all(|one| one.status == EvaluationStatus::Done), "{ended}");
@@ -179,7 +179,7 @@ fn nothing_is_skipped_however_slow_the_evaluator_is() {
         let run = trainer(Alone, root.path(), &["checkpoint.keep=1", "checkpoint.keep_best=0"]);
         let files = run.files();
         let evaluator = waiting_evaluator(ranks, &files, &EVERY);
-        start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
+        start_without_waiting(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
         evaluator.finish(LIMIT).succeeded();
         assert_eq!(losses(&files), *inline, "{ranks} ranks");
         best_is_best(&files);
@@ -193,7 +193,7 @@ fn a_slow_evaluator_of_the_latest_skips_some() {
     let run = trainer(Alone, root.path(), &["checkpoint.keep=1"]);
     let files = run.files();
     let evaluator = waiting_evaluator(1, &files, &["--watch", "--policy", "latest"]);
-    start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
+    start_without_waiting(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
     evaluator.finish(LIMIT).succeeded();
     let losses = losses(&files);
     assert!(losses.len() < inline.len() && losses.contains_key(&STEPS), "{losses:?}");
@@ -207,7 +207,7 @@ fn two_evaluators_share_the_work() {
     let root = tempfile::tempdir().unwrap();
     let files = trainer(Alone, root.path(), &[]).copied();
     let first = start(&mut evaluator(1, &files, &EVERY));
-    let second = start_beside(&first, &mut evaluator(2, &files, &EVERY));
+    let second = start_without_waiting(&first, &mut evaluator(2, &files, &EVERY));
     first.finish(LIMIT).succeeded();
     second.finish(LIMIT).succeeded();
     assert_eq!(losses(&files), *inline);
@@ -365,7 +365,7 @@ fn an_evaluator_outlives_an_interrupted_trainer() {
     let run = trainer(Mpirun(2), root.path(), &more);
     let files = run.files();
     let mut evaluator = waiting_evaluator(1, &files, &EVERY);
-    let mut job = start_beside(&evaluator, &mut run.command());
+    let mut job = start_without_waiting(&evaluator, &mut run.command());
     until_step(&mut job, &files, 15);
     send(job.id(), SIGUSR1);
     preempted(&job.finish(LIMIT), &files, Mpirun(2));
@@ -376,7 +376,9 @@ fn an_evaluator_outlives_an_interrupted_trainer() {
         std::thread::sleep(Duration::from_millis(10));
         printed = evaluator.printed();
     }
-    start_beside(&evaluator, &mut run.clone().resume("auto").command()).finish(LIMIT).succeeded();
+    start_without_waiting(&evaluator, &mut run.clone().resume("auto").command())
+        .finish(LIMIT)
+        .succeeded();
     evaluator.finish(LIMIT).succeeded();
     let mut found = losses(&files);
     assert!(at < STEPS && found.contains_key(&at), "step {at}: {found:?}");
@@ -442,7 +444,7 @@ fn training_stops_when_it_no_longer_helps() {
     let run = trainer(Mpirun(2), root.path(), &[&settings[..], &["eval.samples=30"]].concat());
     let files = run.files();
     let evaluator = waiting_evaluator(1, &files, &["--watch"]);
-    start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
+    start_without_waiting(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
     evaluator.finish(LIMIT).succeeded();
     stopped(&files);
     // The last one was evaluated as well.

@@ -80,7 +80,7 @@ fn killed_runs_equal_undisturbed_ones() {
         let name = format!("killed-{}", tally.runs);
         let files = RunFiles(root.path().join(&name));
         let mut newest = 0;
-        let observer = Observer::of(files.path("checkpoints"));
+        let observer = Observer::start(files.path("checkpoints"));
         for _ in 0..8 {
             // The order differs each time, so that every layout is killed in every way.
             let (transport, settings) = LAYOUTS[(number + number / 8) as usize % LAYOUTS.len()];

@@ -6,7 +6,6 @@
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod attacks;
-mod audits;
 mod containers;
 mod copied_runs;
 mod disks;
@@ -14,8 +13,9 @@ mod evaluators;
 mod input;
 mod kills;
 mod observer;
-mod planted;
+mod sdc_checks;
 mod servers;
+mod shared_directories;
 mod signals;
 mod soak;
 mod supervise;

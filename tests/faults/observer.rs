@@ -30,7 +30,7 @@ pub struct Observer {
 
 impl Observer {
     /// Starts to read the directory `checkpoints`, which need not exist yet.
-    pub fn of(checkpoints: PathBuf) -> Self {
+    pub fn start(checkpoints: PathBuf) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
         let thread = std::thread::spawn(move || {

@@ -18,7 +18,9 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 use crate::kills::Dice;
 use crate::{kill, lines, refused, saves};
 use hpctrain_testkit::launch::Transport::{Alone, Simulate};
-use hpctrain_testkit::launch::{Ended, LIMIT, Running, finish, program, send, start, start_beside};
+use hpctrain_testkit::launch::{
+    Ended, LIMIT, Running, finish, program, send, start, start_without_waiting,
+};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// Settings with steps of a few milliseconds, whose bits do not depend on the workers, and a short
@@ -72,7 +74,7 @@ impl Job {
     /// Starts another process of a role, which is appended to `others`.
     fn join(&mut self, role: &str) {
         let run = self.files().0;
-        let process = start_beside(
+        let process = start_without_waiting(
             &self.coordinator,
             program(["ps", role, "--timeout", "10", "--run"]).arg(run),
         );
@@ -86,8 +88,10 @@ impl Job {
             std::thread::sleep(Duration::from_millis(5));
         }
         let run = self.run.clone().resume("auto");
-        let again =
-            start_beside(&self.others[0], &mut Self::coordinate(&run, self.servers, self.workers));
+        let again = start_without_waiting(
+            &self.others[0],
+            &mut Self::coordinate(&run, self.servers, self.workers),
+        );
         self.coordinator = again;
     }
 
@@ -104,8 +108,8 @@ impl Job {
     /// Runs another program to its end, without waiting for free cores, which could deadlock with
     /// another test.
     #[track_caller]
-    pub fn beside(&self, command: &mut Command) -> Ended {
-        start_beside(&self.coordinator, command).finish(LIMIT)
+    pub fn run_alongside(&self, command: &mut Command) -> Ended {
+        start_without_waiting(&self.coordinator, command).finish(LIMIT)
     }
 
     pub fn files(&self) -> RunFiles {
@@ -379,8 +383,9 @@ fn strangers_do_not_disturb_a_run() {
     }
     let secret = std::fs::metadata(job.files().path("servers/secret")).unwrap();
     assert_eq!(secret.permissions().mode() & 0o777, 0o600);
-    let status =
-        job.beside(program(["ps", "status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status = job
+        .run_alongside(program(["ps", "status", "--json", "--run"]).arg(job.files().0))
+        .succeeded();
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     assert_eq!(status["workers"].as_array().map(Vec::len), Some(1), "{status}");
     assert!(status["servers"][0]["load"]["pushes"].as_u64().unwrap() > 0, "{status}");
@@ -434,8 +439,9 @@ fn connections_that_dribble_do_not_roll_a_run_back() {
     let reference = reference();
     let mut job = Job::begin(root.path(), "dribbled", 1, 2, &[]);
     job.until_step(5);
-    let status =
-        job.beside(program(["ps", "status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status = job
+        .run_alongside(program(["ps", "status", "--json", "--run"]).arg(job.files().0))
+        .succeeded();
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     let server = status["servers"][0]["address"].as_str().unwrap().to_string();
     // The run does not end before the first connections are refused.
@@ -499,19 +505,22 @@ fn without_the_secret_nobody_is_let_in() {
     let other = root.path().join("copy/servers");
     std::fs::create_dir_all(&other).unwrap();
     std::fs::copy(files.path("servers/coordinator"), other.join("coordinator")).unwrap();
-    let without = job
-        .beside(program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let without = job.run_alongside(
+        program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")),
+    );
     refused(&without, &["cannot read", "secret"]);
     std::fs::write(other.join("secret"), [7; 32]).unwrap();
-    let open = job
-        .beside(program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let open = job.run_alongside(
+        program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")),
+    );
     refused(&open, &["servers/secret has mode 644", "chmod 600"]);
     std::fs::set_permissions(other.join("secret"), Permissions::from_mode(0o600)).unwrap();
-    let wrong = job
-        .beside(program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let wrong = job.run_alongside(
+        program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")),
+    );
     assert_eq!(wrong.code(), 1, "{wrong}");
     assert!(wrong.stderr.contains("does not know this run's secret"), "{wrong}");
-    let nobody = job.beside(
+    let nobody = job.run_alongside(
         program(["ps", "server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")),
     );
     assert!(nobody.stderr.contains("hpctrain ps coordinator"), "{nobody}");
@@ -543,11 +552,11 @@ fn a_worker_with_other_data_is_sent_away() {
     let mut job = Job::begin(root.path(), "picky", 1, 0, &settings);
     let address = job.files().path("servers/coordinator");
     job.coordinator.until("there", || address.exists());
-    job.beside(&mut import("or not to be to be")).succeeded();
+    job.run_alongside(&mut import("or not to be to be")).succeeded();
     let other =
-        job.beside(program(["ps", "worker", "--timeout", "20", "--run"]).arg(job.files().0));
+        job.run_alongside(program(["ps", "worker", "--timeout", "20", "--run"]).arg(job.files().0));
     refused(&other, &["the training data of this worker differs from that of the run"]);
-    job.beside(&mut import("to be or not to be")).succeeded();
+    job.run_alongside(&mut import("to be or not to be")).succeeded();
     job.join("worker");
     job.ends();
 }
@@ -587,8 +596,10 @@ fn roles_by_variables_make_a_run() {
             command
         };
         let coordinator = start(&mut command(&tasks[0]));
-        let others: Vec<Running> =
-            tasks[1..].iter().map(|task| start_beside(&coordinator, &mut command(task))).collect();
+        let others: Vec<Running> = tasks[1..]
+            .iter()
+            .map(|task| start_without_waiting(&coordinator, &mut command(task)))
+            .collect();
         coordinator.finish(LIMIT).succeeded();
         others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
         run.files().same_as(&reference, 120, name);

@@ -8,7 +8,7 @@ use libc::{SIGINT, SIGTERM, SIGUSR1, SIGXCPU};
 
 use crate::{LARGE, lines, preempted, ranks, saves, until_step};
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
-use hpctrain_testkit::launch::{Ended, LIMIT, Running, Share, handles, send, start, start_on};
+use hpctrain_testkit::launch::{CoreShare, Ended, LIMIT, Running, handles, send, start, start_on};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// The target of a signal.
@@ -183,7 +183,7 @@ fn endless(transport: Transport, root: &std::path::Path, more: &[&str]) -> Run {
 
 /// Panics unless a run that is started on a share of the cores ends before its time limit, has
 /// saved, and can be resumed.
-fn ends_in_time(run: &Run, share: Share, command: &mut Command, limit: Duration) {
+fn ends_in_time(run: &Run, share: CoreShare, command: &mut Command, limit: Duration) {
     let begun = Instant::now();
     let ended = start_on(share, command).finish(LIMIT);
     let took = begun.elapsed();
@@ -205,7 +205,7 @@ fn a_time_limit_is_kept() {
     let root = tempfile::tempdir().unwrap();
     let run = endless(Alone, root.path(), &["run.time_limit=8s"]);
     let mut command = run.command();
-    ends_in_time(&run, Share::of(&command), &mut command, Duration::from_secs(14));
+    ends_in_time(&run, CoreShare::acquire(&command), &mut command, Duration::from_secs(14));
 }
 
 #[test]
@@ -214,7 +214,7 @@ fn the_end_that_slurm_sets_is_kept() {
     let run = endless(Mpirun(2), root.path(), &[]);
     let limit = Duration::from_secs(12);
     let mut command = run.command();
-    let share = Share::of(&command);
+    let share = CoreShare::acquire(&command);
     let end = SystemTime::now().duration_since(UNIX_EPOCH).unwrap() + limit;
     ends_in_time(&run, share, command.env("SLURM_JOB_END_TIME", end.as_secs().to_string()), limit);
 }

@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::audits::flip;
 use crate::disks::Tmpfs;
 use crate::kills::{Dice, limit};
+use crate::sdc_checks::flip;
 use crate::supervise::{newest, supervised};
 use crate::{LARGE, lines, ranks, refused, saves};
 use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
-use hpctrain_testkit::launch::{Running, program, send, start, start_beside};
+use hpctrain_testkit::launch::{Running, program, send, start, start_without_waiting};
 use hpctrain_testkit::runs::{Run, RunFiles, tensors};
 
 const STEPS: u64 = 60;
@@ -99,7 +99,7 @@ impl Job {
             5 => {
                 let mut second = self.run.clone().resume("auto").command();
                 refused(
-                    &start_beside(&self.job, &mut second).finish(limit()),
+                    &start_without_waiting(&self.job, &mut second).finish(limit()),
                     &["is being trained by process"],
                 );
             }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::{LARGE, kill, preempted, ranks, refused, until_step};
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
-use hpctrain_testkit::launch::{LIMIT, Running, program, send, start, start_beside};
+use hpctrain_testkit::launch::{LIMIT, Running, program, send, start, start_without_waiting};
 use hpctrain_testkit::runs::{Run, RunFiles, SMALL, json};
 
 fn lease(files: &RunFiles) -> PathBuf {
@@ -53,12 +53,12 @@ fn a_second_trainer_is_refused_and_changes_nothing() {
         (Mpirun(3), &["--evaluators", "1"]),
     ] {
         let mut command = long(transport, root.path(), "x").resume("auto").command();
-        let ended = start_beside(&job, command.args(more)).finish(LIMIT);
+        let ended = start_without_waiting(&job, command.args(more)).finish(LIMIT);
         refused(&ended, &[&words, ", since ", "run.name="]);
     }
     // Without --resume it is refused for the same reason.
     refused(
-        &start_beside(&job, &mut long(Alone, root.path(), "x").command()).finish(LIMIT),
+        &start_without_waiting(&job, &mut long(Alone, root.path(), "x").command()).finish(LIMIT),
         &[&words],
     );
     assert!(job.runs(), "it ended too early: {}", job.printed());
@@ -237,8 +237,9 @@ fn unnamed_runs_have_directories_of_their_own_and_resume_their_own() {
     let slow = ["--set", "model.width=64", "--set", "run.steps=40"];
     let jobs: Vec<Running> = {
         let first = start(&mut unnamed(root.path(), &slow));
-        let others: Vec<Running> =
-            (0..2).map(|_| start_beside(&first, &mut unnamed(root.path(), &slow))).collect();
+        let others: Vec<Running> = (0..2)
+            .map(|_| start_without_waiting(&first, &mut unnamed(root.path(), &slow)))
+            .collect();
         std::iter::once(first).chain(others).collect()
     };
     jobs.into_iter().for_each(|job| drop(job.finish(LIMIT).succeeded()));

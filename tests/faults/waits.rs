@@ -222,7 +222,7 @@ fn an_evaluator_waits_for_a_trainer_that_lives() {
     let files = run.files();
     let mut job = start(&mut run.command());
     until_step(&mut job, &files, 2);
-    let mut evaluator = hpctrain_testkit::launch::start_beside(
+    let mut evaluator = hpctrain_testkit::launch::start_without_waiting(
         &job,
         hpctrain_testkit::launch::program(["eval", "--watch", "--timeout", "1s", "--run"])
             .arg(&files.0),

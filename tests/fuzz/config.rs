@@ -25,7 +25,7 @@ fn configurations_are_read() {
                         let _ = (
                             plan.tokens_per_step(),
                             plan.network.summary(),
-                            plan.network.work(true),
+                            plan.network.work_per_block(true),
                         );
                         let _ = serde_json::to_vec(&plan.config).unwrap();
                     }

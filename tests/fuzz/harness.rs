@@ -149,7 +149,7 @@ pub fn fuzz_on(
     let mut taken = 0;
     let mut largest = 0;
     loop {
-        let input = mutated(&mut Rng::of(&[seed, round], reader), form, seeds);
+        let input = mutated(&mut Rng::new(&[seed, round], reader), form, seeds);
         let failure = Failure { reader: reader.into(), seed, round, input };
         *lock(&UNDER_WAY) = Some((Instant::now(), failure.clone()));
         let before = memory::reset();

@@ -130,7 +130,10 @@ fn idx_files_are_read() {
         std::fs::write(&images, content).unwrap();
         let images = images.clone();
         let labels = labels.clone();
-        taken(&out, import_idx(&ImportIdx { images, labels, kept: kept(&out, NotFinite::Error) }))
+        taken(
+            &out,
+            import_idx(&ImportIdx { images, labels, options: kept(&out, NotFinite::Error) }),
+        )
     };
     let plain = [idx(&[6, 4, 4], 96), idx(&[6, 2, 3, 2], 72)];
     fuzz_on(Terms::one_of(3), "IDX", Form::Bytes, &plain, import);
@@ -202,7 +205,7 @@ fn images_are_read() {
             no_target: false,
             size: Some([8, 8]),
             grey: false,
-            kept,
+            options: kept,
         };
         taken(&out, import_images(&import))
     });

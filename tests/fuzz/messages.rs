@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use super::harness::{Terms, fuzz, fuzz_on};
 use super::mutate::{Form, framed};
 use hpctrain_testkit::launch::Transport::Alone;
-use hpctrain_testkit::launch::{Running, program, start, start_beside};
+use hpctrain_testkit::launch::{Running, program, start, start_without_waiting};
 use hpctrain_testkit::runs::Run;
 
 /// The bytes of a caller's first message: magic, version, ephemeral key, tag.
@@ -165,7 +165,7 @@ fn ranks_read_messages() {
         let address = address_of_0(place.path());
         let connections = [0, 1].map(|connection| {
             let stream = TcpStream::connect(&address).unwrap();
-            let caller = PeerId { rank: 1, ranks: 2, lane: connection };
+            let caller = PeerId { rank: 1, ranks: 2, channel: connection };
             call(stream, &credentials, caller, soon()).and_then(Connection::into_stream).unwrap()
         });
         let mut said = connections[0].try_clone().unwrap();
@@ -213,7 +213,7 @@ fn handshakes_of_strangers_are_refused() {
         let other = credentials(Secret::new(vec![3; 32]).unwrap());
         let caller = std::thread::spawn(move || {
             let stream = TcpStream::connect(address).unwrap();
-            call(stream, &other, PeerId { rank: 1, ranks: 2, lane: 0 }, soon()).is_err()
+            call(stream, &other, PeerId { rank: 1, ranks: 2, channel: 0 }, soon()).is_err()
         });
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(&[b"hpctrain".as_slice(), &2u32.to_le_bytes()].concat()).unwrap();
@@ -263,7 +263,7 @@ impl Served {
         command.args(run.command().get_args().skip(1)).args(["--servers", "1", "--workers", "1"]);
         let coordinator = start(&mut command);
         let run = run.files().0;
-        let server = start_beside(
+        let server = start_without_waiting(
             &coordinator,
             program(["ps", "server", "--timeout", "600", "--run"]).arg(&run),
         );
@@ -301,7 +301,7 @@ impl Served {
     /// Sends a message to a process, and returns its first answer.
     fn ask(&self, address: &str, said: &[u8]) -> Option<Value> {
         let stream = TcpStream::connect(address).unwrap();
-        let caller = PeerId { rank: 0, ranks: 0, lane: SERVERS };
+        let caller = PeerId { rank: 0, ranks: 0, channel: SERVERS };
         let called = call(stream, &credentials(self.secret.clone()), caller, soon());
         let mut stream = called.and_then(Connection::into_stream).unwrap();
         // It may have closed the connection already.

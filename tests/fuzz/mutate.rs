@@ -24,7 +24,7 @@ pub enum Form {
 pub struct Rng(u64);
 
 impl Rng {
-    pub fn of(numbers: &[u64], name: &str) -> Self {
+    pub fn new(numbers: &[u64], name: &str) -> Self {
         let mut rng = Self(0x9e37_79b9_7f4a_7c15);
         for number in name.bytes().map(u64::from).chain(numbers.iter().copied()) {
             rng.0 ^= number;

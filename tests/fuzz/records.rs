@@ -22,7 +22,7 @@ fn evaluations_are_read() {
         let Ok(found) = evaluations::read(&path) else { return false };
         let all = found.known();
         for step in [0, 2, 4, u64::MAX] {
-            let _ = (evaluations::loss(all, step), evaluations::loss_of(all, step, "x"));
+            let _ = (evaluations::loss(all, step), evaluations::loss_of_save(all, step, "x"));
             let _ = evaluations::validation_loss(all, step);
         }
         let _ = evaluations::best(all, &[2, 4]);
@@ -31,8 +31,8 @@ fn evaluations_are_read() {
         let checkpoints = Checkpoints::new(dir.path().join("checkpoints"));
         let _ = checkpoints.removable(&hpctrain::checkpoint::Retention::default(), all);
         evaluations::append(&path, &Evaluation::done(9, 1.0, Default::default())).unwrap();
-        evaluations::forget_after(&path, 3, |_| Save::Gone).unwrap();
-        evaluations::forget_others(&path, 2, "x").unwrap();
+        evaluations::remove_after(&path, 3, |_| Save::Gone).unwrap();
+        evaluations::remove_replaced(&path, 2, "x").unwrap();
         let left = evaluations::read(&path).unwrap();
         assert!(left.known().iter().all(|one| one.step <= 3));
         found.all().is_ok()
@@ -46,7 +46,7 @@ fn metrics_are_read_by_a_run_that_goes_on() {
     let seed = std::fs::read(sample().run.path("metrics.jsonl")).unwrap();
     fuzz("metrics.jsonl", Form::JsonLines, &[seed], |input| {
         std::fs::write(&path, input).unwrap();
-        let _ = EpochLoss::new(100, 8).with(&path);
+        let _ = EpochLoss::new(100, 8).with_records(&path);
         let mut lines = JsonLines::open(&path, 3).unwrap();
         lines.write(&Step { step: 4, ..Step::default() }).unwrap();
         // The added line can be read back, whatever precedes it.

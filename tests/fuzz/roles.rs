@@ -1,6 +1,6 @@
 //! The role of a process, chosen from environment variables.
 
-use hpctrain::cli::ps_auto::of_tf_config;
+use hpctrain::cli::ps_auto::task_from_tf_config;
 
 use super::harness::fuzz;
 use super::mutate::Form;
@@ -13,7 +13,7 @@ fn tf_config_is_read() {
             .into_bytes()
     });
     fuzz("TF_CONFIG", Form::Json, &seeds, |input| {
-        match of_tf_config(&String::from_utf8_lossy(input)) {
+        match task_from_tf_config(&String::from_utf8_lossy(input)) {
             Ok(_) => true,
             Err(e) => {
                 assert!(e.to_string().contains("TF_CONFIG: ") && e.advice().is_some(), "{e}");

@@ -5,7 +5,7 @@ use hpctrain::comm;
 use hpctrain::data::SampleFields;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::gpt::Gpt;
-use hpctrain::nn::gradcheck::{Named, derivatives};
+use hpctrain::nn::gradcheck::{NamedTensor, derivatives};
 use hpctrain::nn::layers::{Layer, Layers};
 use hpctrain::nn::llama::Llama;
 use hpctrain::nn::{FrequencyScaling, MicroBatch, Network};
@@ -117,7 +117,7 @@ fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> MicroBatch
     let mut engine =
         engine(&comm::single(), network, mesh, Zero::Zero, rule, Cut::WHOLE, predictions);
     // Larger weights than the initial ones, and biases and norms off their special values.
-    let tensors: Vec<Named> = parameters(&mut engine)
+    let tensors: Vec<NamedTensor> = parameters(&mut engine)
         .into_iter()
         .map(|(name, values)| {
             let wiggle = |(i, x): (usize, &f32)| 5.0 * x + 0.05 * sign(i + name.len());

@@ -136,7 +136,7 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             let of_metrics = metrics
                 .iter()
                 .zip(&means[1..])
-                .map(|(metric, mean)| (metric.name(), metric.of_mean(*mean)));
+                .map(|(metric, mean)| (metric.name(), metric.from_mean(*mean)));
             for (metric, value) in [("loss", means[0])].into_iter().chain(of_metrics) {
                 let expected = numbers(&golden_metrics, metric)[0];
                 assert!(

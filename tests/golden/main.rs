@@ -2,9 +2,9 @@
 //! networks, optimizers, Hugging Face files.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
+mod chunked_loss;
 mod gradients;
 mod huggingface;
 mod layers;
 mod networks;
 mod optimizers;
-mod pieces;

@@ -18,7 +18,7 @@ const RULES: [(&str, UpdateRule); 6] = [
     ),
     ("lion", UpdateRule::Elementwise(Elementwise::Lion { beta1: 0.9, beta2: 0.95 })),
     ("lamb", UpdateRule::Lamb { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
-    ("lars", UpdateRule::Lars { momentum: 0.8, nesterov: true, trust: 0.05 }),
+    ("lars", UpdateRule::Lars { momentum: 0.8, nesterov: true, trust_ratio: 0.05 }),
 ];
 
 fn everything<B: Kernels>(b: &B) {
@@ -42,8 +42,9 @@ fn everything<B: Kernels>(b: &B) {
             if rule.is_layerwise() {
                 let state: Vec<_> = state.iter().map(B::all).collect();
                 let squares =
-                    rule.squares(b, update, B::all(&grad), &state, B::all(&params)).unwrap();
-                update.trust = rule.trust(squares.map(|square| b.read(square).unwrap()), 0.1, 1.0);
+                    rule.squared_norms(b, update, B::all(&grad), &state, B::all(&params)).unwrap();
+                update.trust =
+                    rule.trust_ratio(squares.map(|square| b.read(square).unwrap()), 0.1, 1.0);
             }
             let state = state.iter_mut().map(B::all_mut).collect();
             rule.update(b, update, B::all(&grad), state, B::all_mut(&mut params), None, None)

@@ -3,7 +3,7 @@
 
 use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::finish;
-use hpctrain_testkit::layouts::{Row, SAME, give_the_same_bits};
+use hpctrain_testkit::layouts::{EQUAL_LAYOUTS, LayoutCase, give_the_same_bits};
 use hpctrain_testkit::runs::Run;
 use hpctrain_testkit::simulator::with_simulator;
 
@@ -27,7 +27,7 @@ const DIRECT: &str = "comm.transport=cuda-aware";
 
 /// Rows on GPUs that compute in `precision`, each with its way of messages. Every third row has two
 /// GPUs for its ranks, the others one.
-fn on_gpus<'a>(precision: &str, rows: impl Iterator<Item = (&'a Row, &'a str)>) {
+fn on_gpus<'a>(precision: &str, rows: impl Iterator<Item = (&'a LayoutCase, &'a str)>) {
     let root = tempfile::tempdir().unwrap();
     let rows = rows.map(|(row, path)| (row, vec![path]));
     give_the_same_bits(rows, STEPS, |transport, settings, name| {
@@ -41,8 +41,8 @@ fn on_gpus<'a>(precision: &str, rows: impl Iterator<Item = (&'a Row, &'a str)>) 
 }
 
 /// The rows whose ranks are processes.
-fn processes() -> impl Iterator<Item = &'static Row> {
-    SAME.iter().filter(|Row(_, transport, _)| matches!(transport, Mpirun(_)))
+fn processes() -> impl Iterator<Item = &'static LayoutCase> {
+    EQUAL_LAYOUTS.iter().filter(|LayoutCase(_, transport, _)| matches!(transport, Mpirun(_)))
 }
 
 #[test]
@@ -65,8 +65,9 @@ fn the_other_way_gives_the_same_bits() {
 /// One rank alone, and threads as ranks, which cannot use CUDA-aware MPI.
 #[test]
 fn one_process_gives_the_same_bits() {
-    let alone = SAME.iter().filter(|Row(_, transport, _)| *transport == Alone);
-    let threads = SAME.iter().filter(|Row(_, transport, _)| matches!(transport, Simulate(_)));
+    let alone = EQUAL_LAYOUTS.iter().filter(|LayoutCase(_, transport, _)| *transport == Alone);
+    let threads =
+        EQUAL_LAYOUTS.iter().filter(|LayoutCase(_, transport, _)| matches!(transport, Simulate(_)));
     on_gpus(F32, alone.chain(threads.step_by(3)).map(|row| (row, STAGED)));
 }
 

@@ -5,13 +5,13 @@
 mod cubin;
 mod driver;
 mod efficiency;
+mod host_embedding;
 mod layouts;
+mod matmul_autotune;
 mod memory;
 mod nvrtc;
 mod offload;
-mod paths;
-mod place;
-mod products;
-mod sums;
+mod ordered_sums;
 mod threads;
 mod training;
+mod transport_selection;

@@ -156,7 +156,7 @@ fn a_pool_grows_until_there_is_no_more() {
     under(&[&[("CUDASIM_MEM", "192M")]], || {
         let with = |most: usize| {
             let memory = PoolBudget { bytes: most << 20, grows: true };
-            Cuda::with_journal(
+            Cuda::with_options(
                 &Device::open(0).unwrap(),
                 memory,
                 Precision::F32(Arithmetic::Full),

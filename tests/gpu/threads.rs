@@ -206,7 +206,7 @@ fn the_backend_chooses_its_device_on_every_thread() {
             assert_eq!(fresh(|| cuda.read(sum).unwrap()), 25.0);
             fresh(|| cuda.zero(Cuda::all_mut(&mut c)).unwrap());
             assert_eq!(see(&c), [0.0; 4]);
-            drop(fresh(|| cuda.upload_ints(&[1, 2, 3]).unwrap()));
+            drop(fresh(|| cuda.upload_indices(&[1, 2, 3]).unwrap()));
 
             // What the communication thread does, beginning with its event.
             let ready = Cuda::record_event(&wide).unwrap().unwrap();

@@ -51,13 +51,13 @@ fn a_cut_cable_is_reported_with_its_hosts() {
         let files = run.files();
         let mut job = start(&mut hosts.across("h0:2,h1:2", &run.command()));
         until_step(&mut job, &files, 3);
-        hosts.act(&["cut", "h1"]);
+        hosts.run_script(&["cut", "h1"]);
         // mpirun of Open MPI 4.1 waits for its other half forever; the ranks do not.
         let wanted = "the job hangs: hosts h0 and h1 do not reach each other: rank ";
         until_reported(&job, &hosts, &run, &["h0", "h1"], wanted);
         assert!(job.printed().contains(wanted), "{}", job.printed());
         drop(job);
-        hosts.act(&["mend", "h1"]);
+        hosts.run_script(&["mend", "h1"]);
     }
 }
 
@@ -71,12 +71,12 @@ fn a_cable_that_is_mended_in_time_changes_nothing() {
     let files = run.files();
     let mut job = start(&mut hosts.across("h0:2,h1:2", &run.command()));
     until_step(&mut job, &files, 20);
-    hosts.act(&["cut", "h1"]);
+    hosts.run_script(&["cut", "h1"]);
     std::thread::sleep(Duration::from_secs(1));
     let before = steps(&files);
     std::thread::sleep(Duration::from_secs(1));
     assert_eq!(steps(&files), before, "{}", job.printed());
-    hosts.act(&["mend", "h1"]);
+    hosts.run_script(&["mend", "h1"]);
     job.finish(LIMIT).succeeded();
     files.same_as(&reference, 300, "mended");
 }
@@ -89,7 +89,7 @@ fn a_host_that_vanishes_ends_the_job() {
     let files = run.files();
     let mut job = start(&mut hosts.across("h0:2,h1:2", &run.command()));
     until_step(&mut job, &files, 3);
-    hosts.act(&["lose", "h1"]);
+    hosts.run_script(&["lose", "h1"]);
     let wanted = "the job hangs: host h1 with ranks 2, 3 does not answer: rank 2 was last seen ";
     until_reported(&job, &hosts, &run, &["h0"], wanted);
 }

@@ -4,13 +4,13 @@ use crate::long;
 use hpctrain_testkit::hosts::{Hosts, halves};
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
 use hpctrain_testkit::launch::finish;
-use hpctrain_testkit::layouts::{Row, SAME, give_the_same_bits};
+use hpctrain_testkit::layouts::{EQUAL_LAYOUTS, LayoutCase, give_the_same_bits};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// The number of steps of a run.
 const STEPS: u64 = 6;
 
-/// The layouts of [`SAME`] that are tried without `HPCTRAIN_TEST_HOSTS`: one for each kind of
+/// The layouts of [`EQUAL_LAYOUTS`] that are tried without `HPCTRAIN_TEST_HOSTS`: one for each kind of
 /// communication.
 const CHOSEN: [(usize, &str); 11] = [
     (4, "parallel.zero=0"),
@@ -29,7 +29,7 @@ const CHOSEN: [(usize, &str); 11] = [
     ),
 ];
 
-fn is_tried(Row(_, transport, settings): &Row) -> bool {
+fn is_tried(LayoutCase(_, transport, settings): &LayoutCase) -> bool {
     let Mpirun(ranks @ (2 | 4)) = *transport else { return false };
     long() || CHOSEN.contains(&(ranks, settings))
 }
@@ -48,7 +48,7 @@ fn run(hosts: &Hosts, ranks: &str, transport: Transport, run: &Run) -> RunFiles 
 fn two_hosts_give_the_bits_of_one_rank() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    let rows: Vec<_> = SAME.iter().filter(|row| is_tried(row)).collect();
+    let rows: Vec<_> = EQUAL_LAYOUTS.iter().filter(|row| is_tried(row)).collect();
     assert!(rows.len() >= CHOSEN.len(), "{} layouts are in the table", rows.len());
     give_the_same_bits(
         rows.into_iter().map(|row| (row, vec![])),

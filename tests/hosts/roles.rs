@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use hpctrain_testkit::hosts::Hosts;
 use hpctrain_testkit::launch::Transport::{Alone, Simulate};
-use hpctrain_testkit::launch::{LIMIT, program, start, start_beside, test_name};
+use hpctrain_testkit::launch::{LIMIT, program, start, start_without_waiting, test_name};
 use hpctrain_testkit::python::python_with;
 use hpctrain_testkit::runs::{Run, json};
 
@@ -23,7 +23,7 @@ fn an_evaluator_on_another_host_finds_the_same_bits() {
     let trainer = start(&mut hosts.across("h0:2", &run.command()));
     let eval =
         program(["eval", "--watch", "--policy", "every", "--run", run.files().0.to_str().unwrap()]);
-    let evaluator = start_beside(&trainer, &mut hosts.on("h1", &eval));
+    let evaluator = start_without_waiting(&trainer, &mut hosts.on("h1", &eval));
     trainer.finish(LIMIT).succeeded();
     evaluator.finish(LIMIT).succeeded();
     assert_eq!(run.files().numbers("eval.jsonl", "loss"), reference.numbers("eval.jsonl", "loss"));
@@ -51,7 +51,7 @@ fn servers_and_workers_on_other_hosts_give_the_same_bits() {
     let others = [("h1", "server"), ("h2", "server"), ("h1", "worker"), ("h2", "worker")].map(
         |(host, role)| {
             let mut command = program(["ps", role, "--run"]);
-            start_beside(&coordinator, &mut hosts.on(host, command.arg(&folder)))
+            start_without_waiting(&coordinator, &mut hosts.on(host, command.arg(&folder)))
         },
     );
     coordinator.finish(LIMIT).succeeded();
@@ -112,7 +112,7 @@ fn messages_between_hosts_are_encrypted() {
         let coordinator = start(&mut hosts.on("h0", &coordinate));
         let others = [("h0", "server"), ("h1", "worker")].map(|(host, role)| {
             let mut command = program(["ps", role, "--run"]);
-            start_beside(&coordinator, &mut hosts.on(host, command.arg(run.files().0)))
+            start_without_waiting(&coordinator, &mut hosts.on(host, command.arg(run.files().0)))
         });
         coordinator.finish(LIMIT).succeeded();
         others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));

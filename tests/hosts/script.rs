@@ -25,7 +25,7 @@ fn hosts_end_with_their_processes() {
         !folder.exists()
             && found.iter().all(|process| !Path::new(&format!("/proc/{process}")).exists())
     );
-    assert_eq!(others.act(&["run", "h0", "hostname"]), "h0\n");
+    assert_eq!(others.run_script(&["run", "h0", "hostname"]), "h0\n");
 }
 
 #[test]
@@ -38,10 +38,10 @@ fn a_cut_cable_and_a_lost_host_are_refused_by_the_agent() {
             .unwrap()
     };
     assert_eq!(asked().stdout, b"h1\n");
-    hosts.act(&["cut", "h1"]);
+    hosts.run_script(&["cut", "h1"]);
     assert_eq!(asked().status.code(), Some(255));
-    hosts.act(&["mend", "h1"]);
+    hosts.run_script(&["mend", "h1"]);
     assert!(asked().status.success());
-    hosts.act(&["lose", "h1"]);
+    hosts.run_script(&["lose", "h1"]);
     assert_eq!(asked().status.code(), Some(255));
 }

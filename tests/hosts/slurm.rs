@@ -10,7 +10,7 @@ use crate::steps;
 use hpctrain_testkit::hosts::Hosts;
 use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{
-    self, LIMIT, finish, in_our_environment, start, start_beside, test_name,
+    self, LIMIT, finish, in_our_environment, start, start_without_waiting, test_name,
 };
 use hpctrain_testkit::program;
 use hpctrain_testkit::runs::{Run, RunFiles, SMALL, json};
@@ -287,7 +287,8 @@ fn a_preempted_worker_is_requeued_and_joins_again() {
     let mut coordinator = start(&mut slurm.hosts.on("h0", coordinate.args(sets(&settings))));
     coordinator.until("waiting for servers", || files.path("servers/coordinator").exists());
     let mut serve = launch::program(["ps", "server", "--run"]);
-    let _server = start_beside(&coordinator, &mut slurm.hosts.on("h0", serve.arg(&files.0)));
+    let _server =
+        start_without_waiting(&coordinator, &mut slurm.hosts.on("h0", serve.arg(&files.0)));
 
     let words = [files.0.to_str().unwrap().to_string()];
     let job = slurm.submit(&["--gpus=1", "--nodelist=h1"], "workers.sbatch", "x", &words, &[]);

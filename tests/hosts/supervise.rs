@@ -61,7 +61,7 @@ fn disturbed(hosts: &Hosts, root: &Path, fault: &[&str]) -> (Ended, RunFiles, Ve
     let (run, mut job) = supervised(hosts, root, &[]);
     let files = run.files();
     until_step(&mut job, &files, 60);
-    hosts.act(fault);
+    hosts.run_script(fault);
     let ended = job.finish(LIMIT).succeeded();
     assert!(ranks(hosts, "h0", &run).is_empty(), "{ended}");
     // No process of the first start is left on the other host, once its daemon has noticed.
@@ -131,13 +131,13 @@ fn a_host_that_is_back_has_ranks_again() {
     let (run, mut job) = supervised(&hosts, root.path(), &steps);
     let files = run.files();
     until_step(&mut job, &files, 60);
-    hosts.act(&["cut", "h1"]);
+    hosts.run_script(&["cut", "h1"]);
     // Not before the hosts of the second start are chosen.
     let path = job.stderr();
     job.until("on one host", || {
         std::fs::read_to_string(&path).unwrap().contains("no answer from h1")
     });
-    hosts.act(&["mend", "h1"]);
+    hosts.run_script(&["mend", "h1"]);
     job.until("going on", || !ranks(&hosts, "h0", &run).is_empty() && steps_of(&files) > 300);
     send(ranks(&hosts, "h0", &run)[0], libc::SIGKILL);
     let ended = job.finish(LIMIT).succeeded();

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use hpctrain_testkit::launch::{Ended, LIMIT, finish, mpirun, program, start, start_beside};
+use hpctrain_testkit::launch::{
+    Ended, LIMIT, finish, mpirun, program, start, start_without_waiting,
+};
 use hpctrain_testkit::runs::{json, tensors};
 
 /// Returns the path of an example, which `cargo` builds next to the tests.
@@ -263,7 +265,7 @@ fn own_coordinator() {
         command
     };
     let coordinator = start(&mut command("coordinate"));
-    let [lost, other] = [(); 2].map(|()| start_beside(&coordinator, &mut command("work")));
+    let [lost, other] = [(); 2].map(|()| start_without_waiting(&coordinator, &mut command("work")));
     // Its call is rescheduled to the other worker.
     std::thread::sleep(Duration::from_millis(300));
     drop(lost);

@@ -4,7 +4,7 @@
 //! Others add in another order, and their results are close.
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
-use hpctrain_testkit::layouts::{SAME, give_the_same_bits};
+use hpctrain_testkit::layouts::{EQUAL_LAYOUTS, give_the_same_bits};
 use hpctrain_testkit::runs::{Run, json};
 
 /// The steps of a run.
@@ -13,7 +13,7 @@ const STEPS: u64 = 6;
 #[test]
 fn layouts_with_the_same_virtual_ranks_give_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
-    let rows = SAME.iter().map(|row| (row, vec![]));
+    let rows = EQUAL_LAYOUTS.iter().map(|row| (row, vec![]));
     give_the_same_bits(rows, STEPS, |transport, settings, name| {
         Run { settings, ..Run::new(transport, root.path(), name, &[]) }.succeeds()
     });

@@ -1,16 +1,16 @@
 //! Tests of whole training runs: their files, resuming, and the same bits in every layout.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod apart;
-mod averages;
 mod checkpoint_format;
 mod checkpoints;
 mod diverging;
 mod efficiency;
+mod ema;
 mod epochs;
 mod examples;
 mod hooks;
 mod layouts;
+mod local_sgd;
 mod many_files;
 mod memory;
 mod memory_table;
@@ -20,8 +20,8 @@ mod predict;
 mod resume;
 mod sample;
 mod servers;
-mod slices;
 mod step_times;
+mod tensor_parallel;
 mod tensorboard;
 mod trace;
 mod verify;

@@ -54,7 +54,7 @@ fn measured(ranks: usize, zero: Zero) -> usize {
             })?;
         }
         let categories = [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::Optimizer];
-        Ok(categories.map(|what| backend.ledger().peak(what)).iter().sum::<usize>())
+        Ok(categories.map(|what| backend.memory_stats().peak(what)).iter().sum::<usize>())
     });
     peaks.unwrap().into_iter().max().unwrap()
 }

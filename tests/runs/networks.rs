@@ -40,7 +40,7 @@ pub fn data(folder: &Path) {
     std::fs::write(folder.join("labels"), idx(&[60], (0..60).map(|i| i % 4).collect())).unwrap();
     let images = folder.join("images");
     let labels = folder.join("labels");
-    import_idx(&ImportIdx { images, labels, kept: kept("pictures") }).unwrap();
+    import_idx(&ImportIdx { images, labels, options: kept("pictures") }).unwrap();
     let line = |i: u32| {
         let [a, b, c] = [i * 7 % 11, i * 5 % 13, i * 3 % 17].map(f64::from);
         format!("{a},{b},{c},{},{},{}\n", a * 0.3 - b * 0.1, (c - a) * 0.2, i % 4)
@@ -498,7 +498,7 @@ fn inputs_get_the_scale_of_training() {
         normalize: true,
         out: at("few-imported"),
     };
-    import_idx(&ImportIdx { images: at("few"), labels: at("their"), kept }).unwrap();
+    import_idx(&ImportIdx { images: at("few"), labels: at("their"), options: kept }).unwrap();
     let raw = hdf5::File::create(at("raw.h5")).unwrap();
     raw.new_dataset::<u8>().shape([12, 7, 6]).create("inputs").unwrap().write_raw(&pixels).unwrap();
     raw.new_dataset::<u32>().shape(12).create("targets").unwrap().write_raw(&classes).unwrap();

@@ -83,11 +83,11 @@ fn the_kv_cache_does_not_change_logits() {
         let tokens: Vec<u32> = (0..context as u32).map(|i| i * 7 % 31).collect();
         let whole = micro(&model.backend, &tokens, &[], context, 0);
         let output = model.output(&whole).unwrap().unwrap();
-        let mut caches = model.past(context).unwrap();
+        let mut caches = model.kv_caches(context).unwrap();
         let mut first = 0;
         for len in [5, 1, 1, 9, 1, 3] {
             let piece = micro(&model.backend, &tokens[first..first + len], &[], len, 0);
-            let later = model.output_after(&piece, &mut caches).unwrap().unwrap();
+            let later = model.output_cached(&piece, &mut caches).unwrap().unwrap();
             first += len;
             let got = model.last_logits(&later, len).unwrap();
             let want = Cpu::view(&output, (first - 1) * 31..first * 31);
@@ -97,7 +97,7 @@ fn the_kv_cache_does_not_change_logits() {
         }
         // The caches have room for no more positions.
         let piece = micro(&model.backend, &[1], &[], 1, 0);
-        assert!(model.output_after(&piece, &mut caches).is_err());
+        assert!(model.output_cached(&piece, &mut caches).is_err());
 
         // Compare greedy decoding, also beyond the context, where the window slides.
         let sampling = Sampling { tokens: 30, temperature: 0.0, top_k: None, seed: 0 };

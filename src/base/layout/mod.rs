@@ -147,12 +147,12 @@ const ALIGN: usize = 16;
 impl UnitLayout {
     /// Lays out whole `tensors` so that the unit can be divided into `parts` equal parts.
     pub fn new(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize) -> Self {
-        Self::sliced(name, tensors, parts, &TensorShards::whole())
+        Self::sharded(name, tensors, parts, &TensorShards::whole())
     }
 
     /// Lays out the shards of `tensors` of some virtual tensor-parallel ranks, so that each section
     /// can be divided into `parts` equal parts.
-    pub fn sliced(
+    pub fn sharded(
         name: impl Into<Arc<str>>,
         tensors: Vec<Tensor>,
         parts: usize,
@@ -222,7 +222,7 @@ impl UnitLayout {
     }
 
     /// Returns the virtual tensor-parallel ranks of the sections.
-    pub fn slices(&self) -> &TensorShards {
+    pub fn shards(&self) -> &TensorShards {
         &self.slices
     }
 
@@ -280,21 +280,21 @@ impl UnitLayout {
 
     /// Iterates over the parts of tensors in `owned`, without copies: every element of a tensor
     /// belongs to a piece of one virtual rank.
-    pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
+    pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = TensorPiece<'_>> {
         self.select(owned, false)
     }
 
     /// Iterates over the parts of tensors in `owned`, including copies of whole tensors.
-    pub fn stored(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
+    pub fn stored(&self, owned: Range<usize>) -> impl Iterator<Item = TensorPiece<'_>> {
         self.select(owned, true)
     }
 
-    fn select(&self, owned: Range<usize>, copies: bool) -> impl Iterator<Item = Piece<'_>> {
+    fn select(&self, owned: Range<usize>, copies: bool) -> impl Iterator<Item = TensorPiece<'_>> {
         self.places.iter().filter(move |place| copies || !place.is_copy).filter_map(move |place| {
             let Place { tensor: index, slab, range, .. } = place;
             let overlap = range.start.max(owned.start)..range.end.min(owned.end);
             let of_slab = |at: usize| slab.range.start + at - range.start;
-            (overlap.start < overlap.end).then(|| Piece {
+            (overlap.start < overlap.end).then(|| TensorPiece {
                 index: *index,
                 tensor: &self.tensors[*index],
                 columns: slab.columns.clone(),
@@ -318,7 +318,7 @@ pub struct TensorRange {
 
 /// The part of a tensor that lies in an owned range of a unit.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Piece<'a> {
+pub struct TensorPiece<'a> {
     /// The number of the tensor in the unit.
     pub index: usize,
     /// The tensor.
@@ -331,7 +331,7 @@ pub struct Piece<'a> {
     pub of_owned: Range<usize>,
 }
 
-impl Piece<'_> {
+impl TensorPiece<'_> {
     /// Iterates over the runs of elements that are contiguous in the whole tensor: the flat index
     /// of a run's first element in the tensor, and the run in elements of the owned range.
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
@@ -425,7 +425,7 @@ mod tests {
             let of_tensor = ends.0.min(ends.1).min(counted.len())..ends.0.max(ends.1).min(counted.len());
             let of_owned = before..before + of_tensor.len();
             let all = columns.as_ref().is_none_or(|columns| columns.len() == 7);
-            let piece = Piece { index: 0, tensor: &tensor, columns, of_tensor: of_tensor.clone(), of_owned };
+            let piece = TensorPiece { index: 0, tensor: &tensor, columns, of_tensor: of_tensor.clone(), of_owned };
             let mut found = Vec::new();
             let mut at = before;
             for (first, run) in piece.runs() {

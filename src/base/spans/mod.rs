@@ -1,6 +1,6 @@
 //! Records the activity of a rank's threads, for the watchdog and for `--trace`.
 //!
-//! A thread registers with its rank once ([`Activity::here`]) and then marks its work with
+//! A thread registers with its rank once ([`Activity::register_thread`]) and then marks its work with
 //! [`span`]. Spans of threads without a rank are ignored. A span reads the clock twice; it is
 //! stored only while the rank [records](Activity::record).
 
@@ -45,7 +45,7 @@ impl Track {
 
 /// The activity of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Doing {
+pub enum ActivityKind {
     /// None of the following.
     Other,
     /// Compute waits for the loader.
@@ -78,7 +78,7 @@ pub enum Doing {
     Pushing,
 }
 
-impl Doing {
+impl ActivityKind {
     /// All activities, by their numbers.
     const ALL: [Self; 15] = [
         Self::Other,
@@ -156,7 +156,7 @@ pub struct SpanEvent {
 #[derive(Debug, Default)]
 pub struct Events {
     /// The events, in the order of their ends.
-    pub kept: Vec<SpanEvent>,
+    pub recorded: Vec<SpanEvent>,
     /// The number of events that were dropped because the limit was reached.
     pub lost: u64,
 }
@@ -178,13 +178,13 @@ thread_local! {
 }
 
 /// Packs a phase and its start into one word.
-fn pack(doing: Doing, since: u64) -> u64 {
+fn pack(doing: ActivityKind, since: u64) -> u64 {
     (since / 1000) << 8 | doing as u64
 }
 
 impl Default for Activity {
     fn default() -> Self {
-        let phase = AtomicU64::new(pack(Doing::Other, now()));
+        let phase = AtomicU64::new(pack(ActivityKind::Other, now()));
         Self(Arc::new(Inner { phase, recording: AtomicBool::new(false), events: Mutex::default() }))
     }
 }
@@ -196,15 +196,15 @@ impl Activity {
     }
 
     /// Registers the calling thread as a thread of this rank.
-    pub fn here(&self, track: Track) {
+    pub fn register_thread(&self, track: Track) {
         HERE.set(Some((self.clone(), track)));
     }
 
     /// Returns the activity of the compute thread, and its start.
-    pub fn phase(&self) -> (Doing, u64) {
+    pub fn phase(&self) -> (ActivityKind, u64) {
         let word = self.0.phase.load(Ordering::Relaxed);
-        let doing = Doing::ALL.get((word & 0xff) as usize).copied();
-        (doing.unwrap_or(Doing::Other), (word >> 8) * 1000)
+        let doing = ActivityKind::ALL.get((word & 0xff) as usize).copied();
+        (doing.unwrap_or(ActivityKind::Other), (word >> 8) * 1000)
     }
 
     /// Starts or stops recording events.
@@ -213,15 +213,15 @@ impl Activity {
     }
 
     /// Returns true if events are recorded.
-    pub fn records(&self) -> bool {
+    pub fn is_recording(&self) -> bool {
         self.0.recording.load(Ordering::Relaxed)
     }
 
     /// Stores an event, unless the limit is reached.
-    pub fn keep(&self, event: SpanEvent) {
+    pub fn push(&self, event: SpanEvent) {
         let mut events = self.events();
-        if events.kept.len() < MAX_EVENTS {
-            events.kept.push(event);
+        if events.recorded.len() < MAX_EVENTS {
+            events.recorded.push(event);
         } else {
             events.lost += 1;
         }
@@ -244,7 +244,7 @@ pub struct Span(Option<Open>);
 struct Open {
     activity: Activity,
     track: Track,
-    doing: Doing,
+    doing: ActivityKind,
     unit: Option<Arc<str>>,
     start: u64,
     /// The phase to restore afterwards.
@@ -252,16 +252,16 @@ struct Open {
 }
 
 /// Begins a span of work of the calling thread on a unit.
-pub fn span(doing: Doing, unit: Option<&Arc<str>>) -> Span {
+pub fn span(doing: ActivityKind, unit: Option<&Arc<str>>) -> Span {
     let here = HERE.with_borrow(Clone::clone);
     Span(here.map(|(activity, track)| {
         let start = now();
         let before = activity.0.phase.load(Ordering::Relaxed);
         // The work around a wait is the more informative phase.
-        if track == Track::Compute && doing != Doing::Waiting {
+        if track == Track::Compute && doing != ActivityKind::Waiting {
             activity.0.phase.store(pack(doing, start), Ordering::Relaxed);
         }
-        let unit = unit.filter(|_| activity.records()).cloned();
+        let unit = unit.filter(|_| activity.is_recording()).cloned();
         Open { activity, track, doing, unit, start, before }
     }))
 }
@@ -274,8 +274,8 @@ impl Drop for Span {
         if track == Track::Compute {
             activity.0.phase.store(before, Ordering::Relaxed);
         }
-        if activity.records() {
-            activity.keep(SpanEvent {
+        if activity.is_recording() {
+            activity.push(SpanEvent {
                 track,
                 name: doing.name(),
                 unit,
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn numbers_name_phases() {
-        for (number, doing) in Doing::ALL.into_iter().enumerate() {
+        for (number, doing) in ActivityKind::ALL.into_iter().enumerate() {
             assert_eq!(number, doing as usize);
         }
     }
@@ -301,29 +301,29 @@ mod tests {
     #[test]
     fn phases_nest_and_events_are_kept_on_demand() {
         let activity = Activity::default();
-        drop(span(Doing::Forward, None));
-        activity.here(Track::Compute);
-        assert_eq!(activity.phase().0, Doing::Other);
+        drop(span(ActivityKind::Forward, None));
+        activity.register_thread(Track::Compute);
+        assert_eq!(activity.phase().0, ActivityKind::Other);
         let block: Arc<str> = "block0".into();
         {
-            let _evaluation = span(Doing::Evaluation, None);
+            let _evaluation = span(ActivityKind::Evaluation, None);
             activity.record(true);
             {
-                let _forward = span(Doing::Forward, Some(&block));
-                let _wait = span(Doing::Waiting, None);
-                assert_eq!(activity.phase().0, Doing::Forward);
+                let _forward = span(ActivityKind::Forward, Some(&block));
+                let _wait = span(ActivityKind::Waiting, None);
+                assert_eq!(activity.phase().0, ActivityKind::Forward);
             }
-            assert_eq!(activity.phase().0, Doing::Evaluation);
+            assert_eq!(activity.phase().0, ActivityKind::Evaluation);
             activity.record(false);
         }
-        assert_eq!(activity.phase().0, Doing::Other);
-        let events = activity.take().kept;
+        assert_eq!(activity.phase().0, ActivityKind::Other);
+        let events = activity.take().recorded;
         let names: Vec<_> =
             events.iter().map(|event| (event.name, event.unit.as_deref())).collect();
         assert_eq!(names, [("wait for messages", None), ("forward", Some("block0"))]);
         assert!(
             events.iter().all(|event| event.start <= event.end && event.track == Track::Compute)
         );
-        assert!(activity.take().kept.is_empty());
+        assert!(activity.take().recorded.is_empty());
     }
 }

@@ -21,7 +21,7 @@ pub struct Tokens {
 
 impl Tokens {
     /// Returns the tokens of a tokenizer.
-    pub fn of(tokenizer: Option<&Tokenizer>) -> Self {
+    pub fn new(tokenizer: Option<&Tokenizer>) -> Self {
         let [bos_token_id, eos_token_id] = tokenizer.map_or([None, None], Tokenizer::ends);
         Self { bos_token_id, eos_token_id }
     }
@@ -40,14 +40,14 @@ impl Architecture {
     ///
     /// # Errors
     /// Returns an error if Hugging Face has no such model family.
-    pub fn of(network: &Network, tokenizer: Option<&Tokenizer>) -> Result<Self> {
-        let tokens = Tokens::of(tokenizer);
+    pub fn new(network: &Network, tokenizer: Option<&Tokenizer>) -> Result<Self> {
+        let tokens = Tokens::new(tokenizer);
         match network {
-            Network::Gpt(gpt) => Ok(Self::Gpt2(gpt2::Gpt2Architecture::of(gpt, tokens))),
+            Network::Gpt(gpt) => Ok(Self::Gpt2(gpt2::Gpt2Architecture::new(gpt, tokens))),
             Network::Llama(llama) => {
-                Ok(Self::Llama(Box::new(llama::LlamaArchitecture::of(llama, tokens))))
+                Ok(Self::Llama(Box::new(llama::LlamaArchitecture::new(llama, tokens))))
             }
-            Network::Layers(_) | Network::Own(_) => Err(unknown()),
+            Network::Layers(_) | Network::Custom(_) => Err(unsupported()),
         }
     }
 
@@ -112,7 +112,7 @@ impl Architecture {
 }
 
 /// Returns the error for networks that Hugging Face's formats cannot describe.
-pub fn unknown() -> Error {
+pub fn unsupported() -> Error {
     Error::input("a layer-list model cannot be written in Hugging Face's formats")
         .hint("read its checkpoint with any HDF5 library: docs/checkpoint-format.md")
 }

@@ -7,10 +7,10 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::architecture::Architecture;
-use super::name_map::{Spelling, transposed};
+use super::name_map::{NameMap, transposed};
 use super::safetensors::Writer;
 use super::staging::ExportStaging;
-use super::tokenizer::{GENERATION, Generation, SETTINGS, TOKENIZER};
+use super::tokenizer::{GENERATION, GenerationConfig, SETTINGS, TOKENIZER};
 use super::{CONFIG, MODEL, tensors};
 use crate::Reader;
 use hpctrain_base::error::{Error, Result};
@@ -38,11 +38,11 @@ pub struct Exported {
 /// not empty, or the files cannot be written.
 pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
     let network = network(reader)?;
-    let spelling = Spelling::of(&network)?;
+    let spelling = NameMap::for_network(&network)?;
     // A GPT-2 of Hugging Face always has biases.
     let there = tensors(&match &network {
         Network::Gpt(gpt) => Network::Gpt(Gpt { bias: true, ..gpt.clone() }),
-        Network::Llama(_) | Network::Layers(_) | Network::Own(_) => network.clone(),
+        Network::Llama(_) | Network::Layers(_) | Network::Custom(_) => network.clone(),
     });
     let ours: BTreeSet<String> = tensors(&network).into_iter().map(|tensor| tensor.name).collect();
     let staging = ExportStaging::new(out)?;
@@ -55,11 +55,17 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
         let mut values = vec![0.0; tensor.len()];
         exported.elements += values.len() as u64;
         if ours.contains(&tensor.name) {
-            reader.read(&tensor.name, reader.used(), None, 0..tensor.len(), &mut values)?;
+            reader.read(
+                &tensor.name,
+                reader.inference_part(),
+                None,
+                0..tensor.len(),
+                &mut values,
+            )?;
         } else {
             exported.added += 1;
         }
-        match spelling.turned(tensor) {
+        match spelling.transposed_shape(tensor) {
             Some([_, columns]) => writer.tensor(&transposed(&values, columns))?,
             None => writer.tensor(&values)?,
         }
@@ -67,8 +73,8 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
     writer.finish()?;
     let tokenizer = reader.manifest().tokenizer.as_ref();
     let write = |name: &str, text: String| write(&staging.path().join(name), text);
-    write(CONFIG, json(&Architecture::of(&network, tokenizer)?)?)?;
-    write(GENERATION, json(&Generation::of(tokenizer, network.context()))?)?;
+    write(CONFIG, json(&Architecture::new(&network, tokenizer)?)?)?;
+    write(GENERATION, json(&GenerationConfig::new(tokenizer, network.context()))?)?;
     if let Some(tokenizer) = tokenizer {
         write(TOKENIZER, tokenizer.file()?)?;
         write(SETTINGS, tokenizer.settings(network.context())?)?;

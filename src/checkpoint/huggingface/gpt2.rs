@@ -90,7 +90,7 @@ impl Gpt2Architecture {
     }
 
     /// Creates the architecture of a network.
-    pub fn of(gpt: &Gpt, tokens: Tokens) -> Self {
+    pub fn new(gpt: &Gpt, tokens: Tokens) -> Self {
         Self {
             architectures: vec!["GPT2LMHeadModel".into()],
             model_type: "gpt2".into(),

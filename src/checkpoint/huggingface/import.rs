@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::architecture::Architecture;
-use super::name_map::{HEAD, Spelling, transposed};
+use super::name_map::{HEAD, NameMap, transposed};
 use super::safetensors::Reader;
 use super::staging::ExportStaging;
 use super::{CONFIG, INDEX, MODEL, tensors};
@@ -46,7 +46,7 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
         .hint("give the tokenizer that the model was trained with, or none"));
     }
     let tensors = tensors(&plan.network);
-    let source = Source::open(from, Spelling::of(&plan.network)?, &tensors)?;
+    let source = Source::open(from, NameMap::for_network(&plan.network)?, &tensors)?;
 
     let staging = ExportStaging::new(out)?;
     let extent = |tensor: &Tensor| Extent {
@@ -85,7 +85,7 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     };
     let file = writer.finish()?;
     file.read_back()?;
-    manifest.enter(vec![file.written().clone()])?;
+    manifest.add_files(vec![file.written().clone()])?;
     manifest.write(staging.path())?;
     staging.publish()?;
     Ok(manifest)
@@ -95,7 +95,7 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
 struct Source {
     /// The directory of the files.
     from: PathBuf,
-    spelling: Spelling,
+    spelling: NameMap,
     readers: Vec<Reader>,
     /// The number of the reader of every tensor in the files.
     places: BTreeMap<String, usize>,
@@ -106,7 +106,7 @@ struct Source {
 impl Source {
     /// Opens the files in the directory `from` and checks that they contain these tensors, and no
     /// unexpected ones.
-    fn open(from: &Path, spelling: Spelling, tensors: &[Tensor]) -> Result<Self> {
+    fn open(from: &Path, spelling: NameMap, tensors: &[Tensor]) -> Result<Self> {
         let Files { names, map } = files(from)?;
         let readers =
             names.iter().map(|name| Reader::open(&from.join(name))).collect::<Result<Vec<_>>>()?;
@@ -231,7 +231,7 @@ impl Source {
             ))
             .hint("the model is damaged, or its training diverged: import an earlier one"));
         }
-        Ok(match self.spelling.turned(tensor) {
+        Ok(match self.spelling.transposed_shape(tensor) {
             // The file's matrix has as many columns as this one has rows.
             Some([rows, _]) => transposed(&values, rows),
             None => values,

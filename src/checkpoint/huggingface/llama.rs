@@ -206,7 +206,7 @@ impl LlamaArchitecture {
     }
 
     /// Creates the architecture of a network.
-    pub fn of(llama: &Llama, tokens: Tokens) -> Self {
+    pub fn new(llama: &Llama, tokens: Tokens) -> Self {
         Self {
             architectures: vec!["LlamaForCausalLM".into()],
             model_type: "llama".into(),

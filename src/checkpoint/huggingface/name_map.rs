@@ -1,6 +1,6 @@
 //! Names and layouts of tensors in Hugging Face's files.
 
-use super::architecture::unknown;
+use super::architecture::unsupported;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
 use hpctrain_nn::Network;
@@ -10,7 +10,7 @@ pub const HEAD: &str = "lm_head.weight";
 
 /// The names and layouts of a model family.
 #[derive(Debug, Clone, Copy)]
-pub struct Spelling {
+pub struct NameMap {
     /// The display name of the family.
     pub family: &'static str,
     /// The prefix of the tensor names in a model with an LM head.
@@ -24,7 +24,7 @@ pub struct Spelling {
     buffers: &'static [&'static str],
 }
 
-const GPT2: Spelling = Spelling {
+const GPT2: NameMap = NameMap {
     family: "GPT-2",
     prefix: "transformer.",
     table: "wte.weight",
@@ -32,7 +32,7 @@ const GPT2: Spelling = Spelling {
     buffers: &[".attn.bias", ".attn.masked_bias"],
 };
 
-const LLAMA: Spelling = Spelling {
+const LLAMA: NameMap = NameMap {
     family: "Llama",
     prefix: "model.",
     table: "embed_tokens.weight",
@@ -40,16 +40,16 @@ const LLAMA: Spelling = Spelling {
     buffers: &[".rotary_emb.inv_freq"],
 };
 
-impl Spelling {
+impl NameMap {
     /// Returns the names and layouts of a network's family.
     ///
     /// # Errors
     /// Returns an error if Hugging Face has no such model family.
-    pub fn of(network: &Network) -> Result<Self> {
+    pub fn for_network(network: &Network) -> Result<Self> {
         match network {
             Network::Gpt(_) => Ok(GPT2),
             Network::Llama(_) => Ok(LLAMA),
-            Network::Layers(_) | Network::Own(_) => Err(unknown()),
+            Network::Layers(_) | Network::Custom(_) => Err(unsupported()),
         }
     }
 
@@ -59,7 +59,7 @@ impl Spelling {
     }
 
     /// Returns the rows and columns of a matrix that is stored transposed.
-    pub fn turned(&self, tensor: &Tensor) -> Option<[usize; 2]> {
+    pub fn transposed_shape(&self, tensor: &Tensor) -> Option<[usize; 2]> {
         match tensor.shape[..] {
             [rows, columns] if self.turned.iter().any(|end| tensor.name.ends_with(end)) => {
                 Some([rows, columns])
@@ -70,7 +70,7 @@ impl Spelling {
 
     /// Returns the shape of a tensor in Hugging Face's files.
     pub fn shape(&self, tensor: &Tensor) -> Vec<usize> {
-        self.turned(tensor)
+        self.transposed_shape(tensor)
             .map_or_else(|| tensor.shape.clone(), |[rows, columns]| vec![columns, rows])
     }
 
@@ -106,7 +106,7 @@ mod tests {
         let tensors = tensors(&Network::Gpt(gpt));
         let turned = tensors
             .iter()
-            .filter(|tensor| GPT2.turned(tensor).is_some())
+            .filter(|tensor| GPT2.transposed_shape(tensor).is_some())
             .map(|tensor| &tensor.name);
         assert_eq!(
             turned.collect::<Vec<_>>(),

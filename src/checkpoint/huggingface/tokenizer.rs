@@ -23,17 +23,17 @@ pub const GENERATION: &str = "generation_config.json";
 
 /// The content of `generation_config.json`.
 #[derive(Serialize)]
-pub struct Generation {
+pub struct GenerationConfig {
     #[serde(flatten)]
     tokens: Tokens,
     /// The maximal length of prompt and continuation together: the model's learned positions.
     max_length: usize,
 }
 
-impl Generation {
+impl GenerationConfig {
     /// Creates the configuration for a model with `context` positions.
-    pub fn of(tokenizer: Option<&Tokenizer>, context: usize) -> Self {
-        Self { tokens: Tokens::of(tokenizer), max_length: context }
+    pub fn new(tokenizer: Option<&Tokenizer>, context: usize) -> Self {
+        Self { tokens: Tokens::new(tokenizer), max_length: context }
     }
 }
 

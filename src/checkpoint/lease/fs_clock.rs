@@ -24,7 +24,7 @@ pub const TURN_FILE: &str = ".turn";
 pub type Seen = Mutex<HashMap<PathBuf, (Vec<u8>, Duration)>>;
 
 /// An open lease file of this process.
-pub trait Open: Debug + Send {
+pub trait LeaseFile: Debug + Send {
     /// Returns true if the file is locked.
     fn is_locked(&self) -> bool;
 
@@ -34,7 +34,7 @@ pub trait Open: Debug + Send {
 }
 
 /// A lock that lets one process at a time change leases, until it is dropped.
-pub type Turn = Option<File>;
+pub type TurnLock = Option<File>;
 
 /// File operations with the semantics of network file systems: creating, linking, renaming and
 /// removing happen once, on the server; reading and listing may show names as they were up to
@@ -55,7 +55,7 @@ pub trait System: Debug + Send + Sync {
     fn holder(&self) -> LeaseOwner;
 
     /// Returns whether a process exists, as far as it can be proven from here.
-    fn life(&self, owner: &LeaseOwner) -> Liveness;
+    fn liveness(&self, owner: &LeaseOwner) -> Liveness;
 
     fn create_dir(&self, dir: &Path) -> io::Result<()>;
 
@@ -66,7 +66,7 @@ pub trait System: Debug + Send + Sync {
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
 
     /// Creates a file that does not exist, and locks it if the file system supports locks.
-    fn create(&self, path: &Path) -> io::Result<Box<dyn Open>>;
+    fn create(&self, path: &Path) -> io::Result<Box<dyn LeaseFile>>;
 
     fn link(&self, from: &Path, to: &Path) -> io::Result<()>;
 
@@ -82,7 +82,7 @@ pub trait System: Debug + Send + Sync {
 
     /// Waits for the caller's turn to take or remove leases in `dir`. Returns `None` if the file
     /// system has no locks or the wait takes too long.
-    fn turn(&self, dir: &Path) -> Turn;
+    fn turn(&self, dir: &Path) -> TurnLock;
 
     /// Returns true if a thread writes the heartbeats.
     fn has_threads(&self) -> bool;
@@ -114,7 +114,7 @@ impl System for Process {
 
     fn pause(&self, time: Duration) -> Option<&'static str> {
         signals::pause(time);
-        signals::came()
+        signals::last_signal()
     }
 
     fn staleness(&self, dir: &Path) -> Duration {
@@ -134,13 +134,13 @@ impl System for Process {
         LeaseOwner::here()
     }
 
-    fn life(&self, owner: &LeaseOwner) -> Liveness {
-        owner.life()
+    fn liveness(&self, owner: &LeaseOwner) -> Liveness {
+        owner.liveness()
     }
 
     fn create_dir(&self, dir: &Path) -> io::Result<()> {
         dir.parent().map_or(Ok(()), fs::create_dir_all)?;
-        own_files::directory(dir)
+        own_files::create_directory(dir)
     }
 
     fn list(&self, dir: &Path) -> io::Result<Vec<OsString>> {
@@ -151,7 +151,7 @@ impl System for Process {
         safe_open::read(path)
     }
 
-    fn create(&self, path: &Path) -> io::Result<Box<dyn Open>> {
+    fn create(&self, path: &Path) -> io::Result<Box<dyn LeaseFile>> {
         let file = own_files::create_new(path)?;
         let is_locked = file.try_lock().is_ok();
         Ok(Box::new(OpenFile { file, is_locked }))
@@ -182,7 +182,7 @@ impl System for Process {
         }
     }
 
-    fn turn(&self, dir: &Path) -> Turn {
+    fn turn(&self, dir: &Path) -> TurnLock {
         let path = dir.join(TURN_FILE);
         let begun = Instant::now();
         let mut file = own_files::create(&path).ok()?;
@@ -241,7 +241,7 @@ struct OpenFile {
     is_locked: bool,
 }
 
-impl Open for OpenFile {
+impl LeaseFile for OpenFile {
     fn is_locked(&self) -> bool {
         self.is_locked
     }

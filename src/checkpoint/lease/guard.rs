@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::fs_clock::{Open, System};
+use super::fs_clock::{LeaseFile, System};
 use super::{LeaseRecord, Leases, Times};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
@@ -31,7 +31,7 @@ struct LeaseState {
     token: String,
     times: Times,
     /// The next record to write, and the file.
-    file: Mutex<(LeaseRecord, Box<dyn Open>)>,
+    file: Mutex<(LeaseRecord, Box<dyn LeaseFile>)>,
     /// The time at which the lease was last known to be held.
     known: Mutex<Duration>,
     /// The error, once the lease is lost.
@@ -114,7 +114,7 @@ impl LeaseGuard {
     pub(super) fn hold(
         path: PathBuf,
         held: LeaseRecord,
-        open: Box<dyn Open>,
+        open: Box<dyn LeaseFile>,
         leases: &Leases,
     ) -> Result<Self> {
         let system = leases.system.clone();
@@ -145,7 +145,7 @@ impl LeaseGuard {
     ///
     /// # Errors
     /// Returns an error if the lease was lost.
-    pub(super) fn beat_here(&self) -> Result<()> {
+    pub(super) fn write_heartbeat(&self) -> Result<()> {
         if self.beats.is_some() {
             self.state.lost().map_or(Ok(()), Err)
         } else {
@@ -157,14 +157,14 @@ impl LeaseGuard {
     ///
     /// # Errors
     /// Returns an error if the lease was lost or cannot be read.
-    pub(super) fn settled(&self) -> Result<()> {
+    pub(super) fn mark_settled(&self) -> Result<()> {
         self.state.check()?;
         self.state.beat(|held| held.settling = false)
     }
 
     /// Makes the guard remove the directory, too, if no other lease is left in it when it is
     /// dropped.
-    pub(super) fn clearing(mut self, leases: Leases) -> Self {
+    pub(super) fn with_cleanup(mut self, leases: Leases) -> Self {
         self.clears = Some(leases);
         self
     }

@@ -42,7 +42,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use fs_clock::{Open, System, TURN_FILE, Turn};
+use fs_clock::{LeaseFile, System, TURN_FILE, TurnLock};
 use owner::{Liveness, host};
 
 use hpctrain_base::error::{Error, Result};
@@ -98,16 +98,16 @@ pub enum Claimed {
     /// This process holds the lease.
     Taken(LeaseGuard),
     /// Another process holds it; `None` if the lease does not name its holder.
-    By(Option<LeaseRecord>),
+    HeldBy(Option<LeaseRecord>),
 }
 
 /// Whether a directory in the trash may be removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TrashStatus {
     /// Not yet: a lease on it may not be visible here.
-    Waits,
+    Pending,
     /// It stays: a process holds a lease on it.
-    Held,
+    Leased,
     /// It may be removed.
     Free,
 }
@@ -146,10 +146,10 @@ impl Found {
 impl Leases {
     /// Creates a handle to the leases in the directory `root`, which need not exist.
     pub fn new(root: PathBuf) -> Self {
-        Self::by(fs_clock::system(), root)
+        Self::with_system(fs_clock::system(), root)
     }
 
-    fn by(system: Arc<dyn System>, root: PathBuf) -> Self {
+    fn with_system(system: Arc<dyn System>, root: PathBuf) -> Self {
         let stale = system.staleness(&root);
         Self { root, times: TIMES, system, stale }
     }
@@ -205,7 +205,7 @@ impl Leases {
                 LeaseStatus::Silent(found) if waits && silent.is_none() => {
                     drop(turn);
                     if self.saw_heartbeat(&path, &found)? {
-                        return Ok(Claimed::By(found.held));
+                        return Ok(Claimed::HeldBy(found.held));
                     }
                     silent = Some(found.bytes);
                     continue;
@@ -218,18 +218,22 @@ impl Leases {
                     continue;
                 }
                 LeaseStatus::Alive(found) | LeaseStatus::Silent(found) => {
-                    return Ok(Claimed::By(found.held));
+                    return Ok(Claimed::HeldBy(found.held));
                 }
             };
             let created = self.create(&path, !settles.is_zero())?;
             drop(turn);
             match created {
                 Some(lease) => {
-                    return self.wait_until_settled(&path, lease.clearing(self.clone()), settles);
+                    return self.wait_until_settled(
+                        &path,
+                        lease.with_cleanup(self.clone()),
+                        settles,
+                    );
                 }
                 // Another process was faster, or the last holder has just removed the directory; a
                 // stale view may hide the new holder for a while.
-                None if refused > self.stale + MARGIN => return Ok(Claimed::By(None)),
+                None if refused > self.stale + MARGIN => return Ok(Claimed::HeldBy(None)),
                 None => {
                     self.wait(&path, self.times.beat / 25)?;
                     refused += self.times.beat / 25;
@@ -257,15 +261,15 @@ impl Leases {
         let until = self.system.now() + settles;
         while self.system.now() < until {
             self.wait(path, self.times.beat.min(until.saturating_sub(self.system.now())))?;
-            if lease.beat_here().is_err() {
-                return Ok(Claimed::By(None));
+            if lease.write_heartbeat().is_err() {
+                return Ok(Claimed::HeldBy(None));
             }
         }
-        match lease.settled() {
+        match lease.mark_settled() {
             Ok(()) => Ok(Claimed::Taken(lease)),
             Err(e) => {
                 log::warn!("{}", e.message());
-                Ok(Claimed::By(None))
+                Ok(Claimed::HeldBy(None))
             }
         }
     }
@@ -393,14 +397,14 @@ impl Leases {
     /// Returns an error if a lease cannot be read: its holder is then unknown.
     pub(super) fn trash_status(&self, trash: &Path, name: &str) -> Result<TrashStatus> {
         Ok(match self.is_settled(trash) {
-            false => TrashStatus::Waits,
-            true if self.holds(name)? => TrashStatus::Held,
+            false => TrashStatus::Pending,
+            true if self.holds(name)? => TrashStatus::Leased,
             true => TrashStatus::Free,
         })
     }
 
     /// Returns the time that a directory spends in the trash.
-    pub(super) fn settles_after(&self) -> Duration {
+    pub(super) fn trash_delay(&self) -> Duration {
         settled_after(self.stale, self.stale)
     }
 
@@ -421,7 +425,7 @@ impl Leases {
     /// visible, including those of readers that still found it under its name. For one that another
     /// process moved there, the time counts from now.
     fn is_settled(&self, trash: &Path) -> bool {
-        self.unchanged(trash, RETIRED) >= self.settles_after()
+        self.unchanged(trash, RETIRED) >= self.trash_delay()
     }
 
     /// Removes a directory that was moved to the trash.
@@ -456,7 +460,7 @@ impl Leases {
         self.root.join(format!("{name}{EXTENSION}"))
     }
 
-    fn turn(&self) -> Turn {
+    fn turn(&self) -> TurnLock {
         self.system.turn(&self.root)
     }
 
@@ -495,9 +499,9 @@ impl Leases {
                 None
             }
         };
-        Ok(match (self.system.life(&held.holder), locked) {
+        Ok(match (self.system.liveness(&held.holder), locked) {
             (Liveness::Gone, _) => LeaseStatus::Dead(found),
-            (Liveness::Ends, _) => LeaseStatus::Silent(found),
+            (Liveness::Exiting, _) => LeaseStatus::Silent(found),
             (Liveness::Exists, _) => LeaseStatus::Alive(found),
             (Liveness::Unknown, locked) => match locked() {
                 Some(true) => LeaseStatus::Alive(found),
@@ -580,7 +584,7 @@ impl Leases {
     }
 
     /// Writes a new lease and locks it if the file system supports locks.
-    fn write(&self, path: &Path, held: &mut LeaseRecord) -> io::Result<Box<dyn Open>> {
+    fn write(&self, path: &Path, held: &mut LeaseRecord) -> io::Result<Box<dyn LeaseFile>> {
         let open = self.system.create(path)?;
         held.locked = open.is_locked();
         open.rewrite(held.text()?.as_bytes())?;
@@ -596,7 +600,7 @@ mod tests {
     use std::fs::{self, OpenOptions};
     use std::time::{Instant, SystemTime};
 
-    use super::owner::tests::{beside, far, gone};
+    use super::owner::tests::{far, gone, in_other_container};
     use super::*;
 
     fn leases() -> (tempfile::TempDir, Leases) {
@@ -638,7 +642,7 @@ mod tests {
     fn taken(claimed: Result<Claimed>) -> LeaseGuard {
         match claimed.unwrap() {
             Claimed::Taken(lease) => lease,
-            Claimed::By(other) => panic!("{other:?}"),
+            Claimed::HeldBy(other) => panic!("{other:?}"),
         }
     }
 
@@ -646,7 +650,7 @@ mod tests {
     fn refused(claimed: Result<Claimed>) -> Option<LeaseRecord> {
         match claimed.unwrap() {
             Claimed::Taken(_) => panic!("taken"),
-            Claimed::By(other) => other,
+            Claimed::HeldBy(other) => other,
         }
     }
 
@@ -781,7 +785,7 @@ mod tests {
         let (_dir, leases) = leases();
         fs::create_dir_all(&leases.root).unwrap();
         let path = leases.path("trainer");
-        let mut held = LeaseRecord { holder: beside(), ..now() };
+        let mut held = LeaseRecord { holder: in_other_container(), ..now() };
         let file = leases.write(&path, &mut held).unwrap();
         if !held.locked {
             println!("skipped: no file locks here");
@@ -793,7 +797,7 @@ mod tests {
         drop(file);
         // A program that another test starts at this moment keeps the file open until it calls
         // exec.
-        while let Claimed::By(other) = leases.claim("trainer", false).unwrap() {
+        while let Claimed::HeldBy(other) = leases.claim("trainer", false).unwrap() {
             assert!(other.is_some());
             std::thread::yield_now();
         }

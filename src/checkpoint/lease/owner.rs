@@ -43,7 +43,7 @@ pub enum Liveness {
     /// It no longer exists.
     Gone,
     /// It has been killed or is exiting, and is gone once the kernel has finished its pending work.
-    Ends,
+    Exiting,
     /// It exists.
     Exists,
     /// It cannot be determined from here.
@@ -70,7 +70,7 @@ impl LeaseOwner {
     }
 
     /// Returns whether the process exists, as far as it can be proven from here.
-    pub fn life(&self) -> Liveness {
+    pub fn liveness(&self) -> Liveness {
         let life = if self.shares_pid_namespace() {
             process(self.pid, self.started)
         } else {
@@ -200,7 +200,7 @@ fn process(pid: u32, started: u64) -> Liveness {
         0 => Liveness::Unknown,
         _ if stat.started != started => Liveness::Gone,
         _ if first_has_ended && stat.threads <= 1 => Liveness::Gone,
-        _ if first_has_ended || stat.exits || is_killed(pid) => Liveness::Ends,
+        _ if first_has_ended || stat.exits || is_killed(pid) => Liveness::Exiting,
         _ => Liveness::Exists,
     }
 }
@@ -237,7 +237,7 @@ pub(super) mod tests {
     }
 
     /// Returns a process in another container of this node.
-    pub fn beside() -> LeaseOwner {
+    pub fn in_other_container() -> LeaseOwner {
         LeaseOwner { space: format!("{} pid:[1]", boot()), ..LeaseOwner::here() }
     }
 
@@ -247,38 +247,38 @@ pub(super) mod tests {
 
     #[test]
     fn only_the_kernel_that_ran_it_proves_a_process_gone() {
-        assert_eq!(LeaseOwner::here().life(), Liveness::Exists);
-        assert_eq!(gone().life(), Liveness::Gone);
+        assert_eq!(LeaseOwner::here().liveness(), Liveness::Exists);
+        assert_eq!(gone().liveness(), Liveness::Gone);
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = child.id();
         let of_child =
             LeaseOwner { pid, started: stat(pid).unwrap().started, ..LeaseOwner::here() };
-        assert_eq!(of_child.life(), Liveness::Exists);
+        assert_eq!(of_child.liveness(), Liveness::Exists);
         // Once killed, it is never taken for alive; then it is a zombie.
         child.kill().unwrap();
         loop {
-            match of_child.life() {
-                Liveness::Ends => std::thread::yield_now(),
+            match of_child.liveness() {
+                Liveness::Exiting => std::thread::yield_now(),
                 Liveness::Gone => break,
                 other => panic!("{other:?}: {:?}", stat(pid)),
             }
         }
         child.wait().unwrap();
-        assert_eq!(of_child.life(), Liveness::Gone);
+        assert_eq!(of_child.liveness(), Liveness::Gone);
         // The same process id elsewhere is another process.
-        for other in [far(), beside()] {
+        for other in [far(), in_other_container()] {
             let other = LeaseOwner { pid, started: of_child.started, ..other };
-            assert_eq!(other.life(), Liveness::Unknown);
+            assert_eq!(other.liveness(), Liveness::Unknown);
         }
         assert!(
-            beside().is_of_this_boot()
+            in_other_container().is_of_this_boot()
                 && LeaseOwner::here().is_of_this_boot()
                 && !far().is_of_this_boot()
         );
         // Nothing is proven about a holder in an unknown namespace.
         let unknown = LeaseOwner { space: " ".into(), ..gone() };
-        assert!(unknown.life() == Liveness::Unknown && !unknown.is_of_this_boot());
-        assert_eq!(LeaseOwner { started: 0, ..LeaseOwner::here() }.life(), Liveness::Unknown);
+        assert!(unknown.liveness() == Liveness::Unknown && !unknown.is_of_this_boot());
+        assert_eq!(LeaseOwner { started: 0, ..LeaseOwner::here() }.liveness(), Liveness::Unknown);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use super::fs_clock::{Open, STALE, Seen, System, Turn};
+use super::fs_clock::{LeaseFile, STALE, Seen, System, TurnLock};
 use super::owner::{LeaseOwner, Liveness};
 use super::{Claimed, LeaseRecord, Leases, TrashStatus};
 
@@ -235,7 +235,7 @@ impl System for Process {
         LeaseOwner::of_node(&self.host, *self.pid.lock().unwrap())
     }
 
-    fn life(&self, owner: &LeaseOwner) -> Liveness {
+    fn liveness(&self, owner: &LeaseOwner) -> Liveness {
         match owner.host == self.host {
             false => Liveness::Unknown,
             true if self.world.state().gone.contains(&(owner.host.clone(), owner.pid)) => {
@@ -275,7 +275,7 @@ impl System for Process {
         Ok(at(&state.files[file], view).unwrap())
     }
 
-    fn create(&self, path: &Path) -> io::Result<Box<dyn Open>> {
+    fn create(&self, path: &Path) -> io::Result<Box<dyn LeaseFile>> {
         self.call();
         let file = {
             let mut state = self.world.state();
@@ -344,7 +344,7 @@ impl System for Process {
         None
     }
 
-    fn turn(&self, _dir: &Path) -> Turn {
+    fn turn(&self, _dir: &Path) -> TurnLock {
         None
     }
 
@@ -363,7 +363,7 @@ struct Handle {
     file: usize,
 }
 
-impl Open for Handle {
+impl LeaseFile for Handle {
     fn is_locked(&self) -> bool {
         false
     }
@@ -402,7 +402,7 @@ struct Log {
 
 /// Trains for a while whenever it gets the lease; is suspended now and then, and dies now and then.
 fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
-    let leases = || Leases::by(me.clone(), "/run/.leases".into());
+    let leases = || Leases::with_system(me.clone(), "/run/.leases".into());
     while me.now() < seconds(4000) {
         let begun = me.now();
         let Claimed::Taken(lease) = leases().claim("trainer", true).unwrap() else {
@@ -425,7 +425,7 @@ fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
             let pause =
                 if me.random(8) == 0 { seconds(me.random(500)) } else { HEARTBEAT_INTERVAL };
             me.sleep(pause);
-            if pause == HEARTBEAT_INTERVAL && lease.beat_here().is_err() {
+            if pause == HEARTBEAT_INTERVAL && lease.write_heartbeat().is_err() {
                 break false;
             }
             rounds -= 1;
@@ -477,7 +477,7 @@ fn two_trainers_never_both_hold_a_run() {
 
 /// Saves checkpoints, and keeps the newest two.
 fn saves(me: &Arc<Process>, counts: &Mutex<[usize; 3]>) {
-    let leases = || Leases::by(me.clone(), "/run/checkpoints/.leases".into());
+    let leases = || Leases::with_system(me.clone(), "/run/checkpoints/.leases".into());
     let path = |step: u64| PathBuf::from(format!("/run/checkpoints/step-{step:08}"));
     let trash = |step: u64| PathBuf::from(format!("/run/checkpoints/.trash-step-{step:08}"));
     let mut kept: Vec<u64> = Vec::new();
@@ -491,12 +491,12 @@ fn saves(me: &Arc<Process>, counts: &Mutex<[usize; 3]>) {
         }
         for step in std::mem::take(&mut begun) {
             match leases().trash_status(&trash(step), &format!("step-{step:08}")).unwrap() {
-                TrashStatus::Waits => begun.push(step),
+                TrashStatus::Pending => begun.push(step),
                 TrashStatus::Free => {
                     leases().remove_retired(&trash(step)).unwrap();
                     counts.lock().unwrap()[0] += 1;
                 }
-                TrashStatus::Held => {
+                TrashStatus::Leased => {
                     me.rename(&trash(step), &path(step)).unwrap();
                     kept.insert(0, step);
                     counts.lock().unwrap()[1] += 1;
@@ -509,7 +509,7 @@ fn saves(me: &Arc<Process>, counts: &Mutex<[usize; 3]>) {
 
 /// Reads checkpoints, each for a while.
 fn reads(me: &Arc<Process>, counts: &Mutex<[usize; 3]>, seed: u64) {
-    let leases = || Leases::by(me.clone(), "/run/checkpoints/.leases".into());
+    let leases = || Leases::with_system(me.clone(), "/run/checkpoints/.leases".into());
     while me.now() < seconds(1500) {
         me.sleep(seconds(me.random(20)));
         let names = me.list(Path::new("/run/checkpoints")).unwrap();
@@ -526,7 +526,7 @@ fn reads(me: &Arc<Process>, counts: &Mutex<[usize; 3]>, seed: u64) {
         counts.lock().unwrap()[2] += 1;
         for _ in 0..me.random(50) {
             me.sleep(HEARTBEAT_INTERVAL);
-            lease.beat_here().unwrap();
+            lease.write_heartbeat().unwrap();
             assert!(
                 me.world.state().exists(file),
                 "seed {seed}: {name} was removed under a reader"
@@ -561,13 +561,13 @@ fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
         (
             0,
             Box::new(|me: &Arc<Process>| {
-                let lease = Leases::by(me.clone(), "/run/.leases".into())
+                let lease = Leases::with_system(me.clone(), "/run/.leases".into())
                     .share("step-00000001")
                     .unwrap()
                     .unwrap();
                 for _ in 0..100 {
                     me.sleep(HEARTBEAT_INTERVAL);
-                    lease.beat_here().unwrap();
+                    lease.write_heartbeat().unwrap();
                 }
                 std::mem::forget(lease);
             }),
@@ -575,7 +575,7 @@ fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
         (
             1,
             Box::new(|me: &Arc<Process>| {
-                let leases = || Leases::by(me.clone(), "/run/.leases".into());
+                let leases = || Leases::with_system(me.clone(), "/run/.leases".into());
                 me.sleep(seconds(100));
                 while leases().holds("step-00000001").unwrap() {
                     me.sleep(seconds(1));
@@ -597,7 +597,7 @@ fn a_wait_that_was_not_over_is_inherited() {
         world.run(vec![(
             0,
             Box::new(|me: &Arc<Process>| {
-                let leases = Leases::by(me.clone(), "/run/.leases".into());
+                let leases = Leases::with_system(me.clone(), "/run/.leases".into());
                 let held = LeaseRecord { settling, ..LeaseRecord::now(me.holder(), STALE) };
                 me.create(&leases.path("trainer"))
                     .unwrap()

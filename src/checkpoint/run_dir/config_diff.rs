@@ -72,7 +72,7 @@ impl Changes {
 
 /// Returns the reasons why a run of one resolved configuration cannot be the run of another; empty
 /// if it can. Length, rounding, layout and precision do not count.
-pub fn of_run(before: &Config, now: &Config) -> Vec<String> {
+pub fn run_conflicts(before: &Config, now: &Config) -> Vec<String> {
     let wanted = |section: &str, key: &str| {
         section != "precision" && key_effect(section, key) == KeyEffect::Curve
     };
@@ -132,7 +132,7 @@ mod tests {
         let before = Config::default();
         let mut now = Config::default();
         change(&mut now);
-        (Changes::between(&before, &now), of_run(&before, &now))
+        (Changes::between(&before, &now), run_conflicts(&before, &now))
     }
 
     #[test]

@@ -113,7 +113,7 @@ impl RunDirectory {
             .map_err(|e| if e.kind() == Kind::Io { e.hint(HINT) } else { e })
         {
             Ok(Claimed::Taken(lease)) => Ok(Ok(Self { lease: Some(Arc::new(lease)), ..directory })),
-            Ok(Claimed::By(other)) => Ok(Err((directory.path, other))),
+            Ok(Claimed::HeldBy(other)) => Ok(Err((directory.path, other))),
             Err(e) => {
                 directory.abandon();
                 Err(e)
@@ -164,10 +164,10 @@ impl RunDirectory {
                 .hint("continue it with --resume auto, or choose another --set run.name=…"));
         }
         let logs = self.logs_path();
-        own_files::directory(&logs).map_err(|e| Error::io("create", &logs, e).hint(HINT))?;
+        own_files::create_directory(&logs).map_err(|e| Error::io("create", &logs, e).hint(HINT))?;
         self.checkpoints().prepare()?;
-        let ended = self.marks().begin()?;
-        supervisor_hint::tell(&self.path);
+        let ended = self.markers().begin()?;
+        supervisor_hint::write(&self.path);
         Ok(ended)
     }
 
@@ -198,7 +198,7 @@ impl RunDirectory {
             Err(e) => return Err(Error::io("read", &path, e)),
         };
         Ok(match text.parse() {
-            Ok(before) => config_diff::of_run(&before, config).into_iter().next(),
+            Ok(before) => config_diff::run_conflicts(&before, config).into_iter().next(),
             Err(e) => Some(format!("its config.toml is of another version: {}", e.message())),
         })
     }
@@ -209,7 +209,7 @@ impl RunDirectory {
         // Another trainer may have taken the run over.
         if let Some(end) = self.ended.as_ref().filter(|_| self.check().is_ok()) {
             // The error of the start matters more than one of this.
-            let _ = self.marks().end(end);
+            let _ = self.markers().end(end);
         }
         let may = || self.is_new && self.check().is_ok();
         let trained = || self.checkpoints().steps().map_or(true, |steps| !steps.is_empty());
@@ -281,7 +281,7 @@ impl RunDirectory {
 
     /// Returns the time of the trainer's last heartbeat, by the clock of the file system; `None` if
     /// there is no lease.
-    pub fn trainer_seen(&self) -> Option<SystemTime> {
+    pub fn last_heartbeat(&self) -> Option<SystemTime> {
         fs::metadata(self.leases().path(TRAINER)).ok()?.modified().ok()
     }
 
@@ -332,7 +332,7 @@ impl RunDirectory {
     }
 
     /// Returns the path of the run summary.
-    pub fn card_path(&self) -> PathBuf {
+    pub fn summary_path(&self) -> PathBuf {
         self.path.join("run.json")
     }
 
@@ -429,13 +429,13 @@ impl RunDirectory {
     }
 
     /// Returns the markers by which trainer and evaluators signal each other that they are done.
-    pub fn marks(&self) -> Markers {
+    pub fn markers(&self) -> Markers {
         Markers::new(&self.path)
     }
 
     /// Returns the checkpoints of the run.
     pub fn checkpoints(&self) -> Checkpoints {
-        Checkpoints::new(self.checkpoints_path()).held_by(self.lease.clone())
+        Checkpoints::new(self.checkpoints_path()).with_lease(self.lease.clone())
     }
 
     /// Writes the resolved configuration.

@@ -15,12 +15,12 @@ use super::directory::{Resume, RunDirectory};
 use crate::tools::resolve_path;
 use crate::{Manifest, Progress, Reader};
 use hpctrain_base::error::{Error, Kind, Result};
-use hpctrain_base::spans::{Doing, span};
+use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_comm::Group;
 use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_data::{DataChange, Fingerprint};
 use hpctrain_device::Kernels;
-use hpctrain_nn::optim::AVERAGE;
+use hpctrain_nn::optim::EMA;
 use hpctrain_parallel::Sharded;
 
 /// What to restore of a checkpoint, and the data of this start.
@@ -179,7 +179,7 @@ impl<B: Kernels> Load<'_, B> {
     /// Loads a checkpoint that the user has named.
     fn named(&mut self, path: &Path) -> Result<(PathBuf, Manifest)> {
         // The lease keeps it from being removed while it is read.
-        let (path, _lease) = resolve_path::together(self.world, path)?;
+        let (path, _lease) = resolve_path::checkpoint_collective(self.world, path)?;
         let manifest = self.load(&path)?;
         Ok((path, manifest))
     }
@@ -228,7 +228,7 @@ impl<B: Kernels> Load<'_, B> {
     /// Returns an error, the same on all ranks, if the checkpoint is provably damaged
     /// ([`Kind::Damaged`]), is of another model or version, or cannot be read.
     fn load(&mut self, path: &Path) -> Result<Manifest> {
-        let _span = span(Doing::Restore, None);
+        let _span = span(ActivityKind::Restore, None);
         let mut attempt = 1;
         loop {
             match self.load_once(path) {
@@ -246,7 +246,7 @@ impl<B: Kernels> Load<'_, B> {
 
     /// Tries once to load a checkpoint.
     fn load_once(&mut self, path: &Path) -> Result<Manifest> {
-        let mut reader = Reader::open_together(self.world, path, || Reader::open(path))?;
+        let mut reader = Reader::open_collective(self.world, path, || Reader::open(path))?;
         reader.fetch(self.world, &self.sharded.restored())?;
         self.world.all_ok(reader.check_files())?;
         let take = self.take;
@@ -259,12 +259,12 @@ impl<B: Kernels> Load<'_, B> {
         self.world.all_ok(fits)?;
         // Another run begins with the parameters meant for inference; the same run continues with
         // the trained ones.
-        let used = if take == RestoreScope::Weights { reader.used() } else { 0 };
+        let used = if take == RestoreScope::Weights { reader.inference_part() } else { 0 };
         let restored =
             self.sharded.restore(|tensor, part, columns, range, out| match (part, take) {
                 (_, RestoreScope::Everything) => reader.read(tensor, part, columns, range, out),
                 // A new average starts from the parameters.
-                (part, _) if part == 0 || names[part - 1] == AVERAGE => {
+                (part, _) if part == 0 || names[part - 1] == EMA => {
                     reader.read(tensor, used, columns, range, out)
                 }
                 // Other fresh state is zero, as `out` already is.

@@ -9,7 +9,7 @@ use hpctrain_base::error::Error;
 pub const SUPERVISED: &str = "HPCTRAIN_SUPERVISED";
 
 /// Writes the directory of a run to the supervisor's file, if the job is supervised.
-pub(super) fn tell(run: &Path) {
+pub(super) fn write(run: &Path) {
     let Some(path) = std::env::var_os(SUPERVISED).map(PathBuf::from) else { return };
     let run = std::path::absolute(run).unwrap_or_else(|_| run.to_path_buf());
     let temporary = path.with_extension("new");

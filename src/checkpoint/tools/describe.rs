@@ -97,7 +97,7 @@ pub struct Description<'a> {
 
 impl<'a> Description<'a> {
     /// Creates the description of the checkpoint in `dir`.
-    pub fn of(dir: &'a Path, manifest: &'a Manifest) -> Self {
+    pub fn new(dir: &'a Path, manifest: &'a Manifest) -> Self {
         let Manifest {
             version,
             id,

@@ -8,24 +8,24 @@ use crate::names::name_of;
 use crate::{Checkpoints, Manifest};
 use hpctrain_base::error::{Kind, Result};
 use hpctrain_config::telemetry::evaluations;
-use hpctrain_config::telemetry::evaluations::Over;
+use hpctrain_config::telemetry::evaluations::LossSplit;
 use hpctrain_config::telemetry::{bytes, utc};
 use hpctrain_data::inspect::table;
 
 /// The checkpoints of a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct List {
+pub struct CheckpointList {
     /// The directory of the checkpoints.
     pub directory: PathBuf,
     /// The kind of loss in the list.
-    pub loss_over: Over,
+    pub loss_over: LossSplit,
     /// The published checkpoints, ascending by step.
-    pub checkpoints: Vec<Listed>,
+    pub checkpoints: Vec<ListedCheckpoint>,
 }
 
 /// A published checkpoint. Without a readable manifest the optional fields are `None`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Listed {
+pub struct ListedCheckpoint {
     /// The number of finished steps.
     pub step: u64,
     /// The id of the save.
@@ -50,7 +50,7 @@ pub struct Listed {
 ///
 /// # Errors
 /// Returns an error if the directory, `latest`, `best` or a lease cannot be read.
-pub fn list(checkpoints: &Checkpoints) -> Result<List> {
+pub fn list(checkpoints: &Checkpoints) -> Result<CheckpointList> {
     let evaluated = checkpoints.evaluated()?;
     if let Err(e) = evaluated.all() {
         log::warn!("{}", e.to_string().replace('\n', "; "));
@@ -59,10 +59,10 @@ pub fn list(checkpoints: &Checkpoints) -> Result<List> {
     let latest = checkpoints.latest_step()?;
     let best = checkpoints.best_step()?;
     let one = |step: u64| {
-        let found = checkpoints.sound(step);
+        let found = checkpoints.read_intact(step);
         let name = name_of(step);
         let loss = match &found {
-            Ok(manifest) => evaluations::loss_of(known, step, &manifest.id),
+            Ok(manifest) => evaluations::loss_of_save(known, step, &manifest.id),
             Err(_) => evaluations::loss(known, step),
         };
         let fault = found.as_ref().err().map(|e| match e.kind() {
@@ -70,7 +70,7 @@ pub fn list(checkpoints: &Checkpoints) -> Result<List> {
             _ => e.message().to_string(),
         });
         let manifest = found.ok();
-        Ok(Listed {
+        Ok(ListedCheckpoint {
             step,
             bytes: manifest.as_ref().map(Manifest::bytes),
             time: manifest.as_ref().map(|manifest| manifest.origin.time),
@@ -84,18 +84,18 @@ pub fn list(checkpoints: &Checkpoints) -> Result<List> {
     };
     let all = checkpoints.steps()?.into_iter().map(one).collect::<Result<_>>()?;
     let directory = checkpoints.root().to_path_buf();
-    Ok(List { directory, loss_over: evaluations::over(known), checkpoints: all })
+    Ok(CheckpointList { directory, loss_over: evaluations::over(known), checkpoints: all })
 }
 
-impl List {
+impl CheckpointList {
     /// Formats a table with one line for each checkpoint.
-    pub fn told(&self) -> String {
+    pub fn to_table(&self) -> String {
         let loss = match self.loss_over {
-            Over::Validation => "validation loss",
-            Over::Training => "training loss",
+            LossSplit::Validation => "validation loss",
+            LossSplit::Training => "training loss",
         };
         let mut rows = vec![["step", "size", "written", loss, "marks", "id"].map(str::to_owned)];
-        rows.extend(self.checkpoints.iter().map(Listed::row));
+        rows.extend(self.checkpoints.iter().map(ListedCheckpoint::row));
         match rows.len() {
             1 => format!("no checkpoint in {}", self.directory.display()),
             _ => table(&rows),
@@ -103,7 +103,7 @@ impl List {
     }
 }
 
-impl Listed {
+impl ListedCheckpoint {
     fn row(&self) -> [String; 6] {
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         let marks = [("latest", self.latest), ("best", self.best), ("leased", self.leased)];

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::retention::{Candidate, removed};
+use crate::retention::{Candidate, steps_to_remove};
 use crate::{Checkpoints, Retention};
 use hpctrain_base::error::Result;
 
@@ -22,9 +22,10 @@ pub struct Pruning {
 pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning> {
     let candidates = checkpoints.candidates(checkpoints.evaluated()?.all()?)?;
     let free: Vec<Candidate> =
-        candidates.iter().map(|one| Candidate { held: false, ..*one }).collect();
-    let gone = removed(&candidates, retention);
-    let held = removed(&free, retention).into_iter().filter(|step| !gone.contains(step)).collect();
+        candidates.iter().map(|one| Candidate { leased: false, ..*one }).collect();
+    let gone = steps_to_remove(&candidates, retention);
+    let held =
+        steps_to_remove(&free, retention).into_iter().filter(|step| !gone.contains(step)).collect();
     Ok(Pruning { removed: gone, held })
 }
 

@@ -50,17 +50,17 @@ pub fn checkpoint(path: &Path) -> Result<PathBuf> {
 }
 
 /// Like [`checkpoint`], for all ranks of `world`. Collective. Only rank 0 resolves the path,
-/// because a link such as `latest` may move in the meantime, and takes the lease of [`hold`].
+/// because a link such as `latest` may move in the meantime, and takes the lease of [`lease`].
 ///
 /// # Errors
 /// Returns an error, the same on all ranks, if there is no checkpoint.
-pub fn together<B: Backend>(
+pub fn checkpoint_collective<B: Backend>(
     world: &Group<B>,
     path: &Path,
 ) -> Result<(PathBuf, Option<LeaseGuard>)> {
     let found = if world.rank() == 0 { checkpoint(path).map(Some) } else { Ok(None) };
     let found = world.all_ok(found)?;
-    let lease = found.as_deref().and_then(hold);
+    let lease = found.as_deref().and_then(lease);
     let mine = found.map(|path| path.into_os_string().into_encoded_bytes()).unwrap_or_default();
     let of_root = world.broadcast_bytes(mine).wait()?;
     Ok((PathBuf::from(OsStr::from_bytes(&of_root)), lease))
@@ -68,7 +68,7 @@ pub fn together<B: Backend>(
 
 /// Takes a lease on the checkpoint in `dir`, so that a concurrent trainer does not remove it while
 /// it is read. Returns `None` outside of a run, or if the lease cannot be taken.
-pub fn hold(dir: &Path) -> Option<LeaseGuard> {
+pub fn lease(dir: &Path) -> Option<LeaseGuard> {
     let name = dir.file_name()?.to_str()?;
     step_of(name)?;
     let leases = Checkpoints::new(dir.parent()?).leases();
@@ -107,7 +107,8 @@ fn checkpoints(path: &Path) -> Result<Option<Checkpoints>> {
 fn is_checkpoint(dir: &Path) -> bool {
     let named = dir.file_name().and_then(|name| step_of(name.to_str()?)).is_some();
     dir.is_dir()
-        && (named || [manifest::FILE, manifest::SEAL].iter().any(|file| dir.join(file).exists()))
+        && (named
+            || [manifest::FILE, manifest::CHECKSUM_FILE].iter().any(|file| dir.join(file).exists()))
 }
 
 /// Returns the checkpoint that readers of a run use.
@@ -199,6 +200,6 @@ mod tests {
         let copy = dir.path().join("mine");
         std::fs::rename(&one, &copy).unwrap();
         assert_eq!(checkpoint(&copy).unwrap(), copy);
-        assert!(hold(&copy).is_none() && hold(&one).is_some());
+        assert!(lease(&copy).is_none() && lease(&one).is_some());
     }
 }

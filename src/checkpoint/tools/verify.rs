@@ -19,7 +19,7 @@ pub struct Verified {
 
 /// The result for one file of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct File {
+pub struct VerifiedFile {
     /// The path of the file, or the checkpoint's directory if it cannot be opened.
     pub path: PathBuf,
     /// The length of the file.
@@ -28,7 +28,7 @@ pub struct File {
     pub fault: Option<String>,
 }
 
-impl fmt::Display for File {
+impl fmt::Display for VerifiedFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.fault {
             None => write!(f, "{}: ok, {}", self.path.display(), bytes(self.bytes as usize)),
@@ -38,11 +38,11 @@ impl fmt::Display for File {
 }
 
 /// Reads everything in the checkpoint in `dir`, and calls `report` for every file.
-pub fn verify(dir: &Path, report: &mut dyn FnMut(File)) -> Verified {
+pub fn verify(dir: &Path, report: &mut dyn FnMut(VerifiedFile)) -> Verified {
     let mut reader = match Reader::open(dir) {
         Ok(reader) => reader,
         Err(e) => {
-            report(File {
+            report(VerifiedFile {
                 path: dir.to_path_buf(),
                 bytes: 0,
                 fault: Some(e.message().to_string()),
@@ -51,13 +51,13 @@ pub fn verify(dir: &Path, report: &mut dyn FnMut(File)) -> Verified {
         }
     };
     let path = dir.join(manifest::FILE);
-    report(File { bytes: path.metadata().map_or(0, |file| file.len()), path, fault: None });
+    report(VerifiedFile { bytes: path.metadata().map_or(0, |file| file.len()), path, fault: None });
     let files = reader.manifest().files.clone();
     let mut verified = Verified { files: 1 + files.len(), damaged: 0 };
     for (name, entry) in files {
         let fault = reader.verify(&name).err().map(|e| e.message().to_string());
         verified.damaged += usize::from(fault.is_some());
-        report(File { path: dir.join(name), bytes: entry.bytes, fault });
+        report(VerifiedFile { path: dir.join(name), bytes: entry.bytes, fault });
     }
     verified
 }

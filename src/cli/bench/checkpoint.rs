@@ -6,7 +6,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
-use crate::bench::checkpoints::{self, Saving};
+use crate::bench::checkpoints::{self, SaveTimes};
 use crate::cli::json;
 use crate::comm::Comm;
 use crate::config::{Config, LayerList, Size};
@@ -37,7 +37,7 @@ struct CheckpointReport {
     bytes: u64,
     /// The times of saves and restores.
     #[serde(flatten)]
-    saving: Saving,
+    saving: SaveTimes,
 }
 
 /// The width of the layers.
@@ -61,7 +61,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
     if comm.rank() != 0 {
         return Ok(());
     }
-    let median = Saving::median(&rounds);
+    let median = SaveTimes::median(&rounds);
     if args.json {
         let report = CheckpointReport { ranks: comm.size(), bytes: bytes_written, saving: median };
         json(&report)?;
@@ -91,17 +91,17 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
     compare(
         "the rate of saving",
         "a plain write's",
-        Saving::ratio(&rounds, |one| one.raw_write / one.save),
+        SaveTimes::ratio(&rounds, |one| one.raw_write / one.save),
     );
     compare(
         "the time that blocks training",
         "a memory copy",
-        Saving::ratio(&rounds, |one| one.copy / one.raw_copy),
+        SaveTimes::ratio(&rounds, |one| one.copy / one.raw_copy),
     );
     compare(
         "the rate of restoring",
         "a plain read's",
-        Saving::ratio(&rounds, |one| one.raw_read / one.restore),
+        SaveTimes::ratio(&rounds, |one| one.raw_read / one.restore),
     );
     Ok(())
 }

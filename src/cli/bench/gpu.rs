@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, libraries};
-use crate::backend::readable;
+use crate::backend::format_bytes;
 use crate::bench::operations::{OpSizes, OpTiming, operations};
 use crate::cli::json;
 use crate::comm::Comm;
@@ -100,8 +100,8 @@ pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
         say(format_args!(
             "{}, {}, {} of it used\n",
             device.name,
-            readable(device.memory),
-            readable(memory)
+            format_bytes(device.memory),
+            format_bytes(memory)
         ));
         say(
             "operation                  shape                  time µs       GB/s  of copy   TFLOP/s",

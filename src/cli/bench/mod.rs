@@ -36,16 +36,16 @@ enum BenchCommand {
     Gpu(gpu::GpuArgs),
     /// Benchmark training steps of a model on CPUs with random data: hpctrain bench step --preset
     /// gpt-baby --samples 4.
-    Step(step::PaceArgs),
+    Step(step::StepArgs),
     /// Benchmark every CPU kernel of a training step against the peak rates of cores and memory.
-    Kernels(step::PaceArgs),
+    Kernels(step::StepArgs),
     /// Benchmark only the GEMMs of a training step on CPUs.
-    Gemm(step::PaceArgs),
+    Gemm(step::StepArgs),
 }
 
 /// Runs one rank and returns its exit code.
 pub fn run(args: &BenchArgs, launch: Option<&Launch>) -> i32 {
-    job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
+    job::run(launch, super::with_checkpoint::comm_timeout(&[]), |comm| {
         match &args.command {
             BenchCommand::Comm(args) => comm::table(comm, args)?,
             BenchCommand::Connection(args) => connection::table(comm, args)?,

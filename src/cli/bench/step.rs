@@ -7,22 +7,22 @@
 use clap::Args;
 use serde::Serialize;
 
-use crate::backend::cpu::{Cpu, Peak, Products};
-use crate::backend::{Backend as _, Tallies};
+use crate::backend::cpu::{Cpu, MatmulBackend, Peak};
+use crate::backend::{Backend as _, KernelTotals};
 use crate::cli::json;
 use crate::cli::train::SourceArgs;
 use crate::comm::Comm;
 use crate::config::{Compute, ResolvedConfig};
 use crate::engine::SyntheticTrainer;
 use crate::error::Result;
-use crate::gpu_assignment::cpu;
+use crate::gpu_assignment::open_cpu;
 use crate::telemetry::efficiency::{Efficiency, readable_rate};
 use crate::telemetry::{grouped, say};
 use crate::train::Energy;
 
 /// Arguments of `hpctrain bench step`, `kernels` and `gemm`.
 #[derive(Args)]
-pub struct PaceArgs {
+pub struct StepArgs {
     #[command(flatten)]
     sources: SourceArgs,
     /// Number of samples per rank and step [default: the micro-batch of the configuration]
@@ -125,13 +125,14 @@ const WARMUP_STEPS: usize = 2;
 ///
 /// # Errors
 /// Returns an error if the configuration is invalid, or the memory does not suffice.
-pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
+pub fn table(comm: &Comm<Cpu>, args: &StepArgs, view: View) -> Result<()> {
     let world = comm.world();
     let (config, network) = world.all_ok(args.sources.load())?;
     let backend = |plan: &ResolvedConfig| match args.onednn {
-        true => Cpu::new(plan.threads)
-            .with_products(Products::onednn(plan.config.precision.dtype == Compute::Bf16)),
-        false => cpu(plan),
+        true => Cpu::new(plan.threads).with_matmul_backend(MatmulBackend::onednn(
+            plan.config.precision.dtype == Compute::Bf16,
+        )),
+        false => open_cpu(plan),
     };
     let mut pace = SyntheticTrainer::new(comm, config, args.samples, backend)?;
     // All ranks measure the peak at once, because they share memory and cores.
@@ -186,7 +187,7 @@ fn profile_step(pace: &mut SyntheticTrainer<Cpu>) -> Result<()> {
 fn steps(
     comm: &Comm<Cpu>,
     pace: &mut SyntheticTrainer<Cpu>,
-    args: &PaceArgs,
+    args: &StepArgs,
     machine: Machine,
     speaks: bool,
 ) -> Result<()> {
@@ -253,7 +254,7 @@ fn steps(
 
 fn kernels(
     pace: &mut SyntheticTrainer<Cpu>,
-    args: &PaceArgs,
+    args: &StepArgs,
     machine: Machine,
     peak: Peak,
     view: View,
@@ -280,7 +281,7 @@ fn kernels(
 }
 
 /// Returns the kernels of `view`, sorted by descending total time.
-fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<KernelRow> {
+fn rows(tallies: &KernelTotals, steps: f64, peak: Peak, view: View) -> Vec<KernelRow> {
     let is_gemm = |kernel: &str| {
         ["product", "linear", "convolution"].iter().any(|one| kernel.starts_with(one))
     };

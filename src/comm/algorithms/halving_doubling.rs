@@ -30,11 +30,11 @@ const BLOCK: usize = 1 << 14;
 const DIRECT: usize = 11;
 
 /// Returns the most elements that a rank keeps in scratch.
-pub fn aside(ranks: usize) -> usize {
+pub fn scratch_elements(ranks: usize) -> usize {
     match ranks {
         _ if ranks.is_power_of_two() => 0,
         ..=DIRECT => ranks * BLOCK,
-        _ => subtrees::aside(ranks),
+        _ => subtrees::scratch_elements(ranks),
     }
 }
 
@@ -68,16 +68,16 @@ fn exchange_directly(
         for step in 1..size {
             let to = (rank + step) % size;
             let from = (rank + size - step) % size;
-            let receive = (from, block.of(rank));
+            let receive = (from, block.ranges(rank));
             x.exchange(
                 transport,
                 group,
                 Combine::Aside(from),
-                Some((to, block.of(to))),
+                Some((to, block.ranges(to))),
                 Some(receive),
             )?;
         }
-        x.fold(block.of(rank), rank, &additions)?;
+        x.fold(block.ranges(rank), rank, &additions)?;
     }
     Ok(())
 }
@@ -124,7 +124,7 @@ pub fn all_gather(
     let rank = group.rank;
     if !size.is_power_of_two() {
         let from = |first: usize, count: usize| {
-            shares.of_all((first..first + count).map(|rank| rank % size))
+            shares.ranges_of((first..first + count).map(|rank| rank % size))
         };
         let mut distance = 1;
         while distance < size {
@@ -150,7 +150,7 @@ pub fn all_gather(
 /// Returns the shares of the subtree of rank `first` in the binomial tree to rank 0: the shares
 /// that it has received when the steps below `stride` are done, and its own.
 fn below(shares: &Shares, first: usize, stride: usize, size: usize) -> Vec<Range<usize>> {
-    shares.of_all(first..size.min(first + stride))
+    shares.ranges_of(first..size.min(first + stride))
 }
 
 /// Brings all shares to rank 0 by a binomial tree: in step k each rank whose lowest set bit is 2^k

@@ -45,8 +45,9 @@ impl<'a> Nodes<'a> {
     /// Returns the shares inside this rank's node: the first rank of each rail owns all elements of
     /// the rail.
     fn inside(&self, shares: &Shares) -> Shares {
-        let of_rail =
-            |rail| shares.of_all((0..self.nodes.len()).flat_map(move |node| self.on(node, rail)));
+        let of_rail = |rail| {
+            shares.ranges_of((0..self.nodes.len()).flat_map(move |node| self.on(node, rail)))
+        };
         let of_local = |local| if local < self.rails { of_rail(local) } else { Vec::new() };
         Shares::new((0..self.nodes[self.node].len()).map(of_local).collect())
     }
@@ -55,7 +56,7 @@ impl<'a> Nodes<'a> {
     /// node's elements of the rail.
     fn between(&self, shares: &Shares) -> Shares {
         Shares::new(
-            (0..self.nodes.len()).map(|node| shares.of_all(self.on(node, self.local))).collect(),
+            (0..self.nodes.len()).map(|node| shares.ranges_of(self.on(node, self.local))).collect(),
         )
     }
 
@@ -85,7 +86,7 @@ impl<'a> Nodes<'a> {
         let first = self.nodes[self.node][rail];
         for rank in self.on(self.node, rail).skip(1) {
             let (from, to) = if out { (first, rank) } else { (rank, first) };
-            let share = shares.of(rank);
+            let share = shares.ranges(rank);
             if group.rank == from {
                 x.exchange(transport, group, Combine::Replace, Some((to, share)), None)?;
             } else if group.rank == to {

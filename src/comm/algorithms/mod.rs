@@ -178,7 +178,7 @@ pub fn staging(ranks: usize) -> usize {
     // The size of a group divides the number of ranks, and divisors of a power of two are powers of
     // two, which need no scratch.
     let groups = if ranks.is_power_of_two() { 0..0 } else { 1..ranks + 1 };
-    groups.map(halving_doubling::aside).max().unwrap_or(0) * size_of::<f32>()
+    groups.map(halving_doubling::scratch_elements).max().unwrap_or(0) * size_of::<f32>()
 }
 
 /// Cuts a range into blocks, and each into even shares.

@@ -28,12 +28,12 @@ impl Shares {
     }
 
     /// Returns the ranges of one rank.
-    pub fn of(&self, rank: usize) -> &[Range<usize>] {
+    pub fn ranges(&self, rank: usize) -> &[Range<usize>] {
         &self.0[rank]
     }
 
     /// Returns the ranges of several ranks, in memory order.
-    pub fn of_all(&self, ranks: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
+    pub fn ranges_of(&self, ranks: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> =
             ranks.flat_map(|rank| self.0[rank].iter().cloned()).collect();
         ranges.sort_unstable_by_key(|range| range.start);
@@ -42,7 +42,7 @@ impl Shares {
 
     /// Returns the ranges of all ranks, in memory order.
     pub fn all(&self) -> Vec<Range<usize>> {
-        self.of_all(0..self.0.len())
+        self.ranges_of(0..self.0.len())
     }
 
     /// Returns the length of the longest share.
@@ -91,10 +91,10 @@ mod tests {
         assert_eq!(shares.longest(), 7);
         let window = shares.window(&(1..4));
         assert_eq!(
-            (window.of(0), window.of(1), window.of(2)),
+            (window.ranges(0), window.ranges(1), window.ranges(2)),
             (&[11..12, 20..22][..], from_ref(&(1..3)), &[][..])
         );
         assert_eq!(window.all(), [1..3, 11..12, 20..22]);
-        assert_eq!(shares.window(&(5..9)).of_all(0..2), [3..3, 12..12, 23..25]);
+        assert_eq!(shares.window(&(5..9)).ranges_of(0..2), [3..3, 12..12, 23..25]);
     }
 }

@@ -25,8 +25,8 @@ pub fn halve(
     let size = group.size();
     for k in 0..size.trailing_zeros() {
         let partner = group.rank ^ (1 << k);
-        let theirs = shares.of_all(same_low_bits(size, partner, k + 1));
-        let mine = shares.of_all(same_low_bits(size, group.rank, k + 1));
+        let theirs = shares.ranges_of(same_low_bits(size, partner, k + 1));
+        let mine = shares.ranges_of(same_low_bits(size, group.rank, k + 1));
         x.exchange(
             transport,
             group,
@@ -48,8 +48,8 @@ pub fn double(
     let size = group.size();
     for k in (0..size.trailing_zeros()).rev() {
         let partner = group.rank ^ (1 << k);
-        let mine = shares.of_all(same_low_bits(size, group.rank, k + 1));
-        let theirs = shares.of_all(same_low_bits(size, partner, k + 1));
+        let mine = shares.ranges_of(same_low_bits(size, group.rank, k + 1));
+        let theirs = shares.ranges_of(same_low_bits(size, partner, k + 1));
         x.exchange(
             transport,
             group,

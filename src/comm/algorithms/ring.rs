@@ -22,7 +22,7 @@ pub fn reduce_scatter(
 ) -> Result<()> {
     let size = group.size();
     // The share of the rank `back` ranks before this one around the ring.
-    let behind = |back: usize| shares.of((group.rank + 2 * size - back) % size);
+    let behind = |back: usize| shares.ranges((group.rank + 2 * size - back) % size);
     for step in 1..size {
         let receive = (group.previous(), behind(step + 1));
         x.exchange(
@@ -45,7 +45,7 @@ pub fn all_gather(
     shares: &Shares,
 ) -> Result<()> {
     let size = group.size();
-    let behind = |back: usize| shares.of((group.rank + size - back) % size);
+    let behind = |back: usize| shares.ranges((group.rank + size - back) % size);
     for step in 1..size {
         let receive = (group.previous(), behind(step));
         x.exchange(

@@ -30,7 +30,7 @@ fn window(ranks: usize) -> usize {
 
 /// Returns the most elements that a rank keeps in scratch: a rank of a subtree of two has every
 /// second share.
-pub fn aside(ranks: usize) -> usize {
+pub fn scratch_elements(ranks: usize) -> usize {
     ranks.div_ceil(2) * window(ranks)
 }
 
@@ -70,7 +70,7 @@ fn reduce_scatter_block(
     let rank = group.rank;
     let trees = trees(size);
     // Rank i of a tree of t ranks has the shares whose numbers are i modulo t.
-    let class = |like: usize, count: usize| shares.of_all((like..size).step_by(count));
+    let class = |like: usize, count: usize| shares.ranges_of((like..size).step_by(count));
     let Some(mine) = trees.iter().position(|tree| tree.contains(&rank)) else { return Ok(()) };
     let tree = &trees[mine];
     let members: Vec<usize> = tree.clone().collect();
@@ -96,9 +96,9 @@ fn reduce_scatter_block(
     let other = rank.checked_sub(first.len());
     let owner = rank + first.len();
     if mine == 0 && owner < size {
-        x.exchange(transport, group, Combine::Replace, Some((owner, shares.of(owner))), None)?;
+        x.exchange(transport, group, Combine::Replace, Some((owner, shares.ranges(owner))), None)?;
     } else if let Some(other) = other {
-        x.exchange(transport, group, Combine::Replace, None, Some((other, shares.of(rank))))?;
+        x.exchange(transport, group, Combine::Replace, None, Some((other, shares.ranges(rank))))?;
     }
     Ok(())
 }
@@ -126,7 +126,7 @@ impl HandOut<'_> {
         size: usize,
     ) -> Vec<Range<usize>> {
         let classes = of.map(|number| like + number * self.stride);
-        shares.of_all(classes.flat_map(|class| (class..size).step_by(self.tree.len())))
+        shares.ranges_of(classes.flat_map(|class| (class..size).step_by(self.tree.len())))
     }
 
     /// Runs the root's side: sends the elements of the second half of the receivers to the first
@@ -200,6 +200,6 @@ mod tests {
 
     #[test]
     fn memory_aside_does_not_grow_with_the_ranks() {
-        assert!((12..5000).all(|ranks| aside(ranks) <= BLOCK / 2 + BLOCK / 16));
+        assert!((12..5000).all(|ranks| scratch_elements(ranks) <= BLOCK / 2 + BLOCK / 16));
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::table::Table;
+use super::table::AlgorithmTable;
 use crate::algorithms::{Algorithm, Operation};
 use crate::group::Group;
 use hpctrain_base::error::{Error, Result};
@@ -14,7 +14,7 @@ use hpctrain_device::{Backend, MemoryKind};
 /// `comm.algorithm`: one algorithm for everything, or the fastest ones that were measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Choice {
+pub enum AlgorithmChoice {
     /// The fastest for each operation and size.
     Auto,
     /// [`Algorithm::Vendor`]
@@ -31,21 +31,21 @@ pub enum Choice {
     ReduceToOne,
 }
 
-impl Choice {
+impl AlgorithmChoice {
     /// Returns the algorithm, or `None` if it is to be measured.
     pub fn fixed(self) -> Option<Algorithm> {
         match self {
-            Choice::Auto => None,
-            Choice::Vendor => Some(Algorithm::Vendor),
-            Choice::Ring => Some(Algorithm::Ring),
-            Choice::HalvingDoubling => Some(Algorithm::HalvingDoubling),
-            Choice::Hierarchical => Some(Algorithm::Hierarchical),
-            Choice::ReduceToOne => Some(Algorithm::ReduceToOne),
+            AlgorithmChoice::Auto => None,
+            AlgorithmChoice::Vendor => Some(Algorithm::Vendor),
+            AlgorithmChoice::Ring => Some(Algorithm::Ring),
+            AlgorithmChoice::HalvingDoubling => Some(Algorithm::HalvingDoubling),
+            AlgorithmChoice::Hierarchical => Some(Algorithm::Hierarchical),
+            AlgorithmChoice::ReduceToOne => Some(Algorithm::ReduceToOne),
         }
     }
 }
 
-impl fmt::Display for Choice {
+impl fmt::Display for AlgorithmChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.fixed().map_or("auto", Algorithm::name))
     }
@@ -82,8 +82,8 @@ pub fn measure<B: Backend>(
     operations: &[Operation],
     largest: usize,
     exact: bool,
-) -> Result<Table> {
-    let mut table = Table::always(Algorithm::HalvingDoubling);
+) -> Result<AlgorithmTable> {
+    let mut table = AlgorithmTable::uniform(Algorithm::HalvingDoubling);
     if world.size() == 1 {
         return Ok(table);
     }
@@ -133,7 +133,12 @@ fn sizes(largest: usize) -> Vec<usize> {
 }
 
 /// Sets an operation's rules by the times of all algorithms at the sizes that were measured.
-fn choose(table: &mut Table, operation: Operation, measured: &[(usize, Vec<f64>)], largest: usize) {
+fn choose(
+    table: &mut AlgorithmTable,
+    operation: Operation,
+    measured: &[(usize, Vec<f64>)],
+    largest: usize,
+) {
     let fastest: Vec<_> =
         measured.iter().map(|(size, times)| (*size, best(times, |_| true))).collect();
     let beyond = match measured.last() {
@@ -169,7 +174,7 @@ fn time<B: Backend>(
     bytes: usize,
 ) -> Result<f64> {
     let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
-    let group = group.with_algorithms(Table::always(algorithm));
+    let group = group.with_algorithms(AlgorithmTable::uniform(algorithm));
     // It stands for the gradient of a unit, which is not allocated yet.
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let mut fastest = f64::INFINITY;
@@ -212,10 +217,11 @@ mod tests {
     #[test]
     fn every_algorithm_can_be_chosen_by_its_name() {
         for algorithm in Algorithm::ALL {
-            let choice: Choice = serde_json::from_str(&format!("\"{algorithm}\"")).unwrap();
+            let choice: AlgorithmChoice =
+                serde_json::from_str(&format!("\"{algorithm}\"")).unwrap();
             assert_eq!(choice.fixed(), Some(algorithm));
         }
-        assert_eq!(serde_json::from_str::<Choice>("\"auto\"").unwrap().fixed(), None);
+        assert_eq!(serde_json::from_str::<AlgorithmChoice>("\"auto\"").unwrap().fixed(), None);
     }
 
     #[test]
@@ -249,7 +255,7 @@ mod tests {
         let hierarchical = f64::INFINITY;
         let start = (16 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
         let pick = |measured: &[(usize, Vec<f64>)], largest, bytes| {
-            let mut table = Table::always(Algorithm::HalvingDoubling);
+            let mut table = AlgorithmTable::uniform(Algorithm::HalvingDoubling);
             choose(&mut table, Operation::AllReduce, measured, largest);
             table.pick(Operation::AllReduce, bytes)
         };
@@ -280,7 +286,7 @@ mod tests {
 
     #[test]
     fn a_measurement_agrees_on_all_ranks_and_keeps_sums_exact() {
-        let measured: Vec<Table> = std::thread::scope(|scope| {
+        let measured: Vec<AlgorithmTable> = std::thread::scope(|scope| {
             let rank = |comm: crate::Comm<Cpu>| {
                 let world = comm.world();
                 let pairs = comm.split(&[0, 0, 1, 1]).unwrap();

@@ -6,7 +6,7 @@ use crate::algorithms::{Algorithm, Operation};
 
 /// The algorithm of every operation and size.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Table(Vec<SizeRule>);
+pub struct AlgorithmTable(Vec<SizeRule>);
 
 /// The algorithm of one operation up to one size.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,9 +18,9 @@ struct SizeRule {
     algorithm: Algorithm,
 }
 
-impl Table {
+impl AlgorithmTable {
     /// Creates a table that uses one algorithm for everything.
-    pub fn always(algorithm: Algorithm) -> Self {
+    pub fn uniform(algorithm: Algorithm) -> Self {
         let rule = |operation| SizeRule { operation, up_to: None, algorithm };
         Self(Operation::ALL.into_iter().map(rule).collect())
     }
@@ -55,7 +55,7 @@ impl Table {
     }
 }
 
-impl Table {
+impl AlgorithmTable {
     /// Describes the table in a line for the startup summary, such as `all_reduce by
     /// halving-doubling, all_gather by ring to 128 KiB then vendor`. Operations with the same rules
     /// share a phrase.
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn sizes_find_their_rows() {
-        let mut table = Table::always(Algorithm::HalvingDoubling);
+        let mut table = AlgorithmTable::uniform(Algorithm::HalvingDoubling);
         assert_eq!(
             table.describe(&Operation::ALL[1..3]),
             "reduce and reduce_scatter by halving-doubling"
@@ -109,6 +109,6 @@ mod tests {
             "all_reduce and reduce and reduce_scatter and broadcast by halving-doubling, all_gather by ring to 256 KiB then vendor"
         );
         let text = serde_json::to_string(&table).unwrap();
-        assert_eq!(serde_json::from_str::<Table>(&text).unwrap(), table);
+        assert_eq!(serde_json::from_str::<AlgorithmTable>(&text).unwrap(), table);
     }
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use crate::algorithms::{Algorithm, Operation, Shares, equal_nodes};
 use crate::transport::GroupRanks;
-use hpctrain_device::FOLDED;
+use hpctrain_device::MAX_SUM_TERMS;
 
 /// Ranks that exchange terms and sums with each other.
 #[derive(Debug, PartialEq, Eq)]
@@ -26,9 +26,9 @@ pub struct Level {
 impl Level {
     /// Returns the elements that the rank at index `place` owns on this level, in memory order.
     /// Adjacent ranges are merged.
-    pub fn of(&self, place: usize, shares: &Shares) -> Vec<Range<usize>> {
+    pub fn owned_ranges(&self, place: usize, shares: &Shares) -> Vec<Range<usize>> {
         let mut joined: Vec<Range<usize>> = Vec::new();
-        for range in shares.of_all(self.owned[place].iter().copied()) {
+        for range in shares.ranges_of(self.owned[place].iter().copied()) {
             match joined.last_mut() {
                 _ if range.is_empty() => {}
                 Some(last) if last.end == range.start => last.end = range.end,
@@ -74,7 +74,8 @@ pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
         Algorithm::Vendor | Algorithm::Ring | Algorithm::ReduceToOne => return None,
     };
     let levels: Vec<_> = levels.into_iter().filter(|level| level.ranks.len() > 1).collect();
-    (!levels.is_empty() && levels.iter().all(|level| level.ranks.len() <= FOLDED)).then_some(levels)
+    (!levels.is_empty() && levels.iter().all(|level| level.ranks.len() <= MAX_SUM_TERMS))
+        .then_some(levels)
 }
 
 /// Returns the shares of each chunk, in order. Where the operation allows any shares, those that a
@@ -87,7 +88,7 @@ pub fn chunks(operation: Operation, words: usize, chunk: usize, levels: &[Level]
         order.enumerate().for_each(|(number, &rank)| part[rank] = number);
         let cut = |start: usize| {
             let even = Shares::even(&(start..words.min(start + chunk)), ranks);
-            Shares::new(part.iter().map(|&number| even.of(number).to_vec()).collect())
+            Shares::new(part.iter().map(|&number| even.ranges(number).to_vec()).collect())
         };
         return (0..words).step_by(chunk).map(cut).collect();
     }
@@ -181,9 +182,12 @@ mod tests {
             ),
             (None, None)
         );
-        assert!(levels(Algorithm::HalvingDoubling, &group(&vec![0; FOLDED], 0)).is_some());
-        assert_eq!(levels(Algorithm::HalvingDoubling, &group(&vec![0; FOLDED + 1], 0)), None);
-        let two_of_many: Vec<usize> = (0..2 * FOLDED).map(|rank| rank / 2).collect();
+        assert!(levels(Algorithm::HalvingDoubling, &group(&vec![0; MAX_SUM_TERMS], 0)).is_some());
+        assert_eq!(
+            levels(Algorithm::HalvingDoubling, &group(&vec![0; MAX_SUM_TERMS + 1], 0)),
+            None
+        );
+        let two_of_many: Vec<usize> = (0..2 * MAX_SUM_TERMS).map(|rank| rank / 2).collect();
         assert!(levels(Algorithm::Hierarchical, &group(&two_of_many, 5)).is_some());
     }
 
@@ -195,7 +199,7 @@ mod tests {
             let chunks = chunks(operation, 20, 12, &levels);
             chunks
                 .iter()
-                .map(|shares| levels[level].of(levels[level].mine, shares))
+                .map(|shares| levels[level].owned_ranges(levels[level].mine, shares))
                 .collect::<Vec<_>>()
         };
         let describe = |rank, operation, level| {

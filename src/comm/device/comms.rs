@@ -44,7 +44,7 @@ impl DeviceComms {
 
     /// Returns the communicator of the ranks of a group, and creates it if there is none yet, which
     /// is collective over the group.
-    pub fn of(
+    pub fn get_or_create(
         &mut self,
         copies: &dyn DeviceCopies,
         transport: &mut dyn Transport,
@@ -69,7 +69,7 @@ impl DeviceComms {
     }
 
     /// Finalizes all communicators, in an order that is the same on all their ranks.
-    pub fn part(&mut self, transport: &mut dyn Transport) {
+    pub fn finalize(&mut self, transport: &mut dyn Transport) {
         for entry in self.entries.drain(..) {
             let parted = entry.group_comm(&self.shared).until_done(transport, |comm| comm.part());
             // After an error it is aborted; its work is done.
@@ -78,7 +78,7 @@ impl DeviceComms {
     }
 
     /// Aborts all communicators. Other ranks may then wait for this one for ever.
-    pub fn tear(&mut self) {
+    pub fn abort(&mut self) {
         self.entries.clear();
     }
 }
@@ -117,8 +117,8 @@ impl GroupComm<'_> {
         start: impl FnOnce(&dyn DeviceComm) -> Result<()>,
     ) -> Result<()> {
         let done = start(self.comm)
-            .and_then(|()| polling::settle(&*self.comm.mark()?, transport, self.shared));
-        done.inspect_err(|_| self.comm.tear())
+            .and_then(|()| polling::wait_for_event(&*self.comm.mark()?, transport, self.shared));
+        done.inspect_err(|_| self.comm.abort())
     }
 
     /// Returns the number in this communicator of a rank of `group`.
@@ -162,9 +162,9 @@ impl GroupComm<'_> {
         self.shared.add_sent(sends.iter().map(|(_, span)| span.words() * size_of::<f32>()).sum());
         let mut start = || {
             self.comm.exchange(&self.peers(group, sends)?, &self.peers(group, receives)?)?;
-            polling::handed_over(&*self.comm.queued(), transport, self.shared)
+            polling::wait_until_queued(&*self.comm.queued(), transport, self.shared)
         };
-        start().inspect_err(|_| self.comm.tear())
+        start().inspect_err(|_| self.comm.abort())
     }
 
     /// Translates the ranks of messages to their numbers in this communicator.
@@ -178,12 +178,12 @@ impl GroupComm<'_> {
 
     /// Queues sums after the messages queued so far; see [`DeviceComm::fold`].
     pub fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
-        self.comm.fold(folds).inspect_err(|_| self.comm.tear())
+        self.comm.sum_in_order(folds).inspect_err(|_| self.comm.abort())
     }
 
     /// Orders later messages after sums; see [`DeviceComm::after_folds`].
     pub fn after_folds(&self, but: usize) -> Result<()> {
-        self.comm.after_folds(but).inspect_err(|_| self.comm.tear())
+        self.comm.wait_for_sums(but).inspect_err(|_| self.comm.abort())
     }
 
     /// Waits for everything that was queued.
@@ -201,6 +201,6 @@ impl GroupComm<'_> {
         memory: DeviceSpan<'_>,
     ) -> Result<()> {
         self.shared.add_sent(least_sent(group, call, memory.words()));
-        self.until_done(transport, |comm| comm.vendor(call, memory))
+        self.until_done(transport, |comm| comm.collective(call, memory))
     }
 }

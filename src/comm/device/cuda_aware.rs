@@ -26,41 +26,46 @@ pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
 /// Scratch device memory for messages; kept between collectives. All buffers of a rank are on one
 /// device.
-pub struct Room {
-    received: Places,
-    aside: Places,
+pub struct DeviceScratch {
+    received: ScratchSlots,
+    aside: ScratchSlots,
     /// Terms of the sums of [`nccl_p2p`](super::nccl_p2p).
-    pub terms: Places,
+    pub terms: ScratchSlots,
 }
 
-impl Room {
+impl DeviceScratch {
     /// Creates empty scratch memory. `shared` counts its growth.
     pub fn new(shared: &Arc<Shared>) -> Self {
-        let places = || Places { places: Vec::new(), shared: shared.clone() };
+        let places = || ScratchSlots { places: Vec::new(), shared: shared.clone() };
         Self { received: places(), aside: places(), terms: places() }
     }
 }
 
-impl Room {
+impl DeviceScratch {
     /// Frees all of it.
     pub fn empty(&mut self, shared: &Shared) {
         for places in [&mut self.received, &mut self.aside, &mut self.terms] {
             let pieces = std::mem::take(&mut places.places).into_iter().flatten();
             let words: usize = pieces.map(|piece| piece.span().words()).sum();
-            shared.release(words * size_of::<f32>());
+            shared.subtract_staging(words * size_of::<f32>());
         }
     }
 }
 
 /// Numbered pieces of device memory.
-pub struct Places {
+pub struct ScratchSlots {
     places: Vec<Option<Box<dyn Scratch>>>,
     shared: Arc<Shared>,
 }
 
-impl Places {
+impl ScratchSlots {
     /// Ensures that slot `number` has at least `words` words.
-    pub fn hold(&mut self, copies: &dyn DeviceCopies, number: usize, words: usize) -> Result<()> {
+    pub fn reserve(
+        &mut self,
+        copies: &dyn DeviceCopies,
+        number: usize,
+        words: usize,
+    ) -> Result<()> {
         if self.places.len() <= number {
             self.places.resize_with(number + 1, || None);
         }
@@ -69,7 +74,7 @@ impl Places {
         if before < words {
             *place = None;
             *place = Some(copies.scratch(words)?);
-            self.shared.hold((words - before) * size_of::<f32>());
+            self.shared.add_staging((words - before) * size_of::<f32>());
         }
         Ok(())
     }
@@ -86,7 +91,7 @@ pub struct CudaAware<'a> {
     /// The communicator that carries messages; `None` if the transport is CUDA-aware itself.
     pub device_comm: Option<GroupComm<'a>>,
     pub copies: &'a dyn DeviceCopies,
-    pub room: &'a mut Room,
+    pub scratch: &'a mut DeviceScratch,
     pub shared: &'a Shared,
 }
 
@@ -132,7 +137,7 @@ impl CudaAware<'_> {
         (from, receives): (usize, &[Range<usize>]),
         adding: &mut [Option<Box<dyn DeviceEvent>>; DEPTH],
     ) -> Result<()> {
-        let Self { memory, device_comm, copies, room, shared } = self;
+        let Self { memory, device_comm, copies, scratch: room, shared } = self;
         let device_comm = device_comm.as_ref();
         let mut kept = 0;
         for i in 0..sends.len().max(receives.len()) {
@@ -146,9 +151,9 @@ impl CudaAware<'_> {
                 Combine::Replace => Some(memory.part(range.clone())),
                 Combine::Add => {
                     if let Some(event) = adding[place].take() {
-                        polling::settle(&*event, transport, shared)?;
+                        polling::wait_for_event(&*event, transport, shared)?;
                     }
-                    room.received.hold(*copies, place, WORDS)?;
+                    room.received.reserve(*copies, place, WORDS)?;
                     room.received.span(place, 0..range.len())
                 }
                 Combine::Aside(number) => {
@@ -185,7 +190,11 @@ impl ReduceBuffer for CudaAware<'_> {
         };
         let ((to, sends), (from, receives)) = (divide(send), divide(receive));
         if let Combine::Aside(number) = how {
-            self.room.aside.hold(self.copies, number, receives.iter().map(Range::len).sum())?;
+            self.scratch.aside.reserve(
+                self.copies,
+                number,
+                receives.iter().map(Range::len).sum(),
+            )?;
         }
         let mut adding = [None, None];
         let exchanged =
@@ -198,10 +207,10 @@ impl ReduceBuffer for CudaAware<'_> {
     }
 
     fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()> {
-        self.room.aside.hold(self.copies, number, ranges.iter().map(Range::len).sum())?;
+        self.scratch.aside.reserve(self.copies, number, ranges.iter().map(Range::len).sum())?;
         let mut at = 0;
         for range in ranges.iter().filter(|range| !range.is_empty()) {
-            if let Some(place) = self.room.aside.span(number, at..at + range.len()) {
+            if let Some(place) = self.scratch.aside.span(number, at..at + range.len()) {
                 self.copies.copy(self.memory.part(range.clone()), place)?;
             }
             at += range.len();
@@ -221,7 +230,7 @@ impl ReduceBuffer for CudaAware<'_> {
             let here = at..at + range.len();
             let term = |number: usize| match number == own {
                 true => Some(self.memory.part(range.clone())),
-                false => self.room.aside.span(number, here.clone()),
+                false => self.scratch.aside.span(number, here.clone()),
             };
             let terms = |(into, from): (usize, usize)| Some((term(into)?, term(from)?));
             for (into, from) in additions.iter().copied().filter_map(terms) {

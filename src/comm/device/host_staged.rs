@@ -18,7 +18,7 @@ use crate::reduce_buffer::{HostBuffer, Scratch};
 use crate::shared::Shared;
 use crate::transport::{GroupRanks, P2pBuffer, Payload, Peer, Transport};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{AllocatedOn, DeviceCopies, DeviceSpan, Slot};
+use hpctrain_device::{DeviceCopies, DeviceSpan, Slot, SpanAtOffset};
 
 /// Words of a slot, 4 MiB: enough for copies to and from a GPU to reach full bandwidth, without
 /// flushing all of the host's caches.
@@ -44,7 +44,7 @@ impl Slots {
     }
 
     /// Takes a slot of `words` words from the pool, or allocates it.
-    fn take(self: &Arc<Self>, copies: &dyn DeviceCopies, words: usize) -> Result<Lent> {
+    fn take(self: &Arc<Self>, copies: &dyn DeviceCopies, words: usize) -> Result<SlotGuard> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let found = free.iter().position(|(len, _)| *len == words).map(|i| free.swap_remove(i).1);
         drop(free);
@@ -52,23 +52,23 @@ impl Slots {
             Some(slot) => slot,
             None => {
                 let slot = Slot::new(copies, words)?;
-                self.shared.hold(words * size_of::<f32>());
+                self.shared.add_staging(words * size_of::<f32>());
                 slot
             }
         };
-        Ok(Lent { slot: Some(slot), words, home: self.clone() })
+        Ok(SlotGuard { slot: Some(slot), words, home: self.clone() })
     }
 }
 
 /// A slot in use. It returns to the pool when dropped.
-pub struct Lent {
+pub struct SlotGuard {
     /// The slot; taken only by `drop` and `leak`.
     slot: Option<Slot>,
     words: usize,
     home: Arc<Slots>,
 }
 
-impl Lent {
+impl SlotGuard {
     fn slot(&mut self) -> Result<&mut Slot> {
         self.slot.as_mut().ok_or_else(|| Error::internal("use of a slot that was returned"))
     }
@@ -76,7 +76,7 @@ impl Lent {
     /// Waits for the slot's copy, while progressing messages.
     fn settle(&mut self, transport: &mut dyn Transport) -> Result<()> {
         match self.slot.as_ref().and_then(Slot::copy) {
-            Some(copy) => polling::settle(copy, transport, &self.home.shared),
+            Some(copy) => polling::wait_for_event(copy, transport, &self.home.shared),
             None => Ok(()),
         }
     }
@@ -98,7 +98,7 @@ impl Lent {
     }
 }
 
-impl Drop for Lent {
+impl Drop for SlotGuard {
     fn drop(&mut self) {
         // After an error a copy may still be in flight, to memory that is about to be returned.
         if let Some(mut slot) = self.slot.take()
@@ -123,7 +123,7 @@ impl Chunk {
         &self,
         memory: DeviceSpan<'a>,
         chosen: impl Fn(usize) -> bool,
-    ) -> Vec<AllocatedOn<'a>> {
+    ) -> Vec<SpanAtOffset<'a>> {
         let mut found: Vec<(Range<usize>, usize)> = Vec::with_capacity(self.0.len());
         let mut at = 0;
         for (i, range) in self.0.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
@@ -160,7 +160,7 @@ fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
                 .map(move |start| shares.window(&(start..longest.min(start + window))))
         });
         windows
-            .map(|shares| Chunk((0..ranks).flat_map(|rank| shares.of(rank).to_vec()).collect()))
+            .map(|shares| Chunk((0..ranks).flat_map(|rank| shares.ranges(rank).to_vec()).collect()))
             .collect()
     };
     match (call.operation, call.algorithm) {
@@ -264,7 +264,7 @@ impl PinnedStaging<'_> {
 
     /// Returns slots to receive a message of [`PinnedStaging::send`], each with its range of the
     /// memory.
-    pub fn chunks_to_fill(&self, memory: DeviceSpan<'_>) -> Result<Vec<(Lent, Range<usize>)>> {
+    pub fn chunks_to_fill(&self, memory: DeviceSpan<'_>) -> Result<Vec<(SlotGuard, Range<usize>)>> {
         let words = memory.words();
         let chunk = |start| {
             Ok((self.slots.take(self.copies, self.words)?, start..words.min(start + self.words)))
@@ -275,7 +275,7 @@ impl PinnedStaging<'_> {
 
 /// A slot that is being sent to another rank.
 struct StagedSend {
-    slot: Lent,
+    slot: SlotGuard,
     words: usize,
 }
 
@@ -324,7 +324,10 @@ mod tests {
                 let lens: Vec<_> = chunk.iter().map(Range::len).collect();
                 let total: usize = chunk.iter().map(Range::len).sum();
                 let even = algorithms::Shares::even(&(0..total), ranks);
-                assert_eq!(lens, (0..ranks).map(|rank| even.of(rank)[0].len()).collect::<Vec<_>>());
+                assert_eq!(
+                    lens,
+                    (0..ranks).map(|rank| even.ranges(rank)[0].len()).collect::<Vec<_>>()
+                );
                 assert!(total <= slot);
             }
         }

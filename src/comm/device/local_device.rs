@@ -10,9 +10,9 @@ pub struct LocalDevice<B> {
     /// Identifies the device on its node.
     pub(super) id: String,
     /// Whether other ranks of the node see other devices than this one.
-    pub(super) is_apart: bool,
+    pub(super) is_isolated: bool,
     /// Opens the device with little memory, for measurements.
-    pub(super) small: Box<dyn Fn() -> Result<B> + Send + Sync>,
+    pub(super) open_small: Box<dyn Fn() -> Result<B> + Send + Sync>,
     /// The choice of `auto` and its reason, once it is made.
     pub(super) chosen: OnceLock<(DeviceTransport, Arc<str>)>,
 }
@@ -21,11 +21,11 @@ impl<B> LocalDevice<B> {
     /// Creates a description of the device that `id` identifies on its node. `small` opens it with
     /// little memory.
     pub fn new(id: String, small: impl Fn() -> Result<B> + Send + Sync + 'static) -> Self {
-        Self { id, is_apart: false, small: Box::new(small), chosen: OnceLock::new() }
+        Self { id, is_isolated: false, open_small: Box::new(small), chosen: OnceLock::new() }
     }
 
     /// Sets whether other ranks of the node see other devices than this one.
-    pub fn apart(self, is_apart: bool) -> Self {
-        Self { is_apart, ..self }
+    pub fn with_isolation(self, is_apart: bool) -> Self {
+        Self { is_isolated: is_apart, ..self }
     }
 }

@@ -20,7 +20,7 @@ use std::ops::Range;
 
 use super::chunk_pipeline::{Level, Stage, chunks, levels, schedule};
 use super::comms::GroupComm;
-use super::cuda_aware::Places;
+use super::cuda_aware::ScratchSlots;
 use crate::algorithms::{Call, Operation, Shares};
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
@@ -31,7 +31,7 @@ use hpctrain_device::{DeviceCopies, DeviceSpan, OrderedSum};
 const SLOTS: usize = 8;
 
 /// Scratch slots for the terms of a chunk: those in one are added while the next are received.
-pub const PLACES: usize = 2;
+pub const SCRATCH_SLOTS: usize = 2;
 
 /// Returns the words of a chunk.
 pub fn chunk(slot: usize, ranks: usize) -> usize {
@@ -39,7 +39,7 @@ pub fn chunk(slot: usize, ranks: usize) -> usize {
 }
 
 /// Returns the levels of a call, or `None` if it cannot run in NCCL groups.
-pub fn takes(call: Call, group: &GroupRanks) -> Option<Vec<Level>> {
+pub fn group_levels(call: Call, group: &GroupRanks) -> Option<Vec<Level>> {
     if call.operation == Operation::Broadcast { None } else { levels(call.algorithm, group) }
 }
 
@@ -56,7 +56,7 @@ pub struct NcclP2pCollective<'a> {
     pub memory: DeviceSpan<'a>,
     pub device_comm: GroupComm<'a>,
     pub copies: &'a dyn DeviceCopies,
-    pub places: &'a mut Places,
+    pub slots: &'a mut ScratchSlots,
     /// Words of a chunk.
     pub chunk: usize,
 }
@@ -80,11 +80,11 @@ impl<'a> Exchange<'a> {
         mut scratch: DeviceSpan<'a>,
     ) {
         for place in level.others() {
-            let theirs = level.of(place, shares);
+            let theirs = level.owned_ranges(place, shares);
             self.sends
                 .extend(theirs.into_iter().map(|range| (level.ranks[place], memory.part(range))));
         }
-        for range in level.of(level.mine, shares) {
+        for range in level.owned_ranges(level.mine, shares) {
             let words = range.len();
             let own = memory.part(range);
             let others = scratch.part(0..(level.ranks.len() - 1) * words);
@@ -105,10 +105,10 @@ impl<'a> Exchange<'a> {
         for place in level.others() {
             let message = |range| (level.ranks[place], memory.part(range));
             if takes(place) {
-                self.sends.extend(level.of(level.mine, shares).into_iter().map(message));
+                self.sends.extend(level.owned_ranges(level.mine, shares).into_iter().map(message));
             }
             if takes(level.mine) {
-                self.receives.extend(level.of(place, shares).into_iter().map(message));
+                self.receives.extend(level.owned_ranges(place, shares).into_iter().map(message));
             }
         }
     }
@@ -123,13 +123,13 @@ impl NcclP2pCollective<'_> {
         transport: &mut dyn Transport,
         group: &GroupRanks,
     ) -> Result<()> {
-        let Self { memory, device_comm, copies, places, chunk } = self;
+        let Self { memory, device_comm, copies, slots: places, chunk } = self;
         let adds = call.operation.adds();
         let to_first = call.operation == Operation::Reduce;
         let chunks = chunks(call.operation, memory.words(), chunk, levels);
         let terms = if adds { terms(memory.words(), chunk, group.size()) } else { 0 };
         let scratches =
-            (0..chunks.len().min(PLACES)).map(|place| places.hold(copies, place, terms));
+            (0..chunks.len().min(SCRATCH_SLOTS)).map(|place| places.reserve(copies, place, terms));
         scratches.collect::<Result<()>>()?;
         for (number, stages) in
             schedule(call.operation, chunks.len(), levels.len()).into_iter().enumerate()
@@ -140,7 +140,7 @@ impl NcclP2pCollective<'_> {
                 match stage {
                     Stage::Terms(level) => {
                         let scratch = places.span(
-                            chunk % PLACES,
+                            chunk % SCRATCH_SLOTS,
                             scratch_range(levels, level, terms, group.size()),
                         );
                         let scratch = scratch
@@ -199,7 +199,7 @@ mod tests {
                 .flat_map(|rank| [(rank, Operation::AllReduce), (rank, Operation::ReduceScatter)])
             {
                 let call = Call { operation, algorithm: Algorithm::Hierarchical, root: 0 };
-                let levels = takes(call, &GroupRanks::world(rank, nodes.into())).unwrap();
+                let levels = group_levels(call, &GroupRanks::world(rank, nodes.into())).unwrap();
                 let terms = terms(words, chunk, ranks);
                 let scratches: Vec<_> = (0..levels.len())
                     .map(|level| scratch_range(&levels, level, terms, ranks))
@@ -211,7 +211,8 @@ mod tests {
                 assert_eq!(scratches.last().unwrap().end, terms, "{nodes:?}");
                 for shares in chunks(operation, words, chunk, &levels) {
                     for (level, scratch) in levels.iter().zip(&scratches) {
-                        let own: usize = level.of(level.mine, &shares).iter().map(Range::len).sum();
+                        let own: usize =
+                            level.owned_ranges(level.mine, &shares).iter().map(Range::len).sum();
                         assert!((level.ranks.len() - 1) * own <= scratch.len());
                     }
                 }
@@ -222,6 +223,6 @@ mod tests {
             algorithm: Algorithm::HalvingDoubling,
             root: 0,
         };
-        assert_eq!(takes(broadcast, &GroupRanks::world(0, [0, 0].into())), None);
+        assert_eq!(group_levels(broadcast, &GroupRanks::world(0, [0, 0].into())), None);
     }
 }

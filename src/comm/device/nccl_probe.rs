@@ -21,7 +21,7 @@ use hpctrain_base::spawn::spawn;
 use hpctrain_device::{Backend, CommBuffer, CommId, DeviceCollective, DeviceSpan, MemoryKind};
 
 /// The command that runs a process of the probe: `hpctrain prove-together RANK RANKS DEVICE`.
-pub const TOGETHER: &str = "prove-together";
+pub const NCCL_PROBE_COMMAND: &str = "prove-together";
 
 /// Elements of a test message: more than any library sends at once.
 const ELEMENTS: usize = 100_000;
@@ -40,9 +40,9 @@ const STDERR_TIMEOUT: Duration = Duration::from_secs(1);
 
 static SUPPORTS_PROBE: OnceLock<()> = OnceLock::new();
 
-/// Declares that this program calls [`answer_trial`] when it is started with [`TOGETHER`]. Other
+/// Declares that this program calls [`run_nccl_probe`] when it is started with [`NCCL_PROBE_COMMAND`]. Other
 /// programs are not started for the probe, since they would begin their own work again.
-pub fn can_be_tried() {
+pub fn enable_nccl_probe() {
     SUPPORTS_PROBE.get_or_init(|| ());
 }
 
@@ -79,7 +79,7 @@ struct NcclProbe {
 /// # Errors
 /// Returns the same error on all ranks if the library does not work, and an error if a message
 /// between ranks failed.
-pub fn together<B: Backend>(world: &Group<B>, device: &str) -> Result<()> {
+pub fn probe_nccl<B: Backend>(world: &Group<B>, device: &str) -> Result<()> {
     let mut probe = NcclProbe::start(world.rank(), world.size(), device);
     let mut id_sent = false;
     loop {
@@ -132,7 +132,7 @@ impl NcclProbe {
         let program = std::env::current_exe()
             .map_err(|e| Error::internal(format!("cannot find this program's file: {e}")))?;
         let mut command = Command::new(program);
-        command.args([TOGETHER, &rank.to_string(), &size.to_string(), device]);
+        command.args([NCCL_PROBE_COMMAND, &rank.to_string(), &size.to_string(), device]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command
             .spawn()
@@ -214,9 +214,9 @@ fn describe(status: ExitStatus) -> String {
 /// # Errors
 /// Returns an error if there is no device memory, the library failed, or received memory differs
 /// from what was sent.
-pub fn answer_trial<B: Backend>(backend: &B, rank: usize, size: usize) -> Result<()> {
+pub fn run_nccl_probe<B: Backend>(backend: &B, rank: usize, size: usize) -> Result<()> {
     let none = || Error::input("there is no GPU whose memory could be exchanged");
-    let copies = backend.copies()?.ok_or_else(none)?;
+    let copies = backend.copy_streams()?.ok_or_else(none)?;
     if rank == 0 {
         let id: String = copies.comm_id()?.iter().map(|byte| format!("{byte:02x}")).collect();
         let mut output = std::io::stdout();
@@ -246,7 +246,7 @@ pub fn answer_trial<B: Backend>(backend: &B, rank: usize, size: usize) -> Result
     let previous = (rank + size - 1) % size;
     comm.exchange(&[(next, spans[0])], &[(previous, spans[1])])?;
     settled()?;
-    comm.vendor(DeviceCollective::AllReduce, spans[2])?;
+    comm.collective(DeviceCollective::AllReduce, spans[2])?;
     settled()?;
     comm.part()?;
     settled()?;

@@ -19,7 +19,7 @@ use super::path::{DeviceTransport, TransportChoice};
 use crate::communicator::Comm;
 use crate::transport::mpi;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Backend, MemoryKind, readable};
+use hpctrain_device::{Backend, MemoryKind, format_bytes};
 
 /// Elements of the all-reduce that compares two transports: enough to measure bandwidth.
 const WORDS: usize = 1 << 20;
@@ -29,7 +29,7 @@ const ROUNDS: usize = 3;
 
 impl<B: Backend> Comm<B> {
     /// Returns a handle with the device transport of `setting`. `prove` probes CUDA-aware MPI on
-    /// this rank's node ([`mpi::prove_in_child`]). `auto` considers NCCL only if the device is
+    /// this rank's node ([`mpi::probe_in_child`]). `auto` considers NCCL only if the device is
     /// known ([`Comm::with_local_device`]). Collective over the world.
     ///
     /// # Errors
@@ -74,14 +74,14 @@ impl<B: Backend> Comm<B> {
                 if let Some(device) = &self.device {
                     device.chosen.get_or_init(|| (path, why.clone()));
                 }
-                Ok(self.because(path, why))
+                Ok(self.with_transport_and_reason(path, why))
             }
         }
     }
 
     /// Chooses the transport of `auto`. Returns it with the reasons. Collective over the world.
     fn choose(&self, prove: impl FnOnce() -> Result<()>) -> Result<(DeviceTransport, Arc<str>)> {
-        let nccl = self.library_works();
+        let nccl = self.nccl_works();
         let cuda_aware = self.direct_works(TransportChoice::Auto, prove);
         let (path, why) = match (nccl, cuda_aware) {
             (Ok(library), Ok(())) => {
@@ -92,7 +92,7 @@ impl<B: Backend> Comm<B> {
                 } else {
                     DeviceTransport::CudaAware
                 };
-                let size = readable(WORDS * size_of::<f32>());
+                let size = format_bytes(WORDS * size_of::<f32>());
                 let [by_library, by_mpi] = [by_library, by_mpi].map(|seconds| 1e3 * seconds);
                 (
                     path,
@@ -139,11 +139,13 @@ impl<B: Backend> Comm<B> {
             _ if !world.vendor => {
                 Err(Error::input(format!("{} cannot send from GPU memory", world.library)))
             }
-            TransportChoice::Auto if !world.claims_devices => {
+            TransportChoice::Auto if !world.claims_cuda_aware => {
                 Err(Error::input(format!("{} does not claim to be CUDA-aware", world.library)))
             }
             // The probe processes would see only the devices of one rank.
-            TransportChoice::Auto if self.device.as_ref().is_some_and(|device| device.is_apart) => {
+            TransportChoice::Auto
+                if self.device.as_ref().is_some_and(|device| device.is_isolated) =>
+            {
                 Err(Error::input(
                     "ranks of a node see different GPUs, and the driver may not open the memory of a hidden one",
                 ))
@@ -158,7 +160,7 @@ impl<B: Backend> Comm<B> {
     ///
     /// # Errors
     /// Returns the same error on all ranks if the library cannot be used.
-    pub fn library_works(&self) -> Result<String> {
+    pub fn nccl_works(&self) -> Result<String> {
         let world = self.world();
         let own = self.device.as_ref().map_or("", |device| &device.id);
         let ids = world.gather_bytes(own.as_bytes().to_vec()).wait()?;
@@ -180,7 +182,7 @@ impl<B: Backend> Comm<B> {
             }
         }
         let library = world.all_ok(B::device_comm_library())?;
-        nccl_probe::together(&world, own)?;
+        nccl_probe::probe_nccl(&world, own)?;
         Ok(library)
     }
 
@@ -189,7 +191,8 @@ impl<B: Backend> Comm<B> {
     fn compare<const N: usize>(&self, paths: [DeviceTransport; N]) -> Result<[f64; N]> {
         let world = self.world();
         let none = || Error::internal("no device to compare transports with");
-        let small = self.device.as_ref().map_or_else(|| Err(none()), |device| (device.small)());
+        let small =
+            self.device.as_ref().map_or_else(|| Err(none()), |device| (device.open_small)());
         let backend = world.all_ok(small)?;
         let time = |path: DeviceTransport| {
             let group = self.with_transport(path).world();
@@ -206,7 +209,7 @@ impl<B: Backend> Comm<B> {
         let mine = paths.into_iter().map(time).collect::<Result<Vec<u64>>>()?;
         let all = world.all_gather_u64(&mine)?;
         // The scratch memory belongs to this small device.
-        self.forget_devices()?;
+        self.free_device_resources()?;
         // The slowest rank counts.
         Ok(std::array::from_fn(|path| {
             all.iter().map(|of_rank| of_rank[path]).max().unwrap_or(0) as f64 * 1e-9
@@ -228,20 +231,20 @@ impl<B: Backend> Comm<B> {
 }
 
 /// The command that runs the probe of CUDA-aware MPI: `hpctrain prove-direct`.
-pub const PROOF: &str = "prove-direct";
+pub const CUDA_PROBE_COMMAND: &str = "prove-direct";
 
 /// Probes CUDA-aware MPI for [`Comm::select_transport`], in child processes of this program.
 ///
 /// # Errors
-/// Returns an error in the same cases as [`mpi::prove_in_child`].
-pub fn prove() -> Result<()> {
-    proved_by().map(drop)
+/// Returns an error in the same cases as [`mpi::probe_in_child`].
+pub fn probe_cuda_aware() -> Result<()> {
+    probe_cuda_aware_processes().map(drop)
 }
 
-/// Probes CUDA-aware MPI like [`prove`]. Returns the number of processes that exchanged memory.
+/// Probes CUDA-aware MPI like [`probe_cuda_aware`]. Returns the number of processes that exchanged memory.
 ///
 /// # Errors
-/// Returns an error in the same cases as [`mpi::prove_in_child`].
-pub fn proved_by() -> Result<usize> {
-    mpi::prove_in_child(&[PROOF])
+/// Returns an error in the same cases as [`mpi::probe_in_child`].
+pub fn probe_cuda_aware_processes() -> Result<usize> {
+    mpi::probe_in_child(&[CUDA_PROBE_COMMAND])
 }

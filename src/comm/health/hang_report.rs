@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::flight_recorder::RECV;
-use super::heartbeat::{Heartbeat, LedgerFile, PeerHeartbeat};
+use super::heartbeat::{CollectiveState, FlightRecorderFile, Heartbeat};
 use crate::algorithms::Algorithm;
 
 /// The most causes that are listed one by one.
@@ -23,7 +23,7 @@ pub struct RankState {
 /// The group of a collective: its name and its ranks.
 type GroupKey<'a> = (&'a str, &'a [usize]);
 
-fn group_key(collective: &PeerHeartbeat) -> GroupKey<'_> {
+fn group_key(collective: &CollectiveState) -> GroupKey<'_> {
     (&collective.group, &collective.members)
 }
 
@@ -37,7 +37,7 @@ struct Progress<'a> {
 }
 
 impl<'a> Progress<'a> {
-    fn new(ranks: &'a [RankState], recorders: &'a [LedgerFile]) -> Self {
+    fn new(ranks: &'a [RankState], recorders: &'a [FlightRecorderFile]) -> Self {
         let from_recorders = recorders.iter().flat_map(|recorder| {
             recorder.collectives.iter().map(|collective| (recorder.rank, collective))
         });
@@ -51,7 +51,7 @@ impl<'a> Progress<'a> {
         });
         let mut begun = HashMap::new();
         let mut ended = HashMap::new();
-        let note = |last: &mut HashMap<_, u64>, rank: usize, collective: &'a PeerHeartbeat| {
+        let note = |last: &mut HashMap<_, u64>, rank: usize, collective: &'a CollectiveState| {
             let last = last.entry((rank, group_key(collective))).or_default();
             *last = collective.in_group.max(*last);
         };
@@ -67,7 +67,7 @@ impl<'a> Progress<'a> {
     }
 
     /// Returns the collective that a rank is in, if the rank responds.
-    fn inside(&self, rank: usize) -> Option<&'a PeerHeartbeat> {
+    fn inside(&self, rank: usize) -> Option<&'a CollectiveState> {
         let state = self.ranks.get(rank).filter(|state| state.answers)?;
         state.heartbeat.as_ref()?.current.as_ref()
     }
@@ -110,7 +110,7 @@ impl<'a> Progress<'a> {
     }
 
     /// Returns true if a rank has ended the collective that another one is in.
-    fn is_past(&self, rank: usize, collective: &PeerHeartbeat) -> bool {
+    fn is_past(&self, rank: usize, collective: &CollectiveState) -> bool {
         self.ended
             .get(&(rank, group_key(collective)))
             .is_some_and(|ended| *ended >= collective.in_group)
@@ -125,12 +125,12 @@ impl<'a> Progress<'a> {
             all.filter(|&(rank, other)| self.on_different_hosts(rank, other)).collect()
         };
         let in_exchange = |rank: usize,
-                           done: &dyn Fn(usize, &PeerHeartbeat) -> bool|
+                           done: &dyn Fn(usize, &CollectiveState) -> bool|
          -> Vec<usize> {
             let Some(collective) = self.inside(rank) else { return vec![] };
             self.exchange(rank).0.iter().copied().filter(|&other| done(other, collective)).collect()
         };
-        let together = |other: usize, collective: &PeerHeartbeat| {
+        let together = |other: usize, collective: &CollectiveState| {
             self.inside(other).is_some_and(|its| {
                 (group_key(its), its.in_group) == (group_key(collective), collective.in_group)
             })
@@ -225,12 +225,12 @@ fn describe_unreachable_hosts(progress: &Progress<'_>, pairs: &[(usize, usize)])
 
 /// Describes all ranks in one line, first those that block others without waiting themselves. `now`
 /// is in seconds since 1970.
-pub fn report(ranks: &[RankState], recorders: &[LedgerFile], now: f64) -> String {
+pub fn report(ranks: &[RankState], recorders: &[FlightRecorderFile], now: f64) -> String {
     let progress = Progress::new(ranks, recorders);
     let awaited_by: Vec<Vec<usize>> =
         (0..ranks.len()).map(|rank| progress.awaited_by(rank)).collect();
     // The collective in which other ranks wait for each rank.
-    let mut awaited: Vec<Option<&PeerHeartbeat>> = vec![None; ranks.len()];
+    let mut awaited: Vec<Option<&CollectiveState>> = vec![None; ranks.len()];
     for (rank, others) in awaited_by.iter().enumerate() {
         others.iter().for_each(|&other| awaited[other] = awaited[other].or(progress.inside(rank)));
     }
@@ -324,10 +324,11 @@ fn place(heartbeat: &Heartbeat) -> String {
 }
 
 /// Describes the first collective of a group that two of its ranks recorded differently.
-fn disagreement(recorders: &[LedgerFile]) -> Option<String> {
-    let same =
-        |a: &PeerHeartbeat, b: &PeerHeartbeat| (&a.op, &a.unit, a.root) == (&b.op, &b.unit, b.root);
-    let mut seen: HashMap<(GroupKey<'_>, u64), (usize, &PeerHeartbeat)> = HashMap::new();
+fn disagreement(recorders: &[FlightRecorderFile]) -> Option<String> {
+    let same = |a: &CollectiveState, b: &CollectiveState| {
+        (&a.op, &a.unit, a.root) == (&b.op, &b.unit, b.root)
+    };
+    let mut seen: HashMap<(GroupKey<'_>, u64), (usize, &CollectiveState)> = HashMap::new();
     let mut differ: Option<(u64, String)> = None;
     for recorder in recorders {
         for collective in &recorder.collectives {
@@ -372,8 +373,8 @@ mod tests {
     use super::*;
     use crate::health::heartbeat::Exchange;
 
-    fn collective(number: u64, op: &str, unit: Option<&str>, ended: bool) -> PeerHeartbeat {
-        PeerHeartbeat {
+    fn collective(number: u64, op: &str, unit: Option<&str>, ended: bool) -> CollectiveState {
+        CollectiveState {
             number,
             op: op.into(),
             unit: unit.map(Into::into),
@@ -391,8 +392,8 @@ mod tests {
     fn state(
         rank: usize,
         answers: bool,
-        finished: Option<PeerHeartbeat>,
-        current: Option<PeerHeartbeat>,
+        finished: Option<CollectiveState>,
+        current: Option<CollectiveState>,
     ) -> RankState {
         let phase = "wait for data".into();
         let host = "node".into();
@@ -421,7 +422,7 @@ mod tests {
     /// Returns a rank of a host in collective `number` of all ranks, in exchange `nth` of it with
     /// the ranks `with`.
     fn on(host: &str, rank: usize, number: u64, with: &[usize], nth: u64) -> RankState {
-        let collective = PeerHeartbeat {
+        let collective = CollectiveState {
             members: vec![0, 1, 2, 3],
             ..collective(number, "all_reduce", Some("head"), false)
         };
@@ -493,7 +494,7 @@ mod tests {
         let moved_on = |mut state: RankState| {
             let heartbeat = state.heartbeat.as_mut().unwrap();
             let mut current = heartbeat.current.clone().unwrap();
-            heartbeat.finished = Some(PeerHeartbeat {
+            heartbeat.finished = Some(CollectiveState {
                 ended: Some(71.0),
                 number: 9,
                 in_group: 9,
@@ -573,7 +574,7 @@ mod tests {
         let text = report(&late, &[], 100.0);
         assert!(!text.contains("reach") && text.contains("hangs: rank 3 (process 103"), "{text}");
         // So do ranks that disagree on a collective.
-        let recorder = |rank, op: &str| LedgerFile {
+        let recorder = |rank, op: &str| FlightRecorderFile {
             rank,
             pid: 1,
             host: "node".into(),
@@ -607,7 +608,7 @@ mod tests {
         let of = |group: &str, members: &[usize], number, in_group, op: &str, root| {
             let group = group.into();
             let members = members.to_vec();
-            Some(PeerHeartbeat {
+            Some(CollectiveState {
                 group,
                 members,
                 in_group,
@@ -651,7 +652,7 @@ mod tests {
 
     #[test]
     fn ranks_that_disagree_are_named() {
-        let recorder = |rank, ops: &[&str]| LedgerFile {
+        let recorder = |rank, ops: &[&str]| FlightRecorderFile {
             rank,
             pid: 1,
             host: "node".into(),

@@ -32,7 +32,7 @@ const READS: usize = 5;
 
 /// The state of a collective or message of a rank. Times are in seconds since 1970.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct PeerHeartbeat {
+pub struct CollectiveState {
     pub number: u64,
     pub op: String,
     pub unit: Option<String>,
@@ -53,7 +53,7 @@ pub fn seconds(ns: u64) -> f64 {
     ns as f64 * 1e-9
 }
 
-impl From<&CollectiveRecord> for PeerHeartbeat {
+impl From<&CollectiveRecord> for CollectiveState {
     fn from(entry: &CollectiveRecord) -> Self {
         let label = &entry.label;
         Self {
@@ -72,7 +72,7 @@ impl From<&CollectiveRecord> for PeerHeartbeat {
     }
 }
 
-impl fmt::Display for PeerHeartbeat {
+impl fmt::Display for CollectiveState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "#{} {}", self.number, self.op)?;
         self.unit.iter().try_for_each(|unit| write!(f, " of {unit}"))
@@ -104,25 +104,25 @@ pub struct Heartbeat {
     /// Whether it is blocked on communication.
     pub waits: bool,
     /// The last collective that finished, and the one in flight.
-    pub finished: Option<PeerHeartbeat>,
-    pub current: Option<PeerHeartbeat>,
+    pub finished: Option<CollectiveState>,
+    pub current: Option<CollectiveState>,
     /// The exchange in flight in the current collective.
     pub exchange: Option<Exchange>,
 }
 
 /// The flight recorder of a rank, as it is written to a file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct LedgerFile {
+pub struct FlightRecorderFile {
     pub rank: usize,
     pub pid: u32,
     pub host: String,
     pub time: f64,
-    pub collectives: Vec<PeerHeartbeat>,
+    pub collectives: Vec<CollectiveState>,
 }
 
 /// The files of the watchdogs.
 #[derive(Debug, Clone)]
-pub struct Files {
+pub struct WatchdogFiles {
     folder: PathBuf,
     /// The number of the node of every rank of the world.
     nodes: Arc<[usize]>,
@@ -141,7 +141,7 @@ fn place(nodes: &[usize], rank: usize) -> (usize, usize) {
     (first, before)
 }
 
-impl Files {
+impl WatchdogFiles {
     pub fn new(folder: &Path, nodes: Arc<[usize]>) -> Self {
         Self { folder: folder.to_path_buf(), nodes }
     }
@@ -155,7 +155,7 @@ impl Files {
         self.folder.join(format!("{HEARTBEAT}{first:05}"))
     }
 
-    pub fn ledger(&self, rank: usize) -> PathBuf {
+    pub fn recorder_path(&self, rank: usize) -> PathBuf {
         self.folder.join(format!("{RECORDER}{rank:05}.json"))
     }
 
@@ -179,9 +179,9 @@ impl Files {
     }
 
     /// Returns where a rank writes its heartbeats.
-    pub fn pulse(&self, rank: usize) -> Pulse {
+    pub fn heartbeat_slot(&self, rank: usize) -> HeartbeatSlot {
         let (first, line) = place(&self.nodes, rank);
-        Pulse { path: self.heartbeats_of(first), offset: (line * LINE) as u64 }
+        HeartbeatSlot { path: self.heartbeats_of(first), offset: (line * LINE) as u64 }
     }
 
     /// Reads the last heartbeats of all ranks.
@@ -219,12 +219,12 @@ impl Files {
     }
 
     /// Reads the flight recorder of a rank, if it has written one.
-    pub fn read_ledger(&self, rank: usize) -> Option<LedgerFile> {
-        serde_json::from_slice(&fs::read(self.ledger(rank)).ok()?).ok()
+    pub fn read_recorder(&self, rank: usize) -> Option<FlightRecorderFile> {
+        serde_json::from_slice(&fs::read(self.recorder_path(rank)).ok()?).ok()
     }
 
     /// Creates the marker that the job hangs. Returns true if this is the first rank to do so.
-    pub fn mark(&self) -> bool {
+    pub fn mark_hang(&self) -> bool {
         match own_files::create_new(&self.marker()) {
             Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
             // If nothing can be written, every rank acts as the first.
@@ -233,23 +233,23 @@ impl Files {
     }
 
     /// Writes the report, for ranks that the abort does not reach.
-    pub fn tell(&self, report: &str) {
+    pub fn write_report(&self, report: &str) {
         // Without it they abort as well, with a shorter report.
         let _ = own_files::write(&self.marker(), format!("{report}\n"));
     }
 
     /// Reads the report, if a rank has written one.
-    pub fn told(&self) -> Option<String> {
+    pub fn read_report(&self) -> Option<String> {
         fs::read_to_string(self.marker()).ok()?.strip_suffix('\n').map(str::to_string)
     }
 
     /// Returns true if a rank has marked the job as hanging.
-    pub fn marked(&self) -> bool {
+    pub fn is_hang_marked(&self) -> bool {
         self.marker().exists()
     }
 
     /// Removes the marker: the job continues after all.
-    pub fn unmark(&self) {
+    pub fn clear_hang_mark(&self) {
         // If it cannot be removed, the ranks only write their flight recorders too early.
         let _ = fs::remove_file(self.marker());
     }
@@ -257,12 +257,12 @@ impl Files {
 
 /// The position of a rank's heartbeat in its node's file.
 #[derive(Debug, Clone)]
-pub struct Pulse {
+pub struct HeartbeatSlot {
     pub path: PathBuf,
     offset: u64,
 }
 
-impl Pulse {
+impl HeartbeatSlot {
     /// Overwrites the rank's heartbeat.
     pub fn write(&self, heartbeat: &Heartbeat) -> std::io::Result<()> {
         self.put(&line(heartbeat)?)
@@ -301,7 +301,7 @@ fn blank() -> Vec<u8> {
 /// Returns an error if it is still too long.
 fn line(heartbeat: &Heartbeat) -> std::io::Result<Vec<u8>> {
     let cut = |text: &str| text.chars().take(NAME).collect::<String>();
-    let short = |collective: &PeerHeartbeat| PeerHeartbeat {
+    let short = |collective: &CollectiveState| CollectiveState {
         unit: collective.unit.as_deref().map(cut),
         ..collective.clone()
     };
@@ -333,7 +333,7 @@ mod tests {
     use super::*;
 
     fn heartbeat(rank: usize, members: Vec<usize>) -> Heartbeat {
-        let collective = PeerHeartbeat {
+        let collective = CollectiveState {
             number: u64::MAX,
             op: "reduce_scatter".into(),
             unit: Some("\u{fc}".repeat(1000)),
@@ -365,7 +365,7 @@ mod tests {
     fn a_node_has_one_file_of_heartbeats() {
         let folder = tempfile::tempdir().unwrap();
         // Ranks in turn on two nodes.
-        let files = Files::new(folder.path(), [0, 1, 0, 1, 0].into());
+        let files = WatchdogFiles::new(folder.path(), [0, 1, 0, 1, 0].into());
         assert_eq!(files.read(), vec![None; 5]);
         let all: Vec<Heartbeat> = (0..5)
             .map(|rank| Heartbeat {
@@ -376,14 +376,14 @@ mod tests {
             })
             .collect();
         for rank in [4, 3, 0] {
-            files.pulse(rank).write(&all[rank]).unwrap();
+            files.heartbeat_slot(rank).write(&all[rank]).unwrap();
         }
         let some = |ranks: &[usize]| {
             (0..5).map(|rank| ranks.contains(&rank).then(|| all[rank].clone())).collect::<Vec<_>>()
         };
         assert_eq!(files.read(), some(&[0, 3, 4]));
         for rank in [1, 2] {
-            files.pulse(rank).write(&all[rank]).unwrap();
+            files.heartbeat_slot(rank).write(&all[rank]).unwrap();
         }
         assert_eq!(files.read(), some(&[0, 1, 2, 3, 4]));
         let names = || {
@@ -397,24 +397,24 @@ mod tests {
         assert_eq!(names(), ["heartbeat-00000", "heartbeat-00001"]);
         // The last rank of a node takes the file with it.
         for rank in [0, 2, 1] {
-            files.pulse(rank).leave();
+            files.heartbeat_slot(rank).leave();
         }
         assert_eq!(files.read(), some(&[3, 4]));
         for rank in [4, 3] {
-            files.pulse(rank).leave();
+            files.heartbeat_slot(rank).leave();
         }
         assert!(names().is_empty());
-        assert!(files.mark() && !files.mark() && files.marked());
-        assert_eq!(files.told(), None);
-        files.tell("it stands\nhint: still");
+        assert!(files.mark_hang() && !files.mark_hang() && files.is_hang_marked());
+        assert_eq!(files.read_report(), None);
+        files.write_report("it stands\nhint: still");
         assert_eq!(
-            (files.marked(), files.told().as_deref()),
+            (files.is_hang_marked(), files.read_report().as_deref()),
             (true, Some("it stands\nhint: still"))
         );
         fs::write(folder.path().join("rank-00003.log"), "kept").unwrap();
-        files.pulse(3).write(&all[3]).unwrap();
+        files.heartbeat_slot(3).write(&all[3]).unwrap();
         files.clear().unwrap();
-        assert!(!files.marked() && files.read()[3].is_none());
+        assert!(!files.is_hang_marked() && files.read()[3].is_none());
         assert_eq!(names(), ["rank-00003.log"]);
     }
 
@@ -423,11 +423,11 @@ mod tests {
     #[test]
     fn a_heartbeat_fits_its_line() {
         let folder = tempfile::tempdir().unwrap();
-        let files = Files::new(folder.path(), vec![0; 2].into());
+        let files = WatchdogFiles::new(folder.path(), vec![0; 2].into());
         let regular: Vec<usize> = (0..100_000).step_by(8).collect();
         let odd: Vec<usize> = (0..2000).map(|i| i * i).collect();
-        files.pulse(0).write(&heartbeat(0, regular.clone())).unwrap();
-        files.pulse(1).write(&heartbeat(1, odd)).unwrap();
+        files.heartbeat_slot(0).write(&heartbeat(0, regular.clone())).unwrap();
+        files.heartbeat_slot(1).write(&heartbeat(1, odd)).unwrap();
         let read = files.read();
         let [first, second] = [0, 1].map(|rank: usize| read[rank].clone().unwrap());
         assert_eq!(first.current.unwrap().members, regular);

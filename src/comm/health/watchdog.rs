@@ -17,7 +17,7 @@
 //!    abort five seconds later, with the creator's report if it has written one.
 //!
 //! Time in which the whole job was suspended does not count. The watchdog of a command starts with
-//! its process (`Comm::wait_at_most`) and stops after `MPI_Finalize`, which counts as a collective
+//! its process (`Comm::set_watchdog_timeout`) and stops after `MPI_Finalize`, which counts as a collective
 //! named `leave`. Before the ranks share a directory (`Comm::watch`), a report covers one rank
 //! only. The watchdog cannot detect a rank that computes for ever while no other rank waits for it.
 //!
@@ -33,14 +33,16 @@ use std::time::{Duration, Instant};
 
 use super::flight_recorder::{LEAVE, RECV};
 use super::hang_report::{RankState, report};
-use super::heartbeat::{Exchange, Files, Heartbeat, LedgerFile, PeerHeartbeat, Pulse, seconds};
+use super::heartbeat::{
+    CollectiveState, Exchange, FlightRecorderFile, Heartbeat, HeartbeatSlot, WatchdogFiles, seconds,
+};
 use crate::exit::Exit;
 use crate::shared::Shared;
 use crate::transport::World;
 use hpctrain_base::error::Result;
 use hpctrain_base::own_files;
 use hpctrain_base::spans;
-use hpctrain_base::spans::Doing;
+use hpctrain_base::spans::ActivityKind;
 use hpctrain_base::spawn::spawn;
 
 /// Exit code of a job that the watchdog ends.
@@ -66,7 +68,7 @@ pub struct Guard {
 pub struct Settings {
     /// The longest wait; zero waits for ever.
     pub timeout: Duration,
-    pub place: Option<WatchdogDirectory>,
+    pub directory: Option<WatchdogDirectory>,
 }
 
 impl Settings {
@@ -81,8 +83,8 @@ impl Settings {
 /// The directory of the ranks' heartbeats.
 #[derive(Clone)]
 pub struct WatchdogDirectory {
-    pub files: Files,
-    pub pulse: Pulse,
+    pub files: WatchdogFiles,
+    pub slot: HeartbeatSlot,
     /// Whether the directory is removed with the watchdog.
     pub is_own: bool,
 }
@@ -90,7 +92,7 @@ pub struct WatchdogDirectory {
 impl WatchdogDirectory {
     /// Erases this rank's heartbeat, which would be misleading after an orderly exit.
     fn leave(&self) {
-        self.pulse.leave();
+        self.slot.leave();
         if self.is_own {
             // This fails while other ranks have files there; the last one removes it.
             let _ = std::fs::remove_dir(self.files.folder());
@@ -104,7 +106,7 @@ impl Guard {
         let beats = Arc::<AtomicU64>::default();
         let stall_timer = StallTimer { stuck: None, waited: Duration::ZERO };
         let watchdog = Watchdog {
-            seat,
+            context: seat,
             settings: settings.clone(),
             beats: beats.clone(),
             stall_timer,
@@ -126,12 +128,12 @@ impl Guard {
     /// Changes the settings. If the directory changes, the heartbeat in the old one is erased.
     pub fn set(&self, change: impl FnOnce(&mut Settings)) -> Result<()> {
         let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = settings.place.clone();
+        let before = settings.directory.clone();
         change(&mut settings);
-        let path = |place: &Option<WatchdogDirectory>| {
-            place.as_ref().map(|place| place.pulse.path.clone())
-        };
-        if let Some(before) = before.as_ref().filter(|_| path(&before) != path(&settings.place)) {
+        let path =
+            |place: &Option<WatchdogDirectory>| place.as_ref().map(|place| place.slot.path.clone());
+        if let Some(before) = before.as_ref().filter(|_| path(&before) != path(&settings.directory))
+        {
             before.leave();
         }
         drop(settings);
@@ -204,7 +206,7 @@ impl WatchdogContext {
         let (finished, current) = self.place();
         let stuck = match &current {
             Some(collective) => Some(Stuck::Collective(collective.number)),
-            None => (phase == Doing::Loading).then_some(Stuck::Loading(since)),
+            None => (phase == ActivityKind::Loading).then_some(Stuck::Loading(since)),
         };
         let heartbeat = Heartbeat {
             rank: self.world.rank,
@@ -223,12 +225,12 @@ impl WatchdogContext {
     }
 
     /// Returns the last collective that finished, and the one in flight.
-    fn place(&self) -> (Option<PeerHeartbeat>, Option<PeerHeartbeat>) {
-        let recorder = self.shared.ledger();
+    fn place(&self) -> (Option<CollectiveState>, Option<CollectiveState>) {
+        let recorder = self.shared.flight_recorder();
         let (finished, current) = recorder.place();
         // A receive that was posted early counts only once compute waits for it.
         let current = current.filter(|entry| entry.label.op != RECV || self.shared.has_waiters());
-        (finished.map(PeerHeartbeat::from), current.map(PeerHeartbeat::from))
+        (finished.map(CollectiveState::from), current.map(CollectiveState::from))
     }
 
     /// Returns the exchange in flight.
@@ -239,7 +241,7 @@ impl WatchdogContext {
 }
 
 struct Watchdog {
-    seat: WatchdogContext,
+    context: WatchdogContext,
     settings: Arc<Mutex<Settings>>,
     beats: Arc<AtomicU64>,
     stall_timer: StallTimer,
@@ -268,12 +270,12 @@ impl Watchdog {
             settings = self.settings();
             self.check(&settings, passed);
         }
-        self.settings().place.iter().for_each(WatchdogDirectory::leave);
+        self.settings().directory.iter().for_each(WatchdogDirectory::leave);
     }
 
     fn check(&mut self, settings: &Settings, passed: Duration) {
-        let stuck = self.beat(settings.place.as_ref());
-        let Some(place) = &settings.place else {
+        let stuck = self.beat(settings.directory.as_ref());
+        let Some(place) = &settings.directory else {
             return self.check_without_directory(settings, stuck, passed);
         };
         if !self.stall_timer.over(settings.timeout, stuck, passed)
@@ -281,11 +283,11 @@ impl Watchdog {
         {
             if let Some(alarm) = self.alarm.take() {
                 if alarm.beats.is_some() {
-                    place.files.unmark();
+                    place.files.clear_hang_mark();
                 }
                 log::warn!("a wait took longer than comm.timeout = {}", settings.timeout.as_secs());
             }
-            let marked = place.files.marked();
+            let marked = place.files.is_hang_marked();
             if marked && !self.recorder_written {
                 self.write_recorder(&place.files);
             }
@@ -296,7 +298,7 @@ impl Watchdog {
             self.write_recorder(&place.files);
             let beats = place
                 .files
-                .mark()
+                .mark_hang()
                 .then(|| place.files.read().iter().map(|h| Some(h.as_ref()?.beat)).collect());
             self.alarm = Some(Alarm { raised: Instant::now(), beats });
             return;
@@ -306,13 +308,16 @@ impl Watchdog {
         match (&alarm.beats, alarm.raised.elapsed()) {
             (Some(beats), waited) if waited >= grace => {
                 let report = self.report(settings, &place.files, beats);
-                place.files.tell(&report);
+                place.files.write_report(&report);
                 log::error!("{report}");
-                self.seat.exit.end_job(CODE)
+                self.context.exit.end_job(CODE)
             }
             (None, waited) if waited >= grace + FALLBACK_DELAY => {
-                log::error!("{}", place.files.told().unwrap_or_else(|| self.report_this_rank()));
-                self.seat.exit.end_job(CODE)
+                log::error!(
+                    "{}",
+                    place.files.read_report().unwrap_or_else(|| self.report_this_rank())
+                );
+                self.context.exit.end_job(CODE)
             }
             _ => {}
         }
@@ -325,13 +330,13 @@ impl Watchdog {
         stuck: Option<Stuck>,
         passed: Duration,
     ) {
-        let current = self.seat.place().1;
+        let current = self.context.place().1;
         let is_of_all =
-            current.as_ref().is_some_and(|it| it.members.len() == self.seat.world.nodes.len());
+            current.as_ref().is_some_and(|it| it.members.len() == self.context.world.nodes.len());
         let over = self.stall_timer.over(settings.timeout, stuck, passed);
         // Ranks of another role may work for long before or after they meet this one; their own
         // watchdogs check them.
-        if !over || is_of_all && self.seat.has_roles.load(Ordering::Relaxed) {
+        if !over || is_of_all && self.context.has_roles.load(Ordering::Relaxed) {
             return;
         }
         let waits =
@@ -342,14 +347,14 @@ impl Watchdog {
             self.stall_timer.waited.as_secs_f64(),
             settings.timeout.as_secs()
         );
-        self.seat.exit.end_job(CODE)
+        self.context.exit.end_job(CODE)
     }
 
     /// Returns true if this rank has nothing left to do, and every rank that has not left still
     /// writes heartbeats.
-    fn others_have_work(&mut self, files: &Files) -> bool {
-        let is_leaving = self.seat.place().1.is_some_and(|current| current.op == LEAVE);
-        if !self.seat.has_roles.load(Ordering::Relaxed) || !is_leaving {
+    fn others_have_work(&mut self, files: &WatchdogFiles) -> bool {
+        let is_leaving = self.context.place().1.is_some_and(|current| current.op == LEAVE);
+        if !self.context.has_roles.load(Ordering::Relaxed) || !is_leaving {
             return false;
         }
         let has_left =
@@ -377,32 +382,38 @@ impl Watchdog {
     /// Writes the heartbeat. Returns the operation that the rank may be stuck in.
     fn beat(&mut self, place: Option<&WatchdogDirectory>) -> Option<Stuck> {
         let beat = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
-        let (heartbeat, stuck) = self.seat.heartbeat(beat);
+        let (heartbeat, stuck) = self.context.heartbeat(beat);
         let Some(place) = place else { return stuck };
-        match place.pulse.write(&heartbeat) {
+        match place.slot.write(&heartbeat) {
             // The directory was removed with its run, which did not start.
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
-                settings.place =
-                    settings.place.take().filter(|now| now.pulse.path != place.pulse.path);
+                settings.directory =
+                    settings.directory.take().filter(|now| now.slot.path != place.slot.path);
             }
             Err(e) if !std::mem::replace(&mut self.failed, true) => {
-                log::warn!("cannot write {}: {e}", place.pulse.path.display());
+                log::warn!("cannot write {}: {e}", place.slot.path.display());
             }
             _ => {}
         }
         stuck
     }
 
-    fn write_recorder(&self, files: &Files) {
-        let recorder = LedgerFile {
-            rank: self.seat.world.rank,
+    fn write_recorder(&self, files: &WatchdogFiles) {
+        let recorder = FlightRecorderFile {
+            rank: self.context.world.rank,
             pid: std::process::id(),
-            host: self.seat.world.node.host.clone(),
+            host: self.context.world.node.host.clone(),
             time: seconds(spans::now()),
-            collectives: self.seat.shared.ledger().entries().map(PeerHeartbeat::from).collect(),
+            collectives: self
+                .context
+                .shared
+                .flight_recorder()
+                .entries()
+                .map(CollectiveState::from)
+                .collect(),
         };
-        let path = files.ledger(self.seat.world.rank);
+        let path = files.recorder_path(self.context.world.rank);
         let text = serde_json::to_string_pretty(&recorder).map_err(std::io::Error::from);
         if let Err(error) = text.and_then(|text| own_files::write(&path, text + "\n")) {
             log::warn!("cannot write {}: {error}", path.display());
@@ -411,7 +422,7 @@ impl Watchdog {
 
     /// Reports the state of this rank alone.
     fn report_this_rank(&self) -> String {
-        let current = self.seat.place().1.map(|current| current.to_string()).unwrap_or_default();
+        let current = self.context.place().1.map(|current| current.to_string()).unwrap_or_default();
         format!(
             "the job hangs: this rank waits in {current}, and no other rank has aborted the job"
         )
@@ -419,17 +430,17 @@ impl Watchdog {
 
     /// Reports the state of each rank. `beats` are their heartbeat numbers when the alarm was
     /// raised.
-    fn report(&self, settings: &Settings, files: &Files, beats: &[Option<u64>]) -> String {
+    fn report(&self, settings: &Settings, files: &WatchdogFiles, beats: &[Option<u64>]) -> String {
         let moved =
             |heartbeat: &Option<Heartbeat>, before| heartbeat.as_ref().map(|h| h.beat) != before;
         let states =
             files.read().into_iter().zip(beats).enumerate().map(|(rank, (heartbeat, before))| {
-                let answers = rank == self.seat.world.rank || moved(&heartbeat, *before);
+                let answers = rank == self.context.world.rank || moved(&heartbeat, *before);
                 RankState { heartbeat, answers }
             });
         let states: Vec<_> = states.collect();
         let recorders: Vec<_> =
-            (0..states.len()).filter_map(|rank| files.read_ledger(rank)).collect();
+            (0..states.len()).filter_map(|rank| files.read_recorder(rank)).collect();
         let text = report(&states, &recorders, seconds(spans::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds {HINT}",

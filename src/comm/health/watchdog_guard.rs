@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::heartbeat::Files;
+use super::heartbeat::WatchdogFiles;
 use super::watchdog::WatchdogDirectory;
 use crate::communicator::{Comm, Inner};
 use hpctrain_base::error::{Error, Result};
@@ -33,7 +33,7 @@ impl<B: Backend> Comm<B> {
     ///
     /// # Errors
     /// Returns an error if the watchdog's thread cannot be started.
-    pub fn wait_at_most(&self, timeout: Duration) -> Result<()> {
+    pub fn set_watchdog_timeout(&self, timeout: Duration) -> Result<()> {
         if self.inner.world.nodes.len() == 1 {
             return Ok(());
         }
@@ -54,7 +54,7 @@ impl<B: Backend> Comm<B> {
         }
         let world = self.world();
         // No rank may mistake files of an earlier job for this job's.
-        let files = Files::new(folder, self.inner.world.nodes.clone());
+        let files = WatchdogFiles::new(folder, self.inner.world.nodes.clone());
         world.all_ok(if self.rank() == 0 { files.clear() } else { Ok(()) })?;
         let began = !self.inner.is_watched();
         world.all_ok(self.attend(files, Some(timeout), false))?;
@@ -66,11 +66,11 @@ impl<B: Backend> Comm<B> {
     ///
     /// # Errors
     /// Returns an error if the folder cannot be written.
-    pub fn watch_beside(&self, folder: &Path) -> Result<()> {
+    pub fn watch_in(&self, folder: &Path) -> Result<()> {
         if self.inner.world.nodes.len() == 1 || !self.inner.is_watched() {
             return Ok(());
         }
-        self.attend(Files::new(folder, self.inner.world.nodes.clone()), None, false)
+        self.attend(WatchdogFiles::new(folder, self.inner.world.nodes.clone()), None, false)
     }
 
     /// Moves the running watchdog to a new directory in the first of `places` that rank 0 can
@@ -79,7 +79,7 @@ impl<B: Backend> Comm<B> {
     ///
     /// # Errors
     /// Returns an error if none of `places` can be written, or a message failed.
-    pub fn watch_apart(&self, places: &[PathBuf]) -> Result<()> {
+    pub fn watch_in_own_directory(&self, places: &[PathBuf]) -> Result<()> {
         if self.size() == 1 || !self.inner.is_watched() {
             return Ok(());
         }
@@ -108,7 +108,7 @@ impl<B: Backend> Comm<B> {
         let join = || {
             // Another node may have its own directory by this name.
             std::fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, e))?;
-            self.attend(Files::new(&folder, self.inner.world.nodes.clone()), None, true)
+            self.attend(WatchdogFiles::new(&folder, self.inner.world.nodes.clone()), None, true)
         };
         world.all_ok(join())
     }
@@ -117,21 +117,21 @@ impl<B: Backend> Comm<B> {
     ///
     /// # Errors
     /// Returns an error if the first heartbeat cannot be written.
-    fn attend(&self, files: Files, timeout: Option<Duration>, is_own: bool) -> Result<()> {
-        let pulse = files.pulse(self.inner.world.rank);
-        let place = WatchdogDirectory { files, pulse, is_own };
-        let context = self.inner.seat();
-        let path = place.pulse.path.clone();
+    fn attend(&self, files: WatchdogFiles, timeout: Option<Duration>, is_own: bool) -> Result<()> {
+        let pulse = files.heartbeat_slot(self.inner.world.rank);
+        let place = WatchdogDirectory { files, slot: pulse, is_own };
+        let context = self.inner.watchdog_context();
+        let path = place.slot.path.clone();
         self.inner.watched(|guard| {
             // The first write shows whether the directory can be written.
-            let written = place.pulse.write(&context.heartbeat(guard.next_beat()).0);
+            let written = place.slot.write(&context.heartbeat(guard.next_beat()).0);
             written.map_err(|e| {
                 Error::io("write", &path, e)
                     .hint("set comm.timeout = 0 to run without the watchdog")
             })?;
             guard.set(|settings| {
                 settings.timeout = timeout.unwrap_or(settings.timeout);
-                settings.place = Some(place);
+                settings.directory = Some(place);
             })
         })
     }

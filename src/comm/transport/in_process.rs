@@ -54,8 +54,8 @@ pub(crate) fn open(
             library: "threads of one process".into(),
             shares_memory: false,
             vendor: false,
-            claims_devices: false,
-            threads: None,
+            claims_cuda_aware: false,
+            thread_level: None,
             staging: algorithms::staging(ranks),
         };
         let transport = Mailboxes {

@@ -1,7 +1,7 @@
 //! Detects whether a launcher started this process, before MPI is initialised: a process that runs
 //! alone must not initialise it, and that may take seconds.
 
-use super::tcp::{MEETING, TcpRendezvous};
+use super::tcp::{RENDEZVOUS_VARIABLE, TcpRendezvous};
 use hpctrain_base::error::{Error, Result};
 
 /// A start by a launcher.
@@ -35,7 +35,7 @@ const OVERRIDE: &str = "HPCTRAIN_MPI";
 /// Returns an error if `HPCTRAIN_MPI` is neither 0 nor 1, the variable of a rendezvous cannot be
 /// parsed, or Slurm started several tasks without a process-management interface.
 pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> {
-    if let Some(place) = env(MEETING) {
+    if let Some(place) = env(RENDEZVOUS_VARIABLE) {
         let meeting: TcpRendezvous = place.parse()?;
         return Ok(Some(Launch {
             rank: Some(meeting.rank),
@@ -104,11 +104,17 @@ mod tests {
     #[test]
     fn spawned_processes_know_their_place() {
         let meeting = TcpRendezvous { dir: "/tmp/a b/1/2".into(), rank: 3, ranks: 4 };
-        let env = |name: &str| (name == MEETING).then(|| meeting.to_string());
+        let env = |name: &str| (name == RENDEZVOUS_VARIABLE).then(|| meeting.to_string());
         let launch = launched(env).unwrap().unwrap();
         assert_eq!((launch.rank, launch.meeting.as_ref()), (Some(3), Some(&meeting)));
         for place in ["", "3", "3/4", "4/4/x", "x/4/y"] {
-            assert!(ask(&[(MEETING, place)]).unwrap_err().to_string().contains(MEETING), "{place}");
+            assert!(
+                ask(&[(RENDEZVOUS_VARIABLE, place)])
+                    .unwrap_err()
+                    .to_string()
+                    .contains(RENDEZVOUS_VARIABLE),
+                "{place}"
+            );
         }
     }
 

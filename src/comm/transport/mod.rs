@@ -49,9 +49,9 @@ pub struct World {
     /// Whether the transport has vendor collectives.
     pub vendor: bool,
     /// Whether the MPI library claims to be CUDA-aware.
-    pub claims_devices: bool,
+    pub claims_cuda_aware: bool,
     /// The thread level of MPI; `None` without MPI.
-    pub threads: Option<&'static str>,
+    pub thread_level: Option<&'static str>,
     /// The most bytes of staging memory that messages need.
     pub staging: usize,
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use hpctrain_data::inspect::table;
 
 /// The most classes for which an evaluation records per-class results.
-pub const MOST: usize = 100;
+pub const MAX_CLASSES: usize = 100;
 
 /// Per-class results of a classifier, computed from its confusion matrix. Lists are in the order
 /// of the classes.
@@ -52,7 +52,11 @@ pub struct Means {
 impl Classes {
     /// Computes the results from a confusion matrix, whose rows are classes. Classes without a name
     /// are named by their number.
-    pub fn of(confusion: Vec<Vec<u64>>, names: &[String], roc_auc: Option<f64>) -> Self {
+    pub fn from_confusion(
+        confusion: Vec<Vec<u64>>,
+        names: &[String],
+        roc_auc: Option<f64>,
+    ) -> Self {
         let all = confusion.len();
         let ratio = |part: u64, all: u64| if all == 0 { 0.0 } else { part as f64 / all as f64 };
         let right = |class: usize| confusion[class][class];
@@ -74,7 +78,7 @@ impl Classes {
     }
 
     /// Formats the results for display: a line for each class, and the confusion matrix.
-    pub fn told(&self) -> String {
+    pub fn to_text(&self) -> String {
         let number = |x: f64| format!("{x:.4}");
         let mut rows = vec![["class", "samples", "precision", "recall", "F1"].map(str::to_owned)];
         for (class, name) in self.names.iter().enumerate() {
@@ -111,7 +115,7 @@ mod tests {
 
     #[test]
     fn ratios_follow_from_counts() {
-        let found = Classes::of(
+        let found = Classes::from_confusion(
             vec![vec![3, 1, 0], vec![2, 4, 0], vec![0, 0, 0]],
             &["cat".into(), "dog".into()],
             None,
@@ -127,7 +131,7 @@ mod tests {
 
     #[test]
     fn the_object_has_the_names_of_its_file_and_reads_back() {
-        let found = Classes::of(vec![vec![1, 0], vec![0, 2]], &[], Some(1.0));
+        let found = Classes::from_confusion(vec![vec![1, 0], vec![0, 2]], &[], Some(1.0));
         let text = serde_json::to_string(&found).unwrap();
         assert!(
             text.starts_with(
@@ -140,7 +144,7 @@ mod tests {
             "{text}"
         );
         assert_eq!(serde_json::from_str::<Classes>(&text).unwrap(), found);
-        let table = found.told();
+        let table = found.to_text();
         assert!(
             table.contains("mean   3        1.0000")
                 && table.contains("ROC AUC 1.0000\n\ntrue \\ predicted  0  1\n"),

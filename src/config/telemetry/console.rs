@@ -12,7 +12,7 @@ static LOST: OnceLock<String> = OnceLock::new();
 
 /// Prints a line to standard output, with control characters escaped, as it may contain names of
 /// files. Does not fail if the pipe is closed or the line cannot be written; the latter is logged
-/// once, and [`lost`] returns the error.
+/// once, and [`stdout_error`] returns the error.
 pub fn say(line: impl std::fmt::Display) {
     print(&visible(&line.to_string()));
 }
@@ -42,7 +42,7 @@ pub fn say_error(line: impl std::fmt::Display) {
 
 /// Returns the error if a line could not be written to standard output, except for a closed pipe:
 /// a command that is run for its output has failed then.
-pub fn lost() -> Option<Error> {
+pub fn stdout_error() -> Option<Error> {
     let refused = std::path::Path::new("standard output");
     LOST.get()
         .map(|why| Error::io("write", refused, why).hint("make room there, or send it elsewhere"))

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::long_lines::{FromEnd, record};
+use super::long_lines::{FromEnd, parse_record};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
@@ -29,7 +29,7 @@ impl EpochLoss {
     ///
     /// # Errors
     /// Returns an error if the file is there and cannot be read.
-    pub fn with(mut self, metrics: &Path) -> Result<Self> {
+    pub fn with_records(mut self, metrics: &Path) -> Result<Self> {
         #[derive(Deserialize)]
         struct Line {
             loss: Option<f64>,
@@ -45,7 +45,7 @@ impl EpochLoss {
         while self.losses.len() < self.steps
             && let Some(line) = lines.previous().map_err(unread)?
         {
-            match record(line.text) {
+            match parse_record(line.text) {
                 Some(Line { loss }) => self.losses.push_front(loss.unwrap_or(f64::NAN)),
                 None => damaged += u64::from(!line.text.is_empty()),
             }
@@ -102,9 +102,12 @@ mod tests {
             "{\"step\":1,\"loss\":9.0}\n{\"step\":2,\"loss\":null}\n{\"step\":3,\"loss\":1.5}\n",
         )
         .unwrap();
-        assert_eq!(EpochLoss::new(4, 2).with(&path).unwrap().mean(), Some(1.5));
-        assert_eq!(EpochLoss::new(100, 2).with(&path).unwrap().mean(), Some(5.25));
-        assert_eq!(EpochLoss::new(4, 2).with(&dir.path().join("none")).unwrap().mean(), None);
+        assert_eq!(EpochLoss::new(4, 2).with_records(&path).unwrap().mean(), Some(1.5));
+        assert_eq!(EpochLoss::new(100, 2).with_records(&path).unwrap().mean(), Some(5.25));
+        assert_eq!(
+            EpochLoss::new(4, 2).with_records(&dir.path().join("none")).unwrap().mean(),
+            None
+        );
     }
 
     #[test]
@@ -112,12 +115,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert!(
             EpochLoss::new(4, 2)
-                .with(dir.path())
+                .with_records(dir.path())
                 .is_err_and(|e| e.to_string().contains("cannot read"))
         );
         let path = dir.path().join("metrics.jsonl");
         std::fs::write(&path, b"{\"step\":1,\"loss\":9.0}\n{\"st\xff\n{\"step\":3,\"loss\":1.0}\n")
             .unwrap();
-        assert_eq!(EpochLoss::new(4, 2).with(&path).unwrap().mean(), Some(5.0));
+        assert_eq!(EpochLoss::new(4, 2).with_records(&path).unwrap().mean(), Some(5.0));
     }
 }

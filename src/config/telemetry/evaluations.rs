@@ -31,7 +31,7 @@ pub enum EvaluationStatus {
 /// The samples over which a loss is averaged.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Over {
+pub enum LossSplit {
     /// The validation samples.
     #[default]
     Validation,
@@ -39,7 +39,7 @@ pub enum Over {
     Training,
 }
 
-impl Over {
+impl LossSplit {
     fn is_validation(&self) -> bool {
         *self == Self::Validation
     }
@@ -54,8 +54,8 @@ pub struct Evaluation {
     #[serde(default)]
     pub status: EvaluationStatus,
     /// The samples over which the loss is averaged.
-    #[serde(default, skip_serializing_if = "Over::is_validation")]
-    pub over: Over,
+    #[serde(default, skip_serializing_if = "LossSplit::is_validation")]
+    pub over: LossSplit,
     /// The mean loss; null when it is not finite or not known.
     pub loss: Option<f64>,
     /// The exponential of the loss, for language models.
@@ -96,13 +96,13 @@ impl Evaluation {
     }
 
     /// Sets the digest and the number of samples of the data that was evaluated.
-    pub fn on(self, data: Option<&str>, samples: u64) -> Self {
+    pub fn with_data(self, data: Option<&str>, samples: u64) -> Self {
         Self { data: data.map(str::to_owned), samples: Some(samples), ..self }
     }
 
     /// Creates the record of the mean training loss of the epoch that ends with a step.
-    pub fn of_epoch(step: u64, loss: Option<f64>) -> Self {
-        Self { step, over: Over::Training, loss, time: super::unix_time(), ..Self::default() }
+    pub fn training_epoch(step: u64, loss: Option<f64>) -> Self {
+        Self { step, over: LossSplit::Training, loss, time: super::unix_time(), ..Self::default() }
     }
 
     /// Returns true if a checkpoint was evaluated rather than the weights in training.
@@ -230,7 +230,7 @@ pub enum Save {
 ///
 /// # Errors
 /// Returns an error if the file cannot be written, or `save` fails.
-pub fn append_of(
+pub fn append_for_checkpoint(
     path: &Path,
     evaluation: &Evaluation,
     save: impl FnOnce() -> Result<(Save, u64)>,
@@ -255,7 +255,7 @@ pub fn append_of(
 ///
 /// # Errors
 /// Returns an error if the file cannot be read or written.
-pub fn forget_after(path: &Path, last: u64, save: impl Fn(u64) -> Save) -> Result<()> {
+pub fn remove_after(path: &Path, last: u64, save: impl Fn(u64) -> Save) -> Result<()> {
     let mut known: BTreeMap<u64, Save> = BTreeMap::new();
     // Checkpoints are read before the file is locked, because that may take long.
     for one in read(path)?.known.into_iter().filter(Evaluation::is_of_checkpoint) {
@@ -276,7 +276,7 @@ pub fn forget_after(path: &Path, last: u64, save: impl Fn(u64) -> Save) -> Resul
 ///
 /// # Errors
 /// Returns an error if the file cannot be read or written.
-pub fn forget_others(path: &Path, step: u64, id: &str) -> Result<()> {
+pub fn remove_replaced(path: &Path, step: u64, id: &str) -> Result<()> {
     rewrite(path, |line| line.step != step || line.id.as_ref().is_none_or(|own| own == id))
 }
 
@@ -331,7 +331,7 @@ pub fn loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
 }
 
 /// Returns the loss of the save called `id` of a step, as [`loss`] does for the step.
-pub fn loss_of(evaluations: &[Evaluation], step: u64, id: &str) -> Option<f64> {
+pub fn loss_of_save(evaluations: &[Evaluation], step: u64, id: &str) -> Option<f64> {
     let is_save =
         |one: &&Evaluation| one.step == step && one.id.as_ref().is_none_or(|own| own == id);
     comparable(evaluations)
@@ -350,18 +350,18 @@ pub fn until(evaluations: &[Evaluation], last: u64) -> Vec<Evaluation> {
 /// Returns the validation loss of a step, if it is known.
 pub fn validation_loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
     match over(evaluations) {
-        Over::Validation => loss(evaluations, step),
-        Over::Training => None,
+        LossSplit::Validation => loss(evaluations, step),
+        LossSplit::Training => None,
     }
 }
 
 /// Returns the kind of loss by which steps are compared; losses of different kinds cannot be
 /// compared.
-pub fn over(evaluations: &[Evaluation]) -> Over {
+pub fn over(evaluations: &[Evaluation]) -> LossSplit {
     let validated = evaluations
         .iter()
-        .any(|one| one.over == Over::Validation && one.status == EvaluationStatus::Done);
-    if validated || evaluations.is_empty() { Over::Validation } else { Over::Training }
+        .any(|one| one.over == LossSplit::Validation && one.status == EvaluationStatus::Done);
+    if validated || evaluations.is_empty() { LossSplit::Validation } else { LossSplit::Training }
 }
 
 /// Returns the first step of `steps` with the lowest loss, and this loss.
@@ -374,7 +374,7 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
 
 /// Returns the comparable losses of one kind by step. If a step was evaluated twice, the last
 /// evaluation counts.
-pub fn losses(evaluations: &[Evaluation], over: Over) -> BTreeMap<u64, Option<f64>> {
+pub fn losses(evaluations: &[Evaluation], over: LossSplit) -> BTreeMap<u64, Option<f64>> {
     let is_done = |one: &&Evaluation| one.status == EvaluationStatus::Done && one.over == over;
     comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
 }
@@ -382,7 +382,7 @@ pub fn losses(evaluations: &[Evaluation], over: Over) -> BTreeMap<u64, Option<f6
 /// Returns the reason to stop early if none of the last `patience` evaluations found a loss that is
 /// lower by more than `min_delta` than the lowest before. A patience of 0 disables early stopping.
 pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
-    let losses = losses(evaluations, Over::Validation);
+    let losses = losses(evaluations, LossSplit::Validation);
     let mut lowest = None;
     let mut since = 0;
     for (step, loss) in losses {
@@ -449,7 +449,7 @@ mod tests {
         let found = all(&path);
         assert_eq!(found.iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4, 4, 6]);
         assert_eq!(found[0].loss.map(f64::to_bits), Some((0.1f64 + 0.2).to_bits()));
-        forget_after(&path, 2, |_| Save::Unknown).unwrap();
+        remove_after(&path, 2, |_| Save::Unknown).unwrap();
         assert_eq!(all(&path).iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4]);
         assert!(!std::fs::read_to_string(&path).unwrap().contains(torn));
     }
@@ -487,25 +487,37 @@ mod tests {
         };
         lines.iter().for_each(|line| append(&path, line).unwrap());
         append(&path, &of(5, "b-5", 0.3)).unwrap();
-        forget_after(&path, 4, save).unwrap();
+        remove_after(&path, 4, save).unwrap();
         let expected =
             [(1, "a-1"), (2, "b-2"), (4, "b-4")].map(|(step, id)| (step, id.to_string()));
         assert_eq!(left(), expected);
         assert_eq!(best(read(&path).unwrap().known(), &[2, 4]), Some((4, 3.0)));
         // Evaluations that ended meanwhile.
-        assert!(!append_of(&path, &of(6, "b-6", 0.2), || Ok((Save::Gone, 4))).unwrap());
-        assert!(!append_of(&path, &of(4, "a-4", 0.2), || Ok((named("b-4"), 4))).unwrap());
+        assert!(!append_for_checkpoint(&path, &of(6, "b-6", 0.2), || Ok((Save::Gone, 4))).unwrap());
+        assert!(
+            !append_for_checkpoint(&path, &of(4, "a-4", 0.2), || Ok((named("b-4"), 4))).unwrap()
+        );
         assert_eq!(left(), expected);
-        assert!(append_of(&path, &of(3, "b-3", 3.5), || Ok((Save::Gone, 4))).unwrap());
-        assert!(append_of(&path, &of(6, "c-6", 2.0), || Ok((named("c-6"), 6))).unwrap());
-        assert!(append_of(&path, &of(7, "c-7", 2.0), || Err(Error::input("unreadable"))).is_err());
+        assert!(append_for_checkpoint(&path, &of(3, "b-3", 3.5), || Ok((Save::Gone, 4))).unwrap());
+        assert!(
+            append_for_checkpoint(&path, &of(6, "c-6", 2.0), || Ok((named("c-6"), 6))).unwrap()
+        );
+        assert!(
+            append_for_checkpoint(&path, &of(7, "c-7", 2.0), || Err(Error::input("unreadable")))
+                .is_err()
+        );
         assert_eq!(left().len(), 5);
         // A save replaces another one of its step.
         append(&path, &done(6, 1.9)).unwrap();
-        forget_others(&path, 6, "d-6").unwrap();
+        remove_replaced(&path, 6, "d-6").unwrap();
         let all = read(&path).unwrap().known().to_vec();
         assert_eq!(
-            (all.len(), loss_of(&all, 6, "d-6"), loss_of(&all, 4, "x"), loss_of(&all, 4, "b-4")),
+            (
+                all.len(),
+                loss_of_save(&all, 6, "d-6"),
+                loss_of_save(&all, 4, "x"),
+                loss_of_save(&all, 4, "b-4")
+            ),
             (5, Some(1.9), None, Some(3.0))
         );
         assert_eq!(until(&all, 2).len(), 2);
@@ -514,7 +526,7 @@ mod tests {
     /// Losses on different data are not compared.
     #[test]
     fn only_one_set_counts() {
-        let on = |step, loss, data: &str, samples| done(step, loss).on(Some(data), samples);
+        let on = |step, loss, data: &str, samples| done(step, loss).with_data(Some(data), samples);
         let all = vec![
             done(1, 0.5),
             on(2, 0.1, "a", 9),
@@ -548,7 +560,7 @@ mod tests {
         for damage in [&b"\xff"[..], &flipped, b"{\"step\":4}garbage", b"\0\0\0\0"] {
             std::fs::write(&path, [damage, b"\n", &whole].concat()).unwrap();
             append(&path, &done(6, 1.0)).unwrap();
-            forget_after(&path, 4, |_| Save::Gone).unwrap();
+            remove_after(&path, 4, |_| Save::Gone).unwrap();
             let found = read(&path).unwrap();
             assert_eq!(found.known().len(), 1);
             let error = found.all().unwrap_err().to_string();
@@ -561,7 +573,7 @@ mod tests {
         }
         std::fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink(&path, &path).unwrap();
-        let forgotten = forget_after(&path, 4, |_| Save::Gone);
+        let forgotten = remove_after(&path, 4, |_| Save::Gone);
         assert!(
             read(&path).is_err() && forgotten.is_err() && append(&path, &done(1, 1.0)).is_err()
         );
@@ -586,9 +598,9 @@ mod tests {
 
     #[test]
     fn training_losses_count_where_nothing_was_validated() {
-        let of_epoch = |step, loss| Evaluation::of_epoch(step, Some(loss));
+        let of_epoch = |step, loss| Evaluation::training_epoch(step, Some(loss));
         let mut all = vec![of_epoch(1, 0.9), of_epoch(2, 0.3), of_epoch(3, 0.5)];
-        assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((2, 0.3)), Over::Training));
+        assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((2, 0.3)), LossSplit::Training));
         assert_eq!((loss(&all, 3), validation_loss(&all, 3)), (Some(0.5), None));
         assert_eq!(stop_reason(&all, 1, 0.0), None);
         let line = serde_json::to_string(&all[0]).unwrap();
@@ -596,7 +608,7 @@ mod tests {
         assert_eq!(serde_json::from_str::<Evaluation>(&line).unwrap(), all[0]);
         // Losses of training are ignored as soon as there is one of validation.
         all.push(done(3, 2.0));
-        assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((3, 2.0)), Over::Validation));
+        assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((3, 2.0)), LossSplit::Validation));
         assert_eq!(validation_loss(&all, 3), Some(2.0));
         assert!(!serde_json::to_string(&all[3]).unwrap().contains("over"));
     }

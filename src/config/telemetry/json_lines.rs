@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::long_lines::{Kept, until_step};
+use super::long_lines::{RecordPrefix, prefix_until_step};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
 
@@ -34,9 +34,9 @@ impl JsonLines {
     /// # Errors
     /// Returns an error if the file cannot be read or written.
     pub fn open(path: &Path, last: u64) -> Result<Self> {
-        let kept = match safe_open::open(path).map(|old| until_step(old, last)) {
+        let kept = match safe_open::open(path).map(|old| prefix_until_step(old, last)) {
             Ok(kept) => kept.map_err(|e| Error::io("read", path, e))?,
-            Err(e) if e.kind() == ErrorKind::NotFound => Kept::NOTHING,
+            Err(e) if e.kind() == ErrorKind::NotFound => RecordPrefix::EMPTY,
             Err(e) => return Err(Error::io("read", path, e)),
         };
         if kept.damaged > 0 {

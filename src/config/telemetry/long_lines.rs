@@ -86,13 +86,13 @@ impl<R: Read + Seek> FromEnd<R> {
 
 /// Parses the record in a line; `None` if the line is not valid UTF-8, or not such a record. The
 /// whole line must be valid, because other programs read the values that are ignored here.
-pub fn record<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
+pub fn parse_record<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
     serde_json::from_str(std::str::from_utf8(line).ok()?).ok()
 }
 
 /// The prefix of a file with the records up to some step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kept {
+pub struct RecordPrefix {
     /// The length of the prefix in bytes.
     pub bytes: u64,
     /// Whether its last line lacks a line break.
@@ -101,9 +101,9 @@ pub struct Kept {
     pub damaged: u64,
 }
 
-impl Kept {
+impl RecordPrefix {
     /// The empty prefix.
-    pub const NOTHING: Self = Self { bytes: 0, is_torn: false, damaged: 0 };
+    pub const EMPTY: Self = Self { bytes: 0, is_torn: false, damaged: 0 };
 }
 
 /// Finds the prefix of a file of records with ascending steps that ends with the last record of
@@ -111,18 +111,24 @@ impl Kept {
 ///
 /// # Errors
 /// Returns an error if the file cannot be read.
-pub fn until_step<R: Read + Seek>(mut file: R, last: u64) -> io::Result<Kept> {
+pub fn prefix_until_step<R: Read + Seek>(mut file: R, last: u64) -> io::Result<RecordPrefix> {
     let mut lines = FromEnd::new(&mut file)?;
     let all = lines.start;
     let mut offset = all;
     let mut damaged = 0;
     while all - offset < TAIL {
-        let Some(line) = lines.previous()? else { return Ok(Kept { damaged, ..Kept::NOTHING }) };
+        let Some(line) = lines.previous()? else {
+            return Ok(RecordPrefix { damaged, ..RecordPrefix::EMPTY });
+        };
         offset = line.offset;
         let end = offset + line.text.len() as u64;
         match step_in(line.text) {
             Some(step) if step <= last => {
-                return Ok(Kept { bytes: (end + 1).min(all), is_torn: end == all, damaged });
+                return Ok(RecordPrefix {
+                    bytes: (end + 1).min(all),
+                    is_torn: end == all,
+                    damaged,
+                });
             }
             Some(_) => {}
             // A last line without line break was cut short by a kill.
@@ -130,7 +136,7 @@ pub fn until_step<R: Read + Seek>(mut file: R, last: u64) -> io::Result<Kept> {
         }
     }
     let bytes = search(file, offset, last)?;
-    Ok(Kept { bytes, is_torn: false, damaged })
+    Ok(RecordPrefix { bytes, is_torn: false, damaged })
 }
 
 fn step_in(line: &[u8]) -> Option<u64> {
@@ -138,7 +144,7 @@ fn step_in(line: &[u8]) -> Option<u64> {
     struct Numbered {
         step: u64,
     }
-    record(line).map(|numbered: Numbered| numbered.step)
+    parse_record(line).map(|numbered: Numbered| numbered.step)
 }
 
 /// Finds the length of the prefix of [`until_step`] by bisection in the first `high` bytes, which
@@ -270,7 +276,7 @@ mod tests {
                 steps + 9,
             ] {
                 let mut file = Steps { steps, at: 0, read: 0, most: 0 };
-                let kept = until_step(&mut file, last).unwrap();
+                let kept = prefix_until_step(&mut file, last).unwrap();
                 assert_eq!(kept.bytes, last.min(steps) * WIDTH, "{last} of {steps}");
                 assert!(file.read < 2_000_000, "{} bytes for step {last} of {steps}", file.read);
                 assert!(file.most <= BLOCK, "{} bytes at once", file.most);
@@ -294,18 +300,19 @@ mod tests {
 
     #[test]
     fn torn_and_damaged_lines_at_the_end_go() {
-        let kept = |text: &str, last| until_step(Cursor::new(text.as_bytes()), last).unwrap();
+        let kept =
+            |text: &str, last| prefix_until_step(Cursor::new(text.as_bytes()), last).unwrap();
         let text = "{\"step\":1}\n{\"step\":2}\n";
-        let whole = Kept { bytes: 22, is_torn: false, damaged: 0 };
+        let whole = RecordPrefix { bytes: 22, is_torn: false, damaged: 0 };
         assert_eq!(kept(text, 2), whole);
         assert_eq!(kept(&format!("{text}{{\"st"), 2), whole);
-        assert_eq!(kept(&format!("{text}x\n{{\"st"), 2), Kept { damaged: 1, ..whole });
-        assert_eq!(kept(text.trim_end(), 2), Kept { bytes: 21, is_torn: true, damaged: 0 });
-        assert_eq!(kept("", 2), Kept::NOTHING);
-        assert_eq!(kept("x\ny\n", 2), Kept { damaged: 2, ..Kept::NOTHING });
+        assert_eq!(kept(&format!("{text}x\n{{\"st"), 2), RecordPrefix { damaged: 1, ..whole });
+        assert_eq!(kept(text.trim_end(), 2), RecordPrefix { bytes: 21, is_torn: true, damaged: 0 });
+        assert_eq!(kept("", 2), RecordPrefix::EMPTY);
+        assert_eq!(kept("x\ny\n", 2), RecordPrefix { damaged: 2, ..RecordPrefix::EMPTY });
         assert_eq!(
             kept(&format!("{text}x\n{{\"step\":3}}\n"), 3),
-            Kept { bytes: 35, is_torn: false, damaged: 0 }
+            RecordPrefix { bytes: 35, is_torn: false, damaged: 0 }
         );
     }
 

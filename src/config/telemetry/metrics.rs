@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::long_lines::{FromEnd, record};
+use super::long_lines::{FromEnd, parse_record};
 use super::times::Times;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
@@ -119,7 +119,7 @@ pub fn energy_so_far(path: &Path, every: u64) -> Result<f64> {
     let (periods, least) = ENERGY_RECORDS;
     for _ in 0..every.saturating_mul(periods).max(least) {
         let Some(line) = lines.previous().map_err(unread)? else { break };
-        if let Some(Energy { energy_kwh }) = record(line.text) {
+        if let Some(Energy { energy_kwh }) = parse_record(line.text) {
             return Ok(energy_kwh);
         }
     }

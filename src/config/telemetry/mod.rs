@@ -13,7 +13,7 @@ pub mod profile;
 pub mod progress;
 pub mod rank_times;
 pub mod restarts;
-pub mod run_card;
+pub mod run_record;
 pub mod startup_summary;
 pub mod straggler;
 pub mod tensorboard;
@@ -23,9 +23,9 @@ pub mod trace;
 pub mod trace_file;
 pub mod worker_records;
 
-pub use console::{lost, say, say_error, say_text};
+pub use console::{say, say_error, say_text, stdout_error};
 
-pub use hpctrain_device::readable as bytes;
+pub use hpctrain_device::format_bytes as bytes;
 
 /// Returns the seconds since 1970, for records.
 pub fn unix_time() -> f64 {

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::times::Times;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
-use hpctrain_device::{KernelStats, Tallies};
+use hpctrain_device::{KernelStats, KernelTotals};
 
 /// The time of all launches of a kernel.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -66,7 +66,13 @@ pub struct KernelReport {
 
 impl KernelReport {
     /// Creates the profile of `steps` steps, which took `times`, from the `tallies` of kernels.
-    pub fn new(tallies: &Tallies, steps: u64, times: Times, threads: usize, waits: bool) -> Self {
+    pub fn new(
+        tallies: &KernelTotals,
+        steps: u64,
+        times: Times,
+        threads: usize,
+        waits: bool,
+    ) -> Self {
         let compute_seconds = times.compute + times.optimizer;
         let mut by_kernel: BTreeMap<&str, KernelStats> = BTreeMap::new();
         for ((kernel, _), tally) in tallies {
@@ -106,7 +112,7 @@ impl KernelReport {
 }
 
 /// Returns the launches of a kernel by their sizes.
-fn shapes(tallies: &Tallies, kernel: &str) -> Vec<KernelShape> {
+fn shapes(tallies: &KernelTotals, kernel: &str) -> Vec<KernelShape> {
     let own = tallies.iter().filter(|((name, _), _)| *name == kernel);
     let mut shapes: Vec<KernelShape> = own
         .map(|((_, sizes), tally)| KernelShape {

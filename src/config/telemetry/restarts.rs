@@ -43,7 +43,7 @@ pub struct Restart {
 }
 
 /// Parses the starts in these lines; lines that cannot be read are skipped.
-pub fn in_lines(lines: &[u8]) -> Vec<Restart> {
+pub fn parse_lines(lines: &[u8]) -> Vec<Restart> {
     lines
         .split(|byte| *byte == b'\n')
         .filter_map(|line| serde_json::from_slice(line).ok())
@@ -54,10 +54,10 @@ pub fn in_lines(lines: &[u8]) -> Vec<Restart> {
 ///
 /// # Errors
 /// Returns an error if the file cannot be read.
-pub fn of_run(run: &Path) -> Result<Vec<Restart>> {
+pub fn read_run(run: &Path) -> Result<Vec<Restart>> {
     let path = run.join(FILE);
     match safe_open::read(&path) {
-        Ok(lines) => Ok(in_lines(&lines)),
+        Ok(lines) => Ok(parse_lines(&lines)),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(e) => Err(Error::io("read", &path, e)),
     }

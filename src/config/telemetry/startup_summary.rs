@@ -10,7 +10,7 @@ use hpctrain_device::MemoryKind;
 use hpctrain_parallel::Storage;
 
 /// The contents of the startup summary besides the configuration.
-pub struct Facts<'a> {
+pub struct StartupFacts<'a> {
     /// The number of ranks.
     pub ranks: usize,
     /// The number of distinct hosts.
@@ -30,13 +30,13 @@ pub struct Facts<'a> {
     /// Whether ranks of a node communicate through shared memory.
     pub shares_memory: bool,
     /// The transport of GPU buffers, if there are any.
-    pub path: Option<DeviceTransport>,
+    pub transport: Option<DeviceTransport>,
     /// The reasons for that transport, if there was a choice.
-    pub why_path: Option<&'a str>,
+    pub transport_reason: Option<&'a str>,
     /// The algorithms of collectives; empty if there is no communication.
     pub collectives: String,
     /// The choice of GEMM algorithms; empty without autotuning.
-    pub products: String,
+    pub matmuls: String,
     /// The run's directory.
     pub directory: &'a Path,
     /// The number of parameters of the network.
@@ -112,7 +112,7 @@ fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
 }
 
 /// Returns the text of the startup summary.
-pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
+pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> String {
     let mut out = String::new();
     let mut line = |name: &str, text: String| {
         // Writing to a string cannot fail.
@@ -160,17 +160,17 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
             "{}{}{}",
             facts.library,
             if facts.shares_memory { ", shared memory inside a node" } else { "" },
-            facts.path.map_or(String::new(), |path| format!(", {}", path.describe())),
+            facts.transport.map_or(String::new(), |path| format!(", {}", path.describe())),
         ),
     );
-    if let Some(why) = facts.path.and(facts.why_path) {
+    if let Some(why) = facts.transport.and(facts.transport_reason) {
         line("", why.to_string());
     }
     if !facts.collectives.is_empty() {
         line("collectives", facts.collectives.clone());
     }
-    if !facts.products.is_empty() {
-        line("matmuls", facts.products.clone());
+    if !facts.matmuls.is_empty() {
+        line("matmuls", facts.matmuls.clone());
     }
     let mesh = &plan.mesh;
     line(
@@ -197,13 +197,13 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
         };
         line("storage", owners + each);
     }
-    if let Some(averaging) = plan.averaging {
+    if let Some(averaging) = plan.local_sgd {
         let outer = averaging.outer.map_or(String::new(), |outer| {
             format!("; outer step at rate {} with momentum {}", outer.lr, outer.momentum)
         });
         let replicas = averaging.replicas;
         let every = plural(averaging.every as usize, "step");
-        let here = plan.replicas_here();
+        let here = plan.replicas_per_rank();
         line(
             "local SGD",
             format!("{replicas} replicas, averaged every {every}, {here} per rank{outer}"),
@@ -226,7 +226,7 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
     } else {
         String::new()
     };
-    let path = plan.config.data.told();
+    let path = plan.config.data.display_location();
     let validation = match facts.validation {
         Some(samples) => format!("{} for validation", grouped(samples)),
         None => {

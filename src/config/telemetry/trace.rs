@@ -63,11 +63,11 @@ impl Trace {
         let world = comm.world();
         comm.activity().record(false);
         let mut recorded = comm.activity().take();
-        recorded.kept.sort_by_key(|event| (event.track, event.start, u64::MAX - event.end));
-        let first = recorded.kept.iter().map(|event| self.shared_time(event.start)).min();
+        recorded.recorded.sort_by_key(|event| (event.track, event.start, u64::MAX - event.end));
+        let first = recorded.recorded.iter().map(|event| self.shared_time(event.start)).min();
         let head = Head {
             host: comm.node().host,
-            events: recorded.kept.len(),
+            events: recorded.recorded.len(),
             lost: recorded.lost,
             first,
         };
@@ -81,7 +81,7 @@ impl Trace {
         let origin = heads.iter().filter_map(|head| head.first).min().unwrap_or_default();
         let mut written = self.file.as_mut().map_or(Ok(()), |file| begin(file, &heads, origin));
         let rounds = heads.iter().map(|head| head.events.div_ceil(ROUND)).max().unwrap_or(0);
-        let mut chunks = recorded.kept.chunks(ROUND);
+        let mut chunks = recorded.recorded.chunks(ROUND);
         for _ in 0..rounds {
             let mine = self.lines(comm.rank(), chunks.next().unwrap_or_default(), origin)?;
             for lines in world.gather_bytes(mine).wait()? {
@@ -102,7 +102,7 @@ impl Trace {
     fn lines(&self, rank: usize, events: &[SpanEvent], origin: u64) -> Result<Vec<u8>> {
         let mut lines = Vec::new();
         for event in events {
-            lines.extend(TraceEvent::of(event, self.offset).line(
+            lines.extend(TraceEvent::from_span(event, self.offset).line(
                 rank,
                 thread(event.track),
                 origin,

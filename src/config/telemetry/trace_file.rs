@@ -50,7 +50,7 @@ pub struct TraceEvent {
 
 impl TraceEvent {
     /// Creates a trace event from a span, and adds `offset` nanoseconds to its times.
-    pub fn of(event: &SpanEvent, offset: i64) -> Self {
+    pub fn from_span(event: &SpanEvent, offset: i64) -> Self {
         Self {
             name: event.name.into(),
             unit: event.unit.as_ref().map(|unit| unit.to_string()),

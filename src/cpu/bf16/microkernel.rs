@@ -194,11 +194,11 @@ impl OutputPart<'_> {
             out[r].vectors_mut::<V4>()[..WIDE].copy_from_slice(&sums[r]);
         }
         let first = self.panel * COLUMNS;
-        let start = self.start.of(first + columns.start..first + columns.end);
+        let start = self.start.for_columns(first + columns.start..first + columns.end);
         for (r, out) in out.iter().enumerate() {
             let to = &mut self.c.row_mut(row + r).into_slice().expect("rows are contiguous")
                 [columns.clone()];
-            start.put(to, &out.0);
+            start.store(to, &out.0);
         }
     }
 }

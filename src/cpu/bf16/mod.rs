@@ -20,7 +20,7 @@ use bytemuck::{Zeroable, cast_slice_mut};
 use ndarray::{ArrayViewMut2, Axis};
 use rayon::prelude::*;
 
-use super::gemm_blocking::{depths, each_of};
+use super::gemm_blocking::{each_output_part, k_blocks};
 use super::matrix::{add_columns, matrix_mut};
 use super::output_init::OutputInit;
 use super::small_gemm::{COLUMNS, Strip};
@@ -52,7 +52,7 @@ const LEAST_ROWS: usize = 2 * ROWS;
 const LEAST_WORDS: usize = 1 << 18;
 
 /// Returns whether the CPU has the instructions.
-pub fn is_there() -> bool {
+pub fn is_supported() -> bool {
     #[cfg(target_arch = "x86_64")]
     return microkernel::Instructions::find().is_some();
     #[cfg(not(target_arch = "x86_64"))]
@@ -66,7 +66,7 @@ pub fn peak(threads: &Threads) -> Option<f64> {
     {
         let by = microkernel::Instructions::find()?;
         let (operations, _) = by.multiply_add(1.0);
-        let seconds = super::peak::best(|| {
+        let seconds = super::peak::best_seconds(|| {
             threads.run(threads.count(), |_, _| {
                 black_box(by.multiply_add(black_box(1.0)));
             });
@@ -169,11 +169,11 @@ pub fn multiply(
     let n = right.lines;
     let words = words(left.terms);
     assert!(
-        sums.is_empty() || (left.across && sums.len() == m),
+        sums.is_empty() || (left.is_transposed && sums.len() == m),
         "row sums require a transposed left operand"
     );
     // All words at once if they fit, or else a K block.
-    let block_words = depths(words).next().map_or(0, |block| block.len());
+    let block_words = k_blocks(words).next().map_or(0, |block| block.len());
     let height = if m.max(n).next_multiple_of(BAND * ROWS) * words <= PACKED_WORDS {
         words
     } else {
@@ -187,7 +187,7 @@ pub fn multiply(
         for (block, mut c) in matrix_mut(c, m, n).axis_chunks_iter_mut(Axis(1), wide).enumerate() {
             let columns = block * wide..block * wide + c.ncols();
             for first in (0..words.max(1)).step_by(height) {
-                let start = start.of(columns.clone()).at_term(first);
+                let start = start.for_columns(columns.clone()).at_term(first);
                 for (i, c) in c.axis_chunks_iter_mut(Axis(0), high).enumerate() {
                     let rows = i * high..i * high + c.nrows();
                     let words = first..words.min(first + height);
@@ -247,7 +247,7 @@ impl PackedBlock {
             Pack::Rows(band, to, sums) => {
                 let first = self.rows.start + band * BAND * ROWS;
                 let rows = first..self.rows.end.min(first + BAND * ROWS);
-                if left.across {
+                if left.is_transposed {
                     left.pack_panels(rows, self.words.clone(), to);
                 } else {
                     left.round(rows, self.words.clone(), to.as_flattened_mut());
@@ -257,7 +257,7 @@ impl PackedBlock {
                 }
             }
         });
-        let left = if left.across {
+        let left = if left.is_transposed {
             Left::Panels { words: packed, height }
         } else {
             Left::Rows { words: packed.as_flattened(), stride: height }
@@ -275,7 +275,7 @@ fn tiles(
     start: OutputInit<'_>,
 ) {
     let (m, n) = c.dim();
-    each_of(
+    each_output_part(
         threads,
         c,
         cut(threads.count(), m, n, right.height),
@@ -283,7 +283,7 @@ fn tiles(
         |rows, columns, mut c| {
             let row = rows.start;
             let panel = columns.start / COLUMNS;
-            for words in depths(right.height) {
+            for words in k_blocks(right.height) {
                 let start = start.at_term(words.start);
                 let left = left.words_from(words.start);
                 let right = right.words(words);
@@ -339,7 +339,7 @@ mod tests {
 
     #[test]
     fn products_are_those_of_rounded_operands_whichever_way_they_lie() {
-        if !is_there() {
+        if !is_supported() {
             return eprintln!("skipped: the CPU has no AVX512-BF16");
         }
         let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
@@ -356,7 +356,7 @@ mod tests {
                 let mut got = vec![f32::NAN; m * n];
                 let mut sums = if of_a { vec![0.5; m] } else { Vec::new() };
                 let threads = Threads::new(1 + 2 * usize::from(of_b));
-                multiply(&threads, left, right, &mut got, OutputInit::Columns(&bias), &mut sums);
+                multiply(&threads, left, right, &mut got, OutputInit::Bias(&bias), &mut sums);
                 for at in (0..m * n).step_by(1 + m * n / 97) {
                     let row = at / n;
                     let column = at % n;
@@ -371,8 +371,8 @@ mod tests {
                     );
                 }
                 let mut again = vec![f32::NAN; m * n];
-                multiply(&threads, left, right, &mut again, OutputInit::Nothing, &mut []);
-                multiply(&threads, left, right, &mut again, OutputInit::Result, &mut []);
+                multiply(&threads, left, right, &mut again, OutputInit::Zero, &mut []);
+                multiply(&threads, left, right, &mut again, OutputInit::Accumulate, &mut []);
                 let twice =
                     got.iter().zip(bias.iter().cycle()).map(|(got, bias)| 2.0 * (got - bias));
                 assert!(

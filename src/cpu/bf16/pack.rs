@@ -28,14 +28,14 @@ pub struct Operand<'a> {
     pub lines: usize,
     pub terms: usize,
     /// Whether the operand is stored transposed: neighbours in memory belong to different lines.
-    pub across: bool,
+    pub is_transposed: bool,
 }
 
 impl<'a> Operand<'a> {
     /// Creates an operand of `lines` lines of `terms` terms.
-    pub fn new(x: &'a [f32], lines: usize, terms: usize, across: bool) -> Self {
+    pub fn new(x: &'a [f32], lines: usize, terms: usize, is_transposed: bool) -> Self {
         assert_eq!(x.len(), lines * terms, "an operand's elements");
-        Self { x, lines, terms, across }
+        Self { x, lines, terms, is_transposed }
     }
 
     /// Returns the terms of `words`.
@@ -84,7 +84,7 @@ impl<'a> Operand<'a> {
         words: Range<usize>,
         to: &mut [[f32; WIDE]],
     ) {
-        if self.across {
+        if self.is_transposed {
             return self.pack_panels(lines, words, to);
         }
         if lines.len() < WIDE {

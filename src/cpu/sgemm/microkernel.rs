@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::pack::{Few, HIGH, Lines, NrPanel};
+use super::pack::{HIGH, LhsBlock, NrPanel, TileRows};
 
 /// Terms of a row that a tile reads at once.
 const TERMS: usize = 8;
@@ -13,14 +13,14 @@ const TERMS: usize = 8;
 /// Stores the sums of a block.
 pub trait TileStore<S: Simd> {
     /// Stores the vectors `vector` to `vector + WIDE` of the sums of a row.
-    fn take<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]);
+    fn store<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]);
 }
 
 /// Computes a block: the first `columns` columns of a panel for some rows of the left operand.
 #[inline(always)]
 pub fn multiply_block<S: Simd>(
     simd: S,
-    lines: Lines<'_>,
+    lines: LhsBlock<'_>,
     rows: Range<usize>,
     strips: &[NrPanel],
     columns: usize,
@@ -30,12 +30,14 @@ pub fn multiply_block<S: Simd>(
     while row < rows.end {
         let of_block = row - rows.start;
         // Panels are always whole; the sums of rows after the last one are ignored.
-        let left = if let Lines::Panels { .. } = lines { HIGH } else { rows.end - row };
+        let left = if let LhsBlock::Packed { .. } = lines { HIGH } else { rows.end - row };
         row += match left {
-            HIGH.. => tiles::<S, HIGH>(simd, &lines.few(row), strips, columns, of_block, sink),
-            4.. => tiles::<S, 4>(simd, &lines.few(row), strips, columns, of_block, sink),
-            2.. => tiles::<S, 2>(simd, &lines.few(row), strips, columns, of_block, sink),
-            _ => tiles::<S, 1>(simd, &lines.few(row), strips, columns, of_block, sink),
+            HIGH.. => {
+                tiles::<S, HIGH>(simd, &lines.tile_rows(row), strips, columns, of_block, sink)
+            }
+            4.. => tiles::<S, 4>(simd, &lines.tile_rows(row), strips, columns, of_block, sink),
+            2.. => tiles::<S, 2>(simd, &lines.tile_rows(row), strips, columns, of_block, sink),
+            _ => tiles::<S, 1>(simd, &lines.tile_rows(row), strips, columns, of_block, sink),
         };
     }
 }
@@ -45,7 +47,7 @@ pub fn multiply_block<S: Simd>(
 #[inline(always)]
 fn tiles<S: Simd, const HIGH: usize>(
     simd: S,
-    rows: &Few<'_, HIGH>,
+    rows: &TileRows<'_, HIGH>,
     strips: &[NrPanel],
     columns: usize,
     first: usize,
@@ -75,7 +77,7 @@ fn tiles<S: Simd, const HIGH: usize>(
 #[inline(always)]
 fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
     simd: S,
-    rows: &Few<'_, HIGH>,
+    rows: &TileRows<'_, HIGH>,
     strips: &[NrPanel],
     vector: usize,
     first: usize,
@@ -83,7 +85,7 @@ fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
 ) {
     let mut sums = [[simd.splat_f32s(0.0); WIDE]; HIGH];
     match rows {
-        Few::Rows(rows) => {
+        TileRows::Rows(rows) => {
             let (many, rest) = strips.as_chunks::<TERMS>();
             let mut at = 0;
             for strips in many {
@@ -114,7 +116,7 @@ fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
                 at += 1;
             }
         }
-        Few::Panel(terms) => {
+        TileRows::Panel(terms) => {
             for (term, strip) in terms.iter().zip(strips) {
                 add(
                     simd,
@@ -128,7 +130,7 @@ fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
         }
     }
     for r in 0..HIGH {
-        sink.take(first + r, vector, sums[r]);
+        sink.store(first + r, vector, sums[r]);
     }
 }
 

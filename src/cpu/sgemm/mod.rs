@@ -26,7 +26,7 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::gemm_blocking::{each_of, pieces};
+use super::gemm_blocking::{blocks, each_output_part};
 use super::nontemporal::prefetch;
 use super::output_init::OutputInit;
 use super::threads::{Threads, with_chunks};
@@ -95,10 +95,10 @@ pub fn multiply(
             let transposed = m <= GROUP * COLUMNS && tasks * m * k + m * n < n * k;
             if let (true, Some(x)) = (transposed, a.to_slice()) {
                 let wide = tasks.min(n.div_ceil(ROWS));
-                each_of(threads, c, [1, wide], [HIGH, ROWS], |_, lines, c| {
+                each_output_part(threads, c, [1, wide], [HIGH, ROWS], |_, lines, c| {
                     let left = b.reversed_axes();
                     let right = RhsView::Lines(x);
-                    let to = OutputTile { c, start: start.of(lines.clone()), transposed };
+                    let to = OutputTile { c, start: start.for_columns(lines.clone()), transposed };
                     vectors.run(GemmTask {
                         left: LhsView::Rows(left),
                         rows: lines,
@@ -115,13 +115,13 @@ pub fn multiply(
         }
         _ => return false,
     };
-    each_of(
+    each_output_part(
         threads,
         c,
         cut(threads.count(), m, n.div_ceil(COLUMNS)),
         [HIGH, COLUMNS],
         |rows, columns, c| {
-            let to = OutputTile { c, start: start.of(columns.clone()), transposed: false };
+            let to = OutputTile { c, start: start.for_columns(columns.clone()), transposed: false };
             vectors.run(GemmTask {
                 left: LhsView::Rows(a),
                 rows,
@@ -143,7 +143,7 @@ pub fn multiply(
     clippy::too_many_arguments,
     reason = "one argument for each operand, and how they are summed"
 )]
-pub fn multiply_across(
+pub fn multiply_transposed(
     depth: usize,
     threads: &Threads,
     a: &[f32],
@@ -169,7 +169,7 @@ pub fn multiply_across(
         |(part, (c, sums))| {
             let rows = part * size..part * size + c.nrows();
             let to = OutputTile { c, start, transposed: false };
-            let left = LhsView::Across { x: a, width: m };
+            let left = LhsView::Transposed { x: a, width: m };
             vectors.run(GemmTask {
                 left,
                 rows,
@@ -228,7 +228,7 @@ impl Vectors {
     fn run(self, part: GemmTask<'_, '_>) {
         PACK_BUFFERS.with_borrow_mut(|buffers| {
             buffers.right.resize(buffers.right.len().max(GROUP * part.depth), NrPanel::zeroed());
-            if let LhsView::Across { .. } = part.left {
+            if let LhsView::Transposed { .. } = part.left {
                 let panels = part.rows.len().div_ceil(PANEL);
                 buffers.left.resize(buffers.left.len().max(panels * part.depth), MrPanel::zeroed());
             }
@@ -255,7 +255,7 @@ struct StoreToTile<'a>(&'a mut [NrPanel; ROWS]);
 
 impl<S: Simd> TileStore<S> for StoreToTile<'_> {
     #[inline(always)]
-    fn take<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]) {
+    fn store<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]) {
         S::as_mut_simd_f32s(&mut self.0[row].0).0[vector..vector + WIDE].copy_from_slice(&sums);
     }
 }
@@ -269,11 +269,11 @@ struct StoreToOutput<'a, 'c, S> {
 
 impl<S: Simd> TileStore<S> for StoreToOutput<'_, '_, S> {
     #[inline(always)]
-    fn take<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]) {
+    fn store<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]) {
         if row < self.c.nrows() {
             let to = self.c.row_mut(row).into_slice().expect("columns are contiguous");
             let to = &mut S::as_mut_simd_f32s(to).0[vector..vector + WIDE];
-            self.start.put_vectors(self.simd, to, vector, sums);
+            self.start.store_vectors(self.simd, to, vector, sums);
         }
     }
 }
@@ -289,7 +289,7 @@ impl OutputTile<'_> {
         rows: Range<usize>,
         columns: Range<usize>,
     ) -> StoreToOutput<'_, '_, S> {
-        let start = self.start.at_term(term).of(columns.clone());
+        let start = self.start.at_term(term).for_columns(columns.clone());
         let c = self.c.slice_mut(s![rows, columns]);
         for row in c.rows() {
             prefetch(row.to_slice().expect("columns are contiguous"), 0, COLUMNS);
@@ -329,8 +329,8 @@ impl OutputTile<'_> {
     /// Writes some columns of a row of the output.
     #[inline(always)]
     fn put_row(&mut self, term: usize, row: usize, columns: Range<usize>, from: &[f32]) {
-        let start = self.start.at_term(term).of(columns.clone());
-        start.put(
+        let start = self.start.at_term(term).for_columns(columns.clone());
+        start.store(
             &mut self.c.row_mut(row).into_slice().expect("columns are contiguous")[columns],
             from,
         );
@@ -368,9 +368,9 @@ impl WithSimd for BufferedTask<'_, '_, '_> {
         let packed = &mut self.buffers.right;
         let all = left.terms();
         let mut block = [NrPanel::zeroed(); ROWS];
-        for terms in pieces(all, depth) {
+        for terms in blocks(all, depth) {
             let height = terms.len();
-            let lines = left.lines(terms.clone(), rows.clone(), &mut self.buffers.left, sums);
+            let lines = left.block(terms.clone(), rows.clone(), &mut self.buffers.left, sums);
             for first in columns.clone().step_by(GROUP * COLUMNS) {
                 let group = (first..columns.end.min(first + GROUP * COLUMNS)).step_by(COLUMNS);
                 let group = group.map(|first| first..columns.end.min(first + COLUMNS));
@@ -414,7 +414,7 @@ mod tests {
 
     use super::*;
     use crate::gemm::multiply as by_gemm;
-    use crate::gemm_blocking::depth;
+    use crate::gemm_blocking::block_depth;
     use crate::matrix::{add_rows, matrix, matrix_mut};
 
     fn numbers(len: usize, step: usize) -> Vec<f32> {
@@ -441,19 +441,19 @@ mod tests {
             let weight = matrix(&weight, n, k);
             let b = weight.reversed_axes().as_standard_layout().into_owned();
             let bias = numbers(n, 3);
-            for start in [OutputInit::Nothing, OutputInit::Result, OutputInit::Columns(&bias)] {
+            for start in [OutputInit::Zero, OutputInit::Accumulate, OutputInit::Bias(&bias)] {
                 let mut want = vec![0.5; m * n];
                 if m.min(n).min(k) >= LEAST {
-                    let acc = start.written(matrix_mut(&mut want, m, n));
+                    let acc = start.write_bias(matrix_mut(&mut want, m, n));
                     by_gemm(a, b.view(), matrix_mut(&mut want, m, n), acc);
                 } else {
                     for (at, want) in want.iter_mut().enumerate() {
                         let sum =
                             (0..k).fold(0.0, |sum, t| a[(at / n, t)].mul_add(b[(t, at % n)], sum));
                         match start {
-                            OutputInit::Nothing => *want = sum,
-                            OutputInit::Result => *want += sum,
-                            OutputInit::Columns(bias) => *want = bias[at % n] + sum,
+                            OutputInit::Zero => *want = sum,
+                            OutputInit::Accumulate => *want += sum,
+                            OutputInit::Bias(bias) => *want = bias[at % n] + sum,
                         }
                     }
                 }
@@ -471,7 +471,7 @@ mod tests {
                             right,
                             columns: 0..n,
                             to,
-                            depth: depth(k),
+                            depth: block_depth(k),
                             sums: &mut [],
                         });
                         assert!(got == want, "{m}×{n}×{k}, {start:?}");
@@ -485,7 +485,7 @@ mod tests {
                         right,
                         columns: 0..m,
                         to,
-                        depth: depth(k),
+                        depth: block_depth(k),
                         sums: &mut [],
                     });
                     assert!(got == want, "{m}×{n}×{k}, transposed, {start:?}");
@@ -508,16 +508,16 @@ mod tests {
             let weight = matrix(&weight, n, k);
             let b = weight.reversed_axes().as_standard_layout().into_owned();
             let bias = numbers(n, 3);
-            let start = OutputInit::Columns(&bias);
+            let start = OutputInit::Bias(&bias);
             let mut want = vec![0.0; m * n];
-            let acc = start.written(matrix_mut(&mut want, m, n));
+            let acc = start.write_bias(matrix_mut(&mut want, m, n));
             by_gemm(matrix(&a, m, k), b.view(), matrix_mut(&mut want, m, n), acc);
             for (threads, left) in [(1, matrix(&a, m, k)), (3, matrix(&a, m, k)), (2, with_gaps)] {
                 let threads = Threads::new(threads);
                 for right in [b.view(), weight.reversed_axes()] {
                     let mut got = vec![0.5; m * n];
                     let done = multiply(
-                        depth(k),
+                        block_depth(k),
                         &threads,
                         left,
                         right,
@@ -552,17 +552,18 @@ mod tests {
             let across = matrix(&a, k, m);
             let b = matrix(&b, k, n);
             let left = across.reversed_axes().as_standard_layout().into_owned();
-            for start in [OutputInit::Nothing, OutputInit::Result] {
+            for start in [OutputInit::Zero, OutputInit::Accumulate] {
                 let mut want = vec![0.5; m * n];
                 let mut got = vec![0.5; m * n];
-                let acc = start.written(matrix_mut(&mut want, m, n));
+                let acc = start.write_bias(matrix_mut(&mut want, m, n));
                 by_gemm(left.view(), b, matrix_mut(&mut want, m, n), acc);
                 let mut want_sums = vec![0.25; m];
                 let mut sums = vec![0.25; m];
                 add_rows(&Threads::new(1), &a, m, &mut want_sums);
                 let c = matrix_mut(&mut got, m, n);
                 let threads = Threads::new(threads);
-                let done = multiply_across(depth(k), &threads, &a, m, b, c, start, &mut sums);
+                let done =
+                    multiply_transposed(block_depth(k), &threads, &a, m, b, c, start, &mut sums);
                 assert_eq!(done, Vectors::find().is_some());
                 assert!(!done || (got == want && sums == want_sums), "{m}×{n}×{k}, {start:?}");
             }
@@ -576,7 +577,7 @@ mod tests {
         let b = numbers(64 * 64, 13);
         let mut c = vec![0.5; 64 * 64];
         let mut tried =
-            |a, b| multiply(64, &threads, a, b, matrix_mut(&mut c, 64, 64), OutputInit::Nothing);
+            |a, b| multiply(64, &threads, a, b, matrix_mut(&mut c, 64, 64), OutputInit::Zero);
         assert!(
             !tried(matrix(&a, 64, 64).reversed_axes(), matrix(&b, 64, 64)),
             "rows are not contiguous"

@@ -40,33 +40,33 @@ pub enum LhsView<'a> {
     /// Rows of contiguous terms.
     Rows(ArrayView2<'a, f32>),
     /// Transposed: a row of `width` elements for each term, without padding.
-    Across { x: &'a [f32], width: usize },
+    Transposed { x: &'a [f32], width: usize },
 }
 
 impl<'a> LhsView<'a> {
     pub fn terms(self) -> usize {
         match self {
             LhsView::Rows(x) => x.ncols(),
-            LhsView::Across { x, width } => x.len() / width,
+            LhsView::Transposed { x, width } => x.len() / width,
         }
     }
 
     /// Returns some terms of some rows as tiles read them. A transposed operand is packed into
     /// `panels`, and the terms of each row are added to its sum in `sums`, unless that is empty.
     #[inline(always)]
-    pub fn lines<'b>(
+    pub fn block<'b>(
         self,
         terms: Range<usize>,
         rows: Range<usize>,
         panels: &'b mut [MrPanel],
         sums: &mut [f32],
-    ) -> Lines<'b>
+    ) -> LhsBlock<'b>
     where
         'a: 'b,
     {
         let (x, width) = match self {
-            LhsView::Rows(x) => return Lines::InPlace(x.slice_move(s![.., terms])),
-            LhsView::Across { x, width } => (x, width),
+            LhsView::Rows(x) => return LhsBlock::Unpacked(x.slice_move(s![.., terms])),
+            LhsView::Transposed { x, width } => (x, width),
         };
         let x = &x[terms.start * width..];
         let height = terms.len();
@@ -90,36 +90,36 @@ impl<'a> LhsView<'a> {
                 add_columns(&x[..height * width], width, band.start, sums);
             }
         }
-        Lines::Panels { terms: panels, height, first: rows.start }
+        LhsBlock::Packed { terms: panels, height, first: rows.start }
     }
 }
 
 /// Some terms of rows of the left operand.
 #[derive(Clone, Copy)]
-pub enum Lines<'a> {
+pub enum LhsBlock<'a> {
     /// All rows, unpacked.
-    InPlace(ArrayView2<'a, f32>),
+    Unpacked(ArrayView2<'a, f32>),
     /// Panels of `height` terms of the rows from `first` on.
-    Panels { terms: &'a [MrPanel], height: usize, first: usize },
+    Packed { terms: &'a [MrPanel], height: usize, first: usize },
 }
 
-impl<'a> Lines<'a> {
+impl<'a> LhsBlock<'a> {
     /// Returns the `HIGH` rows from `row` on; in packed operands a panel begins there.
     #[inline(always)]
-    pub fn few<const HIGH: usize>(self, row: usize) -> Few<'a, HIGH> {
+    pub fn tile_rows<const HIGH: usize>(self, row: usize) -> TileRows<'a, HIGH> {
         match self {
-            Lines::InPlace(x) => Few::Rows(from_fn(|r| {
+            LhsBlock::Unpacked(x) => TileRows::Rows(from_fn(|r| {
                 x.index_axis_move(Axis(0), row + r).to_slice().expect("terms are contiguous")
             })),
-            Lines::Panels { terms, height, first } => {
-                Few::Panel(&terms[(row - first) / PANEL * height..][..height])
+            LhsBlock::Packed { terms, height, first } => {
+                TileRows::Panel(&terms[(row - first) / PANEL * height..][..height])
             }
         }
     }
 }
 
 /// Some terms of the rows of a tile.
-pub enum Few<'a, const HIGH: usize> {
+pub enum TileRows<'a, const HIGH: usize> {
     Rows([&'a [f32]; HIGH]),
     Panel(&'a [MrPanel]),
 }

@@ -26,7 +26,7 @@ pub struct ImportIds {
     /// The name of the dataset in an HDF5 file.
     pub dataset: String,
     /// The vocabulary of the ids.
-    pub of: Meaning,
+    pub vocabulary: IdVocabulary,
     /// The padding id: occurrences at the end of each document are removed.
     pub pad: Option<u32>,
     /// The validation split, the shards and the destination.
@@ -35,7 +35,7 @@ pub struct ImportIds {
 
 /// The vocabulary of token ids.
 #[derive(Debug, Clone)]
-pub enum Meaning {
+pub enum IdVocabulary {
     /// The vocabulary of a tokenizer that made the ids.
     Tokenizer(TokenizerKind),
     /// A number of ids, if the tokenizer is not known.
@@ -52,12 +52,12 @@ const BLOCK: usize = 1 << 16;
 /// shards cannot be written.
 pub fn import_ids(import: &ImportIds) -> Result<Imported> {
     import.to.check()?;
-    let tokenizer = match &import.of {
-        Meaning::Tokenizer(kind) => Some(Tokenizer::for_text(kind, "")?),
-        Meaning::Below(_) => None,
+    let tokenizer = match &import.vocabulary {
+        IdVocabulary::Tokenizer(kind) => Some(Tokenizer::for_text(kind, "")?),
+        IdVocabulary::Below(_) => None,
     };
-    let vocabulary = match (&import.of, &tokenizer) {
-        (Meaning::Below(vocabulary), _) => *vocabulary,
+    let vocabulary = match (&import.vocabulary, &tokenizer) {
+        (IdVocabulary::Below(vocabulary), _) => *vocabulary,
         (_, tokenizer) => tokenizer.as_ref().map_or(0, Tokenizer::vocabulary),
     };
     if !(1..=MAX_VOCABULARY).contains(&vocabulary) {

@@ -26,7 +26,7 @@ pub struct ImportIdx {
     /// The classes of the images.
     pub labels: PathBuf,
     /// The validation split, the shards and the destination of the samples.
-    pub kept: ImportOptions,
+    pub options: ImportOptions,
 }
 
 /// Imports images as samples of height × width × 1, and their classes.
@@ -35,8 +35,8 @@ pub struct ImportIdx {
 /// Returns an error if a file is missing or malformed, the two do not have the same number of
 /// samples, or the shards cannot be written.
 pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
-    let (shape, images) = read(&import.images, &import.kept.out)?;
-    let (of_labels, labels) = read(&import.labels, &import.kept.out)?;
+    let (shape, images) = read(&import.images, &import.options.out)?;
+    let (of_labels, labels) = read(&import.labels, &import.options.out)?;
     let refused = |path: &Path, what: String, hint: &str| {
         Err(Error::input(format!("{}: {what}", path.display())).hint(hint))
     };
@@ -79,13 +79,13 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
         weights,
         regression,
         classes,
-        left_out,
+        skipped: left_out,
         source,
         places,
         table,
         files,
     }
-    .write(&import.kept)
+    .write(&import.options)
 }
 
 /// Returns the shape and the elements of a file. The elements of a compressed file are stored in a

@@ -25,7 +25,7 @@ pub struct ImportImages {
     /// Whether images are converted to one channel instead of three.
     pub grey: bool,
     /// The validation split, the shards and the destination of the samples.
-    pub kept: ImportOptions,
+    pub options: ImportOptions,
 }
 
 /// Imports images as samples of height × width × channels. Classes are numbered in the order of the
@@ -38,7 +38,7 @@ pub struct ImportImages {
 pub fn import_images(import: &ImportImages) -> Result<Imported> {
     let (classes, files) =
         if import.no_target { unlabelled(&import.folder)? } else { listed(&import.folder)? };
-    let mut inputs = Spooler::create(&import.kept.out)?;
+    let mut inputs = Spooler::create(&import.options.out)?;
     let mut first: Option<(&Path, [u32; 2])> = None;
     for Labelled { path, .. } in &files {
         let picture = decoded(path, import.grey)?;
@@ -91,11 +91,11 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
         source,
         places: std::array::from_fn(|_| folder.clone()),
         classes,
-        left_out: 0,
+        skipped: 0,
         table: None,
         files: Some(names),
     }
-    .write(&import.kept)
+    .write(&import.options)
 }
 
 /// Returns an error if images together decode to far more bytes than their files have, though each

@@ -13,7 +13,7 @@ use hpctrain_base::error::{Error, Result};
 /// The format of rows without targets, detected by the name of their file or the contents of their
 /// folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum InputFormat {
     /// A table of text.
     Table,
     /// A NumPy array.
@@ -40,13 +40,13 @@ pub struct Unlabelled {
     pub shape: Vec<usize>,
 }
 
-impl Form {
+impl InputFormat {
     /// Detects the format of the input at `path`.
     ///
     /// # Errors
     /// Returns an error if the name of the file does not identify a format, or the directory cannot
     /// be read.
-    pub fn of(path: &Path) -> Result<Self> {
+    pub fn from_path(path: &Path) -> Result<Self> {
         if path.is_dir() {
             let has_shards = file_names(path)?.iter().any(|name| name.ends_with(".h5"));
             return Ok(if has_shards { Self::Hdf5 } else { Self::Images });
@@ -72,7 +72,7 @@ impl Unlabelled {
     /// # Errors
     /// Returns an error if the import of that format does, or if the network does not take images
     /// but the input is a folder.
-    pub fn import(&self, form: Form, out: &Path) -> Result<()> {
+    pub fn import(&self, form: InputFormat, out: &Path) -> Result<()> {
         let input = &self.input;
         let kept = ImportOptions {
             not_finite: NotFinite::Error,
@@ -82,7 +82,7 @@ impl Unlabelled {
             out: out.to_path_buf(),
         };
         match form {
-            Form::Table => {
+            InputFormat::Table => {
                 let categories = match self.learned.columns {
                     Some(_) => Categories::Learned(Box::new(self.learned.clone())),
                     // The classes of the network have no names.
@@ -96,11 +96,11 @@ impl Unlabelled {
                 let missing = self.missing;
                 import_csv(&ImportCsv { format, missing, categories, needs_all: true, ..ImportCsv::new(input, kept) })
             }
-            Form::Array => {
+            InputFormat::Array => {
                 let arrays = Arrays::Files { features: input.clone(), labels: None, weights: None };
                 import_numpy(&ImportNumpy { arrays, regression: false, kept })
             }
-            Form::Images => {
+            InputFormat::Images => {
                 let [height, width, channels @ (1 | 3)] = self.shape[..] else {
                     let input = input.display();
                     let shape = &self.shape;
@@ -110,9 +110,9 @@ impl Unlabelled {
                     .hint("give a table (.csv), an array (.npy), an HDF5 file (.h5) or a directory of shards"));
                 };
                 let size = Some([height as u32, width as u32]);
-                import_images(&ImportImages { folder: input.clone(), no_target: true, size, grey: channels == 1, kept })
+                import_images(&ImportImages { folder: input.clone(), no_target: true, size, grey: channels == 1, options: kept })
             }
-            Form::Hdf5 => return Ok(()),
+            InputFormat::Hdf5 => return Ok(()),
         }
         .map(drop)
     }
@@ -137,17 +137,17 @@ mod tests {
         for name in ["a.csv", "a.TSV", "a.npy", "a.h5", "a.txt"] {
             std::fs::write(at(name), "").unwrap();
         }
-        let of = |name: &str| Form::of(&at(name));
-        assert_eq!(["a.csv", "a.TSV"].map(|name| of(name).unwrap()), [Form::Table; 2]);
+        let of = |name: &str| InputFormat::from_path(&at(name));
+        assert_eq!(["a.csv", "a.TSV"].map(|name| of(name).unwrap()), [InputFormat::Table; 2]);
         assert_eq!(
             ["a.npy", "a.h5", "gone"].map(|name| of(name).unwrap()),
-            [Form::Array, Form::Hdf5, Form::Hdf5]
+            [InputFormat::Array, InputFormat::Hdf5, InputFormat::Hdf5]
         );
         assert!(
             of("a.txt").unwrap_err().to_string().contains("is not known\nhint: name it FILE.csv")
         );
-        assert_eq!(Form::of(folder.path()).unwrap(), Form::Hdf5);
+        assert_eq!(InputFormat::from_path(folder.path()).unwrap(), InputFormat::Hdf5);
         let images = tempfile::tempdir().unwrap();
-        assert_eq!(Form::of(images.path()).unwrap(), Form::Images);
+        assert_eq!(InputFormat::from_path(images.path()).unwrap(), InputFormat::Images);
     }
 }

@@ -26,12 +26,12 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
 pub use csv::{Categories, ImportCsv, Missing, TableFormat, column_texts, import_csv};
-pub use id_sets::{ImportIds, Meaning, import_ids};
+pub use id_sets::{IdVocabulary, ImportIds, import_ids};
 pub use idx::{ImportIdx, import_idx};
 pub use images::{ImportImages, import_images};
-pub use inference_input::{Form, Unlabelled};
+pub use inference_input::{InputFormat, Unlabelled};
 pub use numpy::{Arrays, ImportNumpy, import_numpy};
-pub(crate) use row_writer::{CLASSES, class_names, is_of_samples, left_out, numbered};
+pub(crate) use row_writer::{CLASSES, class_names, is_of_samples, numbered, skipped_note};
 pub use row_writer::{ImportOptions, Imported as ImportedSamples, NotFinite};
 pub use stream::{Imported, StreamShards};
 pub use text::{ImportText, import_text};

@@ -139,7 +139,7 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
         weights,
         regression,
         classes,
-        left_out,
+        skipped: left_out,
         source,
         places,
         table,

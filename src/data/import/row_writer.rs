@@ -104,7 +104,7 @@ pub(super) struct Rows {
     /// each named class is kept for validation.
     pub classes: Vec<String>,
     /// The number of rows that were already skipped.
-    pub left_out: usize,
+    pub skipped: usize,
     /// The columns and categories of a table, if the rows come from one.
     pub table: Option<Table>,
     /// The names of the rows' files, below the imported folder, if each was a file.
@@ -161,7 +161,7 @@ impl fmt::Display for Imported {
         }
         match self.skipped {
             0 => Ok(()),
-            skipped => write!(f, "\n{}", left_out(skipped as u64)),
+            skipped => write!(f, "\n{}", skipped_note(skipped as u64)),
         }
     }
 }
@@ -253,7 +253,7 @@ pub(crate) fn numbered(names: &[String]) -> String {
 }
 
 /// Returns the note on rows that an import has skipped.
-pub(crate) fn left_out(rows: u64) -> String {
+pub(crate) fn skipped_note(rows: u64) -> String {
     let (noun, verb) = if rows == 1 { ("row", "was") } else { ("rows", "were") };
     format!(
         "{rows} {noun} with numbers that are missing or not finite {verb} skipped when the data was imported"
@@ -436,7 +436,7 @@ impl Rows {
                 }
             }
         }
-        let skipped = self.left_out + self.len() - rows.len();
+        let skipped = self.skipped + self.len() - rows.len();
         let is_class = all_classes;
         let class_names = self.classes.clone();
         // Classes with names are known, whether they occur or not.
@@ -707,7 +707,7 @@ mod tests {
             source,
             places,
             classes: vec![],
-            left_out: 0,
+            skipped: 0,
             table: None,
             files: None,
         };

@@ -229,7 +229,7 @@ impl HuggingFace {
     fn encoded(&self, text: &str, how: How, seconds: u64) -> Result<Encoding> {
         let file = self.file.clone();
         let copy = text.to_owned();
-        match within(seconds, move || panics::caught(|| file.encode(&copy, how)))? {
+        match within(seconds, move || panics::catch_panic(|| file.encode(&copy, how)))? {
             Some(Ok(encoding)) => encoding.map_err(Error::input),
             Some(Err(panic)) => Err(self.failed(&format!("fails: {panic}"))),
             None => Err(self.failed(&format!(
@@ -307,7 +307,7 @@ impl HuggingFace {
     pub(super) fn decode(&self, ids: &[u32]) -> String {
         let replaced = || char::REPLACEMENT_CHARACTER.to_string().repeat(ids.len());
         let decode = || self.file.parsed().ok()?.decode(ids, false).ok();
-        panics::caught(decode).ok().flatten().unwrap_or_else(replaced)
+        panics::catch_panic(decode).ok().flatten().unwrap_or_else(replaced)
     }
 
     /// Returns the id of a token by its text, as the vocabulary spells it.
@@ -329,7 +329,8 @@ const GIVE: &str = "give the tokenizer.json of a model, as Hugging Face's librar
 /// Parses a file, and disables its limits of lengths, which are those of a model's inputs rather
 /// than of texts to train on.
 fn parse(text: &str) -> Result<Parsed, String> {
-    let mut parsed = panics::caught(|| Parsed::from_bytes(text))?.map_err(|e| e.to_string())?;
+    let mut parsed =
+        panics::catch_panic(|| Parsed::from_bytes(text))?.map_err(|e| e.to_string())?;
     parsed.with_truncation(None).map_err(|e| e.to_string())?;
     parsed.with_padding(None);
     Ok(parsed)

@@ -21,7 +21,7 @@ pub enum Activation {
 }
 
 /// Names of a function in profiles, and of its kernels on a device that has one for each.
-pub struct Names {
+pub struct KernelNames {
     /// The name of the function in profiles.
     pub forward: &'static str,
     /// The name of its gradient in profiles.
@@ -34,7 +34,7 @@ pub struct Names {
 
 macro_rules! names {
     ($name:literal) => {
-        Names {
+        KernelNames {
             forward: $name,
             backward: concat!($name, ", backward"),
             map: concat!("map_", $name),
@@ -54,7 +54,7 @@ impl Activation {
     }
 
     /// Returns its names.
-    pub fn names(self) -> Names {
+    pub fn names(self) -> KernelNames {
         match self {
             Activation::Relu => names!("relu"),
             Activation::LeakyRelu(_) => names!("leaky_relu"),
@@ -84,11 +84,11 @@ pub trait ActivationOps: Backend {
 impl KernelCost {
     /// Returns the cost of an activation function.
     pub fn activation(f: Activation, len: usize) -> Self {
-        Self::moves(f.names().forward, 2 * len).on([len])
+        Self::new(f.names().forward, 2 * len).with_shape([len])
     }
 
     /// Returns the cost of its gradient in place.
     pub fn activation_backward(f: Activation, len: usize) -> Self {
-        Self::moves(f.names().backward, 3 * len).on([len])
+        Self::new(f.names().backward, 3 * len).with_shape([len])
     }
 }

@@ -73,10 +73,10 @@ impl KernelCost {
     pub fn attention(s: Attention) -> Self {
         let rows = s.batch * s.time;
         let moved = rows * (s.packed_width() + s.heads * s.head_width);
-        Self::moves("attention", moved)
-            .on([s.batch, s.time, s.heads, s.head_width])
-            .exactly(rows * s.heads)
-            .computes(2.0 * scores(s))
+        Self::new("attention", moved)
+            .with_shape([s.batch, s.time, s.heads, s.head_width])
+            .with_f32_elements(rows * s.heads)
+            .with_flops(2.0 * scores(s))
     }
 
     /// Returns the cost of attention for the positions from `first` on: two matmuls over their
@@ -86,20 +86,20 @@ impl KernelCost {
         let d = s.heads * s.head_width;
         let moved = s.batch * s.time * 2 * s.kv_heads * s.head_width + rows * 2 * d;
         let pairs = rows as f64 * (s.time + first) as f64 / 2.0;
-        Self::moves("attention, from a position", moved)
-            .on([s.batch, s.time, s.heads, s.head_width])
-            .exactly(rows * s.heads)
-            .computes(4.0 * pairs * d as f64)
+        Self::new("attention, from a position", moved)
+            .with_shape([s.batch, s.time, s.heads, s.head_width])
+            .with_f32_elements(rows * s.heads)
+            .with_flops(4.0 * pairs * d as f64)
     }
 
     /// Returns the cost of the backward: five matmuls over half a square of scores.
     pub fn attention_backward(s: Attention) -> Self {
         let rows = s.batch * s.time;
         let moved = 2 * rows * (s.packed_width() + s.heads * s.head_width);
-        Self::moves("attention, backward", moved)
-            .on([s.batch, s.time, s.heads, s.head_width])
-            .exactly(rows * s.heads)
-            .computes(5.0 * scores(s))
+        Self::new("attention, backward", moved)
+            .with_shape([s.batch, s.time, s.heads, s.head_width])
+            .with_f32_elements(rows * s.heads)
+            .with_flops(5.0 * scores(s))
     }
 }
 

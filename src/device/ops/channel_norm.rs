@@ -25,7 +25,7 @@ impl ChannelNormShape {
     }
 
     /// Returns the number of channels of a group.
-    pub fn of_group(&self) -> usize {
+    pub fn channels_per_group(&self) -> usize {
         self.channels / self.groups
     }
 }
@@ -84,17 +84,17 @@ impl KernelCost {
     /// Returns the cost of the sums of channels for their statistics or for a gradient, which read
     /// `reads` arrays.
     pub fn channel_sums(kernel: &'static str, s: ChannelNormShape, reads: usize) -> Self {
-        Self::moves(kernel, reads * s.elements())
-            .on([s.samples, s.places, s.channels])
-            .exactly(3 * s.samples * s.channels)
+        Self::new(kernel, reads * s.elements())
+            .with_shape([s.samples, s.places, s.channels])
+            .with_f32_elements(3 * s.samples * s.channels)
     }
 
     /// Returns the cost of a normalisation of channels or its gradient, which reads or writes
     /// `arrays` arrays.
     pub fn channel_norm(kernel: &'static str, s: ChannelNormShape, arrays: usize) -> Self {
         let stats = 2 * s.samples * s.groups;
-        Self::moves(kernel, arrays * s.elements() + 2 * s.channels)
-            .on([s.samples, s.places, s.channels])
-            .exactly(stats)
+        Self::new(kernel, arrays * s.elements() + 2 * s.channels)
+            .with_shape([s.samples, s.places, s.channels])
+            .with_f32_elements(stats)
     }
 }

@@ -14,16 +14,16 @@ pub const fn weight(index: u32) -> u32 {
 
 /// Checksums of the buffers that an update changes, each before and after the update.
 #[derive(Debug)]
-pub struct Audit<S> {
+pub struct UpdateChecksums<S> {
     /// The checksums before the update.
-    pub found: Vec<S>,
+    pub before: Vec<S>,
     /// The checksums after the update.
-    pub left: Vec<S>,
+    pub after: Vec<S>,
 }
 
-impl<S> Default for Audit<S> {
+impl<S> Default for UpdateChecksums<S> {
     fn default() -> Self {
-        Self { found: Vec::new(), left: Vec::new() }
+        Self { before: Vec::new(), after: Vec::new() }
     }
 }
 
@@ -39,6 +39,6 @@ pub trait DigestOps: Backend {
 impl KernelCost {
     /// Returns the cost of a checksum.
     pub fn digest(len: usize) -> Self {
-        Self::moves("digest", 0).on([len]).exactly(len)
+        Self::new("digest", 0).with_shape([len]).with_f32_elements(len)
     }
 }

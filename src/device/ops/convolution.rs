@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernel_cost::flops;
+use crate::kernel_cost::matmul_flops;
 use crate::{Im2colShape, KernelCost, Linear, LinearOps, MemoryKind, WindowOps};
 use hpctrain_base::error::Result;
 
@@ -13,7 +13,7 @@ pub struct Convolution {
     /// The sliding window over all images.
     pub window: Im2colShape,
     /// The first input channel of the filters.
-    pub first: usize,
+    pub first_channel: usize,
     /// The number of input channels of the filters.
     pub channels: usize,
     /// The number of output channels.
@@ -22,13 +22,13 @@ pub struct Convolution {
 
 impl Convolution {
     /// Returns the number of elements of a filter.
-    pub fn seen(&self) -> usize {
+    pub fn filter_len(&self) -> usize {
         self.window.size[0] * self.window.size[1] * self.channels
     }
 
     /// Returns the shape of the equivalent matmul over im2col rows.
-    pub fn product(&self) -> Linear {
-        Linear::new(self.window.rows(), self.seen(), self.filters)
+    pub fn im2col_matmul(&self) -> Linear {
+        Linear::new(self.window.rows(), self.filter_len(), self.filters)
     }
 }
 
@@ -74,21 +74,22 @@ pub trait ConvolutionOps: LinearOps + WindowOps {
 impl KernelCost {
     /// Returns the cost of a convolution without im2col buffers.
     pub fn convolve(s: Convolution, bias: usize) -> Self {
-        let product = s.product();
+        let product = s.im2col_matmul();
         let filters = product.inputs * product.outputs + bias;
         let moved = s.window.elements() / s.window.channels.max(1) * s.channels
             + product.rows * product.outputs;
-        Self::moves("convolution", moved + filters)
-            .on([product.rows, product.inputs, product.outputs])
-            .computes(flops(product.rows, product.inputs, product.outputs))
+        Self::new("convolution", moved + filters)
+            .with_shape([product.rows, product.inputs, product.outputs])
+            .with_flops(matmul_flops(product.rows, product.inputs, product.outputs))
     }
 
     /// Returns the cost of the gradients of its filters and bias.
     pub fn convolve_backward_weight(s: Convolution, bias: usize) -> Self {
         let forward = Self::convolve(s, 0);
-        let filters = s.seen() * s.filters;
+        let filters = s.filter_len() * s.filters;
         let kernel = Self { kernel: "convolution, weight's gradient", ..forward };
-        Self { elements: forward.elements - filters as f64, ..kernel }.exactly(2 * (filters + bias))
+        Self { elements: forward.elements - filters as f64, ..kernel }
+            .with_f32_elements(2 * (filters + bias))
     }
 
     /// Returns the cost of the gradient of its input, which is added.
@@ -119,7 +120,7 @@ fn parts(s: Convolution) -> impl Iterator<Item = ImageChunk> {
     let one = Convolution { window: Im2colShape { batch: 1, ..s.window }, ..s };
     let image_inputs = one.window.elements();
     let image_outputs = one.window.rows() * s.filters;
-    let most = (UNFOLDED / (one.window.rows() * s.seen()).max(1)).max(1);
+    let most = (UNFOLDED / (one.window.rows() * s.filter_len()).max(1)).max(1);
     (0..s.window.batch).step_by(most).map(move |first| {
         let last = s.window.batch.min(first + most);
         let window = Im2colShape { batch: last - first, ..s.window };
@@ -127,7 +128,7 @@ fn parts(s: Convolution) -> impl Iterator<Item = ImageChunk> {
             window,
             inputs: first * image_inputs..last * image_inputs,
             outputs: first * image_outputs..last * image_outputs,
-            product: Convolution { window, ..s }.product(),
+            product: Convolution { window, ..s }.im2col_matmul(),
         }
     })
 }
@@ -142,7 +143,7 @@ fn part_mut<'a, B: ConvolutionOps>(
     view: &'a mut B::ViewMut<'_>,
     range: Range<usize>,
 ) -> B::ViewMut<'a> {
-    B::cut_mut(B::cut_mut(B::reborrow(view), range.start).1, range.len()).0
+    B::split_at_mut(B::split_at_mut(B::reborrow(view), range.start).1, range.len()).0
 }
 
 /// Computes [`ConvolutionOps::convolve`] by im2col and matmul.
@@ -156,7 +157,13 @@ pub fn forward<B: ConvolutionOps>(
 ) -> Result<()> {
     for ImageChunk { window, inputs, outputs, product } in parts(s) {
         let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
-        b.unfold(window, s.first, s.channels, part::<B>(x, inputs), B::all_mut(&mut unfolded))?;
+        b.unfold(
+            window,
+            s.first_channel,
+            s.channels,
+            part::<B>(x, inputs),
+            B::all_mut(&mut unfolded),
+        )?;
         b.linear(product, B::all(&unfolded), weight, bias, part_mut::<B>(&mut y, outputs))?;
     }
     Ok(())
@@ -173,7 +180,13 @@ pub fn backward_weight<B: ConvolutionOps>(
 ) -> Result<()> {
     for ImageChunk { window, inputs, outputs, product } in parts(s) {
         let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
-        b.unfold(window, s.first, s.channels, part::<B>(x, inputs), B::all_mut(&mut unfolded))?;
+        b.unfold(
+            window,
+            s.first_channel,
+            s.channels,
+            part::<B>(x, inputs),
+            B::all_mut(&mut unfolded),
+        )?;
         let dweight = B::reborrow(&mut dweight);
         let dbias = B::reborrow(&mut dbias);
         b.linear_backward_weight(
@@ -204,7 +217,13 @@ pub fn backward_input<B: ConvolutionOps>(
             weight,
             B::all_mut(&mut unfolded),
         )?;
-        b.fold(window, s.first, s.channels, B::all(&unfolded), part_mut::<B>(&mut dx, inputs))?;
+        b.fold(
+            window,
+            s.first_channel,
+            s.channels,
+            B::all(&unfolded),
+            part_mut::<B>(&mut dx, inputs),
+        )?;
     }
     Ok(())
 }

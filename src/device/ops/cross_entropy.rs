@@ -31,7 +31,7 @@ pub struct LogitsPart {
     /// The leading dimension of the part's logits, as [`Linear`](super::Linear) has it.
     pub stride: usize,
     /// The class of its first column; the others follow.
-    pub first: usize,
+    pub first_class: usize,
 }
 
 impl LogitsPart {
@@ -40,7 +40,7 @@ impl LogitsPart {
 
     /// Returns the part's column of a class, or `None` if it is in another part.
     pub fn column(self, class: u32) -> Option<usize> {
-        (class as usize).checked_sub(self.first).filter(|column| *column < self.classes)
+        (class as usize).checked_sub(self.first_class).filter(|column| *column < self.classes)
     }
 }
 
@@ -128,17 +128,17 @@ impl KernelCost {
     /// Returns the cost of the losses of rows, and of the gradient of the logits in place.
     pub fn cross_entropy(s: CrossEntropy, weights: usize) -> Self {
         let passes = if s.gradient { 2 } else { 1 };
-        Self::moves("classifier", passes * s.rows * s.classes)
-            .on([s.rows, s.classes])
-            .exactly(s.rows + weights)
+        Self::new("classifier", passes * s.rows * s.classes)
+            .with_shape([s.rows, s.classes])
+            .with_f32_elements(s.rows + weights)
     }
 
     /// Returns the cost of the statistics of some of the classes.
     pub fn softmax_part(s: LogitsPart) -> Self {
         let stats = s.rows * LogitsPart::STATS;
-        Self::moves("classifier, sums of a part", s.rows * s.classes)
-            .on([s.rows, s.classes])
-            .exactly(stats)
+        Self::new("classifier, sums of a part", s.rows * s.classes)
+            .with_shape([s.rows, s.classes])
+            .with_f32_elements(stats)
     }
 
     /// Returns the cost of the losses of rows from the statistics of all parts, and of the gradient
@@ -147,12 +147,12 @@ impl KernelCost {
         let LogitsPart { rows, classes, .. } = s.part;
         let passes = if s.gradient { 2 } else { 0 };
         let stats = s.parts * rows * LogitsPart::STATS;
-        let moved = Self::moves("classifier, part", passes * rows * classes);
-        moved.on([rows, classes, s.parts]).exactly(stats + rows + weights)
+        let moved = Self::new("classifier, part", passes * rows * classes);
+        moved.with_shape([rows, classes, s.parts]).with_f32_elements(stats + rows + weights)
     }
 
     /// Returns the cost of finding top-k hits.
     pub fn hits(logits: usize, rows: usize) -> Self {
-        Self::moves("hits", logits).on([logits]).exactly(rows)
+        Self::new("hits", logits).with_shape([logits]).with_f32_elements(rows)
     }
 }

@@ -24,18 +24,18 @@ impl DotInteraction {
 /// Pairwise dot interactions.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
-pub trait PairsOps: Backend {
+pub trait DotInteractionOps: Backend {
     /// Writes the first row of every sample, then the dot products of its rows in pairs: of the
     /// second with the first, of the third with the first and the second, and so on (DLRM, Naumov
     /// et al., 2019); overwrites `y` (samples × [`DotInteraction::outputs`]).
-    fn pair_products(
+    fn dot_interaction(
         &self,
         shape: DotInteraction,
         x: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
     /// Computes the gradient of the rows; overwrites `dx`.
-    fn pair_products_backward(
+    fn dot_interaction_backward(
         &self,
         shape: DotInteraction,
         x: Self::View<'_>,
@@ -46,19 +46,17 @@ pub trait PairsOps: Backend {
 
 impl KernelCost {
     /// Returns the cost of a dot interaction.
-    pub fn pair_products(s: DotInteraction) -> Self {
+    pub fn dot_interaction(s: DotInteraction) -> Self {
         let multiplied = (s.samples * (s.outputs() - s.width) * 2 * s.width) as f64;
-        let kernel = Self::moves("pairs of rows", s.samples * (s.rows * s.width + s.outputs()));
-        kernel.on([s.samples, s.rows, s.width]).computes(multiplied)
+        let kernel = Self::new("pairs of rows", s.samples * (s.rows * s.width + s.outputs()));
+        kernel.with_shape([s.samples, s.rows, s.width]).with_flops(multiplied)
     }
 
     /// Returns the cost of the gradient of the rows.
-    pub fn pair_products_backward(s: DotInteraction) -> Self {
-        let forward = Self::pair_products(s);
-        let kernel = Self::moves(
-            "pairs of rows, backward",
-            s.samples * (2 * s.rows * s.width + s.outputs()),
-        );
-        kernel.on([s.samples, s.rows, s.width]).computes(2.0 * forward.flops)
+    pub fn dot_interaction_backward(s: DotInteraction) -> Self {
+        let forward = Self::dot_interaction(s);
+        let kernel =
+            Self::new("pairs of rows, backward", s.samples * (2 * s.rows * s.width + s.outputs()));
+        kernel.with_shape([s.samples, s.rows, s.width]).with_flops(2.0 * forward.flops)
     }
 }

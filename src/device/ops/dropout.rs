@@ -28,6 +28,6 @@ pub trait DropoutOps: Backend {
 impl KernelCost {
     /// Returns the cost of a mask in place.
     pub fn dropout(len: usize) -> Self {
-        Self::moves("dropout", 2 * len).on([len])
+        Self::new("dropout", 2 * len).with_shape([len])
     }
 }

@@ -22,21 +22,21 @@ pub trait ElementwiseOps: Backend {
 impl KernelCost {
     /// Returns the cost of a fill with zeros.
     pub fn zero(len: usize) -> Self {
-        Self::moves("zero", len).on([len])
+        Self::new("zero", len).with_shape([len])
     }
 
     /// Returns the cost of a copy.
     pub fn copy(len: usize) -> Self {
-        Self::moves("copy", 2 * len).on([len])
+        Self::new("copy", 2 * len).with_shape([len])
     }
 
     /// Returns the cost of a sum in place.
     pub fn add(len: usize) -> Self {
-        Self::moves("add", 3 * len).on([len])
+        Self::new("add", 3 * len).with_shape([len])
     }
 
     /// Returns the cost of a sum of f32, or of their squares.
     pub fn sum(len: usize) -> Self {
-        Self::moves("sum", 0).on([len]).exactly(len)
+        Self::new("sum", 0).with_shape([len]).with_f32_elements(len)
     }
 }

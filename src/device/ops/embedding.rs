@@ -35,11 +35,11 @@ pub trait EmbeddingOps: Backend {
 impl KernelCost {
     /// Returns the cost of an embedding of `y` elements, where the position table has `places`.
     pub fn embedding(y: usize, places: usize) -> Self {
-        Self::moves("embedding", 2 * y + places).on([y])
+        Self::new("embedding", 2 * y + places).with_shape([y])
     }
 
     /// Returns the cost of the gradients of both tables.
     pub fn embedding_backward(dy: usize, places: usize) -> Self {
-        Self::moves("embedding, backward", dy).on([dy]).exactly(2 * (dy + places))
+        Self::new("embedding, backward", dy).with_shape([dy]).with_f32_elements(2 * (dy + places))
     }
 }

@@ -24,7 +24,7 @@ pub struct Im2colShape {
 
 impl Im2colShape {
     /// Returns the rows and columns of the output: the window positions of an image.
-    pub fn places(&self) -> [usize; 2] {
+    pub fn output_size(&self) -> [usize; 2] {
         let along = |axis: usize, len: usize| {
             (len + 2 * self.padding[axis])
                 .checked_sub(self.size[axis])
@@ -35,7 +35,7 @@ impl Im2colShape {
 
     /// Returns the window positions in all images: the rows of the output.
     pub fn rows(&self) -> usize {
-        let [high, wide] = self.places();
+        let [high, wide] = self.output_size();
         self.batch * high * wide
     }
 
@@ -102,25 +102,25 @@ impl KernelCost {
     /// Returns the cost of an unfold of `channels` channels.
     pub fn unfold(w: Im2colShape, channels: usize) -> Self {
         let seen = w.rows() * w.size[0] * w.size[1] * channels;
-        Self::moves("unfold", w.elements() / w.channels.max(1) * channels + seen)
-            .on([w.rows(), w.size[0] * w.size[1] * channels])
+        Self::new("unfold", w.elements() / w.channels.max(1) * channels + seen)
+            .with_shape([w.rows(), w.size[0] * w.size[1] * channels])
     }
 
     /// Returns the cost of its gradient, which is added.
     pub fn fold(w: Im2colShape, channels: usize) -> Self {
         let seen = w.rows() * w.size[0] * w.size[1] * channels;
-        Self::moves("fold", 2 * (w.elements() / w.channels.max(1) * channels) + seen)
-            .on([w.rows(), w.size[0] * w.size[1] * channels])
+        Self::new("fold", 2 * (w.elements() / w.channels.max(1) * channels) + seen)
+            .with_shape([w.rows(), w.size[0] * w.size[1] * channels])
     }
 
     /// Returns the cost of a pooling of images.
     pub fn pool(kernel: &'static str, w: Im2colShape) -> Self {
-        Self::moves(kernel, w.elements() + w.rows() * w.channels).on([w.rows(), w.channels])
+        Self::new(kernel, w.elements() + w.rows() * w.channels).with_shape([w.rows(), w.channels])
     }
 
     /// Returns the cost of the gradient of max pooling.
     pub fn max_pool_backward(w: Im2colShape) -> Self {
-        Self::moves("max pool, backward", 2 * w.elements() + w.rows() * w.channels)
-            .on([w.rows(), w.channels])
+        Self::new("max pool, backward", 2 * w.elements() + w.rows() * w.channels)
+            .with_shape([w.rows(), w.channels])
     }
 }

@@ -1,6 +1,6 @@
 //! Matmuls, and linear layers.
 
-use crate::kernel_cost::flops;
+use crate::kernel_cost::matmul_flops;
 use crate::{Activation, ActivationOps, ElementwiseOps, KernelCost};
 use hpctrain_base::error::Result;
 
@@ -81,7 +81,7 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
     }
     /// Returns whether [`LinearOps::linear_add`] is fused: it then adds before it stores, rounds
     /// once, and saves a pass or two over `y`.
-    fn adds_in_products(&self) -> bool {
+    fn fuses_add(&self) -> bool {
         false
     }
     /// Computes `dx = dy·W`; overwrites.
@@ -141,17 +141,18 @@ impl KernelCost {
     /// Returns the cost of a matmul.
     pub fn gemm(s: Gemm) -> Self {
         let c = s.m * s.n;
-        let cost = Self::moves("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c })
-            .on([s.m, s.k, s.n]);
-        cost.exactly(if s.acc { 2 * c } else { 0 }).computes(flops(s.m, s.n, s.k))
+        let cost = Self::new("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c })
+            .with_shape([s.m, s.k, s.n]);
+        cost.with_f32_elements(if s.acc { 2 * c } else { 0 })
+            .with_flops(matmul_flops(s.m, s.n, s.k))
     }
 
     /// Returns the cost of a linear layer, with a bias or without.
     pub fn linear(s: Linear, bias: usize) -> Self {
         let moved = s.rows * s.inputs + s.inputs * s.outputs + bias + s.rows * s.outputs;
-        Self::moves("linear", moved)
-            .on([s.rows, s.inputs, s.outputs])
-            .computes(flops(s.rows, s.inputs, s.outputs))
+        Self::new("linear", moved)
+            .with_shape([s.rows, s.inputs, s.outputs])
+            .with_flops(matmul_flops(s.rows, s.inputs, s.outputs))
     }
 
     /// Returns the cost of a linear layer and a sum.
@@ -193,15 +194,15 @@ impl KernelCost {
     pub fn linear_backward_weight(s: Linear, bias: usize, add: bool) -> Self {
         let moved = s.rows * s.inputs + s.rows * s.outputs;
         let kernel =
-            Self::moves("linear, weight's gradient", moved).on([s.rows, s.inputs, s.outputs]);
+            Self::new("linear, weight's gradient", moved).with_shape([s.rows, s.inputs, s.outputs]);
         let touched = (1 + usize::from(add)) * s.inputs * s.outputs + 2 * bias;
-        kernel.exactly(touched).computes(flops(s.rows, s.inputs, s.outputs))
+        kernel.with_f32_elements(touched).with_flops(matmul_flops(s.rows, s.inputs, s.outputs))
     }
 
     /// Returns the cost of the gradient of a bias alone.
     pub fn linear_backward_bias(rows: usize, outputs: usize) -> Self {
-        Self::moves("linear, bias's gradient", rows * outputs)
-            .on([rows, outputs])
-            .exactly(2 * outputs)
+        Self::new("linear, bias's gradient", rows * outputs)
+            .with_shape([rows, outputs])
+            .with_f32_elements(2 * outputs)
     }
 }

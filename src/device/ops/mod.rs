@@ -28,10 +28,10 @@ pub mod swiglu;
 pub use activation::{Activation, ActivationOps};
 pub use attention::{Attention, AttentionOps};
 pub use channel_norm::{ChannelNormShape, ChannelOps};
-pub use checksum::{Audit, DigestOps};
+pub use checksum::{DigestOps, UpdateChecksums};
 pub use convolution::{Convolution, ConvolutionOps};
 pub use cross_entropy::{ClassifierOps, CrossEntropy, CrossEntropyPart, LogitsPart, LossWeights};
-pub use dot_interaction::{DotInteraction, PairsOps};
+pub use dot_interaction::{DotInteraction, DotInteractionOps};
 pub use dropout::{Dropout, DropoutOps};
 pub use elementwise::ElementwiseOps;
 pub use embedding::EmbeddingOps;
@@ -39,7 +39,7 @@ pub use im2col_pool::{Im2colShape, WindowOps};
 pub use linear::{Gemm, Linear, LinearOps};
 pub use norm::{Norm, NormOps};
 pub use optimizer::{AdamW, Elementwise, ElementwiseUpdate, OptimizerOps, Sgd};
-pub use regression_loss::{Deviation, Regression, RegressionOps};
+pub use regression_loss::{Regression, RegressionLoss, RegressionOps};
 pub use rotary::{Rotary, RotaryOps};
 pub use softmax::SoftmaxOps;
 pub use strided_copy::{ColumnsOps, StridedCopy};
@@ -68,7 +68,7 @@ pub trait Kernels:
     + LinearOps
     + NormOps
     + OptimizerOps
-    + PairsOps
+    + DotInteractionOps
     + RegressionOps
     + RotaryOps
     + SoftmaxOps

@@ -63,9 +63,9 @@ pub trait NormOps: Backend {
 impl KernelCost {
     /// Returns the cost of a norm of every row, with a bias or without.
     pub fn norm(s: Norm, bias: usize) -> Self {
-        Self::moves("norm", 2 * s.rows * s.width + s.width + bias)
-            .on([s.rows, s.width])
-            .exactly(2 * s.rows)
+        Self::new("norm", 2 * s.rows * s.width + s.width + bias)
+            .with_shape([s.rows, s.width])
+            .with_f32_elements(2 * s.rows)
     }
 
     /// Returns the cost of a residual addition and a norm.
@@ -80,8 +80,8 @@ impl KernelCost {
 
     /// Returns the cost of the gradients of a norm's input, weight and bias.
     pub fn norm_backward(s: Norm, bias: usize) -> Self {
-        Self::moves("norm, backward", 4 * s.rows * s.width + s.width)
-            .on([s.rows, s.width])
-            .exactly(2 * s.rows + 2 * (s.width + bias))
+        Self::new("norm, backward", 4 * s.rows * s.width + s.width)
+            .with_shape([s.rows, s.width])
+            .with_f32_elements(2 * s.rows + 2 * (s.width + bias))
     }
 }

@@ -1,6 +1,6 @@
 //! Optimizer updates of parameters.
 
-use super::checksum::Audit;
+use super::checksum::UpdateChecksums;
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
@@ -114,7 +114,7 @@ pub trait OptimizerOps: Backend {
         v: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
-        checksums: Option<&mut Audit<Self::Scalar>>,
+        checksums: Option<&mut UpdateChecksums<Self::Scalar>>,
     ) -> Result<()>;
     /// Computes `Σ u²` in f64, summed in fixed chunks, where `u` is the step that
     /// [`OptimizerOps::adamw`] would subtract from every parameter at a learning rate of one.
@@ -136,22 +136,22 @@ pub trait OptimizerOps: Backend {
         m: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
-        checksums: Option<&mut Audit<Self::Scalar>>,
+        checksums: Option<&mut UpdateChecksums<Self::Scalar>>,
     ) -> Result<()>;
     /// Updates the moving average `y += rate·(x - y)`, both f32; `copy` and `checksums` as in
     /// [`OptimizerOps::adamw`].
-    fn approach(
+    fn update_average(
         &self,
         rate: f32,
         x: Self::View<'_>,
         y: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
-        checksums: Option<&mut Audit<Self::Scalar>>,
+        checksums: Option<&mut UpdateChecksums<Self::Scalar>>,
     ) -> Result<()>;
     /// Updates `p` and the state of a contiguous range from its gradient; `second` is empty if the
     /// rule has one state buffer. `copy` and `checksums` as in [`OptimizerOps::adamw`].
     #[expect(clippy::too_many_arguments, reason = "one for each buffer")]
-    fn elements(
+    fn elementwise_update(
         &self,
         update: ElementwiseUpdate,
         grad: Self::View<'_>,
@@ -159,33 +159,35 @@ pub trait OptimizerOps: Backend {
         second: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
-        checksums: Option<&mut Audit<Self::Scalar>>,
+        checksums: Option<&mut UpdateChecksums<Self::Scalar>>,
     ) -> Result<()>;
 }
 
 impl KernelCost {
     /// Returns the cost of AdamW's update, which also writes `copy` elements.
     pub fn adamw(len: usize, copy: usize) -> Self {
-        Self::moves("adamw", copy).on([len]).exactly(7 * len)
+        Self::new("adamw", copy).with_shape([len]).with_f32_elements(7 * len)
     }
 
     /// Returns the cost of SGD's update, which also writes `copy` elements.
     pub fn sgd(len: usize, copy: usize) -> Self {
-        Self::moves("sgd", copy).on([len]).exactly(5 * len)
+        Self::new("sgd", copy).with_shape([len]).with_f32_elements(5 * len)
     }
 
     /// Returns the cost of the squared norm of AdamW's step.
     pub fn adamw_step_squares(len: usize) -> Self {
-        Self::moves("adamw, step's norm", 0).on([len]).exactly(4 * len)
+        Self::new("adamw, step's norm", 0).with_shape([len]).with_f32_elements(4 * len)
     }
 
     /// Returns the cost of a moving average, which also writes `copy` elements.
-    pub fn approach(len: usize, copy: usize) -> Self {
-        Self::moves("average", copy).on([len]).exactly(3 * len)
+    pub fn update_average(len: usize, copy: usize) -> Self {
+        Self::new("average", copy).with_shape([len]).with_f32_elements(3 * len)
     }
 
     /// Returns the cost of an elementwise rule's update, which also writes `copy` elements.
-    pub fn elements(update: ElementwiseUpdate, len: usize, copy: usize) -> Self {
-        Self::moves("update", copy).on([len]).exactly((3 + 2 * update.rule.states()) * len)
+    pub fn elementwise_update(update: ElementwiseUpdate, len: usize, copy: usize) -> Self {
+        Self::new("update", copy)
+            .with_shape([len])
+            .with_f32_elements((3 + 2 * update.rule.states()) * len)
     }
 }

@@ -5,7 +5,7 @@ use hpctrain_base::error::Result;
 
 /// A loss of a prediction p and its target t, averaged over a row's elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Deviation {
+pub enum RegressionLoss {
     /// The squared error (p - t)².
     Squared,
     /// The absolute error |p - t|.
@@ -13,10 +13,10 @@ pub enum Deviation {
     /// The Huber loss: ½(p - t)² up to this distance, linear beyond (Huber, 1964).
     Huber(f32),
     /// The binary cross-entropy of logits: -t·ln σ(p) - (1 - t)·ln(1 - σ(p)).
-    Binary,
+    BinaryCrossEntropy,
     /// The binary accuracy: 1 where the logit is on the same side of 0 as the target is of ½, else
     /// 0. It has no gradient.
-    Agreement,
+    BinaryAccuracy,
 }
 
 /// A regression loss of rows of predictions and targets.
@@ -27,7 +27,7 @@ pub struct Regression {
     /// The number of elements of a row.
     pub width: usize,
     /// The loss.
-    pub by: Deviation,
+    pub loss: RegressionLoss,
     /// The factor of the gradient: 1 / (rows in the global batch).
     pub scale: f32,
     /// Whether to replace the predictions by their gradient; otherwise they are unchanged.
@@ -56,6 +56,8 @@ impl KernelCost {
     pub fn regression(s: Regression, weights: usize) -> Self {
         let passes = if s.gradient { 2 } else { 1 };
         let exact = s.rows * (s.width + 1) + weights;
-        Self::moves("regression", passes * s.rows * s.width).on([s.rows, s.width]).exactly(exact)
+        Self::new("regression", passes * s.rows * s.width)
+            .with_shape([s.rows, s.width])
+            .with_f32_elements(exact)
     }
 }

@@ -18,7 +18,7 @@ pub struct Rotary {
     /// The number of columns of a row.
     pub width: usize,
     /// Whether to rotate by the negative angles, as the backward does.
-    pub back: bool,
+    pub inverse: bool,
 }
 
 /// Rotary position embeddings.
@@ -33,6 +33,6 @@ pub trait RotaryOps: Backend {
 impl KernelCost {
     /// Returns the cost of a rotation of `len` elements in place.
     pub fn rotary(len: usize) -> Self {
-        Self::moves("rotary", 2 * len).on([len])
+        Self::new("rotary", 2 * len).with_shape([len])
     }
 }

@@ -21,11 +21,11 @@ pub trait SoftmaxOps: Backend {
 impl KernelCost {
     /// Returns the cost of a softmax of rows.
     pub fn softmax(len: usize) -> Self {
-        Self::moves("softmax", 2 * len).on([len])
+        Self::new("softmax", 2 * len).with_shape([len])
     }
 
     /// Returns the cost of its gradient in place.
     pub fn softmax_backward(len: usize) -> Self {
-        Self::moves("softmax, backward", 3 * len).on([len])
+        Self::new("softmax, backward", 3 * len).with_shape([len])
     }
 }

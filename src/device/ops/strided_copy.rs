@@ -32,6 +32,6 @@ pub trait ColumnsOps: Backend {
 impl KernelCost {
     /// Returns the cost of a copy of columns.
     pub fn copy_columns(s: StridedCopy) -> Self {
-        Self::moves("copy of columns", 2 * s.rows * s.count).on([s.rows, s.count])
+        Self::new("copy of columns", 2 * s.rows * s.count).with_shape([s.rows, s.count])
     }
 }

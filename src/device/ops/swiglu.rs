@@ -18,11 +18,11 @@ pub trait SwigluOps: Backend {
 impl KernelCost {
     /// Returns the cost of `len` gated elements.
     pub fn swiglu(len: usize) -> Self {
-        Self::moves("swiglu", 3 * len).on([len])
+        Self::new("swiglu", 3 * len).with_shape([len])
     }
 
     /// Returns the cost of their gradients in place of gates and ups.
     pub fn swiglu_backward(len: usize) -> Self {
-        Self::moves("swiglu, backward", 5 * len).on([len])
+        Self::new("swiglu, backward", 5 * len).with_shape([len])
     }
 }

@@ -1,6 +1,6 @@
 //! Estimates the memory of a rank, before anything is allocated.
 
-use super::tables::Tables;
+use super::tables::HostTables;
 use hpctrain_base::layout::{TensorShards, UnitLayout};
 use hpctrain_comm::{Comm, DeviceTransport};
 use hpctrain_config::ResolvedConfig;
@@ -9,7 +9,8 @@ use hpctrain_data::{SampleSizes, Source};
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 use hpctrain_nn::{Blocks, loans};
 use hpctrain_parallel::{
-    self as parallel, Lifetime, MemoryTimeline, Moment, Stage, StepSchedule, Storage, When,
+    self as parallel, Lifetime, MemoryMoment, MemoryTimeline, Stage, StepPosition, StepSchedule,
+    Storage,
 };
 
 /// Bytes of an f32.
@@ -21,7 +22,7 @@ const GROWTH: usize = 7 << 20;
 
 /// Memory in use that does not depend on the plan.
 #[derive(Debug, Clone, Copy)]
-pub struct Held {
+pub struct BaselineMemory {
     /// Maximum bytes of message buffers.
     pub messages: usize,
     /// Whether message buffers are on the device that computes.
@@ -32,12 +33,14 @@ pub struct Held {
     pub cache: usize,
 }
 
-impl Held {
+impl BaselineMemory {
     /// Returns the present memory of this process, which sends its messages by `comm` and reads
     /// these data sets.
     pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
-        let messages_on_device =
-            matches!(comm.device_path(), Some(DeviceTransport::CudaAware | DeviceTransport::Nccl));
+        let messages_on_device = matches!(
+            comm.device_transport(),
+            Some(DeviceTransport::CudaAware | DeviceTransport::Nccl)
+        );
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
         Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
     }
@@ -68,7 +71,7 @@ impl Alive {
 
 /// Returns the largest [`estimate`] over all pipeline stages, by the memory of the GPU if ranks
 /// compute on one, else by that of the host.
-pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: Held) -> Estimate {
+pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: BaselineMemory) -> Estimate {
     let others = (1..plan.mesh.pipeline).map(|stage| estimate::<B>(plan, stage, held));
     others.fold(estimate::<B>(plan, 0, held), |most, one| {
         if (one.gpu(), one.host()) > (most.gpu(), most.host()) { one } else { most }
@@ -78,19 +81,20 @@ pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: Held) -> Estimate {
 /// Estimates the memory of a rank in pipeline stage `stage`, from the plan alone. A GPU has one
 /// pool, so its estimate is the peak over the moments of a step. On the host every category keeps
 /// its own peak.
-pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> Estimate {
-    let Held { messages, messages_on_device, resident, cache } = held;
+pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineMemory) -> Estimate {
+    let BaselineMemory { messages, messages_on_device, resident, cache } = held;
     let size = plan.config.precision.dtype.size(B::ON_HOST);
-    let slices = plan.slices(0);
-    let mut blocks = plan.network.sliced::<B>(&slices);
+    let slices = plan.tensor_shards(0);
+    let mut blocks = plan.network.tensor_parallel_blocks::<B>(&slices);
     let schedule = plan.step_schedule(stage);
     let stage = plan.stage(stage, &loans(&blocks));
     let of_unit = |unit: usize| {
         let block = &blocks[unit];
-        UnitLayout::sliced(block.name(), block.tensors(), plan.virtual_ranks, &slices).padded
+        UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices).padded
     };
-    let tables =
-        stage.takes_rows().then(|| Tables::of(plan, of_unit(0), blocks[1].input_per_row()));
+    let tables = stage
+        .takes_embedding_rows()
+        .then(|| HostTables::new(plan, of_unit(0), blocks[1].input_per_row()));
     let slots: Vec<usize> = stage.slots().map(of_unit).collect();
     let padded = &slots[..stage.units.len()];
     let next = blocks.get(stage.units.end).map(|block| slices.own(block.input_per_row()));
@@ -99,20 +103,22 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
     let offloads = plan.config.offload.optimizer;
-    let has_master_weights = !offloads && (plan.residency().params == Lifetime::Use || size < F32);
+    let has_master_weights =
+        !offloads && (plan.sharding_policy().params == Lifetime::Use || size < F32);
     let master_weights = if has_master_weights { owned * F32 } else { 0 };
-    let outer = plan.averaging.and_then(|averaging| averaging.outer);
-    let states = parallel::state_names(Some(plan.rule), plan.average, outer).len();
+    let outer = plan.local_sgd.and_then(|averaging| averaging.outer);
+    let states = parallel::state_names(Some(plan.update_rule), plan.ema, outer).len();
     let state = states * owned;
     // An outer optimizer also keeps the parameters at the last average, which are not saved.
     let kept = states + usize::from(outer.is_some());
-    let here = plan.replicas_here();
+    let here = plan.replicas_per_rank();
     let tied_replicas = (slots.iter().sum::<usize>() - all) / plan.mesh.shard * size;
-    let tied_replicas = if plan.residency().params == Lifetime::Use { tied_replicas } else { 0 };
+    let tied_replicas =
+        if plan.sharding_policy().params == Lifetime::Use { tied_replicas } else { 0 };
     // Full parameters that the other replicas of this rank keep: all, or those gathered ahead.
-    let gathered = match plan.residency().params {
+    let gathered = match plan.sharding_policy().params {
         Lifetime::Step => slots.len(),
-        Lifetime::Use => plan.residency().ahead.min(padded.len()),
+        Lifetime::Use => plan.sharding_policy().prefetch.min(padded.len()),
     };
     let resting = (here - 1) * slots[..gathered].iter().sum::<usize>() * size;
     let moments = moments(plan, &blocks, &slices, &stage, schedule, &slots, next);
@@ -128,10 +134,10 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
     device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
     device[MemoryKind::Workspace as usize] = B::WORKSPACE;
-    if schedule.micros() > 1 && plan.residency().params == Lifetime::Step {
+    if schedule.micros() > 1 && plan.sharding_policy().params == Lifetime::Step {
         // The token embedding is an operand of a matmul only if the head is tied to it.
         let is_table = |slot: usize| {
-            let is_lent = stage.borrows().contains(&Some(slot));
+            let is_lent = stage.tied_slots().contains(&Some(slot));
             plan.network.is_language() && stage.units.start == 0 && slot == 0 && !is_lent
         };
         let multiplied =
@@ -146,16 +152,17 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
         }
         false => device[MemoryKind::Optimizer as usize] = here * kept * owned * F32,
     }
-    if let (true, Some(_)) = (offloads, plan.averaging) {
+    if let (true, Some(_)) = (offloads, plan.local_sgd) {
         // The buffers of one unit that are being averaged.
-        let averaged = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
+        let averaged = 1 + parallel::state_names(Some(plan.update_rule), plan.ema, None).len();
         host[MemoryKind::Offloaded as usize] +=
             averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
     }
     if plan.config.offload.activations {
-        let keep = plan.residency();
+        let keep = plan.sharding_policy();
         let shards = plan.mesh.shard;
-        let timeline = MemoryTimeline { stage: &stage, sizes: &slots, shards, keep, schedule };
+        let timeline =
+            MemoryTimeline { stage: &stage, sizes: &slots, shards, policy: keep, schedule };
         host[MemoryKind::Offloaded as usize] += inputs_on_host(plan, &blocks, &slices, &timeline);
     }
     if let Some(tables) = &tables {
@@ -235,7 +242,7 @@ fn moments<B: Kernels>(
         stage,
         sizes: slots,
         shards: plan.mesh.shard,
-        keep: plan.residency(),
+        policy: plan.sharding_policy(),
         schedule,
     };
     // Bytes per row of each block's input, saved activations, and scratch.
@@ -286,7 +293,7 @@ fn moments<B: Kernels>(
         |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
     // With chunked cross-entropy, the last block has a chunk of rows in addition to its input and,
     // in the backward, the gradient of the input.
-    let at_once = |rows: usize| match plan.logit_rows {
+    let at_once = |rows: usize| match plan.loss_chunk_tokens {
         0 => rows,
         some => rows.min(some),
     };
@@ -298,40 +305,40 @@ fn moments<B: Kernels>(
     // as many as there are later stages.
     let messages =
         if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
-    let bytes = |Moment { when, params, grads, waiting, put_off: deferred }: Moment,
+    let bytes = |MemoryMoment { when, params, grads, waiting, deferred }: MemoryMoment,
                  rows: usize,
                  kept: &[usize],
                  messages: usize| {
         let of_chunk = match when {
-            When::Forward(block) if is_cut(block, rows) => {
+            StepPosition::Forward(block) if is_cut(block, rows) => {
                 saved[block] + output(block) + forward[block]
             }
-            When::Backward(block) if is_cut(block, rows) => saved[block] + scratch[block],
+            StepPosition::Backward(block) if is_cut(block, rows) => saved[block] + scratch[block],
             _ => 0,
         };
         let of_row = match when {
-            When::Forward(block) if is_cut(block, rows) => kept[block] + input[block],
-            When::Backward(block) if is_cut(block, rows) => {
+            StepPosition::Forward(block) if is_cut(block, rows) => kept[block] + input[block],
+            StepPosition::Backward(block) if is_cut(block, rows) => {
                 kept[block] + fetched(block) + 2 * input[block]
             }
-            When::Forward(block) => {
+            StepPosition::Forward(block) => {
                 kept[block] + input[block] + saved[block] + output(block) + forward[block]
             }
-            When::Backward(block) => {
+            StepPosition::Backward(block) => {
                 kept[block]
                     + fetched(block)
                     + input[block]
                     + saved[block]
                     + scratch[block].max(recomputed(block))
             }
-            When::BackwardInput(block) => {
+            StepPosition::BackwardInput(block) => {
                 let of_later_blocks = deferred_row - deferred_before[block + 1];
                 let work = deferring[block].max(recomputed(block));
                 kept[block] + fetched(block) + input[block] + saved[block] + work + of_later_blocks
             }
-            When::BackwardWeight(block) => deferred_before[block + 1],
+            StepPosition::BackwardWeight(block) => deferred_before[block + 1],
             // The gradient of the input is as large as the input.
-            When::After(block) => kept[block] + fetched(block) + 2 * input[block],
+            StepPosition::After(block) => kept[block] + fetched(block) + 2 * input[block],
         };
         let of_row = of_row + waiting * waiting_row + deferred * deferred_row + messages;
         // The rows of a chunk's input are a copy.
@@ -347,7 +354,7 @@ fn moments<B: Kernels>(
     let evaluation =
         timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing, 0));
     let average =
-        plan.averaging.map(|_| average(plan, B::ON_HOST, &slots[..stage.units.len()], slots));
+        plan.local_sgd.map(|_| average(plan, B::ON_HOST, &slots[..stage.units.len()], slots));
     training.chain(evaluation).chain(average).collect()
 }
 
@@ -356,16 +363,16 @@ fn moments<B: Kernels>(
 /// sent. Gradients that live for the whole step are allocated but not used.
 fn average(plan: &ResolvedConfig, on_host: bool, padded: &[usize], slots: &[usize]) -> Alive {
     let size = plan.config.precision.dtype.size(on_host);
-    let buffers = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
+    let buffers = 1 + parallel::state_names(Some(plan.update_rule), plan.ema, None).len();
     let share = |unit: usize| buffers * padded[unit] / plan.mesh.shard * F32;
-    let added_here = plan.replicas_here().ilog2() as usize + 1;
+    let added_here = plan.replicas_per_rank().ilog2() as usize + 1;
     let most = (0..padded.len())
         .map(|unit| added_here * share(unit) + unit.checked_sub(1).map_or(0, share));
-    let idle = match plan.residency().grads {
+    let idle = match plan.sharding_policy().grads {
         Lifetime::Step => padded.iter().sum::<usize>() * F32,
         Lifetime::Use => 0,
     };
-    let parameters = match plan.residency().params {
+    let parameters = match plan.sharding_policy().params {
         Lifetime::Step => slots.iter().sum::<usize>() * size,
         Lifetime::Use => 0,
     };

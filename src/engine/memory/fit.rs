@@ -6,14 +6,14 @@ use std::ops::Range;
 
 use super::available::available;
 use super::budget::MemoryBudget;
-use super::estimate::{Held, worst};
-use super::stage_split::cut_to_fit;
+use super::estimate::{BaselineMemory, worst};
+use super::stage_split::split_to_fit;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, EmbeddingPlacement, Environment, ResolvedConfig, resolve};
-use hpctrain_device::{Kernels, readable};
+use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_parallel::{PipelineSchedule, Zero};
 
 /// Checks that a rank fits into `run.memory_limit`, that this node's ranks fit into the node's
@@ -26,7 +26,7 @@ use hpctrain_parallel::{PipelineSchedule, Zero};
 pub fn check<B: Kernels>(
     plan: &ResolvedConfig,
     topology: &Topology,
-    held: Held,
+    held: BaselineMemory,
     gpu: Option<usize>,
 ) -> Result<()> {
     let node = Node {
@@ -45,10 +45,10 @@ pub fn check<B: Kernels>(
 }
 
 /// Returns the memory that a rank of this node may use. The arguments are those of [`check`].
-pub fn room(
+pub fn budget(
     plan: &ResolvedConfig,
     topology: &Topology,
-    held: Held,
+    held: BaselineMemory,
     gpu: Option<usize>,
 ) -> MemoryBudget {
     let node = Node {
@@ -62,7 +62,11 @@ pub fn room(
 
 /// Describes the smallest change of a plan after which a rank fits into `room`: settings, or more
 /// ranks.
-pub fn least_change<B: Kernels>(plan: &ResolvedConfig, room: &MemoryBudget, held: Held) -> String {
+pub fn smallest_change<B: Kernels>(
+    plan: &ResolvedConfig,
+    room: &MemoryBudget,
+    held: BaselineMemory,
+) -> String {
     advice(plan, |plan| worst::<B>(plan, held), room)
 }
 
@@ -79,7 +83,7 @@ struct Node<'a> {
 
 impl Node<'_> {
     /// Returns the budget of each rank on the node, of which this rank already uses `held`.
-    fn budget(&self, plan: &ResolvedConfig, held: Held) -> MemoryBudget {
+    fn budget(&self, plan: &ResolvedConfig, held: BaselineMemory) -> MemoryBudget {
         let limit = plan.config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
         // The estimate includes resident memory, which is not part of the available memory.
         let share = |available: usize| (available / self.ranks).saturating_add(held.resident);
@@ -101,7 +105,7 @@ pub fn fit_stages<B: Kernels>(
     world: &Group<B>,
     plan: &mut ResolvedConfig,
     topology: &Topology,
-    held: Held,
+    held: BaselineMemory,
     gpu: Option<usize>,
 ) -> Result<bool> {
     let node = Node {
@@ -113,7 +117,7 @@ pub fn fit_stages<B: Kernels>(
     let room = MemoryBudget::least(&world.all_gather_u64(&node.budget(plan, held).numbers())?);
     // Rank 0 decides, since the resident memory of processes differs slightly.
     let decides = world.rank() == 0 && !room.holds(&worst::<B>(plan, held));
-    let cut = if decides { cut_to_fit::<B>(plan, held, room) } else { None };
+    let cut = if decides { split_to_fit::<B>(plan, held, room) } else { None };
     let ends: Vec<u64> = cut.iter().flatten().map(|stage| stage.end as u64).collect();
     let all_ends = world.all_gather_u64(&ends)?;
     let ends = all_ends[0].iter().map(|end| *end as usize);
@@ -126,20 +130,20 @@ pub fn fit_stages<B: Kernels>(
     Ok(true)
 }
 
-fn fits<B: Kernels>(plan: &ResolvedConfig, node: &Node<'_>, held: Held) -> Result<()> {
+fn fits<B: Kernels>(plan: &ResolvedConfig, node: &Node<'_>, held: BaselineMemory) -> Result<()> {
     let Node { host, ranks, available, .. } = *node;
     let need = |plan: &ResolvedConfig| worst::<B>(plan, held);
     let here = need(plan);
     let limit = plan.config.run.memory_limit;
     let room = node.budget(plan, held);
     let message = if here.gpu() > room.gpu {
-        let need = readable(here.gpu());
+        let need = format_bytes(here.gpu());
         let parts = here.gpu_parts();
-        format!("a rank needs {need} of its GPU ({parts}), but may use {}", readable(room.gpu))
+        format!("a rank needs {need} of its GPU ({parts}), but may use {}", format_bytes(room.gpu))
     } else if let Some(limit) = limit.filter(|limit| here.host() > limit.0) {
         format!("a rank needs {}, more than run.memory_limit = {limit}", describe(&here))
     } else if here.host() > room.host {
-        let there = readable(available.unwrap_or(usize::MAX) / ranks * ranks);
+        let there = format_bytes(available.unwrap_or(usize::MAX) / ranks * ranks);
         format!(
             "{ranks} × {} are needed for the ranks on {host}, where {there} are available",
             describe(&here)
@@ -152,15 +156,19 @@ fn fits<B: Kernels>(plan: &ResolvedConfig, node: &Node<'_>, held: Held) -> Resul
 
 /// Formats host memory as in `1.5 GiB (parameters 0.5 GiB, …)`.
 fn describe(estimate: &Estimate) -> String {
-    format!("{} ({})", readable(estimate.host()), estimate.host_parts())
+    format!("{} ({})", format_bytes(estimate.host()), estimate.host_parts())
 }
 
 /// Formats the total as in `1.5 GiB`, or those of GPU and host if there is a GPU.
 fn sizes(need: &Estimate) -> String {
     match need.gpu {
-        None => readable(need.host()),
+        None => format_bytes(need.host()),
         Some(_) => {
-            format!("{} of the GPU and {} of the host", readable(need.gpu()), readable(need.host()))
+            format!(
+                "{} of the GPU and {} of the host",
+                format_bytes(need.gpu()),
+                format_bytes(need.host())
+            )
         }
     }
 }
@@ -306,7 +314,7 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let offloads_activations = plan.config.offload.activations;
     let offloads_params = plan.config.offload.params;
     let has_tables =
-        on_gpu && !plan.has_tables_on_host() && plan.network.with_tables_apart().is_ok();
+        on_gpu && !plan.offloads_embeddings() && plan.network.with_separate_embedding().is_ok();
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three]
         .into_iter()
         .filter(|zero| *zero as u8 >= now as u8);
@@ -409,7 +417,8 @@ mod tests {
     use hpctrain_cuda::Cuda;
     use hpctrain_device::MemoryKind;
 
-    const NOTHING: Held = Held { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
+    const NOTHING: BaselineMemory =
+        BaselineMemory { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
 
     /// Returns the error with this memory per rank, on top of resident memory; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {
@@ -422,7 +431,7 @@ mod tests {
             &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: false },
         )
         .unwrap();
-        let held = Held { resident: 30 << 20, ..NOTHING };
+        let held = BaselineMemory { resident: 30 << 20, ..NOTHING };
         let node =
             Node { host: "node", ranks, available: Some((room_mib << 20) * ranks), gpu: None };
         fits::<Cpu>(&plan, &node, held).err().map_or(String::new(), |error| {
@@ -631,8 +640,8 @@ mod tests {
         );
         let both = format!(
             "{} of the GPU and {} of the host a rank",
-            readable(here.gpu()),
-            readable(here.host())
+            format_bytes(here.gpu()),
+            format_bytes(here.host())
         );
         assert!(error.ends_with(&format!("hint: offload.optimizer=true takes {both}")), "{error}");
         // With a little less memory, synchronous checkpoints are suggested as well; with much less,
@@ -669,8 +678,8 @@ mod tests {
         let error = refused(&on_gpu(false), away.gpu(), away.host());
         let both = format!(
             "{} of the GPU and {} of the host a rank",
-            readable(away.gpu()),
-            readable(away.host())
+            format_bytes(away.gpu()),
+            format_bytes(away.host())
         );
         let settings = "parallel.zero=3 with offload.optimizer=true with offload.params=true";
         assert!(error.ends_with(&format!("hint: {settings} takes {both}")), "{error}");
@@ -698,8 +707,8 @@ mod tests {
         let error = refused(&there, away.gpu(), away.host());
         let both = format!(
             "{} of the GPU and {} of the host a rank",
-            readable(away.gpu()),
-            readable(away.host())
+            format_bytes(away.gpu()),
+            format_bytes(away.host())
         );
         assert!(error.ends_with(&format!("hint: model.place.tables=host takes {both}")), "{error}");
     }

@@ -9,5 +9,5 @@ mod tables;
 
 pub use available::available;
 pub use budget::MemoryBudget;
-pub use estimate::{Held, estimate, resident, worst};
-pub use fit::{check, fit_stages, least_change, room};
+pub use estimate::{BaselineMemory, estimate, resident, worst};
+pub use fit::{budget, check, fit_stages, smallest_change};

@@ -3,19 +3,19 @@
 use std::ops::Range;
 
 use super::budget::MemoryBudget;
-use super::estimate::{Held, estimate};
+use super::estimate::{BaselineMemory, estimate};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_device::Kernels;
 use hpctrain_parallel::partition;
 
 /// Returns the split with the least work in the busiest stage, of all whose stages fit into `room`.
 /// Returns `None` if there is none.
-pub fn cut_to_fit<B: Kernels>(
+pub fn split_to_fit<B: Kernels>(
     plan: &ResolvedConfig,
-    held: Held,
+    held: BaselineMemory,
     room: MemoryBudget,
 ) -> Option<Vec<Range<usize>>> {
-    let work = plan.network.work(plan.config.parallel.recompute);
+    let work = plan.network.work_per_block(plan.config.parallel.recompute);
     let blocks = work.len();
     let stages = plan.mesh.pipeline;
     let mut tried = ResolvedConfig { stages: vec![], ..plan.clone() };
@@ -88,19 +88,19 @@ mod tests {
             &Environment { ranks: 2, threads: 1, vocabulary: Some(6000), on_gpu: false },
         )
         .unwrap();
-        let held = Held { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
+        let held = BaselineMemory { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
         let host =
             |plan: &ResolvedConfig| [0, 1].map(|stage| estimate::<Cpu>(plan, stage, held).host());
         let [first, last] = host(&plan);
         assert!(first > last, "{first} and {last} bytes");
 
         let room = |host| MemoryBudget { host, gpu: usize::MAX };
-        assert_eq!(cut_to_fit::<Cpu>(&plan, held, room(first)), Some(plan.stages.clone()));
-        let cut = cut_to_fit::<Cpu>(&plan, held, room(first - 1)).unwrap();
+        assert_eq!(split_to_fit::<Cpu>(&plan, held, room(first)), Some(plan.stages.clone()));
+        let cut = split_to_fit::<Cpu>(&plan, held, room(first - 1)).unwrap();
         assert_eq!((cut[0].end, cut[1].end), (plan.stages[0].end - 1, 10));
         assert!(
             host(&ResolvedConfig { stages: cut, ..plan.clone() }).iter().all(|need| *need < first)
         );
-        assert_eq!(cut_to_fit::<Cpu>(&plan, held, room(last / 2)), None);
+        assert_eq!(split_to_fit::<Cpu>(&plan, held, room(last / 2)), None);
     }
 }

@@ -1,7 +1,7 @@
 //! Host memory for embedding tables that are on the host instead of a GPU.
 
 use hpctrain_config::ResolvedConfig;
-use hpctrain_parallel::{Lifetime, MemoryTimeline, Stage, When};
+use hpctrain_parallel::{Lifetime, MemoryTimeline, Stage, StepPosition};
 
 /// Bytes of an f32 or an id.
 const WORD: usize = size_of::<f32>();
@@ -10,7 +10,7 @@ const WORD: usize = size_of::<f32>();
 const LINE: usize = 16;
 
 /// The embedding tables of a plan on the host.
-pub struct Tables<'a> {
+pub struct HostTables<'a> {
     plan: &'a ResolvedConfig,
     /// Padded elements of the tables' unit.
     pub padded: usize,
@@ -18,10 +18,10 @@ pub struct Tables<'a> {
     rows: usize,
 }
 
-impl<'a> Tables<'a> {
+impl<'a> HostTables<'a> {
     /// Creates the tables of a unit of `padded` elements, whose block has `rows` elements of
     /// output per row of activations.
-    pub fn of(plan: &'a ResolvedConfig, padded: usize, rows: usize) -> Self {
+    pub fn new(plan: &'a ResolvedConfig, padded: usize, rows: usize) -> Self {
         Self { plan, padded, rows }
     }
 
@@ -30,14 +30,15 @@ impl<'a> Tables<'a> {
     /// bytes are copied to the GPU.
     pub fn bytes(&self, size: usize, kept: usize) -> usize {
         let Self { plan, padded, rows } = *self;
-        let keep = plan.host_residency();
+        let keep = plan.host_table_sharding_policy();
         let shards = plan.mesh.shard;
         let owned_params = if keep.params == Lifetime::Use { 1 } else { 0 };
         let owned = (owned_params + kept) * padded / shards;
-        let stage = Stage::of_tables(&[None]);
+        let stage = Stage::embedding_tables(&[None]);
         let sizes = [padded];
         let schedule = plan.step_schedule(0);
-        let timeline = MemoryTimeline { stage: &stage, sizes: &sizes, shards, keep, schedule };
+        let timeline =
+            MemoryTimeline { stage: &stage, sizes: &sizes, shards, policy: keep, schedule };
         let of_samples = |samples: u64| {
             let ids = samples as usize * plan.samples.sizes(plan.network.context()).ids;
             (ids, samples as usize * plan.network.context() * rows)
@@ -45,11 +46,11 @@ impl<'a> Tables<'a> {
         let in_lines = |words: usize| words.next_multiple_of(LINE);
         let trained = of_samples(plan.micro);
         let evaluated = of_samples(plan.config.eval.batch);
-        let at_work = |when: When, (ids, rows): (usize, usize)| match when {
-            When::After(_) | When::BackwardWeight(_) => 0,
-            When::Forward(_) | When::Backward(_) | When::BackwardInput(_) => {
-                in_lines(ids) + in_lines(rows)
-            }
+        let at_work = |when: StepPosition, (ids, rows): (usize, usize)| match when {
+            StepPosition::After(_) | StepPosition::BackwardWeight(_) => 0,
+            StepPosition::Forward(_)
+            | StepPosition::Backward(_)
+            | StepPosition::BackwardInput(_) => in_lines(ids) + in_lines(rows),
         };
         let training = timeline.step().into_iter().map(|moment| (moment, trained));
         let moments =

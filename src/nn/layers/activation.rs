@@ -7,13 +7,13 @@ use hpctrain_device::{Activation, Kernels, MemoryKind};
 
 /// An activation function.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Function {
+pub struct ActivationLayer {
     pub f: Activation,
     /// The number of elements per sample.
     pub elements: usize,
 }
 
-impl Op for Function {
+impl Op for ActivationLayer {
     fn sizes(&self) -> LayerSizes {
         LayerSizes { input: self.elements, output: self.elements, ..LayerSizes::default() }
     }

@@ -54,7 +54,7 @@ impl LayerBlock {
         for len in self.lens() {
             let unit =
                 rest.take().ok_or_else(|| Error::internal("a unit ended before its last slice"))?;
-            let (window, others) = B::cut_mut(unit, len);
+            let (window, others) = B::split_at_mut(unit, len);
             stored.push(Some(window));
             rest = Some(others);
         }
@@ -67,7 +67,7 @@ impl LayerBlock {
     }
 
     fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {
-        if self.is_first { &cx.micro.parts.features } else { x }
+        if self.is_first { &cx.micro.fields.features } else { x }
     }
 }
 
@@ -91,7 +91,7 @@ impl<B: Kernels> Block<B> for LayerBlock {
     }
 
     fn saved_f32_per_row(&self) -> usize {
-        self.layers.sizes().exact
+        self.layers.sizes().saved_f32
     }
 
     fn scratch_per_row(&self) -> usize {
@@ -130,7 +130,7 @@ impl<B: Kernels> Block<B> for LayerBlock {
                 x,
                 kept: saved,
                 dy,
-                wants_input,
+                needs_input_grad: wants_input,
             },
         )
     }

@@ -17,7 +17,7 @@ use hpctrain_device::{Backend, ChannelNormShape, Kernels, MemoryKind};
 
 /// The elements over which mean and variance are computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Over {
+pub enum NormScope {
     /// A channel of all samples. Outside training the running statistics are used instead.
     Batch {
         /// The weight of a step's batch in the running statistics.
@@ -38,7 +38,7 @@ pub struct ChannelNorm {
     pub places: usize,
     pub channels: usize,
     pub epsilon: f32,
-    pub over: Over,
+    pub scope: NormScope,
 }
 
 /// The count, the mean and the sum of squared deviations from the mean of a set of numbers.
@@ -77,21 +77,21 @@ impl ChannelNorm {
     fn shape<B: Backend>(&self, cx: &Context<'_, B>) -> ChannelNormShape {
         let Self { places, channels, .. } = *self;
         let samples = cx.micro.samples;
-        match self.over {
-            Over::Batch { .. } => ChannelNormShape {
+        match self.scope {
+            NormScope::Batch { .. } => ChannelNormShape {
                 samples: 1,
                 places: samples * places,
                 channels,
                 groups: channels,
             },
-            Over::Groups(groups) => ChannelNormShape { samples, places, channels, groups },
+            NormScope::Groups(groups) => ChannelNormShape { samples, places, channels, groups },
         }
     }
 
     /// Returns the ranks with which this one shares statistics.
     fn ranks<'a, B: Backend>(&self, cx: &Context<'a, B>) -> Option<&'a Group<B>> {
-        match self.over {
-            Over::Batch { synchronised: true, .. } => {
+        match self.scope {
+            NormScope::Batch { synchronised: true, .. } => {
                 cx.training.as_ref()?.ranks.filter(|ranks| ranks.size() > 1)
             }
             _ => None,
@@ -120,7 +120,7 @@ impl ChannelNorm {
             let channels: Vec<Spread> =
                 (0..width).map(|channel| of_channel(sample, channel)).collect();
             channels
-                .chunks(shape.of_group())
+                .chunks(shape.channels_per_group())
                 .filter_map(|group| group.iter().copied().reduce(Spread::and))
                 .collect::<Vec<_>>()
         });
@@ -151,8 +151,8 @@ impl ChannelNorm {
         let b = cx.backend;
         let shape = self.shape(cx);
         let rstd = |variance: f64| (1.0 / (variance + f64::from(self.epsilon)).sqrt()) as f32;
-        let (stats, targets): (Vec<f32>, Vec<f32>) = match (self.over, &cx.training) {
-            (Over::Batch { .. }, None) => {
+        let (stats, targets): (Vec<f32>, Vec<f32>) = match (self.scope, &cx.training) {
+            (NormScope::Batch { .. }, None) => {
                 let means = host::<B>(b, params[2], self.channels)?;
                 let variances = host::<B>(b, params[3], self.channels)?;
                 let pairs = means.into_iter().zip(variances);
@@ -168,7 +168,7 @@ impl ChannelNorm {
                     .flat_map(|spread| [spread.mean as f32, rstd(spread.variance())])
                     .collect();
                 let targets = match (over, training) {
-                    (Over::Batch { .. }, Some(Training { share, .. })) => {
+                    (NormScope::Batch { .. }, Some(Training { batch_fraction: share, .. })) => {
                         let target = |value: f64| (f64::from(*share) * value) as f32;
                         let means = spreads.iter().map(|spread| target(spread.mean));
                         means
@@ -195,23 +195,24 @@ impl Op for ChannelNorm {
             Tensor::new(name("weight"), &shape, Init::Ones),
             Tensor::new(name("bias"), &shape, Init::Zeros),
         ];
-        if let Over::Batch { momentum, .. } = self.over {
+        if let NormScope::Batch { momentum, .. } = self.scope {
             tensors.push(Tensor::average(name("running_mean"), &shape, Init::Zeros, momentum));
             tensors.push(Tensor::average(name("running_var"), &shape, Init::Ones, momentum));
         }
         tensors
     }
 
-    fn kept(&self) -> usize {
+    fn saved_buffers(&self) -> usize {
         2
     }
 
     fn sizes(&self) -> LayerSizes {
         let elements = self.places * self.channels;
         // The statistics of a batch do not count as elements of each sample.
-        let groups = if let Over::Groups(groups) = self.over { groups } else { self.channels };
-        let exact = if let Over::Groups(_) = self.over { 2 * groups } else { 0 };
-        LayerSizes { input: elements, output: elements, exact, ..LayerSizes::default() }
+        let groups =
+            if let NormScope::Groups(groups) = self.scope { groups } else { self.channels };
+        let exact = if let NormScope::Groups(_) = self.scope { 2 * groups } else { 0 };
+        LayerSizes { input: elements, output: elements, saved_f32: exact, ..LayerSizes::default() }
     }
 
     fn forward<B: Kernels>(
@@ -235,7 +236,7 @@ impl Op for ChannelNorm {
     ) -> Result<B::Buf> {
         let b = cx.backend;
         let shape = self.shape(cx);
-        let BackwardArgs { params, grads, x, kept, dy, wants_input, .. } = back;
+        let BackwardArgs { params, grads, x, kept, dy, needs_input_grad: wants_input, .. } = back;
         let [stats, targets] = crate::unpack(kept)?;
         let width = shape.channels;
         let stats = B::all(&stats);
@@ -284,7 +285,7 @@ impl ChannelNorm {
         weight: &[f32],
     ) -> Result<Vec<f32>> {
         let width = shape.channels;
-        let of_group = shape.of_group();
+        let of_group = shape.channels_per_group();
         let group = |at: usize| {
             let sample = at / shape.groups;
             let group = at % shape.groups;

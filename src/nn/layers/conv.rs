@@ -38,7 +38,7 @@ impl Conv {
         let channels = self.channels();
         let filters = self.filters / self.groups;
         let window = Im2colShape { batch: images, ..self.window };
-        Convolution { window, first: group * channels, channels, filters }
+        Convolution { window, first_channel: group * channels, channels, filters }
     }
 
     /// Returns `[width, first]` of a group's columns within all output columns, and within a buffer
@@ -62,7 +62,7 @@ fn slice<B: Backend>(view: B::View<'_>, range: Range<usize>) -> B::View<'_> {
 
 /// Returns a range of a mutable view.
 fn slice_mut<B: Backend>(view: B::ViewMut<'_>, range: Range<usize>) -> B::ViewMut<'_> {
-    B::cut_mut(B::cut_mut(view, range.start).1, range.len()).0
+    B::split_at_mut(B::split_at_mut(view, range.start).1, range.len()).0
 }
 
 impl Op for Conv {
@@ -135,7 +135,7 @@ impl Op for Conv {
         let b = cx.backend;
         let samples = cx.micro.samples;
         let rows = samples * self.window.rows();
-        let BackwardArgs { params, grads, x, dy, wants_input, .. } = back;
+        let BackwardArgs { params, grads, x, dy, needs_input_grad: wants_input, .. } = back;
         let mut dx = b.alloc(
             MemoryKind::Activations,
             if wants_input { samples * self.window.elements() } else { 0 },

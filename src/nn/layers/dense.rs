@@ -71,7 +71,7 @@ impl Op for Dense {
     ) -> Result<B::Buf> {
         let b = cx.backend;
         let shape = self.shape(cx);
-        let BackwardArgs { params, grads, first, x, dy, wants_input, .. } = back;
+        let BackwardArgs { params, grads, first, x, dy, needs_input_grad: wants_input, .. } = back;
         let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         let (weight, bias) = grads.split_at_mut(1);
         let bias = bias.first_mut().map_or_else(|| B::all_mut(&mut none), |bias| B::reborrow(bias));

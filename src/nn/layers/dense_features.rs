@@ -10,7 +10,7 @@ use hpctrain_device::{Kernels, MemoryKind, StridedCopy};
 /// Layers that map a sample's dense features to a row, which is put before the embedding rows of
 /// its categories. The embedding rows are the input; the features are read from the micro-batch.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Numbers {
+pub struct DenseFeatures {
     /// The number of embedding rows.
     pub tables: usize,
     pub width: usize,
@@ -20,7 +20,7 @@ pub struct Numbers {
     pub dense: Sequence,
 }
 
-impl Numbers {
+impl DenseFeatures {
     /// Returns the copy of the embedding rows into the output.
     fn of_tables(&self, samples: usize) -> StridedCopy {
         let own = self.tables * self.width;
@@ -40,7 +40,7 @@ fn reversed(columns: StridedCopy) -> StridedCopy {
     StridedCopy { from: columns.to, to: columns.from, ..columns }
 }
 
-impl Op for Numbers {
+impl Op for DenseFeatures {
     fn tensors(&self) -> Vec<Tensor> {
         self.dense.tensors()
     }
@@ -49,8 +49,8 @@ impl Op for Numbers {
         self.dense.slices()
     }
 
-    fn kept(&self) -> usize {
-        self.dense.kept()
+    fn saved_buffers(&self) -> usize {
+        self.dense.saved_buffers()
     }
 
     fn sizes(&self) -> LayerSizes {
@@ -76,7 +76,7 @@ impl Op for Numbers {
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let b = cx.backend;
         let samples = cx.micro.samples;
-        let (of_numbers, kept) = self.dense.forward(cx, params, &cx.micro.parts.features)?;
+        let (of_numbers, kept) = self.dense.forward(cx, params, &cx.micro.fields.features)?;
         let mut y = b.alloc(MemoryKind::Activations, samples * (1 + self.tables) * self.width)?;
         b.copy_columns(self.of_numbers(samples), B::all(&of_numbers), B::all_mut(&mut y))?;
         b.copy_columns(self.of_tables(samples), B::all(x), B::all_mut(&mut y))?;
@@ -100,10 +100,10 @@ impl Op for Numbers {
         let mut of_tables = b.alloc(MemoryKind::Activations, samples * self.tables * self.width)?;
         b.copy_columns(reversed(self.of_tables(samples)), B::all(&dy), B::all_mut(&mut of_tables))?;
         drop(dy);
-        let x = &cx.micro.parts.features;
+        let x = &cx.micro.fields.features;
         self.dense.backward(
             cx,
-            BackwardArgs { params, grads, first, x, kept, dy: of_numbers, wants_input: false },
+            BackwardArgs { params, grads, first, x, kept, dy: of_numbers, needs_input_grad: false },
         )?;
         Ok(of_tables)
     }

@@ -42,7 +42,7 @@ impl Op for Interaction {
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let pairs = self.pairs(cx.micro.samples);
         let mut y = cx.backend.alloc(MemoryKind::Activations, pairs.samples * pairs.outputs())?;
-        cx.backend.pair_products(pairs, B::all(x), B::all_mut(&mut y))?;
+        cx.backend.dot_interaction(pairs, B::all(x), B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
@@ -52,7 +52,7 @@ impl Op for Interaction {
         back: BackwardArgs<'_, '_, '_, B>,
     ) -> Result<B::Buf> {
         let mut dx = cx.backend.alloc(MemoryKind::Activations, B::len(back.x))?;
-        cx.backend.pair_products_backward(
+        cx.backend.dot_interaction_backward(
             self.pairs(cx.micro.samples),
             B::all(back.x),
             B::all(&back.dy),

@@ -40,7 +40,7 @@ impl Op for Embedding {
         let mut y =
             cx.backend.alloc(MemoryKind::Activations, cx.micro.samples * self.time * self.width)?;
         cx.backend.embedding(
-            &cx.micro.parts.ids,
+            &cx.micro.fields.ids,
             0,
             params[0],
             B::split_at(params[0], 0).0,
@@ -57,7 +57,7 @@ impl Op for Embedding {
         let mut none = cx.backend.alloc_f32(MemoryKind::Activations, 0)?;
         let table = B::reborrow(&mut back.grads[0]);
         cx.backend.embedding_backward(
-            &cx.micro.parts.ids,
+            &cx.micro.fields.ids,
             0,
             B::all(&back.dy),
             table,

@@ -1,6 +1,6 @@
 //! One embedding table for each category, with the dense features as another row.
 
-use super::dense_features::Numbers;
+use super::dense_features::DenseFeatures;
 use super::layer::{BackwardArgs, LayerSizes, Op, Slice};
 use crate::Context;
 use hpctrain_base::error::Result;
@@ -10,24 +10,24 @@ use hpctrain_device::{Kernels, MemoryKind};
 /// The first layer if samples have an id for each category: it looks up a row in each category's
 /// table, and puts a row computed from the dense features before them.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Tables {
+pub struct EmbeddingTables {
     /// The name before `.tables.0.weight` and so on.
     pub name: String,
     /// The number of rows of each table.
     pub ids: Vec<usize>,
     pub width: usize,
     /// The dense features, if samples have any.
-    pub numbers: Option<Numbers>,
+    pub dense_features: Option<DenseFeatures>,
 }
 
-impl Tables {
+impl EmbeddingTables {
     /// Returns the tables without the dense features, and the dense features.
-    pub fn apart(&self) -> (Self, Option<Numbers>) {
-        (Self { numbers: None, ..self.clone() }, self.numbers.clone())
+    pub fn split_dense_features(&self) -> (Self, Option<DenseFeatures>) {
+        (Self { dense_features: None, ..self.clone() }, self.dense_features.clone())
     }
 }
 
-impl Op for Tables {
+impl Op for EmbeddingTables {
     fn tensors(&self) -> Vec<Tensor> {
         // The reference implementation of the paper draws uniform numbers. These are normal, with
         // the same variance.
@@ -35,7 +35,7 @@ impl Op for Tables {
             let init = Init::Normal((1.0 / (3.0 * ids as f32)).sqrt());
             Tensor::new(format!("{}.tables.{i}.weight", self.name), &[ids, self.width], init)
         };
-        let numbers = self.numbers.as_ref().map_or(vec![], Numbers::tensors);
+        let numbers = self.dense_features.as_ref().map_or(vec![], DenseFeatures::tensors);
         self.ids.iter().enumerate().map(table).chain(numbers).collect()
     }
 
@@ -43,17 +43,17 @@ impl Op for Tables {
     fn slices(&self) -> Vec<Slice> {
         let tables = (0, self.ids.iter().sum::<usize>() * self.width);
         std::iter::once(tables)
-            .chain(self.numbers.as_ref().map_or(vec![], Numbers::slices))
+            .chain(self.dense_features.as_ref().map_or(vec![], DenseFeatures::slices))
             .collect()
     }
 
-    fn kept(&self) -> usize {
-        self.numbers.as_ref().map_or(0, Numbers::kept)
+    fn saved_buffers(&self) -> usize {
+        self.dense_features.as_ref().map_or(0, DenseFeatures::saved_buffers)
     }
 
     fn sizes(&self) -> LayerSizes {
         let of_tables = self.ids.len() * self.width;
-        match &self.numbers {
+        match &self.dense_features {
             None => LayerSizes { output: of_tables, scratch: of_tables, ..LayerSizes::default() },
             Some(numbers) => {
                 let sizes = numbers.sizes();
@@ -63,7 +63,7 @@ impl Op for Tables {
     }
 
     fn flops(&self) -> u64 {
-        self.numbers.as_ref().map_or(0, Numbers::flops)
+        self.dense_features.as_ref().map_or(0, DenseFeatures::flops)
     }
 
     fn forward<B: Kernels>(
@@ -76,13 +76,13 @@ impl Op for Tables {
         let samples = cx.micro.samples;
         let mut rows = b.alloc(MemoryKind::Activations, samples * self.ids.len() * self.width)?;
         b.embedding(
-            &cx.micro.parts.ids,
+            &cx.micro.fields.ids,
             0,
             params[0],
             B::split_at(params[0], 0).0,
             B::all_mut(&mut rows),
         )?;
-        match &self.numbers {
+        match &self.dense_features {
             None => Ok((rows, vec![])),
             Some(numbers) => numbers.forward(cx, &params[1..], &rows),
         }
@@ -96,19 +96,19 @@ impl Op for Tables {
         let b = cx.backend;
         let BackwardArgs { params, grads, first, x, kept, dy, .. } = back;
         let (table, grads) = grads.split_at_mut(1);
-        let rows = match &self.numbers {
+        let rows = match &self.dense_features {
             None => dy,
             Some(numbers) => {
                 let params = &params[1..];
                 numbers.backward(
                     cx,
-                    BackwardArgs { params, grads, first, x, kept, dy, wants_input: true },
+                    BackwardArgs { params, grads, first, x, kept, dy, needs_input_grad: true },
                 )?
             }
         };
         let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         b.embedding_backward(
-            &cx.micro.parts.ids,
+            &cx.micro.fields.ids,
             0,
             B::all(&rows),
             B::reborrow(&mut table[0]),

@@ -1,11 +1,13 @@
 //! The computations of layers, with known shapes.
 
 use super::{
-    activation::Function, channel_norm::ChannelNorm, conv::Conv, dense::Dense,
-    dense_features::Numbers, dot_interaction::Interaction, dropout::DropoutLayer,
+    activation::ActivationLayer, channel_norm::ChannelNorm, conv::Conv, dense::Dense,
+    dense_features::DenseFeatures, dot_interaction::Interaction, dropout::DropoutLayer,
     embedding::Embedding, norm::LayerNorm,
 };
-use super::{embedding_tables::Tables, pool::PoolLayer, residual::Residual, softmax::Softmax};
+use super::{
+    embedding_tables::EmbeddingTables, pool::PoolLayer, residual::Residual, softmax::Softmax,
+};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
@@ -21,7 +23,7 @@ pub struct LayerSizes {
     /// Elements saved for the backward, without the input.
     pub kept: usize,
     /// Saved elements that are f32 with any compute type, which `kept` does not count.
-    pub exact: usize,
+    pub saved_f32: usize,
     /// Peak of temporary elements, without input, output and saved elements.
     pub scratch: usize,
 }
@@ -44,7 +46,7 @@ pub trait Op {
     }
 
     /// Returns the number of buffers that a forward saves for its backward.
-    fn kept(&self) -> usize {
+    fn saved_buffers(&self) -> usize {
         0
     }
 
@@ -88,7 +90,7 @@ pub struct BackwardArgs<'a, 'p, 'g, B: Kernels> {
     /// The gradient of the output.
     pub dy: B::Buf,
     /// Whether the gradient of the input is needed.
-    pub wants_input: bool,
+    pub needs_input_grad: bool,
 }
 
 /// Any layer.
@@ -100,11 +102,11 @@ pub enum LayerOp {
     Norm(LayerNorm),
     Channels(ChannelNorm),
     Drop(DropoutLayer),
-    Function(Function),
+    Function(ActivationLayer),
     Softmax(Softmax),
     Embedding(Embedding),
-    Tables(Tables),
-    Numbers(Numbers),
+    Tables(EmbeddingTables),
+    DenseFeatures(DenseFeatures),
     Interaction(Interaction),
     Residual(Residual),
 }
@@ -122,7 +124,7 @@ macro_rules! each {
             LayerOp::Softmax($op) => $call,
             LayerOp::Embedding($op) => $call,
             LayerOp::Tables($op) => $call,
-            LayerOp::Numbers($op) => $call,
+            LayerOp::DenseFeatures($op) => $call,
             LayerOp::Interaction($op) => $call,
             LayerOp::Residual($op) => $call,
         }
@@ -138,8 +140,8 @@ impl Op for LayerOp {
         each!(self, op => op.slices())
     }
 
-    fn kept(&self) -> usize {
-        each!(self, op => op.kept())
+    fn saved_buffers(&self) -> usize {
+        each!(self, op => op.saved_buffers())
     }
 
     fn sizes(&self) -> LayerSizes {

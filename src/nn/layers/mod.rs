@@ -25,19 +25,19 @@ mod shape;
 mod softmax;
 mod spec;
 
-use activation::Function;
+use activation::ActivationLayer;
 use block::LayerBlock;
-use channel_norm::{ChannelNorm, Over};
+use channel_norm::{ChannelNorm, NormScope};
 use conv::Conv;
 use dense::Dense;
-use dense_features::Numbers;
+use dense_features::DenseFeatures;
 use dot_interaction::Interaction;
 use dropout::DropoutLayer;
 use embedding::Embedding;
-use embedding_tables::Tables;
+use embedding_tables::EmbeddingTables;
 use layer::{LayerOp, Op as _};
 use norm::LayerNorm;
-use pool::{By, PoolLayer};
+use pool::{PoolLayer, PoolReduction};
 use residual::Residual;
 use sequential::Sequence;
 use softmax::Softmax;
@@ -49,7 +49,7 @@ use hpctrain_base::layout::trained;
 use hpctrain_data::Ids;
 use hpctrain_device::{Im2colShape, Kernels};
 
-pub use shape::shown;
+pub use shape::format_shape;
 pub use spec::{Layer, NamedPadding, Padding, Pair};
 
 /// The key of the layer list in the configuration.
@@ -78,7 +78,7 @@ impl Layers {
     /// Returns an error if a layer cannot take the output of the one before, or if no layer has
     /// parameters.
     pub fn new(input: &[usize], layers: &[Layer]) -> Result<Self> {
-        let output = shape::through(layers, PLACE, input)?;
+        let output = shape::output_shape_of_all(layers, PLACE, input)?;
         let ids = match layers.first() {
             Some(Layer::Embedding { ids, .. }) => Ids::Input(*ids),
             Some(Layer::EmbeddingTables { ids, .. }) => Ids::Tables(ids.as_slice().into()),
@@ -111,14 +111,14 @@ impl Layers {
     /// if the first layer is not an embedding, or if no other layer has parameters. The names of
     /// tensors and their values stay.
     #[must_use]
-    pub fn with_tables_apart(&self) -> Option<Self> {
+    pub fn with_separate_embedding(&self) -> Option<Self> {
         let ((name, Sequence(steps)), behind) = self.blocks.split_first()?;
         let (first, rest) = steps.split_first()?;
         let (tables, numbers) = match first {
             LayerOp::Embedding(_) => (first.clone(), None),
             LayerOp::Tables(tables) => {
-                let (tables, numbers) = tables.apart();
-                (LayerOp::Tables(tables), numbers.map(LayerOp::Numbers))
+                let (tables, numbers) = tables.split_dense_features();
+                (LayerOp::Tables(tables), numbers.map(LayerOp::DenseFeatures))
             }
             _ => return None,
         };
@@ -170,7 +170,7 @@ impl Layers {
                 output: vec![sizes.output],
                 parameters: trained(&layers.tensors()),
                 flops: layers.flops(),
-                kept: sizes.kept + sizes.exact + sizes.output,
+                kept: sizes.kept + sizes.saved_f32 + sizes.output,
             }
         };
         self.blocks.iter().map(block).collect()
@@ -183,14 +183,14 @@ impl Layers {
 
     /// Returns the key of a batch normalisation that sees a single value per channel and sample, so
     /// that one sample has no variance, and whether it is synchronised.
-    pub fn single(&self) -> Option<(&str, bool)> {
+    pub fn single_value_batch_norm(&self) -> Option<(&str, bool)> {
         self.single.as_ref().map(|(place, synchronised)| (place.as_str(), *synchronised))
     }
 
     /// Returns the number of layers that compute something.
     pub fn len(&self) -> usize {
         // The dense features belong to the layer of embedding tables, even as a separate step.
-        let is_layer = |step: &&LayerOp| !matches!(step, LayerOp::Numbers(_));
+        let is_layer = |step: &&LayerOp| !matches!(step, LayerOp::DenseFeatures(_));
         self.blocks.iter().map(|(_, layers)| layers.0.iter().filter(is_layer).count()).sum()
     }
 
@@ -223,14 +223,14 @@ impl Compiler {
         for (i, layer) in layers.iter().enumerate() {
             let name = format!("{name}.{i}");
             let place = format!("{place}[{i}]");
-            let after = shape::after(layer, &place, &self.shape)?;
+            let after = shape::output_shape(layer, &place, &self.shape)?;
             let step = self.step(layer, &name, &place)?;
             if place.matches('[').count() == 1 {
                 let (kept, parameters, flops) = step.as_ref().map_or((0, 0, 0), |step| {
                     let sizes = step.sizes();
                     let tensors = step.tensors();
                     // The input of the next layer is saved as well.
-                    (sizes.kept + sizes.exact + sizes.output, trained(&tensors), step.flops())
+                    (sizes.kept + sizes.saved_f32 + sizes.output, trained(&tensors), step.flops())
                 });
                 self.summary.push(LayerSummary {
                     name: format!("{name} {}", layer.kind()),
@@ -261,7 +261,7 @@ impl Compiler {
                 LayerOp::Dense(Dense { name, rows, inputs: width, outputs: *units, bias: *bias })
             }
             Layer::Conv2d { filters, groups, bias, .. } => {
-                let window = shape::placed(layer, place, &self.shape)?;
+                let window = shape::window_shape(layer, place, &self.shape)?;
                 LayerOp::Conv(Conv {
                     name,
                     window,
@@ -271,16 +271,19 @@ impl Compiler {
                 })
             }
             Layer::MaxPool2d { .. } => LayerOp::Pool(PoolLayer {
-                window: shape::placed(layer, place, &self.shape)?,
-                by: By::Largest,
+                window: shape::window_shape(layer, place, &self.shape)?,
+                reduction: PoolReduction::Max,
             }),
             Layer::AvgPool2d { .. } => LayerOp::Pool(PoolLayer {
-                window: shape::placed(layer, place, &self.shape)?,
-                by: By::Mean,
+                window: shape::window_shape(layer, place, &self.shape)?,
+                reduction: PoolReduction::Mean,
             }),
             Layer::GlobalAvgPool => {
                 let &[height, width, channels] = &self.shape[..] else {
-                    return Err(Error::internal(format!("{place} is on {}", shown(&self.shape))));
+                    return Err(Error::internal(format!(
+                        "{place} is on {}",
+                        format_shape(&self.shape)
+                    )));
                 };
                 let size = [height, width];
                 let window = Im2colShape {
@@ -292,13 +295,13 @@ impl Compiler {
                     stride: size,
                     padding: [0, 0],
                 };
-                LayerOp::Pool(PoolLayer { window, by: By::Mean })
+                LayerOp::Pool(PoolLayer { window, reduction: PoolReduction::Mean })
             }
             Layer::LayerNorm { epsilon } => {
                 LayerOp::Norm(LayerNorm { name, rows, width, epsilon: *epsilon })
             }
             Layer::BatchNorm { epsilon, momentum, synchronised } => {
-                let over = Over::Batch { momentum: *momentum, synchronised: *synchronised };
+                let over = NormScope::Batch { momentum: *momentum, synchronised: *synchronised };
                 if rows == 1 && self.single.as_ref().is_none_or(|(_, synchronised)| *synchronised) {
                     self.single = Some((place.to_string(), *synchronised));
                 }
@@ -307,17 +310,17 @@ impl Compiler {
                     places: rows,
                     channels: width,
                     epsilon: *epsilon,
-                    over,
+                    scope: over,
                 })
             }
             Layer::GroupNorm { groups, epsilon } => {
-                let over = Over::Groups(*groups);
+                let over = NormScope::Groups(*groups);
                 LayerOp::Channels(ChannelNorm {
                     name,
                     places: rows,
                     channels: width,
                     epsilon: *epsilon,
-                    over,
+                    scope: over,
                 })
             }
             Layer::Dropout { rate } => {
@@ -333,13 +336,18 @@ impl Compiler {
                 let tables = ids.len();
                 let width = *width;
                 let features = elements;
-                let numbers = (!dense.is_empty()).then(|| Numbers {
+                let numbers = (!dense.is_empty()).then(|| DenseFeatures {
                     tables,
                     width,
                     features,
                     dense: sequence(dense),
                 });
-                LayerOp::Tables(Tables { name, ids: ids.clone(), width, numbers })
+                LayerOp::Tables(EmbeddingTables {
+                    name,
+                    ids: ids.clone(),
+                    width,
+                    dense_features: numbers,
+                })
             }
             Layer::DotInteraction => LayerOp::Interaction(Interaction { rows, width }),
             Layer::Softmax => LayerOp::Softmax(Softmax { width, elements }),
@@ -364,7 +372,7 @@ impl Compiler {
                 LayerOp::Residual(Residual { body: sequence(body), shortcut })
             }
             function => match function.activation() {
-                Some(f) => LayerOp::Function(Function { f, elements }),
+                Some(f) => LayerOp::Function(ActivationLayer { f, elements }),
                 None => {
                     return Err(Error::internal(format!("{place} is not an activation function")));
                 }

@@ -35,7 +35,7 @@ impl Op for LayerNorm {
         vec![tensor("weight", Init::Ones), tensor("bias", Init::Zeros)]
     }
 
-    fn kept(&self) -> usize {
+    fn saved_buffers(&self) -> usize {
         1
     }
 
@@ -44,7 +44,7 @@ impl Op for LayerNorm {
         LayerSizes {
             input: elements,
             output: elements,
-            exact: 2 * self.rows,
+            saved_f32: 2 * self.rows,
             ..LayerSizes::default()
         }
     }

@@ -7,8 +7,8 @@ use hpctrain_device::{Backend, Im2colShape, Kernels, MemoryKind};
 
 /// How the elements in a window are reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum By {
-    Largest,
+pub enum PoolReduction {
+    Max,
     Mean,
 }
 
@@ -17,7 +17,7 @@ pub enum By {
 pub struct PoolLayer {
     /// The window, with a batch of one image.
     pub window: Im2colShape,
-    pub by: By,
+    pub reduction: PoolReduction,
 }
 
 impl PoolLayer {
@@ -40,9 +40,11 @@ impl Op for PoolLayer {
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let window = self.on(cx);
         let mut y = cx.backend.alloc(MemoryKind::Activations, window.rows() * window.channels)?;
-        match self.by {
-            By::Largest => cx.backend.max_pool(window, B::all(x), B::all_mut(&mut y))?,
-            By::Mean => cx.backend.average_pool(window, B::all(x), B::all_mut(&mut y))?,
+        match self.reduction {
+            PoolReduction::Max => cx.backend.max_pool(window, B::all(x), B::all_mut(&mut y))?,
+            PoolReduction::Mean => {
+                cx.backend.average_pool(window, B::all(x), B::all_mut(&mut y))?
+            }
         }
         Ok((y, vec![]))
     }
@@ -56,9 +58,13 @@ impl Op for PoolLayer {
         let mut dx = cx.backend.alloc(MemoryKind::Activations, window.elements())?;
         let x = B::all(back.x);
         let dy = B::all(&back.dy);
-        match self.by {
-            By::Largest => cx.backend.max_pool_backward(window, x, dy, B::all_mut(&mut dx))?,
-            By::Mean => cx.backend.average_pool_backward(window, dy, B::all_mut(&mut dx))?,
+        match self.reduction {
+            PoolReduction::Max => {
+                cx.backend.max_pool_backward(window, x, dy, B::all_mut(&mut dx))?
+            }
+            PoolReduction::Mean => {
+                cx.backend.average_pool_backward(window, dy, B::all_mut(&mut dx))?
+            }
         }
         Ok(dx)
     }

@@ -32,8 +32,8 @@ impl Op for Residual {
         self.body.slices().into_iter().chain(around).collect()
     }
 
-    fn kept(&self) -> usize {
-        self.body.kept() + self.shortcut.as_ref().map_or(0, Sequence::kept)
+    fn saved_buffers(&self) -> usize {
+        self.body.saved_buffers() + self.shortcut.as_ref().map_or(0, Sequence::saved_buffers)
     }
 
     fn sizes(&self) -> LayerSizes {
@@ -41,7 +41,7 @@ impl Op for Residual {
         let around = self.shortcut.as_ref().map_or(LayerSizes::default(), Sequence::sizes);
         LayerSizes {
             kept: body.kept + around.kept,
-            exact: body.exact + around.exact,
+            saved_f32: body.saved_f32 + around.saved_f32,
             // The gradient of one path waits for that of the other.
             scratch: body.scratch.max(around.scratch) + body.output + body.input,
             ..body
@@ -79,7 +79,7 @@ impl Op for Residual {
         let BackwardArgs { params, grads, first, x, mut kept, dy, .. } = back;
         let (own_params, around_params) = params.split_at(self.of_body());
         let (own_grads, around_grads) = grads.split_at_mut(self.of_body());
-        let of_shortcut = kept.split_off(self.body.kept());
+        let of_shortcut = kept.split_off(self.body.saved_buffers());
         let mut copy = cx.backend.alloc(MemoryKind::Activations, B::len(&dy))?;
         cx.backend.copy(B::all(&dy), B::all_mut(&mut copy))?;
         let of_body = BackwardArgs {
@@ -89,7 +89,7 @@ impl Op for Residual {
             x,
             kept,
             dy: copy,
-            wants_input: true,
+            needs_input_grad: true,
         };
         let mut dx = self.body.backward(cx, of_body)?;
         let around = match &self.shortcut {
@@ -105,7 +105,7 @@ impl Op for Residual {
                         x,
                         kept: of_shortcut,
                         dy,
-                        wants_input: true,
+                        needs_input_grad: true,
                     },
                 )?
             }

@@ -21,8 +21,8 @@ impl Op for Sequence {
 
     /// Returns the number of saved buffers of all layers, including the inputs of all but the
     /// first.
-    fn kept(&self) -> usize {
-        self.0.iter().map(LayerOp::kept).sum::<usize>() + self.0.len() - 1
+    fn saved_buffers(&self) -> usize {
+        self.0.iter().map(LayerOp::saved_buffers).sum::<usize>() + self.0.len() - 1
     }
 
     fn sizes(&self) -> LayerSizes {
@@ -32,7 +32,7 @@ impl Op for Sequence {
             input: all[0].input,
             output: all[all.len() - 1].output,
             kept: all.iter().map(|sizes| sizes.kept).sum::<usize>() + between,
-            exact: all.iter().map(|sizes| sizes.exact).sum(),
+            saved_f32: all.iter().map(|sizes| sizes.saved_f32).sum(),
             // A backward holds the gradients of its output and its input.
             scratch: all
                 .iter()
@@ -52,7 +52,7 @@ impl Op for Sequence {
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let mut kept = Vec::with_capacity(self.kept());
+        let mut kept = Vec::with_capacity(self.saved_buffers());
         let mut rest = params;
         let mut last: Option<B::Buf> = None;
         for step in &self.0 {
@@ -70,11 +70,19 @@ impl Op for Sequence {
         cx: &Context<'_, B>,
         back: BackwardArgs<'_, '_, '_, B>,
     ) -> Result<B::Buf> {
-        let BackwardArgs { mut params, mut grads, first, x, mut kept, mut dy, wants_input } = back;
+        let BackwardArgs {
+            mut params,
+            mut grads,
+            first,
+            x,
+            mut kept,
+            mut dy,
+            needs_input_grad: wants_input,
+        } = back;
         for (i, step) in self.0.iter().enumerate().rev() {
             // The forward pushed the layer's saved buffers, then its input.
             let input = if i > 0 { kept.pop() } else { None };
-            let of_step = kept.split_off(kept.len() - step.kept());
+            let of_step = kept.split_off(kept.len() - step.saved_buffers());
             let own = params.len() - step.slices().len();
             let (params_before, own_params) = params.split_at(own);
             let (grads_before, own_grads) = grads.split_at_mut(own);
@@ -88,7 +96,7 @@ impl Op for Sequence {
                     x: input.as_ref().unwrap_or(x),
                     kept: of_step,
                     dy,
-                    wants_input: wants_input || i > 0,
+                    needs_input_grad: wants_input || i > 0,
                 },
             )?;
         }

@@ -21,13 +21,13 @@ fn elements(shape: &[usize], largest: usize) -> Option<usize> {
 /// # Errors
 /// Returns an error if the layer does not accept the input shape, or if one of its sizes is
 /// invalid.
-pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
+pub fn output_shape(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let check = |shape: &[usize], verb: &str| match elements(shape, LARGEST[0]) {
         Some(_) => Ok(()),
         None => Err(Error::input(format!(
             "{place} ({}) {verb} {}: too many elements",
             layer.kind(),
-            shown(shape)
+            format_shape(shape)
         ))
         .hint("a sample has 2147483648 at most, before and after every layer")),
     };
@@ -41,8 +41,11 @@ pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> 
 fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let refused = |expected: &str, hint: String| {
         let kind = layer.kind();
-        Err(Error::input(format!("{place} ({kind}) gets {}, but expects {expected}", shown(input)))
-            .hint(hint))
+        Err(Error::input(format!(
+            "{place} ({kind}) gets {}, but expects {expected}",
+            format_shape(input)
+        ))
+        .hint(hint))
     };
     let image = |expected: &str| match *input {
         [height, width, channels] => Ok([height, width, channels]),
@@ -80,13 +83,13 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
                     "it has more than 2^40 weights: reduce kernel or filters".into(),
                 );
             }
-            let [high, wide] = placed(layer, place, input)?.places();
+            let [high, wide] = window_shape(layer, place, input)?.output_size();
             Ok(vec![high, wide, *filters])
         }
         Layer::MaxPool2d { kernel, .. } | Layer::AvgPool2d { kernel, .. } => {
             let [.., channels] = image("an image")?;
             positive("kernel", kernel.get()[0] * kernel.get()[1])?;
-            let [high, wide] = placed(layer, place, input)?.places();
+            let [high, wide] = window_shape(layer, place, input)?.output_size();
             Ok(vec![high, wide, channels])
         }
         Layer::GlobalAvgPool => Ok(vec![image("an image")?[2]]),
@@ -99,12 +102,13 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
             match elements(shape, LARGEST[0]) {
                 Some(here) if here == there => Ok(shape.clone()),
                 Some(here) => refused(
-                    &format!("the {here} elements of {}", shown(shape)),
+                    &format!("the {here} elements of {}", format_shape(shape)),
                     format!("it has {there}"),
                 ),
-                None => {
-                    refused(&format!("the elements of {}", shown(shape)), format!("it has {there}"))
-                }
+                None => refused(
+                    &format!("the elements of {}", format_shape(shape)),
+                    format!("it has {there}"),
+                ),
             }
         }
         Layer::Flatten => Ok(vec![input.iter().product()]),
@@ -144,11 +148,11 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
                 }
                 (false, _) => {}
             }
-            match through(dense, &format!("{place}.dense"), input)? {
+            match output_shape_of_all(dense, &format!("{place}.dense"), input)? {
                 row if row == [*width] => Ok(vec![1 + ids.len(), *width]),
                 row => Err(Error::input(format!(
                     "{place} (embedding_tables): dense gives {}",
-                    shown(&row)
+                    format_shape(&row)
                 ))
                 .hint(format!("end it with {width} units, the width of the tables"))),
             }
@@ -161,14 +165,14 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
             ),
         },
         Layer::Residual { layers, shortcut } => {
-            let body = through(layers, &format!("{place}.layers"), input)?;
-            let around = through(shortcut, &format!("{place}.shortcut"), input)?;
+            let body = output_shape_of_all(layers, &format!("{place}.layers"), input)?;
+            let around = output_shape_of_all(shortcut, &format!("{place}.shortcut"), input)?;
             match body == around {
                 true => Ok(body),
                 false => Err(Error::input(format!(
                     "{place} (residual): the branch gives {}, its shortcut {}",
-                    shown(&body),
-                    shown(&around)
+                    format_shape(&body),
+                    format_shape(&around)
                 ))
                 .hint(
                     "give both the same shape, for example by a conv2d of kernel 1 in the shortcut",
@@ -200,7 +204,7 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
 ///
 /// # Errors
 /// Returns an error under the conditions of [`after`], and if an embedding is not the first layer.
-pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usize>> {
+pub fn output_shape_of_all(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let mut shape = input.to_vec();
     for (i, layer) in layers.iter().enumerate() {
         let of_ids = matches!(layer, Layer::Embedding { .. } | Layer::EmbeddingTables { .. });
@@ -211,7 +215,7 @@ pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usi
             ))
             .hint("its input is the ids of the data: put it first"));
         }
-        shape = after(layer, &format!("{place}[{i}]"), &shape)?;
+        shape = output_shape(layer, &format!("{place}[{i}]"), &shape)?;
     }
     Ok(shape)
 }
@@ -221,7 +225,7 @@ pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usi
 /// # Errors
 /// Returns an error if a stride is 0, the padding is not smaller than the kernel, or the kernel
 /// does not fit into the padded image.
-pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape> {
+pub fn window_shape(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape> {
     let (kernel, stride, padding) = match layer {
         Layer::Conv2d { kernel, stride, padding, .. } => (kernel, *stride, padding),
         Layer::MaxPool2d { kernel, stride, padding }
@@ -231,7 +235,7 @@ pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape
         _ => return Err(Error::internal(format!("{place} has no window"))),
     };
     let &[height, width, channels] = input else {
-        return Err(Error::internal(format!("{place} is on {}", shown(input))));
+        return Err(Error::internal(format!("{place} is on {}", format_shape(input))));
     };
     let size = kernel.get();
     let stride = stride.get();
@@ -243,16 +247,16 @@ pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape
     if padding[0] >= size[0] || padding[1] >= size[1] {
         return Err(Error::input(format!(
             "{place} ({kind}): a padding of {} for a kernel of {}",
-            shown(&padding),
-            shown(&size)
+            format_shape(&padding),
+            format_shape(&size)
         ))
         .hint("give less than the kernel: some windows would contain only padding"));
     }
     if size[0] > height + 2 * padding[0] || size[1] > width + 2 * padding[1] {
         return Err(Error::input(format!(
             "{place} ({kind}) gets {}, smaller than its kernel of {}",
-            shown(input),
-            shown(&size)
+            format_shape(input),
+            format_shape(&size)
         ))
         .hint("use a smaller kernel, more padding, or fewer strides before"));
     }
@@ -260,7 +264,7 @@ pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape
 }
 
 /// Formats a shape, such as `28 × 28 × 1`.
-pub fn shown(shape: &[usize]) -> String {
+pub fn format_shape(shape: &[usize]) -> String {
     shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" × ")
 }
 
@@ -275,7 +279,7 @@ mod tests {
         }
         let model: Model =
             toml::from_str(&format!("layers = [{layers}]")).map_err(|e| e.to_string())?;
-        through(&model.layers, super::super::PLACE, input).map_err(|e| e.to_string())
+        output_shape_of_all(&model.layers, super::super::PLACE, input).map_err(|e| e.to_string())
     }
 
     #[test]

@@ -60,7 +60,7 @@ impl GroupRun {
     };
 
     /// Creates the run of a whole tensor, without layer-wise scaling.
-    pub fn of(tensor: &Tensor, groups: &[Group]) -> Self {
+    pub fn from_tensor(tensor: &Tensor, groups: &[Group]) -> Self {
         let group = groups.iter().find(|group| group.holds(tensor));
         GroupRun {
             len: tensor.len(),
@@ -85,7 +85,7 @@ impl GroupRun {
 /// Returns the runs of a range of a unit, in order. Padding after tensors without weight decay
 /// belongs to their run. If `layerwise`, each matrix is a separate run
 /// ([`UpdateRule::is_layerwise`](super::UpdateRule::is_layerwise)).
-pub fn parts(
+pub fn group_runs(
     layout: &UnitLayout,
     range: Range<usize>,
     groups: &[Group],
@@ -101,7 +101,7 @@ pub fn parts(
     for piece in layout.stored(range.clone()) {
         add(GroupRun { len: piece.of_owned.start - end, ..GroupRun::PADDING });
         end = piece.of_owned.end;
-        let part = GroupRun::of(piece.tensor, groups);
+        let part = GroupRun::from_tensor(piece.tensor, groups);
         let scaled_by = (layerwise && part.decays).then_some(piece.index);
         add(GroupRun { len: piece.of_owned.len(), scaled_by, ..part });
     }
@@ -133,10 +133,10 @@ mod tests {
             average: None,
         };
         let plain = [part(10, 1.0, None, true), part(6, 1.0, None, false)];
-        assert_eq!(parts(&layout, 0..16, &[], false), plain);
+        assert_eq!(group_runs(&layout, 0..16, &[], false), plain);
         let scaled =
             |len, tensor| GroupRun { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };
-        assert_eq!(parts(&layout, 2..16, &[], true), [scaled(4, 0), scaled(4, 1), plain[1]]);
+        assert_eq!(group_runs(&layout, 2..16, &[], true), [scaled(4, 0), scaled(4, 1), plain[1]]);
         let group = |names: &str, lr_factor, weight_decay| Group {
             names: names.parse().unwrap(),
             lr_factor,
@@ -151,9 +151,9 @@ mod tests {
             part(2, 2.0, Some(0.1), false),
             part(1, 1.0, None, false),
         ];
-        assert_eq!(parts(&layout, 0..16, &groups, false), expected);
+        assert_eq!(group_runs(&layout, 0..16, &groups, false), expected);
         assert_eq!(
-            parts(&layout, 8..12, &groups, false),
+            group_runs(&layout, 8..12, &groups, false),
             [part(2, 9.0, None, true), part(2, 0.5, None, false)]
         );
         assert_eq!(expected.map(|part| part.decay(0.3)), [0.3, 0.3, 0.0, 0.1, 0.0]);

@@ -5,15 +5,15 @@ mod schedule;
 mod trust;
 
 use hpctrain_base::error::Result;
-use hpctrain_device::{AdamW, Audit, Elementwise, ElementwiseUpdate, Kernels, Sgd};
+use hpctrain_device::{AdamW, Elementwise, ElementwiseUpdate, Kernels, Sgd, UpdateChecksums};
 
-pub use group::{Group, GroupRun, parts};
+pub use group::{Group, GroupRun, group_runs};
 pub use schedule::{LrDecay, Schedule};
-pub use trust::Pair;
+pub use trust::SquaredNorms;
 
 /// The name of the exponential moving average of the parameters among the state buffers, if there
 /// is one.
-pub const AVERAGE: &str = "ema";
+pub const EMA: &str = "ema";
 
 /// The name of the momentum of the outer optimizer among the state buffers, with local SGD.
 pub const OUTER_MOMENTUM: &str = "outer_momentum";
@@ -58,7 +58,7 @@ pub enum UpdateRule {
         nesterov: bool,
         /// The trust coefficient: the fraction of the matrix's norm to which the gradient is
         /// scaled.
-        trust: f32,
+        trust_ratio: f32,
     },
 }
 
@@ -88,7 +88,7 @@ pub struct Update {
     pub step: u64,
     /// The factor on the gradient, from gradient clipping.
     pub grad_scale: f32,
-    /// The trust ratio of the tensor in LAMB and LARS, from [`UpdateRule::trust`].
+    /// The trust ratio of the tensor in LAMB and LARS, from [`UpdateRule::trust_ratio`].
     pub trust: f32,
 }
 
@@ -108,7 +108,7 @@ impl UpdateRule {
         state: Vec<B::ViewMut<'_>>,
         params: B::ViewMut<'_>,
         copy: Option<B::ViewMut<'_>>,
-        audit: Option<&mut Audit<B::Scalar>>,
+        audit: Option<&mut UpdateChecksums<B::Scalar>>,
     ) -> Result<()> {
         let Update { lr, weight_decay, step, grad_scale, trust } = update;
         let mut state = state.into_iter();
@@ -147,10 +147,18 @@ impl UpdateRule {
                 let update = ElementwiseUpdate { rule, lr, weight_decay, step, grad_scale };
                 let mut first = next();
                 if rule.states() == 2 {
-                    return backend.elements(update, grad, first, next(), params, copy, audit);
+                    return backend.elementwise_update(
+                        update,
+                        grad,
+                        first,
+                        next(),
+                        params,
+                        copy,
+                        audit,
+                    );
                 }
-                let (none, first) = B::cut_mut(B::reborrow(&mut first), 0);
-                backend.elements(update, grad, first, none, params, copy, audit)
+                let (none, first) = B::split_at_mut(B::reborrow(&mut first), 0);
+                backend.elementwise_update(update, grad, first, none, params, copy, audit)
             }
         }
     }

@@ -6,7 +6,7 @@ use hpctrain_device::{AdamW, Kernels};
 
 /// Two squared norms of a tensor, or of a part of it: of its parameters, and of its step (LAMB) or
 /// gradient (LARS).
-pub type Pair<T> = [T; 2];
+pub type SquaredNorms<T> = [T; 2];
 
 impl UpdateRule {
     /// Returns true if the step of each matrix is scaled by norms of the whole matrix.
@@ -19,14 +19,14 @@ impl UpdateRule {
     ///
     /// # Errors
     /// Returns an error if the device fails, or if the optimizer is neither LAMB nor LARS.
-    pub fn squares<'a, B: Kernels>(
+    pub fn squared_norms<'a, B: Kernels>(
         &self,
         backend: &B,
         update: Update,
         grad: B::View<'a>,
         state: &[B::View<'a>],
         params: B::View<'a>,
-    ) -> Result<Pair<B::Scalar>> {
+    ) -> Result<SquaredNorms<B::Scalar>> {
         let Update { lr, weight_decay, step, grad_scale, .. } = update;
         let compared = match (*self, state) {
             (UpdateRule::Lamb { beta1, beta2, eps }, &[m, v]) => {
@@ -40,13 +40,18 @@ impl UpdateRule {
     }
 
     /// Returns the trust ratio of a tensor with these squared norms, or 1 if one of the norms is 0.
-    pub fn trust(&self, squares: Pair<f64>, weight_decay: f32, grad_scale: f32) -> f32 {
+    pub fn trust_ratio(
+        &self,
+        squares: SquaredNorms<f64>,
+        weight_decay: f32,
+        grad_scale: f32,
+    ) -> f32 {
         let [norm, compared] = squares.map(f64::sqrt);
         if norm == 0.0 || compared == 0.0 {
             return 1.0;
         }
         let factor = match *self {
-            UpdateRule::Lars { trust, .. } => {
+            UpdateRule::Lars { trust_ratio: trust, .. } => {
                 f64::from(trust) * norm
                     / (compared * f64::from(grad_scale) + f64::from(weight_decay) * norm)
             }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::Sharded;
 use crate::control_flags::{AllFlags, ControlFlags};
-use crate::fsdp_unit::{Reduction, Sum};
+use crate::fsdp_unit::{ReducedGradient, Reduction};
 use crate::step_summary::{Squares, StepSummary, sum_of_squares};
 use crate::{Lifetime, Storage};
 use hpctrain_base::error::{Error, Result};
@@ -44,7 +44,7 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the memory does not suffice.
     pub fn virtual_rank_ends(&mut self) -> Result<()> {
-        for lent in &self.stage.lent {
+        for lent in &self.stage.tied_exports {
             let buf = self.backend.alloc(MemoryKind::Gradients, lent.len)?;
             let name = &self.units[lent.slot].layout.name;
             self.expected.push((lent.slot, self.groups.ties.with_label(name).recv(lent.to, buf)));
@@ -59,14 +59,14 @@ impl<B: Kernels> Sharded<B> {
     /// Returns an error if the device or a message between ranks fails.
     pub fn virtual_rank_done(&mut self, unit: usize, last: bool) -> Result<()> {
         if let (Some(loan), Some(part)) =
-            (self.stage.borrowed[unit], self.units[unit].borrowed.take())
+            (self.stage.tied_imports[unit], self.units[unit].tied_grads.take())
         {
             match loan.from {
-                None => self.units[loan.slot].returned.push(part),
+                None => self.units[loan.slot].grads_from_tied.push(part),
                 // The communication thread returns the buffer to its pool; an error fails the next
                 // request.
                 Some(from) => {
-                    let name = &self.guests[loan.slot - self.units.len()].layout.name;
+                    let name = &self.tied_replicas[loan.slot - self.units.len()].layout.name;
                     drop(self.groups.ties.with_label(name).send(from, part));
                 }
             }
@@ -76,7 +76,7 @@ impl<B: Kernels> Sharded<B> {
         self.expected = others;
         let of_unit: Vec<(usize, Pending<B::Buf>)> = of_unit;
         for (_, part) in of_unit {
-            self.units[unit].returned.push(part.wait()?);
+            self.units[unit].grads_from_tied.push(part.wait()?);
         }
         self.units[unit].add_copies(&self.backend, &self.groups.tensor)?;
         self.units[unit].virtual_rank_done(&self.backend, last)?;
@@ -94,7 +94,7 @@ impl<B: Kernels> Sharded<B> {
         for unit in std::mem::take(&mut self.ended) {
             let range = self.shard_of(unit);
             let state = &mut self.units[unit];
-            let Some(Reduction::Ended(sum)) = state.reduction.take() else {
+            let Some(Reduction::Ready(sum)) = state.reduction.take() else {
                 return Err(Error::internal("there is no sum of virtual ranks to reduce"));
             };
             let scattered = self.groups.shard.with_label(&state.layout.name).reduce_scatter(sum);
@@ -103,7 +103,7 @@ impl<B: Kernels> Sharded<B> {
                 Storage::Ranks => replicas.all_reduce_after(scattered, range),
                 Storage::Central => replicas.reduce_after(scattered, range),
             }));
-            if self.keep.grads == Lifetime::Use {
+            if self.policy.grads == Lifetime::Use {
                 // Full gradients are freed after use; the reduction of the previous unit has
                 // overlapped with this block.
                 std::mem::take(&mut self.started)
@@ -167,7 +167,7 @@ impl<B: Kernels> Sharded<B> {
     fn squares(&mut self) -> Result<Squares> {
         self.backend.end_weight_reuse();
         let mut values = self
-            .tables
+            .host_units
             .as_mut()
             .map_or(Ok(vec![]), |tables| tables.squares().map(|squares| squares.values))?;
         std::mem::take(&mut self.started)
@@ -205,9 +205,9 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Frees the gradient whose download to the host was started last.
-    pub(super) fn let_go(&mut self) -> Result<()> {
-        if let (Some(grad), Some(host)) = (self.leaving.take(), &self.host) {
-            host.fetched()?;
+    pub(super) fn free_downloaded_gradient(&mut self) -> Result<()> {
+        if let (Some(grad), Some(host)) = (self.downloading.take(), &self.host) {
+            host.wait_for_downloads()?;
             drop(grad);
         }
         Ok(())
@@ -217,7 +217,7 @@ impl<B: Kernels> Sharded<B> {
     /// downloads it to the host.
     fn finish_reduction(&mut self, index: usize) -> Result<()> {
         // Its download has overlapped with the backward of a block.
-        self.let_go()?;
+        self.free_downloaded_gradient()?;
         let shards = self.virtual_shards(&self.groups.step.replica);
         let parts = self.parts();
         let unit = &mut self.units[index];
@@ -233,7 +233,7 @@ impl<B: Kernels> Sharded<B> {
             self.backend.sum_squares(B::view(&full, counted))
         };
         let squares = shards.map(square).collect::<Result<_>>()?;
-        let (mut grad, window) = match self.keep.grads {
+        let (mut grad, window) = match self.policy.grads {
             Lifetime::Step => (full, owned),
             // The full sum is the owned part.
             Lifetime::Use if owned.len() == B::len(&full) => (full, owned),
@@ -244,11 +244,15 @@ impl<B: Kernels> Sharded<B> {
             }
         };
         unit.owner.reduced(&mut grad, window.clone())?;
-        unit.reduction = Some(Reduction::Done(match self.keep.on_host {
-            false => Sum { grad, window, squares },
+        unit.reduction = Some(Reduction::Done(match self.policy.on_host {
+            false => ReducedGradient { grad, window, squares },
             true => {
-                self.leaving = Some(grad);
-                Sum { grad: self.backend.alloc(MemoryKind::Gradients, 0)?, window: 0..0, squares }
+                self.downloading = Some(grad);
+                ReducedGradient {
+                    grad: self.backend.alloc(MemoryKind::Gradients, 0)?,
+                    window: 0..0,
+                    squares,
+                }
             }
         }));
         Ok(())

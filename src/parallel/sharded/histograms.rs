@@ -15,7 +15,7 @@ impl<B: Kernels> Sharded<B> {
     /// Requests histograms of the reduced gradients of step `step`, counted from 1; with local SGD,
     /// of the first replica.
     pub fn count_gradients_of(&mut self, step: u64) {
-        if let Some(tables) = &mut self.tables {
+        if let Some(tables) = &mut self.host_units {
             tables.count_gradients_of(step);
         }
         self.counts = Some((step, Histograms::new()));
@@ -24,8 +24,10 @@ impl<B: Kernels> Sharded<B> {
     /// Returns this rank's part of the requested histograms, which is empty if it owns nothing or
     /// the step was not run.
     pub fn counted_gradients(&mut self) -> Histograms {
-        let mut found =
-            self.tables.as_mut().map_or_else(Histograms::new, |tables| tables.counted_gradients());
+        let mut found = self
+            .host_units
+            .as_mut()
+            .map_or_else(Histograms::new, |tables| tables.counted_gradients());
         found.extend(self.counts.take().into_iter().flat_map(|(_, found)| found));
         found
     }
@@ -36,7 +38,7 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the device fails.
     pub fn count_gradients(&mut self, step: u64) -> Result<()> {
-        if let Some(tables) = &mut self.tables {
+        if let Some(tables) = &mut self.host_units {
             tables.count_gradients(step)?;
         }
         let Some((requested, found)) = &self.counts else { return Ok(()) };

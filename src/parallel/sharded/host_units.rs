@@ -13,16 +13,16 @@ use hpctrain_device::Kernels;
 impl<B: Kernels> Sharded<B> {
     /// Adds the units before its stage, which are on the host.
     #[must_use]
-    pub fn with_tables(self, tables: Sharded<Cpu>) -> Self {
-        Self { tables: Some(Box::new(tables)), ..self }
+    pub fn with_host_units(self, tables: Sharded<Cpu>) -> Self {
+        Self { host_units: Some(Box::new(tables)), ..self }
     }
 
     /// Returns the units on the host.
     ///
     /// # Errors
     /// Returns an error if there are none.
-    pub fn tables(&mut self) -> Result<&mut Sharded<Cpu>> {
-        self.tables
+    pub fn host_units(&mut self) -> Result<&mut Sharded<Cpu>> {
+        self.host_units
             .as_deref_mut()
             .ok_or_else(|| Error::internal("no embedding tables are offloaded"))
     }
@@ -30,7 +30,7 @@ impl<B: Kernels> Sharded<B> {
     /// Returns the first of the network's units that this rank's stage has, on the device or on the
     /// host.
     pub fn first_unit(&self) -> usize {
-        self.tables.as_ref().map_or(self.stage.units.start, |tables| tables.stage.units.start)
+        self.host_units.as_ref().map_or(self.stage.units.start, |tables| tables.stage.units.start)
     }
 
     /// Returns the owned parts of the units on the host, as [`Sharded::owned`] does.

@@ -22,7 +22,7 @@ impl<B: Kernels> Sharded<B> {
     /// Switches to the next replica of this rank, and after the last one to the first.
     pub fn next_replica(&mut self) {
         self.units.iter_mut().for_each(|unit| unit.next_replica());
-        self.guests.iter_mut().for_each(|guest| guest.next_replica());
+        self.tied_replicas.iter_mut().for_each(|guest| guest.next_replica());
     }
 
     /// Averages parameters and optimizer state over all replicas, and takes the outer step if there
@@ -45,12 +45,12 @@ impl<B: Kernels> Sharded<B> {
         }
         for _ in 0..self.replicas_here() {
             for index in 0..self.units.len() {
-                self.lend(index)?;
-                if self.keep.params == Lifetime::Step {
-                    self.spread(index);
+                self.send_tied_params(index)?;
+                if self.policy.params == Lifetime::Step {
+                    self.distribute_params(index);
                 }
             }
-            self.borrow()?;
+            self.recv_tied_params()?;
             self.next_replica();
         }
         Ok(())
@@ -71,7 +71,7 @@ impl<B: Kernels> Sharded<B> {
         for _ in 0..here {
             unit.params.wait()?;
             tree.push(
-                unit.owner.scaled_state(backend, 1.0 / replicas as f32, unit.params.here())?,
+                unit.owner.scaled_state(backend, 1.0 / replicas as f32, unit.params.get())?,
                 add,
             )?;
             unit.next_replica();
@@ -88,11 +88,11 @@ impl<B: Kernels> Sharded<B> {
         let unit = &mut self.units[index];
         for _ in 0..here {
             // Prefetched full parameters are outdated, and freed.
-            match self.keep.params {
+            match self.policy.params {
                 Lifetime::Step => unit.owner.apply_average(&mean, unit.params.wait()?)?,
                 Lifetime::Use => {
                     unit.params.wait()?;
-                    unit.params = super::BufferState::Gone;
+                    unit.params = super::BufferState::Freed;
                     unit.owner.apply_average(&mean, None)?;
                 }
             }
@@ -105,7 +105,7 @@ impl<B: Kernels> Sharded<B> {
     ///
     /// # Errors
     /// Returns an error if a message fails or is malformed.
-    pub fn tell(&self, mine: &RoundSummary) -> Result<Vec<RoundSummary>> {
+    pub fn exchange_summaries(&self, mine: &RoundSummary) -> Result<Vec<RoundSummary>> {
         let messages = self.groups.world.gather_bytes(mine.encode()).wait()?;
         messages.iter().map(|message| RoundSummary::decode(message)).collect()
     }

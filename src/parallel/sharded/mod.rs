@@ -63,7 +63,7 @@ pub struct Sharded<B: Kernels> {
     backend: B,
     groups: Groups<B>,
     storage: Storage,
-    keep: ShardingPolicy,
+    policy: ShardingPolicy,
     virtual_ranks: VirtualRanks,
     /// The virtual tensor-parallel ranks of every unit.
     slices: TensorShards,
@@ -74,19 +74,19 @@ pub struct Sharded<B: Kernels> {
     /// The settings of local SGD, if it is used.
     averaging: Option<LocalSgd>,
     /// The SDC checks, if they are on.
-    audits: Option<SdcChecks>,
+    sdc_checks: Option<SdcChecks>,
     /// The CPU updater, with CPU offload of master weights and optimizer state.
     host: Option<HostUpdater>,
     /// A reduced gradient that is being downloaded to the host, to be freed afterwards.
-    leaving: Option<B::Buf>,
+    downloading: Option<B::Buf>,
     /// The layouts of the whole network.
     network: Vec<UnitLayout>,
     stage: Stage,
     /// The units before these on the host, with embedding offload.
-    tables: Option<Box<Sharded<Cpu>>>,
+    host_units: Option<Box<Sharded<Cpu>>>,
     units: Vec<Unit<B>>,
     /// The replicas of other stages' units that blocks of this stage are tied to.
-    guests: Vec<TiedReplica<B>>,
+    tied_replicas: Vec<TiedReplica<B>>,
     /// The gradients of tied units that other stages send at the end of the virtual rank, by unit.
     expected: Vec<(usize, Pending<B::Buf>)>,
     /// The units whose virtual ranks have all ended, in order.
@@ -122,10 +122,10 @@ impl<B: Kernels> Sharded<B> {
     ) -> Result<Self> {
         let shards = groups.shard.size();
         let shard = groups.shard.rank();
-        let keep = keep.over(shards);
-        let averaging = updates.as_ref().and_then(|updates| updates.averaging);
+        let keep = keep.for_shards(shards);
+        let averaging = updates.as_ref().and_then(|updates| updates.local_sgd);
         let storage = updates.as_ref().map_or(Storage::Ranks, |updates| updates.storage);
-        let audits = updates.as_ref().and_then(|updates| SdcChecks::every(updates.audit_every));
+        let audits = updates.as_ref().and_then(|updates| SdcChecks::every(updates.sdc_check_every));
         let replicas_here =
             averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
@@ -134,7 +134,7 @@ impl<B: Kernels> Sharded<B> {
         let network: Vec<UnitLayout> = blocks
             .iter()
             .map(|block| {
-                UnitLayout::sliced(block.name(), block.tensors(), virtual_ranks.total, slices)
+                UnitLayout::sharded(block.name(), block.tensors(), virtual_ranks.total, slices)
             })
             .collect();
         let mut units = Vec::with_capacity(stage.units.len());
@@ -149,9 +149,9 @@ impl<B: Kernels> Sharded<B> {
             let replica = || {
                 let params = match keep.params {
                     Lifetime::Step => {
-                        BufferState::Here(backend.upload(MemoryKind::Parameters, &full)?)
+                        BufferState::InMemory(backend.upload(MemoryKind::Parameters, &full)?)
                     }
-                    Lifetime::Use => BufferState::Gone,
+                    Lifetime::Use => BufferState::Freed,
                 };
                 let owner = OptimizerShard::new(
                     &backend,
@@ -162,24 +162,24 @@ impl<B: Kernels> Sharded<B> {
                     values,
                     are_full_here,
                 )?;
-                Ok(InactiveReplica { owner, params })
+                Ok(InactiveReplica { shard: owner, params })
             };
-            let InactiveReplica { owner, params } = replica()?;
+            let InactiveReplica { shard: owner, params } = replica()?;
             units.push(Unit {
                 owner,
-                resting: (1..replicas_here).map(|_| replica()).collect::<Result<VecDeque<_>>>()?,
+                inactive: (1..replicas_here).map(|_| replica()).collect::<Result<VecDeque<_>>>()?,
                 tensors: layout
                     .tensors
                     .iter()
-                    .map(|tensor| GroupRun::of(tensor, groups_of))
+                    .map(|tensor| GroupRun::from_tensor(tensor, groups_of))
                     .collect(),
                 zeroed: layout.zeroed(),
                 layout: layout.clone(),
                 params,
                 grads: None,
                 grads_open: false,
-                borrowed: None,
-                returned: Vec::new(),
+                tied_grads: None,
+                grads_from_tied: Vec::new(),
                 virtual_ranks: Tree::default(),
                 reduction: None,
             });
@@ -193,27 +193,27 @@ impl<B: Kernels> Sharded<B> {
             (1..replicas_here).try_for_each(|_| tied.add_replica(&backend, keep.params, &full))?;
             Ok(tied)
         };
-        let guests = stage.guests.iter().map(tied_replica).collect::<Result<_>>()?;
+        let guests = stage.tied_replicas.iter().map(tied_replica).collect::<Result<_>>()?;
         let (rule, average) =
-            updates.map_or((None, None), |updates| (Some(updates.rule), updates.average));
+            updates.map_or((None, None), |updates| (Some(updates.rule), updates.ema_decay));
         Ok(Self {
             backend,
             groups,
             storage,
-            keep,
+            policy: keep,
             virtual_ranks,
             slices: slices.clone(),
             rule,
             average,
             averaging,
-            audits,
+            sdc_checks: audits,
             host,
-            leaving: None,
+            downloading: None,
             network,
             stage,
-            tables: None,
+            host_units: None,
             units,
-            guests,
+            tied_replicas: guests,
             expected: Vec::new(),
             ended: Vec::new(),
             started: Vec::new(),
@@ -288,20 +288,20 @@ impl<B: Kernels> Sharded<B> {
     /// Starts a step, in which blocks of the stage take their turns in the order of `schedule`,
     /// which is the same on all ranks of the stage.
     pub fn begin_step(&mut self, schedule: StepSchedule) {
-        if let Some(tables) = &mut self.tables {
+        if let Some(tables) = &mut self.host_units {
             tables.begin_step(schedule);
         }
-        self.begin(param_prefetch::step(&self.stage.borrows(), schedule));
+        self.begin(param_prefetch::step(&self.stage.tied_slots(), schedule));
         // Buffers that are freed after use are soon reused for other units.
-        self.reuses = schedule.micros() > 1 && self.keep.params == Lifetime::Step;
+        self.reuses = schedule.micros() > 1 && self.policy.params == Lifetime::Step;
     }
 
     /// Starts a forward pass outside training, in which blocks of the stage take their turns once.
     pub fn begin_forward(&mut self) {
-        if let Some(tables) = &mut self.tables {
+        if let Some(tables) = &mut self.host_units {
             tables.begin_forward();
         }
-        self.begin(param_prefetch::forward(&self.stage.borrows()));
+        self.begin(param_prefetch::forward(&self.stage.tied_slots()));
     }
 
     fn begin(&mut self, visits: Vec<BlockUse>) {
@@ -316,12 +316,12 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the all-gather fails.
     pub fn params(&mut self, unit: usize) -> Result<Params<'_, B>> {
-        let borrowed = self.stage.borrowed[unit];
-        self.fetch(BlockUse { own: unit, lent: borrowed.map(|loan| loan.slot) })?;
+        let borrowed = self.stage.tied_imports[unit];
+        self.fetch(BlockUse { own: unit, tied: borrowed.map(|loan| loan.slot) })?;
         let lent_section = borrowed.map_or(0, |loan| self.section(loan.slot));
         let own = self.full(unit)?;
         let lent = borrowed.map(|loan| self.full(loan.slot)).transpose()?;
-        Ok(Params { own, section: self.section(unit), lent, lent_section })
+        Ok(Params { own, section: self.section(unit), tied: lent, tied_section: lent_section })
     }
 
     /// Returns the parameters as [`Sharded::params`] does, and the gradients to add to.
@@ -329,8 +329,8 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the all-gather fails, or the memory does not suffice.
     pub fn params_and_grads(&mut self, unit: usize) -> Result<(Params<'_, B>, Grads<'_, B>)> {
-        let loan = self.stage.borrowed[unit];
-        self.fetch(BlockUse { own: unit, lent: loan.map(|loan| loan.slot) })?;
+        let loan = self.stage.tied_imports[unit];
+        self.fetch(BlockUse { own: unit, tied: loan.map(|loan| loan.slot) })?;
         let lent_section = loan.map_or(0, |loan| self.section(loan.slot));
         let own = &mut self.units[unit];
         let section = own.layout.section;
@@ -344,26 +344,27 @@ impl<B: Kernels> Sharded<B> {
         let lent = match loan {
             None => None,
             Some(TiedImport { slot, .. }) => {
-                let guest =
-                    || self.guests.get(slot - unit - 1 - after.len()).map(|guest| &guest.params);
+                let guest = || {
+                    self.tied_replicas.get(slot - unit - 1 - after.len()).map(|guest| &guest.params)
+                };
                 let lender = before.get(slot).map_or_else(guest, |unit| Some(&unit.params));
-                Some(B::all(lender.and_then(BufferState::here).ok_or_else(missing)?))
+                Some(B::all(lender.and_then(BufferState::get).ok_or_else(missing)?))
             }
         };
         let grads = own.grads.as_mut().ok_or_else(missing)?;
         Ok((
             Params {
-                own: B::all(own.params.here().ok_or_else(missing)?),
+                own: B::all(own.params.get().ok_or_else(missing)?),
                 section,
-                lent,
-                lent_section,
+                tied: lent,
+                tied_section: lent_section,
             },
             Grads {
                 own: B::all_mut(grads),
                 first,
-                lent: own.borrowed.as_mut().map(B::all_mut),
-                lent_first,
-                later: None,
+                tied: own.tied_grads.as_mut().map(B::all_mut),
+                tied_first: lent_first,
+                deferred: None,
             },
         ))
     }
@@ -379,16 +380,16 @@ impl<B: Kernels> Sharded<B> {
             .grads
             .as_mut()
             .ok_or_else(|| Error::internal("no backward has started these gradients"))?;
-        let lent = unit.borrowed.as_mut().map(B::all_mut);
-        Ok(Grads { own: B::all_mut(grads), first, lent, lent_first: first, later: None })
+        let lent = unit.tied_grads.as_mut().map(B::all_mut);
+        Ok(Grads { own: B::all_mut(grads), first, tied: lent, tied_first: first, deferred: None })
     }
 
     /// Ends a block's turn. Parameters that are freed after use are freed, unless the next turns
     /// need them.
     pub fn release(&mut self) {
-        for index in self.prefetch.pass(self.keep.ahead) {
-            if self.keep.params == Lifetime::Use {
-                *self.slot(index).1 = BufferState::Gone;
+        for index in self.prefetch.end_turn(self.policy.prefetch) {
+            if self.policy.params == Lifetime::Use {
+                *self.slot(index).1 = BufferState::Freed;
             }
         }
     }
@@ -404,9 +405,9 @@ impl<B: Kernels> Sharded<B> {
         // Compute waits for uploads that were started in earlier turns, but not for those started
         // below.
         self.arrived()?;
-        let window: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
-        let is_late = visit.units().any(|index| matches!(self.slot(index).1, BufferState::Gone));
-        window.into_iter().try_for_each(|index| self.gather(index))?;
+        let window: Vec<usize> = self.prefetch.window(self.policy.prefetch).collect();
+        let is_late = visit.units().any(|index| matches!(self.slot(index).1, BufferState::Freed));
+        window.into_iter().try_for_each(|index| self.start_all_gather(index))?;
         if is_late {
             self.arrived()?;
         }
@@ -424,13 +425,13 @@ impl<B: Kernels> Sharded<B> {
 
     /// Returns whether this rank has the complete parameters of its units, on the host.
     fn is_alone(&self) -> bool {
-        self.keep.on_host && self.groups.shard.size() == 1
+        self.policy.on_host && self.groups.shard.size() == 1
     }
 
     /// Makes later compute wait for the uploads of parameters from the host.
     fn arrived(&self) -> Result<()> {
         match &self.host {
-            Some(host) if self.is_alone() => host.arrived(),
+            Some(host) if self.is_alone() => host.wait_for_uploads(),
             _ => Ok(()),
         }
     }
@@ -439,7 +440,7 @@ impl<B: Kernels> Sharded<B> {
     fn section(&self, slot: usize) -> usize {
         match slot.checked_sub(self.units.len()) {
             None => self.units[slot].layout.section,
-            Some(guest) => self.guests[guest].layout.section,
+            Some(guest) => self.tied_replicas[guest].layout.section,
         }
     }
 
@@ -449,7 +450,7 @@ impl<B: Kernels> Sharded<B> {
         match self.units.get_mut(slot) {
             Some(Unit { layout, params, .. }) => (layout, params),
             None => {
-                let TiedReplica { layout, params, .. } = &mut self.guests[slot - own];
+                let TiedReplica { layout, params, .. } = &mut self.tied_replicas[slot - own];
                 (layout, params)
             }
         }
@@ -457,11 +458,11 @@ impl<B: Kernels> Sharded<B> {
 
     /// Starts the all-gather of the full parameters of a slot, unless they are in memory or in
     /// flight.
-    fn gather(&mut self, slot: usize) -> Result<()> {
+    fn start_all_gather(&mut self, slot: usize) -> Result<()> {
         let alone = self.is_alone();
         let full = match slot.checked_sub(self.units.len()) {
             None => self.units[slot].contribution(&self.backend, alone)?,
-            Some(guest) => self.guests[guest].contribution(&self.backend)?,
+            Some(guest) => self.tied_replicas[guest].contribution(&self.backend)?,
         };
         if let Some(full) = full {
             self.all_gather(slot, full);
@@ -471,9 +472,9 @@ impl<B: Kernels> Sharded<B> {
 
     /// Sends the updated owned part of full parameters to the ranks that do not own it: with
     /// central storage first to the other replicas, then to the other shards.
-    fn spread(&mut self, unit: usize) {
-        let BufferState::Here(full) =
-            std::mem::replace(&mut self.units[unit].params, BufferState::Gone)
+    fn distribute_params(&mut self, unit: usize) {
+        let BufferState::InMemory(full) =
+            std::mem::replace(&mut self.units[unit].params, BufferState::Freed)
         else {
             return;
         };
@@ -507,10 +508,10 @@ impl<B: Kernels> Sharded<B> {
     fn full(&self, slot: usize) -> Result<B::View<'_>> {
         let params = match slot.checked_sub(self.units.len()) {
             None => &self.units[slot].params,
-            Some(guest) => &self.guests[guest].params,
+            Some(guest) => &self.tied_replicas[guest].params,
         };
         params
-            .here()
+            .get()
             .map(B::all)
             .ok_or_else(|| Error::internal("parameters were used before they were all-gathered"))
     }

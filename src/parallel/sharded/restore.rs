@@ -27,9 +27,9 @@ impl<B: Kernels> Sharded<B> {
     /// Returns the ranges that [`Sharded::restore`] reads on this rank.
     pub fn restored(&self) -> Vec<TensorRange> {
         let share = self.share();
-        let mut ranges = self.tables.as_ref().map_or(vec![], |tables| tables.restored());
+        let mut ranges = self.host_units.as_ref().map_or(vec![], |tables| tables.restored());
         let of_units = self.units.iter().map(|unit| &unit.layout);
-        for layout in of_units.chain(self.guests.iter().map(|guest| &guest.layout)) {
+        for layout in of_units.chain(self.tied_replicas.iter().map(|guest| &guest.layout)) {
             let pieces = layout.stored(share.range_of(layout));
             ranges.extend(pieces.map(|piece| TensorRange {
                 tensor: piece.tensor.name.clone(),
@@ -58,7 +58,7 @@ impl<B: Kernels> Sharded<B> {
     }
 
     fn restore_from(&mut self, source: &mut Source<'_>) -> Result<()> {
-        if let Some(tables) = &mut self.tables {
+        if let Some(tables) = &mut self.host_units {
             tables.restore_from(source)?;
         }
         for _ in 0..self.replicas_here() {
@@ -72,18 +72,18 @@ impl<B: Kernels> Sharded<B> {
     fn restore_replica(&mut self, source: &mut Source<'_>) -> Result<()> {
         let share = self.share();
         let backend = &self.backend;
-        let params = self.keep.params;
+        let params = self.policy.params;
         let of_data = Exchange { group: &self.groups.data, share: &share, storage: self.storage };
         let of_replicas = Exchange { group: &self.groups.replica, ..of_data };
         for unit in &mut self.units {
             let layout = &unit.layout;
             // The old parameters are freed before the new ones are allocated.
             unit.params.wait()?;
-            unit.params = BufferState::Gone;
+            unit.params = BufferState::Freed;
             if params == Lifetime::Step {
                 let full = source.full(layout, &of_data)?;
                 let uploaded = backend.upload(MemoryKind::Parameters, &full);
-                source.keep_error(uploaded.map(|full| unit.params = BufferState::Here(full)));
+                source.keep_error(uploaded.map(|full| unit.params = BufferState::InMemory(full)));
             }
             let mut parts = VecDeque::from(unit.owner.restored_parts());
             let restored = unit.owner.restore(|part, range| {
@@ -96,7 +96,7 @@ impl<B: Kernels> Sharded<B> {
                 source.owned(layout, part, unit.owner.range(), &of_replicas)?;
             }
         }
-        for guest in &mut self.guests {
+        for guest in &mut self.tied_replicas {
             let full = source.full(&guest.layout, &of_data)?;
             source.keep_error(guest.set(backend, params, &full));
         }

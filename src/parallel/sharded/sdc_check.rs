@@ -23,12 +23,12 @@ impl<B: Kernels> Sharded<B> {
     ///
     /// # Errors
     /// Returns an error if values have changed or differ, or a message fails.
-    pub fn audit(&mut self, step: u64) -> Result<()> {
-        if let Some(tables) = &mut self.tables {
-            tables.audit(step)?;
+    pub fn check_sdc(&mut self, step: u64) -> Result<()> {
+        if let Some(tables) = &mut self.host_units {
+            tables.check_sdc(step)?;
         }
-        let Some(checks) = &mut self.audits else { return Ok(()) };
-        let good = *checks.good.get_or_insert(step);
+        let Some(checks) = &mut self.sdc_checks else { return Ok(()) };
+        let good = *checks.last_good.get_or_insert(step);
         let compares = step.is_multiple_of(checks.every);
         let place = self.groups.step.replica.place();
         let mut digests = Vec::with_capacity(self.units.len());
@@ -57,7 +57,7 @@ impl<B: Kernels> Sharded<B> {
             let of_unit: Vec<(&str, Option<u64>)> =
                 replicas.iter().map(|replica| (replica.place.as_str(), digest(replica))).collect();
             if let Some(who) = minority(&of_unit) {
-                checks.doubtful_since = Some(good);
+                checks.suspect_since = Some(good);
                 let message = format!(
                     "step {step}: parameters or optimizer state of {} {who}",
                     unit.layout.name
@@ -68,7 +68,7 @@ impl<B: Kernels> Sharded<B> {
                 )));
             }
         }
-        checks.good = Some(step);
+        checks.last_good = Some(step);
         Ok(())
     }
 
@@ -77,17 +77,17 @@ impl<B: Kernels> Sharded<B> {
     ///
     /// # Errors
     /// Returns an error if values have changed, or the device fails.
-    pub fn compare_with_update(&mut self) -> Result<()> {
-        if let Some(tables) = &mut self.tables {
-            tables.compare_with_update()?;
+    pub fn check_unchanged(&mut self) -> Result<()> {
+        if let Some(tables) = &mut self.host_units {
+            tables.check_unchanged()?;
         }
-        if self.audits.is_none() {
+        if self.sdc_checks.is_none() {
             return Ok(());
         }
         let place = self.groups.step.replica.place();
         for unit in &mut self.units {
             unit.params.wait()?;
-            let compared = unit.owner.compare(unit.params.here());
+            let compared = unit.owner.compare(unit.params.get());
             compared.map_err(|e| e.at(format_args!("{} on {place}", unit.layout.name)))?;
         }
         Ok(())
@@ -95,15 +95,17 @@ impl<B: Kernels> Sharded<B> {
 
     /// Returns the last step at which an SDC check found replicas equal, or the first step; none
     /// without SDC checks or with a single replica.
-    pub fn audited(&self) -> Option<u64> {
-        self.audits.filter(|_| self.groups.step.replica.size() > 1).and_then(|checks| checks.good)
+    pub fn last_checked_step(&self) -> Option<u64> {
+        self.sdc_checks
+            .filter(|_| self.groups.step.replica.size() > 1)
+            .and_then(|checks| checks.last_good)
     }
 
     /// Returns the last step at which replicas were equal, once an SDC check has found that they
     /// differ.
-    pub fn doubtful_since(&self) -> Option<u64> {
-        let of_tables = self.tables.as_ref().and_then(|tables| tables.doubtful_since());
-        of_tables.or(self.audits.and_then(|checks| checks.doubtful_since))
+    pub fn suspect_since(&self) -> Option<u64> {
+        let of_tables = self.host_units.as_ref().and_then(|tables| tables.suspect_since());
+        of_tables.or(self.sdc_checks.and_then(|checks| checks.suspect_since))
     }
 }
 

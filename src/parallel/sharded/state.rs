@@ -36,11 +36,11 @@ impl<B: Kernels> Sharded<B> {
         for unit in &mut self.units {
             unit.params.wait()?;
         }
-        let mut owned = Self::owned_on_host(self.tables.as_deref_mut())?;
+        let mut owned = Self::owned_on_host(self.host_units.as_deref_mut())?;
         for unit in &self.units {
             let range = unit.layout.part(shards.start, total).start
                 ..unit.layout.part(shards.end - 1, total).end;
-            let (params, state) = unit.owner.values(range.clone(), unit.params.here())?;
+            let (params, state) = unit.owner.values(range.clone(), unit.params.get())?;
             owned.push(Owned { layout: &unit.layout, range, params, state });
         }
         Ok(owned)

@@ -4,14 +4,14 @@
 use std::ops::Range;
 
 use super::Sharded;
-use crate::fsdp_unit::{BufferState, Reduction, Sum, Unit};
+use crate::fsdp_unit::{BufferState, ReducedGradient, Reduction, Unit};
 use crate::norms;
 use crate::norms::Norms;
 use crate::step_params::Hyper;
 use crate::tied_replica::TiedReplica;
 use crate::{Lifetime, Storage};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::spans::{Doing, span};
+use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::optim::UpdateRule;
 
@@ -40,7 +40,7 @@ impl<B: Kernels> Sharded<B> {
                 let grad = B::view(&sum.grad, sum.window.clone());
                 let start = range.start;
                 for (tensor, squares) in
-                    unit.owner.squares(hyper, range, grad, unit.params.here())?
+                    unit.owner.squares(hyper, range, grad, unit.params.get())?
                 {
                     if unit.layout.is_copy(start, tensor) {
                         continue;
@@ -62,7 +62,7 @@ impl<B: Kernels> Sharded<B> {
             let decays = unit.tensors.iter().map(|part| part.decay(hyper.weight_decay));
             decays
                 .zip(&mut squares)
-                .map(|(decay, squares)| rule.trust(squares, decay, hyper.grad_scale))
+                .map(|(decay, squares)| rule.trust_ratio(squares, decay, hyper.grad_scale))
                 .collect()
         };
         Ok(self.units.iter().map(of_unit).collect())
@@ -74,18 +74,19 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the device or a message between ranks fails.
     pub fn update(&mut self, hyper: Hyper) -> Result<()> {
-        let keep = self.keep;
-        self.let_go()?;
-        if let Some(tables) = &mut self.tables {
+        let keep = self.policy;
+        self.free_downloaded_gradient()?;
+        if let Some(tables) = &mut self.host_units {
             tables.update(hyper)?;
         }
         let trust = self.trust(hyper)?;
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
-            let Some(Reduction::Done(Sum { grad, window, .. })) = unit.reduction.take() else {
+            let Some(Reduction::Done(ReducedGradient { grad, window, .. })) = unit.reduction.take()
+            else {
                 return Err(Error::internal("the update has no gradient"));
             };
-            let span = span(Doing::Update, Some(&unit.layout.name));
+            let span = span(ActivityKind::Update, Some(&unit.layout.name));
             unit.owner.update(hyper, &trust[index], B::view(&grad, window), unit.params.wait()?)?;
             drop(span);
             if keep.grads == Lifetime::Step {
@@ -93,27 +94,27 @@ impl<B: Kernels> Sharded<B> {
             }
             self.publish(index)?;
             // Every pass starts with the first blocks, so they are prefetched.
-            if keep.params == Lifetime::Use && index < keep.ahead {
-                self.gather(index)?;
+            if keep.params == Lifetime::Use && index < keep.prefetch {
+                self.start_all_gather(index)?;
             }
         }
-        self.borrow()
+        self.recv_tied_params()
     }
 
     /// Sends updated parameters of a unit to the other shards, if full parameters are always in
     /// memory, and to stages that are tied to it.
     fn publish(&mut self, index: usize) -> Result<()> {
-        match (self.storage, self.keep.params) {
+        match (self.storage, self.policy.params) {
             (Storage::Ranks, Lifetime::Step) => {
-                self.lend(index)?;
-                self.spread(index);
+                self.send_tied_params(index)?;
+                self.distribute_params(index);
                 Ok(())
             }
-            (Storage::Ranks, Lifetime::Use) => self.lend(index),
+            (Storage::Ranks, Lifetime::Use) => self.send_tied_params(index),
             // A rank that owns nothing must receive the parameters before it sends them.
             (Storage::Central, _) => {
-                self.spread(index);
-                self.lend(index)
+                self.distribute_params(index);
+                self.send_tied_params(index)
             }
         }
     }
@@ -126,26 +127,26 @@ impl<B: Kernels> Sharded<B> {
         if self.average.is_none() {
             return Ok(());
         }
-        if let Some(tables) = &mut self.tables {
+        if let Some(tables) = &mut self.host_units {
             tables.swap_ema()?;
         }
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
-            match self.keep.params {
+            match self.policy.params {
                 Lifetime::Step => unit.owner.swap_ema(unit.params.wait()?)?,
                 Lifetime::Use => {
                     unit.params.wait()?;
                     // Uploads must end before the memory is reused.
                     if let Some(host) = &self.host {
-                        host.arrived()?;
+                        host.wait_for_uploads()?;
                     }
-                    unit.params = BufferState::Gone;
+                    unit.params = BufferState::Freed;
                     unit.owner.swap_ema(None)?;
                 }
             }
             self.publish(index)?;
         }
-        self.borrow()
+        self.recv_tied_params()
     }
 
     /// Replaces a range of the full parameters of a unit, which another process has updated.
@@ -165,14 +166,14 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the device fails.
     pub fn skip(&mut self) -> Result<()> {
-        self.let_go()?;
-        if let Some(tables) = &mut self.tables {
+        self.free_downloaded_gradient()?;
+        if let Some(tables) = &mut self.host_units {
             tables.skip()?;
         }
         for unit in &mut self.units {
             unit.owner.forget();
             if let Some(Reduction::Done(sum)) = unit.reduction.take()
-                && self.keep.grads == Lifetime::Step
+                && self.policy.grads == Lifetime::Step
             {
                 unit.grads = Some(sum.grad);
             }
@@ -181,12 +182,12 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Sends this rank's shard of a unit's parameters to the stages that are tied to it.
-    pub(super) fn lend(&mut self, index: usize) -> Result<()> {
-        for lent in self.stage.lent.iter().filter(|lent| lent.slot == index) {
+    pub(super) fn send_tied_params(&mut self, index: usize) -> Result<()> {
+        for lent in self.stage.tied_exports.iter().filter(|lent| lent.slot == index) {
             let range = self.shard_of(index);
             let unit = &mut self.units[index];
             let mut part = self.backend.alloc(MemoryKind::Parameters, range.len())?;
-            match (self.keep.params, unit.params.wait()?) {
+            match (self.policy.params, unit.params.wait()?) {
                 (Lifetime::Step, Some(full)) => {
                     self.backend.copy(B::view(full, range), B::all_mut(&mut part))?
                 }
@@ -199,13 +200,14 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Receives the parameters of other stages' units that blocks of this stage are tied to.
-    pub(super) fn borrow(&mut self) -> Result<()> {
-        for guest in 0..self.guests.len() {
-            let TiedReplica { layout, from, .. } = &self.guests[guest];
-            let part =
-                self.backend.alloc(MemoryKind::Parameters, self.guests[guest].range().len())?;
+    pub(super) fn recv_tied_params(&mut self) -> Result<()> {
+        for guest in 0..self.tied_replicas.len() {
+            let TiedReplica { layout, from, .. } = &self.tied_replicas[guest];
+            let part = self
+                .backend
+                .alloc(MemoryKind::Parameters, self.tied_replicas[guest].range().len())?;
             let part = self.groups.ties.with_label(&layout.name).recv(*from, part).wait()?;
-            if let Some(full) = self.guests[guest].renew(&self.backend, part)? {
+            if let Some(full) = self.tied_replicas[guest].update_shard(&self.backend, part)? {
                 self.all_gather(self.units.len() + guest, full);
             }
         }

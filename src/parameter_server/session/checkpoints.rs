@@ -15,7 +15,7 @@ use hpctrain_train::{Records, is_outage};
 
 impl Session<'_> {
     /// Takes a snapshot of the current parameters, unless there is one, and returns its number.
-    pub(super) fn cut(&mut self) -> Result<u64, SessionError> {
+    pub(super) fn snapshot(&mut self) -> Result<u64, SessionError> {
         if let Some((step, number)) = self.cut
             && step == self.progress.step
             && self.terms.is_synchronous()
@@ -24,7 +24,7 @@ impl Session<'_> {
         }
         let generation = self.terms.generation;
         let number = self.cut.map_or(1, |(_, number)| number + 1);
-        let copied = self.fleet.all(|_| ServerRequest::Cut { generation, cut: number })?;
+        let copied = self.clients.all(|_| ServerRequest::Cut { generation, cut: number })?;
         // In asynchronous training the snapshot includes updates of later steps.
         let updates = copied.iter().filter_map(|answer| match answer {
             ServerResponse::Copied { updates } => Some(self.terms.start.updates + updates),
@@ -41,7 +41,7 @@ impl Session<'_> {
         let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
         let due = self.is_due(every, every_epochs) || std::mem::take(&mut self.save_now);
         // The end of training always saves.
-        if !due || self.ending.is_some() {
+        if !due || self.outcome.is_some() {
             return Ok(());
         }
         let start = now();
@@ -61,16 +61,16 @@ impl Session<'_> {
             self.await_saving()?;
         }
         self.record_epoch_loss()?;
-        let cut = self.cut()?;
+        let cut = self.snapshot()?;
         self.saving = Some(begin(
             &self.save_thread,
             &self.job,
-            &self.save_fleet,
+            &self.save_clients,
             self.terms.generation,
             cut,
             self.progress,
         ));
-        (self.saved, self.save_now) = (Some(step), false);
+        (self.last_save, self.save_now) = (Some(step), false);
         self.stop_requests.save_begun();
         if !self.plan.config.checkpoint.async_save {
             self.await_saving()?;
@@ -87,17 +87,17 @@ impl Session<'_> {
         if self.epoch_recorded.replace(step) == Some(step) {
             return Ok(());
         }
-        let evaluation = Evaluation::of_epoch(step, epoch.mean());
-        let written = self.records.evaluated(evaluation);
-        self.recorded(written)
+        let evaluation = Evaluation::training_epoch(step, epoch.mean());
+        let written = self.records.record_evaluation(evaluation);
+        self.tolerate_outage(written)
     }
 
     /// Tolerates failed writes of records for a limited time, and reopens the files if this process
     /// still owns the run.
-    pub(super) fn recorded(&mut self, written: Result<()>) -> Result<()> {
+    pub(super) fn tolerate_outage(&mut self, written: Result<()>) -> Result<()> {
         if written.is_err() && self.directory.check().is_ok() {
             // A file that cannot be opened fails with the next write, too.
-            let _ = self.records.reopen().and_then(|()| self.tally.reopen());
+            let _ = self.records.reopen().and_then(|()| self.worker_metrics.reopen());
         }
         self.outages.record(written)
     }
@@ -111,7 +111,7 @@ impl Session<'_> {
     /// write is retried later.
     fn finish_save(&mut self, waits: bool) -> Result<(), SessionError> {
         if self.saving.is_none() {
-            let mut fleet = self.save_fleet.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut fleet = self.save_clients.lock().unwrap_or_else(PoisonError::into_inner);
             return fleet.keep_alive(self.terms.generation);
         }
         let Some(saving) = self.saving.take_if(|saving| waits || saving.is_done()) else {
@@ -121,14 +121,14 @@ impl Session<'_> {
             Ok(published) => published,
             Err(SessionError::Failed(e)) if is_outage(&e) => {
                 self.outages.save_refused(e)?;
-                self.saved = None;
+                self.last_save = None;
                 self.stop_requests.save_failed(self.outages.pause());
                 return Ok(());
             }
             Err(halt) => return Err(halt),
         };
         self.outages.published();
-        self.stop_requests.published(took);
+        self.stop_requests.note_published(took);
         log::info!(
             "saved {} in {:.2} s",
             self.directory.checkpoints().path(progress.step).display(),

@@ -9,7 +9,7 @@ use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::signals;
 use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
-use hpctrain_config::telemetry::run_card::RunCard;
+use hpctrain_config::telemetry::run_record::RunRecord;
 use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_engine::memory::resident;
 
@@ -17,7 +17,7 @@ impl Session<'_> {
     /// Runs the last evaluation, saves the last checkpoint, and records the end of the run.
     pub(super) fn finish(&mut self, outcome: RunOutcome) -> Result<RunOutcome, SessionError> {
         let step = self.progress.step;
-        let is_evaluated = self.evaluated.is_some_and(|(at, _)| at == step);
+        let is_evaluated = self.last_evaluation.is_some_and(|(at, _)| at == step);
         if self.plan.config.eval.inline
             && !is_evaluated
             && !matches!(outcome, RunOutcome::Preempted(_))
@@ -26,14 +26,14 @@ impl Session<'_> {
         }
         self.await_saving()?;
         loop {
-            if self.saved != Some(step) {
+            if self.last_save != Some(step) {
                 self.save()?;
                 self.await_saving()?;
             }
-            let written = self.records.flush().and_then(|()| self.tally.flush());
+            let written = self.records.flush().and_then(|()| self.worker_metrics.flush());
             let is_recorded = written.is_ok();
-            self.recorded(written)?;
-            if is_recorded && self.saved == Some(step) {
+            self.tolerate_outage(written)?;
+            if is_recorded && self.last_save == Some(step) {
                 break;
             }
             if self.stop_requests.must_end() {
@@ -52,7 +52,7 @@ impl Session<'_> {
             say(format_args!("\nended at step {step}: {why}"));
         }
         if let (Some((_, loss)), Some(evaluator)) =
-            (self.evaluated.filter(|(at, _)| *at == step), &self.evaluator)
+            (self.last_evaluation.filter(|(at, _)| *at == step), &self.evaluator)
         {
             say(format_args!(
                 "\nvalidation loss {loss:.4} over {} samples at step {step}",
@@ -62,7 +62,7 @@ impl Session<'_> {
         if !self.terms.is_synchronous() {
             say(format_args!(
                 "staleness  {}",
-                self.hub.with(|state| staleness_text(state.pool.histogram()))
+                self.hub.with(|state| staleness_text(state.scheduler.histogram()))
             ));
         }
         let latest = self.directory.checkpoints().latest();
@@ -74,36 +74,37 @@ impl Session<'_> {
                 "continue with --resume auto --set run.name={}",
                 self.directory.name()
             ));
-        } else if let Some(median_ms) = self.tally.median_ms() {
+        } else if let Some(median_ms) = self.worker_metrics.median_ms() {
             // A finished run that was resumed has no steps to summarize.
-            self.outages.at_end(self.run_summary(median_ms).write(&self.directory.card_path()))?;
+            self.outages
+                .at_end(self.run_summary(median_ms).write(&self.directory.summary_path()))?;
         }
         // The servers end with the run, so there is nothing to resume from.
         self.outages.at_end(self.journal.clear())?;
-        self.outages.at_end(self.directory.marks().end(&End { step, status, why }))?;
+        self.outages.at_end(self.directory.markers().end(&End { step, status, why }))?;
         log::info!("ended at step {step}: {outcome:?}");
         Ok(outcome)
     }
 
-    fn run_summary(&self, median_ms: f64) -> RunCard {
-        let times = self.tally.times();
+    fn run_summary(&self, median_ms: f64) -> RunRecord {
+        let times = self.worker_metrics.times();
         let job = &self.job;
         let parameters =
             |unit: &UnitLayout| unit.tensors.iter().map(|tensor| tensor.len() as u64).sum::<u64>();
-        RunCard {
+        RunRecord {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: job.origin.mpi.clone(),
             device_path: None,
             device_path_reason: None,
             ranks: self.terms.workers,
             threads: self.plan.threads,
-            hosts: self.tally.hosts(),
+            hosts: self.worker_metrics.hosts(),
             parameters: layouts(&self.plan).iter().map(parameters).sum(),
             steps: self.progress.step,
-            skipped: self.tally.skipped(),
+            skipped: self.worker_metrics.skipped(),
             data: job.data.as_ref().map(|data| data.fingerprint.digest()),
             data_changes: job.data.as_ref().map_or(vec![], |data| data.changes.clone()),
-            validation_loss: self.evaluated.map(|(_, loss)| loss),
+            validation_loss: self.last_evaluation.map(|(_, loss)| loss),
             tokens_per_second: self.plan.tokens_per_step() as f64 / (median_ms * 1e-3),
             tflops_per_rank: None,
             mfu: None,

@@ -14,9 +14,9 @@ use super::checkpoint_task::Saving;
 use super::coordinator_service::{CoordinatorService, SessionError};
 use super::protocol::{ServerRequest, ServerResponse};
 use super::run_spec::{RunSpec, layouts};
-use super::scheduler::{Batch, Done, WorkScheduler};
+use super::scheduler::{BatchResult, FinishedBatches, WorkScheduler};
 use super::server_clients::ServerClients;
-use super::wal::{CommittedStep, Journal, Update, WalEntry};
+use super::wal::{CommittedStep, Update, WalEntry, WriteAheadLog};
 use super::worker_metrics::WorkerMetrics;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
@@ -41,12 +41,12 @@ use hpctrain_train::{IoFailureTolerance, Records, StopRequests, TimeLimit, fresh
 
 /// The parts of a run that outlive a session.
 pub struct SessionContext<'a> {
-    pub hub: &'a CoordinatorService,
+    pub service: &'a CoordinatorService,
     pub directory: &'a RunDirectory,
     pub splits: &'a Splits,
     pub trained_on: Option<TrainedOn>,
     pub started: Instant,
-    pub journal: &'a Journal,
+    pub journal: &'a WriteAheadLog,
 }
 
 /// The point at which a session starts.
@@ -66,17 +66,17 @@ pub struct Session<'a> {
     directory: &'a RunDirectory,
     plan: ResolvedConfig,
     terms: RunSpec,
-    fleet: ServerClients,
+    clients: ServerClients,
     /// The clients for saves, which run concurrently with training.
-    save_fleet: Arc<Mutex<ServerClients>>,
+    save_clients: Arc<Mutex<ServerClients>>,
     save_thread: SaveThread,
     records: Records,
-    tally: WorkerMetrics,
+    worker_metrics: WorkerMetrics,
     started: Instant,
     stop_requests: StopRequests,
     outages: IoFailureTolerance,
     job: Arc<SaveContext>,
-    journal: &'a Journal,
+    journal: &'a WriteAheadLog,
     evaluator: Option<Evaluator>,
     objective: Objective<Cpu>,
     train_samples: u64,
@@ -84,9 +84,9 @@ pub struct Session<'a> {
     /// The step and the number of the last snapshot.
     cut: Option<(u64, u64)>,
     /// The step and the loss of the last evaluation.
-    evaluated: Option<(u64, f64)>,
+    last_evaluation: Option<(u64, f64)>,
     /// The step of the last checkpoint.
-    saved: Option<u64>,
+    last_save: Option<u64>,
     /// The step of the last epoch loss that was recorded.
     epoch_recorded: Option<u64>,
     saving: Option<Saving>,
@@ -94,7 +94,7 @@ pub struct Session<'a> {
     save_now: bool,
     skipped_in_a_row: u64,
     /// The outcome, once training must end.
-    ending: Option<RunOutcome>,
+    outcome: Option<RunOutcome>,
 }
 
 impl<'a> Session<'a> {
@@ -110,13 +110,14 @@ impl<'a> Session<'a> {
         fleet: ServerClients,
         from: StartPoint<'_>,
     ) -> Result<Self, SessionError> {
-        let SessionContext { hub, directory, splits, trained_on, started, journal } = context;
+        let SessionContext { service: hub, directory, splits, trained_on, started, journal } =
+            context;
         // The journaled step is applied again, but its workers are already in workers.jsonl.
         let (progress, first_step, done) = match from {
             StartPoint::Journal(entry) => {
                 (entry.before, entry.before.step + 1, entry.batches.clone().unwrap_or_default())
             }
-            _ => (terms.start, terms.start.step, Done::default()),
+            _ => (terms.start, terms.start.step, FinishedBatches::default()),
         };
         let samples = splits.train.samples();
         let epoch_loss =
@@ -139,7 +140,7 @@ impl<'a> Session<'a> {
         let stop_requests = StopRequests::new(
             true,
             budget,
-            directory.marks(),
+            directory.markers(),
             plan.config.checkpoint.every_seconds,
         );
         let job = SaveContext {
@@ -155,7 +156,7 @@ impl<'a> Session<'a> {
             },
             id: fresh_id(),
             records: vec![directory.metrics_path()],
-            state: state_names(Some(plan.rule), plan.average, None),
+            state: state_names(Some(plan.update_rule), plan.ema, None),
         };
         let eval_samples = plan.config.eval.samples;
         let chunk = plan.config.eval.batch;
@@ -163,9 +164,9 @@ impl<'a> Session<'a> {
         let evaluator = splits
             .validation
             .as_ref()
-            .map(|validation| Evaluator::counting(&**validation, eval_samples, chunk));
+            .map(|validation| Evaluator::counting_only(&**validation, eval_samples, chunk));
         let evaluator =
-            evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
+            evaluator.map(|evaluator| evaluator.with_set_names(Mix::names(&plan.config.data.mix)));
         let outages =
             IoFailureTolerance::new(plan.config.checkpoint.io_retry_seconds, progress.step > 0);
         let first_ticket = (unix_time() * 1e3) as u64;
@@ -195,11 +196,11 @@ impl<'a> Session<'a> {
             objective: plan.objective(),
             plan,
             terms,
-            fleet,
-            save_fleet,
+            clients: fleet,
+            save_clients: save_fleet,
             save_thread: SaveThread::start()?,
             records,
-            tally,
+            worker_metrics: tally,
             started,
             stop_requests,
             outages,
@@ -209,13 +210,13 @@ impl<'a> Session<'a> {
             train_samples: samples,
             progress,
             cut: None,
-            evaluated,
-            saved: Some(progress.step),
+            last_evaluation: evaluated,
+            last_save: Some(progress.step),
             epoch_recorded: None,
             saving: None,
             save_now: false,
             skipped_in_a_row: 0,
-            ending: None,
+            outcome: None,
         })
     }
 
@@ -270,7 +271,7 @@ impl<'a> Session<'a> {
 
     /// Runs steps until training ends.
     fn steps(&mut self) -> Result<RunOutcome, SessionError> {
-        while self.ending.is_none() && self.progress.step < self.plan.config.run.steps {
+        while self.outcome.is_none() && self.progress.step < self.plan.config.run.steps {
             let began = Instant::now();
             let start = now();
             let decided =
@@ -280,17 +281,17 @@ impl<'a> Session<'a> {
             self.append_to_wal(&decided);
             self.end_step(&decided, start)?;
         }
-        Ok(self.ending.take().unwrap_or(RunOutcome::Finished))
+        Ok(self.outcome.take().unwrap_or(RunOutcome::Finished))
     }
 
     /// Appends a step to the write-ahead log before its update, so that a restarted coordinator can
     /// resume from it.
     fn append_to_wal(&self, decided: &CommittedStep) {
-        let batches = self.hub.with(|state| state.pool.done_batches());
+        let batches = self.hub.with(|state| state.scheduler.done_batches());
         let generation = self.terms.generation;
         let before = self.progress;
         let decided = decided.clone();
-        let written = self.journal.decide(&WalEntry { generation, before, decided, batches });
+        let written = self.journal.append(&WalEntry { generation, before, decided, batches });
         // An earlier step in the log must not be mistaken for the last one.
         if let Err(e) = written {
             log::warn!("{e}: a restarted coordinator will resume from the last checkpoint");
@@ -304,7 +305,7 @@ impl<'a> Session<'a> {
         let generation = self.terms.generation;
         let step = self.progress.step;
         if let Some(Update { hyper, trust }) = &decided.update {
-            self.fleet.all(|_| ServerRequest::Update {
+            self.clients.all(|_| ServerRequest::Update {
                 generation,
                 step,
                 hyper: *hyper,
@@ -325,11 +326,13 @@ impl<'a> Session<'a> {
     fn sync_step(&mut self) -> Result<Option<CommittedStep>, SessionError> {
         let step = self.progress.step;
         let virtual_ranks = self.plan.virtual_ranks;
-        self.hub.with(|state| state.pool.begin_step(step, virtual_ranks));
+        self.hub.with(|state| state.scheduler.begin_step(step, virtual_ranks));
         let stop_requests = &self.stop_requests;
-        let done = self.hub.wait(|state| match state.pool.step_result() {
+        let done = self.hub.wait(|state| match state.scheduler.step_result() {
             Some(result) => Some(Some(result)),
-            None => (state.pool.members().is_empty() && stop_requests.must_end()).then_some(None),
+            None => {
+                (state.scheduler.members().is_empty() && stop_requests.must_end()).then_some(None)
+            }
         })?;
         let Some((loss, compute)) = done else { return Ok(self.interrupted()) };
         let loss = loss / self.plan.tokens_per_step() as f64;
@@ -343,7 +346,7 @@ impl<'a> Session<'a> {
             grad_scale: clip(self.plan.config.optimizer.grad_clip, norm) as f32,
         });
         let trust = match hyper {
-            Some(hyper) if self.plan.rule.is_layerwise() => self.trust(hyper)?,
+            Some(hyper) if self.plan.update_rule.is_layerwise() => self.trust(hyper)?,
             _ => vec![],
         };
         let update = Some(Update { hyper: hyper.map(Into::into), trust });
@@ -354,7 +357,7 @@ impl<'a> Session<'a> {
     /// Returns the gradient norm of a step whose virtual ranks were all pushed.
     fn norm(&mut self, step: u64) -> Result<f64, SessionError> {
         let generation = self.terms.generation;
-        let answers = self.fleet.all(|_| ServerRequest::Squares { generation, step })?;
+        let answers = self.clients.all(|_| ServerRequest::Squares { generation, step })?;
         let virtual_ranks = self.plan.virtual_ranks;
         let layouts = layouts(&self.plan);
         let mut all = Vec::new();
@@ -377,7 +380,7 @@ impl<'a> Session<'a> {
         let generation = self.terms.generation;
         let virtual_ranks = self.plan.virtual_ranks;
         let answers =
-            self.fleet.all(|_| ServerRequest::Norms { generation, hyper: hyper.into() })?;
+            self.clients.all(|_| ServerRequest::Norms { generation, hyper: hyper.into() })?;
         let layouts = layouts(&self.plan);
         let tensors: usize = layouts.iter().map(|layout| layout.tensors.len()).sum();
         let mut norms = Norms::new(0..virtual_ranks, tensors);
@@ -390,11 +393,11 @@ impl<'a> Session<'a> {
         let mut squares = whole_norms(&[norms.encode()], virtual_ranks, tensors)?.into_iter();
         let groups = &self.plan.config.optimizer.groups;
         let mut factor = |tensor: &Tensor| {
-            let part = GroupRun::of(tensor, groups);
+            let part = GroupRun::from_tensor(tensor, groups);
             let of_tensor = squares.next().unwrap_or_default();
             self.plan
-                .rule
-                .trust(of_tensor, part.decay(hyper.weight_decay), hyper.grad_scale)
+                .update_rule
+                .trust_ratio(of_tensor, part.decay(hyper.weight_decay), hyper.grad_scale)
                 .to_bits()
         };
         Ok(layouts.iter().map(|layout| layout.tensors.iter().map(&mut factor).collect()).collect())
@@ -408,13 +411,13 @@ impl<'a> Session<'a> {
         let batches = loop {
             let stop_requests = &self.stop_requests;
             let found = self.hub.wait(|state| {
-                let revoked = state.pool.take_revoked();
+                let revoked = state.scheduler.take_revoked();
                 if !revoked.is_empty() {
                     return Some(Err(revoked));
                 }
-                match state.pool.take_batches(workers) {
+                match state.scheduler.take_batches(workers) {
                     Some(batches) => Some(Ok(Some(batches))),
-                    None => (state.pool.members().is_empty() && stop_requests.must_end())
+                    None => (state.scheduler.members().is_empty() && stop_requests.must_end())
                         .then_some(Ok(None)),
                 }
             })?;
@@ -422,13 +425,14 @@ impl<'a> Session<'a> {
                 Ok(batches) => break batches,
                 Err(tickets) => {
                     for ticket in tickets {
-                        self.fleet.all(|_| ServerRequest::Revoke { generation, ticket })?;
+                        self.clients.all(|_| ServerRequest::Revoke { generation, ticket })?;
                     }
                 }
             }
         };
         let Some(batches) = batches else { return Ok(self.interrupted()) };
-        let mean = |of: fn(&Batch) -> f64| batches.iter().map(of).sum::<f64>() / workers as f64;
+        let mean =
+            |of: fn(&BatchResult) -> f64| batches.iter().map(of).sum::<f64>() / workers as f64;
         let skips = batches.iter().filter(|batch| batch.staleness.is_none()).count();
         let batch_samples = self.samples() / workers as u64;
         Ok(Some(CommittedStep {
@@ -439,14 +443,14 @@ impl<'a> Session<'a> {
             compute: mean(|batch| batch.compute),
             seconds: 0.0,
             position: self.terms.start.position
-                + self.hub.with(|state| state.pool.low()) * batch_samples,
+                + self.hub.with(|state| state.scheduler.first_unfinished()) * batch_samples,
             update: None,
         }))
     }
 
     /// Ends the run on request when no worker is left to compute a step.
     fn interrupted(&mut self) -> Option<CommittedStep> {
-        self.ending = Some(self.stop_requests.preempted());
+        self.outcome = Some(self.stop_requests.preempted());
         None
     }
 
@@ -481,25 +485,25 @@ impl<'a> Session<'a> {
             time: unix_time(),
             ..Step::default()
         };
-        let written = self.records.stepped(&record);
-        let contributions = self.hub.with(|state| state.pool.take_contributions());
+        let written = self.records.record_step(&record);
+        let contributions = self.hub.with(|state| state.scheduler.take_contributions());
         if let Some(board) = &mut self.records.tensorboard {
             board.staleness(
                 step,
                 &contributions.iter().filter_map(|one| one.staleness).collect::<Vec<_>>(),
             );
         }
-        let tallied = self.tally.step(step, took, taken.skipped, &contributions);
-        self.recorded(written.and(tallied))?;
-        self.records.progress.step(&record, self.outages.told().as_deref());
-        self.stop_requests.stepped(took);
+        let tallied = self.worker_metrics.step(step, took, taken.skipped, &contributions);
+        self.tolerate_outage(written.and(tallied))?;
+        self.records.progress.step(&record, self.outages.ongoing_failure().as_deref());
+        self.stop_requests.note_step(took);
         let status = [
             ("step", json!(step)),
             ("steps", json!(self.plan.config.run.steps)),
             ("loss", json!(taken.loss)),
             ("samples_per_second", json!(self.samples() as f64 / seconds)),
         ];
-        self.hub.with(|state| state.told.extend(status));
+        self.hub.with(|state| state.progress.extend(status));
         Ok(())
     }
 
@@ -526,7 +530,7 @@ impl<'a> Session<'a> {
         if flags.contains(ControlFlags::DUE) {
             self.save_now = true;
         }
-        self.ending = self.stop_requests.ending(&AllFlags(vec![flags]));
+        self.outcome = self.stop_requests.outcome(&AllFlags(vec![flags]));
         Ok(())
     }
 
@@ -545,7 +549,7 @@ impl<'a> Session<'a> {
 
     fn evaluate_if_due(&mut self) -> Result<(), SessionError> {
         let Eval { every, every_epochs, .. } = self.plan.config.eval;
-        let due = self.ending.is_none() && self.is_due(every, every_epochs);
+        let due = self.outcome.is_none() && self.is_due(every, every_epochs);
         if !(due && self.plan.config.eval.inline) {
             return Ok(());
         }
@@ -560,30 +564,31 @@ impl<'a> Session<'a> {
         let Some(chunks) = self.evaluator.as_ref().map(Evaluator::chunks) else { return Ok(()) };
         // A snapshot that is being written must not be replaced.
         self.await_saving()?;
-        let cut = self.cut()?;
-        self.hub.with(|state| state.pool.begin_evaluation(cut, chunks));
+        let cut = self.snapshot()?;
+        self.hub.with(|state| state.scheduler.begin_evaluation(cut, chunks));
         let stop_requests = &self.stop_requests;
-        let found = self.hub.wait(|state| match state.pool.take_evaluation() {
+        let found = self.hub.wait(|state| match state.scheduler.take_evaluation() {
             Some(sums) => Some(Some(sums)),
             None if stop_requests.must_end() => {
-                state.pool.drop_evaluation();
+                state.scheduler.drop_evaluation();
                 Some(None)
             }
             None => None,
         })?;
         let Some(sums) = found else {
-            self.ending = Some(self.stop_requests.preempted());
+            self.outcome = Some(self.stop_requests.preempted());
             return Ok(());
         };
         let Some(evaluator) = &self.evaluator else { return Ok(()) };
         let measures = evaluator.measures(&self.objective, &sums)?;
         let step = self.progress.step;
         let text = measures.to_string();
-        self.evaluated = Some((step, measures.loss));
+        self.last_evaluation = Some((step, measures.loss));
         log::info!("step {step}: {text}");
-        self.outages.held(self.directory.check())?;
-        let evaluation = measures.evaluation(step).on(evaluator.digest(), evaluator.samples());
-        let written = self.records.evaluated(evaluation);
+        self.outages.lease_checked(self.directory.check())?;
+        let evaluation =
+            measures.evaluation(step).with_data(evaluator.digest(), evaluator.samples());
+        let written = self.records.record_evaluation(evaluation);
         self.records.progress.say(&format!("step {step:>6}  {text}"));
         let all = match written.and_then(|()| evaluations::read(&self.directory.evaluations_path()))
         {
@@ -595,9 +600,9 @@ impl<'a> Session<'a> {
         let config = &self.plan.config.eval;
         let all = evaluations::until(all.known(), step);
         let why = evaluations::stop_reason(&all, config.patience, config.min_delta);
-        if step < self.plan.config.run.steps && self.ending.is_none() {
+        if step < self.plan.config.run.steps && self.outcome.is_none() {
             // This evaluation is also the last one.
-            self.ending = why.map(RunOutcome::Stopped);
+            self.outcome = why.map(RunOutcome::Stopped);
         }
         Ok(())
     }

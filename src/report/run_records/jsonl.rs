@@ -16,7 +16,7 @@ const LONGEST: u64 = 64 << 20;
 
 /// A complete line that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Damage {
+pub struct DamagedLine {
     /// The number of the line, from 1.
     pub line: u64,
     /// The number of records before it in the file.
@@ -29,24 +29,24 @@ pub struct Damage {
 
 /// The records of a file.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Lines<T> {
+pub struct JsonLines<T> {
     /// The readable records, in the order of the file.
     pub records: Vec<T>,
     /// The unreadable lines.
-    pub damaged: Vec<Damage>,
+    pub damaged: Vec<DamagedLine>,
 }
 
-impl<T> Default for Lines<T> {
+impl<T> Default for JsonLines<T> {
     fn default() -> Self {
         Self { records: Vec::new(), damaged: Vec::new() }
     }
 }
 
-impl<T> Lines<T> {
+impl<T> JsonLines<T> {
     /// Returns a one-line summary of the damage, if there is any: the first damaged line of `file`,
     /// and the number of the others.
-    pub fn told(&self, file: &str) -> Option<String> {
-        let Damage { line, why, .. } = self.damaged.first()?;
+    pub fn damage_summary(&self, file: &str) -> Option<String> {
+        let DamagedLine { line, why, .. } = self.damaged.first()?;
         let others = match self.damaged.len() - 1 {
             0 => String::new(),
             others => format!(", and {others} more"),
@@ -61,10 +61,10 @@ impl<T> Lines<T> {
 ///
 /// # Errors
 /// Returns an error if the file cannot be read.
-pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Lines<T>> {
+pub fn read<T: DeserializeOwned>(path: &Path) -> Result<JsonLines<T>> {
     let file = match safe_open::open(path) {
         Ok(file) => file,
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Lines::default()),
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(JsonLines::default()),
         Err(e) => return Err(Error::io("read", path, e)),
     };
     read_from(BufReader::with_capacity(1 << 18, file), LONGEST)
@@ -74,8 +74,8 @@ pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Lines<T>> {
 fn read_from<T: DeserializeOwned>(
     mut from: impl BufRead,
     longest: u64,
-) -> std::io::Result<Lines<T>> {
-    let mut found = Lines::default();
+) -> std::io::Result<JsonLines<T>> {
+    let mut found = JsonLines::default();
     let mut bytes = Vec::new();
     for line in 1.. {
         bytes.clear();
@@ -103,7 +103,7 @@ fn read_from<T: DeserializeOwned>(
         let is_beginning = !too_long && is_torn(text);
         // A valid prefix of a record is a torn line rather than a damaged one.
         if is_whole && !is_beginning {
-            found.damaged.push(Damage { line, after: found.records.len(), why, is_json });
+            found.damaged.push(DamagedLine { line, after: found.records.len(), why, is_json });
         }
     }
     Ok(found)
@@ -140,24 +140,24 @@ mod tests {
         step: u64,
     }
 
-    fn lines_of(text: &[u8]) -> Lines<Numbered> {
+    fn lines_of(text: &[u8]) -> JsonLines<Numbered> {
         read_from(text, 64).unwrap()
     }
 
-    fn steps(lines: &Lines<Numbered>) -> Vec<u64> {
+    fn steps(lines: &JsonLines<Numbered>) -> Vec<u64> {
         lines.records.iter().map(|one| one.step).collect()
     }
 
     #[test]
     fn an_unfinished_last_line_is_normal() {
-        assert_eq!(lines_of(b""), Lines::default());
+        assert_eq!(lines_of(b""), JsonLines::default());
         let lines = lines_of(b"{\"step\":1}\n{\"step\":2}\n{\"st");
         assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 2], 0));
         // Complete except for its end, or torn within a character.
         assert_eq!(steps(&lines_of(b"{\"step\":1}\n{\"step\":2}")), [1, 2]);
         assert_eq!(
             lines_of(b"{\"step\":1}\n{\"why\":\"\xe2\x82"),
-            Lines { records: vec![Numbered { step: 1 }], damaged: vec![] }
+            JsonLines { records: vec![Numbered { step: 1 }], damaged: vec![] }
         );
         // Another process has appended after it.
         let lines = lines_of(b"{\"step\":1}\n{\"st\n{\"step\":3}\n");
@@ -171,7 +171,7 @@ mod tests {
         let seen: Vec<_> =
             lines.damaged.iter().map(|one| (one.line, one.after, one.is_json)).collect();
         assert_eq!(seen, [(2, 1, false), (4, 2, true)]);
-        let summary = lines.told("metrics.jsonl").unwrap();
+        let summary = lines.damage_summary("metrics.jsonl").unwrap();
         assert!(
             summary.starts_with("metrics.jsonl: line 2 cannot be read (invalid utf-8"),
             "{summary}"

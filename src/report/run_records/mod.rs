@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-pub use jsonl::{Damage, Lines, read};
+pub use jsonl::{DamagedLine, JsonLines, read};
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::Mesh;
@@ -27,7 +27,7 @@ use hpctrain_config::telemetry::rank_times;
 use hpctrain_config::telemetry::rank_times::RankTimes;
 use hpctrain_config::telemetry::restarts;
 use hpctrain_config::telemetry::restarts::Restart;
-use hpctrain_config::telemetry::run_card::RunCard;
+use hpctrain_config::telemetry::run_record::RunRecord;
 use hpctrain_config::telemetry::text_samples;
 use hpctrain_config::telemetry::text_samples::TextSample;
 use hpctrain_config::telemetry::worker_records;
@@ -54,7 +54,7 @@ pub struct RunRecords {
     /// The steps, ascending; the last record of a step that was repeated.
     pub steps: Vec<Step>,
     /// The damaged lines of `metrics.jsonl`.
-    pub gaps: Vec<Damage>,
+    pub gaps: Vec<DamagedLine>,
     /// The evaluations, in the order of their ends.
     pub evaluations: Vec<Evaluation>,
     /// The starts of the run, if it was supervised.
@@ -62,13 +62,13 @@ pub struct RunRecords {
     /// The compute times of the ranks for each window, if there are several ranks.
     pub rank_times: Vec<RankTimes>,
     /// The gradients that workers pushed, in a run with parameter servers.
-    pub given: Vec<WorkerRecord>,
+    pub worker_records: Vec<WorkerRecord>,
     /// The generated samples.
     pub samples: Vec<TextSample>,
     /// The existing checkpoints, ascending by step.
-    pub checkpoints: Vec<Saved>,
+    pub checkpoints: Vec<SavedCheckpoint>,
     /// The run summary, once the run has ended.
-    pub card: Option<RunCard>,
+    pub summary: Option<RunRecord>,
     /// How the run ended, if its trainer wrote the END marker.
     pub end: Option<End>,
     /// Whether a trainer holds the run now.
@@ -81,7 +81,7 @@ pub struct RunRecords {
 
 /// A published checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Saved {
+pub struct SavedCheckpoint {
     /// The number of finished steps.
     pub step: u64,
     /// The size of its files in bytes; `None` if its manifest cannot be read.
@@ -105,14 +105,14 @@ impl RunRecords {
             RunDirectory::at(std::path::absolute(path).map_err(|e| Error::io("find", path, e))?);
         let mut notes = Vec::new();
         let (config, settings) = configuration(path, &directory)?;
-        let metrics: Lines<Step> = read(&directory.metrics_path())?;
+        let metrics: JsonLines<Step> = read(&directory.metrics_path())?;
         if let (true, Some(other)) =
             (metrics.records.is_empty(), metrics.damaged.iter().find(|one| one.is_json))
         {
             let file = path.join("metrics.jsonl");
             return Err(of_another_version(&file, &format!("line {}: {}", other.line, other.why)));
         }
-        notes.extend(metrics.told("metrics.jsonl"));
+        notes.extend(metrics.damage_summary("metrics.jsonl"));
         let mut steps = metrics.records;
         // Reversed, the last record of a step comes first, and is kept.
         if !steps.is_sorted_by(|one, next| one.step < next.step) {
@@ -126,7 +126,7 @@ impl RunRecords {
         let given = noted(run, worker_records::FILE, &mut notes)?;
         let samples = noted(run, text_samples::FILE, &mut notes)?;
         let starts = noted(run, restarts::FILE, &mut notes)?;
-        let card = RunCard::read(&directory.card_path()).unwrap_or_else(|e| {
+        let card = RunRecord::read(&directory.summary_path()).unwrap_or_else(|e| {
             notes.push(format!("run.json cannot be read: {}", e.message()));
             None
         });
@@ -143,11 +143,11 @@ impl RunRecords {
             evaluations: found_evaluations,
             restarts: starts,
             rank_times,
-            given,
+            worker_records: given,
             samples,
             checkpoints: saved(&directory.checkpoints(), &mut notes)?,
-            card,
-            end: directory.marks().ended(),
+            summary: card,
+            end: directory.markers().ended(),
             // If the lease cannot be read, it is unknown.
             running: directory.has_trainer().unwrap_or(false),
             branch,
@@ -190,7 +190,7 @@ fn noted<T: serde::de::DeserializeOwned>(
     notes: &mut Vec<String>,
 ) -> Result<Vec<T>> {
     let found = read(&run.join(file))?;
-    notes.extend(found.told(file));
+    notes.extend(found.damage_summary(file));
     Ok(found.records)
 }
 
@@ -272,7 +272,7 @@ fn flatten(value: &toml::Value, key: &str, into: &mut BTreeMap<String, String>) 
 }
 
 /// Returns the published checkpoints, and adds notes about unreadable manifests.
-fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<Saved>> {
+fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<SavedCheckpoint>> {
     let steps = checkpoints.steps()?;
     let mut named = |step: Result<Option<u64>>| {
         step.unwrap_or_else(|e| {
@@ -284,13 +284,13 @@ fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<Saved
     let best = named(checkpoints.best_step());
     let mut all = Vec::with_capacity(steps.len());
     for step in steps {
-        let found = checkpoints.sound(step);
+        let found = checkpoints.read_intact(step);
         if let Err(e) = &found {
             notes.push(format!("the checkpoint of step {step}: {}", e.message()));
         }
         let (bytes, time) =
             found.map_or((None, None), |found| (Some(found.bytes()), Some(found.origin.time)));
-        all.push(Saved {
+        all.push(SavedCheckpoint {
             step,
             bytes,
             time,

@@ -20,11 +20,11 @@ const WIDEST: usize = 60;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// The first run.
-    pub a: Facts,
+    pub a: RunFacts,
     /// The second run.
-    pub b: Facts,
+    pub b: RunFacts,
     /// The keys of the configuration that differ, except the name of the run.
-    pub settings: Vec<Setting>,
+    pub settings: Vec<SettingDifference>,
     /// Whether both train the same network with the same loss function.
     pub same_network: bool,
     /// Whether both train on the same data, if known.
@@ -32,7 +32,7 @@ pub struct Comparison {
     /// The number of steps that both have recorded.
     pub common_steps: usize,
     /// The first of them that differs bitwise in loss, gradient norm or learning rate.
-    pub first_difference: Option<Parting>,
+    pub first_difference: Option<FirstDifference>,
     /// The training losses at some of them.
     pub at_steps: Vec<AtStep>,
     /// The losses of evaluations at the same steps.
@@ -45,7 +45,7 @@ pub struct Comparison {
 
 /// Facts about a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Facts {
+pub struct RunFacts {
     /// The directory of the run.
     pub path: String,
     /// The version of the program that wrote its run summary or its newest checkpoint.
@@ -66,7 +66,7 @@ pub struct Facts {
 
 /// A key of the configuration with its values; `None` if omitted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Setting {
+pub struct SettingDifference {
     /// The key.
     pub key: String,
     /// The value in A.
@@ -77,7 +77,7 @@ pub struct Setting {
 
 /// The first record that differs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Parting {
+pub struct FirstDifference {
     /// The step.
     pub step: u64,
     /// The name of the number that differs.
@@ -112,16 +112,16 @@ pub struct AtTokens {
 
 impl Comparison {
     /// Compares two runs.
-    pub fn of(a: &RunRecords, b: &RunRecords) -> Self {
+    pub fn new(a: &RunRecords, b: &RunRecords) -> Self {
         let common: Vec<(&Step, &Step)> = common(&a.steps, &b.steps, |step| step.step).collect();
-        let [facts_a, facts_b] = [a, b].map(Facts::new);
+        let [facts_a, facts_b] = [a, b].map(RunFacts::new);
         let same_data = facts_a.data.as_ref().zip(facts_b.data.as_ref()).map(|(a, b)| a == b);
         let mut keys: Vec<&String> = a.settings.keys().chain(b.settings.keys()).collect();
         keys.sort_unstable();
         keys.dedup();
         let setting = |key: &String| {
             let [a, b] = [a, b].map(|run| run.settings.get(key).cloned());
-            (a != b && key != "run.name").then(|| Setting { key: key.clone(), a, b })
+            (a != b && key != "run.name").then(|| SettingDifference { key: key.clone(), a, b })
         };
         let finite = |loss: f64| Some(loss).filter(|loss| loss.is_finite());
         let at_step =
@@ -148,14 +148,14 @@ impl Comparison {
     }
 
     /// Formats the comparison as tables.
-    pub fn told(&self) -> String {
+    pub fn to_text(&self) -> String {
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         let number = |number: Option<u64>| or_none(number.map(grouped));
         let loss = |loss: Option<f64>| or_none(loss.map(|loss| format!("{loss:.4}")));
-        let both = |name: &str, facts: &dyn Fn(&Facts) -> String| {
+        let both = |name: &str, facts: &dyn Fn(&RunFacts) -> String| {
             [name.to_owned(), facts(&self.a), facts(&self.b)]
         };
-        let speed = |facts: &Facts| {
+        let speed = |facts: &RunFacts| {
             or_none(
                 facts
                     .per_second
@@ -192,7 +192,7 @@ impl Comparison {
             (None, steps) => {
                 format!("bitwise identical in all {} common steps\n", grouped(steps as u64))
             }
-            (Some(Parting { step, number, a, b }), _) => {
+            (Some(FirstDifference { step, number, a, b }), _) => {
                 format!(
                     "the first bitwise difference is at step {step}: {number} {a:e} in A, {b:e} in B\n"
                 )
@@ -227,13 +227,13 @@ impl Comparison {
     }
 }
 
-impl Facts {
+impl RunFacts {
     fn new(run: &RunRecords) -> Self {
         let manifest = run.checkpoints.iter().rev().find_map(|saved| {
             let path = RunDirectory::at(&run.path).checkpoints().path(saved.step);
             Manifest::read(&path).ok()
         });
-        let card = run.card.as_ref();
+        let card = run.summary.as_ref();
         let version = card.map(|card| card.version.clone());
         let data = card.and_then(|card| card.data.clone());
         let of_manifest = || Some(manifest.as_ref()?.data.as_ref()?.fingerprint.digest());
@@ -268,7 +268,7 @@ fn common<'a, T>(
 }
 
 /// Returns the first number of a step that differs bitwise; NaNs are equal.
-fn first_difference(a: &Step, b: &Step) -> Option<Parting> {
+fn first_difference(a: &Step, b: &Step) -> Option<FirstDifference> {
     let numbers = [
         ("loss", a.loss, b.loss),
         ("norm", a.grad_norm, b.grad_norm),
@@ -276,7 +276,7 @@ fn first_difference(a: &Step, b: &Step) -> Option<Parting> {
     ];
     let differs =
         |(_, a, b): &(&str, f64, f64)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan());
-    numbers.into_iter().find(differs).map(|(number, of_a, of_b)| Parting {
+    numbers.into_iter().find(differs).map(|(number, of_a, of_b)| FirstDifference {
         step: a.step,
         number,
         a: of_a,
@@ -398,7 +398,7 @@ mod tests {
             config.optimizer.lr = 0.5;
             config.batch.micro = Some(3);
         });
-        let found = Comparison::of(&a, &b);
+        let found = Comparison::new(&a, &b);
         let parting = found.first_difference.as_ref().unwrap();
         assert_eq!((found.common_steps, parting.step, parting.number), (5, 5, "loss"));
         let keys: Vec<_> = found
@@ -415,7 +415,7 @@ mod tests {
         let last = found.at_tokens.last().unwrap();
         assert_eq!((last.tokens, last.a.0, last.b.0), (384, 6, 3));
         assert!(found.same_network && found.same_data.is_none());
-        let text = found.told();
+        let text = found.to_text();
         assert!(
             text.contains(
                 "the first bitwise difference is at step 5: loss 8e-1 in A, 8.00000000000000"
@@ -428,13 +428,13 @@ mod tests {
             "{text}"
         );
 
-        let same = Comparison::of(&a, &a).told();
+        let same = Comparison::new(&a, &a).to_text();
         assert!(
             same.contains("bitwise identical in all 6 common steps") && !same.contains("setting"),
             "{same}"
         );
         let other = run(dir.path(), "c", &[], |config| config.model.width = 64);
-        let text = Comparison::of(&a, &other).told();
+        let text = Comparison::new(&a, &other).to_text();
         assert!(
             text.contains(
                 "no step is recorded in both\nthe networks or their loss functions differ"

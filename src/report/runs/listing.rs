@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use clap::ValueEnum;
 use serde::Serialize;
 
-use super::summary::{Layout, RunSummary, is_run};
+use super::summary::{RunLayout, RunSummary, is_run};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn_scoped;
 use hpctrain_config::telemetry::{bytes, grouped};
@@ -58,7 +58,7 @@ impl Listing {
     ///
     /// # Errors
     /// Returns an error if `root` is not a directory, is itself a run, or cannot be listed.
-    pub fn of(root: &Path, by: SortBy) -> Result<Self> {
+    pub fn scan(root: &Path, by: SortBy) -> Result<Self> {
         let entries = match fs::read_dir(root) {
             Ok(entries) => entries,
             Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
@@ -92,7 +92,7 @@ impl Listing {
     }
 
     /// Formats the runs as a table.
-    pub fn told(&self) -> String {
+    pub fn to_table(&self) -> String {
         let root = self.root.display();
         let others = match self.other_directories {
             0 => String::new(),
@@ -123,7 +123,7 @@ fn read(paths: &[PathBuf], now: SystemTime) -> Vec<RunSummary> {
     let some = || {
         let mut found = Vec::new();
         while let Some(path) = paths.get(next.fetch_add(1, Order::Relaxed)) {
-            found.push(RunSummary::of(path, now));
+            found.push(RunSummary::read(path, now));
         }
         found
     };
@@ -179,7 +179,7 @@ fn row(run: &RunSummary) -> [String; 10] {
             run.per_second.map(|speed| format!("{} {}/s", grouped(speed.round() as u64), run.unit)),
         ),
         or_none(run.age_seconds.map(age)),
-        or_none(run.layout.as_ref().map(Layout::told)),
+        or_none(run.layout.as_ref().map(RunLayout::describe)),
         bytes(usize::try_from(run.bytes).unwrap_or(usize::MAX)),
     ]
 }
@@ -198,7 +198,7 @@ fn age(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runs::State;
+    use crate::runs::RunState;
     use hpctrain_checkpoint::run_dir::RunDirectory;
     use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
     use hpctrain_config::Config;
@@ -214,7 +214,7 @@ mod tests {
         fs::write(directory.evaluations_path(), evaluations).unwrap();
         if let Some(status) = end {
             let why = (status != RunStatus::Finished).then(|| "a <script>\u{1b}[31m".into());
-            directory.marks().end(&End { step: 3, status, why }).unwrap();
+            directory.markers().end(&End { step: 3, status, why }).unwrap();
         }
     }
 
@@ -268,14 +268,14 @@ mod tests {
         fs::create_dir(root.join(".cache")).unwrap();
         fs::write(root.join("notes.txt"), "").unwrap();
 
-        let listing = Listing::of(root, SortBy::Loss).unwrap();
+        let listing = Listing::scan(root, SortBy::Loss).unwrap();
         let names: Vec<&str> = listing.runs.iter().map(|run| &run.name[..]).collect();
         assert_eq!(names, ["killed", "good", "asked", "stopped", "half", "other"]);
         assert_eq!(listing.other_directories, 1);
         let named = |name: &str| listing.runs.iter().find(|run| run.name == name).unwrap();
         let states =
             ["good", "stopped", "asked", "killed", "half", "other"].map(|name| named(name).state);
-        use State::{Failed, Finished, Preempted, Stale};
+        use RunState::{Failed, Finished, Preempted, Stale};
         assert_eq!(states, [Finished, Failed, Preempted, Stale, Stale, Stale]);
         let good = named("good");
         assert_eq!(
@@ -284,7 +284,7 @@ mod tests {
         );
         assert_eq!((good.evaluated_loss, good.epoch, good.unit), (Some(1.75), Some(0.5), "tokens"));
         assert_eq!(good.per_second, Some(1051.0));
-        assert_eq!(good.layout.as_ref().unwrap().told(), "replica 2");
+        assert_eq!(good.layout.as_ref().unwrap().describe(), "replica 2");
         let killed = named("killed").notes.join("\n");
         assert!(killed.contains("metrics.jsonl: a line near its end cannot be read"), "{killed}");
         assert!(named("half").notes[0].contains("half written"), "{:?}", named("half"));
@@ -295,7 +295,7 @@ mod tests {
         );
         assert_eq!(other.steps, Some(7));
 
-        let text = listing.told();
+        let text = listing.to_table();
         assert!(
             text.contains("good     finished   100/100  2.0000  1.7500     1.5000 at 50"),
             "{text}"
@@ -306,7 +306,7 @@ mod tests {
             (json["runs"][1]["state"].as_str(), json["runs"][1]["loss"].as_f64()),
             (Some("finished"), Some(2.0))
         );
-        let by = |by| Listing::of(root, by).unwrap().runs[0].name.clone();
+        let by = |by| Listing::scan(root, by).unwrap().runs[0].name.clone();
         assert_eq!(
             [by(SortBy::Name), by(SortBy::Best), by(SortBy::Step), by(SortBy::State)],
             ["asked", "good", "good", "good"]
@@ -317,7 +317,7 @@ mod tests {
     fn other_directories_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         run(dir.path(), "x", b"", "", None);
-        let refused = |path: &Path| Listing::of(path, SortBy::Name).unwrap_err().to_string();
+        let refused = |path: &Path| Listing::scan(path, SortBy::Name).unwrap_err().to_string();
         assert!(refused(&dir.path().join("absent")).contains("is not a directory\nhint: "));
         assert!(refused(&dir.path().join("x/config.toml")).contains("is not a directory\nhint: "));
         let message = refused(&dir.path().join("x"));
@@ -326,7 +326,9 @@ mod tests {
             "{message}"
         );
         let empty = tempfile::tempdir().unwrap();
-        assert!(Listing::of(empty.path(), SortBy::Name).unwrap().told().starts_with("no run in "));
+        assert!(
+            Listing::scan(empty.path(), SortBy::Name).unwrap().to_table().starts_with("no run in ")
+        );
     }
 
     #[test]

@@ -30,7 +30,7 @@ const SILENT: Duration = Duration::from_secs(120);
 /// The state of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum State {
+pub enum RunState {
     /// A trainer holds it.
     Running,
     /// All steps are done, or it was stopped.
@@ -43,22 +43,22 @@ pub enum State {
     Stale,
 }
 
-impl State {
+impl RunState {
     /// Returns the name of the state.
     pub fn name(self) -> &'static str {
         match self {
-            State::Running => "running",
-            State::Finished => "finished",
-            State::Preempted => "preempted",
-            State::Failed => "failed",
-            State::Stale => "stale",
+            RunState::Running => "running",
+            RunState::Finished => "finished",
+            RunState::Preempted => "preempted",
+            RunState::Failed => "failed",
+            RunState::Stale => "stale",
         }
     }
 }
 
 /// The layout of a run's ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Layout {
+pub struct RunLayout {
     /// The number of training ranks; `None` for a run with parameter servers, whose workers vary.
     pub ranks: Option<u64>,
     /// The number of pipeline stages.
@@ -73,9 +73,9 @@ pub struct Layout {
     pub zero: u64,
 }
 
-impl Layout {
+impl RunLayout {
     /// Formats the axes with more than one rank, and the ZeRO stage.
-    pub fn told(&self) -> String {
+    pub fn describe(&self) -> String {
         if self.ranks.is_none() {
             return "servers".into();
         }
@@ -108,7 +108,7 @@ pub struct RunSummary {
     /// The path of its directory.
     pub path: PathBuf,
     /// The state of the run.
-    pub state: State,
+    pub state: RunState,
     /// The reason for its end, unless all steps are done.
     pub why: Option<String>,
     /// The last recorded step.
@@ -136,7 +136,7 @@ pub struct RunSummary {
     /// The number of seconds since then.
     pub age_seconds: Option<f64>,
     /// The layout of its ranks.
-    pub layout: Option<Layout>,
+    pub layout: Option<RunLayout>,
     /// The size of its files in bytes.
     pub bytes: u64,
     /// One note for each part that cannot be read.
@@ -162,7 +162,7 @@ pub fn is_run(path: &Path) -> bool {
 impl RunSummary {
     /// Reads the summary of the run at `path`, with `now` as the current time. Parts that cannot be
     /// read are noted.
-    pub fn of(path: &Path, now: SystemTime) -> Self {
+    pub fn read(path: &Path, now: SystemTime) -> Self {
         let run = RunDirectory::at(path);
         let mut notes = Vec::new();
         let settings = settings(&run, &mut notes);
@@ -173,7 +173,7 @@ impl RunSummary {
         let losses = evaluations::losses(&evaluated, evaluations::over(&evaluated));
         let best = losses.iter().filter_map(|(step, loss)| Some((*step, (*loss)?)));
         let best = best.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1));
-        let ended = run.marks().ended();
+        let ended = run.markers().ended();
         let state = state(&run, ended.as_ref(), now, &mut notes);
         let begun = || Some(seconds(fs::metadata(run.config_path()).ok()?.modified().ok()?));
         let time = last.as_ref().and_then(|last| last.time).or_else(begun);
@@ -189,7 +189,7 @@ impl RunSummary {
             name: run.name(),
             path: path.to_path_buf(),
             state,
-            why: ended.filter(|_| state != State::Running).and_then(|end| end.why),
+            why: ended.filter(|_| state != RunState::Running).and_then(|end| end.why),
             step: last.as_ref().map(|last| last.step),
             steps: total,
             epoch: last.as_ref().and_then(|last| last.epoch),
@@ -235,12 +235,12 @@ fn number(settings: &Table, section: &str, key: &str) -> Option<u64> {
     value(settings, section, key)?.as_integer()?.try_into().ok()
 }
 
-fn layout(settings: &Table, has_workers: bool) -> Layout {
+fn layout(settings: &Table, has_workers: bool) -> RunLayout {
     let axis = |key| number(settings, "parallel", key).unwrap_or(1);
     let [pipeline, replica, shard, tensor] = ["pipeline", "replica", "shard", "tensor"].map(axis);
     let ranks = [pipeline, replica, shard, tensor].into_iter().fold(1, u64::saturating_mul);
     let zero = number(settings, "parallel", "zero").unwrap_or(0);
-    Layout { ranks: (!has_workers).then_some(ranks), pipeline, replica, shard, tensor, zero }
+    RunLayout { ranks: (!has_workers).then_some(ranks), pipeline, replica, shard, tensor, zero }
 }
 
 /// Returns the last recorded step, and the median speed of the last ones.
@@ -305,7 +305,7 @@ fn state(
     ended: Option<&End>,
     now: SystemTime,
     notes: &mut Vec<String>,
-) -> State {
+) -> RunState {
     let has_trainer = run.has_trainer().unwrap_or_else(|e| {
         notes.push(format!("cannot determine whether a trainer holds it: {}", e.message()));
         false
@@ -313,17 +313,17 @@ fn state(
     // On another node the lease is confirmed only by its next heartbeats; its file time shows it at
     // once, if the clocks agree.
     let is_silent = || {
-        run.trainer_seen()
+        run.last_heartbeat()
             .is_some_and(|seen| now.duration_since(seen).is_ok_and(|since| since > SILENT))
     };
     if has_trainer && !is_silent() {
-        return State::Running;
+        return RunState::Running;
     }
     match ended.map(|end| end.status) {
-        Some(RunStatus::Finished) => State::Finished,
-        Some(RunStatus::Preempted) => State::Preempted,
-        Some(RunStatus::Failed) => State::Failed,
-        None => State::Stale,
+        Some(RunStatus::Finished) => RunState::Finished,
+        Some(RunStatus::Preempted) => RunState::Preempted,
+        Some(RunStatus::Failed) => RunState::Failed,
+        None => RunState::Stale,
     }
 }
 

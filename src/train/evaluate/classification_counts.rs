@@ -97,7 +97,7 @@ impl ClassificationCounts {
         }
         let roc_auc = self.scores.as_mut().and_then(|[first, second]| area(first, second));
         let confusion = self.confusion.chunks(self.classes.max(1)).map(<[u64]>::to_vec).collect();
-        Some(Classes::of(confusion, names, roc_auc))
+        Some(Classes::from_confusion(confusion, names, roc_auc))
     }
 }
 

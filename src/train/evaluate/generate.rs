@@ -40,7 +40,7 @@ pub fn generate<B: Kernels>(
 ) -> Result<Vec<u32>> {
     let stream = Stream::new(derive(sampling.seed, &[name("sample")]));
     let mut tokens = prompt.to_vec();
-    let mut cache = model.past(context.min(prompt.len().saturating_add(sampling.tokens)));
+    let mut cache = model.kv_caches(context.min(prompt.len().saturating_add(sampling.tokens)));
     let mut seen = 0;
     for index in 0..sampling.tokens {
         let cache = cache.as_mut().filter(|_| tokens.len() <= context);
@@ -48,13 +48,16 @@ pub fn generate<B: Kernels>(
             Some(_) => &tokens[seen..],
             None => &tokens[tokens.len().saturating_sub(context)..],
         };
-        let (ids, host_ids) =
-            if model.sharded.stage().takes_rows() { (&[][..], window) } else { (window, &[][..]) };
-        let micro = MicroBatch::of_text(&model.backend, ids, &[], window.len(), 0)?;
+        let (ids, host_ids) = if model.sharded.stage().takes_embedding_rows() {
+            (&[][..], window)
+        } else {
+            (window, &[][..])
+        };
+        let micro = MicroBatch::from_text(&model.backend, ids, &[], window.len(), 0)?;
         let micro = MicroBatch { samples: 1, host_ids: host_ids.to_vec(), ..micro };
         let rows = window.len();
         let output = match cache {
-            Some(cache) => model.output_after(&micro, cache)?,
+            Some(cache) => model.output_cached(&micro, cache)?,
             None => model.output(&micro)?,
         };
         seen = tokens.len();
@@ -65,7 +68,7 @@ pub fn generate<B: Kernels>(
                 Some(draw(&last, sampling, stream.uniform(index as u64))?)
             }
         };
-        tokens.push(model.share(drawn)?);
+        tokens.push(model.broadcast_from_last_stage(drawn)?);
         if is_end(&tokens[prompt.len()..]) {
             break;
         }

@@ -14,7 +14,7 @@ pub use generate::{Sampling, generate};
 pub use predict::predict;
 pub use predictions::Predictions;
 pub use queue::Policy;
-pub use sidecar::{ABANDONED, SidecarOptions, watch};
+pub use sidecar::{SidecarOptions, TRAINER_TIMEOUT, watch};
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,7 +25,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::escape::in_one_line;
 use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_comm::Group;
-use hpctrain_config::telemetry::classes::{Classes, MOST};
+use hpctrain_config::telemetry::classes::{Classes, MAX_CLASSES};
 use hpctrain_config::telemetry::evaluations::Evaluation;
 use hpctrain_data::{Batch, Source};
 use hpctrain_device::Kernels;
@@ -48,7 +48,7 @@ pub struct Metrics {
 
 impl Metrics {
     /// Formats loss and metrics for display, for example `loss 2.2638, perplexity 9.62`.
-    pub fn told(&self) -> String {
+    pub fn describe(&self) -> String {
         let mut text = format!("loss {:.4}", self.loss);
         if self.metrics.is_empty() {
             text += &format!(", perplexity {:.2}", self.loss.exp());
@@ -80,7 +80,7 @@ impl Metrics {
 
 impl fmt::Display for Metrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "validation {}", self.told())
+        write!(f, "validation {}", self.describe())
     }
 }
 
@@ -103,13 +103,13 @@ pub struct Evaluator {
 impl Evaluator {
     /// Creates an evaluator of the first `samples` of `dataset` (default: all), `chunk` at a time.
     pub fn new(dataset: impl Source + 'static, samples: Option<u64>, chunk: u64) -> Self {
-        let counting = Self::counting(&dataset, samples, chunk);
+        let counting = Self::counting_only(&dataset, samples, chunk);
         Self { dataset: Some(Box::new(dataset)), ..counting }
     }
 
     /// Creates an evaluator that counts chunks and adds up their sums, while other processes read
     /// the samples.
-    pub fn counting(dataset: &dyn Source, samples: Option<u64>, chunk: u64) -> Self {
+    pub fn counting_only(dataset: &dyn Source, samples: Option<u64>, chunk: u64) -> Self {
         let samples = samples.unwrap_or(u64::MAX).min(dataset.samples());
         let digest = dataset.fingerprint().map(|fingerprint| fingerprint.digest());
         let mut sets = Vec::new();
@@ -127,7 +127,7 @@ impl Evaluator {
 
     /// Sets names for the data sets of a mixture, which are numbered by default.
     #[must_use]
-    pub fn naming(mut self, names: Vec<String>) -> Self {
+    pub fn with_set_names(mut self, names: Vec<String>) -> Self {
         for ((name, _), given) in self.sets.iter_mut().zip(names) {
             *name = given;
         }
@@ -231,7 +231,7 @@ impl Evaluator {
         };
         let metrics = objective.metrics();
         let named = metrics.iter().zip(1..).map(|(metric, at)| {
-            let value = metric.of_mean(mean(at, self.samples));
+            let value = metric.from_mean(mean(at, self.samples));
             (metric.name().into(), value)
         });
         let of_set = |((name, set), at): (&(String, Range<u64>), usize)| {
@@ -333,12 +333,12 @@ impl Evaluator {
         })?;
         let batch = Batch::read(dataset, samples.clone(), samples)?;
         let micro =
-            micro_batches::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
+            micro_batches::upload(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
         Ok((batch, micro))
     }
 }
 
 /// Returns the classifier of an objective, if it has few enough classes for results per class.
 fn classifier<B: Kernels>(objective: &Objective<B>) -> Option<Classifier> {
-    objective.classifier().filter(|classifier| classifier.classes() <= MOST)
+    objective.classifier().filter(|classifier| classifier.classes() <= MAX_CLASSES)
 }

@@ -7,7 +7,7 @@ use hpctrain_checkpoint::Reader;
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::{Config, Environment, Parallel, ResolvedConfig, overlay, resolve};
 use hpctrain_device::Kernels;
-use hpctrain_engine::{Model, behind_tables};
+use hpctrain_engine::{Model, with_host_embedding};
 use hpctrain_nn::loans;
 use hpctrain_parallel::{Groups, Sharded, VirtualRanks, Zero};
 
@@ -76,13 +76,13 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> R
         ranks: groups.data.size(),
         rank: groups.data.rank(),
     };
-    let slices = plan.slices(comm.rank());
-    let blocks = plan.network.sliced(&slices);
+    let slices = plan.tensor_shards(comm.rank());
+    let blocks = plan.network.tensor_parallel_blocks(&slices);
     let stage = plan.stage(plan.mesh.stage(comm.rank()), &loans(&blocks));
     let sharded = Sharded::new(
         backend.clone(),
         groups,
-        plan.residency(),
+        plan.sharding_policy(),
         virtual_ranks,
         None,
         &blocks,
@@ -90,10 +90,10 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> R
         stage,
         None,
     )?;
-    let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded)
-        .with_logit_rows(plan.logit_rows);
-    match plan.has_tables_on_host() {
-        true => behind_tables(comm, plan, model, false),
+    let model = Model::new(backend, blocks, plan.objective().with_tensor_shards(&slices), sharded)
+        .with_loss_chunk_rows(plan.loss_chunk_tokens);
+    match plan.offloads_embeddings() {
+        true => with_host_embedding(comm, plan, model, false),
         false => Ok(model),
     }
 }
@@ -110,7 +110,7 @@ pub fn load<B: Kernels>(world: &Group<B>, model: &mut Model<B>, reader: &mut Rea
     world.all_ok(
         checked.and_then(|()| reader.manifest().check(reader.dir(), model.sharded.layouts(), None)),
     )?;
-    let used = reader.used();
+    let used = reader.inference_part();
     world.all_ok(
         model.sharded.restore(|tensor, _, columns, range, out| {
             reader.read(tensor, used, columns, range, out)

@@ -28,7 +28,7 @@ pub fn predict<B: Kernels>(
         let mine = round * ranks + data.rank() as u64;
         let at = mine.min(chunks - 1) * chunk;
         let batch = Batch::read(&mut dataset, at..samples.min(at + chunk), at..);
-        let micro = micro_batches::micro(
+        let micro = micro_batches::upload(
             &model.backend,
             &data.all_ok(batch)?,
             1,

@@ -50,7 +50,7 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// The default time without a trainer after which an evaluator gives up: longer than a job waits in
 /// a queue or backs off before it is restarted.
-pub const ABANDONED: Duration = Duration::from_secs(30 * 60);
+pub const TRAINER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// Request to an evaluator.
 #[derive(Debug, Clone)]
@@ -69,7 +69,7 @@ pub struct SidecarOptions {
     /// Compute threads per rank.
     pub threads: usize,
     /// Whether the trainer belongs to the same job; then they end together.
-    pub beside_trainer: bool,
+    pub in_trainer_job: bool,
 }
 
 /// A decision of rank 0.
@@ -106,7 +106,7 @@ pub fn watch<B: Kernels>(
     request: &SidecarOptions,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B> + 'static,
 ) -> Result<RunOutcome> {
-    comm.activity().here(Track::Compute);
+    comm.activity().register_thread(Track::Compute);
     let world = comm.world();
     let root = world.rank() == 0;
     world.all_ok(await_run(request))?;
@@ -114,8 +114,8 @@ pub fn watch<B: Kernels>(
     let logs = directory.logs_path();
     // A copy of a run's checkpoints may have none.
     world.all_ok(std::fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e)))?;
-    if !request.beside_trainer {
-        comm.watch_apart(&[logs.clone(), std::env::temp_dir()])?;
+    if !request.in_trainer_job {
+        comm.watch_in_own_directory(&[logs.clone(), std::env::temp_dir()])?;
     }
     let log = logs.join(format!("evaluator-{:05}.log", world.rank()));
     world.all_ok(logging::to_file(&log, log::LevelFilter::Info))?;
@@ -123,7 +123,7 @@ pub fn watch<B: Kernels>(
         comm,
         request,
         checkpoints: directory.checkpoints(),
-        marks: directory.marks(),
+        marks: directory.markers(),
         evaluations: directory.evaluations_path(),
         backend: Device::Unmade(Box::new(backend)),
         loaded: None,
@@ -177,7 +177,7 @@ pub fn watch<B: Kernels>(
 /// Returns the outcome of an evaluator that was asked to end, or whose trainer was.
 fn preempted() -> RunOutcome {
     RunOutcome::Preempted(
-        signals::came()
+        signals::last_signal()
             .map_or("the job was asked to end".into(), |signal| format!("{signal} came")),
     )
 }
@@ -201,7 +201,7 @@ fn await_run(request: &SidecarOptions) -> Result<()> {
     while may_come
         && check_run(run).is_err()
         && begun.elapsed() < START_TIMEOUT
-        && signals::came().is_none()
+        && signals::last_signal().is_none()
     {
         std::thread::sleep(POLL_INTERVAL);
     }
@@ -426,8 +426,8 @@ impl<B: Kernels> Sidecar<'_, B> {
     fn is_interrupted(&self) -> bool {
         let trainer =
             || self.marks.ended().is_some_and(|end| end.status == markers::RunStatus::Preempted);
-        signals::came().is_some()
-            || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
+        signals::last_signal().is_some()
+            || self.request.in_trainer_job && self.comm.rank() == 0 && trainer()
     }
 
     /// Returns the metrics of a checkpoint or its error, or `None` if a rank was interrupted.
@@ -437,7 +437,7 @@ impl<B: Kernels> Sidecar<'_, B> {
     fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Metrics>>> {
         let world = self.comm.world();
         let open = || self.checkpoints.open(step).and_then(|reader| is_save(reader, id));
-        let mut reader = match Reader::open_together(&world, &self.checkpoints.path(step), open) {
+        let mut reader = match Reader::open_collective(&world, &self.checkpoints.path(step), open) {
             Ok(reader) => reader,
             Err(e) => return Ok(Err(e)),
         };
@@ -446,7 +446,7 @@ impl<B: Kernels> Sidecar<'_, B> {
             validation_set_check::check(reader.manifest(), &config).map(|()| config)
         };
         let config = world.all_ok(configured())?;
-        self.comm.wait_at_most(Duration::from_secs(config.comm.timeout))?;
+        self.comm.set_watchdog_timeout(Duration::from_secs(config.comm.timeout))?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else {
             return Err(Error::internal("no model was loaded"));
@@ -473,7 +473,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         }
         // The previous model is freed first: memory may suffice for one only.
         self.loaded = None;
-        let mut validation = micro_batches::together(&world, |shard_index| {
+        let mut validation = micro_batches::open_together(&world, |shard_index| {
             micro_batches::validation(shard_index, &plan.config)
         })?;
         let notes = world.all_ok(manifest.conform(&mut validation))?;
@@ -482,7 +482,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         }
         let evaluator =
             Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
-        let evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
+        let evaluator = evaluator.with_set_names(Mix::names(&plan.config.data.mix));
         let backend = world.all_ok(self.backend.get(&plan))?;
         backend.trim();
         let model = model::build(self.comm, &plan, backend)?;
@@ -505,7 +505,9 @@ impl<B: Kernels> Sidecar<'_, B> {
             return Ok(());
         }
         let on = |found: Evaluation| match &self.loaded {
-            Some(Loaded { evaluator, .. }) => found.on(evaluator.digest(), evaluator.samples()),
+            Some(Loaded { evaluator, .. }) => {
+                found.with_data(evaluator.digest(), evaluator.samples())
+            }
             None => found,
         };
         let record = Evaluation {
@@ -559,7 +561,8 @@ impl<B: Kernels> Sidecar<'_, B> {
         let step = evaluation.step;
         let current_saves =
             || Ok((checkpoints.save(step), checkpoints.last_step()?.unwrap_or(step)));
-        let added = evaluations::append_of(&self.evaluations, evaluation, current_saves)?;
+        let added =
+            evaluations::append_for_checkpoint(&self.evaluations, evaluation, current_saves)?;
         if !added {
             log::warn!("step {step}: evaluated, but not recorded: the run no longer has this save");
         }

@@ -24,7 +24,7 @@ pub struct GroupExtent {
 impl GroupExtent {
     /// Returns the extent of rank `rank`'s group along `axes` of a mesh, with `per_node`
     /// consecutive ranks on each node.
-    pub fn of(mesh: &Mesh, axes: &[Axis], rank: usize, per_node: usize) -> Self {
+    pub fn new(mesh: &Mesh, axes: &[Axis], rank: usize, per_node: usize) -> Self {
         let colors = mesh.colors(axes);
         let group: Vec<usize> =
             (0..colors.len()).filter(|other| colors[*other] == colors[rank]).collect();
@@ -36,7 +36,7 @@ impl GroupExtent {
 
 /// Seconds of a block for a micro-batch, including the communication of tensor parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Passes {
+pub struct BlockTimes {
     /// The forward.
     pub forward: f64,
     /// The backward, without recomputation.
@@ -48,7 +48,7 @@ pub struct Passes {
 /// The speed of one rank of a machine, while all others are equally busy.
 pub trait Rates {
     /// Returns the seconds of every block of a plan's network, for a micro-batch.
-    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<Passes>>;
+    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<BlockTimes>>;
 
     /// Returns the seconds to copy a micro-batch to the device and to compute its loss.
     fn micro(&self, plan: &ResolvedConfig) -> Result<f64>;
@@ -63,12 +63,12 @@ pub trait Rates {
     fn update(&self, plan: &ResolvedConfig, elements: usize) -> f64;
 
     /// Returns the fraction of a collective's time that overlaps with computation.
-    fn beside(&self) -> f64;
+    fn overlap(&self) -> f64;
 
     /// Returns the same for all-gathers before each use of parameters, after which computations
     /// also have to read the parameters again.
-    fn beside_uses(&self) -> f64 {
-        self.beside()
+    fn param_overlap(&self) -> f64 {
+        self.overlap()
     }
 }
 
@@ -83,7 +83,7 @@ pub fn step_times(
     on_host: bool,
 ) -> Result<StepTimes> {
     let mesh = &plan.mesh;
-    let slices = plan.slices(0);
+    let slices = plan.tensor_shards(0);
     let size = plan.config.precision.dtype.size(on_host);
     let blocks = plan.network.cpu_blocks(&slices);
     let loans = loans(&blocks);
@@ -96,7 +96,7 @@ pub fn step_times(
     for index in 0..mesh.pipeline {
         let stage = plan.stage(index, &loans);
         let rank = index * stride;
-        let span = |axes: &[Axis]| GroupExtent::of(mesh, axes, rank, per_node);
+        let span = |axes: &[Axis]| GroupExtent::new(mesh, axes, rank, per_node);
         let shard = span(&[Axis::Shard]);
         let replica = span(&[Axis::Replica]);
         let collective = |operation, span: GroupExtent, elements: usize, size: usize| {
@@ -105,10 +105,10 @@ pub fn step_times(
         let of_unit = |unit: usize| {
             let block = &blocks[unit];
             let padded =
-                UnitLayout::sliced(block.name(), block.tensors(), plan.virtual_ranks, &slices)
+                UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices)
                     .padded;
             let owned = padded / mesh.shard;
-            let Passes { forward, backward, weights } = passes[unit];
+            let BlockTimes { forward, backward, weights } = passes[unit];
             // The backward of the last block follows its forward: nothing of it is recomputed.
             let recomputed =
                 if plan.config.parallel.recompute && unit != last { forward } else { 0.0 };
@@ -135,7 +135,7 @@ pub fn step_times(
         // Embeddings on the host are looked up before the first block, and their gradient is
         // copied back after it: neither overlaps with computation.
         let embedding =
-            if stage.takes_rows() { passes[0].forward + passes[0].backward } else { 0.0 };
+            if stage.takes_embedding_rows() { passes[0].forward + passes[0].backward } else { 0.0 };
         let micro = embedding + if stage.is_last() { micro_and_loss } else { 0.0 };
         stages.push(StageTimes { stage, units, micro, message });
     }
@@ -145,7 +145,7 @@ pub fn step_times(
     } else {
         0.0
     };
-    let keep = plan.residency();
+    let keep = plan.sharding_policy();
     debug_assert!(
         keep.params == Lifetime::Step || mesh.shard > 1 || keep.on_host,
         "parameters live per use without shards"
@@ -157,7 +157,7 @@ pub fn step_times(
         keep,
         shards: mesh.shard > 1,
         summary,
-        beside: rates.beside(),
-        beside_uses: rates.beside_uses(),
+        overlap: rates.overlap(),
+        param_overlap: rates.param_overlap(),
     })
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::offload::OnHost;
+use super::offload::OffloadKeys;
 use hpctrain_config::{Config, Environment, LayoutMode, ResolvedConfig, resolve};
 use hpctrain_parallel::{PipelineSchedule, Zero};
 
@@ -14,7 +14,7 @@ const MOST_TOKENS: u64 = 16384;
 
 /// The configuration keys that define a layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Keys {
+pub struct LayoutKeys {
     /// Pipeline stages.
     pub pipeline: usize,
     /// The pipeline schedule.
@@ -34,10 +34,10 @@ pub struct Keys {
     /// Whether activation checkpointing is on.
     pub recompute: bool,
     /// What is offloaded to the host.
-    pub host: OnHost,
+    pub offload: OffloadKeys,
 }
 
-impl Keys {
+impl LayoutKeys {
     /// Returns the layout of one rank that has everything.
     pub fn whole() -> Self {
         Self {
@@ -50,7 +50,7 @@ impl Keys {
             replica: 1,
             micro: None,
             recompute: false,
-            host: OnHost::default(),
+            offload: OffloadKeys::default(),
         }
     }
 
@@ -66,7 +66,7 @@ impl Keys {
             replica,
             micro: _,
             recompute,
-            host,
+            offload: host,
         } = *self;
         let axes = [pipeline, tensor, replica].into_iter().filter(|size| *size > 1).count();
         let order = schedule != PipelineSchedule::default();
@@ -77,12 +77,12 @@ impl Keys {
     /// Returns the same layout on GPUs with more offloading: the fewest keys first, then the ones
     /// that keep most on the GPU. Keys that `base` gives are kept. On one rank, offloading
     /// parameters sets ZeRO 3, which shards nothing there. The configuration may still refuse some.
-    pub(super) fn with_more_on_host(&self, base: &Config, may_recompute: bool) -> Vec<Self> {
+    pub(super) fn with_more_offload(&self, base: &Config, may_recompute: bool) -> Vec<Self> {
         let is_given = |key: &str| base.parallel.given.contains(key);
         let whole = self.shard * self.replica == 1 && !is_given("parallel.zero");
         let again =
             if may_recompute && !self.recompute { vec![false, true] } else { vec![self.recompute] };
-        let now = self.host;
+        let now = self.offload;
         let mut all = Vec::new();
         for [optimizer, shards, activations] in
             (1..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0))
@@ -90,13 +90,13 @@ impl Keys {
             // What the configuration offloads stays offloaded.
             let changes = [
                 (now.optimizer, optimizer, "offload.optimizer"),
-                (now.shards, shards, "offload.params"),
+                (now.params, shards, "offload.params"),
                 (now.activations, activations, "offload.activations"),
             ];
             let may_change = changes
                 .iter()
                 .all(|(before, after, key)| before == after || (*after && !is_given(key)));
-            let host = OnHost { optimizer, shards, activations };
+            let host = OffloadKeys { optimizer, params: shards, activations };
             if !may_change || host == now {
                 continue;
             }
@@ -104,16 +104,25 @@ impl Keys {
             let has_owners = !shards || (zero == Zero::Three && optimizer);
             let all_of_host =
                 again.iter().filter(|recompute| has_owners && (**recompute || !activations));
-            all.extend(all_of_host.map(|&recompute| Self { zero, recompute, host, ..*self }));
+            all.extend(all_of_host.map(|&recompute| Self {
+                zero,
+                recompute,
+                offload: host,
+                ..*self
+            }));
         }
-        all.sort_by_key(|keys| (keys.host.count(), keys.host.shards, keys.recompute));
+        all.sort_by_key(|keys| (keys.offload.count(), keys.offload.params, keys.recompute));
         all
     }
 
     /// Returns true if another layout differs only in micro-batch, recomputation and offloading.
     pub fn same_but_micro(&self, other: &Self) -> bool {
-        let shape =
-            |keys: &Self| Self { micro: None, recompute: false, host: OnHost::default(), ..*keys };
+        let shape = |keys: &Self| Self {
+            micro: None,
+            recompute: false,
+            offload: OffloadKeys::default(),
+            ..*keys
+        };
         shape(self) == shape(other)
     }
 
@@ -142,7 +151,7 @@ impl Keys {
         parallel.zero = self.zero;
         (parallel.shard, parallel.replica) = (Some(self.shard), Some(self.replica));
         parallel.recompute = self.recompute;
-        self.host.set(&mut config);
+        self.offload.set(&mut config);
         config.batch.micro = self.micro;
         config
     }
@@ -162,13 +171,13 @@ impl Keys {
         line(self.shard > 1, format!("shard = {}", self.shard));
         line(self.replica > 1, format!("replica = {}", self.replica));
         line(self.recompute, "recompute = true".into());
-        if self.host.any() {
+        if self.offload.any() {
             lines.extend([String::new(), "[offload]".into()]);
         }
         let offload = [
-            ("optimizer", self.host.optimizer),
-            ("params", self.host.shards),
-            ("activations", self.host.activations),
+            ("optimizer", self.offload.optimizer),
+            ("params", self.offload.params),
+            ("activations", self.offload.activations),
         ];
         lines.extend(
             offload.iter().filter(|(_, is_set)| *is_set).map(|(key, _)| format!("{key} = true")),
@@ -180,7 +189,7 @@ impl Keys {
     }
 }
 
-impl fmt::Display for Keys {
+impl fmt::Display for LayoutKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axes = [("pipeline", self.pipeline), ("tensor", self.tensor), ("shard", self.shard)];
         let axes =
@@ -202,7 +211,7 @@ impl fmt::Display for Keys {
         if self.recompute {
             text += ", recompute";
         }
-        text += &self.host.to_string();
+        text += &self.offload.to_string();
         if let Some(micro) = self.micro {
             text += &format!(", micro {micro}");
         }
@@ -212,9 +221,9 @@ impl fmt::Display for Keys {
 
 /// A layout that was rejected, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LeftOut {
+pub struct RejectedLayout {
     /// The layout.
-    pub keys: Keys,
+    pub keys: LayoutKeys,
     /// The reason, in one line.
     pub why: String,
     /// A hint, if the configuration is invalid.
@@ -228,19 +237,19 @@ pub fn layouts(
     config: &Config,
     facts: &Environment,
     per_node: usize,
-) -> (Vec<(Keys, ResolvedConfig)>, Vec<LeftOut>) {
+) -> (Vec<(LayoutKeys, ResolvedConfig)>, Vec<RejectedLayout>) {
     let mut legal = Vec::new();
     let mut refused = Vec::new();
     for keys in shapes(config, facts.ranks, per_node) {
         match resolve(keys.config(config), facts) {
-            Err(e) => refused.push(LeftOut {
+            Err(e) => refused.push(RejectedLayout {
                 keys,
                 why: e.message().into(),
                 hint: e.advice().map(str::to_owned),
             }),
             Ok(plan) => {
                 for micro in micros(config, &plan) {
-                    let keys = Keys { micro: Some(micro), ..keys };
+                    let keys = LayoutKeys { micro: Some(micro), ..keys };
                     legal.extend(resolve(keys.config(config), facts).ok().map(|plan| (keys, plan)));
                 }
             }
@@ -250,7 +259,7 @@ pub fn layouts(
 }
 
 /// Returns all combinations of keys except for the micro-batch, which is the configuration's.
-fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
+fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<LayoutKeys> {
     let parallel = &config.parallel;
     let is_given = |key: &str| parallel.given.contains(&format!("parallel.{key}"));
     let one_or =
@@ -280,8 +289,8 @@ fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
                 {
                     let micro = config.batch.micro;
                     let recompute = parallel.recompute;
-                    let host = OnHost::of(config);
-                    let keys = Keys {
+                    let host = OffloadKeys::from_config(config);
+                    let keys = LayoutKeys {
                         pipeline,
                         schedule,
                         tensor,
@@ -291,7 +300,7 @@ fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
                         replica,
                         micro,
                         recompute,
-                        host,
+                        offload: host,
                     };
                     shapes.push(keys);
                 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::cost_model::{GroupExtent, Passes, Rates};
+use super::cost_model::{BlockTimes, GroupExtent, Rates};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Cut;
 use hpctrain_comm::Operation;
@@ -130,7 +130,7 @@ impl Machine {
     /// Estimates this machine from one process, for `ranks` ranks of `threads` threads on each
     /// node, each of which may use `memory` bytes: the peak rates of its cores and memory are
     /// measured, the network is a guess.
-    pub fn here(ranks: usize, threads: usize, memory: usize) -> Self {
+    pub fn estimate_local(ranks: usize, threads: usize, memory: usize) -> Self {
         let peak = Cpu::new(threads).peak();
         let bandwidth = peak.bandwidth / ranks as f64;
         let flops = CPU_EFFICIENCY * peak.flops;
@@ -154,7 +154,7 @@ impl Machine {
     }
 
     /// Returns the memory that a rank may use.
-    pub fn room(&self) -> MemoryBudget {
+    pub fn memory_budget(&self) -> MemoryBudget {
         let host = self.host_memory.0 / self.ranks_per_node;
         match self.gpu {
             true => MemoryBudget { host, gpu: self.memory.0 },
@@ -223,8 +223,8 @@ impl Machine {
 }
 
 impl Rates for Machine {
-    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<Passes>> {
-        let slices = plan.slices(0);
+    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<BlockTimes>> {
+        let slices = plan.tensor_shards(0);
         let blocks = plan.network.cpu_blocks(&slices);
         let work = plan.network.blocks_summary();
         let size = plan.config.precision.dtype.size(!self.gpu);
@@ -239,7 +239,7 @@ impl Rates for Machine {
         let heads = match &plan.network {
             Network::Gpt(gpt) => gpt.heads,
             Network::Llama(llama) => llama.heads,
-            Network::Layers(_) | Network::Own(_) => 0,
+            Network::Layers(_) | Network::Custom(_) => 0,
         };
         let scores = share
             * samples
@@ -279,7 +279,7 @@ impl Rates for Machine {
                 _ => (all_reduces, all_reduces),
             };
             let all_reduce = self.moved(tensor, rows * width * self.sum_bytes, 2.0);
-            Passes {
+            BlockTimes {
                 forward: matmuls.max(weights)
                     + forward / self.bandwidth
                     + launches * self.launch
@@ -318,7 +318,7 @@ impl Rates for Machine {
         UPDATE_BYTES * elements as f64 / self.bandwidth + 2.0 * self.launch
     }
 
-    fn beside(&self) -> f64 {
+    fn overlap(&self) -> f64 {
         self.overlap
     }
 }

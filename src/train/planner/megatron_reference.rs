@@ -2,9 +2,9 @@
 //! machine.
 
 use super::machine::Machine;
-use super::search::{SearchLimits, choose};
+use super::search::{SearchLimits, search_layouts};
 use hpctrain_config::{Environment, Sources, load};
-use hpctrain_engine::memory::Held;
+use hpctrain_engine::memory::BaselineMemory;
 
 /// A published step.
 struct Point {
@@ -113,9 +113,10 @@ fn predicted(point: &Point) -> f64 {
     let machine =
         Machine::parse(include_str!("machines/megatron-a100x8.toml"), "megatron-a100x8").unwrap();
     let facts = Environment { ranks, threads: 1, vocabulary: Some(51200), on_gpu: true };
-    let held = Held { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
-    let place = SearchLimits { room: machine.room(), held, per_node: machine.ranks_per_node };
-    let choice = choose(&config, &facts, &place, |_| Ok(machine)).unwrap();
+    let held = BaselineMemory { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
+    let place =
+        SearchLimits { room: machine.memory_budget(), held, per_node: machine.ranks_per_node };
+    let choice = search_layouts(&config, &facts, &place, |_| Ok(machine)).unwrap();
     choice.proposals[0].time.step
 }
 

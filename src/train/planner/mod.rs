@@ -21,10 +21,13 @@ mod timeline;
 mod trial_runs;
 
 pub use cost_model::{GroupExtent, Rates};
-pub use layouts::{Keys, LeftOut};
+pub use layouts::{LayoutKeys, RejectedLayout};
 pub use machine::Machine;
-pub use offload::OnHost;
-pub use profile::{Measured, measure};
+pub use offload::OffloadKeys;
+pub use profile::{MeasuredRates, measure};
 pub use report::PlanReport;
-pub use search::{Choice, Here, Proposal, SearchLimits, choose, choose_here, facts};
-pub use trial_runs::{Trial, try_out};
+pub use search::{
+    Proposal, SearchEnvironment, SearchLimits, SearchResult, environment, search_layouts,
+    search_layouts_here,
+};
+pub use trial_runs::{Trial, run_trials};

@@ -6,28 +6,28 @@ use hpctrain_config::Config;
 
 /// The keys of the section `[offload]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct OnHost {
+pub struct OffloadKeys {
     /// `offload.optimizer`: fp32 master weights and optimizer state.
     pub optimizer: bool,
     /// `offload.params`: parameters and reduced gradients as well.
-    pub shards: bool,
+    pub params: bool,
     /// `offload.activations`: inputs from which blocks are recomputed.
     pub activations: bool,
 }
 
-impl OnHost {
+impl OffloadKeys {
     /// Returns the keys of a configuration.
-    pub fn of(config: &Config) -> Self {
+    pub fn from_config(config: &Config) -> Self {
         Self {
             optimizer: config.offload.optimizer,
-            shards: config.offload.params,
+            params: config.offload.params,
             activations: config.offload.activations,
         }
     }
 
     /// Returns the number of keys that are set.
     pub fn count(&self) -> usize {
-        [self.optimizer, self.shards, self.activations].into_iter().filter(|on| *on).count()
+        [self.optimizer, self.params, self.activations].into_iter().filter(|on| *on).count()
     }
 
     /// Returns true if any key is set.
@@ -38,17 +38,17 @@ impl OnHost {
     /// Sets the keys in a configuration.
     pub fn set(&self, config: &mut Config) {
         config.offload.optimizer = self.optimizer;
-        config.offload.params = self.shards;
+        config.offload.params = self.params;
         config.offload.activations = self.activations;
     }
 }
 
-impl fmt::Display for OnHost {
+impl fmt::Display for OffloadKeys {
     /// Writes `, optimizer + activations on the host`, or nothing if no key is set.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
             ("optimizer", self.optimizer),
-            ("params", self.shards),
+            ("params", self.params),
             ("activations", self.activations),
         ];
         let parts: Vec<&str> =

@@ -8,13 +8,13 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::cost_model::{GroupExtent, Passes, Rates, step_times};
-use super::offload::OnHost;
+use super::cost_model::{BlockTimes, GroupExtent, Rates, step_times};
+use super::offload::OffloadKeys;
 use super::timeline::StepTimes;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::{Axis, Mesh};
-use hpctrain_base::spans::{Doing, SpanEvent, Track};
-use hpctrain_comm::{Algorithm, Comm, Group, Operation, Table, slowest};
+use hpctrain_base::spans::{ActivityKind, SpanEvent, Track};
+use hpctrain_comm::{Algorithm, AlgorithmTable, Comm, Group, Operation, slowest};
 use hpctrain_config::{Config, Environment, LayerList, LayoutMode, ResolvedConfig, resolve};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_engine::SyntheticTrainer;
@@ -93,7 +93,7 @@ struct Times {
     /// The whole step.
     step: f64,
     /// The passes of each block, in the first micro-batch of a step and in a later one.
-    passes: [Vec<Passes>; 2],
+    passes: [Vec<BlockTimes>; 2],
     micro: [f64; 2],
     /// Seconds of the update per parameter element.
     update: f64,
@@ -107,7 +107,7 @@ enum Exchange {
 }
 
 /// Measured rates of this machine.
-pub struct Measured {
+pub struct MeasuredRates {
     times: BTreeMap<Key, Times>,
     /// Buffer sizes in bytes, ascending, with their seconds.
     exchanges: BTreeMap<(Exchange, GroupExtent), Vec<(usize, f64)>>,
@@ -127,15 +127,15 @@ pub fn measure<B: Kernels>(
     per_node: usize,
     spare_cores: bool,
     backend: &impl Fn(&ResolvedConfig) -> Result<B>,
-) -> Result<Measured> {
-    comm.activity().here(Track::Compute);
+) -> Result<MeasuredRates> {
+    comm.activity().register_thread(Track::Compute);
     let world = comm.world();
     let mut of_keys = BTreeMap::new();
     let mut of_exchanges = BTreeMap::new();
     for plan in plans {
         of_keys.entry(Key::new(plan)).or_insert(*plan);
         for (exchange, axes) in used(&plan.mesh) {
-            let span = GroupExtent::of(&plan.mesh, axes, 0, per_node);
+            let span = GroupExtent::new(&plan.mesh, axes, 0, per_node);
             if span.ranks > 1 {
                 of_exchanges.entry((exchange, span)).or_insert((*plan, axes));
             }
@@ -156,7 +156,8 @@ pub fn measure<B: Kernels>(
         }
         let Some((first, _)) = of_exchanges.values().next() else { continue };
         let backend = world.all_ok(backend(first))?;
-        let on_path = comm.select_transport(first.config.comm.transport, hpctrain_comm::prove)?;
+        let on_path =
+            comm.select_transport(first.config.comm.transport, hpctrain_comm::probe_cuda_aware)?;
         for (&key, (plan, axes)) in &of_exchanges {
             let found = time_exchange(&on_path, &plan.mesh, axes, key.0, plan, &backend)?;
             let before = exchanges.entry(key).or_insert_with(|| found.clone());
@@ -167,9 +168,11 @@ pub fn measure<B: Kernels>(
     let exchanges = exchanges.into_iter().map(|(key, times)| (key, sized(times))).collect();
     // Communication threads have spare cores, or take those of computation. With GPUs they have.
     let overlap = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
-    let mut measured = Measured { times, exchanges, overlap, param_overlap: overlap };
+    let mut measured = MeasuredRates { times, exchanges, overlap, param_overlap: overlap };
     let gathers_per_use = |plan: &&&ResolvedConfig| {
-        plan.residency().params == Lifetime::Use && plan.mesh.shard > 1 && plan.mesh.pipeline == 1
+        plan.sharding_policy().params == Lifetime::Use
+            && plan.mesh.shard > 1
+            && plan.mesh.pipeline == 1
     };
     // The plan with the most uses of parameters per step.
     if let Some(plan) =
@@ -193,7 +196,7 @@ fn measure_overlap<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
     per_node: usize,
-    measured: &Measured,
+    measured: &MeasuredRates,
     backend: &impl Fn(&ResolvedConfig) -> Result<B>,
 ) -> Result<[f64; 2]> {
     let world = comm.world();
@@ -208,7 +211,7 @@ fn measure_overlap<B: Kernels>(
         }
         for (fastest, plan) in fastest.iter_mut().zip(&both) {
             let mut trainer =
-                SyntheticTrainer::of_plan(comm, plan.clone(), world.all_ok(backend(plan))?)?;
+                SyntheticTrainer::from_plan(comm, plan.clone(), world.all_ok(backend(plan))?)?;
             for _ in 0..WARM_UP {
                 trainer.step()?;
             }
@@ -221,8 +224,7 @@ fn measure_overlap<B: Kernels>(
         .map(|plan| step_times(plan, measured, per_node, B::ON_HOST))
         .collect::<Result<Vec<_>>>()?;
     let simulated = |times: &StepTimes, overlap, param_overlap| {
-        let time =
-            StepTimes { beside: overlap, beside_uses: param_overlap, ..times.clone() }.play();
+        let time = StepTimes { overlap, param_overlap, ..times.clone() }.simulate();
         time.map_or(f64::INFINITY, |time| time.step)
     };
     let overlap = solve(OVERLAP, fastest[0], |overlap| simulated(&times[0], overlap, overlap));
@@ -276,7 +278,7 @@ fn time_blocks<B: Kernels>(
     // With recording on, an asynchronous device is waited for after each kernel, so that blocks are
     // timed separately.
     backend.profile().record(!B::ON_HOST);
-    let mut trainer = SyntheticTrainer::of_plan(&tensor_comm, plan, backend)?;
+    let mut trainer = SyntheticTrainer::from_plan(&tensor_comm, plan, backend)?;
     if key.deferred_wgrad {
         trainer.defer_wgrad();
     }
@@ -291,7 +293,7 @@ fn time_blocks<B: Kernels>(
         activity.record(true);
         let seconds = trainer.step();
         activity.record(false);
-        let events = activity.take().kept;
+        let events = activity.take().recorded;
         let seconds = seconds?;
         let step = StepSpans::new(&trainer, &events, seconds, key.deferred_wgrad)?;
         let mut mine = vec![seconds];
@@ -319,7 +321,7 @@ fn time_blocks<B: Kernels>(
         return Err(Error::internal("a timed step has no times"));
     };
     let passes = |of_micro: &[f64]| {
-        let block = |[forward, inputs, weights]: &[f64; 3]| Passes {
+        let block = |[forward, inputs, weights]: &[f64; 3]| BlockTimes {
             forward: *forward,
             backward: inputs + weights,
             weights: *weights,
@@ -361,7 +363,7 @@ fn tensor_group_plan(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<Re
     (parallel.zero, parallel.shard, parallel.replica, parallel.virtual_ranks) =
         (Zero::Zero, None, None, None);
     parallel.recompute = false;
-    OnHost::default().set(&mut config);
+    OffloadKeys::default().set(&mut config);
     config.batch.micro = Some(key.micro);
     config.batch.global = key.micro * key.micros;
     few_blocks(&mut config, plan);
@@ -382,7 +384,7 @@ fn with_few_blocks(
     on_gpu: bool,
 ) -> Result<ResolvedConfig> {
     let mut config = plan.config.clone();
-    OnHost::default().set(&mut config);
+    OffloadKeys::default().set(&mut config);
     (config.parallel.zero, config.parallel.virtual_ranks, config.batch.micro) =
         (zero, None, Some(plan.micro));
     config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::new(plan).micros;
@@ -427,7 +429,7 @@ impl StepSpans {
         deferred_wgrad: bool,
     ) -> Result<Self> {
         let blocks = trainer.plan.network.blocks_summary().len();
-        let seconds_of = |doing: Doing| -> Vec<f64> {
+        let seconds_of = |doing: ActivityKind| -> Vec<f64> {
             let events = events
                 .iter()
                 .filter(|event| event.track == Track::Compute && event.name == doing.name());
@@ -436,12 +438,12 @@ impl StepSpans {
         let chunks = |times: Vec<f64>| -> Vec<Vec<f64>> {
             times.chunks(blocks).map(<[f64]>::to_vec).collect()
         };
-        let forward = chunks(seconds_of(Doing::Forward));
-        let mut backward = chunks(seconds_of(Doing::Backward));
-        let loss = seconds_of(Doing::Loss);
+        let forward = chunks(seconds_of(ActivityKind::Forward));
+        let mut backward = chunks(seconds_of(ActivityKind::Backward));
+        let loss = seconds_of(ActivityKind::Loss);
         let micros = loss.len();
         let mut weights = if deferred_wgrad {
-            chunks(seconds_of(Doing::Weights))
+            chunks(seconds_of(ActivityKind::Weights))
         } else {
             vec![vec![0.0; blocks]; micros]
         };
@@ -474,7 +476,7 @@ fn time_exchange<B: Kernels>(
     let world = comm.world();
     let group = comm.split(&mesh.colors(axes))?;
     let algorithm = plan.config.comm.algorithm.fixed().unwrap_or(Algorithm::HalvingDoubling);
-    let group = group.with_algorithms(Table::always(algorithm));
+    let group = group.with_algorithms(AlgorithmTable::uniform(algorithm));
     let mut times = Vec::with_capacity(SIZES.len());
     for bytes in SIZES {
         let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
@@ -529,7 +531,7 @@ fn interpolated(times: &[(usize, f64)], bytes: usize) -> f64 {
     }
 }
 
-impl Measured {
+impl MeasuredRates {
     /// Returns the times for a plan, and the fraction of a step's micro-batches that come first.
     fn lookup(&self, plan: &ResolvedConfig) -> Result<(&Times, f64)> {
         let times = self
@@ -540,8 +542,8 @@ impl Measured {
     }
 }
 
-impl Rates for Measured {
-    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<Passes>> {
+impl Rates for MeasuredRates {
+    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<BlockTimes>> {
         let (times, first) = self.lookup(plan)?;
         let blocks = plan.network.blocks_summary().len();
         let measured = times.passes[0].len();
@@ -554,8 +556,8 @@ impl Rates for Measured {
                 _ => measured - 2,
             };
             let [one, other] = [times.passes[0][of_kind], times.passes[1][of_kind]];
-            let mean = |of: fn(&Passes) -> f64| first * of(&one) + (1.0 - first) * of(&other);
-            Passes {
+            let mean = |of: fn(&BlockTimes) -> f64| first * of(&one) + (1.0 - first) * of(&other);
+            BlockTimes {
                 forward: mean(|p| p.forward),
                 backward: mean(|p| p.backward),
                 weights: mean(|p| p.weights),
@@ -586,11 +588,11 @@ impl Rates for Measured {
         self.lookup(plan).map_or(0.0, |(times, _)| times.update * elements as f64)
     }
 
-    fn beside(&self) -> f64 {
+    fn overlap(&self) -> f64 {
         self.overlap
     }
 
-    fn beside_uses(&self) -> f64 {
+    fn param_overlap(&self) -> f64 {
         self.param_overlap
     }
 }

@@ -2,13 +2,13 @@
 
 use serde::Serialize;
 
-use super::layouts::{Keys, LeftOut};
-use super::search::{Choice, Proposal};
+use super::layouts::{LayoutKeys, RejectedLayout};
+use super::search::{Proposal, SearchResult};
 use super::trial_runs::{COUNTED, Trial};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_config::telemetry::grouped;
 use hpctrain_data::inspect::table;
-use hpctrain_device::readable;
+use hpctrain_device::format_bytes;
 
 /// Maximum number of reasons for rejected layouts in the text, without `--all`.
 const SHOWN_REASONS: usize = 8;
@@ -24,7 +24,7 @@ pub struct PlanReport<'a> {
     /// Where the rates come from.
     pub rates: String,
     /// The result of the search.
-    pub choice: &'a Choice,
+    pub choice: &'a SearchResult,
     /// The trials of the first proposals, if there were any.
     pub trials: &'a [Trial],
 }
@@ -104,9 +104,9 @@ impl PlanReport<'_> {
             replica: one.keys.replica,
             micro: one.plan.micro,
             recompute: one.keys.recompute,
-            offload_optimizer: one.keys.host.optimizer,
-            offload_params: one.keys.host.shards,
-            offload_activations: one.keys.host.activations,
+            offload_optimizer: one.keys.offload.optimizer,
+            offload_params: one.keys.offload.params,
+            offload_activations: one.keys.offload.activations,
             step_ms: one.time.step * 1e3,
             per_second: one.per_second(),
             memory_bytes: one.bytes(),
@@ -131,7 +131,7 @@ impl PlanReport<'_> {
             memory_limit_bytes: (limit < usize::MAX).then_some(limit),
             layouts: choice.proposals.iter().enumerate().map(row).collect(),
             left_out: choice
-                .left_out
+                .rejected
                 .iter()
                 .map(|out| RejectedRecord { layout: out.keys.to_string(), why: &out.why })
                 .collect(),
@@ -158,11 +158,11 @@ impl PlanReport<'_> {
         let mut heads = vec!["", "layout", "ms a step", "a second", "memory", "bubble", "exposed"];
         heads.extend((!trials.is_empty()).then_some("measured"));
         let mut rows = vec![heads.into_iter().map(str::to_owned).collect::<Vec<_>>()];
-        let mut seen: Vec<&Keys> = Vec::new();
+        let mut seen: Vec<&LayoutKeys> = Vec::new();
         for (number, one) in choice.proposals.iter().enumerate() {
             let is_other_size = seen
                 .iter()
-                .any(|keys| keys.host == one.keys.host && keys.same_but_micro(&one.keys))
+                .any(|keys| keys.offload == one.keys.offload && keys.same_but_micro(&one.keys))
                 && number >= trials.len();
             if !all && (is_other_size || (rows.len() > most && number >= trials.len())) {
                 continue;
@@ -170,10 +170,14 @@ impl PlanReport<'_> {
             seen.push(&one.keys);
             let share = |part: f64| format!("{:.0} %", 100.0 * part);
             // Work on the host is not part of the predicted time.
-            let (more, less) = if one.takes_more() { ("> ", "< ") } else { ("", "") };
-            let memory = match one.takes_more() {
-                true => format!("{}, host {}", readable(one.bytes()), readable(one.memory.host())),
-                false => readable(one.bytes()),
+            let (more, less) = if one.has_unmodelled_host_work() { ("> ", "< ") } else { ("", "") };
+            let memory = match one.has_unmodelled_host_work() {
+                true => format!(
+                    "{}, host {}",
+                    format_bytes(one.bytes()),
+                    format_bytes(one.memory.host())
+                ),
+                false => format_bytes(one.bytes()),
             };
             let mut row = vec![
                 (number + 1).to_string(),
@@ -202,15 +206,16 @@ impl PlanReport<'_> {
             "\na second: {unit}; bubble: waits for other stages; exposed: waits for collectives\n"
         );
         // A layout that fits with a smaller micro-batch is not listed as rejected.
-        let fits = |left: &&LeftOut| {
+        let fits = |left: &&RejectedLayout| {
             all || !choice.proposals.iter().any(|one| one.keys.same_but_micro(&left.keys))
         };
-        let left: Vec<&LeftOut> = choice.left_out.iter().filter(fits).collect();
+        let left: Vec<&RejectedLayout> = choice.rejected.iter().filter(fits).collect();
         if !left.is_empty() {
             out += "\nrejected:\n";
             // Many layouts are rejected for the same reason.
-            let has_same_reason = |one: &&LeftOut, other: &&LeftOut| !all && one.why == other.why;
-            let groups: Vec<&[&LeftOut]> = left.chunk_by(has_same_reason).collect();
+            let has_same_reason =
+                |one: &&RejectedLayout, other: &&RejectedLayout| !all && one.why == other.why;
+            let groups: Vec<&[&RejectedLayout]> = left.chunk_by(has_same_reason).collect();
             let shown = if all { groups.len() } else { SHOWN_REASONS };
             for group in groups.iter().take(shown) {
                 let others = if group.len() > 1 {

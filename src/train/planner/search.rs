@@ -1,7 +1,7 @@
 //! The search: layouts that fit, the fastest first, and the reasons.
 
 use super::cost_model::{Rates, step_times};
-use super::layouts::{Keys, LeftOut, layouts};
+use super::layouts::{LayoutKeys, RejectedLayout, layouts};
 use super::profile::measure;
 use super::timeline::Timeline;
 use hpctrain_base::error::{Error, Result};
@@ -11,9 +11,9 @@ use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, Environment, Interval, ModelKind, ResolvedConfig, resolve};
 use hpctrain_cpu::Cpu;
 use hpctrain_cuda::Cuda;
-use hpctrain_device::{Kernels, MemoryKind, readable};
+use hpctrain_device::{Kernels, MemoryKind, format_bytes};
 use hpctrain_engine::memory;
-use hpctrain_engine::memory::{Held, MemoryBudget};
+use hpctrain_engine::memory::{BaselineMemory, MemoryBudget};
 use hpctrain_engine::vocabulary;
 use hpctrain_parallel::{Storage, Zero};
 
@@ -25,7 +25,7 @@ const COMPLEXITY_PENALTY: f64 = 0.005;
 #[derive(Debug, Clone)]
 pub struct Proposal {
     /// The keys of the layout.
-    pub keys: Keys,
+    pub keys: LayoutKeys,
     /// The resolved configuration with these keys.
     pub plan: ResolvedConfig,
     /// Memory of the rank that needs the most.
@@ -41,8 +41,8 @@ impl Proposal {
     }
 
     /// Returns true if a step takes longer than predicted, since work on the host is not modelled.
-    pub fn takes_more(&self) -> bool {
-        self.keys.host.any() || self.plan.has_tables_on_host()
+    pub fn has_unmodelled_host_work(&self) -> bool {
+        self.keys.offload.any() || self.plan.offloads_embeddings()
     }
 
     /// Returns the bytes on a GPU if there is one, else on the host.
@@ -53,11 +53,11 @@ impl Proposal {
 
 /// The result of a search.
 #[derive(Debug, Clone)]
-pub struct Choice {
+pub struct SearchResult {
     /// The layouts that fit, the best first.
     pub proposals: Vec<Proposal>,
     /// The layouts that were rejected.
-    pub left_out: Vec<LeftOut>,
+    pub rejected: Vec<RejectedLayout>,
     /// Memory that a rank may use.
     pub room: MemoryBudget,
     /// Sentences that explain the result.
@@ -70,7 +70,7 @@ pub struct SearchLimits {
     /// Memory that a rank may use.
     pub room: MemoryBudget,
     /// Memory in use that does not depend on the layout.
-    pub held: Held,
+    pub held: BaselineMemory,
     /// Consecutive ranks on each node.
     pub per_node: usize,
 }
@@ -81,12 +81,12 @@ pub struct SearchLimits {
 /// # Errors
 /// Returns an error if no layout is legal; if none fits, with the smallest change after which one
 /// does as the hint; or if local SGD or central storage is configured.
-pub fn choose<R: Rates>(
+pub fn search_layouts<R: Rates>(
     config: &Config,
     facts: &Environment,
     place: &SearchLimits,
     rates: impl FnOnce(&[&ResolvedConfig]) -> Result<R>,
-) -> Result<Choice> {
+) -> Result<SearchResult> {
     let SearchLimits { room, held, per_node } = *place;
     if config.local_sgd.sync_every != Interval::Steps(0) {
         let message = "local_sgd.sync_every is set, but layouts differ in their numbers of replicas, which change the result of local SGD";
@@ -115,7 +115,7 @@ pub fn choose<R: Rates>(
     let mut fitting = Vec::new();
     let mut smallest = None::<(usize, ResolvedConfig, Estimate)>;
     for (keys, plan) in legal {
-        let recomputes = Keys { recompute: true, ..keys };
+        let recomputes = LayoutKeys { recompute: true, ..keys };
         let again = (may_recompute && !keys.recompute).then_some(recomputes);
         let mut tried = vec![(keys, plan)];
         tried.extend(
@@ -142,15 +142,15 @@ pub fn choose<R: Rates>(
                 let memory = resolve(keys.config(config), facts).map(|plan| need(&plan));
                 let why = memory
                     .map_or_else(|e| e.message().to_owned(), |memory| too_large(&memory, &room));
-                left_out.push(LeftOut { keys, why, hint: None });
+                left_out.push(RejectedLayout { keys, why, hint: None });
             }
         }
     }
     if fitting.is_empty() {
         let Some((_, plan, memory)) = smallest else { return Err(none_legal(&[])) };
         let hint = match facts.on_gpu {
-            true => memory::least_change::<Cuda>(&plan, &room, held),
-            false => memory::least_change::<Cpu>(&plan, &room, held),
+            true => memory::smallest_change::<Cuda>(&plan, &room, held),
+            false => memory::smallest_change::<Cpu>(&plan, &room, held),
         };
         let message = format!(
             "no layout fits: of {} ranks the smallest {}",
@@ -163,9 +163,9 @@ pub fn choose<R: Rates>(
     let rates = rates(&plans)?;
     let mut proposals = Vec::with_capacity(fitting.len());
     for (keys, plan, memory) in fitting {
-        match step_times(&plan, &rates, per_node, !facts.on_gpu)?.play() {
+        match step_times(&plan, &rates, per_node, !facts.on_gpu)?.simulate() {
             Some(time) => proposals.push(Proposal { keys, plan, memory, time }),
-            None => left_out.push(LeftOut {
+            None => left_out.push(RejectedLayout {
                 keys,
                 why: "its pipeline schedule deadlocks".into(),
                 hint: None,
@@ -176,29 +176,29 @@ pub fn choose<R: Rates>(
     // with the fewest first.
     let cost =
         |one: &Proposal| one.time.step * (1.0 + COMPLEXITY_PENALTY * one.keys.parts() as f64);
-    let on_host = |one: &Proposal| one.keys.host.count();
+    let on_host = |one: &Proposal| one.keys.offload.count();
     proposals.sort_by(|one, other| {
         on_host(one).cmp(&on_host(other)).then(cost(one).total_cmp(&cost(other)))
     });
     let reasons = reasons(config, facts, &room, &proposals, need);
-    Ok(Choice { proposals, left_out, room, reasons })
+    Ok(SearchResult { proposals, rejected: left_out, room, reasons })
 }
 
 /// Returns the layout with the least offloading with which it fits, if there is one.
 fn on_host(
-    keys: &Keys,
+    keys: &LayoutKeys,
     config: &Config,
     facts: &Environment,
     room: &MemoryBudget,
     need: impl Fn(&ResolvedConfig) -> Estimate,
-) -> Option<(Keys, ResolvedConfig, Estimate)> {
+) -> Option<(LayoutKeys, ResolvedConfig, Estimate)> {
     let may_recompute = !config.parallel.given.contains("parallel.recompute");
-    let legal = |keys: Keys| {
+    let legal = |keys: LayoutKeys| {
         let plan = resolve(keys.config(config), facts).ok()?;
         let memory = need(&plan);
         Some((keys, plan, memory))
     };
-    let all = keys.with_more_on_host(config, may_recompute);
+    let all = keys.with_more_offload(config, may_recompute);
     // The last one offloads the most: if it does not fit on the GPU, neither do the others.
     let most = all.iter().rev().find_map(|keys| legal(*keys))?;
     if most.2.gpu() > room.gpu {
@@ -207,7 +207,7 @@ fn on_host(
     all.into_iter().filter_map(legal).find(|(_, _, memory)| room.holds(memory))
 }
 
-fn none_legal(refused: &[LeftOut]) -> Error {
+fn none_legal(refused: &[RejectedLayout]) -> Error {
     let first = refused.first();
     let why = first.map_or("no keys divide the ranks", |first| &first.why);
     // If all layouts have the same reason, the cause is the configuration, and its hint applies.
@@ -225,7 +225,7 @@ fn too_large(memory: &Estimate, room: &MemoryBudget) -> String {
         Some(_) if memory.gpu() > room.gpu => (memory.gpu(), memory.gpu_parts(), room.gpu),
         _ => (memory.host(), memory.host_parts(), room.host),
     };
-    format!("needs {} ({parts}), more than {} a rank", readable(need), readable(there))
+    format!("needs {} ({parts}), more than {} a rank", format_bytes(need), format_bytes(there))
 }
 
 /// Explains the result: first whether the whole network fits a rank, then the times.
@@ -239,12 +239,12 @@ fn reasons(
     let mut sentences = Vec::new();
     let Some(best) = proposals.first() else { return sentences };
     // Each rank has the whole state and the smallest micro-batch, so that activations need little.
-    let whole = Keys { replica: facts.ranks, micro: Some(1), ..Keys::whole() };
+    let whole = LayoutKeys { replica: facts.ranks, micro: Some(1), ..LayoutKeys::whole() };
     let whole = resolve(whole.config(config), facts).map(|plan| need(&plan));
     let bytes = |memory: &Estimate| if memory.gpu.is_some() { memory.gpu() } else { memory.host() };
     let budget = if facts.on_gpu { room.gpu } else { room.host };
     if let Ok(whole) = whole {
-        let [needed, there] = [bytes(&whole), budget].map(readable);
+        let [needed, there] = [bytes(&whole), budget].map(format_bytes);
         sentences.push(if room.holds(&whole) {
             format!("The training state of the whole network fits a rank ({needed} of {there}): data parallelism suffices, and other axes are used only if they are faster.")
         } else {
@@ -271,11 +271,11 @@ fn reasons(
         first += &format!(" The next with other axes, {}, takes {slower:.0} % longer.", other.keys);
     }
     sentences.push(first);
-    if best.plan.has_tables_on_host() {
+    if best.plan.offloads_embeddings() {
         sentences
             .push("These times do not include the updates of embedding tables on the host.".into());
     }
-    if proposals.iter().any(|one| one.keys.host.any()) {
+    if proposals.iter().any(|one| one.keys.offload.any()) {
         sentences.push(
             "Layouts with offloading come after all that fit without: their times do not include copies to the host and updates there."
                 .into(),
@@ -287,7 +287,7 @@ fn reasons(
         });
         if let Some(other) = saved {
             let slower = 100.0 * (other.time.step / time.step - 1.0).max(0.0);
-            let [less, now] = [other, best].map(|one| readable(one.bytes()));
+            let [less, now] = [other, best].map(|one| format_bytes(one.bytes()));
             sentences.push(format!(
                 "ZeRO 1 would take {less} a rank instead of {now}, for {slower:.1} % more time."
             ));
@@ -297,7 +297,7 @@ fn reasons(
 }
 
 /// The ranks and devices that a search measures.
-pub struct Here<'a, B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>> {
+pub struct SearchEnvironment<'a, B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>> {
     /// The ranks.
     pub comm: &'a Comm<B>,
     /// Creates the device of a rank for a plan.
@@ -315,13 +315,13 @@ pub struct Here<'a, B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>> {
 /// result and the number of ranks per node. Collective over the world of the communicator.
 ///
 /// # Errors
-/// Returns an error if [`choose`] does, or if the device or a message between ranks fails.
-pub fn choose_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
+/// Returns an error if [`search_layouts`] does, or if the device or a message between ranks fails.
+pub fn search_layouts_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     config: &Config,
-    here: &Here<'_, B, F>,
-) -> Result<(Choice, usize)> {
-    let Here { comm, backend, gpu, .. } = here;
-    let config = &config.clone().of_any_length();
+    here: &SearchEnvironment<'_, B, F>,
+) -> Result<(SearchResult, usize)> {
+    let SearchEnvironment { comm, backend, gpu, .. } = here;
+    let config = &config.clone().with_any_length();
     let world = comm.world();
     let topology = Topology::gather(&world, comm.node().host)?;
     let threads = here.threads.unwrap_or_else(|| topology.threads());
@@ -329,21 +329,21 @@ pub fn choose_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
         Some(ids) => {
             Environment { ranks: world.size(), threads, vocabulary: Some(ids), on_gpu: !B::ON_HOST }
         }
-        None => world.all_ok(facts(config, world.size(), threads, !B::ON_HOST))?,
+        None => world.all_ok(environment(config, world.size(), threads, !B::ON_HOST))?,
     };
     // All ranks decide by the same numbers: the most memory in use on any rank, the smallest
     // budget, and the fewest ranks on a node.
-    let mine = Held::now(comm, &[]);
+    let mine = BaselineMemory::now(comm, &[]);
     let numbers = world.all_gather_u64(&[mine.resident as u64, topology.ranks_here() as u64])?;
     let resident = numbers.iter().map(|of_rank| of_rank[0]).max().unwrap_or(0) as usize;
     let per_node = numbers.iter().map(|of_rank| of_rank[1]).min().unwrap_or(1) as usize;
-    let held = Held { resident, ..mine };
+    let held = BaselineMemory { resident, ..mine };
     let any = world.all_ok(any_plan(config, &facts))?;
     let room = MemoryBudget::least(
-        &world.all_gather_u64(&memory::room(&any, &topology, held, *gpu).numbers())?,
+        &world.all_gather_u64(&memory::budget(&any, &topology, held, *gpu).numbers())?,
     );
     let spare = topology.has_spare_cores();
-    let choice = choose(config, &facts, &SearchLimits { room, held, per_node }, |plans| {
+    let choice = search_layouts(config, &facts, &SearchLimits { room, held, per_node }, |plans| {
         measure(comm, plans, per_node, spare, backend)
     });
     Ok((world.all_ok(choice)?, per_node))
@@ -359,7 +359,12 @@ fn any_plan(config: &Config, facts: &Environment) -> Result<ResolvedConfig> {
 ///
 /// # Errors
 /// Returns an error if the data cannot be opened.
-pub fn facts(config: &Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<Environment> {
+pub fn environment(
+    config: &Config,
+    ranks: usize,
+    threads: usize,
+    on_gpu: bool,
+) -> Result<Environment> {
     let is_unknown = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
     let vocabulary = is_unknown.then(|| vocabulary(config)).transpose()?;
     Ok(Environment { ranks, threads, vocabulary, on_gpu })
@@ -368,7 +373,7 @@ pub fn facts(config: &Config, ranks: usize, threads: usize, on_gpu: bool) -> Res
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::{Machine, OnHost};
+    use crate::planner::{Machine, OffloadKeys};
     use hpctrain_config::{Sources, load};
 
     fn configured(settings: &[&str]) -> Config {
@@ -377,16 +382,16 @@ mod tests {
         load(&Sources { preset, overrides: &overrides, ..Sources::default() }).unwrap().0
     }
 
-    fn chosen(settings: &[&str], ranks: usize, machine: &str) -> Result<Choice> {
+    fn chosen(settings: &[&str], ranks: usize, machine: &str) -> Result<SearchResult> {
         let machine = Machine::named(machine).unwrap();
         let facts = Environment { ranks, threads: 1, vocabulary: Some(50304), on_gpu: true };
-        let held = Held { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
+        let held = BaselineMemory { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
         let place = SearchLimits {
-            room: machine.room(),
+            room: machine.memory_budget(),
             held,
             per_node: machine.ranks_per_node.min(ranks),
         };
-        choose(&configured(settings), &facts, &place, |_| Ok(machine))
+        search_layouts(&configured(settings), &facts, &place, |_| Ok(machine))
     }
 
     /// A small network, for fewer layouts.
@@ -454,15 +459,15 @@ mod tests {
         let large = ["model.layers=48", "model.width=6144", "model.heads=48", "batch.global=64"];
         let choice = chosen(&large, 8, "h100x8").unwrap();
         for proposal in &choice.proposals {
-            let Keys { pipeline, tensor, shard, .. } = proposal.keys;
+            let LayoutKeys { pipeline, tensor, shard, .. } = proposal.keys;
             assert!(
-                pipeline * tensor * shard == 8 || proposal.keys.host.any(),
+                pipeline * tensor * shard == 8 || proposal.keys.offload.any(),
                 "{}",
                 proposal.keys
             );
             assert!(proposal.bytes() <= choice.room.gpu, "{}", proposal.keys);
         }
-        let whole = choice.left_out.iter().find(|left| left.keys.replica == 8).unwrap();
+        let whole = choice.rejected.iter().find(|left| left.keys.replica == 8).unwrap();
         assert!(
             whole.why.starts_with("needs ") && whole.why.contains("optimizer "),
             "{}",
@@ -504,17 +509,17 @@ mod tests {
                 sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
             chosen(&settings, 1, "h100x8")
         };
-        let optimizer = OnHost { optimizer: true, ..OnHost::default() };
+        let optimizer = OffloadKeys { optimizer: true, ..OffloadKeys::default() };
         let choice = search(32, 4096, &[]).unwrap();
         let [best] = &choice.proposals[..] else { panic!("{:?}", choice.proposals.len()) };
         assert_eq!(
-            (best.keys.host, best.keys.zero, best.keys.recompute),
+            (best.keys.offload, best.keys.zero, best.keys.recompute),
             (optimizer, Zero::Zero, false)
         );
         assert!(
             best.bytes() < choice.room.gpu && best.memory.host() > 90 << 30,
             "{}",
-            readable(best.bytes())
+            format_bytes(best.bytes())
         );
         assert!(best.keys.to_string().contains("optimizer on the host"), "{}", best.keys);
         assert!(best.keys.toml().contains("[offload]\noptimizer = true"), "{}", best.keys.toml());
@@ -526,8 +531,8 @@ mod tests {
         let choice = search(44, 5120, &[]).unwrap();
         let best = &choice.proposals[0];
         assert_eq!(
-            (best.keys.host, best.keys.zero),
-            (OnHost { shards: true, ..optimizer }, Zero::Three)
+            (best.keys.offload, best.keys.zero),
+            (OffloadKeys { params: true, ..optimizer }, Zero::Three)
         );
         assert!(
             best.keys.toml().contains("\n[offload]\noptimizer = true\nparams = true"),
@@ -555,7 +560,7 @@ mod tests {
         ];
         let choice = chosen(&[&wide[..], &["optimizer.kind=sgd"]].concat(), 1, "a100x8").unwrap();
         let keys = choice.proposals[0].keys;
-        assert!(keys.recompute && keys.host.activations && !keys.host.shards, "{keys}");
+        assert!(keys.recompute && keys.offload.activations && !keys.offload.params, "{keys}");
         let given = ["offload.activations=false", "optimizer.kind=sgd"];
         let others = chosen(&[&wide[..], &given].concat(), 1, "a100x8");
         assert!(others.is_err(), "{}", others.unwrap().proposals[0].keys);
@@ -566,14 +571,15 @@ mod tests {
         let sizes = large(32, 4096);
         let settings: Vec<&str> = sizes.iter().map(String::as_str).collect();
         let choice = chosen(&settings, 2, "h100x8").unwrap();
-        let counts: Vec<usize> = choice.proposals.iter().map(|one| one.keys.host.count()).collect();
+        let counts: Vec<usize> =
+            choice.proposals.iter().map(|one| one.keys.offload.count()).collect();
         assert!(counts.is_sorted() && counts[0] == 0 && counts[counts.len() - 1] > 0, "{counts:?}");
         // A layout that fits without offloading is not listed with it.
-        for one in choice.proposals.iter().filter(|one| one.keys.host.any()) {
+        for one in choice.proposals.iter().filter(|one| one.keys.offload.any()) {
             let plain = choice.proposals.iter().any(|other| {
                 other.keys.same_but_micro(&one.keys)
                     && other.keys.micro == one.keys.micro
-                    && !other.keys.host.any()
+                    && !other.keys.offload.any()
             });
             assert!(!plain, "{}", one.keys);
             assert!(

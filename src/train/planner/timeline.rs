@@ -55,10 +55,10 @@ pub struct StepTimes {
     pub summary: f64,
     /// The fraction of a collective's time that overlaps with computation: 1 if other cores run the
     /// collective, 0 if the same cores do.
-    pub beside: f64,
+    pub overlap: f64,
     /// The same for all-gathers before each use of parameters, after which computations also have
     /// to read the parameters again.
-    pub beside_uses: f64,
+    pub param_overlap: f64,
 }
 
 /// The simulated times of a step.
@@ -111,13 +111,13 @@ impl Rank {
 
 impl StepTimes {
     /// Simulates a step. Returns `None` if the stages deadlock.
-    pub fn play(&self) -> Option<Timeline> {
+    pub fn simulate(&self) -> Option<Timeline> {
         let of_stage = |index: usize| StepSchedule { stage: index, ..self.schedule };
         let mut ranks: Vec<Rank> = self.stages.iter().map(|times| self.begin(times)).collect();
         let mut starts = vec![0.0; 2];
         for start in &mut starts {
             for (index, rank) in ranks.iter_mut().enumerate() {
-                let turns = turns(&self.stages[index].stage.borrows(), of_stage(index));
+                let turns = turns(&self.stages[index].stage.tied_slots(), of_stage(index));
                 rank.prefetch = Prefetch::new(turns);
                 (rank.actions, rank.next) = (of_stage(index).actions(), 0);
                 (rank.waited_for_stages, rank.waited_for_messages) = (0.0, 0.0);
@@ -207,7 +207,7 @@ impl StepTimes {
                 };
                 arrivals.insert((to, flow, k), rank.now + seconds);
                 // Without overlap, this rank itself copies the data into the message.
-                rank.now += seconds * (1.0 - self.beside);
+                rank.now += seconds * (1.0 - self.overlap);
             }
             Action::Forward(_) => {
                 rank.now += times.micro;
@@ -243,12 +243,12 @@ impl StepTimes {
 
     /// Begins a block's turn: prefetches, and waits until its parameters are available.
     fn turn(&self, times: &StageTimes, rank: &mut Rank) {
-        let wanted: Vec<usize> = rank.prefetch.wanted(self.keep.ahead).collect();
+        let wanted: Vec<usize> = rank.prefetch.window(self.keep.prefetch).collect();
         if self.keep.params == Lifetime::Use {
             for slot in wanted {
                 if rank.arrivals[slot].is_none() {
                     let seconds = times.units.get(slot).map_or(0.0, |unit| unit.gather);
-                    rank.arrivals[slot] = Some(rank.request(seconds, self.beside_uses));
+                    rank.arrivals[slot] = Some(rank.request(seconds, self.param_overlap));
                 }
             }
         }
@@ -260,7 +260,7 @@ impl StepTimes {
     }
 
     fn release(&self, rank: &mut Rank) {
-        for slot in rank.prefetch.pass(self.keep.ahead) {
+        for slot in rank.prefetch.end_turn(self.keep.prefetch) {
             if self.keep.params == Lifetime::Use {
                 rank.arrivals[slot] = None;
             }
@@ -270,7 +270,7 @@ impl StepTimes {
     /// Reduces the gradient of a unit if the rank's last virtual rank ends with this micro-batch.
     fn virtual_rank_ends(&self, times: &StageTimes, rank: &mut Rank, unit: usize, k: usize) {
         if self.schedule.virtual_rank_end(k) == Some(true) {
-            rank.request(times.units[unit].reduce, self.beside);
+            rank.request(times.units[unit].reduce, self.overlap);
         }
     }
 
@@ -288,7 +288,7 @@ impl StepTimes {
             for (unit, seconds) in times.units.iter().enumerate() {
                 rank.now += seconds.update;
                 if self.shards && self.keep.params == Lifetime::Step {
-                    rank.arrivals[unit] = Some(rank.request(seconds.gather, self.beside));
+                    rank.arrivals[unit] = Some(rank.request(seconds.gather, self.overlap));
                 }
             }
         }
@@ -322,11 +322,11 @@ mod tests {
         StepTimes {
             stages: (0..stages).map(times).collect(),
             schedule: StepSchedule { stages, order, ..StepSchedule::alone(1, micros) },
-            keep: Zero::Zero.residency(),
+            keep: Zero::Zero.sharding_policy(),
             shards: false,
             summary: 0.0,
-            beside: 1.0,
-            beside_uses: 1.0,
+            overlap: 1.0,
+            param_overlap: 1.0,
         }
     }
 
@@ -338,10 +338,10 @@ mod tests {
         let stages = vec![StageTimes { stage, units: vec![unit; 3], micro: 0.0, message: 0.0 }];
         StepTimes {
             stages,
-            keep: zero.residency(),
+            keep: zero.sharding_policy(),
             shards: zero != Zero::Zero,
-            beside: overlap,
-            beside_uses: overlap,
+            overlap,
+            param_overlap: overlap,
             ..alone
         }
     }
@@ -351,7 +351,7 @@ mod tests {
         for order in [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble] {
             for (stages, micros) in [(1, 3), (2, 8), (4, 4), (4, 16), (8, 32)] {
                 let times = pipeline(stages, micros, order);
-                let played = times.play().unwrap();
+                let played = times.simulate().unwrap();
                 let schedule = times.schedule.bubble_fraction();
                 assert!(
                     (played.bubble - schedule).abs() < 1e-9,
@@ -360,23 +360,27 @@ mod tests {
                 assert_eq!(played.exposed, 0.0);
             }
         }
-        let played = pipeline(4, 16, PipelineSchedule::default()).play().unwrap();
+        let played = pipeline(4, 16, PipelineSchedule::default()).simulate().unwrap();
         assert!((played.step - 3.0 * 19.0).abs() < 1e-9, "{played:?}");
     }
 
     #[test]
     fn messages_between_stages_take_time() {
         let mut times = pipeline(2, 1, PipelineSchedule::default());
-        let without = times.play().unwrap().step;
+        let without = times.simulate().unwrap().step;
         times.stages[0].message = 0.5;
         // Once for activations and once for gradients.
-        assert!((times.play().unwrap().step - without - 1.0).abs() < 1e-9, "{:?}", times.play());
+        assert!(
+            (times.simulate().unwrap().step - without - 1.0).abs() < 1e-9,
+            "{:?}",
+            times.simulate()
+        );
         // Ranks that copy messages themselves do so in idle time, if there is any.
         let step = |micros, overlap| {
             let mut times =
-                StepTimes { beside: overlap, ..pipeline(2, micros, PipelineSchedule::default()) };
+                StepTimes { overlap, ..pipeline(2, micros, PipelineSchedule::default()) };
             times.stages[0].message = 0.5;
-            times.play().unwrap().step
+            times.simulate().unwrap().step
         };
         assert_eq!(step(1, 0.0), step(1, 1.0));
         assert!(step(8, 0.0) > step(8, 1.0), "{} and {}", step(8, 0.0), step(8, 1.0));
@@ -385,7 +389,7 @@ mod tests {
     #[test]
     fn collectives_hide_beside_computations() {
         let work = 2.0 * 3.0 * 3.0 + 3.0 * 0.125;
-        let step = |zero, overlap| blocks(zero, overlap).play().unwrap();
+        let step = |zero, overlap| blocks(zero, overlap).simulate().unwrap();
         // Only the last reduction overlaps with nothing.
         assert!(
             (step(Zero::Zero, 1.0).step - work - 1.5).abs() < 1e-9,

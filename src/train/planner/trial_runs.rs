@@ -1,6 +1,6 @@
 //! Trials of proposed layouts in real steps.
 
-use super::search::{Choice, Here, Proposal};
+use super::search::{Proposal, SearchEnvironment, SearchResult};
 use hpctrain_base::error::Result;
 use hpctrain_comm::slowest;
 use hpctrain_config::ResolvedConfig;
@@ -42,9 +42,9 @@ pub struct Trial {
 ///
 /// # Errors
 /// Returns an error if memory runs out, or if the device or a message between ranks fails.
-pub fn try_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
-    choice: &mut Choice,
-    here: &Here<'_, B, F>,
+pub fn run_trials<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
+    choice: &mut SearchResult,
+    here: &SearchEnvironment<'_, B, F>,
     count: usize,
 ) -> Result<Vec<Trial>> {
     let count = count.min(choice.proposals.len());
@@ -66,11 +66,11 @@ pub fn try_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
 
 fn try_one<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     plan: &ResolvedConfig,
-    here: &Here<'_, B, F>,
+    here: &SearchEnvironment<'_, B, F>,
 ) -> Result<Trial> {
     let world = here.comm.world();
     let backend = world.all_ok((here.backend)(plan))?;
-    let mut trainer = SyntheticTrainer::of_plan(here.comm, plan.clone(), backend)?;
+    let mut trainer = SyntheticTrainer::from_plan(here.comm, plan.clone(), backend)?;
     for _ in 0..WARM_UP {
         trainer.step()?;
     }
@@ -78,7 +78,8 @@ fn try_one<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     let mine = (0..STEPS).map(|_| trainer.step()).collect::<Result<Vec<_>>>()?;
     let step = slowest(&world, &mine)?.into_iter().fold(f64::INFINITY, f64::min);
     let allocated =
-        COUNTED.iter().map(|kind| trainer.backend().ledger().peak(*kind)).sum::<usize>() as f64;
+        COUNTED.iter().map(|kind| trainer.backend().memory_stats().peak(*kind)).sum::<usize>()
+            as f64;
     let allocated = slowest(&world, &[allocated])?[0] as usize;
     Ok(Trial { step, allocated })
 }

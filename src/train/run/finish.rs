@@ -6,11 +6,11 @@ use crate::hooks::Outcome;
 use crate::records::Records;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::signals;
-use hpctrain_base::spans::{Doing, span};
+use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
-use hpctrain_config::telemetry::run_card::{EnergyUse, RunCard, StageMemory};
+use hpctrain_config::telemetry::run_record::{EnergyUse, RunRecord, StageMemory};
 use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_engine::memory;
@@ -42,7 +42,7 @@ impl<B: Kernels> Run<'_, B> {
         let sampled = match (&mut self.records, &text) {
             // If this start took no step, the text is that of the previous start.
             (Some(records), Some(text)) if !self.meters.is_empty() => {
-                records.sampled(self.progress.step, text)
+                records.record_sample(self.progress.step, text)
             }
             _ => Ok(()),
         };
@@ -155,13 +155,13 @@ impl<B: Kernels> Run<'_, B> {
             ));
         } else if !self.meters.is_empty() {
             // A finished run that was resumed had nothing left to measure.
-            self.card(stages, energy).write(&self.directory.card_path())?;
+            self.card(stages, energy).write(&self.directory.summary_path())?;
         }
-        self.directory.marks().end(&End { step, status, why })
+        self.directory.markers().end(&End { step, status, why })
     }
 
     /// Reports the outcome of the run to the hooks.
-    pub(super) fn tell_hooks(&mut self, result: Result<&RunOutcome, &Error>) -> Result<()> {
+    pub(super) fn notify_hooks(&mut self, result: Result<&RunOutcome, &Error>) -> Result<()> {
         self.hooks.end(&Outcome {
             step: self.progress.step,
             directory: self.directory.path(),
@@ -170,12 +170,12 @@ impl<B: Kernels> Run<'_, B> {
     }
 
     /// Marks the run as failed, so that evaluators do not wait for more checkpoints.
-    pub(super) fn tell_of_failure(&self, error: &Error) {
+    pub(super) fn mark_failed(&self, error: &Error) {
         let why = Some(error.message().to_string());
         let end = End { step: self.progress.step, status: RunStatus::Failed, why };
         // A run that another trainer has taken over has not ended.
         if self.records.is_some()
-            && let Err(e) = self.directory.check().and_then(|()| self.directory.marks().end(&end))
+            && let Err(e) = self.directory.check().and_then(|()| self.directory.markers().end(&end))
         {
             log::warn!("{e}");
         }
@@ -195,7 +195,7 @@ impl<B: Kernels> Run<'_, B> {
         };
         let sampling =
             Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
-        let _span = span(Doing::Sampling, None);
+        let _span = span(ActivityKind::Sampling, None);
         let drawn = generate(
             &mut self.engine.model,
             &prompt,
@@ -208,7 +208,7 @@ impl<B: Kernels> Run<'_, B> {
 
     /// Returns the memory of each pipeline stage. The same on all ranks.
     fn memory_of_stages(&self) -> Result<Vec<StageMemory>> {
-        let stats = self.engine.model.backend.ledger();
+        let stats = self.engine.model.backend.memory_stats();
         let peaks = MemoryKind::ALL.map(|what| stats.peak(what) as u64);
         let peaks = self.world.all_gather_u64(&peaks)?;
         let named = |bytes: &[usize]| {
@@ -229,15 +229,15 @@ impl<B: Kernels> Run<'_, B> {
         Ok((0..self.plan.mesh.pipeline).map(of_stage).collect())
     }
 
-    fn card(&self, stages: Vec<StageMemory>, energy: Option<EnergyUse>) -> RunCard {
-        let memory_stats = self.engine.model.backend.ledger();
+    fn card(&self, stages: Vec<StageMemory>, energy: Option<EnergyUse>) -> RunRecord {
+        let memory_stats = self.engine.model.backend.memory_stats();
         let stats = self.comm.stats();
         let tokens_per_second =
             self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3);
-        RunCard {
+        RunRecord {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: self.comm.library().into(),
-            device_path: self.comm.device_path().filter(|_| self.world.size() > 1),
+            device_path: self.comm.device_transport().filter(|_| self.world.size() > 1),
             device_path_reason: self.comm.transport_reason().map(str::to_owned),
             ranks: self.world.size(),
             threads: self.plan.threads,
@@ -258,7 +258,7 @@ impl<B: Kernels> Run<'_, B> {
             comm_wait_seconds: stats.blocked,
             comm_sent_bytes: Some(stats.sent),
             comm_rounds: Some(stats.rounds).filter(|rounds| *rounds > 0),
-            peak_gpu_bytes: self.engine.model.backend.device_peak(),
+            peak_gpu_bytes: self.engine.model.backend.peak_device_bytes(),
             peak_bytes: MemoryKind::ALL
                 .iter()
                 .map(|what| (what.name().to_string(), memory_stats.peak(*what)))

@@ -16,23 +16,23 @@ use crate::records::Records;
 use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::spans::{Doing, Track, span};
+use hpctrain_base::spans::{ActivityKind, Track, span};
 use hpctrain_checkpoint::run_dir::{RestoreScope, Resume, RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{self as checkpoint, Published, Saver};
 use hpctrain_comm::{Comm, Group, WatchdogGuard};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::evaluations;
-use hpctrain_config::telemetry::evaluations::{Evaluation, Evaluations, Over};
+use hpctrain_config::telemetry::evaluations::{Evaluation, Evaluations, LossSplit};
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_config::telemetry::straggler::Straggler;
 use hpctrain_config::telemetry::times::{TimeCounters, Times};
 use hpctrain_config::telemetry::trace::Trace;
 use hpctrain_config::telemetry::unix_time;
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Checkpoint, Config, Eval, Model, ResolvedConfig, ended};
+use hpctrain_config::{Checkpoint, Config, Eval, Model, ResolvedConfig, epochs_ended};
 use hpctrain_data::{Tokenizer, TrainedOn};
 use hpctrain_device::Kernels;
-use hpctrain_engine::memory::Held;
+use hpctrain_engine::memory::BaselineMemory;
 use hpctrain_engine::micro_batches::MicroBatches;
 use hpctrain_engine::{Engine, Round, Splits, StepResult, train_round};
 use hpctrain_nn::CustomModel;
@@ -58,7 +58,7 @@ pub struct TrainRequest {
     /// Compute threads per rank, if the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
     /// The GPU of this rank, if ranks compute on GPUs.
-    pub gpu: Option<GpuPlace>,
+    pub gpu: Option<RankGpu>,
 }
 
 impl TrainRequest {
@@ -94,17 +94,19 @@ pub struct Customization<'h> {
 
 impl Customization<'_> {
     /// Returns the configuration with the custom network, if there is one.
-    pub(crate) fn configured(&self, config: &Config) -> Config {
+    pub(crate) fn with_custom_network(&self, config: &Config) -> Config {
         match &self.network {
             None => config.clone(),
-            Some(network) => Config { model: Model::of_own(network.clone()), ..config.clone() },
+            Some(network) => {
+                Config { model: Model::from_custom(network.clone()), ..config.clone() }
+            }
         }
     }
 }
 
 /// The GPU of a rank, for the checks of a run and its startup summary.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GpuPlace {
+pub struct RankGpu {
     /// Bytes of its GPU that this rank may use.
     pub memory: usize,
     /// The assignment of ranks to GPUs, one line each.
@@ -128,8 +130,9 @@ pub fn train_on<B: Kernels>(
     with_evaluators: Option<&Group<B>>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<RunOutcome> {
-    let request = &TrainRequest { config: custom.configured(&request.config), ..request.clone() };
-    comm.activity().here(Track::Compute);
+    let request =
+        &TrainRequest { config: custom.with_custom_network(&request.config), ..request.clone() };
+    comm.activity().register_thread(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
     let result = run(comm, request, custom, with_evaluators, backend);
     match (trace, &result) {
@@ -155,16 +158,16 @@ fn run<B: Kernels>(
     let ended = run.steps(&request.resume).and_then(|()| run.finish());
     match &ended {
         Ok(ending) => {
-            let notified = run.tell_hooks(Ok(ending));
-            run.world.all_ok(notified).inspect_err(|e| run.tell_of_failure(e))?;
+            let notified = run.notify_hooks(Ok(ending));
+            run.world.all_ok(notified).inspect_err(|e| run.mark_failed(e))?;
         }
         // Ranks that share an error can still publish the save that they have begun together.
         Err(e) if e.is_shared() || comm.size() == 1 => {
             // The run ends with its first error, which is often the cause of this one.
             let published = run.saver.finish().inspect_err(|e| log::warn!("{}", e.message()));
             run.note_published(published.ok().flatten());
-            run.tell_of_failure(e);
-            run.tell_hooks(Err(e)).unwrap_or_else(|e| log::error!("{e}"));
+            run.mark_failed(e);
+            run.notify_hooks(Err(e)).unwrap_or_else(|e| log::error!("{e}"));
         }
         Err(_) => {}
     }
@@ -196,7 +199,7 @@ struct Run<'h, B: Kernels> {
     efficiency: Efficiency,
     energy: Energy<B>,
     /// Memory in use before training, for estimates.
-    held: Held,
+    held: BaselineMemory,
     /// Set on rank 0 only.
     records: Option<Records>,
     _watch: Option<WatchdogGuard>,
@@ -239,10 +242,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.engine.model.backend.profile().record(false);
         let mut gives_up = None;
         for (taken, step) in steps.iter().zip(began.step + 1..) {
-            self.meters.took(taken);
+            self.meters.record_step(taken);
             if taken.skipped() {
                 let StepResult { loss, norm, skips, .. } = taken;
-                let by = match self.plan.averaging {
+                let by = match self.plan.local_sgd {
                     None => String::new(),
                     Some(LocalSgd { replicas, .. }) => {
                         format!(" by {skips} of {replicas} replicas")
@@ -275,15 +278,15 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Marks the checkpoints made since replicas were last equal as suspect, after an SDC check has
     /// found a difference.
     fn mark_checkpoints_suspect(&self, found: &Error) {
-        if let Some(good) = self.engine.model.sharded.doubtful_since() {
-            let marked = self.saver.doubt_after(good, found.message());
+        if let Some(good) = self.engine.model.sharded.suspect_since() {
+            let marked = self.saver.mark_suspect_after(good, found.message());
             marked.unwrap_or_else(|e| log::warn!("{e}"));
         }
     }
 
     /// Returns the time counters of this rank.
     fn spent(&self) -> TimeCounters {
-        self.meters.spent(self.comm.stats(), self.feed.waited())
+        self.meters.counters(self.comm.stats(), self.feed.waited())
     }
 
     /// Records the steps of a round that began at `began`, each with an equal share of the time
@@ -298,9 +301,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         let seconds = after.total - before.total;
         let times = Times::between(before, after);
         // A run ends only after a whole round, so a round counts as one step here.
-        self.stop_requests.stepped(Duration::from_secs_f64(seconds));
+        self.stop_requests.note_step(Duration::from_secs_f64(seconds));
         let is_warm_up = !B::ON_HOST && self.should_continue();
-        self.meters.took_round(
+        self.meters.record_round(
             steps.len(),
             seconds,
             times,
@@ -332,7 +335,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 tokens_per_second,
                 tflops_per_rank: Some(self.efficiency.tflops_per_rank(tokens_per_second)),
                 mfu: self.efficiency.mfu(tokens_per_second),
-                peak_bytes: self.engine.model.backend.ledger().total_peak(),
+                peak_bytes: self.engine.model.backend.memory_stats().total_peak(),
                 time: unix_time(),
                 ..Step::default()
             };
@@ -341,15 +344,15 @@ impl<'h, B: Kernels> Run<'h, B> {
                 if let Some(joules) = joules.filter(|_| step == last) {
                     records.energy.add_to(&mut record, joules);
                 }
-                let written = records.stepped(&record);
+                let written = records.record_step(&record);
                 self.recorded(written)?;
             }
             if let Some(records) = &mut self.records {
-                records.progress.step(&record, self.outages.told().as_deref());
+                records.progress.step(&record, self.outages.ongoing_failure().as_deref());
             }
             let stop = self.hooks.call(|hook| hook.step(&record));
             self.stop_requests.stop_for(stop);
-            let ended = ended(position, self.plan.config.batch.global, self.train_samples);
+            let ended = epochs_ended(position, self.plan.config.batch.global, self.train_samples);
             self.schedule.epochs.extend(ended.map(|epoch| (epoch, record)));
         }
         Ok(())
@@ -369,7 +372,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// computed in step `step`.
     fn warn_of_stragglers(&mut self, step: u64, compute: &[f64]) -> Result<()> {
         let Some(records) = &mut self.records else { return Ok(()) };
-        let (stragglers, written) = records.computed(step, compute);
+        let (stragglers, written) = records.record_compute_times(step, compute);
         for Straggler { rank, times } in stragglers {
             log::warn!(
                 "rank {rank} (host {}) computes {times:.1} times as long as the median rank{} over the last {} steps",
@@ -470,7 +473,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.note_published(published.flatten());
         }
         self.schedule.save_is_due = flags.any(ControlFlags::DUE);
-        self.schedule.ending = self.stop_requests.ending(flags);
+        self.schedule.ending = self.stop_requests.outcome(flags);
         if let Some(RunOutcome::Stopped(why)) = &mut self.schedule.ending {
             // Only ranks that asked to stop know the reason.
             let reasons = self.world.gather_bytes(std::mem::take(why).into_bytes()).wait()?;
@@ -497,7 +500,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn evaluate(&mut self) -> Result<()> {
         let Some(evaluator) = &mut self.evaluator else { return Ok(()) };
         let step = self.progress.step;
-        let _span = span(Doing::Evaluation, None);
+        let _span = span(ActivityKind::Evaluation, None);
         self.engine.model.sharded.swap_ema()?;
         let measured = evaluator
             .measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;
@@ -512,13 +515,14 @@ impl<'h, B: Kernels> Run<'h, B> {
         let stop = self.hooks.call(|hook| hook.evaluation(step, &measures));
         self.stop_requests.stop_for(stop);
         log::info!("step {step}: {summary}");
-        let held = self.outages.held(self.directory.check());
+        let held = self.outages.lease_checked(self.directory.check());
         self.world.all_ok(held)?;
         let mut why = None;
         if let Some(records) = &mut self.records {
             let path = self.directory.evaluations_path();
             let found = measures.evaluation(step);
-            let written = records.evaluated(found.on(evaluator.digest(), evaluator.samples()));
+            let written =
+                records.record_evaluation(found.with_data(evaluator.digest(), evaluator.samples()));
             records.progress.say(&format!("step {step:>6}  {summary}"));
             self.recorded(written)?;
             match evaluations::read(&path) {
@@ -558,9 +562,9 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     fn save(&mut self) -> Result<()> {
-        let _span = span(Doing::Checkpoint, None);
+        let _span = span(ActivityKind::Checkpoint, None);
         let recorded =
-            self.record_epoch_loss().and_then(|()| self.engine.model.sharded.compare_with_update());
+            self.record_epoch_loss().and_then(|()| self.engine.model.sharded.check_unchanged());
         self.world.all_ok(recorded)?;
         let saved = self.saver.save(&mut self.engine.model.sharded, self.progress);
         let Some((begun, published)) = self.tolerated(saved)? else { return Ok(()) };
@@ -578,7 +582,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let step = self.progress.step;
         let Some(Records { epoch_loss: Some(epoch), .. }) = &self.records else { return Ok(()) };
         let mean = epoch.mean();
-        self.outages.held(self.directory.check())?;
+        self.outages.lease_checked(self.directory.check())?;
         let evaluated = match evaluations::read(&self.directory.evaluations_path()) {
             Ok(evaluated) => evaluated,
             Err(e) => {
@@ -587,12 +591,12 @@ impl<'h, B: Kernels> Run<'h, B> {
             }
         };
         let is_known =
-            evaluated.known().iter().any(|one| one.step == step && one.over == Over::Training);
+            evaluated.known().iter().any(|one| one.step == step && one.over == LossSplit::Training);
         if is_known {
             return Ok(());
         }
         let Some(records) = &mut self.records else { return Ok(()) };
-        let written = records.evaluated(Evaluation::of_epoch(step, mean));
+        let written = records.record_evaluation(Evaluation::training_epoch(step, mean));
         self.recorded(written)
     }
 
@@ -624,10 +628,10 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn note_published(&mut self, published: Option<Published>) {
         if let Some(Published { took, progress }) = published {
-            self.stop_requests.published(took);
+            self.stop_requests.note_published(took);
             self.outages.published();
             if let Some(records) = &mut self.records {
-                records.take_in_evaluations();
+                records.copy_evaluations_to_tensorboard();
             }
             let path = self.directory.checkpoints().path(progress.step);
             let stop = self.hooks.call(|hook| hook.checkpoint(progress.step, &path));

@@ -26,7 +26,7 @@ use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_device::Kernels;
 use hpctrain_engine::micro_batches;
 use hpctrain_engine::micro_batches::MicroBatches;
-use hpctrain_engine::{Splits, engine, memory, plan, time_products};
+use hpctrain_engine::{Splits, autotune_matmuls, engine, memory, plan};
 use hpctrain_parallel::PipelineSchedule;
 
 /// The directory of a run that has not begun. A start that fails leaves it as it was.
@@ -76,11 +76,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         let refused = || micro_batches::no_validation("eval.patience requires it", &plan.config);
         world.all_ok(if without { Err(refused()) } else { Ok(()) })?;
         // From here on messages may reach the device.
-        let comm = comm.select_transport(plan.config.comm.transport, comm::prove)?;
+        let comm = comm.select_transport(plan.config.comm.transport, comm::probe_cuda_aware)?;
         let world = comm.world();
         // No rank allocates before all have measured the available memory.
         let gpu_memory = request.gpu.as_ref().map(|gpu| gpu.memory);
-        let held = memory::Held::now(&comm, &splits.sources());
+        let held = memory::BaselineMemory::now(&comm, &splits.sources());
         if may_cut && memory::fit_stages(&world, &mut plan, &topology, held, gpu_memory)? && root {
             let cut: Vec<usize> = plan.stages.iter().map(Range::len).collect();
             log::warn!(
@@ -119,7 +119,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
         let backend = world.all_ok(backend(&plan))?;
         comm.count_memory(backend.clone());
-        let held = memory::Held::now(&comm, &splits.sources());
+        let held = memory::BaselineMemory::now(&comm, &splits.sources());
         let Splits { mut train, mut validation, .. } = splits;
         let (mut engine, exchange) =
             engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
@@ -163,11 +163,11 @@ impl<'h, B: Kernels> Run<'h, B> {
             .map(|peak| peak / gpu.map_or(1, |gpu| gpu.sharers) as f64);
         let efficiency = Efficiency::gather(&world, &plan.network, peak)?;
         let energy = Energy::open(&world, &topology.here().host, gpu.map(|gpu| &gpu.id[..]))?;
-        let products = time_products(&world, &plan, &mut engine, &directory.matmuls_path())?;
-        world.all_ok(products.found.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
+        let products = autotune_matmuls(&world, &plan, &mut engine, &directory.matmuls_path())?;
+        world.all_ok(products.to_save.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
         let epoch_loss =
             validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
-        let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
+        let open = || Records::open(directory, &plan, progress.step, exchange.to_save, epoch_loss);
         let records = root.then(open);
         let mut records = world.all_ok(records.transpose())?;
         let budget = TimeLimit::new(
@@ -179,11 +179,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         let stop_requests = StopRequests::new(
             root,
             budget,
-            directory.marks(),
+            directory.markers(),
             plan.config.checkpoint.every_seconds,
         );
         if root {
-            let facts = startup_summary::Facts {
+            let facts = startup_summary::StartupFacts {
                 ranks: world.size(),
                 hosts: topology.host_count(),
                 host: &topology.here().host,
@@ -193,20 +193,20 @@ impl<'h, B: Kernels> Run<'h, B> {
                 library: comm.library(),
                 gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
                 shares_memory: comm.shares_memory(),
-                path: comm.device_path().filter(|_| world.size() > 1),
-                why_path: comm.transport_reason(),
-                collectives: exchange.told,
-                products: products.told,
+                transport: comm.device_transport().filter(|_| world.size() > 1),
+                transport_reason: comm.transport_reason(),
+                collectives: exchange.summary,
+                matmuls: products.summary,
                 directory: directory.path(),
                 parameters: engine.model.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
                 validation: validation.as_ref().map(|validation| validation.samples()),
-                notes: train.left_out().into_iter().chain(notes).collect(),
+                notes: train.skipped_note().into_iter().chain(notes).collect(),
                 memory: &memory::worst::<B>(&plan, held),
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: stop_requests.time_left(),
             };
-            let summary = startup_summary::banner(&plan, &facts);
+            let summary = startup_summary::startup_summary(&plan, &facts);
             if let Some(board) = records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
                 board.text(progress.step + 1, "texts/banner", &summary);
             }
@@ -250,7 +250,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let chunk = plan.config.eval.batch;
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         let evaluator =
-            evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
+            evaluator.map(|evaluator| evaluator.with_set_names(Mix::names(&plan.config.data.mix)));
         Ok(Self {
             comm,
             world,

@@ -67,7 +67,7 @@ const PAIR: &str = "HPCTRAIN_PROOF_PAIR";
 
 /// Returns true if the library claims to be CUDA-aware. The function is looked up at run time,
 /// because a program that is linked with a library without it could not start.
-pub fn claims_devices() -> bool {
+pub fn claims_cuda_aware() -> bool {
     // SAFETY: the name ends in a zero.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"MPIX_Query_cuda_support".as_ptr()) };
     if found.is_null() {
@@ -102,13 +102,13 @@ fn launcher_in(maps: &str, is_open_mpi: bool, is_there: impl Fn(&Path) -> bool) 
     programs.find(|program| is_there(program))
 }
 
-/// Runs the probe in child processes: this program with `arguments`, by which it calls [`prove`].
+/// Runs the probe in child processes: this program with `arguments`, by which it calls [`run_cuda_probe`].
 /// Returns the number of processes.
 ///
 /// # Errors
 /// Returns an error with the message of a process if one failed, or if none could be started or
 /// ended in time.
-pub fn prove_in_child(arguments: &[&str]) -> Result<usize> {
+pub fn probe_in_child(arguments: &[&str]) -> Result<usize> {
     let program = std::env::current_exe()
         .map_err(|e| Error::internal(format!("cannot find this program's file: {e}")))?;
     let launcher = launcher();
@@ -213,7 +213,7 @@ fn wait_with_timeout(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
 /// # Errors
 /// Returns an error if the memory is the host's, the elements received differ from those sent, or
 /// the other process of a pair is missing.
-pub fn prove<B: Backend>(device: impl FnOnce(usize) -> Result<B>) -> Result<()> {
+pub fn run_cuda_probe<B: Backend>(device: impl FnOnce(usize) -> Result<B>) -> Result<()> {
     std::thread::scope(|scope| {
         let (world_sender, world) = channel();
         let (buffer_sender, buffers) = channel();

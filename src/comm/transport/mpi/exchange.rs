@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use mpi::ffi;
 
-use super::request::{Kind, MpiRequest};
+use super::request::{MessageKind, MpiRequest};
 use super::shm_window::{SLOT, Segment};
 use crate::chunking::ChunkCursor;
 use crate::transport::{GroupRanks, Incoming, Outgoing, check_length};
@@ -73,7 +73,7 @@ impl<'a> Sending<'a> {
     }
 
     /// Writes the next piece to shared memory if a slot is free. Returns true on progress.
-    pub fn near(&mut self, segment: &mut Segment, to: usize) -> bool {
+    pub fn advance_shared(&mut self, segment: &mut Segment, to: usize) -> bool {
         if self.done {
             return false;
         }
@@ -98,7 +98,7 @@ impl<'a> Sending<'a> {
     }
 
     /// Starts and completes MPI messages. Returns true on progress.
-    pub fn far(
+    pub fn advance_mpi(
         &mut self,
         world: ffi::MPI_Comm,
         group: &GroupRanks,
@@ -137,7 +137,7 @@ impl<'a> Sending<'a> {
         // a packed buffer is filled again only DEPTH messages later, when this one has been popped.
         // An error ends the process.
         self.in_flight.push_back(unsafe {
-            MpiRequest::send(world, group, self.from.to, Kind::Exchange, bytes)?
+            MpiRequest::send(world, group, self.from.to, MessageKind::Exchange, bytes)?
         });
         self.count += 1;
         Ok(true)
@@ -171,7 +171,7 @@ impl<'a, 'b> Receiving<'a, 'b> {
     }
 
     /// Reads the next piece from shared memory if it is there. Returns true on progress.
-    pub fn near(&mut self, segment: &mut Segment, from: usize) -> bool {
+    pub fn advance_shared(&mut self, segment: &mut Segment, from: usize) -> bool {
         if self.done {
             return false;
         }
@@ -199,7 +199,7 @@ impl<'a, 'b> Receiving<'a, 'b> {
     }
 
     /// Starts MPI messages and completes those that have arrived. Returns true on progress.
-    pub fn far(
+    pub fn advance_mpi(
         &mut self,
         world: ffi::MPI_Comm,
         group: &GroupRanks,
@@ -247,7 +247,8 @@ impl<'a, 'b> Receiving<'a, 'b> {
         // SAFETY: the pieces are borrowed until the exchange is over, and each range is received
         // into once; a staging buffer is used again only DEPTH messages later, when this one has
         // been popped. An error ends the process.
-        let request = unsafe { MpiRequest::receive(world, group, *from, Kind::Exchange, bytes)? };
+        let request =
+            unsafe { MpiRequest::receive(world, group, *from, MessageKind::Exchange, bytes)? };
         self.in_flight.push_back((request, parts, self.count));
         self.count += 1;
         Ok(true)

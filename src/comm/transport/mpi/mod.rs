@@ -26,7 +26,7 @@ use calls::{check, count, count_up, text};
 use exchange::{ChunkStaging, Receiving, Sending};
 use mpi::ffi;
 use node::{Node, place};
-use request::{Bytes, Kind, MpiRequest};
+use request::{Bytes, MessageKind, MpiRequest};
 use shm_window::Segment;
 
 use super::{
@@ -39,7 +39,7 @@ use crate::shared::Shared;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::DeviceSpan;
 
-pub use cuda_probe::{prove, prove_in_child};
+pub use cuda_probe::{probe_in_child, run_cuda_probe};
 
 /// The oldest supported version of MPI, the first with shared memory between ranks.
 const OLDEST: (c_int, c_int) = (3, 0);
@@ -246,7 +246,7 @@ impl Mpi {
             shared.set_oversubscribed();
         }
         let near = if segment.is_some() { shm_window::BYTES } else { 0 };
-        shared.hold(near);
+        shared.add_staging(near);
         let mut mpi = Self {
             groups: vec![world],
             rank,
@@ -269,8 +269,8 @@ impl Mpi {
             library: short_version(&library),
             shares_memory: mpi.segment.is_some(),
             vendor: true,
-            claims_devices: cuda_probe::claims_devices(),
-            threads: Some(thread_level(provided)),
+            claims_cuda_aware: cuda_probe::claims_cuda_aware(),
+            thread_level: Some(thread_level(provided)),
             staging: algorithms::staging(size) + near + if size > 1 { exchange::BYTES } else { 0 },
         };
         Ok((mpi, world))
@@ -361,13 +361,14 @@ impl Mpi {
         // SAFETY: the caller holds the buffer until this function returns, which is after the
         // request is complete.
         let start = |(from, bytes)| unsafe {
-            MpiRequest::receive(world, group, from, Kind::Exchange, bytes)
+            MpiRequest::receive(world, group, from, MessageKind::Exchange, bytes)
         };
         let mut receiving = receive.map(start).transpose()?;
         self.shared.add_sent(send.map_or(0, |(_, bytes)| bytes.len));
         // SAFETY: as above.
-        let start =
-            |(to, bytes)| unsafe { MpiRequest::send(world, group, to, Kind::Exchange, bytes) };
+        let start = |(to, bytes)| unsafe {
+            MpiRequest::send(world, group, to, MessageKind::Exchange, bytes)
+        };
         let mut sending = match send.map(start).transpose() {
             Ok(sending) => sending,
             Err(error) if receiving.is_none() => return Err(error),
@@ -459,12 +460,12 @@ impl Transport for Mpi {
         let held = self.staging.bytes();
         while !(sending.is_done() && receiving.is_done()) {
             let sent = match (&mut self.segment, to) {
-                (Some(segment), Some(to)) => Ok(sending.near(segment, to)),
-                _ => sending.far(world, group, &mut self.staging),
+                (Some(segment), Some(to)) => Ok(sending.advance_shared(segment, to)),
+                _ => sending.advance_mpi(world, group, &mut self.staging),
             };
             let received = match (&mut self.segment, from) {
-                (Some(segment), Some(from)) => Ok(receiving.near(segment, from)),
-                _ => receiving.far(world, group, &mut self.staging),
+                (Some(segment), Some(from)) => Ok(receiving.advance_shared(segment, from)),
+                _ => receiving.advance_mpi(world, group, &mut self.staging),
             };
             match (sent, received) {
                 (Ok(sent), Ok(received)) if sent || received => backoff.restart(),
@@ -476,7 +477,7 @@ impl Transport for Mpi {
                 (Err(error), _) | (_, Err(error)) => self.give_up(&error),
             }
         }
-        self.shared.hold(self.staging.bytes() - held);
+        self.shared.add_staging(self.staging.bytes() - held);
         Ok(())
     }
 
@@ -519,7 +520,7 @@ impl Transport for Mpi {
             }
         };
         let world = self.groups[0];
-        let kind = Kind::Posted;
+        let kind = MessageKind::Posted;
         let mut requests = Vec::with_capacity(1);
         for message in bytes.messages() {
             // SAFETY: the buffer keeps its bytes in place, where MPI can access them, until it is

@@ -66,7 +66,7 @@ pub struct MpiRequest(ffi::MPI_Request);
 
 /// The two kinds of messages. Messages of one kind arrive in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MessageKind {
     /// A message of an exchange that both ranks are in.
     Exchange,
     /// A message that both ranks have posted.
@@ -75,8 +75,8 @@ pub enum Kind {
 
 /// Returns the tag of a group and kind. Messages between two ranks with the same tag arrive in
 /// order.
-fn tag(group: &GroupRanks, kind: Kind) -> Result<c_int> {
-    count((2 * group.id + usize::from(kind == Kind::Posted)) % TAGS)
+fn tag(group: &GroupRanks, kind: MessageKind) -> Result<c_int> {
+    count((2 * group.id + usize::from(kind == MessageKind::Posted)) % TAGS)
 }
 
 impl MpiRequest {
@@ -88,7 +88,7 @@ impl MpiRequest {
         world: ffi::MPI_Comm,
         group: &GroupRanks,
         to: usize,
-        kind: Kind,
+        kind: MessageKind,
         bytes: impl Into<Bytes>,
     ) -> Result<Self> {
         let bytes = bytes.into();
@@ -113,7 +113,7 @@ impl MpiRequest {
         world: ffi::MPI_Comm,
         group: &GroupRanks,
         from: usize,
-        kind: Kind,
+        kind: MessageKind,
         bytes: impl Into<Bytes>,
     ) -> Result<Self> {
         let bytes = bytes.into();

@@ -252,7 +252,7 @@ mod tests {
         Credentials { secret: Secret::new(vec![7; 32]).unwrap(), encrypt: true }
     }
 
-    const CALLER: PeerId = PeerId { rank: 1, ranks: 2, lane: 3 };
+    const CALLER: PeerId = PeerId { rank: 1, ranks: 2, channel: 3 };
 
     #[test]
     fn silent_connections_make_room_for_callers_with_the_secret() {

@@ -34,7 +34,7 @@ pub fn header(group: u64, len: usize) -> [u8; HEADER] {
 }
 
 /// Returns the message of an orderly exit.
-pub fn bye() -> [u8; HEADER] {
+pub fn goodbye() -> [u8; HEADER] {
     header(BYE, 0)
 }
 
@@ -256,7 +256,7 @@ impl Inbox {
         self.left
     }
 
-    /// Reads more of the message that [`Inbox::undecided`] has returned, into `sink`.
+    /// Reads more of the message that [`Inbox::unclaimed`] has returned, into `sink`.
     pub fn read_into(
         &mut self,
         stream: &mut TcpStream,
@@ -274,7 +274,7 @@ impl Inbox {
 
     /// Returns the group and length of the message that is being received, if it has no destination
     /// yet.
-    pub fn undecided(
+    pub fn unclaimed(
         &mut self,
         stream: &mut TcpStream,
         peer: usize,

@@ -63,7 +63,7 @@ pub struct PeerId {
     /// The number of ranks of its world.
     pub ranks: u32,
     /// The channel, by which connections of the same rank differ in purpose.
-    pub lane: u32,
+    pub channel: u32,
 }
 
 /// The secret of a run, and its policy on encryption.
@@ -161,7 +161,7 @@ impl PeerId {
     fn hello(self, encrypts: bool) -> [u8; HELLO] {
         let mut bytes = [0; HELLO];
         for (to, number) in
-            bytes.as_chunks_mut::<4>().0.iter_mut().zip([self.rank, self.ranks, self.lane])
+            bytes.as_chunks_mut::<4>().0.iter_mut().zip([self.rank, self.ranks, self.channel])
         {
             *to = number.to_le_bytes();
         }
@@ -173,7 +173,7 @@ impl PeerId {
     fn from(hello: [u8; HELLO]) -> (Self, bool) {
         let [rank, ranks, channel] =
             [0, 4, 8].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|i| hello[at + i])));
-        (Self { rank, ranks, lane: channel }, hello[HELLO - 1] != 0)
+        (Self { rank, ranks, channel }, hello[HELLO - 1] != 0)
     }
 }
 
@@ -410,7 +410,7 @@ mod tests {
         Credentials { secret: Secret::new(secret.to_vec()).unwrap(), encrypt: true }
     }
 
-    const CALLER: PeerId = PeerId { rank: 3, ranks: 4, lane: 1 };
+    const CALLER: PeerId = PeerId { rank: 3, ranks: 4, channel: 1 };
 
     /// Returns both ends of a connection: the connecting one first.
     fn connection() -> [TcpStream; 2] {

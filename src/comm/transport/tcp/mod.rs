@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 pub use acceptor::Acceptor;
 pub use connection::Connection;
 pub use handshake::{Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, call};
-pub use rendezvous::{MEETING, TcpRendezvous};
+pub use rendezvous::{RENDEZVOUS_VARIABLE, TcpRendezvous};
 pub use secret::{Secret, write_secret};
 
 use framing::{
-    Bytes, ElementPieces, HEADER, Inbox, Received, Sink, abort, bye, gone, header, write,
+    Bytes, ElementPieces, HEADER, Inbox, Received, Sink, abort, gone, goodbye, header, write,
 };
-use rendezvous::meet;
+use rendezvous::connect_all;
 
 use super::{
     DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Payload, Peer,
@@ -51,13 +51,13 @@ pub(crate) fn open(
     meeting: &TcpRendezvous,
     shared: Arc<Shared>,
 ) -> Result<(Box<dyn Transport>, World)> {
-    let (connected, host) = meet(meeting)?;
+    let (connected, host) = connect_all(meeting)?;
     let rank = meeting.rank;
     let ranks = meeting.ranks;
     let hosts: Vec<String> = connected.iter().map(|one| one.host.clone()).collect();
     let first = |host: &String| hosts.iter().position(|other| other == host).unwrap_or(0);
     let nodes: Arc<[usize]> = hosts.iter().map(first).collect();
-    let links = connected.into_iter().map(|one| one.lanes.map(Link::new).transpose());
+    let links = connected.into_iter().map(|one| one.channels.map(Link::new).transpose());
     let links = links.collect::<Result<Vec<_>>>()?;
     let here = |ranks: &[usize]| ranks.iter().filter(|&&node| node == nodes[rank]).count();
     let local_rank = here(&nodes[..rank]);
@@ -81,8 +81,8 @@ pub(crate) fn open(
         library: "TCP".into(),
         shares_memory: false,
         vendor: false,
-        claims_devices: false,
-        threads: None,
+        claims_cuda_aware: false,
+        thread_level: None,
         staging: algorithms::staging(ranks) + framing::STAGING,
     };
     Ok((Box::new(transport), world))
@@ -117,7 +117,7 @@ fn bytes(buffer: &mut dyn P2pBuffer) -> Result<&mut [u8]> {
 }
 
 impl Link {
-    fn new([exchanges, posts]: [TcpStream; rendezvous::LANES]) -> Result<Self> {
+    fn new([exchanges, posts]: [TcpStream; rendezvous::CHANNELS]) -> Result<Self> {
         for stream in [&exchanges, &posts] {
             let set = stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true));
             set.map_err(|e| Error::comm(format!("cannot configure a connection: {e}")))?;
@@ -162,7 +162,7 @@ impl Link {
                 }
                 continue;
             }
-            let begun = self.posted.undecided(&mut self.posts, peer)?;
+            let begun = self.posted.unclaimed(&mut self.posts, peer)?;
             let wanted = begun.and_then(|(group, len)| {
                 let index = self.expected.iter().position(|(other, _)| *other == group)?;
                 Some((len, self.expected.remove(index)?.1))
@@ -246,7 +246,7 @@ impl Awaited<'_> {
                 self.done = true;
                 return Ok(true);
             }
-            match inbox.undecided(exchanges, self.from)? {
+            match inbox.unclaimed(exchanges, self.from)? {
                 Some((other, len)) if other == group => {
                     check_length(self.from, len, self.len)?;
                     self.begun = true;
@@ -474,7 +474,7 @@ impl Transport for Tcp {
             }
             if in_order {
                 for stream in [&mut link.exchanges, &mut link.posts] {
-                    let _ = write(stream, &[&bye()], &mut 0, peer);
+                    let _ = write(stream, &[&goodbye()], &mut 0, peer);
                     let _ = stream.shutdown(Shutdown::Write);
                 }
             }

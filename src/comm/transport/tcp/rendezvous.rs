@@ -16,7 +16,7 @@ use super::secret::Secret;
 use hpctrain_base::error::{Error, Result};
 
 /// The number of connections between two ranks: one for exchanges, one for posted messages.
-pub const LANES: usize = 2;
+pub const CHANNELS: usize = 2;
 
 /// Interval at which files are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -25,7 +25,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The environment variable that holds the [`TcpRendezvous`] of a process that `--spawn` started.
-pub const MEETING: &str = "HPCTRAIN_MEETING";
+pub const RENDEZVOUS_VARIABLE: &str = "HPCTRAIN_MEETING";
 
 /// The rendezvous of the ranks of a world.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,8 +57,10 @@ impl FromStr for TcpRendezvous {
             (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks })
         };
         parts().ok_or_else(|| {
-            Error::input(format!("{MEETING}={text} is not of the form RANK/RANKS/DIRECTORY"))
-                .hint("unset it: hpctrain --spawn N sets it for its processes")
+            Error::input(format!(
+                "{RENDEZVOUS_VARIABLE}={text} is not of the form RANK/RANKS/DIRECTORY"
+            ))
+            .hint("unset it: hpctrain --spawn N sets it for its processes")
         })
     }
 }
@@ -68,14 +70,14 @@ pub struct Connected {
     /// The other rank's host.
     pub host: String,
     /// The connections to it, by channel; `None` for this rank itself.
-    pub lanes: Option<[TcpStream; LANES]>,
+    pub channels: Option<[TcpStream; CHANNELS]>,
 }
 
 /// Connects to the other ranks. Returns the connections to each rank, and this host's name.
 ///
 /// # Errors
 /// Returns an error if a rank does not connect in time, or the file system or the network fails.
-pub fn meet(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
+pub fn connect_all(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
     let TcpRendezvous { dir, rank, ranks } = meeting;
     let rank = *rank;
     let ranks = *ranks;
@@ -90,11 +92,11 @@ pub fn meet(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
     let addresses: Vec<(SocketAddr, String)> =
         (0..ranks).map(|other| read_address(dir, other, until)).collect::<Result<_>>()?;
 
-    let mut channels: Vec<[Option<TcpStream>; LANES]> =
+    let mut channels: Vec<[Option<TcpStream>; CHANNELS]> =
         (0..ranks).map(|_| Default::default()).collect();
     for (other, (address, _)) in addresses.iter().enumerate().take(rank) {
         for (channel, stream) in channels[other].iter_mut().enumerate() {
-            let caller = PeerId { rank: rank as u32, ranks: ranks as u32, lane: channel as u32 };
+            let caller = PeerId { rank: rank as u32, ranks: ranks as u32, channel: channel as u32 };
             *stream = Some(connect(other, address, &credentials, caller, until)?);
         }
     }
@@ -104,10 +106,9 @@ pub fn meet(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
         sender.send((caller, connection.into_stream()?)).map_err(|_| over())
     };
     let _acceptor = Acceptor::open(listener, credentials, take)?;
-    for _ in 0..LANES * (ranks - 1 - rank) {
+    for _ in 0..CHANNELS * (ranks - 1 - rank) {
         let left = until.saturating_duration_since(Instant::now());
-        let Ok((PeerId { rank: other, ranks: of, lane: channel }, stream)) =
-            known.recv_timeout(left)
+        let Ok((PeerId { rank: other, ranks: of, channel }, stream)) = known.recv_timeout(left)
         else {
             let late = (rank + 1..ranks).find(|other| channels[*other].iter().any(Option::is_none));
             return Err(Error::comm(format!(
@@ -129,7 +130,7 @@ pub fn meet(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
     }
     let connected = addresses.into_iter().zip(channels).map(|((_, host), channels)| {
         let [first, second] = channels;
-        Connected { host, lanes: first.zip(second).map(|(first, second)| [first, second]) }
+        Connected { host, channels: first.zip(second).map(|(first, second)| [first, second]) }
     });
     Ok((connected.collect(), host))
 }
@@ -217,14 +218,17 @@ mod tests {
         let first = meeting(0);
         let second = meeting(1);
         let waiting =
-            std::thread::spawn(move || meet(&first).map(|(connected, _)| connected.len()));
+            std::thread::spawn(move || connect_all(&first).map(|(connected, _)| connected.len()));
         let (address, _) = read_address(folder.path(), 0, Instant::now() + TIMEOUT).unwrap();
         // One speaks another protocol, the others are silent.
         let mut strangers: Vec<TcpStream> =
             (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
         strangers[7].write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        let met = meet(&second).unwrap().0;
-        assert_eq!((met.len(), met[0].lanes.is_some(), met[1].lanes.is_some()), (2, true, false));
+        let met = connect_all(&second).unwrap().0;
+        assert_eq!(
+            (met.len(), met[0].channels.is_some(), met[1].channels.is_some()),
+            (2, true, false)
+        );
         assert_eq!(waiting.join().unwrap(), Ok(2));
     }
 }

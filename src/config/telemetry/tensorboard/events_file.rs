@@ -42,7 +42,7 @@ impl EventsFile {
     /// # Errors
     /// Returns an error if a file cannot be created or rewritten.
     pub fn begin(directory: &Path, step: u64, now: f64) -> Result<Self> {
-        let made = own_files::directory(directory);
+        let made = own_files::create_directory(directory);
         made.map_err(|e| Error::io("create", directory, e))?;
         let mut second = now as u64;
         for entry in std::fs::read_dir(directory).map_err(|e| Error::io("list", directory, e))? {

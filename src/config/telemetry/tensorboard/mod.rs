@@ -14,7 +14,7 @@ use protocol::{
     Content, Dim, Event, Metadata, Plugin, STRINGS, Shape, Summary, TENSORS, Tensor, Value, What,
 };
 
-use super::evaluations::{Evaluation, EvaluationStatus, Over};
+use super::evaluations::{Evaluation, EvaluationStatus, LossSplit};
 use super::metrics::Step;
 use super::unix_time;
 use hpctrain_base::error::Result;
@@ -91,8 +91,8 @@ impl TensorBoard {
             return;
         };
         let kind = match over {
-            Over::Validation => "validation",
-            Over::Training => "training_epoch",
+            LossSplit::Validation => "validation",
+            LossSplit::Training => "training_epoch",
         };
         let mut values = vec![scalar(&format!("loss/{kind}"), loss.unwrap_or(f64::NAN))];
         values

@@ -35,7 +35,7 @@ impl Filled {
         let fill = earlier.map(|earlier| &earlier.fill).filter(|fill| !fill.is_empty());
         Ok(match (import.missing, fill) {
             (None, Some(fill)) => Self::With(fill.clone()),
-            (None, None) if import.kept.not_finite == NotFinite::Skip => Self::Skipped,
+            (None, None) if import.options.not_finite == NotFinite::Skip => Self::Skipped,
             (None, None) | (Some(Missing::Error), _) => Self::Refused,
             (Some(Missing::Skip), _) => Self::Skipped,
             (Some(Missing::Number(number)), _) => Self::With(vec![number; cells.inputs.len()]),
@@ -99,7 +99,7 @@ impl TableRow<'_> {
         match format.number(cell) {
             Cell::Number(number) => Ok(Some(number)),
             Cell::Missing => Ok(None),
-            Cell::NotFinite if self.import.kept.not_finite == NotFinite::Skip => {
+            Cell::NotFinite if self.import.options.not_finite == NotFinite::Skip => {
                 Err(Unusable::Skip)
             }
             Cell::NotFinite => Err(self.refused(
@@ -212,7 +212,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let classes = cells.earlier.as_ref().map(|earlier| &earlier.classes[..]);
     let mut labels = Labels::new(cells.targets.len(), import.regression, import.classes, classes);
     // They are stored in temporary files: a table may be larger than memory.
-    let out = &import.kept.out;
+    let out = &import.options.out;
     let mut inputs = Spooler::create(out)?;
     let mut ids = Spooler::create(out)?;
     let mut targets = Spooler::create(out)?;
@@ -291,11 +291,11 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         weights,
         regression: import.regression,
         classes,
-        left_out,
+        skipped: left_out,
         source,
         places: std::array::from_fn(|_| path.to_string()),
         table: Some(Table { columns: cells.columns(&header, fill), ids, scale, is_filled_later }),
         files: None,
     }
-    .write(&import.kept)
+    .write(&import.options)
 }

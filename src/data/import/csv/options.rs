@@ -33,12 +33,12 @@ pub struct ImportCsv {
     /// Columns of categories.
     pub categories: Categories,
     /// The validation split, the shards and the destination of the rows.
-    pub kept: ImportOptions,
+    pub options: ImportOptions,
 }
 
 impl ImportCsv {
     /// Creates the options for a table with a header, without targets and categories.
-    pub fn new(input: impl Into<PathBuf>, kept: ImportOptions) -> Self {
+    pub fn new(input: impl Into<PathBuf>, options: ImportOptions) -> Self {
         Self {
             input: input.into(),
             format: TableFormat::default(),
@@ -50,7 +50,7 @@ impl ImportCsv {
             missing: None,
             needs_all: false,
             categories: Categories::NONE,
-            kept,
+            options,
         }
     }
 }

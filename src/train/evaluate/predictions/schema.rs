@@ -23,7 +23,7 @@ pub enum OutputSchema {
     },
     /// A logit for each of several labels, any number of which may apply (multi-label
     /// classification).
-    Chances(Vec<String>),
+    MultiLabel(Vec<String>),
     /// Numbers, for regression.
     Numbers(Vec<String>),
 }
@@ -38,7 +38,7 @@ pub(super) struct DecodedRow {
 
 impl OutputSchema {
     /// Returns the schema of the network of a plan, trained with this preprocessing, by its loss.
-    pub fn of(plan: &ResolvedConfig, known: Option<&Preprocessing>) -> Self {
+    pub fn for_plan(plan: &ResolvedConfig, known: Option<&Preprocessing>) -> Self {
         let width = plan.network.outputs();
         let classes = known.map_or(&[][..], |known| &known.classes);
         let columns = known.and_then(|known| known.columns.as_ref());
@@ -62,7 +62,7 @@ impl OutputSchema {
                 [no, yes] => Self::Logit { names: [no.clone(), yes.clone()], are_given: true },
                 _ => Self::Logit { names: ["0", "1"].map(str::to_owned), are_given: false },
             },
-            (LossKind::BinaryCrossEntropy, _) => Self::Chances(named()),
+            (LossKind::BinaryCrossEntropy, _) => Self::MultiLabel(named()),
             (LossKind::Mse | LossKind::Mae | LossKind::Huber, _) => Self::Numbers(named()),
         }
     }
@@ -70,7 +70,7 @@ impl OutputSchema {
     /// Returns the number of outputs in a row.
     pub(super) fn width(&self) -> usize {
         match self {
-            Self::Classes { names, .. } | Self::Chances(names) | Self::Numbers(names) => {
+            Self::Classes { names, .. } | Self::MultiLabel(names) | Self::Numbers(names) => {
                 names.len()
             }
             Self::Logit { .. } => 1,
@@ -80,7 +80,7 @@ impl OutputSchema {
     /// Returns the names of the numbers of a row, which are also the names of classes.
     pub(super) fn names(&self) -> &[String] {
         match self {
-            Self::Classes { names, .. } | Self::Chances(names) | Self::Numbers(names) => names,
+            Self::Classes { names, .. } | Self::MultiLabel(names) | Self::Numbers(names) => names,
             Self::Logit { names, .. } => names,
         }
     }
@@ -114,12 +114,12 @@ impl OutputSchema {
     }
 
     /// Decodes a row of outputs.
-    pub(super) fn tell(&self, outputs: &[f32]) -> DecodedRow {
+    pub(super) fn decode(&self, outputs: &[f32]) -> DecodedRow {
         let logistic = |x: f32| 1.0 / (1.0 + (-f64::from(x)).exp());
         let numbers = match self {
             Self::Classes { .. } => softmax(outputs),
             Self::Logit { .. } => [-outputs[0], outputs[0]].map(|x| logistic(x) as f32).to_vec(),
-            Self::Chances(_) => outputs.iter().map(|x| logistic(*x) as f32).collect(),
+            Self::MultiLabel(_) => outputs.iter().map(|x| logistic(*x) as f32).collect(),
             Self::Numbers(_) => outputs.to_vec(),
         };
         DecodedRow { class: self.has_class().then(|| self.class(outputs)), numbers }
@@ -142,7 +142,7 @@ mod tests {
     fn logits_become_probabilities() {
         let names = || vec!["a".to_owned(), "b".to_owned(), "c".to_owned()];
         let classes = OutputSchema::Classes { names: names(), are_given: true };
-        let row = classes.tell(&[1000.0, 1001.0, 0.0]);
+        let row = classes.decode(&[1000.0, 1001.0, 0.0]);
         assert_eq!(row.class, Some(1));
         let e = std::f32::consts::E;
         for (found, wanted) in row.numbers.iter().zip([1.0 / (1.0 + e), e / (1.0 + e), 0.0]) {
@@ -150,14 +150,14 @@ mod tests {
         }
         let logit =
             OutputSchema::Logit { names: ["no", "yes"].map(str::to_owned), are_given: true };
-        let row = logit.tell(&[3f32.ln()]);
+        let row = logit.decode(&[3f32.ln()]);
         assert_eq!(row.class, Some(1));
         assert!((row.numbers[0] - 0.25).abs() < 1e-6 && (row.numbers[1] - 0.75).abs() < 1e-6);
-        assert_eq!(logit.tell(&[-1000.0]).numbers, [1.0, 0.0]);
-        let row = OutputSchema::Chances(names()).tell(&[0.0, 100.0, -100.0]);
+        assert_eq!(logit.decode(&[-1000.0]).numbers, [1.0, 0.0]);
+        let row = OutputSchema::MultiLabel(names()).decode(&[0.0, 100.0, -100.0]);
         assert_eq!((row.class, row.numbers[0], row.numbers[1]), (None, 0.5, 1.0));
         assert_eq!(
-            OutputSchema::Numbers(names()).tell(&[1.5, -2.0, 0.0]).numbers,
+            OutputSchema::Numbers(names()).decode(&[1.5, -2.0, 0.0]).numbers,
             [1.5, -2.0, 0.0]
         );
     }

@@ -50,7 +50,7 @@ impl Lines {
         names: &[Vec<String>],
     ) -> Result<()> {
         for (outputs, cells) in values.chunks(schema.width()).zip(names) {
-            let row = schema.tell(outputs);
+            let row = schema.decode(outputs);
             match &mut self.to {
                 To::Table(table) => {
                     let class = row.class.map(|class| schema.names()[class].clone());

@@ -104,7 +104,7 @@ fn on_ranks<T: Send>(
     let rank = |comm: Comm<Cuda>| {
         let cuda =
             Cuda::new(&Device::open(comm.rank()).unwrap(), 128 << 20, Precision::Bf16).unwrap();
-        let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(SLOT);
+        let comm = comm.with_transport(DeviceTransport::Nccl).with_staging_chunk(SLOT);
         body(Rank { group: comm.world(), comm, cuda })
     };
     std::thread::scope(|scope| {
@@ -209,7 +209,7 @@ fn terms_of_two_chunks_are_counted() {
             on_ranks(nodes, algorithm, |rank| {
                 let comm = &rank.comm;
                 let ranks = nodes.len();
-                let stats = rank.cuda.ledger();
+                let stats = rank.cuda.memory_stats();
                 comm.count_memory(rank.cuda.clone());
                 let terms = |chunks: usize| 4 * chunks * (ranks - 1) * CHUNK / ranks;
                 for (chunks, places) in [(1, 1), (2, 2), (10, 2)] {
@@ -221,7 +221,8 @@ fn terms_of_two_chunks_are_counted() {
                         "{chunks} chunks, {algorithm} on {ranks} ranks"
                     );
                 }
-                let more = comm.in_chunks(2 * SLOT).staging() - comm.in_chunks(SLOT).staging();
+                let more = comm.with_staging_chunk(2 * SLOT).staging()
+                    - comm.with_staging_chunk(SLOT).staging();
                 assert_eq!(more, terms(2), "{algorithm} on {ranks} ranks");
             });
         }

@@ -11,7 +11,7 @@ use super::shard::Shard;
 /// The description of a shard without the parts that equal those of the previous one. Lists of
 /// category values and tokenizers may be long, and are usually the same in all shards.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Brief {
+pub(super) struct ShardDelta {
     shard: Box<Shard>,
     preprocessing: Option<DescribedPreprocessing>,
     tokenizer: OfText,
@@ -27,15 +27,15 @@ enum OfText {
 
 /// The parts of the previous shard that the next one may share, kept by both sender and receiver.
 #[derive(Debug, Default)]
-pub(super) struct Before {
+pub(super) struct PreviousShard {
     preprocessing: Option<Arc<DescribedPreprocessing>>,
     tokenizer: Option<Option<Tokenizer>>,
 }
 
-impl Before {
+impl PreviousShard {
     /// Returns the message for a shard. If its preprocessing equals that of the previous shard,
     /// both share one copy afterwards.
-    pub(super) fn shorten(&mut self, shard: &mut Shard) -> Brief {
+    pub(super) fn shorten(&mut self, shard: &mut Shard) -> ShardDelta {
         let tokenizer = match &self.tokenizer {
             Some(before) if *before == shard.header.tokenizer => OfText::Same,
             _ => {
@@ -44,24 +44,24 @@ impl Before {
             }
         };
         let preprocessing = match &self.preprocessing {
-            Some(before) if *before == shard.told => {
-                shard.told = before.clone();
+            Some(before) if *before == shard.preprocessing => {
+                shard.preprocessing = before.clone();
                 None
             }
             _ => {
-                self.preprocessing = Some(shard.told.clone());
-                Some((*shard.told).clone())
+                self.preprocessing = Some(shard.preprocessing.clone());
+                Some((*shard.preprocessing).clone())
             }
         };
         let mut brief = shard.clone();
         brief.header.tokenizer = None;
-        Brief { shard: Box::new(brief), preprocessing, tokenizer }
+        ShardDelta { shard: Box::new(brief), preprocessing, tokenizer }
     }
 
     /// Returns the shard of a message; `None` if the message refers to a previous shard that was
     /// not received.
-    pub(super) fn complete(&mut self, brief: Brief) -> Option<Shard> {
-        let Brief { mut shard, preprocessing, tokenizer } = brief;
+    pub(super) fn complete(&mut self, brief: ShardDelta) -> Option<Shard> {
+        let ShardDelta { mut shard, preprocessing, tokenizer } = brief;
         if let OfText::Own(tokenizer) = tokenizer {
             self.tokenizer = Some(tokenizer);
         }
@@ -69,7 +69,7 @@ impl Before {
             self.preprocessing = Some(preprocessing.into());
         }
         shard.header.tokenizer = self.tokenizer.clone()?;
-        shard.told = self.preprocessing.clone()?;
+        shard.preprocessing = self.preprocessing.clone()?;
         Some(*shard)
     }
 }

@@ -52,7 +52,7 @@ pub struct EnergyUse {
 
 /// The summary of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct RunCard {
+pub struct RunRecord {
     /// The version of hpctrain.
     pub version: String,
     /// The transport of messages: the MPI library, threads, or none.
@@ -126,7 +126,7 @@ pub struct RunCard {
     pub goodput: Option<Goodput>,
 }
 
-impl RunCard {
+impl RunRecord {
     /// Reads the summary at `path`; returns `None` if there is no such file.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
-use hpctrain::backend::{Backend, Chosen, MemoryKind, ProductKind};
+use hpctrain::backend::{Backend, ChosenAlgorithm, MatmulKey, MemoryKind};
 use serde_json::Value;
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
@@ -96,8 +96,8 @@ fn differ(one: &RunFiles, other: &RunFiles) {
 }
 
 /// Returns a bf16 matmul with `m` rows, and operands with these alignments.
-fn product(m: usize, alignments: [u32; 3]) -> ProductKind {
-    ProductKind {
+fn product(m: usize, alignments: [u32; 3]) -> MatmulKey {
+    MatmulKey {
         sizes: [m, 24, 40],
         strides: [if m > 999 { 40 } else { m }, 40, 32],
         transposed: [m < 1000, true],
@@ -116,25 +116,25 @@ fn product(m: usize, alignments: [u32; 3]) -> ProductKind {
 fn a_product_is_measured_on_operands_of_its_own() {
     under(&[&[("CUDASIM_ALGOS", "3,2,1")]], || {
         let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, Precision::Bf16).unwrap();
-        let device = cuda.product_algorithms().unwrap();
+        let device = cuda.matmul_algorithms().unwrap();
         let known = [product(48, [256; 3]), product(48, [16, 2, 64]), product(1024, [2, 128, 4])];
-        let measured: Vec<Chosen> =
+        let measured: Vec<ChosenAlgorithm> =
             known.iter().map(|one| device.measure(one).unwrap().unwrap()).collect();
         for (one, chosen) in known.iter().zip(&measured) {
-            assert!(chosen.product == *one && device.takes(chosen).unwrap());
-            assert_eq!(device.guess(one).unwrap().unwrap().place, 0);
+            assert!(chosen.product == *one && device.accepts(chosen).unwrap());
+            assert_eq!(device.heuristic(one).unwrap().unwrap().place, 0);
             if !is_on_gpu() {
                 assert_eq!(chosen.place, 2);
             }
         }
         let mut strange = measured[0];
         strange.algorithm.0[5] = 77;
-        assert!(is_on_gpu() || !device.takes(&strange).unwrap());
+        assert!(is_on_gpu() || !device.accepts(&strange).unwrap());
         // Its operands do not fit into memory.
         let huge = device.measure(&product(1 << 20, [256; 3])).unwrap().unwrap();
         assert_eq!(huge.place, 0);
         // Its memory has been freed.
-        assert_eq!(cuda.ledger().live(MemoryKind::Activations), 0);
+        assert_eq!(cuda.memory_stats().live(MemoryKind::Activations), 0);
         assert_eq!(device.seen(), []);
     });
 }
@@ -145,7 +145,7 @@ fn a_refused_proposal_is_left_out() {
     under(&[&[("CUDASIM_ALGOS", "3,1,2"), ("CUDASIM_FAIL", "algorithm1")]], || {
         let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, Precision::Bf16).unwrap();
         let chosen =
-            cuda.product_algorithms().unwrap().measure(&product(48, [256; 3])).unwrap().unwrap();
+            cuda.matmul_algorithms().unwrap().measure(&product(48, [256; 3])).unwrap().unwrap();
         assert!(is_on_gpu() || chosen.place == 2, "{}", chosen.place);
     });
 }

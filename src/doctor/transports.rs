@@ -23,7 +23,7 @@ pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_cuda_aware: bool) -> Res
     let mut checks = Vec::new();
     if comm.size() > 1 {
         // All ranks must have opened their device before any waits for a message.
-        let opened = comm.world().all_ok(gpu.small());
+        let opened = comm.world().all_ok(gpu.open_for_probe());
         let finding = match opened {
             Ok(cuda) => host_staged(comm, &cuda)?,
             Err(error) => Err(error).into(),
@@ -39,8 +39,11 @@ pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_cuda_aware: bool) -> Res
 
 /// Reduces a buffer of every rank through pinned host memory.
 fn host_staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
-    let world =
-        comm.on::<Cuda>().with_transport(DeviceTransport::HostStaged).in_chunks(CHUNK).world();
+    let world = comm
+        .on::<Cuda>()
+        .with_transport(DeviceTransport::HostStaged)
+        .with_staging_chunk(CHUNK)
+        .world();
     let buf = cuda.upload_f32(MemoryKind::Communication, &vec![(comm.rank() + 1) as f32; LEN])?;
     let buf = world.all_reduce(buf, 0..LEN).wait()?;
     let mut got = vec![0.0; LEN];
@@ -60,7 +63,7 @@ fn host_staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
 
 /// Checks NCCL in child processes of all ranks.
 fn nccl(comm: &Comm<Cpu>, gpu: &Gpu) -> Finding {
-    match gpu.beside(comm).library_works() {
+    match gpu.device_comm(comm).nccl_works() {
         Err(_) if Cuda::device_comm_library().is_err() => Finding::ok(
             "NCCL is not installed: comm.transport = auto, the default, does not use it",
         ),
@@ -76,14 +79,14 @@ fn nccl(comm: &Comm<Cpu>, gpu: &Gpu) -> Finding {
 
 /// Checks CUDA-aware MPI in child processes, if the library reports that it supports CUDA.
 fn cuda_aware(comm: &Comm<Cpu>) -> Finding {
-    if !comm.claims_devices() {
+    if !comm.claims_cuda_aware() {
         let found = format!(
             "{} does not report CUDA support: messages go through the host",
             comm.library()
         );
         return Finding::ok(found);
     }
-    match comm::proved_by() {
+    match comm::probe_cuda_aware_processes() {
         Ok(2) => Finding::ok("MPI carries GPU memory unchanged between two processes"),
         Ok(_) => Finding::warning(
             "MPI takes GPU memory, tested within one process: no launcher was found that starts two",

@@ -34,13 +34,13 @@ pub struct Orphan {
 ///
 /// # Errors
 /// Returns an error if there is no working directory.
-pub fn of_this_process() -> Result<PathBuf> {
+pub fn run_file_of_this_process() -> Result<PathBuf> {
     let name = format!("{PREFIX}{}-{}-{}", train::fresh_id(), std::process::id(), host());
     Ok(here()?.join(name))
 }
 
 /// Returns the run's directory, if the trainer has written it.
-pub fn run_in(place: &Path) -> Option<PathBuf> {
+pub fn read_run_directory(place: &Path) -> Option<PathBuf> {
     let text = fs::read_to_string(place).ok()?;
     text.strip_suffix('\n').map(PathBuf::from)
 }
@@ -50,7 +50,7 @@ pub fn run_in(place: &Path) -> Option<PathBuf> {
 ///
 /// # Errors
 /// Returns an error if the working directory cannot be read.
-pub fn orphan_named_by(refusal: &str) -> Result<Option<Orphan>> {
+pub fn find_orphan(refusal: &str) -> Result<Option<Orphan>> {
     let here = here()?;
     let entries = fs::read_dir(&here).map_err(|e| Error::io("list", &here, e))?;
     let orphans = entries.flatten().filter_map(|entry| orphan(&entry.path(), &host()));
@@ -70,20 +70,22 @@ fn orphan(place: &Path, host: &str) -> Option<Orphan> {
     let mut parts = name.splitn(3, '-').skip(1);
     let supervisor: i32 = parts.next()?.parse().ok()?;
     let is_gone = test_kill_process(Pid::from_raw(supervisor)?).is_err();
-    (is_gone && parts.next()? == host)
-        .then(|| Some(Orphan { place: place.to_path_buf(), supervisor, run: run_in(place)? }))?
+    (is_gone && parts.next()? == host).then(|| {
+        Some(Orphan { place: place.to_path_buf(), supervisor, run: read_run_directory(place)? })
+    })?
 }
 
 impl Orphan {
     /// Waits until the job has ended, and removes the file of its supervisor; returns early if a
     /// signal comes.
-    pub fn outlast(&self) {
+    pub fn wait_for_end(&self) {
         // A lease that cannot be read may be held.
-        while signals::came().is_none() && RunDirectory::at(&self.run).has_trainer().unwrap_or(true)
+        while signals::last_signal().is_none()
+            && RunDirectory::at(&self.run).has_trainer().unwrap_or(true)
         {
             signals::pause(POLL_INTERVAL);
         }
-        if signals::came().is_none() {
+        if signals::last_signal().is_none() {
             // The file may have been removed already.
             let _ = fs::remove_file(&self.place);
         }
