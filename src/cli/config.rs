@@ -10,7 +10,9 @@ use super::json;
 use super::train::SourceArgs;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
-use crate::config::{Config, Environment, ModelKind, Parallel, describe_keys, network, resolve};
+use crate::config::{
+    Config, Environment, ModelKind, Parallel, describe_keys, keys_markdown, network, resolve,
+};
 use crate::data::inspect::table;
 use crate::engine::{memory, micro_batches, vocabulary};
 use crate::error::Result;
@@ -32,6 +34,9 @@ enum ConfigCommand {
         /// Print only this section, such as optimizer.
         #[arg(value_name = "SECTION")]
         section: Option<String>,
+        /// Print the page docs/configuration.md instead: a table of keys for each section.
+        #[arg(long, conflicts_with = "section")]
+        markdown: bool,
     },
     /// Print the resolved configuration: every key with the value that would be used.
     Show {
@@ -58,7 +63,10 @@ enum ConfigCommand {
 /// Runs the subcommand.
 pub fn run(args: &ConfigArgs) -> Result<()> {
     match &args.command {
-        ConfigCommand::Keys { section } => describe_keys(section.as_deref()).map(say),
+        ConfigCommand::Keys { markdown: true, .. } => {
+            keys_markdown().map(|page| say(page.trim_end()))
+        }
+        ConfigCommand::Keys { section, .. } => describe_keys(section.as_deref()).map(say),
         ConfigCommand::Show { sources, ranks, json } => show(sources, *ranks, *json),
         ConfigCommand::Summary { sources, json } => summary(sources, *json),
     }

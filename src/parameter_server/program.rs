@@ -121,7 +121,7 @@ mod tests {
             "it computes on CPU (AVX2), the run on CPU (AVX-512)"
         );
         let rebuilt = Program { build: "00000000".into(), ..other };
-        assert!(rebuilt.difference(&here).unwrap().contains("(build 00000000), the run is of"));
+        assert!(rebuilt.difference(&here).unwrap().contains("(build 00000000), the run uses"));
 
         let mut programs = Programs::begin();
         assert!(programs.difference(Role::Worker, &rebuilt).is_some());

@@ -161,7 +161,7 @@ mod tests {
         fs::write(folder.path().join("servers/coordinator"), "node7:2222").unwrap();
         let error = site.coordinator(Duration::ZERO).unwrap_err().to_string();
         assert!(
-            error.contains("holds no address") && error.contains("the same program"),
+            error.contains("has no valid address") && error.contains("the same program"),
             "{error}"
         );
     }

@@ -770,7 +770,7 @@ fn data() {
             shards,
             "data.val_fraction=0.1",
             ALL,
-            &["data.val_fraction = 0.1", "has validation shards", "leave"],
+            &["data.val_fraction = 0.1", "has validation shards", "remove data.val_fraction"],
         ),
         (
             |dir| {

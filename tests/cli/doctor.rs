@@ -224,7 +224,7 @@ fn a_signal_to_the_ranks_is_not_a_failure() {
 fn a_gpu_that_does_not_work_fails() {
     let old = simulated(&[("CUDASIM_DRIVER_VERSION", "11000")]);
     let (status, found) = check(&old, "gpu driver");
-    assert!(status == "failure" && found.contains("CUDA 11.0, and 12.0 is needed"), "{old:#}");
+    assert!(status == "failure" && found.contains("CUDA 11.0, but 12.0 is required"), "{old:#}");
     let none = simulated(&[("CUDASIM_DEVICES", "0")]);
     let (status, found) = check(&none, "gpu driver");
     assert!(status == "failure" && found.contains("NO_DEVICE"), "{none:#}");

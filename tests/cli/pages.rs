@@ -215,3 +215,17 @@ fn commands_of_planning_work() {
 fn commands_of_parameter_servers_work() {
     commands_of("parameter-servers", "", "");
 }
+
+#[test]
+fn the_page_of_keys_is_what_the_program_prints() {
+    let page = std::fs::read_to_string(
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md"),
+    )
+    .unwrap();
+    let printed = finish(&mut program(["config", "keys", "--markdown"])).succeeded().stdout;
+    let differs = page.lines().zip(printed.lines()).find(|(on_page, printed)| on_page != printed);
+    assert!(
+        page == printed,
+        "docs/configuration.md is not what hpctrain config keys --markdown prints: {differs:?}"
+    );
+}

@@ -103,7 +103,7 @@ fn runs_stand_side_by_side() {
         finish(&mut program(["compare", text(&one.0), text(&fast.0)])).succeeded().stdout;
     assert!(
         compared.contains("optimizer.lr  0.01  0.02\n")
-            && compared.contains("differ first at step 1: learning rate"),
+            && compared.contains("bitwise difference is at step 1: learning rate"),
         "{compared}"
     );
 
