@@ -16,7 +16,7 @@ impl Checkpoints {
     /// # Errors
     /// Returns an error if the file system refuses.
     pub fn mark_suspect_after(&self, job: &str, step: u64, why: &str) -> Result<()> {
-        let mark = Mark { after: step, why: why.to_owned() };
+        let mark = Mark { after: step, reason: why.to_owned() };
         let text = serde_json::to_string(&mark)
             .map_err(|e| Error::internal(format!("suspect mark: {e}")))?;
         let path = self.root().join(format!("{MARK}{job}"));
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_save_that_is_published_after_the_mark_is_doubtful_too() {
+    fn a_save_that_is_published_after_the_mark_is_suspect_too() {
         let (_dir, checkpoints) = run(&[("a", 40), ("a", 60)]);
         checkpoints.mark_suspect_after("a", 40, "replicas differ").unwrap();
         publish(&checkpoints, "a", 80);
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_that_cannot_be_read_counts_as_doubt() {
+    fn a_mark_that_cannot_be_read_marks_as_suspect() {
         type Make = fn(&Path);
         let makes: [(&str, Make); 5] = [
             ("bytes", |path| fs::write(path, b"\xff\xfe").unwrap()),
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn retention_does_not_count_doubtful_checkpoints() {
+    fn retention_does_not_count_suspect_checkpoints() {
         let (_dir, checkpoints) = run(&[("a", 40), ("a", 60), ("a", 80)]);
         let keep = Retention { newest: 3, ..Retention::default() };
         checkpoints.retain(&keep);

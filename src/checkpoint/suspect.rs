@@ -1,9 +1,9 @@
 //! Suspect checkpoints: a silent-data-corruption (SDC) check finds that replicas differ some steps
 //! after they began to, so the checkpoints of these steps may be wrong.
 //!
-//! The mark belongs to the run: `checkpoints/doubtful-<job>` says that no save of the job `<job>`
+//! The mark belongs to the run: `checkpoints/suspect-<job>` says that no save of the job `<job>`
 //! after a step is trusted, including those published after the mark was written. In addition, each
-//! existing checkpoint gets a file `doubt`, which is copied with it. An unreadable mark counts as a
+//! existing checkpoint gets a file `suspect`, which is copied with it. An unreadable mark counts as a
 //! mark.
 
 use std::fs;
@@ -16,10 +16,10 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
 /// Name of the file that marks a checkpoint as suspect, in its directory.
-pub(super) const FILE: &str = "doubt";
+pub(super) const FILE: &str = "suspect";
 
 /// Prefix of the file names of a run's marks, before the id of the job.
-pub(super) const MARK: &str = "doubtful-";
+pub(super) const MARK: &str = "suspect-";
 
 /// The content of a run's mark.
 #[derive(Debug, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub(super) struct Mark {
     /// The last trusted step.
     pub after: u64,
     /// The finding of the SDC check.
-    pub why: String,
+    pub reason: String,
 }
 
 /// Checks that no SDC check has marked the save `id` of step `step` in `dir` as suspect.
@@ -51,7 +51,7 @@ pub(super) fn check(dir: &Path, step: u64, id: &str) -> Result<()> {
         Some(Err(unread)) => unread,
         Some(Ok(text)) => match serde_json::from_str::<Mark>(&text) {
             Ok(Mark { after, .. }) if step <= after => return Ok(()),
-            Ok(Mark { why, .. }) => return Err(suspect(dir, &mark, &why)),
+            Ok(Mark { reason: why, .. }) => return Err(suspect(dir, &mark, &why)),
             Err(e) => format!("{} is not a mark: {e}", mark.display()),
         },
     };

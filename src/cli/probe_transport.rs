@@ -1,4 +1,4 @@
-//! `hpctrain prove-direct` and `prove-together`: probe CUDA-aware MPI and NCCL in child processes,
+//! `hpctrain probe-cuda-aware` and `probe-nccl`: probe CUDA-aware MPI and NCCL in child processes,
 //! so that a crash does not end a rank.
 
 use clap::Args;

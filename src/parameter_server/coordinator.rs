@@ -219,7 +219,7 @@ impl CoordinatorRun {
             let failed = End {
                 step: step.unwrap_or(0),
                 status: RunStatus::Failed,
-                why: Some(e.message().into()),
+                reason: Some(e.message().into()),
             };
             // A start that fails before its first step keeps the recorded end of the run.
             let end =
@@ -376,7 +376,7 @@ impl CoordinatorRun {
         self.directory.markers().end(&End {
             step,
             status: RunStatus::Preempted,
-            why: Some(why.clone()),
+            reason: Some(why.clone()),
         })?;
         log::info!("ended at step {step}: {why}");
         Ok(RunOutcome::Preempted(why))

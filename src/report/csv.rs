@@ -43,7 +43,7 @@ pub fn write(runs: &[RunRecords], to: impl Write) -> Result<()> {
     for (run, label) in runs.iter().zip(labels(runs)) {
         let done = run.evaluations.iter();
         let done = done.filter(|one| {
-            one.over == LossSplit::Validation && one.status == EvaluationStatus::Done
+            one.split == LossSplit::Validation && one.status == EvaluationStatus::Done
         });
         let validated: BTreeMap<u64, f64> =
             done.filter_map(|one| Some((one.step, one.loss?))).collect();

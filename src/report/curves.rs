@@ -243,7 +243,7 @@ impl RunData {
 /// Returns the losses of evaluations over one kind of samples.
 fn losses(run: &RunRecords, over: LossSplit) -> Vec<Point> {
     let done = run.evaluations.iter();
-    let done = done.filter(|one| one.over == over && one.status == EvaluationStatus::Done);
+    let done = done.filter(|one| one.split == over && one.status == EvaluationStatus::Done);
     ascending(done.filter_map(|one| Some((one.step, one.loss?))).collect())
 }
 

@@ -45,7 +45,7 @@ fn status(run: &RunRecords) -> String {
                 RunStatus::Preempted => "preempted",
                 RunStatus::Failed => "failed",
             };
-            end.why.as_ref().map_or_else(|| status.into(), |why| format!("{status}: {why}"))
+            end.reason.as_ref().map_or_else(|| status.into(), |why| format!("{status}: {why}"))
         }
         None if run.steps.is_empty() => "not begun".into(),
         None => "ended without END marker".into(),
@@ -56,7 +56,7 @@ fn status(run: &RunRecords) -> String {
 fn best(run: &RunRecords) -> Option<(f64, u64)> {
     let lowest = |over: LossSplit| {
         let done = run.evaluations.iter();
-        let losses = done.filter(move |one| one.over == over && one.status == Outcome::Done);
+        let losses = done.filter(move |one| one.split == over && one.status == Outcome::Done);
         let losses = losses.filter_map(|one| Some((one.loss?, one.step)));
         losses.filter(|one| one.0.is_finite()).min_by(|one, other| one.0.total_cmp(&other.0))
     };

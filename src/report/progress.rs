@@ -79,7 +79,7 @@ pub fn evaluations(run: &RunRecords) -> String {
     head.extend(names.iter().map(number));
     head.extend(["samples", "of", "written"].map(text));
     let row = |one: &Evaluation| {
-        let over = match one.over {
+        let over = match one.split {
             LossSplit::Validation => "validation",
             LossSplit::Training => "an epoch of training",
         };
@@ -152,7 +152,7 @@ pub fn restarts(run: &RunRecords) -> String {
             text(time(one.time)),
             number(seconds(one.seconds)),
             number(one.code.to_string()),
-            wide(&one.why),
+            wide(&one.reason),
             number(one.rank.map_or_else(|| "–".into(), |rank| rank.to_string())),
             text(one.host.as_deref().unwrap_or("–")),
             number(one.checkpoint.map_or_else(|| "–".into(), grouped)),

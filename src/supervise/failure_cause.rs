@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cause {
     /// The reason, for display.
-    pub why: String,
+    pub reason: String,
     /// The rank that failed first, if one is named.
     pub rank: Option<u64>,
     /// The host of that rank, if it is named.
@@ -28,14 +28,16 @@ pub fn cause(lines: &[String], code: i32) -> Cause {
         .or_else(|| lines.iter().find(|line| exited(line)))
         .or_else(|| lines.iter().find(|line| line.contains("error: ")));
     match found.filter(|_| !matches!(code, 0 | 75)) {
-        None => Cause { why: end, rank: None, host: None },
+        None => Cause { reason: end, rank: None, host: None },
         // If two hosts cannot reach each other, the cause may be either of them.
         Some(line) if line.contains(UNREACHABLE) => {
-            Cause { why: format!("{end}: {}", message(line)), rank: None, host: None }
+            Cause { reason: format!("{end}: {}", message(line)), rank: None, host: None }
         }
-        Some(line) => {
-            Cause { why: format!("{end}: {}", message(line)), rank: rank(line), host: host(line) }
-        }
+        Some(line) => Cause {
+            reason: format!("{end}: {}", message(line)),
+            rank: rank(line),
+            host: host(line),
+        },
     }
 }
 
@@ -92,7 +94,7 @@ mod tests {
     use super::*;
 
     fn found(lines: &[&str], code: i32) -> (String, Option<u64>, Option<String>) {
-        let Cause { why, rank, host } =
+        let Cause { reason: why, rank, host } =
             cause(&lines.iter().map(|line| line.to_string()).collect::<Vec<_>>(), code);
         (why, rank, host)
     }

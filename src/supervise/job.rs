@@ -86,19 +86,19 @@ impl Ended {
         Self {
             code: 1,
             asked: signals::last_signal().is_some(),
-            cause: Cause { why: why.into(), rank: None, host: None },
+            cause: Cause { reason: why.into(), rank: None, host: None },
         }
     }
 
     /// Returns the reason, for display.
     pub fn reason(&self) -> &str {
-        &self.cause.why
+        &self.cause.reason
     }
 
     /// Returns the record of the end.
     pub fn restart(&self) -> Restart {
-        let Cause { why, rank, host } = self.cause.clone();
-        Restart { code: self.code, why, rank, host, ..Restart::default() }
+        let Cause { reason: why, rank, host } = self.cause.clone();
+        Restart { code: self.code, reason: why, rank, host, ..Restart::default() }
     }
 }
 
@@ -180,7 +180,7 @@ impl Job {
         std::thread::sleep(POLL_INTERVAL);
         let mut cause = cause(&locked(&self.lines), code);
         if forced {
-            cause.why = format!("the launcher outlived its ranks; {}", cause.why);
+            cause.reason = format!("the launcher outlived its ranks; {}", cause.reason);
         }
         // The exit code of a launcher that was killed is not that of its ranks.
         let code = if forced && matches!(code, 0 | 2) { 1 } else { code };

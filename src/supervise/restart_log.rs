@@ -138,8 +138,10 @@ mod tests {
         std::fs::write(run.path().join("metrics.jsonl"), lines.join("\n") + "\n{\"torn").unwrap();
         let mut records = RestartLog::default();
         // The first start died before it had a directory.
-        records.add(None, Restart { why: "a".into(), ..Restart::default() }).unwrap();
-        records.add(Some(run.path()), Restart { why: "b".into(), ..Restart::default() }).unwrap();
+        records.add(None, Restart { reason: "a".into(), ..Restart::default() }).unwrap();
+        records
+            .add(Some(run.path()), Restart { reason: "b".into(), ..Restart::default() })
+            .unwrap();
         let text = std::fs::read_to_string(run.path().join("restarts.jsonl")).unwrap();
         let restarts: Vec<Restart> =
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -35,7 +35,7 @@ pub struct Records {
     pub energy: EnergyAccount,
     /// Detection of slow ranks.
     stragglers: Stragglers,
-    /// `ranks.jsonl`, where there are several ranks.
+    /// `rank_times.jsonl`, where there are several ranks.
     rank_times: Option<JsonLines>,
     /// `samples.jsonl`, where texts are sampled.
     samples: Option<JsonLines>,
@@ -164,7 +164,8 @@ impl Records {
     /// Returns an error if the file cannot be written. The evaluation waits for [`Records::flush`].
     pub fn record_evaluation(&mut self, evaluation: Evaluation) -> Result<()> {
         // An evaluation that waits may be added again with the next attempt to save.
-        let is_same = |one: &Evaluation| (one.step, one.over) == (evaluation.step, evaluation.over);
+        let is_same =
+            |one: &Evaluation| (one.step, one.split) == (evaluation.step, evaluation.split);
         if !self.evaluations.1.iter().any(is_same) {
             if let Some(board) = &mut self.tensorboard {
                 board.evaluation(&evaluation);

@@ -540,9 +540,9 @@ fn ranks_that_cannot_be_spawned() {
     );
     let mut lost = program(["train"]);
     refuses(
-        lost.env("HPCTRAIN_MEETING", "2/2/tmp"),
+        lost.env("HPCTRAIN_RENDEZVOUS", "2/2/tmp"),
         root.path(),
-        &["HPCTRAIN_MEETING=2/2/tmp", "unset it"],
+        &["HPCTRAIN_RENDEZVOUS=2/2/tmp", "unset it"],
     );
 }
 

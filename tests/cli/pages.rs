@@ -222,7 +222,8 @@ fn the_page_of_keys_is_what_the_program_prints() {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md"),
     )
     .unwrap();
-    let printed = finish(&mut program(["config", "keys", "--markdown"])).succeeded().stdout;
+    let printed =
+        finish(Command::new(program()).args(["config", "keys", "--markdown"])).succeeded().stdout;
     let differs = page.lines().zip(printed.lines()).find(|(on_page, printed)| on_page != printed);
     assert!(
         page == printed,

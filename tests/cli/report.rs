@@ -22,7 +22,7 @@ fn report(args: &[&Path], more: &[&str]) -> Ended {
 /// Returns a line of `restarts.jsonl`.
 fn restart(start: u64, code: i32, checkpoint: u64, why: &str) -> String {
     json!({
-        "start": start, "time": 1.7e9, "seconds": 3.5, "code": code, "why": why, "rank": 1, "host": "n1", "checkpoint": checkpoint,
+        "start": start, "time": 1.7e9, "seconds": 3.5, "code": code, "reason": why, "rank": 1, "host": "n1", "checkpoint": checkpoint,
         "steps_lost": 2, "seconds_lost": 0.5, "pause_seconds": 1.0,
     })
     .to_string()

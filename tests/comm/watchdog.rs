@@ -89,8 +89,9 @@ impl Job {
         let Self { running, logs, stopped, _root } = self;
         let _killed = KillAll(stopped);
         let ended = running.finish(SOON);
-        let recorder =
-            |rank| hpctrain_testkit::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
+        let recorder = |rank| {
+            hpctrain_testkit::runs::json(&logs.join(format!("flight-recorder-rank-{rank:05}.json")))
+        };
         let recorders = ranks.iter().map(|&rank| recorder(rank)).collect();
         (ended, recorders)
     }

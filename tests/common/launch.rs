@@ -109,7 +109,7 @@ pub fn in_our_environment(command: &mut Command) {
         "RUST_LOG",
         "RUST_BACKTRACE",
         "HPCTRAIN_MPI",
-        "HPCTRAIN_MEETING",
+        "HPCTRAIN_RENDEZVOUS",
         "HPCTRAIN_RANKS_PER_NODE",
     ] {
         command.env_remove(name);
@@ -316,7 +316,7 @@ pub fn rank_of(pid: u32) -> Option<usize> {
     let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
     let mut variables =
         environment.split(|&byte| byte == 0).filter_map(|one| std::str::from_utf8(one).ok());
-    variables.find_map(|one| match one.strip_prefix("HPCTRAIN_MEETING=") {
+    variables.find_map(|one| match one.strip_prefix("HPCTRAIN_RENDEZVOUS=") {
         Some(place) => place.split('/').next()?.parse().ok(),
         None => one.strip_prefix("OMPI_COMM_WORLD_RANK=")?.parse().ok(),
     })

@@ -426,7 +426,7 @@ fn training_stops_when_it_no_longer_helps() {
     let stopped = |files: &RunFiles| {
         let end = json(&files.path("END"));
         assert_eq!(end["status"], "finished", "{end}");
-        assert!(end["why"].as_str().unwrap().contains("no validation loss lower than"), "{end}");
+        assert!(end["reason"].as_str().unwrap().contains("no validation loss lower than"), "{end}");
         assert_eq!(end["step"].as_u64().unwrap(), files.steps().len() as u64);
         assert!(
             files.checkpoint(files.steps().len() as u64).exists()

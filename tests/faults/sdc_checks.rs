@@ -163,7 +163,7 @@ fn checks_change_no_bit_and_suspect_checkpoints_are_skipped() {
         files.same_as(&plain, 8, name);
     }
     let files = Run::new(Simulate(2), root.path(), "plain", &settings).files();
-    std::fs::write(files.checkpoint(8).join("doubt"), "step 8: parameters of h.0 differ\n")
+    std::fs::write(files.checkpoint(8).join("suspect"), "step 8: parameters of h.0 differ\n")
         .unwrap();
     let more = Run::new(Simulate(2), root.path(), "plain", &settings).resume("auto");
     let ended = more.ends().succeeded();
@@ -171,6 +171,6 @@ fn checks_change_no_bit_and_suspect_checkpoints_are_skipped() {
         ended.stderr.contains("step-00000008 is suspect: step 8: parameters of h.0 differ"),
         "{ended}"
     );
-    assert!(!files.checkpoint(8).join("doubt").exists(), "it was written anew");
+    assert!(!files.checkpoint(8).join("suspect").exists(), "it was written anew");
     assert_eq!(json(&files.path("END"))["step"], 8);
 }

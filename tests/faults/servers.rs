@@ -176,7 +176,10 @@ fn a_coordinator_without_servers_ends_when_it_is_asked_to() {
     assert_eq!(ended.code(), 75, "{ended}");
     let end = json(&files.path("END"));
     assert_eq!((&end["status"], &end["step"]), (&"preempted".into(), &0.into()), "{end}");
-    assert!(end["why"].as_str().unwrap().contains("SIGTERM arrived before all servers"), "{end}");
+    assert!(
+        end["reason"].as_str().unwrap().contains("SIGTERM arrived before all servers"),
+        "{end}"
+    );
 }
 
 #[test]

@@ -191,7 +191,10 @@ fn ends_in_time(run: &Run, share: CoreShare, command: &mut Command, limit: Durat
     preempted(&ended, &files, run.transport);
     assert!(took < limit, "{took:?}: {ended}");
     let end = json(&files.path("END"));
-    assert!(end["why"].as_str().unwrap().contains("time is up") || run.transport != Alone, "{end}");
+    assert!(
+        end["reason"].as_str().unwrap().contains("time is up") || run.transport != Alone,
+        "{end}"
+    );
     let steps = files.steps().len() as u64;
     assert!(steps > 0 && files.checkpoint(steps).exists(), "{ended}");
 

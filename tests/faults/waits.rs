@@ -26,7 +26,7 @@ fn met(run: &RunFiles, ranks: usize) -> Option<Vec<u32>> {
     let folders = run.path("logs").read_dir().ok()?.flatten().map(|entry| entry.path());
     let folder = folders
         .into_iter()
-        .find(|path| path.file_name().unwrap().to_string_lossy().starts_with("watch-"))?;
+        .find(|path| path.file_name().unwrap().to_string_lossy().starts_with("watchdog-"))?;
     let text = std::fs::read_to_string(folder.join("heartbeat-00000")).ok()?;
     let heartbeats = text.lines().map(|line| serde_json::from_str(line).ok());
     let heartbeats: Vec<Value> = heartbeats.collect::<Option<_>>()?;

@@ -113,7 +113,7 @@ fn auto_does_without_an_nccl_that_does_not_work() {
         let why = staged(
             name,
             &[],
-            &[TWO, library, ("BROKEN_NCCL", name), ("HPCTRAIN_PROOF_SECONDS", "3")],
+            &[TWO, library, ("BROKEN_NCCL", name), ("HPCTRAIN_PROBE_SECONDS", "3")],
         );
         assert!(
             why.contains(&format!(

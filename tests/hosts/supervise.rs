@@ -91,7 +91,7 @@ fn a_cut_cable_leaves_a_run_on_one_host() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
     let (ended, files, restarts) = disturbed(&hosts, root.path(), &["cut", "h1"]);
-    let why = restarts[0]["why"].as_str().unwrap().to_string();
+    let why = restarts[0]["reason"].as_str().unwrap().to_string();
     assert!(why.contains("hosts h0 and h1 do not reach each other: rank "), "{why}: {ended}");
     assert!(
         restarts[0].get("rank").is_none() && restarts[0].get("host").is_none(),

@@ -241,7 +241,7 @@ fn hooks() {
             "{ended}"
         );
         assert!(
-            json(&root.path().join(name).join("END"))["why"]
+            json(&root.path().join(name).join("END"))["reason"]
                 .as_str()
                 .unwrap()
                 .ends_with(" is enough")

@@ -124,7 +124,7 @@ flops = { bf16 = 1e14, f32 = 1e13 }
 bandwidth = 1e12
 node = { latency = 1e-5, bandwidth = 1e10 }
 network = { latency = 1e-5, bandwidth = 1e10 }
-beside = 0.9
+overlap = 0.9
 "#;
 
 #[test]

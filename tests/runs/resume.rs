@@ -334,7 +334,7 @@ fn a_run_needs_no_validation_data() {
         let epoch = &losses[(step as usize).saturating_sub(4)..step as usize];
         let mean = epoch.iter().sum::<f64>() / epoch.len() as f64;
         assert_eq!(
-            (line["over"].as_str(), line["loss"].as_f64()),
+            (line["split"].as_str(), line["loss"].as_f64()),
             (Some("training"), Some(mean)),
             "{line}"
         );

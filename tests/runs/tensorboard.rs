@@ -47,7 +47,7 @@ fn recorded(files: &RunFiles, file: &str, key: &str) -> Vec<(u64, f64)> {
 fn points_are_those_of_the_records() {
     let root = tempfile::tempdir().unwrap();
     let files = run(Simulate(2), root.path(), "x", &[]).succeeds();
-    assert_eq!(files.text("ranks.jsonl").lines().count(), 3);
+    assert_eq!(files.text("rank_times.jsonl").lines().count(), 3);
     let Some(found) = events(&files.0) else { return };
     for (tag, key) in [
         ("loss/training", "loss"),
@@ -71,9 +71,9 @@ fn points_are_those_of_the_records() {
         found["texts"][tag][0][1].as_str().unwrap_or_else(|| panic!("no {tag}: {found}"))
     };
     assert!(
-        text("texts/banner").contains("    layout       pipeline 1 × replica 2"),
+        text("texts/startup_summary").contains("    layout       pipeline 1 × replica 2"),
         "{}",
-        text("texts/banner")
+        text("texts/startup_summary")
     );
     assert!(text("texts/configuration").contains("    tensorboard = true"));
     let sample: Value =
@@ -180,7 +180,7 @@ fn a_resumed_run_has_no_point_twice() {
     };
     assert_eq!(steps("histograms", "weights/h.0.attn.c_attn.weight"), [3, 6]);
     assert_eq!(steps("texts", "texts/sample"), [6]);
-    assert_eq!(steps("texts", "texts/banner"), [1, 5]);
+    assert_eq!(steps("texts", "texts/startup_summary"), [1, 5]);
 }
 
 /// Asynchronous runs on parameter servers record the staleness of gradients.

@@ -32,7 +32,7 @@ pub struct End {
     /// The status of the trainer.
     pub status: RunStatus,
     /// The reason, unless all steps are done.
-    pub why: Option<String>,
+    pub reason: Option<String>,
 }
 
 /// The marker files of a run.
@@ -164,7 +164,7 @@ mod tests {
         let marks = Markers::new(dir.path());
         assert_eq!(marks.begin().unwrap(), None);
         assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
-        let end = End { step: 5, status: RunStatus::Preempted, why: Some("SIGTERM".into()) };
+        let end = End { step: 5, status: RunStatus::Preempted, reason: Some("SIGTERM".into()) };
         marks.end(&end).unwrap();
         marks.ask_to_stop("no better for 3 evaluations").unwrap();
         assert_eq!(

@@ -20,8 +20,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 use hpctrain_device::{Backend, CommBuffer, CommId, DeviceCollective, DeviceSpan, MemoryKind};
 
-/// The command that runs a process of the probe: `hpctrain prove-together RANK RANKS DEVICE`.
-pub const NCCL_PROBE_COMMAND: &str = "prove-together";
+/// The command that runs a process of the probe: `hpctrain probe-nccl RANK RANKS DEVICE`.
+pub const NCCL_PROBE_COMMAND: &str = "probe-nccl";
 
 /// Elements of a test message: more than any library sends at once.
 const ELEMENTS: usize = 100_000;
@@ -30,7 +30,7 @@ const ELEMENTS: usize = 100_000;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A variable that overrides [`TIMEOUT`], in seconds.
-const SECONDS: &str = "HPCTRAIN_PROOF_SECONDS";
+const SECONDS: &str = "HPCTRAIN_PROBE_SECONDS";
 
 /// Interval at which ranks exchange the states of their processes.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);

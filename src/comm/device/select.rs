@@ -2,10 +2,10 @@
 //!
 //! `auto` chooses among the transports that pass a probe in child processes, which may crash:
 //!
-//! - NCCL, if every rank has its own device: one process for each rank (`hpctrain prove-together`)
+//! - NCCL, if every rank has its own device: one process for each rank (`hpctrain probe-nccl`)
 //!   creates a communicator with the others and exchanges memory with them;
 //! - CUDA-aware MPI, if the library claims to be and the probe passes on each node: two processes
-//!   (`hpctrain prove-direct`) exchange device memory.
+//!   (`hpctrain probe-cuda-aware`) exchange device memory.
 //!
 //! If both pass, the ranks all-reduce a buffer with each, and the faster one is used. If neither
 //! does, device memory is host-staged. All ranks choose the same transport; the reasons are in the
@@ -230,8 +230,8 @@ impl<B: Backend> Comm<B> {
     }
 }
 
-/// The command that runs the probe of CUDA-aware MPI: `hpctrain prove-direct`.
-pub const CUDA_PROBE_COMMAND: &str = "prove-direct";
+/// The command that runs the probe of CUDA-aware MPI: `hpctrain probe-cuda-aware`.
+pub const CUDA_PROBE_COMMAND: &str = "probe-cuda-aware";
 
 /// Probes CUDA-aware MPI for [`Comm::select_transport`], in child processes of this program.
 ///

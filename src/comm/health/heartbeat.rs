@@ -130,7 +130,7 @@ pub struct WatchdogFiles {
 
 /// File names, or their beginnings.
 const HEARTBEAT: &str = "heartbeat-";
-const RECORDER: &str = "ledger-rank-";
+const RECORDER: &str = "flight-recorder-rank-";
 const MARKER: &str = "stalled";
 
 /// Returns the position of a rank's heartbeat: its node's first rank, and its index on the node.

@@ -444,7 +444,7 @@ impl Watchdog {
         let text = report(&states, &recorders, seconds(spans::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds {HINT}",
-            files.folder().join("ledger-rank-*.json").display(),
+            files.folder().join("flight-recorder-rank-*.json").display(),
             settings.timeout.as_secs()
         )
     }

@@ -84,7 +84,7 @@ impl<B: Backend> Comm<B> {
             return Ok(());
         }
         let world = self.world();
-        let name = format!("watch-{}-{:x}", std::process::id(), spans::now());
+        let name = format!("watchdog-{}-{:x}", std::process::id(), spans::now());
         let create = || {
             let mut error = Error::internal("no directory was given for the watchdog");
             for place in places {

@@ -55,7 +55,7 @@ pub struct Evaluation {
     pub status: EvaluationStatus,
     /// The samples over which the loss is averaged.
     #[serde(default, skip_serializing_if = "LossSplit::is_validation")]
-    pub over: LossSplit,
+    pub split: LossSplit,
     /// The mean loss; null when it is not finite or not known.
     pub loss: Option<f64>,
     /// The exponential of the loss, for language models.
@@ -102,7 +102,7 @@ impl Evaluation {
 
     /// Creates the record of the mean training loss of the epoch that ends with a step.
     pub fn training_epoch(step: u64, loss: Option<f64>) -> Self {
-        Self { step, over: LossSplit::Training, loss, time: super::unix_time(), ..Self::default() }
+        Self { step, split: LossSplit::Training, loss, time: super::unix_time(), ..Self::default() }
     }
 
     /// Returns true if a checkpoint was evaluated rather than the weights in training.
@@ -184,7 +184,7 @@ fn comparable(all: &[Evaluation]) -> impl DoubleEndedIterator<Item = &Evaluation
         all.iter().filter(|one| one.samples.is_some()).max_by_key(|one| one.step).and_then(set);
     let over = over(all);
     all.iter()
-        .filter(move |one| one.over == over)
+        .filter(move |one| one.split == over)
         .filter(move |one| set(one).is_none_or(|set| Some(&set) == newest.as_ref()))
 }
 
@@ -360,7 +360,7 @@ pub fn validation_loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
 pub fn over(evaluations: &[Evaluation]) -> LossSplit {
     let validated = evaluations
         .iter()
-        .any(|one| one.over == LossSplit::Validation && one.status == EvaluationStatus::Done);
+        .any(|one| one.split == LossSplit::Validation && one.status == EvaluationStatus::Done);
     if validated || evaluations.is_empty() { LossSplit::Validation } else { LossSplit::Training }
 }
 
@@ -375,7 +375,7 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
 /// Returns the comparable losses of one kind by step. If a step was evaluated twice, the last
 /// evaluation counts.
 pub fn losses(evaluations: &[Evaluation], over: LossSplit) -> BTreeMap<u64, Option<f64>> {
-    let is_done = |one: &&Evaluation| one.status == EvaluationStatus::Done && one.over == over;
+    let is_done = |one: &&Evaluation| one.status == EvaluationStatus::Done && one.split == over;
     comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
 }
 
@@ -610,7 +610,7 @@ mod tests {
         all.push(done(3, 2.0));
         assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((3, 2.0)), LossSplit::Validation));
         assert_eq!(validation_loss(&all, 3), Some(2.0));
-        assert!(!serde_json::to_string(&all[3]).unwrap().contains("over"));
+        assert!(!serde_json::to_string(&all[3]).unwrap().contains("split"));
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! `ranks.jsonl`: the compute times of ranks, one JSON object per window of `log.straggler_window`
+//! `rank_times.jsonl`: the compute times of ranks, one JSON object per window of `log.straggler_window`
 //! steps.
 
 use serde::{Deserialize, Serialize};
 
 /// The name of the file in a run's directory.
-pub const FILE: &str = "ranks.jsonl";
+pub const FILE: &str = "rank_times.jsonl";
 
 /// The most ranks for which the time of each is recorded.
 const EACH: usize = 64;

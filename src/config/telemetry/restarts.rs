@@ -22,7 +22,7 @@ pub struct Restart {
     /// The exit code, as a shell reports it.
     pub code: i32,
     /// The reason for its end.
-    pub why: String,
+    pub reason: String,
     /// The rank that failed first, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<u64>,

@@ -81,7 +81,7 @@ impl Session<'_> {
         }
         // The servers end with the run, so there is nothing to resume from.
         self.outages.at_end(self.journal.clear())?;
-        self.outages.at_end(self.directory.markers().end(&End { step, status, why }))?;
+        self.outages.at_end(self.directory.markers().end(&End { step, status, reason: why }))?;
         log::info!("ended at step {step}: {outcome:?}");
         Ok(outcome)
     }

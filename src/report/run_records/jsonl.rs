@@ -22,7 +22,7 @@ pub struct DamagedLine {
     /// The number of records before it in the file.
     pub after: usize,
     /// The reason.
-    pub why: String,
+    pub reason: String,
     /// Whether it is valid JSON, so that another version of the program wrote it.
     pub is_json: bool,
 }
@@ -46,7 +46,7 @@ impl<T> JsonLines<T> {
     /// Returns a one-line summary of the damage, if there is any: the first damaged line of `file`,
     /// and the number of the others.
     pub fn damage_summary(&self, file: &str) -> Option<String> {
-        let DamagedLine { line, why, .. } = self.damaged.first()?;
+        let DamagedLine { line, reason: why, .. } = self.damaged.first()?;
         let others = match self.damaged.len() - 1 {
             0 => String::new(),
             others => format!(", and {others} more"),
@@ -103,7 +103,12 @@ fn read_from<T: DeserializeOwned>(
         let is_beginning = !too_long && is_torn(text);
         // A valid prefix of a record is a torn line rather than a damaged one.
         if is_whole && !is_beginning {
-            found.damaged.push(DamagedLine { line, after: found.records.len(), why, is_json });
+            found.damaged.push(DamagedLine {
+                line,
+                after: found.records.len(),
+                reason: why,
+                is_json,
+            });
         }
     }
     Ok(found)
@@ -185,6 +190,6 @@ mod tests {
             [&b"{\"step\":1}\n"[..], &[b'x'; 200], b"\n{\"step\":2}\n", &[b'x'; 200]].concat();
         let lines = lines_of(&long);
         assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 2], 1));
-        assert!(lines.damaged[0].why.contains("longer than 64"), "{lines:?}");
+        assert!(lines.damaged[0].reason.contains("longer than 64"), "{lines:?}");
     }
 }

@@ -110,7 +110,10 @@ impl RunRecords {
             (metrics.records.is_empty(), metrics.damaged.iter().find(|one| one.is_json))
         {
             let file = path.join("metrics.jsonl");
-            return Err(of_another_version(&file, &format!("line {}: {}", other.line, other.why)));
+            return Err(of_another_version(
+                &file,
+                &format!("line {}: {}", other.line, other.reason),
+            ));
         }
         notes.extend(metrics.damage_summary("metrics.jsonl"));
         let mut steps = metrics.records;

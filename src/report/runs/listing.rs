@@ -109,7 +109,7 @@ impl Listing {
         let mut text = table(&rows);
         for run in &self.runs {
             let why =
-                run.why.iter().map(|why| format!("{}: {}: {why}\n", run.name, run.state.name()));
+                run.reason.iter().map(|why| format!("{}: {}: {why}\n", run.name, run.state.name()));
             let notes = run.notes.iter().map(|note| format!("{}: {note}\n", run.name));
             text.extend(why.chain(notes));
         }
@@ -214,7 +214,7 @@ mod tests {
         fs::write(directory.evaluations_path(), evaluations).unwrap();
         if let Some(status) = end {
             let why = (status != RunStatus::Finished).then(|| "a <script>\u{1b}[31m".into());
-            directory.markers().end(&End { step: 3, status, why }).unwrap();
+            directory.markers().end(&End { step: 3, status, reason: why }).unwrap();
         }
     }
 

@@ -110,7 +110,7 @@ pub struct RunSummary {
     /// The state of the run.
     pub state: RunState,
     /// The reason for its end, unless all steps are done.
-    pub why: Option<String>,
+    pub reason: Option<String>,
     /// The last recorded step.
     pub step: Option<u64>,
     /// The number of steps in the configuration.
@@ -189,7 +189,7 @@ impl RunSummary {
             name: run.name(),
             path: path.to_path_buf(),
             state,
-            why: ended.filter(|_| state != RunState::Running).and_then(|end| end.why),
+            reason: ended.filter(|_| state != RunState::Running).and_then(|end| end.reason),
             step: last.as_ref().map(|last| last.step),
             steps: total,
             epoch: last.as_ref().and_then(|last| last.epoch),

@@ -330,7 +330,7 @@ impl<'a> Waiting<'a> {
         let run = self.request.run.display();
         let span = humantime::format_duration(timeout);
         let why = match ended {
-            Some(End { step, status: markers::RunStatus::Failed, why }) => {
+            Some(End { step, status: markers::RunStatus::Failed, reason: why }) => {
                 let why = why.map(|why| format!(": {why}")).unwrap_or_default();
                 format!("the last one failed at step {step}{why}")
             }

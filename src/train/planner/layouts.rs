@@ -225,7 +225,7 @@ pub struct RejectedLayout {
     /// The layout.
     pub keys: LayoutKeys,
     /// The reason, in one line.
-    pub why: String,
+    pub reason: String,
     /// A hint, if the configuration is invalid.
     pub hint: Option<String>,
 }
@@ -244,7 +244,7 @@ pub fn layouts(
         match resolve(keys.config(config), facts) {
             Err(e) => refused.push(RejectedLayout {
                 keys,
-                why: e.message().into(),
+                reason: e.message().into(),
                 hint: e.advice().map(str::to_owned),
             }),
             Ok(plan) => {

@@ -58,7 +58,6 @@ pub struct Machine {
     /// The link between ranks of different nodes.
     network: Link,
     /// The fraction of a collective's time that overlaps with computation.
-    #[serde(rename = "beside")]
     overlap: f64,
     /// Bytes per element in all-reduces of tensor parallelism.
     #[serde(default = "four")]
@@ -194,7 +193,7 @@ impl Machine {
             return wrong(key, value, "at least 0");
         }
         if !(0.0..=1.0).contains(overlap) {
-            return wrong("beside", *overlap, "from 0 to 1");
+            return wrong("overlap", *overlap, "from 0 to 1");
         }
         Ok(())
     }

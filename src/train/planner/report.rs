@@ -37,7 +37,7 @@ struct Json<'a> {
     rates: &'a str,
     memory_limit_bytes: Option<usize>,
     layouts: Vec<LayoutRecord>,
-    left_out: Vec<RejectedRecord<'a>>,
+    rejected: Vec<RejectedRecord<'a>>,
     reasons: &'a [String],
 }
 
@@ -130,10 +130,10 @@ impl PlanReport<'_> {
             rates,
             memory_limit_bytes: (limit < usize::MAX).then_some(limit),
             layouts: choice.proposals.iter().enumerate().map(row).collect(),
-            left_out: choice
+            rejected: choice
                 .rejected
                 .iter()
-                .map(|out| RejectedRecord { layout: out.keys.to_string(), why: &out.why })
+                .map(|out| RejectedRecord { layout: out.keys.to_string(), why: &out.reason })
                 .collect(),
             reasons: &choice.reasons,
         };
@@ -214,7 +214,7 @@ impl PlanReport<'_> {
             out += "\nrejected:\n";
             // Many layouts are rejected for the same reason.
             let has_same_reason =
-                |one: &&RejectedLayout, other: &&RejectedLayout| !all && one.why == other.why;
+                |one: &&RejectedLayout, other: &&RejectedLayout| !all && one.reason == other.reason;
             let groups: Vec<&[&RejectedLayout]> = left.chunk_by(has_same_reason).collect();
             let shown = if all { groups.len() } else { SHOWN_REASONS };
             for group in groups.iter().take(shown) {
@@ -223,7 +223,7 @@ impl PlanReport<'_> {
                 } else {
                     String::new()
                 };
-                out += &format!("  {}{others}: {}\n", group[0].keys, group[0].why);
+                out += &format!("  {}{others}: {}\n", group[0].keys, group[0].reason);
             }
             let rest: usize = groups.iter().skip(shown).map(|group| group.len()).sum();
             if rest > 0 {

@@ -142,7 +142,7 @@ pub fn search_layouts<R: Rates>(
                 let memory = resolve(keys.config(config), facts).map(|plan| need(&plan));
                 let why = memory
                     .map_or_else(|e| e.message().to_owned(), |memory| too_large(&memory, &room));
-                left_out.push(RejectedLayout { keys, why, hint: None });
+                left_out.push(RejectedLayout { keys, reason: why, hint: None });
             }
         }
     }
@@ -167,7 +167,7 @@ pub fn search_layouts<R: Rates>(
             Some(time) => proposals.push(Proposal { keys, plan, memory, time }),
             None => left_out.push(RejectedLayout {
                 keys,
-                why: "its pipeline schedule deadlocks".into(),
+                reason: "its pipeline schedule deadlocks".into(),
                 hint: None,
             }),
         }
@@ -209,10 +209,10 @@ fn on_host(
 
 fn none_legal(refused: &[RejectedLayout]) -> Error {
     let first = refused.first();
-    let why = first.map_or("no keys divide the ranks", |first| &first.why);
+    let why = first.map_or("no keys divide the ranks", |first| &first.reason);
     // If all layouts have the same reason, the cause is the configuration, and its hint applies.
     let common_hint = first
-        .filter(|first| refused.iter().all(|other| other.why == first.why))
+        .filter(|first| refused.iter().all(|other| other.reason == first.reason))
         .and_then(|first| first.hint.as_deref());
     let others = "remove keys of [parallel], or use another number of ranks";
     let hint = common_hint.map_or(others.to_owned(), |hint| format!("{hint}; or {others}"));
@@ -469,9 +469,9 @@ mod tests {
         }
         let whole = choice.rejected.iter().find(|left| left.keys.replica == 8).unwrap();
         assert!(
-            whole.why.starts_with("needs ") && whole.why.contains("optimizer "),
+            whole.reason.starts_with("needs ") && whole.reason.contains("optimizer "),
             "{}",
-            whole.why
+            whole.reason
         );
         assert!(choice.reasons[0].contains("does not fit a rank"), "{}", choice.reasons[0]);
         let small = chosen(&SMALL, 8, "h100x8").unwrap();
@@ -601,8 +601,8 @@ mod tests {
             assert_eq!(error.exit_code(), 2);
             error.to_string()
         };
-        let error = refused(shipped.replace("beside = 0.9", "beside = 9"));
-        assert!(error.contains("mine.toml: beside = 9\nhint: it must be from 0 to 1"), "{error}");
+        let error = refused(shipped.replace("overlap = 0.9", "overlap = 9"));
+        assert!(error.contains("mine.toml: overlap = 9\nhint: it must be from 0 to 1"), "{error}");
         let error = refused(shipped.replace("bf16 = 6.0e14", "bf16 = 0"));
         assert!(
             error.contains("mine.toml: flops.bf16 = 0\nhint: it must be more than 0"),

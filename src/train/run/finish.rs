@@ -157,7 +157,7 @@ impl<B: Kernels> Run<'_, B> {
             // A finished run that was resumed had nothing left to measure.
             self.card(stages, energy).write(&self.directory.summary_path())?;
         }
-        self.directory.markers().end(&End { step, status, why })
+        self.directory.markers().end(&End { step, status, reason: why })
     }
 
     /// Reports the outcome of the run to the hooks.
@@ -172,7 +172,7 @@ impl<B: Kernels> Run<'_, B> {
     /// Marks the run as failed, so that evaluators do not wait for more checkpoints.
     pub(super) fn mark_failed(&self, error: &Error) {
         let why = Some(error.message().to_string());
-        let end = End { step: self.progress.step, status: RunStatus::Failed, why };
+        let end = End { step: self.progress.step, status: RunStatus::Failed, reason: why };
         // A run that another trainer has taken over has not ended.
         if self.records.is_some()
             && let Err(e) = self.directory.check().and_then(|()| self.directory.markers().end(&end))

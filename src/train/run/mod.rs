@@ -590,8 +590,10 @@ impl<'h, B: Kernels> Run<'h, B> {
                 Evaluations::default()
             }
         };
-        let is_known =
-            evaluated.known().iter().any(|one| one.step == step && one.over == LossSplit::Training);
+        let is_known = evaluated
+            .known()
+            .iter()
+            .any(|one| one.step == step && one.split == LossSplit::Training);
         if is_known {
             return Ok(());
         }

@@ -208,7 +208,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             };
             let summary = startup_summary::startup_summary(&plan, &facts);
             if let Some(board) = records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
-                board.text(progress.step + 1, "texts/banner", &summary);
+                board.text(progress.step + 1, "texts/startup_summary", &summary);
             }
             say(summary);
             train.unscaled().iter().for_each(|warning| log::warn!("{warning}"));

@@ -63,7 +63,7 @@ const LAUNCHER_SETTINGS: [(&str, &str); 4] = [
 ];
 
 /// A variable that is set for probe processes which are started as a pair.
-const PAIR: &str = "HPCTRAIN_PROOF_PAIR";
+const PAIR: &str = "HPCTRAIN_PROBE_PAIR";
 
 /// Returns true if the library claims to be CUDA-aware. The function is looked up at run time,
 /// because a program that is linked with a library without it could not start.

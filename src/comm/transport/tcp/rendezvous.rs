@@ -25,7 +25,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The environment variable that holds the [`TcpRendezvous`] of a process that `--spawn` started.
-pub const RENDEZVOUS_VARIABLE: &str = "HPCTRAIN_MEETING";
+pub const RENDEZVOUS_VARIABLE: &str = "HPCTRAIN_RENDEZVOUS";
 
 /// The rendezvous of the ranks of a world.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -80,7 +80,7 @@ impl TensorBoard {
         let Evaluation {
             step,
             status: EvaluationStatus::Done,
-            over,
+            split: over,
             loss,
             perplexity,
             metrics,
