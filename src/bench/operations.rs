@@ -388,7 +388,7 @@ impl<B: Kernels> Bench<'_, B> {
         let gemm = Gemm { m: edge, n: edge, k: edge, ta: false, tb: true, acc: false };
         let square = Tensor::narrow(edge * edge);
         let flops = 2.0 * (edge as f64).powi(3);
-        self.time("square product", &format!("{edge}³"), flops, [square; 3], |b, [x, y, z]| {
+        self.time("square matmul", &format!("{edge}³"), flops, [square; 3], |b, [x, y, z]| {
             b.gemm(gemm, B::all(x), B::all(y), B::all_mut(z))
         })
     }

@@ -72,7 +72,7 @@ enum Source {
         /// Their classes
         labels: PathBuf,
         #[command(flatten)]
-        kept: KeptArgs,
+        output: OutputArgs,
     },
     /// Convert PNG and JPEG images, one folder per class, to train-*.h5 and val-*.h5
     #[command(
@@ -93,7 +93,7 @@ enum Source {
         #[arg(long, conflicts_with = "val_every")]
         no_target: bool,
         #[command(flatten)]
-        kept: KeptArgs,
+        output: OutputArgs,
     },
     /// Convert a CSV table of numbers, categories and named classes to train-*.h5 and val-*.h5
     #[command(
@@ -118,7 +118,7 @@ enum Source {
         #[arg(long)]
         regression: bool,
         #[command(flatten)]
-        kept: KeptArgs,
+        output: OutputArgs,
     },
     /// Convert two arrays of a NumPy archive (numpy.savez or numpy.savez_compressed) to train-*.h5
     /// and val-*.h5
@@ -144,7 +144,7 @@ enum Source {
         #[arg(long)]
         regression: bool,
         #[command(flatten)]
-        kept: KeptArgs,
+        output: OutputArgs,
     },
 }
 
@@ -189,7 +189,7 @@ struct CsvArgs {
     #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash"])]
     like: Option<PathBuf>,
     #[command(flatten)]
-    kept: KeptArgs,
+    output: OutputArgs,
 }
 
 impl From<CsvArgs> for ImportCsv {
@@ -200,7 +200,7 @@ impl From<CsvArgs> for ImportCsv {
             Some(earlier) => Categories::Like(earlier),
             None => Categories::Named { columns: args.categorical, hash: args.hash },
         };
-        let kept = args.kept.into();
+        let options = args.output.into();
         Self {
             input,
             format,
@@ -211,14 +211,14 @@ impl From<CsvArgs> for ImportCsv {
             classes,
             missing,
             categories,
-            options: kept,
+            options,
             needs_all: false,
         }
     }
 }
 
 #[derive(Debug, Args)]
-struct KeptArgs {
+struct OutputArgs {
     /// Output directory; it must not contain shards yet
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -238,9 +238,9 @@ struct KeptArgs {
     not_finite: NotFinite,
 }
 
-impl From<KeptArgs> for ImportOptions {
-    fn from(args: KeptArgs) -> Self {
-        let KeptArgs { out, shards, val_every, raw, not_finite } = args;
+impl From<OutputArgs> for ImportOptions {
+    fn from(args: OutputArgs) -> Self {
+        let OutputArgs { out, shards, val_every, raw, not_finite } = args;
         Self { not_finite, every: val_every, shards, normalize: !raw, out }
     }
 }
@@ -338,35 +338,35 @@ pub fn run(args: DataArgs) -> Result<()> {
             say(import_text(&ImportText { inputs, field, end_of_text, tokenizer, to: to.into() })?);
         }
         Command::Import(ImportArgs { source: Source::Ids(ids) }) => say(import_ids(&ids.into())?),
-        Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
-            say(import_idx(&ImportIdx { images, labels, options: kept.into() })?);
+        Command::Import(ImportArgs { source: Source::Idx { images, labels, output } }) => {
+            say(import_idx(&ImportIdx { images, labels, options: output.into() })?);
         }
         Command::Import(ImportArgs {
-            source: Source::Images { folder, size, grey, no_target, kept },
+            source: Source::Images { folder, size, grey, no_target, output },
         }) => {
             say(import_images(&ImportImages {
                 folder,
                 no_target,
                 size,
                 grey,
-                options: kept.into(),
+                options: output.into(),
             })?);
         }
         Command::Import(ImportArgs { source: Source::Csv(args) }) => {
             say(import_csv(&(*args).into())?)
         }
         Command::Import(ImportArgs {
-            source: Source::Npy { features, labels, no_target: _, weights, regression, kept },
+            source: Source::Npy { features, labels, no_target: _, weights, regression, output },
         }) => {
             let arrays = Arrays::Files { features, labels, weights };
-            say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
+            say(import_numpy(&ImportNumpy { arrays, regression, options: output.into() })?);
         }
         Command::Import(ImportArgs {
-            source: Source::Npz { input, features, labels, no_target, weights, regression, kept },
+            source: Source::Npz { input, features, labels, no_target, weights, regression, output },
         }) => {
             let labels = (!no_target).then_some(labels);
             let arrays = Arrays::Archive { path: input, features, labels, weights };
-            say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
+            say(import_numpy(&ImportNumpy { arrays, regression, options: output.into() })?);
         }
         Command::Inspect { path, json: true } => super::json(&inspect::inspect(&path)?)?,
         Command::Inspect { path, json: false } => {

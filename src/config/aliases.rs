@@ -88,7 +88,7 @@ const SIMILAR_IN_SECTION: (&str, &str) = ("batch", "size");
 const SECTIONS: [(&str, &str); 2] = [("schedule", "lr_schedule"), ("servers", "parameter_server")];
 
 /// Former names of keys, in sections by their present names.
-const FORMER: [(&str, &str); 21] = [
+const FORMER: [(&str, &str); 22] = [
     ("run.audit_every", "run.sdc_check_every"),
     ("data.stage", "data.local_cache"),
     ("data.axes", "data.image_layout"),
@@ -102,6 +102,7 @@ const FORMER: [(&str, &str); 21] = [
     ("parallel.outer_momentum", "local_sgd.outer_momentum"),
     ("parallel.offload_shards", "offload.params"),
     ("parallel.offload_activations", "offload.activations"),
+    ("parameter_server.wire", "parameter_server.message_dtype"),
     ("parameter_server.lease", "parameter_server.batches_per_lease"),
     ("device.memory_fraction", "device.memory"),
     ("checkpoint.asynchronous", "checkpoint.async_save"),

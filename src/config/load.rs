@@ -53,7 +53,7 @@ pub struct Sources<'a> {
 /// Returns the configuration and the name that a run without `run.name` gets.
 ///
 /// # Errors
-/// The mistake, its layer, and the nearest key that exists.
+/// Returns an error that names the mistake, its layer, and the nearest key that exists.
 pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
     let mut merged = Table::new();
     let mut name = DEFAULT_PRESET.to_string();
@@ -113,20 +113,20 @@ fn layout_keys(layer: &Table) -> impl Iterator<Item = String> + '_ {
     })
 }
 
-/// A configuration with some of its keys overridden, each as `section.key=value`.
+/// Returns a configuration with some of its keys overridden, each as `section.key=value`.
 ///
 /// # Errors
-/// As [`load`].
+/// Returns an error under the conditions of [`load`].
 pub fn overlay(config: &Config, overrides: &[String]) -> Result<Config> {
     let mut merged = config.to_table()?;
     merge(&mut merged, overriding(overrides)?.table);
     Config::deserialize_table(merged)
 }
 
-/// A section as a file has it: numbers of 32 bits have no more digits than they need.
+/// Returns a section as a TOML table: numbers of 32 bits have no more digits than they need.
 ///
 /// # Errors
-/// It cannot be written.
+/// Returns an error if it cannot be serialized.
 pub fn written(section: &impl Serialize) -> Result<Table> {
     let text = toml::to_string(section).map_err(|e| internal(&e))?;
     toml::from_str(&text).map_err(|e| internal(&e))
@@ -216,7 +216,7 @@ fn preset(name: &str) -> Result<&'static str> {
 #[derive(Default)]
 struct Layer {
     table: Table,
-    /// As [`Config::aliases`].
+    /// See [`Config::aliases`].
     aliases: BTreeMap<String, String>,
 }
 

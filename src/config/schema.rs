@@ -455,7 +455,7 @@ sections! {
         /// the bits of data parallelism), a number of steps, or `none` (no limit).
         staleness: Staleness = Staleness::Bound(0),
         /// Number format of parameters and gradients in messages: f32 or bf16.
-        wire: WireFormat = WireFormat::F32,
+        message_dtype: MessageDtype = MessageDtype::F32,
         /// Connections from each worker to each server, among which ranges are distributed: for
         /// networks on which one connection is not fast enough.
         connections: usize = 1,
@@ -803,7 +803,7 @@ pub enum WhenBusy {
 /// Number formats of messages to and from parameter servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum WireFormat {
+pub enum MessageDtype {
     /// IEEE single precision, 32 bits.
     F32,
     /// bfloat16: 16 bits, of which 8 are the exponent.

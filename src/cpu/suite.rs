@@ -32,16 +32,16 @@ macro_rules! on_cpu {
 }
 
 each_operation! { on_cpu! {
-    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
+    matmuls: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
 /// Tests matmuls by this implementation on several numbers of threads; skips them if the CPU lacks
 /// the instructions or the library is missing.
-fn by(products: MatmulBackend, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
+fn by(backend: MatmulBackend, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
     let on = |threads| -> Option<Vec<Vec<u32>>> {
         let cpu = Cpu::new(threads)
-            .with_matmul_backend(products)
+            .with_matmul_backend(backend)
             .map_err(|e| eprintln!("skipped: {e}"))
             .ok()?;
         Some(bits(
@@ -59,12 +59,12 @@ fn by(products: MatmulBackend, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
 }
 
 #[test]
-fn products_by_onednn_are_right_and_do_not_depend_on_the_threads() {
+fn matmuls_by_onednn_are_right_and_do_not_depend_on_the_threads() {
     by(MatmulBackend::OneDnn, random);
 }
 
 #[test]
-fn products_of_bf16_are_right_where_the_cpu_has_them() {
+fn matmuls_of_bf16_are_right_where_the_cpu_has_them() {
     // Operands that bf16 can hold: the results are those of f32.
     let narrow = |_: &Cpu, seed, len| -> Vec<f32> {
         random(&Cpu::new(1), seed, len)

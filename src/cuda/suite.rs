@@ -93,19 +93,19 @@ macro_rules! on_cuda {
 
 each_operation! { on_cuda! {
     cuda_f32, crate::Precision::F32(crate::Arithmetic::Full);
-    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
+    matmuls: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
 each_operation! { on_cuda! {
     cuda_tf32, crate::Precision::F32(crate::Arithmetic::Tf32);
-    products: hpctrain_device_tests::linear::matmuls_in_tf32,
+    matmuls: hpctrain_device_tests::linear::matmuls_in_tf32,
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random_tf32),
 } }
 
 each_operation! { on_cuda! {
     cuda_bf16, crate::Precision::Bf16;
-    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
+    matmuls: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
@@ -125,13 +125,13 @@ macro_rules! on_cuda_anywhere {
 
 each_operation! { on_cuda_anywhere! {
     cuda_anywhere_f32, crate::Precision::F32(crate::Arithmetic::Full);
-    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
+    matmuls: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
 each_operation! { on_cuda_anywhere! {
     cuda_anywhere_bf16, crate::Precision::Bf16;
-    products: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
+    matmuls: |b| hpctrain_device_tests::linear::matmuls(b, super::random),
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
@@ -151,43 +151,43 @@ macro_rules! simulated {
 
 each_operation! { simulated! {
     simulated_f32, "cuda_f32", &[("CUDASIM_CHECK", "1"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")];
-    products: hpctrain_device_tests::linear::products,
+    matmuls: hpctrain_device_tests::linear::matmuls,
     convolutions: hpctrain_device_tests::convolution::convolutions,
 } }
 
 each_operation! { simulated! {
     simulated_tf32, "cuda_tf32", &[];
-    products: hpctrain_device_tests::linear::products_in_tf32,
+    matmuls: hpctrain_device_tests::linear::matmuls_in_tf32,
     convolutions: hpctrain_device_tests::convolution::convolutions,
 } }
 
 each_operation! { simulated! {
     simulated_bf16, "cuda_bf16", &[("CUDASIM_CHECK", "1"), ("CUDASIM_HOST_ACCESS", "0")];
-    products: hpctrain_device_tests::linear::products,
+    matmuls: hpctrain_device_tests::linear::matmuls,
     convolutions: hpctrain_device_tests::convolution::convolutions,
 } }
 
 each_operation! { simulated! {
     simulated_anywhere_f32, "cuda_anywhere_f32", &[(super::ONE_LEAD, "1")];
-    products: hpctrain_device_tests::linear::products,
+    matmuls: hpctrain_device_tests::linear::matmuls,
     convolutions: hpctrain_device_tests::convolution::convolutions,
 } }
 
 each_operation! { simulated! {
     simulated_anywhere_bf16, "cuda_anywhere_bf16", &[(super::ONE_LEAD, "1")];
-    products: hpctrain_device_tests::linear::products,
+    matmuls: hpctrain_device_tests::linear::matmuls,
     convolutions: hpctrain_device_tests::convolution::convolutions,
 } }
 
 /// If cuBLASLt knows no algorithm for a matmul with fused GELU, two kernels give the same results.
 #[test]
-fn products_without_fused_gelu() {
-    simulated("cuda_bf16::products", &[("CUDASIM_FAIL", "nogelu")]);
+fn matmuls_without_fused_gelu() {
+    simulated("cuda_bf16::matmuls", &[("CUDASIM_FAIL", "nogelu")]);
 }
 
 /// Without any algorithm the error names the matmul.
 #[test]
-fn products_without_an_algorithm() {
+fn matmuls_without_an_algorithm() {
     simulated("unknown_products", &[("CUDASIM_FAIL", "noalgo")]);
 }
 

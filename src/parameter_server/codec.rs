@@ -6,13 +6,13 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt as _;
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_config::WireFormat;
+use hpctrain_config::MessageDtype;
 
 /// Appends numbers to a body in the given format.
-pub fn encode(format: WireFormat, values: &[f32], body: &mut Vec<u8>) {
+pub fn encode(format: MessageDtype, values: &[f32], body: &mut Vec<u8>) {
     match format {
-        WireFormat::F32 => body.extend_from_slice(bytemuck::cast_slice(values)),
-        WireFormat::Bf16 => {
+        MessageDtype::F32 => body.extend_from_slice(bytemuck::cast_slice(values)),
+        MessageDtype::Bf16 => {
             let mut narrow = vec![bf16::ZERO; values.len()];
             narrow.convert_from_f32_slice(values);
             narrow.iter().for_each(|value| body.extend_from_slice(&value.to_le_bytes()));
@@ -21,8 +21,8 @@ pub fn encode(format: WireFormat, values: &[f32], body: &mut Vec<u8>) {
 }
 
 /// Returns numbers as a body; other formats than f32 are encoded into `buffer`.
-pub fn encoded<'a>(format: WireFormat, values: &'a [f32], buffer: &'a mut Vec<u8>) -> &'a [u8] {
-    if format == WireFormat::F32 {
+pub fn encoded<'a>(format: MessageDtype, values: &'a [f32], buffer: &'a mut Vec<u8>) -> &'a [u8] {
+    if format == MessageDtype::F32 {
         return bytemuck::cast_slice(values);
     }
     buffer.clear();
@@ -31,10 +31,10 @@ pub fn encoded<'a>(format: WireFormat, values: &'a [f32], buffer: &'a mut Vec<u8
 }
 
 /// Returns the size of a number in bytes.
-pub fn width(format: WireFormat) -> usize {
+pub fn width(format: MessageDtype) -> usize {
     match format {
-        WireFormat::F32 => size_of::<f32>(),
-        WireFormat::Bf16 => size_of::<bf16>(),
+        MessageDtype::F32 => size_of::<f32>(),
+        MessageDtype::Bf16 => size_of::<bf16>(),
     }
 }
 
@@ -42,7 +42,7 @@ pub fn width(format: WireFormat) -> usize {
 ///
 /// # Errors
 /// Returns an error if the body does not have the length of `elements` numbers.
-pub fn decode(format: WireFormat, body: &[u8], elements: usize) -> Result<Cow<'_, [f32]>> {
+pub fn decode(format: MessageDtype, body: &[u8], elements: usize) -> Result<Cow<'_, [f32]>> {
     if body.len() != elements * width(format) {
         return Err(Error::comm(format!(
             "expected a body of {elements} numbers, received {} bytes",
@@ -51,11 +51,11 @@ pub fn decode(format: WireFormat, body: &[u8], elements: usize) -> Result<Cow<'_
     }
     Ok(match format {
         // The body is usually aligned; otherwise the values are copied.
-        WireFormat::F32 => match bytemuck::try_cast_slice(body) {
+        MessageDtype::F32 => match bytemuck::try_cast_slice(body) {
             Ok(values) => Cow::Borrowed(values),
             Err(_) => Cow::Owned(bytemuck::pod_collect_to_vec(body)),
         },
-        WireFormat::Bf16 => {
+        MessageDtype::Bf16 => {
             let narrow = body.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes));
             Cow::Owned(narrow.map(bf16::to_f32).collect())
         }
@@ -70,13 +70,13 @@ mod tests {
     fn numbers_arrive() {
         let values = [1.5f32, -0.0, 3.0e-39, f32::INFINITY];
         let mut body = vec![];
-        encode(WireFormat::F32, &values, &mut body);
-        assert_eq!(decode(WireFormat::F32, &body, 4).unwrap(), &values[..]);
-        assert!(decode(WireFormat::F32, &body, 5).is_err());
+        encode(MessageDtype::F32, &values, &mut body);
+        assert_eq!(decode(MessageDtype::F32, &body, 4).unwrap(), &values[..]);
+        assert!(decode(MessageDtype::F32, &body, 5).is_err());
         body.clear();
-        encode(WireFormat::Bf16, &[1.0, 1.001], &mut body);
+        encode(MessageDtype::Bf16, &[1.0, 1.001], &mut body);
         assert_eq!(
-            (body.len(), &decode(WireFormat::Bf16, &body, 2).unwrap()[..]),
+            (body.len(), &decode(MessageDtype::Bf16, &body, 2).unwrap()[..]),
             (4, &[1.0f32, 1.0][..])
         );
     }

@@ -242,7 +242,7 @@ impl ParamStore {
         body: &mut Vec<u8>,
     ) -> Result<Vec<u64>> {
         body.clear();
-        let format = self.plan.config.parameter_server.wire;
+        let format = self.plan.config.parameter_server.message_dtype;
         let cut = match of {
             Values::Live => None,
             Values::Cut(number) => Some(self.cut(number)?),
@@ -301,7 +301,8 @@ impl ParamStore {
         }
         let ranges = self.slots(&pieces)?;
         let elements = ranges.iter().map(|slot| slot.piece.range.len()).sum();
-        let gradient = codec::decode(self.plan.config.parameter_server.wire, body, elements)?;
+        let gradient =
+            codec::decode(self.plan.config.parameter_server.message_dtype, body, elements)?;
         Counts::add(&self.counts.pushed, body.len());
         let staleness = match of {
             Pushed::VirtualRanks { step, virtual_ranks } => {

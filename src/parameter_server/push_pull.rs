@@ -12,7 +12,7 @@ use super::protocol::{Pushed, ServerRequest, ServerResponse, Values};
 use super::rpc_client::RpcClient;
 use super::run_spec::RunSpec;
 use hpctrain_base::error::Result;
-use hpctrain_config::WireFormat;
+use hpctrain_config::MessageDtype;
 use hpctrain_device::Kernels;
 use hpctrain_engine::Model;
 
@@ -31,7 +31,7 @@ pub type Current = bool;
 pub struct ServerConnections {
     generation: u64,
     member: u64,
-    format: WireFormat,
+    format: MessageDtype,
     /// The ranges of each server.
     pieces: Vec<Vec<ParamRange>>,
     /// The version of each range that this worker has.
@@ -63,7 +63,7 @@ impl PushBuffer {
         Ok(())
     }
 
-    fn bytes(&mut self, format: WireFormat) -> &[u8] {
+    fn bytes(&mut self, format: MessageDtype) -> &[u8] {
         codec::encoded(format, &self.values, &mut self.encoded)
     }
 }
@@ -158,7 +158,7 @@ impl ServerConnections {
         Self {
             generation: terms.generation,
             member,
-            format: terms.config.parameter_server.wire,
+            format: terms.config.parameter_server.message_dtype,
             pieces: terms.pieces.clone(),
             known: terms.pieces.iter().map(|pieces| vec![None; pieces.len()]).collect(),
             connections,

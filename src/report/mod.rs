@@ -167,7 +167,7 @@ fn curves_section(runs: &[RunRecords], data: &curves::PageData) -> String {
     let mut out = String::from(
         "<div class=\"controls\">\n\
          <label>smoothing <input type=\"range\" id=\"smoothing\" min=\"0\" max=\"0.99\" step=\"0.01\" value=\"0\"></label>\
-         <output id=\"smoothing-told\">0.00</output>\n\
+         <output id=\"smoothing-value\">0.00</output>\n\
          <label>from step <input type=\"number\" id=\"from\" min=\"0\"></label>\n\
          <label>to <input type=\"number\" id=\"to\" min=\"0\"></label>\n\
          <button type=\"button\" id=\"whole\">whole run</button>\n</div>\n<div class=\"charts\">\n",

@@ -67,8 +67,8 @@ fn arrays_are_read() {
     fuzz("npy", Form::Bytes, &arrays(), |input| {
         std::fs::write(&x, input).unwrap();
         let arrays = Arrays::Files { features: x.clone(), labels: Some(y.clone()), weights: None };
-        let kept = kept(&out, NotFinite::Skip);
-        taken(&out, import_numpy(&ImportNumpy { arrays, regression: false, kept }))
+        let options = kept(&out, NotFinite::Skip);
+        taken(&out, import_numpy(&ImportNumpy { arrays, regression: false, options }))
     });
 }
 
@@ -93,7 +93,7 @@ fn archives_are_read() {
         let labels = Some("y".to_string());
         let arrays =
             Arrays::Archive { path: path.clone(), features: "x".into(), labels, weights: None };
-        let kept = kept(&out, NotFinite::Skip);
+        let options = kept(&out, NotFinite::Skip);
         taken(&out, import_numpy(&ImportNumpy { arrays, regression: false, kept }))
     };
     let stored = CompressionMethod::Stored;

@@ -239,7 +239,7 @@ fn asynchronous_workers_see_every_sample() {
             1,
             &["parameter_server.staleness=1", "parameter_server.stale_lr='inverse'"],
         ),
-        ("bf16", Simulate(4), 2, &["parameter_server.wire='bf16'", "batch.worker=2"]),
+        ("bf16", Simulate(4), 2, &["parameter_server.message_dtype='bf16'", "batch.worker=2"]),
     ];
     for (name, transport, servers, settings) in runs {
         let settings = [&ASYNC[..], &["run.steps=30", "eval.every=10"], settings].concat();

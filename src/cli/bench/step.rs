@@ -283,7 +283,7 @@ fn kernels(
 /// Returns the kernels of `view`, sorted by descending total time.
 fn rows(tallies: &KernelTotals, steps: f64, peak: Peak, view: View) -> Vec<KernelRow> {
     let is_gemm = |kernel: &str| {
-        ["product", "linear", "convolution"].iter().any(|one| kernel.starts_with(one))
+        ["matmul", "linear", "convolution"].iter().any(|one| kernel.starts_with(one))
     };
     let seen = tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_gemm(kernel));
     let mut seen: Vec<_> = seen.collect();

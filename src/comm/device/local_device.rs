@@ -25,7 +25,7 @@ impl<B> LocalDevice<B> {
     }
 
     /// Sets whether other ranks of the node see other devices than this one.
-    pub fn with_isolation(self, is_apart: bool) -> Self {
-        Self { is_isolated: is_apart, ..self }
+    pub fn with_isolation(self, is_isolated: bool) -> Self {
+        Self { is_isolated, ..self }
     }
 }

@@ -67,7 +67,6 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     let weights = Elements::Memory(vec![]);
     let regression = false;
     let classes = vec![];
-    let left_out = 0;
     let table = None;
     let files = None;
     Rows {
@@ -79,7 +78,7 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
         weights,
         regression,
         classes,
-        skipped: left_out,
+        skipped: 0,
         source,
         places,
         table,

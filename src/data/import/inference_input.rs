@@ -74,7 +74,7 @@ impl Unlabelled {
     /// but the input is a folder.
     pub fn import(&self, form: InputFormat, out: &Path) -> Result<()> {
         let input = &self.input;
-        let kept = ImportOptions {
+        let options = ImportOptions {
             not_finite: NotFinite::Error,
             every: 0,
             shards: 1,
@@ -94,11 +94,11 @@ impl Unlabelled {
                 }
                 let format = self.format.clone();
                 let missing = self.missing;
-                import_csv(&ImportCsv { format, missing, categories, needs_all: true, ..ImportCsv::new(input, kept) })
+                import_csv(&ImportCsv { format, missing, categories, needs_all: true, ..ImportCsv::new(input, options) })
             }
             InputFormat::Array => {
                 let arrays = Arrays::Files { features: input.clone(), labels: None, weights: None };
-                import_numpy(&ImportNumpy { arrays, regression: false, kept })
+                import_numpy(&ImportNumpy { arrays, regression: false, options })
             }
             InputFormat::Images => {
                 let [height, width, channels @ (1 | 3)] = self.shape[..] else {
@@ -110,7 +110,7 @@ impl Unlabelled {
                     .hint("give a table (.csv), an array (.npy), an HDF5 file (.h5) or a directory of shards"));
                 };
                 let size = Some([height as u32, width as u32]);
-                import_images(&ImportImages { folder: input.clone(), no_target: true, size, grey: channels == 1, options: kept })
+                import_images(&ImportImages { folder: input.clone(), no_target: true, size, grey: channels == 1, options })
             }
             InputFormat::Hdf5 => return Ok(()),
         }

@@ -22,10 +22,10 @@ use hpctrain_base::error::{Error, Result};
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 
-/// Bytes of the header, at most. NumPy itself takes no more than 10,000 characters.
+/// The most bytes of a header. NumPy itself accepts at most 10,000 characters.
 const HEADER: usize = 1 << 20;
 
-/// Bytes of rows that are put in order at once.
+/// The most bytes of rows that are reordered at once.
 const ROWS: usize = 16 << 20;
 
 /// An array of numbers in a file.
@@ -34,7 +34,7 @@ pub(super) struct Array {
     kind: Kind,
     /// The first axis varies fastest, not the last one.
     columns_first: bool,
-    /// Elements as the file has them.
+    /// The elements in the order of the file.
     bytes: Elements<u8>,
 }
 
@@ -56,7 +56,7 @@ enum Class {
 }
 
 impl Kind {
-    /// Parses NumPy's name for it, such as `<f4`.
+    /// Parses NumPy's name of a type, such as `<f4`.
     fn parse(name: &str) -> Option<Self> {
         let (order, rest) = name.split_at_checked(1)?;
         let (class, width) = rest.split_at_checked(1)?;
@@ -76,7 +76,7 @@ impl Kind {
         widths.contains(&width).then_some(Self { class, width, big_endian })
     }
 
-    /// The value of an element's bytes.
+    /// Returns the value of an element, given its bytes.
     fn number(self, bytes: &[u8]) -> f64 {
         let mut word = [0; 8];
         word[..self.width].copy_from_slice(bytes);
@@ -98,16 +98,16 @@ impl Kind {
 }
 
 impl Array {
-    /// The array of a file.
+    /// Opens the array of a file.
     ///
     /// # Errors
-    /// The file is missing or malformed, or its elements are no numbers.
+    /// Returns an error if the file is missing or malformed, or if its elements are not numbers.
     pub fn open(path: &Path) -> Result<Self> {
         let file = open(path, "give the path of an array as numpy.save writes it")?;
-        Self::of(file, path).map_err(|fault| malformed(path.display().to_string(), fault))
+        Self::from_file(file, path).map_err(|fault| malformed(path.display().to_string(), fault))
     }
 
-    fn of(mut file: File, path: &Path) -> Result<Self, Fault> {
+    fn from_file(mut file: File, path: &Path) -> Result<Self, Fault> {
         let failed = |e| Error::io("read", path, e);
         let header = Header::read(&mut file)?;
         let start = file.stream_position().map_err(failed)?;
@@ -115,31 +115,33 @@ impl Array {
         Ok(header.with(Elements::of_file(file, path, start, len)))
     }
 
-    /// All elements in order, the last axis varying fastest, as numbers that `of` makes of them;
-    /// they wait in a temporary file where `out` is or will be. Integers beyond 2⁵³ are rounded.
+    /// Converts all elements with `convert`, in order, the last axis varying fastest. The result is
+    /// in a temporary file in the directory of `out`. Integers beyond 2⁵³ are rounded.
     ///
     /// # Errors
-    /// A file cannot be read or written.
-    pub fn numbers<T: Pod>(&self, out: &Path, of: impl Fn(f64) -> T) -> Result<Elements<T>> {
+    /// Returns an error if a file cannot be read or written.
+    pub fn numbers<T: Pod>(&self, out: &Path, convert: impl Fn(f64) -> T) -> Result<Elements<T>> {
         let mut numbers = Vec::new();
         self.spooled(out, |bytes, to| {
             numbers.clear();
             numbers.extend(
-                bytes.chunks_exact(self.kind.width).map(|element| of(self.kind.number(element))),
+                bytes
+                    .chunks_exact(self.kind.width)
+                    .map(|element| convert(self.kind.number(element))),
             );
             to.push(&numbers)
         })
     }
 
-    /// Whether elements are unsigned bytes.
-    pub fn is_of_bytes(&self) -> bool {
+    /// Returns whether the elements are unsigned bytes.
+    pub fn is_u8(&self) -> bool {
         self.kind.class == Class::Unsigned && self.kind.width == 1
     }
 
-    /// The bytes of all elements in order.
+    /// Returns the bytes of all elements in order.
     ///
     /// # Errors
-    /// As [`Self::numbers`].
+    /// Returns an error under the conditions of [`Self::numbers`].
     pub fn into_bytes(self, out: &Path) -> Result<Elements<u8>> {
         if self.columns_first {
             self.spooled(out, |bytes, to| to.push(bytes))
@@ -148,7 +150,7 @@ impl Array {
         }
     }
 
-    /// Passes on the bytes of all elements in order to a temporary file.
+    /// Passes the bytes of all elements in order to `push`, which writes to a temporary file.
     fn spooled<T: Pod>(
         &self,
         out: &Path,
@@ -157,7 +159,7 @@ impl Array {
         let mut spooler = Spooler::create(out)?;
         let row = self.shape.iter().skip(1).product::<usize>() * self.kind.width;
         let rows = self.shape.first().copied().unwrap_or(1);
-        // Rows without elements are none.
+        // Rows without elements are not read.
         if let Some(at_once) = ROWS.checked_div(row) {
             for first in (0..rows).step_by(at_once.max(1)) {
                 push(&self.rows(first..rows.min(first + at_once.max(1)))?, &mut spooler)?;
@@ -166,7 +168,7 @@ impl Array {
         spooler.finish()
     }
 
-    /// The bytes of some rows, elements in order.
+    /// Returns the bytes of some rows, elements in order.
     fn rows(&self, rows: Range<usize>) -> Result<Vec<u8>> {
         let (width, [all, axes @ ..]) = (self.kind.width, &self.shape[..]) else {
             return self.bytes.get(0, self.bytes.len());
@@ -209,7 +211,7 @@ struct Header {
 }
 
 impl Header {
-    /// Reads it; the error names the fault. Elements follow.
+    /// Reads the header, after which the elements follow. The error describes the fault.
     fn read(from: &mut impl Read) -> Result<Self, String> {
         let mut count = 0;
         let mut bytes = |most: usize| {
@@ -248,7 +250,7 @@ impl Header {
             let end =
                 descr.find(']').map_or_else(|| descr.find(',').unwrap_or(descr.len()), |at| at + 1);
             format!(
-                "elements of type {}, which is none of f2 to f8, i1 to i8, u1 to u8, b1",
+                "elements of type {}, not one of f2 to f8, i1 to i8, u1 to u8, b1",
                 &descr[..end]
             )
         })?;
@@ -263,7 +265,7 @@ impl Header {
         Ok(Self { shape, kind, columns_first: order.starts_with("True") })
     }
 
-    /// The bytes of all elements, if there are as many.
+    /// Returns the number of bytes of all elements, if the file has that many.
     fn complete(&self, found: u64) -> Result<usize, String> {
         match extent(&self.shape).map(|elements| elements * self.kind.width) {
             Some(bytes) if bytes as u64 == found => Ok(bytes),
@@ -284,7 +286,7 @@ impl Header {
 /// Opens an archive of arrays.
 ///
 /// # Errors
-/// The file is missing, or no ZIP archive.
+/// Returns an error if the file is missing or is not a ZIP archive.
 pub(super) fn open_archive(path: &Path) -> Result<ZipArchive<BufReader<File>>> {
     let file = open(path, "give the path of an archive as numpy.savez writes it")?;
     ZipArchive::new(BufReader::new(file)).map_err(|e| {
@@ -293,11 +295,12 @@ pub(super) fn open_archive(path: &Path) -> Result<ZipArchive<BufReader<File>>> {
     })
 }
 
-/// The array `name` of the archive at `path`. Its elements wait in a temporary file where `out` is
-/// or will be.
+/// Reads the array `name` of the archive at `path`. Its elements are in a temporary file in the
+/// directory of `out`.
 ///
 /// # Errors
-/// It is missing or malformed, or its elements are no numbers; or that file cannot be written.
+/// Returns an error if the array is missing or malformed, if its elements are not numbers, or if
+/// the temporary file cannot be written.
 pub(super) fn read_member(
     archive: &mut ZipArchive<BufReader<File>>,
     path: &Path,
@@ -351,7 +354,7 @@ fn malformed(place: String, fault: Fault) -> Error {
     }
 }
 
-/// The rest of the header after a key.
+/// Returns the rest of the header after a key.
 fn value<'a>(header: &'a str, key: &str) -> Option<&'a str> {
     let quoted = [format!("'{key}'"), format!("\"{key}\"")];
     let after =
@@ -424,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_array_is_told() {
+    fn malformed_arrays_are_refused() {
         let good = "{'descr': '<i4', 'fortran_order': False, 'shape': (2,), }";
         let cases = [
             (b"PK\x03\x04".to_vec(), "it begins with [50, 4b, 03, 04]"),

@@ -12,10 +12,10 @@ use hpctrain_base::error::{Error, Result};
 pub struct ImportNumpy {
     /// The arrays.
     pub arrays: Arrays,
-    /// Labels are numbers, even where they look like classes.
+    /// Treats labels as numbers even if they could be classes.
     pub regression: bool,
     /// Validation split, shards and destination of the rows.
-    pub kept: ImportOptions,
+    pub options: ImportOptions,
 }
 
 /// Location of the arrays: features with a row for each sample, and as many labels.
@@ -43,14 +43,15 @@ pub enum Arrays {
     },
 }
 
-/// Writes every row as a sample. Features of rows × height × width are images of one channel.
-/// Labels are classes if there is one a row and all are integers from 0 on, of any type; else
-/// numbers. Weights, if there are any, are one for each row.
+/// Imports every row as a sample. Features of rows × height × width are images of one channel.
+/// Labels are classes if there is one per row and all are integers from 0 on, of any type;
+/// otherwise they are numbers. Weights, if given, are one per row.
 ///
 /// # Errors
-/// A file is missing or malformed, the two do not fit, or as for every import.
+/// Returns an error if a file is missing or malformed, if the arrays do not have equally many rows,
+/// or if the shards cannot be written.
 pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
-    let out = &import.kept.out;
+    let out = &import.options.out;
     let (path, features, labels, weights, places) = match &import.arrays {
         Arrays::Files { features, labels, weights } => {
             let names = [Some(features), labels.as_ref(), weights.as_ref()];
@@ -113,7 +114,7 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
             format!("has shape {:?}, but there are {samples} rows", weights.shape),
         );
     }
-    let inputs = if features.is_of_bytes() {
+    let inputs = if features.is_u8() {
         Inputs::Bytes(features.into_bytes(out)?)
     } else {
         Inputs::Numbers(features.numbers(out, |x| x as f32)?)
@@ -129,7 +130,6 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     let table = None;
     let files = None;
     let classes = vec![];
-    let left_out = 0;
     Rows {
         inputs,
         count,
@@ -139,11 +139,11 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
         weights,
         regression,
         classes,
-        skipped: left_out,
+        skipped: 0,
         source,
         places,
         table,
         files,
     }
-    .write(&import.kept)
+    .write(&import.options)
 }

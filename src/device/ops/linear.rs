@@ -141,7 +141,7 @@ impl KernelCost {
     /// Returns the cost of a matmul.
     pub fn gemm(s: Gemm) -> Self {
         let c = s.m * s.n;
-        let cost = Self::new("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c })
+        let cost = Self::new("matmul", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c })
             .with_shape([s.m, s.k, s.n]);
         cost.with_f32_elements(if s.acc { 2 * c } else { 0 })
             .with_flops(matmul_flops(s.m, s.n, s.k))

@@ -198,7 +198,7 @@
 
   document.getElementById("smoothing").addEventListener("input", (event) => {
     smoothing = Number(event.target.value);
-    document.getElementById("smoothing-told").textContent = smoothing.toFixed(2);
+    document.getElementById("smoothing-value").textContent = smoothing.toFixed(2);
     draw();
   });
   for (const box of document.querySelectorAll("input[id^='log-']")) box.addEventListener("change", draw);

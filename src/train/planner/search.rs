@@ -110,7 +110,7 @@ pub fn search_layouts<R: Rates>(
     if legal.is_empty() {
         return Err(none_legal(&refused));
     }
-    let mut left_out = refused;
+    let mut rejected = refused;
     let may_recompute = !config.parallel.given.contains("parallel.recompute");
     let mut fitting = Vec::new();
     let mut smallest = None::<(usize, ResolvedConfig, Estimate)>;
@@ -142,7 +142,7 @@ pub fn search_layouts<R: Rates>(
                 let memory = resolve(keys.config(config), facts).map(|plan| need(&plan));
                 let why = memory
                     .map_or_else(|e| e.message().to_owned(), |memory| too_large(&memory, &room));
-                left_out.push(RejectedLayout { keys, reason: why, hint: None });
+                rejected.push(RejectedLayout { keys, reason: why, hint: None });
             }
         }
     }
@@ -165,7 +165,7 @@ pub fn search_layouts<R: Rates>(
     for (keys, plan, memory) in fitting {
         match step_times(&plan, &rates, per_node, !facts.on_gpu)?.simulate() {
             Some(time) => proposals.push(Proposal { keys, plan, memory, time }),
-            None => left_out.push(RejectedLayout {
+            None => rejected.push(RejectedLayout {
                 keys,
                 reason: "its pipeline schedule deadlocks".into(),
                 hint: None,
@@ -181,7 +181,7 @@ pub fn search_layouts<R: Rates>(
         on_host(one).cmp(&on_host(other)).then(cost(one).total_cmp(&cost(other)))
     });
     let reasons = reasons(config, facts, &room, &proposals, need);
-    Ok(SearchResult { proposals, rejected: left_out, room, reasons })
+    Ok(SearchResult { proposals, rejected, room, reasons })
 }
 
 /// Returns the layout with the least offloading with which it fits, if there is one.

@@ -219,7 +219,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let mut weights = Spooler::create(out)?;
     let mut record = StringRecord::new();
     let mut rows = 0;
-    let mut left_out = 0;
+    let mut skipped = 0;
     let mut numbers = Vec::new();
     let mut aims = Vec::new();
     while reader.read_record(&mut record).map_err(|e| refused(&import.input, &e))? {
@@ -246,7 +246,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         let weight = match read() {
             Ok(weight) => weight,
             Err(Unusable::Skip) => {
-                left_out += 1;
+                skipped += 1;
                 continue;
             }
             Err(Unusable::Error(e)) => return Err(e),
@@ -263,7 +263,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         rows += 1;
     }
     if rows == 0 {
-        let what = if left_out > 0 {
+        let what = if skipped > 0 {
             "every line has a missing value"
         } else {
             "no lines after the header"
@@ -291,7 +291,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         weights,
         regression: import.regression,
         classes,
-        skipped: left_out,
+        skipped,
         source,
         places: std::array::from_fn(|_| path.to_string()),
         table: Some(Table { columns: cells.columns(&header, fill), ids, scale, is_filled_later }),
