@@ -92,7 +92,7 @@ fn files_and_archives_of_any_order_hold_the_same_rows() {
         ] {
             let out = root.path().join(format!("{name}-{kind}"));
             let imported =
-                import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) })
+                import_numpy(&ImportNumpy { arrays, regression: false, options: kept(out.clone()) })
                     .unwrap();
             assert_eq!((imported.shape, imported.classes), (vec![2], Some(4)));
             assert_eq!(rows(&out, 2, Target::Class(4)), want, "{name} {kind}");
@@ -111,7 +111,7 @@ fn labels_are_classes_or_numbers() {
         let arrays =
             Arrays::Files { features: features.clone(), labels: Some(path), weights: None };
         let imported =
-            import_numpy(&ImportNumpy { arrays, regression, kept: kept(out.clone()) }).unwrap();
+            import_numpy(&ImportNumpy { arrays, regression, options: kept(out.clone()) }).unwrap();
         assert_eq!(imported.shape, [1, 2, 1]);
         (imported.classes, out)
     };
@@ -174,7 +174,7 @@ fn what_does_not_fit_is_refused() {
             weights: None,
         };
         let error =
-            import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) })
+            import_numpy(&ImportNumpy { arrays, regression: false, options: kept(out.clone()) })
                 .unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(
@@ -189,7 +189,7 @@ fn what_does_not_fit_is_refused() {
     let wide = |normalize: bool| {
         let arrays = Arrays::Files { features: x.clone(), labels: Some(y.clone()), weights: None };
         let kept = ImportOptions { normalize, ..kept(root.path().join("wide")) };
-        import_numpy(&ImportNumpy { arrays, regression: false, kept })
+        import_numpy(&ImportNumpy { arrays, regression: false, options: kept })
     };
     let error = wide(true).unwrap_err().to_string();
     assert!(
@@ -202,7 +202,7 @@ fn what_does_not_fit_is_refused() {
         Arrays::Files { features: features.clone(), labels: Some(labels.clone()), weights: None };
     let skipping = ImportOptions { not_finite: NotFinite::Skip, ..kept(root.path().join("rest")) };
     let imported =
-        import_numpy(&ImportNumpy { arrays, regression: false, kept: skipping }).unwrap();
+        import_numpy(&ImportNumpy { arrays, regression: false, options: skipping }).unwrap();
     assert_eq!((imported.skipped, imported.classes, imported.shards[0].1), (1, None, 1));
     let archive = root.path().join("a.npz");
     let refused = |features: &str| {
@@ -212,7 +212,7 @@ fn what_does_not_fit_is_refused() {
             labels: Some("y".into()),
             weights: None,
         };
-        import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) })
+        import_numpy(&ImportNumpy { arrays, regression: false, options: kept(out.clone()) })
             .unwrap_err()
             .to_string()
     };
@@ -267,7 +267,7 @@ fn rows_without_labels_stay_together_and_in_order() {
         [("npy", Arrays::Files { features, labels: None, weights: None }), ("npz", of_archive)]
     {
         let kept = ImportOptions { every: 2, ..kept(root.path().join(name)) };
-        let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept }).unwrap();
+        let imported = import_numpy(&ImportNumpy { arrays, regression: false, options: kept }).unwrap();
         assert!(
             imported
                 .to_string()
