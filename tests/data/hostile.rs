@@ -124,7 +124,11 @@ fn archives_are_unpacked_as_far_as_they_declare() {
             labels: None,
             weights: None,
         };
-        import_numpy(&ImportNumpy { arrays, regression: false, options: kept(root.path().join(out)) })
+        import_numpy(&ImportNumpy {
+            arrays,
+            regression: false,
+            options: kept(root.path().join(out)),
+        })
     };
     // An archive whose headers are correct.
     let error = import(&archive(&npy("(20000, 10000)", &[]), 200_000_000), "out").unwrap_err();

@@ -91,9 +91,12 @@ fn files_and_archives_of_any_order_hold_the_same_rows() {
             ("npz", of_archive),
         ] {
             let out = root.path().join(format!("{name}-{kind}"));
-            let imported =
-                import_numpy(&ImportNumpy { arrays, regression: false, options: kept(out.clone()) })
-                    .unwrap();
+            let imported = import_numpy(&ImportNumpy {
+                arrays,
+                regression: false,
+                options: kept(out.clone()),
+            })
+            .unwrap();
             assert_eq!((imported.shape, imported.classes), (vec![2], Some(4)));
             assert_eq!(rows(&out, 2, Target::Class(4)), want, "{name} {kind}");
         }
@@ -267,7 +270,8 @@ fn rows_without_labels_stay_together_and_in_order() {
         [("npy", Arrays::Files { features, labels: None, weights: None }), ("npz", of_archive)]
     {
         let kept = ImportOptions { every: 2, ..kept(root.path().join(name)) };
-        let imported = import_numpy(&ImportNumpy { arrays, regression: false, options: kept }).unwrap();
+        let imported =
+            import_numpy(&ImportNumpy { arrays, regression: false, options: kept }).unwrap();
         assert!(
             imported
                 .to_string()

@@ -332,7 +332,11 @@ fn arrays_have_one_of_weights() {
             labels: Some(labels.clone()),
             weights: Some(weights),
         };
-        import_numpy(&ImportNumpy { arrays, regression: false, options: kept(root.path().join(name)) })
+        import_numpy(&ImportNumpy {
+            arrays,
+            regression: false,
+            options: kept(root.path().join(name)),
+        })
     };
     import(npy("w.npy", "(3, 1)", &[0.0, 1.5, 2.0]), "files").unwrap();
     let of = |name| weights(open(&root.path().join(name), None, Split::Train).unwrap()).unwrap();
@@ -365,7 +369,7 @@ fn arrays_have_one_of_weights() {
     import_numpy(&ImportNumpy {
         arrays,
         regression: false,
-        kept: kept(root.path().join("archive")),
+        options: kept(root.path().join("archive")),
     })
     .unwrap();
     assert_eq!(of("archive"), Some(vec![4.0, 5.0, 6.0]));

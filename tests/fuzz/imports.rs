@@ -94,7 +94,7 @@ fn archives_are_read() {
         let arrays =
             Arrays::Archive { path: path.clone(), features: "x".into(), labels, weights: None };
         let options = kept(&out, NotFinite::Skip);
-        taken(&out, import_numpy(&ImportNumpy { arrays, regression: false, kept }))
+        taken(&out, import_numpy(&ImportNumpy { arrays, regression: false, options }))
     };
     let stored = CompressionMethod::Stored;
     let deflated = CompressionMethod::Deflated;
