@@ -1,4 +1,17 @@
 //! The error type of all crates: a message, a hint, and the place where it happened.
+//!
+//! The [`Kind`] of an [`Error`] decides the exit code. Each kind has a constructor, such as
+//! [`Error::input`]; [`Error::hint`] and [`Error::at`] add to it. Code outside of tests returns
+//! errors and does not `unwrap`, which a lint enforces. Where several ranks work together there are
+//! two cases:
+//!
+//! - **Shared.** Work that may fail on some ranks goes through `Group::all_ok`: all succeed, or all
+//!   return the error of the lowest rank, marked as [shared](Error::shared). Rank 0 prints it once,
+//!   and all ranks shut down in order.
+//! - **On one rank.** After any other error the other ranks may wait for this one for ever. The
+//!   error is printed with its rank, and `Comm::abort` ends the job. A panic on any thread does the
+//!   same (`config/job.rs`); panics of other crates become errors where they are expected
+//!   (`panics.rs`).
 
 use std::fmt;
 
@@ -299,12 +312,11 @@ mod tests {
 
     #[test]
     fn faults_of_devices_are_worth_another_start() {
-        let code = |number| {
+        let numbers =
+            [libc::EIO, libc::ESTALE, libc::ENOENT, libc::EACCES, libc::ENOSPC, libc::EROFS];
+        let codes = numbers.map(|number| {
             Error::io("open", "x".as_ref(), std::io::Error::from_raw_os_error(number)).exit_code()
-        };
-        let codes =
-            [libc::EIO, libc::ESTALE, libc::ENOENT, libc::EACCES, libc::ENOSPC, libc::EROFS]
-                .map(code);
+        });
         assert_eq!(codes, [74, 74, 2, 2, 2, 2]);
     }
 }

@@ -275,6 +275,12 @@ mod tests {
         assert!((histogram_of(&values).sum() - sum).abs() < 1e-12);
     }
 
+    /// Returns true if a value is in a bin. The limits of positive bins belong to the next bin,
+    /// those of negative ones to their own.
+    fn is_within(value: f64, lower: f64, upper: f64) -> bool {
+        if value > 0.0 { value >= lower && value < upper } else { value > lower && value <= upper }
+    }
+
     #[test]
     fn every_value_lies_below_the_limit_of_its_bin() {
         let mut values = normal(5000, 1.0);
@@ -306,19 +312,12 @@ mod tests {
         assert!(buckets.is_sorted_by(|one, next| one.0 < next.0), "{buckets:?}");
         for (at, &(upper, count)) in buckets.iter().enumerate() {
             let lower = at.checked_sub(1).map_or(f64::NEG_INFINITY, |before| buckets[before].0);
-            // The limits of positive bins belong to the next bin, those of negative ones to their
-            // own.
-            let is_within = |value: f64| {
-                if value > 0.0 {
-                    value >= lower && value < upper
-                } else {
-                    value > lower && value <= upper
-                }
-            };
             let last =
                 values.iter().filter(|value| f64::from(**value) == f64::from(f32::MAX)).count()
                     as u64;
-            let inside = values.iter().filter(|value| is_within(f64::from(**value))).count() as u64;
+            let inside =
+                values.iter().filter(|value| is_within(f64::from(**value), lower, upper)).count()
+                    as u64;
             let expected = if upper == f64::from(f32::MAX) { inside + last } else { inside };
             assert_eq!(count, expected, "{lower} to {upper}");
         }

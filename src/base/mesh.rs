@@ -66,13 +66,15 @@ impl Mesh {
 
     /// Returns a colour for every rank. Ranks of one colour form a group along `axes`.
     pub fn colors(&self, axes: &[Axis]) -> Vec<usize> {
-        let color = |rank| {
-            let coordinates = self.coordinates(rank);
-            (0..4)
-                .filter(|&i| !axes.iter().any(|&axis| axis as usize == i))
-                .fold(0, |color, i| color * self.sizes()[i] + coordinates[i])
-        };
-        (0..self.ranks()).map(color).collect()
+        (0..self.ranks()).map(|rank| self.color(rank, axes)).collect()
+    }
+
+    /// Returns the colour of a rank: its position along the axes that are not in `axes`.
+    fn color(&self, rank: usize, axes: &[Axis]) -> usize {
+        let coordinates = self.coordinates(rank);
+        (0..4)
+            .filter(|&i| !axes.iter().any(|&axis| axis as usize == i))
+            .fold(0, |color, i| color * self.sizes()[i] + coordinates[i])
     }
 
     /// Checks that the sizes of the axes multiply to `ranks`. `shards` is whether parameters may be

@@ -87,13 +87,10 @@ pub fn time<B: Kernels>(
     let plan = world.all_ok(resolve(config, &facts))?;
     let directory = RunDirectory::at(dir.join(NAME));
     let checkpoints = directory.checkpoints();
-    let clear = || match std::fs::remove_dir_all(directory.path()) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            Err(Error::io("remove", directory.path(), e))
-        }
-        _ => Ok(()),
-    };
-    world.all_ok(if root { clear().and_then(|()| checkpoints.prepare()) } else { Ok(()) })?;
+    world.all_ok(match root {
+        true => clear(directory.path()).and_then(|()| checkpoints.prepare()),
+        false => Ok(()),
+    })?;
 
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
     let job = SaveContext {
@@ -165,8 +162,18 @@ pub fn time<B: Kernels>(
             measured.push(times);
         }
     }
-    world.all_ok(if root { clear() } else { Ok(()) })?;
+    world.all_ok(if root { clear(directory.path()) } else { Ok(()) })?;
     Ok((bytes, measured))
+}
+
+/// Removes a directory, if there is one.
+fn clear(directory: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(directory) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(Error::io("remove", directory, e))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Synchronizes all ranks and returns the current time.
@@ -188,12 +195,12 @@ fn slowest<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<f64> {
 
 /// Writes a file and syncs it.
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let all = || {
-        let mut file = File::create(path)?;
-        bytes.chunks(CHUNK).try_for_each(|chunk| file.write_all(chunk))?;
-        file.sync_all()
-    };
-    all().map_err(|e| Error::io("write", path, e))
+    File::create(path)
+        .and_then(|mut file| {
+            bytes.chunks(CHUNK).try_for_each(|chunk| file.write_all(chunk))?;
+            file.sync_all()
+        })
+        .map_err(|e| Error::io("write", path, e))
 }
 
 /// Reads a file into mapped memory.

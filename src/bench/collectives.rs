@@ -116,15 +116,14 @@ pub fn copy_limit<B: Backend>(world: &Group<B>, batches: usize) -> Result<f64> {
 mod tests {
     use super::*;
 
+    /// Returns the timing of an operation on 1000 bytes that took half a second.
+    fn timing(operation: Operation, ranks: usize) -> CollectiveTiming {
+        let algorithm = Algorithm::Ring;
+        CollectiveTiming { operation, algorithm, ranks, bytes: 1000, seconds: 0.5 }
+    }
+
     #[test]
     fn bandwidths_are_those_of_nccl_tests() {
-        let timing = |operation, ranks| CollectiveTiming {
-            operation,
-            algorithm: Algorithm::Ring,
-            ranks,
-            bytes: 1000,
-            seconds: 0.5,
-        };
         let bus = |operation, ranks| timing(operation, ranks).bus_bandwidth();
         assert_eq!(timing(Operation::AllReduce, 4).algorithm_bandwidth(), 2000.0);
         assert_eq!((bus(Operation::AllReduce, 4), bus(Operation::AllReduce, 2)), (3000.0, 2000.0));

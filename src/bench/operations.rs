@@ -477,16 +477,7 @@ impl<B: Kernels> Bench<'_, B> {
         let held: f64 = tensors.iter().map(size).sum();
         let turns = ((self.sizes.cold as f64 / held).ceil() as usize).clamp(1, MOST_TURNS);
         let mut sets = (0..turns).map(|_| self.operands(tensors)).collect::<Result<Vec<_>>>()?;
-        let mut run = |launches: usize| -> Result<f64> {
-            let start = Instant::now();
-            for launch_number in 0..launches {
-                launch(self.backend, &mut sets[launch_number % turns])?;
-            }
-            if let Some(last) = B::record_event(&sets[0][0])? {
-                last.wait()?;
-            }
-            Ok(start.elapsed().as_secs_f64() / launches as f64)
-        };
+        let mut run = |launches| time_batch(self.backend, &mut sets, launches, &launch);
         // The first launches compile, plan and wake up the device.
         run(1)?;
         let guess = run(turns)?;
@@ -534,6 +525,25 @@ impl<B: Kernels> Bench<'_, B> {
         }
         Ok(buffer)
     }
+}
+
+/// Returns the seconds per launch of a batch of launches, which rotate through the sets of
+/// operands.
+fn time_batch<B: Kernels, const N: usize>(
+    backend: &B,
+    sets: &mut [[B::Buf; N]],
+    launches: usize,
+    launch: &impl Fn(&B, &mut [B::Buf; N]) -> Result<()>,
+) -> Result<f64> {
+    let turns = sets.len();
+    let start = Instant::now();
+    for launch_number in 0..launches {
+        launch(backend, &mut sets[launch_number % turns])?;
+    }
+    if let Some(last) = B::record_event(&sets[0][0])? {
+        last.wait()?;
+    }
+    Ok(start.elapsed().as_secs_f64() / launches as f64)
 }
 
 #[cfg(test)]

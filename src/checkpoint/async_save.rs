@@ -305,10 +305,9 @@ impl SaveContext {
 
     /// Writes the manifest from the ranks' tables and publishes the checkpoint.
     pub fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
-        let table = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
         let written: Vec<ShardFileInfo> = tables
             .iter()
-            .map(table)
+            .map(|bytes| serde_json::from_slice(bytes))
             .collect::<Result<_, _>>()
             .map_err(|e| Error::internal(e.to_string()))?;
         let mut manifest = Manifest {

@@ -373,15 +373,7 @@ impl Checkpoints {
     /// checkpoints, and those that cannot be removed, are tried again the next time. Nothing is
     /// removed while anything that the decision depends on cannot be read.
     pub fn retain(&self, retention: &Retention) {
-        let retained = || {
-            let evaluated = self.evaluated()?;
-            let removable = self.removable(retention, evaluated.all()?)?;
-            let mut left = self.steps()?;
-            left.retain(|step| !removable.contains(step));
-            self.point_to_best_of(&left, evaluated.all()?)?;
-            Ok(removable)
-        };
-        match retained() {
+        match self.prepare_removal(retention) {
             Err(e) => log::warn!("no checkpoint is removed: {}", one_line(&e)),
             Ok(removable) => {
                 for step in removable {
@@ -394,6 +386,16 @@ impl Checkpoints {
                 self.sweep().unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
             }
         }
+    }
+
+    /// Points `best` to one of the checkpoints that are kept, and returns the steps of the others.
+    fn prepare_removal(&self, retention: &Retention) -> Result<Vec<u64>> {
+        let evaluated = self.evaluated()?;
+        let removable = self.removable(retention, evaluated.all()?)?;
+        let mut left = self.steps()?;
+        left.retain(|step| !removable.contains(step));
+        self.point_to_best_of(&left, evaluated.all()?)?;
+        Ok(removable)
     }
 
     /// Returns the steps whose checkpoints need not be kept, ascending.
@@ -419,32 +421,41 @@ impl Checkpoints {
             return Err(latest.taken());
         }
         let latest = self.last_step()?.unwrap_or(u64::MAX);
-        let candidate = |step| {
-            let path = self.path(step);
-            let mut loss = None;
-            let (sound, kept) = match self.sound_id(step) {
-                Ok(id) => {
-                    loss = evaluations::loss_of_save(evaluated, step, &id);
-                    (true, waits && !evaluations::is_settled(evaluated, &id))
+        self.steps()?
+            .into_iter()
+            .map(|step| self.candidate(step, evaluated, &leases, waits, latest))
+            .collect()
+    }
+
+    /// Returns the checkpoint of a step as a candidate for removal. It counts as leased if `waits`
+    /// and its evaluation is still to come, and as intact only up to the last save, `latest`.
+    fn candidate(
+        &self,
+        step: u64,
+        evaluated: &[Evaluation],
+        leases: &Leases,
+        waits: bool,
+        latest: u64,
+    ) -> Result<Candidate> {
+        let path = self.path(step);
+        let mut loss = None;
+        let (sound, kept) = match self.sound_id(step) {
+            Ok(id) => {
+                loss = evaluations::loss_of_save(evaluated, step, &id);
+                (true, waits && !evaluations::is_settled(evaluated, &id))
+            }
+            Err(e) => {
+                log::warn!("{} does not count as a checkpoint: {}", path.display(), one_line(&e));
+                match e.kind() {
+                    Kind::Damaged => (false, false),
+                    // Another version of the program can read it.
+                    Kind::Input => (false, true),
+                    _ => return Err(e),
                 }
-                Err(e) => {
-                    log::warn!(
-                        "{} does not count as a checkpoint: {}",
-                        path.display(),
-                        one_line(&e)
-                    );
-                    match e.kind() {
-                        Kind::Damaged => (false, false),
-                        // Another version of the program can read it.
-                        Kind::Input => (false, true),
-                        _ => return Err(e),
-                    }
-                }
-            };
-            let held = kept || leases.holds(&name_of(step))?;
-            Ok(Candidate { step, intact: sound && step <= latest, loss, leased: held })
+            }
         };
-        self.steps()?.into_iter().map(candidate).collect()
+        let held = kept || leases.holds(&name_of(step))?;
+        Ok(Candidate { step, intact: sound && step <= latest, loss, leased: held })
     }
 
     /// Returns the id of the save of a step, if it is intact and not suspect. A checkpoint that was
@@ -655,7 +666,6 @@ mod tests {
     /// be read.
     #[test]
     fn nothing_is_removed_while_a_file_is_unreadable() {
-        let evaluation = |step, loss| Evaluation::done(step, loss, Default::default());
         type Break = fn(&Path, &Checkpoints);
         let cases: [(&str, Break); 6] = [
             ("a byte in eval.jsonl", |log, _| {
@@ -688,7 +698,8 @@ mod tests {
             let log = dir.path().join(evaluations::FILE);
             for (step, loss) in [(1, 1.0), (2, 3.0), (3, 2.0)] {
                 publish(&checkpoints, step);
-                evaluations::append(&log, &evaluation(step, loss)).unwrap();
+                let evaluation = Evaluation::done(step, loss, Default::default());
+                evaluations::append(&log, &evaluation).unwrap();
             }
             checkpoints.point_to_best(&checkpoints.evaluated().unwrap()).unwrap();
             break_file(&log, &checkpoints);

@@ -49,7 +49,6 @@ impl Excerpt {
 
 /// Returns the manifest without pieces, files and hosts.
 pub(super) fn outline(manifest: &Manifest) -> Manifest {
-    let outline = |entry: &TensorEntry| TensorEntry { shape: entry.shape.clone(), pieces: vec![] };
     Manifest {
         version: manifest.version,
         id: manifest.id.clone(),
@@ -67,7 +66,9 @@ pub(super) fn outline(manifest: &Manifest) -> Manifest {
         tensors: manifest
             .tensors
             .iter()
-            .map(|(name, entry)| (name.clone(), outline(entry)))
+            .map(|(name, entry)| {
+                (name.clone(), TensorEntry { shape: entry.shape.clone(), pieces: vec![] })
+            })
             .collect(),
     }
 }

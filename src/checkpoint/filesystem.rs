@@ -99,26 +99,16 @@ struct Tried {
 /// Tries all operations.
 fn try_all(probe: &Path) -> Result<Tried, Failure> {
     let named = |what| move |e| (what, e);
-    let wrong = |text: &str| io::Error::other(text.to_string());
     let path = |name: &str| -> PathBuf { probe.join(name) };
-    let sync = |path: &Path| File::open(path).and_then(|file| file.sync_all());
 
-    let rename = || -> io::Result<()> {
-        fs::create_dir(path("before"))?;
-        fs::write(path("before/file"), "x")?;
-        fs::rename(path("before"), path("after"))?;
-        let moved = !path("before").exists()
-            && fs::read_to_string(path("after/file")).is_ok_and(|text| text == "x");
-        if moved { Ok(()) } else { Err(wrong("it is not seen afterwards")) }
-    };
-    rename().map_err(named("rename a directory"))?;
+    rename_directory(&path("before"), &path("after")).map_err(named("rename a directory"))?;
     let links = match symlink("one", path("link")) {
         Err(e) if lacks_links(&e) => false,
         made => made.map(|()| true).map_err(named("make a symbolic link"))?,
     };
     let replace = |is_two: fn(&Path) -> bool| -> io::Result<()> {
         fs::rename(path("new"), path("link"))?;
-        if is_two(&path("link")) { Ok(()) } else { Err(wrong("the old one stays")) }
+        if is_two(&path("link")) { Ok(()) } else { Err(io::Error::other("the old one stays")) }
     };
     if links {
         let is_two =
@@ -130,13 +120,27 @@ fn try_all(probe: &Path) -> Result<Tried, Failure> {
         let written = fs::write(path("link"), "one").and_then(|()| fs::write(path("new"), "two"));
         written.and_then(|()| replace(is_two)).map_err(named("replace a file"))?;
     }
-    sync(probe).map_err(named("make a directory durable"))?;
-    let lock = || -> io::Result<()> {
-        let file = File::create(path("lock"))?;
-        file.lock()?;
-        file.unlock()
-    };
-    Ok(Tried { locks: lock().map_err(|e| e.to_string()), links })
+    let synced = File::open(probe).and_then(|directory| directory.sync_all());
+    synced.map_err(named("make a directory durable"))?;
+    let locks = lock_file(&path("lock")).map_err(|e| e.to_string());
+    Ok(Tried { locks, links })
+}
+
+/// Renames a directory with a file, and checks that the file is seen under the new name only.
+fn rename_directory(before: &Path, after: &Path) -> io::Result<()> {
+    fs::create_dir(before)?;
+    fs::write(before.join("file"), "x")?;
+    fs::rename(before, after)?;
+    let is_moved =
+        !before.exists() && fs::read_to_string(after.join("file")).is_ok_and(|text| text == "x");
+    if is_moved { Ok(()) } else { Err(io::Error::other("it is not seen afterwards")) }
+}
+
+/// Creates a file, locks it, and unlocks it.
+fn lock_file(path: &Path) -> io::Result<()> {
+    let file = File::create(path)?;
+    file.lock()?;
+    file.unlock()
 }
 
 /// Returns the type of the file system that holds `path`, as in /proc/mounts: the last mount with

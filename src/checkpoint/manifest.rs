@@ -19,11 +19,8 @@ use hpctrain_base::safe_open::is_plain_name;
 use hpctrain_config::Config;
 use hpctrain_data::{Preprocessing, Source, Tokenizer, TrainedOn};
 
-/// The version of the format that this program writes, and the newest that it reads.
+/// The version of the format that this program writes and reads.
 pub const VERSION: u32 = 3;
-
-/// The oldest version that it reads, which has no columns.
-const OLDEST: u32 = 2;
 
 /// File name of the manifest.
 pub const FILE: &str = "manifest.json";
@@ -66,10 +63,10 @@ pub struct Manifest {
     pub config: Config,
     /// The tokenizer from text to token ids, if the data names one.
     pub tokenizer: Option<Tokenizer>,
-    /// The training data of the run; `None` in imported checkpoints and in those of older versions.
+    /// The training data of the run; `None` in imported checkpoints.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<TrainedOn>,
-    /// Preprocessing except the tokenizer; `None` in checkpoints of older versions.
+    /// Preprocessing except the tokenizer; `None` in imported checkpoints.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub preprocessing: Option<Preprocessing>,
     /// The job that wrote it.
@@ -246,8 +243,7 @@ impl Manifest {
         if let Some(name) = self.files.keys().find(|name| !is_plain_name(name)) {
             return Err(format!("{name:?} is not the name of a file beside it"));
         }
-        let total = |of: u64, more: u64| of.checked_add(more);
-        if self.files.values().map(|file| file.bytes).try_fold(0, total).is_none() {
+        if self.files.values().map(|file| file.bytes).try_fold(0, u64::checked_add).is_none() {
             return Err("its files have more bytes than any file system".into());
         }
         for (name, entry) in &self.tensors {
@@ -285,7 +281,7 @@ impl Manifest {
     /// unknown.
     pub fn conform(&self, data: &mut dyn Source) -> Result<Vec<String>> {
         let own = data.preprocessing();
-        // Checkpoints of older versions, and of programs with their own samples, have no scales.
+        // Imported checkpoints, and those of programs with their own samples, have no scales.
         let is_known = self.preprocessing.as_ref().is_some_and(|known| !known.scales.is_empty());
         let is_unknown = !own.scales.is_empty() && !is_known;
         let tokenizer =
@@ -390,12 +386,12 @@ fn sealed_text(dir: &Path) -> Result<String> {
         .as_ref()
         .is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
     if let Ok(Version { version }) = serde_json::from_str(&text)
-        && !(OLDEST..=VERSION).contains(&version)
+        && version != VERSION
         && !is_broken
     {
-        let (age, known) = if version > VERSION { ("newer", VERSION) } else { ("older", OLDEST) };
+        let age = if version > VERSION { "newer" } else { "older" };
         return Err(Error::input(format!(
-            "{}: format version {version} is {age} than {known}",
+            "{}: format version {version} is {age} than {VERSION}",
             path.display()
         ))
         .hint("use the version of hpctrain that wrote it"));
@@ -682,6 +678,14 @@ pub(super) mod tests {
         );
     }
 
+    /// Writes `text` as the manifest in `dir`, and returns the error of reading it.
+    fn damage(dir: &Path, text: &str) -> String {
+        std::fs::write(dir.join(FILE), text).unwrap();
+        let error = Manifest::read(dir).unwrap_err();
+        assert_eq!(error.kind(), Kind::Damaged, "{error}");
+        error.to_string()
+    }
+
     #[test]
     fn any_change_of_the_file_is_found() {
         let dir = tempfile::tempdir().unwrap();
@@ -689,24 +693,18 @@ pub(super) mod tests {
         assert_eq!(Manifest::read(dir.path()).unwrap(), empty(7));
         let path = dir.path().join(FILE);
         let text = std::fs::read_to_string(&path).unwrap();
-        let refusal = |text: &str| {
-            std::fs::write(&path, text).unwrap();
-            let error = Manifest::read(dir.path()).unwrap_err();
-            assert_eq!(error.kind(), Kind::Damaged, "{error}");
-            error.to_string()
-        };
         assert!(
-            refusal(&text.replace("\"position\":56", "\"position\":57"))
+            damage(dir.path(), &text.replace("\"position\":56", "\"position\":57"))
                 .contains("malformed manifest: checksum")
         );
-        assert!(refusal("").contains("malformed manifest"));
+        assert!(damage(dir.path(), "").contains("malformed manifest"));
         // A version that does not match the checksum is damage; one that does was written by
         // another program.
         let newer = text.replace("\"version\":3", "\"version\":4");
         assert_ne!(newer, text);
-        assert!(refusal(&newer).contains("malformed manifest: checksum"));
+        assert!(damage(dir.path(), &newer).contains("malformed manifest: checksum"));
         for (version, words) in
-            [(4, "format version 4 is newer than 3"), (1, "format version 1 is older than 2")]
+            [(4, "format version 4 is newer than 3"), (2, "format version 2 is older than 3")]
         {
             Manifest { version, ..empty(7) }.write(dir.path()).unwrap();
             let error = Manifest::read(dir.path()).unwrap_err();
@@ -714,10 +712,6 @@ pub(super) mod tests {
         }
         std::fs::remove_file(dir.path().join(CHECKSUM_FILE)).unwrap();
         assert_eq!(Manifest::read(dir.path()).unwrap_err().kind(), Kind::Input);
-        let mut older = Manifest { version: 2, ..empty(7) };
-        older.add_files(vec![written("a", 0, 12)]).unwrap();
-        older.write(dir.path()).unwrap();
-        assert_eq!(Manifest::read(dir.path()).unwrap(), older);
         std::fs::write(&path, text).unwrap();
         std::fs::write(dir.path().join(CHECKSUM_FILE), "00000000  manifest.json\n").unwrap();
         assert!(Manifest::read(dir.path()).is_err());

@@ -137,11 +137,11 @@ impl Reader {
     /// Encodes excerpts for the ranks that sent `requests`.
     fn excerpts(&self, requests: &[Vec<u8>]) -> Result<Vec<Vec<u8>>> {
         let index = Index::new(&self.manifest);
-        let excerpt = |(rank, request): (usize, &Vec<u8>)| {
+        let excerpts = requests.iter().enumerate().map(|(rank, request)| {
             let wanted: Vec<TensorRange> = serde_json::from_slice(request).map_err(malformed)?;
             serde_json::to_vec(&index.excerpt(&wanted, rank, requests.len())).map_err(unencoded)
-        };
-        requests.iter().enumerate().map(excerpt).collect()
+        });
+        excerpts.collect()
     }
 
     fn new(dir: &Path, manifest: Manifest, checked: Vec<String>) -> Self {
@@ -192,8 +192,9 @@ impl Reader {
         out: &mut [f32],
     ) -> Result<()> {
         let Self { manifest, files, block, .. } = self;
-        let absent = || Error::input(format!("{} has no tensor {tensor}", files.dir.display()));
-        let entry = manifest.tensors.get(tensor).ok_or_else(absent)?;
+        let entry = manifest.tensors.get(tensor).ok_or_else(|| {
+            Error::input(format!("{} has no tensor {tensor}", files.dir.display()))
+        })?;
         let group = part.checked_sub(1).map_or(PARAMS, |k| &manifest.state[k]);
         let all = 0..entry.shape.last().copied().unwrap_or(1);
         let of_wanted = columns.unwrap_or(&all);
@@ -504,13 +505,7 @@ mod tests {
         let files = pieces.iter().map(|(file, ..)| *file).max().unwrap() + 1;
         let written = (0..files).map(|file| {
             let here: Vec<_> = pieces.iter().filter(|piece| piece.0 == file).collect();
-            let extent = |(_, columns, range): &&Placed| Extent {
-                tensor: "w".into(),
-                shape: shape.to_vec(),
-                columns: columns.clone(),
-                range: range.clone(),
-            };
-            let extents: Vec<Extent> = here.iter().map(extent).collect();
+            let extents: Vec<Extent> = here.iter().map(|piece| extent(shape, piece)).collect();
             let mut writer = ShardWriter::create(dir, &file_name(file), &["m"], &extents).unwrap();
             for (i, (_, columns, range)) in here.into_iter().enumerate() {
                 let elements = elements(shape, columns.as_ref(), range);
@@ -528,6 +523,16 @@ mod tests {
         manifest.add_files(written.collect()).unwrap();
         manifest.write(dir).unwrap();
         Reader::open(dir).unwrap()
+    }
+
+    /// Returns the extent of a piece of the matrix `w` of this shape.
+    fn extent(shape: [usize; 2], (_, columns, range): &Placed) -> Extent {
+        Extent {
+            tensor: "w".into(),
+            shape: shape.to_vec(),
+            columns: columns.clone(),
+            range: range.clone(),
+        }
     }
 
     /// Checks that every piece is in its own dataset at the recorded place, and that the files are
@@ -623,6 +628,12 @@ mod tests {
         Reader::new(reader.dir(), manifest, checked)
     }
 
+    /// Returns the first column and the first element of each piece.
+    fn starts(reader: &Reader) -> Vec<(usize, usize)> {
+        let pieces = reader.manifest.tensors["w"].pieces.iter();
+        pieces.map(|piece| (piece.columns.clone().unwrap().start, piece.start)).collect()
+    }
+
     #[test]
     fn an_excerpt_has_the_pieces_of_its_ranges_and_of_its_files() {
         let dir = tempfile::tempdir().unwrap();
@@ -633,10 +644,7 @@ mod tests {
         let reader = write(dir.path(), [4, 6], &first.chain(second).collect::<Vec<_>>());
         let found = |columns: Option<Range<usize>>, range: Range<usize>, rank| {
             let narrow = narrowed(&reader, columns, &range, rank);
-            let pieces = narrow.manifest.tensors["w"].pieces.iter();
-            let pieces: Vec<_> =
-                pieces.map(|piece| (piece.columns.clone().unwrap().start, piece.start)).collect();
-            (pieces, narrow.manifest.files.len(), narrow.checked.len())
+            (starts(&narrow), narrow.manifest.files.len(), narrow.checked.len())
         };
         // Rank 0 checks two of the four files, each with two or three pieces.
         assert_eq!(found(Some(0..2), 0..0, 0), (vec![(0, 0), (0, 6), (2, 0), (2, 12)], 2, 2));

@@ -55,14 +55,13 @@ pub fn steps_to_remove(candidates: &[Candidate], retention: &Retention) -> Vec<u
         .sdc_checked
         .and_then(|step| sound.iter().rev().find(|one| one.step <= step))
         .map(|one| one.step);
-    let kept = |one: &Candidate| {
-        one.leased
-            || proven == Some(one.step)
-            || one.step >= oldest
-            || retention.multiples > 0 && one.step.is_multiple_of(retention.multiples)
-            || by_loss.iter().any(|(_, step)| *step == one.step)
-    };
-    candidates.iter().filter(|one| !kept(one)).map(|one| one.step).collect()
+    candidates
+        .iter()
+        .filter(|one| !one.leased && one.step < oldest && proven != Some(one.step))
+        .map(|one| one.step)
+        .filter(|step| retention.multiples == 0 || !step.is_multiple_of(retention.multiples))
+        .filter(|step| by_loss.iter().all(|(_, best)| best != step))
+        .collect()
 }
 
 #[cfg(test)]
@@ -93,11 +92,9 @@ mod tests {
     #[test]
     fn the_newest_that_an_audit_covers_stays() {
         let all: Vec<Candidate> = (1..=8).map(|n| at(n * 500)).collect();
-        let keep = |audited| {
-            steps_to_remove(
-                &all,
-                &Retention { newest: 2, sdc_checked: audited, ..Retention::default() },
-            )
+        let keep = |sdc_checked| {
+            let retention = Retention { newest: 2, sdc_checked, ..Retention::default() };
+            steps_to_remove(&all, &retention)
         };
         assert_eq!(keep(None), [500, 1000, 1500, 2000, 2500, 3000]);
         assert_eq!(keep(Some(1999)), [500, 1000, 2000, 2500, 3000]);

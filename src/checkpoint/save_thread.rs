@@ -59,15 +59,7 @@ impl SaveThread {
     pub fn start() -> Result<Self> {
         let activity = Activity::current();
         let (tasks, queue) = channel::<Box<dyn FnOnce() + Send>>();
-        let work = move || {
-            if let Some(activity) = activity {
-                activity.register_thread(Track::Saver);
-            }
-            while let Ok(task) = queue.recv() {
-                task();
-            }
-        };
-        spawn("saver", work)?;
+        spawn("saver", move || run_tasks(activity, &queue))?;
         Ok(Self { tasks })
     }
 
@@ -79,15 +71,24 @@ impl SaveThread {
         let (sender, result) = channel();
         let is_over = Arc::new(AtomicBool::new(false));
         let over = SetAtEnd(is_over.clone());
-        let task = move || {
+        // After a panic the thread is gone: the task is dropped, and waiting for its result fails.
+        let _ = self.tasks.send(Box::new(move || {
             let _over = over;
             let _span = span(ActivityKind::Checkpoint, None);
             // A save that was given up does not need its result.
             let _ = sender.send(work());
-        };
-        // After a panic the thread is gone: the task is dropped, and waiting for its result fails.
-        let _ = self.tasks.send(Box::new(task));
+        }));
         SaveTask::Begun { result, is_over }
+    }
+}
+
+/// Runs tasks one after another until all senders are dropped.
+fn run_tasks(activity: Option<Activity>, queue: &Receiver<Box<dyn FnOnce() + Send>>) {
+    if let Some(activity) = activity {
+        activity.register_thread(Track::Saver);
+    }
+    while let Ok(task) = queue.recv() {
+        task();
     }
 }
 

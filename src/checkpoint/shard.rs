@@ -218,8 +218,10 @@ fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<
 /// pieces in the manifest.
 fn datasets(extents: &[Extent]) -> Vec<String> {
     let mut order: Vec<usize> = (0..extents.len()).collect();
-    let place = |extent: &Extent| place(extent.columns.as_ref(), extent.range.start);
-    order.sort_by_key(|&i| (&extents[i].tensor, place(&extents[i])));
+    order.sort_by_key(|&i| {
+        let Extent { tensor, columns, range, .. } = &extents[i];
+        (tensor, place(columns.as_ref(), range.start))
+    });
     let mut names = vec![String::new(); extents.len()];
     for of_tensor in order.chunk_by(|&a, &b| extents[a].tensor == extents[b].tensor) {
         for (before, &i) in of_tensor.iter().enumerate() {
@@ -260,14 +262,13 @@ pub fn rest_crc32(file: &File, length: u64, pieces: &[&ShardSlice]) -> std::io::
 mod tests {
     use super::*;
 
+    /// Returns the extent of a whole vector of `len` elements.
+    fn extent(tensor: &str, len: usize) -> Extent {
+        Extent { tensor: tensor.into(), shape: vec![len], columns: None, range: 0..len }
+    }
+
     /// Writes a file of 6 MiB, with three blocks in two tensors.
     fn written(dir: &Path) -> ShardFile {
-        let extent = |tensor: &str, len| Extent {
-            tensor: tensor.into(),
-            shape: vec![len],
-            columns: None,
-            range: 0..len,
-        };
         let extents = [extent("a", BLOCK + 7), extent("b", BLOCK / 2)];
         let mut writer = ShardWriter::create(dir, "x.h5", &[], &extents).unwrap();
         for (number, extent) in extents.iter().enumerate() {

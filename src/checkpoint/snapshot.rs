@@ -7,7 +7,7 @@ use std::path::Path;
 use super::manifest::ShardFileInfo;
 use super::shard::{Extent, ShardFile, ShardWriter, file_name};
 use hpctrain_base::error::Result;
-use hpctrain_base::layout::UnitLayout;
+use hpctrain_base::layout::{TensorPiece, UnitLayout};
 use hpctrain_device::{Kernels, MemoryKind, MemoryStats};
 use hpctrain_parallel::{Owned, Sharded, Values};
 
@@ -166,14 +166,17 @@ fn extents_of<B: Kernels>(unit: &Owned<'_, B>) -> Vec<Extent> {
 
 /// Returns the extents of tensors in a range of a unit.
 fn extents(layout: &UnitLayout, range: &Range<usize>) -> Vec<Extent> {
-    let pieces = layout.pieces(range.clone());
-    let extent = |piece: hpctrain_base::layout::TensorPiece<'_>| Extent {
+    layout.pieces(range.clone()).map(extent).collect()
+}
+
+/// Returns the extent of a tensor that is a piece of a unit.
+fn extent(piece: TensorPiece<'_>) -> Extent {
+    Extent {
         tensor: piece.tensor.name.clone(),
         shape: piece.tensor.shape.clone(),
         columns: piece.columns,
         range: piece.of_tensor,
-    };
-    pieces.map(extent).collect()
+    }
 }
 
 /// Returns the same extents as places in the owned range, numbered from `first`.

@@ -99,20 +99,14 @@ impl Checkpoints {
         let path = step_of(name).map(|step| self.path(step));
         let leases = self.leases();
         let status = leases.trash_status(trash, checkpoint);
-        let bring_back = || match &path {
-            Some(path) if !path.exists() => fs::rename(trash, path)
-                .map_err(|e| refused("restore", path, e))
-                .map(|()| Removal::Leased),
-            _ => Ok(Removal::Leased),
-        };
         match status {
             Ok(TrashStatus::Free) => leases
                 .remove_retired(trash)
                 .map_err(|e| refused("remove", trash, e))
                 .map(|()| Removal::Removed),
-            Ok(TrashStatus::Leased) => bring_back(),
+            Ok(TrashStatus::Leased) => restore(trash, path.as_deref()),
             Ok(TrashStatus::Pending) => Ok(Removal::Pending),
-            Err(e) => bring_back().and(Err(e)),
+            Err(e) => restore(trash, path.as_deref()).and(Err(e)),
         }
     }
 
@@ -152,5 +146,16 @@ impl Checkpoints {
             _ => self.root().join(format!("{TRASH}{name}.{number}")),
         };
         (1..).map(numbered).find(|path| !path.exists()).unwrap_or_else(|| numbered(1))
+    }
+}
+
+/// Renames a leased directory in the trash to the `path` of its checkpoint, if it has one that is
+/// free; returns [`Removal::Leased`].
+fn restore(trash: &Path, path: Option<&Path>) -> Result<Removal> {
+    match path {
+        Some(path) if !path.exists() => fs::rename(trash, path)
+            .map_err(|e| refused("restore", path, e))
+            .map(|()| Removal::Leased),
+        _ => Ok(Removal::Leased),
     }
 }

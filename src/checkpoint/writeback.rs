@@ -1,5 +1,5 @@
 //! Control of the page cache: writeback starts before a file is complete, and files are read back
-//! from the disk.
+//! from the disk. `sync_file_range` is called by `unsafe` code; it accesses no memory.
 
 use std::fs::File;
 use std::path::Path;

@@ -225,11 +225,10 @@ fn compare(args: &DiffArgs) -> Result<i32> {
     let _leases = dirs.each_ref().map(|dir| resolve_path::lease(dir));
     let [mut a, mut b] = [Reader::open(&dirs[0])?, Reader::open(&dirs[1])?];
     let mut differences = Vec::new();
-    let mut report = |difference: CheckpointDifference| match args.json {
+    let found = diff::diff(&mut a, &mut b, args.weights_only, &mut |difference| match args.json {
         true => differences.push(difference),
         false => say(difference),
-    };
-    let found = diff::diff(&mut a, &mut b, args.weights_only, &mut report)?;
+    })?;
     if args.json {
         json(&Differences { tensors: found.tensors, elements: found.elements, differences })?;
         return Ok(i32::from(found.differences > 0));

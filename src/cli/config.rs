@@ -1,8 +1,6 @@
 //! `hpctrain config`: prints configuration keys, the resolved configuration, and the layers of the
 //! model.
 
-use std::ops::Range;
-
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
@@ -168,6 +166,18 @@ struct Stage {
     memory_bytes: usize,
 }
 
+impl Stage {
+    /// Returns the stage with these blocks.
+    fn new(blocks: &[LayerSummary], work: f64, memory_bytes: usize) -> Self {
+        Self {
+            blocks: blocks.iter().map(|block| block.name.clone()).collect(),
+            parameters: blocks.iter().map(|block| block.parameters).sum(),
+            work,
+            memory_bytes,
+        }
+    }
+}
+
 impl Pipeline {
     fn new(config: Config, vocabulary: Option<usize>) -> Result<Self> {
         let Parallel { pipeline, shard, replica, .. } = config.parallel;
@@ -186,22 +196,20 @@ impl Pipeline {
         let blocks = plan.network.blocks_summary();
         let work = plan.network.work_per_block(plan.config.parallel.recompute);
         let total: f64 = work.iter().sum();
-        let stage = |(stage, units): (usize, &Range<usize>)| Stage {
-            blocks: blocks[units.clone()].iter().map(|block| block.name.clone()).collect(),
-            parameters: blocks[units.clone()].iter().map(|block| block.parameters).sum(),
-            work: work[units.clone()].iter().sum::<f64>() / total,
-            memory_bytes: match on_gpu {
+        let stages = plan.stages.iter().enumerate().map(|(stage, units)| {
+            let memory_bytes = match on_gpu {
                 false => memory::estimate::<Cpu>(&plan, stage, held).host(),
                 true => memory::estimate::<Cuda>(&plan, stage, held).gpu(),
-            },
-        };
+            };
+            let work = work[units.clone()].iter().sum::<f64>() / total;
+            Stage::new(&blocks[units.clone()], work, memory_bytes)
+        });
         let schedule = plan.step_schedule(0);
-        let stages = plan.stages.iter().enumerate().map(stage).collect();
         Ok(Self {
             ranks,
             micro_batches: schedule.micros(),
             idle: schedule.bubble_fraction(),
-            stages,
+            stages: stages.collect(),
         })
     }
 

@@ -92,10 +92,9 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
             }
             Some(gpu) => {
                 let comm = &gpu.device_comm(comm);
-                let backend = |plan: &ResolvedConfig| gpu.backend(plan);
                 let here = SearchEnvironment {
                     comm,
-                    backend,
+                    backend: |plan: &ResolvedConfig| gpu.backend(plan),
                     gpu: Some(gpu.memory),
                     threads: None,
                     vocabulary: None,
@@ -136,21 +135,12 @@ impl PlanArgs {
 
 /// Plans from a description of a machine, or from an estimate of this one.
 fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Result<()> {
-    let on_nodes = |nodes: usize| {
-        let divides = ranks.is_multiple_of(nodes);
-        let error = || Error::input(format!("--nodes {nodes} does not divide --ranks {ranks}"));
-        if divides {
-            Ok(ranks / nodes)
-        } else {
-            Err(error().hint("every node has the same number of ranks"))
-        }
-    };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = |per_node: usize| config.run.threads.unwrap_or((cores / per_node).max(1));
     let resident = memory::resident().0;
     let held =
         |messages_on_device| BaselineMemory { messages: 0, messages_on_device, resident, cache: 0 };
-    let given = args.nodes.map(|nodes| on_nodes(nodes as usize)).transpose()?;
+    let given = args.nodes.map(|nodes| ranks_per_node(ranks, nodes as usize)).transpose()?;
     let (machine, per_node, held) = match &args.machine {
         Some(machine) => {
             let machine = Machine::named(machine)?;
@@ -184,6 +174,16 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
     let rates = format!("{} ({})", machine.name, machine.source);
     let choice = search_layouts(config, &facts, &place, |_| Ok(machine))?;
     args.print(&PlanReport { network: name, ranks, per_node, rates, choice: &choice, trials: &[] })
+}
+
+/// Returns the number of ranks on each node, which is the same on all.
+fn ranks_per_node(ranks: usize, nodes: usize) -> Result<usize> {
+    if ranks.is_multiple_of(nodes) {
+        Ok(ranks / nodes)
+    } else {
+        Err(Error::input(format!("--nodes {nodes} does not divide --ranks {ranks}"))
+            .hint("every node has the same number of ranks"))
+    }
 }
 
 /// Plans from rates that are measured on these ranks and devices.
@@ -223,13 +223,13 @@ fn plan_on_threads(args: &PlanArgs) -> Result<()> {
     let ranks = args.ranks.unwrap_or(1) as usize;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = Some((cores / ranks).max(1));
-    let rank = |comm: &Comm<Cpu>| {
+    on_threads(ranks, |comm: &Comm<Cpu>| {
         plan_measured(
             args,
             &config,
             &name,
             &SearchEnvironment { comm, backend: open_cpu, gpu: None, threads, vocabulary: None },
         )
-    };
-    on_threads(ranks, rank).map(drop)
+    })
+    .map(drop)
 }

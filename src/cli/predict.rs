@@ -112,18 +112,9 @@ impl PredictArgs {
         form: InputFormat,
         rows: &Unlabelled,
     ) -> Result<(PathBuf, Option<TempDir>)> {
-        let import = || {
-            // Fails before a long import if a column is missing.
-            self.row_ids(form, rows)?;
-            let directory =
-                tempfile::Builder::new().prefix(".predict-").tempdir_in(folder(&self.out));
-            let directory = directory
-                .map_err(|e| Error::io("create a directory for rows beside", &self.out, e))?;
-            rows.import(form, directory.path())?;
-            Ok(directory)
-        };
         // The import may take longer than the timeout of messages.
-        let directory = world.with_keepalive((world.rank() == 0).then_some(import))?;
+        let directory =
+            world.with_keepalive((world.rank() == 0).then_some(|| self.import(form, rows)))?;
         let path =
             directory.as_ref().map(|directory| directory.path().to_path_buf().into_os_string());
         let gathered = world
@@ -131,6 +122,18 @@ impl PredictArgs {
             .wait()?;
         let path = <std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&gathered[0]);
         Ok((Path::new(path).to_path_buf(), directory))
+    }
+
+    /// Converts the input to shards in a temporary directory next to the output, and returns the
+    /// guard that removes it.
+    fn import(&self, form: InputFormat, rows: &Unlabelled) -> Result<TempDir> {
+        // Fails before a long import if a column is missing.
+        self.row_ids(form, rows)?;
+        let directory = tempfile::Builder::new().prefix(".predict-").tempdir_in(folder(&self.out));
+        let directory =
+            directory.map_err(|e| Error::io("create a directory for rows beside", &self.out, e))?;
+        rows.import(form, directory.path())?;
+        Ok(directory)
     }
 }
 

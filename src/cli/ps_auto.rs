@@ -85,15 +85,7 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> 
     if let Some(text) = env(TF_CONFIG) {
         return task_from_tf_config(&text);
     }
-    let number = |name: &str| -> Result<Option<usize>> {
-        let Some(text) = env(name) else { return Ok(None) };
-        let wrong = || {
-            Error::input(format!("{name}={text} is not a number"))
-                .hint("torchrun sets it; unset it if nothing should")
-        };
-        text.parse().map(Some).map_err(|_| wrong())
-    };
-    let (Some(rank), Some(ranks)) = (number("RANK")?, number("WORLD_SIZE")?) else {
+    let (Some(rank), Some(ranks)) = (number(&env, "RANK")?, number(&env, "WORLD_SIZE")?) else {
         return Err(Error::input(
             "neither TF_CONFIG nor RANK and WORLD_SIZE assign this process a role",
         )
@@ -115,6 +107,15 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> 
         },
         rank if rank <= servers => PsTask::Serve { address: None },
         _ => PsTask::Work,
+    })
+}
+
+/// Returns the number that a variable has, or `None` if it is not set.
+fn number(env: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<usize>> {
+    let Some(text) = env(name) else { return Ok(None) };
+    text.parse().map(Some).map_err(|_| {
+        Error::input(format!("{name}={text} is not a number"))
+            .hint("torchrun sets it; unset it if nothing should")
     })
 }
 
@@ -179,39 +180,41 @@ fn directory(config: &Config) -> Result<PathBuf> {
 
 /// Runs the role of this process and returns the exit code.
 pub fn run(args: &AutoArgs) -> i32 {
-    let run_role = || {
-        signals::record_signals()?;
-        let task = task(|name| std::env::var(name).ok(), args.servers)?;
-        let mut request = args.run.request(None)?;
-        let run = directory(&request.config)?;
-        let timeout = Duration::from_secs(request.config.parameter_server.timeout);
-        match task {
-            PsTask::Coordinate { servers, workers, address } => {
-                request.config.parameter_server.address =
-                    request.config.parameter_server.address.or(address);
-                Ok(coordinate_run(request, servers, Some(workers)))
-            }
-            PsTask::Serve { address } => {
-                serve_run(&run, address.or(request.config.parameter_server.address), timeout)
-                    .map(|()| 0)
-            }
-            PsTask::Work => work_for_run(&run, timeout),
-            PsTask::Evaluate => {
-                let request = evaluate::SidecarOptions {
-                    run,
-                    watch: true,
-                    policy: Policy::Latest,
-                    timeout: Some(evaluate::TRAINER_TIMEOUT),
-                    overrides: vec![],
-                    threads: std::thread::available_parallelism().map_or(1, usize::from),
-                    in_trainer_job: false,
-                };
-                watch_on_device(&single(), &request).map(|outcome| outcome.exit_code())
-            }
-        }
-    };
     exit_on_panic("role");
-    run_role().unwrap_or_else(|e| fail(&e))
+    run_role(args).unwrap_or_else(|e| fail(&e))
+}
+
+/// Runs the role that the environment assigns and returns the exit code.
+fn run_role(args: &AutoArgs) -> Result<i32> {
+    signals::record_signals()?;
+    let task = task(|name| std::env::var(name).ok(), args.servers)?;
+    let mut request = args.run.request(None)?;
+    let run = directory(&request.config)?;
+    let timeout = Duration::from_secs(request.config.parameter_server.timeout);
+    match task {
+        PsTask::Coordinate { servers, workers, address } => {
+            request.config.parameter_server.address =
+                request.config.parameter_server.address.or(address);
+            Ok(coordinate_run(request, servers, Some(workers)))
+        }
+        PsTask::Serve { address } => {
+            serve_run(&run, address.or(request.config.parameter_server.address), timeout)
+                .map(|()| 0)
+        }
+        PsTask::Work => work_for_run(&run, timeout),
+        PsTask::Evaluate => {
+            let request = evaluate::SidecarOptions {
+                run,
+                watch: true,
+                policy: Policy::Latest,
+                timeout: Some(evaluate::TRAINER_TIMEOUT),
+                overrides: vec![],
+                threads: std::thread::available_parallelism().map_or(1, usize::from),
+                in_trainer_job: false,
+            };
+            watch_on_device(&single(), &request).map(|outcome| outcome.exit_code())
+        }
+    }
 }
 
 #[cfg(test)]
@@ -221,6 +224,14 @@ mod tests {
     fn tf(kind: &str, index: usize) -> String {
         let cluster = r#"{"chief": ["a:2222"], "ps": ["b:2222", "b2:2222"], "worker": ["c:2222", "d:2222"], "evaluator": ["e:2222"]}"#;
         format!(r#"{{"cluster": {cluster}, "task": {{"type": "{kind}", "index": {index}}}}}"#)
+    }
+
+    /// Returns the role that an environment with these variables assigns.
+    fn assigned(vars: &[(&str, &str)], servers: usize) -> Result<PsTask> {
+        task(
+            |name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()),
+            servers,
+        )
     }
 
     #[test]
@@ -253,20 +264,16 @@ mod tests {
 
     #[test]
     fn rank_and_world_size_assign_the_role() {
-        let ask = |vars: &[(&str, &str)], servers| {
-            task(
-                |name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()),
-                servers,
-            )
+        let of_rank = |rank| {
+            assigned(&[("RANK", rank), ("WORLD_SIZE", "5"), ("MASTER_ADDR", "a")], 2).unwrap()
         };
-        let of_rank =
-            |rank| ask(&[("RANK", rank), ("WORLD_SIZE", "5"), ("MASTER_ADDR", "a")], 2).unwrap();
         assert_eq!(
             of_rank("0"),
             PsTask::Coordinate { servers: 2, workers: 2, address: Some("a".into()) }
         );
         assert_eq!((of_rank("2"), of_rank("3")), (PsTask::Serve { address: None }, PsTask::Work));
-        let refused = |vars: &[(&str, &str)], servers| ask(vars, servers).unwrap_err().to_string();
+        let refused =
+            |vars: &[(&str, &str)], servers| assigned(vars, servers).unwrap_err().to_string();
         assert!(refused(&[], 1).contains("neither TF_CONFIG nor RANK"));
         assert!(
             refused(&[("RANK", "x"), ("WORLD_SIZE", "5")], 1).contains("RANK=x is not a number")

@@ -126,19 +126,23 @@ fn assign(starts: &[StartCommand]) -> Result<Vec<RankRole>> {
         .shared());
     }
     let workers = count - evaluators - servers;
-    let mut number = 0;
-    let mut role = |start: &StartCommand| {
-        if *start == StartCommand::Evaluate {
-            return RankRole::Evaluates;
-        }
-        number += 1;
-        match number - 1 {
-            number if number < workers => RankRole::Trains,
-            number if number < workers + servers => RankRole::Serves(number - workers),
-            _ => RankRole::Evaluates,
-        }
-    };
-    Ok(starts.iter().map(&mut role).collect())
+    let mut roles = (0..count).map(|number| train_role(number, workers, servers));
+    Ok(starts
+        .iter()
+        .map(|start| match start {
+            StartCommand::Train { .. } => roles.next().unwrap_or(RankRole::Evaluates),
+            StartCommand::Evaluate => RankRole::Evaluates,
+        })
+        .collect())
+}
+
+/// Returns the role of rank `number` among those that `train` started.
+fn train_role(number: usize, workers: usize, servers: usize) -> RankRole {
+    match number {
+        number if number < workers => RankRole::Trains,
+        number if number < workers + servers => RankRole::Serves(number - workers),
+        _ => RankRole::Evaluates,
+    }
 }
 
 #[cfg(test)]

@@ -71,8 +71,9 @@ pub fn run(args: &ReportArgs) -> Result<()> {
 /// Writes a file atomically: on an error, an existing file stays as it was. A pipe or a device is
 /// written directly.
 fn write(path: &Path, content: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
-    let refused =
-        |e| Error::io("write", path, e).hint("give a file in a directory that can be written");
+    let refused = |e: std::io::Error| {
+        Error::io("write", path, e).hint("give a file in a directory that can be written")
+    };
     let is_special = std::fs::metadata(path).is_ok_and(|there| !there.is_file());
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let target = if is_special {
@@ -80,16 +81,25 @@ fn write(path: &Path, content: impl FnOnce(&mut BufWriter<File>) -> Result<()>) 
     } else {
         path.with_file_name(format!(".{name}.{}.tmp", std::process::id()))
     };
-    let write_and_rename = || {
-        let mut file = BufWriter::new(File::create(&target).map_err(refused)?);
-        content(&mut file)?;
-        file.flush().map_err(refused)?;
-        if is_special { Ok(()) } else { std::fs::rename(&target, path).map_err(refused) }
-    };
-    write_and_rename().inspect_err(|_| {
+    let mut written = write_directly(&target, content, refused);
+    if written.is_ok() && !is_special {
+        written = std::fs::rename(&target, path).map_err(refused);
+    }
+    written.inspect_err(|_| {
         if !is_special {
             // This fails if the file was never created.
             let _ = std::fs::remove_file(&target);
         }
     })
+}
+
+/// Writes a file in place; `refused` converts the errors of the file system.
+fn write_directly(
+    path: &Path,
+    content: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
+    refused: impl Fn(std::io::Error) -> Error,
+) -> Result<()> {
+    let mut file = BufWriter::new(File::create(path).map_err(&refused)?);
+    content(&mut file)?;
+    file.flush().map_err(refused)
 }

@@ -115,22 +115,44 @@ impl SampleArgs {
             );
         }
         let vocabulary = config::network(&mut manifest.config.model.clone(), None)?.outputs();
-        let encode = |text: String| {
-            let ids = tokenizer.prompt(&text).map_err(|e| e.at(&place))?;
-            if ids.is_empty() {
-                return Err(Error::input("--prompt is empty")
-                    .hint("give at least one character, or omit it"));
-            }
-            match ids.iter().find(|id| **id as usize >= vocabulary) {
-                None => Ok(Prompt { text, ids }),
-                Some(id) => Err(Error::input(format!(
-                    "{place}: the tokenizer {} gives id {id} for {text:?}, but the vocabulary of the model has {vocabulary}",
-                    tokenizer.name()
-                ))
-                .hint("import the model again with the tokenizer it was trained with: hpctrain checkpoint import --tokenizer")),
-            }
-        };
-        Ok((tokenizer, self.prompts()?.into_iter().map(encode).collect::<Result<_>>()?))
+        let prompts = self.prompts()?.into_iter();
+        let prompts = prompts.map(|text| self.encode(text, tokenizer, vocabulary));
+        Ok((tokenizer, prompts.collect::<Result<_>>()?))
+    }
+
+    /// Returns a prompt with its ids, all of which are in the vocabulary of the model.
+    fn encode(&self, text: String, tokenizer: &Tokenizer, vocabulary: usize) -> Result<Prompt> {
+        let place = self.checkpoint.display();
+        let ids = tokenizer.prompt(&text).map_err(|e| e.at(&place))?;
+        if ids.is_empty() {
+            return Err(
+                Error::input("--prompt is empty").hint("give at least one character, or omit it")
+            );
+        }
+        match ids.iter().find(|id| **id as usize >= vocabulary) {
+            None => Ok(Prompt { text, ids }),
+            Some(id) => Err(Error::input(format!(
+                "{place}: the tokenizer {} gives id {id} for {text:?}, but the vocabulary of the model has {vocabulary}",
+                tokenizer.name()
+            ))
+            .hint("import the model again with the tokenizer it was trained with: hpctrain checkpoint import --tokenizer")),
+        }
+    }
+
+    /// Returns true if a continuation has ended: with the token `eos`, or with a stop text among
+    /// its last `longest` tokens.
+    fn is_end(
+        &self,
+        drawn: &[u32],
+        tokenizer: &Tokenizer,
+        eos: Option<u32>,
+        longest: usize,
+    ) -> bool {
+        if eos.is_some() && drawn.last().copied() == eos {
+            return true;
+        }
+        let last = &drawn[drawn.len().saturating_sub(longest)..];
+        !self.stop.is_empty() && self.find_stop(&tokenizer.decode(last)).is_some()
     }
 
     /// Returns the position of the first stop text in a continuation.
@@ -175,14 +197,9 @@ impl CheckpointCommand for SampleArgs {
                 seed,
             };
             let eos = tokenizer.ends()[1].filter(|_| !self.ignore_eos);
-            let is_end = |drawn: &[u32]| {
-                if eos.is_some() && drawn.last().copied() == eos {
-                    return true;
-                }
-                let last = &drawn[drawn.len().saturating_sub(longest)..];
-                !self.stop.is_empty() && self.find_stop(&tokenizer.decode(last)).is_some()
-            };
-            let drawn = generate(&mut model, ids, context, sampling, is_end)?;
+            let drawn = generate(&mut model, ids, context, sampling, |drawn| {
+                self.is_end(drawn, tokenizer, eos, longest)
+            })?;
             if found.world.rank() != 0 {
                 continue;
             }

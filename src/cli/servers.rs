@@ -197,8 +197,7 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
         let serving: Vec<_> = (0..servers).map(|_| scope.spawn(|| serve(&server))).collect();
         let working: Vec<_> =
             (0..workers).map(|_| scope.spawn(|| work(&worker, &device, open_cpu))).collect();
-        let panicked = || Error::internal("a thread panicked");
-        let ended = coordinator.join().map_err(|_| panicked())?;
+        let ended = coordinator.join().map_err(|_| Error::internal("a thread panicked"))?;
         // The coordinator reports the errors of servers and workers.
         working.into_iter().for_each(|thread| drop(thread.join()));
         serving.into_iter().for_each(|thread| drop(thread.join()));

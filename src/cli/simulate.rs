@@ -29,14 +29,11 @@ pub fn run(args: &SimulateArgs) -> i32 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let request = signals::record_signals()
         .and_then(|()| args.run.job_request(args.servers, Some((cores / ranks).max(1))));
-    let simulate = |request: TrainRequest| match args.servers {
+    let code = request.and_then(|request| match args.servers {
         0 => simulate(ranks, &request),
         servers => super::servers::simulate(ranks, servers, request),
-    };
-    match request.and_then(simulate) {
-        Ok(code) => code,
-        Err(e) => fail(&e),
-    }
+    });
+    code.unwrap_or_else(|e| fail(&e))
 }
 
 fn simulate(ranks: usize, request: &TrainRequest) -> Result<i32> {

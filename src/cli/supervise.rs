@@ -3,7 +3,7 @@
 use clap::{Args, Parser};
 
 use super::train::TrainArgs;
-use crate::config::check_ranks;
+use crate::config::{Config, check_ranks};
 use crate::error::{Error, Result};
 use crate::job::fail;
 use crate::supervise::{
@@ -79,19 +79,26 @@ fn parse_hosts(list: &str, agent: &str, command: &[String]) -> Result<Hosts> {
     })?;
     let config = training.train.config()?;
     let others = training.train.non_training_ranks();
-    let fits = |ranks: usize| match ranks.checked_sub(others).filter(|training| *training > 0) {
-        Some(training) => check_ranks(&config, training),
+    let allowed: Vec<usize> = (1..=list.slots())
+        .filter(|ranks| check_job_ranks(&config, *ranks, others).is_ok())
+        .collect();
+    if allowed.is_empty() {
+        check_job_ranks(&config, list.slots(), others)?;
+    }
+    let agent = agent.split_whitespace().map(str::to_string).collect();
+    Ok(Hosts { list, agent, allowed })
+}
+
+/// Returns an error if the layout does not allow a job of `ranks` ranks, of which `others` do not
+/// train.
+fn check_job_ranks(config: &Config, ranks: usize, others: usize) -> Result<()> {
+    match ranks.checked_sub(others).filter(|training| *training > 0) {
+        Some(training) => check_ranks(config, training),
         None => Err(Error::input(format!(
             "{ranks} ranks, of which {others} are servers or evaluators, leave none to train"
         ))
         .hint("give more hosts, or more ranks on each")),
-    };
-    let allowed: Vec<usize> = (1..=list.slots()).filter(|ranks| fits(*ranks).is_ok()).collect();
-    if allowed.is_empty() {
-        fits(list.slots())?;
     }
-    let agent = agent.split_whitespace().map(str::to_string).collect();
-    Ok(Hosts { list, agent, allowed })
 }
 
 fn first_line(text: &str) -> &str {
@@ -107,14 +114,16 @@ mod tests {
         parse_hosts(list, "ssh -x", &command.split(' ').map(str::to_string).collect::<Vec<_>>())
     }
 
+    /// Returns the numbers of ranks that a job with more arguments may have on these hosts.
+    fn allowed(list: &str, more: &str) -> Result<Vec<usize>> {
+        let command = format!(
+            "mpirun --host {{hosts}} -np {{ranks}} hpctrain train --set batch.global=24 {more}"
+        );
+        asked(list, command.trim()).map(|hosts| hosts.allowed)
+    }
+
     #[test]
     fn the_layout_of_the_command_says_how_many_ranks_may_be() {
-        let allowed = |list: &str, more: &str| {
-            let command = format!(
-                "mpirun --host {{hosts}} -np {{ranks}} hpctrain train --set batch.global=24 {more}"
-            );
-            asked(list, command.trim()).map(|hosts| hosts.allowed)
-        };
         assert_eq!(allowed("a:2,b:2", "--set parallel.virtual_ranks=4"), Ok(vec![1, 2, 4]));
         assert_eq!(allowed("a:4,b:3", "--set parallel.virtual_ranks=12"), Ok(vec![1, 2, 3, 4, 6]));
         assert_eq!(

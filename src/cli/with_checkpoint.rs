@@ -82,12 +82,11 @@ impl<B: Kernels> LoadedCheckpoint<'_, B> {
         &self,
         open: impl FnOnce(&mut ShardIndex, &ResolvedConfig) -> Result<D>,
     ) -> Result<(D, Vec<String>)> {
-        let opened = |index: &mut ShardIndex| {
+        micro_batches::open_together(&self.world, |index| {
             let mut data = open(index, &self.plan)?;
             let notes = self.reader.manifest().conform(&mut data)?;
             Ok((data, notes))
-        };
-        micro_batches::open_together(&self.world, opened)
+        })
     }
 
     /// Builds the model with the parameters of the checkpoint.

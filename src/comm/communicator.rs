@@ -174,9 +174,10 @@ pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, timeout: Duration) -> 
 /// Returns an error if a rank does not connect in time, or the network fails.
 pub fn start_tcp<B: Backend>(meeting: &TcpRendezvous, algorithm: Algorithm) -> Result<Comm<B>> {
     let place = meeting.clone();
+    let name = format!("comm-{}", meeting.rank);
     // The rendezvous has its own time limit.
-    let open = move |shared| tcp::open(&place, shared);
-    let (worker, shared, world) = start(&format!("comm-{}", meeting.rank), Duration::ZERO, open)?;
+    let (worker, shared, world) =
+        start(&name, Duration::ZERO, move |shared| tcp::open(&place, shared))?;
     Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker)))
 }
 

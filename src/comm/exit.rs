@@ -1,4 +1,7 @@
 //! The ways a rank ends: an orderly exit, or an abort of all ranks.
+//!
+//! The communication thread aborts the job, with MPI by `MPI_Abort`. If that has not ended the
+//! process after two seconds, it exits by itself.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -86,11 +89,10 @@ impl Exit {
 /// Exits this process. The exit handlers of libraries may wait for a lock that a stuck thread
 /// holds, so after [`ABORT_TIMEOUT`] the process aborts without them.
 pub fn exit_process(code: i32) -> ! {
-    let abort_later = || {
+    // If no thread can be started, the process waits for the handlers.
+    let _ = std::thread::Builder::new().spawn(|| {
         std::thread::sleep(ABORT_TIMEOUT);
         std::process::abort()
-    };
-    // If no thread can be started, the process waits for the handlers.
-    let _ = std::thread::Builder::new().spawn(abort_later);
+    });
     std::process::exit(code)
 }

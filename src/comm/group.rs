@@ -110,11 +110,11 @@ impl<B: Backend> Group<B> {
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
         let vendor = self.comm.inner.world.vendor
             || self.comm.device_transport() == Some(DeviceTransport::Nccl);
-        let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Vendor;
-        let fits = |algorithm: &Algorithm| {
-            able(algorithm) && (!exact || algorithm.is_exact(&self.members))
-        };
-        Algorithm::ALL.into_iter().filter(fits).collect()
+        let fitting = Algorithm::ALL.into_iter().filter(|algorithm| {
+            (vendor || *algorithm != Algorithm::Vendor)
+                && (!exact || algorithm.is_exact(&self.members))
+        });
+        fitting.collect()
     }
 
     /// Describes this rank for messages: its number in the world and its host.

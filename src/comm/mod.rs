@@ -4,7 +4,9 @@
 //! makes every call and finalises it. Compute threads hand it buffers *by move*, and
 //! [`Pending::wait`] gives them back, so no borrow can race with the transport. Requests run in the
 //! order they were made, one at a time; only sends finish in the background. The ranks of a group
-//! must make the same collective requests in the same order, which debug builds check.
+//! must make the same collective requests in the same order, which debug builds check. After a
+//! request fails, all later ones fail with the same error, because ranks may no longer agree on the
+//! next request.
 //!
 //! The transports are MPI ([`start_mpi`]), TCP between processes that meet by themselves
 //! ([`start_tcp`]), and mailboxes between threads of one process ([`start_threads`], for tests and

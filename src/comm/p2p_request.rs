@@ -132,8 +132,12 @@ pub fn chunks<B: Backend>(
         Ok(taken) if !taken.is_empty() => {
             let whole =
                 Arc::new(Mutex::new(StagedRecv { posted: Some(posted), left: taken.len() }));
-            let chunk = |(slot, words)| RecvChunk { slot, words, whole: whole.clone() };
-            Ok(taken.into_iter().map(chunk).collect())
+            let chunks = taken.into_iter().map(|(slot, words)| RecvChunk {
+                slot,
+                words,
+                whole: whole.clone(),
+            });
+            Ok(chunks.collect())
         }
         done => {
             let done = done.map(drop);

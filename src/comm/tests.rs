@@ -40,11 +40,11 @@ fn run_over_tcp<T: Send + 'static>(
 ) -> Vec<std::thread::Result<T>> {
     let folder = tempfile::tempdir().unwrap();
     write_secret(folder.path()).unwrap();
-    let start = |rank| {
+    let starts = (0..ranks).map(|rank| {
         let meeting = TcpRendezvous { dir: folder.path().into(), rank, ranks };
         move || start_tcp(&meeting, algorithm).unwrap()
-    };
-    run_each((0..ranks).map(start).collect(), rank)
+    });
+    run_each(starts.collect(), rank)
 }
 
 /// Runs `rank` on a thread for each of `starts`, which creates its communicator there.
@@ -76,20 +76,18 @@ fn buf(values: &[f32]) -> CpuBuf {
 
 /// Returns values whose sum depends on the order of additions, for more ranks than any test has.
 fn values(rank: usize, len: usize) -> &'static [f32] {
-    static VALUES: LazyLock<Vec<Vec<f32>>> = LazyLock::new(|| {
-        let of_rank = |rank: u64| {
-            let mut state = rank * 7919 + 1;
-            let mut next = || {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                (state >> 40) as f32 / (1 << 24) as f32
-            };
-            (0..LONGEST + 20)
-                .map(|_| (next() - 0.5) * 10f32.powi((next() * 6.0) as i32 - 3))
-                .collect()
-        };
-        (0..20).map(of_rank).collect()
-    });
+    static VALUES: LazyLock<Vec<Vec<f32>>> = LazyLock::new(|| (0..20).map(random_values).collect());
     &VALUES[rank][..len]
+}
+
+/// Returns random values of several magnitudes, seeded by the rank.
+fn random_values(rank: u64) -> Vec<f32> {
+    let mut state = rank * 7919 + 1;
+    let mut next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 40) as f32 / (1 << 24) as f32
+    };
+    (0..LONGEST + 20).map(|_| (next() - 0.5) * 10f32.powi((next() * 6.0) as i32 - 3)).collect()
 }
 
 /// Computes the sum of one element by the documented tree.
@@ -200,37 +198,51 @@ fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
             let rank = comm.rank();
             let len = 4096 * comm.size();
             let mine: Vec<f32> = (0..len).map(|i| (rank * 31 + i % 97) as f32 * 0.1).collect();
-            let mut counts = Vec::new();
-            let mut count = |name, collective: &dyn Fn() -> Result<()>| {
-                // All ranks begin in the same round.
-                world.barrier().wait()?;
-                let before = comm.stats();
-                collective()?;
-                let after = comm.stats();
-                counts.push((name, after.rounds - before.rounds, after.sent - before.sent));
-                Ok::<(), Error>(())
-            };
-            count("agree", &|| world.all_ok(Ok(())))?;
-            count("gather_bytes", &|| world.gather_bytes(vec![0; 100]).wait().map(drop))?;
-            count("gather_bytes_to_root", &|| {
-                world.gather_bytes_to_root(vec![0; 100]).wait().map(drop)
-            })?;
-            count("broadcast_bytes", &|| world.broadcast_bytes(vec![0; 100]).wait().map(drop))?;
+            let mut counts = vec![
+                count(&world, "agree", || world.all_ok(Ok(())))?,
+                count(&world, "gather_bytes", || {
+                    world.gather_bytes(vec![0; 100]).wait().map(drop)
+                })?,
+                count(&world, "gather_bytes_to_root", || {
+                    world.gather_bytes_to_root(vec![0; 100]).wait().map(drop)
+                })?,
+                count(&world, "broadcast_bytes", || {
+                    world.broadcast_bytes(vec![0; 100]).wait().map(drop)
+                })?,
+            ];
             let of_each = if rank == 0 { vec![vec![0; 100]; comm.size()] } else { vec![] };
-            count("scatter_bytes", &|| world.scatter_bytes(of_each.clone()).wait().map(drop))?;
+            counts.push(count(&world, "scatter_bytes", || {
+                world.scatter_bytes(of_each).wait().map(drop)
+            })?);
             for operation in [
                 Operation::ReduceScatter,
                 Operation::AllGather,
                 Operation::AllReduce,
                 Operation::Reduce,
             ] {
-                count(operation.name(), &|| world.run(operation, buf(&mine)).wait().map(drop))?;
+                counts.push(count(&world, operation.name(), || {
+                    world.run(operation, buf(&mine)).wait().map(drop)
+                })?);
             }
             Ok(counts)
         });
     let results: Vec<_> = results.into_iter().map(|result| result.unwrap().unwrap()).collect();
     let most = |i: usize| results.iter().map(|counts| counts[i].1).max().unwrap();
     results[0].iter().enumerate().map(|(i, &(name, _, sent))| (name, most(i), sent)).collect()
+}
+
+/// Returns the name of a collective, its rounds, and the bytes that this rank sends in it.
+fn count(
+    world: &Group<Cpu>,
+    name: &'static str,
+    collective: impl FnOnce() -> Result<()>,
+) -> Result<(&'static str, u64, u64)> {
+    // All ranks begin in the same round.
+    world.barrier().wait()?;
+    let before = world.stats();
+    collective()?;
+    let after = world.stats();
+    Ok((name, after.rounds - before.rounds, after.sent - before.sent))
 }
 
 /// Collectives take at most 2⌈log₂ n⌉ + 2 rounds; all_reduce and reduce take ⌈log₂ n⌉ more.
@@ -438,23 +450,28 @@ fn messages(comm: Comm<Cpu>) -> Result<()> {
     Ok(())
 }
 
+/// Runs every operation over TCP: in the world, a part of it, and a group of all ranks.
+fn every_operation_in_groups(comm: &Comm<Cpu>, algorithm: Algorithm, ranks: usize) -> Result<()> {
+    assert_eq!((comm.library(), comm.size()), ("TCP", ranks));
+    every_operation(&comm.world(), algorithm)?;
+    // Two groups of ranks, which are split at other times.
+    let colors: Vec<usize> = (0..ranks).map(|rank| rank % 2).collect();
+    let role = comm.role(&colors)?;
+    if comm.rank().is_multiple_of(2) {
+        every_operation(&role.split(&vec![0; role.size()])?, algorithm)?;
+    }
+    every_operation(&comm.split(&vec![7; ranks])?, algorithm)
+}
+
 #[test]
 fn every_operation_over_tcp() {
     let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Vendor);
     for algorithm in own {
         for ranks in 1..=4 {
-            let work = move |comm: Comm<Cpu>| {
-                assert_eq!((comm.library(), comm.size()), ("TCP", ranks));
-                every_operation(&comm.world(), algorithm)?;
-                // Two groups of ranks, which are split at other times.
-                let colors: Vec<usize> = (0..ranks).map(|rank| rank % 2).collect();
-                let role = comm.role(&colors)?;
-                if comm.rank().is_multiple_of(2) {
-                    every_operation(&role.split(&vec![0; role.size()])?, algorithm)?;
-                }
-                every_operation(&comm.split(&vec![7; ranks])?, algorithm)
-            };
-            for result in run_over_tcp(ranks, algorithm, work) {
+            let results = run_over_tcp(ranks, algorithm, move |comm| {
+                every_operation_in_groups(&comm, algorithm, ranks)
+            });
+            for result in results {
                 assert!(matches!(result, Ok(Ok(()))), "{algorithm} on {ranks}: {result:?}");
             }
         }

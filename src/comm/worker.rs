@@ -151,15 +151,8 @@ impl CommThreadState {
         if mine == theirs {
             return Ok(());
         }
-        let describe = |rank: usize, text: &[u8]| {
-            format!(
-                "rank {} requests {}",
-                group.ranks[rank],
-                String::from_utf8_lossy(&text[..ANNOUNCED]).trim_end()
-            )
-        };
-        let me = describe(group.rank, &mine);
-        let other = describe(group.previous(), &theirs);
+        let me = describe_request(group, group.rank, &mine);
+        let other = describe_request(group, group.previous(), &theirs);
         Err(Error::internal(format!("ranks of a group disagree: {me}, {other}")))
     }
 }
@@ -180,6 +173,15 @@ fn announced(label: &Label) -> String {
         text += &format!(" from {root}");
     }
     text + " by " + label.algorithm
+}
+
+/// Describes the request of a rank of the group by the message with which it is compared.
+fn describe_request(group: &GroupRanks, rank: usize, message: &[u8]) -> String {
+    format!(
+        "rank {} requests {}",
+        group.ranks[rank],
+        String::from_utf8_lossy(&message[..ANNOUNCED]).trim_end()
+    )
 }
 
 /// The handle to the communication thread.
@@ -203,30 +205,7 @@ impl Worker {
         let (requests, queue) = channel();
         let here = shared.clone();
         let shared = shared.clone();
-        let body = move || {
-            shared.register_thread();
-            shared.activity.register_thread(Track::Communication);
-            if let Some(transport) = open() {
-                let scratch = Scratch::new(shared.clone());
-                let device_scratch = DeviceScratch::new(&shared);
-                let transport: Box<dyn Transport> =
-                    Box::new(TrackedTransport::new(transport, shared.clone()));
-                let slots = Arc::new(Slots::new(shared.clone()));
-                let device_comms = DeviceComms::new(shared.clone());
-                let state = CommThreadState {
-                    transport,
-                    scratch,
-                    slots,
-                    device_scratch,
-                    device_comms,
-                    shared,
-                    failed: None,
-                    awaited: false,
-                };
-                serve(state, &queue);
-            }
-        };
-        let thread = spawn(name, body)?;
+        let thread = spawn(name, move || run_thread(shared, open, &queue))?;
         Ok(Self { requests, shared: here, thread })
     }
 
@@ -243,6 +222,33 @@ impl Worker {
         // A panic there has failed the requests that were not answered.
         let _ = self.thread.join();
     }
+}
+
+/// Runs the communication thread: opens the transport and serves the requests of `queue`.
+fn run_thread(
+    shared: Arc<Shared>,
+    open: impl FnOnce() -> Option<Box<dyn Transport>>,
+    queue: &Receiver<CommRequest>,
+) {
+    shared.register_thread();
+    shared.activity.register_thread(Track::Communication);
+    let Some(transport) = open() else { return };
+    let scratch = Scratch::new(shared.clone());
+    let device_scratch = DeviceScratch::new(&shared);
+    let transport: Box<dyn Transport> = Box::new(TrackedTransport::new(transport, shared.clone()));
+    let slots = Arc::new(Slots::new(shared.clone()));
+    let device_comms = DeviceComms::new(shared.clone());
+    let state = CommThreadState {
+        transport,
+        scratch,
+        slots,
+        device_scratch,
+        device_comms,
+        shared,
+        failed: None,
+        awaited: false,
+    };
+    serve(state, queue);
 }
 
 fn serve(mut state: CommThreadState, queue: &Receiver<CommRequest>) {

@@ -211,14 +211,17 @@ pub(super) fn meant(section: Option<&str>, key: &str) -> Option<&'static str> {
     }
     let is_known =
         |names: &&Names| names.exact.contains(&&name[..]) || names.similar.contains(&&name[..]);
-    let by_name = || {
-        // One of our keys in an unknown section: `train.lr`, `training.weight_decay`.
-        let mut same = KEYS
-            .iter()
-            .filter(|names| names.key.split_once('.').is_some_and(|(_, own)| plain(own) == name));
-        same.next().filter(|_| same.next().is_none())
-    };
-    KEYS.iter().find(is_known).or_else(by_name).map(|names| names.key)
+    KEYS.iter().find(is_known).map(|names| names.key).or_else(|| only_key_named(&name))
+}
+
+/// Returns our key with this name if only one section has it, for keys in unknown sections such as
+/// `train.lr` and `training.weight_decay`.
+fn only_key_named(name: &str) -> Option<&'static str> {
+    let mut same = KEYS
+        .iter()
+        .map(|names| names.key)
+        .filter(|key| key.split_once('.').is_some_and(|(_, own)| plain(own) == name));
+    same.next().filter(|_| same.next().is_none())
 }
 
 #[cfg(test)]

@@ -50,21 +50,15 @@ fn value(section: &impl Serialize) -> Result<Value> {
 }
 
 fn walk(path: &mut String, value: &Value) -> Result<()> {
-    let length = path.len();
-    let mut below = |part: &str, value: &Value| {
-        path.push_str(part);
-        let walked = walk(path, value);
-        path.truncate(length);
-        walked
-    };
     match value {
         Value::Object(all) => all.iter().try_for_each(|(key, value)| {
-            let dot = if length == 0 { "" } else { "." };
-            below(&format!("{dot}{key}"), value)
+            let dot = if path.is_empty() { "" } else { "." };
+            walk_part(path, &format!("{dot}{key}"), value)
         }),
-        Value::Array(all) => {
-            all.iter().enumerate().try_for_each(|(i, value)| below(&format!("[{i}]"), value))
-        }
+        Value::Array(all) => all
+            .iter()
+            .enumerate()
+            .try_for_each(|(i, value)| walk_part(path, &format!("[{i}]"), value)),
         Value::Number(number) => {
             let most = most(path);
             match number.as_u64().filter(|number| *number > most) {
@@ -74,6 +68,15 @@ fn walk(path: &mut String, value: &Value) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// Checks the value of a part of `path`, and restores `path`.
+fn walk_part(path: &mut String, part: &str, value: &Value) -> Result<()> {
+    let length = path.len();
+    path.push_str(part);
+    let walked = walk(path, value);
+    path.truncate(length);
+    walked
 }
 
 /// Returns the largest integer of a key.
@@ -104,14 +107,15 @@ mod tests {
     use super::*;
     use crate::{Sources, load};
 
+    /// Returns the error for a setting.
+    fn refused(setting: &str) -> String {
+        let overrides = [setting.to_string()];
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        check(&config).unwrap_err().to_string()
+    }
+
     #[test]
     fn integers_are_bounded_by_their_keys() {
-        let refused = |setting: &str| {
-            let overrides = [setting.to_string()];
-            let (config, _) =
-                load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-            check(&config).unwrap_err().to_string()
-        };
         for (setting, expected) in [
             (
                 "model.layers=1000000000000",

@@ -56,16 +56,16 @@ impl FromStr for DeviceChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let numbered = || text.strip_prefix("cuda:").and_then(Numbers::read).map(Self::CudaAt);
         match text {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda),
-            _ => numbered().ok_or_else(|| {
-                format!(
+            _ => match text.strip_prefix("cuda:").and_then(Numbers::read) {
+                Some(numbers) => Ok(Self::CudaAt(numbers)),
+                None => Err(format!(
                     "`{text}` is not a device: use auto, cpu, cuda, or cuda:0,2 for some of several"
-                )
-            }),
+                )),
+            },
         }
     }
 }

@@ -1,5 +1,4 @@
-//! `device.memory`: the memory that a rank takes of its GPU. Runs of earlier versions call a part
-//! of it `memory_fraction`.
+//! `device.memory`: the memory that a rank takes of its GPU.
 
 use std::fmt;
 use std::str::FromStr;

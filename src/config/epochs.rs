@@ -111,14 +111,16 @@ mod tests {
         load(&Sources { overrides: &overrides, ..Sources::default() }).map(|(config, _)| config)
     }
 
+    /// Returns the steps and the remaining epochs of a run on this many samples.
+    fn counted(epochs: &str, batch: &str, samples: u64) -> (u64, u64) {
+        let mut config = loaded(&[epochs, batch]).unwrap();
+        assert_eq!(config.run.steps, 0);
+        config.count_epochs(samples);
+        (config.run.steps, config.run.epochs)
+    }
+
     #[test]
     fn epochs_are_counted_in_steps() {
-        let counted = |epochs: &str, batch: &str, samples| {
-            let mut config = loaded(&[epochs, batch]).unwrap();
-            assert_eq!(config.run.steps, 0);
-            config.count_epochs(samples);
-            (config.run.steps, config.run.epochs)
-        };
         assert_eq!(counted("run.epochs=1", "batch.global=16", 100), (7, 0));
         // Batches span the ends of epochs: 400 samples, not four times seven batches.
         assert_eq!(counted("run.epochs=4", "batch.global=16", 100), (25, 0));
@@ -167,9 +169,9 @@ mod tests {
     #[test]
     fn epochs_end_where_their_last_sample_is() {
         // Steps of 16 samples over 40: the epochs end in steps 3, 5 and 8.
-        let of_step = |step: u64| epochs_ended(16 * step, 16, 40).collect::<Vec<_>>();
-        let found: Vec<(u64, u64)> =
-            (1..=8).flat_map(|step| of_step(step).into_iter().map(move |n| (step, n))).collect();
+        let found: Vec<(u64, u64)> = (1..=8)
+            .flat_map(|step| epochs_ended(16 * step, 16, 40).map(move |n| (step, n)))
+            .collect();
         assert_eq!(found, [(3, 1), (5, 2), (8, 3)]);
         assert_eq!(epochs_ended(120, 120, 40).collect::<Vec<_>>(), [1, 2, 3]);
         assert!(epochs_ended(0, 0, 40).is_empty());

@@ -214,18 +214,9 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
         }
     }
     let grows = config.device.memory == DeviceMemory::Grow;
-    let line = |rank: usize| {
-        let Seen { name, pci, memory: whole, .. } = seen(rank);
-        let host = topology.host(rank);
-        let own = format_bytes(memory(rank));
-        let own = if grows { format!("up to {own}") } else { own };
-        format!(
-            "rank {rank} on {host}: {name} at {pci}, {own} of {}, cores {}",
-            format_bytes(*whole),
-            topology.cores(rank)
-        )
-    };
-    let table = (0..chosen.len()).map(line).collect();
+    let table = (0..chosen.len())
+        .map(|rank| line(&topology, rank, seen(rank), memory(rank), grows))
+        .collect();
     let rank = world.rank();
     let device = opened.swap_remove(chosen[rank]);
     let ids = |rank: usize| -> BTreeSet<&str> {
@@ -241,6 +232,19 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
         is_isolated,
         table,
     }))
+}
+
+/// Returns the line of a rank in the table of GPUs; the rank may take `own` bytes of `gpu`.
+fn line(topology: &Topology, rank: usize, gpu: &Seen, own: usize, grows: bool) -> String {
+    let Seen { name, pci, memory: whole, .. } = gpu;
+    let host = topology.host(rank);
+    let own = format_bytes(own);
+    let own = if grows { format!("up to {own}") } else { own };
+    format!(
+        "rank {rank} on {host}: {name} at {pci}, {own} of {}, cores {}",
+        format_bytes(*whole),
+        topology.cores(rank)
+    )
 }
 
 /// Returns the bytes that each of `ranks` ranks on a GPU with `whole` bytes may take.
@@ -282,21 +286,15 @@ fn assign(
     hosts: &[String],
     ranks_per_gpu: usize,
 ) -> Result<Option<Vec<usize>>> {
-    let sees = |view: &View| view.as_ref().is_ok_and(|seen| !seen.is_empty());
-    if choice == DeviceChoice::Auto && !views.iter().any(sees) {
+    let any_sees = views.iter().any(|view| view.as_ref().is_ok_and(|seen| !seen.is_empty()));
+    if choice == DeviceChoice::Auto && !any_sees {
         return Ok(None);
     }
     let mut users: HashMap<(&str, &str), usize> = HashMap::new();
     let mut chosen = Vec::with_capacity(views.len());
     for (rank, (view, host)) in views.iter().zip(hosts).enumerate() {
         let none = |why: &str| {
-            let hint = "set run.device=cpu to train without GPUs, or let ranks without a GPU hold the parameters: --servers N";
-            let (why, own) = why.split_once("\nhint: ").unwrap_or((why, hint));
-            // If others see GPUs, ranks without one may be servers.
-            let hint = if views.iter().any(sees) { hint } else { own };
-            Error::input(format!("run.device = {choice}: rank {rank} on {host} has no GPU: {why}"))
-                .hint(hint)
-                .shared()
+            no_gpu(&format!("run.device = {choice}: rank {rank} on {host}"), why, any_sees)
         };
         let seen = match view {
             Ok(seen) if seen.is_empty() => return Err(none("it sees none")),
@@ -334,6 +332,15 @@ fn assign(
     Ok(Some(chosen))
 }
 
+/// Returns the error of a rank without a GPU; `any_sees` is whether any rank sees one.
+fn no_gpu(rank: &str, why: &str, any_sees: bool) -> Error {
+    let hint = "set run.device=cpu to train without GPUs, or let ranks without a GPU hold the parameters: --servers N";
+    let (why, own) = why.split_once("\nhint: ").unwrap_or((why, hint));
+    // If others see GPUs, ranks without one may be servers.
+    let hint = if any_sees { hint } else { own };
+    Error::input(format!("{rank} has no GPU: {why}")).hint(hint).shared()
+}
+
 /// Returns a number of GPUs as text: `1 GPU`, `4 GPUs`.
 fn count(gpus: usize) -> String {
     format!("{gpus} GPU{}", if gpus == 1 { "" } else { "s" })
@@ -344,14 +351,29 @@ mod tests {
     use super::*;
 
     fn gpus(ids: &[(&str, bool)]) -> View {
-        let seen = |&(id, is_near): &(&str, bool)| Seen {
+        Ok(ids.iter().map(|(id, is_near)| gpu(id, *is_near)).collect())
+    }
+
+    /// Returns a GPU with this identity.
+    fn gpu(id: &str, is_near: bool) -> Seen {
+        Seen {
             id: id.into(),
             name: "GPU".into(),
             pci: "0000:01:00.0".into(),
             memory: 1 << 30,
             is_near,
+        }
+    }
+
+    /// Returns the bytes that each of `ranks` ranks on a GPU with 1000 bytes may take.
+    fn share_of(memory: DeviceMemory, limit: Option<usize>, ranks: usize) -> usize {
+        let device = config::Device {
+            memory,
+            memory_limit: limit.map(config::Size),
+            ranks_per_gpu: ranks,
+            ..Default::default()
         };
-        Ok(ids.iter().map(seen).collect())
+        share(&device, 1000, ranks)
     }
 
     fn shared(
@@ -400,26 +422,23 @@ mod tests {
 
     #[test]
     fn ranks_take_parts_sizes_or_as_much_as_they_need() {
-        let of = |memory: DeviceMemory, limit: Option<usize>, ranks: usize| {
-            let limit = limit.map(config::Size);
-            let device = config::Device {
-                memory,
-                memory_limit: limit,
-                ranks_per_gpu: ranks,
-                ..Default::default()
-            };
-            share(&device, 1000, ranks)
-        };
         let bytes = DeviceMemory::Bytes(config::Size(300));
         let grow = DeviceMemory::Grow;
         assert_eq!(
-            (of(DeviceMemory::Fraction(0.5), None, 1), of(DeviceMemory::Fraction(0.5), None, 2)),
+            (
+                share_of(DeviceMemory::Fraction(0.5), None, 1),
+                share_of(DeviceMemory::Fraction(0.5), None, 2)
+            ),
             (500, 250)
         );
-        assert_eq!((of(bytes, None, 1), of(bytes, None, 2)), (300, 300));
-        assert_eq!((of(grow, None, 1), of(grow, None, 3)), (900, 300));
+        assert_eq!((share_of(bytes, None, 1), share_of(bytes, None, 2)), (300, 300));
+        assert_eq!((share_of(grow, None, 1), share_of(grow, None, 3)), (900, 300));
         assert_eq!(
-            (of(grow, Some(100), 1), of(bytes, Some(100), 2), of(bytes, Some(400), 2)),
+            (
+                share_of(grow, Some(100), 1),
+                share_of(bytes, Some(100), 2),
+                share_of(bytes, Some(400), 2)
+            ),
             (100, 100, 300)
         );
     }

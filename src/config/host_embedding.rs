@@ -57,6 +57,7 @@ pub fn with_embedding_placement(
 mod tests {
     use super::*;
     use crate::{Environment, Sources, load, resolve};
+    use hpctrain_cpu::Cpu;
 
     fn resolved(
         preset: &str,
@@ -71,16 +72,15 @@ mod tests {
         resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu })
     }
 
+    /// Returns the names and shapes of the tensors of each block.
+    fn names(network: &Network) -> Vec<Vec<(String, Vec<usize>)>> {
+        let blocks = network.blocks::<Cpu>();
+        let tensors = blocks.iter().map(|block| block.tensors().into_iter());
+        tensors.map(|all| all.map(|tensor| (tensor.name, tensor.shape)).collect()).collect()
+    }
+
     #[test]
     fn tables_are_a_separate_block_with_the_same_tensors() {
-        use hpctrain_cpu::Cpu;
-        use hpctrain_nn::Network;
-        let names = |network: &Network| {
-            let of_block = |block: &dyn hpctrain_nn::Block<Cpu>| -> Vec<(String, Vec<usize>)> {
-                block.tensors().into_iter().map(|tensor| (tensor.name, tensor.shape)).collect()
-            };
-            network.blocks::<Cpu>().iter().map(|block| of_block(&**block)).collect::<Vec<_>>()
-        };
         for preset in ["dlrm", "llama-char"] {
             let plan = resolved(preset, 2, &["parallel.zero=3"], true).unwrap();
             let whole = crate::network(&mut plan.config.model.clone(), None).unwrap();

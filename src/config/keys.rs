@@ -115,9 +115,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("all.toml");
         // The text as it is, and with all defaults uncommented.
-        let is_default = |line: &&str| !line.starts_with("# ") && !line.ends_with(" =");
-        let uncommented = |line: &str| line.strip_prefix('#').unwrap_or(line).to_owned();
-        let all: Vec<String> = text.lines().filter(is_default).map(uncommented).collect();
+        let all: Vec<&str> = text
+            .lines()
+            .filter(|line| !line.starts_with("# ") && !line.ends_with(" ="))
+            .map(|line| line.strip_prefix('#').unwrap_or(line))
+            .collect();
         for text in [text.clone(), all.join("\n")] {
             std::fs::write(&file, &text).unwrap();
             let (mut config, _) =

@@ -258,8 +258,10 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
     if !heads.is_multiple_of(virtual_ranks) {
         // Any divisor of the heads; if virtual ranks are given, only multiples of the ranks.
         let step = if parallel.virtual_tensor_ranks.is_some() { tensor } else { 1 };
-        let fits = |count: &usize| heads.is_multiple_of(*count) && count.is_multiple_of(step);
-        let legal: Vec<String> = (1..=heads).filter(fits).map(|count| count.to_string()).collect();
+        let legal: Vec<String> = (1..=heads)
+            .filter(|count| heads.is_multiple_of(*count) && count.is_multiple_of(step))
+            .map(|count| count.to_string())
+            .collect();
         let hint = match &legal[..] {
             [] => format!("parallel.tensor = {tensor} must divide {kind}"),
             legal => format!("parallel.{key} may be {}", legal.join(", ")),

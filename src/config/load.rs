@@ -295,19 +295,12 @@ fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
     // Serde reports known values, and keys in lists and tables of a key, in its message only:
     // "unknown variant `cosin`, expected one of `constant`, `cosine`".
     let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
-    let unknown = |what: &str, unknown: &str, known: &[&str], they: &str| {
-        Error::input(format!("{place}: unknown {what} `{unknown}`")).hint(format!(
-            "{}{they} {}",
-            did_you_mean(unknown, known),
-            known.join(", ")
-        ))
-    };
     match names.as_slice() {
         [name, known @ ..] if message.starts_with("unknown field") => {
-            unknown("key", name, known, "keys here are")
+            unknown_name(&format!("{place}: unknown key"), name, known, "keys here are")
         }
         [name, known @ ..] if message.starts_with("unknown variant") => {
-            unknown("value", name, known, "it can be")
+            unknown_name(&format!("{place}: unknown value"), name, known, "it can be")
         }
         _ => {
             let quoted = error.span().and_then(|span| quoted(text, span));
@@ -318,6 +311,12 @@ fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
             Error::input(format!("{place}: {message}")).hint(hint)
         }
     }
+}
+
+/// Returns an error that begins with `what`, for a name that is not among `known`.
+fn unknown_name(what: &str, name: &str, known: &[&str], they: &str) -> Error {
+    let near = did_you_mean(name, known);
+    Error::input(format!("{what} `{name}`")).hint(format!("{near}{they} {}", known.join(", ")))
 }
 
 /// Returns the refused value at `span` in quotes, if the configuration is valid with the quotes.

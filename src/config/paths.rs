@@ -61,15 +61,19 @@ fn expanded(path: &str, env: &impl Fn(&str) -> Option<String>) -> Result<String>
 mod tests {
     use super::*;
 
-    #[test]
-    fn paths_begin_at_home_or_a_variable() {
-        let env = |name: &str| match name {
+    /// Returns the value of an environment variable, if it is set.
+    fn variable(name: &str) -> Option<String> {
+        match name {
             "HOME" => Some("/home/me".to_owned()),
             "SCRATCH" => Some("/scratch/me".to_owned()),
             "EMPTY" => Some(String::new()),
             _ => None,
-        };
-        let of = |path: &str| expanded(path, &env);
+        }
+    }
+
+    #[test]
+    fn paths_begin_at_home_or_a_variable() {
+        let of = |path: &str| expanded(path, &variable);
         for (path, full) in [
             ("~/runs", "/home/me/runs"),
             ("~", "/home/me"),

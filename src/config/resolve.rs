@@ -103,12 +103,12 @@ impl ResolvedConfig {
     pub fn virtual_ranks_of_rank(&self, rank: usize) -> Vec<Range<usize>> {
         let replica = rank / self.mesh.shard;
         let shard = rank % self.mesh.shard;
-        let of_replica = |replica: usize| {
+        let replicas = part(self.replicas(), replica, self.mesh.replica).map(|replica| {
             let virtual_ranks = part(self.virtual_ranks, replica, self.replicas());
             let mine = part(virtual_ranks.len(), shard, self.mesh.shard);
             virtual_ranks.start + mine.start..virtual_ranks.start + mine.end
-        };
-        part(self.replicas(), replica, self.mesh.replica).map(of_replica).collect()
+        });
+        replicas.collect()
     }
 
     /// Returns the number of the last step of the round after `step` steps: that of the next
@@ -583,6 +583,30 @@ mod tests {
         error.to_string()
     }
 
+    /// Returns the tokens whose logits 2 ranks have in memory at once, or the error.
+    fn chunk_tokens(on_gpu: bool, overrides: &[&str]) -> Result<usize, String> {
+        let overrides: Vec<String> = overrides.iter().map(|setting| (*setting).into()).collect();
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu };
+        resolve(config, &facts)
+            .map(|plan| plan.loss_chunk_tokens)
+            .map_err(|error| error.to_string())
+    }
+
+    /// Returns the plan of a model with batch normalization, which has `more` settings, on 2 ranks.
+    fn batch_norm(more: &str) -> Result<ResolvedConfig, String> {
+        let layers =
+            format!("model.layers=[{{kind='residual', layers=[{{kind='batch_norm'{more}}}]}}]");
+        let model = [
+            "model.kind=layers",
+            "model.input=[3]",
+            &layers,
+            "loss.kind=mse",
+            "parallel.virtual_ranks=4",
+        ];
+        plan(2, &model).map_err(|error| error.to_string())
+    }
+
     #[test]
     fn a_resolved_plan_resolves_to_itself() {
         let first = plan(4, &["parallel.zero=2", "parallel.replica=2", "parallel.virtual_ranks=8"])
@@ -723,25 +747,15 @@ mod tests {
 
     #[test]
     fn chunked_cross_entropy_requires_a_supporting_head() {
-        let rows = |on_gpu: bool, overrides: &[&str]| {
-            let overrides: Vec<String> =
-                overrides.iter().map(|setting| (*setting).into()).collect();
-            let (config, _) =
-                load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-            let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu };
-            resolve(config, &facts)
-                .map(|plan| plan.loss_chunk_tokens)
-                .map_err(|error| error.to_string())
-        };
         let zero_bubble = ["parallel.pipeline=2", "parallel.schedule=zero-bubble", "batch.micro=1"];
         let sequence = ["parallel.tensor=2", "parallel.sequence=true"];
         let layers =
             ["model.kind=layers", "model.input=[4]", "model.layers=[{kind='dense', units=10}]"];
-        assert_eq!([rows(false, &[]), rows(true, &[])], [Ok(0), Ok(4096)]);
+        assert_eq!([chunk_tokens(false, &[]), chunk_tokens(true, &[])], [Ok(0), Ok(4096)]);
         assert_eq!(
             [
-                rows(false, &["parallel.loss_chunk_tokens=9"]),
-                rows(true, &["parallel.loss_chunk_tokens=0"])
+                chunk_tokens(false, &["parallel.loss_chunk_tokens=9"]),
+                chunk_tokens(true, &["parallel.loss_chunk_tokens=0"])
             ],
             [Ok(9), Ok(0)]
         );
@@ -750,9 +764,9 @@ mod tests {
             (&sequence, "parallel.sequence = true shards its tokens"),
             (&layers, "the network is not a language model"),
         ] {
-            assert_eq!(rows(true, settings), Ok(0), "{why}");
-            let error =
-                rows(true, &[settings, &["parallel.loss_chunk_tokens=9"]].concat()).unwrap_err();
+            assert_eq!(chunk_tokens(true, settings), Ok(0), "{why}");
+            let error = chunk_tokens(true, &[settings, &["parallel.loss_chunk_tokens=9"]].concat())
+                .unwrap_err();
             assert!(
                 error.starts_with(&format!("parallel.loss_chunk_tokens = 9, but {why}")),
                 "{error}"
@@ -933,18 +947,6 @@ mod tests {
 
     #[test]
     fn ranks_share_statistics_of_what_they_compute_together() {
-        let batch_norm = |more: &str| {
-            let layers =
-                format!("model.layers=[{{kind='residual', layers=[{{kind='batch_norm'{more}}}]}}]");
-            let model = [
-                "model.kind=layers",
-                "model.input=[3]",
-                &layers,
-                "loss.kind=mse",
-                "parallel.virtual_ranks=4",
-            ];
-            plan(2, &model).map_err(|error| error.to_string())
-        };
         let error = batch_norm("").unwrap_err();
         assert!(
             error.starts_with("model.layers[0].layers[0] (batch_norm) shares statistics"),

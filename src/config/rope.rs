@@ -41,13 +41,7 @@ pub fn scaling(section: &RopeScaling) -> Result<FrequencyScaling> {
         );
         return Err(Error::input(message).hint(HINT));
     }
-    let missing = |key: &str| {
-        let name = rope_type.name();
-        Error::input(format!(
-            "model.rope_scaling.rope_type = {name}, but model.rope_scaling.{key} is missing"
-        ))
-        .hint(HINT)
-    };
+    let missing = |key: &str| missing_key(rope_type, key);
     match rope_type {
         RopeType::Default => Ok(FrequencyScaling::Unscaled),
         RopeType::Linear => {
@@ -86,6 +80,15 @@ pub fn scaling(section: &RopeScaling) -> Result<FrequencyScaling> {
             })
         }
     }
+}
+
+/// Returns the error for a key that the type requires.
+fn missing_key(rope_type: RopeType, key: &str) -> Error {
+    let name = rope_type.name();
+    Error::input(format!(
+        "model.rope_scaling.rope_type = {name}, but model.rope_scaling.{key} is missing"
+    ))
+    .hint(HINT)
 }
 
 /// Returns an error if a number is not in its range, or not finite.

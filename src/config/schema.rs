@@ -600,11 +600,9 @@ sections! {
 impl Data {
     /// Returns the location of the data for display.
     pub fn display_location(&self) -> String {
-        let mixed = |one: &Mix| format!("{} × {}", one.weight, one.path);
-        match &self.mix[..] {
-            [] => self.path.clone(),
-            mix => mix.iter().map(mixed).collect::<Vec<_>>().join(" + "),
-        }
+        let parts: Vec<String> =
+            self.mix.iter().map(|one| format!("{} × {}", one.weight, one.path)).collect();
+        if parts.is_empty() { self.path.clone() } else { parts.join(" + ") }
     }
 }
 
@@ -720,8 +718,10 @@ impl<'de> Deserialize<'de> for LayerList {
             }
 
             fn visit_i64<E: Error>(self, count: i64) -> Result<LayerList, E> {
-                let wrong = || E::invalid_value(Unexpected::Signed(count), &self);
-                count.try_into().map(LayerList::Count).map_err(|_| wrong())
+                count
+                    .try_into()
+                    .map(LayerList::Count)
+                    .map_err(|_| E::invalid_value(Unexpected::Signed(count), &self))
             }
 
             fn visit_seq<S: SeqAccess<'de>>(self, mut items: S) -> Result<LayerList, S::Error> {

@@ -31,17 +31,7 @@ impl FromStr for Partition {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let parse = || {
-            let (kind, number) = text.split_once(':')?;
-            let size = || number.parse().ok().filter(|size: &Size| size.0 > 0);
-            match kind {
-                "fixed" => number.parse().ok().filter(|count| *count > 0).map(Self::Fixed),
-                "min" => size().map(Self::Min),
-                "max" => size().map(Self::Max),
-                _ => None,
-            }
-        };
-        parse().ok_or_else(|| {
+        Self::parse(text).ok_or_else(|| {
             format!(
                 "{text:?} is not a partition such as \"fixed:2\", \"min:256KiB\" or \"max:64MiB\""
             )
@@ -66,6 +56,18 @@ impl From<Partition> for String {
 }
 
 impl Partition {
+    /// Returns the partition that a text describes, if any.
+    fn parse(text: &str) -> Option<Self> {
+        let (kind, number) = text.split_once(':')?;
+        let size = || number.parse().ok().filter(|size: &Size| size.0 > 0);
+        match kind {
+            "fixed" => number.parse().ok().filter(|count| *count > 0).map(Self::Fixed),
+            "min" => size().map(Self::Min),
+            "max" => size().map(Self::Max),
+            _ => None,
+        }
+    }
+
     /// Returns the number of ranges of a unit of `bytes` bytes, on `servers` servers.
     pub fn count(self, bytes: usize, servers: usize) -> usize {
         match self {

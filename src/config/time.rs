@@ -33,8 +33,9 @@ impl std::str::FromStr for Time {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let seconds = || text.trim().parse().ok().map(Duration::from_secs);
-        let span = humantime::parse_duration(text.trim()).ok().or_else(seconds);
+        let span = humantime::parse_duration(text.trim())
+            .ok()
+            .or_else(|| text.trim().parse().ok().map(Duration::from_secs));
         span.map(Self).ok_or_else(|| format!("{text:?} is not a time such as \"3h 50m\""))
     }
 }

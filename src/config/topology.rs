@@ -92,17 +92,20 @@ impl Topology {
     /// its node that may use them too, but no more than the quota of its control group allows.
     pub fn threads(&self) -> usize {
         let here = self.here();
-        let shares = |other: &&RankPlacement| {
-            other.host == here.host && !other.cores.is_disjoint(&here.cores)
-        };
-        let sharers = self.places.iter().filter(shares).count().max(1);
+        let sharers = self
+            .places
+            .iter()
+            .filter(|other| other.host == here.host && !other.cores.is_disjoint(&here.cores))
+            .count()
+            .max(1);
         let of_cores = (here.cores.len() / sharers).max(1);
-        let in_group = |other: &&RankPlacement| {
-            let group = |place: &RankPlacement| place.quota.map(|quota| quota.group);
-            other.host == here.host && group(other) == group(here)
-        };
-        let of_quota =
-            here.quota.map(|quota| quota.cpus(self.places.iter().filter(in_group).count()));
+        let group = |place: &RankPlacement| place.quota.map(|quota| quota.group);
+        let in_group = self
+            .places
+            .iter()
+            .filter(|other| other.host == here.host && group(other) == group(here))
+            .count();
+        let of_quota = here.quota.map(|quota| quota.cpus(in_group));
         of_cores.min(of_quota.unwrap_or(usize::MAX))
     }
 }
@@ -138,10 +141,14 @@ fn list(cores: &BTreeSet<usize>) -> String {
             _ => runs.push((core, core)),
         }
     }
-    let run = |(first, last): (usize, usize)| {
-        if first == last { first.to_string() } else { format!("{first}-{last}") }
-    };
-    runs.into_iter().map(run).collect::<Vec<_>>().join(",")
+    let runs: Vec<String> = runs
+        .into_iter()
+        .map(|(first, last)| match first == last {
+            true => first.to_string(),
+            false => format!("{first}-{last}"),
+        })
+        .collect();
+    runs.join(",")
 }
 
 #[cfg(test)]

@@ -877,14 +877,13 @@ mod tests {
     ];
 
     fn shapes() -> impl Iterator<Item = Attention> {
-        let of = |(time, heads, kv_heads, head_width)| Attention {
+        SHAPES.into_iter().map(|(time, heads, kv_heads, head_width)| Attention {
             batch: 1,
             time,
             heads,
             kv_heads,
             head_width,
-        };
-        SHAPES.into_iter().map(of)
+        })
     }
 
     fn random(seed: u64, len: usize) -> Vec<f32> {

@@ -80,15 +80,13 @@ fn spread<const N: usize>(
     of: impl Fn(&[f32], usize) -> [f32; N],
 ) -> Vec<[f32; N]> {
     let each = group_stats.len() / (s.samples * s.groups);
-    let channel = |at: usize| {
-        let sample = at / s.channels;
-        let channel = at % s.channels;
-        of(
-            &group_stats[(sample * s.groups + channel / s.channels_per_group()) * each..][..each],
-            channel,
-        )
-    };
-    (0..s.samples * s.channels).map(channel).collect()
+    (0..s.samples * s.channels)
+        .map(|at| {
+            let (sample, channel) = (at / s.channels, at % s.channels);
+            let group = sample * s.groups + channel / s.channels_per_group();
+            of(&group_stats[group * each..][..each], channel)
+        })
+        .collect()
 }
 
 /// Returns the part of `table` for the sample of an element.

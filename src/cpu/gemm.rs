@@ -8,6 +8,10 @@
 //! blocks whose length depends on the number of terms alone, so the division does not change the
 //! bits. According to the crate's source code, cache sizes do not either; no other CPU has been
 //! tested.
+//!
+//! Only the f32 part of the `gemm` family is used: the whole crate would also compile kernels for
+//! f64, complex numbers and f16. Its kernel takes pointers and strides, which is `unsafe`; the
+//! views passed in guarantee them.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -251,27 +255,39 @@ fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 
         .max(flops.div_ceil(LEAST_FLOPS).min(FEW_TASKS))
         .clamp(1, MAX_TASKS)
         .next_power_of_two();
-    let cut = |len: usize, most: usize| {
-        let mut parts = 1;
-        while parts < most && len >= 2 * parts * MIN_PART {
-            parts *= 2;
-        }
-        parts
-    };
     // If an operand is packed element by element, the other one is divided as little as
     // possible: each of its parts packs the first again.
     if packs_a {
-        let high = cut(m, tasks);
-        return [high, if high > 1 { 1 } else { cut(n, tasks) }];
+        let high = split_count(m, tasks);
+        return [high, if high > 1 { 1 } else { split_count(n, tasks) }];
     }
-    let wide = cut(n, tasks);
-    [if packs_b && wide > 1 { 1 } else { cut(m, tasks / wide) }, wide]
+    let wide = split_count(n, tasks);
+    [if packs_b && wide > 1 { 1 } else { split_count(m, tasks / wide) }, wide]
+}
+
+/// Returns the number of parts of `len` rows or columns: a power of two that is less than twice
+/// `most`.
+fn split_count(len: usize, most: usize) -> usize {
+    let mut parts = 1;
+    while parts < most && len >= 2 * parts * MIN_PART {
+        parts *= 2;
+    }
+    parts
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use hpctrain_base::random::Stream;
+
+    /// Returns aᵀb + 0.5 for a k×m matrix and a k×n matrix.
+    fn multiplied(threads: &Threads, a: &[f32], b: &[f32], [m, n, k]: [usize; 3]) -> Vec<f32> {
+        let mut c = vec![0.5; m * n];
+        let of_c = ArrayViewMut2::from_shape((m, n), &mut c).unwrap();
+        let start = OutputInit::Accumulate;
+        multiply_transposed(threads, a, m, matrix(b, k, n), of_c, start, &mut []);
+        c
+    }
 
     /// A rank with some of the columns computes the same bits for them.
     #[test]
@@ -288,24 +304,9 @@ mod tests {
             let few = 64;
             let a = numbers(k * m, 1);
             let b = numbers(k * n, 2);
-            let compute = |columns: Range<usize>| {
-                let b: Vec<f32> =
-                    b.chunks(n).flat_map(|row| &row[columns.clone()]).copied().collect();
-                let mut c = vec![0.5; m * columns.len()];
-                let of_c = ArrayViewMut2::from_shape((m, columns.len()), &mut c).unwrap();
-                multiply_transposed(
-                    &threads,
-                    &a,
-                    m,
-                    matrix(&b, k, columns.len()),
-                    of_c,
-                    OutputInit::Accumulate,
-                    &mut [],
-                );
-                c
-            };
-            let whole = compute(0..n);
-            let part = compute(n - few..n);
+            let last: Vec<f32> = b.chunks(n).flat_map(|row| &row[n - few..]).copied().collect();
+            let whole = multiplied(&threads, &a, &b, [m, n, k]);
+            let part = multiplied(&threads, &a, &last, [m, few, k]);
             for (row, (whole, part)) in whole.chunks(n).zip(part.chunks(few)).enumerate() {
                 let same =
                     whole[n - few..].iter().zip(part).all(|(a, b)| a.to_bits() == b.to_bits());

@@ -38,9 +38,9 @@ impl HostPool {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
             // Best fit. A buffer more than a quarter too large would exceed the memory that the
             // startup summary printed.
-            let fits = |have: usize| have >= lines && have <= lines + lines / 4;
-            let best =
-                (0..free.len()).filter(|&i| fits(free[i].len())).min_by_key(|&i| free[i].len());
+            let best = (0..free.len())
+                .filter(|&i| (lines..=lines + lines / 4).contains(&free[i].len()))
+                .min_by_key(|&i| free[i].len());
             best.map(|i| free.swap_remove(i))
         };
         let mut lines = recycled.map_or_else(|| self.allocate(what, lines), Ok)?;

@@ -1,4 +1,8 @@
 //! The CPU backend: host memory, vectorised kernels, and a thread pool.
+//!
+//! Vectorised kernels are safe code: plain loops, or code that is generic over the vector type of
+//! the crate `pulp`. It is compiled for several vector extensions, of which one is selected at run
+//! time, so one program serves all nodes.
 
 mod activation;
 mod attention;

@@ -4,6 +4,8 @@
 //! An ordinary store first loads the line that it overwrites, so a copy moves three bytes for two.
 //! The C library avoids that only for single copies larger than its caches. If the line is in
 //! another core's cache, the load waits for that core.
+//!
+//! Non-temporal stores and prefetches are intrinsics, which are `unsafe`.
 
 /// The least elements for which a non-temporal copy is faster.
 const LARGE: usize = 1 << 16;

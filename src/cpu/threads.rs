@@ -7,6 +7,12 @@
 //! A kernel's items are distributed in order: a thread gets the same part of the rows of all
 //! tensors in every kernel, which its caches hold. Only a thread without items of its share steals
 //! from others.
+//!
+//! `unsafe` code passes a borrowed closure to threads that outlive the borrow. It is sound because
+//! the caller waits until all tasks are done.
+//!
+//! Kernels distribute their work by rayon's indexed parallel iterators over slices. Its thread pool
+//! is not used: the threads of this one keep their parts and stay awake between kernels.
 
 use std::cell::UnsafeCell;
 use std::mem::replace;

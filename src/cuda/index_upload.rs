@@ -57,11 +57,10 @@ impl IndexUploader {
     /// # Errors
     /// Returns an error if the device is out of memory or fails.
     pub fn upload(self: &Arc<Self>, host: &[u32]) -> Result<CudaInts> {
-        let fits = |slot: &Slot| slot.host.as_slice().len() >= host.len();
         let known = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
             let smallest = (0..free.len())
-                .filter(|&i| fits(&free[i]))
+                .filter(|&i| free[i].host.as_slice().len() >= host.len())
                 .min_by_key(|&i| free[i].host.as_slice().len());
             smallest.map(|i| free.swap_remove(i))
         };

@@ -376,21 +376,6 @@ impl Matmul {
         };
         let operation = |transposed: bool| i32::from(transposed);
         let library = self.library;
-        let layout = |element, rows: usize, columns: usize, stride: usize| {
-            let mut layout = std::ptr::null_mut();
-            // SAFETY: writes the layout.
-            unsafe {
-                (library.create_layout)(
-                    &mut layout,
-                    element,
-                    rows as u64,
-                    columns as u64,
-                    stride as i64,
-                )
-            }
-            .result()?;
-            Ok::<_, CublasError>(layout)
-        };
         let mut description = std::ptr::null_mut();
         // SAFETY: writes the description.
         unsafe {
@@ -399,9 +384,9 @@ impl Matmul {
         .result()?;
         // As stored, seen column-major: b is (k×n)ᵀ = n×k, or k×n if it is stored transposed.
         let layouts = [
-            if tb { layout(b, k, n, strides[1])? } else { layout(b, n, k, strides[1])? },
-            if ta { layout(a, m, k, strides[0])? } else { layout(a, k, m, strides[0])? },
-            layout(c, n, m, strides[2])?,
+            create_layout(library, b, if tb { [k, n] } else { [n, k] }, strides[1])?,
+            create_layout(library, a, if ta { [m, k] } else { [k, m] }, strides[0])?,
+            create_layout(library, c, [n, m], strides[2])?,
         ];
         // SAFETY: plain numbers; replaced before it is used.
         let algorithm = unsafe { std::mem::zeroed() };
@@ -513,6 +498,21 @@ unsafe fn describe<T>(
         (library.describe)(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
     }
     .result()
+}
+
+/// Creates the descriptor of a column-major matrix.
+fn create_layout(
+    library: &CublasLt,
+    element: sys::cudaDataType,
+    [rows, columns]: [usize; 2],
+    stride: usize,
+) -> Result<sys::cublasLtMatrixLayout_t, CublasError> {
+    let (rows, columns) = (rows as u64, columns as u64);
+    let mut layout = std::ptr::null_mut();
+    // SAFETY: writes the layout.
+    unsafe { (library.create_layout)(&mut layout, element, rows, columns, stride as i64) }
+        .result()?;
+    Ok(layout)
 }
 
 /// Returns the element type with a size of `bytes` bytes.

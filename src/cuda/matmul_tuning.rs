@@ -125,14 +125,8 @@ impl Cuda {
     fn measured(&self, candidate: &Candidate, product: &MatmulDesc) -> Result<Option<f32>> {
         let stream = &self.0.compute;
         let workspace = self.0.workspace.pointer();
-        let event = || -> Result<CudaEvent> {
-            let event = stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
-            let event = check("make an event", event)?;
-            check("record an event", event.record(stream))?;
-            Ok(event)
-        };
         let Candidate { algorithm, times, .. } = candidate;
-        let begun = event()?;
+        let begun = self.recorded_event()?;
         if !self.0.matmul.run_with(
             *algorithm,
             product,
@@ -142,8 +136,17 @@ impl Cuda {
         )? {
             return Ok(None);
         }
-        let ended = event()?;
+        let ended = self.recorded_event()?;
         milliseconds(&begun, &ended).map(Some)
+    }
+
+    /// Returns a new event with a timer that is recorded on the compute stream.
+    fn recorded_event(&self) -> Result<CudaEvent> {
+        let stream = &self.0.compute;
+        let event = stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        let event = check("make an event", event)?;
+        check("record an event", event.record(stream))?;
+        Ok(event)
     }
 
     /// Measures the proposals, and returns those that cuBLASLt does not refuse.

@@ -26,6 +26,10 @@
 //! `tests/cudasim/` simulates the libraries, NCCL included: it runs kernels on the CPU and detects
 //! races, overruns and missing waits. `tests/gpu/nvrtc.rs` compiles every kernel with NVIDIA's own
 //! compiler. Results from hardware are in `docs/gpu-verification.md`.
+//!
+//! `unsafe` code calls NVIDIA's libraries, which are C, and passes addresses to kernels. Views
+//! carry the lifetime of their buffer, buffers hold their pool, and events order work on other
+//! streams.
 
 mod activation;
 mod attention;
@@ -263,9 +267,8 @@ impl Cuda {
 
     /// Starts the profile of a kernel, which ends when the returned value is dropped.
     fn profile_launch(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
-        // A failure here makes the next kernel fail too.
-        let settle = || drop(self.synchronize());
-        self.0.profile.launch(self.element().size(), settle, work)
+        // A failure of the synchronization makes the next kernel fail too.
+        self.0.profile.launch(self.element().size(), || drop(self.synchronize()), work)
     }
 }
 

@@ -103,27 +103,28 @@ library_functions! {
 /// Returns the library, which is opened once.
 fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
+    LIBRARY.get_or_init(open_library).as_ref().map_err(Clone::clone)
+}
+
+/// Opens the library.
+fn open_library() -> Result<Library> {
     let missing =
         |name: &str| Error::input(format!("NCCL is too old: it has no {name}")).hint(HINT);
-    let open = || {
-        // SAFETY: NCCL does nothing when it is opened.
-        let file = unsafe { open_first(&FILES) };
-        let file = file.ok_or_else(|| {
-            Error::input("NCCL is missing: libnccl.so.2 was not found").hint(HINT)
-        })?;
-        // SAFETY: its functions have had these types since they were introduced.
-        let library = unsafe { Library::load(&file, missing) }?;
-        let found = library.number()?;
-        if found < OLDEST {
-            return Err(
-                Error::input(format!("NCCL is too old: {} is installed", named(found))).hint(HINT)
-            );
-        }
-        // It stays open as long as the process.
-        std::mem::forget(file);
-        Ok(library)
-    };
-    LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
+    // SAFETY: NCCL does nothing when it is opened.
+    let file = unsafe { open_first(&FILES) };
+    let file =
+        file.ok_or_else(|| Error::input("NCCL is missing: libnccl.so.2 was not found").hint(HINT))?;
+    // SAFETY: its functions have had these types since they were introduced.
+    let library = unsafe { Library::load(&file, missing) }?;
+    let found = library.number()?;
+    if found < OLDEST {
+        return Err(
+            Error::input(format!("NCCL is too old: {} is installed", named(found))).hint(HINT)
+        );
+    }
+    // It stays open as long as the process.
+    std::mem::forget(file);
+    Ok(library)
 }
 
 /// Returns NCCL's version, such as `2.27.3`.

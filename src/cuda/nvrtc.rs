@@ -87,10 +87,6 @@ pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
     let failed = |action: &str, status: sys::nvrtcResult| {
         Error::device(format!("NVRTC could not {action}: {status:?}"))
     };
-    let done = |action: &str, status: sys::nvrtcResult| match status {
-        sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
-        status => Err(failed(action, status)),
-    };
     // SAFETY: all strings end in zero and outlive the call; there are as many headers as names.
     let status = unsafe {
         let headers = pointers(&headers);
@@ -105,7 +101,9 @@ pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
             names.as_ptr(),
         )
     };
-    done("begin", status)?;
+    if status != sys::nvrtcResult::NVRTC_SUCCESS {
+        return Err(failed("begin", status));
+    }
     let _end = End(library, program);
     // SAFETY: the program lives until `_end`, the options until the call returns.
     let compiled = unsafe {

@@ -58,11 +58,10 @@ pub(super) fn flops(name: &str, precision: Precision) -> Option<f64> {
         return None;
     }
     // Whole words: an A1000 is not an A100.
-    let is_there = |sku: &&Sku| {
+    let Sku { bf16, f32, .. } = SKUS.iter().find(|sku| {
         let wanted: Vec<&str> = sku.name.split([' ', '-']).collect();
         words.windows(wanted.len()).any(|part| part == wanted)
-    };
-    let Sku { bf16, f32, .. } = SKUS.iter().find(is_there)?;
+    })?;
     let tflops = match precision {
         Precision::Bf16 => *bf16,
         Precision::F32(Arithmetic::Tf32) => bf16 / 2.0,

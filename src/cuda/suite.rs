@@ -215,26 +215,28 @@ fn channels_of_a_long_batch() {
 #[test]
 #[ignore = "needs a GPU or its simulator"]
 fn long_channels() {
-    use hpctrain_device::{Backend as _, ChannelNormShape, ChannelOps as _};
     on_first_gpu(crate::Precision::F32(crate::Arithmetic::Full), |cuda| {
-        let moments = |samples, places, x: &[f32]| {
-            let shape = ChannelNormShape { samples, places, channels: 1, groups: 1 };
-            let x = up(cuda, x);
-            let mut moments = up_f32(cuda, &vec![7.0; 3 * samples]);
-            cuda.channel_moments(shape, Cuda::all(&x), Cuda::all_mut(&mut moments)).unwrap();
-            down(cuda, &moments)
-        };
         let places = 65_536 * 128 + 1;
         let mut x = vec![1.0; places];
         x[places - 1] = 3.0;
-        let long = moments(1, places, &x);
+        let long = channel_moments(cuda, [1, places], &x);
         assert_eq!(long, [1.0, 2.0, 4.0]);
         let x: Vec<f32> = (0..65_537).map(|sample| (sample % 3) as f32).collect();
-        let many = moments(x.len(), 1, &x);
+        let many = channel_moments(cuda, [x.len(), 1], &x);
         assert!(
             many.chunks(3).zip(&x).all(|(moments, &x)| moments == [x, 0.0, 0.0]),
             "moments of samples"
         );
         vec![long, many]
     });
+}
+
+/// Returns the moments of each sample of one channel.
+fn channel_moments(cuda: &Cuda, [samples, places]: [usize; 2], x: &[f32]) -> Vec<f32> {
+    use hpctrain_device::{Backend as _, ChannelNormShape, ChannelOps as _};
+    let shape = ChannelNormShape { samples, places, channels: 1, groups: 1 };
+    let x = up(cuda, x);
+    let mut moments = up_f32(cuda, &vec![7.0; 3 * samples]);
+    cuda.channel_moments(shape, Cuda::all(&x), Cuda::all_mut(&mut moments)).unwrap();
+    down(cuda, &moments)
 }

@@ -135,12 +135,12 @@ mod tests {
                     y * 4 + flip(x) + 1
                 };
                 for (crop_y, crop_x) in square(crop) {
-                    let cropped = |i: i32| {
+                    let cropped = (0..12).map(|i: i32| {
                         let y = i / 4 + crop_y;
                         let x = i % 4 + crop_x;
                         if (0..3).contains(&y) && (0..4).contains(&x) { shifted(y, x) } else { 0 }
-                    };
-                    all.insert((0..12).map(cropped).collect());
+                    });
+                    all.insert(cropped.collect());
                 }
             }
         }

@@ -73,50 +73,58 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<ReadTimi
     written(&packed, write_images(&packed, samples, true))?;
     write_tokens(&tokens, samples)?;
     let image_rows = vec![("inputs", IMAGE, IMAGE as u64), ("targets", CLASS, CLASS as u64)];
-    let image = |what, path: &Path, shuffled, verify, rows| Case {
-        what,
-        path: path.to_owned(),
-        samples: SampleSpec::Rows { input: IMAGE, ids: Ids::None, target: Target::Class(10) },
-        context: 1,
-        shuffled,
-        verify,
-        rows,
-    };
-    let window = vec![("tokens", (CONTEXT + 1) * 2, CONTEXT as u64 * 2)];
-    let text = |what, verify| Case {
-        what,
-        path: tokens.clone(),
-        samples: SampleSpec::Text,
-        context: CONTEXT,
-        shuffled: true,
-        verify,
-        rows: window.clone(),
-    };
     use Verify::{Always, FirstPass, Off};
     let cases = [
-        image("images, shuffled", &images, true, Off, image_rows.clone()),
-        image("images, in order", &images, false, Off, image_rows.clone()),
-        image("images, deflated chunks, shuffled", &packed, true, Off, vec![]),
-        text("token windows, shuffled", Off),
-        image("images, verify = first-pass", &images, true, FirstPass, image_rows.clone()),
-        image("images, verify = always", &images, true, Always, image_rows),
-        text("token windows, verify = first-pass", FirstPass),
-        text("token windows, verify = always", Always),
+        Case::images("images, shuffled", &images, true, Off, image_rows.clone()),
+        Case::images("images, in order", &images, false, Off, image_rows.clone()),
+        Case::images("images, deflated chunks, shuffled", &packed, true, Off, vec![]),
+        Case::text("token windows, shuffled", &tokens, Off),
+        Case::images("images, verify = first-pass", &images, true, FirstPass, image_rows.clone()),
+        Case::images("images, verify = always", &images, true, Always, image_rows),
+        Case::text("token windows, verify = first-pass", &tokens, FirstPass),
+        Case::text("token windows, verify = always", &tokens, Always),
     ];
     cases.iter().map(|case| case.time(rounds)).collect()
 }
 
 impl Case {
-    fn time(&self, rounds: usize) -> Result<ReadTiming> {
-        let open = || {
-            let spec = DataSpec {
-                samples: self.samples.clone(),
-                verify: self.verify,
-                ..DataSpec::new(&self.path)
-            };
-            Dataset::open(&spec, Split::Train, self.context)
+    /// Returns a case of images.
+    fn images(
+        what: &'static str,
+        path: &Path,
+        shuffled: bool,
+        verify: Verify,
+        rows: Vec<(&'static str, usize, u64)>,
+    ) -> Self {
+        let samples = SampleSpec::Rows { input: IMAGE, ids: Ids::None, target: Target::Class(10) };
+        Self { what, path: path.to_owned(), samples, context: 1, shuffled, verify, rows }
+    }
+
+    /// Returns a case of windows of tokens, shuffled.
+    fn text(what: &'static str, path: &Path, verify: Verify) -> Self {
+        Self {
+            what,
+            path: path.to_owned(),
+            samples: SampleSpec::Text,
+            context: CONTEXT,
+            shuffled: true,
+            verify,
+            rows: vec![("tokens", (CONTEXT + 1) * 2, CONTEXT as u64 * 2)],
+        }
+    }
+
+    /// Returns the data set, opened anew.
+    fn open(&self) -> Result<Dataset> {
+        let spec = DataSpec {
+            samples: self.samples.clone(),
+            verify: self.verify,
+            ..DataSpec::new(&self.path)
         };
-        let samples = open()?.samples();
+        Dataset::open(&spec, Split::Train, self.context)
+    }
+
+    fn time(&self, rounds: usize) -> Result<ReadTiming> {
+        let samples = self.open()?.samples();
         let sampler =
             if self.shuffled { Sampler::new(samples, 1) } else { Sampler::in_order(samples) };
         let bytes =
@@ -125,7 +133,7 @@ impl Case {
         let mut plain = Vec::new();
         // The first round fills the page cache.
         for round in 0..=rounds {
-            let dataset = open()?;
+            let dataset = self.open()?;
             let start = Instant::now();
             let batches = (0..samples / BATCH).map(|batch| batch * BATCH..(batch + 1) * BATCH);
             let mut loader = Loader::start(dataset, sampler, batches, DEPTH)?;
@@ -151,14 +159,13 @@ impl Case {
         }
         let failed = |e: String| Error::io("read", &self.path, e);
         let structured = hdf5_open::open(&self.path).map_err(|e| failed(one_line(&e)))?;
-        let offset = |name: &str| {
+        let offsets = self.rows.iter().map(|(name, ..)| {
             let offset = structured.dataset(name).map_err(|e| failed(one_line(&e)))?.offset();
             offset.ok_or_else(|| {
                 Error::internal(format!("{name} was written contiguously and has no offset"))
             })
-        };
-        let offsets: Vec<u64> =
-            self.rows.iter().map(|(name, ..)| offset(name)).collect::<Result<_>>()?;
+        });
+        let offsets: Vec<u64> = offsets.collect::<Result<_>>()?;
         let file = File::open(&self.path).map_err(|e| failed(e.to_string()))?;
         let mut buffer = vec![0; IMAGE.max((CONTEXT + 1) * 2)];
         let start = Instant::now();

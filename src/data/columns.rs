@@ -24,8 +24,7 @@ pub struct Columns {
     pub inputs: Vec<String>,
     /// Columns of categories.
     pub categories: Vec<Category>,
-    /// Names of the columns to predict; empty in shards of older versions and in rows without
-    /// targets.
+    /// Names of the columns to predict; empty in rows without targets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<String>,
     /// The numbers that replace missing values, one for each input; empty if rows with missing

@@ -334,10 +334,9 @@ impl Dataset {
 
     /// Returns a warning if the network would get unscaled bytes.
     pub fn unscaled(&self) -> Option<String> {
-        let is_unscaled = |(shard, form): &(&Shard, &Arc<Transform>)| {
-            shard.content.is_unscaled() && form.scale.is_none()
-        };
-        let (shard, _) = self.shards.iter().zip(&self.forms).find(is_unscaled)?;
+        let mut shards = self.shards.iter().zip(&self.forms);
+        let (shard, _) =
+            shards.find(|(shard, form)| shard.content.is_unscaled() && form.scale.is_none())?;
         Some(format!(
             "inputs of {} are unsigned bytes without mean and std: the network sees 0 to 255; data.scale = \"unit\" divides them by 255, \"none\" keeps them",
             shard.path.display()
@@ -361,8 +360,11 @@ impl Dataset {
 
     /// Returns the largest number of bytes of data cached for later reads.
     pub fn cache_limit(&self) -> usize {
-        let limit = |shard: &Shard| shard.cache_limit(self.open.cache_bytes, self.open.verify);
-        let mut limits: Vec<usize> = self.shards.iter().map(limit).collect();
+        let limits = self
+            .shards
+            .iter()
+            .map(|shard| shard.cache_limit(self.open.cache_bytes, self.open.verify));
+        let mut limits: Vec<usize> = limits.collect();
         limits.sort_unstable_by(|a, b| b.cmp(a));
         limits.iter().take(self.open.max_open).sum()
     }
@@ -824,10 +826,9 @@ impl OpenShards {
     fn readers(&mut self, shard: &Shard, index: usize) -> Result<&mut [RowReader]> {
         if self.shards[index].is_none() {
             if self.count == self.max_open {
-                let of_open = |(i, shard): (usize, &Option<OpenShard>)| {
-                    shard.as_ref().map(|shard| (shard.last_use, i))
-                };
-                let oldest = self.shards.iter().enumerate().filter_map(of_open).min();
+                let shards = self.shards.iter().enumerate();
+                let oldest = shards.filter_map(|(i, shard)| Some((shard.as_ref()?.last_use, i)));
+                let oldest = oldest.min();
                 if let Some((_, oldest)) = oldest
                     && let Some(closed) = self.shards[oldest].take()
                 {

@@ -91,25 +91,27 @@ pub(super) fn extent(shape: &[usize]) -> Option<usize> {
 mod tests {
     use super::*;
 
+    /// Returns all decoded bytes.
+    fn decoded(from: &mut dyn Read, declared: u64, stored: u64) -> Result<Vec<u8>, Fault> {
+        let mut bytes = Vec::new();
+        let count = decode(from, declared, stored, |piece| {
+            bytes.extend_from_slice(piece);
+            Ok(())
+        })?;
+        assert_eq!(count, bytes.len() as u64);
+        Ok(bytes)
+    }
+
+    /// Returns the fault of content that is refused.
+    fn refused(from: &mut dyn Read, declared: u64, stored: u64) -> String {
+        match decoded(from, declared, stored) {
+            Err(Fault::Content(what)) => what,
+            other => panic!("{other:?}"),
+        }
+    }
+
     #[test]
     fn more_than_declared_is_not_read() {
-        let decoded = |from: &mut dyn Read, declared: u64, stored: u64| {
-            let mut bytes = Vec::new();
-            let decoded = decode(from, declared, stored, |piece| {
-                bytes.extend_from_slice(piece);
-                Ok(())
-            });
-            decoded.map(|count| {
-                assert_eq!(count, bytes.len() as u64);
-                bytes
-            })
-        };
-        let refused =
-            |from: &mut dyn Read, declared: u64, stored: u64| match decoded(from, declared, stored)
-            {
-                Err(Fault::Content(what)) => what,
-                other => panic!("{other:?}"),
-            };
         // An endless input: only the limit ends it.
         let error = refused(&mut std::io::repeat(0), 1000, 10);
         assert!(error.contains("more than the 1000 bytes that its header declares"), "{error}");

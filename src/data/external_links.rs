@@ -2,6 +2,9 @@
 //!
 //! HDF5 opens those files by itself, and would block on a pipe: all external links of a file are
 //! checked when it is opened.
+//!
+//! `unsafe` code calls the HDF5 functions that return the target of a link, which the binding
+//! lacks.
 
 use std::ffi::{CStr, CString, c_char};
 use std::path::{Path, PathBuf};

@@ -89,16 +89,15 @@ impl Fingerprint {
             let counts = format!("{} shards, trained on {}", own.len(), other.len());
             let (more, fewer, verb) =
                 if own.len() < other.len() { (other, own, "missing") } else { (own, other, "new") };
-            let lacks = |shard: &&ShardFingerprint| fewer.iter().all(|one| one.hash != shard.hash);
-            let first = more.iter().find(lacks);
+            let first = more.iter().find(|shard| fewer.iter().all(|one| one.hash != shard.hash));
             return Some(
                 first.map_or(counts.clone(), |first| format!("{counts}: {} is {verb}", first.file)),
             );
         }
-        let differs = |(own, other): &(&ShardFingerprint, &ShardFingerprint)| {
-            (own.rows, &own.hash) != (other.rows, &other.hash)
-        };
-        match own.iter().zip(other).find(differs) {
+        let mut pairs = own.iter().zip(other);
+        let differing =
+            pairs.find(|(own, other)| (own.rows, &own.hash) != (other.rows, &other.hash));
+        match differing {
             Some((own, other)) if own.file != other.file => {
                 Some(format!("{} instead of {}", own.file, other.file))
             }
@@ -236,12 +235,12 @@ mod tests {
     use super::*;
 
     fn data(samples: u64, shards: &[(&str, u64, &str)]) -> Fingerprint {
-        let shard = |(file, rows, hash): &(&str, u64, &str)| ShardFingerprint {
+        let shards = shards.iter().map(|(file, rows, hash)| ShardFingerprint {
             file: file.to_string(),
             rows: *rows,
             hash: hash.to_string(),
-        };
-        Fingerprint { samples, held_out: 0, shards: shards.iter().map(shard).collect() }
+        });
+        Fingerprint { samples, held_out: 0, shards: shards.collect() }
     }
 
     #[test]

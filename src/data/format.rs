@@ -201,20 +201,7 @@ impl Checksums {
         if !file.link_exists(CHECKSUMS) {
             return Ok(None);
         }
-        let read = || -> hdf5::Result<Self> {
-            if let Ok(dataset) = file.dataset(CHECKSUMS) {
-                return Ok(Self([(TOKENS.to_owned(), BlockSums::read(&dataset)?)].into()));
-            }
-            let all = file.group(CHECKSUMS)?.datasets()?.into_iter().map(|dataset| {
-                let name = dataset.name();
-                Ok((
-                    name.strip_prefix(CHECKSUMS).unwrap_or(&name).to_owned(),
-                    BlockSums::read(&dataset)?,
-                ))
-            });
-            Ok(Self(all.collect::<hdf5::Result<_>>()?))
-        };
-        let all = read().map_err(|e| {
+        let all = Self::read_existing(file).map_err(|e| {
             Error::input(format!("{CHECKSUMS} cannot be read: {}", one_line(&e)))
                 .hint("copy or import it again")
         })?;
@@ -225,6 +212,21 @@ impl Checksums {
             }
             None => Ok(Some(all)),
         }
+    }
+
+    /// Returns the checksums of a file that has some.
+    fn read_existing(file: &File) -> hdf5::Result<Self> {
+        if let Ok(dataset) = file.dataset(CHECKSUMS) {
+            return Ok(Self([(TOKENS.to_owned(), BlockSums::read(&dataset)?)].into()));
+        }
+        let all = file.group(CHECKSUMS)?.datasets()?.into_iter().map(|dataset| {
+            let name = dataset.name();
+            Ok((
+                name.strip_prefix(CHECKSUMS).unwrap_or(&name).to_owned(),
+                BlockSums::read(&dataset)?,
+            ))
+        });
+        Ok(Self(all.collect::<hdf5::Result<_>>()?))
     }
 
     /// Returns the checksums of the dataset `name`, if it has any.
@@ -275,11 +277,10 @@ pub(super) fn write_rows<T: H5Type + bytemuck::NoUninit>(
     elements: &[T],
 ) -> hdf5::Result<Dataset> {
     let row = shape[1..].iter().product::<usize>();
-    let of_row = |at: usize, to: &mut Vec<T>| {
+    write_rows_by(file, name, shape, 0..shape[0], |at, to| {
         to.extend_from_slice(&elements[at * row..][..row]);
         Ok(())
-    };
-    write_rows_by(file, name, shape, 0..shape[0], of_row)
+    })
 }
 
 /// Writes a dataset like [`write_rows`], from rows whose elements `of_row` appends, so that only a
@@ -377,12 +378,11 @@ impl TokenShard<'_> {
     /// Writes the shard to `path`. The same content always gives the same bytes.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let mut rest = self.ids;
-        let mut next = |count: usize| {
+        self.write_by(path, self.ids.len(), &mut |count: usize| {
             let (some, others) = rest.split_at(count);
             rest = others;
             Ok(some.to_vec())
-        };
-        self.write_by(path, self.ids.len(), &mut next)
+        })
     }
 
     /// Writes the shard like [`TokenShard::write`], with `count` ids that `next` provides, as many
@@ -402,15 +402,15 @@ impl TokenShard<'_> {
             ("split", var_len(self.split.name())?),
         ];
         let mut refused = None;
-        // HDF5's error type carries no other errors.
-        let mut next = |count| {
-            next(count).map_err(|e| {
-                let message = e.message().to_string();
-                refused = Some(e);
-                hdf5::Error::from(message)
-            })
-        };
-        let written = self.write_objects(path, json.as_ref(), &texts, count, &mut next);
+        let written =
+            self.write_objects(path, json.as_ref(), &texts, count, &mut |count: usize| {
+                // HDF5's error type carries no other errors.
+                next(count).map_err(|e| {
+                    let message = e.message().to_string();
+                    refused = Some(e);
+                    hdf5::Error::from(message)
+                })
+            });
         if let Some(e) = refused {
             return Err(e);
         }

@@ -1,6 +1,9 @@
-//! Additions to the HDF5 binding: reads of rows directly into a buffer that the caller keeps,
-//! caches and buffers sized for random reads, properties of types, filters and virtual data sets,
-//! and error messages of one line.
+//! Additions to the HDF5 binding (`hdf5-metno`, the maintained continuation of the crate `hdf5`):
+//! reads of rows directly into a buffer that the caller keeps, caches and buffers sized for random
+//! reads, properties of types, filters and virtual data sets, and error messages of one line.
+//!
+//! The `unsafe` code calls functions that the binding lacks, such as a read of a part of a dataset
+//! into the caller's buffer. Plain positional reads (`rows.rs`) are safe code.
 
 use std::ffi::{CStr, c_char};
 use std::io::ErrorKind;
@@ -367,20 +370,22 @@ pub(super) fn type_facts(dtype: &Datatype) -> hdf5::Result<TypeFacts> {
 fn members(id: hid_t) -> Vec<String> {
     // SAFETY: the caller holds an open enumeration.
     let count = unsafe { H5Tget_nmembers(id) }.clamp(0, 3);
-    let name = |number| {
-        // SAFETY: the enumeration has a member of this number; the result is null or a string that
-        // is ours to free.
-        unsafe {
-            let name = H5Tget_member_name(id, number);
-            if name.is_null() {
-                return String::new();
-            }
-            let text = CStr::from_ptr(name).to_string_lossy().into_owned();
-            hdf5_sys::h5::H5free_memory(name.cast());
-            text
+    (0..count as u32).map(|number| member_name(id, number)).collect()
+}
+
+/// Returns the name of a member of an open enumeration; empty if HDF5 returns none.
+fn member_name(id: hid_t, number: u32) -> String {
+    // SAFETY: the enumeration has a member of this number; the result is null or a string that is
+    // ours to free.
+    unsafe {
+        let name = H5Tget_member_name(id, number);
+        if name.is_null() {
+            return String::new();
         }
-    };
-    (0..count as u32).map(name).collect()
+        let text = CStr::from_ptr(name).to_string_lossy().into_owned();
+        hdf5_sys::h5::H5free_memory(name.cast());
+        text
+    }
 }
 
 /// Returns the numbers of the filters of a dataset that this library lacks.
@@ -389,27 +394,30 @@ pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i3
     hdf5::sync::sync(|| {
         // SAFETY: the list is open as long as `properties`.
         let count = hdf5::h5check(unsafe { H5Pget_nfilters(id) })?;
-        let number = |place| {
-            let mut flags = 0;
-            let mut values = 0;
-            // SAFETY: there is a filter at this index; no buffers are passed for its parameters and
-            // its name.
-            hdf5::h5check(unsafe {
-                H5Pget_filter2(
-                    id,
-                    place,
-                    &mut flags,
-                    &mut values,
-                    ptr::null_mut(),
-                    0,
-                    ptr::null_mut(),
-                    ptr::null_mut(),
-                )
-            })
-        };
-        let numbers: Vec<i32> = (0..count as u32).map(number).collect::<hdf5::Result<_>>()?;
+        let numbers: Vec<i32> =
+            (0..count as u32).map(|index| filter_number(id, index)).collect::<hdf5::Result<_>>()?;
         // SAFETY: any number may be passed. A filter that cannot be looked up is not available.
         Ok(numbers.into_iter().filter(|number| unsafe { H5Zfilter_avail(*number) } <= 0).collect())
+    })
+}
+
+/// Returns the number of the filter at an index of an open list of properties.
+fn filter_number(id: hid_t, index: u32) -> hdf5::Result<i32> {
+    let mut flags = 0;
+    let mut values = 0;
+    // SAFETY: there is a filter at this index; no buffers are passed for its parameters and its
+    // name.
+    hdf5::h5check(unsafe {
+        H5Pget_filter2(
+            id,
+            index,
+            &mut flags,
+            &mut values,
+            ptr::null_mut(),
+            0,
+            ptr::null_mut(),
+            ptr::null_mut(),
+        )
     })
 }
 
@@ -433,39 +441,37 @@ pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<VirtualSou
         let mut count = 0;
         // SAFETY: the list is open as long as `properties`, and that of a virtual data set.
         hdf5::h5check(unsafe { H5Pget_virtual_count(id, &mut count) })?;
-        let source = |number| {
-            // SAFETY: there is a source of this number; HDF5 writes at most the number of bytes
-            // that it is given, a final zero included.
-            let file =
-                text(|room, bytes| unsafe { H5Pget_virtual_filename(id, number, room, bytes) })?;
-            // SAFETY: as above.
-            let dataset =
-                text(|room, bytes| unsafe { H5Pget_virtual_dsetname(id, number, room, bytes) })?;
-            // SAFETY: there is a source of this number.
-            let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_vspace(id, number) })?);
-            // SAFETY: the space is open; for an unlimited selection the result is negative.
-            let gives = u64::try_from(unsafe { H5Sget_select_npoints(space.0) }).ok();
-            // SAFETY: there is a source of this number.
-            let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_srcspace(id, number) })?);
-            // SAFETY: the space is open.
-            let rank = hdf5::h5check(unsafe { H5Sget_simple_extent_ndims(space.0) })? as usize;
-            let mut first = vec![0; rank];
-            let mut last = vec![0; rank];
-            // SAFETY: both vectors have a number for each dimension; for an unlimited selection
-            // this returns an error, or ends at the largest number.
-            let bounded =
-                unsafe { H5Sget_select_bounds(space.0, first.as_mut_ptr(), last.as_mut_ptr()) }
-                    >= 0;
-            let extents =
-                last.iter().map(|last| usize::try_from(last.checked_add(1)?).ok()).collect();
-            Ok(VirtualSource {
-                file,
-                dataset,
-                gives,
-                extents: Some(extents).filter(|_| bounded && gives.is_some()).flatten(),
-            })
-        };
-        (0..count).map(source).collect()
+        (0..count).map(|number| virtual_source(id, number)).collect()
+    })
+}
+
+/// Returns a source of a virtual data set, whose list of properties is open.
+fn virtual_source(id: hid_t, number: usize) -> hdf5::Result<VirtualSource> {
+    // SAFETY: there is a source of this number; HDF5 writes at most the number of bytes
+    // that it is given, a final zero included.
+    let file = text(|room, bytes| unsafe { H5Pget_virtual_filename(id, number, room, bytes) })?;
+    // SAFETY: as above.
+    let dataset = text(|room, bytes| unsafe { H5Pget_virtual_dsetname(id, number, room, bytes) })?;
+    // SAFETY: there is a source of this number.
+    let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_vspace(id, number) })?);
+    // SAFETY: the space is open; for an unlimited selection the result is negative.
+    let gives = u64::try_from(unsafe { H5Sget_select_npoints(space.0) }).ok();
+    // SAFETY: there is a source of this number.
+    let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_srcspace(id, number) })?);
+    // SAFETY: the space is open.
+    let rank = hdf5::h5check(unsafe { H5Sget_simple_extent_ndims(space.0) })? as usize;
+    let mut first = vec![0; rank];
+    let mut last = vec![0; rank];
+    // SAFETY: both vectors have a number for each dimension; for an unlimited selection
+    // this returns an error, or ends at the largest number.
+    let bounded =
+        unsafe { H5Sget_select_bounds(space.0, first.as_mut_ptr(), last.as_mut_ptr()) } >= 0;
+    let extents = last.iter().map(|last| usize::try_from(last.checked_add(1)?).ok()).collect();
+    Ok(VirtualSource {
+        file,
+        dataset,
+        gives,
+        extents: Some(extents).filter(|_| bounded && gives.is_some()).flatten(),
     })
 }
 

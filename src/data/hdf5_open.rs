@@ -94,26 +94,27 @@ mod tests {
     #[test]
     fn files_are_of_the_format_with_checksums() {
         let folder = tempfile::tempdir().unwrap();
-        let write = |name: &str| {
-            let path = folder.path().join(name);
-            let file = create(&path).unwrap();
-            let group = create_group(&file, "group").unwrap();
-            group
-                .new_dataset::<f32>()
-                .shape(3)
-                .create("x")
-                .unwrap()
-                .write_raw(&[1f32, 2.0, 3.0])
-                .unwrap();
-            file.close().unwrap();
-            std::fs::read(path).unwrap()
-        };
-        let first = write("a.h5");
+        let first = written(&folder.path().join("a.h5"));
         // The signature, and the version of the superblock.
         assert_eq!(first[..9], *b"\x89HDF\r\n\x1a\n\x02");
         // HDF5 stamps whole seconds where it stamps at all.
         std::thread::sleep(Duration::from_millis(1100));
-        assert!(first == write("b.h5"));
+        assert!(first == written(&folder.path().join("b.h5")));
+    }
+
+    /// Writes a file with a dataset in a group, and returns its bytes.
+    fn written(path: &Path) -> Vec<u8> {
+        let file = create(path).unwrap();
+        let group = create_group(&file, "group").unwrap();
+        group
+            .new_dataset::<f32>()
+            .shape(3)
+            .create("x")
+            .unwrap()
+            .write_raw(&[1f32, 2.0, 3.0])
+            .unwrap();
+        file.close().unwrap();
+        std::fs::read(path).unwrap()
     }
 
     /// A program that is started while a file is being written keeps running, and holds no

@@ -50,17 +50,17 @@ pub struct StoredDataset {
 pub(super) fn list_file(path: &Path) -> Result<Inspected> {
     let file = h5::open_file(path, None)?;
     let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
-    let look = || -> hdf5::Result<_> {
-        let names = dataset_names(&file)?;
-        let datasets =
-            names.iter().filter(|name| !is_about(name)).map(|name| describe(&file, name));
-        let datasets =
-            datasets.filter_map(hdf5::Result::transpose).collect::<hdf5::Result<Vec<_>>>()?;
-        Ok((datasets, class_names(&file)?))
-    };
-    let (datasets, classes) = look().map_err(|e| unreadable(path, &e))?;
+    let datasets = describe_all(&file).map_err(|e| unreadable(path, &e))?;
+    let classes = class_names(&file).map_err(|e| unreadable(path, &e))?;
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     Ok(Inspected { file: name, datasets, origin: origin(&header), classes })
+}
+
+/// Describes the datasets of samples.
+fn describe_all(file: &hdf5::File) -> hdf5::Result<Vec<StoredDataset>> {
+    let names = dataset_names(file)?;
+    let datasets = names.iter().filter(|name| !is_about(name)).map(|name| describe(file, name));
+    datasets.filter_map(hdf5::Result::transpose).collect()
 }
 
 /// Returns whether a dataset describes others rather than holding samples.

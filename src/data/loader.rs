@@ -112,11 +112,10 @@ impl Loader {
         let counter = held.clone();
         let order = order.into();
         let activity = Activity::current();
-        let read = move || {
+        let reader = spawn("hpctrain-data", move || {
             activity.inspect(|activity| activity.register_thread(Track::Loader));
             read_ahead(dataset, &order, batches, depth, &ready, &recycled, &counter);
-        };
-        let reader = spawn("hpctrain-data", read)?;
+        })?;
         Ok(Self {
             batches: Some(receiver),
             used,

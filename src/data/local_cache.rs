@@ -200,14 +200,8 @@ fn copy(from: &Path, to: &Path, modified: SystemTime) -> Result<u32> {
     let name = to.file_name().unwrap_or_default().to_string_lossy();
     let temporary = to.with_file_name(format!(".{name}.tmp"));
     let mut source = File::open(from).map_err(|e| Error::io("read", from, e))?;
-    let mut written = || -> std::io::Result<u32> {
-        let mut target = File::create(&temporary)?;
-        let crc32 = pass(&mut source, &mut target)?;
-        target.set_times(FileTimes::new().set_modified(modified))?;
-        Ok(crc32)
-    };
-    let crc32 =
-        written().map_err(|e| Error::io(&format!("copy {} to", from.display()), &temporary, e))?;
+    let crc32 = write_copy(&mut source, &temporary, modified)
+        .map_err(|e| Error::io(&format!("copy {} to", from.display()), &temporary, e))?;
     let copied = checksum(&temporary)?;
     if copied != crc32 {
         let what =
@@ -216,6 +210,14 @@ fn copy(from: &Path, to: &Path, modified: SystemTime) -> Result<u32> {
             .hint("name another directory as data.local_cache; this disk may be broken"));
     }
     fs::rename(&temporary, to).map_err(|e| Error::io("write", to, e))?;
+    Ok(crc32)
+}
+
+/// Writes a copy of an open file, and returns its checksum.
+fn write_copy(source: &mut File, to: &Path, modified: SystemTime) -> std::io::Result<u32> {
+    let mut target = File::create(to)?;
+    let crc32 = pass(source, &mut target)?;
+    target.set_times(FileTimes::new().set_modified(modified))?;
     Ok(crc32)
 }
 

@@ -68,6 +68,26 @@ struct Bound {
     of_unpacked: bool,
 }
 
+impl Bound {
+    /// Returns the bound that an attribute gives; `None` if its number is not finite. `is_float` is
+    /// whether the attribute has a floating-point type.
+    fn new(
+        attribute: &str,
+        stored: ElementType,
+        number: f64,
+        is_least: bool,
+        is_float: bool,
+    ) -> Option<Self> {
+        let of_unpacked = is_float && !stored.is_float();
+        number.is_finite().then(|| Self {
+            attribute: attribute.to_owned(),
+            number: if of_unpacked { number } else { rounded(stored, number) },
+            is_least,
+            of_unpacked,
+        })
+    }
+}
+
 /// A missing element.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct MissingElement {
@@ -153,11 +173,8 @@ impl Packing {
             false => Ok(None),
         };
         let one = |attribute: &'static str| match read(attribute)? {
+            Some((numbers, is_float)) => single(name, attribute, &numbers, is_float).map(Some),
             None => Ok(None),
-            Some((numbers, is_float)) => match numbers[..] {
-                [number] => Ok(Some((number, is_float))),
-                _ => Err(odd(name, attribute, "has more than one number")),
-            },
         };
         let factor = one(SCALE)?.map_or(1.0, |(number, _)| number);
         let offset = one(OFFSET)?.map_or(0.0, |(number, _)| number);
@@ -189,33 +206,21 @@ impl Packing {
             fills.extend(default.map(|number| Fill { attribute: DEFAULT_FILL.to_owned(), number }));
         }
         let mut bounds = Vec::new();
-        let mut bound = |attribute: &str, number: f64, is_least: bool, is_float: bool| {
-            if number.is_finite() {
-                let of_unpacked = is_float && !stored.is_float();
-                let number = if of_unpacked { number } else { rounded(stored, number) };
-                bounds.push(Bound {
-                    attribute: attribute.to_owned(),
-                    number,
-                    is_least,
-                    of_unpacked,
-                });
-            }
-        };
         match read(RANGE)? {
             None => {}
             Some((numbers, is_float)) => match numbers[..] {
                 [least, most] => {
-                    bound(RANGE, least, true, is_float);
-                    bound(RANGE, most, false, is_float);
+                    bounds.extend(Bound::new(RANGE, stored, least, true, is_float));
+                    bounds.extend(Bound::new(RANGE, stored, most, false, is_float));
                 }
                 _ => return Err(odd(name, RANGE, "does not have two numbers")),
             },
         }
         if let Some((number, is_float)) = one(LEAST)? {
-            bound(LEAST, number, true, is_float);
+            bounds.extend(Bound::new(LEAST, stored, number, true, is_float));
         }
         if let Some((number, is_float)) = one(MOST)? {
-            bound(MOST, number, false, is_float);
+            bounds.extend(Bound::new(MOST, stored, number, false, is_float));
         }
         let packing = Self { scale: factor, offset, fills, bounds };
         Ok((packing.is_scaled() || packing.may_miss()).then_some(packing))
@@ -267,14 +272,11 @@ impl Packing {
         if let Some(fill) = self.fills.iter().find(|fill| fill.number == number) {
             return Some(Why::Is(fill.attribute.clone()));
         }
-        let beyond = |bound: &&Bound| {
+        let passed = self.bounds.iter().find(|bound| {
             let number = if bound.of_unpacked { self.unpack(number) } else { number };
             if bound.is_least { number < bound.number } else { number > bound.number }
-        };
-        self.bounds
-            .iter()
-            .find(beyond)
-            .map(|bound| Why::Beyond(bound.attribute.clone(), bound.number))
+        });
+        passed.map(|bound| Why::Beyond(bound.attribute.clone(), bound.number))
     }
 }
 
@@ -352,18 +354,28 @@ fn odd(name: &str, attribute: &str, what: &str) -> Error {
         .hint("correct the attribute, or remove it if it has another meaning than NetCDF's")
 }
 
+/// Returns the only number of an attribute, and whether it has a floating-point type.
+fn single(name: &str, attribute: &str, numbers: &[f64], is_float: bool) -> Result<(f64, bool)> {
+    match numbers {
+        [number] => Ok((*number, is_float)),
+        _ => Err(odd(name, attribute, "has more than one number")),
+    }
+}
+
 /// Returns the numbers of an attribute, and whether they have a floating-point type.
 fn numbers(dataset: &Dataset, name: &str, attribute: &str) -> Result<(Vec<f64>, bool)> {
-    let read = || -> hdf5::Result<_> {
-        let found = dataset.attr(attribute)?;
-        let is_float = match found.dtype()?.to_descriptor()? {
-            TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_) => false,
-            TypeDescriptor::Float(_) => true,
-            other => return Err(format!("its type is {other}, not a number").into()),
-        };
-        Ok((found.read_raw::<f64>()?, is_float))
+    read_numbers(dataset, attribute).map_err(|e| unreadable(name, attribute, &e))
+}
+
+/// Returns what [`numbers`] does, or the error of HDF5.
+fn read_numbers(dataset: &Dataset, attribute: &str) -> hdf5::Result<(Vec<f64>, bool)> {
+    let found = dataset.attr(attribute)?;
+    let is_float = match found.dtype()?.to_descriptor()? {
+        TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_) => false,
+        TypeDescriptor::Float(_) => true,
+        other => return Err(format!("its type is {other}, not a number").into()),
     };
-    read().map_err(|e| unreadable(name, attribute, &e))
+    Ok((found.read_raw::<f64>()?, is_float))
 }
 
 /// Returns the text of an attribute with one string of any kind; `None` if it has another type.
@@ -453,8 +465,8 @@ mod tests {
     #[test]
     fn attributes_without_a_meaning_are_refused() {
         assert_eq!(read(&written(|_| {}).1, ReadAs::Numbers).unwrap(), None);
-        let one = |dataset: &Dataset| attribute(dataset, "scale_factor", &[1.0f32]);
-        assert_eq!(read(&written(one).1, ReadAs::Ids).unwrap(), None);
+        let (_folder, dataset) = written(|dataset| attribute(dataset, "scale_factor", &[1.0f32]));
+        assert_eq!(read(&dataset, ReadAs::Ids).unwrap(), None);
         for (name, numbers) in [
             ("scale_factor", &[0.0][..]),
             ("scale_factor", &[1.0, 2.0]),
@@ -498,13 +510,6 @@ mod tests {
         file.new_dataset::<i16>().shape(3).create("nofill").unwrap();
         let own = file.new_dataset::<i16>().fill_value(-1i16).shape(3).create("own").unwrap();
         attribute(&own, "_FillValue", &[-1i16]);
-        let missing = |name: &str, stored, numbers: &[f64]| {
-            let packing =
-                Packing::read(&file.dataset(name).unwrap(), name, stored, ReadAs::Numbers).unwrap();
-            packing
-                .and_then(|packing| packing.first_missing(numbers.iter().copied()))
-                .map(|(_, it)| it.to_string())
-        };
         let cases = [
             (
                 "short",
@@ -524,7 +529,7 @@ mod tests {
             ("own", ElementType::I16, -1.0, Some("is missing: -1 is its _FillValue")),
         ];
         // The fill value of any other HDF5 file means nothing by itself.
-        assert_eq!(missing("short", ElementType::I16, &[-32767.0]), None);
+        assert_eq!(missing(&file, "short", ElementType::I16, &[-32767.0]), None);
         let text: VarLenAscii =
             VarLenAscii::from_ascii("version=2,netcdf=4.10.1,hdf5=2.2.0").unwrap();
         file.new_attr::<VarLenAscii>()
@@ -533,7 +538,7 @@ mod tests {
             .write_scalar(&text)
             .unwrap();
         for (name, stored, number, expected) in cases {
-            let found = missing(name, stored, &[1.0, number]);
+            let found = missing(&file, name, stored, &[1.0, number]);
             match expected {
                 None => assert_eq!(found, None, "{name}"),
                 Some(expected) => {
@@ -543,8 +548,22 @@ mod tests {
                     )
                 }
             }
-            assert_eq!(missing(name, stored, &[1.0, 2.0]), None, "{name}");
+            assert_eq!(missing(&file, name, stored, &[1.0, 2.0]), None, "{name}");
         }
+    }
+
+    /// Returns why the first missing element of these stored numbers is missing.
+    fn missing(
+        file: &hdf5::File,
+        name: &str,
+        stored: ElementType,
+        numbers: &[f64],
+    ) -> Option<String> {
+        let dataset = file.dataset(name).unwrap();
+        let packing = Packing::read(&dataset, name, stored, ReadAs::Numbers).unwrap();
+        packing
+            .and_then(|packing| packing.first_missing(numbers.iter().copied()))
+            .map(|(_, element)| element.to_string())
     }
 
     #[test]

@@ -153,12 +153,12 @@ fn scale(
         [] => own,
         [one] => {
             if *one != own {
-                let of = |scale: &Option<Scale>| if scale.is_some() { "its own" } else { "none" };
+                let stored = if own.is_some() { "its own" } else { "none" };
                 note(
                     notes,
                     match one {
                         Some(_) => {
-                            format!("inputs get the scale that the network learned with ({} in the data)", of(&own))
+                            format!("inputs get the scale that the network learned with ({stored} in the data)")
                         }
                         None => {
                             "inputs are taken as they are stored, as the network learned, without the scale in the data"
@@ -211,29 +211,8 @@ fn categories(
     if own.categories == to.categories {
         return Ok(None);
     }
-    let recoded = |category: &Category| {
-        let column = place(&category.name, own.categories.iter().map(|category| &category.name))?;
-        let ids = match (&own.categories[column].coding, &category.coding) {
-            (own, to) if own == to => None,
-            (Coding::Values(values), to) => {
-                let mut coder = Coder::like(to);
-                Some(
-                    std::iter::once(UNKNOWN)
-                        .chain(values.iter().map(|value| coder.id(value)))
-                        .collect(),
-                )
-            }
-            (Coding::Hash(ids), _) => {
-                return Err(Error::input(format!(
-                    "values of column {:?} are hashed to {ids} ids, which cannot be mapped to the ids of the network",
-                    category.name
-                ))
-                .hint(LIKE));
-            }
-        };
-        Ok(Recoded { column, ids })
-    };
-    let all: Vec<Recoded> = to.categories.iter().map(recoded).collect::<Result<_>>()?;
+    let all: Vec<Recoded> =
+        to.categories.iter().map(|category| recoded(category, own)).collect::<Result<_>>()?;
     if all.iter().any(|one| one.ids.is_some()) {
         note(
             notes,
@@ -245,6 +224,30 @@ fn categories(
         note(notes, "categories are taken in the order in which the network learned".into());
     }
     Ok(Some(all))
+}
+
+/// Returns the index in the data of a category of the network, and the new ids of its values.
+fn recoded(category: &Category, own: &Columns) -> Result<Recoded> {
+    let column = place(&category.name, own.categories.iter().map(|category| &category.name))?;
+    let ids = match (&own.categories[column].coding, &category.coding) {
+        (own, to) if own == to => None,
+        (Coding::Values(values), to) => {
+            let mut coder = Coder::like(to);
+            Some(
+                std::iter::once(UNKNOWN)
+                    .chain(values.iter().map(|value| coder.id(value)))
+                    .collect(),
+            )
+        }
+        (Coding::Hash(ids), _) => {
+            return Err(Error::input(format!(
+                "values of column {:?} are hashed to {ids} ids, which cannot be mapped to the ids of the network",
+                category.name
+            ))
+            .hint(LIKE));
+        }
+    };
+    Ok(Recoded { column, ids })
 }
 
 const LIKE: &str = "import the table again: hpctrain data import csv TABLE --like DIR, the directory of the training's import";
@@ -268,20 +271,24 @@ fn classes(own: &[String], to: &[String], notes: &mut Vec<String>) -> Result<Opt
     if own.is_empty() || to.is_empty() || own == to {
         return Ok(None);
     }
-    let number = |name: &String| match to.iter().position(|known| known == name) {
+    let numbers = own.iter().map(|name| class_number(name, to)).collect::<Result<Vec<u32>>>()?;
+    if numbers.iter().copied().eq(0..own.len() as u32) {
+        return Ok(None);
+    }
+    note(notes, "classes get the numbers that their names have in the network".into());
+    Ok(Some(numbers))
+}
+
+/// Returns the number of a class among those of the network.
+fn class_number(name: &str, to: &[String]) -> Result<u32> {
+    match to.iter().position(|known| known == name) {
         Some(number) => Ok(number as u32),
         None => Err(Error::input(format!(
             "class {name:?} is not one of the network's: {}",
             to.join(", ")
         ))
         .hint("give folders the names of those classes and import them again")),
-    };
-    let numbers = own.iter().map(number).collect::<Result<Vec<u32>>>()?;
-    if numbers.iter().copied().eq(0..own.len() as u32) {
-        return Ok(None);
     }
-    note(notes, "classes get the numbers that their names have in the network".into());
-    Ok(Some(numbers))
 }
 
 /// Returns the tokenizer of data that has `own`, for a network that was trained with `to`.
@@ -457,17 +464,15 @@ mod tests {
     fn classes_go_by_their_names() {
         let to =
             Preprocessing { classes: names(&["cat", "dog", "eel"]), ..Preprocessing::default() };
-        let of = |all: &[&str]| {
-            form(
-                DescribedPreprocessing { classes: names(all), ..DescribedPreprocessing::default() },
-                &to,
-            )
+        let described = |all: &[&str]| DescribedPreprocessing {
+            classes: names(all),
+            ..DescribedPreprocessing::default()
         };
-        assert_eq!(of(&["dog", "cat"]).unwrap().0.classes, Some(vec![1, 0]));
+        assert_eq!(form(described(&["dog", "cat"]), &to).unwrap().0.classes, Some(vec![1, 0]));
         for same in [&["cat", "dog", "eel"][..], &["cat"], &[]] {
-            assert_eq!(of(same).unwrap(), (Transform::default(), vec![]));
+            assert_eq!(form(described(same), &to).unwrap(), (Transform::default(), vec![]));
         }
-        let error = of(&["cat", "owl"]).unwrap_err().to_string();
+        let error = form(described(&["cat", "owl"]), &to).unwrap_err().to_string();
         assert!(
             error.contains("class \"owl\" is not one of the network's: cat, dog, eel\nhint: "),
             "{error}"

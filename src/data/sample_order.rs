@@ -25,17 +25,18 @@ impl Mix {
     /// Returns a name for each data set of a mixture: its own, or the last component of its path;
     /// the whole path and its number if another data set has the same name.
     pub fn names(mix: &[Self]) -> Vec<String> {
-        let short = |one: &Self| {
+        let all = mix.iter().map(|one| {
             let last = one.path.trim_end_matches('/').rsplit(['/', ':']).next().unwrap_or_default();
             one.name.clone().unwrap_or_else(|| last.to_owned())
-        };
-        let all: Vec<String> = mix.iter().map(short).collect();
+        });
+        let all: Vec<String> = all.collect();
         let is_one = |name: &String| all.iter().filter(|other| *other == name).count() == 1;
-        let display = |(number, (one, name)): (usize, (&Self, &String))| match is_one(name) {
-            true => name.clone(),
-            false => format!("{} ({number})", one.name.as_ref().unwrap_or(&one.path)),
-        };
-        mix.iter().zip(&all).enumerate().map(display).collect()
+        let displayed =
+            mix.iter().zip(&all).enumerate().map(|(number, (one, name))| match is_one(name) {
+                true => name.clone(),
+                false => format!("{} ({number})", one.name.as_ref().unwrap_or(&one.path)),
+            });
+        displayed.collect()
     }
 }
 

@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn order_is_fixed_for_all_time() {
-        // A resumed run of an older version must see the same samples.
+        // A resumed run must see the same samples, also after an update of the program.
         assert_eq!(epoch(Sampler::new(10, 42), 10, 0), [1, 0, 7, 6, 2, 9, 4, 5, 3, 8]);
     }
 

@@ -12,9 +12,9 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -211,17 +211,7 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
     let requests = child.stdin.take()?;
     let stdout = child.stdout.take()?;
     let (sender, replies) = channel();
-    let hear = move || {
-        for line in BufReader::new(stdout).split(b'\n').map_while(std::io::Result::ok) {
-            // HDF5 plugins may print, too. Strings of a file need not be UTF-8, whatever their type
-            // is.
-            let Ok(reply) = serde_json::from_str(&String::from_utf8_lossy(&line)) else { continue };
-            if sender.send(reply).is_err() {
-                return;
-            }
-        }
-    };
-    if let Err(e) = spawn("data sandbox", hear) {
+    if let Err(e) = spawn("data sandbox", move || read_replies(stdout, &sender)) {
         drop(requests);
         // It ends with its standard input; without `wait` it would remain as a zombie.
         drop(child.wait());
@@ -229,6 +219,17 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
         return None;
     }
     Some(Helper { child, requests: Some(requests), replies, before: PreviousShard::default() })
+}
+
+/// Reads the replies of a child until it ends or nothing receives them any more.
+fn read_replies(stdout: ChildStdout, sender: &Sender<Reply>) {
+    for line in BufReader::new(stdout).split(b'\n').map_while(std::io::Result::ok) {
+        // HDF5 plugins may print, too. Strings of a file need not be UTF-8, whatever their type is.
+        let Ok(reply) = serde_json::from_str(&String::from_utf8_lossy(&line)) else { continue };
+        if sender.send(reply).is_err() {
+            return;
+        }
+    }
 }
 
 impl Helper {

@@ -64,26 +64,20 @@ impl Shard {
     /// Describes the file at `path`, whose datasets have the names that `spec` gives.
     pub(super) fn open(path: &Path, spec: &DataSpec) -> Result<Self> {
         let file = h5::open_file(path, None)?;
-        let describe = || {
-            let header = Header::read(&file)?;
-            let place = Place { file: &file, path, external_files: spec.external_files };
-            let content = ShardSchema::find(place, spec)?;
-            let print = ShardFingerprint::for_file(&file, path, &header, &content)?;
-            let preprocessing = read_preprocessing(&file, &content)?.into();
-            let metadata = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
-            let bytes = metadata.len();
-            let identity = identity(&metadata);
-            Ok(Self {
-                path: path.to_owned(),
-                header,
-                content,
-                print,
-                bytes,
-                identity,
-                preprocessing,
-            })
-        };
-        describe().map_err(|e: Error| e.at(path.display()))
+        Self::describe(&file, path, spec).map_err(|e| e.at(path.display()))
+    }
+
+    /// Returns the description of an open file.
+    fn describe(file: &File, path: &Path, spec: &DataSpec) -> Result<Self> {
+        let header = Header::read(file)?;
+        let place = Place { file, path, external_files: spec.external_files };
+        let content = ShardSchema::find(place, spec)?;
+        let print = ShardFingerprint::for_file(file, path, &header, &content)?;
+        let preprocessing = read_preprocessing(file, &content)?.into();
+        let metadata = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
+        let bytes = metadata.len();
+        let identity = identity(&metadata);
+        Ok(Self { path: path.to_owned(), header, content, print, bytes, identity, preprocessing })
     }
 
     /// Checks that the file at the same path of this node is the one that another node has
@@ -139,29 +133,7 @@ impl Shard {
     }
 
     fn check(&self, first: &Self, checked: &[&str]) -> Result<()> {
-        let aspects = |shard: &Self| {
-            let describe = |one: &dyn Fn(&Field) -> String| {
-                let mut fields = shard.content.datasets();
-                // Validation shards do not need weights.
-                fields.truncate(fields.len() - shard.content.weights().iter().len());
-                let all: Vec<String> = fields.into_iter().map(one).collect();
-                all.join(", ")
-            };
-            [
-                ("set of datasets", describe(&|ids| ids.name.clone())),
-                ("dtype", describe(&|ids| format!("{} {}", ids.name, ids.dtype))),
-                (
-                    "sample shape",
-                    describe(&|ids| format!("{} {}", ids.name, shape(&ids.shape[1..]))),
-                ),
-                ("scale of inputs", format!("{:?}", shard.content.standard())),
-                (
-                    "vocabulary_size",
-                    shard.header.vocabulary_size.map_or("none".to_owned(), |size| size.to_string()),
-                ),
-            ]
-        };
-        for ((aspect, own), (_, expected)) in aspects(self).into_iter().zip(aspects(first)) {
+        for ((aspect, own), (_, expected)) in self.aspects().into_iter().zip(first.aspects()) {
             if checked.contains(&aspect) && own != expected {
                 return Err(self.differs(first, aspect, &own, &expected));
             }
@@ -172,6 +144,30 @@ impl Shard {
             return Err(self.differs(first, "tokenizer", &own, &expected));
         }
         Ok(())
+    }
+
+    /// Returns the aspects in which shards of one data set must agree, each with its description.
+    fn aspects(&self) -> [(&'static str, String); 5] {
+        let vocabulary_size = self.header.vocabulary_size;
+        [
+            ("set of datasets", self.join_fields(|field| field.name.clone())),
+            ("dtype", self.join_fields(|field| format!("{} {}", field.name, field.dtype))),
+            (
+                "sample shape",
+                self.join_fields(|field| format!("{} {}", field.name, shape(&field.shape[1..]))),
+            ),
+            ("scale of inputs", format!("{:?}", self.content.standard())),
+            ("vocabulary_size", vocabulary_size.map_or("none".to_owned(), |size| size.to_string())),
+        ]
+    }
+
+    /// Returns the descriptions of all datasets except weights, which validation shards do not
+    /// need.
+    fn join_fields(&self, describe: impl Fn(&Field) -> String) -> String {
+        let mut fields = self.content.datasets();
+        fields.truncate(fields.len() - self.content.weights().iter().len());
+        let all: Vec<String> = fields.into_iter().map(describe).collect();
+        all.join(", ")
     }
 
     fn differs(&self, first: &Self, aspect: &str, own: &str, expected: &str) -> Error {
@@ -311,28 +307,37 @@ impl Shard {
         } else {
             None
         };
-        let open = |field: &&Field| {
-            let source = match field.offset {
-                Some(offset) => Ok(RowSource::File(plain.clone(), offset)),
-                None => file
-                    .dataset(&field.name)
-                    .and_then(|dataset| SlabReader::new(dataset, field.stored))
-                    .map(RowSource::Library),
-            };
-            let source = source.map_err(|e| self.unreadable(field, e.into()))?;
+        let mut readers = Vec::with_capacity(datasets.len());
+        for field in datasets {
+            let source = self.row_source(field, &file, &plain)?;
             let rows = field.rows() as u64;
             let block = self.block(field, cache_bytes, verify) as u64;
-            let sums = checksums
-                .as_ref()
-                .map(|checksums| self.sums(checksums, field))
-                .transpose()?
-                .flatten();
+            let sums = match &checksums {
+                Some(checksums) => self.sums(checksums, field)?,
+                None => None,
+            };
             let compared = sums.and_then(|sums| Compared::new(sums, verify, scratch.clone()));
             let reader =
                 RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes);
-            Ok(reader.compare(compared).unpack(field.packing.clone()))
-        };
-        datasets.iter().map(open).collect()
+            readers.push(reader.compare(compared).unpack(field.packing.clone()));
+        }
+        Ok(readers)
+    }
+
+    /// Returns the source of the rows of a dataset: the file itself if they are at an offset of it.
+    fn row_source(
+        &self,
+        field: &Field,
+        file: &File,
+        plain: &Arc<std::fs::File>,
+    ) -> Result<RowSource> {
+        if let Some(offset) = field.offset {
+            return Ok(RowSource::File(plain.clone(), offset));
+        }
+        file.dataset(&field.name)
+            .and_then(|dataset| SlabReader::new(dataset, field.stored))
+            .map(RowSource::Library)
+            .map_err(|e| self.unreadable(field, e.into()))
     }
 
     /// Returns the checksums of a dataset; `None` if its elements are converted when they are read.
@@ -360,15 +365,18 @@ impl Shard {
     /// Returns the largest number of bytes that the readers of all its datasets cache together, if
     /// up to `cache_bytes` of each may be cached.
     pub(super) fn cache_limit(&self, cache_bytes: usize, verify: Verify) -> usize {
-        let limit = |field: &Field| {
-            let block = self.block(field, cache_bytes, verify) * field.row_bytes();
-            match (block, field.chunk_bytes()) {
-                (0, Some(chunk_bytes)) => cache_bytes.max(chunk_bytes),
-                (0, None) => 0,
-                (block, _) => block.max(cache_bytes).min(field.rows() * field.row_bytes()),
-            }
-        };
-        self.content.datasets().into_iter().map(limit).sum()
+        let datasets = self.content.datasets().into_iter();
+        datasets.map(|field| self.field_cache_limit(field, cache_bytes, verify)).sum()
+    }
+
+    /// Returns the largest number of bytes that the reader of one dataset caches.
+    fn field_cache_limit(&self, field: &Field, cache_bytes: usize, verify: Verify) -> usize {
+        let block = self.block(field, cache_bytes, verify) * field.row_bytes();
+        match (block, field.chunk_bytes()) {
+            (0, Some(chunk_bytes)) => cache_bytes.max(chunk_bytes),
+            (0, None) => 0,
+            (block, _) => block.max(cache_bytes).min(field.rows() * field.row_bytes()),
+        }
     }
 
     /// Returns the number of rows of a dataset that are read at once and cached, if up to

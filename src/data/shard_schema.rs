@@ -367,10 +367,10 @@ fn rows_of(place: Place<'_>, spec: &DataSpec) -> Result<Option<(usize, Ids, Targ
     let targets = Field::describe(place, &spec.targets, ReadAs::Numbers)?;
     let is_integer = |field: &Field| field.dtype.is_integer() && !field.is_scaled();
     // Windows of text have an id to predict for each id.
-    let is_text = |inputs: &Field| {
+    let is_text = inputs.as_ref().is_some_and(|inputs| {
         is_integer(inputs) && inputs.shape.len() == 2 && inputs.shape == targets.shape
-    };
-    if is_integer(&targets) && inputs.as_ref().is_some_and(is_text) && ids == Ids::None {
+    });
+    if is_integer(&targets) && is_text && ids == Ids::None {
         return Ok(None);
     }
     let is_class = is_integer(&targets) && targets.row_len() == 1;
@@ -504,10 +504,9 @@ impl Field {
 
     /// Returns the decompressed bytes of a chunk, if there are chunks.
     pub(super) fn chunk_bytes(&self) -> Option<usize> {
-        let bytes = |chunk: &Vec<usize>| {
+        self.chunk.as_ref().map(|chunk| {
             chunk.iter().fold(self.dtype.size(), |bytes, extent| bytes.saturating_mul(*extent))
-        };
-        self.chunk.as_ref().map(bytes)
+        })
     }
 
     /// Returns the number of rows; the number of elements if there is one dimension.
@@ -545,11 +544,16 @@ mod tests {
 
     #[test]
     fn elements_are_named_by_row_and_column() {
-        let dtype = Dtype::from_datatype(&hdf5::Datatype::from_type::<u8>().unwrap()).unwrap();
-        let ids = |shape| Field {
+        assert_eq!(ids(vec![100]).element(42), "/x[42]");
+        assert_eq!(ids(vec![10, 8]).element(42), "/x[5, 2]");
+    }
+
+    /// Returns a dataset of ids.
+    fn ids(shape: Vec<usize>) -> Field {
+        Field {
             name: "/x".into(),
             kind: ReadAs::Ids,
-            dtype: dtype.clone(),
+            dtype: Dtype::from_datatype(&hdf5::Datatype::from_type::<u8>().unwrap()).unwrap(),
             shape,
             stored: ElementType::U8,
             is_native: true,
@@ -559,8 +563,6 @@ mod tests {
             is_elsewhere: false,
             is_unwritten: false,
             packing: None,
-        };
-        assert_eq!(ids(vec![100]).element(42), "/x[42]");
-        assert_eq!(ids(vec![10, 8]).element(42), "/x[5, 2]");
+        }
     }
 }

@@ -191,17 +191,7 @@ const LARGEST_ROW: usize = 1 << 28;
 fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> Result<()> {
     let missing = h5::missing_filters(properties).map_err(|e| unreadable(name, &e))?;
     let Some(first) = missing.first() else { return Ok(()) };
-    let first_element = || -> hdf5::Result<()> {
-        let stored = ElementType::converted(ReadAs::Numbers);
-        let row_len =
-            dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent));
-        if row_len > LARGEST_ROW {
-            return Err("a row that is too large to read".into());
-        }
-        let mut rows = h5::SlabReader::new(dataset.clone(), stored)?;
-        rows.read(0, &mut vec![0; row_len * stored.width()])
-    };
-    if dataset.storage_size() == 0 || first_element().is_ok() {
+    if dataset.storage_size() == 0 || read_first_row(dataset).is_ok() {
         return Ok(());
     }
     let message = format!(
@@ -215,6 +205,18 @@ fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> R
         _ => "where the filter is, h5repack -f GZIP=4 in.h5 out.h5 writes it again; or set HDF5_PLUGIN_PATH to the directory of its plugin"
             .to_owned(),
     }))
+}
+
+/// Returns an error if the first row of a dataset cannot be read.
+fn read_first_row(dataset: &Dataset) -> hdf5::Result<()> {
+    let stored = ElementType::converted(ReadAs::Numbers);
+    let row_len =
+        dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent));
+    if row_len > LARGEST_ROW {
+        return Err("a row that is too large to read".into());
+    }
+    let mut rows = h5::SlabReader::new(dataset.clone(), stored)?;
+    rows.read(0, &mut vec![0; row_len * stored.width()])
 }
 
 /// Checks that every source exists, is large enough and complete, and that all elements have one.

@@ -211,7 +211,7 @@ mod tests {
         let mut classes = [0; 10];
         validation.iter().for_each(|row| classes[(row % 10) as usize] += 1);
         assert!(classes.iter().all(|count| (60..150).contains(count)), "{classes:?}");
-        // A resumed run of an older version must see the same samples.
+        // A resumed run must see the same samples, also after an update of the program.
         assert_eq!(stored(40, 0.1, false, Split::Validation), [8, 16, 20, 33]);
     }
 

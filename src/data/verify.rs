@@ -73,13 +73,8 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
                 let sibling = shards.first().map_or(Ok(()), |first| shard.check_sibling(first));
                 check.note_failure(sibling);
                 // Validation shards need no weights.
-                let is_train = |shard: &Shard| {
-                    shard
-                        .path
-                        .file_name()
-                        .is_some_and(|name| spec.train.matches(&name.to_string_lossy()))
-                };
-                let of_split = shards.iter().find(|other| is_train(other) == is_train(&shard));
+                let of_split =
+                    shards.iter().find(|other| is_train(other, &spec) == is_train(&shard, &spec));
                 check.note_failure(of_split.map_or(Ok(()), |first| shard.check_weights(first)));
                 check.note_failure(shard.check_written());
                 check.content(&shard);
@@ -111,6 +106,11 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
     }
 }
 
+/// Returns whether the name of a shard is that of a shard for training.
+fn is_train(shard: &Shard, spec: &DataSpec) -> bool {
+    shard.path.file_name().is_some_and(|name| spec.train.matches(&name.to_string_lossy()))
+}
+
 #[derive(Default)]
 struct Check {
     report: VerifyReport,
@@ -133,8 +133,12 @@ impl Check {
     /// Reads all datasets of a shard.
     fn content(&mut self, shard: &Shard) {
         let path = shard.path.display();
-        let read = || h5::open_file(&shard.path, None).and_then(|file| Checksums::read(&file));
-        let checksums = match shard.header.has_checksums().then(read).transpose() {
+        let checksums = shard
+            .header
+            .has_checksums()
+            .then(|| Checksums::read(&h5::open_file(&shard.path, None)?))
+            .transpose();
+        let checksums = match checksums {
             Ok(checksums) => checksums.flatten(),
             Err(e) => return self.problem(e.at(path)),
         };
@@ -142,9 +146,7 @@ impl Check {
             (None, _) if shard.header.has_checksums() => {
                 self.problem(format!("{path}: has no checksums"))
             }
-            (None, Some(_)) => {
-                self.report.notes.push(format!("{path} has no checksums: it is of an older format"))
-            }
+            (None, Some(_)) => self.report.notes.push(format!("{path} has no checksums")),
             (None, None) => self.report.notes.push(format!("{path} has no checksums")),
             (Some(_), _) => {}
         }

@@ -6,7 +6,9 @@
 //! of the device that compute does not use. Memory is counted in **words** of four bytes: a pair of
 //! bf16 is sent as one word, and only f32 is ever added.
 //!
-//! All operations are asynchronous. A caller that needs a result waits for a [`DeviceEvent`].
+//! All operations are asynchronous. A caller that needs a result waits for a [`DeviceEvent`]. The
+//! memory of a [`Slot`] cannot be accessed before its copy is done, which keeps the `unsafe` code
+//! sound.
 
 use std::marker::PhantomData;
 use std::ops::Range;

@@ -1,4 +1,5 @@
-//! C libraries that are opened when the program runs, and tables of their functions.
+//! C libraries that are opened when the program runs, and tables of their functions. Callers vouch
+//! for the types of the functions, which are found by name: that is `unsafe`.
 
 pub use hpctrain_base::error::{Error, Result};
 pub use libloading::Library;

@@ -34,20 +34,8 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
         let values: Vec<f64> = to_f64(&x).into_iter().map(want).collect();
         close(b, &y, &values, &format!("{f:?}"));
         b.activation_backward(f, B::all(&xb), B::all_mut(&mut dy)).unwrap();
-        // Rectifiers have no slope at zero to take the difference over.
-        let slope = |x: f64| match f {
-            Activation::Relu => f64::from(x > 0.0),
-            Activation::LeakyRelu(slope) => {
-                if x > 0.0 {
-                    1.0
-                } else {
-                    f64::from(slope)
-                }
-            }
-            _ => (want(x + 1e-5) - want(x - 1e-5)) / 2e-5,
-        };
         let slopes: Vec<f64> =
-            to_f64(&x).into_iter().zip(to_f64(&g)).map(|(x, g)| slope(x) * g).collect();
+            to_f64(&x).into_iter().zip(to_f64(&g)).map(|(x, g)| slope_at(f, want, x) * g).collect();
         close(b, &dy, &slopes, &format!("{f:?} backward"));
         results.extend([down(b, &y), down(b, &dy)]);
     }
@@ -70,4 +58,15 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
         assert!(down(b, &dy).iter().all(|slope| slope.is_finite()), "{f:?}");
     }
     results
+}
+
+/// Returns the derivative of an activation whose values are `value`. Rectifiers have no slope at
+/// zero to take the difference over.
+fn slope_at(f: Activation, value: &dyn Fn(f64) -> f64, x: f64) -> f64 {
+    match f {
+        Activation::Relu => f64::from(x > 0.0),
+        Activation::LeakyRelu(_) if x > 0.0 => 1.0,
+        Activation::LeakyRelu(slope) => f64::from(slope),
+        _ => (value(x + 1e-5) - value(x - 1e-5)) / 2e-5,
+    }
 }

@@ -63,14 +63,12 @@ pub fn attentions<B: Kernels>(b: &B) -> Results {
             };
             let of_y = |t: usize, i: usize| (sequence * time + t) * d + head * head_width + i;
             for t in 0..time {
-                let dot = |part_a: usize, ta: usize, part_b: usize, tb: usize| -> f64 {
-                    (0..head_width)
-                        .map(|i| {
-                            f64::from(qkv[at(part_a, ta, i)]) * f64::from(qkv[at(part_b, tb, i)])
-                        })
-                        .sum()
-                };
-                let scores: Vec<f64> = (0..=t).map(|s| dot(0, t, 1, s) * scale).collect();
+                let scores = (0..=t).map(|s| {
+                    let terms = (0..head_width)
+                        .map(|i| f64::from(qkv[at(0, t, i)]) * f64::from(qkv[at(1, s, i)]));
+                    terms.sum::<f64>() * scale
+                });
+                let scores: Vec<f64> = scores.collect();
                 let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
                 let p: Vec<f64> = scores.iter().map(|s| (s - top).exp() / total).collect();

@@ -5,12 +5,12 @@ use hpctrain_device::ops::checksum::{CHUNK, weight};
 use hpctrain_device::{AdamW, Elementwise, ElementwiseUpdate, Kernels, Sgd, UpdateChecksums};
 
 fn digest_of(x: &[f32]) -> f64 {
-    let of_chunk = |(number, chunk): (usize, &[f32])| {
+    let digests = x.chunks(CHUNK).enumerate().map(|(number, chunk)| {
         let term =
             |(i, x): (usize, &f32)| x.to_bits().wrapping_mul(weight((number * CHUNK + i) as u32));
         f64::from(chunk.iter().enumerate().map(term).fold(0, u32::wrapping_add))
-    };
-    x.chunks(CHUNK).enumerate().map(of_chunk).sum()
+    });
+    digests.sum()
 }
 
 pub fn digests<B: Kernels>(b: &B) -> Results {
@@ -41,46 +41,10 @@ fn updates<B: Kernels>(b: &B) -> Results {
     let g = up_f32(b, &random(b, 1, len));
     let p = random(b, 2, len);
     let state: Vec<f32> = random(b, 3, len).iter().map(|x| x * x).collect();
-    let adamw = AdamW {
-        lr: 0.1,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.2,
-        step: 3,
-        grad_scale: 0.5,
-    };
-    let sgd = Sgd { lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.2, grad_scale: 0.5 };
-    let of =
-        |rule| ElementwiseUpdate { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
-    let two = of(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 });
-    let one = of(Elementwise::Lion { beta1: 0.9, beta2: 0.99 });
     for rule in 0..5 {
-        let update = |checksums: Option<&mut UpdateChecksums<B::Scalar>>| {
-            let second = if rule == 3 { &[][..] } else { &state };
-            let mut bufs = [&state[..], second, &p].map(|values| up_f32(b, values));
-            let mut copy = up(b, &p);
-            {
-                let [first, second, to] = &mut bufs;
-                let first = B::all_mut(first);
-                let second = B::all_mut(second);
-                let to = B::all_mut(to);
-                let g = B::all(&g);
-                let copy = Some(B::all_mut(&mut copy));
-                match rule {
-                    0 => b.adamw(adamw, g, first, second, to, copy, checksums),
-                    1 => b.sgd(sgd, g, first, to, copy, checksums),
-                    2 => b.elementwise_update(two, g, first, second, to, copy, checksums),
-                    3 => b.elementwise_update(one, g, first, second, to, copy, checksums),
-                    _ => b.update_average(0.3, g, to, copy, checksums),
-                }
-                .unwrap();
-            }
-            bufs.map(|buf| down(b, &buf))
-        };
-        let plain = update(None);
+        let plain = update(b, rule, &g, &p, &state, None);
         let mut checksums = UpdateChecksums::default();
-        let checked = update(Some(&mut checksums));
+        let checked = update(b, rule, &g, &p, &state, Some(&mut checksums));
         assert_eq!(plain, checked, "rule {rule}");
         let changed: &[usize] = match rule {
             0 | 2 => &[0, 1, 2],
@@ -97,4 +61,50 @@ fn updates<B: Kernels>(b: &B) -> Results {
         results.extend(checked);
     }
     results
+}
+
+/// Returns the buffers after an update by one of five rules. `state` is the value of both state
+/// buffers.
+fn update<B: Kernels>(
+    b: &B,
+    rule: usize,
+    g: &B::Buf,
+    p: &[f32],
+    state: &[f32],
+    checksums: Option<&mut UpdateChecksums<B::Scalar>>,
+) -> [Vec<f32>; 3] {
+    let adamw = AdamW {
+        lr: 0.1,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.2,
+        step: 3,
+        grad_scale: 0.5,
+    };
+    let sgd = Sgd { lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.2, grad_scale: 0.5 };
+    let elementwise =
+        |rule| ElementwiseUpdate { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+    let two = elementwise(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 });
+    let one = elementwise(Elementwise::Lion { beta1: 0.9, beta2: 0.99 });
+    let second = if rule == 3 { &[][..] } else { state };
+    let mut bufs = [state, second, p].map(|values| up_f32(b, values));
+    let mut copy = up(b, p);
+    {
+        let [first, second, to] = &mut bufs;
+        let first = B::all_mut(first);
+        let second = B::all_mut(second);
+        let to = B::all_mut(to);
+        let g = B::all(g);
+        let copy = Some(B::all_mut(&mut copy));
+        match rule {
+            0 => b.adamw(adamw, g, first, second, to, copy, checksums),
+            1 => b.sgd(sgd, g, first, to, copy, checksums),
+            2 => b.elementwise_update(two, g, first, second, to, copy, checksums),
+            3 => b.elementwise_update(one, g, first, second, to, copy, checksums),
+            _ => b.update_average(0.3, g, to, copy, checksums),
+        }
+        .unwrap();
+    }
+    bufs.map(|buf| down(b, &buf))
 }

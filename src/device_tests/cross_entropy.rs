@@ -31,9 +31,9 @@ fn in_f64(
         let counted = x.iter().enumerate().filter(|(class, _)| wanted(*class) > 0.0);
         losses
             .push(weight * counted.map(|(class, x)| wanted(class) * (log_total - x)).sum::<f64>());
-        let gradient = |(class, x): (usize, &f64)| (x - log_total).exp() - wanted(class);
-        gradients
-            .extend(x.iter().enumerate().map(|one| f64::from(s.scale) * weight * gradient(one)));
+        gradients.extend(x.iter().enumerate().map(|(class, x)| {
+            f64::from(s.scale) * weight * ((x - log_total).exp() - wanted(class))
+        }));
     }
     (losses, gradients)
 }
@@ -85,17 +85,12 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
             let fb = up(b, &pad_rows(&few, classes, stride));
             let mut hits = up_f32(b, &vec![0.5; rows]);
             b.hits(classes, stride, k, B::all(&fb), &tb, B::all_mut(&mut hits)).unwrap();
-            let is_hit = |(row, target): (usize, &u32)| {
-                let row = &few[row * classes..][..classes];
-                let mut order: Vec<usize> = (0..classes).collect();
-                order.sort_by(|one, other| row[*other].total_cmp(&row[*one]));
-                f32::from(order[..k.min(classes)].contains(&(*target as usize)))
-            };
-            assert_eq!(
-                down(b, &hits),
-                targets.iter().enumerate().map(is_hit).collect::<Vec<_>>(),
-                "top {k}"
-            );
+            let expected: Vec<f32> = few
+                .chunks(classes)
+                .zip(&targets)
+                .map(|(row, target)| hit(row, *target as usize, k))
+                .collect();
+            assert_eq!(down(b, &hits), expected, "top {k}");
         }
     }
     let broken = up(b, &[f32::NAN, 1.0]);
@@ -104,6 +99,13 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
     b.hits(2, 2, 1, B::all(&broken), &tb, B::all_mut(&mut hits)).unwrap();
     assert_eq!(down(b, &hits), [0.0]);
     results
+}
+
+/// Returns 1 if the target is among the `k` largest logits of a row, and 0 otherwise.
+fn hit(row: &[f32], target: usize, k: usize) -> f32 {
+    let mut order: Vec<usize> = (0..row.len()).collect();
+    order.sort_by(|one, other| row[*other].total_cmp(&row[*one]));
+    f32::from(order[..k.min(row.len())].contains(&target))
 }
 
 /// Computes the cross-entropy of logits whose columns are split into parts at `bounds`. Returns the
@@ -120,16 +122,6 @@ fn in_parts<B: Kernels>(
 ) -> [Vec<f32>; 3] {
     let CrossEntropy { rows, classes, scale, gradient, smoothing, .. } = s;
     let parts = bounds.len() - 1;
-    let part = |number: usize| {
-        let first = bounds[number];
-        let classes = bounds[number + 1] - bounds[number];
-        LogitsPart {
-            rows,
-            classes,
-            stride: if is_padded { B::row_stride(classes) } else { classes },
-            first_class: first,
-        }
-    };
     let of_part = |part: LogitsPart| {
         let columns =
             logits.chunks(classes).flat_map(|row| &row[part.first_class..][..part.classes]);
@@ -137,14 +129,15 @@ fn in_parts<B: Kernels>(
     };
     let mut stats = up_f32(b, &vec![f32::NAN; parts * rows * LogitsPart::STATS]);
     for number in 0..parts {
+        let part = logits_part::<B>(rows, bounds, number, is_padded);
         let count = rows * LogitsPart::STATS;
         let to = B::view_mut(&mut stats, number * count..(number + 1) * count);
-        b.softmax_part(part(number), B::all(&of_part(part(number))), targets, to).unwrap();
+        b.softmax_part(part, B::all(&of_part(part)), targets, to).unwrap();
     }
     let mut after = vec![0.0; rows * classes];
     let mut all_losses = vec![];
     for number in 0..parts {
-        let part = part(number);
+        let part = logits_part::<B>(rows, bounds, number, is_padded);
         let mut columns = of_part(part);
         let mut losses = up_f32(b, &vec![f32::NAN; rows]);
         let shape = CrossEntropyPart { part, parts, classes, scale, gradient, smoothing };
@@ -164,6 +157,19 @@ fn in_parts<B: Kernels>(
         "parts have other losses"
     );
     [down(b, &stats), all_losses.swap_remove(0), after]
+}
+
+/// Returns part `number` of the columns that are split at `bounds`.
+fn logits_part<B: Kernels>(
+    rows: usize,
+    bounds: &[usize],
+    number: usize,
+    is_padded: bool,
+) -> LogitsPart {
+    let first_class = bounds[number];
+    let classes = bounds[number + 1] - first_class;
+    let stride = if is_padded { B::row_stride(classes) } else { classes };
+    LogitsPart { rows, classes, stride, first_class }
 }
 
 /// Tests cross-entropy over classes that are split into parts.

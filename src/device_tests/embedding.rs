@@ -17,12 +17,12 @@ pub fn embeddings<B: Kernels>(b: &B) -> Results {
         let pb = up(b, &places);
         let mut y = up(b, &vec![0.0; rows * width]);
         b.embedding(&tb, 0, B::all(&wb), B::all(&pb), B::all_mut(&mut y)).unwrap();
-        let cell = |row: usize, i: usize| {
+        let sums = (0..rows * width).map(|at| {
+            let (row, i) = (at / width, at % width);
             f64::from(words[tokens[row] as usize * width + i])
                 + f64::from(places[row % time * width + i])
-        };
-        let want: Vec<f64> = (0..rows * width).map(|i| cell(i / width, i % width)).collect();
-        close(b, &y, &want, "embedding");
+        });
+        close(b, &y, &sums.collect::<Vec<_>>(), "embedding");
 
         let dy = random(b, 24, rows * width);
         let dw0 = random(b, 25, words.len());
@@ -48,8 +48,10 @@ pub fn embeddings<B: Kernels>(b: &B) -> Results {
         let mut none = up_f32(b, &[]);
         let mut dw = up_f32(b, &dw0);
         b.embedding(&tb, 0, B::all(&wb), B::all(&none), B::all_mut(&mut y)).unwrap();
-        let word = |i: usize| words[tokens[i / width] as usize * width + i % width];
-        assert_eq!(down(b, &y), (0..rows * width).map(word).collect::<Vec<_>>());
+        let expected: Vec<f32> = (0..rows * width)
+            .map(|i| words[tokens[i / width] as usize * width + i % width])
+            .collect();
+        assert_eq!(down(b, &y), expected);
         b.embedding_backward(&tb, 0, B::all(&dyb), B::all_mut(&mut dw), B::all_mut(&mut none))
             .unwrap();
         close(b, &dw, &want_w, "embedding d words without places");

@@ -25,13 +25,14 @@ fn cancelling_sum<B: Kernels>(b: &B) -> Vec<f32> {
         B::all_mut(&mut z),
     )
     .unwrap();
-    let at = |l: usize, j: usize| f64::from(near_one[l * n + j]);
-    close(
-        b,
-        &z,
-        &matmul_f64(m, n, k, |i, l| f64::from(signs[i * k + l]), at),
-        "a sum that cancels",
+    let want = matmul_f64(
+        m,
+        n,
+        k,
+        |i, l| f64::from(signs[i * k + l]),
+        |l, j| f64::from(near_one[l * n + j]),
     );
+    close(b, &z, &want, "a sum that cancels");
     down(b, &z)
 }
 
@@ -128,9 +129,13 @@ pub fn matmuls<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Res
         for (ta, tb, acc) in
             [(false, false, false), (true, false, true), (false, true, true), (true, true, false)]
         {
-            let at = |i: usize, l: usize| f64::from(if ta { a[l * m + i] } else { a[i * k + l] });
-            let bt = |l: usize, j: usize| f64::from(if tb { bm[j * k + l] } else { bm[l * n + j] });
-            let mut want = matmul_f64(m, n, k, at, bt);
+            let mut want = matmul_f64(
+                m,
+                n,
+                k,
+                |i, l| f64::from(if ta { a[l * m + i] } else { a[i * k + l] }),
+                |l, j| f64::from(if tb { bm[j * k + l] } else { bm[l * n + j] }),
+            );
             if acc {
                 want.iter_mut().zip(&c).for_each(|(w, c)| *w += f64::from(*c));
             }

@@ -26,14 +26,16 @@ const DISPLAY: &str = "0x03";
 /// Returns the PCI addresses of NVIDIA GPUs, whether or not they have a driver.
 pub(super) fn on_bus() -> Vec<String> {
     let Ok(entries) = fs::read_dir("/sys/bus/pci/devices") else { return Vec::new() };
-    let is_gpu = |path: &Path| {
-        let starts = |file: &str, with: &str| {
-            fs::read_to_string(path.join(file)).is_ok_and(|id| id.starts_with(with))
-        };
-        starts("vendor", NVIDIA) && starts("class", DISPLAY)
-    };
     let gpus = entries.flatten().filter(|entry| is_gpu(&entry.path()));
     gpus.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// Returns true if the PCI device in this directory is an NVIDIA GPU.
+fn is_gpu(path: &Path) -> bool {
+    let starts = |file: &str, with: &str| {
+        fs::read_to_string(path.join(file)).is_ok_and(|id| id.starts_with(with))
+    };
+    starts("vendor", NVIDIA) && starts("class", DISPLAY)
 }
 
 /// Checks driver and libraries, and every `every`th GPU from number `first` (modulo their number)

@@ -44,32 +44,37 @@ pub(super) fn probe(reporter: &ProbeReporter, run_root: &Path) {
 fn round_trip(dir: &Path) -> Result<bool> {
     let folder = scratch(dir)?;
     let path = folder.path().join("probe.h5");
-    let failed = |action: &'static str| {
-        let path = path.clone();
-        move |e: hdf5::Error| {
-            let detail = one_line(&e);
-            let hint = if detail.contains("lock") {
-                format!("set {LOCKING}=FALSE in the environment of all ranks")
-            } else {
-                "check free space and permissions there".to_owned()
-            };
-            Error::io(action, &path, detail).hint(hint)
-        }
-    };
     let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
-    let write = || -> hdf5::Result<bool> {
-        let file = hdf5_open::create(&path)?;
-        file.new_dataset::<f32>().shape(values.len()).create("values")?.write_raw(&values)?;
-        file.flush()?;
-        Ok(is_locked(&path))
-    };
-    let locked = write().map_err(failed("write"))?;
-    let read = || hdf5_open::open(&path)?.dataset("values")?.read_raw::<f32>();
-    if read().map_err(failed("read"))? != values {
+    let locked = write(&path, &values).map_err(|e| failed("write", &path, &e))?;
+    if read(&path).map_err(|e| failed("read", &path, &e))? != values {
         return Err(Error::io("read", &path, "the values differ from those written")
             .hint("choose another --run-root"));
     }
     Ok(locked)
+}
+
+/// Writes values into a new file; returns true if HDF5 locks it.
+fn write(path: &Path, values: &[f32]) -> hdf5::Result<bool> {
+    let file = hdf5_open::create(path)?;
+    file.new_dataset::<f32>().shape(values.len()).create("values")?.write_raw(values)?;
+    file.flush()?;
+    Ok(is_locked(path))
+}
+
+/// Returns the values in a file.
+fn read(path: &Path) -> hdf5::Result<Vec<f32>> {
+    hdf5_open::open(path)?.dataset("values")?.read_raw::<f32>()
+}
+
+/// Returns the error of an action of HDF5, with a hint.
+fn failed(action: &str, path: &Path, e: &hdf5::Error) -> Error {
+    let detail = one_line(e);
+    let hint = if detail.contains("lock") {
+        format!("set {LOCKING}=FALSE in the environment of all ranks")
+    } else {
+        "check free space and permissions there".to_owned()
+    };
+    Error::io(action, path, detail).hint(hint)
 }
 
 /// Returns true if a process holds a lock on a file, as HDF5 does; false if the file system does

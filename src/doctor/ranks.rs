@@ -97,17 +97,16 @@ fn union(ranks: &[&RankResources]) -> BTreeSet<usize> {
 /// Checks whether ranks run on the processor that their GPU is attached to; returns `None` if the
 /// system does not know it.
 fn gpu_affinity(ranks: &[RankResources]) -> Option<Finding> {
-    let is_known =
-        |rank: &&RankResources| rank.gpu.as_ref().is_some_and(|gpu| !gpu.near_cores.is_empty());
-    let is_far = |rank: &RankResources| {
-        rank.gpu.as_ref().is_some_and(|gpu| gpu.near_cores.is_disjoint(&rank.cores))
-    };
-    let known: Vec<(usize, &RankResources)> =
-        ranks.iter().enumerate().filter(|(_, rank)| is_known(rank)).collect();
+    let known: Vec<(usize, &RankResources, &Gpu)> = ranks
+        .iter()
+        .enumerate()
+        .filter_map(|(number, rank)| Some((number, rank, rank.gpu.as_ref()?)))
+        .filter(|(.., gpu)| !gpu.near_cores.is_empty())
+        .collect();
     let far: Vec<String> = known
         .iter()
-        .filter(|(_, rank)| is_far(rank))
-        .map(|(number, _)| format!("rank {number}"))
+        .filter(|(_, rank, gpu)| gpu.near_cores.is_disjoint(&rank.cores))
+        .map(|(number, ..)| format!("rank {number}"))
         .collect();
     if known.is_empty() {
         return None;

@@ -36,8 +36,8 @@ impl DoctorReport {
         let mut checks = section(|facts| &facts.devices);
         checks.extend(section(|facts| &facts.messages));
         let all: Vec<usize> = (0..infos.len()).collect();
-        let of_all = |check| Line { check, ranks: all.clone(), partial: false };
-        checks.extend(ranks::checks(&infos).into_iter().map(of_all));
+        let of_all = ranks::checks(&infos).into_iter();
+        checks.extend(of_all.map(|check| Line { check, ranks: all.clone(), partial: false }));
         checks.extend(section(|facts| &facts.node));
         Self { checks, ranks: infos }
     }

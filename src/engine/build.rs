@@ -53,8 +53,8 @@ pub fn with_host_embedding<B: Kernels>(
     // has it, else halving-doubling.
     let algorithms = |group: &Group<Cpu>| {
         let given = plan.config.comm.algorithm.fixed();
-        let fits = |algorithm: &Algorithm| group.algorithms(false).contains(algorithm);
-        AlgorithmTable::uniform(given.filter(fits).unwrap_or(Algorithm::HalvingDoubling))
+        let given = given.filter(|algorithm| group.algorithms(false).contains(algorithm));
+        AlgorithmTable::uniform(given.unwrap_or(Algorithm::HalvingDoubling))
     };
     let of_shards = algorithms(&groups.shard);
     let of_replicas = algorithms(&groups.replica);

@@ -12,7 +12,7 @@ use hpctrain_base::safe_open;
 use hpctrain_comm::{Algorithm, AlgorithmTable, Comm, DeviceTransport, Group, Operation, measure};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_device::Kernels;
-use hpctrain_nn::{Block, Blocks};
+use hpctrain_nn::Blocks;
 use hpctrain_parallel::{Groups, Storage};
 
 /// Collectives of shards on units.
@@ -123,10 +123,9 @@ pub fn groups<B: Kernels>(
 impl Key {
     fn new<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, blocks: &Blocks<B>) -> Self {
         let slices = plan.tensor_shards(0);
-        let layout_of = |block: &dyn Block<B>| {
-            UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices)
-        };
-        let sizes = blocks.iter().map(|block| layout_of(&**block).padded);
+        let sizes = blocks.iter().map(|block| {
+            UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices).padded
+        });
         Self {
             mesh: plan.mesh,
             storage: plan.config.parallel.storage,

@@ -101,8 +101,9 @@ impl<B: Kernels> Engine<B> {
         flags: impl FnOnce() -> ControlFlags,
     ) -> Result<ReducedStep> {
         let mut flags = Some(flags);
-        let mut flags = || flags.take().map_or_else(ControlFlags::empty, |flags| flags());
-        self.reduced_gradients(step, &mut next, &mut flags)
+        self.reduced_gradients(step, &mut next, &mut || {
+            flags.take().map_or_else(ControlFlags::empty, |flags| flags())
+        })
     }
 
     /// Does the work of [`Self::gradients`], compiled once rather than for each caller's closures.
@@ -204,10 +205,8 @@ impl<B: Kernels> Engine<B> {
         if sharded.slices().held.start > 0 {
             losses.clear();
         }
-        let total = |virtual_rank: Vec<B::Scalar>| {
-            virtual_rank.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?))
-        };
-        let losses: Vec<f64> = losses.into_iter().map(total).collect::<Result<_>>()?;
+        let losses: Vec<f64> =
+            losses.into_iter().map(|losses| total(backend, losses)).collect::<Result<_>>()?;
         sharded.reduce(&losses, compute.max(0.0), flags())
     }
 
@@ -421,4 +420,9 @@ impl<B: Kernels> Engine<B> {
         // Reductions overlap with the computations of the other blocks.
         if reduces { sharded.start_reductions() } else { Ok(()) }
     }
+}
+
+/// Returns the sum of the losses of a virtual rank's micro-batches, in order.
+fn total<B: Kernels>(backend: &B, losses: Vec<B::Scalar>) -> Result<f64> {
+    losses.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?))
 }

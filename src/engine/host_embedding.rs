@@ -215,66 +215,7 @@ mod tests {
 
     fn outcome(ranks: usize, settings: &[&str]) -> Outcome {
         let plan = plan(ranks, settings);
-        let rank = |comm: &Comm<Cpu>| {
-            let backend = Cpu::new(1);
-            let (mut engine, _) = engine(comm, &plan, backend.clone(), None)?;
-            let stage = engine.model.sharded.stage().clone();
-            let sizes = plan.samples.sizes(1);
-            let mut progress = Progress::default();
-            let mut losses = vec![];
-            let virtual_ranks =
-                plan.virtual_ranks_of_rank(engine.model.sharded.data().rank())[0].clone();
-            for step in 0..3 {
-                let mut samples = (virtual_ranks.start as u64 * plan.virtual_rank_samples..)
-                    .step_by(plan.micro as usize);
-                let next = || {
-                    let first = samples.next().unwrap_or_default();
-                    let samples = first..first + plan.micro;
-                    let number = |i: u64| (i * 2_654_435_761 + step * 97) % 1009;
-                    let ids = samples.clone().flat_map(|i| {
-                        [number(i) % 5, 5 + number(i + 50) % 3, 8 + number(i + 90) % 9]
-                    });
-                    let features = samples
-                        .clone()
-                        .flat_map(|i| (0..sizes.features as u64).map(move |k| i * 7 + k));
-                    let parts = SampleFields {
-                        ids: ids.map(|id| id as u32).collect(),
-                        features: features.map(|i| number(i) as f32 / 1009.0).collect(),
-                        values: samples.clone().map(|i| (i % 3) as f32).collect(),
-                        ..SampleFields::default()
-                    };
-                    micro_batches::upload(
-                        &backend,
-                        &Batch { positions: samples, parts },
-                        1,
-                        0,
-                        &stage,
-                    )
-                };
-                let round =
-                    train_round(&plan, &mut engine, next, &mut progress, ControlFlags::empty)?;
-                losses.push(round.steps[0].loss.to_bits());
-            }
-            let mut tensors = vec![];
-            for unit in engine.model.sharded.owned()? {
-                for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
-                    let mut host = vec![0.0; unit.range.len()];
-                    values.read(&mut host)?;
-                    for piece in unit.layout.pieces(unit.range.clone()) {
-                        let bits =
-                            host[piece.of_owned.clone()].iter().map(|x| x.to_bits()).collect();
-                        tensors.push((
-                            piece.tensor.name.clone(),
-                            part,
-                            piece.of_tensor.start,
-                            bits,
-                        ));
-                    }
-                }
-            }
-            Ok((tensors, losses))
-        };
-        let outcomes = on_threads(ranks, rank).unwrap();
+        let outcomes = on_threads(ranks, |comm| outcome_of_rank(comm, &plan)).unwrap();
         let losses = outcomes[0].1.clone();
         let mut all = std::collections::BTreeMap::<(String, usize), Vec<(usize, Vec<u32>)>>::new();
         for (name, part, start, bits) in outcomes.into_iter().flat_map(|(tensors, _)| tensors) {
@@ -286,6 +227,66 @@ mod tests {
             tensors.push((name, part, pieces.into_iter().flat_map(|(_, bits)| bits).collect()));
         }
         (tensors, losses)
+    }
+
+    /// Pieces of parameters and state of a rank: the tensor's name, the buffer, the first element
+    /// and the values as bits.
+    type Pieces = Vec<(String, usize, usize, Vec<u32>)>;
+
+    /// Returns the pieces that a rank has after three steps, and the loss of each step.
+    fn outcome_of_rank(comm: &Comm<Cpu>, plan: &ResolvedConfig) -> Result<(Pieces, Vec<u64>)> {
+        let backend = Cpu::new(1);
+        let (mut engine, _) = engine(comm, plan, backend.clone(), None)?;
+        let stage = engine.model.sharded.stage().clone();
+        let mut progress = Progress::default();
+        let mut losses = vec![];
+        let virtual_ranks =
+            plan.virtual_ranks_of_rank(engine.model.sharded.data().rank())[0].clone();
+        for step in 0..3 {
+            let mut samples = (virtual_ranks.start as u64 * plan.virtual_rank_samples..)
+                .step_by(plan.micro as usize);
+            let round = train_round(
+                plan,
+                &mut engine,
+                || {
+                    let batch = batch(plan, samples.next().unwrap_or_default(), step);
+                    micro_batches::upload(&backend, &batch, 1, 0, &stage)
+                },
+                &mut progress,
+                ControlFlags::empty,
+            )?;
+            losses.push(round.steps[0].loss.to_bits());
+        }
+        let mut tensors = vec![];
+        for unit in engine.model.sharded.owned()? {
+            for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+                let mut host = vec![0.0; unit.range.len()];
+                values.read(&mut host)?;
+                for piece in unit.layout.pieces(unit.range.clone()) {
+                    let bits = host[piece.of_owned.clone()].iter().map(|x| x.to_bits()).collect();
+                    tensors.push((piece.tensor.name.clone(), part, piece.of_tensor.start, bits));
+                }
+            }
+        }
+        Ok((tensors, losses))
+    }
+
+    /// Returns the micro-batch of step `step` that starts at sample `first`.
+    fn batch(plan: &ResolvedConfig, first: u64, step: u64) -> Batch {
+        let features = plan.samples.sizes(1).features as u64;
+        let positions = first..first + plan.micro;
+        let number = |i: u64| (i * 2_654_435_761 + step * 97) % 1009;
+        let ids = positions
+            .clone()
+            .flat_map(|i| [number(i) % 5, 5 + number(i + 50) % 3, 8 + number(i + 90) % 9]);
+        let features = positions.clone().flat_map(|i| (0..features).map(move |k| i * 7 + k));
+        let parts = SampleFields {
+            ids: ids.map(|id| id as u32).collect(),
+            features: features.map(|i| number(i) as f32 / 1009.0).collect(),
+            values: positions.clone().map(|i| (i % 3) as f32).collect(),
+            ..SampleFields::default()
+        };
+        Batch { positions, parts }
     }
 
     /// Embeddings on the host give the same bits as on the device, which is a CPU here.

@@ -130,8 +130,10 @@ fn exchange<B: Kernels, T: Serialize + DeserializeOwned>(
     let mine =
         serde_json::to_vec(mine).map_err(|e| Error::internal(format!("matmul choices: {e}")))?;
     let messages = world.gather_bytes(mine).wait()?;
-    let read = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
-    let values = messages.iter().map(read).collect::<std::result::Result<_, _>>();
+    let values = messages
+        .iter()
+        .map(|bytes| serde_json::from_slice(bytes))
+        .collect::<std::result::Result<_, _>>();
     values.map_err(|e| Error::comm(format!("another rank sent malformed matmul choices: {e}")))
 }
 

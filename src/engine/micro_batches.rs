@@ -68,30 +68,37 @@ pub fn open_staged<B: Backend>(
     };
     let here = &topology.here().host;
     // The original files are checked first, so that errors name the paths in the configuration.
-    let check = || {
-        let (train, validation) = open_specs(&mut ShardIndex::recording(), config, &sources)?;
-        std::iter::once(&train).chain(&validation).try_for_each(Dataset::check_self_contained)
-    };
-    world.all_ok(if world.rank() == 0 { check() } else { Ok(()) })?;
-    let copies = || {
-        for spec in &sources {
-            let local_cache::Staged { copied: (files, bytes), reused } =
-                local_cache::stage(spec, root)?;
-            let from = spec.path.display();
-            let to = root.display();
-            log::info!(
-                "{here}: {files} shards ({bytes} bytes) of {from} copied to {to}, {reused} reused"
-            );
-        }
+    world.all_ok(if world.rank() == 0 {
+        check_self_contained(config, &sources)
+    } else {
         Ok(())
-    };
+    })?;
     let is_first = (0..world.rank()).all(|rank| topology.host(rank) != here);
     // Copies may take longer than the timeout of messages.
-    world.with_keepalive(is_first.then_some(copies))?;
-    let staged =
-        || sources.iter().map(|spec| local_cache::place(spec, root)).collect::<Result<Vec<_>>>();
-    let staged = world.all_ok(staged())?;
+    world.with_keepalive(is_first.then_some(|| copy_shards(&sources, root, here)))?;
+    let staged = sources.iter().map(|spec| local_cache::place(spec, root)).collect();
+    let staged: Vec<DataSpec> = world.all_ok(staged)?;
     open_together(world, |index| open_specs(index, config, &staged))
+}
+
+/// Checks that no shard of a configuration's data sets refers to other files.
+fn check_self_contained(config: &Config, sources: &[DataSpec]) -> Result<()> {
+    let (train, validation) = open_specs(&mut ShardIndex::recording(), config, sources)?;
+    std::iter::once(&train).chain(&validation).try_for_each(Dataset::check_self_contained)
+}
+
+/// Copies the shards of data sets to `root` on the node `host`, and logs their number and size.
+fn copy_shards(sources: &[DataSpec], root: &Path, host: &str) -> Result<()> {
+    for spec in sources {
+        let local_cache::Staged { copied: (files, bytes), reused } =
+            local_cache::stage(spec, root)?;
+        let from = spec.path.display();
+        let to = root.display();
+        log::info!(
+            "{host}: {files} shards ({bytes} bytes) of {from} copied to {to}, {reused} reused"
+        );
+    }
+    Ok(())
 }
 
 fn open_specs(
@@ -119,8 +126,10 @@ fn open_measured(
     specs: &[DataSpec],
     split: Split,
 ) -> Result<Dataset> {
-    let unweighted = |spec: &DataSpec| DataSpec { weights: Some(String::new()), ..spec.clone() };
-    let specs: Vec<DataSpec> = specs.iter().map(unweighted).collect();
+    let specs: Vec<DataSpec> = specs
+        .iter()
+        .map(|spec| DataSpec { weights: Some(String::new()), ..spec.clone() })
+        .collect();
     Dataset::open_with_index(index, &specs, split, predictions(config))
 }
 
@@ -186,13 +195,13 @@ pub fn open_for_eval(index: &mut ShardIndex, config: &Config, split: Split) -> R
 /// # Errors
 /// Returns an error if the configuration names bundled data that does not exist.
 pub fn has_split(config: &Config, split: Split) -> Result<bool> {
-    let has = |spec: &DataSpec| match split {
-        Split::Train => spec.files(split).is_ok(),
-        Split::Validation => {
+    let specs = specs(config)?;
+    Ok(match split {
+        Split::Train => specs.iter().all(|spec| spec.files(split).is_ok()),
+        Split::Validation => specs.iter().all(|spec| {
             spec.validation_source().is_ok_and(|held| held != ValidationSource::Nowhere)
-        }
-    };
-    Ok(specs(config)?.iter().all(has))
+        }),
+    })
 }
 
 /// Returns the error for missing validation data; `what` says what requires it.
@@ -224,40 +233,43 @@ fn predictions(config: &Config) -> usize {
 fn specs(config: &Config) -> Result<Vec<DataSpec>> {
     let data = &config.data;
     let samples = sample_spec(config)?;
+    if data.mix.is_empty() {
+        Ok(vec![data_spec(config, &data.path, &samples)?])
+    } else {
+        data.mix.iter().map(|one| data_spec(config, &one.path, &samples)).collect()
+    }
+}
+
+/// Returns the description of the data set at `path`, which has such samples.
+fn data_spec(config: &Config, path: &str, samples: &SampleSpec) -> Result<DataSpec> {
+    let data = &config.data;
+    let path = match path.strip_prefix("bundled:") {
+        Some(name) => bundled::locate(name)?,
+        None => PathBuf::from(path),
+    };
     // Samples of language models are ids and have no shape.
-    let shape = match &samples {
+    let shape = match samples {
         SampleSpec::Rows { .. } => config.model.input.clone().unwrap_or_default(),
         SampleSpec::Text | SampleSpec::Anything => vec![],
     };
-    let spec = |path: &String| {
-        let path = match path.strip_prefix("bundled:") {
-            Some(name) => bundled::locate(name)?,
-            None => PathBuf::from(path),
-        };
-        Ok(DataSpec {
-            path,
-            train: data.train.clone(),
-            validation: data.validation.clone(),
-            tokens: data.tokens.clone(),
-            inputs: data.inputs.clone(),
-            categories: data.categories.clone(),
-            targets: data.targets.clone(),
-            weights: data.weights.clone(),
-            shape: shape.clone(),
-            axes: data.image_layout,
-            val_fraction: data.val_fraction,
-            scale: data.scale,
-            vocabulary: config.model.vocabulary,
-            verify: data.verify,
-            external_files: data.external_files,
-            samples: samples.clone(),
-        })
-    };
-    if data.mix.is_empty() {
-        Ok(vec![spec(&data.path)?])
-    } else {
-        data.mix.iter().map(|one| spec(&one.path)).collect()
-    }
+    Ok(DataSpec {
+        path,
+        train: data.train.clone(),
+        validation: data.validation.clone(),
+        tokens: data.tokens.clone(),
+        inputs: data.inputs.clone(),
+        categories: data.categories.clone(),
+        targets: data.targets.clone(),
+        weights: data.weights.clone(),
+        shape,
+        axes: data.image_layout,
+        val_fraction: data.val_fraction,
+        scale: data.scale,
+        vocabulary: config.model.vocabulary,
+        verify: data.verify,
+        external_files: data.external_files,
+        samples: samples.clone(),
+    })
 }
 
 /// Returns the order of samples in the run.

@@ -1,4 +1,38 @@
 //! The training engine: the training step, and the network on its mesh, its samples and its memory.
+//!
+//! # The training step
+//!
+//! [`train_round()`] takes a step: [`Engine::gradients`] does 1 to 6, then the reduced gradients
+//! are applied. All layouts run the same code, over the list of a rank's forwards, backwards and
+//! messages between stages in `parallel/pipeline_schedule.rs`.
+//!
+//! 1. **Forward.** Each micro-batch passes through the blocks of the stage. With ZeRO 3,
+//!    all-gathers run `parallel.prefetch` visits ahead (`parallel/param_prefetch.rs`).
+//! 2. **Loss.** The loss overwrites the logits with their gradient (`nn/loss.rs`). Language models
+//!    do this in chunks of tokens (`chunked_loss.rs`).
+//! 3. **Backward.** Each `Block::backward` *adds* into the flat gradient of its unit. With the
+//!    zero-bubble schedule, weight gradients are deferred (`nn/wgrad.rs`).
+//! 4. **End of a virtual rank.** Its gradient joins the rank's tree of virtual ranks
+//!    (`Sharded::virtual_rank_done`).
+//! 5. **Reduce.** After the last virtual rank, the sum *moves* to the communication thread, which
+//!    reduces it during the backward of the previous block (`Sharded::start_reductions`).
+//! 6. **Agree.** `Sharded::reduce` waits for all units. Each rank sends one small message to the
+//!    ranks of all stages (`parallel/step_summary.rs`), so all have the same loss and norm, and all
+//!    skip a step that is not finite.
+//! 7. **Update.** With SDC checks, `Sharded::check_sdc` verifies the digests of the update before
+//!    (`parallel/sdc_checksum.rs`). `Sharded::update` runs one fused kernel on each owned range,
+//!    with the clip as a factor. LAMB and LARS send one more small message before it
+//!    (`parallel/norms.rs`).
+//! 8. **All-gather.** With ZeRO 0 to 2, the all-gather of a unit starts when the unit is updated,
+//!    in the order of the next forward. Its block waits for it before its first use.
+//!
+//! With local SGD a rank with several replicas trains them in turn (`Sharded::next_replica`), and a
+//! round ends with their average (`Sharded::average`).
+//!
+//! Two threads work beside these steps: a loader reads data ahead (`data/loader.rs`), and a save
+//! thread writes checkpoints from a copy (`checkpoint/async_save.rs`). The order of requests to the
+//! communication thread depends on the position in the step, never on arrivals, so it is the same
+//! on all ranks.
 
 #![forbid(unsafe_code)]
 

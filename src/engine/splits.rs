@@ -149,21 +149,13 @@ impl Source for Checked {
             .map_err(|e| self.at(first, e))?;
         let SampleMut { ids, features, classes, values, weights } = into;
         let sizes = self.required.sizes;
-        let below = |what: &str, found: &[u32], per_sample: usize, limit: usize| {
-            let index = found.iter().position(|id| *id as usize >= limit)?;
-            let most = limit.saturating_sub(1);
-            Some((
-                index / per_sample,
-                format!("{what} {}, but the network knows 0 to {most}", found[index]),
-            ))
-        };
         let finite = |found: &[f32], per_sample: usize| {
             let index = found.iter().position(|x| !x.is_finite())?;
             Some((index / per_sample, format!("{} is not a finite number", found[index])))
         };
         let found = [
-            below("id", ids, sizes.ids, self.required.ids),
-            below("class", classes, sizes.classes, self.required.classes),
+            first_out_of_range("id", ids, sizes.ids, self.required.ids),
+            first_out_of_range("class", classes, sizes.classes, self.required.classes),
             finite(features, sizes.features),
             finite(values, sizes.values),
             weights.iter().position(|x| !is_weight(*x)).map(|sample| {
@@ -223,4 +215,18 @@ impl Source for Checked {
     fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
         self.source.conform(to)
     }
+}
+
+/// Returns the sample of the first number in `found` that is not below `limit`, and a message.
+/// Samples have `per_sample` numbers each.
+fn first_out_of_range(
+    what: &str,
+    found: &[u32],
+    per_sample: usize,
+    limit: usize,
+) -> Option<(usize, String)> {
+    let index = found.iter().position(|id| *id as usize >= limit)?;
+    let most = limit.saturating_sub(1);
+    let message = format!("{what} {}, but the network knows 0 to {most}", found[index]);
+    Some((index / per_sample, message))
 }

@@ -86,11 +86,10 @@ impl<B: Kernels> SyntheticTrainer<B> {
         let batch = &self.batch;
         let time = self.plan.network.context();
         let stage = self.engine.model.sharded.stage().clone();
-        let next = || micro_batches::upload(&backend, batch, time, 0, &stage);
         let round = train_round(
             &self.plan,
             &mut self.engine,
-            next,
+            || micro_batches::upload(&backend, batch, time, 0, &stage),
             &mut self.progress,
             ControlFlags::empty,
         )?;

@@ -84,10 +84,10 @@ const GPT: Gpt =
 
 /// Returns the bytes of the padded units.
 fn unit_bytes(virtual_ranks: usize) -> Vec<usize> {
-    let size = |layout: UnitLayout| layout.padded * size_of::<f32>();
     GPT.blocks::<Cpu>()
         .iter()
-        .map(|block| size(UnitLayout::new(block.name(), block.tensors(), virtual_ranks)))
+        .map(|block| UnitLayout::new(block.name(), block.tensors(), virtual_ranks))
+        .map(|layout| layout.padded * size_of::<f32>())
         .collect()
 }
 
@@ -191,18 +191,15 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
                 if row.averaging.is_some() { first_replica + turn } else { data_rank / row.shard };
             let first_virtual_rank = replica * (row.virtual_ranks / replicas)
                 + data_rank % row.shard * virtual_ranks_here;
-            let mut first = first_virtual_rank * (BATCH / row.virtual_ranks);
-            let next = || {
-                let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
-                let from = first * TIME;
-                let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
-                let targets: Vec<u32> =
-                    (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
-                let micro = MicroBatch::from_text(&backend, &tokens, &targets, TIME, first as u64)?;
-                first += sequences;
-                Ok(micro)
-            };
-            let synced = engine.gradients(step, next, ControlFlags::empty).unwrap();
+            let mut firsts =
+                (first_virtual_rank * (BATCH / row.virtual_ranks)..).step_by(sequences);
+            let synced = engine
+                .gradients(
+                    step,
+                    || micro_batch(&backend, step, firsts.next().unwrap(), sequences),
+                    ControlFlags::empty,
+                )
+                .unwrap();
             // A skipped step changes nothing: for all replicas, or with local SGD for one.
             let skipped = step == 1 && (row.averaging.is_none() || replica == 1);
             engine.model.sharded.check_sdc(step).unwrap();
@@ -254,6 +251,20 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
     Outcome { curve, tensors, peaks: vec![peak] }
 }
 
+/// Returns the micro-batch of step `step` with `sequences` sequences from sequence `first` on.
+fn micro_batch(
+    backend: &Cpu,
+    step: u64,
+    first: usize,
+    sequences: usize,
+) -> Result<MicroBatch<Cpu>> {
+    let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
+    let from = first * TIME;
+    let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
+    let targets: Vec<u32> = (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
+    MicroBatch::from_text(backend, &tokens, &targets, TIME, first as u64)
+}
+
 /// Returns the parameters and state that a rank saves, as bits.
 fn tensors_of(engine: &mut Engine<Cpu>) -> Vec<Tensor> {
     let mut tensors = Vec::new();
@@ -276,8 +287,13 @@ fn tensors_of(engine: &mut Engine<Cpu>) -> Vec<Tensor> {
 fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
     let rows = engine.geometry.rows;
     let tokens: Vec<u32> = (0..rows as u32).map(|i| (i * 7 + step as u32) % 19).collect();
-    let next = || MicroBatch::from_text(backend, &tokens, &tokens, TIME, 0);
-    engine.gradients(step, next, ControlFlags::empty).unwrap();
+    engine
+        .gradients(
+            step,
+            || MicroBatch::from_text(backend, &tokens, &tokens, TIME, 0),
+            ControlFlags::empty,
+        )
+        .unwrap();
 }
 
 /// The number of elements of parameters and state that a rank has read, or its error, and all
@@ -336,22 +352,12 @@ fn ranks_restore_one_copy_together_in_every_layout() {
     ];
     for row in rows {
         let one = LayoutCase { virtual_tensor_ranks: row.virtual_tensor_ranks, ..ONE };
-        let of_ranks = |row: LayoutCase, broken: usize| {
-            let ranks = row.pipeline * row.shard * row.replica * row.tensor;
-            let comms = start_threads::<Cpu>(ranks, row.algorithm).unwrap();
-            let all: Vec<Restored> = std::thread::scope(|scope| {
-                let ranks =
-                    comms.into_iter().map(|comm| scope.spawn(move || restored(&comm, row, broken)));
-                ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
-            });
-            all
-        };
         let merged = |all: Vec<Restored>| {
             let read: usize = all.iter().map(|(read, _)| *read.as_ref().unwrap()).sum();
             (read, joined(all.into_iter().flat_map(|(_, tensors)| tensors).collect()))
         };
-        let (whole, want) = merged(of_ranks(one, usize::MAX));
-        let (read, got) = merged(of_ranks(row, usize::MAX));
+        let (whole, want) = merged(restored_by_ranks(one, usize::MAX));
+        let (read, got) = merged(restored_by_ranks(row, usize::MAX));
         let name = format!("{} x {} x {} x {}", row.pipeline, row.shard, row.replica, row.tensor);
         assert!(got == want, "{name}: other values");
         // Tensor-parallel ranks read replicated tensors several times, and stages the unit that
@@ -360,12 +366,22 @@ fn ranks_restore_one_copy_together_in_every_layout() {
             assert_eq!(read, whole, "{name}");
         }
         // If one rank cannot read, the others do not wait for it.
-        let failed = of_ranks(row, 1);
+        let failed = restored_by_ranks(row, 1);
         assert!(
             failed.iter().enumerate().all(|(rank, (read, _))| read.is_err() == (rank == 1)),
             "{name}: {failed:?}"
         );
     }
+}
+
+/// Restores a layout with threads as ranks. Reads fail on rank `broken`.
+fn restored_by_ranks(row: LayoutCase, broken: usize) -> Vec<Restored> {
+    let ranks = row.pipeline * row.shard * row.replica * row.tensor;
+    let comms = start_threads::<Cpu>(ranks, row.algorithm).unwrap();
+    std::thread::scope(|scope| {
+        let ranks = comms.into_iter().map(|comm| scope.spawn(move || restored(&comm, row, broken)));
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
 }
 
 /// Changes a bit in the memory of one rank between two steps.
@@ -376,39 +392,11 @@ fn sdc_checks_find_a_bit_that_changes_in_memory() {
         (LayoutCase { shard: 2, zero: Zero::One, ..ONE }, 3),
     ] {
         let comms = start_threads::<Cpu>(2, Algorithm::HalvingDoubling).unwrap();
-        let changed = |comm: Comm<Cpu>| {
-            let backend = Cpu::new(1);
-            let mut engine = engine(&comm, row, &backend);
-            for step in 0..3 {
-                take(&mut engine, &backend, step);
-                let checked = engine.model.sharded.check_sdc(step);
-                if step == 2 {
-                    return checked;
-                }
-                checked.unwrap();
-                let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
-                engine.model.sharded.update(hyper).unwrap();
-                if step > 0 {
-                    continue;
-                }
-                engine.model.sharded.check_unchanged().unwrap();
-                if comm.rank() == 1 {
-                    // Flip a bit of the first element that it owns.
-                    let owned = &engine.model.sharded.owned().unwrap()[index];
-                    let unit = owned.range.start;
-                    let mut value = vec![0.0; owned.range.len()];
-                    owned.params.read(&mut value).unwrap();
-                    let flipped = f32::from_bits(value[0].to_bits() ^ 1 << 7);
-                    engine.model.sharded.set(index, unit..unit + 1, &[flipped]).unwrap();
-                    let error = engine.model.sharded.check_unchanged().unwrap_err();
-                    assert_eq!(error.kind(), Kind::Corrupted);
-                }
-            }
-            Ok(())
-        };
         let found: Vec<Result<()>> = std::thread::scope(|scope| {
-            let ranks: Vec<_> =
-                comms.into_iter().map(|comm| scope.spawn(move || changed(comm))).collect();
+            let ranks: Vec<_> = comms
+                .into_iter()
+                .map(|comm| scope.spawn(move || check_changed_bit(&comm, row, index)))
+                .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         let error = found[1].clone().unwrap_err();
@@ -420,31 +408,49 @@ fn sdc_checks_find_a_bit_that_changes_in_memory() {
     }
 }
 
+/// Returns the result of the SDC check of step 2, after rank 1 has flipped a bit of its part of
+/// unit `index` in step 0.
+fn check_changed_bit(comm: &Comm<Cpu>, row: LayoutCase, index: usize) -> Result<()> {
+    let backend = Cpu::new(1);
+    let mut engine = engine(comm, row, &backend);
+    for step in 0..3 {
+        take(&mut engine, &backend, step);
+        let checked = engine.model.sharded.check_sdc(step);
+        if step == 2 {
+            return checked;
+        }
+        checked.unwrap();
+        let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
+        engine.model.sharded.update(hyper).unwrap();
+        if step > 0 {
+            continue;
+        }
+        engine.model.sharded.check_unchanged().unwrap();
+        if comm.rank() == 1 {
+            // Flip a bit of the first element that it owns.
+            let owned = &engine.model.sharded.owned().unwrap()[index];
+            let unit = owned.range.start;
+            let mut value = vec![0.0; owned.range.len()];
+            owned.params.read(&mut value).unwrap();
+            let flipped = f32::from_bits(value[0].to_bits() ^ 1 << 7);
+            engine.model.sharded.set(index, unit..unit + 1, &[flipped]).unwrap();
+            let error = engine.model.sharded.check_unchanged().unwrap_err();
+            assert_eq!(error.kind(), Kind::Corrupted);
+        }
+    }
+    Ok(())
+}
+
 /// One rank of three computes a different update.
 #[test]
 fn sdc_checks_find_arithmetic_that_differs() {
     let row = LayoutCase { replica: 3, virtual_ranks: 3, ..ONE };
     let comms = start_threads::<Cpu>(3, Algorithm::HalvingDoubling).unwrap();
-    let differs = |comm: Comm<Cpu>| {
-        let backend = Cpu::new(1);
-        let mut engine = engine(&comm, row, &backend);
-        for step in 0.. {
-            take(&mut engine, &backend, step);
-            if let Err(e) = engine.model.sharded.check_sdc(step) {
-                return (step, e, engine.model.sharded.suspect_since());
-            }
-            let lr = if (comm.rank(), step) == (1, 2) { 1.000_001e-2 } else { 1e-2 };
-            engine
-                .model
-                .sharded
-                .update(Hyper { lr, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 })
-                .unwrap();
-        }
-        unreachable!("steps have no end");
-    };
     let found: Vec<(u64, Error, Option<u64>)> = std::thread::scope(|scope| {
-        let ranks: Vec<_> =
-            comms.into_iter().map(|comm| scope.spawn(move || differs(comm))).collect();
+        let ranks: Vec<_> = comms
+            .into_iter()
+            .map(|comm| scope.spawn(move || find_difference(&comm, row)))
+            .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     for (step, error, since) in found {
@@ -455,6 +461,26 @@ fn sdc_checks_find_arithmetic_that_differs() {
             "step 4: parameters or optimizer state of embedding on rank 1 on localhost differ from those of the 2 other replicas"
         );
     }
+}
+
+/// Returns the step at which an SDC check fails because rank 1 has taken step 2 with another
+/// learning rate, the error, and the step since which checkpoints are suspect.
+fn find_difference(comm: &Comm<Cpu>, row: LayoutCase) -> (u64, Error, Option<u64>) {
+    let backend = Cpu::new(1);
+    let mut engine = engine(comm, row, &backend);
+    for step in 0.. {
+        take(&mut engine, &backend, step);
+        if let Err(e) = engine.model.sharded.check_sdc(step) {
+            return (step, e, engine.model.sharded.suspect_since());
+        }
+        let lr = if (comm.rank(), step) == (1, 2) { 1.000_001e-2 } else { 1e-2 };
+        engine
+            .model
+            .sharded
+            .update(Hyper { lr, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 })
+            .unwrap();
+    }
+    unreachable!("steps have no end");
 }
 
 /// Runs a layout with threads as ranks, and joins the tensors of all ranks.
@@ -816,11 +842,14 @@ fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
         &loans(&GPT.blocks::<Cpu>()),
     );
     let bytes = |len: usize| (len * size_of::<f32>()).next_multiple_of(64);
-    let borrowed = |loan: TiedImport| TiedImport { len: bytes(loan.len), ..loan };
-    let lent = |lent: &TiedExport| TiedExport { len: bytes(lent.len), ..*lent };
+    let imported = |loan: TiedImport| TiedImport { len: bytes(loan.len), ..loan };
     Stage {
-        tied_imports: stage.tied_imports.iter().map(|one| one.map(borrowed)).collect(),
-        tied_exports: stage.tied_exports.iter().map(lent).collect(),
+        tied_imports: stage.tied_imports.iter().map(|one| one.map(imported)).collect(),
+        tied_exports: stage
+            .tied_exports
+            .iter()
+            .map(|export| TiedExport { len: bytes(export.len), ..*export })
+            .collect(),
         ..stage
     }
 }
@@ -849,11 +878,8 @@ fn assert_peaks(row: LayoutCase, name: &str, least: f64, most_times: f64) {
     for index in 0..row.pipeline {
         let [parameters, _, gradients, _] = outcome.peaks[index * row.shard * row.replica];
         let stage = stage_in_bytes(row.pipeline, index);
-        let shard_bytes = |of_units: &[usize]| {
-            of_units.iter().map(|unit| units[*unit]).sum::<usize>() / row.shard
-        };
-        let slots: Vec<usize> = stage.slots().collect();
-        let master_weights = if row.zero == Zero::Three { shard_bytes(&slots) } else { 0 };
+        let slots = stage.slots().map(|unit| units[unit]).sum::<usize>();
+        let master_weights = if row.zero == Zero::Three { slots / row.shard } else { 0 };
         let expected = [
             master_weights + most(row, index, &units, |moment| moment.params),
             most(row, index, &units, |moment| moment.grads),

@@ -23,11 +23,6 @@ pub fn on_threads<B: Backend, T: Send>(
             spawn_scoped(scope, &name, move || rank(&comm).map_err(|e| (comm.rank(), e)))
         };
         let threads: Vec<_> = comms.into_iter().map(start).collect();
-        let panicked = || Err((0, Error::internal("a rank panicked")));
-        let name = |(rank, e): (usize, Error)| if e.is_shared() { e } else { e.on_rank(rank) };
-        let join = |thread: ScopedJoinHandle<'_, _>| {
-            thread.join().unwrap_or_else(|_| panicked()).map_err(name)
-        };
         threads.into_iter().map(|thread| thread.and_then(join)).collect()
     });
     let mut given = Vec::with_capacity(ranks);
@@ -41,4 +36,10 @@ pub fn on_threads<B: Backend, T: Send>(
     // If one rank fails, the others fail because it is gone: its error is the cause.
     errors.sort_by_key(|e| e.kind() == Kind::Comm);
     errors.into_iter().next().map_or(Ok(given), Err)
+}
+
+/// Returns the result of a rank's thread, with an error that names the rank.
+fn join<T>(thread: ScopedJoinHandle<'_, std::result::Result<T, (usize, Error)>>) -> Result<T> {
+    let outcome = thread.join().unwrap_or_else(|_| Err((0, Error::internal("a rank panicked"))));
+    outcome.map_err(|(rank, e)| if e.is_shared() { e } else { e.on_rank(rank) })
 }

@@ -145,18 +145,18 @@ fn local_sgd_round<B: Kernels>(
     let updates =
         |steps: &Vec<ReplicaStep>| steps.iter().filter(|step| !step.skipped).count() as u64;
     progress.updates += replicas.iter().map(updates).max().unwrap_or(0);
-    let result = |(index, (step, updating)): (usize, (u64, Duration))| {
+    let mut results = Vec::with_capacity(updating.len());
+    for (index, (step, update_time)) in steps.zip(updating).enumerate() {
         let of_replicas = || replicas.iter().map(|steps| &steps[index]);
-        StepResult {
+        results.push(StepResult {
             loss: mean(of_replicas().map(|step| step.loss)),
             norm: mean(of_replicas().map(|step| step.norm)),
             lr: plan.schedule.rate(step),
             skips: of_replicas().filter(|step| step.skipped).count(),
             compute: summaries.iter().map(|one| one.compute[index]).collect(),
-            update_time: updating,
-        }
-    };
-    let results = steps.zip(updating).enumerate().map(result).collect();
+            update_time,
+        });
+    }
     Ok(Round {
         steps: results,
         flags: AllFlags(summaries.into_iter().map(|one| one.flags).collect()),

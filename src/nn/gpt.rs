@@ -67,8 +67,9 @@ impl Gpt {
             slices: slices.clone(),
         };
         let mut blocks: Blocks<B> = vec![Box::new(embedding)];
-        let block = |layer| Transformer { gpt: self.clone(), layer, slices: slices.clone() };
-        blocks.extend((0..self.layers).map(|layer| Box::new(block(layer)) as _));
+        blocks.extend((0..self.layers).map(|layer| {
+            Box::new(Transformer { gpt: self.clone(), layer, slices: slices.clone() }) as _
+        }));
         blocks.push(Box::new(head));
         blocks
     }
@@ -160,7 +161,6 @@ impl Transformer {
         let s = self.shapes(cx);
         let virtual_ranks = TensorParallel::new(cx, &self.slices);
         let new = |len| b.alloc(MemoryKind::Activations, len);
-        let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
         let [
             w_qkv,
             w_out,
@@ -189,7 +189,7 @@ impl Transformer {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm1));
             let project = |_, to: B::ViewMut<'_>| b.linear(s.qkv, x, w_qkv[k], b_qkv[k], to);
             let mut heads = new(rows * a)?;
-            let mut lse = exact(rows * s.attention.heads)?;
+            let mut lse = b.alloc_f32(MemoryKind::Activations, rows * s.attention.heads)?;
             let qkv =
                 attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
             if joined {

@@ -4,6 +4,9 @@
 //! normalised gradient, along which the loss changes much compared with f32 rounding, and of random
 //! signs, to which a wrong gradient is hardly orthogonal. The derivative does not exist at kinks,
 //! such as that of ReLU at zero: choose inputs away from them.
+//!
+//! Gradients of `Tensor::overwritten` tensors are NaN before the first backward, which must
+//! overwrite them.
 
 use super::{Block, Context, Grads, MicroBatch, Params, Training};
 use hpctrain_base::error::{Error, Result};
@@ -73,13 +76,14 @@ pub fn derivatives(
         let own = if size > 0.0 { 1.0 / size as f32 } else { 0.0 };
         let signs = 1.0 / (gradient.len() as f32).sqrt();
         let along = |i: usize| gradient[i] * own + sign(i) * signs;
-        let mut loss_at = |h: f32| {
+        let mut losses = [0.0; 2];
+        for (loss, h) in losses.iter_mut().zip([STEP, -STEP]) {
             for (i, (to, x)) in moved[which].1.iter_mut().zip(&tensors[which].1).enumerate() {
                 *to = x + h * along(i);
             }
-            at(&moved).map(|(loss, _)| loss)
-        };
-        let differences = (loss_at(STEP)? - loss_at(-STEP)?) / (2.0 * f64::from(STEP));
+            (*loss, _) = at(&moved)?;
+        }
+        let differences = (losses[0] - losses[1]) / (2.0 * f64::from(STEP));
         moved[which].1.copy_from_slice(&tensors[which].1);
         let backward = gradient.iter().enumerate().map(|(i, &g)| f64::from(g * along(i))).sum();
         let found = Derivative { tensor, backward, differences, allowed: 5e-3 * size + 5e-4 };

@@ -1,5 +1,9 @@
 //! The KV cache of a language model: keys and values of earlier positions, so that generation
 //! computes only new positions.
+//!
+//! On CPUs attention has the same bits for a position with and without the cache; the GEMMs around
+//! it do not promise that. On GPUs attention with a cache still computes all positions and discards
+//! the earlier ones.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Attention, AttentionOps, Backend, MemoryKind};

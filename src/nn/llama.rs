@@ -82,14 +82,15 @@ impl Llama {
             self.head_width(),
             self.context,
         ));
-        let decoder = |layer| Decoder {
-            llama: self.clone(),
-            layer,
-            angles: angles.clone(),
-            slices: slices.clone(),
-        };
         let mut blocks: Blocks<B> = vec![Box::new(embedding)];
-        blocks.extend((0..self.layers).map(|layer| Box::new(decoder(layer)) as _));
+        blocks.extend((0..self.layers).map(|layer| {
+            Box::new(Decoder {
+                llama: self.clone(),
+                layer,
+                angles: angles.clone(),
+                slices: slices.clone(),
+            }) as _
+        }));
         blocks.push(Box::new(head));
         blocks
     }
@@ -210,7 +211,6 @@ impl<B: Kernels> Decoder<B> {
         let s = self.shapes(cx);
         let virtual_ranks = TensorParallel::new(cx, &self.slices);
         let new = |len| b.alloc(MemoryKind::Activations, len);
-        let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] =
             virtual_ranks.parameters(&params, |virtual_rank| self.lens(virtual_rank));
         let (none, _) = B::split_at(params.own, 0);
@@ -232,7 +232,7 @@ impl<B: Kernels> Decoder<B> {
                 b.rotary(s.rotary, angles, to)
             };
             let mut heads = new(rows * self.heads_width())?;
-            let mut lse = exact(rows * s.attention.heads)?;
+            let mut lse = b.alloc_f32(MemoryKind::Activations, rows * s.attention.heads)?;
             let qkv =
                 attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
             match joined {

@@ -88,11 +88,11 @@ impl Head {
             Table::Own(_) => Ok(own),
             Table::Tied => {
                 let virtual_ranks = self.slices.held.clone().enumerate();
-                let table = |virtual_rank: usize, from: B::View<'p>| {
-                    B::split_at(from, self.classes(virtual_rank) * self.width).0
-                };
                 virtual_ranks
-                    .map(|(k, virtual_rank)| Ok(table(virtual_rank, params.tied_virtual_rank(k)?)))
+                    .map(|(k, virtual_rank)| {
+                        let from: B::View<'p> = params.tied_virtual_rank(k)?;
+                        Ok(B::split_at(from, self.classes(virtual_rank) * self.width).0)
+                    })
                     .collect()
             }
         }

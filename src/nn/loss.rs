@@ -1,4 +1,8 @@
 //! Losses and metrics of a network's output.
+//!
+//! In training a loss overwrites the output with its gradient. The engine passes the factor, one by
+//! the number of predictions in the global batch. Losses and metrics are sums over predictions, so
+//! those of chunks, micro-batches and ranks add up.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -265,15 +269,7 @@ impl<B: Kernels> Objective<B> {
         }
         let CrossEntropy { rows, classes, scale, gradient, smoothing, .. } = shape;
         let parts: Vec<_> = held.clone().zip(self.of_virtual_ranks(rows)).collect();
-        let part = |virtual_rank: usize| {
-            let share = self.slices.share(classes, virtual_rank);
-            LogitsPart {
-                rows,
-                classes: share.len(),
-                stride: self.stride(share.len()),
-                first_class: share.start,
-            }
-        };
+
         let of_virtual_rank = rows * LogitsPart::STATS;
         let mut stats = backend.alloc_f32(MemoryKind::Activations, total * of_virtual_rank)?;
         for (virtual_rank, at) in &parts {
@@ -281,14 +277,15 @@ impl<B: Kernels> Objective<B> {
                 &mut stats,
                 virtual_rank * of_virtual_rank..(virtual_rank + 1) * of_virtual_rank,
             );
-            backend.softmax_part(part(*virtual_rank), B::view(output, at.clone()), targets, to)?;
+            let part = self.logits_part(rows, classes, *virtual_rank);
+            backend.softmax_part(part, B::view(output, at.clone()), targets, to)?;
         }
         if let Some(tensor) = tensor {
             stats = tensor.all_gather(stats).wait()?;
         }
         for (virtual_rank, at) in parts {
             let shape = CrossEntropyPart {
-                part: part(virtual_rank),
+                part: self.logits_part(rows, classes, virtual_rank),
                 parts: *total,
                 classes,
                 scale,
@@ -308,6 +305,17 @@ impl<B: Kernels> Objective<B> {
         Ok(())
     }
 
+    /// Returns the logits of a virtual rank, which are a part of `rows` rows of `classes` classes.
+    fn logits_part(&self, rows: usize, classes: usize, virtual_rank: usize) -> LogitsPart {
+        let share = self.slices.share(classes, virtual_rank);
+        LogitsPart {
+            rows,
+            classes: share.len(),
+            stride: self.stride(share.len()),
+            first_class: share.start,
+        }
+    }
+
     /// Returns sums over a micro-batch's predictions: first of the loss, without label smoothing
     /// and weights, then of the values whose means are the metrics, then of the loss over each
     /// range of `parts`. Sharded logits have no metrics.
@@ -325,13 +333,7 @@ impl<B: Kernels> Objective<B> {
         let rows = micro.rows();
         let mut values = backend.alloc_f32(MemoryKind::Activations, rows)?;
         let mut sums = Vec::with_capacity(1 + self.metrics.len() + parts.len());
-        let of_part = |values: &B::Buf, part: &Range<usize>| match part.is_empty() {
-            true => Ok(0.0),
-            false => backend.read(backend.sum(B::view(values, part.clone()))?),
-        };
-        let of_parts = |values: &B::Buf| {
-            parts.iter().map(|part| of_part(values, part)).collect::<Result<Vec<f64>>>()
-        };
+
         let losses_of_parts;
         let none = backend.alloc_f32(MemoryKind::Activations, 0)?;
         match &self.loss {
@@ -349,7 +351,7 @@ impl<B: Kernels> Objective<B> {
                 let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
                 self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut values)?;
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
-                losses_of_parts = of_parts(&values)?;
+                losses_of_parts = sums_of_parts(backend, &values, parts)?;
                 for metric in &self.metrics {
                     let k = if *metric == Metric::Top5 { 5 } else { 1 };
                     backend.hits(
@@ -365,28 +367,18 @@ impl<B: Kernels> Objective<B> {
             }
             Loss::Deviation(by) => {
                 let width = self.unpadded(output, rows)?;
-                let of_metric = |metric: &Metric| match metric {
-                    Metric::RootMeanSquare => RegressionLoss::Squared,
-                    Metric::Accuracy => RegressionLoss::BinaryAccuracy,
-                    _ => RegressionLoss::Absolute,
-                };
-                let mut measure = |by: RegressionLoss, values: &mut B::Buf| {
-                    let shape = Regression { rows, width, loss: by, scale: 0.0, gradient: false };
-                    let targets = B::all(&micro.fields.values);
-                    let weights = B::all(&none);
-                    backend.regression(
-                        shape,
-                        B::all_mut(output),
-                        targets,
-                        weights,
-                        B::all_mut(values),
-                    )?;
-                    backend.read(backend.sum(B::all(values))?)
-                };
-                sums.push(measure(*by, &mut values)?);
-                losses_of_parts = of_parts(&values)?;
-                for by in self.metrics.iter().map(of_metric) {
-                    sums.push(measure(by, &mut values)?);
+                let shape = Regression { rows, width, loss: *by, scale: 0.0, gradient: false };
+                let fields = [&micro.fields.values, &none];
+                sums.push(regression_sum(backend, shape, output, fields, &mut values)?);
+                losses_of_parts = sums_of_parts(backend, &values, parts)?;
+                for metric in &self.metrics {
+                    let loss = match metric {
+                        Metric::RootMeanSquare => RegressionLoss::Squared,
+                        Metric::Accuracy => RegressionLoss::BinaryAccuracy,
+                        _ => RegressionLoss::Absolute,
+                    };
+                    let shape = Regression { loss, ..shape };
+                    sums.push(regression_sum(backend, shape, output, fields, &mut values)?);
                 }
             }
         }
@@ -418,4 +410,32 @@ impl<B: Kernels> Objective<B> {
             .map(B::all)
             .ok_or_else(|| Error::internal("class weights were set, but are missing"))
     }
+}
+
+/// Returns the sum of `values` over each range of `parts`.
+fn sums_of_parts<B: Kernels>(
+    backend: &B,
+    values: &B::Buf,
+    parts: &[Range<usize>],
+) -> Result<Vec<f64>> {
+    parts
+        .iter()
+        .map(|part| match part.is_empty() {
+            true => Ok(0.0),
+            false => backend.read(backend.sum(B::view(values, part.clone()))?),
+        })
+        .collect()
+}
+
+/// Returns the sum of a regression loss over all rows, and writes that of each row to `losses`.
+fn regression_sum<B: Kernels>(
+    backend: &B,
+    shape: Regression,
+    output: &mut B::Buf,
+    [targets, weights]: [&B::Buf; 2],
+    losses: &mut B::Buf,
+) -> Result<f64> {
+    let (targets, weights) = (B::all(targets), B::all(weights));
+    backend.regression(shape, B::all_mut(output), targets, weights, B::all_mut(losses))?;
+    backend.read(backend.sum(B::all(losses))?)
 }

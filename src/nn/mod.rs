@@ -92,21 +92,17 @@ impl<B: Backend> MicroBatch<B> {
         B: Kernels,
     {
         let all = self.rows();
-        let of_rows = |per_row: usize| rows.start * per_row..rows.end * per_row;
-        let numbers = |all_rows: &B::Buf| {
-            let at = of_rows(B::len(all_rows) / all.max(1));
-            let mut part = backend.alloc_f32(MemoryKind::Activations, at.len())?;
-            backend.copy(B::view(all_rows, at), B::all_mut(&mut part))?;
-            Ok(part)
+        let of_rows = |len: usize| {
+            let per_row = len / all.max(1);
+            rows.start * per_row..rows.end * per_row
         };
         let SampleFields { ids, features: _, classes, values, weights } = &self.fields;
-        let of_classes = of_rows(B::indices_len(classes) / all.max(1));
         let parts = SampleFields {
             ids: B::slice_indices(ids, 0..0),
             features: backend.alloc(MemoryKind::Activations, 0)?,
-            classes: B::slice_indices(classes, of_classes),
-            values: numbers(values)?,
-            weights: numbers(weights)?,
+            classes: B::slice_indices(classes, of_rows(B::indices_len(classes))),
+            values: copy_range(backend, values, of_rows(B::len(values)))?,
+            weights: copy_range(backend, weights, of_rows(B::len(weights)))?,
         };
         Ok(Self {
             fields: parts,
@@ -131,6 +127,13 @@ impl<B: Backend> MicroBatch<B> {
         let parts = SampleFields { ids, classes: targets, ..SampleFields::default() };
         Self::upload(backend, parts, ids.len() / time.max(1), time, first)
     }
+}
+
+/// Copies the elements `range` of an f32 buffer to a new one.
+fn copy_range<B: Kernels>(backend: &B, from: &B::Buf, range: Range<usize>) -> Result<B::Buf> {
+    let mut part = backend.alloc_f32(MemoryKind::Activations, range.len())?;
+    backend.copy(B::view(from, range), B::all_mut(&mut part))?;
+    Ok(part)
 }
 
 /// What a block computes with besides its input and parameters.

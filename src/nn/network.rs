@@ -1,4 +1,4 @@
-//! The kinds of networks.
+//! The kinds of networks ([`Network`]), and the sample fields that each requires.
 
 use serde::Serialize;
 
@@ -20,6 +20,11 @@ const FLOPS_PER_SAVED_ELEMENT: f64 = 64.0;
 /// Multiplies the factors, saturating at `u64::MAX`.
 fn product(factors: &[usize]) -> u64 {
     factors.iter().fold(1, |all, one| all.saturating_mul(*one as u64))
+}
+
+/// Returns the number of elements of the tensors with weight decay, which are the matrices.
+fn decayed(tensors: &[Tensor]) -> usize {
+    tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum()
 }
 
 /// A network and its size.
@@ -60,53 +65,61 @@ impl Network {
             Network::Gpt(gpt) => (gpt.width, gpt.heads),
             Network::Llama(llama) => (llama.width, llama.heads),
         };
-        let context = self.context();
         let blocks = self.blocks::<Cpu>();
+        (0..blocks.len()).map(|i| self.block_summary(&blocks, i, [width, heads])).collect()
+    }
+
+    /// Returns the summary of block `i` of a language model with this width and number of heads.
+    fn block_summary(
+        &self,
+        blocks: &[Box<dyn Block<Cpu>>],
+        i: usize,
+        [width, heads]: [usize; 2],
+    ) -> LayerSummary {
+        let context = self.context();
+        let block = &blocks[i];
         let last = blocks.len() - 1;
-        let row = |i: usize, block: &dyn Block<Cpu>| {
-            let tensors = block.tensors();
-            let matrices: usize =
-                tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
-            let (columns, multiplied) = match i {
-                0 => (width, 0),
-                i if i == last => (self.outputs(), self.outputs() * width),
-                _ => (width, matrices),
-            };
-            // The scores and their matmul with the values, for half of all pairs.
-            let attention = if i == 0 || i == last {
-                0
-            } else {
-                product(&[2, context, context, width / heads, heads])
-            };
-            LayerSummary {
-                name: block.name(),
-                output: vec![context, columns],
-                parameters: trained(&tensors),
-                flops: product(&[2, context, multiplied]).saturating_add(attention),
-                kept: context * (block.saved_elems_per_row() + block.saved_f32_per_row() + columns),
-            }
+        let tensors = block.tensors();
+        let matrices = decayed(&tensors);
+        let (columns, multiplied) = match i {
+            0 => (width, 0),
+            i if i == last => (self.outputs(), self.outputs() * width),
+            _ => (width, matrices),
         };
-        blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
+        // The scores and their matmul with the values, for half of all pairs.
+        let attention = if i == 0 || i == last {
+            0
+        } else {
+            product(&[2, context, context, width / heads, heads])
+        };
+        LayerSummary {
+            name: block.name(),
+            output: vec![context, columns],
+            parameters: trained(&tensors),
+            flops: product(&[2, context, multiplied]).saturating_add(attention),
+            kept: context * (block.saved_elems_per_row() + block.saved_f32_per_row() + columns),
+        }
     }
 
     /// Returns the blocks of a custom network. Each matrix counts as one matmul per row.
     fn own_summary(&self) -> Vec<LayerSummary> {
-        let context = self.context();
         let blocks = self.blocks::<Cpu>();
-        let row = |i: usize, block: &dyn Block<Cpu>| {
-            let tensors = block.tensors();
-            let matrices: usize =
-                tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
-            let columns = blocks.get(i + 1).map_or(self.outputs(), |next| next.input_per_row());
-            LayerSummary {
-                name: block.name(),
-                output: vec![context, columns],
-                parameters: trained(&tensors),
-                flops: product(&[2, context, matrices]),
-                kept: context * (block.saved_elems_per_row() + block.saved_f32_per_row() + columns),
-            }
-        };
-        blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
+        (0..blocks.len()).map(|i| self.own_block_summary(&blocks, i)).collect()
+    }
+
+    /// Returns the summary of block `i` of a custom network.
+    fn own_block_summary(&self, blocks: &[Box<dyn Block<Cpu>>], i: usize) -> LayerSummary {
+        let context = self.context();
+        let block = &blocks[i];
+        let tensors = block.tensors();
+        let columns = blocks.get(i + 1).map_or(self.outputs(), |next| next.input_per_row());
+        LayerSummary {
+            name: block.name(),
+            output: vec![context, columns],
+            parameters: trained(&tensors),
+            flops: product(&[2, context, decayed(&tensors)]),
+            kept: context * (block.saved_elems_per_row() + block.saved_f32_per_row() + columns),
+        }
     }
 
     /// Returns the summary by blocks, the units of recomputation and pipeline parallelism.
@@ -141,12 +154,15 @@ impl Network {
     pub fn work_per_block(&self, recompute: bool) -> Vec<f64> {
         let blocks = self.blocks_summary();
         let last = blocks.len() - 1;
-        // A forward, a backward twice as long, and another forward with recomputation.
-        let passes = |block: usize| if recompute && block != last { 4.0 } else { 3.0 };
-        let one = |(i, block): (usize, &LayerSummary)| {
-            passes(i) * (block.flops as f64 + FLOPS_PER_SAVED_ELEMENT * block.kept as f64)
-        };
-        blocks.iter().enumerate().map(one).collect()
+        blocks
+            .iter()
+            .enumerate()
+            .map(|(i, block)| {
+                // A forward, a backward twice as long, and another forward with recomputation.
+                let passes = if recompute && i != last { 4.0 } else { 3.0 };
+                passes * (block.flops as f64 + FLOPS_PER_SAVED_ELEMENT * block.kept as f64)
+            })
+            .collect()
     }
 
     /// Returns the same network with its embedding tables as a separate first block, which can be

@@ -103,11 +103,12 @@ impl<B: Backend> RopeTable<B> {
         let half = self.head_width / 2;
         let frequency = |i: usize| self.base.powf(-2.0 * i as f64 / self.head_width as f64);
         let frequencies: Vec<f64> = (0..half).map(|i| self.scaling.scaled(frequency(i))).collect();
-        let row = |t: usize| {
-            let angles = frequencies.iter().map(move |frequency| t as f64 * frequency);
-            angles.clone().map(f64::cos).chain(angles.map(f64::sin)).map(|x| x as f32)
-        };
-        (0..self.context).flat_map(row).collect()
+        (0..self.context)
+            .flat_map(|t| {
+                let angles = frequencies.iter().map(move |frequency| t as f64 * frequency);
+                angles.clone().map(f64::cos).chain(angles.map(f64::sin)).map(|x| x as f32)
+            })
+            .collect()
     }
 }
 

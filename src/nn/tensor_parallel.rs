@@ -123,21 +123,21 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     /// Returns the rows of each virtual rank among this rank's rows, and the index of the virtual
     /// rank on this rank if it is held here.
     fn rows(&self) -> Vec<(Range<usize>, Option<usize>)> {
+        (0..self.slices.total)
+            .filter_map(|virtual_rank| self.rows_of_virtual_rank(virtual_rank))
+            .collect()
+    }
+
+    /// Returns the element of [`TensorParallel::rows`] for a virtual rank, or `None` if it has no
+    /// rows on this rank.
+    fn rows_of_virtual_rank(&self, virtual_rank: usize) -> Option<(Range<usize>, Option<usize>)> {
         let rows = self.cx.micro.rows();
         let own = self.own_rows();
-        let total = self.slices.total;
-        let of_virtual_rank = |virtual_rank: usize| {
-            let range = (virtual_rank * rows / total).max(own.start)
-                ..((virtual_rank + 1) * rows / total).min(own.end);
-            let held = self
-                .slices
-                .held
-                .contains(&virtual_rank)
-                .then(|| virtual_rank - self.slices.held.start);
-            (range.start < range.end)
-                .then(|| (range.start - own.start..range.end - own.start, held))
-        };
-        (0..total).filter_map(of_virtual_rank).collect()
+        let TensorShards { total, held, .. } = self.slices;
+        let range = (virtual_rank * rows / total).max(own.start)
+            ..((virtual_rank + 1) * rows / total).min(own.end);
+        let index = held.contains(&virtual_rank).then(|| virtual_rank - held.start);
+        (range.start < range.end).then(|| (range.start - own.start..range.end - own.start, index))
     }
 
     /// Returns true if virtual rank number `k` of this rank is the first of all ranks.
@@ -457,26 +457,38 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         let b = self.cx.backend;
         let inputs = map.shapes.first().map_or(0, |shape| shape.inputs);
         let x = Arc::new(x);
-        let add_weights = |grads: &mut Grads<'_, B>| {
-            dys.iter().enumerate().try_for_each(|(k, (dy, at))| {
-                let dy = OutputGradient::Unchanged(dy, at.clone());
-                grads.linear(b, map.shapes[k], dy, &x, map.places[k].clone(), map.biases[k].clone())
-            })
-        };
         let input = |k: usize, dx: B::ViewMut<'_>| {
             let (dy, at) = &dys[k];
             b.linear_backward_input(map.shapes[k], B::view(dy, at.clone()), map.weights[k], dx)
         };
         let len = self.cx.micro.rows() * inputs;
         if self.cx.tensor.is_none() {
-            add_weights(grads)?;
+            map.add_weight_grads(b, grads, &dys, &x)?;
             // The gradient reuses the input's memory, unless deferred wgrad needs the input.
             let sum = self.sum(len, Arc::into_inner(x), input)?;
             return self.wait_sum(Pending::ready(sum), inputs);
         }
         let sum = self.start_sum(self.sum(len, None, input)?);
-        add_weights(grads)?;
+        map.add_weight_grads(b, grads, &dys, &x)?;
         self.wait_sum(sum, inputs)
+    }
+}
+
+impl<B: Kernels> ColumnLinear<'_, B> {
+    /// Adds the weight and bias gradients of every virtual rank.
+    fn add_weight_grads(
+        &self,
+        backend: &B,
+        grads: &mut Grads<'_, B>,
+        dys: &[VirtualRankGrad<B>],
+        x: &Arc<B::Buf>,
+    ) -> Result<()> {
+        for (k, (dy, at)) in dys.iter().enumerate() {
+            let dy = OutputGradient::Unchanged(dy, at.clone());
+            let (weight, bias) = (self.places[k].clone(), self.biases[k].clone());
+            grads.linear(backend, self.shapes[k], dy, x, weight, bias)?;
+        }
+        Ok(())
     }
 }
 

@@ -146,10 +146,10 @@ impl<B: Kernels> Grads<'_, B> {
                 backend.linear_backward_weight(shape, dy, x, dweight, dbias, !first)
             }
             GradRange::Tied(weight) => {
-                let nothing_lent = || {
+                let lent = self.tied.as_mut().ok_or_else(|| {
                     Error::internal("a block with tied parameters was given no gradient for them")
-                };
-                let lent = B::reborrow(self.tied.as_mut().ok_or_else(nothing_lent)?);
+                })?;
+                let lent = B::reborrow(lent);
                 let (dweight, _) =
                     B::split_at_mut(B::split_at_mut(lent, weight.start).1, weight.len());
                 let (dbias, _) = B::split_at_mut(B::reborrow(&mut self.own), 0);
@@ -181,17 +181,14 @@ mod tests {
     const SAMPLES: usize = 3;
     const TIME: usize = 5;
 
-    fn networks() -> [(&'static str, Blocks<Cpu>); 4] {
-        let gpt = |bias, dropout| Gpt {
-            layers: 1,
-            heads: 2,
-            width: 12,
-            context: TIME,
-            vocabulary: 7,
-            bias,
-            dropout,
-        };
-        let llama = |tied, dropout| Llama {
+    /// Returns a GPT of one layer.
+    fn gpt(bias: bool, dropout: f32) -> Gpt {
+        Gpt { layers: 1, heads: 2, width: 12, context: TIME, vocabulary: 7, bias, dropout }
+    }
+
+    /// Returns a Llama of one layer.
+    fn llama(tied: bool, dropout: f32) -> Llama {
+        Llama {
             layers: 1,
             heads: 4,
             kv_heads: 2,
@@ -204,7 +201,10 @@ mod tests {
             epsilon: 1e-5,
             tied,
             dropout,
-        };
+        }
+    }
+
+    fn networks() -> [(&'static str, Blocks<Cpu>); 4] {
         [
             ("gpt", gpt(true, 0.0).blocks()),
             ("gpt without biases", gpt(false, 0.3).blocks()),

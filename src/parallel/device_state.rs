@@ -71,17 +71,17 @@ impl<B: Kernels> DeviceState<B> {
                 EMA => backend.upload_f32(MemoryKind::Optimizer, values),
                 _ => zeros(),
             });
-        let outer = |step: OuterOptimizer| {
-            let anchor = backend.upload_f32(MemoryKind::Optimizer, values)?;
+        let state = state.collect::<Result<_>>()?;
+        let outer = recipe.outer.map(|step| {
             Ok::<_, Error>(OuterState {
                 step,
-                anchor,
+                anchor: backend.upload_f32(MemoryKind::Optimizer, values)?,
                 momentum: (step.momentum > 0.0).then(zeros).transpose()?,
             })
-        };
+        });
         Ok(Self {
-            state: state.collect::<Result<_>>()?,
-            outer: recipe.outer.map(outer).transpose()?,
+            state,
+            outer: outer.transpose()?,
             master: has_master
                 .then(|| backend.upload_f32(MemoryKind::Parameters, values))
                 .transpose()?,

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::optimizer_shard::OptimizerShard;
+use super::Lifetime;
+use super::cpu_offload::HostUpdater;
+use super::optimizer_shard::{OptimizerShard, Updates};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{Init, UnitLayout};
 use hpctrain_base::random;
@@ -64,6 +66,28 @@ pub struct ReducedGradient<B: Kernels> {
 pub struct InactiveReplica<B: Kernels> {
     pub shard: OptimizerShard<B>,
     pub params: BufferState<B::Buf>,
+}
+
+impl<B: Kernels> InactiveReplica<B> {
+    /// Creates a replica with the initial parameters `full`, of which this rank updates `owned`.
+    pub fn new(
+        backend: &B,
+        (host, updates): (Option<&HostUpdater>, Option<&Updates>),
+        layout: &UnitLayout,
+        owned: Range<usize>,
+        full: &[f32],
+        lifetime: Lifetime,
+    ) -> Result<Self> {
+        let params = match lifetime {
+            Lifetime::Step => BufferState::InMemory(backend.upload(MemoryKind::Parameters, full)?),
+            Lifetime::Use => BufferState::Freed,
+        };
+        let values = &full[owned.clone()];
+        let are_full_here = lifetime == Lifetime::Step;
+        let shard =
+            OptimizerShard::new(backend, host, updates, layout, owned, values, are_full_here)?;
+        Ok(Self { shard, params })
+    }
 }
 
 /// A unit of a rank's pipeline stage.

@@ -1,4 +1,4 @@
-//! The process groups of a mesh.
+//! The process groups of a mesh, one for each use.
 
 use hpctrain_base::error::Result;
 use hpctrain_base::mesh::{Axis, Mesh};

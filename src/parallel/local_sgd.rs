@@ -114,8 +114,9 @@ pub fn steps_of_replicas(
                 Some(taken.clone());
         }
     }
-    let missing = || Error::comm("the steps of a replica are missing");
-    all.into_iter().collect::<Option<_>>().ok_or_else(missing)
+    all.into_iter()
+        .collect::<Option<_>>()
+        .ok_or_else(|| Error::comm("the steps of a replica are missing"))
 }
 
 /// Returns the mean over replicas, added in the same tree as parameters.

@@ -170,17 +170,15 @@ impl MemoryTimeline<'_> {
     pub fn forward(&self) -> Vec<MemoryMoment> {
         let pass = param_prefetch::forward(&self.stage.tied_slots());
         let grads = Gradients::new(self).alive();
-        let moment = |block| {
-            let params = self.params(&pass, block, self.policy.prefetch);
-            MemoryMoment {
+        (0..self.stage.units.len())
+            .map(|block| MemoryMoment {
                 when: StepPosition::Forward(block),
-                params,
+                params: self.params(&pass, block, self.policy.prefetch),
                 grads,
                 waiting: 0,
                 deferred: 0,
-            }
-        };
-        (0..self.stage.units.len()).map(moment).collect()
+            })
+            .collect()
     }
 
     /// Returns the full parameters at the end of the update, with the shards of tied parameters
@@ -249,15 +247,16 @@ impl<'a> Gradients<'a> {
     }
 
     fn alive(&self) -> usize {
-        let alive = |unit: usize| {
-            let full = self.trees[unit].len()
-                + usize::from(self.open[unit])
-                + usize::from(self.full[unit]);
-            let part = self.step.sizes[unit] / self.step.shards;
-            let tied = self.borrowed[unit] + self.returned[unit];
-            full * self.step.sizes[unit] + tied + if self.owned[unit] { part } else { 0 }
-        };
-        (0..self.open.len()).map(alive).sum()
+        (0..self.open.len()).map(|unit| self.alive_of_unit(unit)).sum()
+    }
+
+    /// Returns the elements of gradients of a unit that are alive.
+    fn alive_of_unit(&self, unit: usize) -> usize {
+        let full =
+            self.trees[unit].len() + usize::from(self.open[unit]) + usize::from(self.full[unit]);
+        let part = self.step.sizes[unit] / self.step.shards;
+        let tied = self.borrowed[unit] + self.returned[unit];
+        full * self.step.sizes[unit] + tied + if self.owned[unit] { part } else { 0 }
     }
 
     /// Starts the backward of a block.
@@ -356,8 +355,11 @@ mod tests {
     ) -> [usize; 2] {
         let keep = Zero::Three.sharding_policy().for_shards(shards);
         let schedule = StepSchedule::alone(virtual_ranks, micros);
-        let tied = |unit: Option<usize>| unit.map(|unit| TiedParam { unit, len: sizes[unit] });
-        let stage = Stage::whole(&borrows.iter().copied().map(tied).collect::<Vec<_>>());
+        let loans: Vec<_> = borrows
+            .iter()
+            .map(|unit| unit.map(|unit| TiedParam { unit, len: sizes[unit] }))
+            .collect();
+        let stage = Stage::whole(&loans);
         let timeline = MemoryTimeline { stage: &stage, sizes, shards, policy: keep, schedule };
         let most =
             |what: fn(&MemoryMoment) -> usize| timeline.step().iter().map(what).max().unwrap();

@@ -2,6 +2,21 @@
 //!
 //! [`Sharded`] implements every data-parallel mode. Modes differ by the shape of the mesh and by
 //! the lifetimes of full gradients and full parameters ([`ShardingPolicy`]).
+//!
+//! | mode | ZeRO stage | shard × replica | full gradients | full parameters | optimizer state |
+//! |---|---|---|---|---|---|
+//! | data parallel (DDP) | 0 | 1 × N | always | always | whole |
+//! | ZeRO 1 | 1 | N × 1 | always | always | 1/N |
+//! | ZeRO 2 | 2 | N × 1 | for a use | always | 1/N |
+//! | ZeRO 3 | 3 | N × 1 | for a use | for a use | 1/N |
+//! | hybrid sharding (HSDP) | 1 to 3 | S × R | by stage | by stage | 1/S |
+//! | central storage | 0 | K × N/K | always | always | 1/K on K owners |
+//!
+//! With central storage, ranks outside of the first replica own empty ranges. Gradients are reduced
+//! to the first replica; updated ranges are broadcast, then all-gathered.
+//!
+//! The rules that keep results bitwise identical in all layouts are in `virtual_ranks.rs`. The
+//! order of a step is in the documentation of the crate `hpctrain-engine`.
 
 #![forbid(unsafe_code)]
 

@@ -70,17 +70,19 @@ pub fn whole(
 mod tests {
     use super::*;
 
+    /// Returns the message of a rank with these virtual shards of three tensors.
+    fn message(shards: Range<usize>) -> Vec<u8> {
+        let mut norms = Norms::new(shards.clone(), 3);
+        for (at, shard) in shards.enumerate() {
+            for tensor in 0..3 {
+                norms.set(at, tensor, [0.1 * (shard + 1) as f64, (tensor + 7 * shard) as f64]);
+            }
+        }
+        norms.encode()
+    }
+
     #[test]
     fn norms_do_not_depend_on_the_ranks() {
-        let part =
-            |shard: usize, tensor: usize| [0.1 * (shard + 1) as f64, (tensor + 7 * shard) as f64];
-        let message = |shards: Range<usize>| {
-            let mut norms = Norms::new(shards.clone(), 3);
-            for (at, shard) in shards.enumerate() {
-                (0..3).for_each(|tensor| norms.set(at, tensor, part(shard, tensor)));
-            }
-            norms.encode()
-        };
         let alone = whole(&[message(0..4)], 4, 3).unwrap();
         assert_eq!(alone[2], [(0.1 + 0.2) + (0.1 * 3.0 + 0.4), 50.0]);
         assert_eq!(whole(&[message(0..2), message(2..4)], 4, 3).unwrap(), alone);

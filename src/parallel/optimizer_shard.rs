@@ -3,6 +3,9 @@
 //!
 //! This type hides whether the state and its update are on the device ([`DeviceState`]) or on the
 //! host ([`Offloaded`]). Gradients and updated parameters are always windows of device buffers.
+//!
+//! The average of `optimizer.ema` is one more buffer of optimizer state. It replaces the parameters
+//! during an evaluation (`Sharded::swap_ema`).
 
 use std::ops::Range;
 

@@ -42,13 +42,13 @@ pub fn forward(borrows: &[Option<usize>]) -> Vec<BlockUse> {
 pub fn step(borrows: &[Option<usize>], schedule: StepSchedule) -> Vec<BlockUse> {
     let forwards = forward(borrows);
     let backwards: Vec<BlockUse> = forwards.iter().rev().copied().collect();
-    let turns = |action| match action {
+    let turns = schedule.actions().into_iter().flat_map(|action| match action {
         Action::Forward(_) => forwards.iter(),
         Action::Backward(_) | Action::BackwardInput(_) => backwards.iter(),
         // Deferred wgrad needs no parameters.
         Action::BackwardWeight(_) | Action::Receive(..) | Action::Send(..) => [].iter(),
-    };
-    schedule.actions().into_iter().flat_map(turns).copied().collect()
+    });
+    turns.copied().collect()
 }
 
 /// The progress of a pass.

@@ -1,5 +1,6 @@
 //! The pipeline schedule: the list of a rank's work in a step, from which the order of all-gathers
-//! and the estimate of memory also follow. This module computes with indices only.
+//! and the estimate of memory also follow. This module computes with indices only. With one stage
+//! the list is plain gradient accumulation.
 //!
 //! Receives are posted one computation ahead, so that a message arrives during the computation
 //! before the one that needs it. Only collectives block later requests of a rank, and all ranks of

@@ -91,12 +91,13 @@ mod tests {
         if stages == 0 {
             return if blocks == 0 { vec![vec![]] } else { vec![] };
         }
-        let with_last = |end: usize| {
-            let mut before = cuts(end, stages - 1);
-            before.iter_mut().for_each(|cut| cut.push(end..blocks));
-            before
-        };
-        (stages - 1..blocks).flat_map(with_last).collect()
+        (stages - 1..blocks)
+            .flat_map(|end| {
+                let mut before = cuts(end, stages - 1);
+                before.iter_mut().for_each(|cut| cut.push(end..blocks));
+                before
+            })
+            .collect()
     }
 
     proptest! {

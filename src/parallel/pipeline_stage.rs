@@ -64,21 +64,18 @@ impl Stage {
         let stage_of =
             |unit: usize| stages.iter().position(|stage| stage.contains(&unit)).unwrap_or(index);
         let mut tied_replicas: Vec<TiedUnit> = Vec::new();
-        let mut borrow = |loan: &TiedParam| match stage_of(loan.unit) {
-            stage if stage == index => {
-                TiedImport { slot: loan.unit - units.start, from: None, len: loan.len }
-            }
-            stage => {
-                let known = tied_replicas.iter().position(|guest| guest.unit == loan.unit);
-                let number = known.unwrap_or_else(|| {
-                    tied_replicas.push(TiedUnit { unit: loan.unit, stage });
-                    tied_replicas.len() - 1
-                });
-                TiedImport { slot: units.len() + number, from: Some(stage), len: loan.len }
-            }
-        };
-        let tied_imports =
-            loans[units.clone()].iter().map(|loan| loan.as_ref().map(&mut borrow)).collect();
+        let mut tied_imports = Vec::with_capacity(units.len());
+        for loan in &loans[units.clone()] {
+            tied_imports.push(loan.as_ref().map(|loan| match stage_of(loan.unit) {
+                stage if stage == index => {
+                    TiedImport { slot: loan.unit - units.start, from: None, len: loan.len }
+                }
+                stage => {
+                    let replica = replica_index(&mut tied_replicas, loan.unit, stage);
+                    TiedImport { slot: units.len() + replica, from: Some(stage), len: loan.len }
+                }
+            }));
+        }
         let others = loans
             .iter()
             .enumerate()
@@ -131,6 +128,16 @@ impl Stage {
     pub fn slots(&self) -> impl Iterator<Item = usize> + '_ {
         self.units.clone().chain(self.tied_replicas.iter().map(|guest| guest.unit))
     }
+}
+
+/// Returns the index of the replica of a unit that `stage` trains; adds the replica if there is
+/// none.
+fn replica_index(tied_replicas: &mut Vec<TiedUnit>, unit: usize, stage: usize) -> usize {
+    let known = tied_replicas.iter().position(|replica| replica.unit == unit);
+    known.unwrap_or_else(|| {
+        tied_replicas.push(TiedUnit { unit, stage });
+        tied_replicas.len() - 1
+    })
 }
 
 #[cfg(test)]

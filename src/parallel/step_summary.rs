@@ -1,4 +1,8 @@
 //! The small message that each rank sends to all others once its gradients of a step are reduced.
+//!
+//! All ranks of all stages (with local SGD, those of one replica) add the losses and the squared
+//! norms in the same tree. So all have the same loss and norm, and all skip a step that is not
+//! finite.
 
 use super::control_flags::ControlFlags;
 use hpctrain_base::error::{Error, Result};
@@ -87,8 +91,10 @@ pub fn sum_of_squares<'a>(
             to.iter_mut().zip(values).for_each(|(to, square)| *to = Some(*square));
         }
     }
-    let missing = || Error::comm("the squared norms of a unit are missing");
-    let all: Vec<f64> = all.into_iter().collect::<Option<_>>().ok_or_else(missing)?;
+    let all: Vec<f64> = all
+        .into_iter()
+        .collect::<Option<_>>()
+        .ok_or_else(|| Error::comm("the squared norms of a unit are missing"))?;
     let of_shard =
         |shard: usize| all.iter().skip(shard).step_by(shards).fold(0.0, |sum, square| sum + square);
     Ok(tree_sum(&(0..shards).map(of_shard).collect::<Vec<f64>>()))

@@ -81,14 +81,13 @@ fn listen_by_name(port: u16) -> Result<TcpListener> {
 fn address_of(interface: &str) -> Result<IpAddr> {
     let all = get_if_addrs()
         .map_err(|e| Error::comm(format!("cannot list the network interfaces: {e}")))?;
-    let is_link_local = |ip: IpAddr| match ip {
-        IpAddr::V4(ip) => ip.is_link_local(),
-        IpAddr::V6(ip) => ip.is_unicast_link_local(),
-    };
     let all: Vec<(String, IpAddr)> = all
         .into_iter()
         .map(|interface| (interface.name.clone(), interface.ip()))
-        .filter(|(_, ip)| !is_link_local(*ip))
+        .filter(|(_, ip)| match ip {
+            IpAddr::V4(ip) => !ip.is_link_local(),
+            IpAddr::V6(ip) => !ip.is_unicast_link_local(),
+        })
         .collect();
     let network = network(interface);
     let matches = |(name, ip): &&(String, IpAddr)| match network {
@@ -133,25 +132,28 @@ fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
 /// Parses host and port of an address; a missing host is none, a missing port 0. An IPv6 address
 /// before a port is in brackets.
 fn parse(address: &str) -> Result<(Option<String>, u16)> {
-    let split = || {
-        if address.parse::<IpAddr>().is_ok() {
-            return Some((address, 0));
-        }
-        let (host, port) = match address.strip_prefix('[') {
-            Some(rest) => {
-                let (host, port) = rest.split_once(']')?;
-                host.parse::<Ipv6Addr>().ok()?;
-                (host, if port.is_empty() { "0" } else { port.strip_prefix(':')? })
-            }
-            None => address.rsplit_once(':').unwrap_or((address, "0")),
-        };
-        Some((host, port.parse().ok().filter(|_| !host.contains(':') || address.starts_with('['))?))
-    };
-    let (host, port) = split().ok_or_else(|| {
+    let (host, port) = split(address).ok_or_else(|| {
         Error::input(format!("parameter_server.address = {address:?} is not a host with a port"))
             .hint("such as \"node7\", \"10.0.0.7:2222\", \"[2001:db8::7]:2222\" or \":2222\"")
     })?;
     Ok((Some(host).filter(|host| !host.is_empty()).map(Into::into), port))
+}
+
+/// Returns the host of an address, which may be empty, and its port, or 0 without one; none if the
+/// address is malformed.
+fn split(address: &str) -> Option<(&str, u16)> {
+    if address.parse::<IpAddr>().is_ok() {
+        return Some((address, 0));
+    }
+    let (host, port) = match address.strip_prefix('[') {
+        Some(rest) => {
+            let (host, port) = rest.split_once(']')?;
+            host.parse::<Ipv6Addr>().ok()?;
+            (host, if port.is_empty() { "0" } else { port.strip_prefix(':')? })
+        }
+        None => address.rsplit_once(':').unwrap_or((address, "0")),
+    };
+    Some((host, port.parse().ok().filter(|_| !host.contains(':') || address.starts_with('['))?))
 }
 
 /// Returns the host of an address without its port, which only one process can use.
@@ -294,9 +296,6 @@ mod tests {
 
     #[test]
     fn networks_contain_their_addresses() {
-        let of = |text: &str, ip: &str| {
-            network(text).map(|(network, bits)| contains(network, bits, ip.parse().unwrap()))
-        };
         for (text, ip, expected) in [
             ("10.1.0.0/16", "10.1.255.3", Some(true)),
             ("10.1.0.0/16", "10.2.0.1", Some(false)),
@@ -308,7 +307,9 @@ mod tests {
             ("10.1.0.0/33", "10.1.0.1", None),
             ("eth0", "10.1.0.1", None),
         ] {
-            assert_eq!(of(text, ip), expected, "{text} {ip}");
+            let address = ip.parse().unwrap();
+            let found = network(text).map(|(network, bits)| contains(network, bits, address));
+            assert_eq!(found, expected, "{text} {ip}");
         }
     }
 }

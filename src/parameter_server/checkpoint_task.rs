@@ -26,29 +26,42 @@ pub fn begin(
     let job = job.clone();
     let fleet = fleet.clone();
     let started = Instant::now();
-    let write = move || {
-        let mut fleet = fleet.lock().unwrap_or_else(PoisonError::into_inner);
-        let staging = job.create(progress.step)?;
-        let answers =
-            fleet.all(|_| ServerRequest::Save { generation, cut, staging: staging.clone() });
-        let published = answers.and_then(|answers| {
-            let table = |answer| match answer {
-                ServerResponse::Saved(written) => {
-                    serde_json::to_vec(&written).map_err(|e| Error::internal(e.to_string()))
-                }
-                other => Err(Error::internal(format!("a server answered {other:?}"))),
-            };
-            let tables: Vec<Vec<u8>> = answers.into_iter().map(table).collect::<Result<_>>()?;
-            Ok(job.publish(progress, &tables, &staging)?)
-        });
-        if published.is_err() {
-            job.checkpoints.abandon(&staging);
+    Saving(thread.begin(move || write(&job, &fleet, generation, cut, progress, started)))
+}
+
+/// Writes the servers' snapshot `cut` as a checkpoint and publishes it; `started` is the time at
+/// which the save began.
+fn write(
+    job: &SaveContext,
+    fleet: &Mutex<ServerClients>,
+    generation: u64,
+    cut: u64,
+    progress: Progress,
+    started: Instant,
+) -> Result<Published, SessionError> {
+    let mut fleet = fleet.lock().unwrap_or_else(PoisonError::into_inner);
+    let staging = job.create(progress.step)?;
+    let answers = fleet.all(|_| ServerRequest::Save { generation, cut, staging: staging.clone() });
+    let published = answers.and_then(|answers| {
+        let tables: Vec<Vec<u8>> = answers.into_iter().map(shard_table).collect::<Result<_>>()?;
+        Ok(job.publish(progress, &tables, &staging)?)
+    });
+    if published.is_err() {
+        job.checkpoints.abandon(&staging);
+    }
+    published?;
+    job.retain(None);
+    Ok(Published { progress, took: started.elapsed() })
+}
+
+/// Returns the table of a server's file, as JSON, from its answer.
+fn shard_table(answer: ServerResponse) -> Result<Vec<u8>> {
+    match answer {
+        ServerResponse::Saved(written) => {
+            serde_json::to_vec(&written).map_err(|e| Error::internal(e.to_string()))
         }
-        published?;
-        job.retain(None);
-        Ok(Published { progress, took: started.elapsed() })
-    };
-    Saving(thread.begin(write))
+        other => Err(Error::internal(format!("a server answered {other:?}"))),
+    }
 }
 
 impl Saving {

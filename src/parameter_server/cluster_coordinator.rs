@@ -414,14 +414,14 @@ impl Functions {
         name: &str,
         mut function: impl FnMut(A) -> Result<R> + Send + 'static,
     ) -> Self {
-        let call = move |argument: Value| {
+        let call: Function = Box::new(move |argument: Value| {
             let argument = serde_json::from_value(argument);
             let argument = argument
                 .map_err(|e| Error::input(format!("the argument is of another type: {e}")))?;
             serde_json::to_value(function(argument)?)
                 .map_err(|e| Error::input(format!("the value: {e}")))
-        };
-        self.by_name.insert(name.into(), Box::new(call));
+        });
+        self.by_name.insert(name.into(), call);
         self
     }
 
@@ -492,6 +492,11 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(10);
 
+    /// Returns half of an even number.
+    fn half(x: u32) -> Result<u32> {
+        if x.is_multiple_of(2) { Ok(x / 2) } else { Err(Error::input(format!("{x} is odd"))) }
+    }
+
     #[test]
     fn an_error_cancels_the_rest_and_is_returned_once() {
         let folder = tempfile::tempdir().unwrap();
@@ -501,13 +506,6 @@ mod tests {
         let second = schedule("half", 7);
         let third = schedule("half", 6);
         std::thread::scope(|scope| {
-            let half = |x: u32| {
-                if x.is_multiple_of(2) {
-                    Ok(x / 2)
-                } else {
-                    Err(Error::input(format!("{x} is odd")))
-                }
-            };
             let functions = Functions::default().with("half", half);
             scope.spawn(|| run_worker(folder.path(), TIMEOUT, functions).unwrap());
             assert_eq!(first.fetch::<u32>(), Ok(4));
@@ -543,26 +541,28 @@ mod tests {
         });
     }
 
+    /// Joins the coordinator of the directory `run`, and returns the client and the number of the
+    /// worker.
+    fn join_as_worker(run: &Path) -> (RpcClient, u64) {
+        let site = PsRendezvous::for_run(run);
+        let contact = site.coordinator(TIMEOUT).unwrap();
+        let credentials = site.credentials(&contact).unwrap();
+        let mut client = RpcClient::new("the coordinator", contact.address, credentials, TIMEOUT);
+        let CallResponse::Welcome { worker } =
+            client.call(&CallRequest::Join { place: "x".into() }).unwrap()
+        else {
+            panic!()
+        };
+        (client, worker)
+    }
+
     #[test]
     fn a_call_whose_worker_is_lost_is_rescheduled() {
         let folder = tempfile::tempdir().unwrap();
         let coordinator = Coordinator::open(folder.path(), Some("127.0.0.1"), TIMEOUT).unwrap();
         let value = coordinator.schedule("count", &1).unwrap();
-        let join = || {
-            let site = PsRendezvous::for_run(folder.path());
-            let contact = site.coordinator(TIMEOUT).unwrap();
-            let credentials = site.credentials(&contact).unwrap();
-            let mut client =
-                RpcClient::new("the coordinator", contact.address, credentials, TIMEOUT);
-            let CallResponse::Welcome { worker } =
-                client.call(&CallRequest::Join { place: "x".into() }).unwrap()
-            else {
-                panic!()
-            };
-            (client, worker)
-        };
         // This worker takes the call and is lost.
-        let (mut client, worker) = join();
+        let (mut client, worker) = join_as_worker(folder.path());
         assert!(matches!(
             client.call(&CallRequest::Next { worker, done: None }).unwrap(),
             CallResponse::Call { .. }
@@ -585,7 +585,7 @@ mod tests {
         let coordinator = Coordinator::open(folder.path(), Some("127.0.0.1"), TIMEOUT).unwrap();
         let value = coordinator.schedule("crash", &0).unwrap();
         for _ in 0..MAX_WORKER_LOSSES {
-            let (mut client, worker) = join();
+            let (mut client, worker) = join_as_worker(folder.path());
             assert!(matches!(
                 client.call(&CallRequest::Next { worker, done: None }).unwrap(),
                 CallResponse::Call { .. }

@@ -388,13 +388,6 @@ impl CoordinatorRun {
         let wanted = self.options.servers;
         let since = Instant::now();
         let given_workers = self.options.workers;
-        let late = |present: usize| {
-            Error::comm(format!(
-                "{present} of {wanted} servers joined within {} s (parameter_server.timeout)",
-                self.timeout.as_secs()
-            ))
-            .hint("start as many servers as hpctrain ps coordinator --servers expects: hpctrain ps server --run RUN")
-        };
         let found = self.service.wait(|state| {
             if let Some(RunSpec { addresses, generation, workers, .. }) = before
                 && state.select_previous_servers(addresses, *generation)
@@ -415,12 +408,22 @@ impl CoordinatorRun {
                     .map(|servers| Ok(Some(Gathered { servers, workers, holds: false }))),
                 _ if hpctrain_base::signals::last_signal().is_some() => Some(Ok(None)),
                 _ if state.servers() < wanted && since.elapsed() > self.timeout => {
-                    Some(Err(late(state.servers())))
+                    Some(Err(self.too_few_servers(state.servers())))
                 }
                 _ => None,
             }
         })?;
         Ok(found?)
+    }
+
+    /// Returns the error if only `present` servers joined within the timeout.
+    fn too_few_servers(&self, present: usize) -> Error {
+        Error::comm(format!(
+            "{present} of {} servers joined within {} s (parameter_server.timeout)",
+            self.options.servers,
+            self.timeout.as_secs()
+        ))
+        .hint("start as many servers as hpctrain ps coordinator --servers expects: hpctrain ps server --run RUN")
     }
 
     /// Returns the starting point: step 0, or a checkpoint, which `Resume::Auto` verifies.

@@ -302,13 +302,9 @@ impl CoordinatorService {
     fn status(&self) -> serde_json::Value {
         let (mut status, addresses) = {
             let state = self.lock();
-            let member = |(number, member): (&u64, &WorkerState)| {
-                let heard =
-                    state.heard.get(number).map_or(0.0, |heard| heard.elapsed().as_secs_f64());
-                json!({"worker": number, "place": member.place, "clock": member.clock, "done": member.done,
-                       "seconds": member.seconds, "heard_seconds_ago": heard})
-            };
-            let workers: Vec<_> = state.scheduler.members().iter().map(member).collect();
+            let workers = state.scheduler.members().iter();
+            let workers: Vec<_> =
+                workers.map(|(number, worker)| state.worker_status(*number, worker)).collect();
             let leases: Vec<_> = state
                 .scheduler
                 .assigned_work()
@@ -320,24 +316,29 @@ impl CoordinatorService {
             let status = json!({"run": state.progress, "generation": state.generation, "workers": workers, "leases": leases, "staleness": staleness, "devices": state.programs.devices()});
             (status, addresses)
         };
-        let load = |address: &String| {
-            let mut client = RpcClient::new(
-                "a server",
-                address,
-                self.credentials.clone(),
-                Duration::from_secs(2),
-            );
-            match client.call_once(&ServerRequest::Load) {
-                Ok(ServerResponse::Load(load)) => json!({"address": address, "load": load}),
-                _ => json!({"address": address, "load": Option::<ServerLoad>::None}),
-            }
-        };
-        status["servers"] = addresses.iter().map(load).collect();
+        status["servers"] = addresses.iter().map(|address| self.server_load(address)).collect();
         status
+    }
+
+    /// Returns the load of the server at an address as JSON, which is null if it does not answer.
+    fn server_load(&self, address: &str) -> serde_json::Value {
+        let mut client =
+            RpcClient::new("a server", address, self.credentials.clone(), Duration::from_secs(2));
+        match client.call_once(&ServerRequest::Load) {
+            Ok(ServerResponse::Load(load)) => json!({"address": address, "load": load}),
+            _ => json!({"address": address, "load": Option::<ServerLoad>::None}),
+        }
     }
 }
 
 impl State {
+    /// Returns the status of a worker as JSON.
+    fn worker_status(&self, number: u64, worker: &WorkerState) -> serde_json::Value {
+        let heard = self.heard.get(&number).map_or(0.0, |heard| heard.elapsed().as_secs_f64());
+        json!({"worker": number, "place": worker.place, "clock": worker.clock, "done": worker.done,
+               "seconds": worker.seconds, "heard_seconds_ago": heard})
+    }
+
     /// Selects the first `servers` servers that send heartbeats to hold ranges, and returns their
     /// addresses, or none if there are fewer.
     pub fn register_servers(&mut self, servers: usize) -> Option<Vec<String>> {
@@ -372,14 +373,8 @@ impl State {
     /// Selects the servers at these addresses, if all are connected and hold their ranges of a
     /// generation; returns whether they are.
     pub fn select_previous_servers(&mut self, addresses: &[String], generation: u64) -> bool {
-        let number_of = |address: &String| {
-            let found = self
-                .registered
-                .iter()
-                .find(|(_, server)| server.holds == Some(generation) && server.address == *address);
-            found.map(|(number, _)| *number)
-        };
-        let numbers: Option<BTreeSet<u64>> = addresses.iter().map(number_of).collect();
+        let numbers: Option<BTreeSet<u64>> =
+            addresses.iter().map(|address| self.holder(address, generation)).collect();
         match numbers {
             None => false,
             Some(numbers) => {
@@ -387,6 +382,15 @@ impl State {
                 true
             }
         }
+    }
+
+    /// Returns the number of the server at an address, if it holds its ranges of a generation.
+    fn holder(&self, address: &str, generation: u64) -> Option<u64> {
+        let found = self
+            .registered
+            .iter()
+            .find(|(_, server)| server.holds == Some(generation) && server.address == address);
+        found.map(|(number, _)| *number)
     }
 
     /// Returns the number of servers that send heartbeats.
@@ -474,17 +478,10 @@ impl State {
     /// Removes workers that are silent or stuck, and marks servers as lost that are silent or did
     /// not reconnect.
     fn expire_stale(&mut self, limits: LivenessTimeouts) {
-        let past = |times: &BTreeMap<u64, Instant>, limit: Duration| -> Vec<u64> {
-            times
-                .iter()
-                .filter(|(_, since)| since.elapsed() > limit)
-                .map(|(member, _)| *member)
-                .collect()
-        };
-        for member in past(&self.heard, limits.silent) {
+        for member in expired(&self.heard, limits.silent) {
             self.evict(member, &format!("no heartbeat for {} s", limits.silent.as_secs()));
         }
-        for member in past(&self.busy, limits.stuck) {
+        for member in expired(&self.busy, limits.stuck) {
             let reason = format!(
                 "it has been at one piece of work for {} s (comm.timeout)",
                 limits.stuck.as_secs()
@@ -526,6 +523,11 @@ impl State {
             self.lost.get_or_insert_with(|| format!("{address}: its connection ended"));
         }
     }
+}
+
+/// Returns the members whose times are longer ago than `limit`.
+fn expired(times: &BTreeMap<u64, Instant>, limit: Duration) -> Vec<u64> {
+    times.iter().filter(|(_, since)| since.elapsed() > limit).map(|(member, _)| *member).collect()
 }
 
 impl RpcHandler for CoordinatorService {
@@ -719,6 +721,15 @@ mod tests {
         )
     }
 
+    /// Connects a server and returns the state of its connection.
+    fn serve(hub: &CoordinatorService, address: &str, generation: Option<u64>) -> PeerKind {
+        let mut visit = PeerKind::default();
+        let serve =
+            CoordinatorRequest::Serve { address: address.into(), generation, program: program() };
+        ask(hub, &mut visit, serve);
+        visit
+    }
+
     #[test]
     fn a_stuck_worker_is_lost_despite_heartbeats() {
         let hub = hub();
@@ -741,36 +752,33 @@ mod tests {
         assert!(e.to_string().contains("worker host:2 is stuck"), "{e}");
     }
 
+    /// Returns whether the service accepts a second worker and a server with `program`.
+    fn join_and_serve(staleness: Staleness, program: &Program) -> (Result<()>, Result<()>) {
+        let hub =
+            hub_with(LivenessTimeouts { silent: Duration::from_secs(60), stuck: SHORT }, staleness);
+        join(&hub, 1);
+        let join =
+            CoordinatorRequest::Join { host: "host".into(), process: 2, program: program.clone() };
+        let serve = CoordinatorRequest::Serve {
+            address: "host:2".into(),
+            generation: None,
+            program: program.clone(),
+        };
+        let ask = |request| hub.answer(&mut PeerKind::default(), request, &mut Vec::new());
+        (ask(join).map(drop), ask(serve).map(drop))
+    }
+
     #[test]
     fn programs_that_give_other_bits_are_refused_with_staleness_0() {
-        let joined = |staleness, program: &Program| {
-            let hub = hub_with(
-                LivenessTimeouts { silent: Duration::from_secs(60), stuck: SHORT },
-                staleness,
-            );
-            join(&hub, 1);
-            let join = CoordinatorRequest::Join {
-                host: "host".into(),
-                process: 2,
-                program: program.clone(),
-            };
-            let serve = CoordinatorRequest::Serve {
-                address: "host:2".into(),
-                generation: None,
-                program: program.clone(),
-            };
-            let ask = |request| hub.answer(&mut PeerKind::default(), request, &mut Vec::new());
-            (ask(join).map(drop), ask(serve).map(drop))
-        };
         let rebuilt = Program { build: "00000000".into(), ..program() };
         let elsewhere = Program::here("CPU (AVX2)".into());
         for (staleness, is_exact) in
             [(Staleness::Bound(0), true), (Staleness::Bound(3), false), (Staleness::None, false)]
         {
-            assert_eq!(joined(staleness, &program()), (Ok(()), Ok(())));
-            let (worker, server) = joined(staleness, &rebuilt);
+            assert_eq!(join_and_serve(staleness, &program()), (Ok(()), Ok(())));
+            let (worker, server) = join_and_serve(staleness, &rebuilt);
             assert_eq!((worker.is_err(), server.is_err()), (is_exact, is_exact));
-            let (worker, server) = joined(staleness, &elsewhere);
+            let (worker, server) = join_and_serve(staleness, &elsewhere);
             // The first server determines the device of all servers.
             assert_eq!((worker.is_err(), server), (is_exact, Ok(())));
             if let Err(e) = worker {
@@ -792,18 +800,9 @@ mod tests {
     #[test]
     fn a_server_without_heartbeats_is_lost_and_comes_last() {
         let hub = hub_with(LivenessTimeouts { silent: 2 * SHORT, stuck: SHORT }, Staleness::None);
-        let serve = |address: &str| {
-            let mut visit = PeerKind::default();
-            let serve = CoordinatorRequest::Serve {
-                address: address.into(),
-                generation: None,
-                program: program(),
-            };
-            ask(&hub, &mut visit, serve);
-            visit
-        };
         let beat = |visit: &mut PeerKind| ask(&hub, visit, CoordinatorRequest::Served);
-        let [mut hangs, mut spare] = ["hangs:1", "spare:1"].map(serve);
+        let [mut hangs, mut spare] =
+            ["hangs:1", "spare:1"].map(|address| serve(&hub, address, None));
         assert_eq!(hub.with(|state| state.register_servers(1)), Some(vec!["hangs:1".into()]));
         let lost = loop {
             beat(&mut spare);
@@ -833,25 +832,15 @@ mod tests {
     #[test]
     fn a_server_that_reconnects_with_its_ranges_is_not_lost() {
         let hub = hub();
-        let serve = |generation| {
-            let mut visit = PeerKind::default();
-            let serve = CoordinatorRequest::Serve {
-                address: "host:1".into(),
-                generation,
-                program: program(),
-            };
-            ask(&hub, &mut visit, serve);
-            visit
-        };
-        let first = serve(None);
+        let first = serve(&hub, "host:1", None);
         assert_eq!(hub.with(|state| state.register_servers(1)), Some(vec!["host:1".into()]));
         hub.disconnected(first);
-        let again = serve(Some(7));
+        let again = serve(&hub, "host:1", Some(7));
         std::thread::sleep(RECONNECT_TIMEOUT + SHORT);
         assert!(!hub.has_lost_server());
         hub.disconnected(again);
         // Another process at the same address does not hold the ranges.
-        serve(None);
+        serve(&hub, "host:1", None);
         assert!(hub.should_continue(7));
         std::thread::sleep(RECONNECT_TIMEOUT + SHORT);
         assert!(!hub.should_continue(7));

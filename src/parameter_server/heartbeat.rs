@@ -26,13 +26,12 @@ impl HeartbeatThread {
         let stopped = Arc::new(AtomicBool::new(false));
         let stop = stopped.clone();
         let interval = (timeout / 10).min(MAX_INTERVAL);
-        let beats = move || {
+        let thread = spawn("heart", move || {
             while !stop.load(Ordering::Relaxed) {
                 beat();
                 std::thread::park_timeout(interval);
             }
-        };
-        let thread = spawn("heart", beats)?;
+        })?;
         Ok(Self { stopped, thread: thread.thread().clone() })
     }
 }

@@ -15,6 +15,9 @@
 //! of a fixed number of virtual ranks: workers compute groups of them and servers add the gradients
 //! in a fixed tree (`tree_reducer.rs`), so that the result does not depend on which worker computed
 //! which. Otherwise each worker's gradient is applied when it arrives.
+//!
+//! If a server is lost, the coordinator starts a new generation of servers at the last checkpoint.
+//! A coordinator that was lost continues from its log (`wal.rs`).
 
 #![forbid(unsafe_code)]
 

@@ -118,12 +118,11 @@ impl ParamStore {
         };
         let names = state_names(Some(plan.update_rule), plan.ema, None);
         let pieces = assignment.pieces().ok_or_else(absent)?;
-        let is_there = |piece: &ParamRange| {
-            let range = &piece.range;
+        let all_exist = pieces.iter().all(|ParamRange { unit, range }| {
             range.start <= range.end
-                && layouts.get(piece.unit).is_some_and(|layout| range.end <= layout.padded)
-        };
-        if terms.workers == 0 || !pieces.iter().all(is_there) {
+                && layouts.get(*unit).is_some_and(|layout| range.end <= layout.padded)
+        });
+        if terms.workers == 0 || !all_exist {
             return Err(absent());
         }
         let elements = pieces.iter().map(|piece| piece.range.len()).fold(0, usize::saturating_add);
@@ -415,23 +414,27 @@ impl ParamStore {
     /// # Errors
     /// Returns an error if the gradients of some virtual ranks are missing.
     pub fn squares(&self, step: u64) -> Result<Vec<Vec<u64>>> {
-        let of_range = |slot: &RangeSlot| {
-            let layout = &self.layouts[slot.piece.unit];
-            let virtual_ranks = self.plan.virtual_ranks;
-            let state = locked(&slot.state);
-            let sum = state.sums.whole().filter(|_| state.step == step);
-            let sum =
-                sum.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))?;
-            let start = slot.piece.range.start;
-            let of_shard = |shard: usize| {
-                let counted = layout.counted(layout.part(shard, virtual_ranks));
-                let square =
-                    self.backend.sum_squares(&sum[counted.start - start..counted.end - start])?;
-                self.backend.read(square).map(f64::to_bits)
-            };
-            shards(layout, &slot.piece, virtual_ranks).map(of_shard).collect()
-        };
-        self.ranges.iter().map(of_range).collect()
+        self.ranges.iter().map(|slot| self.range_squares(slot, step)).collect()
+    }
+
+    /// Returns the squared norms of the gradient of step `step` in one range, as bits, one for each
+    /// virtual shard.
+    fn range_squares(&self, slot: &RangeSlot, step: u64) -> Result<Vec<u64>> {
+        let layout = &self.layouts[slot.piece.unit];
+        let virtual_ranks = self.plan.virtual_ranks;
+        let state = locked(&slot.state);
+        let sum = state.sums.whole().filter(|_| state.step == step);
+        let sum =
+            sum.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))?;
+        let start = slot.piece.range.start;
+        let shards = shards(layout, &slot.piece, virtual_ranks);
+        let squares = shards.map(|shard| {
+            let counted = layout.counted(layout.part(shard, virtual_ranks));
+            let square =
+                self.backend.sum_squares(&sum[counted.start - start..counted.end - start])?;
+            self.backend.read(square).map(f64::to_bits)
+        });
+        squares.collect()
     }
 
     /// Returns the squared norms from which trust ratios are computed, for the gradient of the
@@ -505,16 +508,14 @@ impl ParamStore {
     /// Returns an error if the parameters of a range are not in memory.
     pub fn take_snapshot(&self, number: u64) -> Result<u64> {
         let mut updates = 0;
-        let copy = |slot: &RangeSlot| {
+        let mut ranges = Vec::with_capacity(self.ranges.len());
+        for slot in &self.ranges {
             let state = locked(&slot.state);
             updates = state.version.max(updates);
             let (params, buffers) = state.owner.values(slot.piece.range.clone(), None)?;
-            Ok(std::iter::once(&params)
-                .chain(&buffers)
-                .map(|values| slice(values).to_vec())
-                .collect())
-        };
-        let ranges = self.ranges.iter().map(copy).collect::<Result<_>>()?;
+            let values = std::iter::once(&params).chain(&buffers);
+            ranges.push(values.map(|values| slice(values).to_vec()).collect());
+        }
         *locked(&self.cut) = Some(Arc::new(Cut { number, ranges }));
         Ok(updates)
     }

@@ -89,11 +89,11 @@ mod tests {
                 );
             }
         }
-        let held = |of_server: &Vec<ParamRange>| {
-            of_server.iter().map(|piece| piece.range.len()).sum::<usize>()
-        };
-        let fine: Vec<usize> =
-            partition(&layouts, |_| 4, Partition::Fixed(4), 2).unwrap().iter().map(held).collect();
+        let fine = partition(&layouts, |_| 4, Partition::Fixed(4), 2).unwrap();
+        let fine: Vec<usize> = fine
+            .iter()
+            .map(|of_server| of_server.iter().map(|piece| piece.range.len()).sum::<usize>())
+            .collect();
         assert!(fine[0].abs_diff(fine[1]) <= 1024, "{fine:?}");
         let error = partition(&layouts, |_| 4, Partition::Fixed(1), 5).unwrap_err().to_string();
         assert!(

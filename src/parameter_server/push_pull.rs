@@ -131,10 +131,10 @@ fn elements(pieces: &[ParamRange]) -> usize {
 
 /// Returns the size in bytes of the largest message to any server.
 pub fn max_message_bytes(pieces: &[Vec<ParamRange>]) -> usize {
-    let of_server = |pieces: &Vec<ParamRange>| {
-        messages(pieces).into_iter().map(|message| elements(&pieces[message])).max().unwrap_or(0)
-    };
-    pieces.iter().map(of_server).max().unwrap_or(0) * size_of::<f32>()
+    let sizes = pieces.iter().flat_map(|pieces| {
+        messages(pieces).into_iter().map(move |message| elements(&pieces[message]))
+    });
+    sizes.max().unwrap_or(0) * size_of::<f32>()
 }
 
 impl ServerConnections {
@@ -169,9 +169,10 @@ impl ServerConnections {
 
     /// Returns the versions of the ranges that the worker has, by server.
     pub fn versions(&self) -> Vec<Vec<u64>> {
-        let of_server =
-            |known: &Vec<Option<u64>>| known.iter().map(|known| known.unwrap_or(0)).collect();
-        self.known.iter().map(of_server).collect()
+        self.known
+            .iter()
+            .map(|known| known.iter().map(|known| known.unwrap_or(0)).collect())
+            .collect()
     }
 
     /// Pulls the values that have changed since the last pull from all servers. Returns false if

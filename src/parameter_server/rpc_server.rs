@@ -66,24 +66,10 @@ impl RpcServer {
         let stopped = Arc::new(AtomicBool::new(false));
         let stop = stopped.clone();
         let connections = Arc::new(());
-        let serve = move |caller: PeerId, connection: Connection| {
-            if Arc::strong_count(&connections) > MAX_CONNECTIONS {
-                return Err(Error::comm(format!(
-                    "the limit of {MAX_CONNECTIONS} connections is reached"
-                )));
-            }
-            prepare(&connection, caller, idle)?;
-            let service = service.clone();
-            let stop = stop.clone();
-            let counted = connections.clone();
-            let answer = move || {
-                answer_requests(connection, &*service, &stop);
-                drop(counted);
-            };
-            // If the system cannot start a thread, the connection ends and the client reconnects.
-            spawn("connection", answer).map(drop)
-        };
-        Ok(Self { _acceptor: Acceptor::open(listener, credentials, serve)?, stopped })
+        let acceptor = Acceptor::open(listener, credentials, move |caller, connection| {
+            serve(connection, caller, idle, &service, &stop, &connections)
+        })?;
+        Ok(Self { _acceptor: acceptor, stopped })
     }
 }
 
@@ -91,6 +77,31 @@ impl Drop for RpcServer {
     fn drop(&mut self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
+}
+
+/// Starts a thread that answers the requests of a connection, unless there are too many
+/// `connections`.
+fn serve<S: RpcHandler>(
+    connection: Connection,
+    caller: PeerId,
+    idle: Duration,
+    service: &Arc<S>,
+    stop: &Arc<AtomicBool>,
+    connections: &Arc<()>,
+) -> Result<()> {
+    if Arc::strong_count(connections) > MAX_CONNECTIONS {
+        return Err(Error::comm(format!("the limit of {MAX_CONNECTIONS} connections is reached")));
+    }
+    prepare(&connection, caller, idle)?;
+    let service = service.clone();
+    let stop = stop.clone();
+    let counted = connections.clone();
+    // If the system cannot start a thread, the connection ends and the client reconnects.
+    let thread = spawn("connection", move || {
+        answer_requests(connection, &*service, &stop);
+        drop(counted);
+    });
+    thread.map(drop)
 }
 
 /// Checks the purpose of a connection, and sets its time limits.

@@ -50,12 +50,12 @@ impl ServerClients {
         // Lost servers are detected by their heartbeats; a server that accepts no connection is
         // busy.
         let connect_timeout = hub.limits().stuck;
-        let client = |address: &String| {
+        let clients = addresses.iter().map(|address| {
             RpcClient::new("the server", address, credentials.clone(), timeout)
                 .with_liveness_check(connect_timeout, is_needed.clone())
-        };
+        });
         Self {
-            clients: addresses.iter().map(client).collect(),
+            clients: clients.collect(),
             hub: hub.clone(),
             credentials,
             timeout,
@@ -73,13 +73,12 @@ impl ServerClients {
         let addresses: Vec<String> =
             self.clients.iter().map(|client| client.address().into()).collect();
         let watch = self.hub.clone();
-        let is_needed = move || watch.should_continue(generation);
         let mut other = Self::with_check(
             &addresses,
             self.hub.clone(),
             self.credentials.clone(),
             LONG_TIMEOUT_FACTOR * self.timeout,
-            is_needed,
+            move || watch.should_continue(generation),
         );
         other.all(|_| ServerRequest::At { generation })?;
         Ok(other)

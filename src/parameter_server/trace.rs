@@ -10,7 +10,7 @@ use super::address::host_name;
 use super::protocol::{CoordinatorRequest, CoordinatorResponse};
 use super::rpc_client::RpcClient;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::spans::{Activity, Track, now};
+use hpctrain_base::spans::{Activity, now};
 use hpctrain_config::telemetry::trace_file::{TraceEvent, TraceFile};
 
 /// The number of readings of the coordinator's clock, of which the one with the shortest round trip
@@ -149,15 +149,10 @@ impl TraceSender {
     /// Returns an error if the coordinator cannot be reached.
     pub fn send(&self, coordinator: &mut RpcClient, activity: &Activity) -> Result<()> {
         let events = activity.take();
-        let event = |event: &hpctrain_base::spans::SpanEvent| {
-            (event.track, TraceEvent::from_span(event, self.offset))
-        };
-        let named = |(track, event): (Track, TraceEvent)| (track.name().to_string(), event);
-        self.send_chunks(
-            coordinator,
-            events.recorded.iter().map(event).map(named).collect(),
-            events.lost,
-        )
+        let recorded = events.recorded.iter().map(|event| {
+            (event.track.name().to_string(), TraceEvent::from_span(event, self.offset))
+        });
+        self.send_chunks(coordinator, recorded.collect(), events.lost)
     }
 
     /// Sends events with times of this process's clock.
@@ -169,12 +164,12 @@ impl TraceSender {
         coordinator: &mut RpcClient,
         events: Vec<(String, TraceEvent)>,
     ) -> Result<()> {
-        let shifted = |(thread, event): (String, TraceEvent)| {
+        let shifted = events.into_iter().map(|(thread, event)| {
             let [start, end] =
                 [event.start, event.end].map(|time| time.saturating_add_signed(self.offset));
             (thread, TraceEvent { start, end, ..event })
-        };
-        self.send_chunks(coordinator, events.into_iter().map(shifted).collect(), 0)
+        });
+        self.send_chunks(coordinator, shifted.collect(), 0)
     }
 
     /// Sends events in messages of limited size.

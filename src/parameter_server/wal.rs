@@ -169,6 +169,27 @@ mod tests {
     use crate::scheduler::BatchResult;
     use hpctrain_config::Config;
 
+    /// Returns the entry of a step.
+    fn entry(generation: u64, step: u64) -> WalEntry {
+        let batch = BatchResult { loss: f64::INFINITY, norm: 1.0, staleness: None, compute: 0.1 };
+        WalEntry {
+            generation,
+            before: Progress { step, ..Progress::default() },
+            decided: CommittedStep {
+                loss: 0.1 + 0.2,
+                norm: f64::NEG_INFINITY,
+                update: Some(Update { hyper: None, trust: vec![vec![1], vec![]] }),
+                ..CommittedStep::default()
+            },
+            batches: Some(FinishedBatches {
+                low: 3,
+                ahead: BTreeSet::from([5, 9]),
+                untaken: vec![batch],
+                histogram: BTreeMap::from([(2, 7)]),
+            }),
+        }
+    }
+
     #[test]
     fn the_last_step_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
@@ -188,23 +209,6 @@ mod tests {
         let grounds = WalHeader { terms, trained_on: None };
         journal.begin(&grounds).unwrap();
         assert_eq!(journal.read().unwrap(), None);
-        let batch = BatchResult { loss: f64::INFINITY, norm: 1.0, staleness: None, compute: 0.1 };
-        let entry = |generation, step| WalEntry {
-            generation,
-            before: Progress { step, ..Progress::default() },
-            decided: CommittedStep {
-                loss: 0.1 + 0.2,
-                norm: f64::NEG_INFINITY,
-                update: Some(Update { hyper: None, trust: vec![vec![1], vec![]] }),
-                ..CommittedStep::default()
-            },
-            batches: Some(FinishedBatches {
-                low: 3,
-                ahead: BTreeSet::from([5, 9]),
-                untaken: vec![batch],
-                histogram: BTreeMap::from([(2, 7)]),
-            }),
-        };
         for step in [3, 4] {
             journal.append(&entry(7, step)).unwrap();
             assert_eq!(journal.read().unwrap(), Some((grounds.clone(), entry(7, step))));

@@ -75,6 +75,19 @@ impl WorkerOptions {
         Ok((client.with_reconnect_timeout(RECONNECT_TIMEOUT), credentials))
     }
 
+    /// Creates a client of a server, whose requests fail once the generation is not current.
+    fn server_client(
+        &self,
+        address: &str,
+        credentials: &Credentials,
+        is_current: &Arc<AtomicBool>,
+    ) -> RpcClient {
+        let current = is_current.clone();
+        let client = RpcClient::new("the server", address, credentials.clone(), self.timeout)
+            .with_reconnect_timeout(RECONNECT_TIMEOUT);
+        client.with_liveness_check(RECONNECT_TIMEOUT, move || current.load(Ordering::Relaxed))
+    }
+
     fn must_leave(&self) -> bool {
         self.leaves_on_signal && signals::last_signal().is_some()
     }
@@ -179,13 +192,12 @@ fn join<B: Kernels>(
     let is_current = Arc::new(AtomicBool::new(true));
     let current = is_current.clone();
     // A lost coordinator is detected by the next request for work.
-    let beat = move || {
+    let heartbeat_thread = HeartbeatThread::start(options.timeout, move || {
         let answer = heartbeats.call_once(&CoordinatorRequest::Beat { member });
         if let Ok(CoordinatorResponse::Work(Work::Renew)) = answer {
             current.store(false, Ordering::Relaxed);
         }
-    };
-    let heartbeat_thread = HeartbeatThread::start(options.timeout, beat)?;
+    })?;
     let recording = match terms.trace {
         false => None,
         true => Some(TraceSender::start(
@@ -196,20 +208,18 @@ fn join<B: Kernels>(
     let activity = Activity::default();
     activity.register_thread(Track::Compute);
     activity.record(recording.is_some());
-    let client = |address: &str| {
-        let current = is_current.clone();
-        let client = RpcClient::new("the server", address, credentials.clone(), options.timeout)
-            .with_reconnect_timeout(RECONNECT_TIMEOUT);
-        client.with_liveness_check(RECONNECT_TIMEOUT, move || current.load(Ordering::Relaxed))
-    };
-    let exit =
-        WorkerSession::begin(options, &terms, member, client, backend).and_then(|mut worker| {
-            worker.work(&mut coordinator, |coordinator| {
-                recording
-                    .as_ref()
-                    .map_or(Ok(()), |recording| recording.send(coordinator, &activity))
-            })
-        });
+    let session = WorkerSession::begin(
+        options,
+        &terms,
+        member,
+        |address| options.server_client(address, &credentials, &is_current),
+        backend,
+    );
+    let exit = session.and_then(|mut worker| {
+        worker.work(&mut coordinator, |coordinator| {
+            recording.as_ref().map_or(Ok(()), |recording| recording.send(coordinator, &activity))
+        })
+    });
     drop(heartbeat_thread);
     *heard = Instant::now();
     match &exit {
@@ -476,15 +486,15 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
         let loss = reduced.loss / self.plan.tokens_per_step() as f64;
         let staleness = if loss.is_finite() && reduced.norm.is_finite() {
             let scale = (clip(self.plan.config.optimizer.grad_clip, reduced.norm) as f32).to_bits();
-            let of = |server: usize, pieces: Range<usize>| Pushed::Batch {
+            let staleness = self.push(|server, pieces| Pushed::Batch {
                 ticket,
                 scale,
                 versions: versions[server][pieces].to_vec(),
-            };
-            match self.push(of)? {
-                Some(staleness) => Some(staleness),
-                None => return Ok(None),
+            })?;
+            if staleness.is_none() {
+                return Ok(None);
             }
+            staleness
         } else {
             self.engine.model.sharded.skip()?;
             None
@@ -515,11 +525,10 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
         if !self.pull(Values::Cut(cut))? {
             return Ok(None);
         }
-        let none = || {
+        let evaluator = self.evaluator.as_mut().ok_or_else(|| {
             Error::input("this worker has no validation data, but the run has")
                 .hint("give all workers the same files")
-        };
-        let evaluator = self.evaluator.as_mut().ok_or_else(none)?;
+        })?;
         let mut sums = Vec::new();
         let _span = span(ActivityKind::Evaluation, None);
         for chunk in chunks {

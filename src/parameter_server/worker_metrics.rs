@@ -142,17 +142,19 @@ impl WorkerMetrics {
         let shares: usize = self.of_workers.values().map(|worker| worker.shares).sum();
         // Times are scaled to the mean number of shares, since workers compute different numbers.
         let mean_shares = shares as f64 / self.of_workers.len().max(1) as f64;
-        let per_share = |worker: &Window| worker.compute / worker.shares.max(1) as f64;
-        let seconds: Vec<f64> =
-            self.of_workers.values().map(|worker| per_share(worker) * mean_shares).collect();
+        let seconds: Vec<f64> = self
+            .of_workers
+            .values()
+            .map(|worker| worker.compute / worker.shares.max(1) as f64 * mean_shares)
+            .collect();
         let places: Vec<&String> = self.of_workers.keys().collect();
-        let warning = |(worker, times): (usize, f64)| {
+        let warnings = slow(&seconds, self.factor, self.window).into_iter().map(|(worker, times)| {
             format!(
                 "worker {} computes {times:.1} times as long as the median worker over the last {} steps",
                 places[worker], self.window
             )
-        };
-        slow(&seconds, self.factor, self.window).into_iter().map(warning).collect()
+        });
+        warnings.collect()
     }
 
     /// Returns the number of steps whose update was skipped.

@@ -1,6 +1,6 @@
 //! Metrics by class, from the last evaluation that has them.
 
-use super::html::{digits, escaped, heading, muted, number, paragraph, table, text};
+use super::html::{Cell, digits, escaped, heading, muted, number, paragraph, table, text};
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::classes::Classes;
 use hpctrain_config::telemetry::grouped;
@@ -17,17 +17,20 @@ pub fn section(run: &RunRecords) -> String {
     if let Some(area) = classes.roc_auc {
         out += &paragraph(&format!("area under the receiver operating characteristic: {area:.4}"));
     }
-    let digits_of = |values: &[f64], class: usize| number(digits(values.get(class).copied()));
-    let row = |(class, name): (usize, &String)| {
-        let samples = classes.confusion.get(class).map_or(0, |row| sum(row));
-        let [precision, recall, f1] = [&classes.precision, &classes.recall, &classes.f1]
-            .map(|values| digits_of(values, class));
-        vec![text(name), number(grouped(samples)), precision, recall, f1]
-    };
     let head =
         vec![text("class"), number("samples"), number("precision"), number("recall"), number("F1")];
-    out += &table(head, classes.names.iter().enumerate().map(row).collect());
+    let rows =
+        classes.names.iter().enumerate().map(|(class, name)| class_row(classes, class, name));
+    out += &table(head, rows.collect());
     out + &matrix(classes)
+}
+
+/// Returns the row of a class: its name, number of samples, precision, recall and F1.
+fn class_row(classes: &Classes, class: usize, name: &str) -> Vec<Cell> {
+    let samples = classes.confusion.get(class).map_or(0, |row| sum(row));
+    let [precision, recall, f1] = [&classes.precision, &classes.recall, &classes.f1]
+        .map(|values| number(digits(values.get(class).copied())));
+    vec![text(name), number(grouped(samples)), precision, recall, f1]
 }
 
 /// Returns the number of samples in a row.

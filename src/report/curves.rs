@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::downsample::{Curve, Point, mean, parts, rounded};
 use crate::run_records::RunRecords;
-use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, LossSplit};
+use hpctrain_config::telemetry::evaluations::{EvaluationStatus, LossSplit};
 use hpctrain_config::telemetry::metrics::Step;
 
 /// The number of buckets of a curve. With more than four runs the curves share those of four.
@@ -133,16 +133,6 @@ impl PageData {
 
 /// Returns all charts that a page may have.
 fn charts(runs: &[RunRecords]) -> Vec<Chart> {
-    let chart = |id: &str, title: &str, unit, curves: &[(&str, &str)], may_be_logarithmic| Chart {
-        id: id.into(),
-        title: title.into(),
-        unit,
-        curves: curves
-            .iter()
-            .map(|(id, name)| CurveName { id: (*id).into(), name: (*name).into() })
-            .collect(),
-        may_be_logarithmic,
-    };
     let loss =
         [("loss", "training"), ("validation", "validation"), ("epoch_loss", "mean of an epoch")];
     let mut speeds: Vec<&str> = runs.iter().map(predictions).collect();
@@ -184,6 +174,19 @@ fn charts(runs: &[RunRecords]) -> Vec<Chart> {
     charts
 }
 
+/// Returns a chart of curves with these ids and names.
+fn chart(
+    id: &str,
+    title: &str,
+    unit: &'static str,
+    curves: &[(&str, &str)],
+    may_be_logarithmic: bool,
+) -> Chart {
+    let curves = curves.iter();
+    let curves = curves.map(|(id, name)| CurveName { id: (*id).into(), name: (*name).into() });
+    Chart { id: id.into(), title: title.into(), unit, curves: curves.collect(), may_be_logarithmic }
+}
+
 /// Returns the id of a metric's chart. It is numbered, because names of metrics may have any
 /// characters.
 fn metric_id(at: usize) -> String {
@@ -203,38 +206,34 @@ impl RunData {
     fn new(run: &RunRecords, label: String, buckets: usize) -> Self {
         let steps = &run.steps;
         let mut curves = BTreeMap::new();
-        let mut add = |id: &str, points: Vec<Point>, is_sparse: bool| {
+        let mut add = |id: &str, points: Vec<Point>, curve: fn(&[Point], usize) -> Curve| {
             if points.iter().any(|point| point.1.is_finite()) {
-                let make = if is_sparse { Curve::sparse } else { Curve::downsampled };
-                curves.insert(id.to_owned(), make(&points, buckets));
+                curves.insert(id.to_owned(), curve(&points, buckets));
             }
         };
         let points = |value: fn(&Step) -> f64| with_gaps(steps, value);
-        add("loss", points(|step| step.loss), false);
-        add("norm", points(|step| step.grad_norm), false);
-        add("rate", points(|step| step.lr), false);
-        add("speed", points(|step| step.tokens_per_second), false);
-        add("mfu", points(|step| step.mfu.map_or(f64::NAN, |mfu| 100.0 * mfu)), false);
+        add("loss", points(|step| step.loss), Curve::downsampled);
+        add("norm", points(|step| step.grad_norm), Curve::downsampled);
+        add("rate", points(|step| step.lr), Curve::downsampled);
+        add("speed", points(|step| step.tokens_per_second), Curve::downsampled);
+        add("mfu", points(|step| step.mfu.map_or(f64::NAN, |mfu| 100.0 * mfu)), Curve::downsampled);
         add(
             "energy",
             steps.iter().filter_map(|step| Some((step.step, step.energy_kwh?))).collect(),
-            true,
+            Curve::sparse,
         );
         if steps.iter().any(|step| step.peak_bytes > 0) {
-            add("memory", points(|step| step.peak_bytes as f64), false);
+            add("memory", points(|step| step.peak_bytes as f64), Curve::downsampled);
         }
-        add("staleness", staleness(run), false);
-        add("validation", losses(run, LossSplit::Validation), true);
-        add("epoch_loss", losses(run, LossSplit::Training), true);
+        add("staleness", staleness(run), Curve::downsampled);
+        add("validation", losses(run, LossSplit::Validation), Curve::sparse);
+        add("epoch_loss", losses(run, LossSplit::Training), Curve::sparse);
         let metrics: BTreeSet<&String> =
             run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
         for name in metrics {
-            let value = |one: &Evaluation| Some((one.step, *one.metrics.get(name)?));
-            add(
-                &metric_curve(name),
-                ascending(run.evaluations.iter().filter_map(value).collect()),
-                true,
-            );
+            let values = run.evaluations.iter();
+            let values = values.filter_map(|one| Some((one.step, *one.metrics.get(name)?)));
+            add(&metric_curve(name), ascending(values.collect()), Curve::sparse);
         }
         Self { label, curves, times: times(steps), marks: marks(run) }
     }

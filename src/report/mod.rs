@@ -63,10 +63,9 @@ fn chip(run: usize) -> String {
 pub fn labels(runs: &[RunRecords]) -> Vec<String> {
     let is_unique =
         |run: &RunRecords| runs.iter().filter(|other| other.name == run.name).count() == 1;
-    let label = |run: &RunRecords| {
-        if is_unique(run) { run.name.clone() } else { run.path.display().to_string() }
-    };
-    runs.iter().map(label).collect()
+    runs.iter()
+        .map(|run| if is_unique(run) { run.name.clone() } else { run.path.display().to_string() })
+        .collect()
 }
 
 /// Returns the page about these runs.
@@ -146,11 +145,12 @@ pub fn page(runs: &[RunRecords]) -> Result<String> {
 
 /// Returns a note about each record that cannot be read.
 fn notes(runs: &[RunRecords], labels: &[String]) -> String {
-    let items = |(run, label): (&RunRecords, &String)| {
-        let line = |note: &String| format!("<li>{}: {}</li>\n", escaped(label), escaped(note));
-        run.notes.iter().map(line).collect::<String>()
-    };
-    let lines: String = runs.iter().zip(labels).map(items).collect();
+    let mut lines = String::new();
+    for (run, label) in runs.iter().zip(labels) {
+        for note in &run.notes {
+            lines += &format!("<li>{}: {}</li>\n", escaped(label), escaped(note));
+        }
+    }
     match lines.as_str() {
         "" => String::new(),
         lines => format!(

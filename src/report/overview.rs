@@ -27,12 +27,12 @@ fn run_table(runs: &[RunRecords], labels: &[String], columns: &[Column<'_>]) -> 
     let columns: Vec<&Column<'_>> = columns.iter().filter(has_value).collect();
     let mut head = vec![text("run")];
     head.extend(columns.iter().map(|(name, cell, _)| cell(name)));
-    let row = |(at, (run, label)): (usize, (&RunRecords, &String))| {
+    let rows = runs.iter().zip(labels).enumerate().map(|(at, (run, label))| {
         let mut row = vec![wide(label).after(&chip(at))];
         row.extend(columns.iter().map(|(_, cell, value)| cell(&value(run))));
         row
-    };
-    table(head, runs.iter().zip(labels).enumerate().map(row).collect())
+    });
+    table(head, rows.collect())
 }
 
 /// Returns the status of a run.
@@ -52,20 +52,39 @@ fn status(run: &RunRecords) -> String {
     }
 }
 
+/// Returns the last step and the number of all steps of a run.
+fn steps(run: &RunRecords) -> String {
+    format!(
+        "{} of {}",
+        grouped(run.steps.last().map_or(0, |step| step.step)),
+        grouped(run.config.run.steps)
+    )
+}
+
 /// Returns the lowest loss of an evaluation and its step, over validation data if there are any.
-fn best(run: &RunRecords) -> Option<(f64, u64)> {
-    let lowest = |over: LossSplit| {
-        let done = run.evaluations.iter();
-        let losses = done.filter(move |one| one.split == over && one.status == Outcome::Done);
-        let losses = losses.filter_map(|one| Some((one.loss?, one.step)));
-        losses.filter(|one| one.0.is_finite()).min_by(|one, other| one.0.total_cmp(&other.0))
-    };
-    lowest(LossSplit::Validation).or_else(|| lowest(LossSplit::Training))
+fn best_loss(run: &RunRecords) -> String {
+    lowest_loss(run, LossSplit::Validation)
+        .or_else(|| lowest_loss(run, LossSplit::Training))
+        .map_or_else(
+            || "–".into(),
+            |(loss, step)| format!("{} at {}", digits(Some(loss)), grouped(step)),
+        )
+}
+
+/// Returns the lowest loss of an evaluation over one kind of samples, and its step.
+fn lowest_loss(run: &RunRecords, over: LossSplit) -> Option<(f64, u64)> {
+    let done = run.evaluations.iter();
+    let losses = done.filter(|one| one.split == over && one.status == Outcome::Done);
+    let losses = losses.filter_map(|one| Some((one.loss?, one.step)));
+    losses.filter(|one| one.0.is_finite()).min_by(|one, other| one.0.total_cmp(&other.0))
 }
 
 /// Returns the median throughput of a run's steps.
-fn speed(run: &RunRecords) -> Option<f64> {
-    median(run.steps.iter().map(|step| step.tokens_per_second))
+fn speed(run: &RunRecords) -> String {
+    median(run.steps.iter().map(|step| step.tokens_per_second)).map_or_else(
+        || "–".into(),
+        |speed| format!("{} {}/s", digits(Some(speed)), curves::predictions(run)),
+    )
 }
 
 fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
@@ -75,52 +94,48 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
 }
 
 /// Returns the median model TFLOP/s per rank of a run's steps, and the median MFU.
-fn efficiency(run: &RunRecords) -> [Option<f64>; 2] {
+fn efficiency(run: &RunRecords) -> String {
     let values: [fn(&Step) -> Option<f64>; 2] = [|step| step.tflops_per_rank, |step| step.mfu];
-    values.map(|value| median(run.steps.iter().filter_map(value)))
+    match values.map(|value| median(run.steps.iter().filter_map(value))) {
+        [None, _] => "–".into(),
+        [Some(tflops), None] => readable_rate(tflops),
+        [Some(tflops), Some(mfu)] => format!("{}, MFU {:.1} %", readable_rate(tflops), 100.0 * mfu),
+    }
 }
 
 /// Returns the energy of a run so far in kWh, and the median joules per token or sample.
-fn energy(run: &RunRecords) -> Option<(f64, Option<f64>)> {
-    let kwh = run.steps.iter().rev().find_map(|step| step.energy_kwh)?;
-    Some((kwh, median(run.steps.iter().filter_map(|step| step.joules_per_token))))
+fn energy(run: &RunRecords) -> String {
+    let kwh = run.steps.iter().rev().find_map(|step| step.energy_kwh);
+    let joules = median(run.steps.iter().filter_map(|step| step.joules_per_token));
+    match (kwh, joules) {
+        (None, _) => "–".into(),
+        (kwh, None) => format!("{} kWh", digits(kwh)),
+        (kwh, joules) => {
+            let one = curves::predictions(run).trim_end_matches('s');
+            format!("{} kWh, {} J/{one}", digits(kwh), digits(joules))
+        }
+    }
+}
+
+/// Returns the axes of a run's mesh with more than one rank.
+fn layout(run: &RunRecords) -> String {
+    let mesh = run.mesh();
+    let axes = [
+        (mesh.pipeline, "pipeline"),
+        (mesh.replica, "replica"),
+        (mesh.shard, "shard"),
+        (mesh.tensor, "tensor"),
+    ];
+    let axes: Vec<String> = axes
+        .iter()
+        .filter(|(size, _)| *size > 1)
+        .map(|(size, name)| format!("{name} {size}"))
+        .collect();
+    if axes.is_empty() { "one rank".into() } else { axes.join(" × ") }
 }
 
 /// Returns the table of runs.
 pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
-    let steps = |run: &RunRecords| {
-        format!(
-            "{} of {}",
-            grouped(run.steps.last().map_or(0, |step| step.step)),
-            grouped(run.config.run.steps)
-        )
-    };
-    let last_loss = |run: &RunRecords| digits(run.steps.last().map(|step| step.loss));
-    let best_loss = |run: &RunRecords| {
-        best(run).map_or_else(
-            || "–".into(),
-            |(loss, step)| format!("{} at {}", digits(Some(loss)), grouped(step)),
-        )
-    };
-    let speed = |run: &RunRecords| {
-        speed(run).map_or_else(
-            || "–".into(),
-            |speed| format!("{} {}/s", digits(Some(speed)), curves::predictions(run)),
-        )
-    };
-    let arithmetic = |run: &RunRecords| match efficiency(run) {
-        [None, _] => "–".into(),
-        [Some(tflops), None] => readable_rate(tflops),
-        [Some(tflops), Some(mfu)] => format!("{}, MFU {:.1} %", readable_rate(tflops), 100.0 * mfu),
-    };
-    let energy = |run: &RunRecords| match energy(run) {
-        None => "–".into(),
-        Some((kwh, None)) => format!("{} kWh", digits(Some(kwh))),
-        Some((kwh, joules)) => {
-            let one = curves::predictions(run).trim_end_matches('s');
-            format!("{} kWh, {} J/{one}", digits(Some(kwh)), digits(joules))
-        }
-    };
     let parameters = |run: &RunRecords| {
         run.summary.as_ref().map_or_else(|| "–".into(), |card| grouped(card.parameters))
     };
@@ -132,38 +147,22 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
         0 => "–".into(),
         restarts => restarts.to_string(),
     };
-    let layout = |run: &RunRecords| {
-        let mesh = run.mesh();
-        let axes = [
-            (mesh.pipeline, "pipeline"),
-            (mesh.replica, "replica"),
-            (mesh.shard, "shard"),
-            (mesh.tensor, "tensor"),
-        ];
-        let axes: Vec<String> = axes
-            .iter()
-            .filter(|(size, _)| *size > 1)
-            .map(|(size, name)| format!("{name} {size}"))
-            .collect();
-        if axes.is_empty() { "one rank".into() } else { axes.join(" × ") }
-    };
-    let began = |run: &RunRecords| time(run.steps.first().map_or(0.0, |step| step.time));
     let branch = |run: &RunRecords| {
         run.branch.as_ref().map_or_else(String::new, |from| from.from.display().to_string())
     };
     let columns: [Column<'_>; 13] = [
         ("status", text_cell, &status),
         ("steps", number_cell, &steps),
-        ("last loss", number_cell, &last_loss),
+        ("last loss", number_cell, &|run| digits(run.steps.last().map(|step| step.loss))),
         ("best evaluation", number_cell, &best_loss),
         ("throughput, median", number_cell, &speed),
-        ("per rank, median", number_cell, &arithmetic),
+        ("per rank, median", number_cell, &efficiency),
         ("energy", number_cell, &energy),
         ("parameters", number_cell, &parameters),
         ("layout", text_cell, &layout),
         ("skipped", number_cell, &skipped),
         ("restarts", number_cell, &restarts),
-        ("first step", text_cell, &began),
+        ("first step", text_cell, &|run| time(run.steps.first().map_or(0.0, |step| step.time))),
         ("began at", text_cell, &branch),
     ];
     run_table(runs, labels, &columns)

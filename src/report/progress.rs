@@ -5,10 +5,12 @@ use std::collections::BTreeSet;
 
 use super::curves::{PARTS, mean_times};
 use super::html::{
-    digits, escaped, heading, muted, number, paragraph, seconds, table, text, time, wide,
+    Cell, digits, escaped, heading, muted, number, paragraph, seconds, table, text, time, wide,
 };
-use crate::run_records::RunRecords;
+use crate::run_records::{RunRecords, SavedCheckpoint};
 use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, LossSplit};
+use hpctrain_config::telemetry::restarts::Restart;
+use hpctrain_config::telemetry::text_samples::TextSample;
 use hpctrain_config::telemetry::{bytes, grouped};
 
 /// The maximum number of rows of a table; of more, the last ones are shown.
@@ -78,30 +80,38 @@ pub fn evaluations(run: &RunRecords) -> String {
     head.extend(has_perplexity.then(|| number("perplexity")));
     head.extend(names.iter().map(number));
     head.extend(["samples", "of", "written"].map(text));
-    let row = |one: &Evaluation| {
-        let over = match one.split {
-            LossSplit::Validation => "validation",
-            LossSplit::Training => "an epoch of training",
-        };
-        let loss = match (one.status, one.loss) {
-            (EvaluationStatus::Done, loss) if loss == Some(best) => {
-                format!("{} (best)", digits(loss))
-            }
-            (EvaluationStatus::Done, loss) => digits(loss),
-            (EvaluationStatus::Retried, _) => "retried".into(),
-            (EvaluationStatus::Failed, _) => {
-                format!("failed: {}", one.error.as_deref().unwrap_or("unknown"))
-            }
-        };
-        let mut row = vec![number(grouped(one.step)), text(over), number(loss)];
-        row.extend(has_perplexity.then(|| number(digits(one.perplexity))));
-        row.extend(names.iter().map(|name| number(digits(one.metrics.get(*name).copied()))));
-        row.push(text(one.samples.map_or_else(|| "–".into(), grouped)));
-        row.push(text(one.checkpoint.as_deref().unwrap_or("weights in training")));
-        row.push(text(time(one.time)));
-        row
+    let rows = shown.iter().map(|one| evaluation_row(one, &names, best, has_perplexity));
+    table(head, rows.collect()) + &note
+}
+
+/// Returns the row of an evaluation; `best` is the lowest loss of all evaluations.
+fn evaluation_row(
+    one: &Evaluation,
+    names: &BTreeSet<&String>,
+    best: f64,
+    has_perplexity: bool,
+) -> Vec<Cell> {
+    let over = match one.split {
+        LossSplit::Validation => "validation",
+        LossSplit::Training => "an epoch of training",
     };
-    table(head, shown.iter().map(row).collect()) + &note
+    let loss = match (one.status, one.loss) {
+        (EvaluationStatus::Done, loss) if loss == Some(best) => {
+            format!("{} (best)", digits(loss))
+        }
+        (EvaluationStatus::Done, loss) => digits(loss),
+        (EvaluationStatus::Retried, _) => "retried".into(),
+        (EvaluationStatus::Failed, _) => {
+            format!("failed: {}", one.error.as_deref().unwrap_or("unknown"))
+        }
+    };
+    let mut row = vec![number(grouped(one.step)), text(over), number(loss)];
+    row.extend(has_perplexity.then(|| number(digits(one.perplexity))));
+    row.extend(names.iter().map(|name| number(digits(one.metrics.get(*name).copied()))));
+    row.push(text(one.samples.map_or_else(|| "–".into(), grouped)));
+    row.push(text(one.checkpoint.as_deref().unwrap_or("weights in training")));
+    row.push(text(time(one.time)));
+    row
 }
 
 /// Returns the table of the existing checkpoints.
@@ -111,21 +121,23 @@ pub fn checkpoints(run: &RunRecords) -> String {
     }
     let (shown, note) = last(&run.checkpoints, "checkpoints/");
     let loss = |step| run.evaluations.iter().rev().find(|one| one.step == step)?.loss;
-    let row = |saved: &crate::run_records::SavedCheckpoint| {
-        let marks = [("latest", saved.latest), ("best", saved.best)];
-        let marks: Vec<&str> =
-            marks.into_iter().filter(|(_, is_set)| *is_set).map(|(mark, _)| mark).collect();
-        let size = saved.bytes.map_or_else(|| "cannot be read".into(), |size| bytes(size as usize));
-        let cells = [
-            number(grouped(saved.step)),
-            number(size),
-            text(saved.time.map_or_else(|| "–".into(), time)),
-        ];
-        let more = [number(digits(loss(saved.step))), text(marks.join(", "))];
-        cells.into_iter().chain(more).collect()
-    };
     let head = vec![number("step"), number("size"), text("written"), number("loss"), text("marks")];
-    table(head, shown.iter().map(row).collect()) + &note
+    let rows = shown.iter().map(|saved| checkpoint_row(saved, loss(saved.step)));
+    table(head, rows.collect()) + &note
+}
+
+/// Returns the row of a checkpoint with its evaluated loss.
+fn checkpoint_row(saved: &SavedCheckpoint, loss: Option<f64>) -> Vec<Cell> {
+    let marks = [("latest", saved.latest), ("best", saved.best)];
+    let marks: Vec<&str> =
+        marks.into_iter().filter(|(_, is_set)| *is_set).map(|(mark, _)| mark).collect();
+    vec![
+        number(grouped(saved.step)),
+        number(saved.bytes.map_or_else(|| "cannot be read".into(), |size| bytes(size as usize))),
+        text(saved.time.map_or_else(|| "–".into(), time)),
+        number(digits(loss)),
+        text(marks.join(", ")),
+    ]
 }
 
 /// Returns the table of the starts of a supervised run.
@@ -146,21 +158,23 @@ pub fn restarts(run: &RunRecords) -> String {
         "steps lost",
         "time lost",
     ];
-    let row = |one: &hpctrain_config::telemetry::restarts::Restart| {
-        vec![
-            number(one.start.to_string()),
-            text(time(one.time)),
-            number(seconds(one.seconds)),
-            number(one.code.to_string()),
-            wide(&one.reason),
-            number(one.rank.map_or_else(|| "–".into(), |rank| rank.to_string())),
-            text(one.host.as_deref().unwrap_or("–")),
-            number(one.checkpoint.map_or_else(|| "–".into(), grouped)),
-            number(grouped(one.steps_lost)),
-            number(seconds(one.seconds_lost)),
-        ]
-    };
-    table(head.map(text).into_iter().collect(), shown.iter().map(row).collect()) + &note
+    table(head.map(text).into_iter().collect(), shown.iter().map(restart_row).collect()) + &note
+}
+
+/// Returns the row of a start of a supervised run.
+fn restart_row(one: &Restart) -> Vec<Cell> {
+    vec![
+        number(one.start.to_string()),
+        text(time(one.time)),
+        number(seconds(one.seconds)),
+        number(one.code.to_string()),
+        wide(&one.reason),
+        number(one.rank.map_or_else(|| "–".into(), |rank| rank.to_string())),
+        text(one.host.as_deref().unwrap_or("–")),
+        number(one.checkpoint.map_or_else(|| "–".into(), grouped)),
+        number(grouped(one.steps_lost)),
+        number(seconds(one.seconds_lost)),
+    ]
 }
 
 /// Returns the table of the steps whose update was skipped.
@@ -170,29 +184,31 @@ pub fn skipped(run: &RunRecords) -> String {
         return String::new();
     }
     let (shown, note) = last(&skipped, "metrics.jsonl");
-    let row = |step: &&hpctrain_config::telemetry::metrics::Step| {
-        let value = |value: f64| number(digits(Some(value)));
+    let value = |value: f64| number(digits(Some(value)));
+    let rows = shown.iter().map(|step| {
         vec![number(grouped(step.step)), value(step.loss), value(step.grad_norm), value(step.lr)]
-    };
+    });
     let head =
         ["step", "loss", "norm of the gradient", "learning rate"].map(number).into_iter().collect();
     let count = skipped.len() as u64;
     let summary =
         format!("{} of {} updates were skipped.", grouped(count), grouped(run.steps.len() as u64));
-    paragraph(&summary) + &table(head, shown.iter().map(row).collect()) + &note
+    paragraph(&summary) + &table(head, rows.collect()) + &note
 }
 
 /// Returns the last generated samples.
 pub fn samples(run: &RunRecords) -> String {
     let shown = &run.samples[run.samples.len().saturating_sub(MOST_TEXTS)..];
-    let one = |sample: &hpctrain_config::telemetry::text_samples::TextSample| {
-        let text: String = sample.text.chars().take(MOST_CHARACTERS).collect();
-        let rest = if text.len() < sample.text.len() { "\n…" } else { "" };
-        format!(
-            "{}<pre>{}{rest}</pre>\n",
-            heading(&format!("at step {}", grouped(sample.step))),
-            escaped(text.trim())
-        )
-    };
-    shown.iter().rev().map(one).collect()
+    shown.iter().rev().map(sample_html).collect()
+}
+
+/// Returns a generated sample under a heading with its step.
+fn sample_html(sample: &TextSample) -> String {
+    let text: String = sample.text.chars().take(MOST_CHARACTERS).collect();
+    let rest = if text.len() < sample.text.len() { "\n…" } else { "" };
+    format!(
+        "{}<pre>{}{rest}</pre>\n",
+        heading(&format!("at step {}", grouped(sample.step))),
+        escaped(text.trim())
+    )
 }

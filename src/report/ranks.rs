@@ -84,14 +84,15 @@ pub fn section(run: &RunRecords) -> String {
 /// Returns the chart of a run with many ranks: quantiles, and the slowest ranks of each window.
 fn quantile_chart(run: &RunRecords, windows: &[&Spread]) -> String {
     let count = windows.len() as f64;
-    let quantile = |(index, name): (usize, &str)| Rank {
-        name: name.into(),
-        ms: windows.iter().map(|window| window.quantiles_ms[index]).sum::<f64>() / count,
-        is_slow: false,
-        tooltip: format!("mean over {} windows", windows.len()),
-    };
-    let quantiles: Vec<Rank> =
-        (0..).zip(["fastest", "10 %", "median", "90 %", "slowest"]).map(quantile).collect();
+    let quantiles = ["fastest", "10 %", "median", "90 %", "slowest"].into_iter().enumerate();
+    let quantiles: Vec<Rank> = quantiles
+        .map(|(index, name)| Rank {
+            name: name.into(),
+            ms: windows.iter().map(|window| window.quantiles_ms[index]).sum::<f64>() / count,
+            is_slow: false,
+            tooltip: format!("mean over {} windows", windows.len()),
+        })
+        .collect();
     let median = quantiles[2].ms;
     let mut of_ranks: BTreeMap<usize, (f64, usize)> = BTreeMap::new();
     for (rank, ms) in windows.iter().flat_map(|window| &window.slowest_ms) {
@@ -128,7 +129,7 @@ fn workers(run: &RunRecords) -> String {
         (*gradients, *samples) = (*gradients + 1, samples.saturating_add(given.samples));
         *staleness = staleness.saturating_add(given.staleness.unwrap_or(0));
     }
-    let worker = |(name, (ms, gradients, samples, staleness)): (&str, (f64, u64, u64, u64))| Rank {
+    let workers = of_workers.into_iter().map(|(name, (ms, gradients, samples, staleness))| Rank {
         name: format!("worker {name}"),
         ms: ms / samples.max(1) as f64,
         is_slow: false,
@@ -136,9 +137,9 @@ fn workers(run: &RunRecords) -> String {
             "{gradients} gradients, mean staleness {:.2}",
             staleness as f64 / gradients.max(1) as f64
         ),
-    };
+    });
     let note = "Compute time of each worker in milliseconds per sample.";
-    bars(of_workers.into_iter().map(worker).collect()) + &muted(note)
+    bars(workers.collect()) + &muted(note)
 }
 
 /// Returns a bar for each rank.

@@ -75,18 +75,20 @@ fn rank(line: &str) -> Option<u64> {
 }
 
 fn host(line: &str) -> Option<String> {
-    let name = |rest: &str| {
-        let end = rest
-            .find(|c: char| !(c.is_ascii_alphanumeric() || "-._".contains(c)))
-            .unwrap_or(rest.len());
-        Some(rest[..end].trim_end_matches('.').to_string()).filter(|name| !name.is_empty())
-    };
     if let Some((before, _)) = line.split_once(": task ") {
-        return name(before.rsplit(' ').next().unwrap_or_default());
+        return leading_name(before.rsplit(' ').next().unwrap_or_default());
     }
     ["hangs: host ", "on node ", " on "]
         .iter()
-        .find_map(|word| name(&line[line.find(word)? + word.len()..]))
+        .find_map(|word| leading_name(&line[line.find(word)? + word.len()..]))
+}
+
+/// Returns the name of a host with which a text begins.
+fn leading_name(text: &str) -> Option<String> {
+    let end = text
+        .find(|c: char| !(c.is_ascii_alphanumeric() || "-._".contains(c)))
+        .unwrap_or(text.len());
+    Some(text[..end].trim_end_matches('.').to_string()).filter(|name| !name.is_empty())
 }
 
 #[cfg(test)]

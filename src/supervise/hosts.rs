@@ -140,16 +140,14 @@ impl Hosts {
         let asked: Vec<(&HostSlots, Option<Child>)> =
             self.list.0.iter().map(|host| (host, self.ask(host, &here))).collect();
         let begun = Instant::now();
-        let answers = |(host, child): (&'_ HostSlots, Option<Child>)| match child {
-            None => is_here(&host.name, &here),
-            Some(child) => succeeds(child, begun),
-        };
-        asked
-            .into_iter()
-            .map(|(host, child)| (host, answers((host, child))))
-            .filter(|one| one.1)
-            .map(|one| one.0)
-            .collect()
+        let answering = asked.into_iter().filter_map(|(host, child)| {
+            let answers = match child {
+                None => is_here(&host.name, &here),
+                Some(child) => succeeds(child, begun),
+            };
+            answers.then_some(host)
+        });
+        answering.collect()
     }
 
     /// Starts the agent to check whether another host answers.
@@ -206,19 +204,23 @@ fn distribute(hosts: &[&HostSlots], ranks: usize) -> Allocation {
         (chosen.len() == count)
             .then(|| chosen.into_iter().map(|host| (host.name.as_str(), each)).collect::<Vec<_>>())
     });
-    let filled = || {
-        let mut left = ranks;
-        let mut take = |host: &&'_ HostSlots| {
-            let here = host.slots.min(left);
-            left -= here;
-            here
-        };
-        let all = hosts.iter().map(|host| (host.name.as_str(), take(host)));
-        all.filter(|(_, here)| *here > 0).collect()
-    };
-    let chosen = even.unwrap_or_else(filled);
+    let chosen = even.unwrap_or_else(|| fill(hosts, ranks));
     let words: Vec<String> = chosen.iter().map(|(name, ranks)| format!("{name}:{ranks}")).collect();
     Allocation { hosts: words.join(","), ranks }
+}
+
+/// Returns the first hosts with their slots, until these are enough for `ranks` ranks.
+fn fill<'a>(hosts: &[&'a HostSlots], ranks: usize) -> Vec<(&'a str, usize)> {
+    let mut filled = Vec::new();
+    let mut left = ranks;
+    for host in hosts {
+        let here = host.slots.min(left);
+        if here > 0 {
+            filled.push((host.name.as_str(), here));
+        }
+        left -= here;
+    }
+    filled
 }
 
 #[cfg(test)]

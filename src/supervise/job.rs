@@ -261,8 +261,7 @@ impl Ranks {
             .chain(descendants(launcher, agent))
             .any(|process| !is_launcher(process));
         // A lease that cannot be read may be held.
-        let far = || run.is_some_and(|run| RunDirectory::at(run).is_in_use().unwrap_or(true));
-        if here || far() {
+        if here || run.is_some_and(|run| RunDirectory::at(run).is_in_use().unwrap_or(true)) {
             (self.seen, self.gone) = (true, None);
             return false;
         }

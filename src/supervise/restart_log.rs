@@ -132,9 +132,10 @@ mod tests {
     #[test]
     fn lost_steps_are_those_after_the_checkpoint() {
         let run = tempfile::tempdir().unwrap();
-        let step = |step: u64| Step { step, step_ms: 500.0, ..Step::default() };
-        let lines: Vec<String> =
-            (1..=7).map(|n| serde_json::to_string(&step(n)).unwrap()).collect();
+        let lines: Vec<String> = (1..=7)
+            .map(|step| Step { step, step_ms: 500.0, ..Step::default() })
+            .map(|step| serde_json::to_string(&step).unwrap())
+            .collect();
         std::fs::write(run.path().join("metrics.jsonl"), lines.join("\n") + "\n{\"torn").unwrap();
         let mut records = RestartLog::default();
         // The first start died before it had a directory.

@@ -30,13 +30,9 @@ pub fn check_same_config<B: Backend>(world: &Group<B>, config: &Config) -> Resul
     let hashes = world.all_gather_u64(&[hasher.finish()])?;
     let Some(rank) = hashes.iter().position(|hash| *hash != hashes[0]) else { return Ok(()) };
     let all = world.gather_bytes(text.into_bytes()).wait()?;
-    let config_of = |rank: usize| {
-        let config = String::from_utf8_lossy(&all[rank]).parse::<Config>();
-        config.map_err(|e| {
-            Error::comm(format!("rank {rank} sent a malformed configuration: {}", e.message()))
-        })
-    };
-    let first = differences(&config_of(0)?, &config_of(rank)?, |_, _| true).into_iter().next();
+    let first = differences(&parsed(0, &all[0])?, &parsed(rank, &all[rank])?, |_, _| true)
+        .into_iter()
+        .next();
     let first =
         first.ok_or_else(|| Error::internal("equal configurations of different texts").shared())?;
     let message = format!(
@@ -47,6 +43,14 @@ pub fn check_same_config<B: Backend>(world: &Group<B>, config: &Config) -> Resul
     Err(Error::input(message)
         .hint(format!("start all ranks with the same configuration; only {keys} may differ"))
         .shared())
+}
+
+/// Returns the configuration that rank `rank` has sent as TOML.
+fn parsed(rank: usize, text: &[u8]) -> Result<Config> {
+    let config = String::from_utf8_lossy(text).parse::<Config>();
+    config.map_err(|e| {
+        Error::comm(format!("rank {rank} sent a malformed configuration: {}", e.message()))
+    })
 }
 
 /// Returns the configuration as TOML, without the keys that may differ between ranks.

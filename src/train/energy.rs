@@ -34,8 +34,8 @@ impl<B: Backend> Energy<B> {
         let places: Vec<(String, Option<String>)> = places
             .collect::<Result<_, _>>()
             .map_err(|e| Error::comm(format!("a rank's machine and GPU: {e}")))?;
-        let reader_of = |machine: &String| places.iter().position(|place| place.0 == *machine);
-        let is_reader = |rank: usize| reader_of(&places[rank].0) == Some(rank);
+        let is_reader =
+            |rank: usize| places.iter().position(|place| place.0 == places[rank].0) == Some(rank);
         let mut gpus: Vec<String> = places
             .iter()
             .filter(|place| place.0 == places[world.rank()].0)
@@ -52,11 +52,10 @@ impl<B: Backend> Energy<B> {
             u64::from(has(EnergySource::Gpu)),
             u64::from(has(EnergySource::Cpu)),
         ])?;
-        let everywhere = |at: usize| all.iter().all(|rank| rank.get(at) == Some(&1));
         let sources: Vec<EnergySource> = [EnergySource::Gpu, EnergySource::Cpu]
             .into_iter()
             .enumerate()
-            .filter(|(at, _)| everywhere(*at))
+            .filter(|(at, _)| all.iter().all(|rank| rank.get(*at) == Some(&1)))
             .map(|(_, one)| one)
             .collect();
         let meter =

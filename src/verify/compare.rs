@@ -48,9 +48,8 @@ pub fn compare_exactly(reference: &Recording, row: &Recording) -> Agreement {
 
 /// Returns the first step that differs, counted from 1.
 pub fn first_differing_step(reference: &Recording, row: &Recording) -> Option<u64> {
-    let same = |(mine, theirs)| mine == theirs;
     let steps = row.steps.iter().zip(&reference.steps);
-    steps.zip(1..).find_map(|(both, step)| (!same(both)).then_some(step))
+    steps.zip(1..).find_map(|((mine, theirs), step)| (mine != theirs).then_some(step))
 }
 
 /// Describes the first difference of two recordings of the same steps, the last of which is the
@@ -233,10 +232,8 @@ pub fn compare_within_bounds(
     states.sort_unstable();
     states.dedup();
     for state in states.into_iter().filter(|state| !state.is_empty()) {
-        let of_state = || {
-            entries().filter(|(entry, _)| entry.state == state).map(|(_, difference)| difference)
-        };
-        let off = distance(of_state());
+        let of_state = entries().filter(|(entry, _)| entry.state == state);
+        let off = distance(of_state.map(|(_, difference)| difference));
         if off > bounds.state {
             agreement.state = false;
             facts.push(format!("after step {last}, the optimizer's {state} is off by {off:.1e}"));
@@ -263,21 +260,24 @@ mod tests {
 
     const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
-    /// Creates three steps of two tensors with their moments.
-    fn recording() -> Recording {
-        let entry = |tensor: &str, state: &str| TensorRecord {
-            unit: "h.0".into(),
-            tensor: tensor.into(),
-            state: state.into(),
-            len: 100,
-        };
-        let entries = vec![entry("w", ""), entry("w", "m"), entry("b", ""), entry("b", "m")];
-        let step = |i: u64| StepRecord {
+    /// Returns the record of a tensor, or of a state buffer of it.
+    fn entry(tensor: &str, state: &str) -> TensorRecord {
+        TensorRecord { unit: "h.0".into(), tensor: tensor.into(), state: state.into(), len: 100 }
+    }
+
+    /// Returns the record of the step with this index.
+    fn step(i: u64) -> StepRecord {
+        StepRecord {
             loss: (4.0 - i as f64).to_bits(),
             norm: 1f64.to_bits(),
             lr: 1e-3f64.to_bits(),
             digests: vec![i; 4],
-        };
+        }
+    }
+
+    /// Creates three steps of two tensors with their moments.
+    fn recording() -> Recording {
+        let entries = vec![entry("w", ""), entry("w", "m"), entry("b", ""), entry("b", "m")];
         let mut differences = vec![TensorDifference::default(); 4];
         differences.iter_mut().for_each(|difference| difference.add(0, &[1.0; 100], &[1.0; 100]));
         Recording { entries, steps: (0..3).map(step).collect(), differences }

@@ -127,12 +127,14 @@ fn on_device(comm: &Comm<Cpu>, task: &LayoutTask) -> Result<Recording> {
 /// Returns an error if the task fails, or the recording cannot be written.
 pub fn rank(comm: &Comm<Cpu>, task: &LayoutTask, path: &Path) -> Result<()> {
     let recording = on_device(comm, task)?;
-    let written = || {
-        let text = serde_json::to_vec(&recording)
-            .map_err(|e| Error::internal(format!("recording: {e}")))?;
-        std::fs::write(path, text).map_err(|e| Error::io("write", path, e))
-    };
-    comm.world().all_ok(if comm.rank() == 0 { written() } else { Ok(()) })
+    comm.world().all_ok(if comm.rank() == 0 { write(&recording, path) } else { Ok(()) })
+}
+
+/// Writes a recording to a file.
+fn write(recording: &Recording, path: &Path) -> Result<()> {
+    let text =
+        serde_json::to_vec(recording).map_err(|e| Error::internal(format!("recording: {e}")))?;
+    std::fs::write(path, text).map_err(|e| Error::io("write", path, e))
 }
 
 /// Reads the task from a file.

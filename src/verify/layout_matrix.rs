@@ -206,11 +206,8 @@ mod tests {
         assert!(!tree(4, 1, 12), "a rank has three virtual ranks");
         assert!(!tree(8, 1, 4));
         let local_sgd = |shard, replica, virtual_ranks, replicas| {
-            LayoutRow { ranks: shard * replica, shard, replica, ..REFERENCE }.same_tree(
-                virtual_ranks,
-                1,
-                Some(replicas),
-            )
+            let row = LayoutRow { ranks: shard * replica, shard, replica, ..REFERENCE };
+            row.same_tree(virtual_ranks, 1, Some(replicas))
         };
         assert!(
             local_sgd(1, 4, 4, 4)

@@ -5,6 +5,9 @@
 //! step of `hpctrain train`. After each step it records its loss, its gradient norm and a 64-bit
 //! digest of each tensor. If digests differ, both sides run again up to the first step that
 //! differs, and their elements are compared.
+//!
+//! Digests must be equal where all sums have the same tree as on one rank. Elsewhere the first
+//! steps must agree within bounds.
 
 mod compare;
 mod launch;

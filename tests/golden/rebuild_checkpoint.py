@@ -7,7 +7,7 @@ folder, block = pathlib.Path(sys.argv[1]), 2**20
 text = (folder / "manifest.json").read_bytes()
 assert (folder / "manifest.crc32").read_text() == f"{zlib.crc32(text):08x}  manifest.json\n"
 manifest = json.loads(text)
-assert manifest["version"] in (2, 3)
+assert manifest["version"] == 3
 groups = ["params"] + manifest["state"]
 used = {name: [] for name in manifest["files"]}
 for tensor, entry in manifest["tensors"].items():

@@ -93,6 +93,21 @@ struct Shared {
     wake: Condvar,
 }
 
+impl Shared {
+    /// Reads the counters at intervals until the meter is dropped.
+    fn poll(&self) {
+        let mut stopped = self.stopped.lock().unwrap_or_else(PoisonError::into_inner);
+        while !*stopped {
+            let waited = self
+                .wake
+                .wait_timeout(stopped, POLL_INTERVAL)
+                .unwrap_or_else(PoisonError::into_inner);
+            stopped = waited.0;
+            self.reading.lock().unwrap_or_else(PoisonError::into_inner).update();
+        }
+    }
+}
+
 /// Measures the energy of this machine since the meter's creation.
 pub struct Meter {
     shared: Arc<Shared>,
@@ -107,19 +122,9 @@ impl Meter {
             wake: Condvar::new(),
         });
         let thread_shared = shared.clone();
-        let poll = move || {
-            let mut stopped = thread_shared.stopped.lock().unwrap_or_else(PoisonError::into_inner);
-            while !*stopped {
-                let waited = thread_shared
-                    .wake
-                    .wait_timeout(stopped, POLL_INTERVAL)
-                    .unwrap_or_else(PoisonError::into_inner);
-                stopped = waited.0;
-                thread_shared.reading.lock().unwrap_or_else(PoisonError::into_inner).update();
-            }
-        };
         // Without the thread, only counters that wrap twice between two readings are wrong.
-        let poller = std::thread::Builder::new().name("energy".into()).spawn(poll);
+        let poller =
+            std::thread::Builder::new().name("energy".into()).spawn(move || thread_shared.poll());
         Self {
             shared,
             poller: poller

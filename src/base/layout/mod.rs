@@ -1,4 +1,10 @@
 //! The layout of tensors in units: offsets and owned ranges. It computes with integers only.
+//!
+//! A unit (FSDP unit) is one flat buffer of parameters and one of gradients. It is sent as one
+//! message, so there is no second layer of gradient buckets; it is all-gathered, freed and
+//! recomputed as a whole. Decayed tensors come first, so weight decay is one range. A unit is
+//! padded to a multiple of virtual ranks × 16 elements, so every layout divides it evenly and each
+//! part begins on a cache line.
 
 mod tensor_shards;
 
@@ -375,6 +381,14 @@ mod tests {
         UnitLayout::new("block", tensors, parts)
     }
 
+    /// Returns the ranges that are zeroed if a backward pass overwrites some tensors.
+    fn zeroed(overwritten: &[usize]) -> Vec<(usize, usize)> {
+        let mut tensors: Vec<Tensor> = unit(3).tensors;
+        overwritten.iter().for_each(|&i| tensors[i].overwritten = true);
+        let zeroed = UnitLayout::new("unit", tensors, 3).zeroed();
+        zeroed.into_iter().map(|range| (range.start, range.end)).collect()
+    }
+
     #[test]
     fn decayed_first_then_padding() {
         let unit = unit(3);
@@ -384,16 +398,10 @@ mod tests {
 
     #[test]
     fn what_no_backward_overwrites_is_zeroed() {
-        let of = |overwritten: &[usize]| {
-            let mut tensors: Vec<Tensor> = unit(3).tensors;
-            overwritten.iter().for_each(|&i| tensors[i].overwritten = true);
-            let zeroed = UnitLayout::new("unit", tensors, 3).zeroed();
-            zeroed.into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
-        };
-        assert_eq!(of(&[]), [(0, 48)]);
-        assert_eq!(of(&[0]), [(15, 48)]);
-        assert_eq!(of(&[1]), [(0, 15), (29, 48)]);
-        assert_eq!(of(&[0, 1, 2]), [(34, 48)]);
+        assert_eq!(zeroed(&[]), [(0, 48)]);
+        assert_eq!(zeroed(&[0]), [(15, 48)]);
+        assert_eq!(zeroed(&[1]), [(0, 15), (29, 48)]);
+        assert_eq!(zeroed(&[0, 1, 2]), [(34, 48)]);
     }
 
     proptest! {

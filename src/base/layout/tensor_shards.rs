@@ -4,6 +4,12 @@
 //! some columns of the hidden layers and some rows of the vocabulary. A rank holds consecutive
 //! virtual ranks and computes one after the other: a GEMM has the same shape on any rank, and sums
 //! over virtual ranks use one tree, so that every number of ranks gives the same bits.
+//!
+//! A unit has one section for each virtual rank: its parts of sharded tensors, a copy of every
+//! whole tensor, and padding. ZeRO shards stay contiguous, and no part of a shard spans two
+//! sections. The gradients of whole tensors are added over the virtual ranks of this axis when a
+//! virtual rank of the batch ends, before any other sum. Only the first copy counts in norms and
+//! checkpoints.
 
 use std::ops::Range;
 
@@ -131,14 +137,12 @@ impl Tensor {
             Some(Cut::Rows { segments }) => {
                 let of_segment = rows / segments;
                 let share = slices.share(of_segment, virtual_rank);
-                let slab = |segment: usize| {
+                let slabs = (0..segments).map(|segment| {
                     let first = segment * of_segment;
-                    ShardSlab {
-                        columns: None,
-                        range: (first + share.start) * columns..(first + share.end) * columns,
-                    }
-                };
-                (0..segments).map(slab).collect()
+                    let range = (first + share.start) * columns..(first + share.end) * columns;
+                    ShardSlab { columns: None, range }
+                });
+                slabs.collect()
             }
             Some(Cut::Columns) => {
                 let share = slices.share(columns, virtual_rank);

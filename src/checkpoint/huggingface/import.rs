@@ -49,13 +49,7 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     let source = Source::open(from, NameMap::for_network(&plan.network)?, &tensors)?;
 
     let staging = ExportStaging::new(out)?;
-    let extent = |tensor: &Tensor| Extent {
-        tensor: tensor.name.clone(),
-        shape: tensor.shape.clone(),
-        columns: None,
-        range: 0..tensor.len(),
-    };
-    let extents: Vec<Extent> = tensors.iter().map(extent).collect();
+    let extents: Vec<Extent> = tensors.iter().map(whole_extent).collect();
     let mut writer = ShardWriter::create(staging.path(), &file_name(0), &[], &extents)?;
     for (index, tensor) in tensors.iter().enumerate() {
         writer.write(index, 0, &source.tensor(tensor)?)?;
@@ -89,6 +83,16 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     manifest.write(staging.path())?;
     staging.publish()?;
     Ok(manifest)
+}
+
+/// Returns the extent of a whole tensor.
+fn whole_extent(tensor: &Tensor) -> Extent {
+    Extent {
+        tensor: tensor.name.clone(),
+        shape: tensor.shape.clone(),
+        columns: None,
+        range: 0..tensor.len(),
+    }
 }
 
 /// Safetensors files that contain the tensors of a network.
@@ -299,14 +303,17 @@ fn placed(
     names: &[String],
     readers: &[Reader],
 ) -> Result<BTreeMap<String, usize>> {
-    let place = |(tensor, file): (String, String)| match names.iter().position(|name| *name == file)
-    {
-        Some(number) if readers[number].shape(&tensor).is_some() => Ok((tensor, number)),
-        _ => Err(Error::input(format!(
-            "{}: {file} has no tensor {tensor}",
-            from.join(INDEX).display()
-        ))
-        .hint("copy the index and all files of the model again: they are of different models")),
-    };
-    map.into_iter().map(place).collect()
+    let mut places = BTreeMap::new();
+    for (tensor, file) in map {
+        let number = names.iter().position(|name| *name == file);
+        let number = number.filter(|&number| readers[number].shape(&tensor).is_some());
+        let number = number.ok_or_else(|| {
+            let index = from.join(INDEX);
+            Error::input(format!("{}: {file} has no tensor {tensor}", index.display())).hint(
+                "copy the index and all files of the model again: they are of different models",
+            )
+        })?;
+        places.insert(tensor, number);
+    }
+    Ok(places)
 }

@@ -157,17 +157,6 @@ impl Rope {
     /// Returns a description of the first contradiction between `rope_scaling` and
     /// `rope_parameters`, if any.
     fn contradiction(old: &Self, new: &Self) -> Option<String> {
-        let numbers = |rope: &Self| {
-            [
-                ("factor", rope.factor),
-                ("low_freq_factor", rope.low_freq_factor),
-                ("high_freq_factor", rope.high_freq_factor),
-                (
-                    "original_max_position_embeddings",
-                    rope.original_max_position_embeddings.map(|length| length as f64),
-                ),
-            ]
-        };
         let contradicts = |key: &str, old: String, new: String| {
             Some(format!("{key} is {old} in rope_scaling and {new} in rope_parameters"))
         };
@@ -186,9 +175,20 @@ impl Rope {
         let text = |number: Option<f64>| {
             number.map_or_else(|| "missing".into(), |number| number.to_string())
         };
-        let mut pairs = numbers(old).into_iter().zip(numbers(new));
+        let mut pairs = old.numbers().into_iter().zip(new.numbers());
         let ((key, old), (_, new)) = pairs.find(|((_, old), (_, new))| old != new)?;
         contradicts(key, text(old), text(new))
+    }
+
+    /// Returns the keys and values of the numbers that describe the scaling.
+    fn numbers(&self) -> [(&'static str, Option<f64>); 4] {
+        let length = self.original_max_position_embeddings.map(|length| length as f64);
+        [
+            ("factor", self.factor),
+            ("low_freq_factor", self.low_freq_factor),
+            ("high_freq_factor", self.high_freq_factor),
+            ("original_max_position_embeddings", length),
+        ]
     }
 }
 

@@ -36,18 +36,9 @@ impl Writer {
     /// # Errors
     /// Returns an error if the file cannot be created or written.
     pub fn create(path: &Path, tensors: &[(String, Vec<usize>)]) -> Result<Self> {
-        let mut end = 0;
-        let info = |(name, shape): &(String, Vec<usize>)| {
-            let start = end;
-            end += shape.iter().product::<usize>() * size_of::<f32>();
-            (
-                name.clone(),
-                TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets: (start, end) },
-            )
-        };
         // `from_pretrained` requires it to know the conventions of the tensors.
         let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-        let header = Metadata::new(Some(metadata), tensors.iter().map(info).collect());
+        let header = Metadata::new(Some(metadata), entries(tensors));
         let header = header.map_err(|e| Error::internal(format!("{}: {e}", path.display())))?;
         let mut header = serde_json::to_vec(&header).map_err(|e| Error::internal(e.to_string()))?;
         header.resize(header.len().next_multiple_of(LENGTH), b' ');
@@ -78,6 +69,20 @@ impl Writer {
     fn append(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).map_err(|e| Error::io("write", &self.path, e))
     }
+}
+
+/// Returns the header's entries for f32 tensors with these names and shapes, in this order.
+fn entries(tensors: &[(String, Vec<usize>)]) -> Vec<(String, TensorInfo)> {
+    let mut entries = Vec::with_capacity(tensors.len());
+    let mut start = 0;
+    for (name, shape) in tensors {
+        let end = start + shape.iter().product::<usize>() * size_of::<f32>();
+        let data_offsets = (start, end);
+        let info = TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets };
+        entries.push((name.clone(), info));
+        start = end;
+    }
+    entries
 }
 
 /// An open safetensors file.
@@ -139,14 +144,10 @@ impl Reader {
     /// Returns an error if the tensor does not exist, has another dtype than F32, F16 or BF16, or
     /// cannot be read.
     pub fn read(&self, name: &str) -> Result<Vec<f32>> {
-        let absent = || {
-            Error::internal(format!(
-                "{}: {}",
-                self.path.display(),
-                SafeTensorError::TensorNotFound(name.into())
-            ))
-        };
-        let info = self.header.info(name).ok_or_else(absent)?;
+        let info = self.header.info(name).ok_or_else(|| {
+            let absent = SafeTensorError::TensorNotFound(name.into());
+            Error::internal(format!("{}: {absent}", self.path.display()))
+        })?;
         let (start, end) = info.data_offsets;
         let mut bytes = vec![0; end - start];
         let read = self.file.read_exact_at(&mut bytes, self.start + start as u64);

@@ -52,23 +52,28 @@ pub fn tokenizer(from: &Path) -> Result<Option<Tokenizer>> {
         [SETTINGS, GENERATION, CONFIG].map(|name| optional(&from.join(name)));
     let settings = settings?;
     let others = [generation?, config?];
-    let named = |key: &str| {
-        // A token is given by its text, or by an object that contains it.
-        let token = settings.as_ref()?.1.get(key)?;
-        let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
-        tokenizer.token(text).ok()
-    };
-    let numbered = |key: &str| {
-        let ids = others.iter().flatten().filter_map(|(_, value)| value.get(key));
-        // Some models have several end-of-text tokens.
-        let id = ids
-            .map(|id| id.as_array().and_then(|ids| ids.first()).unwrap_or(id))
-            .find_map(Value::as_u64);
-        id.and_then(|id| u32::try_from(id).ok())
-    };
-    let begin = named("bos_token").or_else(|| numbered("bos_token_id"));
-    let end = named("eos_token").or_else(|| numbered("eos_token_id"));
+    let named = |key| id_of_token(&tokenizer, &settings.as_ref()?.1, key);
+    let begin = named("bos_token").or_else(|| first_id(&others, "bos_token_id"));
+    let end = named("eos_token").or_else(|| first_id(&others, "eos_token_id"));
     Ok(Some(tokenizer.with(settings.map(|(text, _)| text), begin, end)))
+}
+
+/// Returns the id of the token that the settings name under `key`: by its text, or by an object
+/// that contains it.
+fn id_of_token(tokenizer: &Tokenizer, settings: &Value, key: &str) -> Option<u32> {
+    let token = settings.get(key)?;
+    let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
+    tokenizer.token(text).ok()
+}
+
+/// Returns the first number, or first number of an array, under `key` in these files.
+fn first_id(files: &[Option<(String, Value)>], key: &str) -> Option<u32> {
+    let ids = files.iter().flatten().filter_map(|(_, value)| value.get(key));
+    // Some models have several end-of-text tokens.
+    let id = ids
+        .map(|id| id.as_array().and_then(|ids| ids.first()).unwrap_or(id))
+        .find_map(Value::as_u64);
+    id.and_then(|id| u32::try_from(id).ok())
 }
 
 /// Reads the text of a file and its JSON value, if the file exists.

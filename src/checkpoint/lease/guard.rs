@@ -2,7 +2,7 @@
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -104,6 +104,15 @@ impl LeaseState {
         }
         Ok(())
     }
+
+    /// Writes heartbeats until the sender of `stopped` is dropped or the lease is lost.
+    fn write_heartbeats(&self, stopped: &Receiver<()>) {
+        while stopped.recv_timeout(self.times.beat) == Err(RecvTimeoutError::Timeout) {
+            if self.beat(|_| {}).is_err() {
+                return;
+            }
+        }
+    }
 }
 
 /// Attempts to read a lease before a check gives up.
@@ -130,14 +139,7 @@ impl LeaseGuard {
         }
         let (stop, stopped) = channel();
         let mine = state.clone();
-        let beat = move || {
-            while stopped.recv_timeout(times.beat) == Err(RecvTimeoutError::Timeout) {
-                if mine.beat(|_| {}).is_err() {
-                    return;
-                }
-            }
-        };
-        let beats = spawn("lease", beat)?;
+        let beats = spawn("lease", move || mine.write_heartbeats(&stopped))?;
         Ok(Self { state, clears: None, stop: Some(stop), beats: Some(beats) })
     }
 

@@ -79,9 +79,6 @@ const QUEUE: &str = "queue-";
 /// Suffix of the names of lease files.
 const EXTENSION: &str = ".lease";
 
-/// File that earlier versions wrote to learn the file system's time.
-const OLD_CLOCK: &str = ".clock";
-
 /// The leases in one directory.
 #[derive(Debug, Clone)]
 pub struct Leases {
@@ -467,15 +464,12 @@ impl Leases {
     /// Removes the directory if no lease is held in it and none is being taken.
     fn clear(&self) {
         let turn = self.turn();
-        let ours = |name: &std::ffi::OsStr| [TURN_FILE, OLD_CLOCK].iter().any(|file| name == *file);
         let Ok(names) = self.system.list(&self.root) else { return };
-        if !names.iter().all(|name| ours(name)) {
+        if !names.iter().all(|name| name == TURN_FILE) {
             return;
         }
-        for file in [OLD_CLOCK, TURN_FILE] {
-            // It may not exist.
-            let _ = self.system.remove(&self.root.join(file));
-        }
+        // It may not exist.
+        let _ = self.system.remove(&self.root.join(TURN_FILE));
         // Not recursively: a stale listing may hide a new lease.
         let _ = std::fs::remove_dir(&self.root);
         drop(turn);
@@ -491,24 +485,23 @@ impl Leases {
         let held: Option<LeaseRecord> = serde_json::from_slice(&bytes).ok();
         let found = Found { bytes, held };
         let Some(held) = &found.held else { return Ok(LeaseStatus::Silent(found)) };
-        // A lock also reveals a process in another container.
-        let locked = || {
-            if held.locked && held.holder.is_of_this_boot() {
-                self.system.is_locked(path)
-            } else {
-                None
-            }
-        };
-        Ok(match (self.system.liveness(&held.holder), locked) {
-            (Liveness::Gone, _) => LeaseStatus::Dead(found),
-            (Liveness::Exiting, _) => LeaseStatus::Silent(found),
-            (Liveness::Exists, _) => LeaseStatus::Alive(found),
-            (Liveness::Unknown, locked) => match locked() {
+        Ok(match self.system.liveness(&held.holder) {
+            Liveness::Gone => LeaseStatus::Dead(found),
+            Liveness::Exiting => LeaseStatus::Silent(found),
+            Liveness::Exists => LeaseStatus::Alive(found),
+            Liveness::Unknown => match self.is_locked(path, held) {
                 Some(true) => LeaseStatus::Alive(found),
                 Some(false) => LeaseStatus::Dead(found),
                 None => LeaseStatus::Silent(found),
             },
         })
+    }
+
+    /// Returns whether the holder of the lease at `path` has locked it, which also reveals a
+    /// process in another container; `None` if that is unknown.
+    fn is_locked(&self, path: &Path, held: &LeaseRecord) -> Option<bool> {
+        let is_known = held.locked && held.holder.is_of_this_boot();
+        if is_known { self.system.is_locked(path) } else { None }
     }
 
     /// Returns true if there is a lease at `path` whose holder lives; removes a dead one.

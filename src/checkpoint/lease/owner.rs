@@ -281,16 +281,16 @@ pub(super) mod tests {
         assert_eq!(LeaseOwner { started: 0, ..LeaseOwner::here() }.liveness(), Liveness::Unknown);
     }
 
+    /// Returns the job that these environment variables describe.
+    fn from_variables(variables: &[(&str, &str)]) -> Option<Job> {
+        Job::from_env(|name| {
+            let variable = variables.iter().find(|(known, _)| *known == name);
+            variable.map(|(_, value)| value.to_string())
+        })
+    }
+
     #[test]
     fn a_restart_of_a_slurm_job_proves_the_one_before_gone() {
-        let from_variables = |variables: &[(&str, &str)]| {
-            Job::from_env(|name| {
-                variables
-                    .iter()
-                    .find(|(known, _)| *known == name)
-                    .map(|(_, value)| value.to_string())
-            })
-        };
         assert_eq!(from_variables(&[]), None);
         assert_eq!(from_variables(&[("SLURM_JOB_ID", "7")]), job("7", 0));
         assert_eq!(

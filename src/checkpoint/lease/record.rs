@@ -28,8 +28,7 @@ pub struct LeaseRecord {
     /// The number of heartbeats.
     #[serde(default)]
     pub(super) beats: u64,
-    /// The maximal age of the holder's view of the directory, in seconds. Missing in leases of
-    /// older versions.
+    /// The maximal age of the holder's view of the directory, in seconds.
     #[serde(default = "longest")]
     pub(super) stale: u64,
     /// Whether the holder has taken it over and waits until no other process believes that it holds
@@ -76,7 +75,6 @@ impl LeaseRecord {
 
     /// Returns the time since it was taken, by this node's clock.
     pub fn age(&self) -> Option<Duration> {
-        // Leases of older versions do not record it.
         let age = (self.since > 0.0).then(|| (unix_time() - self.since).max(0.0));
         Duration::try_from_secs_f64(age?.round()).ok()
     }

@@ -402,10 +402,10 @@ struct Log {
 
 /// Trains for a while whenever it gets the lease; is suspended now and then, and dies now and then.
 fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
-    let leases = || Leases::with_system(me.clone(), "/run/.leases".into());
     while me.now() < seconds(4000) {
         let begun = me.now();
-        let Claimed::Taken(lease) = leases().claim("trainer", true).unwrap() else {
+        let leases = Leases::with_system(me.clone(), "/run/.leases".into());
+        let Claimed::Taken(lease) = leases.claim("trainer", true).unwrap() else {
             me.sleep(seconds(1 + me.random(60)));
             continue;
         };
@@ -509,7 +509,6 @@ fn saves(me: &Arc<Process>, counts: &Mutex<[usize; 3]>) {
 
 /// Reads checkpoints, each for a while.
 fn reads(me: &Arc<Process>, counts: &Mutex<[usize; 3]>, seed: u64) {
-    let leases = || Leases::with_system(me.clone(), "/run/checkpoints/.leases".into());
     while me.now() < seconds(1500) {
         me.sleep(seconds(me.random(20)));
         let names = me.list(Path::new("/run/checkpoints")).unwrap();
@@ -521,7 +520,8 @@ fn reads(me: &Arc<Process>, counts: &Mutex<[usize; 3]>, seed: u64) {
         names.sort_unstable();
         let Some(name) = names.first() else { continue };
         // First the lease, then the checkpoint.
-        let Some(lease) = leases().share(name).unwrap() else { continue };
+        let leases = Leases::with_system(me.clone(), "/run/checkpoints/.leases".into());
+        let Some(lease) = leases.share(name).unwrap() else { continue };
         let Ok(file) = me.open(&Path::new("/run/checkpoints").join(name)) else { continue };
         counts.lock().unwrap()[2] += 1;
         for _ in 0..me.random(50) {

@@ -73,10 +73,10 @@ impl Changes {
 /// Returns the reasons why a run of one resolved configuration cannot be the run of another; empty
 /// if it can. Length, rounding, layout and precision do not count.
 pub fn run_conflicts(before: &Config, now: &Config) -> Vec<String> {
-    let wanted = |section: &str, key: &str| {
+    let conflicts = differences(before, now, |section, key| {
         section != "precision" && key_effect(section, key) == KeyEffect::Curve
-    };
-    differences(before, now, wanted).iter().map(KeyDifference::to_string).collect()
+    });
+    conflicts.iter().map(KeyDifference::to_string).collect()
 }
 
 /// A key with different values in two configurations.

@@ -7,7 +7,7 @@
 //! suspended, and reads the file only in the second case.
 
 use std::fs::{self, DirBuilder};
-use std::io::{ErrorKind, Write as _};
+use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -211,10 +211,11 @@ impl RunDirectory {
             // The error of the start matters more than one of this.
             let _ = self.markers().end(end);
         }
-        let may = || self.is_new && self.check().is_ok();
-        let trained = || self.checkpoints().steps().map_or(true, |steps| !steps.is_empty());
-        if !may() || trained() || fs::metadata(self.metrics_path()).is_ok_and(|file| file.len() > 0)
-        {
+        if !self.is_new || self.check().is_err() {
+            return;
+        }
+        let is_trained = self.checkpoints().steps().map_or(true, |steps| !steps.is_empty());
+        if is_trained || fs::metadata(self.metrics_path()).is_ok_and(|file| file.len() > 0) {
             return;
         }
         let mut files = vec![
@@ -411,16 +412,18 @@ impl RunDirectory {
 
     /// Writes a file of the directory atomically and durably.
     fn write_durably(&self, path: &Path, text: &str) -> Result<()> {
+        self.replace(path, text).map_err(|e| Error::io("write", path, e))
+    }
+
+    /// Writes a temporary file, renames it to `path`, and syncs both it and the directory.
+    fn replace(&self, path: &Path, text: &str) -> io::Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let temporary = self.path.join(format!(".{name}.tmp"));
-        let write = || {
-            let mut file = own_files::create(&temporary)?;
-            file.write_all(text.as_bytes())?;
-            file.sync_all()?;
-            fs::rename(&temporary, path)?;
-            fs::File::open(&self.path)?.sync_all()
-        };
-        write().map_err(|e| Error::io("write", path, e))
+        let mut file = own_files::create(&temporary)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&temporary, path)?;
+        fs::File::open(&self.path)?.sync_all()
     }
 
     /// Returns the last component of its path.
@@ -532,11 +535,11 @@ fn resumable(root: &Path, default: &str, config: &Config) -> Result<Option<PathB
         }
         [run] => Ok(Some(run.path.clone())),
         [.., newest] => {
-            let at = |run: &RunDirectory| {
+            let list = matching.iter().map(|run| {
                 let step = run.checkpoints().steps()?.last().copied().unwrap_or(0);
                 Ok(format!("{} at step {step}", run.path.display()))
-            };
-            let list = matching.iter().map(at).collect::<Result<Vec<_>>>()?;
+            });
+            let list = list.collect::<Result<Vec<_>>>()?;
             Err(Error::input(format!(
                 "--resume auto could resume any of {} runs: {}",
                 list.len(),
@@ -704,32 +707,34 @@ mod tests {
         assert!(!staging.exists());
     }
 
+    /// Prepares a run's directory and writes the files that precede its first step.
+    fn start(config: &Config) -> RunDirectory {
+        let directory = prepare(config, &Resume::Auto).unwrap();
+        directory.write_config(config).unwrap();
+        fs::write(directory.log_path(0), "what went wrong").unwrap();
+        fs::write(directory.metrics_path(), "").unwrap();
+        directory.write_matmuls("{}").unwrap();
+        directory
+    }
+
     #[test]
     fn a_failed_start_leaves_no_empty_directory() {
         let root = tempfile::tempdir().unwrap();
         let config = config(root.path(), Some("mine"));
         let path = root.path().join("mine");
-        let start = || {
-            let directory = prepare(&config, &Resume::Auto).unwrap();
-            directory.write_config(&config).unwrap();
-            fs::write(directory.log_path(0), "what went wrong").unwrap();
-            fs::write(directory.metrics_path(), "").unwrap();
-            directory.write_matmuls("{}").unwrap();
-            directory
-        };
-        start().abandon();
+        start(&config).abandon();
         assert!(!path.exists());
         // Other files stay; so do a run that has trained, and files of before.
-        let directory = start();
+        let directory = start(&config);
         fs::write(directory.logs_path().join("evaluator-00000.log"), "mine").unwrap();
         directory.abandon();
         assert!(
             path.join("logs/evaluator-00000.log").exists() && !path.join("config.toml").exists()
         );
-        start().abandon();
+        start(&config).abandon();
         assert!(path.join("config.toml").exists());
         fs::remove_dir_all(&path).unwrap();
-        let directory = start();
+        let directory = start(&config);
         fs::write(directory.metrics_path(), "{}").unwrap();
         directory.abandon();
         assert!(path.join("config.toml").exists());

@@ -184,9 +184,10 @@ fn buffers(a: &Manifest, b: &Manifest) -> Vec<CheckpointDifference> {
 fn parts(a: &Manifest, b: &Manifest, weights_only: bool) -> Vec<(String, usize, usize)> {
     let mut parts = vec![(PARAMS.to_string(), 0, 0)];
     if !weights_only {
-        let place = |name: &String| b.state.iter().position(|other| other == name);
-        let state = a.state.iter().enumerate();
-        parts.extend(state.filter_map(|(k, name)| Some((name.clone(), k + 1, place(name)? + 1))));
+        parts.extend(a.state.iter().enumerate().filter_map(|(k, name)| {
+            let other = b.state.iter().position(|other| other == name)?;
+            Some((name.clone(), k + 1, other + 1))
+        }));
     }
     parts
 }

@@ -8,7 +8,7 @@ use crate::names::name_of;
 use crate::{Checkpoints, Manifest};
 use hpctrain_base::error::{Kind, Result};
 use hpctrain_config::telemetry::evaluations;
-use hpctrain_config::telemetry::evaluations::LossSplit;
+use hpctrain_config::telemetry::evaluations::{Evaluation, LossSplit};
 use hpctrain_config::telemetry::{bytes, utc};
 use hpctrain_data::inspect::table;
 
@@ -58,31 +58,11 @@ pub fn list(checkpoints: &Checkpoints) -> Result<CheckpointList> {
     let known = evaluated.known();
     let latest = checkpoints.latest_step()?;
     let best = checkpoints.best_step()?;
-    let one = |step: u64| {
-        let found = checkpoints.read_intact(step);
-        let name = name_of(step);
-        let loss = match &found {
-            Ok(manifest) => evaluations::loss_of_save(known, step, &manifest.id),
-            Err(_) => evaluations::loss(known, step),
-        };
-        let fault = found.as_ref().err().map(|e| match e.kind() {
-            Kind::Damaged => format!("damaged: {}", e.message()),
-            _ => e.message().to_string(),
-        });
-        let manifest = found.ok();
-        Ok(ListedCheckpoint {
-            step,
-            bytes: manifest.as_ref().map(Manifest::bytes),
-            time: manifest.as_ref().map(|manifest| manifest.origin.time),
-            id: manifest.map(|manifest| manifest.id),
-            loss,
-            latest: latest == Some(step),
-            best: best == Some(step),
-            leased: checkpoints.leases().holds(&name)?,
-            fault,
-        })
-    };
-    let all = checkpoints.steps()?.into_iter().map(one).collect::<Result<_>>()?;
+    let all = checkpoints
+        .steps()?
+        .into_iter()
+        .map(|step| ListedCheckpoint::read(checkpoints, known, step, latest, best))
+        .collect::<Result<_>>()?;
     let directory = checkpoints.root().to_path_buf();
     Ok(CheckpointList { directory, loss_over: evaluations::over(known), checkpoints: all })
 }
@@ -104,6 +84,38 @@ impl CheckpointList {
 }
 
 impl ListedCheckpoint {
+    /// Returns the entry of the checkpoint of a step; `latest` and `best` point to these steps.
+    fn read(
+        checkpoints: &Checkpoints,
+        known: &[Evaluation],
+        step: u64,
+        latest: Option<u64>,
+        best: Option<u64>,
+    ) -> Result<Self> {
+        let found = checkpoints.read_intact(step);
+        let name = name_of(step);
+        let loss = match &found {
+            Ok(manifest) => evaluations::loss_of_save(known, step, &manifest.id),
+            Err(_) => evaluations::loss(known, step),
+        };
+        let fault = found.as_ref().err().map(|e| match e.kind() {
+            Kind::Damaged => format!("damaged: {}", e.message()),
+            _ => e.message().to_string(),
+        });
+        let manifest = found.ok();
+        Ok(Self {
+            step,
+            bytes: manifest.as_ref().map(Manifest::bytes),
+            time: manifest.as_ref().map(|manifest| manifest.origin.time),
+            id: manifest.map(|manifest| manifest.id),
+            loss,
+            latest: latest == Some(step),
+            best: best == Some(step),
+            leased: checkpoints.leases().holds(&name)?,
+            fault,
+        })
+    }
+
     fn row(&self) -> [String; 6] {
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         let marks = [("latest", self.latest), ("best", self.best), ("leased", self.leased)];

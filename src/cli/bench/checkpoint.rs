@@ -73,19 +73,12 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
         comm.size(),
         rounds.len()
     ));
-    let rate = |what: &str, seconds: f64| {
-        say(format_args!(
-            "{what:<44} {:>8.1} ms  {:>8.1} MB/s",
-            seconds * 1e3,
-            bytes_written as f64 / seconds / 1e6
-        ));
-    };
-    rate("write and fsync of plain files", median.raw_write);
-    rate("save, from the copy to the final rename", median.save);
-    rate("memory copy of the state", median.raw_copy);
-    rate("copy of the state, which blocks training", median.copy);
-    rate("read of the files", median.raw_read);
-    rate("restore, including checksums", median.restore);
+    print_rate("write and fsync of plain files", bytes_written, median.raw_write);
+    print_rate("save, from the copy to the final rename", bytes_written, median.save);
+    print_rate("memory copy of the state", bytes_written, median.raw_copy);
+    print_rate("copy of the state, which blocks training", bytes_written, median.copy);
+    print_rate("read of the files", bytes_written, median.raw_read);
+    print_rate("restore, including checksums", bytes_written, median.restore);
     let compare =
         |what: &str, base: &str, ratio: f64| say(format_args!("{what} is {ratio:.2} of {base}"));
     compare(
@@ -104,4 +97,13 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
         SaveTimes::ratio(&rounds, |one| one.raw_read / one.restore),
     );
     Ok(())
+}
+
+/// Prints the time and the rate of an operation on `size` bytes.
+fn print_rate(what: &str, size: u64, seconds: f64) {
+    say(format_args!(
+        "{what:<44} {:>8.1} ms  {:>8.1} MB/s",
+        seconds * 1e3,
+        size as f64 / seconds / 1e6
+    ));
 }

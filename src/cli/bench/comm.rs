@@ -71,9 +71,8 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     let operations = or_all(&args.operations);
     let algorithms =
         if args.algorithms.is_empty() { Algorithm::ALL.to_vec() } else { args.algorithms.clone() };
-    let default = || -> Vec<usize> { (10..=28).step_by(2).map(|bits| 1 << bits).collect() };
-    let sizes = if args.sizes.is_empty() {
-        default()
+    let sizes: Vec<usize> = if args.sizes.is_empty() {
+        (10..=28).step_by(2).map(|bits| 1 << bits).collect()
     } else {
         args.sizes.iter().map(|size| size.0).collect()
     };

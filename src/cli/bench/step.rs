@@ -8,7 +8,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::backend::cpu::{Cpu, MatmulBackend, Peak};
-use crate::backend::{Backend as _, KernelTotals};
+use crate::backend::{Backend as _, KernelStats, KernelTotals};
 use crate::cli::json;
 use crate::cli::train::SourceArgs;
 use crate::comm::Comm;
@@ -128,13 +128,8 @@ const WARMUP_STEPS: usize = 2;
 pub fn table(comm: &Comm<Cpu>, args: &StepArgs, view: View) -> Result<()> {
     let world = comm.world();
     let (config, network) = world.all_ok(args.sources.load())?;
-    let backend = |plan: &ResolvedConfig| match args.onednn {
-        true => Cpu::new(plan.threads).with_matmul_backend(MatmulBackend::onednn(
-            plan.config.precision.dtype == Compute::Bf16,
-        )),
-        false => open_cpu(plan),
-    };
-    let mut pace = SyntheticTrainer::new(comm, config, args.samples, backend)?;
+    let mut pace =
+        SyntheticTrainer::new(comm, config, args.samples, |plan| open_backend(plan, args.onednn))?;
     // All ranks measure the peak at once, because they share memory and cores.
     world.barrier().wait()?;
     let peak = pace.backend().peak();
@@ -173,6 +168,16 @@ pub fn table(comm: &Comm<Cpu>, args: &StepArgs, view: View) -> Result<()> {
     } else {
         let peak = Peak { flops: flops.unwrap_or(f64::NAN), ..peak };
         kernels(&mut pace, args, machine, peak, view, speaks)
+    }
+}
+
+/// Opens the CPU backend of a plan, with matmuls by oneDNN if `onednn` is set.
+fn open_backend(plan: &ResolvedConfig, onednn: bool) -> Result<Cpu> {
+    match onednn {
+        true => Cpu::new(plan.threads).with_matmul_backend(MatmulBackend::onednn(
+            plan.config.precision.dtype == Compute::Bf16,
+        )),
+        false => open_cpu(plan),
     }
 }
 
@@ -288,29 +293,36 @@ fn rows(tallies: &KernelTotals, steps: f64, peak: Peak, view: View) -> Vec<Kerne
     let seen = tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_gemm(kernel));
     let mut seen: Vec<_> = seen.collect();
     seen.sort_by(|(_, one), (_, other)| other.seconds.total_cmp(&one.seconds));
-    let row =
-        |((kernel, shape), tally): (&(&'static str, [usize; 4]), &crate::backend::KernelStats)| {
-            let calls = tally.calls as f64;
-            // The work of a mean launch divided by the time of the fastest launch.
-            let rate = |amount: f64| amount / calls / tally.fastest;
-            let flops = rate(tally.flops);
-            let bandwidth = rate(tally.bytes);
-            let computes = tally.flops > 0.0;
-            KernelRow {
-                kernel: kernel.to_string(),
-                shape: shape.iter().copied().filter(|size| *size > 0).collect(),
-                calls_per_step: calls / steps,
-                microseconds: tally.seconds / calls * 1e6,
-                fastest_microseconds: tally.fastest * 1e6,
-                gflops: computes.then_some(flops / 1e9),
-                of_peak_gflops: computes
-                    .then_some(flops / peak.flops)
-                    .filter(|part| part.is_finite()),
-                bandwidth: bandwidth / 1e9,
-                of_peak_bandwidth: bandwidth / peak.bandwidth,
-            }
-        };
-    seen.into_iter().map(row).collect()
+    seen.into_iter()
+        .map(|((kernel, shape), tally)| kernel_row(kernel, shape, tally, steps, peak))
+        .collect()
+}
+
+/// Returns the row of a kernel with the statistics `tally` over `steps` steps.
+fn kernel_row(
+    kernel: &str,
+    shape: &[usize; 4],
+    tally: &KernelStats,
+    steps: f64,
+    peak: Peak,
+) -> KernelRow {
+    let calls = tally.calls as f64;
+    // The work of a mean launch divided by the time of the fastest launch.
+    let rate = |amount: f64| amount / calls / tally.fastest;
+    let flops = rate(tally.flops);
+    let bandwidth = rate(tally.bytes);
+    let computes = tally.flops > 0.0;
+    KernelRow {
+        kernel: kernel.to_string(),
+        shape: shape.iter().copied().filter(|size| *size > 0).collect(),
+        calls_per_step: calls / steps,
+        microseconds: tally.seconds / calls * 1e6,
+        fastest_microseconds: tally.fastest * 1e6,
+        gflops: computes.then_some(flops / 1e9),
+        of_peak_gflops: computes.then_some(flops / peak.flops).filter(|part| part.is_finite()),
+        bandwidth: bandwidth / 1e9,
+        of_peak_bandwidth: bandwidth / peak.bandwidth,
+    }
 }
 
 fn line(row: &KernelRow) -> String {

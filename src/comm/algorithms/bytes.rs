@@ -166,25 +166,30 @@ fn lengths(all: &[Vec<u8>]) -> Vec<u8> {
 /// Decodes a message of lengths, of the ranks from `first` on around the ring, and checks them.
 fn decode_lengths(group: &GroupRanks, first: usize, message: &[u8]) -> Result<Vec<usize>> {
     let lengths = message.as_chunks().0.iter().map(|one| u64::from_le_bytes(*one)).enumerate();
-    let length = |(behind, length): (usize, u64)| {
-        let from = group.ranks[(first + behind) % group.size()];
-        let is_possible = length <= LONGEST;
-        let too_long =
-            || Error::comm(format!("rank {from} announces {length} bytes; the limit is {LONGEST}"));
-        is_possible.then_some(length as usize).ok_or_else(too_long)
-    };
-    lengths.map(length).collect()
+    let checked = lengths.map(|(behind, length)| {
+        check_announced(group.ranks[(first + behind) % group.size()], length)
+    });
+    checked.collect()
+}
+
+/// Returns the length of the bytes that a rank announces, or an error if it is beyond the limit.
+fn check_announced(from: usize, length: u64) -> Result<usize> {
+    if length > LONGEST {
+        let message = format!("rank {from} announces {length} bytes; the limit is {LONGEST}");
+        return Err(Error::comm(message));
+    }
+    Ok(length as usize)
 }
 
 /// Splits the concatenated bytes of several ranks by their lengths.
 fn split_by_lengths(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
     let mut rest = bytes;
-    let mut next = |length: &usize| {
+    let parts = lengths.iter().map(|length| {
         let (one, after) = rest.split_at(*length);
         rest = after;
         one.to_vec()
-    };
-    lengths.iter().map(&mut next).collect()
+    });
+    parts.collect()
 }
 
 /// Blocks until every rank has entered: in step k each rank signals the rank 2^k ahead

@@ -31,8 +31,9 @@ impl<'a> Nodes<'a> {
     fn new(group: &'a GroupRanks) -> Self {
         let nodes = group.by_node();
         let rails = nodes.iter().map(Vec::len).min().unwrap_or(1);
-        let place = |ranks: &Vec<usize>| ranks.iter().position(|&rank| rank == group.rank);
-        let mine = nodes.iter().enumerate().find_map(|(node, ranks)| Some((node, place(ranks)?)));
+        let mine = nodes.iter().enumerate().find_map(|(node, ranks)| {
+            Some((node, ranks.iter().position(|&rank| rank == group.rank)?))
+        });
         let (node, local) = mine.unwrap_or_default();
         Self { nodes, rails, node, local }
     }
@@ -48,8 +49,9 @@ impl<'a> Nodes<'a> {
         let of_rail = |rail| {
             shares.ranges_of((0..self.nodes.len()).flat_map(move |node| self.on(node, rail)))
         };
-        let of_local = |local| if local < self.rails { of_rail(local) } else { Vec::new() };
-        Shares::new((0..self.nodes[self.node].len()).map(of_local).collect())
+        let of_locals = (0..self.nodes[self.node].len())
+            .map(|local| if local < self.rails { of_rail(local) } else { Vec::new() });
+        Shares::new(of_locals.collect())
     }
 
     /// Returns the shares between nodes: on each node the first rank of this rank's rail owns the
@@ -154,8 +156,8 @@ pub fn broadcast(
 ) -> Result<()> {
     let Nodes { nodes, node, .. } = Nodes::new(group);
     // The leader of a node is the root, if it is there, and otherwise the first rank.
-    let leader = |ranks: &[usize]| if ranks.contains(&root) { root } else { ranks[0] };
-    let leaders: Vec<usize> = nodes.iter().map(|ranks| leader(ranks)).collect();
+    let leaders = nodes.iter().map(|ranks| if ranks.contains(&root) { root } else { ranks[0] });
+    let leaders: Vec<usize> = leaders.collect();
     let first = leaders.iter().position(|&rank| rank == root).unwrap_or(0);
     if let Some(between) = group.subset(&leaders) {
         halving_doubling::broadcast(x, transport, &between, range, first)?;

@@ -1,4 +1,5 @@
-//! Collectives, composed of exchanges between two ranks.
+//! Collectives, composed of exchanges between two ranks. They are written once, over host or device
+//! memory.
 //!
 //! Ring, halving-doubling and hierarchical are bandwidth-optimal: each rank sends 2·(n−1)/n of the
 //! buffer for an all-reduce. Long buffers go block by block, so that each step finds the elements

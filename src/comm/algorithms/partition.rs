@@ -20,11 +20,11 @@ impl Shares {
 
     /// Cuts a range into `count` shares whose lengths differ by at most one.
     pub fn even(range: &Range<usize>, count: usize) -> Self {
-        let part = |index| {
+        let shares = (0..count).map(|index| {
             let part = part(range.len(), index, count);
             std::iter::once(range.start + part.start..range.start + part.end).collect()
-        };
-        Self((0..count).map(part).collect())
+        });
+        Self(shares.collect())
     }
 
     /// Returns the ranges of one rank.
@@ -52,19 +52,21 @@ impl Shares {
 
     /// Returns the elements `window` of every share, counted from the start of the share.
     pub fn window(&self, window: &Range<usize>) -> Self {
-        let cut = |ranges: &Vec<Range<usize>>| {
-            let mut before = 0;
-            let mut within = |range: &Range<usize>| {
-                let first = before;
-                let len = range.len();
-                before += len;
-                let at = |place: usize| range.start + place.clamp(first, first + len) - first;
-                at(window.start)..at(window.end)
-            };
-            ranges.iter().map(&mut within).collect()
-        };
-        Self(self.0.iter().map(cut).collect())
+        Self(self.0.iter().map(|ranges| cut(ranges, window)).collect())
     }
+}
+
+/// Returns the elements `window` of a share, counted from its start.
+fn cut(ranges: &[Range<usize>], window: &Range<usize>) -> Vec<Range<usize>> {
+    let mut before = 0;
+    let parts = ranges.iter().map(|range| {
+        let first = before;
+        let len = range.len();
+        before += len;
+        let at = |place: usize| range.start + place.clamp(first, first + len) - first;
+        at(window.start)..at(window.end)
+    });
+    parts.collect()
 }
 
 #[cfg(test)]

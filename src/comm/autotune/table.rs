@@ -21,16 +21,20 @@ struct SizeRule {
 impl AlgorithmTable {
     /// Creates a table that uses one algorithm for everything.
     pub fn uniform(algorithm: Algorithm) -> Self {
-        let rule = |operation| SizeRule { operation, up_to: None, algorithm };
-        Self(Operation::ALL.into_iter().map(rule).collect())
+        let rules = Operation::ALL.into_iter().map(|operation| SizeRule {
+            operation,
+            up_to: None,
+            algorithm,
+        });
+        Self(rules.collect())
     }
 
     /// Returns the algorithm of a collective on buffers of `bytes` bytes.
     pub fn pick(&self, operation: Operation, bytes: usize) -> Algorithm {
-        let covers = |rule: &&SizeRule| {
+        let rule = self.0.iter().find(|rule| {
             rule.operation == operation && rule.up_to.is_none_or(|most| bytes <= most)
-        };
-        self.0.iter().find(covers).map_or(Algorithm::HalvingDoubling, |rule| rule.algorithm)
+        });
+        rule.map_or(Algorithm::HalvingDoubling, |rule| rule.algorithm)
     }
 
     /// Sets an operation's rules from the fastest algorithms at some sizes, in ascending order.
@@ -60,17 +64,9 @@ impl AlgorithmTable {
     /// halving-doubling, all_gather by ring to 128 KiB then vendor`. Operations with the same rules
     /// share a phrase.
     pub fn describe(&self, operations: &[Operation]) -> String {
-        let describe_rules = |operation: Operation| {
-            let rules = self.0.iter().filter(|rule| rule.operation == operation);
-            let parts = rules.map(|rule| match rule.up_to {
-                Some(most) => format!("{} to {} KiB", rule.algorithm, most / 1024),
-                None => rule.algorithm.to_string(),
-            });
-            parts.collect::<Vec<_>>().join(" then ")
-        };
         let mut kinds: Vec<(String, Vec<&str>)> = Vec::new();
         for &operation in operations {
-            let how = describe_rules(operation);
+            let how = self.describe_rules(operation);
             match kinds.iter_mut().find(|(other, _)| *other == how) {
                 Some((_, operations)) => operations.push(operation.name()),
                 None => kinds.push((how, vec![operation.name()])),
@@ -79,6 +75,16 @@ impl AlgorithmTable {
         let parts =
             kinds.iter().map(|(how, operations)| format!("{} by {how}", operations.join(" and ")));
         parts.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Describes the rules of an operation.
+    fn describe_rules(&self, operation: Operation) -> String {
+        let rules = self.0.iter().filter(|rule| rule.operation == operation);
+        let parts = rules.map(|rule| match rule.up_to {
+            Some(most) => format!("{} to {} KiB", rule.algorithm, most / 1024),
+            None => rule.algorithm.to_string(),
+        });
+        parts.collect::<Vec<_>>().join(" then ")
     }
 }
 

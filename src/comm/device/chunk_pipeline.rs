@@ -49,7 +49,6 @@ impl Level {
 pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
     let me = group.rank;
     let size = group.size();
-    let place = |ranks: &[usize]| ranks.iter().position(|&rank| rank == me);
     let levels = match algorithm {
         Algorithm::HalvingDoubling => {
             vec![Level {
@@ -60,8 +59,9 @@ pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
         }
         Algorithm::Hierarchical => {
             let nodes = equal_nodes(group)?;
-            let (node, local) =
-                nodes.iter().enumerate().find_map(|(node, ranks)| Some((node, place(ranks)?)))?;
+            let (node, local) = nodes.iter().enumerate().find_map(|(node, ranks)| {
+                Some((node, ranks.iter().position(|&rank| rank == me)?))
+            })?;
             let rail = |local: usize| nodes.iter().map(|ranks| ranks[local]).collect::<Vec<_>>();
             let inside = Level {
                 ranks: nodes[node].clone(),
@@ -86,11 +86,11 @@ pub fn chunks(operation: Operation, words: usize, chunk: usize, levels: &[Level]
         let order = levels[0].owned.iter().flatten();
         let mut part = vec![0; ranks];
         order.enumerate().for_each(|(number, &rank)| part[rank] = number);
-        let cut = |start: usize| {
+        let chunks = (0..words).step_by(chunk).map(|start| {
             let even = Shares::even(&(start..words.min(start + chunk)), ranks);
             Shares::new(part.iter().map(|&number| even.ranges(number).to_vec()).collect())
-        };
-        return (0..words).step_by(chunk).map(cut).collect();
+        });
+        return chunks.collect();
     }
     let shares = Shares::even(&(0..words), ranks);
     let window = chunk / ranks;
@@ -191,33 +191,30 @@ mod tests {
         assert!(levels(Algorithm::Hierarchical, &group(&two_of_many, 5)).is_some());
     }
 
+    /// Describes the elements of each chunk of 20 words that one of four ranks on two nodes owns on
+    /// a level.
+    fn describe_owned(rank: usize, operation: Operation, level: usize) -> Vec<String> {
+        let levels = levels_of(Algorithm::Hierarchical, &[0, 0, 1, 1], rank);
+        let chunks = chunks(operation, 20, 12, &levels);
+        let texts = chunks.iter().map(|shares| {
+            let ranges = levels[level].owned_ranges(levels[level].mine, shares);
+            ranges.iter().map(|range| format!("{range:?}")).collect::<Vec<_>>().join(" ")
+        });
+        texts.collect()
+    }
+
     #[test]
     fn chunks_cover_and_what_is_owned_first_is_in_one_piece() {
-        let nodes = [0, 0, 1, 1];
-        let ranges = |rank: usize, operation, level: usize| {
-            let levels = levels_of(Algorithm::Hierarchical, &nodes, rank);
-            let chunks = chunks(operation, 20, 12, &levels);
-            chunks
-                .iter()
-                .map(|shares| levels[level].owned_ranges(levels[level].mine, shares))
-                .collect::<Vec<_>>()
-        };
-        let describe = |rank, operation, level| {
-            let ranges = ranges(rank, operation, level).into_iter();
-            ranges
-                .map(|chunk| chunk.iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" "))
-                .collect::<Vec<_>>()
-        };
         assert_eq!(
-            [0, 3].map(|rank| describe(rank, Operation::AllReduce, 0)),
+            [0, 3].map(|rank| describe_owned(rank, Operation::AllReduce, 0)),
             [["0..6", "12..16"], ["6..12", "16..20"]]
         );
         assert_eq!(
-            [0, 2].map(|rank| describe(rank, Operation::AllReduce, 1)),
+            [0, 2].map(|rank| describe_owned(rank, Operation::AllReduce, 1)),
             [["0..3", "12..14"], ["3..6", "14..16"]]
         );
-        assert_eq!(describe(0, Operation::ReduceScatter, 0), ["0..3 10..13", "3..5 13..15"]);
-        assert_eq!(describe(2, Operation::ReduceScatter, 1), ["10..13", "13..15"]);
+        assert_eq!(describe_owned(0, Operation::ReduceScatter, 0), ["0..3 10..13", "3..5 13..15"]);
+        assert_eq!(describe_owned(2, Operation::ReduceScatter, 1), ["10..13", "13..15"]);
         for (words, chunk, nodes) in [
             (0, 8, &[0, 0, 0][..]),
             (1, 8, &[0, 0, 0]),

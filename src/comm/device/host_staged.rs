@@ -151,29 +151,52 @@ fn consecutive(words: usize, slot: usize) -> Vec<Chunk> {
 
 /// Returns the chunks of a collective on `words` words.
 fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
-    let window = slot / ranks;
-    let of_shares = |shares: Vec<algorithms::Shares>| {
-        let windows = shares.into_iter().flat_map(|shares| {
-            let longest = shares.longest();
-            (0..longest)
-                .step_by(window)
-                .map(move |start| shares.window(&(start..longest.min(start + window))))
-        });
-        windows
-            .map(|shares| Chunk((0..ranks).flat_map(|rank| shares.ranges(rank).to_vec()).collect()))
-            .collect()
-    };
     match (call.operation, call.algorithm) {
         (Operation::ReduceScatter | Operation::AllGather, _) => {
-            of_shares(vec![algorithms::Shares::even(&(0..words), ranks)])
+            windows(vec![algorithms::Shares::even(&(0..words), ranks)], ranks, slot)
         }
         // The order of an element's additions depends on the rank that owns it in its block.
         (Operation::AllReduce | Operation::Reduce, Algorithm::Ring) => {
-            of_shares(algorithms::blocks(0..words, ranks).map(|(_, shares)| shares).collect())
+            let blocks = algorithms::blocks(0..words, ranks).map(|(_, shares)| shares);
+            windows(blocks.collect(), ranks, slot)
         }
         (Operation::AllReduce | Operation::Reduce | Operation::Broadcast, _) => {
             consecutive(words, slot)
         }
+    }
+}
+
+/// Divides blocks into chunks that have an equal window of every rank's share.
+fn windows(blocks: Vec<algorithms::Shares>, ranks: usize, slot: usize) -> Vec<Chunk> {
+    let window = slot / ranks;
+    let windows = blocks.into_iter().flat_map(|shares| {
+        let longest = shares.longest();
+        (0..longest)
+            .step_by(window)
+            .map(move |start| shares.window(&(start..longest.min(start + window))))
+    });
+    windows
+        .map(|shares| Chunk((0..ranks).flat_map(|rank| shares.ranges(rank).to_vec()).collect()))
+        .collect()
+}
+
+/// Returns true if a collective reads a rank's own memory in the share of rank `part`.
+fn is_input(call: Call, rank: usize, part: usize) -> bool {
+    match call.operation {
+        Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => true,
+        Operation::AllGather => part == rank,
+        Operation::Broadcast => rank == call.root,
+    }
+}
+
+/// Returns true if a collective changes a rank's own memory in the share of rank `part`.
+fn is_output(call: Call, rank: usize, part: usize) -> bool {
+    match call.operation {
+        Operation::AllReduce => true,
+        Operation::Reduce => rank == 0,
+        Operation::ReduceScatter => part == rank,
+        Operation::AllGather => part != rank,
+        Operation::Broadcast => rank != call.root,
     }
 }
 
@@ -198,40 +221,25 @@ impl PinnedStaging<'_> {
         let words = self.words.max(group.size());
         let chunks = cut(call, memory.words(), group.size(), words);
         let rank = group.rank;
-        let root = call.root;
-        let down = |chunk: &Chunk| {
-            chunk.pieces(memory, |part| match call.operation {
-                Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => true,
-                Operation::AllGather => part == rank,
-                Operation::Broadcast => rank == root,
-            })
-        };
-        let up = |chunk: &Chunk| {
-            chunk.pieces(memory, |part| match call.operation {
-                Operation::AllReduce => true,
-                Operation::Reduce => rank == 0,
-                Operation::ReduceScatter => part == rank,
-                Operation::AllGather => part != rank,
-                Operation::Broadcast => rank != root,
-            })
-        };
+        let inputs = |chunk: &Chunk| chunk.pieces(memory, |part| is_input(call, rank, part));
         let mut slots = (0..chunks.len().min(DEPTH))
             .map(|_| self.slots.take(self.copies, words))
             .collect::<Result<Vec<_>>>()?;
         if let (Some(first), Some(chunk)) = (slots.first_mut(), chunks.first()) {
-            first.slot()?.download(self.copies, &down(chunk))?;
+            first.slot()?.download(self.copies, &inputs(chunk))?;
         }
         for (k, chunk) in chunks.iter().enumerate() {
             if let Some(following) = chunks.get(k + 1) {
                 let next = &mut slots[(k + 1) % DEPTH];
                 next.settle(transport)?;
-                next.slot()?.download(self.copies, &down(following))?;
+                next.slot()?.download(self.copies, &inputs(following))?;
             }
             let here = &mut slots[k % DEPTH];
             here.settle(transport)?;
             let mut x = HostBuffer { memory: here.memory(chunk.words())?, scratch };
             algorithms::run(call, &mut x, transport, group)?;
-            here.slot()?.upload(self.copies, &up(chunk))?;
+            let outputs = chunk.pieces(memory, |part| is_output(call, rank, part));
+            here.slot()?.upload(self.copies, &outputs)?;
         }
         slots.iter_mut().try_for_each(|slot| slot.settle(transport))
     }
@@ -266,10 +274,11 @@ impl PinnedStaging<'_> {
     /// memory.
     pub fn chunks_to_fill(&self, memory: DeviceSpan<'_>) -> Result<Vec<(SlotGuard, Range<usize>)>> {
         let words = memory.words();
-        let chunk = |start| {
-            Ok((self.slots.take(self.copies, self.words)?, start..words.min(start + self.words)))
-        };
-        (0..words).step_by(self.words).map(chunk).collect()
+        let chunks = (0..words).step_by(self.words).map(|start| {
+            let slot = self.slots.take(self.copies, self.words)?;
+            Ok((slot, start..words.min(start + self.words)))
+        });
+        chunks.collect()
     }
 }
 

@@ -11,7 +11,7 @@
 //! The kernels run on a separate stream: while one adds the terms of a chunk, the next group is in
 //! flight, whose terms go to another scratch slot. So k chunks take k + 1 groups, or k + 3 with
 //! `hierarchical`. The device keeps the order; the host waits until messages are queued, and for
-//! the device only at the end.
+//! the device only at the end. Chunks have 32 MiB, so a rank holds less than 64 MiB of terms.
 //!
 //! Sums have the same bits as those of [`algorithms`](crate::algorithms): the same terms are added
 //! in the same tree.

@@ -190,23 +190,13 @@ impl<B: Backend> Comm<B> {
     /// world.
     fn compare<const N: usize>(&self, paths: [DeviceTransport; N]) -> Result<[f64; N]> {
         let world = self.world();
-        let none = || Error::internal("no device to compare transports with");
-        let small =
-            self.device.as_ref().map_or_else(|| Err(none()), |device| (device.open_small)());
-        let backend = world.all_ok(small)?;
-        let time = |path: DeviceTransport| {
-            let group = self.with_transport(path).world();
-            let mut buf = backend.upload_f32(MemoryKind::Communication, &vec![1.0; WORDS])?;
-            let mut best = u64::MAX;
-            for round in 0..=ROUNDS {
-                let begun = Instant::now();
-                buf = group.all_reduce(buf, 0..WORDS).wait()?;
-                let took = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                best = if round > 0 { best.min(took) } else { best };
-            }
-            Ok(best)
+        let small = match &self.device {
+            Some(device) => (device.open_small)(),
+            None => Err(Error::internal("no device to compare transports with")),
         };
-        let mine = paths.into_iter().map(time).collect::<Result<Vec<u64>>>()?;
+        let backend = world.all_ok(small)?;
+        let times = paths.into_iter().map(|path| self.time_all_reduce(path, &backend));
+        let mine = times.collect::<Result<Vec<u64>>>()?;
         let all = world.all_gather_u64(&mine)?;
         // The scratch memory belongs to this small device.
         self.free_device_resources()?;
@@ -214,6 +204,21 @@ impl<B: Backend> Comm<B> {
         Ok(std::array::from_fn(|path| {
             all.iter().map(|of_rank| of_rank[path]).max().unwrap_or(0) as f64 * 1e-9
         }))
+    }
+
+    /// Returns the nanoseconds of the fastest all-reduce with a transport. Collective over the
+    /// world.
+    fn time_all_reduce(&self, path: DeviceTransport, backend: &B) -> Result<u64> {
+        let group = self.with_transport(path).world();
+        let mut buf = backend.upload_f32(MemoryKind::Communication, &vec![1.0; WORDS])?;
+        let mut best = u64::MAX;
+        for round in 0..=ROUNDS {
+            let begun = Instant::now();
+            buf = group.all_reduce(buf, 0..WORDS).wait()?;
+            let took = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            best = if round > 0 { best.min(took) } else { best };
+        }
+        Ok(best)
     }
 
     /// Returns a handle for [`DeviceTransport::Nccl`]. A single rank needs no library.

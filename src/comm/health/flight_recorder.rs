@@ -145,27 +145,31 @@ impl FlightRecorder {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_last_ones_are_kept() {
-        let label = |op| Label {
+    /// Returns the label of an operation on 8 bytes.
+    fn label(op: &'static str, root: Option<usize>) -> Label {
+        Label {
             op,
             group: "world",
             unit: Some("block0".into()),
             size: Size::Same(8),
             algorithm: "halving-doubling",
-            root: None,
-        };
+            root,
+        }
+    }
+
+    #[test]
+    fn the_last_ones_are_kept() {
         let nodes: Arc<[usize]> = [0; 4].into();
         let world = GroupRanks::world(2, nodes.clone());
         let pair = GroupRanks::new(1, 2, vec![2, 3], nodes);
         let mut recorder = FlightRecorder::default();
         assert!(recorder.place().0.is_none() && recorder.place().1.is_none());
         for i in 1..=300 {
-            assert_eq!(recorder.begin(&world, &label("all_reduce")), (i, i));
+            assert_eq!(recorder.begin(&world, &label("all_reduce", None)), (i, i));
             assert_eq!(recorder.end(i).unwrap().number, i);
         }
         let capacity = recorder.entries.capacity();
-        assert_eq!(recorder.begin(&pair, &label("barrier")), (301, 1));
+        assert_eq!(recorder.begin(&pair, &label("barrier", None)), (301, 1));
         let (finished, current) = recorder.place();
         let finished = finished.unwrap();
         let current = current.unwrap();
@@ -185,14 +189,6 @@ mod tests {
 
     #[test]
     fn messages_are_counted_separately_and_end_in_any_order() {
-        let label = |op, root| Label {
-            op,
-            group: "pipeline",
-            unit: None,
-            size: Size::Same(8),
-            algorithm: "direct",
-            root,
-        };
         let group = GroupRanks::world(0, [0; 3].into());
         let mut recorder = FlightRecorder::default();
         let began = [

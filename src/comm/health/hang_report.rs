@@ -84,17 +84,19 @@ impl<'a> Progress<'a> {
                 .into_iter()
                 .collect();
         }
-        let has_begun = |other: usize| {
-            self.begun
-                .get(&(other, group_key(collective)))
-                .is_some_and(|begun| *begun >= collective.in_group)
-        };
         collective
             .members
             .iter()
             .copied()
-            .filter(|&other| other < self.ranks.len() && !has_begun(other))
+            .filter(|&other| other < self.ranks.len() && !self.has_begun(other, collective))
             .collect()
+    }
+
+    /// Returns true if a rank has begun the collective that another one is in.
+    fn has_begun(&self, rank: usize, collective: &CollectiveState) -> bool {
+        self.begun
+            .get(&(rank, group_key(collective)))
+            .is_some_and(|begun| *begun >= collective.in_group)
     }
 
     fn heartbeat(&self, rank: usize) -> Option<&'a Heartbeat> {
@@ -124,19 +126,13 @@ impl<'a> Progress<'a> {
                 .flat_map(|rank| of(rank).into_iter().map(move |other| (rank, other)));
             all.filter(|&(rank, other)| self.on_different_hosts(rank, other)).collect()
         };
-        let in_exchange = |rank: usize,
-                           done: &dyn Fn(usize, &CollectiveState) -> bool|
-         -> Vec<usize> {
-            let Some(collective) = self.inside(rank) else { return vec![] };
-            self.exchange(rank).0.iter().copied().filter(|&other| done(other, collective)).collect()
-        };
         let together = |other: usize, collective: &CollectiveState| {
             self.inside(other).is_some_and(|its| {
                 (group_key(its), its.in_group) == (group_key(collective), collective.in_group)
             })
         };
         let sure = pairs(&|rank| {
-            in_exchange(rank, &|other, collective| {
+            self.in_exchange(rank, |other, collective| {
                 self.is_past(other, collective)
                     || together(other, collective) && self.exchange(other).0.contains(&rank)
             })
@@ -148,7 +144,7 @@ impl<'a> Progress<'a> {
         // In a ring no rank waits for the one that waits for it. A peer that is at an earlier
         // exchange is itself late.
         let likely = pairs(&|rank| {
-            in_exchange(rank, &|other, collective| {
+            self.in_exchange(rank, |other, collective| {
                 together(other, collective) && self.exchange(other).1 >= self.exchange(rank).1
             })
         });
@@ -175,6 +171,16 @@ impl<'a> Progress<'a> {
             }
             None => vec![],
         })
+    }
+
+    /// Returns the ranks that `rank` exchanges with in its collective and for which `done` holds.
+    fn in_exchange(
+        &self,
+        rank: usize,
+        done: impl Fn(usize, &CollectiveState) -> bool,
+    ) -> Vec<usize> {
+        let Some(collective) = self.inside(rank) else { return vec![] };
+        self.exchange(rank).0.iter().copied().filter(|&other| done(other, collective)).collect()
     }
 
     /// Returns true if two ranks respond and are on different hosts.
@@ -213,14 +219,14 @@ fn describe_unreachable_hosts(progress: &Progress<'_>, pairs: &[(usize, usize)])
             hosts.entry((one.min(another), one.max(another))).or_insert((rank, other));
         }
     }
-    let describe = |((one, another), (rank, other)): ((&str, &str), (usize, usize))| {
+    let texts = hosts.into_iter().map(|((one, another), (rank, other))| {
         let place =
             progress.inside(rank).map(|collective| format!(" in {collective}")).unwrap_or_default();
         format!(
             "hosts {one} and {another} do not reach each other: rank {rank} waits for rank {other}{place}"
         )
-    };
-    hosts.into_iter().map(describe).collect()
+    });
+    texts.collect()
 }
 
 /// Describes all ranks in one line, first those that block others without waiting themselves. `now`
@@ -236,10 +242,10 @@ pub fn report(ranks: &[RankState], recorders: &[FlightRecorderFile], now: f64) -
     }
     let nobody_waits = awaited.iter().all(Option::is_none);
     let disagreement = disagreement(recorders);
-    let is_late = |rank: usize, state: &RankState| {
+    // A late rank explains the waits of the others.
+    let has_cause = ranks.iter().enumerate().any(|(rank, state)| {
         !state.answers || awaited[rank].is_some() && progress.inside(rank).is_none()
-    };
-    let has_cause = ranks.iter().enumerate().any(|(rank, state)| is_late(rank, state));
+    });
     let pairs =
         if disagreement.is_none() { progress.cut_off(&awaited_by, has_cause) } else { vec![] };
     let is_cut_off = |rank: usize| pairs.iter().any(|(waiting, _)| *waiting == rank);
@@ -325,9 +331,6 @@ fn place(heartbeat: &Heartbeat) -> String {
 
 /// Describes the first collective of a group that two of its ranks recorded differently.
 fn disagreement(recorders: &[FlightRecorderFile]) -> Option<String> {
-    let same = |a: &CollectiveState, b: &CollectiveState| {
-        (&a.op, &a.unit, a.root) == (&b.op, &b.unit, b.root)
-    };
     let mut seen: HashMap<(GroupKey<'_>, u64), (usize, &CollectiveState)> = HashMap::new();
     let mut differ: Option<(u64, String)> = None;
     for recorder in recorders {
@@ -339,9 +342,9 @@ fn disagreement(recorders: &[FlightRecorderFile]) -> Option<String> {
             let &mut (rank, other) = seen
                 .entry((group_key(collective), collective.in_group))
                 .or_insert((recorder.rank, collective));
-            if !same(collective, other)
-                && differ.as_ref().is_none_or(|(number, _)| collective.number < *number)
-            {
+            let is_same = (&collective.op, &collective.unit, collective.root)
+                == (&other.op, &other.unit, other.root);
+            if !is_same && differ.as_ref().is_none_or(|(number, _)| collective.number < *number) {
                 let text = format!(
                     "ranks disagree: rank {rank} made {other}, rank {} {collective}",
                     recorder.rank
@@ -435,6 +438,66 @@ mod tests {
         state
     }
 
+    /// Moves a rank on to its next collective: it has finished number 9 of all ranks.
+    fn moved_on(mut state: RankState) -> RankState {
+        let heartbeat = state.heartbeat.as_mut().unwrap();
+        let mut current = heartbeat.current.clone().unwrap();
+        heartbeat.finished =
+            Some(CollectiveState { ended: Some(71.0), number: 9, in_group: 9, ..current.clone() });
+        // It may be of another group.
+        current.group = "world".into();
+        heartbeat.current = Some(current);
+        state
+    }
+
+    /// Returns a rank of a host in a vendor collective.
+    fn vendor(host: &str, rank: usize) -> RankState {
+        let mut state = on(host, rank, 9, &[], 0);
+        let collective = state.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut());
+        collective.unwrap().algorithm = "vendor".into();
+        state
+    }
+
+    /// Returns a rank of a host that waits for a message from another one.
+    fn receives(host: &str, rank: usize, from: usize) -> RankState {
+        let mut state = on(host, rank, 9, &[], 0);
+        let collective =
+            state.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut()).unwrap();
+        (collective.op, collective.members, collective.root) =
+            (RECV.into(), vec![0, 1], Some(from));
+        state
+    }
+
+    /// Returns a collective of a group, if it is the current or the finished one of a rank.
+    fn collective_of(
+        group: &str,
+        members: &[usize],
+        number: u64,
+        in_group: u64,
+        op: &str,
+        root: Option<usize>,
+    ) -> Option<CollectiveState> {
+        Some(CollectiveState {
+            group: group.into(),
+            members: members.to_vec(),
+            in_group,
+            root,
+            ..collective(number, op, None, false)
+        })
+    }
+
+    /// Returns the flight recorder of a rank with collectives that are numbered from `first`.
+    fn recorder(rank: usize, first: u64, ops: &[&str]) -> FlightRecorderFile {
+        let numbered = ops.iter().zip(first..);
+        FlightRecorderFile {
+            rank,
+            pid: 1,
+            host: "node".into(),
+            time: 0.0,
+            collectives: numbered.map(|(op, number)| collective(number, op, None, false)).collect(),
+        }
+    }
+
     fn waiting(rank: usize) -> RankState {
         state(rank, true, None, Some(collective(43, "all_gather", Some("wte"), false)))
     }
@@ -491,20 +554,6 @@ mod tests {
         // Rank 0 has sent everything, as far as it knows, and waits in the next collective for
         // ranks that have not begun it.
         let mut past = tree;
-        let moved_on = |mut state: RankState| {
-            let heartbeat = state.heartbeat.as_mut().unwrap();
-            let mut current = heartbeat.current.clone().unwrap();
-            heartbeat.finished = Some(CollectiveState {
-                ended: Some(71.0),
-                number: 9,
-                in_group: 9,
-                ..current.clone()
-            });
-            // It may be of another group.
-            current.group = "world".into();
-            heartbeat.current = Some(current);
-            state
-        };
         past[0] = moved_on(on("h0", 0, 10, &[1], 1));
         past[1] = moved_on(on("h0", 1, 10, &[0], 1));
         let text = report(&past, &[], 100.0);
@@ -524,13 +573,6 @@ mod tests {
         );
         assert!(!text.contains("h1 and h2"), "{text}");
         // Vendor collectives do not report their messages.
-        let vendor = |host: &str, rank| {
-            let mut state = on(host, rank, 9, &[], 0);
-            let collective =
-                state.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut());
-            collective.unwrap().algorithm = "vendor".into();
-            state
-        };
         let text = report(
             &[vendor("h0", 0), vendor("h0", 1), vendor("h1", 2), vendor("h1", 3)],
             &[],
@@ -547,14 +589,6 @@ mod tests {
         assert!(text.starts_with(&format!("{cut} 0 waits for rank 2 in #9")), "{text}");
         assert!(!text.contains("process"), "{text}");
         // Two pipeline stages that wait for each other's messages.
-        let receives = |host, rank, from| {
-            let mut state = on(host, rank, 9, &[], 0);
-            let collective =
-                state.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut()).unwrap();
-            (collective.op, collective.members, collective.root) =
-                (RECV.into(), vec![0, 1], Some(from));
-            state
-        };
         let text = report(&[receives("h0", 0, 1), receives("h1", 1, 0)], &[], 100.0);
         assert!(text.starts_with(&format!("{cut} 0 waits for rank 1 in #9 recv")), "{text}");
     }
@@ -574,15 +608,8 @@ mod tests {
         let text = report(&late, &[], 100.0);
         assert!(!text.contains("reach") && text.contains("hangs: rank 3 (process 103"), "{text}");
         // So do ranks that disagree on a collective.
-        let recorder = |rank, op: &str| FlightRecorderFile {
-            rank,
-            pid: 1,
-            host: "node".into(),
-            time: 0.0,
-            collectives: vec![collective(9, op, None, false)],
-        };
-        let text =
-            report(&tree(["h0", "h0", "h1", "h1"]), &[recorder(0, "a"), recorder(2, "b")], 100.0);
+        let recorders = [recorder(0, 9, &["a"]), recorder(2, 9, &["b"])];
+        let text = report(&tree(["h0", "h0", "h1", "h1"]), &recorders, 100.0);
         assert!(!text.contains("reach") && text.contains("ranks disagree"), "{text}");
     }
 
@@ -605,24 +632,13 @@ mod tests {
     /// Running numbers of ranks in different groups cannot be compared.
     #[test]
     fn waits_are_followed_through_groups_and_messages() {
-        let of = |group: &str, members: &[usize], number, in_group, op: &str, root| {
-            let group = group.into();
-            let members = members.to_vec();
-            Some(CollectiveState {
-                group,
-                members,
-                in_group,
-                root,
-                ..collective(number, op, None, false)
-            })
-        };
         // Ranks 0 and 1 are one stage, 2 and 3 the next; 3 computes, 2 waits for it, 0 for a
         // gradient of 2, 1 for 0.
         let ranks = [
-            state(0, true, None, of("pipeline", &[0, 2], 90, 7, RECV, Some(1))),
-            state(1, true, None, of("data", &[0, 1], 95, 8, "reduce_scatter", None)),
-            state(2, true, None, of("data", &[2, 3], 12, 5, "reduce_scatter", None)),
-            state(3, true, of("data", &[2, 3], 11, 4, "reduce_scatter", None), None),
+            state(0, true, None, collective_of("pipeline", &[0, 2], 90, 7, RECV, Some(1))),
+            state(1, true, None, collective_of("data", &[0, 1], 95, 8, "reduce_scatter", None)),
+            state(2, true, None, collective_of("data", &[2, 3], 12, 5, "reduce_scatter", None)),
+            state(3, true, collective_of("data", &[2, 3], 11, 4, "reduce_scatter", None), None),
         ];
         let text = report(&ranks, &[], 100.0);
         let wanted = "the job hangs: rank 3 (process 103 on node) has not joined #12: wait for data since 31 s; rank 2";
@@ -641,7 +657,7 @@ mod tests {
             100.0,
         );
         assert!(text.contains("rank 0 (process 100 on node) has not joined"), "{text}");
-        let alone = of("data", &[1, 2], 3, 3, "barrier", None);
+        let alone = collective_of("data", &[1, 2], 3, 3, "barrier", None);
         let text = report(
             &[state(0, true, None, None), state(1, true, None, alone), state(2, false, None, None)],
             &[],
@@ -652,18 +668,7 @@ mod tests {
 
     #[test]
     fn ranks_that_disagree_are_named() {
-        let recorder = |rank, ops: &[&str]| FlightRecorderFile {
-            rank,
-            pid: 1,
-            host: "node".into(),
-            time: 0.0,
-            collectives: ops
-                .iter()
-                .zip(1..)
-                .map(|(op, number)| collective(number, op, None, false))
-                .collect(),
-        };
-        let same = [recorder(0, &["a", "b", "c"]), recorder(1, &["a", "b"])];
+        let same = [recorder(0, 1, &["a", "b", "c"]), recorder(1, 1, &["a", "b"])];
         let text = report(&[waiting(0), waiting(1)], &same, 75.5);
         assert!(
             text.contains(
@@ -671,7 +676,7 @@ mod tests {
             ),
             "{text}"
         );
-        let differ = [recorder(0, &["a", "b", "c"]), recorder(1, &["a", "x", "y"])];
+        let differ = [recorder(0, 1, &["a", "b", "c"]), recorder(1, 1, &["a", "x", "y"])];
         let text = report(&[waiting(0), waiting(1)], &differ, 75.5);
         assert!(text.contains("ranks disagree: rank 0 made #2 b, rank 1 #2 x;"), "{text}");
     }

@@ -165,13 +165,13 @@ impl WatchdogFiles {
 
     /// Removes the files of an earlier job.
     pub fn clear(&self) -> Result<()> {
-        let ours = |name: &str| {
-            name == MARKER || [HEARTBEAT, RECORDER].iter().any(|start| name.starts_with(start))
-        };
         let refused = |e| Error::io("clear", &self.folder, e);
         for entry in fs::read_dir(&self.folder).map_err(refused)? {
             let entry = entry.map_err(refused)?;
-            if entry.file_name().to_str().is_some_and(ours) {
+            let is_ours = entry.file_name().to_str().is_some_and(|name| {
+                name == MARKER || [HEARTBEAT, RECORDER].iter().any(|start| name.starts_with(start))
+            });
+            if is_ours {
                 fs::remove_file(entry.path()).map_err(|e| Error::io("remove", &entry.path(), e))?;
             }
         }
@@ -272,12 +272,11 @@ impl HeartbeatSlot {
     /// of the node removes the file.
     pub fn leave(&self) {
         let left = self.put(&blank());
-        let is_empty = || {
-            fs::read(&self.path).is_ok_and(|bytes| {
+        let is_last = left.is_ok()
+            && fs::read(&self.path).is_ok_and(|bytes| {
                 bytes.iter().all(|byte| *byte == 0 || byte.is_ascii_whitespace())
-            })
-        };
-        if left.is_ok() && is_empty() {
+            });
+        if is_last {
             // Another rank of the node may have just removed it.
             let _ = fs::remove_file(&self.path);
         }
@@ -361,6 +360,16 @@ mod tests {
         }
     }
 
+    /// Returns the sorted names of the files in a folder.
+    fn names_in(folder: &Path) -> Vec<String> {
+        let mut names: Vec<_> = fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
     #[test]
     fn a_node_has_one_file_of_heartbeats() {
         let folder = tempfile::tempdir().unwrap();
@@ -386,15 +395,7 @@ mod tests {
             files.heartbeat_slot(rank).write(&all[rank]).unwrap();
         }
         assert_eq!(files.read(), some(&[0, 1, 2, 3, 4]));
-        let names = || {
-            let mut names: Vec<_> = fs::read_dir(folder.path())
-                .unwrap()
-                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-                .collect();
-            names.sort();
-            names
-        };
-        assert_eq!(names(), ["heartbeat-00000", "heartbeat-00001"]);
+        assert_eq!(names_in(folder.path()), ["heartbeat-00000", "heartbeat-00001"]);
         // The last rank of a node takes the file with it.
         for rank in [0, 2, 1] {
             files.heartbeat_slot(rank).leave();
@@ -403,7 +404,7 @@ mod tests {
         for rank in [4, 3] {
             files.heartbeat_slot(rank).leave();
         }
-        assert!(names().is_empty());
+        assert!(names_in(folder.path()).is_empty());
         assert!(files.mark_hang() && !files.mark_hang() && files.is_hang_marked());
         assert_eq!(files.read_report(), None);
         files.write_report("it stands\nhint: still");
@@ -415,7 +416,7 @@ mod tests {
         files.heartbeat_slot(3).write(&all[3]).unwrap();
         files.clear().unwrap();
         assert!(!files.is_hang_marked() && files.read()[3].is_none());
-        assert_eq!(names(), ["rank-00003.log"]);
+        assert_eq!(names_in(folder.path()), ["rank-00003.log"]);
     }
 
     /// With any number of ranks and any length of names, a heartbeat fits its line and keeps the

@@ -85,32 +85,19 @@ impl<B: Backend> Comm<B> {
         }
         let world = self.world();
         let name = format!("watchdog-{}-{:x}", std::process::id(), spans::now());
-        let create = || {
-            let mut error = Error::internal("no directory was given for the watchdog");
-            for place in places {
-                let folder = place.join(&name);
-                match std::fs::create_dir(&folder) {
-                    Ok(()) => return Ok(folder),
-                    Err(e) => {
-                        error = Error::io("create", &folder, e)
-                            .hint("set comm.timeout=0 to run without the watchdog")
-                    }
-                }
-            }
-            Err(error)
-        };
-        let folder = world.all_ok(if self.rank() == 0 { create().map(Some) } else { Ok(None) })?;
+        let created =
+            if self.rank() == 0 { create_in_first(places, &name).map(Some) } else { Ok(None) };
+        let folder = world.all_ok(created)?;
         let mine = folder
             .map(|folder| folder.to_string_lossy().into_owned().into_bytes())
             .unwrap_or_default();
         let paths = world.gather_bytes(mine).wait()?;
         let folder = PathBuf::from(String::from_utf8_lossy(&paths[0]).into_owned());
-        let join = || {
-            // Another node may have its own directory by this name.
-            std::fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, e))?;
+        // Another node may have its own directory by this name.
+        let created = std::fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, e));
+        world.all_ok(created.and_then(|()| {
             self.attend(WatchdogFiles::new(&folder, self.inner.world.nodes.clone()), None, true)
-        };
-        world.all_ok(join())
+        }))
     }
 
     /// Writes heartbeats to a directory from now on.
@@ -135,4 +122,20 @@ impl<B: Backend> Comm<B> {
             })
         })
     }
+}
+
+/// Creates the directory `name` in the first of `places` that can be written, and returns its path.
+fn create_in_first(places: &[PathBuf], name: &str) -> Result<PathBuf> {
+    let mut error = Error::internal("no directory was given for the watchdog");
+    for place in places {
+        let folder = place.join(name);
+        match std::fs::create_dir(&folder) {
+            Ok(()) => return Ok(folder),
+            Err(e) => {
+                error = Error::io("create", &folder, e)
+                    .hint("set comm.timeout=0 to run without the watchdog")
+            }
+        }
+    }
+    Err(error)
 }

@@ -40,34 +40,33 @@ pub(crate) fn open(
         post: Mutex::new(MailboxState { gone: vec![false; ranks], ..MailboxState::default() }),
         arrivals: (0..ranks).map(|_| Condvar::new()).collect(),
     });
-    let open = |rank: usize| {
-        let on = |others: &[usize]| others.iter().filter(|&&node| node == nodes[rank]).count();
-        let host = if nodes[rank] == 0 {
-            "localhost".into()
-        } else {
-            format!("simulated-{}", nodes[rank])
-        };
-        let world = World {
-            rank,
-            nodes: nodes.into(),
-            node: NodeInfo { local_rank: on(&nodes[..rank]), local_size: on(nodes), host },
-            library: "threads of one process".into(),
-            shares_memory: false,
-            vendor: false,
-            claims_cuda_aware: false,
-            thread_level: None,
-            staging: algorithms::staging(ranks),
-        };
-        let transport = Mailboxes {
-            rank,
-            hub: hub.clone(),
-            shared: shared[rank].clone(),
-            splits: 0,
-            posted: Vec::new(),
-        };
-        (Box::new(transport) as Box<dyn Transport + Send>, world)
+    (0..ranks).map(|rank| open_rank(rank, nodes, &hub, &shared[rank])).collect()
+}
+
+/// Creates the transport and the world of one rank.
+fn open_rank(
+    rank: usize,
+    nodes: &[usize],
+    hub: &Arc<InProcessHub>,
+    shared: &Arc<Shared>,
+) -> (Box<dyn Transport + Send>, World) {
+    let on = |others: &[usize]| others.iter().filter(|&&node| node == nodes[rank]).count();
+    let host =
+        if nodes[rank] == 0 { "localhost".into() } else { format!("simulated-{}", nodes[rank]) };
+    let world = World {
+        rank,
+        nodes: nodes.into(),
+        node: NodeInfo { local_rank: on(&nodes[..rank]), local_size: on(nodes), host },
+        library: "threads of one process".into(),
+        shares_memory: false,
+        vendor: false,
+        claims_cuda_aware: false,
+        thread_level: None,
+        staging: algorithms::staging(nodes.len()),
     };
-    (0..ranks).map(open).collect()
+    let transport =
+        Mailboxes { rank, hub: hub.clone(), shared: shared.clone(), splits: 0, posted: Vec::new() };
+    (Box::new(transport), world)
 }
 
 /// Sender and receiver in the world, the group, and whether messages are posted ones.

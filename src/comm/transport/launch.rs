@@ -104,8 +104,8 @@ mod tests {
     #[test]
     fn spawned_processes_know_their_place() {
         let meeting = TcpRendezvous { dir: "/tmp/a b/1/2".into(), rank: 3, ranks: 4 };
-        let env = |name: &str| (name == RENDEZVOUS_VARIABLE).then(|| meeting.to_string());
-        let launch = launched(env).unwrap().unwrap();
+        let launch = launched(|name| (name == RENDEZVOUS_VARIABLE).then(|| meeting.to_string()));
+        let launch = launch.unwrap().unwrap();
         assert_eq!((launch.rank, launch.meeting.as_ref()), (Some(3), Some(&meeting)));
         for place in ["", "3", "3/4", "4/4/x", "x/4/y"] {
             assert!(

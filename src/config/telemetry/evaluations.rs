@@ -375,8 +375,10 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
 /// Returns the comparable losses of one kind by step. If a step was evaluated twice, the last
 /// evaluation counts.
 pub fn losses(evaluations: &[Evaluation], over: LossSplit) -> BTreeMap<u64, Option<f64>> {
-    let is_done = |one: &&Evaluation| one.status == EvaluationStatus::Done && one.split == over;
-    comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
+    comparable(evaluations)
+        .filter(|one| one.status == EvaluationStatus::Done && one.split == over)
+        .map(|one| (one.step, one.loss))
+        .collect()
 }
 
 /// Returns the reason to stop early if none of the last `patience` evaluations found a loss that is
@@ -433,6 +435,12 @@ mod tests {
         Evaluation { step, status, loss, checkpoint, id, ..Evaluation::default() }
     }
 
+    /// Returns the steps and names of the saves in a file.
+    fn saves(path: &Path) -> Vec<(u64, String)> {
+        let all = read(path).unwrap();
+        all.known().iter().map(|one| (one.step, one.id.clone().unwrap_or_default())).collect()
+    }
+
     #[test]
     fn lines_survive_kills_and_restarts() {
         let dir = tempfile::tempdir().unwrap();
@@ -472,13 +480,6 @@ mod tests {
             of(4, "b-4", 3.0),
             of(6, "b-6", 0.2),
         ];
-        let left = || {
-            let all = read(&path).unwrap();
-            all.known()
-                .iter()
-                .map(|one| (one.step, one.id.clone().unwrap_or_default()))
-                .collect::<Vec<_>>()
-        };
         let named = |id: &str| Save::Named(id.into());
         let save = |step| match step {
             2 => named("b-2"),
@@ -490,14 +491,14 @@ mod tests {
         remove_after(&path, 4, save).unwrap();
         let expected =
             [(1, "a-1"), (2, "b-2"), (4, "b-4")].map(|(step, id)| (step, id.to_string()));
-        assert_eq!(left(), expected);
+        assert_eq!(saves(&path), expected);
         assert_eq!(best(read(&path).unwrap().known(), &[2, 4]), Some((4, 3.0)));
         // Evaluations that ended meanwhile.
         assert!(!append_for_checkpoint(&path, &of(6, "b-6", 0.2), || Ok((Save::Gone, 4))).unwrap());
         assert!(
             !append_for_checkpoint(&path, &of(4, "a-4", 0.2), || Ok((named("b-4"), 4))).unwrap()
         );
-        assert_eq!(left(), expected);
+        assert_eq!(saves(&path), expected);
         assert!(append_for_checkpoint(&path, &of(3, "b-3", 3.5), || Ok((Save::Gone, 4))).unwrap());
         assert!(
             append_for_checkpoint(&path, &of(6, "c-6", 2.0), || Ok((named("c-6"), 6))).unwrap()
@@ -506,7 +507,7 @@ mod tests {
             append_for_checkpoint(&path, &of(7, "c-7", 2.0), || Err(Error::input("unreadable")))
                 .is_err()
         );
-        assert_eq!(left().len(), 5);
+        assert_eq!(saves(&path).len(), 5);
         // A save replaces another one of its step.
         append(&path, &done(6, 1.9)).unwrap();
         remove_replaced(&path, 6, "d-6").unwrap();
@@ -604,7 +605,7 @@ mod tests {
         assert_eq!((loss(&all, 3), validation_loss(&all, 3)), (Some(0.5), None));
         assert_eq!(stop_reason(&all, 1, 0.0), None);
         let line = serde_json::to_string(&all[0]).unwrap();
-        assert!(line.contains("\"over\":\"training\""), "{line}");
+        assert!(line.contains("\"split\":\"training\""), "{line}");
         assert_eq!(serde_json::from_str::<Evaluation>(&line).unwrap(), all[0]);
         // Losses of training are ignored as soon as there is one of validation.
         all.push(done(3, 2.0));

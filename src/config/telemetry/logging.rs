@@ -1,4 +1,6 @@
 //! Loggers: all messages go to the file of the rank, warnings also to standard error.
+//!
+//! The default features of `env_logger` are off: they add colours and regular expressions.
 
 use std::path::Path;
 use std::sync::OnceLock;

@@ -64,6 +64,31 @@ pub struct KernelReport {
     pub kernels: Vec<Kernel>,
 }
 
+impl Kernel {
+    /// Creates the row of a kernel with the totals `tally` in steps that computed for
+    /// `compute_seconds`.
+    fn new(
+        kernel: &str,
+        tally: &KernelStats,
+        shapes: Vec<KernelShape>,
+        compute_seconds: f64,
+    ) -> Self {
+        let rate = |amount: f64| amount / tally.seconds.max(f64::MIN_POSITIVE) / 1e9;
+        let flops = (tally.flops > 0.0).then_some(tally.flops);
+        Self {
+            kernel: kernel.into(),
+            calls: tally.calls,
+            seconds: tally.seconds,
+            of_compute: tally.seconds / compute_seconds.max(f64::MIN_POSITIVE),
+            flops,
+            gflops_per_second: flops.map(rate),
+            bytes: tally.bytes,
+            gigabytes_per_second: rate(tally.bytes),
+            shapes,
+        }
+    }
+}
+
 impl KernelReport {
     /// Creates the profile of `steps` steps, which took `times`, from the `tallies` of kernels.
     pub fn new(
@@ -78,22 +103,12 @@ impl KernelReport {
         for ((kernel, _), tally) in tallies {
             by_kernel.entry(*kernel).and_modify(|all| *all = all.plus(*tally)).or_insert(*tally);
         }
-        let kernel = |(kernel, tally): (&&str, &KernelStats)| {
-            let rate = |amount: f64| amount / tally.seconds.max(f64::MIN_POSITIVE) / 1e9;
-            let flops = (tally.flops > 0.0).then_some(tally.flops);
-            Kernel {
-                kernel: (*kernel).into(),
-                calls: tally.calls,
-                seconds: tally.seconds,
-                of_compute: tally.seconds / compute_seconds.max(f64::MIN_POSITIVE),
-                flops,
-                gflops_per_second: flops.map(rate),
-                bytes: tally.bytes,
-                gigabytes_per_second: rate(tally.bytes),
-                shapes: shapes(tallies, kernel),
-            }
-        };
-        let mut kernels: Vec<Kernel> = by_kernel.iter().map(kernel).collect();
+        let mut kernels: Vec<Kernel> = by_kernel
+            .iter()
+            .map(|(kernel, tally)| {
+                Kernel::new(kernel, tally, shapes(tallies, kernel), compute_seconds)
+            })
+            .collect();
         kernels.sort_by(|one, other| other.seconds.total_cmp(&one.seconds));
         let counted: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
         let other_seconds = (compute_seconds - counted).max(0.0);
@@ -171,15 +186,13 @@ impl fmt::Display for KernelReport {
 mod tests {
     use super::*;
 
+    /// Returns the statistics of launches that took `seconds` in total.
+    fn tally(calls: u64, seconds: f64, flops: f64, bytes: f64) -> KernelStats {
+        KernelStats { calls, seconds, fastest: seconds, flops, bytes }
+    }
+
     #[test]
     fn the_longest_comes_first_and_shares_add_up() {
-        let tally = |calls, seconds, flops, bytes| KernelStats {
-            calls,
-            seconds,
-            fastest: seconds,
-            flops,
-            bytes,
-        };
         let tallies = BTreeMap::from([
             (("add", [4, 0, 0, 0]), tally(4, 0.5, 0.0, 1e9)),
             (("linear", [1, 2, 3, 0]), tally(1, 0.5, 2e9, 5e8)),

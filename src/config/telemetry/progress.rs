@@ -40,14 +40,15 @@ impl Pace {
         // The rate of a step that took no time is not finite.
         let finite = |number: f64| if number.is_finite() { number } else { 0.0 };
         let predictions = finite(step.tokens_per_second * step.step_ms * 1e-3);
-        let utilised = |before: f64, mfu: f64| before + mfu * step.step_ms;
         let before = if self.steps == 0 { Some(0.0) } else { self.utilised_ms };
         Self {
             steps: self.steps + 1,
             ms: self.ms + step.step_ms,
             predictions: self.predictions + predictions,
             tflop: self.tflop + finite(step.tflops_per_rank.unwrap_or(0.0) * step.step_ms * 1e-3),
-            utilised_ms: before.zip(step.mfu).map(|(before, mfu)| finite(utilised(before, mfu))),
+            utilised_ms: before
+                .zip(step.mfu)
+                .map(|(before, mfu)| finite(before + mfu * step.step_ms)),
         }
     }
 

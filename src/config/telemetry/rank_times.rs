@@ -50,8 +50,8 @@ impl RankTimes {
         sorted.sort_by(|a, b| b.1.total_cmp(&a.1));
         let ranks = sorted.len();
         // The smallest time that this share of ranks does not exceed.
-        let quantile = |percent: usize| sorted[ranks - (ranks * percent).div_ceil(100).max(1)].1;
-        let quantiles_ms = [0, 10, 50, 90, 100].map(quantile);
+        let quantiles_ms = [0, 10, 50, 90, 100]
+            .map(|percent: usize| sorted[ranks - (ranks * percent).div_ceil(100).max(1)].1);
         sorted.truncate(SLOWEST);
         let spread = Spread { ranks, quantiles_ms, slowest_ms: sorted };
         Self { step, steps, compute_ms: Vec::new(), spread: Some(spread) }
@@ -67,27 +67,26 @@ impl RankTimes {
 mod tests {
     use super::*;
 
+    /// Returns the length of a line for this many ranks, after checks of its content.
+    fn length(ranks: usize) -> usize {
+        let many = RankTimes::new(20, 10, (0..ranks).map(|rank| rank as f64 + 1.0).collect());
+        let line = serde_json::to_string(&many).unwrap();
+        assert_eq!(serde_json::from_str::<RankTimes>(&line).unwrap(), many);
+        assert_eq!(many.ranks(), ranks);
+        let spread = many.spread.unwrap();
+        let share = |percent: f64| (ranks as f64 * percent).ceil();
+        assert_eq!(spread.quantiles_ms, [1.0, share(0.1), share(0.5), share(0.9), ranks as f64]);
+        assert_eq!(
+            (spread.slowest_ms.len(), spread.slowest_ms[0]),
+            (SLOWEST, (ranks - 1, ranks as f64))
+        );
+        line.len()
+    }
+
     #[test]
     fn a_line_does_not_grow_with_the_ranks() {
         let few = RankTimes::new(20, 10, vec![1.5; EACH]);
         assert_eq!((few.ranks(), few.compute_ms.len(), &few.spread), (EACH, EACH, &None));
-        let length = |ranks: usize| {
-            let many = RankTimes::new(20, 10, (0..ranks).map(|rank| rank as f64 + 1.0).collect());
-            let line = serde_json::to_string(&many).unwrap();
-            assert_eq!(serde_json::from_str::<RankTimes>(&line).unwrap(), many);
-            assert_eq!(many.ranks(), ranks);
-            let spread = many.spread.unwrap();
-            let share = |percent: f64| (ranks as f64 * percent).ceil();
-            assert_eq!(
-                spread.quantiles_ms,
-                [1.0, share(0.1), share(0.5), share(0.9), ranks as f64]
-            );
-            assert_eq!(
-                (spread.slowest_ms.len(), spread.slowest_ms[0]),
-                (SLOWEST, (ranks - 1, ranks as f64))
-            );
-            line.len()
-        };
         assert!(length(10_000) < 600 && length(100) < 600);
     }
 }

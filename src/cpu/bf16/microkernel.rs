@@ -1,4 +1,7 @@
 //! Register-tiled bf16 micro-kernels.
+//!
+//! bf16 dot products are an instruction for which `pulp` has no function. The `unsafe` code runs
+//! only on CPUs that were found to have it.
 
 use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps};
 use std::array::from_fn;

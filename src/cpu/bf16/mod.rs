@@ -360,10 +360,9 @@ mod tests {
                 for at in (0..m * n).step_by(1 + m * n / 97) {
                     let row = at / n;
                     let column = at % n;
-                    let term = |l: usize| rounded(a[row * k + l]) * rounded(b[column * k + l]);
                     let first = f64::from(bias[column]);
                     let (want, size) = (0..k)
-                        .map(term)
+                        .map(|l| rounded(a[row * k + l]) * rounded(b[column * k + l]))
                         .fold((first, first.abs()), |(sum, size), x| (sum + x, size + f64::abs(x)));
                     assert!(
                         (f64::from(got[at]) - want).abs() <= 1e-6 * size,

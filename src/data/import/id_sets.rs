@@ -69,18 +69,7 @@ pub fn import_ids(import: &ImportIds) -> Result<Imported> {
     let place = import.input.display();
     let mut spooler = IdSpooler::create(&import.to.out)?;
     let mut push = |document: Option<usize>, first: usize, ids: &[u32]| {
-        if let Some(at) = first_invalid(ids, vocabulary) {
-            let document =
-                document.map_or(String::new(), |document| format!(" of document {document}"));
-            let message = format!(
-                "element {}{document} is {}, but there are {vocabulary} ids",
-                first + at,
-                ids[at] as i32
-            );
-            return Err(Error::input(format!("{place}: {message}")).hint(
-                "give the tokenizer that made them, or the number of ids with --vocabulary; --pad removes a padding id",
-            ));
-        }
+        check_ids(import, vocabulary, document, first, ids)?;
         spooler.push(ids)
     };
     let trimmed = |ids: &[u32]| {
@@ -104,6 +93,27 @@ pub fn import_ids(import: &ImportIds) -> Result<Imported> {
         source_sha256: sha256(&import.input)?,
     };
     import.to.write(of, |first, count| ids.get(first, count))
+}
+
+/// Returns an error if an id is not below the vocabulary; `first` is the index of the first one in
+/// the document.
+fn check_ids(
+    import: &ImportIds,
+    vocabulary: usize,
+    document: Option<usize>,
+    first: usize,
+    ids: &[u32],
+) -> Result<()> {
+    let Some(at) = first_invalid(ids, vocabulary) else { return Ok(()) };
+    let document = document.map_or(String::new(), |document| format!(" of document {document}"));
+    let message = format!(
+        "element {}{document} is {}, but there are {vocabulary} ids",
+        first + at,
+        ids[at] as i32
+    );
+    Err(Error::input(format!("{}: {message}", import.input.display())).hint(
+        "give the tokenizer that made them, or the number of ids with --vocabulary; --pad removes a padding id",
+    ))
 }
 
 /// Receives ids: the number of their document, if there are several, and the index of the first one

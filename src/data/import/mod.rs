@@ -144,18 +144,20 @@ mod tests {
         }
     }
 
+    /// Returns an import of one shard with this content, not yet published.
+    fn stage(dir: &Path, text: &str) -> Staged {
+        let mut staged = Staged::default();
+        let temporary = staged.add(dir.join("train-00000.h5")).with_extension(text);
+        std::fs::write(&temporary, text).unwrap();
+        staged.files[0].0 = temporary;
+        staged
+    }
+
     #[test]
     fn of_two_imports_into_one_directory_the_later_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let stage = |text: &str| {
-            let mut staged = Staged::default();
-            let temporary = staged.add(dir.path().join("train-00000.h5")).with_extension(text);
-            std::fs::write(&temporary, text).unwrap();
-            staged.files[0].0 = temporary;
-            staged
-        };
-        let one = stage("one");
-        let other = stage("other");
+        let one = stage(dir.path(), "one");
+        let other = stage(dir.path(), "other");
         one.publish().unwrap();
         let error = other.publish().unwrap_err().to_string();
         assert!(error.contains("holds shards already, such as train-00000.h5"), "{error}");

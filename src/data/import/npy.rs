@@ -2,7 +2,8 @@
 //!
 //! `\x93NUMPY`, two bytes of version, the length of the header (u16 in version 1, u32 later,
 //! little-endian); the header, a Python dictionary with the keys `descr`, `fortran_order` and
-//! `shape`; the elements. An NPZ archive is a ZIP file of such files, stored or deflated.
+//! `shape`; the elements. An NPZ archive is a ZIP file of such files, stored or deflated. The crate
+//! `zip` is built without encryption and without compressions that NumPy does not write.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -213,32 +214,25 @@ struct Header {
 impl Header {
     /// Reads the header, after which the elements follow. The error describes the fault.
     fn read(from: &mut impl Read) -> Result<Self, String> {
-        let mut count = 0;
-        let mut bytes = |most: usize| {
-            let mut bytes = Vec::new();
-            from.take(most as u64).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
-            count += bytes.len();
-            Ok::<_, String>((bytes, count))
-        };
-        let (magic, _) = bytes(MAGIC.len())?;
+        let magic = read_up_to(from, MAGIC.len())?;
         if magic != MAGIC {
             return Err(format!("it begins with {magic:02x?}"));
         }
         let ends = |count: usize| Err(format!("it ends after {count} bytes"));
-        let (version, so_far) = bytes(2)?;
+        let version = read_up_to(from, 2)?;
         let length = match version[..] {
             [1, _] => 2,
             [2 | 3, _] => 4,
             [major, _] => return Err(format!("version {major} of the format")),
-            _ => return ends(so_far),
+            _ => return ends(magic.len() + version.len()),
         };
-        let (mut word, so_far) = bytes(length)?;
+        let mut word = read_up_to(from, length)?;
         if word.len() < length {
-            return ends(so_far);
+            return ends(magic.len() + version.len() + word.len());
         }
         word.resize(4, 0);
         let length = word.iter().rev().fold(0, |length, byte| length << 8 | usize::from(*byte));
-        let (header, _) = bytes(length.min(HEADER))?;
+        let header = read_up_to(from, length.min(HEADER))?;
         if header.len() < length {
             return Err(format!("a header of {length} bytes in {}", header.len()));
         }
@@ -281,6 +275,13 @@ impl Header {
         let Self { shape, kind, columns_first } = self;
         Array { shape, kind, columns_first, bytes }
     }
+}
+
+/// Returns the next bytes: `most` of them, or fewer at the end.
+fn read_up_to(from: &mut impl Read, most: usize) -> Result<Vec<u8>, String> {
+    let mut bytes = Vec::new();
+    from.take(most as u64).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+    Ok(bytes)
 }
 
 /// Opens an archive of arrays.
@@ -386,9 +387,6 @@ mod tests {
 
     #[test]
     fn every_type_in_both_byte_orders() {
-        let header = |descr: &str| {
-            format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': (1,), }}\n")
-        };
         for (descr, element, wanted) in [
             ("<f8", &(-1.5f64).to_le_bytes()[..], -1.5),
             (">f8", &(-1.5f64).to_be_bytes(), -1.5),
@@ -403,23 +401,27 @@ mod tests {
             ("<u8", &[5, 0, 0, 0, 0, 0, 0, 0], 5.0),
             ("|b1", &[1], 1.0),
         ] {
-            let array = array(npy(&header(descr), element)).unwrap();
+            let header =
+                format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': (1,), }}\n");
+            let array = array(npy(&header, element)).unwrap();
             assert_eq!(all(array.numbers(&std::env::temp_dir(), |x| x)), [wanted], "{descr}");
         }
     }
 
+    /// Returns the elements of an array of shape (2, 3, 4) in an order; element (i, j, k) is
+    /// 100 i + 10 j + k.
+    fn in_order(fortran: bool) -> Vec<u8> {
+        let [a, b, c] = [2usize, 3, 4];
+        let all = if fortran {
+            (0..a * b * c).map(|n| [n % a, n / a % b, n / a / b]).collect::<Vec<_>>()
+        } else {
+            (0..a * b * c).map(|n| [n / c / b, n / c % b, n % c]).collect()
+        };
+        all.iter().map(|[i, j, k]| (100 * i + 10 * j + k) as u8).collect()
+    }
+
     #[test]
     fn columns_become_rows() {
-        // Element (i, j, k) is 100 i + 10 j + k.
-        let [a, b, c] = [2usize, 3, 4];
-        let in_order = |fortran: bool| {
-            let all = if fortran {
-                (0..a * b * c).map(|n| [n % a, n / a % b, n / a / b]).collect::<Vec<_>>()
-            } else {
-                (0..a * b * c).map(|n| [n / c / b, n / c % b, n % c]).collect()
-            };
-            all.iter().map(|[i, j, k]| (100 * i + 10 * j + k) as u8).collect::<Vec<u8>>()
-        };
         let header = "{'descr': '|u1', 'fortran_order': True, 'shape': (2, 3, 4), }";
         let array = array(npy(header, &in_order(true))).unwrap();
         assert_eq!(array.rows(1..2).unwrap(), in_order(false)[12..]);

@@ -87,18 +87,11 @@ impl<'a> Windows<'a> {
         }
         let held = std::mem::take(&mut self.held);
         let middle = self.start + self.sizes.overlap / 2;
-        let meets = |old: &usize| {
-            let run = held.get(*old..*old + EQUAL)?;
-            // Several tokens of one character have the same position.
-            let is_first = *old == 0 || held[old - 1].start < run[0].start;
-            let new = tokens.partition_point(|token| token.start < run[0].start);
-            (is_first && tokens.get(new..new + EQUAL) == Some(run)).then_some((*old, new))
-        };
         let from = held.partition_point(|token| token.start < middle);
         // Before the middle if no run after it is equal.
         let found = (from..held.len())
-            .find_map(|old| meets(&old))
-            .or_else(|| (0..from).rev().find_map(|old| meets(&old)));
+            .find_map(|old| meeting(&held, &tokens, old))
+            .or_else(|| (0..from).rev().find_map(|old| meeting(&held, &tokens, old)));
         let Some((old, new)) = found else {
             return Err(Error::input(format!("the ids near byte {middle} depend on distant text"))
                 .hint("split it into several documents, such as JSON lines with --field"));
@@ -107,6 +100,15 @@ impl<'a> Windows<'a> {
         tokens.drain(..new);
         Ok(tokens)
     }
+}
+
+/// Returns `old` and the index in `tokens` from which a run of both is equal, if there is one.
+fn meeting(held: &[Placed], tokens: &[Placed], old: usize) -> Option<(usize, usize)> {
+    let run = held.get(old..old + EQUAL)?;
+    // Several tokens of one character have the same position.
+    let is_first = old == 0 || held[old - 1].start < run[0].start;
+    let new = tokens.partition_point(|token| token.start < run[0].start);
+    (is_first && tokens.get(new..new + EQUAL) == Some(run)).then_some((old, new))
 }
 
 #[cfg(test)]

@@ -206,11 +206,9 @@ impl RowSet {
 
     /// Returns the rows, ascending.
     fn iter(&self) -> impl Iterator<Item = usize> {
-        let of = |(word, bits): (usize, &u64)| {
-            let bits = *bits;
+        self.bits.iter().copied().enumerate().flat_map(|(word, bits)| {
             (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| 64 * word + bit)
-        };
-        self.bits.iter().enumerate().flat_map(of)
+        })
     }
 }
 
@@ -332,15 +330,15 @@ impl Rows {
                 *count += 1;
             }
         }
-        let mean = |((sum, count), name): (&(f64, usize), &String)| match count {
+        let means = sums.into_iter().zip(&columns.inputs).map(|((sum, count), name)| match count {
             0 => Err(Error::input(format!(
                 "{}: column {name:?} has no value in any training row",
                 self.places[0]
             ))
             .hint("drop it with --drop")),
-            count => Ok((sum / *count as f64) as f32),
-        };
-        sums.iter().zip(&columns.inputs).map(mean).collect()
+            count => Ok((sum / count as f64) as f32),
+        });
+        means.collect()
     }
 
     /// Returns the position and value of the first of a row's numbers that is not finite.
@@ -352,8 +350,8 @@ impl Rows {
         // Compared as f32, the type that is written.
         let targets = self.targets_of(row)?.into_iter().map(|x| x as f32);
         let is_filled = self.filled_later().is_some();
-        let is_refused = |x: &f32| !(x.is_finite() || is_filled && x.is_nan());
-        let found = numbers.iter().position(is_refused).map(|at| (0, at, numbers[at]));
+        let found = numbers.iter().position(|x| !(x.is_finite() || is_filled && x.is_nan()));
+        let found = found.map(|at| (0, at, numbers[at]));
         let mut of_targets = targets.enumerate().filter(|(_, x)| !x.is_finite());
         let found = found.or_else(|| of_targets.next().map(|(at, x)| (1, at, x)));
         let weight =
@@ -386,11 +384,11 @@ impl Rows {
         let count = (rows.len() * self.row_len() / places).max(1) as f64;
         let mean =
             sums.iter().zip(&first).map(|(sum, first)| (first + sum / count) as f32).collect();
-        let deviation = |(sum, square): (&f64, &f64)| {
+        let deviations = sums.iter().zip(&squares).map(|(sum, square)| {
             let variance = (square / count - (sum / count).powi(2)).max(0.0);
             if variance > 1e-12 * square / count { variance.sqrt() as f32 } else { 1.0 }
-        };
-        Ok((mean, sums.iter().zip(&squares).map(deviation).collect()))
+        });
+        Ok((mean, deviations.collect()))
     }
 
     /// Writes all rows as shards.
@@ -491,8 +489,10 @@ impl Rows {
             );
         }
         std::fs::create_dir_all(&kept.out).map_err(|e| Error::io("create", &kept.out, e))?;
-        let part_of = |shard| RowRange { of: &train, range: part(train.len(), kept.shards, shard) };
-        let parts = (0..kept.shards).map(|shard| (Split::Train, shard, part_of(shard)));
+        let parts = (0..kept.shards).map(|shard| {
+            let range = part(train.len(), kept.shards, shard);
+            (Split::Train, shard, RowRange { of: &train, range })
+        });
         let whole = RowRange { of: &validation, range: 0..validation.len() };
         let validation = (validation.len() > 0).then_some((Split::Validation, 0, whole));
         let import = self.name(kept)?;
@@ -582,30 +582,19 @@ impl Rows {
         let inputs = match &self.inputs {
             _ if self.row_len() == 0 => None,
             Inputs::Bytes(bytes) => {
-                let of_row =
-                    |row, to: &mut Vec<u8>| bytes.append(row * self.row_len(), self.row_len(), to);
-                Some(write_rows_by(
-                    &file,
-                    &names.inputs,
-                    &shape,
-                    rows.iter(),
-                    kept_in(refused, of_row),
-                )?)
+                let of_row = kept_in(refused, |row, to: &mut Vec<u8>| {
+                    bytes.append(row * self.row_len(), self.row_len(), to)
+                });
+                Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), of_row)?)
             }
             Inputs::Numbers(numbers) => {
-                let of_row = |row, to: &mut Vec<f32>| {
+                let of_row = kept_in(refused, |row, to: &mut Vec<f32>| {
                     let first = to.len();
                     numbers.append(row * self.row_len(), self.row_len(), to)?;
                     self.fill(&mut to[first..]);
                     Ok(())
-                };
-                Some(write_rows_by(
-                    &file,
-                    &names.inputs,
-                    &shape,
-                    rows.iter(),
-                    kept_in(refused, of_row),
-                )?)
+                });
+                Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), of_row)?)
             }
         };
         if let (Some(inputs), Some((mean, std))) = (inputs, scale) {
@@ -617,64 +606,61 @@ impl Rows {
             file.new_dataset::<VarLenUnicode>().create(COLUMNS)?.write_scalar(columns)?;
             let width = table.columns.categories.len();
             if width > 0 {
-                let ids = |row, to: &mut Vec<u32>| table.ids.append(row * width, width, to);
                 write_rows_by(
                     &file,
                     &names.categories,
                     &[rows.len(), width],
                     rows.iter(),
-                    kept_in(refused, ids),
+                    kept_in(refused, |row, to: &mut Vec<u32>| {
+                        table.ids.append(row * width, width, to)
+                    }),
                 )?;
             }
         }
         if is_class {
-            let class = |row, to: &mut Vec<u32>| {
-                to.extend(self.targets_of(row)?.into_iter().map(|x| x as u32));
-                Ok(())
-            };
             write_rows_by(
                 &file,
                 &names.targets,
                 &[rows.len()],
                 rows.iter(),
-                kept_in(refused, class),
+                kept_in(refused, |row, to: &mut Vec<u32>| {
+                    to.extend(self.targets_of(row)?.into_iter().map(|x| x as u32));
+                    Ok(())
+                }),
             )?;
         } else if self.width > 0 {
-            let values = |row, to: &mut Vec<f32>| {
-                to.extend(self.targets_of(row)?.into_iter().map(|x| x as f32));
-                Ok(())
-            };
             write_rows_by(
                 &file,
                 &names.targets,
                 &[rows.len(), self.width],
                 rows.iter(),
-                kept_in(refused, values),
+                kept_in(refused, |row, to: &mut Vec<f32>| {
+                    to.extend(self.targets_of(row)?.into_iter().map(|x| x as f32));
+                    Ok(())
+                }),
             )?;
         }
         if self.weights.len() > 0 {
-            let weight = |row, to: &mut Vec<f32>| {
-                to.extend(self.weight_of(row)?.map(|x| x as f32));
-                Ok(())
-            };
-            write_rows_by(&file, WEIGHTS, &[rows.len()], rows.iter(), kept_in(refused, weight))?;
+            write_rows_by(
+                &file,
+                WEIGHTS,
+                &[rows.len()],
+                rows.iter(),
+                kept_in(refused, |row, to: &mut Vec<f32>| {
+                    to.extend(self.weight_of(row)?.map(|x| x as f32));
+                    Ok(())
+                }),
+            )?;
         }
-        let texts = |texts: &mut dyn Iterator<Item = &String>| -> hdf5::Result<Vec<VarLenUnicode>> {
-            texts
-                .map(|text| {
-                    text.parse().map_err(|_| format!("{text:?} cannot be stored as text").into())
-                })
-                .collect()
-        };
         if let Some(files) = &self.files {
-            let names = texts(&mut rows.iter().map(|row| &files[row]))?;
+            let names = var_len_texts(rows.iter().map(|row| &files[row]))?;
             file.new_dataset::<VarLenUnicode>()
                 .shape(names.len())
                 .create(FILES)?
                 .write_raw(&names)?;
         }
         if !self.classes.is_empty() {
-            let classes = texts(&mut self.classes.iter())?;
+            let classes = var_len_texts(self.classes.iter())?;
             file.new_dataset::<VarLenUnicode>()
                 .shape(classes.len())
                 .create(CLASSES)?
@@ -682,6 +668,13 @@ impl Rows {
         }
         file.close()
     }
+}
+
+/// Returns texts as HDF5 stores them.
+fn var_len_texts<'a>(texts: impl Iterator<Item = &'a String>) -> hdf5::Result<Vec<VarLenUnicode>> {
+    let parsed = texts
+        .map(|text| text.parse().map_err(|_| format!("{text:?} cannot be stored as text").into()));
+    parsed.collect()
 }
 
 #[cfg(test)]

@@ -114,10 +114,6 @@ impl StreamShards {
             let path = self.out.join(shard_name(split, shard as u64));
             shards.push((path.clone(), range.len()));
             let mut at = range.start;
-            let mut next = |count: usize| {
-                at += count;
-                ids(at - count, count)
-            };
             TokenShard {
                 ids: &[],
                 tokenizer,
@@ -129,7 +125,10 @@ impl StreamShards {
                 num_shards,
                 compress: self.compress,
             }
-            .write_by(staged.add(path), range.len(), &mut next)?;
+            .write_by(staged.add(path), range.len(), &mut |count: usize| {
+                at += count;
+                ids(at - count, count)
+            })?;
         }
         staged.publish()?;
         Ok(Imported { shards, vocabulary, source_sha256 })

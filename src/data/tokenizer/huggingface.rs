@@ -3,6 +3,10 @@
 //! The file is kept with its keys in alphabetical order and without white space, so that two copies
 //! of it are equal. It is parsed when a text is first encoded or decoded: most ranks of a job never
 //! do that.
+//!
+//! `tokenizers` is built with Oniguruma, the reference for its regular expressions: with
+//! `fancy-regex` an expression that gives up would end a text silently. Its default features are
+//! off: they add downloads and progress bars. Its panics become errors, and its time is limited.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -70,8 +74,9 @@ impl File {
     fn shared(text: String, vocabulary: usize) -> Arc<Self> {
         let mut files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
         files.retain(|file| file.strong_count() > 0);
-        let same = |file: &Arc<Self>| file.vocabulary == vocabulary && file.text == text;
-        if let Some(file) = files.iter().filter_map(Weak::upgrade).find(same) {
+        let mut in_use = files.iter().filter_map(Weak::upgrade);
+        let same = in_use.find(|file| file.vocabulary == vocabulary && file.text == text);
+        if let Some(file) = same {
             return file;
         }
         let file = Arc::new(Self { text, vocabulary, parsed: OnceLock::new() });
@@ -305,9 +310,11 @@ impl HuggingFace {
 
     /// Returns the text of `ids`, special tokens included; U+FFFD if there is none.
     pub(super) fn decode(&self, ids: &[u32]) -> String {
-        let replaced = || char::REPLACEMENT_CHARACTER.to_string().repeat(ids.len());
-        let decode = || self.file.parsed().ok()?.decode(ids, false).ok();
-        panics::catch_panic(decode).ok().flatten().unwrap_or_else(replaced)
+        let decoded = panics::catch_panic(|| self.file.parsed().ok()?.decode(ids, false).ok());
+        decoded
+            .ok()
+            .flatten()
+            .unwrap_or_else(|| char::REPLACEMENT_CHARACTER.to_string().repeat(ids.len()))
     }
 
     /// Returns the id of a token by its text, as the vocabulary spells it.

@@ -250,11 +250,11 @@ impl Tokenizer {
     pub(super) fn encode_from(&self, text: &str, place: usize) -> Result<Vec<u32>> {
         match self {
             Self::Char { chars } => {
-                let id = |(at, c): (usize, char)| match chars.binary_search(&c) {
+                let ids = text.char_indices().map(|(at, c)| match chars.binary_search(&c) {
                     Ok(id) => Ok(id as u32),
                     Err(_) => Err(unknown_character(c, place + at, chars.len())),
-                };
-                text.char_indices().map(id).collect()
+                });
+                ids.collect()
             }
             Self::Byte => Ok(text.bytes().map(u32::from).collect()),
             // No special token is allowed; unlike `encode_ordinary` this cannot panic.

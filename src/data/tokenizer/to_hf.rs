@@ -68,17 +68,17 @@ fn file(
     decoder: Value,
     special: &[(&str, u32)],
 ) -> Value {
-    let added = |(content, id): &(&str, u32)| {
+    let added = special.iter().map(|(content, id)| {
         json!({
             "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": true,
         })
-    };
+    });
     json!({
         "version": "1.0",
         "truncation": null,
         "padding": null,
-        "added_tokens": special.iter().map(added).collect::<Vec<_>>(),
+        "added_tokens": added.collect::<Vec<_>>(),
         "normalizer": null,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": null,
@@ -100,26 +100,28 @@ fn byte_level(is_cut: bool) -> Value {
 /// Returns GPT-2's spelling of bytes (`bytes_to_unicode` of its `encoder.py`): bytes of printable
 /// characters of Latin-1 become those, the others become the characters from U+0100 on.
 fn spelling(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| byte_spelling(*byte)).collect()
+}
+
+/// Returns GPT-2's spelling of a byte.
+fn byte_spelling(byte: u8) -> char {
     let is_itself = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    let of_byte = |&byte: &u8| match is_itself(byte) {
-        true => char::from(byte),
-        false => {
-            let before = (0..byte).filter(|other| !is_itself(*other)).count() as u32;
-            char::from_u32(0x100 + before).unwrap_or(char::REPLACEMENT_CHARACTER)
-        }
-    };
-    bytes.iter().map(of_byte).collect()
+    if is_itself(byte) {
+        return char::from(byte);
+    }
+    let before = (0..byte).filter(|other| !is_itself(*other)).count() as u32;
+    char::from_u32(0x100 + before).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
 /// Returns the vocabulary and the merges of GPT-2. Its ids are ranks: a token is the merge of the
 /// two parts that remain of it after the merges of lower rank.
 fn gpt2() -> Result<(Map<String, Value>, Vec<String>)> {
     let ids = GPT2_IDS as u32 - 1;
-    let of_id = |id: u32| {
+    let tokens = (0..ids).map(|id| {
         let bytes = tiktoken_rs::r50k_base_singleton().decode_bytes(&[id]);
         bytes.map_err(|e| Error::internal(format!("GPT-2's vocabulary lacks id {id}: {e}")))
-    };
-    let tokens = (0..ids).map(of_id).collect::<Result<Vec<_>>>()?;
+    });
+    let tokens = tokens.collect::<Result<Vec<_>>>()?;
     let ranks: HashMap<&[u8], usize> =
         tokens.iter().enumerate().map(|(id, bytes)| (&bytes[..], id)).collect();
     let mut merges = Vec::with_capacity(tokens.len());
@@ -127,11 +129,11 @@ fn gpt2() -> Result<(Map<String, Value>, Vec<String>)> {
         // The ends of the parts.
         let mut ends: Vec<usize> = (0..=bytes.len()).collect();
         while ends.len() > 3 {
-            let rank = |at: &usize| {
-                ranks.get(&bytes[ends[*at]..ends[*at + 2]]).copied().filter(|rank| *rank < id)
-            };
-            let lowest = (0..ends.len() - 2).filter_map(|at| Some((rank(&at)?, at))).min();
-            let (_, at) = lowest.ok_or_else(|| {
+            let possible = (0..ends.len() - 2).filter_map(|at| {
+                let rank = *ranks.get(&bytes[ends[at]..ends[at + 2]])?;
+                (rank < id).then_some((rank, at))
+            });
+            let (_, at) = possible.min().ok_or_else(|| {
                 Error::internal(format!("GPT-2's token {id} is not a merge of other tokens"))
             })?;
             ends.remove(at + 1);

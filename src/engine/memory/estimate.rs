@@ -136,12 +136,10 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     device[MemoryKind::Workspace as usize] = B::WORKSPACE;
     if schedule.micros() > 1 && plan.sharding_policy().params == Lifetime::Step {
         // The token embedding is an operand of a matmul only if the head is tied to it.
-        let is_table = |slot: usize| {
-            let is_lent = stage.tied_slots().contains(&Some(slot));
-            plan.network.is_language() && stage.units.start == 0 && slot == 0 && !is_lent
-        };
-        let multiplied =
-            slots.iter().enumerate().filter(|(slot, _)| !is_table(*slot)).map(|(_, len)| len).sum();
+        let has_lookup_only = plan.network.is_language()
+            && stage.units.start == 0
+            && !stage.tied_slots().contains(&Some(0));
+        let multiplied = slots.iter().skip(usize::from(has_lookup_only)).sum();
         let rows = plan.micro as usize * plan.network.context();
         device[MemoryKind::Workspace as usize] += B::reuse_bytes(multiplied, rows);
     }
@@ -219,9 +217,9 @@ fn inputs_on_host<B: Kernels>(
         .filter(|(block, _)| is_offloaded(plan, timeline.stage, blocks.len(), *block));
     let rows = plan.micro as usize * plan.network.context();
     let size = plan.config.precision.dtype.size(B::ON_HOST);
-    let words = |elements: usize| (elements * size).next_multiple_of(F32);
-    let of_micro: usize =
-        offloaded.map(|(_, block)| words(rows * slices.own(block.input_per_row()))).sum();
+    let of_micro: usize = offloaded
+        .map(|(_, block)| (rows * slices.own(block.input_per_row()) * size).next_multiple_of(F32))
+        .sum();
     let waiting = timeline.step().into_iter().map(|moment| moment.waiting).max().unwrap_or(0);
     (waiting + 1) * of_micro
 }
@@ -237,7 +235,6 @@ fn moments<B: Kernels>(
     slots: &[usize],
     next: Option<usize>,
 ) -> Vec<Alive> {
-    let size = plan.config.precision.dtype.size(B::ON_HOST);
     let timeline = MemoryTimeline {
         stage,
         sizes: slots,
@@ -245,117 +242,195 @@ fn moments<B: Kernels>(
         policy: plan.sharding_policy(),
         schedule,
     };
-    // Bytes per row of each block's input, saved activations, and scratch.
-    let input: Vec<usize> =
-        blocks.iter().map(|block| slices.own(block.input_per_row()) * size).collect();
-    let saved: Vec<usize> = blocks
-        .iter()
-        .map(|block| block.saved_elems_per_row() * size + block.saved_f32_per_row() * F32)
-        .collect();
-    let scratch: Vec<usize> = blocks.iter().map(|block| block.scratch_per_row() * size).collect();
-    let forward: Vec<usize> =
-        blocks.iter().map(|block| block.forward_scratch_per_row() * size).collect();
-    let deferring: Vec<usize> =
-        blocks.iter().map(|block| block.deferred_scratch_per_row() * size).collect();
-    // Bytes per row that deferred wgrads keep, summed over the blocks before each block, then over
-    // all.
-    let deferred_before: Vec<usize> = blocks.iter().fold(vec![0], |mut sums, block| {
-        sums.push(sums[sums.len() - 1] + block.deferred_per_row() * size);
-        sums
-    });
-    let deferred_row = deferred_before[blocks.len()];
-    // The logits include the padding of their rows, and their losses.
-    let is_padded = blocks.last().is_some_and(|block| block.pads_output());
-    let in_memory = |columns: usize| if is_padded { B::row_stride(columns) } else { columns };
-    let of_virtual_rank =
-        |virtual_rank: usize| in_memory(slices.share(plan.network.outputs(), virtual_rank).len());
-    let outputs: usize = slices.held.clone().map(of_virtual_rank).sum();
-    let of_stage = next.map_or(outputs * size + F32, |next| next * size);
-    let output = |block: usize| input.get(block + 1).copied().unwrap_or(of_stage);
-    let recompute = plan.config.parallel.recompute;
-    // Bytes that the blocks before each block save, then those of all.
-    let mut kept = vec![0; blocks.len() + 1];
-    let again = |block: usize| recompute && !(stage.is_last() && block + 1 == blocks.len());
-    let is_offloaded = |block: usize| is_offloaded(plan, stage, blocks.len(), block);
-    for block in 0..blocks.len() {
-        let stays = if is_offloaded(block) { 0 } else { input[block] };
-        kept[block + 1] = kept[block] + stays + if again(block) { 0 } else { saved[block] };
-    }
-    // During a backward, the input of the previous block is copied back.
-    let fetched = |block: usize| {
-        block
-            .checked_sub(1)
-            .filter(|before| is_offloaded(*before))
-            .map_or(0, |before| input[before])
-    };
-    // A recomputed forward has its output in addition to the gradient of the output.
-    let recomputed =
-        |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
-    // With chunked cross-entropy, the last block has a chunk of rows in addition to its input and,
-    // in the backward, the gradient of the input.
-    let at_once = |rows: usize| match plan.loss_chunk_tokens {
-        0 => rows,
-        some => rows.min(some),
-    };
-    let is_cut = |block: usize, rows: usize| {
-        stage.is_last() && block + 1 == blocks.len() && at_once(rows) < rows
-    };
-    let waiting_row = kept[blocks.len()];
+    let bytes = ActivationBytes::new(plan, blocks, slices, stage, next);
+    let kept = bytes.kept();
     // One message is received while another is sent. More may wait for a slow later stage, at most
     // as many as there are later stages.
-    let messages =
-        if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
-    let bytes = |MemoryMoment { when, params, grads, waiting, deferred }: MemoryMoment,
-                 rows: usize,
-                 kept: &[usize],
-                 messages: usize| {
-        let of_chunk = match when {
-            StepPosition::Forward(block) if is_cut(block, rows) => {
-                saved[block] + output(block) + forward[block]
-            }
-            StepPosition::Backward(block) if is_cut(block, rows) => saved[block] + scratch[block],
-            _ => 0,
-        };
-        let of_row = match when {
-            StepPosition::Forward(block) if is_cut(block, rows) => kept[block] + input[block],
-            StepPosition::Backward(block) if is_cut(block, rows) => {
-                kept[block] + fetched(block) + 2 * input[block]
-            }
-            StepPosition::Forward(block) => {
-                kept[block] + input[block] + saved[block] + output(block) + forward[block]
-            }
-            StepPosition::Backward(block) => {
-                kept[block]
-                    + fetched(block)
-                    + input[block]
-                    + saved[block]
-                    + scratch[block].max(recomputed(block))
-            }
-            StepPosition::BackwardInput(block) => {
-                let of_later_blocks = deferred_row - deferred_before[block + 1];
-                let work = deferring[block].max(recomputed(block));
-                kept[block] + fetched(block) + input[block] + saved[block] + work + of_later_blocks
-            }
-            StepPosition::BackwardWeight(block) => deferred_before[block + 1],
-            // The gradient of the input is as large as the input.
-            StepPosition::After(block) => kept[block] + fetched(block) + 2 * input[block],
-        };
-        let of_row = of_row + waiting * waiting_row + deferred * deferred_row + messages;
-        // The rows of a chunk's input are a copy.
-        let of_chunk = if of_chunk > 0 { of_chunk + input[blocks.len() - 1] } else { 0 };
-        let activations = rows * of_row + at_once(rows) * of_chunk;
-        Alive { parameters: params * size, gradients: grads * F32, activations }
+    let messages = match stage.count {
+        0 | 1 => 0,
+        _ => bytes.input[0].max(if stage.is_last() { 0 } else { bytes.of_stage }),
     };
     let rows = |samples: u64| samples as usize * plan.network.context();
-    let training =
-        timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept, messages));
+    let training = timeline
+        .step()
+        .into_iter()
+        .map(|moment| bytes.alive(moment, rows(plan.micro), &kept, messages));
     let nothing = vec![0; blocks.len() + 1];
     let evaluated = rows(plan.config.eval.batch);
     let evaluation =
-        timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing, 0));
+        timeline.forward().into_iter().map(|moment| bytes.alive(moment, evaluated, &nothing, 0));
     let average =
         plan.local_sgd.map(|_| average(plan, B::ON_HOST, &slots[..stage.units.len()], slots));
     training.chain(evaluation).chain(average).collect()
+}
+
+/// Bytes per row of the activations of a stage, by block.
+struct ActivationBytes<'a> {
+    plan: &'a ResolvedConfig,
+    stage: &'a Stage,
+    /// Bytes of an element.
+    size: usize,
+    input: Vec<usize>,
+    saved: Vec<usize>,
+    /// Scratch of the backward.
+    scratch: Vec<usize>,
+    /// Scratch of the forward.
+    forward: Vec<usize>,
+    /// Scratch of a backward whose wgrad is deferred.
+    deferring: Vec<usize>,
+    /// Bytes that deferred wgrads keep, summed over the blocks before each block, then over all.
+    deferred_before: Vec<usize>,
+    /// The output of the stage.
+    of_stage: usize,
+}
+
+impl<'a> ActivationBytes<'a> {
+    /// Returns the bytes for a stage with these blocks. Rows of its output have `next` elements, or
+    /// are the network's output if `next` is `None`.
+    fn new<B: Kernels>(
+        plan: &'a ResolvedConfig,
+        blocks: &Blocks<B>,
+        slices: &TensorShards,
+        stage: &'a Stage,
+        next: Option<usize>,
+    ) -> Self {
+        let size = plan.config.precision.dtype.size(B::ON_HOST);
+        // The logits include the padding of their rows, and their losses.
+        let is_padded = blocks.last().is_some_and(|block| block.pads_output());
+        let outputs = slices.held.clone().map(|virtual_rank| {
+            let columns = slices.share(plan.network.outputs(), virtual_rank).len();
+            if is_padded { B::row_stride(columns) } else { columns }
+        });
+        let of_output = outputs.sum::<usize>() * size + F32;
+        Self {
+            plan,
+            stage,
+            size,
+            input: blocks.iter().map(|block| slices.own(block.input_per_row()) * size).collect(),
+            saved: blocks
+                .iter()
+                .map(|block| block.saved_elems_per_row() * size + block.saved_f32_per_row() * F32)
+                .collect(),
+            scratch: blocks.iter().map(|block| block.scratch_per_row() * size).collect(),
+            forward: blocks.iter().map(|block| block.forward_scratch_per_row() * size).collect(),
+            deferring: blocks.iter().map(|block| block.deferred_scratch_per_row() * size).collect(),
+            deferred_before: blocks.iter().fold(vec![0], |mut sums, block| {
+                sums.push(sums[sums.len() - 1] + block.deferred_per_row() * size);
+                sums
+            }),
+            of_stage: next.map_or(of_output, |next| next * size),
+        }
+    }
+
+    /// Returns the bytes that the blocks before each block save, then those of all.
+    fn kept(&self) -> Vec<usize> {
+        let mut kept = vec![0; self.input.len() + 1];
+        for block in 0..self.input.len() {
+            let stays = if self.is_offloaded(block) { 0 } else { self.input[block] };
+            let saved = if self.recomputes(block) { 0 } else { self.saved[block] };
+            kept[block + 1] = kept[block] + stays + saved;
+        }
+        kept
+    }
+
+    /// Returns the memory at a moment with micro-batches of `rows` rows, when the blocks before
+    /// each block have saved `kept` bytes per row, and buffers of messages have `messages`.
+    fn alive(&self, moment: MemoryMoment, rows: usize, kept: &[usize], messages: usize) -> Alive {
+        let MemoryMoment { when, params, grads, waiting, deferred } = moment;
+        let Self { input, saved, scratch, forward, deferring, deferred_before, .. } = self;
+        let last = input.len() - 1;
+        let of_chunk = match when {
+            StepPosition::Forward(block) if self.is_chunked(block, rows) => {
+                saved[block] + self.output(block) + forward[block]
+            }
+            StepPosition::Backward(block) if self.is_chunked(block, rows) => {
+                saved[block] + scratch[block]
+            }
+            _ => 0,
+        };
+        let of_row = match when {
+            StepPosition::Forward(block) if self.is_chunked(block, rows) => {
+                kept[block] + input[block]
+            }
+            StepPosition::Backward(block) if self.is_chunked(block, rows) => {
+                kept[block] + self.fetched(block) + 2 * input[block]
+            }
+            StepPosition::Forward(block) => {
+                kept[block] + input[block] + saved[block] + self.output(block) + forward[block]
+            }
+            StepPosition::Backward(block) => {
+                let work = scratch[block].max(self.recomputed(block));
+                kept[block] + self.fetched(block) + input[block] + saved[block] + work
+            }
+            StepPosition::BackwardInput(block) => {
+                let of_later_blocks = deferred_before[last + 1] - deferred_before[block + 1];
+                let work = deferring[block].max(self.recomputed(block));
+                kept[block]
+                    + self.fetched(block)
+                    + input[block]
+                    + saved[block]
+                    + work
+                    + of_later_blocks
+            }
+            StepPosition::BackwardWeight(block) => deferred_before[block + 1],
+            // The gradient of the input is as large as the input.
+            StepPosition::After(block) => kept[block] + self.fetched(block) + 2 * input[block],
+        };
+        let of_waiting = waiting * kept[last + 1] + deferred * deferred_before[last + 1];
+        let of_row = of_row + of_waiting + messages;
+        // The rows of a chunk's input are a copy.
+        let of_chunk = if of_chunk > 0 { of_chunk + input[last] } else { 0 };
+        let activations = rows * of_row + self.chunk_rows(rows) * of_chunk;
+        Alive { parameters: params * self.size, gradients: grads * F32, activations }
+    }
+
+    /// Returns the output of a block.
+    fn output(&self, block: usize) -> usize {
+        self.input.get(block + 1).copied().unwrap_or(self.of_stage)
+    }
+
+    /// Returns true if the input of a block is offloaded until its backward.
+    fn is_offloaded(&self, block: usize) -> bool {
+        is_offloaded(self.plan, self.stage, self.input.len(), block)
+    }
+
+    /// Returns the input of the previous block if it is copied back during the backward of `block`,
+    /// else 0.
+    fn fetched(&self, block: usize) -> usize {
+        let before = block.checked_sub(1).filter(|before| self.is_offloaded(*before));
+        before.map_or(0, |before| self.input[before])
+    }
+
+    /// Returns true if the forward of a block is recomputed before its backward.
+    fn recomputes(&self, block: usize) -> bool {
+        self.plan.config.parallel.recompute && !self.is_last(block)
+    }
+
+    /// Returns the memory of a block's recomputed forward, which has its output in addition to the
+    /// gradient of the output.
+    fn recomputed(&self, block: usize) -> usize {
+        if self.recomputes(block) { 2 * self.output(block) + self.forward[block] } else { 0 }
+    }
+
+    /// Returns true if a block is the last of the network.
+    fn is_last(&self, block: usize) -> bool {
+        self.stage.is_last() && block + 1 == self.input.len()
+    }
+
+    /// Returns the rows of a chunk of the loss.
+    fn chunk_rows(&self, rows: usize) -> usize {
+        match self.plan.loss_chunk_tokens {
+            0 => rows,
+            some => rows.min(some),
+        }
+    }
+
+    /// Returns true if a block computes its rows in chunks. With chunked cross-entropy, the last
+    /// block has a chunk of rows in addition to its input and, in the backward, the gradient of the
+    /// input.
+    fn is_chunked(&self, block: usize, rows: usize) -> bool {
+        self.is_last(block) && self.chunk_rows(rows) < rows
+    }
 }
 
 /// Returns the memory during the average of replicas, where units have `padded` elements and slots
@@ -382,10 +457,9 @@ fn average(plan: &ResolvedConfig, on_host: bool, padded: &[usize], slots: &[usiz
 /// Returns the present and the peak resident bytes of this process.
 pub fn resident() -> (usize, usize) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let field = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-        line.trim().trim_end_matches(" kB").parse::<usize>().ok()
+    let bytes = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap_or(0) * 1024
     };
-    let bytes = |name| field(name).unwrap_or(0) * 1024;
     (bytes("VmRSS:"), bytes("VmHWM:"))
 }

@@ -85,10 +85,11 @@ impl Node<'_> {
     /// Returns the budget of each rank on the node, of which this rank already uses `held`.
     fn budget(&self, plan: &ResolvedConfig, held: BaselineMemory) -> MemoryBudget {
         let limit = plan.config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
-        // The estimate includes resident memory, which is not part of the available memory.
-        let share = |available: usize| (available / self.ranks).saturating_add(held.resident);
         MemoryBudget {
-            host: self.available.map_or(limit, |available| share(available).min(limit)),
+            // The estimate includes resident memory, which is not part of the available memory.
+            host: self.available.map_or(limit, |available| {
+                (available / self.ranks).saturating_add(held.resident).min(limit)
+            }),
             gpu: self.gpu.unwrap_or(usize::MAX),
         }
     }
@@ -526,15 +527,8 @@ mod tests {
         // Most operands of deferred wgrads are in the last stage, which is the largest here.
         let need = |settings: &[&str]| {
             let error = refusal(4, settings, 1);
-            error
-                .split_once("4 × ")
-                .unwrap()
-                .1
-                .split_once(" MiB")
-                .unwrap()
-                .0
-                .parse::<f64>()
-                .unwrap() as usize
+            let (_, rest) = error.split_once("4 × ").unwrap();
+            rest.split_once(" MiB").unwrap().0.parse::<f64>().unwrap() as usize
         };
         let with = need(&zero_bubble);
         let without = need(&[&zero_bubble[..], &["parallel.schedule=1f1b"]].concat());
@@ -578,20 +572,23 @@ mod tests {
         fits::<Cuda>(plan, &node, NOTHING).err().unwrap().to_string()
     }
 
+    /// Returns a plan with recomputation for GPUs as pipeline stages, which may offload the inputs
+    /// of blocks.
+    fn recomputing(offload: bool, ranks: usize) -> ResolvedConfig {
+        let mut config = Config::default();
+        config.model.layers = hpctrain_config::LayerList::Count(8);
+        (config.batch.global, config.batch.micro, config.eval.batch) = (8, Some(2), 1);
+        (config.parallel.recompute, config.offload.activations) = (true, offload);
+        config.parallel.pipeline = ranks;
+        resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: true })
+            .unwrap()
+    }
+
     #[test]
     fn inputs_may_leave_a_gpu() {
-        let with = |offload: bool, ranks: usize| {
-            let mut config = Config::default();
-            config.model.layers = hpctrain_config::LayerList::Count(8);
-            (config.batch.global, config.batch.micro, config.eval.batch) = (8, Some(2), 1);
-            (config.parallel.recompute, config.offload.activations) = (true, offload);
-            config.parallel.pipeline = ranks;
-            resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: true })
-                .unwrap()
-        };
         for ranks in [1, 2] {
-            let there = need(&with(false, ranks));
-            let here = need(&with(true, ranks));
+            let there = need(&recomputing(false, ranks));
+            let here = need(&recomputing(true, ranks));
             let activations =
                 |estimate: &Estimate| estimate.gpu.unwrap()[MemoryKind::Activations as usize];
             let moved = here.host[MemoryKind::Offloaded as usize];
@@ -602,24 +599,27 @@ mod tests {
         }
     }
 
+    /// Returns the bytes of a GPU that trains GPT-2 with micro-batches of 32 × 1,024 tokens, of
+    /// which `rows` are a chunk of the loss.
+    fn gpu_bytes_with_chunks(rows: Option<usize>) -> usize {
+        let mut config = Config::default();
+        config.model.layers = hpctrain_config::LayerList::Count(12);
+        (config.model.heads, config.model.width, config.model.context) = (12, 768, 1024);
+        (config.batch.global, config.batch.micro, config.eval.batch) = (32, Some(32), 32);
+        config.parallel.loss_chunk_tokens = rows;
+        let plan = resolve(
+            config,
+            &Environment { ranks: 1, threads: 1, vocabulary: Some(50_257), on_gpu: true },
+        );
+        need(&plan.unwrap()).gpu()
+    }
+
     /// GPT-2 with micro-batches of 32 × 1,024 tokens has 3.3 GB of logits without chunks.
     #[test]
     fn a_gpu_has_the_logits_of_some_rows() {
-        let with = |rows: Option<usize>| {
-            let mut config = Config::default();
-            config.model.layers = hpctrain_config::LayerList::Count(12);
-            (config.model.heads, config.model.width, config.model.context) = (12, 768, 1024);
-            (config.batch.global, config.batch.micro, config.eval.batch) = (32, Some(32), 32);
-            config.parallel.loss_chunk_tokens = rows;
-            let plan = resolve(
-                config,
-                &Environment { ranks: 1, threads: 1, vocabulary: Some(50_257), on_gpu: true },
-            );
-            need(&plan.unwrap()).gpu()
-        };
-        let all = with(Some(0));
-        let usual = with(None);
-        let fewer = with(Some(1024));
+        let all = gpu_bytes_with_chunks(Some(0));
+        let usual = gpu_bytes_with_chunks(None);
+        let fewer = gpu_bytes_with_chunks(Some(1024));
         let logits = |rows: usize| rows * 50_304 * 2;
         for (rows, less) in [(4096, all - usual), (1024, all - fewer)] {
             let saved = logits(32 << 10) - logits(rows);
@@ -662,19 +662,19 @@ mod tests {
         );
     }
 
+    /// Returns the plan for one GPU with ZeRO 3 and an offloaded optimizer, which may offload
+    /// shards.
+    fn on_gpu_with_zero_3(shards: bool) -> ResolvedConfig {
+        let mut config = on_gpu(true).config;
+        config.parallel.zero = Zero::Three;
+        config.offload.params = shards;
+        resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true })
+            .unwrap()
+    }
+
     #[test]
     fn shards_may_leave_a_gpu_with_zero_3() {
-        let with = |shards: bool| {
-            let mut plan = on_gpu(true);
-            plan.config.parallel.zero = Zero::Three;
-            plan.config.offload.params = shards;
-            resolve(
-                plan.config,
-                &Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true },
-            )
-            .unwrap()
-        };
-        let away = need(&with(true));
+        let away = need(&on_gpu_with_zero_3(true));
         let error = refused(&on_gpu(false), away.gpu(), away.host());
         let both = format!(
             "{} of the GPU and {} of the host a rank",
@@ -684,7 +684,11 @@ mod tests {
         let settings = "parallel.zero=3 with offload.optimizer=true with offload.params=true";
         assert!(error.ends_with(&format!("hint: {settings} takes {both}")), "{error}");
         // The reverse holds if the host has no room for the slot of the copies.
-        let error = refused(&with(true), need(&on_gpu(false)).gpu(), need(&on_gpu(false)).host());
+        let error = refused(
+            &on_gpu_with_zero_3(true),
+            need(&on_gpu(false)).gpu(),
+            need(&on_gpu(false)).host(),
+        );
         assert!(
             error.contains("hint: offload.optimizer=false with offload.params=false takes "),
             "{error}"
@@ -693,17 +697,19 @@ mod tests {
         assert!(!refusal(1, &[], 60).contains("offload"));
     }
 
+    /// Returns a plan for one GPU with embedding tables.
+    fn with_tables_on(place: EmbeddingPlacement) -> ResolvedConfig {
+        let (mut config, _) =
+            load(&Sources { preset: Some("dlrm"), ..Sources::default() }).unwrap();
+        config.model.place.tables = place;
+        resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: true })
+            .unwrap()
+    }
+
     #[test]
     fn tables_may_leave_a_gpu() {
-        let with = |place: EmbeddingPlacement| {
-            let (mut config, _) =
-                load(&Sources { preset: Some("dlrm"), ..Sources::default() }).unwrap();
-            config.model.place.tables = place;
-            resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: true })
-                .unwrap()
-        };
-        let there = with(EmbeddingPlacement::Device);
-        let away = need(&with(EmbeddingPlacement::Host));
+        let there = with_tables_on(EmbeddingPlacement::Device);
+        let away = need(&with_tables_on(EmbeddingPlacement::Host));
         let error = refused(&there, away.gpu(), away.host());
         let both = format!(
             "{} of the GPU and {} of the host a rank",

@@ -43,22 +43,25 @@ impl<'a> HostTables<'a> {
             let ids = samples as usize * plan.samples.sizes(plan.network.context()).ids;
             (ids, samples as usize * plan.network.context() * rows)
         };
-        let in_lines = |words: usize| words.next_multiple_of(LINE);
         let trained = of_samples(plan.micro);
         let evaluated = of_samples(plan.config.eval.batch);
-        let at_work = |when: StepPosition, (ids, rows): (usize, usize)| match when {
-            StepPosition::After(_) | StepPosition::BackwardWeight(_) => 0,
-            StepPosition::Forward(_)
-            | StepPosition::Backward(_)
-            | StepPosition::BackwardInput(_) => in_lines(ids) + in_lines(rows),
-        };
         let training = timeline.step().into_iter().map(|moment| (moment, trained));
         let moments =
             training.chain(timeline.forward().into_iter().map(|moment| (moment, evaluated)));
         let most = moments
-            .map(|(moment, sizes)| moment.params + moment.grads + at_work(moment.when, sizes))
+            .map(|(moment, sizes)| moment.params + moment.grads + words_in_use(moment.when, sizes))
             .max();
         let slot = (trained.1.max(evaluated.1) * size).next_multiple_of(WORD);
         (owned + most.unwrap_or(0)) * WORD + slot
+    }
+}
+
+/// Returns the words of the buffers for a micro-batch's ids and rows that are in use at a moment.
+fn words_in_use(when: StepPosition, (ids, rows): (usize, usize)) -> usize {
+    match when {
+        StepPosition::After(_) | StepPosition::BackwardWeight(_) => 0,
+        StepPosition::Forward(_) | StepPosition::Backward(_) | StepPosition::BackwardInput(_) => {
+            ids.next_multiple_of(LINE) + rows.next_multiple_of(LINE)
+        }
     }
 }

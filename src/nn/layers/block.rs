@@ -20,10 +20,13 @@ pub struct LayerBlock {
 impl LayerBlock {
     pub fn new(name: String, layers: Sequence, is_first: bool) -> Self {
         let orders: Vec<u8> = layers.slices().into_iter().map(|(order, _)| order).collect();
-        let before = |i: usize| {
-            orders.iter().enumerate().filter(|(j, order)| (**order, *j) < (orders[i], i)).count()
-        };
-        let places = (0..orders.len()).map(before).collect();
+        let places = (0..orders.len())
+            .map(|i| {
+                let earlier =
+                    orders.iter().enumerate().filter(|(j, order)| (**order, *j) < (orders[i], i));
+                earlier.count()
+            })
+            .collect();
         Self { name, layers, is_first, places }
     }
 

@@ -128,13 +128,12 @@ impl ChannelNorm {
         let Some(ranks) = self.ranks(cx) else { return Ok(own) };
         let numbers: Vec<f64> =
             own.iter().flat_map(|spread| [spread.count, spread.mean, spread.squares]).collect();
-        let of_rank = |numbers: Vec<f64>| {
+        let all = exchange(ranks, &numbers)?.into_iter().map(|numbers| {
             let triples = numbers.as_chunks::<3>().0.iter();
             triples
                 .map(|&[count, mean, squares]| Spread { count, mean, squares })
                 .collect::<Vec<_>>()
-        };
-        let all = exchange(ranks, &numbers)?.into_iter().map(of_rank);
+        });
         all.reduce(|all, of_rank| all.into_iter().zip(of_rank).map(|(a, b)| a.and(b)).collect())
             .ok_or_else(unanswered)
     }
@@ -284,36 +283,36 @@ impl ChannelNorm {
         sums: &[f32],
         weight: &[f32],
     ) -> Result<Vec<f32>> {
-        let width = shape.channels;
-        let of_group = shape.channels_per_group();
-        let group = |at: usize| {
-            let sample = at / shape.groups;
-            let group = at % shape.groups;
-            let channels = group * of_group..(group + 1) * of_group;
-            [0, 1].map(|row| {
-                let sums = &sums[(2 * sample + row) * width..][..width];
-                channels
-                    .clone()
-                    .map(|channel| f64::from(weight[channel]) * f64::from(sums[channel]))
-                    .sum::<f64>()
-            })
-        };
-        let own: Vec<f64> = (0..shape.samples * shape.groups).flat_map(group).collect();
+        let own: Vec<f64> = (0..shape.samples * shape.groups)
+            .flat_map(|group| group_sums(shape, sums, weight, group))
+            .collect();
         let (totals, ranks) = match self.ranks(cx) {
             Some(ranks) => {
-                let add = |all: Vec<f64>, of_rank: Vec<f64>| {
-                    all.iter().zip(of_rank).map(|(a, b)| a + b).collect()
-                };
-                (
-                    exchange(ranks, &own)?.into_iter().reduce(add).ok_or_else(unanswered)?,
-                    ranks.size(),
-                )
+                let totals = exchange(ranks, &own)?
+                    .into_iter()
+                    .reduce(|all, of_rank| all.iter().zip(of_rank).map(|(a, b)| a + b).collect());
+                (totals.ok_or_else(unanswered)?, ranks.size())
             }
             None => (own, 1),
         };
-        let count = (shape.places * of_group * ranks) as f64;
+        let count = (shape.places * shape.channels_per_group() * ranks) as f64;
         Ok(totals.into_iter().map(|total| (total / count) as f32).collect())
     }
+}
+
+/// Returns the two sums of [`ChannelNorm::means`] over the channels of a group, weighted by
+/// channel; groups are counted over all samples.
+fn group_sums(shape: ChannelNormShape, sums: &[f32], weight: &[f32], group: usize) -> [f64; 2] {
+    let (sample, group) = (group / shape.groups, group % shape.groups);
+    let per_group = shape.channels_per_group();
+    let channels = group * per_group..(group + 1) * per_group;
+    [0, 1].map(|row| {
+        let sums = &sums[(2 * sample + row) * shape.channels..][..shape.channels];
+        channels
+            .clone()
+            .map(|channel| f64::from(weight[channel]) * f64::from(sums[channel]))
+            .sum::<f64>()
+    })
 }
 
 /// Downloads the `len` elements of a view.

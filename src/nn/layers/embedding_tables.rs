@@ -31,12 +31,12 @@ impl Op for EmbeddingTables {
     fn tensors(&self) -> Vec<Tensor> {
         // The reference implementation of the paper draws uniform numbers. These are normal, with
         // the same variance.
-        let table = |(i, &ids): (usize, &usize)| {
+        let tables = self.ids.iter().enumerate().map(|(i, &ids)| {
             let init = Init::Normal((1.0 / (3.0 * ids as f32)).sqrt());
             Tensor::new(format!("{}.tables.{i}.weight", self.name), &[ids, self.width], init)
-        };
+        });
         let numbers = self.dense_features.as_ref().map_or(vec![], DenseFeatures::tensors);
-        self.ids.iter().enumerate().map(table).chain(numbers).collect()
+        tables.chain(numbers).collect()
     }
 
     /// Returns all tables as one slice: tables are consecutive in memory, and so are their ids.

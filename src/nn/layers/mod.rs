@@ -163,17 +163,7 @@ impl Layers {
 
     /// Returns the summaries of all blocks, in order.
     pub fn blocks_summary(&self) -> Vec<LayerSummary> {
-        let block = |(name, layers): &(String, Sequence)| {
-            let sizes = layers.sizes();
-            LayerSummary {
-                name: name.clone(),
-                output: vec![sizes.output],
-                parameters: trained(&layers.tensors()),
-                flops: layers.flops(),
-                kept: sizes.kept + sizes.saved_f32 + sizes.output,
-            }
-        };
-        self.blocks.iter().map(block).collect()
+        self.blocks.iter().map(|(name, layers)| block_summary(name, layers)).collect()
     }
 
     /// Returns the ids that it takes, as its input or besides it.
@@ -190,13 +180,25 @@ impl Layers {
     /// Returns the number of layers that compute something.
     pub fn len(&self) -> usize {
         // The dense features belong to the layer of embedding tables, even as a separate step.
-        let is_layer = |step: &&LayerOp| !matches!(step, LayerOp::DenseFeatures(_));
-        self.blocks.iter().map(|(_, layers)| layers.0.iter().filter(is_layer).count()).sum()
+        let steps = self.blocks.iter().flat_map(|(_, layers)| &layers.0);
+        steps.filter(|step| !matches!(step, LayerOp::DenseFeatures(_))).count()
     }
 
     /// Returns false: there is always at least one layer.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+}
+
+/// Returns the summary of a block with this name.
+fn block_summary(name: &str, layers: &Sequence) -> LayerSummary {
+    let sizes = layers.sizes();
+    LayerSummary {
+        name: name.to_owned(),
+        output: vec![sizes.output],
+        parameters: trained(&layers.tensors()),
+        flops: layers.flops(),
+        kept: sizes.kept + sizes.saved_f32 + sizes.output,
     }
 }
 

@@ -22,7 +22,16 @@ fn elements(shape: &[usize], largest: usize) -> Option<usize> {
 /// Returns an error if the layer does not accept the input shape, or if one of its sizes is
 /// invalid.
 pub fn output_shape(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
-    let check = |shape: &[usize], verb: &str| match elements(shape, LARGEST[0]) {
+    check_elements(layer, place, input, "gets")?;
+    let after = result(layer, place, input)?;
+    check_elements(layer, place, &after, "gives")?;
+    Ok(after)
+}
+
+/// Returns an error if a shape that the layer "gets" or "gives", which is the `verb`, has too many
+/// elements.
+fn check_elements(layer: &Layer, place: &str, shape: &[usize], verb: &str) -> Result<()> {
+    match elements(shape, LARGEST[0]) {
         Some(_) => Ok(()),
         None => Err(Error::input(format!(
             "{place} ({}) {verb} {}: too many elements",
@@ -30,22 +39,14 @@ pub fn output_shape(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<u
             format_shape(shape)
         ))
         .hint("a sample has 2147483648 at most, before and after every layer")),
-    };
-    check(input, "gets")?;
-    let after = result(layer, place, input)?;
-    check(&after, "gives")?;
-    Ok(after)
+    }
 }
 
 /// Returns the output shape of [`after`], without the checks of sizes.
 fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let refused = |expected: &str, hint: String| {
-        let kind = layer.kind();
-        Err(Error::input(format!(
-            "{place} ({kind}) gets {}, but expects {expected}",
-            format_shape(input)
-        ))
-        .hint(hint))
+        let got = format!("{place} ({}) gets {}", layer.kind(), format_shape(input));
+        Err(Error::input(format!("{got}, but expects {expected}")).hint(hint))
     };
     let image = |expected: &str| match *input {
         [height, width, channels] => Ok([height, width, channels]),

@@ -114,6 +114,11 @@ mod tests {
     use super::*;
     use hpctrain_base::layout::Init;
 
+    /// Returns a run that is neither scaled by a norm nor a running average.
+    fn part(len: usize, lr_factor: f32, weight_decay: Option<f32>, decays: bool) -> GroupRun {
+        GroupRun { len, lr_factor, weight_decay, decays, scaled_by: None, average: None }
+    }
+
     #[test]
     fn neighbours_with_equal_settings_are_one_run() {
         let tensor = |name: &str, shape: &[usize]| Tensor::new(name, shape, Init::Zeros);
@@ -124,14 +129,6 @@ mod tests {
             tensor("b.bias", &[2]),
         ];
         let layout = UnitLayout::new("unit", tensors, 1);
-        let part = |len, lr_factor, weight_decay, decays| GroupRun {
-            len,
-            lr_factor,
-            weight_decay,
-            decays,
-            scaled_by: None,
-            average: None,
-        };
         let plain = [part(10, 1.0, None, true), part(6, 1.0, None, false)];
         assert_eq!(group_runs(&layout, 0..16, &[], false), plain);
         let scaled =

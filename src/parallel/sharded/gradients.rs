@@ -191,7 +191,6 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the gradients were not reduced.
     pub fn gradients(&self) -> Result<Vec<Reduced<'_, B>>> {
-        let early = || Error::internal("gradients were requested before they were reduced");
         self.units
             .iter()
             .map(|unit| match &unit.reduction {
@@ -199,7 +198,7 @@ impl<B: Kernels> Sharded<B> {
                     let grad = B::view(&sum.grad, sum.window.clone());
                     Ok(Reduced { layout: &unit.layout, range: unit.owner.range(), grad })
                 }
-                _ => Err(early()),
+                _ => Err(Error::internal("gradients were requested before they were reduced")),
             })
             .collect()
     }
@@ -228,11 +227,12 @@ impl<B: Kernels> Sharded<B> {
         let owned = unit.owner.range();
         // The norm is computed while the gradient is still in the caches, and overlapped with the
         // next reductions.
-        let square = |shard| {
-            let counted = unit.layout.counted(unit.layout.part(shard, parts));
-            self.backend.sum_squares(B::view(&full, counted))
-        };
-        let squares = shards.map(square).collect::<Result<_>>()?;
+        let squares = shards
+            .map(|shard| {
+                let counted = unit.layout.counted(unit.layout.part(shard, parts));
+                self.backend.sum_squares(B::view(&full, counted))
+            })
+            .collect::<Result<_>>()?;
         let (mut grad, window) = match self.policy.grads {
             Lifetime::Step => (full, owned),
             // The full sum is the owned part.

@@ -3,7 +3,8 @@
 //!
 //! The path of a gradient: blocks add into a unit's flat buffer; at the end of a virtual rank the
 //! buffer is added to the rank's tree of virtual ranks; after the last virtual rank the
-//! communication thread reduces the sum while the next block computes; [`Sharded::reduce`] waits
+//! communication thread reduces the sum while the next block computes: reduce-scatter over the
+//! shard axis, then all-reduce of the owned part over the replica axis. [`Sharded::reduce`] waits
 //! for all reductions and computes loss and norm; [`Sharded::update`] lets each [`OptimizerShard`]
 //! update its range and all-gathers the parameters.
 //!
@@ -18,6 +19,11 @@
 //! If full gradients are freed after use, the reduction of a block is awaited after that of the
 //! next one has started, so two full gradients are alive at once, besides a tied one. Otherwise
 //! reductions are awaited only at the end of the step.
+//!
+//! Pipeline stages other than the first start their reductions once their last gradient has been
+//! sent, because the stage before waits for it.
+//!
+//! [`OptimizerShard`]: super::OptimizerShard
 
 mod gradients;
 mod histograms;
@@ -40,10 +46,10 @@ use super::cpu_offload::HostUpdater;
 use super::fsdp_unit::{BufferState, InactiveReplica, Unit, initial};
 use super::groups::Groups;
 use super::local_sgd::LocalSgd;
-use super::optimizer_shard::{OptimizerShard, Updates};
+use super::optimizer_shard::Updates;
 use super::param_prefetch::{self, BlockUse, Prefetch};
 use super::pipeline_schedule::StepSchedule;
-use super::pipeline_stage::{Stage, TiedImport, TiedUnit};
+use super::pipeline_stage::{Stage, TiedImport};
 use super::sdc_check::SdcChecks;
 use super::step_params::state_names;
 use super::tied_replica::TiedReplica;
@@ -54,7 +60,7 @@ use hpctrain_base::layout::{TensorShards, UnitLayout, trained};
 use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_cpu::Cpu;
-use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_device::Kernels;
 use hpctrain_nn::optim::{GroupRun, UpdateRule};
 use hpctrain_nn::{Blocks, Grads, Params};
 
@@ -142,27 +148,9 @@ impl<B: Kernels> Sharded<B> {
             let owned =
                 if storage.owns(groups.replica.rank()) { layout.part(shard, shards) } else { 0..0 };
             let full = initial(layout, seed);
-            let values = &full[owned.clone()];
-            let are_full_here = keep.params == Lifetime::Step;
-            let host = host.as_ref();
-            let updates = updates.as_ref();
+            let updates = (host.as_ref(), updates.as_ref());
             let replica = || {
-                let params = match keep.params {
-                    Lifetime::Step => {
-                        BufferState::InMemory(backend.upload(MemoryKind::Parameters, &full)?)
-                    }
-                    Lifetime::Use => BufferState::Freed,
-                };
-                let owner = OptimizerShard::new(
-                    &backend,
-                    host,
-                    updates,
-                    layout,
-                    owned.clone(),
-                    values,
-                    are_full_here,
-                )?;
-                Ok(InactiveReplica { shard: owner, params })
+                InactiveReplica::new(&backend, updates, layout, owned.clone(), &full, keep.params)
             };
             let InactiveReplica { shard: owner, params } = replica()?;
             units.push(Unit {
@@ -184,16 +172,16 @@ impl<B: Kernels> Sharded<B> {
                 reduction: None,
             });
         }
-        let tied_replica = |unit: &TiedUnit| {
+        let mut tied_replicas = Vec::with_capacity(stage.tied_replicas.len());
+        for unit in &stage.tied_replicas {
             let layout = network[unit.unit].clone();
             let range = layout.part(shard, shards);
             let full = initial(&layout, seed);
             let mut tied =
                 TiedReplica::new(&backend, layout, unit.stage, range, keep.params, &full)?;
             (1..replicas_here).try_for_each(|_| tied.add_replica(&backend, keep.params, &full))?;
-            Ok(tied)
-        };
-        let guests = stage.tied_replicas.iter().map(tied_replica).collect::<Result<_>>()?;
+            tied_replicas.push(tied);
+        }
         let (rule, average) =
             updates.map_or((None, None), |updates| (Some(updates.rule), updates.ema_decay));
         Ok(Self {
@@ -213,7 +201,7 @@ impl<B: Kernels> Sharded<B> {
             stage,
             host_units: None,
             units,
-            tied_replicas: guests,
+            tied_replicas,
             expected: Vec::new(),
             ended: Vec::new(),
             started: Vec::new(),
@@ -344,10 +332,13 @@ impl<B: Kernels> Sharded<B> {
         let lent = match loan {
             None => None,
             Some(TiedImport { slot, .. }) => {
-                let guest = || {
-                    self.tied_replicas.get(slot - unit - 1 - after.len()).map(|guest| &guest.params)
+                let lender = match before.get(slot) {
+                    Some(unit) => Some(&unit.params),
+                    None => {
+                        let replica = self.tied_replicas.get(slot - unit - 1 - after.len());
+                        replica.map(|replica| &replica.params)
+                    }
                 };
-                let lender = before.get(slot).map_or_else(guest, |unit| Some(&unit.params));
                 Some(B::all(lender.and_then(BufferState::get).ok_or_else(missing)?))
             }
         };

@@ -251,12 +251,9 @@ fn message(start: usize, values: &[f32]) -> Vec<u8> {
 
 /// Copies the elements of a message to their place in the values of `range`.
 fn put(message: &[u8], range: &Range<usize>, values: &mut [f32]) -> Result<()> {
-    let malformed = || {
-        Error::comm(format!(
-            "a malformed message of {} bytes for values of {range:?}",
-            message.len()
-        ))
-    };
+    let len = message.len();
+    let malformed =
+        || Error::comm(format!("a malformed message of {len} bytes for values of {range:?}"));
     let (start, sent) = message.split_first_chunk().ok_or_else(malformed)?;
     let start = u64::from_le_bytes(*start) as usize;
     let first = start.checked_sub(range.start).ok_or_else(malformed)?;

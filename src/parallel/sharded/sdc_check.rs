@@ -46,16 +46,18 @@ impl<B: Kernels> Sharded<B> {
         let mine = serde_json::to_vec(&ReplicaDigests { place, digests })
             .map_err(|e| Error::internal(e.to_string()))?;
         let messages = self.groups.step.replica.gather_bytes(mine).wait()?;
-        let malformed = |e| Error::comm(format!("another rank sent malformed digests: {e}"));
         let replicas: Vec<ReplicaDigests> = messages
             .iter()
             .map(|message| serde_json::from_slice(message))
             .collect::<Result<_, _>>()
-            .map_err(malformed)?;
+            .map_err(|e| Error::comm(format!("another rank sent malformed digests: {e}")))?;
         for (index, unit) in self.units.iter().enumerate() {
-            let digest = |replica: &ReplicaDigests| replica.digests.get(index).copied().flatten();
-            let of_unit: Vec<(&str, Option<u64>)> =
-                replicas.iter().map(|replica| (replica.place.as_str(), digest(replica))).collect();
+            let of_unit: Vec<(&str, Option<u64>)> = replicas
+                .iter()
+                .map(|replica| {
+                    (replica.place.as_str(), replica.digests.get(index).copied().flatten())
+                })
+                .collect();
             if let Some(who) = minority(&of_unit) {
                 checks.suspect_since = Some(good);
                 let message = format!(

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Sharded;
-use crate::fsdp_unit::{BufferState, ReducedGradient, Reduction, Unit};
+use crate::fsdp_unit::{BufferState, ReducedGradient, Reduction};
 use crate::norms;
 use crate::norms::Norms;
 use crate::step_params::Hyper;
@@ -58,14 +58,14 @@ impl<B: Kernels> Sharded<B> {
         let messages = self.groups.step.stage.gather_bytes(norms.encode()).wait()?;
         let all = self.slices.total * self.virtual_ranks.total;
         let mut squares = norms::whole(&messages, all, first)?.into_iter();
-        let of_unit = |unit: &Unit<B>| {
+        let ratios = self.units.iter().map(|unit| {
             let decays = unit.tensors.iter().map(|part| part.decay(hyper.weight_decay));
             decays
                 .zip(&mut squares)
                 .map(|(decay, squares)| rule.trust_ratio(squares, decay, hyper.grad_scale))
                 .collect()
-        };
-        Ok(self.units.iter().map(of_unit).collect())
+        });
+        Ok(ratios.collect())
     }
 
     /// Updates the owned ranges with the reduced gradients, then starts to send the new parameters

@@ -133,9 +133,9 @@ fn staleness_text(histogram: &BTreeMap<u64, u64>) -> String {
     }
     let mean = histogram.iter().map(|(staleness, count)| staleness * count).sum::<u64>() as f64
         / all as f64;
-    let share = |(staleness, count): (&u64, &u64)| {
+    let shares = histogram.iter().take(8).map(|(staleness, count)| {
         format!("{staleness}: {:.1} %", 100.0 * *count as f64 / all as f64)
-    };
-    let most: Vec<String> = histogram.iter().take(8).map(share).collect();
+    });
+    let most: Vec<String> = shares.collect();
     format!("{mean:.2} updates on average ({})", most.join(", "))
 }

@@ -391,16 +391,17 @@ impl<'a> Session<'a> {
             }
         }
         let mut squares = whole_norms(&[norms.encode()], virtual_ranks, tensors)?.into_iter();
-        let groups = &self.plan.config.optimizer.groups;
-        let mut factor = |tensor: &Tensor| {
-            let part = GroupRun::from_tensor(tensor, groups);
-            let of_tensor = squares.next().unwrap_or_default();
-            self.plan
-                .update_rule
-                .trust_ratio(of_tensor, part.decay(hyper.weight_decay), hyper.grad_scale)
-                .to_bits()
+        let mut ratio = |tensor: &Tensor| {
+            self.trust_ratio(tensor, squares.next().unwrap_or_default(), hyper).to_bits()
         };
-        Ok(layouts.iter().map(|layout| layout.tensors.iter().map(&mut factor).collect()).collect())
+        Ok(layouts.iter().map(|layout| layout.tensors.iter().map(&mut ratio).collect()).collect())
+    }
+
+    /// Returns the trust ratio of a tensor with these squared norms.
+    fn trust_ratio(&self, tensor: &Tensor, squares: [f64; 2], hyper: Hyper) -> f32 {
+        let part = GroupRun::from_tensor(tensor, &self.plan.config.optimizer.groups);
+        let weight_decay = part.decay(hyper.weight_decay);
+        self.plan.update_rule.trust_ratio(squares, weight_decay, hyper.grad_scale)
     }
 
     /// Waits for as many batches as there are workers, which is a step of asynchronous training;

@@ -133,10 +133,7 @@ impl RunRecords {
             notes.push(format!("run.json cannot be read: {}", e.message()));
             None
         });
-        let branch = directory.branch().unwrap_or_else(|e| {
-            notes.push(e.message().to_owned());
-            None
-        });
+        let branch = value_or_note(directory.branch(), &mut notes);
         Ok(Self {
             name: directory.name(),
             config,
@@ -210,11 +207,10 @@ fn configuration(
         }
         Err(e) => return Err(Error::io("read", &file, e)),
     };
-    let damaged = |e: toml::de::Error| {
+    let table: toml::Table = toml::from_str(&text).map_err(|e| {
         Error::input(format!("{} is not a valid configuration: {}", file.display(), one_line(&e)))
             .hint(RESTORE)
-    };
-    let table: toml::Table = toml::from_str(&text).map_err(damaged)?;
+    })?;
     if table.is_empty() {
         return Err(Error::input(format!("{} is empty: its run has not begun", file.display()))
             .hint("start it with hpctrain train, or give the directory of another run"));
@@ -277,14 +273,8 @@ fn flatten(value: &toml::Value, key: &str, into: &mut BTreeMap<String, String>) 
 /// Returns the published checkpoints, and adds notes about unreadable manifests.
 fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<SavedCheckpoint>> {
     let steps = checkpoints.steps()?;
-    let mut named = |step: Result<Option<u64>>| {
-        step.unwrap_or_else(|e| {
-            notes.push(e.message().to_owned());
-            None
-        })
-    };
-    let latest = named(checkpoints.latest_step());
-    let best = named(checkpoints.best_step());
+    let latest = value_or_note(checkpoints.latest_step(), notes);
+    let best = value_or_note(checkpoints.best_step(), notes);
     let mut all = Vec::with_capacity(steps.len());
     for step in steps {
         let found = checkpoints.read_intact(step);
@@ -304,6 +294,14 @@ fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<Saved
     Ok(all)
 }
 
+/// Returns a value that was read, or none and a note about the error.
+fn value_or_note<T>(found: Result<Option<T>>, notes: &mut Vec<String>) -> Option<T> {
+    found.unwrap_or_else(|e| {
+        notes.push(e.message().to_owned());
+        None
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -313,14 +311,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.toml"), Config::default().to_toml().unwrap())
             .unwrap();
-        let line = |&(step, loss): &(u64, f64)| {
+        let lines = steps.iter().map(|&(step, loss)| {
             serde_json::to_string(&Step { step, loss, ..Step::default() }).unwrap() + "\n"
-        };
-        std::fs::write(
-            dir.path().join("metrics.jsonl"),
-            steps.iter().map(line).collect::<String>(),
-        )
-        .unwrap();
+        });
+        std::fs::write(dir.path().join("metrics.jsonl"), lines.collect::<String>()).unwrap();
         dir
     }
 
@@ -360,17 +354,16 @@ mod tests {
         assert_eq!((classes.confusion[0][1], classes.recall[0], classes.roc_auc), (1, 0.75, None));
     }
 
+    /// Returns the message of the error with which the records at `path` are refused.
+    fn refusal(path: &Path) -> String {
+        let e = RunRecords::open(path).unwrap_err();
+        assert!(e.exit_code() == 2 && e.advice().is_some() && !e.message().contains('\n'), "{e:?}");
+        e.message().to_owned()
+    }
+
     #[test]
     fn other_directories_are_refused_in_one_line() {
         let dir = tempfile::tempdir().unwrap();
-        let refusal = |path: &Path| {
-            let e = RunRecords::open(path).unwrap_err();
-            assert!(
-                e.exit_code() == 2 && e.advice().is_some() && !e.message().contains('\n'),
-                "{e:?}"
-            );
-            e.message().to_owned()
-        };
         assert!(refusal(&dir.path().join("absent")).contains("no such directory"));
         assert!(refusal(dir.path()).contains("is not a run: it has no config.toml"));
         let run = dir.path().join("x");

@@ -6,6 +6,7 @@ use serde::Serialize;
 use crate::run_records::RunRecords;
 use hpctrain_checkpoint::Manifest;
 use hpctrain_checkpoint::run_dir::RunDirectory;
+use hpctrain_config::telemetry::evaluations::{self, LossSplit};
 use hpctrain_config::telemetry::grouped;
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_data::inspect::table;
@@ -119,10 +120,10 @@ impl Comparison {
         let mut keys: Vec<&String> = a.settings.keys().chain(b.settings.keys()).collect();
         keys.sort_unstable();
         keys.dedup();
-        let setting = |key: &String| {
+        let settings = keys.into_iter().filter_map(|key| {
             let [a, b] = [a, b].map(|run| run.settings.get(key).cloned());
             (a != b && key != "run.name").then(|| SettingDifference { key: key.clone(), a, b })
-        };
+        });
         let finite = |loss: f64| Some(loss).filter(|loss| loss.is_finite());
         let at_step =
             |(a, b): &(&Step, &Step)| AtStep { step: a.step, a: finite(a.loss), b: finite(b.loss) };
@@ -130,7 +131,7 @@ impl Comparison {
         Self {
             a: facts_a,
             b: facts_b,
-            settings: keys.into_iter().filter_map(setting).collect(),
+            settings: settings.collect(),
             same_network: (&a.config.model, &a.config.loss) == (&b.config.model, &b.config.loss),
             same_data,
             common_steps: common.len(),
@@ -155,13 +156,6 @@ impl Comparison {
         let both = |name: &str, facts: &dyn Fn(&RunFacts) -> String| {
             [name.to_owned(), facts(&self.a), facts(&self.b)]
         };
-        let speed = |facts: &RunFacts| {
-            or_none(
-                facts
-                    .per_second
-                    .map(|speed| format!("{} {}/s", grouped(speed.round() as u64), facts.unit)),
-            )
-        };
         let mut text = table(&[
             ["", "A", "B"].map(str::to_owned),
             both("run", &|facts| facts.path.clone()),
@@ -172,7 +166,7 @@ impl Comparison {
             both("seen", &|facts| {
                 or_none(facts.tokens.map(|tokens| format!("{} {}", grouped(tokens), facts.unit)))
             }),
-            both("speed", &speed),
+            both("speed", &|facts| or_none(facts.speed())),
         ]);
         if let (Some(a), Some(b)) = (self.a.per_second, self.b.per_second) {
             text += &format!("B has {:.2} times the speed of A\n", b / a);
@@ -236,7 +230,6 @@ impl RunFacts {
         let card = run.summary.as_ref();
         let version = card.map(|card| card.version.clone());
         let data = card.and_then(|card| card.data.clone());
-        let of_manifest = || Some(manifest.as_ref()?.data.as_ref()?.fingerprint.digest());
         let last = run.steps.last();
         let mut speeds: Vec<f64> = run.steps.iter().map(|step| step.tokens_per_second).collect();
         speeds.sort_by(f64::total_cmp);
@@ -244,13 +237,18 @@ impl RunFacts {
             path: run.path.display().to_string(),
             version: version
                 .or_else(|| manifest.as_ref().map(|manifest| manifest.origin.hpctrain.clone())),
-            data: data.or_else(of_manifest),
+            data: data.or_else(|| Some(manifest.as_ref()?.data.as_ref()?.fingerprint.digest())),
             step: last.map(|step| step.step),
             loss: last.map(|step| step.loss).filter(|loss| loss.is_finite()),
             tokens: last.map(|step| step.tokens),
             per_second: speeds.get(speeds.len() / 2).copied(),
             unit: if run.is_language() { "tokens" } else { "samples" },
         }
+    }
+
+    /// Returns the median throughput with its unit, if any.
+    fn speed(&self) -> Option<String> {
+        self.per_second.map(|speed| format!("{} {}/s", grouped(speed.round() as u64), self.unit))
     }
 }
 
@@ -292,18 +290,18 @@ fn some<T>(all: &[T]) -> impl Iterator<Item = &T> {
 
 /// Returns the losses of steps that both have evaluated; the last one of a step evaluated twice.
 fn at_evaluations(a: &RunRecords, b: &RunRecords) -> Vec<AtStep> {
-    let losses = |run: &RunRecords| {
-        let all = run.evaluations.clone();
-        let over = hpctrain_config::telemetry::evaluations::over(&all);
-        let losses = hpctrain_config::telemetry::evaluations::losses(&all, over);
-        (over, losses.into_iter().collect::<Vec<_>>())
-    };
-    let ((over_a, of_a), (over_b, of_b)) = (losses(a), losses(b));
+    let ((over_a, of_a), (over_b, of_b)) = (evaluated_losses(a), evaluated_losses(b));
     if over_a != over_b {
         return vec![];
     }
     let both: Vec<_> = common(&of_a, &of_b, |one| one.0).collect();
     some(&both).map(|(a, b)| AtStep { step: a.0, a: a.1, b: b.1 }).collect()
+}
+
+/// Returns the kind of samples over which a run's losses are compared, and its losses by step.
+fn evaluated_losses(run: &RunRecords) -> (LossSplit, Vec<(u64, Option<f64>)>) {
+    let over = evaluations::over(&run.evaluations);
+    (over, evaluations::losses(&run.evaluations, over).into_iter().collect())
 }
 
 /// Returns the losses of the first steps that have seen the same numbers of tokens.
@@ -375,12 +373,12 @@ mod tests {
         let text: String =
             steps.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
         std::fs::write(directory.metrics_path(), text).unwrap();
-        let evaluation = |step| {
+        let evaluations = [2, 4].map(|step| {
             format!(
                 "{{\"step\":{step},\"loss\":2.5,\"perplexity\":null,\"checkpoint\":null,\"time\":1.0}}\n"
             )
-        };
-        std::fs::write(directory.evaluations_path(), [2, 4].map(evaluation).concat()).unwrap();
+        });
+        std::fs::write(directory.evaluations_path(), evaluations.concat()).unwrap();
         RunRecords::open(directory.path()).unwrap()
     }
 

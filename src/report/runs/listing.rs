@@ -120,13 +120,7 @@ impl Listing {
 /// Reads the summaries of runs with several threads.
 fn read(paths: &[PathBuf], now: SystemTime) -> Vec<RunSummary> {
     let next = AtomicUsize::new(0);
-    let some = || {
-        let mut found = Vec::new();
-        while let Some(path) = paths.get(next.fetch_add(1, Order::Relaxed)) {
-            found.push(RunSummary::read(path, now));
-        }
-        found
-    };
+    let some = || read_rest(paths, &next, now);
     std::thread::scope(|scope| {
         // If a thread cannot be started, the others read its share.
         let readers =
@@ -139,15 +133,27 @@ fn read(paths: &[PathBuf], now: SystemTime) -> Vec<RunSummary> {
     })
 }
 
+/// Reads the summaries of the runs that no other thread takes first; `next` is the index of the
+/// next one.
+fn read_rest(paths: &[PathBuf], next: &AtomicUsize, now: SystemTime) -> Vec<RunSummary> {
+    let mut found = Vec::new();
+    while let Some(path) = paths.get(next.fetch_add(1, Order::Relaxed)) {
+        found.push(RunSummary::read(path, now));
+    }
+    found
+}
+
 /// Sorts by a column. Runs without a value come last, and equal ones are sorted by name.
 fn sort(runs: &mut [RunSummary], by: SortBy) {
-    let ascending = |a: Option<f64>, b: Option<f64>| match (a, b) {
-        (Some(a), Some(b)) => a.total_cmp(&b),
-        (Some(_), None) => Ordering::Less,
-        (None, Some(_)) => Ordering::Greater,
-        (None, None) => Ordering::Equal,
-    };
-    let column = |run: &RunSummary| match by {
+    runs.sort_by(|a, b| {
+        let by_state = if by == SortBy::State { a.state.cmp(&b.state) } else { Ordering::Equal };
+        by_state.then(ascending(sort_key(a, by), sort_key(b, by))).then(a.name.cmp(&b.name))
+    });
+}
+
+/// Returns the number by which runs are sorted, ascending; none by name and state.
+fn sort_key(run: &RunSummary, by: SortBy) -> Option<f64> {
+    match by {
         SortBy::Name | SortBy::State => None,
         SortBy::Step => run.step.map(|step| -(step as f64)),
         SortBy::Loss => run.loss,
@@ -156,11 +162,17 @@ fn sort(runs: &mut [RunSummary], by: SortBy) {
         SortBy::Speed => run.per_second.map(|speed| -speed),
         SortBy::Age => run.age_seconds,
         SortBy::Size => Some(-(run.bytes as f64)),
-    };
-    runs.sort_by(|a, b| {
-        let by_state = if by == SortBy::State { a.state.cmp(&b.state) } else { Ordering::Equal };
-        by_state.then(ascending(column(a), column(b))).then(a.name.cmp(&b.name))
-    });
+    }
+}
+
+/// Returns the order of two numbers, with a missing one last.
+fn ascending(a: Option<f64>, b: Option<f64>) -> Ordering {
+    match (a, b) {
+        (Some(a), Some(b)) => a.total_cmp(&b),
+        (Some(_), None) => Ordering::Less,
+        (None, Some(_)) => Ordering::Greater,
+        (None, None) => Ordering::Equal,
+    }
 }
 
 fn row(run: &RunSummary) -> [String; 10] {
@@ -219,23 +231,23 @@ mod tests {
     }
 
     fn steps(count: u64, loss: f64) -> Vec<u8> {
-        let line = |step| {
+        let lines = (1..=count).map(|step| {
             format!(
                 "{{\"step\":{step},\"epoch\":0.5,\"tokens\":64,\"loss\":{loss},\"lr\":0.1,\"grad_norm\":1.0,\
                  \"step_ms\":1.0,\"tokens_per_second\":{}.0,\"time\":1.0}}\n",
                 1000 + step
             )
-        };
-        (1..=count).map(line).collect::<String>().into_bytes()
+        });
+        lines.collect::<String>().into_bytes()
     }
 
     fn evaluations(losses: &[(u64, f64)]) -> String {
-        let line = |(step, loss): &(u64, f64)| {
+        let lines = losses.iter().map(|(step, loss)| {
             format!(
                 "{{\"step\":{step},\"loss\":{loss},\"perplexity\":null,\"checkpoint\":null,\"time\":1.0}}\n"
             )
-        };
-        losses.iter().map(line).collect()
+        });
+        lines.collect()
     }
 
     #[test]

@@ -236,8 +236,8 @@ fn number(settings: &Table, section: &str, key: &str) -> Option<u64> {
 }
 
 fn layout(settings: &Table, has_workers: bool) -> RunLayout {
-    let axis = |key| number(settings, "parallel", key).unwrap_or(1);
-    let [pipeline, replica, shard, tensor] = ["pipeline", "replica", "shard", "tensor"].map(axis);
+    let [pipeline, replica, shard, tensor] = ["pipeline", "replica", "shard", "tensor"]
+        .map(|axis| number(settings, "parallel", axis).unwrap_or(1));
     let ranks = [pipeline, replica, shard, tensor].into_iter().fold(1, u64::saturating_mul);
     let zero = number(settings, "parallel", "zero").unwrap_or(0);
     RunLayout { ranks: (!has_workers).then_some(ranks), pipeline, replica, shard, tensor, zero }

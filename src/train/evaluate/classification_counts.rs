@@ -104,20 +104,26 @@ impl ClassificationCounts {
 /// Encodes the score key, class and predicted class of each sample as one number, from a row of
 /// outputs per sample. The code of a sample whose target is not a class is NaN.
 pub fn codes(classifier: Classifier, outputs: &[f32], targets: &Targets<'_>) -> Vec<f64> {
+    outputs
+        .chunks(classifier.outputs())
+        .enumerate()
+        .map(|(sample, row)| {
+            targets.class(sample).map_or(f64::NAN, |class| code(classifier, row, class))
+        })
+        .collect()
+}
+
+/// Returns the code of a sample of class `class` with this row of outputs.
+fn code(classifier: Classifier, row: &[f32], class: u32) -> f64 {
     let classes = classifier.classes();
-    let width = classifier.outputs();
-    let one = |(sample, row): (usize, &[f32])| {
-        let Some(class) = targets.class(sample) else { return f64::NAN };
-        let (predicted, score) = match classifier {
-            Classifier::Logit => (usize::from(row[0] > 0.0), row[0]),
-            Classifier::Softmax(2) => (likeliest(row), row[1] - row[0]),
-            Classifier::Softmax(_) => (likeliest(row), 0.0),
-        };
-        let cell = class as usize * classes + predicted;
-        let key = if classes == 2 { key(score) } else { 0 };
-        (u64::from(key) * (classes * classes) as u64 + cell as u64) as f64
+    let (predicted, score) = match classifier {
+        Classifier::Logit => (usize::from(row[0] > 0.0), row[0]),
+        Classifier::Softmax(2) => (likeliest(row), row[1] - row[0]),
+        Classifier::Softmax(_) => (likeliest(row), 0.0),
     };
-    outputs.chunks(width).enumerate().map(one).collect()
+    let cell = class as usize * classes + predicted;
+    let key = if classes == 2 { key(score) } else { 0 };
+    (u64::from(key) * (classes * classes) as u64 + cell as u64) as f64
 }
 
 /// The targets of samples.
@@ -219,27 +225,38 @@ mod tests {
         assert_eq!([auc(&[], &[1.0]), auc(&[1.0], &[]), auc(&[f32::NAN], &[1.0])], [None; 3]);
     }
 
+    /// Returns the results of five samples with these codes, counted in parts.
+    fn counted(parts: &[&[f64]]) -> Classes {
+        let mut all = ClassificationCounts::new(Classifier::Logit, 5);
+        for part in parts {
+            let mut one = ClassificationCounts::new(Classifier::Logit, 5);
+            one.add(part);
+            all.merge(&one.encode()).unwrap();
+        }
+        all.classes(&[]).unwrap()
+    }
+
     #[test]
     fn ranks_add_up_to_one() {
         let classes = [0, 1, 1, 0, 1];
         let values = [-0.5f32, 0.25, -1.0, 0.25, 2.0];
         let targets: Vec<f32> = classes.iter().map(|class| *class as f32).collect();
         let codes = codes(Classifier::Logit, &values, &Targets::Values(&targets));
-        let counted = |parts: &[&[f64]]| {
-            let mut all = ClassificationCounts::new(Classifier::Logit, 5);
-            for part in parts {
-                let mut one = ClassificationCounts::new(Classifier::Logit, 5);
-                one.add(part);
-                all.merge(&one.encode()).unwrap();
-            }
-            all.classes(&[]).unwrap()
-        };
         let whole = counted(&[&codes]);
         assert_eq!(whole.confusion, [[1, 1], [1, 2]]);
         assert_eq!(whole.roc_auc, Some((0.0 + 1.5 + 2.0) / 6.0));
         assert_eq!(counted(&[&codes[3..], &[], &codes[..3]]), whole);
         let mut other = ClassificationCounts::new(Classifier::Softmax(3), 5);
         assert!(other.merge(&[0; 20]).is_err());
+    }
+
+    /// Checks that numbers are equal up to rounding.
+    fn assert_close(found: &[f64], wanted: &[f64], name: &str) {
+        assert_eq!(found.len(), wanted.len(), "{name}");
+        assert!(
+            found.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-15),
+            "{name}: {found:?}, not {wanted:?}"
+        );
     }
 
     /// Results equal those of scikit-learn up to the rounding of its sums.
@@ -249,13 +266,6 @@ mod tests {
             serde_json::from_str(include_str!("../../../tests/golden/classes.json")).unwrap();
         let floats = |value: &serde_json::Value| -> Vec<f64> {
             serde_json::from_value(value.clone()).unwrap()
-        };
-        let close = |found: &[f64], wanted: &[f64], name: &str| {
-            assert_eq!(found.len(), wanted.len(), "{name}");
-            assert!(
-                found.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-15),
-                "{name}: {found:?}, not {wanted:?}"
-            );
         };
         let cases = golden["cases"].as_array().unwrap();
         assert_eq!(cases.len(), 4);
@@ -274,15 +284,15 @@ mod tests {
             let confusion: Vec<Vec<u64>> =
                 serde_json::from_value(case["confusion"].clone()).unwrap();
             assert_eq!(found.confusion, confusion, "{name}");
-            close(&found.precision, &floats(&case["precision"]), name);
-            close(&found.recall, &floats(&case["recall"]), name);
-            close(&found.f1, &floats(&case["f1"]), name);
+            assert_close(&found.precision, &floats(&case["precision"]), name);
+            assert_close(&found.recall, &floats(&case["recall"]), name);
+            assert_close(&found.f1, &floats(&case["f1"]), name);
             let means = [found.means.precision, found.means.recall, found.means.f1];
             let wanted =
                 ["precision", "recall", "f1"].map(|mean| case["macro"][mean].as_f64().unwrap());
-            close(&means, &wanted, name);
+            assert_close(&means, &wanted, name);
             let area = |auc: Option<f64>| auc.map_or(vec![], |auc| vec![auc]);
-            close(&area(found.roc_auc), &area(case["roc_auc"].as_f64()), name);
+            assert_close(&area(found.roc_auc), &area(case["roc_auc"].as_f64()), name);
         }
     }
 

@@ -234,13 +234,17 @@ impl Evaluator {
             let value = metric.from_mean(mean(at, self.samples));
             (metric.name().into(), value)
         });
-        let of_set = |((name, set), at): (&(String, Range<u64>), usize)| {
+        let sets = self.sets.iter().zip(1 + metrics.len()..).filter_map(|((name, set), at)| {
             let samples = set.end.min(self.samples).saturating_sub(set.start);
             (samples > 0).then(|| (name.clone(), mean(at, samples)))
-        };
-        let sets = self.sets.iter().zip(1 + metrics.len()..).filter_map(of_set).collect();
+        });
         let classes = tally.and_then(|tally| tally.classes(&self.classes));
-        Metrics { loss: mean(0, self.samples), metrics: named.collect(), sets, classes }
+        Metrics {
+            loss: mean(0, self.samples),
+            metrics: named.collect(),
+            sets: sets.collect(),
+            classes,
+        }
     }
 
     /// Returns the digest of the data, if it is known.

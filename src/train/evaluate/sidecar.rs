@@ -374,8 +374,8 @@ enum Device<B: Kernels> {
 
 impl<B: Kernels> Device<B> {
     fn get(&mut self, plan: &ResolvedConfig) -> Result<B> {
-        let unused = || Device::Made(Err(Error::internal("no device")));
-        let made = match std::mem::replace(self, unused()) {
+        let unused = Device::Made(Err(Error::internal("no device")));
+        let made = match std::mem::replace(self, unused) {
             Device::Unmade(make) => make(plan),
             Device::Made(made) => made,
         };
@@ -424,10 +424,10 @@ impl<B: Kernels> Sidecar<'_, B> {
     /// Returns true if this rank was asked to end, or, on rank 0 of a job with a trainer, the
     /// trainer was, since they end together.
     fn is_interrupted(&self) -> bool {
-        let trainer =
-            || self.marks.ended().is_some_and(|end| end.status == markers::RunStatus::Preempted);
         signals::last_signal().is_some()
-            || self.request.in_trainer_job && self.comm.rank() == 0 && trainer()
+            || self.request.in_trainer_job
+                && self.comm.rank() == 0
+                && self.marks.ended().is_some_and(|end| end.status == markers::RunStatus::Preempted)
     }
 
     /// Returns the metrics of a checkpoint or its error, or `None` if a rank was interrupted.
@@ -436,16 +436,18 @@ impl<B: Kernels> Sidecar<'_, B> {
     /// Returns an error if the settings, the data or the job fail rather than the checkpoint.
     fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Metrics>>> {
         let world = self.comm.world();
-        let open = || self.checkpoints.open(step).and_then(|reader| is_save(reader, id));
-        let mut reader = match Reader::open_collective(&world, &self.checkpoints.path(step), open) {
+        let opened = Reader::open_collective(&world, &self.checkpoints.path(step), || {
+            self.checkpoints.open(step).and_then(|reader| is_save(reader, id))
+        });
+        let mut reader = match opened {
             Ok(reader) => reader,
             Err(e) => return Ok(Err(e)),
         };
-        let configured = || {
-            let config = model::config(&reader.manifest().config, &self.request.overrides)?;
-            validation_set_check::check(reader.manifest(), &config).map(|()| config)
-        };
-        let config = world.all_ok(configured())?;
+        let config =
+            model::config(&reader.manifest().config, &self.request.overrides).and_then(|config| {
+                validation_set_check::check(reader.manifest(), &config).map(|()| config)
+            });
+        let config = world.all_ok(config)?;
         self.comm.set_watchdog_timeout(Duration::from_secs(config.comm.timeout))?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else {
@@ -467,8 +469,11 @@ impl<B: Kernels> Sidecar<'_, B> {
         let plan =
             world.all_ok(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
         let data_state = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
-        let is_same = |loaded: &Loaded<B>| loaded.plan == plan && loaded.data_state == data_state;
-        if self.loaded.as_ref().is_some_and(is_same) {
+        if self
+            .loaded
+            .as_ref()
+            .is_some_and(|loaded| loaded.plan == plan && loaded.data_state == data_state)
+        {
             return Ok(());
         }
         // The previous model is freed first: memory may suffice for one only.
@@ -504,18 +509,17 @@ impl<B: Kernels> Sidecar<'_, B> {
             log::warn!("step {step}: evaluated by another evaluator meanwhile");
             return Ok(());
         }
-        let on = |found: Evaluation| match &self.loaded {
-            Some(Loaded { evaluator, .. }) => {
-                found.with_data(evaluator.digest(), evaluator.samples())
-            }
-            None => found,
-        };
         let record = Evaluation {
             checkpoint: Some(name_of(step)),
             id: Some(id.into()),
             ..outcome.as_ref().map_or_else(
                 |_| Evaluation { step, time: unix_time(), ..Evaluation::default() },
-                |found| on(found.evaluation(step)),
+                |found| match &self.loaded {
+                    Some(Loaded { evaluator, .. }) => {
+                        found.evaluation(step).with_data(evaluator.digest(), evaluator.samples())
+                    }
+                    None => found.evaluation(step),
+                },
             )
         };
         match outcome {

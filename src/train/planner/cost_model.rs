@@ -99,30 +99,19 @@ pub fn step_times(
         let span = |axes: &[Axis]| GroupExtent::new(mesh, axes, rank, per_node);
         let shard = span(&[Axis::Shard]);
         let replica = span(&[Axis::Replica]);
-        let collective = |operation, span: GroupExtent, elements: usize, size: usize| {
-            if span.ranks == 1 { 0.0 } else { rates.collective(operation, span, elements * size) }
-        };
-        let of_unit = |unit: usize| {
+        let mut units = Vec::with_capacity(stage.units.len());
+        for unit in stage.units.clone() {
             let block = &blocks[unit];
             let padded =
                 UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices)
                     .padded;
-            let owned = padded / mesh.shard;
-            let BlockTimes { forward, backward, weights } = passes[unit];
+            let mut times = passes[unit];
             // The backward of the last block follows its forward: nothing of it is recomputed.
-            let recomputed =
-                if plan.config.parallel.recompute && unit != last { forward } else { 0.0 };
-            UnitTimes {
-                forward,
-                backward: backward + recomputed,
-                weights,
-                gather: collective(Operation::AllGather, shard, padded, size),
-                reduce: collective(Operation::ReduceScatter, shard, padded, F32)
-                    + collective(Operation::AllReduce, replica, owned, F32),
-                update: rates.update(plan, owned),
+            if plan.config.parallel.recompute && unit != last {
+                times.backward += times.forward;
             }
-        };
-        let units: Vec<UnitTimes> = stage.units.clone().map(of_unit).collect();
+            units.push(unit_times(plan, rates, times, padded, size, [shard, replica]));
+        }
         let next = blocks.get(stage.units.end);
         let message = next.map_or(0.0, |next| {
             let ends = [rank, rank + stride].map(|rank| rank / per_node.max(1));
@@ -160,4 +149,29 @@ pub fn step_times(
         overlap: rates.overlap(),
         param_overlap: rates.param_overlap(),
     })
+}
+
+/// Returns the times of a unit of `padded` elements with parameters of `size` bytes, from those of
+/// its block, on a rank with these groups of shards and replicas.
+fn unit_times(
+    plan: &ResolvedConfig,
+    rates: &impl Rates,
+    block: BlockTimes,
+    padded: usize,
+    size: usize,
+    [shard, replica]: [GroupExtent; 2],
+) -> UnitTimes {
+    let collective = |operation, span: GroupExtent, bytes: usize| {
+        if span.ranks == 1 { 0.0 } else { rates.collective(operation, span, bytes) }
+    };
+    let owned = padded / plan.mesh.shard;
+    UnitTimes {
+        forward: block.forward,
+        backward: block.backward,
+        weights: block.weights,
+        gather: collective(Operation::AllGather, shard, padded * size),
+        reduce: collective(Operation::ReduceScatter, shard, padded * F32)
+            + collective(Operation::AllReduce, replica, owned * F32),
+        update: rates.update(plan, owned),
+    }
 }

@@ -117,13 +117,12 @@ impl LayoutKeys {
 
     /// Returns true if another layout differs only in micro-batch, recomputation and offloading.
     pub fn same_but_micro(&self, other: &Self) -> bool {
-        let shape = |keys: &Self| Self {
-            micro: None,
-            recompute: false,
-            offload: OffloadKeys::default(),
-            ..*keys
-        };
-        shape(self) == shape(other)
+        self.shape() == other.shape()
+    }
+
+    /// Returns the layout without micro-batch, recomputation and offloading.
+    fn shape(&self) -> Self {
+        Self { micro: None, recompute: false, offload: OffloadKeys::default(), ..*self }
     }
 
     /// Returns true if another layout has the same axes and micro-batch, with or without ZeRO.
@@ -319,26 +318,26 @@ fn shards(config: &Config, data: usize, per_node: usize) -> Vec<(Zero, usize, us
         true => vec![parallel.zero],
         false => vec![Zero::Zero, Zero::One, Zero::Two, Zero::Three],
     };
+    let shard = parallel.shard.filter(|_| is_given("shard"));
+    let replica = parallel.replica.filter(|_| is_given("replica"));
     let mut all = Vec::new();
     for zero in stages {
-        let mut sizes = match (
-            parallel.shard.filter(|_| is_given("shard")),
-            parallel.replica.filter(|_| is_given("replica")),
-        ) {
+        let mut sizes = match (shard, replica) {
             (Some(shard), _) => vec![shard],
             (None, Some(replica)) => vec![(data / replica).max(1)],
             (None, None) if zero == Zero::Zero => vec![1],
             (None, None) => vec![data, per_node],
         };
         sizes.dedup();
-        let copies = |shard: usize| {
-            parallel.replica.filter(|_| is_given("replica")).unwrap_or((data / shard.max(1)).max(1))
-        };
         // A ZeRO stage requires several shards.
-        let divides = |shard: &usize| {
+        sizes.retain(|shard| {
             zero == Zero::Zero || is_given("zero") || (*shard > 1 && data.is_multiple_of(*shard))
-        };
-        all.extend(sizes.into_iter().filter(divides).map(|shard| (zero, shard, copies(shard))));
+        });
+        all.extend(
+            sizes
+                .into_iter()
+                .map(|shard| (zero, shard, replica.unwrap_or((data / shard.max(1)).max(1)))),
+        );
     }
     all
 }
@@ -349,8 +348,11 @@ fn micros(config: &Config, plan: &ResolvedConfig) -> Vec<u64> {
         return vec![plan.micro];
     }
     let most = (MOST_TOKENS / plan.network.context() as u64).max(plan.micro);
-    let divides = |micro: &u64| plan.virtual_rank_samples.is_multiple_of(*micro);
-    (1..=most.min(plan.virtual_rank_samples)).rev().filter(divides).take(MICROS).collect()
+    (1..=most.min(plan.virtual_rank_samples))
+        .rev()
+        .filter(|micro| plan.virtual_rank_samples.is_multiple_of(*micro))
+        .take(MICROS)
+        .collect()
 }
 
 fn divisors(number: usize) -> Vec<usize> {

@@ -11,7 +11,7 @@ use hpctrain_comm::Operation;
 use hpctrain_config::{Compute, ResolvedConfig, Size};
 use hpctrain_cpu::Cpu;
 use hpctrain_engine::memory::MemoryBudget;
-use hpctrain_nn::Network;
+use hpctrain_nn::{Blocks, Network};
 
 /// The machine descriptions that are built in.
 const BUILT_IN: [(&str, &str); 3] = [
@@ -219,13 +219,16 @@ impl Machine {
             + hops(span.nodes) * self.network.latency;
         times * (node + between)
     }
-}
 
-impl Rates for Machine {
-    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<BlockTimes>> {
-        let slices = plan.tensor_shards(0);
-        let blocks = plan.network.cpu_blocks(&slices);
-        let work = plan.network.blocks_summary();
+    /// Returns the seconds of block `unit` of `blocks` for a micro-batch of a plan. The block's
+    /// forward takes `flops` operations per sample.
+    fn block_times(
+        &self,
+        plan: &ResolvedConfig,
+        blocks: &Blocks<Cpu>,
+        unit: usize,
+        flops: u64,
+    ) -> BlockTimes {
         let size = plan.config.precision.dtype.size(!self.gpu);
         let samples = plan.micro as f64;
         let rows = plan.micro as usize * plan.network.context();
@@ -235,63 +238,75 @@ impl Rates for Machine {
             nodes: plan.mesh.tensor.div_ceil(self.ranks_per_node),
         };
         let last = blocks.len() - 1;
+        // The width of the residual stream is the input width of a language model's head.
+        let width = blocks[last].input_per_row();
+        let block = &blocks[unit];
+        let tensors = block.tensors();
+        let parameters = share * tensors.iter().map(|tensor| tensor.len() as f64).sum::<f64>();
+        let matmuls = share * samples * flops as f64 / self.flops(plan);
+        // Each element, saved or temporary, is written once and read by the next kernel.
+        let saved = (block.saved_elems_per_row() + block.input_per_row()) as f64;
+        let scores = if unit == 0 || unit == last { 0.0 } else { self.score_traffic(plan) };
+        let forward =
+            2.0 * (saved + block.forward_scratch_per_row() as f64) * rows as f64 * size as f64
+                + scores;
+        let backward = 2.0 * (saved + block.scratch_per_row() as f64) * rows as f64 * size as f64
+            + 2.0 * scores;
+        // Weights are read, and f32 gradients are accumulated; small matmuls are bound by that.
+        let weights = parameters * size as f64 / self.bandwidth;
+        let gradients = 8.0 * parameters / self.bandwidth;
+        let launches = if unit == 0 || unit == last { 3.0 } else { FORWARD_KERNELS };
+        // Row-parallel linear layers need one all-reduce in each direction, a vocabulary-parallel
+        // embedding one in the forward, and the head one in the backward.
+        let all_reduces = tensors
+            .iter()
+            .filter(|tensor| tensor.cut == Some(Cut::Columns) && tensor.shape.len() > 1)
+            .count();
+        let (in_forward, in_backward) = match unit {
+            _ if tensor.ranks == 1 => (0, 0),
+            0 => (1, 0),
+            unit if unit == last => (0, 1),
+            _ => (all_reduces, all_reduces),
+        };
+        let all_reduce = self.moved(tensor, rows * width * self.sum_bytes, 2.0);
+        BlockTimes {
+            forward: matmuls.max(weights)
+                + forward / self.bandwidth
+                + launches * self.launch
+                + in_forward as f64 * all_reduce,
+            backward: 2.0 * matmuls.max(weights)
+                + gradients
+                + backward / self.bandwidth
+                + 2.0 * launches * self.launch
+                + in_backward as f64 * all_reduce,
+            weights: matmuls + gradients,
+        }
+    }
+
+    /// Returns the bytes of attention scores that a transformer block's forward moves on a rank
+    /// for a micro-batch.
+    fn score_traffic(&self, plan: &ResolvedConfig) -> f64 {
         let heads = match &plan.network {
             Network::Gpt(gpt) => gpt.heads,
             Network::Llama(llama) => llama.heads,
             Network::Layers(_) | Network::Custom(_) => 0,
         };
-        let scores = share
-            * samples
+        let share = 1.0 / plan.mesh.tensor as f64;
+        share
+            * plan.micro as f64
             * heads as f64
             * (plan.network.context() as f64).powi(2)
-            * self.score_bytes;
-        // The width of the residual stream is the input width of a language model's head.
-        let width = blocks[last].input_per_row();
-        let of_block = |unit: usize| {
-            let block = &blocks[unit];
-            let tensors = blocks[unit].tensors();
-            let parameters = share * tensors.iter().map(|tensor| tensor.len() as f64).sum::<f64>();
-            let matmuls = share * samples * work[unit].flops as f64 / self.flops(plan);
-            // Each element, saved or temporary, is written once and read by the next kernel.
-            let saved = (block.saved_elems_per_row() + block.input_per_row()) as f64;
-            let scores = if unit == 0 || unit == last { 0.0 } else { scores };
-            let forward =
-                2.0 * (saved + block.forward_scratch_per_row() as f64) * rows as f64 * size as f64
-                    + scores;
-            let backward =
-                2.0 * (saved + block.scratch_per_row() as f64) * rows as f64 * size as f64
-                    + 2.0 * scores;
-            // Weights are read, and f32 gradients are accumulated; small matmuls are bound by that.
-            let weights = parameters * size as f64 / self.bandwidth;
-            let gradients = 8.0 * parameters / self.bandwidth;
-            let launches = if unit == 0 || unit == last { 3.0 } else { FORWARD_KERNELS };
-            // Row-parallel linear layers need one all-reduce in each direction, a
-            // vocabulary-parallel embedding one in the forward, and the head one in the backward.
-            let all_reduces = tensors
-                .iter()
-                .filter(|tensor| tensor.cut == Some(Cut::Columns) && tensor.shape.len() > 1)
-                .count();
-            let (in_forward, in_backward) = match unit {
-                _ if tensor.ranks == 1 => (0, 0),
-                0 => (1, 0),
-                unit if unit == last => (0, 1),
-                _ => (all_reduces, all_reduces),
-            };
-            let all_reduce = self.moved(tensor, rows * width * self.sum_bytes, 2.0);
-            BlockTimes {
-                forward: matmuls.max(weights)
-                    + forward / self.bandwidth
-                    + launches * self.launch
-                    + in_forward as f64 * all_reduce,
-                backward: 2.0 * matmuls.max(weights)
-                    + gradients
-                    + backward / self.bandwidth
-                    + 2.0 * launches * self.launch
-                    + in_backward as f64 * all_reduce,
-                weights: matmuls + gradients,
-            }
-        };
-        Ok((0..blocks.len()).map(of_block).collect())
+            * self.score_bytes
+    }
+}
+
+impl Rates for Machine {
+    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<BlockTimes>> {
+        let blocks = plan.network.cpu_blocks(&plan.tensor_shards(0));
+        let work = plan.network.blocks_summary();
+        Ok((0..blocks.len())
+            .map(|unit| self.block_times(plan, &blocks, unit, work[unit].flops))
+            .collect())
     }
 
     fn micro(&self, plan: &ResolvedConfig) -> Result<f64> {

@@ -24,6 +24,58 @@ struct Point {
     seconds: f64,
 }
 
+/// The settings that the steps of the first paper's weak scaling share.
+const WEAK: Point = Point {
+    name: "",
+    layers: 0,
+    width: 0,
+    heads: 0,
+    tensor: 1,
+    pipeline: 1,
+    ranks: 1,
+    batch: 512,
+    micro: None,
+    recompute: true,
+    seconds: 0.0,
+};
+
+/// The layout of 22B parameters.
+const OF_22B: Point = Point {
+    name: "22B, 8 GPUs",
+    layers: 48,
+    width: 6144,
+    heads: 64,
+    tensor: 8,
+    pipeline: 1,
+    ranks: 8,
+    batch: 4,
+    micro: Some(4),
+    ..WEAK
+};
+
+/// The layout of 175B parameters.
+const OF_175B: Point = Point {
+    name: "175B, 64 GPUs",
+    layers: 96,
+    width: 12288,
+    heads: 96,
+    tensor: 8,
+    pipeline: 8,
+    ranks: 64,
+    batch: 64,
+    micro: Some(1),
+    ..WEAK
+};
+
+impl Point {
+    /// Returns the step with the seconds that follow from its teraFLOP/s per GPU.
+    fn with_rate(self, rate: f64) -> Self {
+        let Self { layers, width, batch, ranks, .. } = self;
+        let seconds = operations(layers, width, batch) / (rate * 1e12 * ranks as f64);
+        Self { seconds, ..self }
+    }
+}
+
 /// Returns the operations of a step as counted by Narayanan et al., "Efficient large-scale language
 /// model training on GPU clusters using Megatron-LM", 2021, equation 3, with full recomputation.
 fn operations(layers: usize, width: usize, batch: u64) -> f64 {
@@ -35,56 +87,33 @@ fn operations(layers: usize, width: usize, batch: u64) -> f64 {
 /// and of table 5 of Korthikanti et al., "Reducing activation recomputation in large transformer
 /// models", 2022.
 fn points() -> Vec<Point> {
-    let weak = |name, layers, width, heads, tensor, ranks, batch, rate: f64| {
-        let seconds = operations(layers, width, batch) / (rate * 1e12 * ranks as f64);
-        Point {
-            name,
-            layers,
-            width,
-            heads,
-            tensor,
-            pipeline: 1,
-            ranks,
-            batch,
-            micro: None,
-            recompute: true,
-            seconds,
-        }
-    };
-    let of_22 = |recompute, seconds| Point {
-        name: "22B, 8 GPUs",
-        layers: 48,
-        width: 6144,
-        heads: 64,
-        tensor: 8,
-        pipeline: 1,
-        ranks: 8,
-        batch: 4,
-        micro: Some(4),
-        recompute,
-        seconds,
-    };
-    let of_175 = |recompute, seconds| Point {
-        name: "175B, 64 GPUs",
-        layers: 96,
-        width: 12288,
-        heads: 96,
-        tensor: 8,
-        pipeline: 8,
-        ranks: 64,
-        batch: 64,
-        micro: Some(1),
-        recompute,
-        seconds,
-    };
     vec![
-        weak("1.7B, 32 GPUs", 24, 2304, 24, 1, 32, 512, 137.0),
-        weak("3.6B, 64 GPUs", 30, 3072, 32, 2, 64, 512, 138.0),
-        weak("7.5B, 128 GPUs", 36, 4096, 32, 4, 128, 512, 142.0),
-        of_22(true, 1.42),
-        of_22(false, 1.10),
-        of_175(true, 18.13),
-        of_175(false, 13.75),
+        Point { name: "1.7B, 32 GPUs", layers: 24, width: 2304, heads: 24, ranks: 32, ..WEAK }
+            .with_rate(137.0),
+        Point {
+            name: "3.6B, 64 GPUs",
+            layers: 30,
+            width: 3072,
+            heads: 32,
+            tensor: 2,
+            ranks: 64,
+            ..WEAK
+        }
+        .with_rate(138.0),
+        Point {
+            name: "7.5B, 128 GPUs",
+            layers: 36,
+            width: 4096,
+            heads: 32,
+            tensor: 4,
+            ranks: 128,
+            ..WEAK
+        }
+        .with_rate(142.0),
+        Point { recompute: true, seconds: 1.42, ..OF_22B },
+        Point { recompute: false, seconds: 1.10, ..OF_22B },
+        Point { recompute: true, seconds: 18.13, ..OF_175B },
+        Point { recompute: false, seconds: 13.75, ..OF_175B },
     ]
 }
 

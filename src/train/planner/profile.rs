@@ -164,8 +164,10 @@ pub fn measure<B: Kernels>(
             before.iter_mut().zip(found).for_each(|(before, found)| *before = before.min(found));
         }
     }
-    let sized = |times: Vec<f64>| SIZES.into_iter().zip(times).collect();
-    let exchanges = exchanges.into_iter().map(|(key, times)| (key, sized(times))).collect();
+    let exchanges = exchanges
+        .into_iter()
+        .map(|(key, times)| (key, SIZES.into_iter().zip(times).collect()))
+        .collect();
     // Communication threads have spare cores, or take those of computation. With GPUs they have.
     let overlap = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
     let mut measured = MeasuredRates { times, exchanges, overlap, param_overlap: overlap };
@@ -320,23 +322,28 @@ fn time_blocks<B: Kernels>(
     let [step, all @ ..] = &fastest.ok_or_else(|| Error::internal("no step was timed"))?[..] else {
         return Err(Error::internal("a timed step has no times"));
     };
-    let passes = |of_micro: &[f64]| {
-        let block = |[forward, inputs, weights]: &[f64; 3]| BlockTimes {
-            forward: *forward,
-            backward: inputs + weights,
-            weights: *weights,
-        };
-        of_micro.as_chunks().0.iter().map(block).collect::<Vec<_>>()
-    };
     let of_micro = 3 * blocks + 1;
     let [first, other] = [&all[..of_micro], &all[of_micro..2 * of_micro]];
     let micro = [first[of_micro - 1], other[of_micro - 1]];
     Ok(Times {
         step: *step,
-        passes: [passes(first), passes(other)],
+        passes: [block_times(first), block_times(other)],
         micro,
         update: all[2 * of_micro],
     })
+}
+
+/// Returns the times of the blocks from those of a micro-batch: three for each block, and the loss.
+fn block_times(of_micro: &[f64]) -> Vec<BlockTimes> {
+    let (passes, _) = of_micro.as_chunks::<3>();
+    passes
+        .iter()
+        .map(|[forward, inputs, weights]| BlockTimes {
+            forward: *forward,
+            backward: inputs + weights,
+            weights: *weights,
+        })
+        .collect()
 }
 
 /// Returns, on every rank, the numbers of the rank whose first number is the largest.
@@ -429,21 +436,15 @@ impl StepSpans {
         deferred_wgrad: bool,
     ) -> Result<Self> {
         let blocks = trainer.plan.network.blocks_summary().len();
-        let seconds_of = |doing: ActivityKind| -> Vec<f64> {
-            let events = events
-                .iter()
-                .filter(|event| event.track == Track::Compute && event.name == doing.name());
-            events.map(|event| (event.end - event.start) as f64 * 1e-9).collect()
-        };
         let chunks = |times: Vec<f64>| -> Vec<Vec<f64>> {
             times.chunks(blocks).map(<[f64]>::to_vec).collect()
         };
-        let forward = chunks(seconds_of(ActivityKind::Forward));
-        let mut backward = chunks(seconds_of(ActivityKind::Backward));
-        let loss = seconds_of(ActivityKind::Loss);
+        let forward = chunks(seconds_of(events, ActivityKind::Forward));
+        let mut backward = chunks(seconds_of(events, ActivityKind::Backward));
+        let loss = seconds_of(events, ActivityKind::Loss);
         let micros = loss.len();
         let mut weights = if deferred_wgrad {
-            chunks(seconds_of(ActivityKind::Weights))
+            chunks(seconds_of(events, ActivityKind::Weights))
         } else {
             vec![vec![0.0; blocks]; micros]
         };
@@ -462,6 +463,13 @@ impl StepSpans {
             .sum::<f64>();
         Ok(Self { forward, backward, weights, loss, rest: (seconds - passes).max(0.0) })
     }
+}
+
+/// Returns the seconds of each of a rank's computations of a kind, in order.
+fn seconds_of(events: &[SpanEvent], doing: ActivityKind) -> Vec<f64> {
+    let events =
+        events.iter().filter(|event| event.track == Track::Compute && event.name == doing.name());
+    events.map(|event| (event.end - event.start) as f64 * 1e-9).collect()
 }
 
 /// Times a communication along `axes` of a mesh, for all buffer sizes of [`SIZES`].
@@ -531,6 +539,28 @@ fn interpolated(times: &[(usize, f64)], bytes: usize) -> f64 {
     }
 }
 
+impl Times {
+    /// Returns the mean times of block `unit` of `blocks` over a step's micro-batches, a fraction
+    /// `first` of which come first.
+    fn mean_of_block(&self, unit: usize, blocks: usize, first: f64) -> BlockTimes {
+        let measured = self.passes[0].len();
+        let of_kind = match unit {
+            0 => 0,
+            _ if unit + 1 == blocks => measured - 1,
+            _ if measured == blocks => unit,
+            // The last transformer block.
+            _ => measured - 2,
+        };
+        let [one, other] = [self.passes[0][of_kind], self.passes[1][of_kind]];
+        let mean = |of: fn(&BlockTimes) -> f64| first * of(&one) + (1.0 - first) * of(&other);
+        BlockTimes {
+            forward: mean(|p| p.forward),
+            backward: mean(|p| p.backward),
+            weights: mean(|p| p.weights),
+        }
+    }
+}
+
 impl MeasuredRates {
     /// Returns the times for a plan, and the fraction of a step's micro-batches that come first.
     fn lookup(&self, plan: &ResolvedConfig) -> Result<(&Times, f64)> {
@@ -546,24 +576,7 @@ impl Rates for MeasuredRates {
     fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<BlockTimes>> {
         let (times, first) = self.lookup(plan)?;
         let blocks = plan.network.blocks_summary().len();
-        let measured = times.passes[0].len();
-        let at = |unit: usize| {
-            let of_kind = match unit {
-                0 => 0,
-                _ if unit + 1 == blocks => measured - 1,
-                _ if measured == blocks => unit,
-                // The last transformer block.
-                _ => measured - 2,
-            };
-            let [one, other] = [times.passes[0][of_kind], times.passes[1][of_kind]];
-            let mean = |of: fn(&BlockTimes) -> f64| first * of(&one) + (1.0 - first) * of(&other);
-            BlockTimes {
-                forward: mean(|p| p.forward),
-                backward: mean(|p| p.backward),
-                weights: mean(|p| p.weights),
-            }
-        };
-        Ok((0..blocks).map(at).collect())
+        Ok((0..blocks).map(|unit| times.mean_of_block(unit, blocks, first)).collect())
     }
 
     fn micro(&self, plan: &ResolvedConfig) -> Result<f64> {

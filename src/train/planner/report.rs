@@ -85,16 +85,10 @@ struct RejectedRecord<'a> {
     why: &'a str,
 }
 
-impl PlanReport<'_> {
-    /// Returns the report as a JSON object.
-    ///
-    /// # Errors
-    /// Returns an error if the report cannot be serialised.
-    pub fn json(&self) -> Result<String> {
-        let Self { network, ranks, per_node, rates, choice, trials } = self;
-        let on_gpu = choice.proposals.first().is_some_and(|one| one.memory.gpu.is_some());
-        let limit = if on_gpu { choice.room.gpu } else { choice.room.host };
-        let row = |(number, one): (usize, &Proposal)| LayoutRecord {
+impl LayoutRecord {
+    /// Returns the record of a proposal and its trial, if there was one.
+    fn new(one: &Proposal, trial: Option<&Trial>) -> Self {
+        Self {
             pipeline: one.keys.pipeline,
             schedule: one.keys.schedule.to_string(),
             tensor: one.keys.tensor,
@@ -114,7 +108,7 @@ impl PlanReport<'_> {
             bubble: one.time.bubble,
             exposed: one.time.exposed,
             toml: one.keys.toml(),
-            tried: trials.get(number).map(|trial| TrialRecord {
+            tried: trial.map(|trial| TrialRecord {
                 step_ms: trial.step * 1e3,
                 counted_bytes: trial.allocated,
                 estimated_bytes: COUNTED
@@ -122,14 +116,31 @@ impl PlanReport<'_> {
                     .iter()
                     .sum(),
             }),
-        };
+        }
+    }
+}
+
+impl PlanReport<'_> {
+    /// Returns the report as a JSON object.
+    ///
+    /// # Errors
+    /// Returns an error if the report cannot be serialised.
+    pub fn json(&self) -> Result<String> {
+        let Self { network, ranks, per_node, rates, choice, trials } = self;
+        let on_gpu = choice.proposals.first().is_some_and(|one| one.memory.gpu.is_some());
+        let limit = if on_gpu { choice.room.gpu } else { choice.room.host };
         let json = Json {
             network,
             ranks: *ranks,
             nodes: ranks.div_ceil(*per_node),
             rates,
             memory_limit_bytes: (limit < usize::MAX).then_some(limit),
-            layouts: choice.proposals.iter().enumerate().map(row).collect(),
+            layouts: choice
+                .proposals
+                .iter()
+                .enumerate()
+                .map(|(number, one)| LayoutRecord::new(one, trials.get(number)))
+                .collect(),
             rejected: choice
                 .rejected
                 .iter()
@@ -206,16 +217,18 @@ impl PlanReport<'_> {
             "\na second: {unit}; bubble: waits for other stages; exposed: waits for collectives\n"
         );
         // A layout that fits with a smaller micro-batch is not listed as rejected.
-        let fits = |left: &&RejectedLayout| {
-            all || !choice.proposals.iter().any(|one| one.keys.same_but_micro(&left.keys))
-        };
-        let left: Vec<&RejectedLayout> = choice.rejected.iter().filter(fits).collect();
+        let left: Vec<&RejectedLayout> = choice
+            .rejected
+            .iter()
+            .filter(|left| {
+                all || !choice.proposals.iter().any(|one| one.keys.same_but_micro(&left.keys))
+            })
+            .collect();
         if !left.is_empty() {
             out += "\nrejected:\n";
             // Many layouts are rejected for the same reason.
-            let has_same_reason =
-                |one: &&RejectedLayout, other: &&RejectedLayout| !all && one.reason == other.reason;
-            let groups: Vec<&[&RejectedLayout]> = left.chunk_by(has_same_reason).collect();
+            let groups: Vec<&[&RejectedLayout]> =
+                left.chunk_by(|one, other| !all && one.reason == other.reason).collect();
             let shown = if all { groups.len() } else { SHOWN_REASONS };
             for group in groups.iter().take(shown) {
                 let others = if group.len() > 1 {

@@ -99,13 +99,7 @@ pub fn search_layouts<R: Rates>(
         )
         .hint("search without it"));
     }
-    let need = |plan: &ResolvedConfig| {
-        if facts.on_gpu {
-            memory::worst::<Cuda>(plan, held)
-        } else {
-            memory::worst::<Cpu>(plan, held)
-        }
-    };
+    let need = |plan: &ResolvedConfig| worst_estimate(plan, facts.on_gpu, held);
     let (legal, refused) = layouts(config, facts, per_node);
     if legal.is_empty() {
         return Err(none_legal(&refused));
@@ -205,6 +199,14 @@ fn on_host(
         return None;
     }
     all.into_iter().filter_map(legal).find(|(_, _, memory)| room.holds(memory))
+}
+
+/// Returns the estimate of the rank of a plan that needs the most memory.
+fn worst_estimate(plan: &ResolvedConfig, on_gpu: bool, held: BaselineMemory) -> Estimate {
+    match on_gpu {
+        true => memory::worst::<Cuda>(plan, held),
+        false => memory::worst::<Cpu>(plan, held),
+    }
 }
 
 fn none_legal(refused: &[RejectedLayout]) -> Error {
@@ -375,6 +377,7 @@ mod tests {
     use super::*;
     use crate::planner::{Machine, OffloadKeys};
     use hpctrain_config::{Sources, load};
+    use std::path::Path;
 
     fn configured(settings: &[&str]) -> Config {
         let overrides: Vec<String> = settings.iter().map(|setting| setting.to_string()).collect();
@@ -499,18 +502,20 @@ mod tests {
         ]
     }
 
+    /// Returns the result for a [`large`] network with more settings on one GPU.
+    fn chosen_for_large(layers: usize, width: usize, more: &[&str]) -> Result<SearchResult> {
+        let sizes = large(layers, width);
+        let settings: Vec<&str> =
+            sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        chosen(&settings, 1, "h100x8")
+    }
+
     #[test]
     fn the_host_takes_what_a_gpu_has_no_room_for() {
         // 6.6e9 parameters, for which a GPU of 74 GiB has room for 6 bytes each but not for 18; and
         // 14e9, for which it does not even have room for 6.
-        let search = |layers, width, more: &[&str]| {
-            let sizes = large(layers, width);
-            let settings: Vec<&str> =
-                sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
-            chosen(&settings, 1, "h100x8")
-        };
         let optimizer = OffloadKeys { optimizer: true, ..OffloadKeys::default() };
-        let choice = search(32, 4096, &[]).unwrap();
+        let choice = chosen_for_large(32, 4096, &[]).unwrap();
         let [best] = &choice.proposals[..] else { panic!("{:?}", choice.proposals.len()) };
         assert_eq!(
             (best.keys.offload, best.keys.zero, best.keys.recompute),
@@ -528,7 +533,7 @@ mod tests {
             "{:?}",
             choice.reasons
         );
-        let choice = search(44, 5120, &[]).unwrap();
+        let choice = chosen_for_large(44, 5120, &[]).unwrap();
         let best = &choice.proposals[0];
         assert_eq!(
             (best.keys.offload, best.keys.zero),
@@ -543,7 +548,7 @@ mod tests {
         for given in
             [&["offload.optimizer=false"][..], &["parallel.zero=2"], &["offload.params=false"]]
         {
-            let error = search(44, 5120, given).unwrap_err().to_string();
+            let error = chosen_for_large(44, 5120, given).unwrap_err().to_string();
             assert!(error.starts_with("no layout fits: of 1 ranks "), "{given:?}: {error}");
         }
     }
@@ -590,25 +595,27 @@ mod tests {
         }
     }
 
+    /// Returns the error for a machine whose description is `text`, at `path`.
+    fn refused_machine(path: &Path, text: &str) -> String {
+        std::fs::write(path, text).unwrap();
+        let error = Machine::named(path.to_str().unwrap()).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        error.to_string()
+    }
+
     #[test]
     fn machines_are_checked() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("mine.toml");
         let shipped = include_str!("machines/h100x8.toml");
-        let refused = |text: String| {
-            std::fs::write(&path, text).unwrap();
-            let error = Machine::named(path.to_str().unwrap()).unwrap_err();
-            assert_eq!(error.exit_code(), 2);
-            error.to_string()
-        };
-        let error = refused(shipped.replace("overlap = 0.9", "overlap = 9"));
+        let error = refused_machine(&path, &shipped.replace("overlap = 0.9", "overlap = 9"));
         assert!(error.contains("mine.toml: overlap = 9\nhint: it must be from 0 to 1"), "{error}");
-        let error = refused(shipped.replace("bf16 = 6.0e14", "bf16 = 0"));
+        let error = refused_machine(&path, &shipped.replace("bf16 = 6.0e14", "bf16 = 0"));
         assert!(
             error.contains("mine.toml: flops.bf16 = 0\nhint: it must be more than 0"),
             "{error}"
         );
-        let error = refused(shipped.replace("launch =", "lunch ="));
+        let error = refused_machine(&path, &shipped.replace("launch =", "lunch ="));
         assert!(error.contains("mine.toml:11: unknown field `lunch`"), "{error}");
         let error = Machine::named("b300x8").unwrap_err().to_string();
         assert!(

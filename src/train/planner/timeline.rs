@@ -313,14 +313,14 @@ mod tests {
     fn pipeline(stages: usize, micros: usize, order: PipelineSchedule) -> StepTimes {
         let cut: Vec<_> = (0..stages).map(|unit| unit..unit + 1).collect();
         let loans = vec![None; stages];
-        let times = |index| StageTimes {
+        let times = (0..stages).map(|index| StageTimes {
             stage: Stage::new(&cut, index, &loans),
             units: vec![UNIT],
             micro: 0.0,
             message: 0.0,
-        };
+        });
         StepTimes {
-            stages: (0..stages).map(times).collect(),
+            stages: times.collect(),
             schedule: StepSchedule { stages, order, ..StepSchedule::alone(1, micros) },
             keep: Zero::Zero.sharding_policy(),
             shards: false,
@@ -364,6 +364,13 @@ mod tests {
         assert!((played.step - 3.0 * 19.0).abs() < 1e-9, "{played:?}");
     }
 
+    /// Returns the seconds of a step of two stages with messages.
+    fn step_with_messages(micros: usize, overlap: f64) -> f64 {
+        let mut times = StepTimes { overlap, ..pipeline(2, micros, PipelineSchedule::default()) };
+        times.stages[0].message = 0.5;
+        times.simulate().unwrap().step
+    }
+
     #[test]
     fn messages_between_stages_take_time() {
         let mut times = pipeline(2, 1, PipelineSchedule::default());
@@ -376,14 +383,9 @@ mod tests {
             times.simulate()
         );
         // Ranks that copy messages themselves do so in idle time, if there is any.
-        let step = |micros, overlap| {
-            let mut times =
-                StepTimes { overlap, ..pipeline(2, micros, PipelineSchedule::default()) };
-            times.stages[0].message = 0.5;
-            times.simulate().unwrap().step
-        };
-        assert_eq!(step(1, 0.0), step(1, 1.0));
-        assert!(step(8, 0.0) > step(8, 1.0), "{} and {}", step(8, 0.0), step(8, 1.0));
+        assert_eq!(step_with_messages(1, 0.0), step_with_messages(1, 1.0));
+        let [exposed, hidden] = [0.0, 1.0].map(|overlap| step_with_messages(8, overlap));
+        assert!(exposed > hidden, "{exposed} and {hidden}");
     }
 
     #[test]

@@ -211,22 +211,24 @@ impl<B: Kernels> Run<'_, B> {
         let stats = self.engine.model.backend.memory_stats();
         let peaks = MemoryKind::ALL.map(|what| stats.peak(what) as u64);
         let peaks = self.world.all_gather_u64(&peaks)?;
+        Ok((0..self.plan.mesh.pipeline).map(|stage| self.stage_memory(stage, &peaks)).collect())
+    }
+
+    /// Returns the memory of a pipeline stage from the peaks of all ranks.
+    fn stage_memory(&self, stage: usize, peaks: &[Vec<u64>]) -> StageMemory {
         let named = |bytes: &[usize]| {
             MemoryKind::ALL.iter().map(|what| what.name().into()).zip(bytes.to_vec()).collect()
         };
-        let of_stage = |stage: usize| {
-            let estimated = memory::estimate::<B>(&self.plan, stage, self.held).categories();
-            let mut most = [0; MemoryKind::ALL.len()];
-            let ranks =
-                peaks.iter().enumerate().filter(|(rank, _)| self.plan.mesh.stage(*rank) == stage);
-            for (_, rank_peaks) in ranks {
-                most.iter_mut()
-                    .zip(rank_peaks)
-                    .for_each(|(most, peak)| *most = (*peak as usize).max(*most));
-            }
-            StageMemory { estimated_bytes: named(&estimated), peak_bytes: named(&most) }
-        };
-        Ok((0..self.plan.mesh.pipeline).map(of_stage).collect())
+        let estimated = memory::estimate::<B>(&self.plan, stage, self.held).categories();
+        let mut most = [0; MemoryKind::ALL.len()];
+        let ranks =
+            peaks.iter().enumerate().filter(|(rank, _)| self.plan.mesh.stage(*rank) == stage);
+        for (_, rank_peaks) in ranks {
+            most.iter_mut()
+                .zip(rank_peaks)
+                .for_each(|(most, peak)| *most = (*peak as usize).max(*most));
+        }
+        StageMemory { estimated_bytes: named(&estimated), peak_bytes: named(&most) }
     }
 
     fn card(&self, stages: Vec<StageMemory>, energy: Option<EnergyUse>) -> RunRecord {

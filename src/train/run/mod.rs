@@ -236,8 +236,13 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed)
         };
         self.engine.model.backend.profile().record(self.meters.profiles());
-        let next = || self.feed.next_micro();
-        let advanced = train_round(&self.plan, &mut self.engine, next, &mut self.progress, flags);
+        let advanced = train_round(
+            &self.plan,
+            &mut self.engine,
+            || self.feed.next_micro(),
+            &mut self.progress,
+            flags,
+        );
         let Round { steps, flags } = advanced.inspect_err(|e| self.mark_checkpoints_suspect(e))?;
         self.engine.model.backend.profile().record(false);
         let mut gives_up = None;

@@ -73,8 +73,11 @@ impl<'h, B: Kernels> Run<'h, B> {
             splits = world.all_ok(splits.checked(&plan))?;
         }
         let without = splits.validation.is_none() && plan.config.eval.patience > 0;
-        let refused = || micro_batches::no_validation("eval.patience requires it", &plan.config);
-        world.all_ok(if without { Err(refused()) } else { Ok(()) })?;
+        world.all_ok(if without {
+            Err(micro_batches::no_validation("eval.patience requires it", &plan.config))
+        } else {
+            Ok(())
+        })?;
         // From here on messages may reach the device.
         let comm = comm.select_transport(plan.config.comm.transport, comm::probe_cuda_aware)?;
         let world = comm.world();
@@ -90,8 +93,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         world.all_ok(memory::check::<B>(&plan, &topology, held, gpu_memory))?;
 
         // A dead trainer's lease may take minutes to take over.
-        let prepared = || RunDirectory::prepare(&plan.config, &request.name, &request.resume);
-        let claimed = world.with_keepalive(root.then_some(prepared))?;
+        let claimed =
+            world.with_keepalive(root.then_some(|| {
+                RunDirectory::prepare(&plan.config, &request.name, &request.resume)
+            }))?;
         let path =
             claimed.as_ref().map(|directory| Ok(directory.path().to_string_lossy().into_owned()));
         let path = share(&world, path)?;
@@ -128,10 +133,6 @@ impl<'h, B: Kernels> Run<'h, B> {
         let data_now = train.fingerprint();
         let taking = RestoreOptions { take, data: data_now.clone(), allow_changed_data };
         let mut notes = Vec::new();
-        let mut conform = |manifest: &Manifest| {
-            notes = manifest.conform(&mut train)?;
-            validation.as_mut().map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
-        };
         let resume_from = &request.resume;
         let Resumed { progress, from, data_changes } = resume(
             &world,
@@ -140,7 +141,12 @@ impl<'h, B: Kernels> Run<'h, B> {
             directory,
             resume_from,
             &taking,
-            &mut conform,
+            &mut |manifest: &Manifest| {
+                notes = manifest.conform(&mut train)?;
+                validation
+                    .as_mut()
+                    .map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
+            },
         )?;
         if root {
             notes.iter().for_each(|note| log::info!("data: {note}"));
@@ -167,8 +173,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         world.all_ok(products.to_save.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
         let epoch_loss =
             validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
-        let open = || Records::open(directory, &plan, progress.step, exchange.to_save, epoch_loss);
-        let records = root.then(open);
+        let records = root
+            .then(|| Records::open(directory, &plan, progress.step, exchange.to_save, epoch_loss));
         let mut records = world.all_ok(records.transpose())?;
         let budget = TimeLimit::new(
             plan.config.run.time_limit,

@@ -172,7 +172,7 @@ mod tests {
             let mut calls = 0;
             // Stands for a sum: every part that is handed in must hold the same elements of all
             // owners.
-            let call = |x: &mut [f32]| {
+            by_parts(&group, &mut memory, &mut staging, longest, true, |x| {
                 let part = x.len() / 3;
                 (0..part).for_each(|i| {
                     assert_eq!((x[part + i], x[2 * part + i]), (x[i] + 7.0, x[i] + 14.0))
@@ -180,8 +180,8 @@ mod tests {
                 x.iter_mut().for_each(|x| *x += 100.0);
                 calls += 1;
                 Ok(())
-            };
-            by_parts(&group, &mut memory, &mut staging, longest, true, call).unwrap();
+            })
+            .unwrap();
             assert_eq!(calls, 7usize.div_ceil(longest));
             assert!((7..14).all(|i| memory[i] == before[i] + 100.0), "{longest}: {memory:?}");
             assert!(longest >= 7 || memory[..7] == before[..7]);

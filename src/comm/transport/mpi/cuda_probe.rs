@@ -19,7 +19,7 @@ use super::calls::{check, count};
 use super::{library, node};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::{spawn, spawn_scoped};
-use hpctrain_device::{Backend, CommBuffer, DeviceSpan, MemoryKind};
+use hpctrain_device::{Backend, CommBuffer, MemoryKind};
 
 /// Elements of a test message: more than any library sends eagerly.
 const ELEMENTS: usize = 100_000;
@@ -91,11 +91,10 @@ fn launcher_in(maps: &str, is_open_mpi: bool, is_there: impl Fn(&Path) -> bool) 
         false => &["mpiexec.hydra", "mpiexec.mpich", "mpiexec"],
     };
     let mapped = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
-    let is_mpi = |path: &&Path| {
+    let libraries = mapped.filter(|path| {
         path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libmpi"))
-    };
-    let near_library =
-        mapped.filter(is_mpi).flat_map(Path::ancestors).map(|folder| folder.join("bin"));
+    });
+    let near_library = libraries.flat_map(Path::ancestors).map(|folder| folder.join("bin"));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = near_library.chain(std::env::split_paths(&path)).collect::<Vec<_>>();
     let mut programs = folders.iter().flat_map(|folder| names.iter().map(|name| folder.join(name)));
@@ -178,26 +177,28 @@ fn describe(status: ExitStatus) -> String {
 
 /// Waits for the child. Returns its exit status, or `None` if it took too long and was ended.
 fn wait_with_timeout(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
-    let within = |child: &mut Child, limit: Duration| {
-        let start = Instant::now();
-        while start.elapsed() < limit {
-            if let Some(status) = child.try_wait()? {
-                return Ok(Some(status));
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        Ok::<_, std::io::Error>(None)
-    };
-    if let Some(status) = within(child, TIMEOUT)? {
+    if let Some(status) = wait_within(child, TIMEOUT)? {
         return Ok(Some(status));
     }
     if let Ok(process) = c_int::try_from(child.id()) {
         // SAFETY: the child has not been waited for, so the process id is still its own.
         unsafe { libc::kill(process, libc::SIGTERM) };
     }
-    if within(child, TERMINATION_GRACE)?.is_none() {
+    if wait_within(child, TERMINATION_GRACE)?.is_none() {
         child.kill()?;
         child.wait()?;
+    }
+    Ok(None)
+}
+
+/// Waits for the child until `limit`. Returns its exit status, or `None` if it still runs.
+fn wait_within(child: &mut Child, limit: Duration) -> std::io::Result<Option<ExitStatus>> {
+    let start = Instant::now();
+    while start.elapsed() < limit {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        std::thread::sleep(POLL_INTERVAL);
     }
     Ok(None)
 }
@@ -296,8 +297,8 @@ fn exchange<B: Backend>(
         CommBuffer::Host(_) => Err(Error::input("there is no GPU whose memory could be exchanged")),
     });
     let spans = spans.collect::<Result<Vec<_>>>()?;
-    let at = |span: DeviceSpan<'_>| std::ptr::with_exposed_provenance_mut::<c_void>(span.address());
-    let [sent, received, sum, from_other, sum_of_both] = [0, 1, 2, 3, 4].map(|i| at(spans[i]));
+    let [sent, received, sum, from_other, sum_of_both] = [0, 1, 2, 3, 4]
+        .map(|i: usize| std::ptr::with_exposed_provenance_mut::<c_void>(spans[i].address()));
     let len = count(ELEMENTS)?;
     let partner = count(other(rank))?;
     // SAFETY: MPI is used by this thread alone, in order; the spans live until the end, hold `len`

@@ -116,8 +116,12 @@ impl<'a> Sending<'a> {
         }
         let pieces = self.from.pieces;
         let mut parts = Parts::new();
-        let len = |i: usize| pieces.get(i).map(|piece| piece.len());
-        if self.cursor.message(len, MESSAGE, |piece, range| parts.push((piece, range))) == 0 {
+        let len = self.cursor.message(
+            |i| pieces.get(i).map(|piece| piece.len()),
+            MESSAGE,
+            |piece, range| parts.push((piece, range)),
+        );
+        if len == 0 {
             self.done = self.in_flight.is_empty();
             return Ok(progressed || self.done);
         }
@@ -227,8 +231,11 @@ impl<'a, 'b> Receiving<'a, 'b> {
             return Ok(progressed);
         }
         let mut parts = Parts::new();
-        let length = |i: usize| pieces.get(i).map(|piece| piece.len());
-        let len = self.cursor.message(length, MESSAGE, |piece, range| parts.push((piece, range)));
+        let len = self.cursor.message(
+            |i| pieces.get(i).map(|piece| piece.len()),
+            MESSAGE,
+            |piece, range| parts.push((piece, range)),
+        );
         if len == 0 {
             self.done = self.in_flight.is_empty();
             return Ok(progressed || self.done);

@@ -3,7 +3,8 @@
 //! One thread makes all calls (`MPI_THREAD_FUNNELED`), through the raw bindings of rsmpi, because
 //! its safe layer ignores return codes. Requests are non-blocking and polled here with a backoff,
 //! so that a spinning library does not take the core from compute, and an abort takes effect in the
-//! middle of a collective. Only vendor collectives block.
+//! middle of a collective. Only vendor collectives block. The default features of rsmpi are off:
+//! they add libffi for user-defined operations.
 //!
 //! Between ranks of one node, elements that will be added go through shared memory; other elements,
 //! too, unless MPI messages are measured to be faster at the start. Between nodes, and for bytes,
@@ -407,16 +408,10 @@ impl Mpi {
         while index < self.posted.len() {
             let mut requests = std::mem::take(&mut self.posted[index].requests);
             let peer = self.posted[index].peer;
-            let tested = |(request, expected): &mut (MpiRequest, Option<usize>)| match (
-                request.test()?,
-                *expected,
-            ) {
-                (Some(received), Some(expected)) => {
-                    check_length(peer, received, expected).map(|()| true)
-                }
-                (done, _) => Ok(done.is_some()),
-            };
-            requests.retain_mut(|part| !tested(part).unwrap_or_else(|error| self.give_up(&error)));
+            requests.retain_mut(|(request, expected)| {
+                let tested = is_complete(request, *expected, peer);
+                !tested.unwrap_or_else(|error| self.give_up(&error))
+            });
             if requests.is_empty() {
                 self.posted.remove(index).buffer.finish(Ok(()));
             } else {
@@ -435,6 +430,14 @@ impl Mpi {
     /// Returns the number on this node of a rank of a group, if it is reached by shared memory.
     fn near(&self, group: &GroupRanks, rank: Option<usize>) -> Option<usize> {
         self.segment.as_ref()?.local(group.ranks[rank?])
+    }
+}
+
+/// Returns true if a part of a posted message is complete, after a check of the length received.
+fn is_complete(request: &mut MpiRequest, expected: Option<usize>, peer: usize) -> Result<bool> {
+    match (request.test()?, expected) {
+        (Some(received), Some(expected)) => check_length(peer, received, expected).map(|()| true),
+        (done, _) => Ok(done.is_some()),
     }
 }
 

@@ -104,9 +104,11 @@ impl Node {
             return Ok(None);
         }
         let mut next = 0..;
-        let local = |first: &c_int| (*first == self.of_ranks[rank]).then(|| next.next()).flatten();
-        let segment =
-            Segment::open(self.comm, self.rank, self.of_ranks.iter().map(local).collect())?;
+        let locals = self
+            .of_ranks
+            .iter()
+            .map(|first| (*first == self.of_ranks[rank]).then(|| next.next()).flatten());
+        let segment = Segment::open(self.comm, self.rank, locals.collect())?;
         // This is also the synchronisation that a segment requires before its first use.
         let all = smallest(c_int::from(segment.is_ok()), self.comm)?;
         match segment {

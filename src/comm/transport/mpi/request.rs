@@ -25,11 +25,10 @@ pub struct Bytes {
 impl Bytes {
     /// Divides the memory into messages of at most [`LONGEST`] bytes.
     pub fn messages(self) -> impl Iterator<Item = Bytes> {
-        let message = move |start| Bytes {
+        (0..self.len).step_by(LONGEST).map(move |start| Bytes {
             at: self.at.wrapping_add(start),
             len: LONGEST.min(self.len - start),
-        };
-        (0..self.len).step_by(LONGEST).map(message)
+        })
     }
 }
 

@@ -6,9 +6,10 @@
 //! sender's copy bypasses the caches, because the receiver's cache holds the slot's last piece, and
 //! where cores share no cache the sender would wait for every line of it.
 //!
-//! A slot's state is 0 while it is free, and otherwise the ticket of the piece in it: its receiver,
-//! and its number among the pieces between these two ranks. Only the owner fills free slots; only
-//! the receiver empties a full one.
+//! A slot's state, which is atomic, is 0 while it is free, and otherwise the ticket of the piece in
+//! it: its receiver, and its number among the pieces between these two ranks. Only the owner fills
+//! free slots; only the receiver empties a full one. So a slot belongs to one side at a time, on
+//! which the `unsafe` accesses to the shared memory rely.
 //!
 //! Each rank has four slots of 128 KiB. Elements that are only copied go through shared memory as
 //! well, unless MPI messages are measured to be clearly faster at the start: the system may let MPI

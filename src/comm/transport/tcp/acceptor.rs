@@ -65,12 +65,11 @@ impl Acceptor {
             pending: vec![],
             refusals: Refusals::default(),
         };
-        let accept = move || {
+        spawn("acceptor", move || {
             while !stop.load(Ordering::Relaxed) {
                 thread.turn(&mut known);
             }
-        };
-        spawn("acceptor", accept)?;
+        })?;
         Ok(Self { stopped })
     }
 }
@@ -242,10 +241,10 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (sender, known) = channel();
-        let take = move |caller, connection| {
+        let acceptor = Acceptor::open(listener, credentials(), move |caller, connection| {
             sender.send((caller, connection)).map_err(|e| Error::comm(e.to_string()))
-        };
-        (Acceptor::open(listener, credentials(), take).unwrap(), address, known)
+        });
+        (acceptor.unwrap(), address, known)
     }
 
     fn credentials() -> Credentials {
@@ -258,13 +257,12 @@ mod tests {
     fn silent_connections_make_room_for_callers_with_the_secret() {
         let (_acceptor, address, known) = acceptor();
         // More than the limit, each with its first byte.
-        let connect = || {
+        let silent = (0..MAX_PENDING_PER_ADDRESS + ACCEPTS_PER_TURN).map(|_| {
             let mut stream = TcpStream::connect(address).unwrap();
             stream.write_all(b"h").unwrap();
             stream
-        };
-        let mut silent: Vec<TcpStream> =
-            (0..MAX_PENDING_PER_ADDRESS + ACCEPTS_PER_TURN).map(|_| connect()).collect();
+        });
+        let mut silent: Vec<TcpStream> = silent.collect();
         let stream = TcpStream::connect(address).unwrap();
         call(stream, &credentials(), CALLER, Instant::now() + HANDSHAKE_TIMEOUT).unwrap();
         assert_eq!(known.recv().unwrap().0, CALLER);
@@ -274,28 +272,30 @@ mod tests {
         assert!(answer.len() <= 12, "{} bytes", answer.len());
     }
 
+    /// Admits a connection as if it came from an address. Returns the pending handshakes of
+    /// 10.0.0.1 and of 10.0.0.2.
+    fn admit_from(thread: &mut AcceptorThread, from: [u8; 4]) -> (usize, usize) {
+        let address = thread.listener.local_addr().unwrap();
+        let _caller = TcpStream::connect(address).unwrap();
+        let (stream, _) = thread.listener.accept().unwrap();
+        thread.admit(stream, from.into());
+        let count = |address: [u8; 4]| {
+            thread.pending.iter().filter(|one| one.from == IpAddr::from(address)).count()
+        };
+        (count([10, 0, 0, 1]), count([10, 0, 0, 2]))
+    }
+
     #[test]
     fn a_source_address_evicts_its_own_handshakes_only() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
         let mut thread = AcceptorThread {
-            listener,
+            listener: TcpListener::bind("127.0.0.1:0").unwrap(),
             credentials: credentials(),
             pending: vec![],
             refusals: Refusals::default(),
         };
-        let mut admit = |from: [u8; 4]| {
-            let _caller = TcpStream::connect(address).unwrap();
-            let (stream, _) = thread.listener.accept().unwrap();
-            thread.admit(stream, from.into());
-            let of = |address: [u8; 4]| {
-                thread.pending.iter().filter(|one| one.from == IpAddr::from(address)).count()
-            };
-            (of([10, 0, 0, 1]), of([10, 0, 0, 2]))
-        };
-        assert_eq!(admit([10, 0, 0, 1]), (1, 0));
+        assert_eq!(admit_from(&mut thread, [10, 0, 0, 1]), (1, 0));
         assert_eq!(
-            (0..MAX_PENDING).map(|_| admit([10, 0, 0, 2])).last(),
+            (0..MAX_PENDING).map(|_| admit_from(&mut thread, [10, 0, 0, 2])).last(),
             Some((1, MAX_PENDING_PER_ADDRESS))
         );
         assert_eq!(

@@ -4,6 +4,9 @@
 //! and one for posted messages, which progress in the background. A message is a header and its
 //! bytes. It is read directly into its destination if that is known when it arrives, and otherwise
 //! buffered until it is requested. All sockets are polled with a [`Backoff`].
+//!
+//! Connections begin with a Noise handshake (`handshake.rs`). `--spawn` uses this transport.
+//! Parameter servers use its connections, encrypted between hosts.
 
 mod acceptor;
 mod connection;
@@ -55,8 +58,11 @@ pub(crate) fn open(
     let rank = meeting.rank;
     let ranks = meeting.ranks;
     let hosts: Vec<String> = connected.iter().map(|one| one.host.clone()).collect();
-    let first = |host: &String| hosts.iter().position(|other| other == host).unwrap_or(0);
-    let nodes: Arc<[usize]> = hosts.iter().map(first).collect();
+    // The number of a node is the first rank on its host.
+    let nodes: Arc<[usize]> = hosts
+        .iter()
+        .map(|host| hosts.iter().position(|other| other == host).unwrap_or(0))
+        .collect();
     let links = connected.into_iter().map(|one| one.channels.map(Link::new).transpose());
     let links = links.collect::<Result<Vec<_>>>()?;
     let here = |ranks: &[usize]| ranks.iter().filter(|&&node| node == nodes[rank]).count();
@@ -486,12 +492,12 @@ impl Transport for Tcp {
                 .iter_mut()
                 .enumerate()
                 .filter_map(|(peer, link)| Some((peer, link.as_mut()?)));
-            let waits = |(peer, link): (usize, &mut Link)| {
+            let waits = links.any(|(peer, link)| {
                 let heard = link.inbox.listen(&mut link.exchanges, peer);
                 // A rank that still sends expects a message that will not come.
                 heard.is_ok() && !link.inbox.has_left() && !link.inbox.is_arriving()
-            };
-            if !links.any(waits) {
+            });
+            if !waits {
                 break;
             }
             std::thread::sleep(Duration::from_millis(1));

@@ -10,7 +10,6 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use super::acceptor::Acceptor;
-use super::connection::Connection;
 use super::handshake::{Credentials, HANDSHAKE_TIMEOUT, PeerId, call};
 use super::secret::Secret;
 use hpctrain_base::error::{Error, Result};
@@ -49,19 +48,24 @@ impl FromStr for TcpRendezvous {
 
     /// Parses the format of `Display`: `RANK/RANKS/DIRECTORY`.
     fn from_str(text: &str) -> Result<Self> {
-        let parts = || {
-            let (rank, rest) = text.split_once('/')?;
-            let (ranks, dir) = rest.split_once('/')?;
-            let rank = rank.parse().ok()?;
-            let ranks = ranks.parse().ok()?;
-            (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks })
-        };
-        parts().ok_or_else(|| {
+        Self::parse(text).ok_or_else(|| {
             Error::input(format!(
                 "{RENDEZVOUS_VARIABLE}={text} is not of the form RANK/RANKS/DIRECTORY"
             ))
             .hint("unset it: hpctrain --spawn N sets it for its processes")
         })
+    }
+}
+
+impl TcpRendezvous {
+    /// Returns the rendezvous that `Display` formats as `text`, if the rank is below the number of
+    /// ranks.
+    fn parse(text: &str) -> Option<Self> {
+        let (rank, rest) = text.split_once('/')?;
+        let (ranks, dir) = rest.split_once('/')?;
+        let rank: usize = rank.parse().ok()?;
+        let ranks: usize = ranks.parse().ok()?;
+        (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks })
     }
 }
 
@@ -101,11 +105,10 @@ pub fn connect_all(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> 
         }
     }
     let (sender, known) = channel();
-    let over = || Error::comm("the rendezvous is over");
-    let take = move |caller, connection: Connection| {
-        sender.send((caller, connection.into_stream()?)).map_err(|_| over())
-    };
-    let _acceptor = Acceptor::open(listener, credentials, take)?;
+    let _acceptor = Acceptor::open(listener, credentials, move |caller, connection| {
+        let stream = connection.into_stream()?;
+        sender.send((caller, stream)).map_err(|_| Error::comm("the rendezvous is over"))
+    })?;
     for _ in 0..CHANNELS * (ranks - 1 - rank) {
         let left = until.saturating_duration_since(Instant::now());
         let Ok((PeerId { rank: other, ranks: of, channel }, stream)) = known.recv_timeout(left)

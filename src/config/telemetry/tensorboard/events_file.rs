@@ -189,6 +189,16 @@ pub(super) fn events(mut bytes: &[u8]) -> Vec<Event> {
 mod tests {
     use super::*;
 
+    /// Returns the sorted names of the files of a directory.
+    fn names(directory: &Path) -> Vec<String> {
+        let mut names: Vec<String> = std::fs::read_dir(directory)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
     #[test]
     fn records_are_framed_as_published() {
         // The example of RFC 3720, B.4, and its mask.
@@ -207,20 +217,15 @@ mod tests {
     #[test]
     fn files_of_one_second_follow_each_other() {
         let dir = tempfile::tempdir().unwrap();
-        let names = || {
-            let mut names: Vec<String> = std::fs::read_dir(dir.path())
-                .unwrap()
-                .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
-                .collect();
-            names.sort();
-            names
-        };
         for (start, step) in [(0, 0), (1, 7), (2, 3)] {
             // The clock goes back.
             let file = EventsFile::begin(dir.path(), step, 100.0 - f64::from(start)).unwrap();
-            assert_eq!(names().last().unwrap(), &*file.path.file_name().unwrap().to_string_lossy());
+            assert_eq!(
+                names(dir.path()).last().unwrap(),
+                &*file.path.file_name().unwrap().to_string_lossy()
+            );
         }
-        let last = dir.path().join(names().last().unwrap());
+        let last = dir.path().join(names(dir.path()).last().unwrap());
         let events = events(&std::fs::read(last).unwrap());
         assert_eq!(events[0].what, Some(What::FileVersion(VERSION.into())));
         assert_eq!(

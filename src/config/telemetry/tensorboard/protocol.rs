@@ -1,6 +1,7 @@
 //! The messages of TensorBoard's events files that this program writes: those of `event.proto`,
 //! `summary.proto` and `tensor.proto`, which TensorBoard publishes under
-//! `tensorboard/compat/proto`. Fields that are not written are omitted.
+//! `tensorboard/compat/proto`. Fields that are not written are omitted. The types are written for
+//! `prost` by hand, so building needs no `protoc`.
 
 use prost::{Message, Oneof};
 

@@ -38,21 +38,7 @@ impl Cells {
     /// Finds the cells in a table with this header, according to the options of the import.
     pub fn find(import: &ImportCsv, header: &StringRecord) -> Result<Self> {
         let place = |name: &String| place(&import.input, header, name);
-        let places = |names: &[String]| names.iter().map(place).collect::<Result<Vec<usize>>>();
-        let like = |columns: Columns, mut targets: Vec<usize>, weight, earlier| {
-            let has = |name: &String| header.iter().any(|column| column == name);
-            if targets.is_empty() && columns.targets.iter().any(has) {
-                targets = places(&columns.targets)?;
-            }
-            let coders = columns
-                .categories
-                .iter()
-                .map(|category| Ok((place(&category.name)?, Coder::like(&category.coding))));
-            let inputs = places(&columns.inputs)?;
-            let categories = coders.collect::<Result<_>>()?;
-            Ok(Self { inputs, categories, targets, weight, earlier: Some(earlier) })
-        };
-        let targets = places(&import.targets)?;
+        let targets = places(import, header, &import.targets)?;
         let weight = import.weight.as_ref().map(place).transpose()?;
         let cells = match &import.categories {
             Categories::Named { columns, hash } => {
@@ -71,20 +57,22 @@ impl Cells {
                 let kept: Vec<usize> =
                     (0..header.len()).filter(|column| !is_dropped(*column)).collect();
                 check_names(import, header, &kept)?;
-                let categories = places(columns)?;
-                let is_input = |column: &usize| {
-                    !targets.contains(column)
-                        && !categories.contains(column)
-                        && weight != Some(*column)
-                };
-                let inputs = kept.into_iter().filter(is_input).collect();
+                let categories = places(import, header, columns)?;
+                let inputs = kept
+                    .into_iter()
+                    .filter(|column| {
+                        !targets.contains(column)
+                            && !categories.contains(column)
+                            && weight != Some(*column)
+                    })
+                    .collect();
                 let categories =
                     categories.into_iter().map(|column| (column, Coder::new(*hash))).collect();
                 Self { inputs, categories, targets, weight, earlier: None }
             }
             Categories::Like(path) => {
                 let (columns, earlier) = earlier(path)?;
-                like(columns, targets, weight, earlier)?
+                Self::like(import, header, &columns, targets, weight, earlier)?
             }
             Categories::Learned(known) => {
                 let columns =
@@ -94,11 +82,35 @@ impl Cells {
                     _ => None,
                 };
                 let earlier = Earlier { scale, fill: columns.fill.clone(), classes: vec![] };
-                like(columns, targets, weight, earlier)?
+                Self::like(import, header, &columns, targets, weight, earlier)?
             }
         };
         cells.check(import, header)?;
         Ok(cells)
+    }
+
+    /// Returns the cells of a table whose columns have the use of those of an earlier one.
+    fn like(
+        import: &ImportCsv,
+        header: &StringRecord,
+        columns: &Columns,
+        mut targets: Vec<usize>,
+        weight: Option<usize>,
+        earlier: Earlier,
+    ) -> Result<Self> {
+        let mut earlier_targets = columns.targets.iter();
+        if targets.is_empty()
+            && earlier_targets.any(|name| header.iter().any(|column| column == name))
+        {
+            targets = places(import, header, &columns.targets)?;
+        }
+        let inputs = places(import, header, &columns.inputs)?;
+        let categories = columns.categories.iter().map(|category| {
+            let column = place(&import.input, header, &category.name)?;
+            Ok((column, Coder::like(&category.coding)))
+        });
+        let categories = categories.collect::<Result<_>>()?;
+        Ok(Self { inputs, categories, targets, weight, earlier: Some(earlier) })
     }
 
     /// Checks that every column has one use, and that there is at least one input or category.
@@ -151,20 +163,25 @@ impl Cells {
     /// Returns the names of inputs and categories, and the mapping of the latter to ids.
     pub fn columns(self, header: &StringRecord, fill: Vec<f32>) -> Columns {
         let name = |column: usize| header.get(column).unwrap_or_default().to_owned();
-        let category = |(column, coder): (usize, Coder)| Category {
-            name: name(column),
-            coding: coder.coding(),
-        };
         let names = |columns: &[usize]| columns.iter().map(|column| name(*column)).collect();
         let inputs = names(&self.inputs);
         let targets = names(&self.targets);
         Columns {
             inputs,
-            categories: self.categories.into_iter().map(category).collect(),
+            categories: self
+                .categories
+                .into_iter()
+                .map(|(column, coder)| Category { name: name(column), coding: coder.coding() })
+                .collect(),
             targets,
             fill,
         }
     }
+}
+
+/// Returns the indices of the columns of these names.
+fn places(import: &ImportCsv, header: &StringRecord, names: &[String]) -> Result<Vec<usize>> {
+    names.iter().map(|name| place(&import.input, header, name)).collect()
 }
 
 /// Returns an error unless the columns that may be inputs have different names: others could not be

@@ -167,12 +167,10 @@ impl TableFormat {
 
     /// Returns a hint for a cell that is not a number.
     pub(super) fn advice(&self, cell: &str) -> &'static str {
-        let is_decimal = |dot: char, thousands: char| {
-            let digits = cell.strip_prefix(['-', '+']).unwrap_or(cell);
-            digits.contains(dot)
-                && digits.chars().all(|c| c.is_ascii_digit() || c == dot || c == thousands)
-        };
-        if !self.decimal_comma && is_decimal(',', '.') {
+        let digits = cell.strip_prefix(['-', '+']).unwrap_or(cell);
+        let has_decimal_comma = digits.contains(',')
+            && digits.chars().all(|c| c.is_ascii_digit() || c == ',' || c == '.');
+        if !self.decimal_comma && has_decimal_comma {
             return "if the comma is before decimals, give --decimal-comma; remove thousands separators";
         }
         "mend the line; name a column of words with --categorical, a word for missing values with --na, and a column that is not an input with --drop"

@@ -190,6 +190,33 @@ impl TableRow<'_> {
             Err(e) => Err(Unusable::Error(e.at(self.place(column)))),
         }
     }
+
+    /// Reads the inputs and targets, and returns the weight, if there is a column of them.
+    fn read(
+        &self,
+        cells: &Cells,
+        labels: &mut Labels,
+        inputs: &mut Vec<f32>,
+        targets: &mut Vec<f64>,
+    ) -> std::result::Result<Option<f64>, Unusable> {
+        inputs.clear();
+        targets.clear();
+        for (input, column) in cells.inputs.iter().enumerate() {
+            inputs.push(self.input(input, *column)?);
+        }
+        for column in &cells.targets {
+            targets.push(self.target(*column, labels)?);
+        }
+        let Some(column) = cells.weight else { return Ok(None) };
+        match self.needed(column)? {
+            weight if weight < 0.0 => Err(self.refused(
+                column,
+                &format!("a weight of {weight}, less than 0"),
+                "mend the line, or remove it",
+            )),
+            weight => Ok(Some(weight)),
+        }
+    }
 }
 
 /// Imports every line of a table as a sample. Targets are classes if there is one column of them
@@ -224,26 +251,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let mut aims = Vec::new();
     while reader.read_record(&mut record).map_err(|e| refused(&import.input, &e))? {
         let row = TableRow { import, header: &header, record: &record, filled: &filled };
-        let mut read = || -> std::result::Result<Option<f64>, Unusable> {
-            numbers.clear();
-            aims.clear();
-            for (input, column) in cells.inputs.iter().enumerate() {
-                numbers.push(row.input(input, *column)?);
-            }
-            for column in &cells.targets {
-                aims.push(row.target(*column, &mut labels)?);
-            }
-            let weight = cells.weight.map(|column| Ok((column, row.needed(column)?))).transpose();
-            match weight.map_err(|e: Unusable| e)? {
-                Some((column, weight)) if weight < 0.0 => Err(row.refused(
-                    column,
-                    &format!("a weight of {weight}, less than 0"),
-                    "mend the line, or remove it",
-                )),
-                weight => Ok(weight.map(|(_, weight)| weight)),
-            }
-        };
-        let weight = match read() {
+        let weight = match row.read(&cells, &mut labels, &mut numbers, &mut aims) {
             Ok(weight) => weight,
             Err(Unusable::Skip) => {
                 skipped += 1;

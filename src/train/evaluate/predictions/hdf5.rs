@@ -29,32 +29,39 @@ impl Arrays {
             return Err(Error::input(format!("a dataset of HDF5 cannot have the name {name:?}"))
                 .hint("write CSV or JSON lines instead: --out FILE.csv or FILE.jsonl"));
         }
-        let create = || -> hdf5::Result<_> {
-            let file = hdf5_open::create(path)?;
-            let outputs =
-                file.new_dataset::<f32>().shape([rows, schema.width()]).create("outputs")?;
-            let classes = match schema.has_class() {
-                true => Some(file.new_dataset::<u32>().shape(rows).create("classes")?),
-                false => None,
-            };
-            let given = texts(schema.given_classes().iter())?;
-            if !given.is_empty() {
-                file.new_dataset::<VarLenUnicode>()
-                    .shape(given.len())
-                    .create("class_names")?
-                    .write_raw(&given)?;
-            }
-            let group =
-                if names.is_empty() { None } else { Some(hdf5_open::create_group(&file, "rows")?) };
-            let column = |name: &String| {
-                group.as_ref().map(|group| {
-                    group.new_dataset::<VarLenUnicode>().shape(rows).create(name.as_str())
-                })
-            };
-            let id_columns = names.iter().filter_map(column).collect::<hdf5::Result<Vec<_>>>()?;
-            Ok(Self { file, outputs, classes, id_columns })
+        Self::create_datasets(path, rows, schema, names)
+            .map_err(|e| Error::input(format!("cannot be created: {}", one_line(&e))))
+    }
+
+    /// Creates the file and its datasets, with columns of these names for the ids of rows.
+    fn create_datasets(
+        path: &Path,
+        rows: usize,
+        schema: &OutputSchema,
+        names: &[String],
+    ) -> hdf5::Result<Self> {
+        let file = hdf5_open::create(path)?;
+        let outputs = file.new_dataset::<f32>().shape([rows, schema.width()]).create("outputs")?;
+        let classes = match schema.has_class() {
+            true => Some(file.new_dataset::<u32>().shape(rows).create("classes")?),
+            false => None,
         };
-        create().map_err(|e| Error::input(format!("cannot be created: {}", one_line(&e))))
+        let given = texts(schema.given_classes().iter())?;
+        if !given.is_empty() {
+            file.new_dataset::<VarLenUnicode>()
+                .shape(given.len())
+                .create("class_names")?
+                .write_raw(&given)?;
+        }
+        let mut id_columns = Vec::with_capacity(names.len());
+        if !names.is_empty() {
+            let group = hdf5_open::create_group(&file, "rows")?;
+            for name in names {
+                let column = group.new_dataset::<VarLenUnicode>().shape(rows);
+                id_columns.push(column.create(name.as_str())?);
+            }
+        }
+        Ok(Self { file, outputs, classes, id_columns })
     }
 
     /// Writes rows starting at `first`. An error is the message of HDF5.
@@ -66,24 +73,33 @@ impl Arrays {
         ids: &RowIds,
         names: &[Vec<String>],
     ) -> std::result::Result<(), String> {
+        self.write_datasets(first, values, schema, ids, names).map_err(|e| one_line(&e))
+    }
+
+    /// Does the work of [`Self::write`].
+    fn write_datasets(
+        &self,
+        first: usize,
+        values: &[f32],
+        schema: &OutputSchema,
+        ids: &RowIds,
+        names: &[Vec<String>],
+    ) -> hdf5::Result<()> {
         let width = schema.width();
         let rows = names.len();
-        let write = || -> hdf5::Result<()> {
-            let block = ndarray::ArrayView2::from_shape((rows, width), values)
-                .map_err(|e| e.to_string())?;
-            self.outputs.write_slice(block, (first..first + rows, ..))?;
-            if let Some(classes) = &self.classes {
-                let likeliest: Vec<u32> =
-                    values.chunks(width).map(|row| schema.class(row) as u32).collect();
-                classes.write_slice(&likeliest, first..first + rows)?;
-            }
-            for (place, column) in self.id_columns.iter().enumerate().filter(|_| !ids.is_number()) {
-                let cells = texts(names.iter().map(|cells| &cells[place]))?;
-                column.write_slice(&cells, first..first + rows)?;
-            }
-            Ok(())
-        };
-        write().map_err(|e| one_line(&e))
+        let block =
+            ndarray::ArrayView2::from_shape((rows, width), values).map_err(|e| e.to_string())?;
+        self.outputs.write_slice(block, (first..first + rows, ..))?;
+        if let Some(classes) = &self.classes {
+            let likeliest: Vec<u32> =
+                values.chunks(width).map(|row| schema.class(row) as u32).collect();
+            classes.write_slice(&likeliest, first..first + rows)?;
+        }
+        for (place, column) in self.id_columns.iter().enumerate().filter(|_| !ids.is_number()) {
+            let cells = texts(names.iter().map(|cells| &cells[place]))?;
+            column.write_slice(&cells, first..first + rows)?;
+        }
+        Ok(())
     }
 
     /// Closes the file, after all rows are written.
