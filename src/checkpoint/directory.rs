@@ -213,7 +213,7 @@ impl Checkpoints {
             } else {
                 Ok(())
             };
-            // What is left there only takes space.
+            // Files that are left there only take space.
             gone.unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
         }
         self.remove_unused_marks();
@@ -607,7 +607,7 @@ mod tests {
             checkpoints.retain(&Retention { newest: 2, ..Retention::default() });
         }
         assert_eq!(checkpoints.steps().unwrap(), [20, 100]);
-        // What killed jobs left behind.
+        // Leftovers of killed jobs.
         fs::create_dir_all(checkpoints.staging(7, "dead").join("x")).unwrap();
         fs::create_dir_all(checkpoints.root().join(".trash-step-00000001")).unwrap();
         std::os::unix::fs::symlink("step-00000020", checkpoints.root().join(".latest.77.tmp"))

@@ -21,7 +21,7 @@ const OBJECT_STORES: [&str; 7] = [
     "fuse.blobfuse2",
 ];
 
-/// What a probe found out about a file system.
+/// The result of probing a file system.
 #[derive(Debug)]
 pub struct FileSystem {
     /// Its type as in /proc/mounts, such as `ext4`; `None` if it is not listed.

@@ -20,7 +20,7 @@ pub struct Pointer {
     path: PathBuf,
 }
 
-/// What a pointer points to.
+/// The target of a pointer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
     /// The entry does not exist.

@@ -28,7 +28,7 @@ impl Retention {
     }
 }
 
-/// What retention needs to know about a published checkpoint.
+/// The facts about a published checkpoint that retention depends on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
     /// The step of the checkpoint.

@@ -173,7 +173,7 @@ struct CsvArgs {
     /// Treat values of the target as class names, even if they are numbers
     #[arg(long, conflicts_with_all = ["regression", "like"])]
     classes: bool,
-    /// What to do with missing input numbers: fail, skip the row, or fill in the mean of the column
+    /// Handling of missing input numbers: fail, skip the row, or fill in the mean of the column
     /// or a number [default: error; with --like, as for the earlier table; with --not-finite skip,
     /// skip]
     #[arg(long, value_name = "error|skip|mean|NUMBER", allow_negative_numbers = true)]
@@ -232,7 +232,7 @@ struct OutputArgs {
     /// standard deviation 1
     #[arg(long)]
     raw: bool,
-    /// What to do with rows that have a number that is not finite; skip includes rows with empty
+    /// Handling of rows that have a number that is not finite; skip includes rows with empty
     /// cells
     #[arg(long, value_enum, default_value_t)]
     not_finite: NotFinite,

@@ -44,7 +44,7 @@ pub struct PredictArgs {
     keep: Vec<String>,
     #[command(flatten)]
     format: TableFormat,
-    /// What to do with missing numbers of a table: fail, or fill in the column's mean in the
+    /// Handling of missing numbers of a table: fail, or fill in the column's mean in the
     /// training data or a number [default: as for the training data, else error]
     #[arg(long, value_name = "error|mean|NUMBER", allow_negative_numbers = true)]
     missing: Option<Missing>,

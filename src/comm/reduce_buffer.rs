@@ -9,7 +9,7 @@ use super::transport::{DeviceCollective, GroupRanks, Incoming, Outgoing, Transpo
 use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::add_serial;
 
-/// What happens to received elements.
+/// The operation on received elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Combine {
     /// They overwrite those in memory.

@@ -58,7 +58,7 @@ impl Geometry {
     }
 }
 
-/// What the backward of a micro-batch needs from its forward.
+/// The state that the backward of a micro-batch needs from its forward.
 struct SavedForward<B: Kernels> {
     micro: MicroBatch<B>,
     /// The input of every block.

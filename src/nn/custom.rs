@@ -61,7 +61,7 @@ pub struct CustomModel {
     built: Option<Built>,
 }
 
-/// What the builder gave: samples, outputs and blocks.
+/// The result of the builder: samples, outputs and blocks.
 #[derive(Clone)]
 struct Built {
     input: Input,

@@ -136,7 +136,7 @@ fn copy_range<B: Kernels>(backend: &B, from: &B::Buf, range: Range<usize>) -> Re
     Ok(part)
 }
 
-/// What a block computes with besides its input and parameters.
+/// The context of a block's computation, besides its input and parameters.
 pub struct Context<'a, B: Backend> {
     /// The device.
     pub backend: &'a B,

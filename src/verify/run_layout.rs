@@ -30,11 +30,11 @@ pub struct LayoutTask {
     pub threads: Option<usize>,
     /// The number of steps, at most those of the run.
     pub steps: u64,
-    /// What to do with the tensors after the last step.
+    /// Handling of the tensors after the last step.
     pub then: AfterRun,
 }
 
-/// What to do with the tensors at the end.
+/// Handling of the tensors at the end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AfterRun {
     /// Nothing.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use hpctrain::checkpoint::Reader;
 
-/// What an observer has seen.
+/// The observations of one run.
 #[derive(Debug, Default)]
 pub struct Seen {
     /// The number of listings of the directory.

@@ -208,7 +208,7 @@ fn the_backend_chooses_its_device_on_every_thread() {
             assert_eq!(see(&c), [0.0; 4]);
             drop(fresh(|| cuda.upload_indices(&[1, 2, 3]).unwrap()));
 
-            // What the communication thread does, beginning with its event.
+            // The work of the communication thread, beginning with its event.
             let ready = Cuda::record_event(&wide).unwrap().unwrap();
             let ready = fresh(move || {
                 while !ready.is_done().unwrap() {}

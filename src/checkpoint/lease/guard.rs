@@ -23,7 +23,7 @@ pub struct LeaseGuard {
     beats: Option<JoinHandle<()>>,
 }
 
-/// What the holder knows about its lease.
+/// The holder's view of its lease.
 #[derive(Debug)]
 struct LeaseState {
     path: PathBuf,

@@ -108,7 +108,7 @@ impl World {
     }
 }
 
-/// What a process runs.
+/// The function that a process runs.
 type Work<'a> = Box<dyn FnOnce(&Arc<Process>) + Send + 'a>;
 
 /// Lets the other processes run when a process ends, even by a panic.
@@ -389,7 +389,7 @@ fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-/// What the trainers of a simulation did.
+/// The actions of the trainers of a simulation.
 #[derive(Default)]
 struct Log {
     /// Each change to the run, with the number of the acquisition under which it was made.

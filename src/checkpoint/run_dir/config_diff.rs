@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use hpctrain_config::Config;
 
-/// What a key affects.
+/// The effect of a changed key on a resumed run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum KeyEffect {
     /// The numerical results of training: losses and parameters.

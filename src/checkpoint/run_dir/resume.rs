@@ -23,7 +23,7 @@ use hpctrain_device::Kernels;
 use hpctrain_nn::optim::EMA;
 use hpctrain_parallel::Sharded;
 
-/// What to restore of a checkpoint, and the data of this start.
+/// The parts of a checkpoint to restore, and the data of this start.
 #[derive(Debug, Clone)]
 pub struct RestoreOptions {
     /// The parts of the checkpoint to restore.

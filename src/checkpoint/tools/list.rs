@@ -42,7 +42,7 @@ pub struct ListedCheckpoint {
     pub best: bool,
     /// Whether a process holds a lease on it.
     pub leased: bool,
-    /// What is wrong with it, if anything.
+    /// The fault of the checkpoint, if it has one.
     pub fault: Option<String>,
 }
 

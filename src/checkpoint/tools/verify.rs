@@ -24,7 +24,7 @@ pub struct VerifiedFile {
     pub path: PathBuf,
     /// The length of the file.
     pub bytes: u64,
-    /// What is wrong with the file, if it is missing or damaged.
+    /// The fault of the file, if it is missing or damaged.
     pub fault: Option<String>,
 }
 

@@ -39,7 +39,7 @@ pub struct StepArgs {
     json: bool,
 }
 
-/// What is benchmarked.
+/// The workload of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum View {
     /// Whole steps.

@@ -189,7 +189,7 @@ struct Alarm {
     beats: Option<Vec<Option<u64>>>,
 }
 
-/// What the watchdog needs to know of its rank.
+/// The facts about its rank that the watchdog needs.
 #[derive(Clone)]
 pub struct WatchdogContext {
     pub shared: Arc<Shared>,

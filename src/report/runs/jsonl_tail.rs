@@ -38,7 +38,7 @@ pub fn read<T: DeserializeOwned>(path: &Path, most: u64) -> std::io::Result<Tail
     // The byte before shows whether a line begins here.
     file.seek(SeekFrom::Start(start.saturating_sub(1)))?;
     let mut bytes = Vec::new();
-    // What is appended in the meantime is not read.
+    // Lines appended in the meantime are not read.
     file.take(most + 1).read_to_end(&mut bytes)?;
     let mut lines = bytes.split(|byte| *byte == b'\n').peekable();
     if tail.is_cut {

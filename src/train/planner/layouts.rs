@@ -33,7 +33,7 @@ pub struct LayoutKeys {
     pub micro: Option<u64>,
     /// Whether activation checkpointing is on.
     pub recompute: bool,
-    /// What is offloaded to the host.
+    /// The offload to host memory.
     pub offload: OffloadKeys,
 }
 
@@ -87,7 +87,7 @@ impl LayoutKeys {
         for [optimizer, shards, activations] in
             (1..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0))
         {
-            // What the configuration offloads stays offloaded.
+            // Offload that the configuration sets stays.
             let changes = [
                 (now.optimizer, optimizer, "offload.optimizer"),
                 (now.params, shards, "offload.params"),

@@ -1,4 +1,4 @@
-//! What a layout offloads from a GPU to the memory of its host.
+//! The offload of a layout from a GPU to host memory.
 
 use std::fmt;
 
