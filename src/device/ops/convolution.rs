@@ -138,6 +138,20 @@ fn part<B: ConvolutionOps>(view: B::View<'_>, range: Range<usize>) -> B::View<'_
     B::split_at(B::split_at(view, range.start).1, range.len()).0
 }
 
+/// Returns the patches of a chunk's images, one per row (im2col).
+fn unfold_chunk<B: ConvolutionOps>(
+    b: &B,
+    s: Convolution,
+    x: B::View<'_>,
+    chunk: &ImageChunk,
+) -> Result<B::Buf> {
+    let product = chunk.product;
+    let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
+    let images = part::<B>(x, chunk.inputs.clone());
+    b.unfold(chunk.window, s.first_channel, s.channels, images, B::all_mut(&mut unfolded))?;
+    Ok(unfolded)
+}
+
 /// Returns a part of an exclusive window of memory.
 fn part_mut<'a, B: ConvolutionOps>(
     view: &'a mut B::ViewMut<'_>,
@@ -155,15 +169,9 @@ pub fn forward<B: ConvolutionOps>(
     bias: B::View<'_>,
     mut y: B::ViewMut<'_>,
 ) -> Result<()> {
-    for ImageChunk { window, inputs, outputs, product } in parts(s) {
-        let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
-        b.unfold(
-            window,
-            s.first_channel,
-            s.channels,
-            part::<B>(x, inputs),
-            B::all_mut(&mut unfolded),
-        )?;
+    for chunk in parts(s) {
+        let unfolded = unfold_chunk(b, s, x, &chunk)?;
+        let ImageChunk { outputs, product, .. } = chunk;
         b.linear(product, B::all(&unfolded), weight, bias, part_mut::<B>(&mut y, outputs))?;
     }
     Ok(())
@@ -178,15 +186,9 @@ pub fn backward_weight<B: ConvolutionOps>(
     mut dweight: B::ViewMut<'_>,
     mut dbias: B::ViewMut<'_>,
 ) -> Result<()> {
-    for ImageChunk { window, inputs, outputs, product } in parts(s) {
-        let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
-        b.unfold(
-            window,
-            s.first_channel,
-            s.channels,
-            part::<B>(x, inputs),
-            B::all_mut(&mut unfolded),
-        )?;
+    for chunk in parts(s) {
+        let unfolded = unfold_chunk(b, s, x, &chunk)?;
+        let ImageChunk { outputs, product, .. } = chunk;
         let dweight = B::reborrow(&mut dweight);
         let dbias = B::reborrow(&mut dbias);
         b.linear_backward_weight(
