@@ -4,6 +4,8 @@
 #![allow(clippy::undocumented_unsafe_blocks, reason = "every call of the driver is one")]
 
 use std::ffi::{CString, c_char, c_void};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::{Command, Stdio};
 use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,11 +20,13 @@ use cudarc::driver::{result, sys};
 use cudarc::nvrtc::{Ptx, sys as nvrtc};
 use half::bf16;
 
+use hpctrain_testkit::launch::test_name;
 use hpctrain_testkit::simulator::{Settings, child, role, under};
 
 const BASIC: &str = include_str!("../cudasim/kernels/basic.cu");
 const TENSOR: &str = include_str!("../cudasim/kernels/tensor.cu");
 const FAULTS: &str = include_str!("../cudasim/kernels/faults.cu");
+const EXCHANGE: &str = include_str!("../cudasim/kernels/exchange.cu");
 const HEADERS: [(&str, &str); 2] = [
     ("common.cuh", include_str!("../../src/cuda/kernels/common.cuh")),
     ("ptx.cuh", include_str!("../../src/cuda/kernels/ptx.cuh")),
@@ -724,6 +728,373 @@ fn injected_failures_happen() {
         assert!(ended.stdout.contains(says), "{role}: {ended}");
     }
     child(&[("CUDASIM_DRIVER_VERSION", "11040")], "version").succeeded();
+}
+
+// ---- memory and events of other processes
+// -----------------------------------------------------------------------------------------
+
+/// The floats of each of the two processes, half of them for each of two blocks.
+const EXCHANGED: usize = 128;
+const ROUNDS: u32 = 3;
+const BYTES: usize = 2 * EXCHANGED * size_of::<f32>();
+const OPEN: u32 = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+/// `CU_EVENT_DISABLE_TIMING` and `CU_EVENT_INTERPROCESS`.
+const SHARED_EVENT: u32 = 2 | 4;
+
+fn to_hex(handle: [c_char; 64]) -> String {
+    handle.iter().map(|byte| format!("{:02x}", *byte as u8)).collect()
+}
+
+/// Reads a handle from an environment variable.
+fn handle_in(variable: &str) -> [c_char; 64] {
+    let hex = std::env::var(variable).unwrap();
+    std::array::from_fn(|i| u8::from_str_radix(&hex[2 * i..][..2], 16).unwrap() as c_char)
+}
+
+fn export(pointer: u64) -> Result<[c_char; 64], DriverError> {
+    let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+    unsafe { sys::cuIpcGetMemHandle(&raw mut handle, pointer).result()? };
+    Ok(handle.reserved)
+}
+
+fn import(handle: [c_char; 64]) -> Result<u64, DriverError> {
+    let mut pointer = 0;
+    let handle = sys::CUipcMemHandle { reserved: handle };
+    unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut pointer, handle, OPEN).result()? };
+    Ok(pointer)
+}
+
+fn event(flags: u32) -> Result<sys::CUevent, DriverError> {
+    let mut event = null_mut();
+    unsafe { sys::cuEventCreate(&raw mut event, flags).result()? };
+    Ok(event)
+}
+
+fn export_event(event: sys::CUevent) -> Result<[c_char; 64], DriverError> {
+    let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
+    unsafe { sys::cuIpcGetEventHandle(&raw mut handle, event).result()? };
+    Ok(handle.reserved)
+}
+
+fn import_event(handle: [c_char; 64]) -> Result<sys::CUevent, DriverError> {
+    let mut event = null_mut();
+    let handle = sys::CUipcEventHandle { reserved: handle };
+    unsafe { sys::cuIpcOpenEventHandle(&raw mut event, handle).result()? };
+    Ok(event)
+}
+
+/// Copies to the host after everything in the stream.
+fn read(gpu: &Gpu, pointer: u64, len: usize) -> Vec<f32> {
+    let mut values = vec![0.0f32; len];
+    unsafe { result::memcpy_dtoh_async(&mut values, pointer, gpu.stream.cu_stream()).unwrap() };
+    gpu.stream.synchronize().unwrap();
+    values
+}
+
+fn fill(gpu: &Gpu, pointer: u64, value: u32, words: usize) {
+    let stream = gpu.stream.cu_stream();
+    unsafe { sys::cuMemsetD32Async(pointer, value, words, stream).result().unwrap() };
+}
+
+/// Launches all rounds of one of the two processes. Returns its sums, which may not be there yet.
+/// `exchange` lives on until then, as the driver waits for the kernels of a module that it unloads.
+fn launch_rounds(
+    gpu: &Gpu,
+    exchange: &CudaFunction,
+    memory: u64,
+    flags: u64,
+    is_first: bool,
+) -> CudaSlice<f32> {
+    let floats = [memory, memory + BYTES as u64 / 2];
+    let flags = [flags, flags + 8];
+    let mut sums = gpu.zeros::<f32>(EXCHANGED);
+    let own = usize::from(!is_first);
+    for round in 1..=ROUNDS {
+        launch!(
+            gpu.stream,
+            exchange,
+            shape(2, EXCHANGED as u32 / 2, 0),
+            &floats[own],
+            &floats[1 - own],
+            &flags[own],
+            &flags[1 - own],
+            &mut sums,
+            &round
+        )
+        .unwrap();
+    }
+    sums
+}
+
+/// Runs a kernel whose threads wait for later ones, on a stream that has nothing else to do.
+fn wait_within_block(gpu: &Gpu, module: &Arc<CudaModule>) {
+    let gpu = Gpu { context: gpu.context.clone(), stream: gpu.context.new_stream().unwrap() };
+    let mut p = gpu.zeros::<f32>(64);
+    let wait = function(module, "wait_within_block");
+    launch!(gpu.stream, &wait, shape(1, 64, 0), &mut p).unwrap();
+    assert_eq!(gpu.get(&p), [1.0; 64]);
+}
+
+/// Starts the calling test again, in the role of the process that opens handles.
+fn importer(role: &str, handles: &[(&str, [c_char; 64])]) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([&*test_name(), "--exact", "--nocapture"]).env("CUDASIM_TEST_ROLE", role);
+    command.envs(handles.iter().map(|(name, handle)| (name, to_hex(*handle))));
+    command
+}
+
+#[track_caller]
+fn refused<T>(result: Result<T, DriverError>, error: CUresult) {
+    assert_eq!(result.err().map(|e| e.0), Some(error));
+}
+
+/// Makes memory and events, and works on them together with a process on another device.
+fn export_and_exchange() {
+    use CUresult::*;
+    let gpu = Gpu::new(0);
+    let memory = unsafe { result::malloc_sync(BYTES).unwrap() };
+    let flags = unsafe { result::malloc_sync(4 * 4).unwrap() };
+    let freed = unsafe { result::malloc_sync(1000).unwrap() };
+    fill(&gpu, flags, 0, 4);
+    fill(&gpu, memory, 1f32.to_bits(), EXCHANGED);
+    gpu.stream.synchronize().unwrap();
+    let freed_handle = export(freed).unwrap();
+    unsafe { result::free_sync(freed).unwrap() };
+    assert_eq!(read(&gpu, memory, EXCHANGED), [1.0; EXCHANGED]);
+    let handle = export(memory + 8).unwrap();
+    assert_eq!(handle, export(memory).unwrap(), "a handle names the whole allocation");
+    assert_eq!(read(&gpu, memory, EXCHANGED), [1.0; EXCHANGED], "its contents stay");
+
+    refused(import(handle), CUDA_ERROR_INVALID_CONTEXT);
+    refused(export(freed), CUDA_ERROR_INVALID_VALUE);
+    let pooled = gpu.zeros::<f32>(64);
+    refused(export(pooled.device_ptr(&gpu.stream).0), CUDA_ERROR_INVALID_VALUE);
+    refused(export_event(event(2).unwrap()), CUDA_ERROR_INVALID_HANDLE);
+    refused(event(4), CUDA_ERROR_INVALID_VALUE);
+    let there = event(SHARED_EVENT).unwrap();
+    let back = event(SHARED_EVENT).unwrap();
+    refused(import_event(export_event(there).unwrap()), CUDA_ERROR_INVALID_CONTEXT);
+
+    // The other process must wait for this fill, and kernels are launched before it exists.
+    let second = memory + BYTES as u64 / 2;
+    fill(&gpu, second, 2f32.to_bits(), EXCHANGED);
+    unsafe { sys::cuEventRecord(there, gpu.stream.cu_stream()).result().unwrap() };
+    let module = gpu.module(EXCHANGE, &[]);
+    let exchange = function(&module, "exchange");
+    let sums = launch_rounds(&gpu, &exchange, memory, flags, true);
+    wait_within_block(&gpu, &module);
+    let handles = [
+        ("MEMORY", handle),
+        ("FLAGS", export(flags).unwrap()),
+        ("FREED", freed_handle),
+        ("THERE", export_event(there).unwrap()),
+        ("BACK", export_event(back).unwrap()),
+    ];
+    let mut other = importer("importer", &handles)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    assert_eq!(gpu.get(&sums), [29.0; EXCHANGED]);
+
+    // Its event, which it has recorded behind work that it may not have done.
+    let mut lines = BufReader::new(other.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.by_ref().any(|line| line.contains("recorded")));
+    unsafe { sys::cuStreamWaitEvent(gpu.stream.cu_stream(), back, 0).result().unwrap() };
+    assert_eq!(read(&gpu, second, EXCHANGED), [9.0; EXCHANGED]);
+    unsafe { sys::cuEventSynchronize(back).result().unwrap() };
+    unsafe { sys::cuEventQuery(back).result().unwrap() };
+
+    assert!(lines.by_ref().any(|line| line.contains("reads")));
+    unsafe { result::free_sync(memory).unwrap() };
+    other.stdin.take().unwrap().write_all(b"freed\n").unwrap();
+    let rest: Vec<String> = lines.collect();
+    assert!(other.wait().unwrap().success(), "{rest:?}");
+}
+
+/// Opens the memory and the events of [`export_and_exchange`].
+fn import_and_exchange() {
+    use CUresult::*;
+    let gpu = Gpu::new(1);
+    let there = import_event(handle_in("THERE")).unwrap();
+    let back = import_event(handle_in("BACK")).unwrap();
+    refused(export_event(back), CUDA_ERROR_INVALID_HANDLE);
+    refused(import(handle_in("FREED")), CUDA_ERROR_INVALID_HANDLE);
+    refused(import(handle_in("BACK")), CUDA_ERROR_INVALID_VALUE);
+
+    let memory = import(handle_in("MEMORY")).unwrap();
+    let flags = import(handle_in("FLAGS")).unwrap();
+    assert_eq!(import(handle_in("MEMORY")).unwrap(), memory, "opened twice");
+    refused(export(memory), CUDA_ERROR_INVALID_VALUE);
+    refused(unsafe { result::free_sync(memory) }, CUDA_ERROR_INVALID_VALUE);
+    let mut base = 0;
+    let mut size = 0;
+    let mut ordinal = -1i32;
+    let device = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    unsafe {
+        let inside = memory + 8;
+        sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, inside).result().unwrap();
+        sys::cuPointerGetAttribute((&raw mut ordinal).cast(), device, inside).result().unwrap();
+    }
+    assert_eq!((base, size, ordinal), (memory, BYTES, 0));
+
+    let second = memory + BYTES as u64 / 2;
+    unsafe { sys::cuStreamWaitEvent(gpu.stream.cu_stream(), there, 0).result().unwrap() };
+    assert_eq!(read(&gpu, second, EXCHANGED), [2.0; EXCHANGED]);
+    let exchange = function(&gpu.module(EXCHANGE, &[]), "exchange");
+    let sums = launch_rounds(&gpu, &exchange, memory, flags, false);
+    assert_eq!(gpu.get(&sums), [29.0; EXCHANGED]);
+
+    fill(&gpu, second, 9f32.to_bits(), EXCHANGED);
+    unsafe { sys::cuEventRecord(back, gpu.stream.cu_stream()).result().unwrap() };
+    println!("recorded");
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert_eq!(read(&gpu, second, EXCHANGED), [9.0; EXCHANGED]);
+    println!("reads");
+    std::io::stdin().lines().next().unwrap().unwrap();
+    assert!(read(&gpu, memory, EXCHANGED).iter().all(|v| v.is_nan()), "freed by its process");
+    unsafe {
+        sys::cuIpcCloseMemHandle(memory).result().unwrap();
+        sys::cuIpcCloseMemHandle(memory).result().unwrap();
+        let closed = sys::cuIpcCloseMemHandle(memory).result();
+        refused(closed, CUDA_ERROR_INVALID_VALUE);
+        sys::cuIpcCloseMemHandle(flags).result().unwrap();
+        let read = sys::cuMemsetD32_v2(flags, 0, 1).result();
+        refused(read, CUDA_ERROR_INVALID_VALUE);
+        sys::cuEventDestroy_v2(there).result().unwrap();
+    }
+}
+
+#[test]
+fn processes_share_memory_and_events() {
+    match role().as_deref() {
+        Some("importer") => return import_and_exchange(),
+        Some(_) => return export_and_exchange(),
+        None => {}
+    }
+    for settings in SCHEDULES {
+        let settings = [settings, &[("CUDASIM_DEVICES", "2")]].concat();
+        let ended = child(&settings, "exporter").succeeded();
+        assert!(ended.stderr.contains("of 1024 bytes, which process"), "{settings:?}: {ended}");
+    }
+}
+
+/// Opens memory, or fails to, and writes behind its end.
+fn import_and_overrun() {
+    let gpu = Gpu::new(0);
+    let overrun = import(handle_in("MEMORY")).and_then(|memory| {
+        let write_at = function(&gpu.module(FAULTS, &[]), "write_at");
+        let behind = (BYTES / size_of::<f32>() + 7) as i64;
+        launch!(gpu.stream, &write_at, shape(2, 32, 0), &memory, &behind)?;
+        gpu.stream.synchronize()
+    });
+    println!("found {:?}", overrun.unwrap_err().0);
+}
+
+#[test]
+fn memory_that_a_process_cannot_open_is_refused() {
+    match role().as_deref() {
+        Some("importer") => return import_and_overrun(),
+        Some(_) => {}
+        None => {
+            child(&[("CUDASIM_DEVICES", "2")], "exporter").succeeded();
+            return;
+        }
+    }
+    let gpu = Gpu::new(0);
+    let memory = unsafe { result::malloc_sync(BYTES).unwrap() };
+    let handles = [("MEMORY", export(memory).unwrap())];
+    let mut other = handles[0].1;
+    other[48] ^= 1;
+    for (settings, handles, error, text) in [
+        (("CUDASIM_FAIL", "ipc"), handles, "MAP_FAILED", ""),
+        (("CUDA_VISIBLE_DEVICES", "1"), handles, "INVALID_DEVICE", "does not see device 0"),
+        (("CUDASIM_CHECK", "0"), handles, "ILLEGAL_ADDRESS", "past the end of allocation"),
+        (("CUDASIM_CHECK", "1"), handles, "ILLEGAL_ADDRESS", "1024 bytes, which is allocation #"),
+        (("CUDASIM_ALIGN", "4"), [("MEMORY", other)], "INVALID_VALUE", "of another host"),
+    ] {
+        let ended = importer("importer", &handles).env(settings.0, settings.1).output().unwrap();
+        let stdout = String::from_utf8_lossy(&ended.stdout);
+        let stderr = String::from_utf8_lossy(&ended.stderr);
+        let found = format!("found CUDA_ERROR_{error}\n");
+        assert!(stdout.contains(&found) && stderr.contains(text), "{error}: {stdout}{stderr}");
+    }
+    unsafe { result::free_sync(memory).unwrap() };
+    drop(gpu);
+}
+
+#[test]
+fn devices_without_peer_access_cannot_open_memory() {
+    match role().as_deref() {
+        Some("importer") => {
+            let _gpu = Gpu::new(1);
+            let refused = import(handle_in("MEMORY")).unwrap_err().0;
+            return println!("found {refused:?}");
+        }
+        Some(_) => {}
+        None => {
+            child(&[("CUDASIM_DEVICES", "2"), ("CUDASIM_PEERS", "0")], "exporter").succeeded();
+            return;
+        }
+    }
+    let _gpu = Gpu::new(0);
+    let mut yes = -1;
+    unsafe { sys::cuDeviceCanAccessPeer(&raw mut yes, 0, 1).result().unwrap() };
+    assert_eq!(yes, 0);
+    let memory = unsafe { result::malloc_sync(BYTES).unwrap() };
+    let ended = importer("importer", &[("MEMORY", export(memory).unwrap())]).output().unwrap();
+    let stdout = String::from_utf8_lossy(&ended.stdout);
+    assert!(stdout.contains("found CUDA_ERROR_PEER_ACCESS_UNSUPPORTED\n"), "{stdout}");
+}
+
+/// The same on two devices of one process.
+#[test]
+fn devices_exchange_through_the_memory_of_a_peer() {
+    let strict = ("CUDASIM_HOST_ACCESS", "0");
+    let lazy = ("CUDASIM_STREAMS", "lazy");
+    let Some(role) = role() else {
+        for schedule in [&[strict][..], &[strict, lazy], &[lazy]] {
+            let settings = [schedule, &[("CUDASIM_DEVICES", "2")]].concat();
+            child(&settings, "peers").succeeded();
+        }
+        let ended = child(&[("CUDASIM_DEVICES", "2"), strict], "strangers").succeeded();
+        assert!(ended.stderr.contains("byte 0 of allocation #1"), "{ended}");
+        return;
+    };
+    let gpu = Gpu::new(0);
+    let memory = unsafe { result::malloc_sync(BYTES).unwrap() };
+    let flags = unsafe { result::malloc_sync(4 * 4).unwrap() };
+    fill(&gpu, flags, 0, 4);
+    fill(&gpu, memory, 1f32.to_bits(), EXCHANGED);
+    fill(&gpu, memory + BYTES as u64 / 2, 2f32.to_bits(), EXCHANGED);
+    gpu.stream.synchronize().unwrap();
+    let peer = Gpu::new(1);
+    if role == "peers" {
+        let enable = || unsafe { sys::cuCtxEnablePeerAccess(gpu.context.cu_ctx(), 0).result() };
+        enable().unwrap();
+        refused(enable(), CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+    }
+    if role == "strangers" {
+        let fine = function(&peer.module(FAULTS, &[]), "fine");
+        let ended = launch!(peer.stream, &fine, shape(1, 64, 0), &memory);
+        let ended = ended.and_then(|()| peer.stream.synchronize());
+        return refused(ended, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+    }
+    let there = function(&peer.module(EXCHANGE, &[]), "exchange");
+    let theirs = launch_rounds(&peer, &there, memory, flags, false);
+    gpu.context.bind_to_thread().unwrap();
+    let here = function(&gpu.module(EXCHANGE, &[]), "exchange");
+    let ours = launch_rounds(&gpu, &here, memory, flags, true);
+    assert_eq!(gpu.get(&ours), [29.0; EXCHANGED]);
+    assert_eq!(peer.get(&theirs), [29.0; EXCHANGED]);
+}
+
+#[test]
+fn threads_wait_for_later_ones() {
+    under(&SCHEDULES, || {
+        let gpu = Gpu::new(0);
+        wait_within_block(&gpu, &gpu.module(EXCHANGE, &[]));
+    });
 }
 
 // ---- cuBLASLt

@@ -62,4 +62,16 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+
+// Flags in global memory by which kernels of several devices or processes wait for each other. What a thread wrote
+// before its release is visible to a thread, on any device, that has acquired the value; between other threads of the
+// two blocks a barrier has to order it.
+__device__ __forceinline__ unsigned load_acquire_sys(const unsigned* flag) {
+  unsigned value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release_sys(unsigned* flag, unsigned value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
 #endif

@@ -129,10 +129,10 @@ EXPORT CUresult cuGraphLaunch(GraphHandle* exec, void* h) {
   CONTEXT();
   Stream* s = stream_of(h);
   if (s->capture) return capture_refuses(s);  // graphs within graphs are not simulated
-  return enqueue(s, "graph", [g = exec->graph] {
-    for (auto& item : g->work) {
-      if (config().trace) say("run   %s (graph)", item.name.c_str());
-      TRY(item.work());
+  return enqueue(s, "graph", [g = exec->graph, at = size_t(0)]() mutable {
+    for (; at < g->work.size(); at++) {  // goes on where a kernel has waited for another process
+      if (config().trace) say("run   %s (graph)", g->work[at].name.c_str());
+      TRY(g->work[at].work());
     }
     return CUDA_SUCCESS;
   });

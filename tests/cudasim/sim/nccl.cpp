@@ -285,7 +285,7 @@ size_t width(int type) {
 
 Result message(bool sends, void* at, size_t count, int type, int peer, Comm* c, void* stream) {
   size_t n = count * width(type);
-  if (!width(type) || peer < 0 || peer >= c->state->size || peer == c->state->rank)
+  if (!width(type) || peer < 0 || peer >= c->state->size)
     return refuse(ARGUMENT, "a type or a rank that is not supported");
   if (!cudasim_range_ok(at, n, sends ? "ncclSend" : "ncclRecv")) return refuse(ARGUMENT, "not memory of a device");
   if (n == 0) return OK;

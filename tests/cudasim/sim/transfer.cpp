@@ -23,7 +23,7 @@ EXPORT CUresult cuMemAllocAsync(CUdeviceptr* p, size_t n, void* stream) {
   CONTEXT();
   TRY(capture_refuses(stream_of(stream)));
   if (n == 0) { *p = 0; return CUDA_SUCCESS; }
-  return mem_alloc(d, n, p);
+  return mem_alloc(d, n, p, true);
 }
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr p, void* stream) {
   CONTEXT();
@@ -78,8 +78,8 @@ static CUresult pointer_attribute(void* out, int attribute, CUdeviceptr p) {
     case 6: return CUDA_SUCCESS;                                                                // SYNC_MEMOPS
     case 7: *static_cast<unsigned long long*>(out) = a ? a->id : 0; return CUDA_SUCCESS;        // BUFFER_ID
     case 8: *static_cast<bool*>(out) = false; return CUDA_SUCCESS;                              // IS_MANAGED
-    case 9: *static_cast<int*>(out) = a ? a->dev : 0; return CUDA_SUCCESS;                      // DEVICE_ORDINAL
-    case 10: *static_cast<bool*>(out) = false; return CUDA_SUCCESS;           // IS_LEGACY_CUDA_IPC_CAPABLE
+    case 9: *static_cast<int*>(out) = !a ? 0 : a->home >= 0 ? a->home : a->dev; return CUDA_SUCCESS;  // DEVICE_ORDINAL
+    case 10: *static_cast<bool*>(out) = a && !a->pooled && !a->opened; return CUDA_SUCCESS;  // IS_LEGACY_CUDA_IPC_CAPABLE
     case 11: if (!a) break; *static_cast<CUdeviceptr*>(out) = a->ptr; return CUDA_SUCCESS;      // RANGE_START_ADDR
     case 12: if (!a) break; *static_cast<size_t*>(out) = a->size; return CUDA_SUCCESS;          // RANGE_SIZE
     case 13: *static_cast<bool*>(out) = true; return CUDA_SUCCESS;                              // MAPPED
