@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::range::out_of_range;
-use super::{Config, Interval, LocalSgdConfig, ModelKind, Parallel};
+use super::{Compute, Config, Interval, LocalSgdConfig, ModelKind, Parallel};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
 use hpctrain_base::mesh::Mesh;
@@ -15,9 +15,12 @@ use hpctrain_parallel::{LocalSgd, OuterOptimizer, PipelineSchedule, Storage, Zer
 /// memory of activations.
 const MICRO_TOKENS: u64 = 4096;
 
-/// The default `parallel.loss_chunk_tokens` on GPUs. GEMMs with this many rows should have enough
-/// tiles to keep a GPU busy; it has not been measured.
-const LOSS_CHUNK_TOKENS: usize = 4096;
+/// The bytes of logits that are in memory at once by default.
+const LOSS_CHUNK_BYTES: usize = 1 << 30;
+
+/// The fewest tokens of a chunk of the loss by default: with fewer, the GEMMs of the LM head have too
+/// few tiles for a GPU, and each chunk reads and writes the gradient of its weight once more.
+const MIN_LOSS_CHUNK_TOKENS: usize = 16_384;
 
 /// The fewest micro-batches per rank and pipeline stage by default: with four times as many
 /// micro-batches as stages, at most a fifth of the step is idle.
@@ -187,6 +190,10 @@ pub fn local_sgd(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
 
 /// Returns the number of tokens whose logits are in memory at once; 0 means all.
 ///
+/// The default depends on the vocabulary and the number format alone, because the number of chunks
+/// changes last bits: two runs of a model have the same on any device and in any layout that
+/// supports chunks.
+///
 /// # Errors
 /// Returns an error if the configuration gives a number, but the network or the layout does not
 /// support chunked cross-entropy.
@@ -195,10 +202,10 @@ pub fn loss_chunk_tokens(
     network: &Network,
     mesh: &Mesh,
     virtual_tensor_ranks: usize,
-    on_gpu: bool,
 ) -> Result<usize> {
     let Parallel { loss_chunk_tokens, sequence, schedule, .. } = config.parallel;
     let slices = TensorShards::of_rank(virtual_tensor_ranks, 0, mesh.tensor, sequence);
+    let default = default_loss_chunk(config.precision.dtype, network.outputs());
     let is_row_by_row =
         || network.cpu_blocks(&slices).last().is_some_and(|last| last.is_row_by_row());
     let why = match () {
@@ -208,7 +215,7 @@ pub fn loss_chunk_tokens(
             "but parallel.schedule = zero-bubble keeps the gradient of all logits"
         }
         () if !is_row_by_row() => "but the last block of the custom model takes all tokens at once",
-        () => return Ok(loss_chunk_tokens.unwrap_or(if on_gpu { LOSS_CHUNK_TOKENS } else { 0 })),
+        () => return Ok(loss_chunk_tokens.unwrap_or(default)),
     };
     match loss_chunk_tokens {
         Some(tokens) if tokens > 0 => {
@@ -217,6 +224,13 @@ pub fn loss_chunk_tokens(
         }
         _ => Ok(0),
     }
+}
+
+/// Returns the default `parallel.loss_chunk_tokens` of a language model: a power of two.
+fn default_loss_chunk(dtype: Compute, vocabulary: usize) -> usize {
+    let element = if dtype == Compute::Bf16 { size_of::<u16>() } else { size_of::<f32>() };
+    let tokens = LOSS_CHUNK_BYTES / (element * vocabulary.max(1));
+    MIN_LOSS_CHUNK_TOKENS.max(1 << tokens.max(1).ilog2())
 }
 
 /// Returns the number of virtual tensor-parallel ranks of a network.

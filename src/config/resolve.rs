@@ -305,8 +305,10 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
                 .hint("set log.histograms=0 and local_sgd.sync_every=0, or offload.params=false"));
         }
     }
-    let logit_rows =
-        loss_chunk_tokens(&config, &network, &mesh, virtual_tensor_ranks, environment.on_gpu)?;
+    let loss_chunk = loss_chunk_tokens(&config, &network, &mesh, virtual_tensor_ranks)?;
+    if network.is_language() {
+        config.parallel.loss_chunk_tokens = Some(loss_chunk);
+    }
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.virtual_ranks = Some(virtual_ranks);
@@ -328,7 +330,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         virtual_tensor_ranks,
         virtual_rank_samples,
         micro,
-        loss_chunk_tokens: logit_rows,
+        loss_chunk_tokens: loss_chunk,
         threads,
         network,
         loss,
@@ -751,7 +753,17 @@ mod tests {
         let sequence = ["parallel.tensor=2", "parallel.sequence=true"];
         let layers =
             ["model.kind=layers", "model.input=[4]", "model.layers=[{kind='dense', units=10}]"];
-        assert_eq!([chunk_tokens(false, &[]), chunk_tokens(true, &[])], [Ok(0), Ok(4096)]);
+        // Up to 1 GiB of logits: 65 classes of 4 and of 2 bytes. Devices do not matter.
+        let f32_setting = ["precision.dtype=f32"];
+        assert_eq!(
+            [chunk_tokens(false, &[]), chunk_tokens(true, &f32_setting)],
+            [Ok(1 << 21), Ok(1 << 21)]
+        );
+        assert_eq!(chunk_tokens(true, &[]), Ok(1 << 22));
+        let many = ["model.vocabulary=32000", "model.vocabulary=50257", "model.vocabulary=128256"];
+        assert_eq!(many.map(|ids| chunk_tokens(true, &[ids]).unwrap()), [16_384; 3]);
+        let given = plan(1, &[]).unwrap().config.parallel.loss_chunk_tokens;
+        assert_eq!(given, Some(1 << 21), "the resolved configuration has the default");
         assert_eq!(
             [
                 chunk_tokens(false, &["parallel.loss_chunk_tokens=9"]),

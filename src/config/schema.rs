@@ -411,8 +411,9 @@ sections! {
         /// activations in the backward.
         recompute: bool = false,
         /// Chunked cross-entropy: language models compute the LM head and the loss in chunks of
-        /// this many tokens. 0 takes all tokens of a micro-batch, or of `eval.batch`. Default:
-        /// 4,096 on GPUs where the head allows it, else 0.
+        /// this many tokens. 0 takes all tokens of a micro-batch, or of `eval.batch`. Default: as
+        /// many as have 1 GiB of logits (rounded down to a power of two), but at least 16,384; 0
+        /// where the head or the layout does not support chunks.
         loss_chunk_tokens: Option<usize> = None,
     }
 
