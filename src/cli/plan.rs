@@ -38,7 +38,8 @@ pub struct PlanArgs {
     /// of the machine requires, else 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "measure")]
     nodes: Option<u32>,
-    /// The machine: a100x8, h100x8, h200x8, or a file [default: this machine, roughly estimated]
+    /// The machine: dgx-h100, hgx-h200, h100x4-ndr200, h100x8-ndr1, perlmutter, a100x8, or a file
+    /// [default: this machine, roughly estimated]
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "measure")]
     machine: Option<String>,
     /// Benchmark blocks and collectives on all ranks: those of mpirun, or threads of this process.

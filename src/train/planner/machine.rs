@@ -14,11 +14,22 @@ use hpctrain_engine::memory::MemoryBudget;
 use hpctrain_nn::{Blocks, Network};
 
 /// The machine descriptions that are built in.
-const BUILT_IN: [(&str, &str); 3] = [
+const BUILT_IN: [(&str, &str); 8] = [
     ("a100x8", include_str!("machines/a100x8.toml")),
-    ("h100x8", include_str!("machines/h100x8.toml")),
-    ("h200x8", include_str!("machines/h200x8.toml")),
+    ("h100x8", DGX_H100),
+    ("h200x8", HGX_H200),
+    ("dgx-h100", DGX_H100),
+    ("hgx-h200", HGX_H200),
+    ("h100x4-ndr200", include_str!("machines/h100x4-ndr200.toml")),
+    ("h100x8-ndr1", include_str!("machines/h100x8-ndr1.toml")),
+    ("perlmutter", include_str!("machines/perlmutter.toml")),
 ];
+
+/// The description of a DGX H100, and of other nodes of eight H100s with an adapter for each.
+const DGX_H100: &str = include_str!("machines/dgx-h100.toml");
+
+/// The description of a node with an HGX H200 board and an adapter for each GPU.
+const HGX_H200: &str = include_str!("machines/hgx-h200.toml");
 
 /// Fraction of the peak rate that matmuls of usual sizes reach on a CPU.
 const CPU_EFFICIENCY: f64 = 0.75;
@@ -334,5 +345,85 @@ impl Rates for Machine {
 
     fn overlap(&self) -> f64 {
         self.overlap
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: usize = 1 << 30;
+
+    /// Figures of a machine's data sheets.
+    struct DataSheet {
+        name: &'static str,
+        ranks: usize,
+        /// GB of a GPU.
+        memory: usize,
+        /// Operations per second in bf16.
+        peak: f64,
+        /// Bytes per second of a rank inside a node, and between nodes.
+        links: [f64; 2],
+    }
+
+    const A100: DataSheet =
+        DataSheet { name: "a100x8", ranks: 8, memory: 80, peak: 312e12, links: [300e9, 25e9] };
+    const H100: DataSheet =
+        DataSheet { name: "dgx-h100", ranks: 8, memory: 80, peak: 989e12, links: [450e9, 50e9] };
+    const H200: DataSheet = DataSheet { name: "hgx-h200", memory: 141, ..H100 };
+
+    /// The data sheets in the order of [`BUILT_IN`].
+    const DATA_SHEETS: [DataSheet; BUILT_IN.len()] = [
+        A100,
+        DataSheet { name: "h100x8", ..H100 },
+        DataSheet { name: "h200x8", ..H200 },
+        H100,
+        H200,
+        DataSheet { name: "h100x4-ndr200", ranks: 4, links: [450e9, 25e9], ..H100 },
+        DataSheet { name: "h100x8-ndr1", links: [450e9, 50e9 / 8.0], ..H100 },
+        DataSheet { name: "perlmutter", ranks: 4, memory: 40, ..A100 },
+    ];
+
+    #[test]
+    fn built_in_machines_stay_below_their_data_sheets() {
+        assert_eq!(BUILT_IN.map(|(name, _)| name), DATA_SHEETS.map(|sheet| sheet.name));
+        for DataSheet { name, ranks, memory, peak, links } in DATA_SHEETS {
+            let machine = Machine::named(name).unwrap();
+            let Machine { node, network, flops, .. } = &machine;
+            assert!(machine.gpu && !machine.name.is_empty() && !machine.source.is_empty());
+            assert_eq!(machine.ranks_per_node, ranks, "{name}");
+            assert!((memory * GIB * 4 / 5..memory * GIB).contains(&machine.memory.0), "{name}");
+            assert!(machine.host_memory.0 >= ranks * machine.memory.0, "{name}");
+            // Programs reach two thirds of a link or more.
+            let parts = [node.bandwidth / links[0], network.bandwidth / links[1]];
+            assert!(parts.iter().all(|part| (0.66..1.0).contains(part)), "{name}: {parts:?}");
+            assert!(node.latency < network.latency, "{name}");
+            assert!(node.bandwidth < machine.bandwidth, "{name}");
+            assert!((0.5 * peak..peak).contains(&flops.bf16), "{name}: {}", flops.bf16);
+            assert!(flops.tf32.unwrap() < flops.bf16 && flops.f32 < flops.tf32.unwrap(), "{name}");
+        }
+    }
+
+    #[test]
+    fn each_rate_of_a_built_in_machine_has_its_source() {
+        for (name, text) in BUILT_IN {
+            let lines: Vec<&str> = text.lines().collect();
+            for key in ["flops", "bandwidth", "launch", "node", "network", "overlap"] {
+                let at = lines.iter().position(|line| line.starts_with(&format!("{key} =")));
+                let at = at.unwrap_or_else(|| panic!("{name} has no {key}"));
+                assert!(lines[at - 1].starts_with('#'), "{name}: {key} without a comment");
+            }
+        }
+    }
+
+    #[test]
+    fn an_unknown_machine_lists_the_names() {
+        let error = Machine::named("dgx-h1000").unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        let error = error.to_string();
+        assert!(error.contains("dgx-h1000") && error.contains("hint: "), "{error}");
+        for (name, _) in BUILT_IN {
+            assert!(error.contains(name), "{name} is missing in {error}");
+        }
     }
 }

@@ -14,6 +14,8 @@ mod machine;
 #[cfg(test)]
 mod megatron_reference;
 mod offload;
+#[cfg(test)]
+mod predicted_scaling;
 mod profile;
 mod report;
 mod search;

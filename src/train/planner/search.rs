@@ -607,7 +607,7 @@ mod tests {
     fn machines_are_checked() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("mine.toml");
-        let shipped = include_str!("machines/h100x8.toml");
+        let shipped = include_str!("machines/dgx-h100.toml");
         let error = refused_machine(&path, &shipped.replace("overlap = 0.9", "overlap = 9"));
         assert!(error.contains("mine.toml: overlap = 9\nhint: it must be from 0 to 1"), "{error}");
         let error = refused_machine(&path, &shipped.replace("bf16 = 6.0e14", "bf16 = 0"));
@@ -616,7 +616,7 @@ mod tests {
             "{error}"
         );
         let error = refused_machine(&path, &shipped.replace("launch =", "lunch ="));
-        assert!(error.contains("mine.toml:11: unknown field `lunch`"), "{error}");
+        assert!(error.contains("mine.toml:12: unknown field `lunch`"), "{error}");
         let error = Machine::named("b300x8").unwrap_err().to_string();
         assert!(
             error.contains("b300x8") && error.contains("hint: ") && error.contains("h200x8"),
