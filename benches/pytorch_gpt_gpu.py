@@ -1,16 +1,18 @@
 """The peer on a GPU: GPT-2 124M in PyTorch, tokens a second, for scripts/gpu-verify.
 
-    python benches/pytorch_gpt_gpu.py --micro 16 --global 64 [--steps 30] [--modes compile-autocast,compile-bf16]
+    python benches/pytorch_gpt_gpu.py --micro 16 --global 64 [--steps 30] [--modes compile-bf16-cudnn,compile-bf16]
 
 The same network, batch and work as `hpctrain train --preset gpt2-124m`: a step takes `global` samples in micro-batches
 of `micro`, clips, decays matrices only, and reads the loss. The batch is drawn from tokens in memory. Prints one line of
 JSON a mode:
 
+- compile-bf16: bf16 parameters with fp32 master weights, gradients and moments, torch.compile;
 - compile-autocast: f32 parameters, bf16 autocast, torch.compile;
-- compile-bf16: bf16 parameters with f32 masters, gradients and moments, torch.compile;
-- eager-autocast: f32 parameters, bf16 autocast.
+- eager-autocast: the same without torch.compile;
+- each of them with -cudnn: attention by cuDNN alone, which is an error where PyTorch, the GPU or the shape lacks it.
+  Without it PyTorch selects: FlashAttention-2, for this network.
 
-All use scaled_dot_product_attention, fused AdamW, and TF32 where f32 products are left.
+All use scaled_dot_product_attention, fused AdamW, and TF32 for the remaining f32 GEMMs.
 """
 import argparse
 import contextlib
@@ -62,9 +64,34 @@ def groups(parameters):
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
 
 
+CUDNN = "-cudnn"
+MODES = [f"{mode}{attention}" for mode in ("compile-bf16", "compile-autocast", "eager-autocast")
+         for attention in (CUDNN, "")]
+
+
+def attention_of(mode):
+    """The context in which scaled_dot_product_attention takes the backend of a mode."""
+    if not mode.endswith(CUDNN):
+        return contextlib.nullcontext()
+    # PyTorch before 2.5 has no such backend.
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+
+
 def measure(mode, arguments, device):
     """Seconds of each step after the first ones, the last loss, and the most memory taken."""
+    if mode not in MODES:
+        raise ValueError(f"no such mode; there are {', '.join(MODES)}")
+    with attention_of(mode):
+        return measure_steps(mode.replace(CUDNN, ""), arguments, device)
+
+
+def measure_steps(mode, arguments, device):
+    """As `measure`, with the attention that is selected where it is called."""
     torch.manual_seed(1)
+    # A graph that was compiled with other attention would be found again: the models are equal.
+    if hasattr(torch, "compiler"):
+        torch.compiler.reset()
     torch.set_float32_matmul_precision("high")
     is_cuda = device == "cuda"
     if is_cuda:
@@ -129,7 +156,7 @@ def main():
     parser.add_argument("--global", type=int, default=64, dest="batch")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm", type=int, default=10)
-    parser.add_argument("--modes", default="compile-autocast,compile-bf16,eager-autocast")
+    parser.add_argument("--modes", default=",".join(MODES), help="separated by commas; default: all")
     parser.add_argument("--small", action="store_true", help="a tiny network, also on a CPU: only that it runs")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
