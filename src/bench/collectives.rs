@@ -75,7 +75,7 @@ pub fn time<B: Backend>(
         world.barrier().wait()?;
         let start = Instant::now();
         for _ in 0..batch {
-            buf = group.run(operation, buf).wait()?;
+            buf = group.run(operation, buf).synchronize()?;
         }
         seconds.push(start.elapsed().as_secs_f64() / batch as f64);
     }

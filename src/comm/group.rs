@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::algorithms::{self, Algorithm, Call, Operation, bytes};
 use super::autotune::table::AlgorithmTable;
 use super::communicator::{Comm, WORLD};
+use super::device::chunk_pipeline::Level;
 use super::device::cuda_aware::CudaAware;
 use super::device::host_staged::PinnedStaging;
 use super::device::nccl_p2p::{self, NcclP2pCollective};
@@ -18,7 +19,7 @@ use super::shared::Stats;
 use super::transport::{GroupRanks, P2pBuffer as _, Peer, Transport};
 use super::worker::{CommRequest, CommThreadState};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Backend, CommBuffer};
+use hpctrain_device::{Backend, CommBuffer, DeviceCollective, DeviceEvent, DeviceOperation};
 
 /// A group of ranks of the world, in order. Clones share the communication thread.
 ///
@@ -115,6 +116,36 @@ impl<B: Backend> Group<B> {
                 && (!exact || algorithm.is_exact(&self.members))
         });
         fitting.collect()
+    }
+
+    /// Returns the algorithm that others have to beat: [`Algorithm::Hierarchical`] if there are
+    /// several nodes with several ranks each and it can run, else [`Algorithm::HalvingDoubling`].
+    pub fn default_algorithm(&self, exact: bool) -> Algorithm {
+        let has_levels = self.nodes() > 1 && self.nodes() < self.size();
+        if has_levels && self.algorithms(exact).contains(&Algorithm::Hierarchical) {
+            Algorithm::Hierarchical
+        } else {
+            Algorithm::HalvingDoubling
+        }
+    }
+
+    /// Returns true if an algorithm may be faster than the default. Over NCCL, those that connect
+    /// every pair of ranks cost device memory for each pair, so they are not tried where
+    /// hierarchical can run.
+    pub(super) fn is_worth_measuring(&self, algorithm: Algorithm, default: Algorithm) -> bool {
+        let is_nccl = self.comm.device_transport() == Some(DeviceTransport::Nccl);
+        match algorithm {
+            // On one node, or with one rank per node, hierarchical is halving-doubling.
+            Algorithm::Hierarchical => {
+                default == Algorithm::Hierarchical || {
+                    self.nodes() > 1 && self.nodes() < self.size()
+                }
+            }
+            Algorithm::HalvingDoubling | Algorithm::ReduceToOne => {
+                !is_nccl || default != Algorithm::Hierarchical || algorithm == default
+            }
+            Algorithm::Vendor | Algorithm::Ring => true,
+        }
     }
 
     /// Describes this rank for messages: its number in the world and its host.
@@ -469,18 +500,34 @@ impl<B: Backend> Group<B> {
         let call = Call { operation, algorithm, root: root.unwrap_or(0) };
         let members = self.members.clone();
         let path = (self.comm.path, self.comm.slot);
+        let schedule = match self.comm.device_transport() {
+            Some(DeviceTransport::Nccl) => DeviceSchedule::new(call, &members),
+            _ => None,
+        };
         let (reply, pending) = reply(&self.comm.inner.shared);
-        self.comm.inner.submit(CommRequest::run(move |state| {
-            let done = state.after(ready).and_then(|()| {
-                state.collective(&members, &label, |state| {
-                    // Requests run in order, so `before` is done.
-                    let mut buf = before.wait()?;
-                    let reach = (range.len(), B::comm_buffer(&mut buf, range)?);
-                    run(state, call, &members, reach, path)?;
-                    Ok(buf)
-                })
-            });
-            reply.send(done);
+        self.comm.inner.submit(CommRequest::run(move |state| match schedule {
+            Some(schedule) => {
+                let started = state.start_collective(&members, &label, |state| {
+                    let mut buf = before.in_order()?;
+                    let memory =
+                        operand(call, &members, range.len(), B::comm_buffer(&mut buf, range)?)?;
+                    let operation = schedule.start(state, call, &members, memory, path.1, ready)?;
+                    Ok((buf, operation))
+                });
+                reply.send_started(started);
+            }
+            None => {
+                let done = state.after(ready).and_then(|()| {
+                    state.collective(&members, &label, |state| {
+                        let mut buf = before.in_order()?;
+                        let memory =
+                            operand(call, &members, range.len(), B::comm_buffer(&mut buf, range)?)?;
+                        run(state, call, &members, memory, path)?;
+                        Ok(buf)
+                    })
+                });
+                reply.send(done);
+            }
         }));
         pending
     }
@@ -511,18 +558,13 @@ fn decode(bytes: &[u8]) -> Vec<u64> {
     bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect()
 }
 
-/// Runs a collective on memory of `elements` elements, on the host or on a device. Device memory
-/// uses transport `path`, with host-staged chunks of `slot` words.
-fn run(
-    state: &mut CommThreadState,
+/// Checks that a collective supports the memory of `elements` elements, and returns the memory.
+fn operand<'a>(
     call: Call,
     group: &GroupRanks,
-    (elements, memory): (usize, CommBuffer<'_>),
-    (path, slot): (DeviceTransport, usize),
-) -> Result<()> {
-    let CommThreadState { transport, scratch, slots, device_scratch, device_comms, shared, .. } =
-        state;
-    let transport = &mut **transport;
+    elements: usize,
+    memory: CommBuffer<'a>,
+) -> Result<CommBuffer<'a>> {
     let words = match &memory {
         CommBuffer::Host(memory) => memory.len(),
         CommBuffer::Device(memory, _) => memory.words(),
@@ -536,6 +578,23 @@ fn run(
             format!("{} of {words} words of memory in {} parts", call.operation, group.size());
         return Err(Error::internal(message));
     }
+    Ok(memory)
+}
+
+/// Runs a collective on memory of the host or of a device. Device memory uses transport `path`, with
+/// host-staged chunks of `slot` words.
+fn run(
+    state: &mut CommThreadState,
+    call: Call,
+    group: &GroupRanks,
+    memory: CommBuffer<'_>,
+    (path, slot): (DeviceTransport, usize),
+) -> Result<()> {
+    // What follows orders its work by waits of the host.
+    state.drain_device()?;
+    let CommThreadState { transport, scratch, slots, device_scratch, device_comms, shared, .. } =
+        state;
+    let transport = &mut **transport;
     match (memory, path) {
         (CommBuffer::Host(memory), _) => {
             algorithms::run(call, &mut HostBuffer { memory, scratch }, transport, group)
@@ -544,42 +603,84 @@ fn run(
             PinnedStaging { copies: &*copies, slots, words: slot }
                 .collective(call, memory, transport, scratch, group)
         }
-        (CommBuffer::Device(memory, copies), DeviceTransport::CudaAware) => {
+        (CommBuffer::Device(memory, copies), path) => {
             let copies = &*copies;
-            algorithms::run(
-                call,
-                &mut CudaAware {
-                    memory,
-                    device_comm: None,
-                    copies,
-                    scratch: device_scratch,
-                    shared,
-                },
-                transport,
-                group,
-            )
-        }
-        (CommBuffer::Device(memory, copies), DeviceTransport::Nccl) => {
-            let (copies, device_comm) =
-                (&*copies, device_comms.get_or_create(&*copies, transport, group)?);
-            if let Some(levels) = nccl_p2p::group_levels(call, group) {
-                let chunk = nccl_p2p::chunk(slot, group.size());
-                let grouped = NcclP2pCollective {
-                    memory,
-                    device_comm,
-                    copies,
-                    slots: &mut device_scratch.terms,
-                    chunk,
-                };
-                return grouped.run(call, &levels, transport, group);
-            }
-            let device_comm = Some(device_comm);
+            let device_comm = match path {
+                DeviceTransport::Nccl => {
+                    Some(device_comms.get_or_create(copies, transport, group)?)
+                }
+                _ => None,
+            };
             algorithms::run(
                 call,
                 &mut CudaAware { memory, device_comm, copies, scratch: device_scratch, shared },
                 transport,
                 group,
             )
+        }
+    }
+}
+
+/// How NCCL runs a collective that the device orders with compute.
+enum DeviceSchedule {
+    /// In groups of messages, with sums in a fixed order.
+    Groups(Vec<Level>),
+    /// By a collective of NCCL.
+    Vendor(DeviceCollective),
+}
+
+impl DeviceSchedule {
+    /// Returns the schedule of a call, or `None` if the host has to run it.
+    fn new(call: Call, group: &GroupRanks) -> Option<Self> {
+        match call.algorithm {
+            Algorithm::Vendor => Some(Self::Vendor(call.vendor_collective())),
+            _ => nccl_p2p::group_levels(call, group).map(Self::Groups),
+        }
+    }
+
+    /// Starts a call on device memory after the event `ready` of compute.
+    fn start(
+        &self,
+        state: &mut CommThreadState,
+        call: Call,
+        group: &GroupRanks,
+        memory: CommBuffer<'_>,
+        slot: usize,
+        ready: Option<Box<dyn DeviceEvent>>,
+    ) -> Result<Arc<dyn DeviceOperation>> {
+        let CommBuffer::Device(memory, copies) = memory else { return Err(on_host()) };
+        let chunk = nccl_p2p::chunk(slot, group.size());
+        let (terms, slots) = match self {
+            Self::Groups(_) => nccl_p2p::scratch_slots(call, memory.words(), chunk, group.size()),
+            Self::Vendor(_) => (0, 0),
+        };
+        if !state.device_comms.has(group) || !state.device_scratch.terms.have(slots, terms) {
+            // A communicator that is created may synchronise the device, and scratch memory is freed
+            // before it grows.
+            state.drain_device()?;
+        }
+        let CommThreadState { transport, device_scratch, device_comms, .. } = state;
+        let transport = &mut **transport;
+        for slot in 0..slots {
+            device_scratch.terms.reserve(&*copies, slot, terms)?;
+        }
+        let device_comm = device_comms.get_or_create(&*copies, transport, group)?;
+        match self {
+            Self::Groups(levels) => {
+                let slots = &device_scratch.terms;
+                NcclP2pCollective { memory, device_comm, slots, chunk }.start(
+                    call,
+                    levels,
+                    transport,
+                    group,
+                    ready.as_deref(),
+                )
+            }
+            Self::Vendor(collective) => {
+                device_comm.begin(ready.as_deref())?;
+                device_comm.vendor(transport, group, *collective, memory)?;
+                device_comm.end()
+            }
         }
     }
 }

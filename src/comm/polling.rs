@@ -55,15 +55,39 @@ pub fn wait_for_event(
     shared: &Shared,
 ) -> Result<()> {
     let mut backoff = Backoff::new(false);
-    while !event.is_done()? {
-        if let Some(code) = shared.aborted() {
-            transport.abort(code);
-            return Err(Error::comm(format!("aborted with code {code}")));
-        }
-        transport.progress()?;
+    while !poll_event(event, transport, shared)? {
         backoff.pause(shared);
     }
     Ok(())
+}
+
+/// Returns whether the device has reached an event. If not, progresses posted messages and checks for
+/// an abort.
+///
+/// # Errors
+/// Returns an error if the event or a message failed, or an abort was requested.
+pub fn poll_event(
+    event: &dyn DeviceEvent,
+    transport: &mut dyn Transport,
+    shared: &Shared,
+) -> Result<bool> {
+    if event.is_done()? {
+        return Ok(true);
+    }
+    progress(transport, shared)?;
+    Ok(false)
+}
+
+/// Progresses posted messages and checks for an abort.
+///
+/// # Errors
+/// Returns an error if a message failed, or an abort was requested.
+pub fn progress(transport: &mut dyn Transport, shared: &Shared) -> Result<()> {
+    if let Some(code) = shared.aborted() {
+        transport.abort(code);
+        return Err(Error::comm(format!("aborted with code {code}")));
+    }
+    transport.progress().map(drop)
 }
 
 /// Waits, like [`settle`], until a thread of the device vendor's library has queued the work that

@@ -1,6 +1,7 @@
 //! State shared by a rank's handles and its communication thread: counters, the flight recorder,
 //! and the abort request.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::health::flight_recorder::FlightRecorder;
 use super::health::pending_peers::Partners;
 use hpctrain_base::spans::{Activity, ActivityKind, SpanEvent, Track, span};
+use hpctrain_device::DeviceTimer;
 
 /// No abort was requested. Exit codes are 32 bits wide, so this is none.
 const NO_ABORT: i64 = i64::MIN;
@@ -19,7 +21,8 @@ pub struct Stats {
     /// Seconds that the communication thread spent on requests, including waits for late ranks. A
     /// request counts when it ends.
     pub busy: f64,
-    /// Seconds that threads were blocked in [`wait`](super::Pending::wait): exposed communication.
+    /// Seconds that threads were blocked in [`wait`](super::Pending::wait), or that compute on the
+    /// device was idle until a collective ended: exposed communication.
     pub blocked: f64,
     /// Bytes sent. For vendor collectives, the bytes that a bandwidth-optimal algorithm sends.
     pub sent: u64,
@@ -41,6 +44,8 @@ pub struct Shared {
     staging: Mutex<Staging>,
     busy_ns: AtomicU64,
     blocked_ns: AtomicU64,
+    /// The times for which compute on the device was idle, which it has not measured yet.
+    idle_timers: Mutex<VecDeque<Box<dyn DeviceTimer>>>,
     sent: AtomicU64,
     rounds: AtomicU64,
     abort: AtomicI64,
@@ -61,6 +66,7 @@ impl Default for Shared {
             staging: Mutex::default(),
             busy_ns: AtomicU64::new(0),
             blocked_ns: AtomicU64::new(0),
+            idle_timers: Mutex::default(),
             sent: AtomicU64::new(0),
             rounds: AtomicU64::new(0),
             abort: AtomicI64::new(NO_ABORT),
@@ -74,6 +80,7 @@ impl Default for Shared {
 
 impl Shared {
     pub fn stats(&self) -> Stats {
+        self.read_idle_timers();
         let seconds =
             |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed)).as_secs_f64();
         Stats {
@@ -98,16 +105,43 @@ impl Shared {
         self.rounds.store(after, Ordering::Relaxed);
     }
 
-    /// Runs `wait` and counts its time as blocked: compute cannot continue before it returns.
-    pub fn blocked<T>(&self, wait: impl FnOnce() -> T) -> T {
+    /// Runs `wait`, during which the calling thread cannot continue. Returns its time too, which
+    /// counts as blocked only by [`Shared::add_blocked`].
+    pub fn waiting<T>(&self, wait: impl FnOnce() -> T) -> (T, Duration) {
         let start = Instant::now();
         let _wait = span(ActivityKind::Waiting, None);
         self.waiters.fetch_add(1, Ordering::Relaxed);
         self.wake();
         let value = wait();
         self.waiters.fetch_sub(1, Ordering::Relaxed);
-        self.blocked_ns.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        value
+        (value, start.elapsed())
+    }
+
+    /// Counts time in which compute could not continue.
+    pub fn add_blocked(&self, time: Duration) {
+        self.blocked_ns.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// Counts the time of `timer` as blocked once the device has measured it: compute was idle on
+    /// the device, while the host continued.
+    pub fn add_idle(&self, timer: Box<dyn DeviceTimer>) {
+        self.idle_timers().push_back(timer);
+        self.read_idle_timers();
+    }
+
+    /// Counts the idle times that the device has measured so far. They are in the order in which
+    /// compute reaches them.
+    fn read_idle_timers(&self) {
+        let mut timers = self.idle_timers();
+        // A device that fails fails its next operation, too, whose error is reported.
+        while let Some(Ok(Some(seconds))) = timers.front().map(|timer| timer.seconds()) {
+            self.add_blocked(Duration::from_secs_f64(seconds.max(0.0)));
+            timers.pop_front();
+        }
+    }
+
+    fn idle_timers(&self) -> MutexGuard<'_, VecDeque<Box<dyn DeviceTimer>>> {
+        self.idle_timers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Registers the calling thread as the communication thread.
@@ -163,6 +197,11 @@ impl Shared {
 
     pub fn add_busy(&self, time: Duration) {
         self.busy_ns.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// Adds the time of a collective that the device has measured.
+    pub fn add_busy_seconds(&self, seconds: f64) {
+        self.add_busy(Duration::from_secs_f64(seconds.max(0.0)));
     }
 
     pub fn add_sent(&self, bytes: usize) {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::device::comms::DeviceComms;
 use super::device::cuda_aware::DeviceScratch;
+use super::device::device_queue::DeviceQueue;
 use super::device::host_staged::Slots;
 use super::health::flight_recorder::{Label, Size};
 use super::polling::{self, Backoff};
@@ -17,7 +18,7 @@ use super::transport::{GroupRanks, InFlight, Transport};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::Track;
 use hpctrain_base::spawn::spawn;
-use hpctrain_device as backend;
+use hpctrain_device::{DeviceEvent, DeviceOperation};
 
 /// Duration of polling for the next request after one that a thread waited for: that thread will
 /// probably make it soon.
@@ -47,6 +48,8 @@ pub struct CommThreadState {
     pub device_scratch: DeviceScratch,
     /// The communicators of the device vendor's library, such as NCCL.
     pub device_comms: DeviceComms,
+    /// Collectives that the device has not finished yet.
+    pub device_queue: DeviceQueue,
     pub shared: Arc<Shared>,
     failed: Option<Error>,
     /// Whether a thread was blocked when the last request was done.
@@ -57,12 +60,18 @@ impl CommThreadState {
     /// Runs `act` unless an earlier request has failed: after a failure, ranks may no longer agree
     /// on the next request.
     pub fn attempt<T>(&mut self, act: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let start = Instant::now();
+        let result = self.unless_failed(act);
+        self.shared.add_busy(start.elapsed());
+        result
+    }
+
+    /// Runs `act` as [`CommThreadState::attempt`] does, without counting its time.
+    fn unless_failed<T>(&mut self, act: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let start = Instant::now();
         let result = act(self);
-        self.shared.add_busy(start.elapsed());
         self.awaited = self.shared.has_waiters();
         if let Err(error) = &result {
             self.fail(error.clone());
@@ -71,10 +80,25 @@ impl CommThreadState {
     }
 
     /// Waits for the device work that produces a buffer. The wait does not count as communication.
-    pub fn after(&mut self, ready: Option<Box<dyn backend::DeviceEvent>>) -> Result<()> {
+    pub fn after(&mut self, ready: Option<Box<dyn DeviceEvent>>) -> Result<()> {
         let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
-        polling::wait_for_event(&*ready, &mut *self.transport, &self.shared)
-            .inspect_err(|error| self.fail(error.clone()))
+        self.wait_for_event(&*ready).inspect_err(|error| self.fail(error.clone()))
+    }
+
+    /// Waits for an event of compute, which may come after collectives in the device's queue.
+    fn wait_for_event(&mut self, event: &dyn DeviceEvent) -> Result<()> {
+        let mut backoff = Backoff::new(false);
+        while !polling::poll_event(event, &mut *self.transport, &self.shared)? {
+            // Another rank may have failed one of them.
+            self.device_queue.poll()?;
+            backoff.pause(&self.shared);
+        }
+        Ok(())
+    }
+
+    /// Waits until the device has finished all collectives.
+    pub fn drain_device(&mut self) -> Result<()> {
+        self.device_queue.drain(&mut *self.transport)
     }
 
     /// Returns the error after which the thread serves no more requests.
@@ -85,18 +109,22 @@ impl CommThreadState {
     fn fail(&mut self, error: Error) {
         self.failed = Some(error);
         self.device_comms.abort();
+        self.device_queue.clear();
         self.transport.leave(false);
     }
 
-    /// Progresses posted messages and returns which are still in flight.
+    /// Progresses posted messages and the device's collectives, and returns which are still in
+    /// flight.
     fn in_flight(&mut self) -> InFlight {
         if self.failed.is_some() {
             return InFlight::Nothing;
         }
-        self.transport.progress().unwrap_or_else(|error| {
+        let progressed = self.device_queue.poll().and_then(|()| self.transport.progress());
+        let in_flight = progressed.unwrap_or_else(|error| {
             self.fail(error);
             InFlight::Nothing
-        })
+        });
+        if self.device_queue.is_empty() { in_flight } else { in_flight.max(InFlight::Arriving) }
     }
 
     /// Runs an operation as [`CommThreadState::attempt`] does, and records it in the flight
@@ -113,6 +141,25 @@ impl CommThreadState {
             let result = act(state, in_group)?;
             state.shared.record_end(number);
             Ok(result)
+        })
+    }
+
+    /// Starts a collective on the device, as [`CommThreadState::collective`] runs one on the host.
+    /// The flight recorder shows it until the device has finished it.
+    pub fn start_collective<T>(
+        &mut self,
+        group: &GroupRanks,
+        label: &Label,
+        act: impl FnOnce(&mut Self) -> Result<(T, Arc<dyn DeviceOperation>)>,
+    ) -> Result<(T, Arc<dyn DeviceOperation>)> {
+        self.unless_failed(|state| {
+            let (number, in_group) = state.shared.flight_recorder().begin(group, label);
+            if cfg!(debug_assertions) {
+                state.compare(group, label, in_group)?;
+            }
+            let (value, operation) = act(state)?;
+            state.device_queue.push(number, operation.clone());
+            Ok((value, operation))
         })
     }
 
@@ -238,12 +285,14 @@ fn run_thread(
     let transport: Box<dyn Transport> = Box::new(TrackedTransport::new(transport, shared.clone()));
     let slots = Arc::new(Slots::new(shared.clone()));
     let device_comms = DeviceComms::new(shared.clone());
+    let device_queue = DeviceQueue::new(shared.clone());
     let state = CommThreadState {
         transport,
         scratch,
         slots,
         device_scratch,
         device_comms,
+        device_queue,
         shared,
         failed: None,
         awaited: false,

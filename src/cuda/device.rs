@@ -5,9 +5,12 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
 use cudarc::driver::{CudaContext, DriverError, result};
 
-use super::Precision;
 use super::libraries::{check, driver};
 use hpctrain_base::error::{Error, Result};
+
+/// The lowest compute capability (major, minor) that the kernels support: they use bf16, and blocks
+/// of up to 99 KiB of shared memory.
+const LOWEST_CAPABILITY: (i32, i32) = (8, 0);
 
 /// The hint if the compute mode does not let another process use the GPU.
 const SHARING: &str = "its compute mode is exclusive and another process uses it, or it is prohibited: nvidia-smi -c DEFAULT lets processes share it";
@@ -122,17 +125,31 @@ impl Device {
         Ok(check("count its multiprocessors", count)? as usize)
     }
 
-    /// Returns an error if it does not support `precision`.
-    pub(super) fn check_precision(&self, precision: Precision) -> Result<()> {
-        let (major, minor) = self.capability;
-        if major >= 8 || matches!(precision, Precision::F32(_)) {
+    /// Returns the bytes of the L2 cache.
+    ///
+    /// # Errors
+    /// Returns an error if the driver fails.
+    pub fn l2_bytes(&self) -> Result<usize> {
+        let bytes = attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE);
+        Ok(check("report its L2 cache", bytes)? as usize)
+    }
+
+    /// Checks that the kernels support its compute capability.
+    ///
+    /// # Errors
+    /// Returns an error if the GPU is older than the Ampere generation.
+    pub fn check_capability(&self) -> Result<()> {
+        if self.capability >= LOWEST_CAPABILITY {
             return Ok(());
         }
+        let (major, minor) = self.capability;
+        let (least, minor_of_least) = LOWEST_CAPABILITY;
         let message = format!(
-            "precision.dtype = bf16 needs compute capability 8.0; {} has {major}.{minor}",
+            "{} has compute capability {major}.{minor}, but {least}.{minor_of_least} is required",
             self.name
         );
-        Err(Error::input(message).hint("set precision.dtype=f32"))
+        Err(Error::input(message)
+            .hint("use a GPU of the Ampere generation or later, or set run.device=cpu"))
     }
 }
 

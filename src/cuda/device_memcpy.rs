@@ -1,14 +1,14 @@
 //! Copies of device memory on separate streams: for messages, and for state offloaded to the host.
 
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
 use super::event::is_complete;
 use super::launch_dims::Grid;
 use super::libraries::check;
-use super::nccl::{self, NcclComm};
+use super::nccl::{self, NcclComm, NcclStreams};
 use super::nvrtc::{KernelModules, Variant};
 use super::pinned;
 use super::pool::{DevicePool, PoolAllocation};
@@ -62,7 +62,7 @@ impl CopyStreams {
 }
 
 /// An event in a stream.
-struct Mark(CudaEvent);
+pub struct Mark(pub(super) CudaEvent);
 
 impl DeviceEvent for Mark {
     fn is_done(&self) -> Result<bool> {
@@ -118,6 +118,8 @@ pub struct CudaCopies {
     out: Arc<CudaStream>,
     /// The stream of copies from the host.
     back: Arc<CudaStream>,
+    /// The streams of NCCL, once a communicator is created.
+    nccl: OnceLock<Arc<NcclStreams>>,
 }
 
 impl CudaCopies {
@@ -138,7 +140,20 @@ impl CudaCopies {
             sums: stream()?,
             out: stream()?,
             back: stream()?,
+            nccl: OnceLock::new(),
         })
+    }
+
+    /// Returns the streams of NCCL.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub(super) fn nccl_streams(&self) -> Result<Arc<NcclStreams>> {
+        if let Some(streams) = self.nccl.get() {
+            return Ok(streams.clone());
+        }
+        let streams = Arc::new(NcclStreams::new(&self.compute)?);
+        Ok(self.nccl.get_or_init(|| streams).clone())
     }
 
     /// Returns the three streams.
@@ -159,8 +174,11 @@ impl DeviceCopies for CudaCopies {
     fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>> {
         let piece =
             self.pool.allocate_uncounted(MemoryKind::Communication, words * size_of::<f32>())?;
-        // The piece may have been a buffer that queued kernels still use.
-        check("finish its work", self.compute.synchronize())?;
+        // The piece may have been a buffer that queued kernels still use. An event in a stream is
+        // not enough, since MPI writes to the piece without one. The host does not wait for kernels
+        // that compute queues meanwhile.
+        self.bind()?;
+        mark(&self.compute)?.wait()?;
         Ok(Box::new(CudaScratch { piece, words }))
     }
 
@@ -252,7 +270,7 @@ impl DeviceCopies for CudaCopies {
 
     fn init_rank(&self, comm_id: &CommId, rank: usize, size: usize) -> Result<Box<dyn DeviceComm>> {
         Ok(Box::new(NcclComm::init_rank(
-            self.compute.context(),
+            self.nccl_streams()?,
             &self.programs,
             comm_id,
             rank,

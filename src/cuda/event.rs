@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
-use cudarc::driver::CudaEvent;
-use cudarc::driver::sys::{CUevent, CUresult};
+use cudarc::driver::sys::{CUevent, CUevent_flags, CUresult};
+use cudarc::driver::{CudaEvent, CudaStream};
 
 use super::libraries::check;
 use hpctrain_base::error::{Error, Result};
@@ -23,6 +23,14 @@ library_functions! {
 pub fn is_complete(event: &CudaEvent) -> Result<bool> {
     check("be chosen", event.context().bind_to_thread())?;
     check("query an event", event.try_is_complete())
+}
+
+/// Records an event that has a time.
+///
+/// # Errors
+/// Returns an error if the device fails.
+pub fn timed(stream: &CudaStream) -> Result<CudaEvent> {
+    check("record an event", stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)))
 }
 
 /// Returns the milliseconds between two timed events. Blocks until the second one is complete.

@@ -83,7 +83,8 @@ impl Cuda {
         self.launch_variant(self.variant(source), name, grid, args)
     }
 
-    /// Queues the kernel `name` of a given variant in the compute stream.
+    /// Queues the kernel `name` of a given variant in the compute stream. A grid without blocks,
+    /// such as one over zero rows, has nothing to compute, and drivers refuse it.
     pub(super) fn launch_variant(
         &self,
         variant: Variant,
@@ -91,6 +92,9 @@ impl Cuda {
         grid: Grid,
         args: &[Arg],
     ) -> Result<()> {
+        if grid.is_empty() {
+            return Ok(());
+        }
         self.0.placement_log.kernel(name, grid);
         grid.check(name)?;
         self.bind()?;

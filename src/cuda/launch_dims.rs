@@ -39,6 +39,12 @@ impl Grid {
         Err(Error::input(message).hint("reduce batch.micro or model.context"))
     }
 
+    /// Returns true if it has no blocks.
+    pub fn is_empty(&self) -> bool {
+        let (x, y, z) = self.blocks;
+        [x, y, z].contains(&0)
+    }
+
     /// Creates a one-dimensional grid.
     pub fn new(blocks: usize, threads: u32) -> Self {
         Self::plane(blocks, 1, (threads, 1, 1))

@@ -4,7 +4,9 @@ use super::matmul_desc::{BIAS_ALIGNMENT, Epilogue, MatmulDesc, Matrix};
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Activation, ActivationOps, Gemm, KernelCost, Linear, LinearOps, MemoryKind};
+use hpctrain_device::{
+    Activation, ActivationOps, ElementwiseOps, Gemm, KernelCost, Linear, LinearOps, MemoryKind,
+};
 
 /// Returns true if a fused matmul can store the input of its GELU in `kept`: cuBLASLt does so for
 /// bf16 and aligned rows.
@@ -76,6 +78,16 @@ impl Cuda {
         self.0.matmul.run(product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
     }
 
+    /// Queues a matmul. Returns false, with nothing queued, if cuBLASLt does not support it.
+    fn run_if_supported(&self, product: &MatmulDesc) -> Result<bool> {
+        self.0.placement_log.product(product.shape);
+        self.0.matmul.run_if_supported(
+            product,
+            self.0.workspace.pointer(),
+            self.0.compute.cu_stream().cast(),
+        )
+    }
+
     /// Returns the bias, or a copy of it if its address is not a multiple of [`BIAS_ALIGNMENT`].
     fn bias(&self, bias: View<'_>) -> Result<Bias> {
         let pointer = bias.pointer_or_null();
@@ -112,6 +124,10 @@ impl LinearOps for Cuda {
         self.run(&strided(gemm, [inputs, inputs, stride], x, weight, &y, epilogue))
     }
 
+    /// Adds before it stores, and rounds once, if cuBLASLt has an algorithm for a bias and a
+    /// residual that is not the result. Otherwise two kernels run: the first one rounds the linear
+    /// layer, the second one rounds the sum. So last bits may differ between devices that have such
+    /// an algorithm and those that do not.
     fn linear_add(
         &self,
         shape: Linear,
@@ -119,9 +135,8 @@ impl LinearOps for Cuda {
         weight: View<'_>,
         bias: View<'_>,
         more: View<'_>,
-        y: ViewMut<'_>,
+        mut y: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.profile_launch(KernelCost::linear_add(shape, bias.len));
         let Linear { rows, inputs, outputs, .. } = shape;
         assert!(
             more.len == y.len && more.element == y.element,
@@ -130,10 +145,17 @@ impl LinearOps for Cuda {
             y.len
         );
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: true };
-        let bias = self.bias(bias)?;
-        let epilogue =
-            if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
-        self.run(&MatmulDesc { from: more.pointer, ..product(gemm, x, weight, &y, epilogue) })
+        let own = self.bias(bias)?;
+        let epilogue = if own.pointer == 0 { Epilogue::None } else { Epilogue::Bias(own.pointer) };
+        let fused = MatmulDesc { from: more.pointer, ..product(gemm, x, weight, &y, epilogue) };
+        if self.0.matmul.is_supported(&fused)? {
+            let _launch = self.profile_launch(KernelCost::linear_add(shape, bias.len));
+            if self.run_if_supported(&fused)? {
+                return Ok(());
+            }
+        }
+        self.linear(shape, x, weight, bias, y.reborrow())?;
+        self.add(more, y)
     }
 
     fn fuses_add(&self) -> bool {

@@ -94,7 +94,7 @@ impl Matmul {
     }
 
     /// Returns true if cuBLASLt knows an algorithm for a matmul. The answer is cached, and a
-    /// warning is logged if a fused GELU is not supported.
+    /// warning is logged if a fused GELU or residual is not supported.
     ///
     /// # Errors
     /// Returns an error if the library or the device fails.
@@ -208,11 +208,8 @@ impl Matmul {
                     Err(e) if is_refusal(&e) => None,
                     Err(e) => return Err(failed(&format!("multiply {kind}"), e)),
                 };
-                if plan.is_none() && kind.keeps {
-                    log::warn!(
-                        "cuBLASLt knows no algorithm to multiply {kind} with fused GELU: they run as two \
-                         kernels"
-                    );
+                if plan.is_none() {
+                    warn_if_fused(&kind);
                 }
                 Ok(new.insert(plan))
             }
@@ -230,39 +227,65 @@ impl Matmul {
         workspace: u64,
         stream: sys::cudaStream_t,
     ) -> Result<()> {
-        if product.is_empty() {
+        if self.run_if_supported(product, workspace, stream)? {
             return Ok(());
+        }
+        let message = format!("cuBLASLt knows no algorithm to multiply {}", self.kind(product));
+        Err(Error::device(message)
+            .hint("try another version of cuBLASLt, or set precision.dtype=f32"))
+    }
+
+    /// Queues a matmul like [`Matmul::run`]. Returns false, with nothing queued, if cuBLASLt does
+    /// not support it. The answer is cached for [`Matmul::is_supported`], which may be wrong before
+    /// the first call: the heuristic gets neither the factor of the matrix that is added nor its
+    /// address.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn run_if_supported(
+        &self,
+        product: &MatmulDesc,
+        workspace: u64,
+        stream: sys::cudaStream_t,
+    ) -> Result<bool> {
+        if product.is_empty() {
+            return Ok(true);
         }
         check("be chosen", self.context.bind_to_thread())?;
         let kind = self.kind(product);
         let mut plans = self.plans();
-        let Some(plan) = self.planned(&mut plans, kind)? else {
-            let message = format!("cuBLASLt knows no algorithm to multiply {kind}");
-            return Err(Error::device(message)
-                .hint("try another version of cuBLASLt, or set precision.dtype=f32"));
-        };
-        self.queue(plan, product, workspace, stream)
-            .map_err(|e| failed(&format!("multiply {kind}"), e))
+        let planned = self.planned(&mut plans, kind)?;
+        let Some(plan) = planned else { return Ok(false) };
+        match self.queue(plan, product, workspace, stream) {
+            Ok(()) => Ok(true),
+            Err(e) if is_refusal(&e) => {
+                warn_if_fused(&kind);
+                *planned = None;
+                Ok(false)
+            }
+            Err(e) => Err(failed(&format!("multiply {kind}"), e)),
+        }
     }
 
-    /// Queues a matmul `times` times with an algorithm that was proposed for it. Returns false if
+    /// Queues matmuls of one kind with an algorithm that was proposed for it. Returns false if
     /// cuBLASLt refuses the algorithm.
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub fn run_with(
+    pub fn run_with<'a>(
         &self,
         algorithm: MatmulAlgorithm,
-        product: &MatmulDesc,
+        kind: &MatmulKey,
+        products: impl IntoIterator<Item = &'a MatmulDesc>,
         workspace: u64,
         stream: sys::cudaStream_t,
-        times: usize,
     ) -> Result<bool> {
         check("be chosen", self.context.bind_to_thread())?;
-        let kind = self.kind(product);
-        let queued = self.describe(&kind).and_then(|mut plan| {
+        let queued = self.describe(kind).and_then(|mut plan| {
             plan.algorithm = sys::cublasLtMatmulAlgo_t { data: algorithm.0 };
-            (0..times).try_for_each(|_| self.queue(&plan, product, workspace, stream))
+            products
+                .into_iter()
+                .try_for_each(|product| self.queue(&plan, product, workspace, stream))
         });
         match queued {
             Ok(()) => Ok(true),
@@ -528,6 +551,19 @@ const NONE: CublasError = CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUP
 
 fn is_refusal(error: &CublasError) -> bool {
     error.0 == NONE.0
+}
+
+/// Logs a warning if a matmul that cuBLASLt does not support has another operation fused to it,
+/// which then runs as a second kernel.
+fn warn_if_fused(kind: &MatmulKey) {
+    let fused = match kind {
+        MatmulKey { keeps: true, .. } => "fused GELU",
+        MatmulKey { out_of_place: true, .. } => "a fused residual",
+        _ => return,
+    };
+    log::warn!(
+        "cuBLASLt knows no algorithm to multiply {kind} with {fused}: they run as two kernels"
+    );
 }
 
 fn failed(action: &str, error: CublasError) -> Error {

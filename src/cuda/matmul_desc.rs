@@ -124,6 +124,7 @@ impl MatmulDesc {
             strides,
             transposed: [shape.ta, shape.tb],
             adds: shape.acc,
+            out_of_place: shape.acc && from != c.pointer,
             epilogue: epilogue.kind() as u32,
             keeps: epilogue.kept().is_some(),
             bytes: [a, b, c].map(|matrix| matrix.element.size()),

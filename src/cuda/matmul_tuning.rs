@@ -1,8 +1,9 @@
 //! Matmul autotuning: measures the algorithms that cuBLASLt proposes for a matmul, on operands of
 //! its shape.
 //!
-//! Operands are scratch memory; no training state is read or written. Operands are read repeatedly,
-//! so more of them are in the caches than within a step, which is the same for all algorithms.
+//! Operands are scratch memory; no training state is read or written. Within a step, most operands
+//! have left the L2 cache before they are read. So a measurement uses several sets of operands in
+//! turn, which together are larger than the cache, unless the matmul is small or memory is short.
 
 use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
@@ -32,14 +33,35 @@ const LEAST: f32 = 0.1;
 /// The most matmuls in one measurement.
 const MOST_TIMES: usize = 10;
 
+/// The most sets of operands for one matmul: with more, a measurement would not use all of them.
+const MOST_SETS: usize = MOST_TIMES;
+
 /// The number of random values with which operands are filled, repeatedly. Zeros would draw less
 /// power than real values.
 const NUMBERS: usize = 1 << 16;
 
-/// A matmul with scratch operands.
+/// A matmul with one or more sets of scratch operands.
 struct Scratch {
-    product: MatmulDesc,
+    /// The matmul on each set.
+    products: Vec<MatmulDesc>,
+    /// The index of the set to use next.
+    turn: usize,
     _operands: Vec<CudaBuf>,
+}
+
+impl Scratch {
+    /// Returns the next `times` matmuls, whose sets have not been used for the longest time.
+    fn in_turn(&mut self, times: usize) -> impl Iterator<Item = &MatmulDesc> {
+        let first = self.turn;
+        self.turn = (first + times) % self.products.len();
+        self.products.iter().cycle().skip(first).take(times)
+    }
+}
+
+/// Returns the number of sets of `bytes` bytes to use in turn: between two uses of a set the others
+/// fill an L2 cache of `l2_bytes` bytes, unless that takes more than [`MOST_SETS`].
+fn operand_sets(bytes: usize, l2_bytes: usize) -> usize {
+    (1 + l2_bytes.div_ceil(bytes.max(1))).clamp(2, MOST_SETS)
 }
 
 /// An algorithm under measurement.
@@ -62,14 +84,19 @@ impl Candidate {
 }
 
 impl Cuda {
-    /// Allocates `len` random values at an address that is a multiple of exactly `alignment` bytes,
-    /// up to 256. Returns the buffer and the address.
-    fn operand(&self, len: usize, element: Element, alignment: usize) -> Result<(CudaBuf, u64)> {
+    /// Allocates `len` values at an address that is a multiple of exactly `alignment` bytes, up to
+    /// 256, and fills them with `numbers`, repeatedly. Returns the buffer and the address.
+    fn operand(
+        &self,
+        numbers: &[f32],
+        len: usize,
+        element: Element,
+        alignment: usize,
+    ) -> Result<(CudaBuf, u64)> {
         let lead = if alignment < BEST_ALIGNMENT { alignment / element.size() } else { 0 };
         let mut buf = self.take(MemoryKind::Activations, lead + len, element)?;
-        let mut numbers = vec![0.0; NUMBERS.min(lead + len)];
-        Stream::new(0).fill_normal(&mut numbers);
-        self.write(&numbers, buf.view_mut(0..numbers.len()))?;
+        let numbers = &numbers[..numbers.len().min(lead + len)];
+        self.write(numbers, buf.view_mut(0..numbers.len()))?;
         let mut filled = numbers.len();
         while filled < buf.len() {
             let more = filled.min(buf.len() - filled);
@@ -81,13 +108,15 @@ impl Cuda {
         Ok((buf, at))
     }
 
-    /// Allocates operands with a matmul's shapes and alignments.
-    fn scratch(&self, kind: &MatmulKey) -> Result<Scratch> {
+    /// Allocates one set of operands with a matmul's shapes and alignments. Returns the matmul on
+    /// them.
+    fn operand_set(&self, kind: &MatmulKey, numbers: &[f32]) -> Result<(MatmulDesc, Vec<CudaBuf>)> {
         let MatmulKey {
             sizes: [m, n, k],
             strides,
             transposed: [ta, tb],
             adds,
+            out_of_place,
             keeps,
             bytes,
             alignments,
@@ -97,7 +126,7 @@ impl Cuda {
         let elements = bytes.map(Element::with_size);
         let mut operands = Vec::new();
         let mut operand = |len: usize, element: Element, alignment: usize| {
-            let (buf, at) = self.operand(len, element, alignment)?;
+            let (buf, at) = self.operand(numbers, len, element, alignment)?;
             operands.push(buf);
             Ok::<_, Error>(at)
         };
@@ -109,30 +138,56 @@ impl Cuda {
         let a = matrix(0)?;
         let b = matrix(1)?;
         let c = matrix(2)?;
+        let from = if out_of_place { matrix(2)?.pointer } else { c.pointer };
         let bias = operand(n, c.element, BEST_ALIGNMENT)?;
         let kept = if keeps { operand(m * n, c.element, BEST_ALIGNMENT)? } else { 0 };
         let epilogue = Epilogue::from_code(kind.epilogue, bias, kept)
             .ok_or_else(|| Error::internal(format!("{kind} with an unknown operation")))?;
         let shape = Gemm { m, n, k, ta, tb, acc: adds };
-        Ok(Scratch {
-            product: MatmulDesc { shape, strides, a, b, c, from: c.pointer, epilogue },
-            _operands: operands,
-        })
+        Ok((MatmulDesc { shape, strides, a, b, c, from, epilogue }, operands))
+    }
+
+    /// Allocates the operands of a matmul: as many sets as [`operand_sets`] says, or as memory
+    /// holds.
+    ///
+    /// # Errors
+    /// Returns an error if memory does not hold one set, or if the device fails.
+    fn scratch(&self, kind: &MatmulKey) -> Result<Scratch> {
+        let mut numbers = vec![0.0; NUMBERS];
+        Stream::new(0).fill_normal(&mut numbers);
+        let (product, mut operands) = self.operand_set(kind, &numbers)?;
+        let views = operands.iter().map(Self::all);
+        let bytes = views.map(|view| view.len * view.element.size()).sum();
+        let sets = operand_sets(bytes, self.device().l2_bytes()?);
+        let mut products = vec![product];
+        while products.len() < sets {
+            match self.operand_set(kind, &numbers) {
+                Ok((product, of_set)) => {
+                    products.push(product);
+                    operands.extend(of_set);
+                }
+                Err(e) if e.kind() == Kind::Input => break,
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(Scratch { products, turn: 0, _operands: operands })
     }
 
     /// Returns the milliseconds of `candidate.times` matmuls, or `None` if cuBLASLt refuses the
     /// algorithm.
-    fn measured(&self, candidate: &Candidate, product: &MatmulDesc) -> Result<Option<f32>> {
-        let stream = &self.0.compute;
-        let workspace = self.0.workspace.pointer();
-        let Candidate { algorithm, times, .. } = candidate;
+    fn measured(
+        &self,
+        candidate: &Candidate,
+        kind: &MatmulKey,
+        scratch: &mut Scratch,
+    ) -> Result<Option<f32>> {
         let begun = self.recorded_event()?;
         if !self.0.matmul.run_with(
-            *algorithm,
-            product,
-            workspace,
-            stream.cu_stream().cast(),
-            *times,
+            candidate.algorithm,
+            kind,
+            scratch.in_turn(candidate.times),
+            self.0.workspace.pointer(),
+            self.0.compute.cu_stream().cast(),
         )? {
             return Ok(None);
         }
@@ -153,16 +208,17 @@ impl Cuda {
     fn race(
         &self,
         proposals: Vec<MatmulAlgorithm>,
-        product: &MatmulDesc,
+        kind: &MatmulKey,
+        scratch: &mut Scratch,
     ) -> Result<Vec<Candidate>> {
         let mut candidates = Vec::with_capacity(proposals.len());
         for (place, algorithm) in proposals.into_iter().enumerate() {
             let mut candidate = Candidate { algorithm, place, times: 1, took: vec![] };
             // The first matmul loads the kernel.
-            if self.measured(&candidate, product)?.is_none() {
+            if self.measured(&candidate, kind, scratch)?.is_none() {
                 continue;
             }
-            if let Some(once) = self.measured(&candidate, product)? {
+            if let Some(once) = self.measured(&candidate, kind, scratch)? {
                 candidate.times = ((LEAST / once).ceil() as usize).clamp(1, MOST_TIMES);
                 candidates.push(candidate);
             }
@@ -172,7 +228,7 @@ impl Cuda {
             for candidate in &mut candidates {
                 let refused =
                     || Error::device("cuBLASLt refused an algorithm that it had accepted");
-                let took = self.measured(candidate, product)?.ok_or_else(refused)?;
+                let took = self.measured(candidate, kind, scratch)?.ok_or_else(refused)?;
                 candidate.took.push(took / candidate.times as f32);
             }
         }
@@ -210,7 +266,7 @@ impl MatmulAlgorithms for Cuda {
         if proposals.len() == 1 {
             return Ok(Some(first));
         }
-        let scratch = match self.scratch(kind) {
+        let mut scratch = match self.scratch(kind) {
             Ok(scratch) => scratch,
             // The memory that is free between steps may not hold the operands: a pipeline stage on
             // another rank may have larger ones.
@@ -223,7 +279,7 @@ impl MatmulAlgorithms for Cuda {
             }
             Err(e) => return Err(e),
         };
-        let mut candidates = self.race(proposals, &scratch.product)?;
+        let mut candidates = self.race(proposals, kind, &mut scratch)?;
         let seconds: Vec<f64> = candidates.iter_mut().map(Candidate::seconds).collect();
         log::debug!("{kind}: {seconds:?} s");
         let best = candidates.get(fastest(&seconds));
@@ -236,5 +292,49 @@ impl MatmulAlgorithms for Cuda {
 
     fn choose(&self, chosen: &[ChosenAlgorithm]) {
         self.0.matmul.set_algorithms(chosen);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sets_fill_the_cache_between_two_uses_of_one() {
+        const L2: usize = 50 << 20;
+        for (bytes, sets) in [
+            (1 << 30, 2),
+            (L2, 2),
+            (L2 - 1, 3),
+            (20 << 20, 4),
+            (6 << 20, 10),
+            (1 << 10, MOST_SETS),
+            (0, MOST_SETS),
+        ] {
+            assert_eq!(operand_sets(bytes, L2), sets, "{bytes} bytes");
+            assert!(sets == MOST_SETS || (sets - 1) * bytes >= L2, "{bytes} bytes");
+        }
+        // The driver may not report a cache.
+        assert_eq!(operand_sets(1 << 20, 0), 2);
+    }
+
+    #[test]
+    fn all_sets_are_used_before_one_is_used_again() {
+        let matrix = Matrix { pointer: 0, element: Element::F32 };
+        let shape = Gemm { m: 1, n: 1, k: 1, ta: false, tb: false, acc: false };
+        let product = |from| MatmulDesc {
+            shape,
+            strides: [1; 3],
+            a: matrix,
+            b: matrix,
+            c: matrix,
+            from,
+            epilogue: Epilogue::None,
+        };
+        let products = [0, 1, 2].map(product).to_vec();
+        let mut scratch = Scratch { products, turn: 0, _operands: vec![] };
+        let [first, second, third] = [2, 1, 5]
+            .map(|times| scratch.in_turn(times).map(|product| product.from).collect::<Vec<_>>());
+        assert_eq!((first, second, third), (vec![0, 1], vec![2], vec![0, 1, 2, 0, 1]));
     }
 }

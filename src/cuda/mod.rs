@@ -136,8 +136,8 @@ impl Cuda {
     /// Creates a backend on `device` with `bytes` of its memory.
     ///
     /// # Errors
-    /// Returns an error if a library is missing, or if the device does not support the precision or
-    /// has less memory.
+    /// Returns an error if a library is missing, or if the device is older than the Ampere
+    /// generation or has less memory.
     pub fn new(device: &Device, bytes: usize, precision: Precision) -> Result<Self> {
         Self::with_options(device, PoolBudget { bytes, grows: false }, precision, false)
     }
@@ -153,7 +153,7 @@ impl Cuda {
         precision: Precision,
         placement: bool,
     ) -> Result<Self> {
-        device.check_precision(precision)?;
+        device.check_capability()?;
         let context = device.context()?;
         // SAFETY: buffers here are never cudarc's slices, whose reuse the events would guard.
         unsafe { context.disable_event_tracking() };
@@ -195,19 +195,13 @@ impl Cuda {
         self.0.pool.bytes()
     }
 
-    /// Returns the priority of the compute stream, and those of all other streams, including one of
-    /// an NCCL communicator.
+    /// Returns the priority of the compute stream, and those of all other streams, including that of
+    /// NCCL's messages.
     #[cfg(test)]
     pub fn priorities(&self) -> Result<(i32, Vec<i32>)> {
-        let communicator = nccl::NcclComm::init_rank(
-            self.0.compute.context(),
-            &self.0.kernel_modules,
-            &nccl::comm_id()?,
-            0,
-            1,
-        )?;
+        let nccl = self.0.copy_streams.copies.nccl_streams()?;
         let copies = self.0.copy_streams.copies.streams();
-        let others = copies.into_iter().chain([&self.0.index_uploader.copy, &communicator.stream]);
+        let others = copies.into_iter().chain([&self.0.index_uploader.copy, &nccl.messages]);
         let others = others.map(|stream| streams::priority(stream)).collect::<Result<_>>()?;
         Ok((streams::priority(&self.0.compute)?, others))
     }

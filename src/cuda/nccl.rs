@@ -12,6 +12,7 @@
 //! the device memory that NCCL allocates: `device.memory` leaves room for it. NCCL configures its
 //! network itself (`NCCL_SOCKET_IFNAME` and others).
 
+use std::any::Any;
 use std::cell::{OnceCell, RefCell};
 use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -20,7 +21,8 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
 
-use super::event::is_complete;
+use super::device_memcpy;
+use super::event::{self, is_complete};
 use super::launch_dims::Grid;
 use super::libraries::check;
 use super::nvrtc::{KernelModules, Variant};
@@ -29,7 +31,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_device::library::open_first;
 use hpctrain_device::library_functions;
 use hpctrain_device::{
-    CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceSpan, MAX_SUM_TERMS, OrderedSum,
+    CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceOperation, DeviceSpan, DeviceTimer,
+    MAX_SUM_TERMS, OrderedSum,
 };
 
 /// The file names of the run-time and of the development package.
@@ -253,39 +256,62 @@ impl Communicator {
     }
 }
 
+/// The streams that all communicators of a device share, so that the device runs their operations in
+/// one order. Nothing else uses them.
+pub struct NcclStreams {
+    /// The stream of messages.
+    pub(super) messages: Arc<CudaStream>,
+    /// The stream of ordered sums.
+    sums: Arc<CudaStream>,
+    /// The stream of the kernels.
+    compute: Arc<CudaStream>,
+}
+
+impl NcclStreams {
+    /// Creates the streams besides `compute`.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn new(compute: &Arc<CudaStream>) -> Result<Self> {
+        Ok(Self {
+            messages: streams::high_priority(compute.context())?,
+            sums: streams::high_priority(compute.context())?,
+            compute: compute.clone(),
+        })
+    }
+}
+
 /// An NCCL communicator of several ranks.
 pub struct NcclComm {
     communicator: Arc<Communicator>,
-    /// The stream of its messages, which nothing else uses.
-    pub(super) stream: Arc<CudaStream>,
+    streams: Arc<NcclStreams>,
     rank: usize,
     size: usize,
     parts: OnceCell<()>,
     /// The kernel of ordered sums.
     fold: CudaFunction,
-    /// The stream of ordered sums.
-    sums: Arc<CudaStream>,
     /// Events at the ends of calls of `fold` for which no message waits yet, in order.
     folded: RefCell<VecDeque<CudaEvent>>,
+    /// The start of the operation that was begun last.
+    begun: RefCell<Option<Arc<CudaEvent>>>,
 }
 
 impl NcclComm {
-    /// Joins a communicator on the device of `context`, see
+    /// Joins a communicator on the device of these streams, see
     /// [`DeviceCopies::init_rank`](hpctrain_device::DeviceCopies::init_rank).
     ///
     /// # Errors
     /// Returns an error if the library is missing or fails.
     pub fn init_rank(
-        context: &Arc<CudaContext>,
+        streams: Arc<NcclStreams>,
         programs: &Arc<KernelModules>,
         comm_id: &CommId,
         rank: usize,
         size: usize,
     ) -> Result<Self> {
         let library = library()?;
+        let context = streams.compute.context();
         check("be chosen", context.bind_to_thread())?;
-        let stream = streams::high_priority(context)?;
-        let sums = streams::high_priority(context)?;
         // The kernel is loaded before any message, since loading may synchronise the device.
         let fold = programs.function(
             Variant { source: "reduce_terms.cu", narrow: false, head: None },
@@ -310,8 +336,8 @@ impl NcclComm {
         library.check("initialise the communicator", null(), code)?;
         let handle = Mutex::new(Some(Owned(handle)));
         let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
-        let folded = RefCell::default();
-        Ok(Self { communicator, stream, rank, size, parts: OnceCell::new(), fold, sums, folded })
+        let (folded, begun) = (RefCell::default(), RefCell::default());
+        Ok(Self { communicator, streams, rank, size, parts: OnceCell::new(), fold, folded, begun })
     }
 
     /// Queues an ordered sum.
@@ -340,7 +366,7 @@ impl NcclComm {
             std::ptr::from_ref(&ranks).cast_mut().cast(),
         ];
         let Grid { blocks, threads, shared } = Grid::over(own.words());
-        let stream = self.sums.cu_stream();
+        let stream = self.streams.sums.cu_stream();
         // SAFETY: the kernel takes two addresses, two lengths and two integers; `own` has `words`
         // words, and `others` has as many for each other term.
         let queued = unsafe {
@@ -363,18 +389,55 @@ fn count(number: usize) -> Result<c_int> {
         .map_err(|_| Error::internal(format!("{number} ranks are more than NCCL supports")))
 }
 
+/// Returns the status code of a group from those of all its calls: the first error, or
+/// [`IN_PROGRESS`] if a call is in progress, or success. All calls are made, because one that is in
+/// progress does not end the group.
+fn group_outcome(codes: impl IntoIterator<Item = c_int>) -> c_int {
+    codes.into_iter().fold(0, |outcome, code| match outcome {
+        0 => code,
+        IN_PROGRESS if code != 0 => code,
+        _ => outcome,
+    })
+}
+
 /// Returns the address of a span.
 fn at(span: DeviceSpan<'_>) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(span.address())
 }
 
 impl DeviceComm for NcclComm {
+    fn begin(&self, ready: Option<&dyn DeviceEvent>) -> Result<()> {
+        let NcclStreams { messages, compute, .. } = &*self.streams;
+        check("be chosen", compute.context().bind_to_thread())?;
+        if let Some(ready) = ready {
+            let ready: &dyn Any = ready;
+            let ready = ready
+                .downcast_ref::<device_memcpy::Mark>()
+                .ok_or_else(|| Error::internal("an event of another kind of device"))?;
+            check("wait for another stream", messages.wait(&ready.0))?;
+        }
+        *self.begun.borrow_mut() = Some(Arc::new(event::timed(messages)?));
+        Ok(())
+    }
+
+    fn end(&self) -> Result<Arc<dyn DeviceOperation>> {
+        self.wait_for_sums(0)?;
+        let begun = self.begun.borrow_mut().take();
+        let begun = begun.ok_or_else(|| Error::internal("an operation ends that has not begun"))?;
+        Ok(Arc::new(Operation {
+            communicator: self.communicator.clone(),
+            begun,
+            ended: event::timed(&self.streams.messages)?,
+            compute: self.streams.compute.clone(),
+        }))
+    }
+
     fn exchange(
         &self,
         sends: &[(usize, DeviceSpan<'_>)],
         receives: &[(usize, DeviceSpan<'_>)],
     ) -> Result<()> {
-        let stream = self.stream.cu_stream().cast();
+        let stream = self.streams.messages.cu_stream().cast();
         // All ranks fit NCCL's type of ranks.
         count(self.size)?;
         self.communicator.call("exchange a message", |library, handle| {
@@ -388,22 +451,24 @@ impl DeviceComm for NcclComm {
                 let receive = |&(from, span): &(usize, DeviceSpan<'_>)| {
                     (library.recv)(at(span), span.words(), WORD, from as c_int, handle, stream)
                 };
-                let failed = |code: &c_int| *code != 0;
-                let sent = sends.iter().map(send).find(failed).unwrap_or(0);
-                let received = receives.iter().map(receive).find(failed).unwrap_or(0);
+                let sent = group_outcome(sends.iter().map(send));
+                let received = group_outcome(receives.iter().map(receive));
                 let ended = (library.group_end)();
-                [begun, sent, received, ended].into_iter().find(failed).unwrap_or(0)
+                group_outcome([begun, sent, received, ended])
             }
         })
     }
 
     fn sum_in_order(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
         if !folds.is_empty() {
-            check("wait for another stream", self.sums.join(&self.stream))?;
+            let NcclStreams { messages, sums, .. } = &*self.streams;
+            check("wait for another stream", sums.join(messages))?;
             folds.iter().try_for_each(|&fold| self.add(fold))?;
         }
         // A call without sums counts as a call too.
-        self.folded.borrow_mut().push_back(check("record an event", self.sums.record_event(None))?);
+        self.folded
+            .borrow_mut()
+            .push_back(check("record an event", self.streams.sums.record_event(None))?);
         Ok(())
     }
 
@@ -412,13 +477,13 @@ impl DeviceComm for NcclComm {
         let past = folded.len().saturating_sub(but);
         // The last event comes after the others.
         match folded.drain(..past).next_back() {
-            Some(last) => check("wait for another stream", self.stream.wait(&last)),
+            Some(last) => check("wait for another stream", self.streams.messages.wait(&last)),
             None => Ok(()),
         }
     }
 
     fn collective(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()> {
-        let stream = self.stream.cu_stream().cast();
+        let stream = self.streams.messages.cu_stream().cast();
         let part = memory.words() / self.size;
         let mine = at(memory.part(self.rank * part..(self.rank + 1) * part));
         let all = at(memory);
@@ -464,7 +529,7 @@ impl DeviceComm for NcclComm {
     fn mark(&self) -> Result<Box<dyn DeviceEvent>> {
         self.wait_for_sums(0)?;
         let communicator = self.communicator.clone();
-        let stream = self.stream.clone();
+        let stream = self.streams.messages.clone();
         Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
     }
 
@@ -474,8 +539,12 @@ impl DeviceComm for NcclComm {
 
     fn abort(&self) {
         self.communicator.end(false);
+    }
+
+    fn synchronize(&self) {
+        let NcclStreams { messages, sums, .. } = &*self.streams;
         // Sums may be queued behind the messages. If waiting for them fails, the device has failed.
-        let _ = self.stream.synchronize().and_then(|()| self.sums.synchronize());
+        let _ = messages.synchronize().and_then(|()| sums.synchronize());
     }
 }
 
@@ -483,6 +552,47 @@ impl Drop for NcclComm {
     fn drop(&mut self) {
         let in_order = self.parts.get().is_some() && self.communicator.is_settled() == Ok(true);
         self.communicator.end(in_order);
+    }
+}
+
+/// An operation in the stream of messages.
+struct Operation {
+    communicator: Arc<Communicator>,
+    begun: Arc<CudaEvent>,
+    ended: CudaEvent,
+    compute: Arc<CudaStream>,
+}
+
+impl DeviceOperation for Operation {
+    fn is_done(&self) -> Result<bool> {
+        // An error of another rank may keep the device from ever reaching the end.
+        Ok(self.communicator.is_settled()? && is_complete(&self.ended)?)
+    }
+
+    fn before_compute(&self) -> Result<Box<dyn DeviceTimer>> {
+        check("be chosen", self.compute.context().bind_to_thread())?;
+        let idle_from = event::timed(&self.compute)?;
+        check("wait for another stream", self.compute.wait(&self.ended))?;
+        Ok(Box::new(Timer { begun: idle_from, ended: event::timed(&self.compute)? }))
+    }
+
+    fn seconds(&self) -> Result<f64> {
+        Ok(f64::from(event::milliseconds(&self.begun, &self.ended)?) * 1e-3)
+    }
+}
+
+/// The time between two events of a stream.
+struct Timer {
+    begun: CudaEvent,
+    ended: CudaEvent,
+}
+
+impl DeviceTimer for Timer {
+    fn seconds(&self) -> Result<Option<f64>> {
+        if !is_complete(&self.ended)? {
+            return Ok(None);
+        }
+        Ok(Some(f64::from(event::milliseconds(&self.begun, &self.ended)?) * 1e-3))
     }
 }
 
@@ -532,5 +642,27 @@ impl DeviceEvent for Mark {
             std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_in_a_group_is_not_hidden_by_a_call_in_progress() {
+        /// `ncclSystemError`
+        const SYSTEM: c_int = 2;
+        /// `ncclInvalidUsage`
+        const USAGE: c_int = 5;
+        assert_eq!(group_outcome([]), 0);
+        assert_eq!(group_outcome([0, 0]), 0);
+        assert_eq!(group_outcome([0, IN_PROGRESS, 0]), IN_PROGRESS);
+        assert_eq!(group_outcome([IN_PROGRESS, 0, SYSTEM]), SYSTEM);
+        assert_eq!(group_outcome([IN_PROGRESS, USAGE, IN_PROGRESS, SYSTEM]), USAGE);
+        assert_eq!(group_outcome([SYSTEM, IN_PROGRESS, USAGE]), SYSTEM);
+        let mut made = 0;
+        let calls = [IN_PROGRESS, 0, IN_PROGRESS].into_iter().inspect(|_| made += 1);
+        assert_eq!((group_outcome(calls), made), (IN_PROGRESS, 3));
     }
 }

@@ -7,7 +7,7 @@ use super::{Arithmetic, Precision};
 struct Sku {
     /// A part of the driver's name of the device.
     name: &'static str,
-    /// Tensor cores with bf16 operands and f32 sums, without sparsity; 0 if they lack bf16.
+    /// Tensor cores with bf16 operands and f32 sums, without sparsity.
     bf16: f64,
     /// FMAs in f32.
     f32: f64,
@@ -21,9 +21,9 @@ const fn sku(name: &'static str, bf16: f64, f32: f64) -> Sku {
 /// The first matching name is used, so longer names come before their prefixes. Sheets: "H100
 /// Tensor Core GPU" (SXM, PCIe, NVL), "H200 Tensor Core GPU" (SXM, NVL), "GH200 Grace Hopper
 /// Superchip", "DGX B200" and "GB200 NVL72" (per GPU), "A100 Tensor Core GPU", "A40", "A30", "A10",
-/// "L40S", "L40", "L4", "V100", "T4"; for GeForce and RTX the appendices of the white papers of
-/// GA102 and AD102 (tensor rates with f32 accumulation).
-const SKUS: [Sku; 24] = [
+/// "L40S", "L40", "L4"; for GeForce and RTX the appendices of the white papers of GA102 and AD102
+/// (tensor rates with f32 accumulation).
+const SKUS: [Sku; 21] = [
     sku("GB200", 2500.0, 80.0),
     sku("B200", 2250.0, 75.0),
     sku("GH200", 989.4, 66.9),
@@ -45,9 +45,6 @@ const SKUS: [Sku; 24] = [
     sku("L4", 121.0, 30.3),
     sku("RTX 4090", 165.2, 82.6),
     sku("RTX 3090", 71.0, 35.6),
-    sku("V100-SXM2", 0.0, 15.7),
-    sku("V100-PCIE", 0.0, 14.0),
-    sku("T4", 0.0, 8.1),
 ];
 
 /// Returns the dense peak in FLOP/s of the device that the driver calls `name`, if it is in the
@@ -67,7 +64,7 @@ pub(super) fn flops(name: &str, precision: Precision) -> Option<f64> {
         Precision::F32(Arithmetic::Tf32) => bf16 / 2.0,
         Precision::F32(Arithmetic::Full) => *f32,
     };
-    (tflops > 0.0).then_some(tflops * 1e12)
+    Some(tflops * 1e12)
 }
 
 #[cfg(test)]
@@ -88,7 +85,7 @@ mod tests {
         assert_eq!(bf16("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), None);
         assert_eq!(bf16("NVIDIA A1000"), None);
         assert_eq!(bf16("Tesla V100-SXM2-32GB"), None);
-        assert_eq!(flops("Tesla V100-SXM2-32GB", Precision::F32(Arithmetic::Full)), Some(15.7e12));
+        assert_eq!(flops("NVIDIA A100-SXM4-80GB", Precision::F32(Arithmetic::Full)), Some(19.5e12));
         assert_eq!(
             flops("NVIDIA H100 80GB HBM3", Precision::F32(Arithmetic::Tf32)),
             Some(494.7e12)

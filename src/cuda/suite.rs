@@ -185,6 +185,14 @@ fn matmuls_without_fused_gelu() {
     simulated("cuda_bf16::matmuls", &[("CUDASIM_FAIL", "nogelu")]);
 }
 
+/// If cuBLASLt does not support a matmul with a residual, two kernels give the same results.
+#[test]
+fn matmuls_without_a_fused_residual() {
+    for operations in ["cuda_bf16::matmuls", "cuda_f32::matmuls"] {
+        simulated(operations, &[("CUDASIM_FAIL", "residual")]);
+    }
+}
+
 /// Without any algorithm the error names the matmul.
 #[test]
 fn matmuls_without_an_algorithm() {
@@ -204,6 +212,69 @@ fn unknown_products() {
     let error = cuda.gemm(shape, a, b, c).unwrap_err().to_string();
     let says = "cuBLASLt knows no algorithm to multiply 2×4×3 of bf16 and bf16 in bf16";
     assert!(error.contains(says) && error.contains("hint: "), "{error}");
+}
+
+/// A driver refuses a grid without blocks.
+#[test]
+fn operations_on_no_rows() {
+    simulated("no_rows", &[]);
+}
+
+#[test]
+#[ignore = "needs a GPU or its simulator"]
+fn no_rows() {
+    use hpctrain_device::{Backend as _, LinearOps as _, Norm, NormOps as _, SoftmaxOps as _};
+    on_first_gpu(crate::Precision::Bf16, |cuda| {
+        const WIDTH: usize = 48;
+        let weight = up(cuda, &[2.0; WIDTH]);
+        let [none, mut y] = [0, 0].map(|len| up(cuda, &vec![0.0; len]));
+        let mut stats = up_f32(cuda, &[]);
+        let mut sums = up_f32(cuda, &[0.5; 2 * WIDTH]);
+        let shape = Norm { rows: 0, width: WIDTH, epsilon: 1e-5, centred: true };
+        let x = Cuda::all(&none);
+        let w = Cuda::all(&weight);
+        cuda.norm(shape, x, w, w, Cuda::all_mut(&mut y), Cuda::all_mut(&mut stats)).unwrap();
+        cuda.softmax(WIDTH, x, Cuda::all_mut(&mut y)).unwrap();
+        let (dweight, dbias) = Cuda::split_at_mut(Cuda::all_mut(&mut sums), WIDTH);
+        let dx = Cuda::all_mut(&mut y);
+        cuda.norm_backward(shape, x, x, w, Cuda::all(&stats), dx, dweight, dbias).unwrap();
+        cuda.linear_backward_bias(0, x, Cuda::view_mut(&mut sums, 0..WIDTH)).unwrap();
+        // Nothing is added.
+        assert_eq!(down(cuda, &sums), [0.5; 2 * WIDTH]);
+        vec![down(cuda, &sums)]
+    });
+}
+
+/// Memory of the communication thread may have been a buffer that queued kernels still use.
+#[test]
+fn scratch_waits_for_kernels() {
+    simulated("scratch_of_a_freed_buffer", &[("CUDASIM_STREAMS", "lazy")]);
+}
+
+#[test]
+#[ignore = "needs a simulator that does work only when something waits for it"]
+fn scratch_of_a_freed_buffer() {
+    use hpctrain_device::{Backend as _, ElementwiseOps as _, MemoryKind, Slot};
+    const POOL: usize = 34 << 20;
+    let precision = crate::Precision::F32(crate::Arithmetic::Full);
+    let cuda = Cuda::new(&Device::open(0).unwrap(), POOL, precision).unwrap();
+    // Two buffers do not fit, so the second one has memory of the first.
+    let words = (POOL - Cuda::WORKSPACE) / size_of::<f32>() / 4 * 3;
+    let mut before = cuda.alloc(MemoryKind::Activations, words).unwrap();
+    cuda.zero(Cuda::all_mut(&mut before)).unwrap();
+    drop(before);
+    let copies = cuda.0.copy_streams.copies();
+    let scratch = copies.scratch(words).unwrap();
+    let span = [(scratch.span(), 0)];
+    let mut slot = Slot::new(&*copies, words).unwrap();
+    slot.memory().unwrap().fill(1.0);
+    slot.upload(&*copies, &span).unwrap();
+    slot.memory().unwrap().fill(2.0);
+    // Ends all work of the compute stream.
+    assert_eq!(down(&cuda, &up(&cuda, &[3.0])), [3.0]);
+    slot.download(&*copies, &span).unwrap();
+    let is_kept = slot.memory().unwrap().iter().all(|word| *word == 1.0);
+    assert!(is_kept, "a kernel wrote to the scratch memory");
 }
 
 /// More chunks of positions, and more samples, than a grid may have blocks along y or z.

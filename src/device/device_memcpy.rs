@@ -10,6 +10,7 @@
 //! memory of a [`Slot`] cannot be accessed before its copy is done, which keeps the `unsafe` code
 //! sound.
 
+use std::any::Any;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ pub enum CommBuffer<'a> {
 }
 
 /// An event in the work of a device.
-pub trait DeviceEvent: Send {
+pub trait DeviceEvent: Send + Any {
     /// Returns whether the device has reached the event. Does not block.
     ///
     /// # Errors
@@ -37,6 +38,39 @@ pub trait DeviceEvent: Send {
     /// # Errors
     /// Returns an error if the device fails.
     fn wait(&self) -> Result<()>;
+}
+
+/// An operation of a [`DeviceComm`] that the device runs in order with compute: the host starts it
+/// and continues.
+pub trait DeviceOperation: Send + Sync {
+    /// Returns whether the operation has finished. Does not block.
+    ///
+    /// # Errors
+    /// Returns an error if the device or the library fails; its cause may be another rank.
+    fn is_done(&self) -> Result<bool>;
+
+    /// Orders work that compute requests from now on after the operation. Returns the timer of the
+    /// time for which compute is idle because of it.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn before_compute(&self) -> Result<Box<dyn DeviceTimer>>;
+
+    /// Returns the seconds from the start of a finished operation to its end, including waits for
+    /// other ranks.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn seconds(&self) -> Result<f64>;
+}
+
+/// A duration that the device measures.
+pub trait DeviceTimer: Send {
+    /// Returns the seconds, or `None` if the device has not reached the end yet.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn seconds(&self) -> Result<Option<f64>>;
 }
 
 /// Words of device memory that live for `'a`. The host cannot access them: copying a span copies
@@ -138,9 +172,22 @@ pub struct OrderedSum<'a> {
 ///
 /// Operations are started one at a time: the device runs all but folds in the order in which they
 /// were started, and the caller waits for [`queued`](DeviceComm::queued) of each before it starts
-/// the next. An operation may wait for the other ranks to start theirs. Dropping a communicator
-/// without [`part`](DeviceComm::part) aborts it.
+/// the next. All communicators of a device share this order. An operation may wait for the other
+/// ranks to start theirs. Dropping a communicator without [`part`](DeviceComm::part) aborts it.
 pub trait DeviceComm: Send {
+    /// Begins an operation of one or more messages, collectives and sums: orders those that are
+    /// started from now on after `ready`, an event of compute.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails, or the event is not of this kind of device.
+    fn begin(&self, ready: Option<&dyn DeviceEvent>) -> Result<()>;
+
+    /// Ends the operation that was begun last. All of it must be [queued](DeviceComm::queued).
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn end(&self) -> Result<Arc<dyn DeviceOperation>>;
+
     /// Starts point-to-point sends to some ranks and receives from some as one group. A send may
     /// wait for its receive. Messages between two ranks arrive in the order of the slices.
     ///
@@ -192,6 +239,10 @@ pub trait DeviceComm: Send {
     /// Aborts this rank's running operations at once. Nothing more can be started; the other ranks
     /// may wait forever.
     fn abort(&self);
+
+    /// Blocks until this rank's operations, of all communicators, use no memory any more. Abort the
+    /// communicators first.
+    fn synchronize(&self);
 }
 
 /// Returns the error of a device whose vendor has no such library.

@@ -20,6 +20,8 @@ pub struct MatmulKey {
     pub transposed: [bool; 2],
     /// Whether a matrix of the result's shape is added (beta is 1).
     pub adds: bool,
+    /// Whether the matrix that is added is another one than the result.
+    pub out_of_place: bool,
     /// The library's number for the epilogue, the operation on the result before it is stored.
     pub epilogue: u32,
     /// Whether the epilogue writes or reads an auxiliary matrix, the input of its function.

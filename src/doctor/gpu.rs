@@ -134,6 +134,7 @@ fn check_gpu(reporter: &ProbeReporter, number: usize, computes: bool) {
 }
 
 fn describe(device: &Device) -> Result<Finding> {
+    device.check_capability()?;
     let (free, (major, minor)) = (device.free_memory()?, device.capability);
     let found = format!(
         "{}, {}, {} of {} free, compute capability {major}.{minor}",
@@ -142,9 +143,7 @@ fn describe(device: &Device) -> Result<Finding> {
         bytes(free),
         bytes(device.memory)
     );
-    Ok(if major < 8 {
-        Finding::warning(found, "bf16 needs compute capability 8.0: set precision.dtype=f32")
-    } else if (free as f64) < MOSTLY_FREE * device.memory as f64 {
+    Ok(if (free as f64) < MOSTLY_FREE * device.memory as f64 {
         Finding::warning(found, "nvidia-smi shows which processes use the rest of its memory")
     } else {
         Finding::ok(found)

@@ -51,8 +51,8 @@ struct Key {
 }
 
 /// The present version of the rule of choice. Version 0 used the fastest at the largest measured
-/// size for all larger ones.
-const RULE_VERSION: u32 = 1;
+/// size for all larger ones; version 1 let the start of NCCL count as time of the measurement.
+const RULE_VERSION: u32 = 2;
 
 /// The chosen algorithms of the collectives of a run.
 pub struct CollectiveChoices {

@@ -215,6 +215,7 @@ mod tests {
             strides: [16, 8, 8],
             transposed: [false, true],
             adds: true,
+            out_of_place: true,
             epilogue: 4,
             keeps: false,
             bytes: [2, 2, 4],

@@ -272,6 +272,8 @@ impl<B: Kernels> Block<B> for Head {
         )?;
         let mut dx =
             b.alloc(MemoryKind::Activations, virtual_ranks.own_rows().len() * self.width)?;
+        // The norm adds to these zeros. To overwrite instead would change bits: a gradient of -0
+        // would keep its sign, but 0 + -0 is 0.
         b.zero(B::all_mut(&mut dx))?;
         let places = NormGradRanges { weights: &a_weight, biases: &a_bias };
         virtual_ranks.norm_backward(

@@ -24,6 +24,7 @@ const F32: &str = "precision.dtype=f32";
 const BF16: &str = "precision.dtype=bf16";
 const STAGED: &str = "comm.transport=host-staged";
 const DIRECT: &str = "comm.transport=cuda-aware";
+const NCCL: &str = "comm.transport=nccl";
 
 /// Rows on GPUs that compute in `precision`, each with its way of messages. Every third row has two
 /// GPUs for its ranks, the others one.
@@ -69,6 +70,36 @@ fn one_process_gives_the_same_bits() {
     let threads =
         EQUAL_LAYOUTS.iter().filter(|LayoutCase(_, transport, _)| matches!(transport, Simulate(_)));
     on_gpus(F32, alone.chain(threads.step_by(3)).map(|row| (row, STAGED)));
+}
+
+/// Over NCCL each rank has its own GPU, and the device orders collectives with compute: in any order
+/// of streams that the simulator chooses, no wait is missing.
+#[test]
+fn nccl_gives_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    let mut orders = ["eager", "lazy", "racing"].into_iter().cycle();
+    let rows = EQUAL_LAYOUTS
+        .iter()
+        .filter(|LayoutCase(_, transport, _)| matches!(transport, Mpirun(_) | Simulate(2..=8)));
+    let orders = std::cell::RefCell::new(&mut orders);
+    give_the_same_bits(
+        rows.step_by(2).map(|row| (row, vec![])),
+        STEPS,
+        |transport, settings, name| {
+            let ours =
+                SMALLER.iter().filter(|setting| !setting.starts_with("device.ranks_per_gpu"));
+            let own = if transport == Alone { STAGED } else { NCCL };
+            let ours = ours
+                .chain([&F32, &own, &"device.memory_limit=192MiB"])
+                .map(|setting| setting.to_string());
+            let settings = ours.chain(settings).collect();
+            let run = Run { settings, ..Run::new(transport, root.path(), name, &[]) };
+            let order = orders.borrow_mut().next().unwrap();
+            let sim = [("CUDASIM_DEVICES", "8"), ("CUDASIM_STREAMS", order)];
+            finish(with_simulator(&mut run.command()).envs(sim)).succeeded();
+            run.files()
+        },
+    );
 }
 
 /// bf16 changes kernels, and the all-gathers of parameters. A selection of rows.

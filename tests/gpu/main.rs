@@ -15,3 +15,4 @@ mod ordered_sums;
 mod threads;
 mod training;
 mod transport_selection;
+mod verification;

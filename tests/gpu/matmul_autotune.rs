@@ -102,6 +102,7 @@ fn product(m: usize, alignments: [u32; 3]) -> MatmulKey {
         strides: [if m > 999 { 40 } else { m }, 40, 32],
         transposed: [m < 1000, true],
         adds: true,
+        out_of_place: false,
         epilogue: 1,
         keeps: false,
         bytes: [2, 2, 4],
@@ -147,6 +148,41 @@ fn a_refused_proposal_is_left_out() {
         let chosen =
             cuda.matmul_algorithms().unwrap().measure(&product(48, [256; 3])).unwrap().unwrap();
         assert!(is_on_gpu() || chosen.place == 2, "{}", chosen.place);
+    });
+}
+
+/// A matmul that adds another matrix than its result is measured with another matrix. The simulator
+/// refuses to add to the result, so that it can measure no other matmul.
+#[test]
+fn a_residual_is_measured_outside_of_the_result() {
+    under(&[&[("CUDASIM_ALGOS", "3,1"), ("CUDASIM_FAIL", "inplace")]], || {
+        let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, Precision::Bf16).unwrap();
+        let device = cuda.matmul_algorithms().unwrap();
+        for (out_of_place, place) in [(true, 1), (false, 0)] {
+            let kind = MatmulKey { out_of_place, ..product(48, [256; 3]) };
+            let chosen = device.measure(&kind).unwrap().unwrap();
+            assert!(is_on_gpu() || chosen.place == place, "{out_of_place}: {}", chosen.place);
+        }
+    });
+}
+
+/// Operands are used in turn, so that they have left the L2 cache, which has 4 MiB in the
+/// simulator. If memory holds only one set, it is used alone.
+#[test]
+fn a_product_is_measured_on_several_sets_of_operands() {
+    under(&[&[("CUDASIM_ALGOS", "2,1")]], || {
+        let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, Precision::Bf16).unwrap();
+        let device = cuda.matmul_algorithms().unwrap();
+        let place = device.measure(&product(4096, [256; 3])).unwrap().unwrap().place;
+        let peak = cuda.memory_stats().peak(MemoryKind::Activations);
+        // Five others are larger than the cache: bf16 operands, a result and a bias in f32.
+        let set = 2 * (4096 * 40 + 24 * 40) + 4 * (4096 * 32 + 24);
+        assert!(is_on_gpu() || place == 1 && (6 * set..7 * set).contains(&peak), "{place}: {peak}");
+
+        // A set of 18 MiB; half of the pool is workspace.
+        let place = device.measure(&product(90_000, [256; 3])).unwrap().unwrap().place;
+        assert!(is_on_gpu() || place == 1, "{place}");
+        assert_eq!(cuda.memory_stats().live(MemoryKind::Activations), 0);
     });
 }
 

@@ -4,9 +4,12 @@
 
 use std::collections::BTreeSet;
 
-use hpctrain::backend::cuda::{Cuda, Device, Precision};
-use hpctrain::backend::{Backend, MemoryKind};
-use hpctrain::comm::{Algorithm, Comm, DeviceTransport, Group, Operation, start_threads_on_nodes};
+use hpctrain::backend::cuda::{Cuda, CudaBuf, Device, Precision};
+use hpctrain::backend::{Backend, ElementwiseOps, MemoryKind};
+use hpctrain::comm::{
+    Algorithm, Comm, DeviceTransport, Group, Operation, Pending, start_threads_on_nodes,
+};
+use hpctrain::error::Result;
 
 use hpctrain_testkit::simulator::{child, is_on_gpu, role, under};
 
@@ -72,14 +75,30 @@ impl Rank {
     /// Runs the collective `operation` on `len` elements of each rank. Returns true if this rank
     /// has the right bits.
     fn run(&self, operation: Operation, len: usize) -> bool {
+        self.run_until(operation, len, 0, Pending::wait)
+    }
+
+    /// Runs a collective of other values in each `round`, as [`Rank::run`] does, and waits for it
+    /// with `wait`.
+    fn run_until(
+        &self,
+        operation: Operation,
+        len: usize,
+        round: usize,
+        wait: fn(Pending<CudaBuf>) -> Result<CudaBuf>,
+    ) -> bool {
         let group = &self.group;
         let rank = self.group.rank();
         let size = self.group.size();
-        let buf = self.cuda.upload(MemoryKind::Gradients, &values(rank, len)).unwrap();
-        let buf = group.run(operation, buf).wait().unwrap();
+        let values_here =
+            self.cuda.upload(MemoryKind::Gradients, &values(rank + 5 * round, len)).unwrap();
+        // Work of compute that the messages have to wait for.
+        let mut buf = self.cuda.alloc(MemoryKind::Gradients, len).unwrap();
+        self.cuda.copy(Cuda::all(&values_here), Cuda::all_mut(&mut buf)).unwrap();
+        let buf = wait(group.run(operation, buf)).unwrap();
         let mut got = vec![0.0; len];
         self.cuda.download(Cuda::all(&buf), &mut got).unwrap();
-        let all: Vec<_> = (0..size).map(|rank| values(rank, len)).collect();
+        let all: Vec<_> = (0..size).map(|rank| values(rank + 5 * round, len)).collect();
         let own = rank * len / size..(rank + 1) * len / size;
         let (range, adds) = match operation {
             Operation::ReduceScatter => (own, true),
@@ -229,13 +248,24 @@ fn terms_of_two_chunks_are_counted() {
     });
 }
 
-/// Sums, and the number of stream waits of each on a rank.
+/// Sums, and the number of stream waits of each on a rank's communication thread. The first one is
+/// for compute.
 const WAITED: [(Algorithm, &[usize], Operation, usize, usize); 4] = [
-    (TREE, &[0; 2], Operation::AllReduce, 4, 7),
-    (TREE, &[0; 2], Operation::ReduceScatter, 4, 7),
-    (TREE, &[0; 4], Operation::AllReduce, 1, 2),
-    (HIERARCHICAL, &[0, 0, 1, 1], Operation::AllReduce, 3, 7),
+    (TREE, &[0; 2], Operation::AllReduce, 4, 8),
+    (TREE, &[0; 2], Operation::ReduceScatter, 4, 8),
+    (TREE, &[0; 4], Operation::AllReduce, 1, 3),
+    (HIERARCHICAL, &[0, 0, 1, 1], Operation::AllReduce, 3, 8),
 ];
+
+/// The number of the wait of compute for a sum, among the waits of the thread that computes: more
+/// than those of any communication thread.
+const WAIT_OF_COMPUTE: usize = 20;
+
+/// Returns the numbers of waits that are left out, one at a time, for a sum with `waits` waits: none,
+/// each of the second of two such sums, one more than there are, and that of compute.
+fn forgotten(waits: usize) -> impl Iterator<Item = usize> {
+    [0].into_iter().chain(waits + 1..=2 * waits + 1).chain([WAIT_OF_COMPUTE])
+}
 
 /// Each stream wait is needed: without any one of them the device may add or send too early, as it
 /// does if the simulator defers work without a wait, or lets other streams run ahead. With all of
@@ -248,10 +278,22 @@ fn a_sum_lacks_no_wait_and_has_none_too_many() {
     if role().is_some() {
         for (number, (algorithm, nodes, operation, chunks, waits)) in WAITED.into_iter().enumerate()
         {
-            for forgotten in 0..=waits + 1 {
+            for forgotten in forgotten(waits) {
                 // SAFETY: no other thread of this process is left that looks at the environment.
                 unsafe { std::env::set_var("CUDASIM_FAIL", format!("wait:{forgotten}")) };
-                let right = on_ranks(nodes, algorithm, |rank| rank.run(operation, chunks * CHUNK));
+                let right = on_ranks(nodes, algorithm, |rank| {
+                    // The host waits for compute before it takes memory for terms.
+                    rank.run(operation, chunks * CHUNK);
+                    // Each call has three waits, which nothing needs.
+                    let copies = rank.cuda.copy_streams().unwrap().unwrap();
+                    (0..WAIT_OF_COMPUTE / 3).for_each(|_| copies.after_compute().unwrap());
+                    // Unless the wait of compute is to show, compute has nothing to wait for.
+                    let wait = match forgotten {
+                        WAIT_OF_COMPUTE => Pending::wait,
+                        _ => Pending::synchronize,
+                    };
+                    rank.run_until(operation, chunks * CHUNK, 1, wait)
+                });
                 println!(
                     "\nsum {number} without {forgotten}: {}",
                     right.into_iter().all(|right| right)
@@ -266,7 +308,11 @@ fn a_sum_lacks_no_wait_and_has_none_too_many() {
             child(&[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", streams)], "forgets").succeeded();
         let lines: Vec<_> =
             ended.stdout.lines().filter_map(|line| line.strip_prefix("sum ")).collect();
-        assert_eq!(lines.len(), WAITED.iter().map(|sum| sum.4 + 2).sum::<usize>(), "{ended}");
+        assert_eq!(
+            lines.len(),
+            WAITED.iter().map(|sum| forgotten(sum.4).count()).sum::<usize>(),
+            "{ended}"
+        );
         for line in lines {
             let (sum, (forgotten, right)) = line
                 .split_once(" without ")
@@ -278,7 +324,7 @@ fn a_sum_lacks_no_wait_and_has_none_too_many() {
         }
     }
     for (wrong, sum) in wrong.iter().zip(WAITED) {
-        // Number 0 is not a wait, and the last number is one more than there are.
-        assert_eq!(*wrong, (1..=sum.4).collect(), "{sum:?}");
+        let needed = (sum.4 + 1..=2 * sum.4).chain([WAIT_OF_COMPUTE]);
+        assert_eq!(*wrong, needed.collect(), "{sum:?}");
     }
 }

@@ -373,7 +373,7 @@ fn missing_libraries_are_named() {
 
 #[test]
 fn gpus_that_cannot_are_told() {
-    let cases: [(&[&str], Settings, &str); 11] = [
+    let cases: [(&[&str], Settings, &str); 12] = [
         (
             &["run.device=cuda"],
             &[("CUDASIM_DEVICES", "0")],
@@ -390,7 +390,16 @@ fn gpus_that_cannot_are_told() {
             "run.device = cuda:7, but localhost has 4 GPUs",
         ),
         (&["run.device=gpu"], &[], "`gpu` is not a device"),
-        (&[], &[("CUDASIM_CC", "75")], "precision.dtype = bf16 needs compute capability 8.0"),
+        (
+            &[],
+            &[("CUDASIM_CC", "75")],
+            "CPU simulator 0 has compute capability 7.5, but 8.0 is required\nhint: use a GPU of",
+        ),
+        (
+            &["precision.dtype=f32"],
+            &[("CUDASIM_CC", "70")],
+            "CPU simulator 0 has compute capability 7.0, but 8.0 is required\nhint: use a GPU of",
+        ),
         (&["device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
         (&["device.memory=grow", "device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
         (&["device.memory=1.5"], &[], "device.memory = 1.5 is out of range"),
@@ -410,9 +419,26 @@ fn gpus_that_cannot_are_told() {
         let said = refused(settings, sim);
         assert!(said.contains(text) && said.contains("\nhint: "), "{said}");
     }
-    // An older GPU still trains in f32.
+    // The oldest supported generation trains.
     let root = tempfile::tempdir().unwrap();
-    trains(Alone, root.path(), "x", &["precision.dtype=f32"], &[("CUDASIM_CC", "75")]);
+    trains(Alone, root.path(), "x", &["precision.dtype=f32"], &[("CUDASIM_CC", "80")]);
+}
+
+/// If cuBLASLt does not support a residual, it is added by a second kernel, and the curve is that
+/// of the CPU.
+#[test]
+fn residuals_that_are_not_fused_give_the_curve_of_the_cpu() {
+    let root = tempfile::tempdir().unwrap();
+    let cpu = trains(Alone, root.path(), "cpu", &["run.device=cpu"], &[]);
+    for (precision, most) in [("f32", 1e-4), ("bf16", 2e-2)] {
+        let dtype = format!("precision.dtype={precision}");
+        let sim = [("CUDASIM_FAIL", "residual"), ("CUDASIM_STREAMS", "lazy")];
+        let gpu = trains(Alone, root.path(), precision, &[&dtype], &sim);
+        let off = largest_difference(&cpu, &gpu);
+        assert!(off < most, "{precision} is {off} off");
+        let log = gpu.text("logs/rank-00000.log");
+        assert!(log.contains("with a fused residual: they run as two kernels"), "{log}");
+    }
 }
 
 #[test]

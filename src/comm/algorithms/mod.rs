@@ -243,6 +243,19 @@ pub struct Call {
     pub root: usize,
 }
 
+impl Call {
+    /// Returns the collective of the vendor's library that does the same.
+    pub fn vendor_collective(self) -> DeviceCollective {
+        match self.operation {
+            Operation::AllReduce => DeviceCollective::AllReduce,
+            Operation::Reduce => DeviceCollective::Reduce,
+            Operation::ReduceScatter => DeviceCollective::ReduceScatter,
+            Operation::AllGather => DeviceCollective::AllGather,
+            Operation::Broadcast => DeviceCollective::Broadcast { root: self.root },
+        }
+    }
+}
+
 /// Runs a collective.
 pub fn run(
     call: Call,
@@ -250,25 +263,32 @@ pub fn run(
     transport: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
+    let Some(steps) = call.algorithm.steps() else {
+        return x.vendor(transport, group, call.vendor_collective());
+    };
     match call.operation {
-        Operation::AllReduce => all_reduce(call.algorithm, x, transport, group),
-        Operation::Reduce => reduce(call.algorithm, x, transport, group),
-        Operation::ReduceScatter => reduce_scatter(call.algorithm, x, transport, group),
-        Operation::AllGather => all_gather(call.algorithm, x, transport, group),
-        Operation::Broadcast => broadcast(call.algorithm, x, transport, group, call.root),
+        Operation::AllReduce => all_reduce(call.algorithm, steps, x, transport, group),
+        Operation::Reduce => reduce(call.algorithm, steps, x, transport, group),
+        Operation::ReduceScatter => {
+            let mut shares = blocks_of_shares(x.len(), group.size());
+            shares.try_for_each(|shares| (steps.reduce_scatter)(x, transport, group, &shares))
+        }
+        Operation::AllGather => {
+            let mut shares = blocks_of_shares(x.len(), group.size());
+            shares.try_for_each(|shares| (steps.all_gather)(x, transport, group, &shares))
+        }
+        Operation::Broadcast => broadcast(call.algorithm, steps, x, transport, group, call.root),
     }
 }
 
 /// Leaves the sum over all ranks on every rank.
 fn all_reduce(
     algorithm: Algorithm,
+    steps: Steps,
     x: &mut dyn ReduceBuffer,
     transport: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
-    let Some(steps) = algorithm.steps() else {
-        return x.vendor(transport, group, DeviceCollective::AllReduce);
-    };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
             // Rank 0 has the whole sum: it need not be scattered first.
@@ -284,13 +304,11 @@ fn all_reduce(
 /// Leaves the sum over all ranks on rank 0. The elements of the other ranks are unspecified.
 fn reduce(
     algorithm: Algorithm,
+    steps: Steps,
     x: &mut dyn ReduceBuffer,
     transport: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
-    let Some(steps) = algorithm.steps() else {
-        return x.vendor(transport, group, DeviceCollective::Reduce);
-    };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
             halving_doubling::reduce(x, transport, group, from_ref(&range))?;
@@ -302,45 +320,15 @@ fn reduce(
     Ok(())
 }
 
-/// Leaves the sum over all ranks of this rank's part in it. The rest is unspecified.
-fn reduce_scatter(
-    algorithm: Algorithm,
-    x: &mut dyn ReduceBuffer,
-    transport: &mut dyn Transport,
-    group: &GroupRanks,
-) -> Result<()> {
-    let Some(steps) = algorithm.steps() else {
-        return x.vendor(transport, group, DeviceCollective::ReduceScatter);
-    };
-    blocks_of_shares(x.len(), group.size())
-        .try_for_each(|shares| (steps.reduce_scatter)(x, transport, group, &shares))
-}
-
-/// Brings every rank's part to every rank.
-fn all_gather(
-    algorithm: Algorithm,
-    x: &mut dyn ReduceBuffer,
-    transport: &mut dyn Transport,
-    group: &GroupRanks,
-) -> Result<()> {
-    let Some(steps) = algorithm.steps() else {
-        return x.vendor(transport, group, DeviceCollective::AllGather);
-    };
-    blocks_of_shares(x.len(), group.size())
-        .try_for_each(|shares| (steps.all_gather)(x, transport, group, &shares))
-}
-
 /// Brings the root's elements to every rank.
 fn broadcast(
     algorithm: Algorithm,
+    steps: Steps,
     x: &mut dyn ReduceBuffer,
     transport: &mut dyn Transport,
     group: &GroupRanks,
     root: usize,
 ) -> Result<()> {
-    let Some(steps) = algorithm.steps() else {
-        return x.vendor(transport, group, DeviceCollective::Broadcast { root });
-    };
     let whole = 0..x.len();
     if algorithm == Algorithm::Ring {
         // The chain divides the range itself: with blocks it would drain between any two.

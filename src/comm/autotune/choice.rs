@@ -57,12 +57,16 @@ const SIZES: [usize; 4] = [16 << 10, 256 << 10, 2 << 20, 16 << 20];
 /// Repetitions of a measurement. The fastest counts, since the others were disturbed.
 const REPETITIONS: usize = 3;
 
-/// Time limit of the whole measurement; sizes beyond it are skipped. Above the last size that was
-/// measured, only bandwidth-optimal algorithms are used.
+/// Time limit of the whole measurement on host memory, without the start of each algorithm; sizes
+/// beyond it are skipped. Above the last size that was measured, only bandwidth-optimal algorithms
+/// are used.
 const BUDGET: Duration = Duration::from_millis(500);
 
-/// An algorithm replaces halving-doubling if it takes less than this fraction of its time. Timings
-/// at startup are rough.
+/// The time limit on device memory, whose units are large and whose start takes longer anyway.
+const DEVICE_BUDGET: Duration = Duration::from_secs(3);
+
+/// An algorithm replaces the [default](Group::default_algorithm) if it takes less than this fraction
+/// of its time. Timings at startup are rough.
 const GAIN: f64 = 0.9;
 
 /// The fraction for the vendor's algorithm, which must gain more: while it waits it occupies a core
@@ -83,28 +87,30 @@ pub fn measure<B: Backend>(
     largest: usize,
     exact: bool,
 ) -> Result<AlgorithmTable> {
-    let mut table = AlgorithmTable::uniform(Algorithm::HalvingDoubling);
+    let base = group.default_algorithm(exact);
+    let mut table = AlgorithmTable::uniform(base);
     if world.size() == 1 {
         return Ok(table);
     }
+    let sizes = sizes(largest);
+    // The first use of an algorithm connects ranks, which may take seconds.
+    for &operation in operations {
+        for algorithm in candidates(group, operation, exact) {
+            time(world, group, backend, operation, algorithm, sizes[0], 0)?;
+        }
+    }
+    let budget = if B::ON_HOST { BUDGET } else { DEVICE_BUDGET };
     let start = Instant::now();
     let mut measured = vec![Vec::new(); operations.len()];
-    for size in sizes(largest) {
+    for size in sizes {
         let mut timings = Vec::new();
         for &operation in operations {
-            for algorithm in Algorithm::ALL {
-                // On one node, or with one rank per node, hierarchical is halving-doubling.
-                let double = algorithm == Algorithm::Hierarchical
-                    && [1, group.size()].contains(&group.nodes());
-                let able =
-                    !double && group.algorithms(exact && operation.adds()).contains(&algorithm);
-                let time = if able {
-                    time(world, group, backend, operation, algorithm, size)?
-                } else {
-                    f64::INFINITY
-                };
-                timings.push(time);
+            let mut times = [f64::INFINITY; Algorithm::ALL.len()];
+            for algorithm in candidates(group, operation, exact) {
+                times[algorithm as usize] =
+                    time(world, group, backend, operation, algorithm, size, REPETITIONS)?;
             }
+            timings.extend(times);
         }
         // The times of the slowest rank count, also for whether there is time for more.
         timings.push(start.elapsed().as_secs_f64());
@@ -115,16 +121,25 @@ pub fn measure<B: Backend>(
             measured.push((size, times.to_vec()));
         }
         // The next size takes about eight times as long as this one.
-        if elapsed[0] * 8.0 > BUDGET.as_secs_f64() {
+        if elapsed[0] * 8.0 > budget.as_secs_f64() {
             break;
         }
     }
     for (&operation, measured) in operations.iter().zip(&measured) {
-        choose(&mut table, operation, measured, largest);
+        choose(&mut table, operation, base, measured, largest);
     }
     // Buffers of these sizes may not be needed again.
     backend.trim();
     Ok(table)
+}
+
+/// Returns the algorithms to measure, the default first.
+fn candidates<B: Backend>(group: &Group<B>, operation: Operation, exact: bool) -> Vec<Algorithm> {
+    let base = group.default_algorithm(exact);
+    let mut candidates = group.algorithms(exact && operation.adds());
+    candidates.retain(|&algorithm| group.is_worth_measuring(algorithm, base));
+    candidates.sort_by_key(|&algorithm| algorithm != base);
+    candidates
 }
 
 /// Returns the sizes to measure, in bytes, ascending. The last is that of the largest buffer.
@@ -136,35 +151,32 @@ fn sizes(largest: usize) -> Vec<usize> {
 fn choose(
     table: &mut AlgorithmTable,
     operation: Operation,
+    base: Algorithm,
     measured: &[(usize, Vec<f64>)],
     largest: usize,
 ) {
     let fastest: Vec<_> =
-        measured.iter().map(|(size, times)| (*size, best(times, |_| true))).collect();
+        measured.iter().map(|(size, times)| (*size, best(times, base, |_| true))).collect();
     let beyond = match measured.last() {
         // Measuring ended early, and latency does not predict bandwidth.
-        Some((size, times)) if *size < largest => best(times, Algorithm::moves_least),
-        _ => fastest.last().map_or(Algorithm::HalvingDoubling, |(_, algorithm)| *algorithm),
+        Some((size, times)) if *size < largest => best(times, base, Algorithm::moves_least),
+        _ => fastest.last().map_or(base, |(_, algorithm)| *algorithm),
     };
     table.set(operation, &fastest, beyond);
 }
 
-/// Returns the fastest algorithm of those that `among` accepts, or halving-doubling if none is
-/// clearly faster.
-fn best(times: &[f64], among: impl Fn(Algorithm) -> bool) -> Algorithm {
-    let tree_time = Algorithm::ALL
-        .iter()
-        .position(|&one| one == Algorithm::HalvingDoubling)
-        .map_or(f64::INFINITY, |i| times[i]);
+/// Returns the fastest algorithm of those that `among` accepts, or `base` if none is clearly faster.
+fn best(times: &[f64], base: Algorithm, among: impl Fn(Algorithm) -> bool) -> Algorithm {
+    let base_time = times[base as usize];
     let all = Algorithm::ALL.iter().zip(times).filter(|(algorithm, _)| among(**algorithm));
     let gain =
         |algorithm: Algorithm| if algorithm == Algorithm::Vendor { GAIN_OF_VENDOR } else { GAIN };
-    let faster = all.filter(|(algorithm, time)| **time < gain(**algorithm) * tree_time);
+    let faster = all.filter(|(algorithm, time)| **time < gain(**algorithm) * base_time);
     let faster = faster.min_by(|a, b| a.1.total_cmp(b.1));
-    faster.map_or(Algorithm::HalvingDoubling, |(algorithm, _)| *algorithm)
+    faster.map_or(base, |(algorithm, _)| *algorithm)
 }
 
-/// Measures one collective. Returns the seconds of the fastest repetition on this rank.
+/// Measures one collective. Returns the seconds of the fastest of some repetitions on this rank.
 fn time<B: Backend>(
     world: &Group<B>,
     group: &Group<B>,
@@ -172,6 +184,7 @@ fn time<B: Backend>(
     operation: Operation,
     algorithm: Algorithm,
     bytes: usize,
+    repetitions: usize,
 ) -> Result<f64> {
     let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
     let group = group.with_algorithms(AlgorithmTable::uniform(algorithm));
@@ -179,10 +192,10 @@ fn time<B: Backend>(
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let mut fastest = f64::INFINITY;
     // The first one touches memory for the first time.
-    for _ in 0..=REPETITIONS {
+    for _ in 0..=repetitions {
         world.barrier().wait()?;
         let start = Instant::now();
-        buf = group.run(operation, buf).wait()?;
+        buf = group.run(operation, buf).synchronize()?;
         fastest = fastest.min(start.elapsed().as_secs_f64());
     }
     Ok(fastest)
@@ -226,7 +239,8 @@ mod tests {
 
     #[test]
     fn the_tree_is_left_for_a_gain_only() {
-        let pick = |mpi, ring| best(&[mpi, ring, 1.0, 2.0, 3.0], |_| true);
+        let pick =
+            |mpi, ring| best(&[mpi, ring, 1.0, 2.0, 3.0], Algorithm::HalvingDoubling, |_| true);
         assert_eq!(
             (pick(9.0, 0.95), pick(9.0, 0.5)),
             (Algorithm::HalvingDoubling, Algorithm::Ring)
@@ -256,7 +270,7 @@ mod tests {
         let start = (16 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
         let pick = |measured: &[(usize, Vec<f64>)], largest, bytes| {
             let mut table = AlgorithmTable::uniform(Algorithm::HalvingDoubling);
-            choose(&mut table, Operation::AllReduce, measured, largest);
+            choose(&mut table, Operation::AllReduce, Algorithm::HalvingDoubling, measured, largest);
             table.pick(Operation::AllReduce, bytes)
         };
         // Measuring ended early: its winner applies up to the largest measured size.

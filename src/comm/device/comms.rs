@@ -2,7 +2,8 @@
 //!
 //! Algorithms and sums are those of [`CudaAware`](super::cuda_aware::CudaAware); only the messages
 //! go through the library. The ranks of a group create a communicator when they first need one, so
-//! that only ranks that exchange wait for each other. The program polls the library instead of
+//! that only ranks that exchange wait for each other. The device runs the operations of all of them
+//! in one order. The program polls the library instead of
 //! blocking in it, so a rank that waits for a dead one still reacts to an abort.
 //!
 //! The identifier of a communicator is sent to the other ranks by the host's transport.
@@ -16,7 +17,9 @@ use crate::polling;
 use crate::shared::Shared;
 use crate::transport::{DeviceCollective, GroupRanks, Transport, least_sent};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{CommId, DeviceComm, DeviceCopies, DeviceSpan, OrderedSum};
+use hpctrain_device::{
+    CommId, DeviceComm, DeviceCopies, DeviceEvent, DeviceOperation, DeviceSpan, OrderedSum,
+};
 
 /// Cached communicators, in the order in which they were created; creation is slow.
 pub struct DeviceComms {
@@ -31,8 +34,24 @@ struct Entry {
 }
 
 impl Entry {
-    fn group_comm<'a>(&'a self, shared: &'a Shared) -> GroupComm<'a> {
-        GroupComm { ranks: &self.ranks, comm: &*self.comm, shared }
+    /// Waits until the communicator is settled after `start`.
+    fn until_done(
+        &self,
+        transport: &mut dyn Transport,
+        shared: &Shared,
+        start: impl FnOnce(&dyn DeviceComm) -> Result<()>,
+    ) -> Result<()> {
+        start(&*self.comm)
+            .and_then(|()| polling::wait_for_event(&*self.comm.mark()?, transport, shared))
+    }
+}
+
+/// Aborts all communicators. Afterwards they use no memory.
+fn abort(entries: &[Entry]) {
+    entries.iter().for_each(|entry| entry.comm.abort());
+    if let Some(entry) = entries.first() {
+        // All of them use the same streams.
+        entry.comm.synchronize();
     }
 }
 
@@ -59,26 +78,36 @@ impl DeviceComms {
                     group.rank,
                     group.size(),
                 )?;
-                let entry = Entry { ranks: group.ranks.clone(), comm };
-                entry.group_comm(&self.shared).until_done(transport, |_| Ok(()))?;
-                self.entries.push(entry);
-                self.entries.len() - 1
+                self.entries.push(Entry { ranks: group.ranks.clone(), comm });
+                let place = self.entries.len() - 1;
+                self.entries[place].until_done(transport, &self.shared, |_| Ok(()))?;
+                place
             }
         };
-        Ok(self.entries[place].group_comm(&self.shared))
+        Ok(GroupComm { entries: &self.entries, place, shared: &self.shared })
+    }
+
+    /// Returns true if there is a communicator of the ranks of a group.
+    pub fn has(&self, group: &GroupRanks) -> bool {
+        self.entries.iter().any(|entry| entry.ranks == group.ranks)
     }
 
     /// Finalizes all communicators, in an order that is the same on all their ranks.
     pub fn finalize(&mut self, transport: &mut dyn Transport) {
-        for entry in self.entries.drain(..) {
-            let parted = entry.group_comm(&self.shared).until_done(transport, |comm| comm.part());
-            // After an error it is aborted; its work is done.
-            parted.inspect_err(|error| log::debug!("destroying a communicator: {error}")).ok();
+        for entry in &self.entries {
+            let parted = entry.until_done(transport, &self.shared, |comm| comm.part());
+            if let Err(error) = parted {
+                // Its work is done.
+                log::debug!("destroying a communicator: {error}");
+                entry.comm.abort();
+            }
         }
+        self.entries.clear();
     }
 
     /// Aborts all communicators. Other ranks may then wait for this one for ever.
     pub fn abort(&mut self) {
+        abort(&self.entries);
         self.entries.clear();
     }
 }
@@ -100,34 +129,64 @@ fn comm_id(
     Ok(received)
 }
 
-/// A communicator, used by a group of its ranks.
+/// A communicator, used by a group of its ranks. After an error all communicators are aborted, and
+/// no operation uses memory.
 pub struct GroupComm<'a> {
-    /// The ranks of the communicator, as numbers in the world.
-    ranks: &'a [usize],
-    comm: &'a dyn DeviceComm,
+    entries: &'a [Entry],
+    /// The index of the communicator.
+    place: usize,
     shared: &'a Shared,
 }
 
 impl GroupComm<'_> {
-    /// Starts an operation and waits until it is done on this rank. After an error it no longer
-    /// uses memory.
+    fn comm(&self) -> &dyn DeviceComm {
+        &*self.entries[self.place].comm
+    }
+
+    /// Passes a result on; an error aborts all communicators.
+    fn or_abort<T>(&self, done: Result<T>) -> Result<T> {
+        done.inspect_err(|_| abort(self.entries))
+    }
+
+    /// Starts an operation and waits until it is done on this rank.
     fn until_done(
         &self,
         transport: &mut dyn Transport,
         start: impl FnOnce(&dyn DeviceComm) -> Result<()>,
     ) -> Result<()> {
-        let done = start(self.comm)
-            .and_then(|()| polling::wait_for_event(&*self.comm.mark()?, transport, self.shared));
-        done.inspect_err(|_| self.comm.abort())
+        self.or_abort(self.entries[self.place].until_done(transport, self.shared, start))
+    }
+
+    /// Starts a part of an operation and waits until it is in the device's queue.
+    fn until_queued(
+        &self,
+        transport: &mut dyn Transport,
+        start: impl FnOnce(&dyn DeviceComm) -> Result<()>,
+    ) -> Result<()> {
+        let queued = start(self.comm()).and_then(|()| {
+            polling::wait_until_queued(&*self.comm().queued(), transport, self.shared)
+        });
+        self.or_abort(queued)
+    }
+
+    /// Begins an operation that the device runs after `ready`, an event of compute.
+    pub fn begin(&self, ready: Option<&dyn DeviceEvent>) -> Result<()> {
+        self.or_abort(self.comm().begin(ready))
+    }
+
+    /// Ends the operation, of which everything is in the device's queue.
+    pub fn end(&self) -> Result<Arc<dyn DeviceOperation>> {
+        self.or_abort(self.comm().end())
     }
 
     /// Returns the number in this communicator of a rank of `group`.
     fn number(&self, group: &GroupRanks, rank: usize) -> Result<usize> {
-        let found = self.ranks.binary_search(&group.ranks[rank]);
+        let ranks = &self.entries[self.place].ranks;
+        let found = ranks.binary_search(&group.ranks[rank]);
         found.map_err(|_| {
             Error::internal(format!(
-                "rank {} is not in the communicator {:?}",
-                group.ranks[rank], self.ranks
+                "rank {} is not in the communicator {ranks:?}",
+                group.ranks[rank]
             ))
         })
     }
@@ -149,9 +208,8 @@ impl GroupComm<'_> {
         self.until_done(transport, |comm| comm.exchange(send.as_slice(), receive.as_slice()))
     }
 
-    /// Queues messages between this rank and others of the group on the device. Returns when the
-    /// device has queued them; [`GroupComm::finish`] waits for them. After an error they no longer
-    /// use memory.
+    /// Queues messages between this rank and others of the group on the device, as a part of an
+    /// operation. Returns when the device has queued them.
     pub fn queue(
         &self,
         transport: &mut dyn Transport,
@@ -160,11 +218,9 @@ impl GroupComm<'_> {
         receives: &[(usize, DeviceSpan<'_>)],
     ) -> Result<()> {
         self.shared.add_sent(sends.iter().map(|(_, span)| span.words() * size_of::<f32>()).sum());
-        let mut start = || {
-            self.comm.exchange(&self.peers(group, sends)?, &self.peers(group, receives)?)?;
-            polling::wait_until_queued(&*self.comm.queued(), transport, self.shared)
-        };
-        start().inspect_err(|_| self.comm.abort())
+        self.until_queued(transport, |comm| {
+            comm.exchange(&self.peers(group, sends)?, &self.peers(group, receives)?)
+        })
     }
 
     /// Translates the ranks of messages to their numbers in this communicator.
@@ -178,21 +234,16 @@ impl GroupComm<'_> {
 
     /// Queues sums after the messages queued so far; see [`DeviceComm::fold`].
     pub fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
-        self.comm.sum_in_order(folds).inspect_err(|_| self.comm.abort())
+        self.or_abort(self.comm().sum_in_order(folds))
     }
 
     /// Orders later messages after sums; see [`DeviceComm::after_folds`].
     pub fn after_folds(&self, but: usize) -> Result<()> {
-        self.comm.wait_for_sums(but).inspect_err(|_| self.comm.abort())
+        self.or_abort(self.comm().wait_for_sums(but))
     }
 
-    /// Waits for everything that was queued.
-    pub fn finish(&self, transport: &mut dyn Transport) -> Result<()> {
-        self.until_done(transport, |_| Ok(()))
-    }
-
-    /// Runs a vendor collective of all ranks of the communicator, like
-    /// [`Transport::vendor_device`].
+    /// Queues a vendor collective of all ranks of the communicator on the device, as a part of an
+    /// operation.
     pub fn vendor(
         &self,
         transport: &mut dyn Transport,
@@ -201,6 +252,6 @@ impl GroupComm<'_> {
         memory: DeviceSpan<'_>,
     ) -> Result<()> {
         self.shared.add_sent(least_sent(group, call, memory.words()));
-        self.until_done(transport, |comm| comm.collective(call, memory))
+        self.until_queued(transport, |comm| comm.collective(call, memory))
     }
 }

@@ -80,6 +80,14 @@ impl ScratchSlots {
         Ok(())
     }
 
+    /// Returns true if the first `slots` slots have at least `words` words each.
+    pub fn have(&self, slots: usize, words: usize) -> bool {
+        (0..slots).all(|number| {
+            let place = self.places.get(number).and_then(Option::as_ref);
+            place.is_some_and(|place| place.span().words() >= words)
+        })
+    }
+
     /// Returns `range` of slot `number`, if it is allocated.
     pub fn span(&self, number: usize, range: Range<usize>) -> Option<DeviceSpan<'_>> {
         Some(self.places.get(number)?.as_ref()?.span().part(range))

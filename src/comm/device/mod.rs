@@ -3,8 +3,13 @@
 //! `Backend::comm_buffer` gives the communication thread a buffer as host memory, or as a
 //! `DeviceSpan`, whose elements it cannot access, with `DeviceCopies` that copy and add spans on a
 //! separate stream. A request carries an event that compute records when it passes on the buffer.
-//! The thread waits for the event, and answers only when its work on the device is done, so any
-//! stream may use the buffer that `Pending::wait` returns.
+//! Unless the device orders the work, the thread waits for the event, and answers only when its work
+//! on the device is done, so any stream may use the buffer that `Pending::wait` returns.
+//!
+//! Over NCCL the **device orders** collectives with compute: messages wait for the event on their
+//! stream, the thread answers once they are queued, and `Pending::wait` makes the compute stream wait
+//! for their end. So the host queues a step ahead of the device. The thread polls what is in flight
+//! (`device_queue.rs`); the device measures how long it takes and how long compute is idle.
 //!
 //! | `comm.transport` | messages | sums |
 //! |---|---|---|
@@ -17,9 +22,10 @@
 //!
 //! With `comm.algorithm = "vendor"` MPI or NCCL runs the collectives, with its order of additions.
 
-mod chunk_pipeline;
+pub(super) mod chunk_pipeline;
 pub(super) mod comms;
 pub(super) mod cuda_aware;
+pub(super) mod device_queue;
 pub(super) mod host_staged;
 pub(super) mod local_device;
 pub(super) mod nccl_p2p;

@@ -10,13 +10,14 @@
 //!
 //! The kernels run on a separate stream: while one adds the terms of a chunk, the next group is in
 //! flight, whose terms go to another scratch slot. So k chunks take k + 1 groups, or k + 3 with
-//! `hierarchical`. The device keeps the order; the host waits until messages are queued, and for
-//! the device only at the end. Chunks have 32 MiB, so a rank holds less than 64 MiB of terms.
+//! `hierarchical`. The device keeps the order, and orders the whole with compute; the host waits only
+//! until messages are queued. Chunks have 32 MiB, so a rank holds less than 64 MiB of terms.
 //!
 //! Sums have the same bits as those of [`algorithms`](crate::algorithms): the same terms are added
 //! in the same tree.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::chunk_pipeline::{Level, Stage, chunks, levels, schedule};
 use super::comms::GroupComm;
@@ -24,7 +25,7 @@ use super::cuda_aware::ScratchSlots;
 use crate::algorithms::{Call, Operation, Shares};
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{DeviceCopies, DeviceSpan, OrderedSum};
+use hpctrain_device::{DeviceEvent, DeviceOperation, DeviceSpan, OrderedSum};
 
 /// The length of a chunk in host-staged slots. 32 MiB are long enough for groups to reach full
 /// bandwidth.
@@ -48,6 +49,14 @@ pub fn terms(words: usize, chunk: usize, ranks: usize) -> usize {
     (ranks - 1) * words.min(chunk).div_ceil(ranks)
 }
 
+/// Returns the words of each scratch slot that a call on `words` words needs, and the number of slots.
+pub fn scratch_slots(call: Call, words: usize, chunk: usize, ranks: usize) -> (usize, usize) {
+    if !call.operation.adds() || words == 0 {
+        return (0, 0);
+    }
+    (terms(words, chunk, ranks), words.div_ceil(chunk).min(SCRATCH_SLOTS))
+}
+
 /// A message: the other rank, and the memory.
 type Message<'a> = (usize, DeviceSpan<'a>);
 
@@ -55,8 +64,7 @@ type Message<'a> = (usize, DeviceSpan<'a>);
 pub struct NcclP2pCollective<'a> {
     pub memory: DeviceSpan<'a>,
     pub device_comm: GroupComm<'a>,
-    pub copies: &'a dyn DeviceCopies,
-    pub slots: &'a mut ScratchSlots,
+    pub slots: &'a ScratchSlots,
     /// Words of a chunk.
     pub chunk: usize,
 }
@@ -115,22 +123,22 @@ impl<'a> Exchange<'a> {
 }
 
 impl NcclP2pCollective<'_> {
-    /// Runs a collective for which [`takes`] returned levels.
-    pub fn run(
+    /// Starts a collective that has `levels`, after the event `ready` of compute. Scratch memory
+    /// must be [reserved](scratch_slots).
+    pub fn start(
         self,
         call: Call,
         levels: &[Level],
         transport: &mut dyn Transport,
         group: &GroupRanks,
-    ) -> Result<()> {
-        let Self { memory, device_comm, copies, slots: places, chunk } = self;
+        ready: Option<&dyn DeviceEvent>,
+    ) -> Result<Arc<dyn DeviceOperation>> {
+        let Self { memory, device_comm, slots: places, chunk } = self;
         let adds = call.operation.adds();
         let to_first = call.operation == Operation::Reduce;
         let chunks = chunks(call.operation, memory.words(), chunk, levels);
         let terms = if adds { terms(memory.words(), chunk, group.size()) } else { 0 };
-        let scratches =
-            (0..chunks.len().min(SCRATCH_SLOTS)).map(|place| places.reserve(copies, place, terms));
-        scratches.collect::<Result<()>>()?;
+        device_comm.begin(ready)?;
         for (number, stages) in
             schedule(call.operation, chunks.len(), levels.len()).into_iter().enumerate()
         {
@@ -166,7 +174,7 @@ impl NcclP2pCollective<'_> {
                 device_comm.fold(&folds)?;
             }
         }
-        device_comm.finish(transport)
+        device_comm.end()
     }
 }
 

@@ -80,7 +80,7 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         self.add(more, y)
     }
     /// Returns whether [`LinearOps::linear_add`] is fused: it then adds before it stores, rounds
-    /// once, and saves a pass or two over `y`.
+    /// once, and saves a pass or two over `y`, unless the device's library does not support that.
     fn fuses_add(&self) -> bool {
         false
     }

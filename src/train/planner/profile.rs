@@ -494,7 +494,7 @@ fn time_exchange<B: Kernels>(
             world.barrier().wait()?;
             let begun = Instant::now();
             buf = match exchange {
-                Exchange::Collective(operation) => group.run(operation, buf).wait()?,
+                Exchange::Collective(operation) => group.run(operation, buf).synchronize()?,
                 Exchange::Message => ping_pong(&group, buf)?,
             };
             let ways = if exchange == Exchange::Message { 2.0 } else { 1.0 };
