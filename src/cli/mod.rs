@@ -28,8 +28,7 @@ mod with_checkpoint;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use serde::Serialize;
 
-use crate::comm;
-use crate::comm::Launch;
+use crate::comm::{self, Launch, RankProbe};
 use crate::data::sandbox;
 use crate::error::{Error, Result};
 use crate::fd_limit;
@@ -79,8 +78,11 @@ enum Command {
     #[command(hide = true, name = comm::CUDA_PROBE_COMMAND)]
     ProbeCudaAware,
     /// Probe NCCL between all ranks, in a child process of each, which may crash.
-    #[command(hide = true, name = comm::NCCL_PROBE_COMMAND)]
-    ProbeNccl(probe_transport::NcclProbeArgs),
+    #[command(hide = true, name = RankProbe::Nccl.command())]
+    ProbeNccl(probe_transport::RankProbeArgs),
+    /// Probe CUDA IPC between all ranks, in a child process of each, which may crash.
+    #[command(hide = true, name = RankProbe::CudaIpc.command())]
+    ProbeCudaIpc(probe_transport::RankProbeArgs),
     /// Generate text with a trained language model.
     Sample(sample::SampleArgs),
     /// Import, inspect and verify training data.
@@ -140,7 +142,7 @@ impl Command {
             Command::Train(_) | Command::Eval(_) | Command::Predict(_) | Command::Sample(_) => true,
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
             Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) => false,
-            Command::ProbeCudaAware | Command::ProbeNccl(_) => false,
+            Command::ProbeCudaAware | Command::ProbeNccl(_) | Command::ProbeCudaIpc(_) => false,
             Command::Data(_)
             | Command::Checkpoint(_)
             | Command::Config(_)
@@ -158,7 +160,7 @@ impl Command {
 /// Runs the program and returns its exit code.
 pub fn run() -> i32 {
     fd_limit::raise();
-    comm::enable_nccl_probe();
+    comm::enable_rank_probes();
     if let Err(e) = signals::survive_file_size_limit() {
         return fail(&e);
     }
@@ -239,7 +241,10 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::VerifyRank(args) => verify::run_rank(&args, launch),
         // Every process of a probe runs, not only that of rank 0.
         Command::ProbeCudaAware => report(probe_transport::probe_cuda_aware_mpi()),
-        Command::ProbeNccl(args) => report(probe_transport::probe_nccl(&args)),
+        Command::ProbeNccl(args) => report(probe_transport::probe_ranks(RankProbe::Nccl, &args)),
+        Command::ProbeCudaIpc(args) => {
+            report(probe_transport::probe_ranks(RankProbe::CudaIpc, &args))
+        }
         // Each process has its own role, also when a launcher started several.
         Command::Ps(PsCommand::Server(args)) => servers::run_server(&args),
         Command::Ps(PsCommand::Worker(args)) => servers::run_worker(&args),

@@ -1,17 +1,17 @@
-//! `hpctrain probe-cuda-aware` and `probe-nccl`: probe CUDA-aware MPI and NCCL in child processes,
-//! so that a crash does not end a rank.
+//! `hpctrain probe-cuda-aware`, `probe-nccl` and `probe-cuda-ipc`: probe CUDA-aware MPI, NCCL and
+//! CUDA IPC in child processes, so that a crash does not end a rank.
 
 use clap::Args;
 
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{Device, devices};
-use crate::comm::{mpi, run_nccl_probe};
+use crate::comm::{RankProbe, mpi, run_rank_probe};
 use crate::error::{Error, Result};
 use crate::gpu_assignment::open_for_probe;
 
 /// Arguments of the child process of a rank.
 #[derive(Args, Debug)]
-pub struct NcclProbeArgs {
+pub struct RankProbeArgs {
     /// The rank.
     rank: usize,
     /// The number of ranks of the job.
@@ -29,12 +29,16 @@ pub fn probe_cuda_aware_mpi() -> Result<()> {
     }
 }
 
-/// Exchanges memory of a rank's GPU by NCCL with the child processes of the other ranks.
-pub fn probe_nccl(args: &NcclProbeArgs) -> Result<()> {
+/// Exchanges memory of a rank's GPU with the child processes of the other ranks.
+pub fn probe_ranks(probed: RankProbe, args: &RankProbeArgs) -> Result<()> {
+    if args.rank >= args.ranks {
+        return Err(Error::input(format!("RANK = {} of RANKS = {}", args.rank, args.ranks))
+            .hint("ranks are numbered from 0"));
+    }
     for number in 0..devices()? {
         let device = Device::open(number)?;
         if device.id == args.device {
-            return run_nccl_probe(&open_for_probe(&device)?, args.rank, args.ranks);
+            return run_rank_probe(probed, &open_for_probe(&device)?, args.rank, args.ranks);
         }
     }
     Err(Error::input(format!("this process does not see GPU {}", args.device)))

@@ -59,14 +59,15 @@ impl RankAssignment {
     /// Returns an error if no rank would be left to train, or a message between ranks fails.
     pub fn find(everyone: &Comm<Cpu>, start: StartCommand) -> Result<Self> {
         let world = everyone.world();
-        let message = serde_json::to_vec(&start).map_err(|e| Error::internal(e.to_string()))?;
+        let message = serde_json::to_vec(&(start, everyone.launch_rank()))
+            .map_err(|e| Error::internal(e.to_string()))?;
         let messages = world.gather_bytes(message).wait()?;
-        let starts: Vec<StartCommand> = messages
+        let starts: Vec<(StartCommand, usize)> = messages
             .iter()
             .map(|bytes| serde_json::from_slice(bytes))
             .collect::<Result<_, _>>()
             .map_err(|e| Error::comm(format!("another rank sent a malformed role: {e}")))?;
-        let roles = assign(&starts)?;
+        let roles = assign_by_launch_rank(&starts)?;
         let evaluates = |role: &RankRole| usize::from(*role == RankRole::Evaluates);
         let serves = |role: &RankRole| matches!(role, RankRole::Serves(_));
         let evaluators: usize = roles.iter().map(evaluates).sum();
@@ -98,6 +99,20 @@ impl RankAssignment {
             self.job.abort(error.exit_code());
         }
     }
+}
+
+/// Returns the role of each rank, for its command and its number from the launcher. The last of
+/// these numbers evaluate and serve, also where ranks are renumbered by node: the launcher's options
+/// then decide which nodes have servers.
+fn assign_by_launch_rank(starts: &[(StartCommand, usize)]) -> Result<Vec<RankRole>> {
+    let mut order: Vec<usize> = (0..starts.len()).collect();
+    order.sort_by_key(|&rank| starts[rank].1);
+    let launched: Vec<StartCommand> = order.iter().map(|&rank| starts[rank].0).collect();
+    let mut roles = vec![RankRole::Trains; starts.len()];
+    for (rank, role) in order.into_iter().zip(assign(&launched)?) {
+        roles[rank] = role;
+    }
+    Ok(roles)
 }
 
 /// Returns the role of each rank. Of the ranks that `train` started, the last `evaluators`
@@ -148,6 +163,21 @@ fn train_role(number: usize, workers: usize, servers: usize) -> RankRole {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The launcher has placed the ranks on two nodes round robin: 0 and 2 are on the first.
+    #[test]
+    fn the_numbers_of_the_launcher_decide() {
+        use RankRole::{Evaluates, Serves, Trains};
+        let starts = [0, 2, 1, 3]
+            .map(|launched| (StartCommand::Train { evaluators: 0, servers: 2 }, launched));
+        assert_eq!(assign_by_launch_rank(&starts).unwrap(), [Trains, Serves(0), Trains, Serves(1)]);
+        let starts = [0, 2, 4, 1, 3]
+            .map(|launched| (StartCommand::Train { evaluators: 2, servers: 0 }, launched));
+        assert_eq!(
+            assign_by_launch_rank(&starts).unwrap(),
+            [Trains, Trains, Evaluates, Trains, Evaluates]
+        );
+    }
 
     #[test]
     fn the_last_training_ranks_evaluate_and_those_before_serve() {

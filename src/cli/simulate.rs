@@ -2,7 +2,8 @@
 
 use clap::Args;
 
-use super::train::RunArgs;
+use super::train::{RunArgs, may_use_vendor};
+use crate::comm::prepare_environment;
 use crate::engine::on_threads;
 use crate::error::Result;
 use crate::job::fail;
@@ -29,6 +30,7 @@ pub fn run(args: &SimulateArgs) -> i32 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let request = signals::record_signals()
         .and_then(|()| args.run.job_request(args.servers, Some((cores / ranks).max(1))));
+    prepare_environment(request.as_ref().is_ok_and(|request| may_use_vendor(&request.config)));
     let code = request.and_then(|request| match args.servers {
         0 => simulate(ranks, &request),
         servers => super::servers::simulate(ranks, servers, request),

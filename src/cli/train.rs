@@ -10,7 +10,7 @@ use super::eval::evaluate;
 use super::rank_roles::{RankAssignment, RankRole, StartCommand};
 use super::servers;
 use super::with_checkpoint::{comm_timeout, seconds};
-use crate::comm::Launch;
+use crate::comm::{AlgorithmChoice, Launch, prepare_environment};
 use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
@@ -182,6 +182,15 @@ impl RunArgs {
     }
 }
 
+/// Returns true if the gradients of a run may be summed by the collectives of MPI or NCCL.
+pub fn may_use_vendor(config: &Config) -> bool {
+    match config.comm.algorithm {
+        AlgorithmChoice::Vendor => true,
+        AlgorithmChoice::Auto => !config.comm.deterministic,
+        _ => false,
+    }
+}
+
 /// Runs one rank and returns its exit code.
 pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     if let Err(e) = signals::record_signals() {
@@ -190,6 +199,7 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     // A rank whose configuration failed still joins the others, so that all end with the error and
     // one of them prints it.
     let request = args.run.job_request(args.servers, None);
+    prepare_environment(request.as_ref().is_ok_and(|request| may_use_vendor(&request.config)));
     let patience = request
         .as_ref()
         .map_or_else(|_| comm_timeout(&[]), |request| seconds(request.config.comm.timeout));

@@ -11,7 +11,8 @@ use super::algorithms::{self, Algorithm};
 use super::clock;
 use super::device::local_device::LocalDevice;
 use super::device::path::DeviceTransport;
-use super::device::{cuda_aware, host_staged, nccl_p2p};
+use super::device::{cuda_aware, grouped_collective, host_staged};
+use super::environment::prepare_environment;
 use super::exit::{Abort, Exit, exit_process};
 use super::health::flight_recorder::{LEAVE, Label, Size};
 use super::health::watchdog::{CODE, Guard, WatchdogContext};
@@ -66,9 +67,12 @@ impl<B: Backend> Clone for Comm<B> {
 
 /// Creates the communicator of a process that runs alone, without MPI and without a thread.
 pub fn single<B: Backend>() -> Comm<B> {
+    prepare_environment(false);
     let node = NodeInfo { local_rank: 0, local_size: 1, host: "localhost".into() };
     let world = World {
         rank: 0,
+        launch_rank: 0,
+        is_renumbered: false,
         nodes: [0].into(),
         node,
         library: "none (one rank)".into(),
@@ -139,7 +143,7 @@ fn start(
 
 /// Creates the communicator of a process that an MPI launcher started: initialises MPI on a new
 /// communication thread. Call it once in a process, best before other threads start: only then does
-/// it set environment variables that MPI and CUDA read.
+/// it set environment variables that libraries read ([`prepare_environment`]).
 ///
 /// # Errors
 /// Returns an error if MPI cannot be initialised, or the processes were started by the launcher of
@@ -154,7 +158,7 @@ pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
 /// # Errors
 /// Returns an error in the same cases as [`start_mpi`].
 pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, timeout: Duration) -> Result<Comm<B>> {
-    mpi::prepare_environment();
+    prepare_environment(algorithm == Algorithm::Vendor);
     let (worker, shared, world) = start("comm", timeout, mpi::open)?;
     match launched_size(|name| std::env::var(name).ok()) {
         Some(started) if started > 1 && world.nodes.len() == 1 => {
@@ -173,6 +177,7 @@ pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, timeout: Duration) -> 
 /// # Errors
 /// Returns an error if a rank does not connect in time, or the network fails.
 pub fn start_tcp<B: Backend>(meeting: &TcpRendezvous, algorithm: Algorithm) -> Result<Comm<B>> {
+    prepare_environment(algorithm == Algorithm::Vendor);
     let place = meeting.clone();
     let name = format!("comm-{}", meeting.rank);
     // The rendezvous has its own time limit.
@@ -198,6 +203,7 @@ pub fn start_threads_on_nodes<B: Backend>(
     nodes: &[usize],
     algorithm: Algorithm,
 ) -> Result<Vec<Comm<B>>> {
+    prepare_environment(algorithm == Algorithm::Vendor);
     let shared: Vec<Arc<Shared>> = nodes.iter().map(|_| Arc::default()).collect();
     let start =
         |((transport, world), shared): ((Box<dyn Transport + Send>, World), Arc<Shared>)| {
@@ -266,6 +272,19 @@ impl<B: Backend> Comm<B> {
         self.home.size()
     }
 
+    /// Returns the number that the launcher gave to this rank.
+    pub fn launch_rank(&self) -> usize {
+        self.inner.world.launch_rank
+    }
+
+    /// Returns true if the launcher placed consecutive ranks of the job on different nodes, so that
+    /// MPI's ranks were renumbered by node: those of a node are consecutive, and rank 0 stays rank
+    /// 0. Algorithms then send the least between nodes, and groups of consecutive ranks, such as
+    /// those of tensor parallelism, lie within nodes.
+    pub fn is_renumbered(&self) -> bool {
+        self.inner.world.is_renumbered
+    }
+
     /// Returns the node of this rank.
     pub fn node(&self) -> NodeInfo {
         self.inner.world.node.clone()
@@ -307,15 +326,12 @@ impl<B: Backend> Comm<B> {
             Some(_) if self.size() == 1 => 0,
             None => 0,
             Some(DeviceTransport::HostStaged) => host_staged::BYTES,
-            Some(DeviceTransport::CudaAware) => {
-                cuda_aware::BYTES + algorithms::staging(self.size())
-            }
-            Some(DeviceTransport::Nccl) => {
-                let chunk = nccl_p2p::chunk(self.slot, self.size());
-                let terms = nccl_p2p::terms(chunk, chunk, self.size()) * size_of::<f32>();
+            Some(DeviceTransport::CudaAware | DeviceTransport::CudaIpc | DeviceTransport::Nccl) => {
+                let chunk = grouped_collective::chunk(self.slot, self.size());
+                let terms = grouped_collective::terms(chunk, chunk, self.size());
                 cuda_aware::BYTES
                     + algorithms::staging(self.size())
-                    + nccl_p2p::SCRATCH_SLOTS * terms
+                    + grouped_collective::SCRATCH_SLOTS * terms * size_of::<f32>()
             }
         };
         self.inner.world.staging + on_device
@@ -358,6 +374,7 @@ impl<B: Backend> Comm<B> {
         let (reply, pending) = reply(&self.inner.shared);
         self.inner.submit(CommRequest::run(move |state| {
             reply.send(state.collective(&world, &label, |state| {
+                state.drain_device()?;
                 state.device_comms.finalize(&mut *state.transport);
                 state.device_scratch.empty(&state.shared);
                 Ok(())

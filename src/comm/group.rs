@@ -8,8 +8,9 @@ use super::autotune::table::AlgorithmTable;
 use super::communicator::{Comm, WORLD};
 use super::device::chunk_pipeline::Level;
 use super::device::cuda_aware::CudaAware;
+use super::device::grouped_collective::{self, GroupedCollective};
 use super::device::host_staged::PinnedStaging;
-use super::device::nccl_p2p::{self, NcclP2pCollective};
+use super::device::message_groups::CudaAwareGroups;
 use super::device::path::DeviceTransport;
 use super::health::flight_recorder::{Label, RECV, Size};
 use super::p2p_request::{P2pRecord, P2pRequest, chunks, on_host, whole};
@@ -109,8 +110,9 @@ impl<B: Backend> Group<B> {
     /// vendor collectives. With `exact`, only those that add in the order of
     /// [`Algorithm::HalvingDoubling`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
-        let vendor = self.comm.inner.world.vendor
-            || self.comm.device_transport() == Some(DeviceTransport::Nccl);
+        let mpi = self.comm.inner.world.vendor;
+        let device = self.comm.device_transport();
+        let vendor = device.map_or(mpi, |device| device.has_vendor_collectives(mpi));
         let fitting = Algorithm::ALL.into_iter().filter(|algorithm| {
             (vendor || *algorithm != Algorithm::Vendor)
                 && (!exact || algorithm.is_exact(&self.members))
@@ -501,7 +503,7 @@ impl<B: Backend> Group<B> {
         let members = self.members.clone();
         let path = (self.comm.path, self.comm.slot);
         let schedule = match self.comm.device_transport() {
-            Some(DeviceTransport::Nccl) => DeviceSchedule::new(call, &members),
+            Some(device) if device.orders_on_device() => DeviceSchedule::new(call, &members),
             _ => None,
         };
         let (reply, pending) = reply(&self.comm.inner.shared);
@@ -511,7 +513,7 @@ impl<B: Backend> Group<B> {
                     let mut buf = before.in_order()?;
                     let memory =
                         operand(call, &members, range.len(), B::comm_buffer(&mut buf, range)?)?;
-                    let operation = schedule.start(state, call, &members, memory, path.1, ready)?;
+                    let operation = schedule.start(state, call, &members, memory, path, ready)?;
                     Ok((buf, operation))
                 });
                 reply.send_started(started);
@@ -605,11 +607,26 @@ fn run(
         }
         (CommBuffer::Device(memory, copies), path) => {
             let copies = &*copies;
-            let device_comm = match path {
-                DeviceTransport::Nccl => {
-                    Some(device_comms.get_or_create(copies, transport, group)?)
-                }
+            let levels = match path {
+                DeviceTransport::CudaAware => grouped_collective::group_levels(call, group),
                 _ => None,
+            };
+            if let Some(levels) = levels {
+                let chunk = grouped_collective::chunk(slot, group.size());
+                let (terms, slots) =
+                    grouped_collective::scratch_slots(call, memory.words(), chunk, group.size());
+                let slots = device_scratch.terms.reserve_all(copies, slots, terms)?;
+                return GroupedCollective { memory, slots: &slots, chunk }.run(
+                    CudaAwareGroups::new(copies, shared),
+                    call,
+                    &levels,
+                    transport,
+                    group,
+                );
+            }
+            let device_comm = match path.orders_on_device() {
+                true => Some(device_comms.get_or_create(copies, transport, group, path)?),
+                false => None,
             };
             algorithms::run(
                 call,
@@ -621,11 +638,11 @@ fn run(
     }
 }
 
-/// How NCCL runs a collective that the device orders with compute.
+/// How the communicator of a device runs a collective that the device orders with compute.
 enum DeviceSchedule {
     /// In groups of messages, with sums in a fixed order.
     Groups(Vec<Level>),
-    /// By a collective of NCCL.
+    /// By a collective of the device vendor's library, NCCL.
     Vendor(DeviceCollective),
 }
 
@@ -634,7 +651,7 @@ impl DeviceSchedule {
     fn new(call: Call, group: &GroupRanks) -> Option<Self> {
         match call.algorithm {
             Algorithm::Vendor => Some(Self::Vendor(call.vendor_collective())),
-            _ => nccl_p2p::group_levels(call, group).map(Self::Groups),
+            _ => grouped_collective::group_levels(call, group).map(Self::Groups),
         }
     }
 
@@ -645,39 +662,36 @@ impl DeviceSchedule {
         call: Call,
         group: &GroupRanks,
         memory: CommBuffer<'_>,
-        slot: usize,
+        (path, slot): (DeviceTransport, usize),
         ready: Option<Box<dyn DeviceEvent>>,
     ) -> Result<Arc<dyn DeviceOperation>> {
         let CommBuffer::Device(memory, copies) = memory else { return Err(on_host()) };
-        let chunk = nccl_p2p::chunk(slot, group.size());
+        let chunk = grouped_collective::chunk(slot, group.size());
         let (terms, slots) = match self {
-            Self::Groups(_) => nccl_p2p::scratch_slots(call, memory.words(), chunk, group.size()),
+            Self::Groups(_) => {
+                grouped_collective::scratch_slots(call, memory.words(), chunk, group.size())
+            }
             Self::Vendor(_) => (0, 0),
         };
-        if !state.device_comms.has(group) || !state.device_scratch.terms.have(slots, terms) {
+        if !state.device_comms.has(group, path) || !state.device_scratch.terms.have(slots, terms) {
             // A communicator that is created may synchronise the device, and scratch memory is freed
             // before it grows.
             state.drain_device()?;
         }
         let CommThreadState { transport, device_scratch, device_comms, .. } = state;
         let transport = &mut **transport;
-        for slot in 0..slots {
-            device_scratch.terms.reserve(&*copies, slot, terms)?;
-        }
-        let device_comm = device_comms.get_or_create(&*copies, transport, group)?;
+        let slots = device_scratch.terms.reserve_all(&*copies, slots, terms)?;
+        let device_comm = device_comms.get_or_create(&*copies, transport, group, path)?;
+        device_comm.begin(ready.as_deref())?;
         match self {
-            Self::Groups(levels) => {
-                let slots = &device_scratch.terms;
-                NcclP2pCollective { memory, device_comm, slots, chunk }.start(
-                    call,
-                    levels,
-                    transport,
-                    group,
-                    ready.as_deref(),
-                )
-            }
+            Self::Groups(levels) => GroupedCollective { memory, slots: &slots, chunk }.run(
+                device_comm,
+                call,
+                levels,
+                transport,
+                group,
+            ),
             Self::Vendor(collective) => {
-                device_comm.begin(ready.as_deref())?;
                 device_comm.vendor(transport, group, *collective, memory)?;
                 device_comm.end()
             }

@@ -19,6 +19,7 @@ mod chunking;
 mod clock;
 mod communicator;
 mod device;
+mod environment;
 mod exit;
 mod group;
 mod health;
@@ -41,9 +42,10 @@ pub use communicator::{
     Comm, single, start_mpi, start_mpi_within, start_tcp, start_threads, start_threads_on_nodes,
 };
 pub use device::local_device::LocalDevice;
-pub use device::nccl_probe::{NCCL_PROBE_COMMAND, enable_nccl_probe, run_nccl_probe};
 pub use device::path::{DeviceTransport, TransportChoice};
+pub use device::rank_probe::{RankProbe, enable_rank_probes, run_rank_probe};
 pub use device::select::{CUDA_PROBE_COMMAND, probe_cuda_aware, probe_cuda_aware_processes};
+pub use environment::prepare_environment;
 pub use group::Group;
 pub use health::watchdog_guard::WatchdogGuard;
 pub use pending::Pending;

@@ -16,13 +16,22 @@ use crate::{
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::simd;
-use hpctrain_comm::{Comm, LocalDevice, TransportChoice};
+use hpctrain_comm::{AlgorithmChoice, Comm, LocalDevice, TransportChoice};
 use hpctrain_cpu::{Cpu, MatmulBackend};
 use hpctrain_cuda::{Arithmetic, Cuda, Device, PoolBudget, Precision, devices, libraries};
 use hpctrain_device::{Backend, format_bytes};
 
 /// Bytes of GPU memory that are enough for probes.
 const SMALL: usize = 64 << 20;
+
+/// What it costs that ranks of a node see different GPUs.
+pub const COST_OF_HIDDEN_GPUS: &str = "NCCL copies through host memory instead of NVLink, \
+    and CUDA-aware MPI and CUDA IPC cannot open the memory of a hidden GPU";
+
+/// How to start ranks that see all GPUs of their node.
+pub const SHOW_ALL_GPUS: &str = "srun --gpus-per-node=N --gpu-bind=none, without \
+    --gpus-per-task: each rank sees all GPUs of its node, and hpctrain assigns one to each, near \
+    the rank's cores";
 
 /// A GPU as a rank sees it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -51,6 +60,10 @@ pub struct Gpu {
     pub sharers: usize,
     /// Whether ranks of this node see other GPUs than this one does.
     is_isolated: bool,
+    /// Whether `comm.algorithm` is the vendor's.
+    needs_vendor: bool,
+    /// The first host on which the launcher hides GPUs from ranks, if there is one.
+    hiding_host: Option<String>,
     /// The device of every rank, one line each.
     pub table: Vec<String>,
 }
@@ -65,6 +78,21 @@ impl Gpu {
     /// binds each rank to its own.
     pub fn is_isolated(&self) -> bool {
         self.is_isolated
+    }
+
+    /// Returns the first host on which the launcher hides GPUs from ranks that could use them, if
+    /// there is one. A rank never sees more than its own slice of a GPU (MIG): slices do not count.
+    pub fn hiding_host(&self) -> Option<&str> {
+        self.hiding_host.as_deref()
+    }
+
+    /// Returns notes for the startup summary: what hidden GPUs cost, and how to show them.
+    pub fn notes(&self) -> Vec<String> {
+        let Some(host) = &self.hiding_host else { return Vec::new() };
+        vec![
+            format!("ranks on {host} see different GPUs: {COST_OF_HIDDEN_GPUS}"),
+            format!("hint: {SHOW_ALL_GPUS}"),
+        ]
     }
 
     /// Opens the device with the number format, memory and logging of `plan`.
@@ -97,8 +125,13 @@ impl Gpu {
     /// Returns a communicator for buffers of this device.
     pub fn device_comm(&self, comm: &Comm<Cpu>) -> Comm<Cuda> {
         let device = self.device.clone();
-        let own = LocalDevice::new(self.device.id.clone(), move || open_for_probe(&device));
-        comm.on().with_local_device(own.with_isolation(self.is_isolated))
+        let own = LocalDevice::new(self.device.id.clone(), move |bytes| open_small(&device, bytes));
+        comm.on().with_local_device(
+            own.with_isolation(self.is_isolated)
+                .with_growing_memory(self.grows)
+                .with_vendor_collectives(self.needs_vendor)
+                .with_bus_bandwidth(self.device.bus_bandwidth()),
+        )
     }
 
     /// Opens the device for probes, with little memory and in f32.
@@ -115,7 +148,12 @@ impl Gpu {
 /// # Errors
 /// Returns an error if a library is missing, or the device has too little free memory.
 pub fn open_for_probe(device: &Device) -> Result<Cuda> {
-    Cuda::new(device, SMALL, Precision::F32(Arithmetic::Full))
+    open_small(device, 0)
+}
+
+/// Opens a device for probes, with `bytes` bytes besides the little memory that they need.
+fn open_small(device: &Device, bytes: usize) -> Result<Cuda> {
+    Cuda::new(device, SMALL + bytes, Precision::F32(Arithmetic::Full))
 }
 
 /// Returns the implementation of GEMMs on the CPU.
@@ -219,19 +257,36 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
         .collect();
     let rank = world.rank();
     let device = opened.swap_remove(chosen[rank]);
-    let ids = |rank: usize| -> BTreeSet<&str> {
-        views[rank].iter().flatten().map(|seen| &seen.id[..]).collect()
-    };
+    let hosts = topology.hosts();
     let is_isolated = (0..views.len())
-        .any(|other| topology.host(other) == topology.host(rank) && ids(other) != ids(rank));
+        .any(|other| hosts[other] == hosts[rank] && ids(&views[other]) != ids(&views[rank]));
     Ok(Some(Gpu {
         device,
         memory: memory(rank),
         grows,
         sharers: sharers(rank).len(),
         is_isolated,
+        needs_vendor: config.comm.algorithm == AlgorithmChoice::Vendor,
+        hiding_host: hiding_host(&views, &hosts),
         table,
     }))
+}
+
+/// Returns the identities of the GPUs that a rank sees.
+fn ids(view: &View) -> BTreeSet<&str> {
+    view.iter().flatten().map(|seen| &seen.id[..]).collect()
+}
+
+/// Returns the first host whose ranks see different GPUs that are not slices of one.
+fn hiding_host(views: &[View], hosts: &[String]) -> Option<String> {
+    let mut first_on: HashMap<&str, &View> = HashMap::new();
+    let mut ranks = views.iter().zip(hosts);
+    let found = ranks.find(|(view, host)| {
+        let first: &View = first_on.entry(host.as_str()).or_insert(view);
+        let is_slice = |seen: &Seen| seen.name.contains(" MIG ");
+        ids(first) != ids(view) && !first.iter().chain(view.iter()).flatten().all(is_slice)
+    });
+    found.map(|(_, host)| host.clone())
 }
 
 /// Returns the line of a rank in the table of GPUs; the rank may take `own` bytes of `gpu`.
@@ -450,6 +505,23 @@ mod tests {
         let hosts = ["m", "m", "n"].map(String::from);
         let chosen = assign(DeviceChoice::Auto, &[two.clone(), two, one], &hosts, 1);
         assert_eq!(chosen.map_err(|e| e.to_string()), Ok(Some(vec![0, 1, 0])));
+    }
+
+    #[test]
+    fn hosts_that_hide_gpus_are_found() {
+        let both = gpus(&[("a", true), ("b", true)]);
+        let one = gpus(&[("a", true)]);
+        let other = gpus(&[("b", true)]);
+        let hosts = ["m", "m", "n", "n"].map(String::from);
+        let found = |views: [&View; 4]| hiding_host(&views.map(Clone::clone), &hosts);
+        assert_eq!(found([&both, &both, &both, &both]), None);
+        assert_eq!(found([&both, &both, &one, &one]), None);
+        assert_eq!(found([&both, &both, &one, &other]), Some("n".into()));
+        assert_eq!(found([&one, &both, &one, &other]), Some("m".into()));
+        let slice = |id: &str| -> View {
+            Ok(vec![Seen { name: "A100 MIG 1g.5gb".into(), ..gpu(id, true) }])
+        };
+        assert_eq!(found([&slice("a"), &slice("b"), &both, &both]), None);
     }
 
     #[test]

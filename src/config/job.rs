@@ -76,6 +76,9 @@ fn run_boxed(launch: Option<&Launch>, timeout: Duration, work: Work<'_>) -> i32 
         Err(e) => return fail(&e),
     };
     abort_on_panic(&comm);
+    if comm.is_renumbered() && launch.is_some_and(|launch| launch.rank.is_some()) {
+        logging::rename_console(&format!("rank {}", comm.rank()));
+    }
     let watched = if timeout.is_zero() { Ok(()) } else { comm.set_watchdog_timeout(timeout) };
     let code = match watched.and_then(|()| work(&comm)) {
         Ok(code) => code,

@@ -558,9 +558,10 @@ sections! {
         /// Let auto take only algorithms that add in the order of `halving-doubling`, so that the
         /// choice does not change the bits.
         deterministic: bool = true,
-        /// Transport of GPU buffers: cuda-aware (MPI gets device pointers), host-staged (through
-        /// pinned host memory), nccl (a GPU for every rank), or auto: nccl or cuda-aware, the
-        /// faster of those that pass a probe at the start, else host-staged.
+        /// Transport of GPU buffers: nccl (a GPU for every rank), cuda-ipc (ranks of one node
+        /// write to each other's memory), cuda-aware (MPI gets device pointers), host-staged
+        /// (through pinned host memory), or auto: the first of nccl, cuda-ipc and cuda-aware that
+        /// passes a probe at the start, else host-staged.
         transport: TransportChoice = TransportChoice::Auto,
         /// Seconds that a rank may wait for the others before the job reports where each rank is
         /// and ends: more than the longest evaluation or checkpoint takes; 0 waits for ever.

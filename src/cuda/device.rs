@@ -6,6 +6,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
 use cudarc::driver::{CudaContext, DriverError, result};
 
 use super::libraries::{check, driver};
+use super::peak;
 use hpctrain_base::error::{Error, Result};
 
 /// The lowest compute capability (major, minor) that the kernels support: they use bf16, and blocks
@@ -113,6 +114,12 @@ impl Device {
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
+    }
+
+    /// Returns the bytes per second (bus bandwidth) that an all-reduce of several such devices in a
+    /// node should exceed, if its model is known to have links to all of them.
+    pub fn bus_bandwidth(&self) -> Option<u64> {
+        peak::bus_bandwidth(&self.name)
     }
 
     /// Returns the number of multiprocessors.

@@ -3,20 +3,23 @@
 use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 
-use cudarc::driver::{CudaEvent, CudaStream, result, sys};
+use cudarc::driver::{CudaStream, result, sys};
 
-use super::event::is_complete;
+use super::comm_queue::CommStreams;
+use super::event::Mark;
+use super::ipc::{self, IpcExport};
 use super::launch_dims::Grid;
 use super::libraries::check;
-use super::nccl::{self, NcclComm, NcclStreams};
+use super::nccl::{self, NcclComm};
 use super::nvrtc::{KernelModules, Variant};
+use super::ordered_sum::OrderedSumKernel;
 use super::pinned;
 use super::pool::{DevicePool, PoolAllocation};
 use super::streams;
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, DeviceEvent, DeviceSpan, MemoryKind,
-    Pinned, Scratch, SpanAtOffset,
+    CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, DeviceEvent, DeviceSpan,
+    ExportedMemory, MemoryKind, OrderedSum, Pinned, Scratch, SpanAtOffset,
 };
 
 /// The streams that use a buffer: the compute stream and the copy streams.
@@ -61,19 +64,6 @@ impl CopyStreams {
     }
 }
 
-/// An event in a stream.
-pub struct Mark(pub(super) CudaEvent);
-
-impl DeviceEvent for Mark {
-    fn is_done(&self) -> Result<bool> {
-        is_complete(&self.0)
-    }
-
-    fn wait(&self) -> Result<()> {
-        check("finish its work", self.0.synchronize())
-    }
-}
-
 fn mark(stream: &CudaStream) -> Result<Box<dyn DeviceEvent>> {
     Ok(Box::new(Mark(check("record an event", stream.record_event(None))?)))
 }
@@ -112,14 +102,14 @@ pub struct CudaCopies {
     pool: Arc<DevicePool>,
     compute: Arc<CudaStream>,
     programs: Arc<KernelModules>,
-    /// The stream of additions and of copies within the device.
+    /// The stream of additions, ordered sums and copies within the device.
     sums: Arc<CudaStream>,
     /// The stream of copies to the host.
     out: Arc<CudaStream>,
     /// The stream of copies from the host.
     back: Arc<CudaStream>,
-    /// The streams of NCCL, once a communicator is created.
-    nccl: OnceLock<Arc<NcclStreams>>,
+    /// The streams of communicators, once one is created.
+    comm_streams: OnceLock<Arc<CommStreams>>,
 }
 
 impl CudaCopies {
@@ -140,20 +130,20 @@ impl CudaCopies {
             sums: stream()?,
             out: stream()?,
             back: stream()?,
-            nccl: OnceLock::new(),
+            comm_streams: OnceLock::new(),
         })
     }
 
-    /// Returns the streams of NCCL.
+    /// Returns the streams of communicators.
     ///
     /// # Errors
     /// Returns an error if the device fails.
-    pub(super) fn nccl_streams(&self) -> Result<Arc<NcclStreams>> {
-        if let Some(streams) = self.nccl.get() {
+    pub(super) fn comm_streams(&self) -> Result<Arc<CommStreams>> {
+        if let Some(streams) = self.comm_streams.get() {
             return Ok(streams.clone());
         }
-        let streams = Arc::new(NcclStreams::new(&self.compute)?);
-        Ok(self.nccl.get_or_init(|| streams).clone())
+        let streams = Arc::new(CommStreams::new(&self.compute)?);
+        Ok(self.comm_streams.get_or_init(|| streams).clone())
     }
 
     /// Returns the three streams.
@@ -248,6 +238,12 @@ impl DeviceCopies for CudaCopies {
         check("add a message", queued)
     }
 
+    fn sum_in_order(&self, sums: &[OrderedSum<'_>]) -> Result<Box<dyn DeviceEvent>> {
+        self.bind()?;
+        let kernel = OrderedSumKernel::load(&self.programs)?;
+        all_or_nothing(&self.sums, sums.iter().try_for_each(|&sum| kernel.launch(&self.sums, sum)))
+    }
+
     fn copy(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()> {
         assert_eq!(from.words(), to.words(), "a copy");
         self.bind()?;
@@ -270,12 +266,22 @@ impl DeviceCopies for CudaCopies {
 
     fn init_rank(&self, comm_id: &CommId, rank: usize, size: usize) -> Result<Box<dyn DeviceComm>> {
         Ok(Box::new(NcclComm::init_rank(
-            self.nccl_streams()?,
+            self.comm_streams()?,
             &self.programs,
             comm_id,
             rank,
             size,
         )?))
+    }
+
+    fn export_memory(&self, ranks: usize) -> Result<Box<dyn ExportedMemory>> {
+        let mailbox = self.scratch(ipc::mailbox_words(ranks))?;
+        Ok(Box::new(IpcExport::new(&self.pool, self.comm_streams()?, &self.programs, mailbox)?))
+    }
+
+    fn free_memory(&self) -> Result<usize> {
+        self.bind()?;
+        Ok(check("report its free memory", self.compute.context().mem_get_info())?.0)
     }
 }
 

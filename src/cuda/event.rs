@@ -8,13 +8,26 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use super::libraries::check;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::library::open_first;
-use hpctrain_device::library_functions;
+use hpctrain_device::{DeviceEvent, library_functions};
 
 library_functions! {
     /// A function of the driver, by the name that all drivers have: cudarc uses a newer name,
     /// introduced with CUDA 12.8.
     Clock {
         elapsed = "cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> CUresult;
+    }
+}
+
+/// An event in a stream, without a time.
+pub struct Mark(pub(super) CudaEvent);
+
+impl DeviceEvent for Mark {
+    fn is_done(&self) -> Result<bool> {
+        is_complete(&self.0)
+    }
+
+    fn wait(&self) -> Result<()> {
+        check("finish its work", self.0.synchronize())
     }
 }
 

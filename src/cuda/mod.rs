@@ -35,6 +35,7 @@ mod activation;
 mod attention;
 mod channel_norm;
 mod checksum;
+mod comm_queue;
 mod convolution;
 mod cross_entropy;
 mod device;
@@ -46,6 +47,7 @@ mod embedding;
 mod event;
 mod im2col_pool;
 mod index_upload;
+mod ipc;
 mod launch;
 mod launch_dims;
 pub mod libraries;
@@ -59,10 +61,12 @@ pub mod nccl;
 mod norm;
 pub mod nvrtc;
 mod optimizer;
+mod ordered_sum;
 mod peak;
 mod pinned;
 mod placement_log;
 mod pool;
+mod python_packages;
 mod reduce;
 mod regression_loss;
 mod rotary;
@@ -196,12 +200,12 @@ impl Cuda {
     }
 
     /// Returns the priority of the compute stream, and those of all other streams, including that of
-    /// NCCL's messages.
+    /// the messages of communicators.
     #[cfg(test)]
     pub fn priorities(&self) -> Result<(i32, Vec<i32>)> {
-        let nccl = self.0.copy_streams.copies.nccl_streams()?;
+        let comm = self.0.copy_streams.copies.comm_streams()?;
         let copies = self.0.copy_streams.copies.streams();
-        let others = copies.into_iter().chain([&self.0.index_uploader.copy, &nccl.messages]);
+        let others = copies.into_iter().chain([&self.0.index_uploader.copy, &comm.messages]);
         let others = others.map(|stream| streams::priority(stream)).collect::<Result<_>>()?;
         Ok((streams::priority(&self.0.compute)?, others))
     }
@@ -405,7 +409,7 @@ impl Backend for Cuda {
     }
 
     fn device_comm_library() -> Result<String> {
-        nccl::version().map(|version| format!("NCCL {version}"))
+        nccl::name()
     }
 
     fn row_stride(columns: usize) -> usize {

@@ -12,37 +12,36 @@
 //! the device memory that NCCL allocates: `device.memory` leaves room for it. NCCL configures its
 //! network itself (`NCCL_SOCKET_IFNAME` and others).
 
-use std::any::Any;
-use std::cell::{OnceCell, RefCell};
-use std::collections::VecDeque;
+use std::cell::OnceCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
+use cudarc::driver::CudaContext;
 
-use super::device_memcpy;
-use super::event::{self, is_complete};
-use super::launch_dims::Grid;
+use super::comm_queue::{CommQueue, CommState, CommStreams};
 use super::libraries::check;
-use super::nvrtc::{KernelModules, Variant};
-use super::streams;
+use super::nvrtc::KernelModules;
+use super::ordered_sum::OrderedSumKernel;
+use super::python_packages;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::library::open_first;
 use hpctrain_device::library_functions;
 use hpctrain_device::{
-    CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceOperation, DeviceSpan, DeviceTimer,
-    MAX_SUM_TERMS, OrderedSum,
+    CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceOperation, DeviceSpan, OrderedSum,
 };
 
 /// The file names of the run-time and of the development package.
 const FILES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
+/// The file of NVIDIA's Python package.
+const PACKAGE: &str = "nvidia/nccl/lib/libnccl.so.2";
+
 /// The oldest supported version, in NCCL's encoding.
 const OLDEST: c_int = 21_800;
 
 /// The hint if NCCL is missing.
-const HINT: &str = "install NCCL 2.18 or later (pip install nvidia-nccl-cu13 has it) and name its folder in LD_LIBRARY_PATH, \
+const HINT: &str = "install NCCL 2.18 or later (pip install nvidia-nccl-cu13 has it), or name its folder in LD_LIBRARY_PATH, \
      or set comm.transport=host-staged";
 
 /// `ncclInProgress`. Success is 0.
@@ -53,9 +52,6 @@ const WORD: c_int = 7;
 
 /// `ncclSum`
 const SUM: c_int = 0;
-
-/// The polling interval of a waiting thread.
-const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// `ncclComm_t`
 type Handle = *mut c_void;
@@ -103,18 +99,39 @@ library_functions! {
     }
 }
 
+/// The library, and the file if it is not one that the loader finds.
+struct FoundLibrary {
+    functions: Library,
+    package: Option<PathBuf>,
+}
+
 /// Returns the library, which is opened once.
-fn library() -> Result<&'static Library> {
-    static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
+fn found() -> Result<&'static FoundLibrary> {
+    static LIBRARY: OnceLock<Result<FoundLibrary>> = OnceLock::new();
     LIBRARY.get_or_init(open_library).as_ref().map_err(Clone::clone)
 }
 
+/// Returns the functions of the library.
+fn library() -> Result<&'static Library> {
+    Ok(&found()?.functions)
+}
+
 /// Opens the library.
-fn open_library() -> Result<Library> {
+fn open_library() -> Result<FoundLibrary> {
     let missing =
         |name: &str| Error::input(format!("NCCL is too old: it has no {name}")).hint(HINT);
     // SAFETY: NCCL does nothing when it is opened.
-    let file = unsafe { open_first(&FILES) };
+    let mut file = unsafe { open_first(&FILES) };
+    let mut package = None;
+    for path in python_packages::find(PACKAGE) {
+        if file.is_none()
+            && let Some(name) = path.to_str()
+        {
+            // SAFETY: as above.
+            file = unsafe { open_first(&[name]) };
+            package = file.is_some().then_some(path);
+        }
+    }
     let file =
         file.ok_or_else(|| Error::input("NCCL is missing: libnccl.so.2 was not found").hint(HINT))?;
     // SAFETY: its functions have had these types since they were introduced.
@@ -127,7 +144,20 @@ fn open_library() -> Result<Library> {
     }
     // It stays open as long as the process.
     std::mem::forget(file);
-    Ok(library)
+    Ok(FoundLibrary { functions: library, package })
+}
+
+/// Returns NCCL's name and version, such as `NCCL 2.27.3`, and the file if the loader does not find
+/// it by itself.
+///
+/// # Errors
+/// Returns an error if the library is missing or too old.
+pub fn name() -> Result<String> {
+    let version = version()?;
+    Ok(match &found()?.package {
+        Some(path) => format!("NCCL {version} from {}", path.display()),
+        None => format!("NCCL {version}"),
+    })
 }
 
 /// Returns NCCL's version, such as `2.27.3`.
@@ -226,18 +256,6 @@ impl Communicator {
         }
     }
 
-    /// Returns true if all operations started so far have succeeded. For stream operations that
-    /// means that they have been queued.
-    fn is_settled(&self) -> Result<bool> {
-        let mut state = 0;
-        // SAFETY: the communicator lives; writes one integer.
-        self.call("report its state", |library, handle| unsafe {
-            (library.comm_get_async_error)(handle, &mut state)
-        })?;
-        self.call("make progress", |_, _| state)?;
-        Ok(state == 0)
-    }
-
     /// Destroys the communicator, or aborts it unless `in_order`: it may only be destroyed if no
     /// operation is pending.
     fn end(&self, in_order: bool) {
@@ -256,44 +274,25 @@ impl Communicator {
     }
 }
 
-/// The streams that all communicators of a device share, so that the device runs their operations in
-/// one order. Nothing else uses them.
-pub struct NcclStreams {
-    /// The stream of messages.
-    pub(super) messages: Arc<CudaStream>,
-    /// The stream of ordered sums.
-    sums: Arc<CudaStream>,
-    /// The stream of the kernels.
-    compute: Arc<CudaStream>,
-}
-
-impl NcclStreams {
-    /// Creates the streams besides `compute`.
-    ///
-    /// # Errors
-    /// Returns an error if the device fails.
-    pub fn new(compute: &Arc<CudaStream>) -> Result<Self> {
-        Ok(Self {
-            messages: streams::high_priority(compute.context())?,
-            sums: streams::high_priority(compute.context())?,
-            compute: compute.clone(),
-        })
+impl CommState for Communicator {
+    fn is_settled(&self) -> Result<bool> {
+        let mut state = 0;
+        // SAFETY: the communicator lives; writes one integer.
+        self.call("report its state", |library, handle| unsafe {
+            (library.comm_get_async_error)(handle, &mut state)
+        })?;
+        self.call("make progress", |_, _| state)?;
+        Ok(state == 0)
     }
 }
 
 /// An NCCL communicator of several ranks.
 pub struct NcclComm {
     communicator: Arc<Communicator>,
-    streams: Arc<NcclStreams>,
+    queue: CommQueue,
     rank: usize,
     size: usize,
     parts: OnceCell<()>,
-    /// The kernel of ordered sums.
-    fold: CudaFunction,
-    /// Events at the ends of calls of `fold` for which no message waits yet, in order.
-    folded: RefCell<VecDeque<CudaEvent>>,
-    /// The start of the operation that was begun last.
-    begun: RefCell<Option<Arc<CudaEvent>>>,
 }
 
 impl NcclComm {
@@ -303,7 +302,7 @@ impl NcclComm {
     /// # Errors
     /// Returns an error if the library is missing or fails.
     pub fn init_rank(
-        streams: Arc<NcclStreams>,
+        streams: Arc<CommStreams>,
         programs: &Arc<KernelModules>,
         comm_id: &CommId,
         rank: usize,
@@ -313,11 +312,7 @@ impl NcclComm {
         let context = streams.compute.context();
         check("be chosen", context.bind_to_thread())?;
         // The kernel is loaded before any message, since loading may synchronise the device.
-        let fold = programs.function(
-            Variant { source: "reduce_terms.cu", narrow: false, head: None },
-            "fold_terms",
-            0,
-        )?;
+        let fold = OrderedSumKernel::load(programs)?;
         let mut handle = null();
         let mut config = Config::NON_BLOCKING;
         let ranks = count(size)?;
@@ -336,50 +331,8 @@ impl NcclComm {
         library.check("initialise the communicator", null(), code)?;
         let handle = Mutex::new(Some(Owned(handle)));
         let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
-        let (folded, begun) = (RefCell::default(), RefCell::default());
-        Ok(Self { communicator, streams, rank, size, parts: OnceCell::new(), fold, folded, begun })
-    }
-
-    /// Queues an ordered sum.
-    fn add(&self, OrderedSum { own, number, others }: OrderedSum<'_>) -> Result<()> {
-        let ranks = others.words().checked_div(own.words()).map_or(1, |others| others + 1);
-        assert!(
-            others.words() == (ranks - 1) * own.words() && number < ranks,
-            "term {number} of {ranks}"
-        );
-        if ranks > MAX_SUM_TERMS {
-            return Err(Error::internal(format!(
-                "an ordered sum of {ranks} terms, more than {MAX_SUM_TERMS}"
-            )));
-        }
-        let from = others.address() as u64;
-        let to = own.address() as u64;
-        let (words, stride) = (own.words() as i64, own.words() as i64);
-        let number = count(number)?;
-        let ranks = count(ranks)?;
-        let mut args: [*mut c_void; 6] = [
-            std::ptr::from_ref(&from).cast_mut().cast(),
-            std::ptr::from_ref(&to).cast_mut().cast(),
-            std::ptr::from_ref(&words).cast_mut().cast(),
-            std::ptr::from_ref(&stride).cast_mut().cast(),
-            std::ptr::from_ref(&number).cast_mut().cast(),
-            std::ptr::from_ref(&ranks).cast_mut().cast(),
-        ];
-        let Grid { blocks, threads, shared } = Grid::over(own.words());
-        let stream = self.streams.sums.cu_stream();
-        // SAFETY: the kernel takes two addresses, two lengths and two integers; `own` has `words`
-        // words, and `others` has as many for each other term.
-        let queued = unsafe {
-            result::launch_kernel(
-                self.fold.cu_function(),
-                blocks,
-                threads,
-                shared,
-                stream,
-                &mut args,
-            )
-        };
-        check("add messages", queued)
+        let queue = CommQueue::new(streams, fold, communicator.clone());
+        Ok(Self { communicator, queue, rank, size, parts: OnceCell::new() })
     }
 }
 
@@ -407,29 +360,11 @@ fn at(span: DeviceSpan<'_>) -> *mut c_void {
 
 impl DeviceComm for NcclComm {
     fn begin(&self, ready: Option<&dyn DeviceEvent>) -> Result<()> {
-        let NcclStreams { messages, compute, .. } = &*self.streams;
-        check("be chosen", compute.context().bind_to_thread())?;
-        if let Some(ready) = ready {
-            let ready: &dyn Any = ready;
-            let ready = ready
-                .downcast_ref::<device_memcpy::Mark>()
-                .ok_or_else(|| Error::internal("an event of another kind of device"))?;
-            check("wait for another stream", messages.wait(&ready.0))?;
-        }
-        *self.begun.borrow_mut() = Some(Arc::new(event::timed(messages)?));
-        Ok(())
+        self.queue.begin(ready)
     }
 
     fn end(&self) -> Result<Arc<dyn DeviceOperation>> {
-        self.wait_for_sums(0)?;
-        let begun = self.begun.borrow_mut().take();
-        let begun = begun.ok_or_else(|| Error::internal("an operation ends that has not begun"))?;
-        Ok(Arc::new(Operation {
-            communicator: self.communicator.clone(),
-            begun,
-            ended: event::timed(&self.streams.messages)?,
-            compute: self.streams.compute.clone(),
-        }))
+        self.queue.end()
     }
 
     fn exchange(
@@ -437,7 +372,7 @@ impl DeviceComm for NcclComm {
         sends: &[(usize, DeviceSpan<'_>)],
         receives: &[(usize, DeviceSpan<'_>)],
     ) -> Result<()> {
-        let stream = self.streams.messages.cu_stream().cast();
+        let stream = self.queue.streams.messages.cu_stream().cast();
         // All ranks fit NCCL's type of ranks.
         count(self.size)?;
         self.communicator.call("exchange a message", |library, handle| {
@@ -460,30 +395,15 @@ impl DeviceComm for NcclComm {
     }
 
     fn sum_in_order(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
-        if !folds.is_empty() {
-            let NcclStreams { messages, sums, .. } = &*self.streams;
-            check("wait for another stream", sums.join(messages))?;
-            folds.iter().try_for_each(|&fold| self.add(fold))?;
-        }
-        // A call without sums counts as a call too.
-        self.folded
-            .borrow_mut()
-            .push_back(check("record an event", self.streams.sums.record_event(None))?);
-        Ok(())
+        self.queue.sum_in_order(folds)
     }
 
     fn wait_for_sums(&self, but: usize) -> Result<()> {
-        let mut folded = self.folded.borrow_mut();
-        let past = folded.len().saturating_sub(but);
-        // The last event comes after the others.
-        match folded.drain(..past).next_back() {
-            Some(last) => check("wait for another stream", self.streams.messages.wait(&last)),
-            None => Ok(()),
-        }
+        self.queue.wait_for_sums(but)
     }
 
     fn collective(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()> {
-        let stream = self.streams.messages.cu_stream().cast();
+        let stream = self.queue.streams.messages.cu_stream().cast();
         let part = memory.words() / self.size;
         let mine = at(memory.part(self.rank * part..(self.rank + 1) * part));
         let all = at(memory);
@@ -527,14 +447,11 @@ impl DeviceComm for NcclComm {
     }
 
     fn mark(&self) -> Result<Box<dyn DeviceEvent>> {
-        self.wait_for_sums(0)?;
-        let communicator = self.communicator.clone();
-        let stream = self.streams.messages.clone();
-        Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
+        self.queue.mark()
     }
 
     fn queued(&self) -> Box<dyn DeviceEvent> {
-        Box::new(Queued(self.communicator.clone()))
+        self.queue.queued()
     }
 
     fn abort(&self) {
@@ -542,9 +459,7 @@ impl DeviceComm for NcclComm {
     }
 
     fn synchronize(&self) {
-        let NcclStreams { messages, sums, .. } = &*self.streams;
-        // Sums may be queued behind the messages. If waiting for them fails, the device has failed.
-        let _ = messages.synchronize().and_then(|()| sums.synchronize());
+        self.queue.synchronize();
     }
 }
 
@@ -552,96 +467,6 @@ impl Drop for NcclComm {
     fn drop(&mut self) {
         let in_order = self.parts.get().is_some() && self.communicator.is_settled() == Ok(true);
         self.communicator.end(in_order);
-    }
-}
-
-/// An operation in the stream of messages.
-struct Operation {
-    communicator: Arc<Communicator>,
-    begun: Arc<CudaEvent>,
-    ended: CudaEvent,
-    compute: Arc<CudaStream>,
-}
-
-impl DeviceOperation for Operation {
-    fn is_done(&self) -> Result<bool> {
-        // An error of another rank may keep the device from ever reaching the end.
-        Ok(self.communicator.is_settled()? && is_complete(&self.ended)?)
-    }
-
-    fn before_compute(&self) -> Result<Box<dyn DeviceTimer>> {
-        check("be chosen", self.compute.context().bind_to_thread())?;
-        let idle_from = event::timed(&self.compute)?;
-        check("wait for another stream", self.compute.wait(&self.ended))?;
-        Ok(Box::new(Timer { begun: idle_from, ended: event::timed(&self.compute)? }))
-    }
-
-    fn seconds(&self) -> Result<f64> {
-        Ok(f64::from(event::milliseconds(&self.begun, &self.ended)?) * 1e-3)
-    }
-}
-
-/// The time between two events of a stream.
-struct Timer {
-    begun: CudaEvent,
-    ended: CudaEvent,
-}
-
-impl DeviceTimer for Timer {
-    fn seconds(&self) -> Result<Option<f64>> {
-        if !is_complete(&self.ended)? {
-            return Ok(None);
-        }
-        Ok(Some(f64::from(event::milliseconds(&self.begun, &self.ended)?) * 1e-3))
-    }
-}
-
-/// Completes when the last operation started has been queued in its stream.
-struct Queued(Arc<Communicator>);
-
-impl DeviceEvent for Queued {
-    fn is_done(&self) -> Result<bool> {
-        self.0.is_settled()
-    }
-
-    fn wait(&self) -> Result<()> {
-        while !self.is_done()? {
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        Ok(())
-    }
-}
-
-/// Completes when all operations started have finished.
-struct Mark {
-    communicator: Arc<Communicator>,
-    stream: Arc<CudaStream>,
-    /// An event after the work in the stream, once that is queued.
-    point: OnceCell<CudaEvent>,
-}
-
-impl DeviceEvent for Mark {
-    fn is_done(&self) -> Result<bool> {
-        // This is checked even while the stream works, since an error of another rank may keep it
-        // from ever finishing.
-        if !self.communicator.is_settled()? {
-            return Ok(false);
-        }
-        let point = match self.point.get() {
-            Some(point) => point,
-            None => {
-                let point = check("record an event", self.stream.record_event(None))?;
-                self.point.get_or_init(|| point)
-            }
-        };
-        is_complete(point)
-    }
-
-    fn wait(&self) -> Result<()> {
-        while !self.is_done()? {
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        Ok(())
     }
 }
 

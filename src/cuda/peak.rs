@@ -1,4 +1,5 @@
-//! Dense peak FLOP/s of NVIDIA GPUs by SKU, the denominator of MFU.
+//! Dense peak FLOP/s of NVIDIA GPUs by SKU, the denominator of MFU, and which have NVLink to all GPUs
+//! of their node.
 
 use super::{Arithmetic, Precision};
 
@@ -47,6 +48,23 @@ const SKUS: [Sku; 21] = [
     sku("RTX 3090", 71.0, 35.6),
 ];
 
+/// The SKUs whose boards (SXM, HGX, GB200) connect all GPUs of a node by NVLink, and the words of the
+/// names of their variants for PCIe slots, which have no such boards.
+const NVLINK: [&str; 8] = ["GB200", "B200", "H200", "H100", "H800", "H20", "A100", "A800"];
+const SLOTS: [&str; 4] = ["PCIe", "PCIE", "NVL", "MIG"];
+
+/// The bytes per second (bus bandwidth) that an all-reduce of such a node exceeds, if the GPUs use
+/// their links: a fraction of any generation's, and more than PCIe carries.
+const NVLINK_BANDWIDTH: u64 = 50_000_000_000;
+
+/// Returns the bytes per second (bus bandwidth) that an all-reduce inside a node exceeds, or `None` if
+/// the device that the driver calls `name` is not known to have NVLink there.
+pub(super) fn bus_bandwidth(name: &str) -> Option<u64> {
+    let mut words = name.split([' ', '-']);
+    let has_link = words.clone().any(|word| NVLINK.contains(&word));
+    (has_link && !words.any(|word| SLOTS.contains(&word))).then_some(NVLINK_BANDWIDTH)
+}
+
 /// Returns the dense peak in FLOP/s of the device that the driver calls `name`, if it is in the
 /// table. MIG instances have none.
 pub(super) fn flops(name: &str, precision: Precision) -> Option<f64> {
@@ -90,5 +108,25 @@ mod tests {
             flops("NVIDIA H100 80GB HBM3", Precision::F32(Arithmetic::Tf32)),
             Some(494.7e12)
         );
+    }
+
+    #[test]
+    fn boards_with_links_are_known_by_name() {
+        for name in ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA B200"]
+        {
+            assert_eq!(bus_bandwidth(name), Some(NVLINK_BANDWIDTH), "{name}");
+        }
+        for name in [
+            "NVIDIA H100 PCIe",
+            "NVIDIA H100 NVL",
+            "NVIDIA A100-PCIE-40GB",
+            "NVIDIA A100 80GB PCIe",
+            "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+            "NVIDIA L40S",
+            "NVIDIA A1000",
+            "CPU simulator 0",
+        ] {
+            assert_eq!(bus_bandwidth(name), None, "{name}");
+        }
     }
 }

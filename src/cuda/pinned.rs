@@ -37,6 +37,11 @@ impl<T: Pod> Pinned<T> {
         Ok(Self { context: context.clone(), pointer, len })
     }
 
+    /// Returns the address of the values, which the device has, too.
+    pub fn as_ptr(&self) -> *mut T {
+        self.pointer
+    }
+
     /// Returns the values.
     pub fn as_slice(&self) -> &[T] {
         // SAFETY: `len` values were allocated and set.

@@ -91,6 +91,18 @@ impl DevicePool {
         self.budget.bytes
     }
 
+    /// Returns the address and the bytes of the only block of a pool that does not grow.
+    ///
+    /// # Errors
+    /// Returns an error if the pool grows.
+    pub fn only_block(&self) -> Result<(u64, usize)> {
+        match &self.lock().blocks[..] {
+            [Block { base, bytes, .. }] if !self.budget.grows => Ok((*base, *bytes)),
+            _ => Err(Error::input("CUDA IPC requires a memory pool of fixed size, but it grows")
+                .hint("set device.memory to a part such as 0.9, or comm.transport to another")),
+        }
+    }
+
     /// Returns the peak of allocated bytes, including uncounted allocations.
     pub fn peak(&self) -> usize {
         self.lock().most_taken

@@ -118,6 +118,17 @@ impl<'a> DeviceSpan<'a> {
     }
 }
 
+/// Treats host memory as that of a device which shares it.
+impl<'a> From<&'a mut [f32]> for DeviceSpan<'a> {
+    fn from(words: &'a mut [f32]) -> Self {
+        Self {
+            address: words.as_mut_ptr().expose_provenance(),
+            words: words.len(),
+            memory: PhantomData,
+        }
+    }
+}
+
 /// Pinned host memory, which the device copies to and from asynchronously.
 pub trait Pinned: Send {
     /// Returns the words. Their address never changes.
@@ -167,8 +178,8 @@ pub struct OrderedSum<'a> {
     pub others: DeviceSpan<'a>,
 }
 
-/// A communicator of ranks with a device each, which communicate by a library of the device's
-/// vendor (NCCL).
+/// A communicator of ranks with devices, which communicate by a library of the device's vendor
+/// (NCCL), or write to each other's memory ([`ExportedMemory`]).
 ///
 /// Operations are started one at a time: the device runs all but folds in the order in which they
 /// were started, and the caller waits for [`queued`](DeviceComm::queued) of each before it starts
@@ -216,7 +227,7 @@ pub trait DeviceComm: Send {
     /// Starts a collective of the vendor's library.
     ///
     /// # Errors
-    /// Returns an error if the library fails.
+    /// Returns an error if the library fails, or there is none.
     fn collective(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()>;
 
     /// Starts an orderly shutdown, after which nothing else is started.
@@ -243,6 +254,20 @@ pub trait DeviceComm: Send {
     /// Blocks until this rank's operations, of all communicators, use no memory any more. Abort the
     /// communicators first.
     fn synchronize(&self);
+}
+
+/// Device memory that ranks of the same node can open.
+pub trait ExportedMemory {
+    /// Returns the bytes by which other ranks open it.
+    fn handle(&self) -> Vec<u8>;
+
+    /// Creates a communicator of the ranks with these handles, as rank `rank` of it, in which each
+    /// writes to the memory of the others.
+    ///
+    /// # Errors
+    /// Returns an error if the device cannot open the memory of a rank.
+    fn open_peers(self: Box<Self>, handles: &[Vec<u8>], rank: usize)
+    -> Result<Box<dyn DeviceComm>>;
 }
 
 /// Returns the error of a device whose vendor has no such library.
@@ -306,14 +331,20 @@ pub trait DeviceCopies: Send + Sync {
     /// Returns an error if the device fails.
     fn add(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()>;
 
+    /// Starts sums, in order with [`DeviceCopies::add`]. Returns the event of their end.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails, or a sum has more than [`MAX_SUM_TERMS`] terms.
+    fn sum_in_order(&self, sums: &[OrderedSum<'_>]) -> Result<Box<dyn DeviceEvent>>;
+
     /// Starts a copy within the device, in order with [`DeviceCopies::add`].
     ///
     /// # Errors
     /// Returns an error if the device fails.
     fn copy(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()>;
 
-    /// Records an event that completes when every addition and copy within the device started so
-    /// far has.
+    /// Records an event that completes when every addition, sum and copy within the device started
+    /// so far has.
     ///
     /// # Errors
     /// Returns an error if the device fails.
@@ -334,6 +365,23 @@ pub trait DeviceCopies: Send + Sync {
     /// Returns an error if the device has no collective library, or the library fails.
     fn init_rank(&self, _id: &CommId, _rank: usize, _size: usize) -> Result<Box<dyn DeviceComm>> {
         Err(no_device_comm())
+    }
+
+    /// Exports the memory of this rank's buffers to the `ranks` ranks of a group, this one included.
+    /// No communicator may have work in flight.
+    ///
+    /// # Errors
+    /// Returns an error if other ranks cannot open memory of this kind of device.
+    fn export_memory(&self, _ranks: usize) -> Result<Box<dyn ExportedMemory>> {
+        Err(Error::input("memory of this kind of device cannot be opened by other ranks"))
+    }
+
+    /// Returns the bytes of free device memory.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails, or does not report them.
+    fn free_memory(&self) -> Result<usize> {
+        Err(Error::input("this kind of device does not report its free memory"))
     }
 }
 

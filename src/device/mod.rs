@@ -20,8 +20,8 @@ use hpctrain_base::error::Result;
 
 pub use device_memcpy::{
     CommBuffer, CommId, ComputeOrderedCopies, DeviceCollective, DeviceComm, DeviceCopies,
-    DeviceEvent, DeviceOperation, DeviceSpan, DeviceTimer, MAX_SUM_TERMS, OrderedSum, Pinned,
-    Scratch, Slot, SpanAtOffset,
+    DeviceEvent, DeviceOperation, DeviceSpan, DeviceTimer, ExportedMemory, MAX_SUM_TERMS,
+    OrderedSum, Pinned, Scratch, Slot, SpanAtOffset,
 };
 pub use kernel_cost::KernelCost;
 pub use matmul_algo::{ChosenAlgorithm, MatmulAlgorithm, MatmulAlgorithms, MatmulKey};

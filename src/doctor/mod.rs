@@ -24,7 +24,7 @@ use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Group};
 use crate::config::{Config, DeviceChoice};
 use crate::error::{Error, Kind, Result};
-use crate::gpu_assignment::assign_gpus;
+use crate::gpu_assignment::{COST_OF_HIDDEN_GPUS, SHOW_ALL_GPUS, assign_gpus};
 use crate::topology::Topology;
 
 use probe::Probe;
@@ -179,7 +179,7 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
     }
     if let Some(gpu) = &gpu {
         messages.push(Finding::ok(gpu.table.join("\n")).named("gpu of each rank"));
-        if gpu.is_isolated() {
+        if gpu.is_isolated() && gpu.hiding_host().is_some() {
             messages.push(bound_to_gpus().named("visible gpus"));
         }
         if request.launcher.is_some() {
@@ -207,8 +207,8 @@ pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
 /// Returns the warning that ranks of a node see different GPUs.
 fn bound_to_gpus() -> Finding {
     Finding::warning(
-        "ranks of this node see different GPUs: no CUDA IPC between them, so NCCL copies through host memory and not by NVLink",
-        "let each rank see all GPUs of the job: srun --gpus-per-node=N, without --gpus-per-task and --gpu-bind=single",
+        format!("ranks of this node see different GPUs: {COST_OF_HIDDEN_GPUS}"),
+        SHOW_ALL_GPUS,
     )
 }
 

@@ -23,6 +23,14 @@ pub(super) fn checks(comm: &Comm<Cpu>, launcher: Option<&str>) -> Vec<Check> {
                 .named("mpi threads"),
         );
     }
+    if comm.is_renumbered() {
+        checks.push(
+            Finding::ok(
+                "by node: the launcher placed consecutive ranks on different nodes; its own messages have other numbers",
+            )
+            .named("rank numbers"),
+        );
+    }
     if comm.node().local_size > 1 {
         checks.push(shared_memory(comm.shares_memory()).named("shared memory"));
     }

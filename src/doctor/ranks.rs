@@ -118,7 +118,7 @@ fn gpu_affinity(ranks: &[RankResources]) -> Option<Finding> {
                 "no core of {} is on the processor that its GPU is attached to",
                 far.join(", ")
             ),
-            "bind ranks near their GPUs: --map-by numa --bind-to numa, or srun --gpu-bind=closest",
+            "bind ranks near their GPUs: --map-by numa --bind-to numa, or srun --cpu-bind=cores --distribution=block:cyclic",
         ),
     })
 }

@@ -1,4 +1,4 @@
-//! Checks of the transports of GPU buffers: host-staged, NCCL and CUDA-aware MPI.
+//! Checks of the transports of GPU buffers: host-staged, NCCL, CUDA IPC and CUDA-aware MPI.
 
 use super::{Check, Finding};
 use crate::backend::cpu::Cpu;
@@ -29,7 +29,20 @@ pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_cuda_aware: bool) -> Res
             Err(error) => Err(error).into(),
         };
         checks.push(finding.named("transport host-staged"));
-        checks.push(nccl(comm, gpu).named("transport nccl"));
+        let nccl = gpu.device_comm(comm).nccl_works();
+        let ipc = gpu.device_comm(comm).ipc_works();
+        let no_transport = nccl.is_err() && ipc.is_err() && !comm.claims_cuda_aware();
+        checks.push(self::nccl(nccl).named("transport nccl"));
+        checks.push(cuda_ipc(ipc).named("transport cuda-ipc"));
+        if no_transport && let Some(cost) = gpu.device_comm(comm).cost_of_staging()? {
+            checks.push(
+                Finding::warning(
+                    format!("messages between GPUs go through host memory: {cost}"),
+                    "install NCCL (pip install nvidia-nccl-cu13) or name its folder in LD_LIBRARY_PATH",
+                )
+                .named("transport auto"),
+            );
+        }
     }
     if tries_cuda_aware {
         checks.push(cuda_aware(comm).named("transport cuda-aware"));
@@ -61,9 +74,20 @@ fn host_staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
     })
 }
 
-/// Checks NCCL in child processes of all ranks.
-fn nccl(comm: &Comm<Cpu>, gpu: &Gpu) -> Finding {
-    match gpu.device_comm(comm).nccl_works() {
+/// Returns the finding for CUDA IPC, of the probe in child processes of all ranks.
+fn cuda_ipc(probed: Result<()>) -> Finding {
+    match probed {
+        Ok(()) => Finding::ok("the ranks open each other's GPU memory (CUDA IPC)"),
+        Err(error) => Finding::ok(format!(
+            "CUDA IPC cannot be used: {}; comm.transport = auto, the default, does not use it",
+            error.message()
+        )),
+    }
+}
+
+/// Returns the finding for NCCL, of the probe in child processes of all ranks.
+fn nccl(probed: Result<String>) -> Finding {
+    match probed {
         Err(_) if Cuda::device_comm_library().is_err() => Finding::ok(
             "NCCL is not installed: comm.transport = auto, the default, does not use it",
         ),

@@ -45,6 +45,7 @@ pub fn train(
             let place = RankGpu {
                 memory: gpu.memory,
                 table: gpu.table.clone(),
+                notes: gpu.notes(),
                 id: gpu.device().id.clone(),
                 sharers: gpu.sharers,
             };

@@ -74,8 +74,9 @@ const AREAS: [(&str, &[&[&str]]); 6] = [
 ];
 
 /// The only files with `unsafe` in them.
-const UNSAFE: [&str; 35] = [
+const UNSAFE: [&str; 38] = [
     "checkpoint/writeback.rs",
+    "comm/environment.rs",
     "comm/transport/mpi/calls.rs",
     "comm/transport/mpi/collectives.rs",
     "comm/transport/mpi/cuda_probe.rs",
@@ -93,6 +94,7 @@ const UNSAFE: [&str; 35] = [
     "cuda/device_memcpy.rs",
     "cuda/event.rs",
     "cuda/index_upload.rs",
+    "cuda/ipc.rs",
     "cuda/launch.rs",
     "cuda/libraries.rs",
     "cuda/library_versions.rs",
@@ -101,6 +103,7 @@ const UNSAFE: [&str; 35] = [
     "cuda/mod.rs",
     "cuda/nccl.rs",
     "cuda/nvrtc.rs",
+    "cuda/ordered_sum.rs",
     "cuda/pinned.rs",
     "cuda/pool.rs",
     "cuda/scalar.rs",

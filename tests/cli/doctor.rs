@@ -162,6 +162,11 @@ fn ranks_exchange_the_memory_of_their_gpus() {
         status == "ok" && found.contains(" carries GPU memory unchanged between all ranks"),
         "{report:#}"
     );
+    assert_eq!(
+        check(&report, "transport cuda-ipc").1,
+        "the ranks open each other's GPU memory (CUDA IPC)",
+        "{report:#}"
+    );
     assert!(
         check(&report, "transport cuda-aware").1.contains("does not report CUDA support"),
         "{report:#}"
@@ -169,6 +174,18 @@ fn ranks_exchange_the_memory_of_their_gpus() {
     let gpus = |rank: usize| report["ranks"][rank]["gpu"]["pci"].as_str().unwrap().to_owned();
     assert_eq!([gpus(0), gpus(1)], ["0000:01:00.0", "0000:02:00.0"]);
     assert_eq!(check(&report, "gpu of each rank").1.lines().count(), 2);
+
+    let mut slow = on_ranks(2, &["--json"]);
+    let none = [("CUDASIM_DEVICES", "2"), ("CUDASIM_FAIL", "nccl,ipc")];
+    let report = self::report(&finish(with_simulator(&mut slow).envs(none)));
+    let (status, found) = check(&report, "transport auto");
+    assert!(
+        status == "warning"
+            && found
+                .starts_with("messages between GPUs go through host memory: an all-reduce takes ")
+            && found.contains(" s per GB of gradients"),
+        "{report:#}"
+    );
 
     let mut shared = on_ranks(2, &["--json"]);
     let report = self::report(&finish(with_simulator(&mut shared).env("CUDASIM_DEVICES", "1")));
@@ -199,7 +216,26 @@ fn ranks_that_see_different_gpus_are_warned_of() {
     bound.arg(hpctrain_testkit::program()).args(["doctor", "--json", "--require-gpus"]);
     let report = report(&finish(with_simulator(&mut bound).env("CUDASIM_DEVICES", "2")));
     let (status, found) = check(&report, "visible gpus");
-    assert!(status == "warning" && found.contains("see different GPUs"), "{report:#}");
+    assert!(
+        status == "warning"
+            && found
+                .contains("see different GPUs: NCCL copies through host memory instead of NVLink")
+            && found.contains("CUDA IPC cannot open the memory of a hidden GPU"),
+        "{report:#}"
+    );
+    let checks = report["checks"].as_array().unwrap();
+    let hint = checks.iter().find(|check| check["name"] == "visible gpus").unwrap();
+    let hint = hint["hint"].as_str().unwrap();
+    assert!(hint.contains("--gpus-per-node=N --gpu-bind=none"), "{hint}");
+}
+
+#[test]
+fn ranks_that_are_renumbered_by_node_are_reported() {
+    let mut four = on_ranks(4, &["--json"]);
+    let report = report(&finish(four.env("HPCTRAIN_RANKS_PER_NODE", "2,cyclic")));
+    let (status, found) = check(&report, "rank numbers");
+    assert!(status == "ok" && found.starts_with("by node: "), "{report:#}");
+    assert_eq!(report["ranks"].as_array().unwrap().len(), 4);
 }
 
 /// A signal, such as that of a batch system that preempts the job, is not reported as a failure.

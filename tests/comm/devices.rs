@@ -1,9 +1,11 @@
 //! Tests of communication of device memory: every transport gives the bits that host memory gives.
 
 use std::ops::Range;
+use std::path::Path;
+use std::process::Command;
 
 use hpctrain::backend::cpu::Cpu;
-use hpctrain::backend::cuda::{Cuda, Device, Precision};
+use hpctrain::backend::cuda::{Cuda, Device, Precision, devices};
 use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{
     Algorithm, AlgorithmTable, Comm, DeviceTransport, Group, TransportChoice, mpi, start_mpi,
@@ -248,6 +250,70 @@ fn every_way_over_mpi() {
     comm.shutdown();
 }
 
+/// Returns the groups, sends and receives of long messages since the last call, and the most that
+/// were in flight at once, as `flights.c` counts them.
+fn flights() -> [i64; 4] {
+    type ReadFlights = unsafe extern "C" fn(*mut i64);
+    let mut counts = [0; 4];
+    // SAFETY: the preloaded library has a function of this name and type, which writes four numbers.
+    unsafe {
+        let read_flights = libc::dlsym(libc::RTLD_DEFAULT, c"read_flights".as_ptr());
+        assert!(!read_flights.is_null());
+        std::mem::transmute::<*mut libc::c_void, ReadFlights>(read_flights)(counts.as_mut_ptr());
+    }
+    counts
+}
+
+/// Over CUDA-aware MPI the messages of a group are in flight together, so a chunk of an all-reduce
+/// takes two groups for each level of the algorithm.
+#[test]
+fn cuda_aware_messages_of_a_group_fly_together() {
+    const NAME: &str = "devices::cuda_aware_messages_of_a_group_fly_together";
+    if !is_rank_of(NAME) {
+        let folder = tempfile::tempdir().unwrap();
+        let library = folder.path().join("flights.so");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/comm/flights.c");
+        let built = Command::new("mpicc")
+            .args(["-shared", "-fPIC", "-o"])
+            .args([&library, &source])
+            .status();
+        assert!(built.unwrap().success());
+        for per_node in [4, 2] {
+            let preload = [("LD_PRELOAD", library.to_str().unwrap())];
+            let (status, printed) = mpirun_with(NAME, 4, per_node, 120, &preload);
+            assert!(status.success(), "{per_node} ranks per node:\n{printed}");
+        }
+        return;
+    }
+    let comm = start_mpi::<Sealed>(Algorithm::HalvingDoubling).unwrap();
+    let comm = comm.with_transport(DeviceTransport::CudaAware);
+    for algorithm in [Algorithm::HalvingDoubling, Algorithm::Hierarchical] {
+        // With one node, hierarchical is halving-doubling.
+        let is_deep = algorithm == Algorithm::Hierarchical && comm.world().nodes() == 2;
+        let (levels, peers) = if is_deep { (2, 2) } else { (1, 3) };
+        let table = AlgorithmTable::uniform(algorithm);
+        // The default chunks have 32 MiB; those of slots of 1,024 words have 32 KiB.
+        let of_slots = comm.with_staging_chunk(1 << 10);
+        for (comm, chunks, len) in
+            [(&comm, 1, 2 << 20), (&of_slots, 1, 1 << 13), (&of_slots, 10, 10 << 13)]
+        {
+            let rank = on_device(comm.world().with_algorithms(table.clone()), true);
+            let terms = rank.up(MemoryKind::Gradients, &values(comm.rank(), len));
+            flights();
+            rank.group.all_reduce(terms, 0..len).wait().unwrap();
+            let [groups, sends, receives, together] = flights();
+            let messages = 2 * chunks * peers;
+            assert_eq!(
+                [groups, sends, receives],
+                [chunks + 2 * levels - 1, messages, messages],
+                "{algorithm} of {chunks} chunks"
+            );
+            assert!(chunks > 1 || together == 2 * messages / groups, "{algorithm}: {together}");
+        }
+    }
+    comm.shutdown();
+}
+
 /// Simulator settings that expose missing waits, and accesses to device memory from the host.
 const LATE: &[(&str, &str)] =
     &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")];
@@ -286,8 +352,46 @@ fn nccl_between_threads() {
     });
 }
 
-/// Tree sums in NCCL groups, in many chunks, have the bits of host memory and send the fewest
-/// bytes.
+/// Ranks that write to each other's memory have the bits of host memory, on a device each or on one
+/// that they share, in every order of streams.
+#[test]
+fn cuda_ipc_between_threads() {
+    const DEVICES: (&str, &str) = ("CUDASIM_DEVICES", "4");
+    under(
+        &[
+            &[DEVICES, ("CUDASIM_HOST_ACCESS", "0")],
+            &[("CUDASIM_DEVICES", "1"), ("CUDASIM_STREAMS", "racing")],
+            LATE,
+            &[DEVICES, ("CUDASIM_ORDER", "reverse")],
+        ],
+        || {
+            for nodes in [&[0][..], &[0; 2], &[0; 3], &[0; 4]] {
+                for algorithm in Algorithm::ALL {
+                    if algorithm == Algorithm::Vendor {
+                        continue;
+                    }
+                    let host = |comm: Comm<Cpu>| {
+                        LENGTHS.map(|len| on_host(comm.world()).operations(len).unwrap())
+                    };
+                    let wanted = on_threads(nodes, algorithm, host);
+                    let got = on_threads(nodes, algorithm, |comm: Comm<Cuda>| {
+                        let group = comm.with_transport(DeviceTransport::CudaIpc).world();
+                        assert!(!group.algorithms(false).contains(&Algorithm::Vendor));
+                        let rank = on_gpu(group, comm.rank() % devices().unwrap());
+                        LENGTHS.map(|len| rank.operations(len).unwrap())
+                    });
+                    for (rank, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+                        for ((got, wanted), len) in got.iter().zip(wanted).zip(LENGTHS) {
+                            let what = format!("{algorithm} of {len}, rank {rank} on {nodes:?}");
+                            assert_same(&what, got, wanted, true);
+                        }
+                    }
+                }
+            }
+        },
+    );
+}
+
 #[test]
 fn nccl_in_chunks_between_threads() {
     const DEVICES: (&str, &str) = ("CUDASIM_DEVICES", "5");
@@ -295,53 +399,73 @@ fn nccl_in_chunks_between_threads() {
         &[&[DEVICES], &[DEVICES, ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")]],
         || {
             for nodes in [&[0; 2][..], &[0; 3], &[0; 4], &[0; 5]] {
-                let ranks = nodes.len();
-                // A chunk has eight slots: parts of a chunk, and many.
-                for (slot, lengths) in
-                    [(1, [3, 7, 64, 200]), (5, [7, 64, 333, 1000]), (60, [3, 64, 1000, 4099])]
-                {
-                    let host = |comm: Comm<Cpu>| {
-                        lengths.map(|len| on_host(comm.world()).operations(len).unwrap())
-                    };
-                    let wanted = on_threads(nodes, Algorithm::HalvingDoubling, host);
-                    let got = on_threads(nodes, Algorithm::HalvingDoubling, |comm: Comm<Cuda>| {
-                        let comm =
-                            comm.with_transport(DeviceTransport::Nccl).with_staging_chunk(slot);
-                        let rank = on_gpu(comm.world(), comm.rank());
-                        let results = lengths.map(|len| rank.operations(len).unwrap());
-                        // A rank sends all terms but those of its own share, and its share of the
-                        // sum to each other rank.
-                        let len = 10 * 8 * slot * ranks;
-                        let sent = |len: usize| {
-                            let terms = rank.up(MemoryKind::Gradients, &values(comm.rank(), len));
-                            let before = rank.group.stats().sent;
-                            rank.group.all_reduce(terms, 0..len).wait().unwrap();
-                            rank.group.stats().sent - before
-                        };
-                        // Debug builds also compare the requests.
-                        let sent = sent(len) - sent(0);
-                        (results, sent)
-                    });
-                    for (rank, ((got, sent), wanted)) in got.iter().zip(&wanted).enumerate() {
-                        for (got, wanted) in got.iter().zip(wanted) {
-                            assert_same(
-                                &format!("chunks of {slot} slots, rank {rank} of {ranks}"),
-                                got,
-                                wanted,
-                                true,
-                            );
-                        }
-                        let share = 10 * 8 * slot as u64;
-                        let even = (8 * slot).is_multiple_of(ranks);
-                        assert!(
-                            !even || *sent == 4 * 2 * (ranks as u64 - 1) * share,
-                            "rank {rank} of {ranks}: {sent}"
-                        );
-                    }
-                }
+                sums_in_chunks(nodes, DeviceTransport::Nccl);
             }
         },
     );
+}
+
+#[test]
+fn cuda_ipc_in_chunks_between_threads() {
+    const DEVICES: (&str, &str) = ("CUDASIM_DEVICES", "5");
+    under(
+        &[
+            &[DEVICES, ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")],
+            &[DEVICES, ("CUDASIM_STREAMS", "racing")],
+        ],
+        || {
+            for nodes in [&[0; 3][..], &[0; 4]] {
+                sums_in_chunks(nodes, DeviceTransport::CudaIpc);
+            }
+        },
+    );
+}
+
+/// Tree sums in groups of messages, in many chunks, have the bits of host memory and send the fewest
+/// bytes.
+fn sums_in_chunks(nodes: &[usize], transport: DeviceTransport) {
+    let ranks = nodes.len();
+    // A chunk has eight slots: parts of a chunk, and many.
+    for (slot, lengths) in
+        [(1, [3, 7, 64, 200]), (5, [7, 64, 333, 1000]), (60, [3, 64, 1000, 4099])]
+    {
+        let host =
+            |comm: Comm<Cpu>| lengths.map(|len| on_host(comm.world()).operations(len).unwrap());
+        let wanted = on_threads(nodes, Algorithm::HalvingDoubling, host);
+        let got = on_threads(nodes, Algorithm::HalvingDoubling, |comm: Comm<Cuda>| {
+            let comm = comm.with_transport(transport).with_staging_chunk(slot);
+            let rank = on_gpu(comm.world(), comm.rank());
+            let results = lengths.map(|len| rank.operations(len).unwrap());
+            // A rank sends all terms but those of its own share, and its share of the
+            // sum to each other rank.
+            let len = 10 * 8 * slot * ranks;
+            let sent = |len: usize| {
+                let terms = rank.up(MemoryKind::Gradients, &values(comm.rank(), len));
+                let before = rank.group.stats().sent;
+                rank.group.all_reduce(terms, 0..len).wait().unwrap();
+                rank.group.stats().sent - before
+            };
+            // Debug builds also compare the requests.
+            let sent = sent(len) - sent(0);
+            (results, sent)
+        });
+        for (rank, ((got, sent), wanted)) in got.iter().zip(&wanted).enumerate() {
+            for (got, wanted) in got.iter().zip(wanted) {
+                assert_same(
+                    &format!("chunks of {slot} slots, rank {rank} of {ranks}"),
+                    got,
+                    wanted,
+                    true,
+                );
+            }
+            let share = 10 * 8 * slot as u64;
+            let even = (8 * slot).is_multiple_of(ranks);
+            assert!(
+                !even || *sent == 4 * 2 * (ranks as u64 - 1) * share,
+                "rank {rank} of {ranks}: {sent}"
+            );
+        }
+    }
 }
 
 /// Ranks are processes, and buffers are longer than one message.
@@ -386,6 +510,71 @@ fn nccl_over_mpi() {
         );
     }
     comm.shutdown();
+}
+
+/// Processes that open each other's memory (CUDA IPC) have the bits of host memory, on a device each
+/// or on one that they share.
+#[test]
+fn cuda_ipc_over_mpi() {
+    const NAME: &str = "devices::cuda_ipc_over_mpi";
+    if !is_rank_of(NAME) {
+        let racing: &[(&str, &str)] = &[("CUDASIM_DEVICES", "1"), ("CUDASIM_STREAMS", "racing")];
+        for (ranks, sim) in [(2, LATE), (3, racing), (4, &[("CUDASIM_DEVICES", "4")])] {
+            let mut command = ranks::command(NAME, ranks, ranks);
+            let ended =
+                start(with_simulator(&mut command).envs(sim.iter().copied())).finish(2 * LIMIT);
+            // Memory is closed by all ranks before one frees it.
+            let is_clean = !ended.stderr.contains("which process");
+            assert!(ended.status.success() && is_clean, "{ranks} ranks: {ended}");
+        }
+        return;
+    }
+    let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
+    let gpus = devices().unwrap();
+    let group = comm.on().with_transport(DeviceTransport::CudaIpc).world();
+    let gpu = on_gpu(group, comm.rank() % gpus);
+    for algorithm in Algorithm::ALL.into_iter().filter(|&other| other != Algorithm::Vendor) {
+        let table = AlgorithmTable::uniform(algorithm);
+        let host = on_host(comm.world().with_algorithms(table.clone()));
+        let device = Rank {
+            group: gpu.group.with_algorithms(table),
+            backend: gpu.backend.clone(),
+            look: gpu.look,
+        };
+        for len in [7, 300_001] {
+            let got = device.operations(len).unwrap();
+            assert_same(
+                &format!("{algorithm} of {len}"),
+                &got,
+                &host.operations(len).unwrap(),
+                true,
+            );
+        }
+    }
+    comm.shutdown();
+}
+
+/// A rank that waits on its device for one that has ended is ended, too: its kernels stop.
+#[test]
+fn an_abort_ends_kernels_that_wait() {
+    under(&[&[("CUDASIM_DEVICES", "2")]], || {
+        let errors = on_threads::<Cuda, _>(&[0; 2], Algorithm::HalvingDoubling, |comm| {
+            let group = comm.with_transport(DeviceTransport::CudaIpc).world();
+            let rank = on_gpu(group, comm.rank());
+            rank.operations(7).unwrap();
+            if comm.rank() == 1 {
+                let aborts = std::panic::AssertUnwindSafe(|| comm.abort(3));
+                assert!(std::panic::catch_unwind(aborts).is_err());
+                return String::new();
+            }
+            let pending = rank.group.all_reduce(rank.up(MemoryKind::Gradients, &[1.0; 8]), 0..8);
+            let error = pending.synchronize().err().unwrap().to_string();
+            // Nothing is left in the streams that could wait for ever.
+            drop(rank);
+            error
+        });
+        assert!(errors[0].contains("aborted"), "{errors:?}");
+    });
 }
 
 /// A rank on which NCCL fails says why, and the one that waits for its message is ended, too.

@@ -11,7 +11,7 @@ use hpctrain::comm::{
 use hpctrain::error::{Error, Result};
 
 use hpctrain_testkit::launch;
-use hpctrain_testkit::ranks::{ROLE, is_rank_of, mpirun};
+use hpctrain_testkit::ranks::{ROLE, is_rank_of, mpirun, mpirun_with};
 
 /// Checks that a test passes with all ranks on one node, in pairs, and one per node: through shared
 /// memory, through both, and through MPI messages.
@@ -59,7 +59,8 @@ fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
 /// Returns the results of `rank` on threads.
 fn on_threads(ranks: usize, rank: usize, algorithm: Algorithm) -> Vec<Vec<f32>> {
     let run = |comm: Comm<Cpu>| std::thread::spawn(move || every_operation(&comm.world()).unwrap());
-    let per_node: usize = std::env::var("HPCTRAIN_RANKS_PER_NODE").unwrap().parse().unwrap();
+    let division = std::env::var("HPCTRAIN_RANKS_PER_NODE").unwrap();
+    let per_node: usize = division.trim_end_matches(",cyclic").parse().unwrap();
     let nodes: Vec<usize> = (0..ranks).map(|rank| rank / per_node).collect();
     let ranks: Vec<_> =
         start_threads_on_nodes::<Cpu>(&nodes, algorithm).unwrap().into_iter().map(run).collect();
@@ -171,6 +172,82 @@ operations! {
     tree_matches_threads: Algorithm::HalvingDoubling, [1, 2, 3, 4];
     hierarchical_matches_threads: Algorithm::Hierarchical, [1, 2, 3, 4, 5];
     reduce_to_one_matches_threads: Algorithm::ReduceToOne, [1, 2, 3, 4];
+}
+
+/// Returns the bits of the results of all operations.
+fn bits(results: &[Vec<f32>]) -> Vec<u32> {
+    results.iter().flatten().map(|x| x.to_bits()).collect()
+}
+
+/// A launcher that places ranks round robin: on two nodes, those with even numbers are on the first.
+/// They are renumbered, so that `hierarchical` adds in the order of the tree.
+#[test]
+fn ranks_are_renumbered_by_node() {
+    const NAME: &str = "mpi::ranks_are_renumbered_by_node";
+    const RANKS: usize = 4;
+    if !is_rank_of(NAME) {
+        let cyclic = [("HPCTRAIN_RANKS_PER_NODE", "2,cyclic")];
+        let (status, printed) = mpirun_with(NAME, RANKS, 2, 60, &cyclic);
+        assert!(status.success(), "{printed}");
+        return;
+    }
+    let comm = start_mpi::<Cpu>(Algorithm::Hierarchical).unwrap();
+    let rank = comm.rank();
+    let launched: usize = std::env::var("OMPI_COMM_WORLD_RANK").unwrap().parse().unwrap();
+    assert_eq!((comm.launch_rank(), comm.is_renumbered()), (launched, true));
+    assert_eq!(rank, launched % 2 * 2 + launched / 2);
+    let world = comm.world();
+    assert_eq!((world.nodes(), world.is_first_of_node()), (2, rank.is_multiple_of(2)));
+    assert!(world.algorithms(true).contains(&Algorithm::Hierarchical));
+    let tree = on_threads(RANKS, rank, Algorithm::HalvingDoubling);
+    assert_eq!(bits(&every_operation(&world).unwrap()), bits(&tree));
+    // MPI's own collectives use the new numbers, too: each rank receives its part.
+    let vendor = world.with_algorithms(AlgorithmTable::uniform(Algorithm::Vendor));
+    for (got, wanted) in every_operation(&vendor).unwrap().iter().zip(&tree) {
+        assert!(got.iter().zip(wanted).all(|(got, wanted)| (got - wanted).abs() < 1e-3));
+    }
+    // Messages have the new numbers: the launcher's rank 2 is rank 1.
+    let lone = if launched == 2 { Err(Error::input("bad")) } else { Ok(()) };
+    assert_eq!(world.all_ok(lone).unwrap_err().to_string(), "rank 1: bad");
+    let node = comm.split(&[0, 0, 1, 1]).unwrap();
+    let sum = node.all_reduce(buf(&[rank as f32]), 0..1).wait().unwrap();
+    assert_eq!((node.nodes(), sum.as_slice()), (1, &[[1.0], [5.0]][rank / 2][..]));
+    comm.shutdown();
+}
+
+/// Without the same number of ranks on each node, ranks are renumbered as well.
+#[test]
+fn ranks_of_nodes_of_several_sizes_are_renumbered() {
+    const NAME: &str = "mpi::ranks_of_nodes_of_several_sizes_are_renumbered";
+    if !is_rank_of(NAME) {
+        let cyclic = [("HPCTRAIN_RANKS_PER_NODE", "2,cyclic")];
+        let (status, printed) = mpirun_with(NAME, 3, 2, 60, &cyclic);
+        assert!(status.success(), "{printed}");
+        return;
+    }
+    let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
+    assert_eq!(comm.rank(), [0, 2, 1][comm.launch_rank()]);
+    let tree = on_threads(3, comm.rank(), Algorithm::HalvingDoubling);
+    assert_eq!(bits(&every_operation(&comm.world()).unwrap()), bits(&tree));
+    comm.shutdown();
+}
+
+/// An abort ends all ranks that were renumbered.
+#[test]
+fn an_abort_ends_renumbered_ranks() {
+    const NAME: &str = "mpi::an_abort_ends_renumbered_ranks";
+    if is_rank_of(NAME) {
+        let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
+        if comm.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+            comm.abort(3);
+        }
+        let _ = comm.world().all_reduce(buf(&[1.0; 1000]), 0..1000).wait();
+        unreachable!("the abort ends this rank");
+    }
+    let cyclic = [("HPCTRAIN_RANKS_PER_NODE", "2,cyclic")];
+    let (status, printed) = mpirun_with(NAME, 4, 2, 10, &cyclic);
+    assert_eq!(status.code(), Some(3), "{printed}");
 }
 
 /// MPI's counts have 31 bits, so longer buffers need several calls.

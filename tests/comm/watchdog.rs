@@ -34,9 +34,9 @@ impl Job {
         Self::start_as(transport, settings, |command| command)
     }
 
-    /// Starts such a job on simulated GPUs that communicate by NCCL.
+    /// Starts such a job on simulated GPUs.
     fn start_on_gpus(ranks: usize, settings: &[&str]) -> Self {
-        let ours = ["comm.transport=nccl", "device.memory_limit=128MiB"];
+        let ours = ["device.memory_limit=128MiB"];
         let settings = [&ours, settings].concat();
         Self::start_as(Mpirun(ranks), &settings, |command| {
             with_simulator(command).env("CUDASIM_DEVICES", "4")
@@ -188,10 +188,23 @@ fn a_rank_is_killed() {
 
 #[test]
 fn a_rank_is_stopped_or_killed_under_nccl() {
+    let nccl = "comm.transport=nccl";
     for algorithm in ["comm.algorithm=halving-doubling", "comm.algorithm=vendor"] {
-        check_stopped(Job::start_on_gpus(2, &["comm.timeout=2", algorithm]), 2, 1);
+        check_stopped(Job::start_on_gpus(2, &["comm.timeout=2", algorithm, nccl]), 2, 1);
     }
-    let job = Job::start_on_gpus(2, &["comm.timeout=2"]);
+    let job = Job::start_on_gpus(2, &["comm.timeout=2", nccl]);
+    signal("KILL", &job.pid(1));
+    let (ended, _) = job.ends(&[]);
+    assert_ne!(ended.code(), 0, "{ended}");
+}
+
+/// Kernels of the other rank wait for messages of one that no longer runs.
+#[test]
+fn a_rank_is_stopped_or_killed_under_cuda_ipc() {
+    let ipc = "comm.transport=cuda-ipc";
+    let settings = ["comm.timeout=2", "comm.algorithm=halving-doubling", ipc];
+    check_stopped(Job::start_on_gpus(2, &settings), 2, 1);
+    let job = Job::start_on_gpus(2, &settings);
     signal("KILL", &job.pid(1));
     let (ended, _) = job.ends(&[]);
     assert_ne!(ended.code(), 0, "{ended}");

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use hpctrain::backend::{
-    Backend, CommBuffer, DeviceCopies, DeviceEvent, DeviceSpan, MemoryKind, MemoryStats, Pinned,
-    Profile, Scratch, SpanAtOffset,
+    Backend, CommBuffer, DeviceCopies, DeviceEvent, DeviceSpan, MemoryKind, MemoryStats,
+    OrderedSum, Pinned, Profile, Scratch, SpanAtOffset,
 };
 use hpctrain::error::{Error, Result};
 
@@ -220,6 +220,25 @@ impl DeviceCopies for SealedPort {
         Ok(())
     }
 
+    fn sum_in_order(&self, sums: &[OrderedSum<'_>]) -> Result<Box<dyn DeviceEvent>> {
+        for &OrderedSum { own, number, others } in sums {
+            let hidden = self.hidden;
+            let [to, from] = [own, others].map(DeviceSpan::address);
+            let [words, others] = [own, others].map(DeviceSpan::words);
+            self.stream.queue(move || {
+                let own = Self::slice(hidden, to, words);
+                let others = Self::slice(hidden, from, others);
+                let mut terms: Vec<_> = others.chunks(words).map(<[f32]>::to_vec).collect();
+                terms.insert(number, own.to_vec());
+                while terms.len() > 1 {
+                    terms = terms.chunks(2).map(sum_of_pair).collect();
+                }
+                own.copy_from_slice(&terms[0]);
+            });
+        }
+        Ok(self.stream.event())
+    }
+
     fn copy(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()> {
         self.later(from, to, |to, from| *to = from);
         Ok(())
@@ -227,6 +246,14 @@ impl DeviceCopies for SealedPort {
 
     fn mark(&self) -> Result<Box<dyn DeviceEvent>> {
         Ok(self.stream.event())
+    }
+}
+
+/// Returns the sum of two terms, or the only one.
+fn sum_of_pair(pair: &[Vec<f32>]) -> Vec<f32> {
+    match pair {
+        [one, other] => one.iter().zip(other).map(|(one, other)| one + other).collect(),
+        alone => alone.concat(),
     }
 }
 

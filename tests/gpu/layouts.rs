@@ -24,7 +24,10 @@ const F32: &str = "precision.dtype=f32";
 const BF16: &str = "precision.dtype=bf16";
 const STAGED: &str = "comm.transport=host-staged";
 const DIRECT: &str = "comm.transport=cuda-aware";
+/// The terms of ordered sums take up to 56 MiB of each of eight ranks.
+const ROOM: &str = "device.memory_limit=128MiB";
 const NCCL: &str = "comm.transport=nccl";
+const IPC: &str = "comm.transport=cuda-ipc";
 
 /// Rows on GPUs that compute in `precision`, each with its way of messages. Every third row has two
 /// GPUs for its ranks, the others one.
@@ -33,10 +36,12 @@ fn on_gpus<'a>(precision: &str, rows: impl Iterator<Item = (&'a LayoutCase, &'a 
     let rows = rows.map(|(row, path)| (row, vec![path]));
     give_the_same_bits(rows, STEPS, |transport, settings, name| {
         let ours = SMALLER.iter().chain([&precision]).map(|setting| setting.to_string());
-        let settings = ours.chain(settings).collect();
+        let room = settings.iter().any(|setting| setting == DIRECT).then(|| ROOM.to_string());
+        let settings = ours.chain(settings).chain(room).collect();
         let run = Run { settings, ..Run::new(transport, root.path(), name, &[]) };
         let devices = if name.ends_with(['0', '3', '6', '9']) { "2" } else { "1" };
-        finish(with_simulator(&mut run.command()).env("CUDASIM_DEVICES", devices)).succeeded();
+        let sim = [("CUDASIM_DEVICES", devices), ("CUDASIM_MEM", "2G")];
+        finish(with_simulator(&mut run.command()).envs(sim)).succeeded();
         run.files()
     });
 }
@@ -100,6 +105,55 @@ fn nccl_gives_the_same_bits() {
             run.files()
         },
     );
+}
+
+/// Ranks that write to each other's memory (CUDA IPC), on one or two GPUs that they share: a few rows.
+#[test]
+fn cuda_ipc_gives_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    let orders = std::cell::RefCell::new(["eager", "lazy", "racing"].into_iter().cycle());
+    let rows = EQUAL_LAYOUTS
+        .iter()
+        .filter(|LayoutCase(_, transport, _)| matches!(transport, Mpirun(_) | Simulate(2..=8)));
+    give_the_same_bits(
+        rows.step_by(5).map(|row| (row, vec![])),
+        STEPS,
+        |transport, settings, name| {
+            let ours = SMALLER.iter().filter(|setting| !setting.starts_with("device.memory"));
+            let own = if transport == Alone { STAGED } else { IPC };
+            // Terms take up to 64 MiB.
+            let ours = ours
+                .chain([&F32, &own, &"device.memory_limit=144MiB"])
+                .map(|setting| setting.to_string());
+            let settings = ours.chain(settings).collect();
+            let run = Run { settings, ..Run::new(transport, root.path(), name, &[]) };
+            let devices = if name.ends_with(['0', '3', '6', '9']) { "2" } else { "1" };
+            let order = orders.borrow_mut().next().unwrap();
+            let sim =
+                [("CUDASIM_DEVICES", devices), ("CUDASIM_STREAMS", order), ("CUDASIM_MEM", "2G")];
+            finish(with_simulator(&mut run.command()).envs(sim)).succeeded();
+            run.files()
+        },
+    );
+}
+
+/// Eight processes write to each other's memory on one GPU, each to the other seven.
+#[test]
+fn eight_processes_share_a_gpu() {
+    let root = tempfile::tempdir().unwrap();
+    let trained = |transport, name: &str, own: &[&str]| {
+        let ours =
+            ["parallel.virtual_ranks=8", "batch.global=8", F32, "device.memory_limit=144MiB"];
+        let small = SMALLER.iter().copied().filter(|setting| !setting.starts_with("device.memory"));
+        let settings: Vec<_> = small.chain(ours).chain(own.iter().copied()).collect();
+        let run = Run::new(transport, root.path(), name, &settings);
+        finish(with_simulator(&mut run.command()).env("CUDASIM_MEM", "2G")).succeeded();
+        run.files()
+    };
+    let one = trained(Alone, "one", &[]);
+    for zero in ["parallel.zero=1", "parallel.zero=3"] {
+        trained(Mpirun(8), zero, &[IPC, zero]).same_as(&one, STEPS, zero);
+    }
 }
 
 /// bf16 changes kernels, and the all-gathers of parameters. A selection of rows.

@@ -14,6 +14,7 @@ use cudarc::driver::{CudaContext, DevicePtr};
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::backend::{
     Activation, ActivationOps, Backend, CommBuffer, ElementwiseOps, Gemm, LinearOps, MemoryKind,
+    OrderedSum,
 };
 
 use hpctrain_testkit::launch::{Transport, finish};
@@ -232,12 +233,14 @@ fn the_backend_chooses_its_device_on_every_thread() {
             let aside = scratch.span();
             fresh(|| copies.copy(span, aside).unwrap());
             fresh(|| copies.add(aside, span).unwrap());
+            let sum = OrderedSum { own: span, number: 1, others: aside };
+            fresh(|| copies.sum_in_order(&[sum]).unwrap().wait().unwrap());
             let done = fresh(|| copies.mark().unwrap());
             fresh(move || while !done.is_done().unwrap() {});
             let mut pinned = fresh(|| copies.pinned(2).unwrap());
             let host = Carried(pinned.words().as_mut_ptr());
             fresh(|| unsafe { copies.download(&[(span, 0)], host.get()) }.unwrap().wait().unwrap());
-            assert_eq!(pinned.words(), [6.0, 8.0]);
+            assert_eq!(pinned.words(), [9.0, 12.0]);
             pinned.words().fill(1.0);
             fresh(|| {
                 unsafe { copies.upload(host.get().cast_const(), &[(span, 0)]) }
@@ -271,7 +274,7 @@ fn mpi_is_given_addresses_by_threads_with_a_context() {
             "run.device=cuda",
             "run.steps=2",
             "comm.transport=cuda-aware",
-            "device.memory_limit=64MiB",
+            "device.memory_limit=128MiB",
             &algorithm,
         ];
         let run = Run::new(Transport::Mpirun(2), root.path(), name, &settings);

@@ -214,6 +214,8 @@ fn messages_take_the_way_they_are_told() {
     for algorithm in ["halving-doubling", "ring", "vendor"] {
         let settings = [
             "comm.transport=cuda-aware",
+            // The terms of ordered sums take 32 MiB.
+            "device.memory_limit=128MiB",
             "parallel.zero=2",
             &format!("comm.algorithm={algorithm}"),
         ];

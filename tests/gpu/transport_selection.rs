@@ -1,5 +1,5 @@
-//! `comm.transport = auto` on simulated GPUs: it selects the fastest transport that passes a probe,
-//! and reports the reasons.
+//! `comm.transport = auto` on simulated GPUs: it selects the first transport that passes a probe, and
+//! reports the reasons.
 
 use std::path::Path;
 use std::process::Command;
@@ -46,6 +46,7 @@ fn path(
     let described = match &path[..] {
         "nccl" => "device memory by NCCL",
         "cuda-aware" => "device memory by CUDA-aware MPI",
+        "cuda-ipc" => "device memory by CUDA IPC",
         _ => "device memory host-staged (pinned memory)",
     };
     assert!(ended.stdout.contains(described), "{name}: {ended}");
@@ -67,18 +68,105 @@ fn auto_takes_nccl_where_it_is_proved() {
     let root = tempfile::tempdir().unwrap();
     let one = Run::new(Alone, root.path(), "one", &SMALLER);
     finish(with_simulator(&mut one.command())).succeeded();
-    for (transport, mpi) in [
-        (Mpirun(2), "does not claim to be CUDA-aware"),
-        (Simulate(2), "cannot send from GPU memory"),
-    ] {
+    for transport in [Mpirun(2), Simulate(2)] {
         let name = format!("{transport:?}");
         let (files, path, why) = path(transport, root.path(), &name, &["parallel.zero=2"], &[TWO]);
+        let (library, speed) = why.split_once(" passed its probe; ").unwrap_or_default();
+        assert!(path == "nccl" && library.starts_with("NCCL 2."), "{path}: {why}");
         assert!(
-            path == "nccl" && why.starts_with("NCCL 2.") && why.contains(" works here; "),
+            speed.starts_with("an all-reduce of 4.0 MiB inside a node has ")
+                && speed.ends_with(" GB/s (bus bandwidth)"),
+            "{why}"
+        );
+        files.same_as(&one.files(), STEPS, &name);
+    }
+}
+
+/// Without NCCL, ranks of one node that have a GPU each write to each other's memory.
+#[test]
+fn auto_takes_cuda_ipc_without_nccl() {
+    let root = tempfile::tempdir().unwrap();
+    let one = Run::new(Alone, root.path(), "one", &SMALLER);
+    finish(with_simulator(&mut one.command())).succeeded();
+    for transport in [Mpirun(2), Simulate(2)] {
+        let name = format!("{transport:?}");
+        let sim = [TWO, ("CUDASIM_FAIL", "nccl")];
+        let (files, path, why) = path(transport, root.path(), &name, &["parallel.zero=2"], &sim);
+        assert!(
+            path == "cuda-ipc"
+                && why.starts_with(
+                    "CUDA IPC passed its probe; NCCL not used: the NCCL probe of rank 0 failed: "
+                )
+                && why.ends_with(" GB/s (bus bandwidth)"),
             "{path}: {why}"
         );
-        assert!(why.ends_with(mpi), "{why}");
         files.same_as(&one.files(), STEPS, &name);
+    }
+}
+
+/// Where no transport works although each rank has a GPU, a warning says what that costs; where one
+/// is much slower than the links of the GPUs, too.
+#[test]
+fn slow_transports_are_warned_of() {
+    let root = tempfile::tempdir().unwrap();
+    let warned = |name: &str, more: &[&str], sim: Settings| {
+        let run = Run::new(Mpirun(2), root.path(), name, &[&SMALLER, more].concat());
+        finish(with_simulator(&mut run.command()).envs(sim.iter().copied())).succeeded().stderr
+    };
+    let none = [TWO, ("CUDASIM_FAIL", "nccl,ipc")];
+    let text = warned("none", &[], &none);
+    let cost = "messages between GPUs go through host memory: an all-reduce takes ";
+    assert!(
+        text.matches(cost).count() == 1
+            && text.contains(" s per GB of gradients, measured with 4.0 MiB (NCCL not used: ")
+            && text.contains("hint: install NCCL (pip install nvidia-nccl-cu13)"),
+        "{text}"
+    );
+    let shared = warned("shared", &["device.ranks_per_gpu=2"], &[("CUDASIM_FAIL", "nccl,ipc")]);
+    assert!(!shared.contains("WARN"), "{shared}");
+
+    let slow = "although NVLink of this model reaches more than 50 GB/s\nhint: let the ranks of a node see";
+    let text = warned("slow", &[], &[TWO, ("CUDASIM_NAME", "NVIDIA H100 80GB HBM3")]);
+    assert_eq!(text.matches(slow).count(), 1, "{text}");
+    let text = warned("other", &[], &[TWO, ("CUDASIM_NAME", "NVIDIA H100 PCIe")]);
+    assert!(!text.contains("WARN"), "{text}");
+}
+
+/// CUDA IPC is refused, with a remedy, where it cannot be used.
+#[test]
+fn cuda_ipc_is_refused_where_it_cannot_be() {
+    let root = tempfile::tempdir().unwrap();
+    for (name, more, says, sim) in [
+        (
+            "nodes",
+            "device.ranks_per_gpu=1",
+            "comm.transport = cuda-ipc: the ranks are on 2 nodes, and CUDA IPC is for one\nhint: ",
+            ("HPCTRAIN_RANKS_PER_NODE", "1"),
+        ),
+        (
+            "grows",
+            "device.memory=grow",
+            "comm.transport = cuda-ipc: CUDA IPC requires a memory pool of fixed size, and device.memory = grow\nhint: ",
+            ("CUDASIM_STREAMS", "eager"),
+        ),
+        (
+            "vendor",
+            "comm.algorithm=vendor",
+            "comm.transport = cuda-ipc: CUDA IPC has no vendor collectives, and comm.algorithm = vendor\nhint: ",
+            ("CUDASIM_STREAMS", "eager"),
+        ),
+        (
+            "peers",
+            "device.ranks_per_gpu=1",
+            "the GPU could not open memory of another process (CUDA IPC): ",
+            ("CUDASIM_PEERS", "0"),
+        ),
+    ] {
+        let settings = [&SMALLER, &["comm.transport=cuda-ipc", more][..]].concat();
+        let run = Run::new(Mpirun(2), root.path(), name, &settings);
+        let ended = finish(with_simulator(&mut run.command()).envs([TWO, sim]));
+        let has_hint = ended.stderr.contains("\nhint: ");
+        assert!(ended.code() != 0 && ended.stderr.contains(says) && has_hint, "{name}: {ended}");
     }
 }
 
@@ -86,6 +174,7 @@ fn auto_takes_nccl_where_it_is_proved() {
 /// another transport is used.
 #[test]
 fn auto_does_without_an_nccl_that_does_not_work() {
+    let no_ipc = ("CUDASIM_FAIL", "ipc");
     let root = tempfile::tempdir().unwrap();
     let broken = root.path().join("lib");
     std::fs::create_dir(&broken).unwrap();
@@ -98,106 +187,93 @@ fn auto_does_without_an_nccl_that_does_not_work() {
     let staged = |name: &str, more: &[&str], sim: Settings| {
         let (_, path, why) = path(Mpirun(2), root.path(), name, more, sim);
         assert_eq!(path, "host-staged", "{name}: {why}");
+        assert!(why.contains("; CUDA-aware MPI not used: "), "{name}: {why}");
         why
     };
 
-    let why = staged("missing", &[], &[TWO, library]);
+    // Python packages of this machine are not searched.
+    let home = root.path().join("home");
+    std::fs::create_dir(&home).unwrap();
+    let home = ("HOME", home.to_str().unwrap());
+    let why = staged("missing", &[], &[TWO, library, no_ipc, home]);
     assert!(
         why.contains(
-            "NCCL not used: NCCL is missing: libnccl.so.2 was not found; CUDA-aware MPI not used: "
+            "NCCL not used: NCCL is missing: libnccl.so.2 was not found; CUDA IPC not used: the CUDA IPC probe of rank "
         ),
         "{why}"
     );
+    // NVIDIA's Python package is found where the loader does not look.
+    let package = root.path().join("venv/lib/python3.12/site-packages/nvidia/nccl/lib");
+    std::fs::create_dir_all(&package).unwrap();
+    let package = package.join("libnccl.so.2");
+    std::os::unix::fs::symlink(simulator().join("lib/libnccl.so.2"), &package).unwrap();
+    let venv = root.path().join("venv");
+    let venv = ("VIRTUAL_ENV", venv.to_str().unwrap());
+    let (_, found, why) = path(Mpirun(2), root.path(), "package", &[], &[TWO, library, venv]);
+    let says = format!(" from {} passed its probe; ", package.display());
+    assert!(found == "nccl" && why.contains(&says), "{found}: {why}");
     built(&broken, "broken_nccl.c", "libnccl.so.2");
     for (name, says) in [("crash", "ended by signal 6"), ("hang", "no answer after 3 seconds")] {
         let why = staged(
             name,
             &[],
-            &[TWO, library, ("BROKEN_NCCL", name), ("HPCTRAIN_PROBE_SECONDS", "3")],
+            &[TWO, library, no_ipc, ("BROKEN_NCCL", name), ("HPCTRAIN_PROBE_SECONDS", "3")],
         );
         assert!(
-            why.contains(&format!(
-                "NCCL not used: the NCCL probe of rank 0 failed: {says}; CUDA-aware MPI not used: "
-            )),
+            why.contains("NCCL not used: the NCCL probe of rank ")
+                && why.contains(&format!(" failed: {says}; CUDA IPC not used: ")),
             "{why}"
         );
     }
-    let why = staged("old", &[], &[TWO, ("CUDASIM_NCCL_VERSION", "21702")]);
+    let why = staged("old", &[], &[TWO, no_ipc, ("CUDASIM_NCCL_VERSION", "21702")]);
     assert!(
-        why.contains(
-            "NCCL not used: NCCL is too old: 2.17.2 is installed; CUDA-aware MPI not used: "
-        ),
+        why.contains("NCCL not used: NCCL is too old: 2.17.2 is installed; CUDA IPC not used: "),
         "{why}"
     );
-    let why = staged("fails", &[], &[TWO, ("CUDASIM_FAIL", "nccl")]);
+    let why = staged("fails", &[], &[TWO, ("CUDASIM_FAIL", "nccl,ipc")]);
     assert!(
         why.contains("the NCCL probe of rank 0 failed: NCCL could not exchange a message: "),
         "{why}"
     );
     let why = staged("shared", &["device.ranks_per_gpu=2"], &[]);
     assert!(
-        why.contains("NCCL not used: ranks 0, 1 share a GPU; CUDA-aware MPI not used: "),
+        why.contains(
+            "NCCL not used: ranks 0, 1 share a GPU; CUDA IPC not used: ranks 0, 1 share a GPU; "
+        ),
         "{why}"
     );
 }
 
-/// If MPI claims to be CUDA-aware it is probed too, and the faster transport is used.
+/// CUDA-aware MPI is probed only where NCCL and CUDA IPC do not work.
 #[test]
-fn auto_measures_where_both_ways_work() {
+fn auto_takes_cuda_aware_mpi_last() {
     let root = tempfile::tempdir().unwrap();
     let claims = built(root.path(), "claims.c", "claims.so");
     let claims = ("LD_PRELOAD", &claims[..]);
     let zero = ["parallel.zero=3"];
-    let (both, path_of_both, why) = path(Mpirun(2), root.path(), "both", &zero, &[TWO, claims]);
-    assert!(["nccl", "cuda-aware"].contains(&&path_of_both[..]), "{path_of_both}");
-    let parts: Vec<&str> = why.split_whitespace().collect();
-    let [
-        "sums",
-        "of",
-        "4.0",
-        "MiB",
-        "take",
-        by_nccl,
-        "ms",
-        "by",
-        "NCCL",
-        _,
-        by_mpi,
-        "ms",
-        "by",
-        "MPI",
-    ] = parts[..]
-    else {
-        panic!("{why}");
-    };
-    let [by_nccl, by_mpi] = [by_nccl, by_mpi].map(|time| time.parse::<f64>().unwrap());
-    assert!(
-        if path_of_both == "nccl" { by_nccl <= by_mpi } else { by_mpi <= by_nccl },
-        "{path_of_both}: {why}"
-    );
-    // MPI cannot read device memory here.
-    let (isolated, path_isolated, why) = path(
-        Mpirun(2),
-        root.path(),
-        "isolated",
-        &zero,
-        &[TWO, claims, ("CUDASIM_HOST_ACCESS", "0")],
-    );
-    assert!(
-        path_isolated == "nccl"
-            && why.contains("; the MPI library cannot exchange memory of the GPU: "),
-        "{why}"
-    );
-    isolated.same_as(&both, STEPS, "another way");
-    let fails = ("CUDASIM_FAIL", "nccl");
+    let (nccl, path_nccl, why) = path(Mpirun(2), root.path(), "nccl", &zero, &[TWO, claims]);
+    assert!(path_nccl == "nccl" && !why.contains("MPI"), "{path_nccl}: {why}");
+    let fails = ("CUDASIM_FAIL", "nccl,ipc");
     let (direct, path_direct, why) =
         path(Mpirun(2), root.path(), "direct", &zero, &[TWO, claims, fails]);
     assert!(
         path_direct == "cuda-aware"
-            && why.starts_with("CUDA-aware MPI passed its probe; NCCL not used: "),
+            && why.starts_with("CUDA-aware MPI passed its probe; NCCL not used: ")
+            && why.contains("; CUDA IPC not used: "),
         "{why}"
     );
-    direct.same_as(&both, STEPS, "direct");
+    direct.same_as(&nccl, STEPS, "direct");
+    // MPI cannot read device memory here.
+    let none = [TWO, claims, fails, ("CUDASIM_HOST_ACCESS", "0")];
+    let (staged, path_staged, why) = path(Mpirun(2), root.path(), "staged", &zero, &none);
+    assert!(
+        path_staged == "host-staged"
+            && why.contains(
+                "; CUDA-aware MPI not used: the MPI library cannot exchange memory of the GPU: "
+            ),
+        "{why}"
+    );
+    staged.same_as(&nccl, STEPS, "staged");
 }
 
 /// If each rank sees only its own device, a probe in a child process cannot use both devices.
@@ -212,8 +288,14 @@ fn ranks_that_are_bound_to_their_devices_do_without_the_direct_way() {
     bound
         .args(["sh", "-c", "CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_RANK exec \"$@\"", "sh"])
         .args(&mut words);
-    let sim = [TWO, ("LD_PRELOAD", &claims[..]), ("CUDASIM_FAIL", "nccl")];
-    finish(with_simulator(&mut bound).envs(sim)).succeeded();
+    let sim = [TWO, ("LD_PRELOAD", &claims[..]), ("CUDASIM_FAIL", "nccl,ipc")];
+    let ended = finish(with_simulator(&mut bound).envs(sim)).succeeded();
+    for words in [
+        "see different GPUs: NCCL copies through host memory instead of NVLink, and CUDA-aware MPI",
+        "hint: srun --gpus-per-node=N --gpu-bind=none, without --gpus-per-task",
+    ] {
+        assert!(ended.stdout.contains(words), "{words:?} is missing: {ended}");
+    }
     let why =
         json(&run.files().path("run.json"))["device_path_reason"].as_str().unwrap().to_owned();
     assert!(why.contains("CUDA-aware MPI not used: ranks of a node see different GPUs"), "{why}");

@@ -4,6 +4,7 @@
 //! Others add in another order, and their results are close.
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::finish;
 use hpctrain_testkit::layouts::{EQUAL_LAYOUTS, give_the_same_bits};
 use hpctrain_testkit::runs::{Run, json};
 
@@ -17,6 +18,31 @@ fn layouts_with_the_same_virtual_ranks_give_the_same_bits() {
     give_the_same_bits(rows, STEPS, |transport, settings, name| {
         Run { settings, ..Run::new(transport, root.path(), name, &[]) }.succeeds()
     });
+}
+
+/// A launcher that places ranks round robin over the nodes: they are renumbered by node, and then
+/// `hierarchical` gives the same bits.
+#[test]
+fn ranks_that_are_placed_round_robin_are_renumbered() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["comm.algorithm=hierarchical", "parallel.virtual_ranks=4"];
+    let start = |name: &str, division: &str| {
+        let run = Run::new(Mpirun(4), root.path(), name, &settings);
+        let mut command = run.command();
+        command.envs([("HPCTRAIN_RANKS_PER_NODE", division), ("RUST_LOG", "info")]);
+        (finish(&mut command).succeeded(), run.files())
+    };
+    let (in_blocks, blocks) = start("blocks", "2");
+    let (ended, cyclic) = start("cyclic", "2,cyclic");
+    let says =
+        "ranks are renumbered by node: the launcher placed consecutive ranks on different nodes";
+    assert!(ended.stdout.contains(says) && !in_blocks.stdout.contains(says), "{ended}");
+    cyclic.same_as(&blocks, STEPS, "round robin");
+    // Messages on the console begin with the new numbers.
+    for rank in 0..4 {
+        let line = format!("info: rank {rank}: rank {rank} of 4 on ");
+        assert!(ended.stderr.contains(&line), "{line:?} is missing: {ended}");
+    }
 }
 
 /// Returns the rounds and bytes of a step, as counted by rank 0 of `simulate`.

@@ -9,7 +9,7 @@ mod step;
 
 use clap::{Args, Subcommand};
 
-use crate::comm::Launch;
+use crate::comm::{Launch, prepare_environment};
 use crate::job;
 
 /// Arguments of `hpctrain bench`.
@@ -45,6 +45,8 @@ enum BenchCommand {
 
 /// Runs one rank and returns its exit code.
 pub fn run(args: &BenchArgs, launch: Option<&Launch>) -> i32 {
+    // Only this benchmark runs the collectives of NCCL.
+    prepare_environment(matches!(args.command, BenchCommand::Comm(_)));
     job::run(launch, super::with_checkpoint::comm_timeout(&[]), |comm| {
         match &args.command {
             BenchCommand::Comm(args) => comm::table(comm, args)?,

@@ -1,4 +1,4 @@
-//! The schedule of a collective's chunks over NCCL groups.
+//! The schedule of a collective's chunks over groups of messages.
 //!
 //! A sum has one or more **levels**: all ranks for [`Algorithm::HalvingDoubling`]; the ranks of a
 //! node, then those of a rail for [`Algorithm::Hierarchical`]. On each level a rank receives the
@@ -45,7 +45,7 @@ impl Level {
 }
 
 /// Returns the levels of an algorithm that have more than one rank, or `None` if it cannot run in
-/// NCCL groups.
+/// groups of messages.
 pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
     let me = group.rank;
     let size = group.size();

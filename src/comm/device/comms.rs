@@ -1,18 +1,21 @@
-//! Communicators of a library of the device's vendor, such as NCCL.
+//! Communicators of devices: of a library of the vendor, such as NCCL, or of ranks that write to
+//! each other's memory (CUDA IPC).
 //!
 //! Algorithms and sums are those of [`CudaAware`](super::cuda_aware::CudaAware); only the messages
-//! go through the library. The ranks of a group create a communicator when they first need one, so
+//! go through the communicator. The ranks of a group create a communicator when they first need one, so
 //! that only ranks that exchange wait for each other. The device runs the operations of all of them
-//! in one order. The program polls the library instead of
-//! blocking in it, so a rank that waits for a dead one still reacts to an abort.
+//! in one order. The program polls the communicator instead of blocking in it, so a rank that waits
+//! for a dead one still reacts to an abort.
 //!
-//! The identifier of a communicator is sent to the other ranks by the host's transport.
-//! Communicators are non-blocking; they are polled for progress and for asynchronous errors, and
+//! What the other ranks need to create a communicator is sent by the host's transport: the
+//! identifier of rank 0, or the handles of every rank's memory. Communicators are non-blocking; they are polled for progress and for asynchronous errors, and
 //! after a failure they are aborted before memory is freed. Point-to-point messages (`Group::send`)
-//! are host-staged, because an NCCL message blocks its stream until the receiver takes it.
+//! are host-staged, because a message blocks its stream until the receiver takes it.
 
 use std::sync::Arc;
 
+use super::path::DeviceTransport;
+use crate::algorithms::bytes;
 use crate::polling;
 use crate::shared::Shared;
 use crate::transport::{DeviceCollective, GroupRanks, Transport, least_sent};
@@ -29,7 +32,8 @@ pub struct DeviceComms {
 
 /// The communicator of the ranks of a group.
 struct Entry {
-    ranks: Arc<[usize]>,
+    group: GroupRanks,
+    transport: DeviceTransport,
     comm: Box<dyn DeviceComm>,
 }
 
@@ -61,24 +65,26 @@ impl DeviceComms {
         Self { entries: Vec::new(), shared }
     }
 
-    /// Returns the communicator of the ranks of a group, and creates it if there is none yet, which
-    /// is collective over the group.
+    /// Returns the communicator of the ranks of a group for a transport, and creates it if there is
+    /// none yet, which is collective over the group. The device has no work of communicators then.
     pub fn get_or_create(
         &mut self,
         copies: &dyn DeviceCopies,
         transport: &mut dyn Transport,
         group: &GroupRanks,
+        path: DeviceTransport,
     ) -> Result<GroupComm<'_>> {
-        let known = self.entries.iter().position(|entry| entry.ranks == group.ranks);
-        let place = match known {
+        let place = match self.find(group, path) {
             Some(place) => place,
             None => {
-                let comm = copies.init_rank(
-                    &comm_id(copies, transport, group)?,
-                    group.rank,
-                    group.size(),
-                )?;
-                self.entries.push(Entry { ranks: group.ranks.clone(), comm });
+                let comm = match path {
+                    DeviceTransport::CudaIpc => open_peers(copies, transport, group)?,
+                    _ => {
+                        let id = comm_id(copies, transport, group)?;
+                        copies.init_rank(&id, group.rank, group.size())?
+                    }
+                };
+                self.entries.push(Entry { group: group.clone(), transport: path, comm });
                 let place = self.entries.len() - 1;
                 self.entries[place].until_done(transport, &self.shared, |_| Ok(()))?;
                 place
@@ -87,9 +93,15 @@ impl DeviceComms {
         Ok(GroupComm { entries: &self.entries, place, shared: &self.shared })
     }
 
-    /// Returns true if there is a communicator of the ranks of a group.
-    pub fn has(&self, group: &GroupRanks) -> bool {
-        self.entries.iter().any(|entry| entry.ranks == group.ranks)
+    /// Returns the index of the communicator of the ranks of a group.
+    fn find(&self, group: &GroupRanks, path: DeviceTransport) -> Option<usize> {
+        let is_it = |entry: &Entry| entry.transport == path && entry.group.ranks == group.ranks;
+        self.entries.iter().position(is_it)
+    }
+
+    /// Returns true if there is a communicator of the ranks of a group for a transport.
+    pub fn has(&self, group: &GroupRanks, path: DeviceTransport) -> bool {
+        self.find(group, path).is_some()
     }
 
     /// Finalizes all communicators, in an order that is the same on all their ranks.
@@ -102,7 +114,15 @@ impl DeviceComms {
                 entry.comm.abort();
             }
         }
-        self.entries.clear();
+        for Entry { group, transport: path, comm } in self.entries.drain(..) {
+            drop(comm);
+            if path == DeviceTransport::CudaIpc
+                && let Err(error) = bytes::gather(transport, &group, Vec::new())
+            {
+                // No rank may free its memory before the others have closed it, unless they ended.
+                log::debug!("closing the memory of other ranks: {error}");
+            }
+        }
     }
 
     /// Aborts all communicators. Other ranks may then wait for this one for ever.
@@ -127,6 +147,26 @@ fn comm_id(
     let mut received = [0; size_of::<CommId>()];
     transport.exchange_bytes(group, None, Some((0, &mut received)))?;
     Ok(received)
+}
+
+/// Exports this rank's memory to all ranks of a group, and opens theirs.
+fn open_peers(
+    copies: &dyn DeviceCopies,
+    transport: &mut dyn Transport,
+    group: &GroupRanks,
+) -> Result<Box<dyn DeviceComm>> {
+    let exported = copies.export_memory(group.size());
+    let handle = exported.as_ref().map_or_else(|_| Vec::new(), |exported| exported.handle());
+    // A rank without a handle takes part, so that the others do not wait for it.
+    let handles = bytes::gather(transport, group, handle)?;
+    let exported = exported?;
+    if let Some(rank) = handles.iter().position(Vec::is_empty) {
+        return Err(Error::comm(format!(
+            "rank {} could not export the memory of its GPU (CUDA IPC)",
+            group.ranks[rank]
+        )));
+    }
+    exported.open_peers(&handles, group.rank)
 }
 
 /// A communicator, used by a group of its ranks. After an error all communicators are aborted, and
@@ -181,7 +221,7 @@ impl GroupComm<'_> {
 
     /// Returns the number in this communicator of a rank of `group`.
     fn number(&self, group: &GroupRanks, rank: usize) -> Result<usize> {
-        let ranks = &self.entries[self.place].ranks;
+        let ranks = &self.entries[self.place].group.ranks;
         let found = ranks.binary_search(&group.ranks[rank]);
         found.map_err(|_| {
             Error::internal(format!(

@@ -3,7 +3,8 @@
 //!
 //! The algorithms are those of the host, and the device adds received elements in the same order.
 //! Only widely supported MPI functions are used: sends, receives, and the blocking collectives. The
-//! host waits for each message, also over NCCL; the groups of `nccl_p2p.rs` avoid these waits.
+//! host waits for each message, also over NCCL. So this is for what cannot run in the groups of
+//! messages of `grouped_collective.rs`: rings, sums by one rank, broadcasts, vendor collectives.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,7 +31,7 @@ pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 pub struct DeviceScratch {
     received: ScratchSlots,
     aside: ScratchSlots,
-    /// Terms of the sums of [`nccl_p2p`](super::nccl_p2p).
+    /// Terms of the sums of [`grouped_collective`](super::grouped_collective).
     pub terms: ScratchSlots,
 }
 
@@ -78,6 +79,18 @@ impl ScratchSlots {
             self.shared.add_staging((words - before) * size_of::<f32>());
         }
         Ok(())
+    }
+
+    /// Ensures that the first `slots` slots have at least `words` words each, and returns these
+    /// words.
+    pub fn reserve_all(
+        &mut self,
+        copies: &dyn DeviceCopies,
+        slots: usize,
+        words: usize,
+    ) -> Result<Vec<DeviceSpan<'_>>> {
+        (0..slots).try_for_each(|number| self.reserve(copies, number, words))?;
+        Ok((0..slots).filter_map(|number| self.span(number, 0..words)).collect())
     }
 
     /// Returns true if the first `slots` slots have at least `words` words each.

@@ -9,8 +9,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Payload, Peer,
-    Transport, World, check_length, no_addresses, no_library,
+    DeviceCollective, DeviceMessage, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer,
+    Payload, Peer, Transport, World, check_length, no_addresses, no_library,
 };
 use crate::algorithms;
 use crate::shared::Shared;
@@ -55,6 +55,8 @@ fn open_rank(
         if nodes[rank] == 0 { "localhost".into() } else { format!("simulated-{}", nodes[rank]) };
     let world = World {
         rank,
+        launch_rank: rank,
+        is_renumbered: false,
         nodes: nodes.into(),
         node: NodeInfo { local_rank: on(&nodes[..rank]), local_size: on(nodes), host },
         library: "threads of one process".into(),
@@ -295,8 +297,17 @@ impl Transport for Mailboxes {
     fn exchange_device(
         &mut self,
         _: &GroupRanks,
-        _: Option<(usize, DeviceSpan<'_>)>,
-        _: Option<(usize, DeviceSpan<'_>)>,
+        _: Option<DeviceMessage<'_>>,
+        _: Option<DeviceMessage<'_>>,
+    ) -> Result<()> {
+        Err(no_addresses())
+    }
+
+    fn exchange_device_group(
+        &mut self,
+        _: &GroupRanks,
+        _: &[DeviceMessage<'_>],
+        _: &[DeviceMessage<'_>],
     ) -> Result<()> {
         Err(no_addresses())
     }

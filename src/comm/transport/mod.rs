@@ -40,6 +40,10 @@ pub struct NodeInfo {
 #[derive(Clone)]
 pub struct World {
     pub rank: usize,
+    /// The number that the launcher gave to this rank.
+    pub launch_rank: usize,
+    /// Whether the ranks have other numbers than the launcher's.
+    pub is_renumbered: bool,
     /// The number of every rank's node.
     pub nodes: Arc<[usize]>,
     pub node: NodeInfo,
@@ -142,6 +146,9 @@ pub struct Incoming<'a, 'b> {
     pub add: bool,
 }
 
+/// A message of device memory: the other rank, and the memory.
+pub type DeviceMessage<'a> = (usize, DeviceSpan<'a>);
+
 /// The memory of a message.
 pub enum Payload<'a> {
     Host(&'a mut [u8]),
@@ -215,8 +222,19 @@ pub trait Transport {
     fn exchange_device(
         &mut self,
         group: &GroupRanks,
-        send: Option<(usize, DeviceSpan<'_>)>,
-        receive: Option<(usize, DeviceSpan<'_>)>,
+        send: Option<DeviceMessage<'_>>,
+        receive: Option<DeviceMessage<'_>>,
+    ) -> Result<()>;
+
+    /// Sends and receives any number of pieces of device memory, like
+    /// [`Transport::exchange_device`], with as many messages in flight together as the transport
+    /// allows. Messages between two ranks arrive in the order of the slices. Returns when all are
+    /// complete.
+    fn exchange_device_group(
+        &mut self,
+        group: &GroupRanks,
+        sends: &[DeviceMessage<'_>],
+        receives: &[DeviceMessage<'_>],
     ) -> Result<()>;
 
     /// Starts a message and returns before it is complete: otherwise two neighbours that send to

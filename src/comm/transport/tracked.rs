@@ -1,9 +1,11 @@
 //! A transport that records the peers of each exchange, for hang reports.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::{
-    DeviceCollective, GroupRanks, InFlight, Incoming, Outgoing, P2pBuffer, Peer, Transport,
+    DeviceCollective, DeviceMessage, GroupRanks, InFlight, Incoming, Outgoing, P2pBuffer, Peer,
+    Transport,
 };
 use crate::shared::Shared;
 use hpctrain_base::error::Result;
@@ -23,12 +25,10 @@ impl TrackedTransport {
     fn with(
         &mut self,
         group: &GroupRanks,
-        to: Option<usize>,
-        from: Option<usize>,
+        peers: impl Iterator<Item = usize>,
         exchange: impl FnOnce(&mut dyn Transport) -> Result<()>,
     ) -> Result<()> {
-        let in_world = |rank: usize| group.ranks[rank];
-        self.shared.partners.begin(to.map(in_world), from.map(in_world));
+        self.shared.partners.begin(peers.map(|rank| group.ranks[rank]));
         let done = exchange(&mut *self.inner);
         self.shared.partners.end();
         done
@@ -45,7 +45,8 @@ impl Transport for TrackedTransport {
     ) -> Result<()> {
         let to = send.as_ref().map(|send| send.to);
         let from = receive.as_ref().map(|receive| receive.from);
-        self.with(group, to, from, |inner| inner.exchange(group, sums, send, receive))
+        let peers = from.into_iter().chain(to);
+        self.with(group, peers, |inner| inner.exchange(group, sums, send, receive))
     }
 
     fn exchange_bytes(
@@ -56,18 +57,30 @@ impl Transport for TrackedTransport {
     ) -> Result<()> {
         let to = send.map(|(to, _)| to);
         let from = receive.as_ref().map(|(from, _)| *from);
-        self.with(group, to, from, |inner| inner.exchange_bytes(group, send, receive))
+        let peers = from.into_iter().chain(to);
+        self.with(group, peers, |inner| inner.exchange_bytes(group, send, receive))
     }
 
     fn exchange_device(
         &mut self,
         group: &GroupRanks,
-        send: Option<(usize, DeviceSpan<'_>)>,
-        receive: Option<(usize, DeviceSpan<'_>)>,
+        send: Option<DeviceMessage<'_>>,
+        receive: Option<DeviceMessage<'_>>,
     ) -> Result<()> {
-        let to = send.map(|(to, _)| to);
-        let from = receive.map(|(from, _)| from);
-        self.with(group, to, from, |inner| inner.exchange_device(group, send, receive))
+        let peers = receive.iter().chain(&send).map(|(rank, _)| *rank);
+        self.with(group, peers, |inner| inner.exchange_device(group, send, receive))
+    }
+
+    fn exchange_device_group(
+        &mut self,
+        group: &GroupRanks,
+        sends: &[DeviceMessage<'_>],
+        receives: &[DeviceMessage<'_>],
+    ) -> Result<()> {
+        let peers: BTreeSet<_> = receives.iter().chain(sends).map(|(rank, _)| *rank).collect();
+        self.with(group, peers.into_iter(), |inner| {
+            inner.exchange_device_group(group, sends, receives)
+        })
     }
 
     fn post(&mut self, group: &GroupRanks, peer: Peer, buffer: Box<dyn P2pBuffer>) -> Result<()> {

@@ -3,7 +3,7 @@
 //! The default features of `env_logger` are off: they add colours and regular expressions.
 
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{OnceLock, PoisonError, RwLock};
 
 use env_logger::{Builder, Logger, Target};
 use log::{LevelFilter, Log, Metadata, Record};
@@ -17,6 +17,9 @@ struct RankLogger {
     console: OnceLock<Logger>,
     file: OnceLock<Logger>,
 }
+
+/// The prefix of messages on the console.
+static NAME: RwLock<String> = RwLock::new(String::new());
 
 static LOGGER: RankLogger = RankLogger { console: OnceLock::new(), file: OnceLock::new() };
 
@@ -46,19 +49,26 @@ impl Log for RankLogger {
 /// enable more messages.
 pub fn to_console(who: &str) {
     use std::io::Write as _;
-    let who = who.to_string();
     let mut builder = Builder::new();
     builder.filter_level(LevelFilter::Warn).parse_default_env();
-    builder.format(move |out, record| {
+    builder.format(|out, record| {
         let level = record.level().as_str().to_lowercase();
+        let who = NAME.read().unwrap_or_else(PoisonError::into_inner);
         writeln!(out, "{level}: {who}: {}", visible(&record.args().to_string()))
     });
     let console = builder.build();
     log::set_max_level(console.filter());
     // A second call, by another thread-rank of the same process, changes nothing.
     if LOGGER.console.set(console).is_ok() {
+        rename_console(who);
         let _ = log::set_logger(&LOGGER);
     }
+}
+
+/// Changes the prefix of messages on standard error, for a rank that gets another number than the
+/// launcher's.
+pub fn rename_console(who: &str) {
+    who.clone_into(&mut NAME.write().unwrap_or_else(PoisonError::into_inner));
 }
 
 /// Also writes messages of at least `level` to `path`, appending.

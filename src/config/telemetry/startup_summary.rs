@@ -27,6 +27,10 @@ pub struct StartupFacts<'a> {
     pub library: &'a str,
     /// The GPU of every rank, one line each; empty on CPUs.
     pub gpus: &'a [String],
+    /// Notes about the GPUs, one line each.
+    pub gpu_notes: &'a [String],
+    /// Whether the ranks are numbered by node and not by the launcher.
+    pub is_renumbered: bool,
     /// Whether ranks of a node communicate through shared memory.
     pub shares_memory: bool,
     /// The transport of GPU buffers, if there are any.
@@ -148,11 +152,18 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
             plural(facts.cores, "core"),
         ),
     );
+    if facts.is_renumbered {
+        let why = "the launcher placed consecutive ranks on different nodes (round robin)";
+        line("", format!("ranks are renumbered by node: {why}"));
+    }
     for gpu in facts.gpus.iter().take(MAX_LISTED_RANKS) {
         line("gpu", gpu.clone());
     }
     if facts.gpus.len() > MAX_LISTED_RANKS {
         line("", format!("and {} more ranks", facts.gpus.len() - MAX_LISTED_RANKS));
+    }
+    for note in facts.gpu_notes {
+        line("", note.clone());
     }
     line(
         "messages",

@@ -37,10 +37,8 @@ impl BaselineMemory {
     /// Returns the present memory of this process, which sends its messages by `comm` and reads
     /// these data sets.
     pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
-        let messages_on_device = matches!(
-            comm.device_transport(),
-            Some(DeviceTransport::CudaAware | DeviceTransport::Nccl)
-        );
+        let messages_on_device =
+            comm.device_transport().is_some_and(DeviceTransport::uses_device_memory);
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
         Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
     }

@@ -111,6 +111,8 @@ pub struct RankGpu {
     pub memory: usize,
     /// The assignment of ranks to GPUs, one line each.
     pub table: Vec<String>,
+    /// Notes about it for the startup summary, one line each.
+    pub notes: Vec<String>,
     /// Identifier of this rank's GPU among all GPUs of its node.
     pub id: String,
     /// The number of ranks that share the GPU.

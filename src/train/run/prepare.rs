@@ -198,6 +198,8 @@ impl<'h, B: Kernels> Run<'h, B> {
                 spare_cores: topology.has_spare_cores(),
                 library: comm.library(),
                 gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
+                gpu_notes: request.gpu.as_ref().map_or(&[], |gpu| &gpu.notes),
+                is_renumbered: comm.is_renumbered(),
                 shares_memory: comm.shares_memory(),
                 transport: comm.device_transport().filter(|_| world.size() > 1),
                 transport_reason: comm.transport_reason(),

@@ -5,10 +5,10 @@ use std::ops::Range;
 
 use mpi::ffi;
 
-use super::request::{MessageKind, MpiRequest};
+use super::request::{Bytes, MessageKind, MpiRequest};
 use super::shm_window::{SLOT, Segment};
 use crate::chunking::ChunkCursor;
-use crate::transport::{GroupRanks, Incoming, Outgoing, check_length};
+use crate::transport::{DeviceMessage, GroupRanks, Incoming, Outgoing, check_length};
 use hpctrain_base::error::Result;
 use hpctrain_cpu::{add_serial, copy_for_another_core};
 
@@ -262,6 +262,168 @@ impl<'a, 'b> Receiving<'a, 'b> {
     }
 }
 
+/// The most bytes of a group of messages of device memory that are in flight in one direction: all
+/// of the group, while a collective's chunks come.
+const WINDOW: usize = 64 << 20;
+
+/// One direction of a group of messages of device memory, with requests of type `R`.
+pub struct MessageWindow<R> {
+    /// The messages that have not started, with the other rank.
+    waiting: VecDeque<(usize, Bytes)>,
+    in_flight: Vec<(R, usize, usize)>,
+    /// Bytes in flight.
+    bytes: usize,
+    limit: usize,
+}
+
+impl<R> MessageWindow<R> {
+    /// Creates the window of the messages that this rank sends.
+    pub fn of_sends(group: &GroupRanks, sends: &[DeviceMessage<'_>]) -> Self {
+        Self::new(sends, WINDOW, |to| (to + group.size() - group.rank) % group.size())
+    }
+
+    /// Creates the window of the messages that this rank receives.
+    pub fn of_receives(group: &GroupRanks, receives: &[DeviceMessage<'_>]) -> Self {
+        Self::new(receives, WINDOW, |from| (group.rank + group.size() - from) % group.size())
+    }
+
+    /// Orders messages by `distance`, the number of ranks that the receiver is ahead of the sender.
+    /// So not all ranks send to the same one at once. And since the senders and receivers start
+    /// them in this order, the first message of the whole group that is not complete can always
+    /// start on both sides: windows do not wait for each other in a circle.
+    fn new(
+        messages: &[DeviceMessage<'_>],
+        limit: usize,
+        distance: impl Fn(usize) -> usize,
+    ) -> Self {
+        let mut order = messages.to_vec();
+        order.sort_by_key(|(rank, _)| distance(*rank));
+        let pieces = order
+            .into_iter()
+            .flat_map(|(rank, span)| Bytes::from(span).messages().map(move |bytes| (rank, bytes)));
+        Self { waiting: pieces.collect(), in_flight: Vec::new(), bytes: 0, limit }
+    }
+
+    pub fn is_done(&self) -> bool {
+        self.waiting.is_empty() && self.in_flight.is_empty()
+    }
+
+    /// Starts messages with `start` until the window is full. A message that is longer than the
+    /// window is in flight alone.
+    pub fn start(&mut self, mut start: impl FnMut(usize, Bytes) -> Result<R>) -> Result<()> {
+        while let Some(&(rank, bytes)) = self.waiting.front()
+            && (self.in_flight.is_empty() || self.bytes + bytes.len <= self.limit)
+        {
+            self.in_flight.push((start(rank, bytes)?, rank, bytes.len));
+            self.bytes += bytes.len;
+            self.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Removes the messages for which `is_complete` returns true; it is called with the request, the
+    /// other rank and the length. Returns whether there were any.
+    pub fn complete(
+        &mut self,
+        mut is_complete: impl FnMut(&mut R, usize, usize) -> Result<bool>,
+    ) -> Result<bool> {
+        let before = self.in_flight.len();
+        let mut index = 0;
+        while let Some((request, rank, len)) = self.in_flight.get_mut(index) {
+            if is_complete(request, *rank, *len)? {
+                self.bytes -= *len;
+                self.in_flight.remove(index);
+            } else {
+                index += 1;
+            }
+        }
+        Ok(self.in_flight.len() < before)
+    }
+
+    /// Iterates over the other ranks of the messages that are not complete.
+    pub fn pending(&self) -> impl Iterator<Item = usize> {
+        let waiting = self.waiting.iter().map(|(rank, _)| *rank);
+        self.in_flight.iter().map(|(_, rank, _)| *rank).chain(waiting)
+    }
+}
+
 fn combine(add: bool, from: &[f32], into: &mut [f32]) {
     if add { add_serial(from, into) } else { into.copy_from_slice(from) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use hpctrain_device::DeviceSpan;
+
+    /// Returns the lengths of a window's requests in flight.
+    fn lengths(window: &MessageWindow<usize>) -> Vec<usize> {
+        window.in_flight.iter().map(|(_, _, len)| *len).collect()
+    }
+
+    #[test]
+    fn bytes_in_flight_are_bounded_but_a_long_message_goes_alone() {
+        let mut memory = [0.0; 12];
+        let all = DeviceSpan::from(&mut memory[..]);
+        let messages = [0..1, 1..3, 3..12, 12..12, 2..3].map(|range| (1, all.part(range)));
+        let mut window = MessageWindow::new(&messages, 16, |rank| rank);
+        let mut flights = Vec::new();
+        while !window.is_done() {
+            window.start(|_, bytes| Ok(bytes.len)).unwrap();
+            flights.push(lengths(&window));
+            assert!(window.complete(|_, _, _| Ok(true)).unwrap());
+        }
+        assert_eq!(flights, [vec![4, 8], vec![36], vec![4]]);
+        // Messages complete in any order.
+        let mut window = MessageWindow::new(&messages, 16, |rank| rank);
+        window.start(|_, bytes| Ok(bytes.len)).unwrap();
+        assert!(window.complete(|_, _, len| Ok(len == 8)).unwrap());
+        window.start(|_, bytes| Ok(bytes.len)).unwrap();
+        assert_eq!((lengths(&window), window.pending().count()), (vec![4], 3));
+        assert!(!window.complete(|_, _, _| Ok(false)).unwrap());
+    }
+
+    /// Ranks with windows of one message exchange with all others: a message completes only when
+    /// both ranks have started it, and the first ones of any two ranks fit together.
+    #[test]
+    fn windows_do_not_wait_for_each_other() {
+        for ranks in 2..8 {
+            let mut memory = [0.0];
+            let word = DeviceSpan::from(&mut memory[..]);
+            let of_rank = |rank: usize| {
+                let group = GroupRanks::world(rank, vec![0; ranks].into());
+                let others = (0..ranks).filter(|&other| other != rank);
+                // Two messages for each other rank, as those of two stages.
+                let others: Vec<_> = others.clone().chain(others).map(|to| (to, word)).collect();
+                let mut sends = MessageWindow::<usize>::of_sends(&group, &others);
+                let mut receives = MessageWindow::<usize>::of_receives(&group, &others);
+                (sends.limit, receives.limit) = (1, 1);
+                [sends, receives]
+            };
+            let mut windows: Vec<_> = (0..ranks).map(of_rank).collect();
+            // The numbers of messages that were started, by direction, sender and receiver.
+            let started = RefCell::new(BTreeMap::new());
+            let count = |route| started.borrow().get(&route).copied().unwrap_or(0_usize);
+            let begin = |route| {
+                *started.borrow_mut().entry(route).or_insert(0) += 1;
+                Ok(count(route))
+            };
+            for _ in 0..4 * ranks {
+                for (rank, [sends, receives]) in windows.iter_mut().enumerate() {
+                    receives.start(|from, _| begin((1, from, rank))).unwrap();
+                    sends.start(|to, _| begin((0, rank, to))).unwrap();
+                }
+                for (rank, [sends, receives]) in windows.iter_mut().enumerate() {
+                    sends.complete(|number, to, _| Ok(count((1, rank, to)) >= *number)).unwrap();
+                    receives
+                        .complete(|number, from, _| Ok(count((0, from, rank)) >= *number))
+                        .unwrap();
+                }
+            }
+            assert!(windows.iter().flatten().all(MessageWindow::is_done), "{ranks} ranks");
+        }
+    }
 }

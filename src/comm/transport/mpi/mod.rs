@@ -18,23 +18,24 @@ mod node;
 mod request;
 mod shm_window;
 
+use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};
-use std::num::NonZero;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use calls::{check, count, count_up, text};
-use exchange::{ChunkStaging, Receiving, Sending};
+use exchange::{ChunkStaging, MessageWindow, Receiving, Sending};
 use mpi::ffi;
 use node::{Node, place};
 use request::{Bytes, MessageKind, MpiRequest};
 use shm_window::Segment;
 
 use super::{
-    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Peer,
-    Transport, World, check_length, least_sent,
+    DeviceCollective, DeviceMessage, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer,
+    Peer, Transport, World, check_length, least_sent,
 };
 use crate::algorithms;
+use crate::environment::{YIELD, cores};
 use crate::polling::Backoff;
 use crate::shared::Shared;
 use hpctrain_base::error::{Error, Result};
@@ -54,43 +55,6 @@ const TRIALS: usize = 5;
 /// memory: timings at startup are rough.
 const GAIN: f64 = 0.8;
 
-/// Makes Open MPI, and hpctrain too, yield the core while waiting.
-const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
-
-/// The number of hardware queues that the CUDA driver distributes streams over; its default is 8.
-/// Streams that share a queue wait for each other, and a rank with NCCL communicators has up to 20.
-const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
-
-/// Sets environment variables for libraries, unless they are set already: where ranks outnumber
-/// cores, Open MPI yields the core while it waits; the CUDA driver has a queue for each stream. In
-/// a process with other threads, which may read the environment at the same time, it sets none.
-pub(crate) fn prepare_environment() {
-    let is_alone = is_alone();
-    let env = |name: &str| std::env::var(name).ok();
-    let local_size = env("OMPI_COMM_WORLD_LOCAL_SIZE").and_then(|size| size.parse().ok());
-    let is_crowded = local_size > Some(cores());
-    for (name, value) in [(YIELD, "1")].into_iter().filter(|_| is_crowded).chain([QUEUES]) {
-        if env(name).is_some() {
-            continue;
-        }
-        if !is_alone {
-            log::info!(
-                "{name}={value} is not set for MPI and CUDA, because this process already has other threads"
-            );
-            continue;
-        }
-        // SAFETY: this thread is the only one of the process, so that no other reads or changes the
-        // environment.
-        unsafe { std::env::set_var(name, value) };
-    }
-}
-
-/// Returns true if this thread is the only one of the process, and false if that cannot be found
-/// out.
-fn is_alone() -> bool {
-    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
-}
-
 /// Initialises MPI on this thread, which makes all calls from now on.
 ///
 /// # Errors
@@ -98,11 +62,6 @@ fn is_alone() -> bool {
 pub(crate) fn open(shared: Arc<Shared>) -> Result<(Box<dyn Transport>, World)> {
     let (transport, world) = Mpi::open(shared)?;
     Ok((Box::new(transport), world))
-}
-
-/// Returns the number of cores that this process may use.
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
 /// Extracts the name and version from the text of `MPI_Get_library_version`: `"Open MPI v4.1.4,
@@ -186,7 +145,8 @@ struct Posted {
 }
 
 struct Mpi {
-    /// Communicators by group number, for the vendor's collectives; 0 is the world.
+    /// Communicators by group number, for the vendor's collectives; 0 is the world, in which the
+    /// ranks of each node are consecutive.
     groups: Vec<ffi::MPI_Comm>,
     rank: usize,
     posted: Vec<Posted>,
@@ -239,8 +199,9 @@ impl Mpi {
             )?;
             (world, library, text(|to, len| ffi::MPI_Get_processor_name(to, len)))
         };
-        let (rank, size) = place(world)?;
-        let node = Node::find(world, count(rank)?, count(size)?)?;
+        let (launch_rank, size) = place(world)?;
+        let mut node = Node::find(world, count(launch_rank)?, count(size)?)?;
+        let (world, rank) = node.renumber(world, launch_rank)?;
         let segment = node.share(rank)?;
         if node.on_machine.1 > cores() || std::env::var_os(YIELD).is_some_and(|value| value == "1")
         {
@@ -265,6 +226,8 @@ impl Mpi {
         }
         let world = World {
             rank,
+            launch_rank,
+            is_renumbered: node.is_renumbered,
             nodes,
             node: NodeInfo { local_rank: node.on_machine.0, local_size: node.on_machine.1, host },
             library: short_version(&library),
@@ -313,8 +276,9 @@ impl Mpi {
 
     /// Aborts all ranks. Also used when an error leaves MPI using memory that is about to be freed.
     fn abort_all(&self, code: i32) -> ! {
-        // SAFETY: called on the thread of all MPI calls, while MPI is initialised.
-        unsafe { ffi::MPI_Abort(self.groups[0], code) };
+        // SAFETY: called on the thread of all MPI calls, while MPI is initialised. Libraries end all
+        // processes for this communicator only.
+        unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, code) };
         std::process::exit(code)
     }
 
@@ -390,6 +354,32 @@ impl Mpi {
             (Some((from, expected)), Some(received)) => check_length(from, received, expected),
             _ => Ok(()),
         }
+    }
+
+    /// Starts messages of a group as far as the windows allow, and removes those that are complete.
+    /// Returns whether there were any.
+    fn advance_group(
+        &self,
+        group: &GroupRanks,
+        sending: &mut MessageWindow<MpiRequest>,
+        receiving: &mut MessageWindow<MpiRequest>,
+    ) -> Result<bool> {
+        let world = self.groups[0];
+        let kind = MessageKind::Exchange;
+        // Receives come first, so that messages find their memory when they arrive.
+        receiving.start(|from, bytes| {
+            // SAFETY: spans are memory that lives for longer than the exchange, which ends when all
+            // requests are complete, and MPI may be given their addresses.
+            unsafe { MpiRequest::receive(world, group, from, kind, bytes) }
+        })?;
+        sending.start(|to, bytes| {
+            self.shared.add_sent(bytes.len);
+            // SAFETY: as above.
+            unsafe { MpiRequest::send(world, group, to, kind, bytes) }
+        })?;
+        let received = receiving
+            .complete(|request, from, len| is_complete(request, Some(len), group.ranks[from]))?;
+        Ok(sending.complete(|request, to, _| is_complete(request, None, to))? || received)
     }
 
     /// Clears `slot` if its request is complete, and then returns the bytes received.
@@ -499,14 +489,42 @@ impl Transport for Mpi {
     fn exchange_device(
         &mut self,
         group: &GroupRanks,
-        send: Option<(usize, DeviceSpan<'_>)>,
-        receive: Option<(usize, DeviceSpan<'_>)>,
+        send: Option<DeviceMessage<'_>>,
+        receive: Option<DeviceMessage<'_>>,
     ) -> Result<()> {
         let send = send.map(|(to, span)| (to, span.into()));
         let receive = receive.map(|(from, span)| (from, span.into()));
         // SAFETY: spans are memory that lives for longer than this call, with addresses that MPI
         // may be given.
         unsafe { self.exchange_messages(group, send, receive) }
+    }
+
+    fn exchange_device_group(
+        &mut self,
+        group: &GroupRanks,
+        sends: &[DeviceMessage<'_>],
+        receives: &[DeviceMessage<'_>],
+    ) -> Result<()> {
+        let mut sending = MessageWindow::of_sends(group, sends);
+        let mut receiving = MessageWindow::of_receives(group, receives);
+        let mut backoff = Backoff::new(false);
+        let mut has_advanced = false;
+        while !(sending.is_done() && receiving.is_done()) {
+            let advanced = self.advance_group(group, &mut sending, &mut receiving);
+            // After an error MPI still uses the memory.
+            if advanced.unwrap_or_else(|error| self.give_up(&error)) {
+                backoff.restart();
+                has_advanced = true;
+                continue;
+            }
+            if std::mem::take(&mut has_advanced) {
+                let pending: BTreeSet<_> = receiving.pending().chain(sending.pending()).collect();
+                self.shared.partners.narrow(pending.into_iter().map(|rank| group.ranks[rank]));
+            }
+            self.poll();
+            backoff.pause(&self.shared);
+        }
+        Ok(())
     }
 
     fn post(
@@ -625,16 +643,6 @@ mod tests {
             short_version("MPICH Version:      4.1\nMPICH Release date: x"),
             "MPICH Version: 4.1"
         );
-    }
-
-    /// Other threads may read the environment at any time.
-    #[test]
-    fn a_process_with_other_threads_keeps_its_environment() {
-        // The harness has one.
-        assert!(!is_alone());
-        let before = std::env::var(QUEUES.0).ok();
-        prepare_environment();
-        assert_eq!(std::env::var(QUEUES.0).ok(), before);
     }
 
     /// Compares with the preprocessor's value, by the compiler of the linked library.

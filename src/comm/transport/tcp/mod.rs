@@ -33,8 +33,8 @@ use framing::{
 use rendezvous::connect_all;
 
 use super::{
-    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Payload, Peer,
-    Transport, World, check_length, no_addresses, no_library,
+    DeviceCollective, DeviceMessage, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer,
+    Payload, Peer, Transport, World, check_length, no_addresses, no_library,
 };
 use crate::algorithms;
 use crate::polling::Backoff;
@@ -82,6 +82,8 @@ pub(crate) fn open(
     };
     let world = World {
         rank,
+        launch_rank: rank,
+        is_renumbered: false,
         nodes: nodes.clone(),
         node: NodeInfo { local_rank, local_size, host },
         library: "TCP".into(),
@@ -390,8 +392,17 @@ impl Transport for Tcp {
     fn exchange_device(
         &mut self,
         _: &GroupRanks,
-        _: Option<(usize, DeviceSpan<'_>)>,
-        _: Option<(usize, DeviceSpan<'_>)>,
+        _: Option<DeviceMessage<'_>>,
+        _: Option<DeviceMessage<'_>>,
+    ) -> Result<()> {
+        Err(no_addresses())
+    }
+
+    fn exchange_device_group(
+        &mut self,
+        _: &GroupRanks,
+        _: &[DeviceMessage<'_>],
+        _: &[DeviceMessage<'_>],
     ) -> Result<()> {
         Err(no_addresses())
     }
