@@ -396,6 +396,16 @@ impl Backend for Cuda {
         buf.record_event().map(Some)
     }
 
+    fn used_memory(&self) -> Result<usize> {
+        let (free, whole) =
+            check("report its free memory", self.0.compute.context().mem_get_info())?;
+        Ok(whole - free)
+    }
+
+    fn reserve_memory(&self, taken: usize) -> Result<()> {
+        self.0.pool.reserve(taken)
+    }
+
     fn copy_streams(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
         Ok(Some(Arc::new(device_memcpy::CudaCopies::new(
             &self.0.pool,

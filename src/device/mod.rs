@@ -164,6 +164,25 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Returns an error if the device fails.
     fn record_event(buf: &Self::Buf) -> Result<Option<Box<dyn DeviceEvent>>>;
 
+    /// Returns the bytes of the device's memory that are in use, by this process and by others; 0
+    /// where buffers are host memory.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn used_memory(&self) -> Result<usize> {
+        Ok(0)
+    }
+
+    /// Allocates the memory of this rank, unless it is allocated as it is needed, less `taken` bytes
+    /// that other users of the device have taken since the backend was created. Without this call,
+    /// the first buffer that needs it allocates the memory.
+    ///
+    /// # Errors
+    /// Returns an error if the device has less free memory.
+    fn reserve_memory(&self, _taken: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// Returns the streams that copy between the device and the host concurrently with compute, or
     /// `None` where buffers are host memory.
     ///

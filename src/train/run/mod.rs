@@ -109,12 +109,21 @@ impl Customization<'_> {
 pub struct RankGpu {
     /// Bytes of its GPU that this rank may use.
     pub memory: usize,
+    /// Whether NCCL's buffers count as a part of `memory`.
+    pub includes_nccl: bool,
     /// The assignment of ranks to GPUs, one line each.
     pub table: Vec<String>,
     /// Identifier of this rank's GPU among all GPUs of its node.
     pub id: String,
     /// The number of ranks that share the GPU.
     pub sharers: usize,
+}
+
+impl RankGpu {
+    /// Returns the bytes for this rank's pool if NCCL has taken `taken` bytes.
+    pub fn memory_without(&self, taken: usize) -> usize {
+        if self.includes_nccl { self.memory.saturating_sub(taken) } else { self.memory }
+    }
 }
 
 /// Trains. Collective over the world of `comm`. `with_evaluators` is a group of this rank and the
