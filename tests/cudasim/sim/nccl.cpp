@@ -31,6 +31,7 @@ EXPORT int cudasim_stream_device(void* stream);
 EXPORT uint64_t cudasim_host_waits(int device);
 EXPORT bool cudasim_range_ok(const void* p, size_t n, const char* what);
 EXPORT void cudasim_open(int device, bool on);
+EXPORT void cudasim_goes_on_alone();
 EXPORT bool cudasim_take_memory(int device, int64_t bytes);
 EXPORT int cuCtxGetDevice(int* device);
 EXPORT int cuDeviceGetUuid_v2(unsigned char (*uuid)[16], int device);
@@ -380,6 +381,7 @@ Result join(Comm* c, int size, const ncclUniqueId& bytes, int rank) {
   cuDeviceGetUuid_v2(&seat.uuid, c->state->device);
   cuDeviceGetAttribute(&seat.bus, kBus, c->state->device);
   room->joined++;
+  cudasim_goes_on_alone();
   return OK;
 }
 
