@@ -36,6 +36,7 @@ mod attention;
 mod channel_norm;
 mod checksum;
 mod convolution;
+mod counters;
 mod cross_entropy;
 mod device;
 mod device_memcpy;
@@ -81,10 +82,11 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
+use counters::Counters;
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    Backend, CommBuffer, ComputeOrderedCopies, DeviceEvent, KernelCost, Kernels, Launch,
-    MatmulAlgorithms, MemoryKind, MemoryStats, Profile,
+    Backend, CommBuffer, ComputeOrderedCopies, DeviceCounters, DeviceEvent, KernelCost, Kernels,
+    Launch, MatmulAlgorithms, MemoryKind, MemoryStats, Profile,
 };
 use libraries::check;
 use matmul::Matmul;
@@ -128,6 +130,7 @@ struct Inner {
     /// The cuBLASLt workspace.
     workspace: PoolAllocation,
     scalars: Arc<scalar::Scalars>,
+    counters: Arc<Counters>,
     index_uploader: Arc<index_upload::IndexUploader>,
     profile: Profile,
 }
@@ -166,6 +169,7 @@ impl Cuda {
         let programs = Arc::new(KernelModules::new(context, device.architecture())?);
         let matmul = Matmul::new(context, arithmetic)?;
         let pool = DevicePool::new(context, memory)?;
+        let counters = Arc::<Counters>::default();
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
             placement_log: PlacementLog::new(
@@ -177,7 +181,8 @@ impl Cuda {
             kernel_modules: programs,
             matmul,
             workspace: pool.allocate(MemoryKind::Workspace, matmul::WORKSPACE)?,
-            scalars: scalar::Scalars::new(&pool, &compute)?,
+            scalars: scalar::Scalars::new(&pool, &compute, counters.clone())?,
+            counters,
             index_uploader: index_upload::IndexUploader::new(&pool, copy, compute.clone()),
             compute,
             pool,
@@ -237,6 +242,7 @@ impl Cuda {
     /// Copies within the device.
     fn copy_within(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
         self.bind()?;
+        self.0.counters.add_launch();
         let bytes = x.len * x.element.size();
         let stream = self.0.compute.cu_stream();
         // SAFETY: both views have `bytes` bytes, and do not overlap, since one is exclusive.
@@ -248,6 +254,7 @@ impl Cuda {
     /// Sets all bits to zero.
     fn zero_view(&self, y: &ViewMut<'_>) -> Result<()> {
         self.bind()?;
+        self.0.counters.add_launch();
         let bytes = y.len * y.element.size();
         let stream = self.0.compute.cu_stream();
         // SAFETY: the view has `bytes` bytes.
@@ -256,6 +263,7 @@ impl Cuda {
 
     /// Blocks until all work in the compute stream is done.
     fn synchronize(&self) -> Result<()> {
+        self.0.counters.add_host_wait();
         check("finish its work", self.0.compute.synchronize())
     }
 
@@ -296,6 +304,10 @@ impl Backend for Cuda {
 
     fn write(&self, host: &[f32], to: ViewMut<'_>) -> Result<()> {
         assert_eq!(host.len(), to.len, "values for a window");
+        if host.is_empty() {
+            // Language models have no features: the host need not wait for kernels.
+            return Ok(());
+        }
         self.bind()?;
         let stream = self.0.compute.cu_stream();
         match to.element {
@@ -394,6 +406,10 @@ impl Backend for Cuda {
 
     fn record_event(buf: &CudaBuf) -> Result<Option<Box<dyn DeviceEvent>>> {
         buf.record_event().map(Some)
+    }
+
+    fn device_counters(&self) -> DeviceCounters {
+        self.0.counters.now()
     }
 
     fn used_memory(&self) -> Result<usize> {
