@@ -74,6 +74,7 @@ mod strided_copy;
 #[cfg(test)]
 mod suite;
 mod swiglu;
+mod upload_staging;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -94,6 +95,7 @@ use memory::Element;
 use nvrtc::KernelModules;
 use placement_log::PlacementLog;
 use pool::{DevicePool, PoolAllocation};
+use upload_staging::UploadStaging;
 
 pub use device::{Device, devices};
 pub use index_upload::CudaInts;
@@ -132,6 +134,7 @@ struct Inner {
     scalars: Arc<scalar::Scalars>,
     counters: Arc<Counters>,
     index_uploader: Arc<index_upload::IndexUploader>,
+    uploads: UploadStaging,
     profile: Profile,
 }
 
@@ -184,6 +187,7 @@ impl Cuda {
             scalars: scalar::Scalars::new(&pool, &compute, counters.clone())?,
             counters,
             index_uploader: index_upload::IndexUploader::new(&pool, copy, compute.clone()),
+            uploads: UploadStaging::new(context),
             compute,
             pool,
             profile: Profile::default(),
@@ -261,6 +265,20 @@ impl Cuda {
         check("clear memory", unsafe { result::memset_d8_async(y.pointer, 0, bytes, stream) })
     }
 
+    /// Copies bytes of the host to a view that begins at `to` and has as many.
+    fn write_bytes(&self, bytes: &[u8], to: u64) -> Result<()> {
+        self.bind()?;
+        self.0.counters.add_launch();
+        if self.0.uploads.upload(bytes, to, &self.0.compute)? {
+            return Ok(());
+        }
+        // SAFETY: the view is as long as `bytes`, which live until the stream has finished.
+        check("copy from the host", unsafe {
+            result::memcpy_htod_async(to, bytes, self.0.compute.cu_stream())
+        })?;
+        self.synchronize()
+    }
+
     /// Blocks until all work in the compute stream is done.
     fn synchronize(&self) -> Result<()> {
         self.0.counters.add_host_wait();
@@ -308,24 +326,13 @@ impl Backend for Cuda {
             // Language models have no features: the host need not wait for kernels.
             return Ok(());
         }
-        self.bind()?;
-        let stream = self.0.compute.cu_stream();
         match to.element {
-            Element::F32 => {
-                // SAFETY: the view is as long as `host`, which lives until the stream has finished.
-                check("copy from the host", unsafe {
-                    result::memcpy_htod_async(to.pointer, host, stream)
-                })?;
-                self.synchronize()
-            }
+            Element::F32 => self.write_bytes(bytemuck::cast_slice(host), to.pointer),
             Element::Bf16 => {
                 let mut narrow = vec![bf16::ZERO; host.len()];
                 narrow.convert_from_f32_slice(host);
-                // SAFETY: as above.
-                check("copy from the host", unsafe {
-                    result::memcpy_htod_async(to.pointer, &narrow, stream)
-                })?;
-                self.synchronize()
+                let words: &[u16] = narrow.reinterpret_cast();
+                self.write_bytes(bytemuck::cast_slice(words), to.pointer)
             }
         }
     }
