@@ -131,9 +131,9 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// Returns true if an algorithm may be faster than the default. Over NCCL, those that connect
-    /// every pair of ranks cost device memory for each pair, so they are not tried where
-    /// hierarchical can run.
+    /// Returns true if an algorithm may be faster than the default. Over NCCL, only those count that
+    /// the device orders with compute; and halving-doubling, which costs device memory for each pair
+    /// of ranks, is not tried where hierarchical can run.
     pub(super) fn is_worth_measuring(&self, algorithm: Algorithm, default: Algorithm) -> bool {
         let is_nccl = self.comm.device_transport() == Some(DeviceTransport::Nccl);
         match algorithm {
@@ -143,10 +143,10 @@ impl<B: Backend> Group<B> {
                     self.nodes() > 1 && self.nodes() < self.size()
                 }
             }
-            Algorithm::HalvingDoubling | Algorithm::ReduceToOne => {
-                !is_nccl || default != Algorithm::Hierarchical || algorithm == default
-            }
-            Algorithm::Vendor | Algorithm::Ring => true,
+            Algorithm::HalvingDoubling => !is_nccl || default != Algorithm::Hierarchical,
+            Algorithm::ReduceToOne => !is_nccl,
+            Algorithm::Vendor => true,
+            Algorithm::Ring => !is_nccl,
         }
     }
 
@@ -650,6 +650,10 @@ impl DeviceSchedule {
     /// Returns the schedule of a call, or `None` if the host has to run it.
     fn new(call: Call, group: &GroupRanks) -> Option<Self> {
         match call.algorithm {
+            // Broadcasts add nothing, so the order of NCCL's collective changes no bits.
+            _ if call.operation == Operation::Broadcast => {
+                Some(Self::Vendor(call.vendor_collective()))
+            }
             Algorithm::Vendor => Some(Self::Vendor(call.vendor_collective())),
             _ => grouped_collective::group_levels(call, group).map(Self::Groups),
         }

@@ -36,7 +36,7 @@ mod transport;
 mod worker;
 
 pub use algorithms::{Algorithm, Operation};
-pub use autotune::choice::{AlgorithmChoice, measure, slowest};
+pub use autotune::choice::{AlgorithmChoice, connect_ranks, measure, slowest};
 pub use autotune::table::AlgorithmTable;
 pub use communicator::{
     Comm, single, start_mpi, start_mpi_within, start_tcp, start_threads, start_threads_on_nodes,

@@ -54,6 +54,16 @@ pub fn wait_for_event(
     transport: &mut dyn Transport,
     shared: &Shared,
 ) -> Result<()> {
+    shared.add_host_wait();
+    poll_until_done(event, transport, shared)
+}
+
+/// Polls an event until the device has reached it.
+fn poll_until_done(
+    event: &dyn DeviceEvent,
+    transport: &mut dyn Transport,
+    shared: &Shared,
+) -> Result<()> {
     let mut backoff = Backoff::new(false);
     while !poll_event(event, transport, shared)? {
         backoff.pause(shared);
@@ -105,7 +115,7 @@ pub fn wait_until_queued(
         // That thread may share this core.
         std::thread::yield_now();
     }
-    wait_for_event(event, transport, shared)
+    poll_until_done(event, transport, shared)
 }
 
 /// The backoff of one wait. While a thread of this rank is blocked, it busy-polls, because compute

@@ -26,6 +26,11 @@ pub struct Stats {
     pub blocked: f64,
     /// Bytes sent. For vendor collectives, the bytes that a bandwidth-optimal algorithm sends.
     pub sent: u64,
+    /// Messages sent, without those of vendor collectives.
+    pub messages: u64,
+    /// Waits for a device before a message of its memory, and for such messages to end. Where the
+    /// device orders them, the host waits for none.
+    pub host_waits: u64,
     /// Length of the longest chain of dependent exchanges, over all ranks, that ends on this rank.
     /// Counted only between threads of one process, without point-to-point messages.
     pub rounds: u64,
@@ -47,6 +52,8 @@ pub struct Shared {
     /// The times for which compute on the device was idle, which it has not measured yet.
     idle_timers: Mutex<VecDeque<Box<dyn DeviceTimer>>>,
     sent: AtomicU64,
+    messages: AtomicU64,
+    host_waits: AtomicU64,
     rounds: AtomicU64,
     abort: AtomicI64,
     /// The communication thread, once it has started.
@@ -68,6 +75,8 @@ impl Default for Shared {
             blocked_ns: AtomicU64::new(0),
             idle_timers: Mutex::default(),
             sent: AtomicU64::new(0),
+            messages: AtomicU64::new(0),
+            host_waits: AtomicU64::new(0),
             rounds: AtomicU64::new(0),
             abort: AtomicI64::new(NO_ABORT),
             thread: OnceLock::new(),
@@ -87,6 +96,8 @@ impl Shared {
             busy: seconds(&self.busy_ns),
             blocked: seconds(&self.blocked_ns),
             sent: self.sent.load(Ordering::Relaxed),
+            messages: self.messages.load(Ordering::Relaxed),
+            host_waits: self.host_waits.load(Ordering::Relaxed),
             rounds: self.rounds(),
         }
     }
@@ -204,8 +215,20 @@ impl Shared {
         self.add_busy(Duration::from_secs_f64(seconds.max(0.0)));
     }
 
+    /// Counts a message of some bytes; none is sent if there are no bytes.
     pub fn add_sent(&self, bytes: usize) {
+        self.add_sent_messages(usize::from(bytes > 0), bytes);
+    }
+
+    /// Counts messages of some bytes together.
+    pub fn add_sent_messages(&self, messages: usize, bytes: usize) {
+        self.messages.fetch_add(messages as u64, Ordering::Relaxed);
         self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Counts a wait of the host for a device.
+    pub fn add_host_wait(&self) {
+        self.host_waits.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Adds staging memory that was allocated to the count.

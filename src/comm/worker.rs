@@ -87,6 +87,7 @@ impl CommThreadState {
 
     /// Waits for an event of compute, which may come after collectives in the device's queue.
     fn wait_for_event(&mut self, event: &dyn DeviceEvent) -> Result<()> {
+        self.shared.add_host_wait();
         let mut backoff = Backoff::new(false);
         while !polling::poll_event(event, &mut *self.transport, &self.shared)? {
             // Another rank may have failed one of them.

@@ -56,6 +56,9 @@ pub struct Gpu {
     pub memory: usize,
     /// Whether memory is allocated as it is needed.
     grows: bool,
+    /// Whether NCCL's buffers count as a part of `memory`: unless `device.memory` is a size, which
+    /// is that of the pool.
+    pub includes_nccl: bool,
     /// The number of ranks that share it, this one included.
     pub sharers: usize,
     /// Whether ranks of this node see other GPUs than this one does.
@@ -252,6 +255,7 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
         }
     }
     let grows = config.device.memory == DeviceMemory::Grow;
+    let includes_nccl = grows || matches!(config.device.memory, DeviceMemory::Fraction(_));
     let table = (0..chosen.len())
         .map(|rank| line(&topology, rank, seen(rank), memory(rank), grows))
         .collect();
@@ -264,6 +268,7 @@ pub fn assign_gpus<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option
         device,
         memory: memory(rank),
         grows,
+        includes_nccl,
         sharers: sharers(rank).len(),
         is_isolated,
         needs_vendor: config.comm.algorithm == AlgorithmChoice::Vendor,

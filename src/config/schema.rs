@@ -489,9 +489,9 @@ sections! {
 
     /// `[device]`
     Device {
-        /// Memory that ranks take of their GPU: a fraction of it for all ranks that share it, or a
-        /// size for each rank such as `40GiB`, allocated at the start; or `grow`: blocks allocated
-        /// as they are needed, up to 0.9 of the GPU.
+        /// Memory that ranks take of their GPU: a fraction of it for all ranks that share it, with
+        /// NCCL's buffers, or a size for each rank such as `40GiB`, without them, allocated at the
+        /// start; or `grow`: blocks allocated as they are needed, up to 0.9 of the GPU.
         memory: DeviceMemory = DeviceMemory::Fraction(DEFAULT_FRACTION),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,

@@ -115,6 +115,7 @@ impl Cuda {
                 &mut pointers,
             )
         };
+        self.0.counters.add_launch();
         check(&format!("launch {name}"), queued)
     }
 }

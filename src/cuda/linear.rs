@@ -75,12 +75,14 @@ struct Bias {
 impl Cuda {
     fn run(&self, product: &MatmulDesc) -> Result<()> {
         self.0.placement_log.product(product.shape);
+        self.0.counters.add_launch();
         self.0.matmul.run(product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
     }
 
     /// Queues a matmul. Returns false, with nothing queued, if cuBLASLt does not support it.
     fn run_if_supported(&self, product: &MatmulDesc) -> Result<bool> {
         self.0.placement_log.product(product.shape);
+        self.0.counters.add_launch();
         self.0.matmul.run_if_supported(
             product,
             self.0.workspace.pointer(),

@@ -37,6 +37,7 @@ mod channel_norm;
 mod checksum;
 mod comm_queue;
 mod convolution;
+mod counters;
 mod cross_entropy;
 mod device;
 mod device_memcpy;
@@ -77,6 +78,7 @@ mod strided_copy;
 #[cfg(test)]
 mod suite;
 mod swiglu;
+mod upload_staging;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -85,10 +87,11 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
+use counters::Counters;
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    Backend, CommBuffer, ComputeOrderedCopies, DeviceEvent, KernelCost, Kernels, Launch,
-    MatmulAlgorithms, MemoryKind, MemoryStats, Profile,
+    Backend, CommBuffer, ComputeOrderedCopies, DeviceCounters, DeviceEvent, KernelCost, Kernels,
+    Launch, MatmulAlgorithms, MemoryKind, MemoryStats, Profile,
 };
 use libraries::check;
 use matmul::Matmul;
@@ -96,6 +99,7 @@ use memory::Element;
 use nvrtc::KernelModules;
 use placement_log::PlacementLog;
 use pool::{DevicePool, PoolAllocation};
+use upload_staging::UploadStaging;
 
 pub use device::{Device, devices};
 pub use index_upload::CudaInts;
@@ -132,7 +136,9 @@ struct Inner {
     /// The cuBLASLt workspace.
     workspace: PoolAllocation,
     scalars: Arc<scalar::Scalars>,
+    counters: Arc<Counters>,
     index_uploader: Arc<index_upload::IndexUploader>,
+    uploads: UploadStaging,
     profile: Profile,
 }
 
@@ -170,6 +176,7 @@ impl Cuda {
         let programs = Arc::new(KernelModules::new(context, device.architecture())?);
         let matmul = Matmul::new(context, arithmetic)?;
         let pool = DevicePool::new(context, memory)?;
+        let counters = Arc::<Counters>::default();
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
             placement_log: PlacementLog::new(
@@ -181,8 +188,10 @@ impl Cuda {
             kernel_modules: programs,
             matmul,
             workspace: pool.allocate(MemoryKind::Workspace, matmul::WORKSPACE)?,
-            scalars: scalar::Scalars::new(&pool, &compute)?,
+            scalars: scalar::Scalars::new(&pool, &compute, counters.clone())?,
+            counters,
             index_uploader: index_upload::IndexUploader::new(&pool, copy, compute.clone()),
+            uploads: UploadStaging::new(context),
             compute,
             pool,
             profile: Profile::default(),
@@ -241,6 +250,7 @@ impl Cuda {
     /// Copies within the device.
     fn copy_within(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
         self.bind()?;
+        self.0.counters.add_launch();
         let bytes = x.len * x.element.size();
         let stream = self.0.compute.cu_stream();
         // SAFETY: both views have `bytes` bytes, and do not overlap, since one is exclusive.
@@ -252,14 +262,30 @@ impl Cuda {
     /// Sets all bits to zero.
     fn zero_view(&self, y: &ViewMut<'_>) -> Result<()> {
         self.bind()?;
+        self.0.counters.add_launch();
         let bytes = y.len * y.element.size();
         let stream = self.0.compute.cu_stream();
         // SAFETY: the view has `bytes` bytes.
         check("clear memory", unsafe { result::memset_d8_async(y.pointer, 0, bytes, stream) })
     }
 
+    /// Copies bytes of the host to a view that begins at `to` and has as many.
+    fn write_bytes(&self, bytes: &[u8], to: u64) -> Result<()> {
+        self.bind()?;
+        self.0.counters.add_launch();
+        if self.0.uploads.upload(bytes, to, &self.0.compute)? {
+            return Ok(());
+        }
+        // SAFETY: the view is as long as `bytes`, which live until the stream has finished.
+        check("copy from the host", unsafe {
+            result::memcpy_htod_async(to, bytes, self.0.compute.cu_stream())
+        })?;
+        self.synchronize()
+    }
+
     /// Blocks until all work in the compute stream is done.
     fn synchronize(&self) -> Result<()> {
+        self.0.counters.add_host_wait();
         check("finish its work", self.0.compute.synchronize())
     }
 
@@ -300,24 +326,17 @@ impl Backend for Cuda {
 
     fn write(&self, host: &[f32], to: ViewMut<'_>) -> Result<()> {
         assert_eq!(host.len(), to.len, "values for a window");
-        self.bind()?;
-        let stream = self.0.compute.cu_stream();
+        if host.is_empty() {
+            // Language models have no features: the host need not wait for kernels.
+            return Ok(());
+        }
         match to.element {
-            Element::F32 => {
-                // SAFETY: the view is as long as `host`, which lives until the stream has finished.
-                check("copy from the host", unsafe {
-                    result::memcpy_htod_async(to.pointer, host, stream)
-                })?;
-                self.synchronize()
-            }
+            Element::F32 => self.write_bytes(bytemuck::cast_slice(host), to.pointer),
             Element::Bf16 => {
                 let mut narrow = vec![bf16::ZERO; host.len()];
                 narrow.convert_from_f32_slice(host);
-                // SAFETY: as above.
-                check("copy from the host", unsafe {
-                    result::memcpy_htod_async(to.pointer, &narrow, stream)
-                })?;
-                self.synchronize()
+                let words: &[u16] = narrow.reinterpret_cast();
+                self.write_bytes(bytemuck::cast_slice(words), to.pointer)
             }
         }
     }
@@ -398,6 +417,20 @@ impl Backend for Cuda {
 
     fn record_event(buf: &CudaBuf) -> Result<Option<Box<dyn DeviceEvent>>> {
         buf.record_event().map(Some)
+    }
+
+    fn device_counters(&self) -> DeviceCounters {
+        self.0.counters.now()
+    }
+
+    fn used_memory(&self) -> Result<usize> {
+        let (free, whole) =
+            check("report its free memory", self.0.compute.context().mem_get_info())?;
+        Ok(whole - free)
+    }
+
+    fn reserve_memory(&self, taken: usize) -> Result<()> {
+        self.0.pool.reserve(taken)
     }
 
     fn copy_streams(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {

@@ -8,8 +8,8 @@
 //! Communicators are non-blocking. A call returns at once; the state of the work is read from the
 //! communicator, and until it reports success, the work may not be in the stream yet.
 //!
-//! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. Estimates do not include
-//! the device memory that NCCL allocates: `device.memory` leaves room for it. NCCL configures its
+//! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. The device memory
+//! that NCCL allocates is measured at the start of a run, before the pool takes its own. NCCL configures its
 //! network itself (`NCCL_SOCKET_IFNAME` and others).
 
 use std::cell::OnceCell;

@@ -1,6 +1,8 @@
 //! The device memory pool: large blocks of memory, from which buffers are allocated. Usually there
-//! is one block, allocated at the start. A growing pool allocates another block if none has room
-//! for a buffer, and keeps all blocks until its end.
+//! are two: a small one, allocated at the start, and one with the rest, once other users of the
+//! device, such as NCCL, have taken what they need ([`DevicePool::reserve`]), or once a buffer needs
+//! it. A growing pool allocates another block if none has room for a buffer. All blocks are kept
+//! until the end of the pool.
 //!
 //! A dropped buffer is free at once, even if kernels that use it are still queued: its next user is
 //! queued behind them on the same stream. Work on other streams waits for events.
@@ -32,14 +34,14 @@ const GROWTH: usize = 8;
 pub struct PoolBudget {
     /// The bytes, or their limit if the pool grows.
     pub bytes: usize,
-    /// Whether blocks are allocated on demand rather than at the start.
+    /// Whether blocks are allocated on demand rather than all at once.
     pub grows: bool,
 }
 
 /// The memory pool of one rank on its device.
 pub struct DevicePool {
     context: Arc<CudaContext>,
-    budget: PoolBudget,
+    grows: bool,
     blocks: Mutex<Blocks>,
     /// The statistics of allocated bytes, by category.
     pub stats: MemoryStats,
@@ -56,7 +58,7 @@ pub struct PoolAllocation {
 }
 
 impl DevicePool {
-    /// Allocates the memory, or the first block of it.
+    /// Allocates the first block of the memory.
     ///
     /// # Errors
     /// Returns an error if the device has less free memory.
@@ -64,22 +66,45 @@ impl DevicePool {
         context: &Arc<CudaContext>,
         PoolBudget { bytes, grows }: PoolBudget,
     ) -> Result<Arc<Self>> {
-        let bytes = bytes / ALIGNMENT * ALIGNMENT;
-        let budget = PoolBudget { bytes, grows };
-        let blocks = Mutex::default();
-        let pool = Self { context: context.clone(), budget, blocks, stats: MemoryStats::default() };
-        let first = if grows { bytes.min(BLOCK) } else { bytes };
-        if !pool.allocate_block(&mut pool.lock(), first)? {
-            let first = format_bytes(first);
-            let free = pool.free()?;
+        let limit = bytes / ALIGNMENT * ALIGNMENT;
+        let blocks = Mutex::new(Blocks { limit, ..Blocks::default() });
+        let pool = Self { context: context.clone(), grows, blocks, stats: MemoryStats::default() };
+        pool.allocate_or_fail(&mut pool.lock(), limit.min(BLOCK))?;
+        Ok(Arc::new(pool))
+    }
+
+    /// Allocates the rest of the memory, unless the pool grows. The pool has `taken` bytes less than
+    /// before: other users of the device have taken them.
+    ///
+    /// # Errors
+    /// Returns an error if the device has less free memory.
+    pub fn reserve(&self, taken: usize) -> Result<()> {
+        let mut blocks = self.lock();
+        let left = blocks.limit.saturating_sub(taken) / ALIGNMENT * ALIGNMENT;
+        blocks.limit = left.max(blocks.bytes());
+        let rest = blocks.limit - blocks.bytes();
+        if self.grows || rest == 0 {
+            return Ok(());
+        }
+        self.allocate_or_fail(&mut blocks, rest)
+    }
+
+    /// Allocates a block.
+    ///
+    /// # Errors
+    /// Returns an error if the device has less free memory.
+    fn allocate_or_fail(&self, blocks: &mut Blocks, bytes: usize) -> Result<()> {
+        if !self.allocate_block(blocks, bytes)? {
+            let wanted = format_bytes(bytes);
+            let free = self.free()?;
             return Err(Error::input(format!(
-                "out of GPU memory: {first} requested, {free} free"
+                "out of GPU memory: {wanted} requested, {free} free"
             ))
             .hint(
                 "reduce device.memory or device.memory_limit, or end other processes on this GPU",
             ));
         }
-        Ok(Arc::new(pool))
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, Blocks> {
@@ -88,7 +113,7 @@ impl DevicePool {
 
     /// Returns the bytes of the pool, or their limit if it grows.
     pub fn bytes(&self) -> usize {
-        self.budget.bytes
+        self.lock().limit
     }
 
     /// Returns the address and the bytes of the only block of a pool that does not grow.
@@ -148,16 +173,17 @@ impl DevicePool {
         Ok(PoolAllocation { pool: self.clone(), place, pointer, bytes, what: None })
     }
 
-    /// Allocates another block for an allocation of `bytes`, if the pool may grow.
+    /// Allocates another block for an allocation of `bytes`: the rest of the memory, or as the pool
+    /// grows.
     ///
     /// # Errors
-    /// Returns an error if the pool may not grow, or if the device is out of memory.
+    /// Returns an error if the pool has not that much left, or if the device is out of memory.
     fn grow(&self, blocks: &mut Blocks, what: MemoryKind, bytes: usize) -> Result<()> {
-        let PoolBudget { bytes: most, grows } = self.budget;
+        let (most, grows) = (blocks.limit, self.grows);
         let wanted = format_bytes(bytes);
         let taken = self.stats.live_by_category();
         let hint = "set batch.micro lower, parallel.recompute=true, offload.optimizer=true or parallel.zero higher";
-        if !grows || most - blocks.bytes() < bytes {
+        if most - blocks.bytes() < bytes {
             let whose = if grows { "limit of this rank" } else { "pool of this rank" };
             return Err(Error::input(format!(
                 "out of GPU memory: {wanted} for {} do not fit into the {} {whose}; in use: \
@@ -167,6 +193,9 @@ impl DevicePool {
                 format_bytes(blocks.largest())
             ))
             .hint(format!("{hint}, or device.memory or device.memory_limit higher")));
+        }
+        if !grows {
+            return self.allocate_or_fail(blocks, most - blocks.bytes());
         }
         let ample = bytes.max(BLOCK).max(blocks.bytes() / GROWTH).min(most - blocks.bytes())
             / ALIGNMENT
@@ -255,6 +284,8 @@ struct Place {
 #[derive(Default)]
 struct Blocks {
     blocks: Vec<Block>,
+    /// The most bytes that the blocks may have.
+    limit: usize,
     taken: usize,
     most_taken: usize,
 }

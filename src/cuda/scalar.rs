@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaStream, result};
 
+use super::counters::Counters;
 use super::libraries::check;
 use super::pinned::Pinned;
 use super::pool::{DevicePool, PoolAllocation};
@@ -19,6 +20,7 @@ pub const BYTES: usize = SLOTS * size_of::<f64>();
 /// Slots for scalars on the device, and their last copy on the host.
 pub struct Scalars {
     slots: PoolAllocation,
+    counters: Arc<Counters>,
     state: Mutex<State>,
 }
 
@@ -43,11 +45,19 @@ impl Scalars {
     ///
     /// # Errors
     /// Returns an error if memory is exhausted.
-    pub fn new(pool: &Arc<DevicePool>, stream: &CudaStream) -> Result<Arc<Self>> {
+    pub fn new(
+        pool: &Arc<DevicePool>,
+        stream: &CudaStream,
+        counters: Arc<Counters>,
+    ) -> Result<Arc<Self>> {
         let slots = pool.allocate(MemoryKind::Workspace, BYTES)?;
         let copy = Pinned::new(stream.context(), SLOTS)?;
         let free = (0..SLOTS as u32).rev().collect();
-        Ok(Arc::new(Self { slots, state: Mutex::new(State { free, begun: 0, copied: 0, copy }) }))
+        Ok(Arc::new(Self {
+            slots,
+            counters,
+            state: Mutex::new(State { free, begun: 0, copied: 0, copy }),
+        }))
     }
 
     /// Creates a scalar, which the next kernel will write at [`Scalar::pointer`].
@@ -90,6 +100,7 @@ impl Scalar {
                 )
             };
             check("copy scalars to the host", copied)?;
+            self.home.counters.add_host_wait();
             check("finish its work", stream.synchronize())?;
             state.copied = state.begun;
         }

@@ -277,6 +277,38 @@ fn scratch_of_a_freed_buffer() {
     assert!(is_kept, "a kernel wrote to the scratch memory");
 }
 
+/// Values of a micro-batch are uploaded without a wait, in order with compute: neither too late nor
+/// over a buffer of an upload that the device has not done.
+#[test]
+fn uploads_wait_for_nothing() {
+    for streams in ["lazy", "racing"] {
+        simulated("uploads_in_order", &[("CUDASIM_STREAMS", streams)]);
+    }
+}
+
+#[test]
+#[ignore = "needs a simulator that does work only when something waits for it"]
+fn uploads_in_order() {
+    use hpctrain_device::{Backend as _, MemoryKind};
+    for precision in [crate::Precision::F32(crate::Arithmetic::Full), crate::Precision::Bf16] {
+        let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, precision).unwrap();
+        let waits = || cuda.device_counters().host_waits;
+        let before = waits();
+        let values: Vec<Vec<f32>> = (1..=8).map(|k| vec![k as f32; 100 * k]).collect();
+        let bufs: Vec<_> = values
+            .iter()
+            .map(|values| cuda.upload(MemoryKind::Activations, values).unwrap())
+            .collect();
+        assert_eq!(waits(), before, "uploads of values");
+        assert!(cuda.upload(MemoryKind::Activations, &[]).is_ok() && waits() == before);
+        let last = cuda.upload(MemoryKind::Activations, &[9.0]).unwrap();
+        for (buf, values) in bufs.iter().zip(&values) {
+            assert_eq!(down(&cuda, buf), *values);
+        }
+        assert_eq!(down(&cuda, &last), [9.0]);
+    }
+}
+
 /// More chunks of positions, and more samples, than a grid may have blocks along y or z.
 #[test]
 fn channels_of_a_long_batch() {

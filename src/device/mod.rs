@@ -36,6 +36,15 @@ pub use ops::{
 };
 pub use profile::{KernelStats, KernelTotals, Launch, Profile};
 
+/// Counters of the work that the host has requested of a device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DeviceCounters {
+    /// Kernels, matmuls, and copies and fills within the device.
+    pub launches: u64,
+    /// Waits of the host for kernels of the device.
+    pub host_waits: u64,
+}
+
 /// The memory of one device.
 ///
 /// A buffer is one flat allocation that moves between owners and returns to a pool when dropped.
@@ -163,6 +172,31 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// # Errors
     /// Returns an error if the device fails.
     fn record_event(buf: &Self::Buf) -> Result<Option<Box<dyn DeviceEvent>>>;
+
+    /// Returns the counters of the work that the host has requested of the device; zeros where
+    /// buffers are host memory.
+    fn device_counters(&self) -> DeviceCounters {
+        DeviceCounters::default()
+    }
+
+    /// Returns the bytes of the device's memory that are in use, by this process and by others; 0
+    /// where buffers are host memory.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn used_memory(&self) -> Result<usize> {
+        Ok(0)
+    }
+
+    /// Allocates the memory of this rank, unless it is allocated as it is needed, less `taken` bytes
+    /// that other users of the device have taken since the backend was created. Without this call,
+    /// the first buffer that needs it allocates the memory.
+    ///
+    /// # Errors
+    /// Returns an error if the device has less free memory.
+    fn reserve_memory(&self, _taken: usize) -> Result<()> {
+        Ok(())
+    }
 
     /// Returns the streams that copy between the device and the host concurrently with compute, or
     /// `None` where buffers are host memory.

@@ -9,7 +9,9 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::mesh::Mesh;
 use hpctrain_base::safe_open;
-use hpctrain_comm::{Algorithm, AlgorithmTable, Comm, DeviceTransport, Group, Operation, measure};
+use hpctrain_comm::{
+    Algorithm, AlgorithmTable, Comm, DeviceTransport, Group, Operation, connect_ranks, measure,
+};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_device::Kernels;
 use hpctrain_nn::Blocks;
@@ -17,6 +19,10 @@ use hpctrain_parallel::{Groups, Storage};
 
 /// Collectives of shards on units.
 const SHARD_OPERATIONS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
+
+/// Collectives of tensor-parallel ranks on activations.
+const TENSOR_OPERATIONS: [Operation; 3] =
+    [Operation::AllReduce, Operation::ReduceScatter, Operation::AllGather];
 
 /// Returns the collectives of replicas on units.
 fn replica_operations(storage: Storage) -> &'static [Operation] {
@@ -60,6 +66,32 @@ pub struct CollectiveChoices {
     pub summary: String,
     /// The result of a new benchmark, to be written to `collectives.json`.
     pub to_save: Option<String>,
+}
+
+/// Connects the devices of ranks that will exchange, where that takes device memory: NCCL allocates
+/// buffers for each pair of ranks. Returns the bytes that it has taken on this rank's device.
+/// Collective over the world.
+///
+/// # Errors
+/// Returns an error if a message between ranks fails, or the device has too little memory.
+pub fn connect_devices<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &ResolvedConfig,
+    backend: &B,
+) -> Result<usize> {
+    if comm.size() == 1 || comm.device_transport() != Some(DeviceTransport::Nccl) {
+        return Ok(0);
+    }
+    let before = backend.used_memory()?;
+    let Groups { shard, replica, tensor, .. } =
+        &Groups::split(comm, &plan.mesh, plan.local_sgd.is_some())?;
+    let exact = plan.config.comm.deterministic;
+    let given = plan.config.comm.algorithm.fixed();
+    let of_replicas = replica_operations(plan.config.parallel.storage);
+    connect_ranks(shard, backend, &SHARD_OPERATIONS, given, exact)?;
+    connect_ranks(replica, backend, of_replicas, given, exact)?;
+    connect_ranks(tensor, backend, &TENSOR_OPERATIONS, Some(comm.algorithm()), exact)?;
+    Ok(backend.used_memory()?.saturating_sub(before))
 }
 
 /// Creates the groups of `plan`'s mesh, each with its algorithms. Rank 0 reads earlier choices of

@@ -197,17 +197,16 @@ impl<B: Kernels> Engine<B> {
                 }
             }
         }
-        let compute = begun.elapsed().saturating_sub(loading).as_secs_f64()
-            - (self.model.sharded.waited() - waited);
-        // Losses are read only now, when the device has no more work. All tensor-parallel ranks
-        // have the same losses, so only the first reports them.
-        let Model { backend, sharded, .. } = &mut self.model;
+        // All tensor-parallel ranks have the same losses, so only the first reports them.
+        let sharded = &mut self.model.sharded;
         if sharded.slices().held.start > 0 {
             losses.clear();
         }
-        let losses: Vec<f64> =
-            losses.into_iter().map(|losses| total(backend, losses)).collect::<Result<_>>()?;
-        sharded.reduce(&losses, compute.max(0.0), flags())
+        let compute = |waited_now: f64| {
+            let spent = begun.elapsed().saturating_sub(loading).as_secs_f64();
+            (spent - (waited_now - waited)).max(0.0)
+        };
+        sharded.reduce(losses, compute, flags())
     }
 
     /// Computes the forward of one micro-batch through the blocks of the stage.
@@ -420,9 +419,4 @@ impl<B: Kernels> Engine<B> {
         // Reductions overlap with the computations of the other blocks.
         if reduces { sharded.start_reductions() } else { Ok(()) }
     }
-}
-
-/// Returns the sum of the losses of a virtual rank's micro-batches, in order.
-fn total<B: Kernels>(backend: &B, losses: Vec<B::Scalar>) -> Result<f64> {
-    losses.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?))
 }

@@ -59,7 +59,7 @@ mod warmup;
 pub use activation_offload::ActivationOffload;
 pub use build::with_host_embedding;
 pub use build::{engine, engine_with_blocks};
-pub use collectives::CollectiveChoices;
+pub use collectives::{CollectiveChoices, connect_devices};
 pub use forward_backward::{Engine, Geometry};
 pub use matmul_autotune::{MatmulChoices, autotune_matmuls};
 pub use micro_batches::check_size;

@@ -43,6 +43,7 @@ pub fn train(
             let comm = &gpu.device_comm(comm);
             let backend = |plan: &ResolvedConfig| gpu.backend(plan);
             let place = RankGpu {
+                includes_nccl: gpu.includes_nccl,
                 memory: gpu.memory,
                 table: gpu.table.clone(),
                 notes: gpu.notes(),

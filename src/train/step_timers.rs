@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use hpctrain_comm::Stats;
 use hpctrain_config::telemetry::profile::KernelReport;
+use hpctrain_config::telemetry::run_record::StepCounts;
 use hpctrain_config::telemetry::times::{TimeCounters, Times};
 use hpctrain_device::{KernelTotals, Profile};
 use hpctrain_engine::StepResult;
@@ -22,7 +23,13 @@ pub struct StepTimers {
     skipped: (u64, u64),
     /// The profile, if the rank measures the time of its kernels.
     profile: Option<Profiled>,
+    /// What the rank had requested at the ends of the first and of the last round, with the steps
+    /// until then.
+    requested: Option<[(usize, Requested); 2]>,
 }
+
+/// What a rank has requested so far: launches, host waits, messages, and bytes sent.
+pub type Requested = [u64; 4];
 
 /// The steps in a profile, and their times.
 #[derive(Default)]
@@ -42,6 +49,7 @@ impl StepTimers {
             times: Times::default(),
             skipped: (0, 0),
             profile: profiles.then(Profiled::default),
+            requested: None,
         }
     }
 
@@ -98,6 +106,23 @@ impl StepTimers {
                 .and_modify(|all| *all = all.plus(tally))
                 .or_insert(tally);
         }
+    }
+
+    /// Records what the rank had requested at the end of a round.
+    pub fn record_requests(&mut self, requested: Requested) {
+        let now = (self.step_ms.len(), requested);
+        let [first, _] = self.requested.unwrap_or([now; 2]);
+        self.requested = Some([first, now]);
+    }
+
+    /// Returns what the rank has requested in a step, without the first round, which starts
+    /// everything; `None` if there was no other.
+    pub fn requests_per_step(&self) -> Option<StepCounts> {
+        let [(first, before), (last, after)] = self.requested?;
+        let steps = (last - first) as f64;
+        let [launches, host_waits, messages, sent_bytes] =
+            std::array::from_fn(|i| (after[i] - before[i]) as f64 / steps);
+        (last > first).then_some(StepCounts { launches, host_waits, messages, sent_bytes })
     }
 
     /// Returns the number of consecutive steps that were skipped, up to the last one.

@@ -12,6 +12,7 @@ mod memory;
 mod nvrtc;
 mod offload;
 mod ordered_sums;
+mod rehearsal;
 mod threads;
 mod training;
 mod transport_selection;

@@ -6,7 +6,7 @@ use std::path::Path;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, PoolBudget, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
 
-use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{Ended, finish};
 use hpctrain_testkit::runs::{Run, json};
 use hpctrain_testkit::simulator::{is_on_gpu, under, with_simulator};
@@ -27,10 +27,10 @@ const BIG: [&str; 11] = [
     "eval.batch=2",
 ];
 
-/// Returns the estimate in MiB, from the line "gpu memory 123.4 MiB a rank: …".
+/// Returns the estimate in MiB, from the line "gpu memory 123.4 MiB per rank: …".
 fn promised(stdout: &str) -> f64 {
     let line = stdout.lines().find(|line| line.starts_with("gpu memory ")).unwrap();
-    let (number, _) = line["gpu memory ".len()..].trim().split_once(" MiB a rank: ").unwrap();
+    let (number, _) = line["gpu memory ".len()..].trim().split_once(" MiB per rank: ").unwrap();
     number.parse().unwrap()
 }
 
@@ -188,4 +188,41 @@ fn a_pool_grows_until_there_is_no_more() {
             "{message}"
         );
     });
+}
+
+/// NCCL's buffers are allocated and measured before the pool takes the rest of the memory, so hybrid
+/// sharding with tensor parallelism fits beside them, or is refused with the number.
+#[test]
+fn the_pool_leaves_what_nccl_has_taken() {
+    let root = tempfile::tempdir().unwrap();
+    // Replicas, shards and tensor-parallel ranks have a communicator each. 4.3 GB of an H100's 80.
+    let layout = [
+        "run.device=cuda",
+        "comm.transport=nccl",
+        "parallel.zero=2",
+        "parallel.shard=2",
+        "parallel.replica=2",
+        "parallel.tensor=2",
+        "batch.global=8",
+        "run.steps=2",
+        "model.width=16",
+        "model.context=8",
+        "eval.samples=4",
+    ];
+    let start = |name: &str, taken: &str| {
+        let run = Run::new(Simulate(8), root.path(), name, &layout);
+        let mut command = run.command();
+        let sim = [("CUDASIM_DEVICES", "8"), ("CUDASIM_MEM", "800M"), ("CUDASIM_NCCL_MEM", taken)];
+        finish(with_simulator(&mut command).envs(sim))
+    };
+    let summary = start("fits", "43M").succeeded().stdout;
+    assert!(summary.contains("; 129.0 MiB for NCCL besides"), "{summary}");
+    // Without room for NCCL the pool would take 720 MiB, and three communicators more than the rest.
+    let ended = start("refused", "215M");
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(
+        ended.stderr.contains("NCCL has taken 645.0 MiB of the GPU: a rank needs ")
+            && ended.stderr.contains(", but may use 75.0 MiB"),
+        "{ended}"
+    );
 }

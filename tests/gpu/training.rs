@@ -8,7 +8,7 @@ use sha2::{Digest as _, Sha256};
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{Ended, finish, program};
-use hpctrain_testkit::runs::{Run, RunFiles};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
 use hpctrain_testkit::simulator::{Settings, simulator, with_simulator};
 
 const STEPS: u64 = 4;
@@ -595,4 +595,40 @@ fn libraries_that_are_too_new_for_the_driver_are_passed_over() {
         &["run.device=cuda"],
         &[driver, ("LD_LIBRARY_PATH", &with(&both))],
     );
+}
+
+/// Returns what a step of rank 0 requests, from `run.json`: launches, host waits and messages.
+fn requested(run: &RunFiles) -> [f64; 3] {
+    let per_step = &json(&run.path("run.json"))["per_step"];
+    ["launches", "host_waits", "messages"].map(|key| per_step[key].as_f64().unwrap())
+}
+
+/// Over NCCL the host queues a step without waiting for the device: ZeRO 3 and tensor parallelism
+/// wait no more often than one rank does at the end of a step. Host-staged messages wait for each
+/// collective.
+#[test]
+fn nccl_lets_the_host_run_ahead() {
+    let root = tempfile::tempdir().unwrap();
+    let devices = [("CUDASIM_DEVICES", "2")];
+    let alone = trains(Alone, root.path(), "alone", &["device.memory_limit=128MiB"], &[]);
+    let [_, at_the_end, none] = requested(&alone);
+    assert_eq!((at_the_end, none), (1.0, 0.0), "one rank");
+    for layout in ["parallel.zero=3", "parallel.zero=3 parallel.prefetch=0", "parallel.tensor=2"] {
+        let on = |transport: &str| {
+            let transport_key = format!("comm.transport={transport}");
+            let settings: Vec<&str> = layout
+                .split(' ')
+                .chain([&transport_key[..], "device.memory_limit=128MiB"])
+                .collect();
+            let name = format!("{layout} {transport}");
+            requested(&trains(Mpirun(2), root.path(), &name, &settings, &devices))
+        };
+        let [_, waits, messages] = on("nccl");
+        assert!(
+            waits == at_the_end && messages > 10.0,
+            "{layout}: {waits} waits, {messages} messages"
+        );
+        let [_, waits, _] = on("host-staged");
+        assert!(waits > at_the_end + 10.0, "{layout}: {waits} waits");
+    }
 }

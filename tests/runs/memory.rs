@@ -18,10 +18,10 @@ const BIG: [&str; 9] = [
     "run.threads=1",
 ];
 
-/// Returns the estimate in MiB, from a line such as "memory       123.4 MiB a rank: …".
+/// Returns the estimate in MiB, from a line such as "memory       123.4 MiB per rank: …".
 fn estimated_mib(stdout: &str) -> f64 {
     let line = stdout.lines().find(|line| line.starts_with("memory ")).unwrap();
-    let (number, _) = line["memory ".len()..].trim().split_once(" MiB a rank: ").unwrap();
+    let (number, _) = line["memory ".len()..].trim().split_once(" MiB per rank: ").unwrap();
     number.parse().unwrap()
 }
 

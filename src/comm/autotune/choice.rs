@@ -54,6 +54,9 @@ impl fmt::Display for AlgorithmChoice {
 /// The sizes that are measured, in bytes of the whole buffer.
 const SIZES: [usize; 4] = [16 << 10, 256 << 10, 2 << 20, 16 << 20];
 
+/// Elements for each rank of a collective that connects ranks.
+const CONNECTING: usize = 64;
+
 /// Repetitions of a measurement. The fastest counts, since the others were disturbed.
 const REPETITIONS: usize = 3;
 
@@ -87,28 +90,28 @@ pub fn measure<B: Backend>(
     largest: usize,
     exact: bool,
 ) -> Result<AlgorithmTable> {
-    let base = group.default_algorithm(exact);
+    let Some(base) = agreed_default(world, group, exact)? else {
+        return Ok(AlgorithmTable::uniform(Algorithm::HalvingDoubling));
+    };
     let mut table = AlgorithmTable::uniform(base);
-    if world.size() == 1 {
-        return Ok(table);
-    }
     let sizes = sizes(largest);
-    // The first use of an algorithm connects ranks, which may take seconds.
+    let mut measurable = Vec::with_capacity(operations.len());
     for &operation in operations {
-        for algorithm in candidates(group, operation, exact) {
-            time(world, group, backend, operation, algorithm, sizes[0], 0)?;
-        }
+        measurable.push(agreed_candidates(world, group, base, exact && operation.adds())?);
+    }
+    for (&operation, algorithms) in operations.iter().zip(&measurable) {
+        connect(group, backend, operation, algorithms)?;
     }
     let budget = if B::ON_HOST { BUDGET } else { DEVICE_BUDGET };
     let start = Instant::now();
     let mut measured = vec![Vec::new(); operations.len()];
     for size in sizes {
         let mut timings = Vec::new();
-        for &operation in operations {
+        for (&operation, algorithms) in operations.iter().zip(&measurable) {
             let mut times = [f64::INFINITY; Algorithm::ALL.len()];
-            for algorithm in candidates(group, operation, exact) {
+            for &algorithm in algorithms {
                 times[algorithm as usize] =
-                    time(world, group, backend, operation, algorithm, size, REPETITIONS)?;
+                    time(world, group, backend, operation, algorithm, size)?;
             }
             timings.extend(times);
         }
@@ -133,13 +136,85 @@ pub fn measure<B: Backend>(
     Ok(table)
 }
 
-/// Returns the algorithms to measure, the default first.
-fn candidates<B: Backend>(group: &Group<B>, operation: Operation, exact: bool) -> Vec<Algorithm> {
-    let base = group.default_algorithm(exact);
-    let mut candidates = group.algorithms(exact && operation.adds());
+/// Returns the algorithm that others have to beat, the same in all groups of `world`, or `None` if
+/// there is nothing to measure. Collective over the world.
+fn agreed_default<B: Backend>(
+    world: &Group<B>,
+    group: &Group<B>,
+    exact: bool,
+) -> Result<Option<Algorithm>> {
+    if world.size() == 1 {
+        return Ok(None);
+    }
+    let mine = group.default_algorithm(exact);
+    let all = world.all_gather_u64(&[mine as u64])?;
+    let is_same = all.iter().all(|theirs| theirs[0] == mine as u64);
+    Ok(Some(if is_same { mine } else { Algorithm::HalvingDoubling }))
+}
+
+/// Returns the algorithms to measure, the default first: those that all groups of `world` can run,
+/// since they measure together. Collective over the world.
+fn agreed_candidates<B: Backend>(
+    world: &Group<B>,
+    group: &Group<B>,
+    base: Algorithm,
+    exact: bool,
+) -> Result<Vec<Algorithm>> {
+    let mine = candidates(group, base, exact);
+    let mask = mine.iter().map(|&algorithm| 1 << algorithm as u64).sum();
+    let all = world.all_gather_u64(&[mask])?;
+    let is_able = |algorithm: &Algorithm| all.iter().all(|of| of[0] >> *algorithm as u64 & 1 == 1);
+    Ok(mine.into_iter().filter(is_able).collect())
+}
+
+/// Returns the algorithms of a group that may be worth their measurement, `base` first.
+fn candidates<B: Backend>(group: &Group<B>, base: Algorithm, exact: bool) -> Vec<Algorithm> {
+    let mut candidates = group.algorithms(exact);
     candidates.retain(|&algorithm| group.is_worth_measuring(algorithm, base));
     candidates.sort_by_key(|&algorithm| algorithm != base);
     candidates
+}
+
+/// Runs a small collective by each algorithm: the first use connects ranks, which may take seconds,
+/// and device memory. Collective over the group.
+fn connect<B: Backend>(
+    group: &Group<B>,
+    backend: &B,
+    operation: Operation,
+    algorithms: &[Algorithm],
+) -> Result<()> {
+    for &algorithm in algorithms {
+        let group = group.with_algorithms(AlgorithmTable::uniform(algorithm));
+        // Every rank sends some to every other.
+        let buf = backend.upload(MemoryKind::Gradients, &vec![0.0; CONNECTING * group.size()])?;
+        group.run(operation, buf).synchronize()?;
+    }
+    Ok(())
+}
+
+/// Connects the ranks of a group for `operations`: by `algorithm`, or by those that [`measure`]
+/// would measure. Collective over the group.
+///
+/// # Errors
+/// Returns an error if a message failed, or memory for it cannot be allocated.
+pub fn connect_ranks<B: Backend>(
+    group: &Group<B>,
+    backend: &B,
+    operations: &[Operation],
+    algorithm: Option<Algorithm>,
+    exact: bool,
+) -> Result<()> {
+    if group.size() == 1 {
+        return Ok(());
+    }
+    let base = group.default_algorithm(exact);
+    operations.iter().try_for_each(|&operation| {
+        let algorithms = match algorithm {
+            Some(algorithm) => vec![algorithm],
+            None => candidates(group, base, exact && operation.adds()),
+        };
+        connect(group, backend, operation, &algorithms)
+    })
 }
 
 /// Returns the sizes to measure, in bytes, ascending. The last is that of the largest buffer.
@@ -176,7 +251,7 @@ fn best(times: &[f64], base: Algorithm, among: impl Fn(Algorithm) -> bool) -> Al
     faster.map_or(base, |(algorithm, _)| *algorithm)
 }
 
-/// Measures one collective. Returns the seconds of the fastest of some repetitions on this rank.
+/// Measures one collective. Returns the seconds of the fastest repetition on this rank.
 fn time<B: Backend>(
     world: &Group<B>,
     group: &Group<B>,
@@ -184,7 +259,6 @@ fn time<B: Backend>(
     operation: Operation,
     algorithm: Algorithm,
     bytes: usize,
-    repetitions: usize,
 ) -> Result<f64> {
     let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
     let group = group.with_algorithms(AlgorithmTable::uniform(algorithm));
@@ -192,7 +266,7 @@ fn time<B: Backend>(
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let mut fastest = f64::INFINITY;
     // The first one touches memory for the first time.
-    for _ in 0..=repetitions {
+    for _ in 0..=REPETITIONS {
         world.barrier().wait()?;
         let start = Instant::now();
         buf = group.run(operation, buf).synchronize()?;

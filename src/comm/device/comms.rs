@@ -257,7 +257,8 @@ impl GroupComm<'_> {
         sends: &[(usize, DeviceSpan<'_>)],
         receives: &[(usize, DeviceSpan<'_>)],
     ) -> Result<()> {
-        self.shared.add_sent(sends.iter().map(|(_, span)| span.words() * size_of::<f32>()).sum());
+        let words: usize = sends.iter().map(|(_, span)| span.words()).sum();
+        self.shared.add_sent_messages(sends.len(), words * size_of::<f32>());
         self.until_queued(transport, |comm| {
             comm.exchange(&self.peers(group, sends)?, &self.peers(group, receives)?)
         })
@@ -291,7 +292,7 @@ impl GroupComm<'_> {
         call: DeviceCollective,
         memory: DeviceSpan<'_>,
     ) -> Result<()> {
-        self.shared.add_sent(least_sent(group, call, memory.words()));
+        self.shared.add_sent_messages(0, least_sent(group, call, memory.words()));
         self.until_queued(transport, |comm| comm.collective(call, memory))
     }
 }

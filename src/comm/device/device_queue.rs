@@ -60,6 +60,9 @@ impl DeviceQueue {
     pub fn drain(&mut self, transport: &mut dyn Transport) -> Result<()> {
         let mut backoff = Backoff::new(false);
         self.poll()?;
+        if !self.is_empty() {
+            self.shared.add_host_wait();
+        }
         while !self.is_empty() {
             polling::progress(transport, &self.shared)?;
             backoff.pause(&self.shared);

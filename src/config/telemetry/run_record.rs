@@ -1,6 +1,7 @@
 //! `run.json`: the summary of a run.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -11,6 +12,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 use hpctrain_comm::DeviceTransport;
 use hpctrain_data::DataChange;
+use hpctrain_device::format_bytes;
 
 /// The memory of the ranks of a stage, in bytes by category.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -106,6 +108,9 @@ pub struct RunRecord {
     /// The bytes that rank 0 sent to other ranks in this start, if there are others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm_sent_bytes: Option<u64>,
+    /// What rank 0 has requested in a step of this start, on average, without the first one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub per_step: Option<StepCounts>,
     /// The length of the longest chain of dependent messages between ranks; counted if ranks are
     /// threads (`hpctrain simulate`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -124,6 +129,30 @@ pub struct RunRecord {
     /// The goodput over all starts, if the run was supervised (`hpctrain supervise`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goodput: Option<Goodput>,
+}
+
+/// What a rank requests in a step, on average.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct StepCounts {
+    /// Kernels, matmuls, and copies and fills within its GPU.
+    pub launches: f64,
+    /// Waits of the host for its GPU, or for messages of GPU memory.
+    pub host_waits: f64,
+    /// Messages that it sends, without those of collectives of MPI and NCCL.
+    pub messages: f64,
+    /// Bytes that it sends.
+    pub sent_bytes: f64,
+}
+
+impl fmt::Display for StepCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { launches, host_waits, messages, sent_bytes } = self;
+        write!(
+            f,
+            "{launches:.1} launches, {host_waits:.1} host waits, {messages:.1} messages, {} sent per step and rank",
+            format_bytes(*sent_bytes as usize)
+        )
+    }
 }
 
 impl RunRecord {

@@ -53,6 +53,8 @@ pub struct StartupFacts<'a> {
     pub notes: Vec<String>,
     /// The memory that a rank needs: in a pipeline, that of the stage that needs most.
     pub memory: &'a Estimate,
+    /// Bytes of this rank's GPU that NCCL has taken for its buffers.
+    pub nccl_memory: usize,
     /// The step and the checkpoint that a resumed run starts from; without a checkpoint it starts
     /// from the beginning.
     pub resumed: Option<(u64, Option<&'a Path>)>,
@@ -264,10 +266,17 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
     );
     let memory = facts.memory;
     if memory.gpu.is_some() {
-        line("gpu memory", format!("{} a rank: {}", bytes(memory.gpu()), memory.gpu_parts()));
-        line("host memory", format!("{} a rank: {}", bytes(memory.host()), memory.host_parts()));
+        let nccl = match facts.nccl_memory {
+            0 => String::new(),
+            taken => format!("; {} for NCCL besides", bytes(taken)),
+        };
+        line(
+            "gpu memory",
+            format!("{} per rank: {}{nccl}", bytes(memory.gpu()), memory.gpu_parts()),
+        );
+        line("host memory", format!("{} per rank: {}", bytes(memory.host()), memory.host_parts()));
     } else {
-        line("memory", format!("{} a rank: {}", bytes(memory.host()), memory.host_parts()));
+        line("memory", format!("{} per rank: {}", bytes(memory.host()), memory.host_parts()));
     }
     out
 }

@@ -128,22 +128,28 @@ impl<B: Kernels> Sharded<B> {
 
     /// Waits for all reductions, and computes the sum of the virtual ranks' losses and the global
     /// gradient norm over all ranks, or with local SGD over those of this replica. `losses` are
-    /// those of this rank's virtual ranks, in order; only the first rank of each tensor-parallel
-    /// group of the last stage passes them. `compute` is the compute time of this step in seconds.
+    /// those of the micro-batches of this rank's virtual ranks, in order; only the first rank of each
+    /// tensor-parallel group of the last stage passes them. `compute` returns the compute time of
+    /// this step in seconds, given what [`Sharded::waited`] returns once the device has no more work.
     /// All ranks receive the `flags` of each.
+    ///
+    /// The host waits for the device only here, once in a step.
     ///
     /// # Errors
     /// Returns an error if a reduction or a message between ranks fails.
     pub fn reduce(
         &mut self,
-        losses: &[f64],
-        compute: f64,
+        losses: Vec<Vec<B::Scalar>>,
+        compute: impl FnOnce(f64) -> f64,
         flags: ControlFlags,
     ) -> Result<ReducedStep> {
         // Every rank receives every virtual rank's loss and the squared norms of every unit's
         // virtual shards, and adds them in the same order.
         let squares = self.squares()?;
-        let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
+        let losses = losses.into_iter().map(|losses| total(&self.backend, losses));
+        let losses = losses.collect::<Result<_>>()?;
+        let compute = compute(self.waited());
+        let mine = StepSummary { compute, flags, losses, squares };
         let messages = self.groups.step.world.gather_bytes(mine.encode()).wait()?;
         let summaries: Vec<StepSummary> =
             messages.iter().map(|message| StepSummary::decode(message)).collect::<Result<_>>()?;
@@ -280,4 +286,8 @@ impl<B: Kernels> Sharded<B> {
         };
         of_shard.start + mine.start..of_shard.start + mine.end
     }
+}
+/// Returns the sum of the losses of a virtual rank's micro-batches, in order.
+fn total<B: Kernels>(backend: &B, losses: Vec<B::Scalar>) -> Result<f64> {
+    losses.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?))
 }

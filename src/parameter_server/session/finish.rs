@@ -114,6 +114,7 @@ impl Session<'_> {
             loader_wait_seconds: times.loader,
             comm_wait_seconds: times.comm_exposed,
             comm_sent_bytes: None,
+            per_step: None,
             comm_rounds: None,
             peak_gpu_bytes: None,
             peak_bytes: BTreeMap::new(),

@@ -125,6 +125,9 @@ impl<B: Kernels> Run<'_, B> {
         }
         if !self.meters.is_empty() {
             say(format_args!("time  {}", self.meters.times()));
+            if let Some(counts) = self.meters.requests_per_step().filter(|_| !B::ON_HOST) {
+                say(format_args!("work  {counts}"));
+            }
             if let Some(EnergyUse { kwh, joules_per_token, .. }) = &energy {
                 let one = self.plan.network.predictions().trim_end_matches('s');
                 say(format_args!("energy  {kwh:.3} kWh, {joules_per_token:.2e} J/{one}"));
@@ -259,6 +262,7 @@ impl<B: Kernels> Run<'_, B> {
             loader_wait_seconds: self.feed.waited().as_secs_f64(),
             comm_wait_seconds: stats.blocked,
             comm_sent_bytes: Some(stats.sent),
+            per_step: self.meters.requests_per_step(),
             comm_rounds: Some(stats.rounds).filter(|rounds| *rounds > 0),
             peak_gpu_bytes: self.engine.model.backend.peak_device_bytes(),
             peak_bytes: MemoryKind::ALL

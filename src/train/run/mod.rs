@@ -13,13 +13,13 @@ use crate::evaluate::{Evaluator, Metrics};
 use crate::hooks::{Hook, Hooks};
 use crate::io_retry::{IoFailureTolerance, is_outage};
 use crate::records::Records;
-use crate::step_timers::StepTimers;
+use crate::step_timers::{Requested, StepTimers};
 use crate::stop_requests::StopRequests;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{ActivityKind, Track, span};
 use hpctrain_checkpoint::run_dir::{RestoreScope, Resume, RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{self as checkpoint, Published, Saver};
-use hpctrain_comm::{Comm, Group, WatchdogGuard};
+use hpctrain_comm::{Comm, Group, Stats, WatchdogGuard};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::{Evaluation, Evaluations, LossSplit};
@@ -31,7 +31,7 @@ use hpctrain_config::telemetry::unix_time;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Checkpoint, Config, Eval, Model, ResolvedConfig, epochs_ended};
 use hpctrain_data::{Tokenizer, TrainedOn};
-use hpctrain_device::Kernels;
+use hpctrain_device::{DeviceCounters, Kernels};
 use hpctrain_engine::memory::BaselineMemory;
 use hpctrain_engine::micro_batches::MicroBatches;
 use hpctrain_engine::{Engine, Round, Splits, StepResult, train_round};
@@ -109,6 +109,8 @@ impl Customization<'_> {
 pub struct RankGpu {
     /// Bytes of its GPU that this rank may use.
     pub memory: usize,
+    /// Whether NCCL's buffers count as a part of `memory`.
+    pub includes_nccl: bool,
     /// The assignment of ranks to GPUs, one line each.
     pub table: Vec<String>,
     /// Notes about it for the startup summary, one line each.
@@ -117,6 +119,13 @@ pub struct RankGpu {
     pub id: String,
     /// The number of ranks that share the GPU.
     pub sharers: usize,
+}
+
+impl RankGpu {
+    /// Returns the bytes for this rank's pool if NCCL has taken `taken` bytes.
+    pub fn memory_without(&self, taken: usize) -> usize {
+        if self.includes_nccl { self.memory.saturating_sub(taken) } else { self.memory }
+    }
 }
 
 /// Trains. Collective over the world of `comm`. `with_evaluators` is a group of this rank and the
@@ -296,6 +305,13 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.meters.counters(self.comm.stats(), self.feed.waited())
     }
 
+    /// Returns what this rank has requested so far.
+    fn requested(&self) -> Requested {
+        let DeviceCounters { launches, host_waits } = self.engine.model.backend.device_counters();
+        let Stats { messages, sent, host_waits: of_messages, .. } = self.comm.stats();
+        [launches, host_waits + of_messages, messages, sent]
+    }
+
     /// Records the steps of a round that began at `began`, each with an equal share of the time
     /// since `before`.
     fn record(
@@ -317,6 +333,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             is_warm_up,
             self.engine.model.backend.profile(),
         );
+        self.meters.record_requests(self.requested());
         let last = began.step + steps.len() as u64;
         let joules = if self.plan.is_due(self.plan.config.log.every, last) {
             self.energy.joules()?

@@ -23,10 +23,10 @@ use hpctrain_config::telemetry::{logging, say, startup_summary, unix_time};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, ModelKind, Parallel, ResolvedConfig};
 use hpctrain_data::{Mix, TrainedOn};
-use hpctrain_device::Kernels;
+use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_engine::micro_batches;
 use hpctrain_engine::micro_batches::MicroBatches;
-use hpctrain_engine::{Splits, autotune_matmuls, engine, memory, plan};
+use hpctrain_engine::{Splits, autotune_matmuls, connect_devices, engine, memory, plan};
 use hpctrain_parallel::PipelineSchedule;
 
 /// The directory of a run that has not begun. A start that fails leaves it as it was.
@@ -125,6 +125,17 @@ impl<'h, B: Kernels> Run<'h, B> {
         let backend = world.all_ok(backend(&plan))?;
         comm.count_memory(backend.clone());
         let held = memory::BaselineMemory::now(&comm, &splits.sources());
+        let nccl_memory = connect_devices(&comm, &plan, &backend)?;
+        let room = request.gpu.as_ref().map(|gpu| gpu.memory_without(nccl_memory));
+        let fits = match nccl_memory {
+            0 => Ok(()),
+            _ => memory::check::<B>(&plan, &topology, held, room),
+        };
+        world.all_ok(fits.map_err(|error| {
+            error.at(format!("NCCL has taken {} of the GPU", format_bytes(nccl_memory)))
+        }))?;
+        let taken = gpu_memory.zip(room).map_or(0, |(before, now)| before - now);
+        world.all_ok(backend.reserve_memory(taken))?;
         let Splits { mut train, mut validation, .. } = splits;
         let (mut engine, exchange) =
             engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
@@ -211,6 +222,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 validation: validation.as_ref().map(|validation| validation.samples()),
                 notes: train.skipped_note().into_iter().chain(notes).collect(),
                 memory: &memory::worst::<B>(&plan, held),
+                nccl_memory,
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: stop_requests.time_left(),
             };

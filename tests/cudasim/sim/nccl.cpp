@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -30,6 +31,8 @@ EXPORT int cudasim_stream_device(void* stream);
 EXPORT uint64_t cudasim_host_waits(int device);
 EXPORT bool cudasim_range_ok(const void* p, size_t n, const char* what);
 EXPORT void cudasim_open(int device, bool on);
+EXPORT void cudasim_goes_on_alone();
+EXPORT bool cudasim_take_memory(int device, int64_t bytes);
 EXPORT int cuCtxGetDevice(int* device);
 EXPORT int cuDeviceGetUuid_v2(unsigned char (*uuid)[16], int device);
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device);
@@ -140,6 +143,10 @@ struct Comm {
   int asks = 0;  // until what was started last is under way
   void* stream = nullptr;
   std::shared_ptr<Task> started = {};
+  // From the first messages on: connections take memory and time.
+  int64_t memory = 0;
+  std::chrono::steady_clock::time_point connected = {};
+  ~Comm() { if (memory) cudasim_take_memory(state->device, -memory); }
 };
 
 namespace {
@@ -231,11 +238,34 @@ void count(int device, const std::vector<Message>& messages) {
   }
 }
 
+// A number with K, M or G.
+int64_t size_in(const char* variable) {
+  const char* text = getenv(variable);
+  if (!text) return 0;
+  char* unit = nullptr;
+  int64_t n = strtoll(text, &unit, 10);
+  return n << (*unit == 'K' ? 10 : *unit == 'M' ? 20 : *unit == 'G' ? 30 : 0);
+}
+
+// What the first messages of a communicator cost.
+Result connect(Comm* c) {
+  if (c->connected != std::chrono::steady_clock::time_point{}) return OK;
+  const char* start = getenv("CUDASIM_NCCL_START");
+  auto takes = std::chrono::duration<double>(start ? atof(start) : 0);
+  c->connected = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(takes);
+  int64_t bytes = size_in("CUDASIM_NCCL_MEM");
+  if (!bytes) return OK;
+  if (!cudasim_take_memory(c->state->device, bytes)) return refuse(CUDA, "Failed to CUDA calloc %ld bytes", bytes);
+  c->memory = bytes;
+  return OK;
+}
+
 Result start(Comm* c, void* stream, std::shared_ptr<Task> task) {
   static FailPoint broken{"nccl"};
   if (broken.hit()) return refuse(SYSTEM, "a failure was asked for");
   if (!cudasim_bound()) return no_device();
   if (cudasim_stream_device(stream) != c->state->device) return refuse(USAGE, "a stream of another device");
+  if (Result r = connect(c)) return r;
   count(c->state->device, task->messages);
   c->stream = stream;
   c->started = std::move(task);
@@ -351,6 +381,7 @@ Result join(Comm* c, int size, const ncclUniqueId& bytes, int rank) {
   cuDeviceGetUuid_v2(&seat.uuid, c->state->device);
   cuDeviceGetAttribute(&seat.bus, kBus, c->state->device);
   room->joined++;
+  cudasim_goes_on_alone();
   return OK;
 }
 
@@ -415,6 +446,7 @@ EXPORT Result ncclCommInitRank(Comm** out, int size, ncclUniqueId id, int rank) 
 EXPORT Result ncclCommGetAsyncError(Comm* c, Result* state) {
   *state = Result(c->state->failed.load());
   if (*state == OK && !c->has_met) *state = meet(c);
+  if (*state == OK && c->asks && std::chrono::steady_clock::now() < c->connected) *state = IN_PROGRESS;
   if (*state == OK && c->asks) *state = --c->asks ? IN_PROGRESS : c->started ? enqueue(c) : OK;
   return OK;
 }

@@ -31,6 +31,13 @@ EXPORT CUresult cuMemFreeAsync(CUdeviceptr p, void* stream) {
   TRY(capture_refuses(stream_of(stream)));
   return enqueue(stream_of(stream), "free", [p] { return mem_free(p); });
 }
+// Memory that a library takes of a device, or gives back: accounted for, and otherwise not there.
+EXPORT bool cudasim_take_memory(int d, int64_t bytes) {
+  std::lock_guard<Lock> lock(big_lock());
+  if (bytes > 0 && device(d)->used + bytes > config().memory) return false;
+  device(d)->used += bytes;
+  return true;
+}
 EXPORT CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
   CONTEXT();
   *total = config().memory;

@@ -583,7 +583,7 @@ impl Transport for Mpi {
         call: DeviceCollective,
         memory: &mut [f32],
     ) -> Result<()> {
-        self.shared.add_sent(least_sent(group, call, memory.len()));
+        self.shared.add_sent_messages(0, least_sent(group, call, memory.len()));
         collectives::run(self.groups[group.id], self.in_place, group, call, memory, &mut self.parts)
     }
 
@@ -593,7 +593,7 @@ impl Transport for Mpi {
         call: DeviceCollective,
         memory: DeviceSpan<'_>,
     ) -> Result<()> {
-        self.shared.add_sent(least_sent(group, call, memory.words()));
+        self.shared.add_sent_messages(0, least_sent(group, call, memory.words()));
         collectives::run_on_device(self.groups[group.id], self.in_place, group, call, memory)
     }
 
