@@ -131,22 +131,21 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// Returns true if an algorithm may be faster than the default. Over NCCL, only those count that
-    /// the device orders with compute; and halving-doubling, which costs device memory for each pair
-    /// of ranks, is not tried where hierarchical can run.
+    /// Returns true if an algorithm may be faster than the default. Where the device orders
+    /// collectives with compute, only those count that it can order; and halving-doubling, which
+    /// costs NCCL device memory for each pair of ranks, is not tried where hierarchical can run.
     pub(super) fn is_worth_measuring(&self, algorithm: Algorithm, default: Algorithm) -> bool {
-        let is_nccl = self.comm.device_transport() == Some(DeviceTransport::Nccl);
+        let on_device =
+            self.comm.device_transport().is_some_and(|device| device.orders_on_device());
         match algorithm {
             // On one node, or with one rank per node, hierarchical is halving-doubling.
             Algorithm::Hierarchical => {
-                default == Algorithm::Hierarchical || {
-                    self.nodes() > 1 && self.nodes() < self.size()
-                }
+                default == Algorithm::Hierarchical
+                    || (self.nodes() > 1 && self.nodes() < self.size())
             }
-            Algorithm::HalvingDoubling => !is_nccl || default != Algorithm::Hierarchical,
-            Algorithm::ReduceToOne => !is_nccl,
+            Algorithm::HalvingDoubling => !on_device || default != Algorithm::Hierarchical,
+            Algorithm::Ring | Algorithm::ReduceToOne => !on_device,
             Algorithm::Vendor => true,
-            Algorithm::Ring => !is_nccl,
         }
     }
 
@@ -503,7 +502,9 @@ impl<B: Backend> Group<B> {
         let members = self.members.clone();
         let path = (self.comm.path, self.comm.slot);
         let schedule = match self.comm.device_transport() {
-            Some(device) if device.orders_on_device() => DeviceSchedule::new(call, &members),
+            Some(device) if device.orders_on_device() => {
+                DeviceSchedule::new(call, &members, device)
+            }
             _ => None,
         };
         let (reply, pending) = reply(&self.comm.inner.shared);
@@ -648,13 +649,12 @@ enum DeviceSchedule {
 
 impl DeviceSchedule {
     /// Returns the schedule of a call, or `None` if the host has to run it.
-    fn new(call: Call, group: &GroupRanks) -> Option<Self> {
+    fn new(call: Call, group: &GroupRanks, device: DeviceTransport) -> Option<Self> {
+        // Broadcasts add nothing, so NCCL's change no bits.
+        let is_copy = call.operation == Operation::Broadcast && device == DeviceTransport::Nccl;
         match call.algorithm {
-            // Broadcasts add nothing, so the order of NCCL's collective changes no bits.
-            _ if call.operation == Operation::Broadcast => {
-                Some(Self::Vendor(call.vendor_collective()))
-            }
             Algorithm::Vendor => Some(Self::Vendor(call.vendor_collective())),
+            _ if is_copy => Some(Self::Vendor(call.vendor_collective())),
             _ => grouped_collective::group_levels(call, group).map(Self::Groups),
         }
     }

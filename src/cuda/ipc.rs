@@ -1,8 +1,8 @@
 //! Messages between the ranks of a node through memory that they open of each other: CUDA IPC between
 //! processes, peer access between devices of one process.
 //!
-//! A rank exports the one block of its memory pool, which holds all buffers, and a **mailbox** in it.
-//! Its peers open the block, and write messages straight into its buffers: no library, no copy in
+//! A rank exports the blocks of its memory pool, which hold all buffers, and a **mailbox** in one.
+//! Its peers open the blocks, and write messages straight into its buffers: no library, no copy in
 //! between, NVLink or PCIe peer-to-peer where the devices have it. `kernels/ipc.cu` has the
 //! protocol, and why it cannot deadlock. Nothing synchronises with the host.
 //!
@@ -33,6 +33,12 @@ use hpctrain_device::{
     DeviceCollective, DeviceComm, DeviceEvent, DeviceOperation, DeviceSpan, ExportedMemory,
     OrderedSum, Scratch,
 };
+
+/// Most blocks of a pool that does not grow.
+const BLOCKS: usize = 2;
+
+/// The bit of an offset that names the block.
+const BLOCK_BIT: u32 = 63;
 
 /// Most messages from one rank to another in a round.
 const ENTRIES: usize = 16;
@@ -89,7 +95,7 @@ struct Put {
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Receiver {
-    memory: u64,
+    memory: [u64; BLOCKS],
     flags: u64,
     first: u32,
     count: u32,
@@ -143,31 +149,63 @@ struct MemoryHandle {
     process: u64,
     /// The context, for ranks of the same process.
     context: u64,
-    /// The address of the pool's block in its process, and its bytes.
+    /// The [offset](MemoryHandle::offset) of the mailbox.
+    mailbox: u64,
+    /// The blocks of the pool. Missing ones have no bytes.
+    blocks: [BlockHandle; BLOCKS],
+}
+
+/// A block of a pool.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct BlockHandle {
+    /// The address in its process.
     address: u64,
     bytes: u64,
-    /// The offset of the mailbox.
-    mailbox: u64,
     ipc: [u8; size_of::<CUipcMemHandle>()],
 }
 
-/// Numbers of a [`MemoryHandle`].
-const NUMBERS: usize = 5;
+/// Numbers of a [`MemoryHandle`], besides the operating system's handles.
+const NUMBERS: usize = 3 + 2 * BLOCKS;
 
 impl MemoryHandle {
     fn to_bytes(self) -> Vec<u8> {
-        let numbers = [self.process, self.context, self.address, self.bytes, self.mailbox];
-        let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
-        numbers.chain(self.ipc).collect()
+        let numbers = [self.process, self.context, self.mailbox];
+        let of_blocks = self.blocks.iter().flat_map(|block| [block.address, block.bytes]);
+        let numbers = numbers.into_iter().chain(of_blocks).flat_map(u64::to_le_bytes);
+        numbers.chain(self.blocks.iter().flat_map(|block| block.ipc)).collect()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (numbers, ipc) = bytes.split_at_checked(NUMBERS * size_of::<u64>())?;
         let (numbers, _) = numbers.as_chunks();
-        let [process, context, address, bytes, mailbox] =
+        let [process, context, mailbox, of_blocks @ ..] =
             <[[u8; 8]; NUMBERS]>::try_from(numbers).ok()?.map(u64::from_le_bytes);
-        Some(Self { process, context, address, bytes, mailbox, ipc: ipc.try_into().ok()? })
+        let (ipc, []) = ipc.as_chunks() else { return None };
+        let ipc: [_; BLOCKS] = ipc.try_into().ok()?;
+        let blocks = std::array::from_fn(|block| BlockHandle {
+            address: of_blocks[2 * block],
+            bytes: of_blocks[2 * block + 1],
+            ipc: ipc[block],
+        });
+        Some(Self { process, context, mailbox, blocks })
     }
+}
+
+/// Returns the offset of `bytes` bytes at an address in the blocks of a pool, by which other ranks
+/// find them: the bytes from the start of its block, and the number of the block in the highest bit.
+fn offset_in(blocks: &[BlockHandle; BLOCKS], address: u64, bytes: u64) -> Result<u64> {
+    for (number, block) in (0..).zip(blocks) {
+        let offset = address.checked_sub(block.address);
+        if let Some(offset) = offset.filter(|offset| offset + bytes <= block.bytes) {
+            return Ok(offset | number << BLOCK_BIT);
+        }
+    }
+    Err(Error::internal("a message outside of the pool of device memory"))
+}
+
+/// Returns the address of an offset in memory whose blocks begin at these addresses.
+fn address_of(memory: [u64; BLOCKS], offset: u64) -> u64 {
+    memory[(offset >> BLOCK_BIT) as usize] + (offset & !(1 << BLOCK_BIT))
 }
 
 /// The pool of a rank with a mailbox, ready to be opened by others.
@@ -195,7 +233,7 @@ impl IpcExport {
         programs: &Arc<KernelModules>,
         mailbox: Box<dyn Scratch>,
     ) -> Result<Self> {
-        let (address, bytes) = pool.only_block()?;
+        let exported = pool.all_blocks()?;
         check("be chosen", streams.compute.context().bind_to_thread())?;
         let span = mailbox.span();
         // SAFETY: the mailbox has as many bytes.
@@ -209,17 +247,21 @@ impl IpcExport {
         };
         check("clear memory", cleared)?;
         check("finish its work", streams.messages.synchronize())?;
-        let mut ipc = CUipcMemHandle { reserved: [0; _] };
-        // SAFETY: the block is memory of `cuMemAlloc`; writes the handle.
-        let exported = unsafe { sys::cuIpcGetMemHandle(&mut ipc, address) };
-        check("export its memory to other processes", exported.result())?;
+        let mut blocks = [BlockHandle { address: 0, bytes: 0, ipc: [0; _] }; BLOCKS];
+        for (block, &(address, bytes)) in blocks.iter_mut().zip(&exported) {
+            let mut ipc = CUipcMemHandle { reserved: [0; _] };
+            // SAFETY: the block is memory of `cuMemAlloc`; writes the handle.
+            let exported = unsafe { sys::cuIpcGetMemHandle(&mut ipc, address) };
+            check("export its memory to other processes", exported.result())?;
+            let ipc = ipc.reserved.map(|byte| byte as u8);
+            *block = BlockHandle { address, bytes: bytes as u64, ipc };
+        }
+        let bytes = span.words() * size_of::<u32>();
         let handle = MemoryHandle {
             process: process_id(),
             context: streams.compute.context().cu_ctx().expose_provenance() as u64,
-            address,
-            bytes: bytes as u64,
-            mailbox: span.address() as u64 - address,
-            ipc: ipc.reserved.map(|byte| byte as u8),
+            mailbox: offset_in(&blocks, span.address() as u64, bytes as u64)?,
+            blocks,
         };
         Ok(Self { pool: pool.clone(), streams, programs: programs.clone(), mailbox, handle })
     }
@@ -268,12 +310,22 @@ impl ExportedMemory for IpcExport {
 
 /// Memory of a rank as this one sees it.
 struct Peer {
-    /// The address of its block.
-    memory: u64,
+    /// The addresses of its blocks.
+    memory: [u64; BLOCKS],
     /// The address of its mailbox.
     mailbox: u64,
-    /// Whether the memory is closed at the end.
-    is_opened: bool,
+    /// The number of blocks that are closed at the end.
+    opened: usize,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        for memory in &self.memory[..self.opened] {
+            // SAFETY: the memory was opened once for this communicator, whose kernels have ended. If
+            // no context is bound, the device has failed.
+            let _ = unsafe { sys::cuIpcCloseMemHandle(*memory) };
+        }
+    }
 }
 
 /// Numbers of rounds of messages with a peer, in each direction.
@@ -328,13 +380,18 @@ impl IpcComm {
     /// Opens the memory of a rank.
     fn open(&self, other: &MemoryHandle) -> Result<Peer> {
         if other.process != self.handle.process {
-            let mut memory = 0;
-            let ipc = CUipcMemHandle { reserved: other.ipc.map(|byte| byte as _) };
-            let flags = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-            // SAFETY: the handle is of the driver in the other process; writes the address.
-            let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut memory, ipc, flags) };
-            check("open memory of another process (CUDA IPC)", opened.result())?;
-            return Ok(Peer { memory, mailbox: memory + other.mailbox, is_opened: true });
+            let mut peer = Peer { memory: [0; BLOCKS], mailbox: 0, opened: 0 };
+            for block in other.blocks.iter().filter(|block| block.bytes > 0) {
+                let ipc = CUipcMemHandle { reserved: block.ipc.map(|byte| byte as _) };
+                let flags = CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+                let memory = &mut peer.memory[peer.opened];
+                // SAFETY: the handle is of the driver in the other process; writes the address.
+                let opened = unsafe { sys::cuIpcOpenMemHandle_v2(memory, ipc, flags) };
+                check("open memory of another process (CUDA IPC)", opened.result())?;
+                peer.opened += 1;
+            }
+            peer.mailbox = address_of(peer.memory, other.mailbox);
+            return Ok(peer);
         }
         if other.context != self.handle.context {
             let context = std::ptr::with_exposed_provenance_mut(other.context as usize);
@@ -344,8 +401,8 @@ impl IpcComm {
                 enabled => check("access memory of another GPU", enabled)?,
             }
         }
-        let memory = other.address;
-        Ok(Peer { memory, mailbox: memory + other.mailbox, is_opened: false })
+        let memory = other.blocks.map(|block| block.address);
+        Ok(Peer { memory, mailbox: address_of(memory, other.mailbox), opened: 0 })
     }
 
     /// Returns the part of `mailbox` for messages to or from `rank`: entries and flags.
@@ -361,14 +418,10 @@ impl IpcComm {
         words.div_ceil(BLOCK_WORDS).clamp(1, most) as u32
     }
 
-    /// Returns the offset of a span in this rank's block.
+    /// Returns the offset of a span in this rank's pool.
     fn offset(&self, span: DeviceSpan<'_>) -> Result<u64> {
-        let MemoryHandle { address, bytes, .. } = self.handle;
-        let end = (span.address() + span.words() * size_of::<u32>()) as u64;
-        let offset = (span.address() as u64).checked_sub(address);
-        offset
-            .filter(|_| end <= address + bytes)
-            .ok_or_else(|| Error::internal("a message outside of the pool of device memory"))
+        let bytes = span.words() * size_of::<u32>();
+        offset_in(&self.handle.blocks, span.address() as u64, bytes as u64)
     }
 
     /// Queues a kernel in the stream of messages. Its arguments are `arguments`, in order.
@@ -601,10 +654,7 @@ impl Drop for IpcComm {
         let _ = self.queue.streams.compute.context().bind_to_thread();
         // Aborted kernels end at once.
         self.queue.synchronize();
-        for peer in self.peers.iter().filter(|peer| peer.is_opened) {
-            // SAFETY: the memory was opened once for this communicator, and nothing uses it any more.
-            let _ = unsafe { sys::cuIpcCloseMemHandle(peer.memory) };
-        }
+        self.peers.clear();
         if !in_order {
             // Peers may still write to it.
             std::mem::forget(self.memory.take());
@@ -618,18 +668,29 @@ mod tests {
 
     #[test]
     fn a_handle_survives_its_bytes() {
-        let handle = MemoryHandle {
-            process: 1,
-            context: 2,
-            address: 3 << 40,
-            bytes: u64::MAX,
-            mailbox: 5,
-            ipc: std::array::from_fn(|i| i as u8),
+        let block = |number: u64| BlockHandle {
+            address: number << 40,
+            bytes: 100 * number,
+            ipc: std::array::from_fn(|i| i as u8 + number as u8),
         };
+        let blocks = [block(1), block(3)];
+        let handle = MemoryHandle { process: 1, context: 2, mailbox: 5, blocks };
         let bytes = handle.to_bytes();
         assert_eq!(MemoryHandle::from_bytes(&bytes), Some(handle));
         assert_eq!(MemoryHandle::from_bytes(&bytes[1..]), None);
         assert_eq!(MemoryHandle::from_bytes(&[]), None);
+    }
+
+    #[test]
+    fn offsets_find_their_block() {
+        let block = |address, bytes| BlockHandle { address, bytes, ipc: [0; _] };
+        let blocks = [block(1000, 100), block(5000, 200)];
+        let moved = |address, bytes| {
+            offset_in(&blocks, address, bytes).map(|offset| address_of([70_000, 90_000], offset))
+        };
+        assert_eq!((moved(1000, 100), moved(1096, 4)), (Ok(70_000), Ok(70_096)));
+        assert_eq!(moved(5196, 4), Ok(90_196));
+        assert!(moved(1096, 8).is_err() && moved(4000, 4).is_err() && moved(6000, 4).is_err());
     }
 
     #[test]

@@ -116,16 +116,20 @@ impl DevicePool {
         self.lock().limit
     }
 
-    /// Returns the address and the bytes of the only block of a pool that does not grow.
+    /// Returns the address and the bytes of each block of a pool that does not grow, after all its
+    /// memory is allocated.
     ///
     /// # Errors
-    /// Returns an error if the pool grows.
-    pub fn only_block(&self) -> Result<(u64, usize)> {
-        match &self.lock().blocks[..] {
-            [Block { base, bytes, .. }] if !self.budget.grows => Ok((*base, *bytes)),
-            _ => Err(Error::input("CUDA IPC requires a memory pool of fixed size, but it grows")
-                .hint("set device.memory to a part such as 0.9, or comm.transport to another")),
+    /// Returns an error if the pool grows, or the device has less free memory.
+    pub fn all_blocks(&self) -> Result<Vec<(u64, usize)>> {
+        if self.grows {
+            return Err(Error::input(
+                "CUDA IPC requires a memory pool of fixed size, but it grows",
+            )
+            .hint("set device.memory to a part such as 0.9, or comm.transport to another"));
         }
+        self.reserve(0)?;
+        Ok(self.lock().blocks.iter().map(|block| (block.base, block.bytes)).collect())
     }
 
     /// Returns the peak of allocated bytes, including uncounted allocations.

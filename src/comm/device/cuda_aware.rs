@@ -221,11 +221,12 @@ impl ReduceBuffer for CudaAware<'_> {
         let mut adding = [None, None];
         let exchanged =
             self.exchange_all(transport, group, how, (to, &sends), (from, &receives), &mut adding);
-        // Also after an error, because the memory is about to be returned.
+        // All of them end, also after an error, because the memory is about to be returned.
+        let mut added = Ok(());
         for event in adding.into_iter().flatten() {
-            event.wait()?;
+            added = added.and(event.wait());
         }
-        exchanged
+        exchanged.and(added)
     }
 
     fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()> {

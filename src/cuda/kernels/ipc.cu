@@ -20,7 +20,8 @@
 #define MOST_BLOCKS 32      // most blocks that send to one rank
 #define POLLS_PER_CHECK 32  // polls of a flag for each of the host's memory, which is farther away
 
-// An entry of a mailbox: where a message goes, as an offset in the receiver's memory.
+// An entry of a mailbox: where a message goes, as an offset in a block of the receiver's memory, whose number is in the
+// highest bit.
 struct Entry {
   unsigned long long offset;
   unsigned round, unused;
@@ -41,9 +42,10 @@ struct Put {
   long long words;
   const Entry* entry;
 };
-// A rank that messages first..first+count go to, by `blocks` blocks; its memory as this rank sees it, and its flags.
+// A rank that messages first..first+count go to, by `blocks` blocks; the blocks of its memory as this rank sees them, and
+// its flags.
 struct Receiver {
-  unsigned long long memory;
+  unsigned long long memory[2];
   unsigned* flags;
   unsigned first, count, blocks, round;
 };
@@ -112,7 +114,8 @@ extern "C" __global__ void put_messages(Puts puts, const unsigned* aborted) {
   if (threadIdx.x < to.count) {
     const Entry* entry = puts.messages[to.first + threadIdx.x].entry;
     const bool posted = reached(&entry->round, to.round, aborted);
-    targets[threadIdx.x] = posted ? to.memory + entry->offset : 0;
+    const unsigned long long offset = posted ? entry->offset : 0;
+    targets[threadIdx.x] = posted ? to.memory[offset >> 63] + (offset & ~(1ull << 63)) : 0;
   }
   __syncthreads();
   for (unsigned i = 0; i < to.count; i++) {
