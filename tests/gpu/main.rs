@@ -5,6 +5,7 @@
 mod cubin;
 mod driver;
 mod efficiency;
+mod eight_gpus;
 mod host_embedding;
 mod layouts;
 mod matmul_autotune;
@@ -12,7 +13,7 @@ mod memory;
 mod nvrtc;
 mod offload;
 mod ordered_sums;
-mod rehearsal;
+
 mod threads;
 mod training;
 mod transport_selection;

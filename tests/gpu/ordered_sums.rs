@@ -261,7 +261,7 @@ const WAITED: [(Algorithm, &[usize], Operation, usize, usize); 4] = [
 /// than those of any communication thread.
 const WAIT_OF_COMPUTE: usize = 20;
 
-/// Returns the numbers of waits that are left out, one at a time, for a sum with `waits` waits: none,
+/// Returns the numbers of waits that are omitted, one at a time, for a sum with `waits` waits: none,
 /// each of the second of two such sums, one more than there are, and that of compute.
 fn forgotten(waits: usize) -> impl Iterator<Item = usize> {
     [0].into_iter().chain(waits + 1..=2 * waits + 1).chain([WAIT_OF_COMPUTE])

@@ -115,7 +115,7 @@ extern "C" __global__ void put_messages(Puts puts, const unsigned* aborted) {
     const Entry* entry = puts.messages[to.first + threadIdx.x].entry;
     const bool posted = reached(&entry->round, to.round, aborted);
     const unsigned long long offset = posted ? entry->offset : 0;
-    targets[threadIdx.x] = posted ? to.memory[offset >> 63] + (offset & ~(1ull << 63)) : 0;
+    targets[threadIdx.x] = posted ? (offset >> 63 ? to.memory[1] : to.memory[0]) + (offset & ~(1ull << 63)) : 0;
   }
   __syncthreads();
   for (unsigned i = 0; i < to.count; i++) {

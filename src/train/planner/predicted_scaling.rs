@@ -7,7 +7,7 @@ use hpctrain_config::{Environment, Sources, load};
 use hpctrain_engine::memory::BaselineMemory;
 
 /// A row of the table.
-struct Row {
+struct PredictedRate {
     machine: String,
     preset: String,
     ranks: usize,
@@ -18,7 +18,7 @@ struct Row {
     efficiency: f64,
 }
 
-impl Row {
+impl PredictedRate {
     /// Returns the row of a line of the page, or `None` if the line is not a row of a machine.
     fn parse(line: &str) -> Option<Self> {
         let cells: Vec<&str> = line.split('|').map(str::trim).collect();
@@ -106,7 +106,7 @@ fn the_page_has_the_predictions() {
     let page = include_str!("../../../docs/parallelism.md");
     let section = page.split_once("\n### Predicted scaling\n").unwrap().1;
     let section = section.split("\n## ").next().unwrap().split("\n### ").next().unwrap();
-    let rows: Vec<Row> = section.lines().filter_map(Row::parse).collect();
+    let rows: Vec<PredictedRate> = section.lines().filter_map(PredictedRate::parse).collect();
     for machine in ["dgx-h100", "hgx-h200", "h100x4-ndr200", "h100x8-ndr1", "perlmutter"] {
         for preset in ["gpt2-124m", "tinyllama-1.1b"] {
             for ranks in [8, 128] {
@@ -119,7 +119,7 @@ fn the_page_has_the_predictions() {
             }
         }
     }
-    let found: Vec<String> = rows.iter().flat_map(Row::differences).collect();
+    let found: Vec<String> = rows.iter().flat_map(PredictedRate::differences).collect();
     assert!(found.is_empty(), "{found:#?}");
 }
 

@@ -1,5 +1,4 @@
-//! A rehearsal of eight GPUs: hybrid sharding with tensor parallelism over NCCL, in the simulator.
-//! What a step requests is held to the formulae of docs/parallelism.md.
+//! Hybrid sharding with tensor parallelism on eight simulated GPUs over NCCL. What a step requests is held to the formulae of docs/parallelism.md.
 
 use hpctrain_testkit::launch::Transport::Simulate;
 use hpctrain_testkit::launch::finish;
@@ -15,7 +14,7 @@ const CONTEXT: f64 = 16.0;
 const AXES: f64 = 2.0;
 
 /// Trains three steps on eight simulated GPUs.
-fn rehearse(root: &std::path::Path, name: &str, more: &[&str]) -> RunFiles {
+fn trains_on_eight(root: &std::path::Path, name: &str, more: &[&str]) -> RunFiles {
     let settings = [
         "run.device=cuda",
         "comm.transport=nccl",
@@ -42,7 +41,7 @@ fn rehearse(root: &std::path::Path, name: &str, more: &[&str]) -> RunFiles {
 #[test]
 fn a_step_on_eight_gpus_requests_what_the_formulae_say() {
     let root = tempfile::tempdir().unwrap();
-    let files = rehearse(root.path(), "eight", &[]);
+    let files = trains_on_eight(root.path(), "eight", &[]);
     let card = json(&files.path("run.json"));
     let [launches, host_waits, messages, sent] =
         ["launches", "host_waits", "messages", "sent_bytes"]
@@ -81,7 +80,7 @@ fn a_step_on_eight_gpus_requests_what_the_formulae_say() {
     );
 
     // The loss curve is that of host-staged messages.
-    let staged = rehearse(root.path(), "staged", &["comm.transport=host-staged"]);
+    let staged = trains_on_eight(root.path(), "staged", &["comm.transport=host-staged"]);
     files.same_as(&staged, 3, "NCCL and host-staged messages");
     let waits = json(&staged.path("run.json"))["per_step"]["host_waits"].as_f64().unwrap();
     assert!(waits > collectives, "{waits} waits for {collectives} host-staged collectives");
