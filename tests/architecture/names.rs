@@ -156,6 +156,12 @@ fn all() -> [(Scope, String); 2] {
     let mut pages: Vec<PathBuf> =
         ["README.md", "CONTRIBUTING.md"].map(|name| root.join(name)).into();
     files(&root.join("docs"), "md", &mut pages);
+    for (folder, extension) in [("examples", "toml"), ("examples", "sh"), ("slurm", "sbatch")] {
+        files(&root.join(folder), extension, &mut pages);
+    }
+    for script in std::fs::read_dir(root.join("scripts")).unwrap() {
+        pages.push(script.unwrap().path());
+    }
     // Records of the past.
     pages.retain(|page| !page.ends_with("lab-notes.md"));
     for page in pages {

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use hpctrain::backend::cuda::{Cuda, CudaBuf, Device, Precision};
 use hpctrain::backend::{Backend, ElementwiseOps, MemoryKind};
 use hpctrain::comm::{
-    Algorithm, Comm, DeviceTransport, Group, Operation, Pending, start_threads_on_nodes,
+    Algorithm, Comm, DeviceTransport, Group, Operation, Pending, measure, start_threads_on_nodes,
 };
 use hpctrain::error::Result;
 
@@ -327,4 +327,34 @@ fn a_sum_lacks_no_wait_and_has_none_too_many() {
         let needed = (sum.4 + 1..=2 * sum.4).chain([WAIT_OF_COMPUTE]);
         assert_eq!(*wrong, needed.collect(), "{sum:?}");
     }
+}
+
+/// The first messages over NCCL take long, which does not count against the time for measurements:
+/// the largest unit is measured, too.
+#[test]
+fn a_slow_start_leaves_time_for_the_largest_unit() {
+    const LARGEST: usize = 64 << 20;
+    if is_on_gpu() {
+        return eprintln!("skipped: NCCL's stand-in starts slowly");
+    }
+    under(&[&[("CUDASIM_DEVICES", "2"), ("CUDASIM_NCCL_START", "1")]], || {
+        let measured = |comm: Comm<Cuda>| {
+            let device = Device::open(comm.rank()).unwrap();
+            let cuda = Cuda::new(&device, 256 << 20, Precision::Bf16).unwrap();
+            let comm = comm.with_transport(DeviceTransport::Nccl);
+            let world = comm.world();
+            measure(&world, &world, &cuda, &[Operation::AllReduce], LARGEST, true).unwrap();
+            comm.stats().sent
+        };
+        std::thread::scope(|scope| {
+            let comms = start_threads_on_nodes::<Cuda>(&[0; 2], TREE).unwrap();
+            let ranks: Vec<_> =
+                comms.into_iter().map(|comm| scope.spawn(|| measured(comm))).collect();
+            for rank in ranks {
+                // Each of two ranks sends as much as it has: once to begin, and three times.
+                let sent = rank.join().unwrap();
+                assert!(sent >= 4 * LARGEST as u64, "{sent} bytes");
+            }
+        });
+    });
 }
