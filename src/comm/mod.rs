@@ -17,6 +17,7 @@ mod algorithms;
 mod autotune;
 mod chunking;
 mod clock;
+mod collective;
 mod communicator;
 mod device;
 mod environment;

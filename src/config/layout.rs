@@ -22,6 +22,9 @@ const LOSS_CHUNK_BYTES: usize = 1 << 30;
 /// few tiles for a GPU, and each chunk reads and writes the gradient of its weight once more.
 const MIN_LOSS_CHUNK_TOKENS: usize = 16_384;
 
+/// The most tokens of a chunk of the loss by default: more than any micro-batch.
+const MAX_LOSS_CHUNK_TOKENS: usize = 1 << 20;
+
 /// The fewest micro-batches per rank and pipeline stage by default: with four times as many
 /// micro-batches as stages, at most a fifth of the step is idle.
 const MICRO_BATCHES_PER_STAGE: u64 = 4;
@@ -230,7 +233,7 @@ pub fn loss_chunk_tokens(
 fn default_loss_chunk(dtype: Compute, vocabulary: usize) -> usize {
     let element = if dtype == Compute::Bf16 { size_of::<u16>() } else { size_of::<f32>() };
     let tokens = LOSS_CHUNK_BYTES / (element * vocabulary.max(1));
-    MIN_LOSS_CHUNK_TOKENS.max(1 << tokens.max(1).ilog2())
+    (1 << tokens.max(1).ilog2()).clamp(MIN_LOSS_CHUNK_TOKENS, MAX_LOSS_CHUNK_TOKENS)
 }
 
 /// Returns the number of virtual tensor-parallel ranks of a network.

@@ -753,17 +753,17 @@ mod tests {
         let sequence = ["parallel.tensor=2", "parallel.sequence=true"];
         let layers =
             ["model.kind=layers", "model.input=[4]", "model.layers=[{kind='dense', units=10}]"];
-        // Up to 1 GiB of logits: 65 classes of 4 and of 2 bytes. Devices do not matter.
-        let f32_setting = ["precision.dtype=f32"];
-        assert_eq!(
-            [chunk_tokens(false, &[]), chunk_tokens(true, &f32_setting)],
-            [Ok(1 << 21), Ok(1 << 21)]
-        );
-        assert_eq!(chunk_tokens(true, &[]), Ok(1 << 22));
+        // Up to 1 GiB of logits, of 4 or of 2 bytes. Devices do not matter.
+        let some = "model.vocabulary=2000";
+        let f32_setting = [some, "precision.dtype=f32"];
+        let of_f32 = [chunk_tokens(false, &[some]), chunk_tokens(true, &f32_setting)];
+        assert_eq!(of_f32, [Ok(1 << 17), Ok(1 << 17)]);
+        assert_eq!(chunk_tokens(true, &[some]), Ok(1 << 18));
+        assert_eq!(chunk_tokens(true, &[]), Ok(1 << 20));
         let many = ["model.vocabulary=32000", "model.vocabulary=50257", "model.vocabulary=128256"];
         assert_eq!(many.map(|ids| chunk_tokens(true, &[ids]).unwrap()), [16_384; 3]);
         let given = plan(1, &[]).unwrap().config.parallel.loss_chunk_tokens;
-        assert_eq!(given, Some(1 << 21), "the resolved configuration has the default");
+        assert_eq!(given, Some(1 << 20), "the resolved configuration has the default");
         assert_eq!(
             [
                 chunk_tokens(false, &["parallel.loss_chunk_tokens=9"]),

@@ -412,7 +412,7 @@ sections! {
         recompute: bool = false,
         /// Chunked cross-entropy: language models compute the LM head and the loss in chunks of
         /// this many tokens. 0 takes all tokens of a micro-batch, or of `eval.batch`. Default: as
-        /// many as have 1 GiB of logits (rounded down to a power of two), but at least 16,384; 0
+        /// many as have 1 GiB of logits (rounded down to a power of two), but 16,384 to 1,048,576; 0
         /// where the head or the layout does not support chunks.
         loss_chunk_tokens: Option<usize> = None,
     }

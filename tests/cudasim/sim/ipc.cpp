@@ -146,6 +146,7 @@ EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* out, IpcHandle h, unsigned fl
   static FailPoint refused{"ipc"};
   if (refused.hit()) return CUDA_ERROR_MAP_FAILED;
   if (!out || flags != 1) return CUDA_ERROR_INVALID_VALUE;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+  goes_on_alone(true);
   return mem_import(d, h, out);
 }
 EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr* out, IpcHandle h, unsigned flags) {
