@@ -333,7 +333,7 @@ fn a_sum_lacks_no_wait_and_has_none_too_many() {
 /// the largest unit is measured, too.
 #[test]
 fn a_slow_start_leaves_time_for_the_largest_unit() {
-    const LARGEST: usize = 64 << 20;
+    const LARGEST: usize = 16 << 20;
     if is_on_gpu() {
         return eprintln!("skipped: NCCL's stand-in starts slowly");
     }

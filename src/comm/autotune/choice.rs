@@ -105,7 +105,8 @@ pub fn measure<B: Backend>(
     let budget = if B::ON_HOST { BUDGET } else { DEVICE_BUDGET };
     let start = Instant::now();
     let mut measured = vec![Vec::new(); operations.len()];
-    for size in sizes {
+    let mut before = 0.0;
+    for (number, &size) in sizes.iter().enumerate() {
         let mut timings = Vec::new();
         for (&operation, algorithms) in operations.iter().zip(&measurable) {
             let mut times = [f64::INFINITY; Algorithm::ALL.len()];
@@ -123,10 +124,12 @@ pub fn measure<B: Backend>(
         {
             measured.push((size, times.to_vec()));
         }
-        // The next size takes about eight times as long as this one.
-        if elapsed[0] * 8.0 > budget.as_secs_f64() {
+        // The next size takes longer than this one by the ratio of the sizes.
+        let next = sizes.get(number + 1).map_or(0.0, |next| *next as f64 / size as f64);
+        if elapsed[0] + next * (elapsed[0] - before) > budget.as_secs_f64() {
             break;
         }
+        before = elapsed[0];
     }
     for (&operation, measured) in operations.iter().zip(&measured) {
         choose(&mut table, operation, base, measured, largest);
