@@ -48,7 +48,7 @@ pub fn run(
     memory: CommBuffer<'_>,
     (path, slot): (DeviceTransport, usize),
 ) -> Result<()> {
-    // What follows orders its work by waits of the host.
+    // The host orders the following work by waits.
     state.drain_device()?;
     let CommThreadState { transport, scratch, slots, device_scratch, device_comms, shared, .. } =
         state;

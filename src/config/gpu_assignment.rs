@@ -24,7 +24,7 @@ use hpctrain_device::{Backend, format_bytes};
 /// Bytes of GPU memory that are enough for probes.
 const SMALL: usize = 64 << 20;
 
-/// What it costs that ranks of a node see different GPUs.
+/// The cost if ranks of a node see different GPUs.
 pub const COST_OF_HIDDEN_GPUS: &str = "NCCL copies through host memory instead of NVLink, \
     and CUDA-aware MPI and CUDA IPC cannot open the memory of a hidden GPU";
 

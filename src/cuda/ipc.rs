@@ -143,7 +143,7 @@ fn process_id() -> u64 {
     *ID.get_or_init(|| RandomState::new().build_hasher().finish())
 }
 
-/// What a rank sends to the ranks that open its memory.
+/// The handle of a rank's memory, for the ranks that open it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct MemoryHandle {
     process: u64,

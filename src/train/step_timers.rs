@@ -23,12 +23,12 @@ pub struct StepTimers {
     skipped: (u64, u64),
     /// The profile, if the rank measures the time of its kernels.
     profile: Option<Profiled>,
-    /// What the rank had requested at the ends of the first and of the last round, with the steps
+    /// The requests of the rank until the ends of the first and of the last round, with the steps
     /// until then.
     requested: Option<[(usize, Requested); 2]>,
 }
 
-/// What a rank has requested so far: launches, host waits, messages, and bytes sent.
+/// The requests of a rank so far: launches, host waits, messages, and bytes sent.
 pub type Requested = [u64; 4];
 
 /// The steps in a profile, and their times.

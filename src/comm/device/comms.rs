@@ -7,9 +7,10 @@
 //! in one order. The program polls the communicator instead of blocking in it, so a rank that waits
 //! for a dead one still reacts to an abort.
 //!
-//! What the other ranks need to create a communicator is sent by the host's transport: the
-//! identifier of rank 0, or the handles of every rank's memory. Communicators are non-blocking; they are polled for progress and for asynchronous errors, and
-//! after a failure they are aborted before memory is freed. Point-to-point messages (`Group::send`)
+//! The host's transport sends the other ranks the data that they need to create a communicator: the
+//! identifier of rank 0, or the handles of every rank's memory. Communicators are non-blocking; they
+//! are polled for progress and for asynchronous errors, and after a failure they are aborted before
+//! memory is freed. Point-to-point messages (`Group::send`)
 //! are host-staged, because a message blocks its stream until the receiver takes it.
 
 use std::sync::Arc;

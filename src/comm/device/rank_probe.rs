@@ -98,7 +98,7 @@ pub fn enable_rank_probes() {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct ProbeStatus {
     state: State,
-    /// What the process sends to the others, in the first status after it has.
+    /// The message of the process to the others, in the first status after it has one.
     message: Option<String>,
 }
 
@@ -355,7 +355,7 @@ pub fn run_rank_probe<B: Backend>(
     print_line(&figures)
 }
 
-/// What a process of the probe measured.
+/// The measurements of a process of the probe.
 #[derive(Serialize)]
 struct ProbeFigures {
     /// The library and its version.

@@ -338,7 +338,7 @@ impl<B: Backend> Comm<B> {
             ranks.iter().for_each(|&rank| colors[rank] = node);
         }
         let group = self.with_transport(path).split(&colors)?;
-        // What the device with the slowest links reaches, in bytes per second; 0 if one is unknown.
+        // The bandwidth of the device with the slowest links, in bytes per second; 0 if one is unknown.
         let expected = self.device.as_ref().and_then(|device| device.bus_bandwidth).unwrap_or(0);
         let expected = world.all_gather_u64(&[expected])?;
         let expected = expected.into_iter().flatten().min().unwrap_or(0);

@@ -303,15 +303,6 @@ impl Transport for Mailboxes {
         Err(no_addresses())
     }
 
-    fn exchange_device_group(
-        &mut self,
-        _: &GroupRanks,
-        _: &[DeviceMessage<'_>],
-        _: &[DeviceMessage<'_>],
-    ) -> Result<()> {
-        Err(no_addresses())
-    }
-
     fn vendor_device(
         &mut self,
         _: &GroupRanks,

@@ -108,7 +108,7 @@ pub struct RunRecord {
     /// The bytes that rank 0 sent to other ranks in this start, if there are others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm_sent_bytes: Option<u64>,
-    /// What rank 0 has requested in a step of this start, on average, without the first one.
+    /// The requests of rank 0 in a step of this start, on average, without the first one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub per_step: Option<StepCounts>,
     /// The length of the longest chain of dependent messages between ranks; counted if ranks are
@@ -131,7 +131,7 @@ pub struct RunRecord {
     pub goodput: Option<Goodput>,
 }
 
-/// What a rank requests in a step, on average.
+/// The requests of a rank in a step, on average.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct StepCounts {
     /// Kernels, matmuls, and copies and fills within its GPU.

@@ -398,15 +398,6 @@ impl Transport for Tcp {
         Err(no_addresses())
     }
 
-    fn exchange_device_group(
-        &mut self,
-        _: &GroupRanks,
-        _: &[DeviceMessage<'_>],
-        _: &[DeviceMessage<'_>],
-    ) -> Result<()> {
-        Err(no_addresses())
-    }
-
     fn post(
         &mut self,
         group: &GroupRanks,
