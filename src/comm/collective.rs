@@ -14,29 +14,41 @@ use super::reduce_buffer::HostBuffer;
 use super::transport::GroupRanks;
 use super::worker::CommThreadState;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{CommBuffer, DeviceCollective, DeviceEvent, DeviceOperation};
+use hpctrain_device::{CommBuffer, DeviceCollective, DeviceEvent, DeviceOperation, Element};
 
-/// Checks that a collective supports the memory of `elements` elements, and returns the memory.
+/// The memory of a collective, and the format of its elements.
+pub struct CollectiveBuffer<'a> {
+    pub memory: CommBuffer<'a>,
+    pub element: Element,
+}
+
+/// Checks that a collective supports memory that has these elements, and returns it.
 pub fn operand<'a>(
     call: Call,
     group: &GroupRanks,
-    elements: usize,
+    element: Element,
     memory: CommBuffer<'a>,
-) -> Result<CommBuffer<'a>> {
+) -> Result<CollectiveBuffer<'a>> {
     let words = match &memory {
         CommBuffer::Host(memory) => memory.len(),
         CommBuffer::Device(memory, _) => memory.words(),
     };
-    if call.operation.adds() && words != elements {
-        return Err(Error::internal(format!("{} requires f32 elements", call.operation)));
-    }
     let in_parts = matches!(call.operation, Operation::ReduceScatter | Operation::AllGather);
     if in_parts && !words.is_multiple_of(group.size()) {
         let message =
             format!("{} of {words} words of memory in {} parts", call.operation, group.size());
         return Err(Error::internal(message));
     }
-    Ok(memory)
+    Ok(CollectiveBuffer { memory, element })
+}
+
+/// Returns an error if a call adds elements of another format than f32: only sums in groups of
+/// messages do.
+fn check_is_f32(call: Call, element: Element) -> Result<()> {
+    match call.operation.adds() && element != Element::F32 {
+        true => Err(Error::internal(format!("{} requires f32 elements", call.operation))),
+        false => Ok(()),
+    }
 }
 
 /// Runs a collective on memory of the host or of a device. Device memory uses transport `path`, with
@@ -45,7 +57,7 @@ pub fn run(
     state: &mut CommThreadState,
     call: Call,
     group: &GroupRanks,
-    memory: CommBuffer<'_>,
+    CollectiveBuffer { memory, element }: CollectiveBuffer<'_>,
     (path, slot): (DeviceTransport, usize),
 ) -> Result<()> {
     // The host orders the following work by waits.
@@ -58,6 +70,7 @@ pub fn run(
             algorithms::run(call, &mut HostBuffer { memory, scratch }, transport, group)
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::HostStaged) => {
+            check_is_f32(call, element)?;
             PinnedStaging { copies: &*copies, slots, words: slot }
                 .collective(call, memory, transport, scratch, group)
         }
@@ -67,12 +80,15 @@ pub fn run(
                 DeviceTransport::CudaAware => grouped_collective::group_levels(call, group),
                 _ => None,
             };
+            if levels.is_none() {
+                check_is_f32(call, element)?;
+            }
             if let Some(levels) = levels {
                 let chunk = grouped_collective::chunk(slot, group.size());
                 let (terms, slots) =
                     grouped_collective::scratch_slots(call, memory.words(), chunk, group.size());
                 let slots = device_scratch.terms.reserve_all(copies, slots, terms)?;
-                return GroupedCollective { memory, slots: &slots, chunk }.run(
+                return GroupedCollective { memory, element, slots: &slots, chunk }.run(
                     CudaAwareGroups::new(copies, shared),
                     call,
                     &levels,
@@ -120,7 +136,7 @@ impl DeviceSchedule {
         state: &mut CommThreadState,
         call: Call,
         group: &GroupRanks,
-        memory: CommBuffer<'_>,
+        CollectiveBuffer { memory, element }: CollectiveBuffer<'_>,
         (path, slot): (DeviceTransport, usize),
         ready: Option<Box<dyn DeviceEvent>>,
     ) -> Result<Arc<dyn DeviceOperation>> {
@@ -143,14 +159,10 @@ impl DeviceSchedule {
         let device_comm = device_comms.get_or_create(&*copies, transport, group, path)?;
         device_comm.begin(ready.as_deref())?;
         match self {
-            Self::Groups(levels) => GroupedCollective { memory, slots: &slots, chunk }.run(
-                device_comm,
-                call,
-                levels,
-                transport,
-                group,
-            ),
+            Self::Groups(levels) => GroupedCollective { memory, element, slots: &slots, chunk }
+                .run(device_comm, call, levels, transport, group),
             Self::Vendor(collective) => {
+                check_is_f32(call, element)?;
                 device_comm.vendor(transport, group, *collective, memory)?;
                 device_comm.end()
             }

@@ -7,7 +7,9 @@ use super::algorithms::{Algorithm, Call, Operation, bytes};
 use super::autotune::table::AlgorithmTable;
 use super::collective::{DeviceSchedule, operand, run};
 use super::communicator::{Comm, WORLD};
+use super::device::grouped_collective::group_levels;
 use super::device::host_staged::PinnedStaging;
+use super::device::path::DeviceTransport;
 use super::health::flight_recorder::{Label, RECV, Size};
 use super::p2p_request::{P2pRecord, P2pRequest, chunks, on_host, whole};
 use super::pending::{Pending, reply};
@@ -126,6 +128,15 @@ impl<B: Backend> Group<B> {
         }
     }
 
+    /// Returns true if an algorithm can sum elements in bf16 over this group: in groups of messages
+    /// of device memory.
+    pub fn can_sum_bf16(&self, algorithm: Algorithm) -> bool {
+        let call = Call { operation: Operation::ReduceScatter, algorithm, root: 0 };
+        let transport = self.comm.device_transport();
+        transport.is_some_and(|transport| transport.uses_device_memory())
+            && group_levels(call, &self.members).is_some()
+    }
+
     /// Returns true if an algorithm may be faster than the default. Where the device orders
     /// collectives with compute, only those count that it can order; and halving-doubling, which
     /// costs NCCL device memory for each pair of ranks, is not tried where hierarchical can run.
@@ -142,6 +153,11 @@ impl<B: Backend> Group<B> {
             Algorithm::Ring | Algorithm::ReduceToOne => !on_device,
             Algorithm::Vendor => true,
         }
+    }
+
+    /// Returns the device transport, or `None` if the backend's memory is the host's.
+    pub fn transport(&self) -> Option<DeviceTransport> {
+        self.comm.device_transport()
     }
 
     /// Describes this rank for messages: its number in the world and its host.
@@ -507,9 +523,10 @@ impl<B: Backend> Group<B> {
             Some(schedule) => {
                 let started = state.start_collective(&members, &label, |state| {
                     let mut buf = before.in_order()?;
-                    let memory =
-                        operand(call, &members, range.len(), B::comm_buffer(&mut buf, range)?)?;
-                    let operation = schedule.start(state, call, &members, memory, path, ready)?;
+                    let element = B::element_of(&buf);
+                    let operand =
+                        operand(call, &members, element, B::comm_buffer(&mut buf, range)?)?;
+                    let operation = schedule.start(state, call, &members, operand, path, ready)?;
                     Ok((buf, operation))
                 });
                 reply.send_started(started);
@@ -518,9 +535,10 @@ impl<B: Backend> Group<B> {
                 let done = state.after(ready).and_then(|()| {
                     state.collective(&members, &label, |state| {
                         let mut buf = before.in_order()?;
-                        let memory =
-                            operand(call, &members, range.len(), B::comm_buffer(&mut buf, range)?)?;
-                        run(state, call, &members, memory, path)?;
+                        let element = B::element_of(&buf);
+                        let operand =
+                            operand(call, &members, element, B::comm_buffer(&mut buf, range)?)?;
+                        run(state, call, &members, operand, path)?;
                         Ok(buf)
                     })
                 });

@@ -11,15 +11,16 @@ use super::layout::{
 use super::network::{loss, network};
 use super::range::out_of_range;
 use super::{
-    Compute, Config, EmbeddingPlacement, LayerList, LayoutMode, ModelKind, Optimizer,
+    Compute, Config, EmbeddingPlacement, LayerList, LayoutMode, MessageDtype, ModelKind, Optimizer,
     OptimizerKind, Parallel, Scaling,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
 use hpctrain_base::layout::{Tensor, TensorShards};
 use hpctrain_base::mesh::{Axis, Mesh};
+use hpctrain_comm::Algorithm;
 use hpctrain_data::SampleSpec;
-use hpctrain_device::{Elementwise, Kernels};
+use hpctrain_device::{Element, Elementwise, Kernels};
 use hpctrain_nn::layers::Layer;
 use hpctrain_nn::loss::{Loss, Objective};
 use hpctrain_nn::optim::{Group, Schedule, UpdateRule};
@@ -191,12 +192,19 @@ impl ResolvedConfig {
     pub fn sharding_policy(&self) -> ShardingPolicy {
         let Parallel { prefetch, zero, .. } = self.config.parallel;
         let on_host = self.config.offload.params;
-        ShardingPolicy { prefetch, on_host, ..zero.sharding_policy() }.for_shards(self.mesh.shard)
+        let reduce_dtype = match self.config.comm.dtype {
+            MessageDtype::Bf16 if self.mesh.shard * self.mesh.replica > 1 => Element::Bf16,
+            MessageDtype::F32 | MessageDtype::Bf16 => Element::F32,
+        };
+        ShardingPolicy { prefetch, on_host, reduce_dtype, ..zero.sharding_policy() }
+            .for_shards(self.mesh.shard)
     }
 
     /// Returns the sharding policy of embedding tables in host memory.
     pub fn host_table_sharding_policy(&self) -> ShardingPolicy {
-        ShardingPolicy { on_host: false, ..self.sharding_policy() }.for_shards(self.mesh.shard)
+        let reduce_dtype = Element::F32;
+        ShardingPolicy { on_host: false, reduce_dtype, ..self.sharding_policy() }
+            .for_shards(self.mesh.shard)
     }
 
     /// Returns the number of tokens over which a gradient is averaged: those of a global batch, or
@@ -304,6 +312,15 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
             return Err(refused("does not support log.histograms and local_sgd.sync_every")
                 .hint("set log.histograms=0 and local_sgd.sync_every=0, or offload.params=false"));
         }
+    }
+    if config.comm.dtype == MessageDtype::Bf16
+        && let Some(algorithm @ (Algorithm::Vendor | Algorithm::Ring | Algorithm::ReduceToOne)) =
+            config.comm.algorithm.fixed()
+    {
+        return Err(Error::input(format!(
+            "comm.dtype = bf16 is not supported by comm.algorithm = {algorithm}"
+        ))
+        .hint("set comm.algorithm to auto, halving-doubling or hierarchical, or omit comm.dtype"));
     }
     let loss_chunk = loss_chunk_tokens(&config, &network, &mesh, virtual_tensor_ranks)?;
     if network.is_language() {

@@ -558,6 +558,11 @@ sections! {
         /// Let auto take only algorithms that add in the order of `halving-doubling`, so that the
         /// choice does not change the bits.
         deterministic: bool = true,
+        /// Number format of the gradients that data-parallel ranks send each other to sum them: f32,
+        /// or bf16, which halves the bytes. Terms in bf16 are added in f32, once inside each node
+        /// and once between nodes with `hierarchical`, and rounded after each: the bits then depend
+        /// on the layout. GPUs only, with nccl, cuda-ipc or cuda-aware.
+        dtype: MessageDtype = MessageDtype::F32,
         /// Transport of GPU buffers: nccl (a GPU for every rank), cuda-ipc (ranks of one node
         /// write to each other's memory), cuda-aware (MPI gets device pointers), host-staged
         /// (through pinned host memory), or auto: the first of nccl, cuda-ipc and cuda-aware that
@@ -802,7 +807,7 @@ pub enum WhenBusy {
     Skip,
 }
 
-/// Number formats of messages to and from parameter servers.
+/// Number formats of messages: gradients, and parameters of servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MessageDtype {

@@ -49,8 +49,8 @@ use std::sync::Arc;
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{
-    Backend, CommBuffer, DeviceEvent, Gemm, KernelCost, Kernels, Launch, MemoryKind, MemoryStats,
-    Profile,
+    Backend, CommBuffer, DeviceEvent, Element, Gemm, KernelCost, Kernels, Launch, MemoryKind,
+    MemoryStats, Profile,
 };
 
 pub use elementwise::add_serial;
@@ -360,6 +360,10 @@ impl Backend for Cpu {
 
     fn len(buf: &CpuBuf) -> usize {
         buf.len()
+    }
+
+    fn element_of(_: &CpuBuf) -> Element {
+        Element::F32
     }
 
     fn split_at(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {

@@ -7,31 +7,8 @@ use std::sync::Arc;
 use super::device_memcpy::CopyStreams;
 use super::pool::PoolAllocation;
 use hpctrain_base::error::{Error, Result};
+pub use hpctrain_device::Element;
 use hpctrain_device::{CommBuffer, DeviceEvent, DeviceSpan};
-
-/// The element type of a buffer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Element {
-    /// IEEE single precision.
-    F32,
-    /// bfloat16: the upper half of an f32.
-    Bf16,
-}
-
-impl Element {
-    /// Returns the bytes of an element.
-    pub fn size(self) -> usize {
-        match self {
-            Element::F32 => 4,
-            Element::Bf16 => 2,
-        }
-    }
-
-    /// Returns the type whose elements have `bytes` bytes.
-    pub fn with_size(bytes: usize) -> Self {
-        if bytes == Element::Bf16.size() { Element::Bf16 } else { Element::F32 }
-    }
-}
 
 /// A flat buffer on the device.
 pub struct CudaBuf {
@@ -122,6 +99,11 @@ impl CudaBuf {
     /// Returns an error if the device fails.
     pub(super) fn record_event(&self) -> Result<Box<dyn DeviceEvent>> {
         self.lines.record_event()
+    }
+
+    /// Returns the format of the elements.
+    pub(super) fn element(&self) -> Element {
+        self.element
     }
 
     /// Returns the number of elements.

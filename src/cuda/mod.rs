@@ -320,6 +320,10 @@ impl Backend for Cuda {
         self.take(what, len, Element::F32)
     }
 
+    fn alloc_bf16(&self, what: MemoryKind, len: usize) -> Result<CudaBuf> {
+        self.take(what, len, Element::Bf16)
+    }
+
     fn has_master_weights(&self) -> bool {
         self.element() == Element::Bf16
     }
@@ -401,6 +405,10 @@ impl Backend for Cuda {
 
     fn len(buf: &CudaBuf) -> usize {
         buf.len()
+    }
+
+    fn element_of(buf: &CudaBuf) -> Element {
+        buf.element()
     }
 
     fn split_at(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {

@@ -7,6 +7,7 @@ use std::process::Command;
 use hpctrain_device_tests::common::{Results, bits, down, random, random_tf32, up, up_f32};
 use hpctrain_device_tests::each_operation;
 
+use crate::memory::Element;
 use crate::{Cuda, Device, lead};
 
 /// Runs an operation twice on the first GPU.
@@ -242,6 +243,68 @@ fn no_rows() {
         // Nothing is added.
         assert_eq!(down(cuda, &sums), [0.5; 2 * WIDTH]);
         vec![down(cuda, &sums)]
+    });
+}
+
+/// Terms of other ranks are added in the order of the tree, and those in bf16 rounded once.
+#[test]
+fn sums_in_order() {
+    simulated("ordered_sums", &[]);
+}
+
+#[test]
+#[ignore = "needs a GPU or its simulator"]
+fn ordered_sums() {
+    use half::bf16;
+    use hpctrain_device::{Backend as _, CommBuffer, ElementwiseOps as _, MemoryKind, OrderedSum};
+    on_first_gpu(crate::Precision::Bf16, |cuda| {
+        let mut results = Vec::new();
+        for (terms, words) in [(2, 1), (3, 1000), (8, 77), (255, 5)] {
+            for element in [Element::F32, Element::Bf16] {
+                let len = words * size_of::<f32>() / element.size();
+                let values: Vec<f32> =
+                    (0..terms * len).map(|i| (i * 7919 % 4001) as f32 * 0.37 - 700.0).collect();
+                let mut all = match element {
+                    Element::F32 => cuda.alloc_f32(MemoryKind::Gradients, terms * len),
+                    Element::Bf16 => cuda.alloc_bf16(MemoryKind::Gradients, terms * len),
+                }
+                .unwrap();
+                let from = up_f32(cuda, &values);
+                cuda.copy(Cuda::all(&from), Cuda::all_mut(&mut all)).unwrap();
+                let ready = Cuda::record_event(&all).unwrap();
+                ready.unwrap().wait().unwrap();
+                let CommBuffer::Device(span, copies) =
+                    Cuda::comm_buffer(&mut all, 0..terms * len).unwrap()
+                else {
+                    panic!("host memory")
+                };
+                // The other terms are there in order after the first one.
+                let own = span.part(0..words);
+                let others = span.part(words..terms * words);
+                let sum = OrderedSum { element, own, number: 0, others };
+                copies.sum_in_order(&[sum]).unwrap().wait().unwrap();
+                drop(copies);
+                let got = down(cuda, &all)[..len].to_vec();
+                for (i, &got) in got.iter().enumerate() {
+                    let round = |x: f32| match element {
+                        Element::F32 => x,
+                        Element::Bf16 => bf16::from_f32(x).to_f32(),
+                    };
+                    let mut sums: Vec<f32> =
+                        (0..terms).map(|term| round(values[term * len + i])).collect();
+                    let exact: f64 = sums.iter().copied().map(f64::from).sum();
+                    while sums.len() > 1 {
+                        sums = sums.chunks(2).map(|pair| pair.iter().sum()).collect();
+                    }
+                    assert_eq!(got.to_bits(), round(sums[0]).to_bits(), "{terms} of {element:?}");
+                    let epsilon = if element == Element::F32 { 1e-6 } else { 4e-3 };
+                    let bound = epsilon * (700.0 * terms as f64);
+                    assert!((f64::from(got) - exact).abs() <= bound, "{got} for {exact}");
+                }
+                results.push(got);
+            }
+        }
+        results
     });
 }
 

@@ -163,13 +163,40 @@ pub enum DeviceCollective {
 /// [`DeviceComm`].
 pub type CommId = [u8; 128];
 
+/// The number format of the elements of a device buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// IEEE single precision.
+    F32,
+    /// bfloat16: the upper half of an f32.
+    Bf16,
+}
+
+impl Element {
+    /// Returns the bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Element::F32 => 4,
+            Element::Bf16 => 2,
+        }
+    }
+
+    /// Returns the format whose elements have `bytes` bytes.
+    pub fn with_size(bytes: usize) -> Self {
+        if bytes == Element::Bf16.size() { Element::Bf16 } else { Element::F32 }
+    }
+}
+
 /// The most terms that an [`OrderedSum`] adds.
 pub const MAX_SUM_TERMS: usize = 255;
 
 /// A sum of terms in f32 in a fixed binary tree: term 2k + 1 is added to term 2k, then each second
-/// sum to the one before it, and so on. Each addition is rounded as in [`DeviceCopies::add`].
+/// sum to the one before it, and so on. Each addition is rounded as in [`DeviceCopies::add`]. Terms
+/// in bf16 are converted to f32 first, and their sum is rounded to bf16 at the end.
 #[derive(Debug, Clone, Copy)]
 pub struct OrderedSum<'a> {
+    /// The format of the elements. A word has two in bf16.
+    pub element: Element,
     /// This rank's term, which is overwritten by the sum.
     pub own: DeviceSpan<'a>,
     /// The index of `own` among the terms.

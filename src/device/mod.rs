@@ -16,11 +16,11 @@ mod kernel_cost;
 use std::ops::Range;
 use std::sync::Arc;
 
-use hpctrain_base::error::Result;
+use hpctrain_base::error::{Error, Result};
 
 pub use device_memcpy::{
     CommBuffer, CommId, ComputeOrderedCopies, DeviceCollective, DeviceComm, DeviceCopies,
-    DeviceEvent, DeviceOperation, DeviceSpan, DeviceTimer, ExportedMemory, MAX_SUM_TERMS,
+    DeviceEvent, DeviceOperation, DeviceSpan, DeviceTimer, Element, ExportedMemory, MAX_SUM_TERMS,
     OrderedSum, Pinned, Scratch, Slot, SpanAtOffset,
 };
 pub use kernel_cost::KernelCost;
@@ -80,6 +80,16 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// # Errors
     /// Returns an error under the conditions of [`Backend::alloc`].
     fn alloc_f32(&self, what: MemoryKind, len: usize) -> Result<Self::Buf>;
+
+    /// Allocates `len` elements in bf16 with unspecified contents, whatever the format of
+    /// parameters is.
+    ///
+    /// # Errors
+    /// Returns an error if the memory does not suffice, or if buffers of this kind of device are in
+    /// f32 only.
+    fn alloc_bf16(&self, _what: MemoryKind, _len: usize) -> Result<Self::Buf> {
+        Err(Error::internal("a buffer in bf16 on a device that has none"))
+    }
 
     /// Whether parameters are stored in a narrower type than f32, so that updates also need fp32
     /// master weights.
@@ -149,6 +159,9 @@ pub trait Backend: Clone + Send + Sync + 'static {
 
     /// Returns the number of elements in `buf`.
     fn len(buf: &Self::Buf) -> usize;
+
+    /// Returns the format of the elements of `buf`.
+    fn element_of(buf: &Self::Buf) -> Element;
 
     /// Splits a window in two at element `at`.
     fn split_at(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>);

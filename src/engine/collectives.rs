@@ -13,7 +13,7 @@ use hpctrain_comm::{
     Algorithm, AlgorithmTable, Comm, DeviceTransport, Group, Operation, connect_ranks, measure,
 };
 use hpctrain_config::ResolvedConfig;
-use hpctrain_device::Kernels;
+use hpctrain_device::{Element, Kernels};
 use hpctrain_nn::Blocks;
 use hpctrain_parallel::{Groups, Storage};
 
@@ -113,8 +113,15 @@ pub fn groups<B: Kernels>(
     let mut how = "as configured";
     // With one rank there is nothing to measure.
     let alone = (comm.size() == 1).then_some(Algorithm::HalvingDoubling);
+    let is_bf16 = plan.sharding_policy().reduce_dtype == Element::Bf16;
     let (of_shards, of_replicas) = match plan.config.comm.algorithm.fixed().or(alone) {
         Some(algorithm) => (AlgorithmTable::uniform(algorithm), AlgorithmTable::uniform(algorithm)),
+        // Algorithms round at different points, so a measurement must not choose the bits.
+        None if is_bf16 => {
+            how = "for bf16";
+            let default = |group: &Group<B>| AlgorithmTable::uniform(group.default_algorithm(true));
+            (default(shard), default(replica))
+        }
         None => {
             let key = Key::new(comm, plan, blocks);
             how = "measured before";
@@ -134,6 +141,11 @@ pub fn groups<B: Kernels>(
             (choices.shard, choices.replica)
         }
     };
+    if is_bf16 {
+        let able = check_bf16_sums(shard, &of_shards)
+            .and_then(|()| check_bf16_sums(&groups.step.replica, &of_replicas));
+        world.all_ok(able)?;
+    }
     let describe =
         |group: &Group<B>, table: &AlgorithmTable, operations: &[Operation], axis: &str| {
             (group.size() > 1)
@@ -150,6 +162,28 @@ pub fn groups<B: Kernels>(
         groups.with_algorithms(of_shards, of_replicas),
         CollectiveChoices { summary: line, to_save: found },
     ))
+}
+
+/// Returns an error if gradients in bf16 cannot be summed over a group.
+fn check_bf16_sums<B: Kernels>(group: &Group<B>, table: &AlgorithmTable) -> Result<()> {
+    let algorithm = table.pick(Operation::ReduceScatter, 0);
+    if group.size() == 1 || group.can_sum_bf16(algorithm) {
+        return Ok(());
+    }
+    let message = match group.transport() {
+        None => "comm.dtype = bf16 requires GPUs".into(),
+        Some(DeviceTransport::HostStaged) => {
+            "comm.dtype = bf16 requires nccl, cuda-ipc or cuda-aware, but this job has \
+             comm.transport = host-staged"
+                .into()
+        }
+        Some(_) => format!(
+            "comm.dtype = bf16: {algorithm} cannot sum over {} ranks on {} nodes",
+            group.size(),
+            group.nodes()
+        ),
+    };
+    Err(Error::input(message).hint("omit comm.dtype, or set it to f32"))
 }
 
 impl Key {

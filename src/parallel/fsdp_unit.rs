@@ -48,7 +48,12 @@ pub enum Reduction<B: Kernels> {
     /// The sum over the virtual ranks of this rank, whose reduction has not started.
     Ready(B::Buf),
     /// The reduction over the shard axis, then the replica axis, is in flight.
-    InFlight(Pending<B::Buf>),
+    InFlight {
+        sum: Pending<B::Buf>,
+        /// The buffer that receives the owned part in f32, if `sum` is in bf16 and full gradients
+        /// stay in memory.
+        full: Option<B::Buf>,
+    },
     /// The reduction has finished.
     Done(ReducedGradient<B>),
 }
@@ -228,7 +233,7 @@ impl<B: Kernels> Unit<B> {
     /// Returns whether the reduction has finished.
     pub fn has_arrived(&mut self) -> bool {
         match &mut self.reduction {
-            Some(Reduction::InFlight(pending)) => pending.is_done(),
+            Some(Reduction::InFlight { sum, .. }) => sum.is_done(),
             _ => false,
         }
     }

@@ -11,6 +11,7 @@ use super::param_prefetch::{self, BlockUse, alive};
 use super::pipeline_schedule::{Action, StepSchedule};
 use super::pipeline_stage::Stage;
 use super::{Lifetime, ShardingPolicy};
+use hpctrain_device::Element;
 
 /// The inputs that determine the lifetimes of full buffers in a step.
 #[derive(Debug, Clone, Copy)]
@@ -218,8 +219,8 @@ struct Gradients<'a> {
     ended: Vec<usize>,
     /// The heights of the partial sums of finished virtual ranks.
     trees: Vec<Vec<u32>>,
-    /// Whether the full sum is in memory or being reduced.
-    full: Vec<bool>,
+    /// The elements of the full sum that are in memory or being reduced.
+    full: Vec<usize>,
     /// Whether the owned part of a sum is in memory after the full sum was freed.
     owned: Vec<bool>,
     /// The unit whose sum is being reduced.
@@ -237,10 +238,10 @@ impl<'a> Gradients<'a> {
             step,
             open,
             borrowed: zeros.clone(),
-            returned: zeros,
+            returned: zeros.clone(),
             ended: vec![],
             trees: vec![vec![]; units],
-            full: none.clone(),
+            full: zeros.clone(),
             owned: none,
             started: None,
         }
@@ -252,11 +253,13 @@ impl<'a> Gradients<'a> {
 
     /// Returns the elements of gradients of a unit that are alive.
     fn alive_of_unit(&self, unit: usize) -> usize {
-        let full =
-            self.trees[unit].len() + usize::from(self.open[unit]) + usize::from(self.full[unit]);
+        let full = self.trees[unit].len() + usize::from(self.open[unit]);
         let part = self.step.sizes[unit] / self.step.shards;
         let tied = self.borrowed[unit] + self.returned[unit];
-        full * self.step.sizes[unit] + tied + if self.owned[unit] { part } else { 0 }
+        full * self.step.sizes[unit]
+            + self.full[unit]
+            + tied
+            + if self.owned[unit] { part } else { 0 }
     }
 
     /// Starts the backward of a block.
@@ -294,7 +297,7 @@ impl<'a> Gradients<'a> {
             return before.max(self.alive());
         }
         self.trees[unit].clear();
-        self.full[unit] = true;
+        self.full[unit] = self.step.sizes[unit];
         self.ended.push(unit);
         // If other stages wait for gradients of this one, those are sent first.
         if reduces { before.max(self.reduce()) } else { before.max(self.alive()) }
@@ -304,6 +307,15 @@ impl<'a> Gradients<'a> {
     fn reduce(&mut self) -> usize {
         let mut most = 0;
         for unit in std::mem::take(&mut self.ended) {
+            if self.step.policy.reduce_dtype == Element::Bf16 {
+                // A copy of half the size is reduced.
+                let rounded = self.step.sizes[unit].div_ceil(2);
+                self.full[unit] += rounded;
+                most = most.max(self.alive());
+                if self.step.policy.grads == Lifetime::Use {
+                    self.full[unit] = rounded;
+                }
+            }
             most = most.max(self.land());
             self.started = Some(unit);
         }
@@ -326,14 +338,14 @@ impl<'a> Gradients<'a> {
             // The previous part was downloaded to the host.
             self.owned.fill(false);
         }
-        if self.step.shards > 1 {
+        if self.step.shards > 1 || self.step.policy.reduce_dtype == Element::Bf16 {
             self.owned[unit] = true;
             let most = self.alive();
-            self.full[unit] = false;
+            self.full[unit] = 0;
             return most;
         }
         // The full sum is the owned part.
-        self.full[unit] = false;
+        self.full[unit] = 0;
         self.owned[unit] = true;
         self.alive()
     }

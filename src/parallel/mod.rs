@@ -60,6 +60,7 @@ pub use step_params::{Hyper, state_names};
 pub use step_summary::{Squares, sum_of_squares};
 pub use virtual_ranks::VirtualRanks;
 
+use hpctrain_device::Element;
 use serde::{Deserialize, Serialize};
 
 /// Which ranks have the optimizer state and update parameters: `parallel.storage`.
@@ -101,6 +102,8 @@ pub struct ShardingPolicy {
     /// Whether freed buffers are on the host only, from which owners upload parameters and to which
     /// reduced gradients are downloaded.
     pub on_host: bool,
+    /// The format in which gradients are reduced over ranks.
+    pub reduce_dtype: Element,
 }
 
 impl ShardingPolicy {
@@ -136,6 +139,7 @@ impl Zero {
             params: life(self as u8 >= 3),
             prefetch: 1,
             on_host: false,
+            reduce_dtype: Element::F32,
         }
     }
 }

@@ -208,6 +208,10 @@ fn check(config: &Config) -> Result<()> {
         ("offload.params", config.offload.params),
         ("offload.activations", config.offload.activations),
         ("log.histograms", config.log.histograms > 0),
+        (
+            "comm.dtype = bf16 (their messages have parameter_server.message_dtype)",
+            config.comm.dtype == hpctrain_config::MessageDtype::Bf16,
+        ),
         ("device.matmul_autotune", config.device.matmul_autotune),
     ];
     match counts.into_iter().find(|(_, is_set)| *is_set) {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use hpctrain::backend::{
-    Backend, CommBuffer, DeviceCopies, DeviceEvent, DeviceSpan, MemoryKind, MemoryStats,
+    Backend, CommBuffer, DeviceCopies, DeviceEvent, DeviceSpan, Element, MemoryKind, MemoryStats,
     OrderedSum, Pinned, Profile, Scratch, SpanAtOffset,
 };
 use hpctrain::error::{Error, Result};
@@ -221,7 +221,7 @@ impl DeviceCopies for SealedPort {
     }
 
     fn sum_in_order(&self, sums: &[OrderedSum<'_>]) -> Result<Box<dyn DeviceEvent>> {
-        for &OrderedSum { own, number, others } in sums {
+        for &OrderedSum { own, number, others, .. } in sums {
             let hidden = self.hidden;
             let [to, from] = [own, others].map(DeviceSpan::address);
             let [words, others] = [own, others].map(DeviceSpan::words);
@@ -398,6 +398,10 @@ impl Backend for Sealed {
 
     fn len(buf: &SealedBuf) -> usize {
         buf.len
+    }
+
+    fn element_of(buf: &SealedBuf) -> Element {
+        if buf.per_word == 1 { Element::F32 } else { Element::Bf16 }
     }
 
     fn split_at(_: Self::View<'_>, _: usize) -> (Self::View<'_>, Self::View<'_>) {

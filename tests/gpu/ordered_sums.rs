@@ -114,6 +114,77 @@ impl Rank {
     }
 }
 
+/// Rounds to bf16, to nearest even.
+fn rounded(x: f32) -> f32 {
+    let bits = x.to_bits();
+    f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
+}
+
+impl Rank {
+    /// Sums `len` elements of each rank in bf16. Returns true if this rank has the right bits: each
+    /// level of the algorithm adds in f32 and rounds.
+    fn sums_in_bf16(&self, operation: Operation, levels: &[&[&[usize]]], len: usize) -> bool {
+        let rank = self.group.rank();
+        let size = self.group.size();
+        let here = self.cuda.upload(MemoryKind::Gradients, &values(rank, len)).unwrap();
+        let mut buf = self.cuda.alloc_bf16(MemoryKind::Gradients, len).unwrap();
+        self.cuda.copy(Cuda::all(&here), Cuda::all_mut(&mut buf)).unwrap();
+        let buf = self.group.run(operation, buf).wait().unwrap();
+        let mut got = vec![0.0; len];
+        self.cuda.download(Cuda::all(&buf), &mut got).unwrap();
+        let all: Vec<_> = (0..size).map(|rank| values(rank, len)).collect();
+        let wanted = |i: usize| {
+            let mut terms: Vec<_> = all.iter().map(|of_rank| rounded(of_rank[i])).collect();
+            for level in levels {
+                let sum = |ranks: &&[usize]| tree_sum(ranks.iter().map(|&r| terms[r]).collect());
+                terms = level.iter().map(|ranks| rounded(sum(ranks))).collect();
+            }
+            terms[0]
+        };
+        let range = match operation {
+            Operation::ReduceScatter => rank * len / size..(rank + 1) * len / size,
+            _ => 0..len,
+        };
+        range.into_iter().all(|i| got[i].to_bits() == wanted(i).to_bits())
+    }
+}
+
+/// Elements in bf16 are added in f32 and rounded once on each level; two go in a word.
+#[test]
+fn bf16_is_rounded_once_on_each_level() {
+    under(&[&[("CUDASIM_DEVICES", "4")]], || {
+        type Levels = &'static [&'static [&'static [usize]]];
+        let shapes: [(Algorithm, &[usize], Levels); 4] = [
+            (TREE, &[0; 2], &[&[&[0, 1]]]),
+            (TREE, &[0; 3], &[&[&[0, 1, 2]]]),
+            (TREE, &[0; 4], &[&[&[0, 1, 2, 3]]]),
+            (HIERARCHICAL, &[0, 0, 1, 1], &[&[&[0, 1], &[2, 3]], &[&[0, 1]]]),
+        ];
+        for (algorithm, nodes, levels) in shapes {
+            let ranks = nodes.len();
+            for (operation, len) in [
+                (Operation::AllReduce, 2 * CHUNK + 37),
+                (Operation::AllReduce, 2),
+                (Operation::ReduceScatter, 6 * CHUNK * ranks),
+                (Operation::ReduceScatter, 2 * ranks),
+            ] {
+                let right = on_ranks(nodes, algorithm, |rank| {
+                    let sent = rank.comm.stats().sent;
+                    let right = rank.sums_in_bf16(operation, levels, len);
+                    (right, rank.comm.stats().sent - sent)
+                });
+                let name = format!("{algorithm} {operation} of {len} on {ranks} ranks");
+                assert!(right.iter().all(|(right, _)| *right), "{name}");
+                let bytes: u64 = right.iter().map(|(_, bytes)| bytes).sum();
+                let ways = if operation == Operation::AllReduce { 2 } else { 1 };
+                let least = (ways * (ranks - 1) * len.next_multiple_of(2) * 2) as u64;
+                // Debug builds compare calls, and communicators exchange their identifiers.
+                assert!((least..least + 2000).contains(&bytes), "{name}: {bytes} of {least}");
+            }
+        }
+    });
+}
+
 /// Returns the results of `body` on each rank of a new world of threads.
 fn on_ranks<T: Send>(
     nodes: &[usize],

@@ -13,8 +13,8 @@ use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{CudaContext, DevicePtr};
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::backend::{
-    Activation, ActivationOps, Backend, CommBuffer, ElementwiseOps, Gemm, LinearOps, MemoryKind,
-    OrderedSum,
+    Activation, ActivationOps, Backend, CommBuffer, Element, ElementwiseOps, Gemm, LinearOps,
+    MemoryKind, OrderedSum,
 };
 
 use hpctrain_testkit::launch::{Transport, finish};
@@ -233,7 +233,7 @@ fn the_backend_chooses_its_device_on_every_thread() {
             let aside = scratch.span();
             fresh(|| copies.copy(span, aside).unwrap());
             fresh(|| copies.add(aside, span).unwrap());
-            let sum = OrderedSum { own: span, number: 1, others: aside };
+            let sum = OrderedSum { element: Element::F32, own: span, number: 1, others: aside };
             fresh(|| copies.sum_in_order(&[sum]).unwrap().wait().unwrap());
             let done = fresh(|| copies.mark().unwrap());
             fresh(move || while !done.is_done().unwrap() {});

@@ -279,6 +279,55 @@ fn nccl_gives_the_same_bits() {
     assert!(off < 1e-3, "{off}");
 }
 
+/// Gradients in bf16 are summed the same by every transport and ZeRO stage that exchanges in groups
+/// of messages; all others refuse them.
+#[test]
+fn bf16_gradients_have_the_same_bits_by_every_transport() {
+    let root = tempfile::tempdir().unwrap();
+    let sim = [("CUDASIM_DEVICES", "4")];
+    let on = |name: &str, layout: &str| {
+        let settings: Vec<&str> = layout.split(' ').collect();
+        let ours = ["comm.dtype=bf16", "parallel.virtual_ranks=4", "device.memory_limit=128MiB"];
+        trains(Mpirun(4), root.path(), name, &[&ours[..], &settings].concat(), &sim)
+    };
+    let nccl = on("nccl", "comm.transport=nccl");
+    for (name, layout) in [
+        ("sharded", "comm.transport=nccl parallel.zero=3"),
+        ("ipc", "comm.transport=cuda-ipc parallel.zero=2"),
+        ("aware", "comm.transport=cuda-aware parallel.zero=1"),
+        ("offloaded", "comm.transport=cuda-ipc parallel.zero=3 offload.optimizer=true"),
+        ("accumulated", "comm.transport=nccl batch.micro=1"),
+    ] {
+        if name == "accumulated" {
+            on(name, layout);
+        } else {
+            on(name, layout).same_as(&nccl, STEPS, layout);
+        }
+    }
+    // The shards of a hybrid layout are summed first, and rounded.
+    let hybrid = on("hybrid", "comm.transport=nccl parallel.shard=2 parallel.zero=2");
+    let full = on("full", "comm.transport=nccl comm.dtype=f32");
+    for (name, files) in [("nccl", &nccl), ("hybrid", &hybrid)] {
+        let difference = largest_difference(files, &full);
+        assert!(difference > 0.0 && difference < 2e-2, "{name}: {difference}");
+    }
+
+    let refused = |settings: &[&str], reason: &str| {
+        let settings = [&["comm.dtype=bf16"], settings].concat();
+        let (_, mut command) = command(Mpirun(2), root.path(), "refused", &settings, &sim);
+        let message = said(&finish(&mut command));
+        assert!(message.contains(reason) && message.contains("\nhint: "), "{message}");
+    };
+    refused(&["run.device=cpu"], "comm.dtype = bf16 requires GPUs");
+    refused(&["comm.transport=host-staged"], "but this job has comm.transport = host-staged");
+    refused(
+        &["comm.algorithm=ring"],
+        "comm.dtype = bf16 is not supported by comm.algorithm = ring",
+    );
+    // A rank that exchanges with no other needs nothing.
+    trains(Alone, root.path(), "alone", &["comm.dtype=bf16"], &[]);
+}
+
 #[test]
 fn nccl_is_refused_where_it_cannot_be() {
     let root = tempfile::tempdir().unwrap();

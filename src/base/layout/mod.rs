@@ -257,7 +257,7 @@ impl UnitLayout {
     /// not those of averages, and those of whole tensors only in one virtual rank.
     pub fn counted(&self, range: Range<usize>) -> Range<usize> {
         let end = self.sections[range.start / self.section].counted.end;
-        range.start.min(end)..range.end.min(end)
+        range.start..range.end.min(end).max(range.start)
     }
 
     /// Returns true if the section of element `at` has only a copy of tensor `tensor`, which

@@ -36,7 +36,7 @@ fn key_effect(section: &str, key: &str) -> KeyEffect {
         ("data" | "optimizer", _) => KeyEffect::Curve,
         ("parallel", "virtual_ranks" | "virtual_tensor_ranks")
         | ("batch", "micro")
-        | ("comm", "algorithm" | "deterministic") => KeyEffect::Rounding,
+        | ("comm", "algorithm" | "deterministic" | "dtype") => KeyEffect::Rounding,
         ("device", "matmul_autotune") => KeyEffect::Rounding,
         ("parallel", _) => KeyEffect::Layout,
         _ => KeyEffect::Other,

@@ -16,7 +16,8 @@
 //! messages are queued. With MPI the host waits for each group.
 //!
 //! Sums have the same bits as those of [`algorithms`](crate::algorithms): the same terms are added
-//! in the same tree.
+//! in the same tree. Sums of bf16 elements are added in f32 on each level and rounded to bf16 after
+//! it, so `hierarchical` has other bits than `halving-doubling` there.
 
 use std::ops::Range;
 
@@ -25,7 +26,7 @@ use super::message_groups::MessageGroups;
 use crate::algorithms::{Call, Operation, Shares};
 use crate::transport::{DeviceMessage, GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{DeviceSpan, OrderedSum};
+use hpctrain_device::{DeviceSpan, Element, OrderedSum};
 
 /// The length of a chunk in host-staged slots. 32 MiB are long enough for groups to reach full
 /// bandwidth.
@@ -60,6 +61,8 @@ pub fn scratch_slots(call: Call, words: usize, chunk: usize, ranks: usize) -> (u
 /// A collective on device memory.
 pub struct GroupedCollective<'a> {
     pub memory: DeviceSpan<'a>,
+    /// The format of its elements.
+    pub element: Element,
     /// The [`scratch_slots`] of the call.
     pub slots: &'a [DeviceSpan<'a>],
     /// Words of a chunk.
@@ -79,7 +82,7 @@ impl<'a> Exchange<'a> {
     /// piece by piece, and summed.
     fn terms(
         &mut self,
-        memory: DeviceSpan<'a>,
+        (memory, element): (DeviceSpan<'a>, Element),
         level: &Level,
         shares: &Shares,
         mut scratch: DeviceSpan<'a>,
@@ -99,7 +102,7 @@ impl<'a> Exchange<'a> {
                     (level.ranks[place], others.part(k * words..(k + 1) * words))
                 }),
             );
-            self.sums.push(OrderedSum { own, number: level.mine, others });
+            self.sums.push(OrderedSum { element, own, number: level.mine, others });
             scratch = scratch.part(others.words()..scratch.words());
         }
     }
@@ -172,7 +175,7 @@ impl<'a> GroupedCollective<'a> {
                     let slot =
                         slot.ok_or_else(|| Error::internal("no scratch memory for terms"))?;
                     let scratch = slot.part(scratch_range(levels, level, terms, ranks));
-                    exchange.terms(self.memory, &levels[level], shares, scratch);
+                    exchange.terms((self.memory, self.element), &levels[level], shares, scratch);
                 }
                 // Sums for the first rank alone go to its rail, and from there to it.
                 Stage::Sums(level)
@@ -266,7 +269,7 @@ mod tests {
         let mut transport = in_process::open(nodes, &shared).swap_remove(rank).0;
         let levels = group_levels(call, &group).unwrap();
         let memory = DeviceSpan::from(&mut memory[..]);
-        GroupedCollective { memory, slots: &slots, chunk }
+        GroupedCollective { memory, element: Element::F32, slots: &slots, chunk }
             .run(Recorder::default(), call, &levels, &mut *transport, &group)
             .unwrap()
     }

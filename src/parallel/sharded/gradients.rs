@@ -12,7 +12,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{UnitLayout, part};
 use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_comm::{Group, Pending};
-use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_device::{Element, Kernels, MemoryKind};
 
 /// The results of a step's reductions, the same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -97,12 +97,22 @@ impl<B: Kernels> Sharded<B> {
             let Some(Reduction::Ready(sum)) = state.reduction.take() else {
                 return Err(Error::internal("there is no sum of virtual ranks to reduce"));
             };
+            let (sum, full) = match self.policy.reduce_dtype {
+                Element::F32 => (sum, None),
+                Element::Bf16 => {
+                    let mut rounded =
+                        self.backend.alloc_bf16(MemoryKind::Gradients, B::len(&sum))?;
+                    self.backend.copy(B::all(&sum), B::all_mut(&mut rounded))?;
+                    (rounded, (self.policy.grads == Lifetime::Step).then_some(sum))
+                }
+            };
             let scattered = self.groups.shard.with_label(&state.layout.name).reduce_scatter(sum);
             let replicas = self.groups.step.replica.with_label(&state.layout.name);
-            state.reduction = Some(Reduction::InFlight(match self.storage {
+            let sum = match self.storage {
                 Storage::Ranks => replicas.all_reduce_after(scattered, range),
                 Storage::Central => replicas.reduce_after(scattered, range),
-            }));
+            };
+            state.reduction = Some(Reduction::InFlight { sum, full });
             if self.policy.grads == Lifetime::Use {
                 // Full gradients are freed after use; the reduction of the previous unit has
                 // overlapped with this block.
@@ -226,29 +236,36 @@ impl<B: Kernels> Sharded<B> {
         let shards = self.virtual_shards(&self.groups.step.replica);
         let parts = self.parts();
         let unit = &mut self.units[index];
-        let Some(Reduction::InFlight(pending)) = unit.reduction.take() else {
+        let Some(Reduction::InFlight { sum, full }) = unit.reduction.take() else {
             return Err(Error::internal("there is no reduction to wait for"));
         };
-        let full = pending.wait()?;
+        let sum = sum.wait()?;
         let owned = unit.owner.range();
+        let is_f32 = self.policy.reduce_dtype == Element::F32;
+        let (mut grad, window) = match (full, self.policy.grads) {
+            (Some(mut full), _) => {
+                self.backend
+                    .copy(B::view(&sum, owned.clone()), B::view_mut(&mut full, owned.clone()))?;
+                (full, owned)
+            }
+            (None, Lifetime::Step) => (sum, owned),
+            // The full sum is the owned part.
+            (None, Lifetime::Use) if is_f32 && owned.len() == B::len(&sum) => (sum, owned),
+            (None, Lifetime::Use) => {
+                let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
+                self.backend.copy(B::view(&sum, owned.clone()), B::all_mut(&mut own))?;
+                (own, 0..owned.len())
+            }
+        };
         // The norm is computed while the gradient is still in the caches, and overlapped with the
         // next reductions.
         let squares = shards
             .map(|shard| {
                 let counted = unit.layout.counted(unit.layout.part(shard, parts));
-                self.backend.sum_squares(B::view(&full, counted))
+                let at = |element: usize| element - unit.owner.range().start + window.start;
+                self.backend.sum_squares(B::view(&grad, at(counted.start)..at(counted.end)))
             })
             .collect::<Result<_>>()?;
-        let (mut grad, window) = match self.policy.grads {
-            Lifetime::Step => (full, owned),
-            // The full sum is the owned part.
-            Lifetime::Use if owned.len() == B::len(&full) => (full, owned),
-            Lifetime::Use => {
-                let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
-                self.backend.copy(B::view(&full, owned.clone()), B::all_mut(&mut own))?;
-                (own, 0..owned.len())
-            }
-        };
         unit.owner.reduced(&mut grad, window.clone())?;
         unit.reduction = Some(Reduction::Done(match self.policy.on_host {
             false => ReducedGradient { grad, window, squares },

@@ -165,13 +165,14 @@ fn unit_times(
         if span.ranks == 1 { 0.0 } else { rates.collective(operation, span, bytes) }
     };
     let owned = padded / plan.mesh.shard;
+    let of_gradient = plan.sharding_policy().reduce_dtype.size();
     UnitTimes {
         forward: block.forward,
         backward: block.backward,
         weights: block.weights,
         gather: collective(Operation::AllGather, shard, padded * size),
-        reduce: collective(Operation::ReduceScatter, shard, padded * F32)
-            + collective(Operation::AllReduce, replica, owned * F32),
+        reduce: collective(Operation::ReduceScatter, shard, padded * of_gradient)
+            + collective(Operation::AllReduce, replica, owned * of_gradient),
         update: rates.update(plan, owned),
     }
 }
