@@ -6,10 +6,11 @@ use clap::Args;
 
 use super::train::SourceArgs;
 use crate::comm::Launch;
+use crate::config::ReduceChoice;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
 use crate::parallel::Zero;
-use crate::verify::{Launcher, VerifyOptions, rank, task, verify};
+use crate::verify::{Launcher, LayoutAxes, VerifyOptions, rank, task, verify};
 
 /// Arguments of `hpctrain verify`.
 #[derive(Args)]
@@ -37,6 +38,10 @@ pub struct VerifyArgs {
     #[arg(long, value_name = "STAGE,…", value_delimiter = ',', default_value = "0,1,2,3",
           value_parser = clap::value_parser!(u8).range(0..=3))]
     zero: Vec<u8>,
+    /// When gradients are reduced over shards: step, micro or auto, to compare; default:
+    /// `parallel.reduce`. The layouts of ZeRO 1 to 3 run with each.
+    #[arg(long, value_name = "WHEN,…", value_delimiter = ',', value_parser = reduction)]
+    reduce: Vec<ReduceChoice>,
     /// Number of steps of each layout.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
@@ -46,6 +51,14 @@ pub struct VerifyArgs {
     /// Print one JSON object instead of the table.
     #[arg(long)]
     json: bool,
+}
+
+/// Parses a value of `--reduce`.
+fn reduction(text: &str) -> std::result::Result<ReduceChoice, String> {
+    ReduceChoice::ALL
+        .into_iter()
+        .find(|choice| choice.to_string() == text)
+        .ok_or_else(|| "one of auto, step, micro".into())
 }
 
 impl VerifyArgs {
@@ -68,13 +81,14 @@ impl VerifyArgs {
             .collect::<Result<_, _>>()
             .map_err(Error::input)?;
         let launcher = if self.mpi { Launcher::mpirun()? } else { Launcher::Threads };
+        let reductions = match &self.reduce[..] {
+            [] => vec![config.parallel.reduce],
+            given => given.to_vec(),
+        };
         Ok(VerifyOptions {
             config,
             name,
-            ranks,
-            pipelines,
-            tensors,
-            stages,
+            axes: LayoutAxes { ranks, pipelines, tensors, stages, reductions },
             steps: self.steps,
             launcher,
             json: self.json,

@@ -4,12 +4,17 @@
 use std::ops::Range;
 
 use super::range::out_of_range;
-use super::{Compute, Config, Interval, LocalSgdConfig, ModelKind, Parallel};
+use super::{
+    Compute, Config, Interval, LayerList, LocalSgdConfig, ModelKind, Parallel, ReduceChoice,
+};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
 use hpctrain_base::mesh::Mesh;
 use hpctrain_nn::Network;
-use hpctrain_parallel::{LocalSgd, OuterOptimizer, PipelineSchedule, Storage, Zero, partition};
+use hpctrain_nn::layers::Layer;
+use hpctrain_parallel::{
+    LocalSgd, OuterOptimizer, PipelineSchedule, ReduceAfter, Storage, Zero, partition,
+};
 
 /// The most tokens of a micro-batch by default: enough for efficient GEMMs, few enough for the
 /// memory of activations.
@@ -315,11 +320,109 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
 }
 
 /// Returns the number of virtual ranks of the global batch, which are divided equally among
-/// replicas, and those of a replica among its shards.
+/// replicas, and those of a replica among its shards; and when their gradients are reduced.
 ///
 /// # Errors
-/// Returns an error if they cannot be divided equally.
-pub fn virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
+/// Returns an error if they cannot be divided equally, or if gradients cannot be reduced as the
+/// configuration says.
+pub fn virtual_ranks(
+    config: &Config,
+    replicas: usize,
+    mesh: &Mesh,
+) -> Result<(usize, ReduceAfter)> {
+    let virtual_ranks = given_virtual_ranks(config, replicas, mesh)?;
+    if config.parallel.reduce == ReduceChoice::Step {
+        return Ok((virtual_ranks, ReduceAfter::Step));
+    }
+    let is_asked = config.parallel.reduce == ReduceChoice::Micro;
+    // A wrong batch is reported later.
+    let micro_batches = match batch(config, virtual_ranks, replicas, mesh) {
+        Ok((_, micro)) => (config.batch.global / micro) as usize,
+        Err(_) if !is_asked => return Ok((virtual_ranks, ReduceAfter::Step)),
+        Err(error) => return Err(error),
+    };
+    match check_micro(config, mesh, virtual_ranks, micro_batches, replicas) {
+        Ok(()) if is_asked || saves_memory(config, mesh, micro_batches, replicas) => {
+            Ok((micro_batches, ReduceAfter::MicroBatch))
+        }
+        Err(error) if is_asked => Err(error),
+        _ => Ok((virtual_ranks, ReduceAfter::Step)),
+    }
+}
+
+/// Returns true if reducing gradients after each micro-batch saves at least half of them, by the
+/// stages of ZeRO that shard gradients.
+///
+/// A rank then has a part of 1/shards for each level of the tree over its micro-batches. Otherwise
+/// it has a full gradient for each level, or a single one if it adds its micro-batches in one
+/// virtual rank.
+fn saves_memory(config: &Config, mesh: &Mesh, micro_batches: usize, replicas: usize) -> bool {
+    let of_rank = micro_batches / (replicas * mesh.shard);
+    if (config.parallel.zero as u8) < 2 || mesh.shard == 1 || of_rank == 1 {
+        return false;
+    }
+    let levels = of_rank.ilog2() as usize + 1;
+    let full = if config.parallel.virtual_ranks.is_some() { levels } else { 1 };
+    2 * levels <= full * mesh.shard
+}
+
+/// Checks that gradients can be reduced after each micro-batch.
+fn check_micro(
+    config: &Config,
+    mesh: &Mesh,
+    virtual_ranks: usize,
+    micro_batches: usize,
+    replicas: usize,
+) -> Result<()> {
+    let Parallel { zero, storage, schedule, .. } = config.parallel;
+    let refused = |why: String, hint: String| {
+        Err(Error::input(format!("parallel.reduce = micro {why}")).hint(hint))
+    };
+    if zero == Zero::Zero || storage == Storage::Central {
+        let why = "with parallel.zero = 0 has no shards to reduce over";
+        return refused(why.into(), "set parallel.zero to 1, 2 or 3, or leave reduce out".into());
+    }
+    if config.parallel.virtual_ranks.is_some() && virtual_ranks != micro_batches {
+        return refused(
+            format!(
+                "requires a virtual rank for each micro-batch, but parallel.virtual_ranks = {virtual_ranks}, and a step has \
+                 {micro_batches} micro-batches"
+            ),
+            format!("set parallel.virtual_ranks={micro_batches}, or leave it out"),
+        );
+    }
+    let of_rank = micro_batches / (replicas * mesh.shard);
+    if !(mesh.shard.is_power_of_two() && of_rank.is_power_of_two()) {
+        return refused(
+            format!(
+                "requires powers of two, but there are {} shards and {of_rank} micro-batches on each rank",
+                mesh.shard
+            ),
+            "set parallel.reduce=step, or change parallel.shard, batch.micro or batch.global"
+                .into(),
+        );
+    }
+    if mesh.pipeline > 1 && schedule == PipelineSchedule::ZeroBubble {
+        let why = "is not supported by parallel.schedule = zero-bubble, which defers weight gradients from one micro-batch \
+                   to the next";
+        return refused(why.into(), "set parallel.schedule=1f1b, or parallel.reduce=step".into());
+    }
+    if let LayerList::List(layers) = &config.model.layers
+        && let Some(place) = Layer::synchronised(layers, "model.layers").filter(|_| of_rank > 1)
+    {
+        return refused(
+            format!(
+                "is not supported by {place} (batch_norm), which shares statistics among ranks"
+            ),
+            "set synchronised=false, or parallel.reduce=step".into(),
+        );
+    }
+    Ok(())
+}
+
+/// Returns the number of virtual ranks that the configuration gives, by default one for each
+/// data-parallel rank.
+fn given_virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
     let ranks = replicas * mesh.shard;
     let virtual_ranks = config.parallel.virtual_ranks.unwrap_or(ranks);
     if virtual_ranks.is_multiple_of(ranks) {
@@ -345,7 +448,7 @@ pub fn virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<us
 pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
     let mesh = mesh(config, ranks)?;
     let replicas = local_sgd(config, &mesh)?.map_or(mesh.replica, |averaging| averaging.replicas);
-    let virtual_ranks = virtual_ranks(config, replicas, &mesh)?;
+    let (virtual_ranks, _) = virtual_ranks(config, replicas, &mesh)?;
     batch(config, virtual_ranks, replicas, &mesh).map(drop)
 }
 

@@ -12,7 +12,7 @@ use super::network::{loss, network};
 use super::range::out_of_range;
 use super::{
     Compute, Config, EmbeddingPlacement, LayerList, LayoutMode, MessageDtype, ModelKind, Optimizer,
-    OptimizerKind, Parallel, Scaling,
+    OptimizerKind, Parallel, ReduceChoice, Scaling,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
@@ -25,7 +25,9 @@ use hpctrain_nn::layers::Layer;
 use hpctrain_nn::loss::{Loss, Objective};
 use hpctrain_nn::optim::{Group, Schedule, UpdateRule};
 use hpctrain_nn::{Network, TiedParam};
-use hpctrain_parallel::{LocalSgd, PipelineSchedule, ShardingPolicy, Stage, StepSchedule};
+use hpctrain_parallel::{
+    LocalSgd, PipelineSchedule, ReduceAfter, ShardingPolicy, Stage, StepSchedule, VirtualRanks,
+};
 
 /// Facts about the environment that a [`ResolvedConfig`] depends on.
 #[derive(Debug, Clone, Copy)]
@@ -99,17 +101,25 @@ impl ResolvedConfig {
         self.replicas() / self.mesh.replica
     }
 
-    /// Returns the virtual ranks of a batch that data-parallel rank `rank` of a stage computes: a
-    /// range for each replica that it trains.
-    pub fn virtual_ranks_of_rank(&self, rank: usize) -> Vec<Range<usize>> {
-        let replica = rank / self.mesh.shard;
-        let shard = rank % self.mesh.shard;
-        let replicas = part(self.replicas(), replica, self.mesh.replica).map(|replica| {
-            let virtual_ranks = part(self.virtual_ranks, replica, self.replicas());
-            let mine = part(virtual_ranks.len(), shard, self.mesh.shard);
-            virtual_ranks.start + mine.start..virtual_ranks.start + mine.end
-        });
-        replicas.collect()
+    /// Returns when gradients are reduced over shards.
+    pub fn reduce_after(&self) -> ReduceAfter {
+        match self.config.parallel.reduce {
+            ReduceChoice::Micro => ReduceAfter::MicroBatch,
+            ReduceChoice::Step | ReduceChoice::Auto => ReduceAfter::Step,
+        }
+    }
+
+    /// Returns the virtual ranks of a batch that data-parallel rank `rank` of a stage computes, in
+    /// order, for each replica that it trains.
+    pub fn virtual_ranks_of_rank(&self, rank: usize) -> Vec<Vec<usize>> {
+        let dealt = VirtualRanks {
+            total: self.virtual_ranks,
+            replicas: self.replicas(),
+            shards: self.mesh.shard,
+            reduce_after: self.reduce_after(),
+        };
+        let replicas = part(self.replicas(), rank / self.mesh.shard, self.mesh.replica);
+        replicas.map(|replica| dealt.of(replica, rank % self.mesh.shard).collect()).collect()
     }
 
     /// Returns the number of the last step of the round after `step` steps: that of the next
@@ -196,7 +206,8 @@ impl ResolvedConfig {
             MessageDtype::Bf16 if self.mesh.shard * self.mesh.replica > 1 => Element::Bf16,
             MessageDtype::F32 | MessageDtype::Bf16 => Element::F32,
         };
-        ShardingPolicy { prefetch, on_host, reduce_dtype, ..zero.sharding_policy() }
+        let reduce_after = self.reduce_after();
+        ShardingPolicy { prefetch, on_host, reduce_dtype, reduce_after, ..zero.sharding_policy() }
             .for_shards(self.mesh.shard)
     }
 
@@ -239,7 +250,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     let mesh = mesh(&config, environment.ranks)?;
     let averaging = local_sgd(&config, &mesh)?;
     let replicas = averaging.map_or(mesh.replica, |averaging| averaging.replicas);
-    let virtual_ranks = virtual_ranks(&config, replicas, &mesh)?;
+    let (virtual_ranks, reduce_after) = virtual_ranks(&config, replicas, &mesh)?;
     let (virtual_rank_samples, micro) = batch(&config, virtual_ranks, replicas, &mesh)?;
     let threads = config.run.threads.unwrap_or(environment.threads);
     let network = network(&mut config.model, environment.vocabulary)?;
@@ -329,6 +340,10 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.virtual_ranks = Some(virtual_ranks);
+    config.parallel.reduce = match reduce_after {
+        ReduceAfter::Step => ReduceChoice::Step,
+        ReduceAfter::MicroBatch => ReduceChoice::Micro,
+    };
     config.local_sgd.replicas = averaging.map(|averaging| averaging.replicas);
     if mesh.pipeline > 1 {
         config.parallel.stages = Some(stages.iter().map(Range::len).collect());
@@ -681,7 +696,7 @@ mod tests {
         let local_sgd =
             |ranks, more: &[&str]| plan(ranks, &[&settings[..], more].concat()).unwrap();
         let one = local_sgd(1, &[]);
-        assert_eq!(one.virtual_ranks_of_rank(0), [0..2, 2..4, 4..6, 6..8]);
+        assert_eq!(one.virtual_ranks_of_rank(0), [[0, 1], [2, 3], [4, 5], [6, 7]]);
         assert_eq!(
             (one.replicas_per_rank(), one.step_schedule(0).virtual_ranks, one.tokens_per_replica()),
             (4, 2, 16 / 4 * 64)
@@ -690,7 +705,7 @@ mod tests {
         let sharded = local_sgd(4, &["parallel.zero=1", "parallel.shard=2"]);
         assert_eq!(
             [0, 1, 2, 3].map(|rank| sharded.virtual_ranks_of_rank(rank)),
-            [[0..1, 2..3], [1..2, 3..4], [4..5, 6..7], [5..6, 7..8]]
+            [[[0], [2]], [[1], [3]], [[4], [6]], [[5], [7]]]
         );
         let facts = Environment { ranks: 4, threads: 2, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(sharded.config.clone(), &facts).unwrap(), sharded);
@@ -698,7 +713,7 @@ mod tests {
             plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.virtual_ranks=8"]).unwrap();
         assert_eq!(
             [0, 3].map(|rank| synchronous.virtual_ranks_of_rank(rank)),
-            [vec![0..2; 1], vec![6..8; 1]]
+            [[[0, 1]], [[6, 7]]]
         );
     }
 

@@ -399,9 +399,16 @@ sections! {
         /// Pipeline schedule: `1f1b`, or `zero-bubble`, which defers the GEMMs of weight gradients
         /// to time that would be idle, at the cost of more memory for activations.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
+        /// When gradients are reduced over shards: `step`, once at the end of a step, until which
+        /// ranks add full gradients; `micro`, after each micro-batch, so that a rank has the full
+        /// gradients of two blocks and parts of its shard, for as many reduce-scatters as
+        /// micro-batches; or `auto`: micro with ZeRO 2 and 3 where it saves at least half of the
+        /// gradients. `micro` requires one micro-batch per virtual rank, and powers of two of
+        /// shards and of micro-batches per rank. It changes no bits.
+        reduce: ReduceChoice = ReduceChoice::Auto,
         /// Virtual data-parallel ranks: gradients are reduced in a fixed tree over them. Ranks
         /// that divide them into equal groups of a power of two give the same bits. Default: the
-        /// data-parallel ranks.
+        /// data-parallel ranks, or the micro-batches of a step if gradients are reduced after each.
         virtual_ranks: Option<usize> = None,
         /// ZeRO 3: number of blocks whose parameters are all-gathered ahead of their turn. Each
         /// costs the memory of one block's parameters and hides an all-gather behind the blocks
@@ -815,6 +822,33 @@ pub enum MessageDtype {
     F32,
     /// bfloat16: 16 bits, of which 8 are the exponent.
     Bf16,
+}
+
+/// When gradients are reduced over shards: `parallel.reduce`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReduceChoice {
+    /// After each micro-batch where that saves memory, else at the end of a step.
+    Auto,
+    /// At the end of a step.
+    Step,
+    /// After each micro-batch.
+    Micro,
+}
+
+impl ReduceChoice {
+    /// All choices.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Step, Self::Micro];
+}
+
+impl fmt::Display for ReduceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Auto => "auto",
+            Self::Step => "step",
+            Self::Micro => "micro",
+        })
+    }
 }
 
 /// The learning rate of a stale gradient.

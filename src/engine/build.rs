@@ -13,7 +13,7 @@ use hpctrain_config::ResolvedConfig;
 use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 use hpctrain_nn::{Blocks, loans};
-use hpctrain_parallel::{Groups, Sharded, Stage, Updates, VirtualRanks};
+use hpctrain_parallel::{Groups, Sharded, Stage, Updates};
 
 /// Creates the network of a plan on its mesh. `choices` is the file with earlier results of
 /// benchmarks of collectives. Collective over the world.
@@ -59,11 +59,6 @@ pub fn with_host_embedding<B: Kernels>(
     let of_shards = algorithms(&groups.shard);
     let of_replicas = algorithms(&groups.replica);
     let groups = groups.with_algorithms(of_shards, of_replicas);
-    let virtual_ranks = VirtualRanks {
-        total: plan.virtual_ranks,
-        ranks: groups.data.size(),
-        rank: groups.data.rank(),
-    };
     let slices = plan.tensor_shards(comm.rank());
     let mut blocks: Blocks<Cpu> = plan.network.tensor_parallel_blocks(&slices);
     let stage = Stage::embedding_tables(&loans(&blocks));
@@ -74,7 +69,7 @@ pub fn with_host_embedding<B: Kernels>(
         cpu.clone(),
         groups,
         keep,
-        virtual_ranks,
+        plan.virtual_ranks,
         updates,
         &blocks,
         &slices,
@@ -127,11 +122,8 @@ fn build<B: Kernels>(
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, CollectiveChoices)> {
     let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
-    let data = &groups.data;
     let number = plan.mesh.stage(comm.rank());
     let stage = plan.stage(number, &loans(&blocks));
-    let virtual_ranks =
-        VirtualRanks { total: plan.virtual_ranks, ranks: data.size(), rank: data.rank() };
     let keep = plan.sharding_policy();
     let seed = plan.config.run.seed;
     let host = || Cpu::with_profile(plan.threads, backend.profile().clone()).with_all_threads();
@@ -142,7 +134,7 @@ fn build<B: Kernels>(
         backend.clone(),
         groups,
         keep,
-        virtual_ranks,
+        plan.virtual_ranks,
         Some(updates),
         &blocks,
         &slices,

@@ -243,7 +243,7 @@ mod tests {
         let virtual_ranks =
             plan.virtual_ranks_of_rank(engine.model.sharded.data().rank())[0].clone();
         for step in 0..3 {
-            let mut samples = (virtual_ranks.start as u64 * plan.virtual_rank_samples..)
+            let mut samples = (virtual_ranks[0] as u64 * plan.virtual_rank_samples..)
                 .step_by(plan.micro as usize);
             let round = train_round(
                 plan,

@@ -14,8 +14,7 @@ use hpctrain_nn::{MicroBatch, loans};
 use hpctrain_parallel::{
     ControlFlags, Groups, Hyper, LocalSgd, MemoryMoment, MemoryTimeline, OuterOptimizer,
     PipelineSchedule, ReplicaStep, RoundSummary, Sharded, ShardingPolicy, Stage, StepSchedule,
-    Storage, TiedExport, TiedImport, Updates, VirtualRanks, Zero, offloaded_bytes, partition,
-    steps_of_replicas,
+    Storage, TiedExport, TiedImport, Updates, Zero, offloaded_bytes, partition, steps_of_replicas,
 };
 
 const STEPS: u64 = 4;
@@ -99,11 +98,6 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
     let mesh =
         Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
     let groups = Groups::split(comm, &mesh, row.averaging.is_some()).unwrap();
-    let virtual_ranks = VirtualRanks {
-        total: row.virtual_ranks,
-        ranks: groups.data.size(),
-        rank: groups.data.rank(),
-    };
     let tensor = mesh.coordinates(comm.rank())[Axis::Tensor as usize];
     let slices = TensorShards::of_rank(row.virtual_tensor_ranks, tensor, row.tensor, row.sequence);
     let blocks = GPT.tensor_parallel_blocks(&slices);
@@ -129,7 +123,7 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
         backend.clone(),
         groups,
         keep,
-        virtual_ranks,
+        row.virtual_ranks,
         Some(updates),
         &blocks,
         &slices,

@@ -45,9 +45,11 @@ impl<T: Send + 'static> BufferState<T> {
 
 /// The sum of a unit's gradients: over the rank's virtual ranks, then over all ranks.
 pub enum Reduction<B: Kernels> {
-    /// The sum over the virtual ranks of this rank, whose reduction has not started.
+    /// A full gradient whose reduction has not started: of the last virtual rank, or the sum over
+    /// the virtual ranks of this rank.
     Ready(B::Buf),
-    /// The reduction over the shard axis, then the replica axis, is in flight.
+    /// The reduction over the shard axis, then the replica axis, is in flight, or the one of a
+    /// virtual rank over the shard axis alone.
     InFlight {
         sum: Pending<B::Buf>,
         /// The buffer that receives the owned part in f32, if `sum` is in bf16 and full gradients
@@ -117,7 +119,8 @@ pub struct Unit<B: Kernels> {
     /// The gradients of the unit's first elements from blocks that are tied to it, for the current
     /// virtual rank.
     pub grads_from_tied: Vec<B::Buf>,
-    /// The partial sums of finished virtual ranks.
+    /// The partial sums of finished virtual ranks: full ones, or owned parts if gradients are
+    /// reduced after each micro-batch.
     pub virtual_ranks: Tree<B::Buf>,
     pub reduction: Option<Reduction<B>>,
 }
@@ -170,9 +173,8 @@ impl<B: Kernels> Unit<B> {
         copies.into_iter().try_for_each(|copy| backend.copy(B::all(&sum), B::view_mut(grads, copy)))
     }
 
-    /// Adds the final gradient of a virtual rank, including those of tied blocks, to the tree of
-    /// virtual ranks. After the `last` virtual rank the sum is ready to be reduced.
-    pub fn virtual_rank_done(&mut self, backend: &B, last: bool) -> Result<()> {
+    /// Takes the final gradient of a virtual rank, including those of tied blocks.
+    fn take_grads(&mut self, backend: &B) -> Result<B::Buf> {
         let mut virtual_rank = self
             .grads
             .take()
@@ -186,6 +188,22 @@ impl<B: Kernels> Unit<B> {
                 backend.add(B::view(&part, from), B::view_mut(&mut virtual_rank, range))?;
             }
         }
+        Ok(virtual_rank)
+    }
+
+    /// Makes the final gradient of a virtual rank ready to be reduced.
+    pub fn micro_batch_done(&mut self, backend: &B) -> Result<()> {
+        let gradient = self.take_grads(backend)?;
+        if self.reduction.replace(Reduction::Ready(gradient)).is_some() {
+            return Err(Error::internal("a gradient replaces one that is being reduced"));
+        }
+        Ok(())
+    }
+
+    /// Adds the final gradient of a virtual rank to the tree of virtual ranks. After the `last`
+    /// virtual rank the sum is ready to be reduced.
+    pub fn virtual_rank_done(&mut self, backend: &B, last: bool) -> Result<()> {
+        let virtual_rank = self.take_grads(backend)?;
         // A merged buffer is reused for the next virtual rank.
         let mut spare = None;
         let mut add = |into: &mut B::Buf, from: B::Buf| {

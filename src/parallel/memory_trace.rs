@@ -7,10 +7,12 @@
 //! its line is the largest sum over all moments; on the host every category counts with its own
 //! peak.
 
+use std::collections::VecDeque;
+
 use super::param_prefetch::{self, BlockUse, alive};
 use super::pipeline_schedule::{Action, StepSchedule};
 use super::pipeline_stage::Stage;
-use super::{Lifetime, ShardingPolicy};
+use super::{Lifetime, ReduceAfter, ShardingPolicy};
 use hpctrain_device::Element;
 
 /// The inputs that determine the lifetimes of full buffers in a step.
@@ -123,7 +125,7 @@ impl MemoryTimeline<'_> {
                         }
                     }
                     deferred += usize::from(defers);
-                    if (virtual_rank_end, defers) == (Some(true), false) {
+                    if virtual_rank_end.is_some() && !defers {
                         let grads = grads.reduce();
                         moments.push(MemoryMoment {
                             when: StepPosition::After(0),
@@ -215,16 +217,29 @@ struct Gradients<'a> {
     /// The number of elements of the gradients from blocks that are tied to the unit, received or
     /// expected.
     returned: Vec<usize>,
-    /// The units whose sums are ready, and whose reduction has not started.
-    ended: Vec<usize>,
-    /// The heights of the partial sums of finished virtual ranks.
+    /// The units whose gradients are ready, and whose reduction has not started, each with whether
+    /// its last virtual rank has ended.
+    ended: Vec<(usize, bool)>,
+    /// The heights of the partial sums of finished virtual ranks: of full gradients, or of owned
+    /// parts if gradients are reduced after each micro-batch.
     trees: Vec<Vec<u32>>,
     /// The elements of the full sum that are in memory or being reduced.
     full: Vec<usize>,
     /// Whether the owned part of a sum is in memory after the full sum was freed.
     owned: Vec<bool>,
-    /// The unit whose sum is being reduced.
-    started: Option<usize>,
+    /// The units whose owned parts are in memory until they are on the host, the oldest first.
+    leaving: VecDeque<usize>,
+    /// The unit whose gradient is being reduced, with whether its last virtual rank has ended.
+    started: Option<(usize, bool)>,
+}
+
+/// The owned parts that are in memory at once while they move to the host: one is downloaded, and
+/// after the last micro-batch one is reduced over replicas and one has been added.
+fn leaving(reduce_after: ReduceAfter) -> usize {
+    match reduce_after {
+        ReduceAfter::Step => 1,
+        ReduceAfter::MicroBatch => 3,
+    }
 }
 
 impl<'a> Gradients<'a> {
@@ -243,6 +258,7 @@ impl<'a> Gradients<'a> {
             trees: vec![vec![]; units],
             full: zeros.clone(),
             owned: none,
+            leaving: VecDeque::new(),
             started: None,
         }
     }
@@ -253,13 +269,29 @@ impl<'a> Gradients<'a> {
 
     /// Returns the elements of gradients of a unit that are alive.
     fn alive_of_unit(&self, unit: usize) -> usize {
-        let full = self.trees[unit].len() + usize::from(self.open[unit]);
-        let part = self.step.sizes[unit] / self.step.shards;
+        let size = self.step.sizes[unit];
+        let part = size / self.step.shards;
+        let of_term = if self.reduces_micro_batches() { part } else { size };
+        let of_trees = self.trees[unit].len() * of_term;
+        let open = if self.open[unit] { size } else { 0 };
         let tied = self.borrowed[unit] + self.returned[unit];
-        full * self.step.sizes[unit]
-            + self.full[unit]
-            + tied
-            + if self.owned[unit] { part } else { 0 }
+        of_trees + open + self.full[unit] + tied + if self.owned[unit] { part } else { 0 }
+    }
+
+    /// Returns true if gradients are reduced after each micro-batch.
+    fn reduces_micro_batches(&self) -> bool {
+        self.step.policy.reduce_after == ReduceAfter::MicroBatch
+    }
+
+    /// Adds a term to the tree of a unit. Returns whether a merged buffer was freed.
+    fn push(&mut self, unit: usize) -> bool {
+        let tree = &mut self.trees[unit];
+        let mut height = 0;
+        while tree.pop_if(|other| *other == height).is_some() {
+            height += 1;
+        }
+        tree.push(height);
+        height > 0
     }
 
     /// Starts the backward of a block.
@@ -285,20 +317,25 @@ impl<'a> Gradients<'a> {
             Some(loan) => self.returned[loan.slot] += borrowed,
             None => {}
         }
-        let tree = &mut self.trees[unit];
-        let mut height = 0;
-        let mut spare = false;
-        while tree.pop_if(|other| *other == height).is_some() {
-            (height, spare) = (height + 1, true);
+        if self.reduces_micro_batches() {
+            let landed = match self.started {
+                Some((started, _)) if started == unit => self.land(),
+                _ => 0,
+            };
+            self.open[unit] = false;
+            self.full[unit] = self.step.sizes[unit];
+            self.ended.push((unit, last));
+            let before = before.max(landed);
+            return if reduces { before.max(self.reduce()) } else { before.max(self.alive()) };
         }
-        tree.push(height);
+        let spare = self.push(unit);
         self.open[unit] = spare && !last;
         if !last {
             return before.max(self.alive());
         }
         self.trees[unit].clear();
         self.full[unit] = self.step.sizes[unit];
-        self.ended.push(unit);
+        self.ended.push((unit, last));
         // If other stages wait for gradients of this one, those are sent first.
         if reduces { before.max(self.reduce()) } else { before.max(self.alive()) }
     }
@@ -306,7 +343,7 @@ impl<'a> Gradients<'a> {
     /// Starts the reductions of units whose virtual ranks have ended. Returns the peak meanwhile.
     fn reduce(&mut self) -> usize {
         let mut most = 0;
-        for unit in std::mem::take(&mut self.ended) {
+        for (unit, last) in std::mem::take(&mut self.ended) {
             if self.step.policy.reduce_dtype == Element::Bf16 {
                 // A copy of half the size is reduced.
                 let rounded = self.step.sizes[unit].div_ceil(2);
@@ -317,7 +354,7 @@ impl<'a> Gradients<'a> {
                 }
             }
             most = most.max(self.land());
-            self.started = Some(unit);
+            self.started = Some((unit, last));
         }
         most
     }
@@ -330,13 +367,27 @@ impl<'a> Gradients<'a> {
     /// Waits for the current reduction, copies its owned part, then frees the full sum. Returns the
     /// peak meanwhile.
     fn land(&mut self) -> usize {
-        let Some(unit) = self.started.take().filter(|_| self.step.policy.grads == Lifetime::Use)
+        let Some((unit, last)) =
+            self.started.take().filter(|_| self.step.policy.grads == Lifetime::Use)
         else {
             return self.alive();
         };
-        if self.step.policy.on_host {
-            // The previous part was downloaded to the host.
-            self.owned.fill(false);
+        if self.step.policy.on_host && last {
+            self.leaving.push_back(unit);
+            if self.leaving.len() > leaving(self.step.policy.reduce_after) {
+                // The oldest was downloaded to the host.
+                self.leaving.pop_front().into_iter().for_each(|unit| self.owned[unit] = false);
+            }
+        }
+        if self.reduces_micro_batches() {
+            let most = self.alive() + self.step.sizes[unit] / self.step.shards;
+            self.full[unit] = 0;
+            self.push(unit);
+            if last {
+                self.trees[unit].clear();
+                self.owned[unit] = true;
+            }
+            return most.max(self.alive());
         }
         if self.step.shards > 1 || self.step.policy.reduce_dtype == Element::Bf16 {
             self.owned[unit] = true;

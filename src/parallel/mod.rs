@@ -58,7 +58,7 @@ pub use progress::Progress;
 pub use sharded::{Histograms, Owned, Reduced, ReducedStep, Sharded, whole_histograms};
 pub use step_params::{Hyper, state_names};
 pub use step_summary::{Squares, sum_of_squares};
-pub use virtual_ranks::VirtualRanks;
+pub use virtual_ranks::{ReduceAfter, VirtualRanks};
 
 use hpctrain_device::Element;
 use serde::{Deserialize, Serialize};
@@ -104,6 +104,9 @@ pub struct ShardingPolicy {
     pub on_host: bool,
     /// The format in which gradients are reduced over ranks.
     pub reduce_dtype: Element,
+    /// When gradients are reduced over shards. After each micro-batch, full gradients are freed
+    /// after use.
+    pub reduce_after: ReduceAfter,
 }
 
 impl ShardingPolicy {
@@ -111,7 +114,16 @@ impl ShardingPolicy {
     /// never freed, since it would only be copied, unless it is on the host.
     pub fn for_shards(self, shards: usize) -> Self {
         let frees = shards > 1 || self.on_host;
-        if frees { self } else { Self { grads: Lifetime::Step, params: Lifetime::Step, ..self } }
+        let kept = match frees {
+            true => self,
+            false => Self { grads: Lifetime::Step, params: Lifetime::Step, ..self },
+        };
+        match (kept.reduce_after, shards) {
+            (ReduceAfter::MicroBatch, 2..) => Self { grads: Lifetime::Use, ..kept },
+            // There is nothing to reduce over.
+            (ReduceAfter::MicroBatch, _) => Self { reduce_after: ReduceAfter::Step, ..kept },
+            (ReduceAfter::Step, _) => kept,
+        }
     }
 }
 
@@ -140,6 +152,7 @@ impl Zero {
             prefetch: 1,
             on_host: false,
             reduce_dtype: Element::F32,
+            reduce_after: ReduceAfter::Step,
         }
     }
 }

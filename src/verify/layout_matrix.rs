@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::config::Config;
+use crate::config::{Config, ReduceChoice};
 use crate::parallel::{Storage, Zero};
 
 /// A layout.
@@ -25,6 +25,23 @@ pub struct LayoutRow {
     pub replica: usize,
     /// The ranks that update the parameters. With central storage, the shards are its owners.
     pub storage: Storage,
+    /// When gradients are reduced over shards.
+    pub reduce: ReduceChoice,
+}
+
+/// The axes of the matrix.
+#[derive(Debug, Clone)]
+pub struct LayoutAxes {
+    /// The numbers of ranks.
+    pub ranks: Vec<usize>,
+    /// The numbers of pipeline stages.
+    pub pipelines: Vec<usize>,
+    /// The numbers of tensor-parallel ranks.
+    pub tensors: Vec<usize>,
+    /// The ZeRO stages.
+    pub stages: Vec<Zero>,
+    /// When gradients are reduced over shards.
+    pub reductions: Vec<ReduceChoice>,
 }
 
 /// The reference with which the others are compared: one rank.
@@ -36,6 +53,7 @@ pub const REFERENCE: LayoutRow = LayoutRow {
     shard: 1,
     replica: 1,
     storage: Storage::Ranks,
+    reduce: ReduceChoice::Step,
 };
 
 impl LayoutRow {
@@ -56,6 +74,7 @@ impl LayoutRow {
         config.parallel.shard = Some(self.shard);
         config.parallel.replica = Some(self.replica);
         config.parallel.storage = self.storage;
+        config.parallel.reduce = self.reduce;
         config.parallel.owners = if self.storage == Storage::Central { self.shard } else { 1 };
         config
     }
@@ -88,21 +107,17 @@ impl fmt::Display for LayoutRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let layout =
             format!("{} × {} × {} × {}", self.pipeline, self.replica, self.shard, self.tensor);
-        write!(f, "{:>5}  {layout:<35}  {:>4}", self.ranks, u8::from(self.zero))
+        let zero = u8::from(self.zero);
+        write!(f, "{:>5}  {layout:<35}  {zero:>4}  {:<6}", self.ranks, self.reduce)
     }
 }
 
 /// Returns the layouts to compare: for every number of ranks, pipeline stages and tensor-parallel
 /// ranks, every ZeRO stage; then, for the stages that shard, every split into several replicas of
-/// several shards. With central storage, every number of owners instead. A number of ranks that
-/// cannot be divided gives one row, which is skipped with the reason.
-pub fn matrix(
-    ranks: &[usize],
-    pipelines: &[usize],
-    tensors: &[usize],
-    stages: &[Zero],
-    storage: Storage,
-) -> Vec<LayoutRow> {
+/// several shards; of those, all reductions. With central storage, every number of owners instead.
+/// A number of ranks that cannot be divided gives one row, which is skipped with the reason.
+pub fn matrix(axes: &LayoutAxes, storage: Storage) -> Vec<LayoutRow> {
+    let LayoutAxes { ranks, pipelines, tensors, stages, reductions } = axes;
     let mut rows = Vec::new();
     for (&ranks, &pipeline) in
         ranks.iter().flat_map(|ranks| pipelines.iter().map(move |pipeline| (ranks, pipeline)))
@@ -111,7 +126,14 @@ pub fn matrix(
             add_rows(&mut rows, [ranks, pipeline, tensor], stages, storage);
         }
     }
-    rows
+    let each_reduction = |row: LayoutRow| -> Vec<LayoutRow> {
+        match row.zero {
+            // There are no shards to reduce over.
+            Zero::Zero => vec![LayoutRow { reduce: ReduceChoice::Step, ..row }],
+            _ => reductions.iter().map(|&reduce| LayoutRow { reduce, ..row }).collect(),
+        }
+    };
+    rows.into_iter().flat_map(each_reduction).collect()
 }
 
 fn add_rows(
@@ -121,8 +143,17 @@ fn add_rows(
     storage: Storage,
 ) {
     let data = ranks / (pipeline * tensor);
-    let row =
-        |zero, shard, replica| LayoutRow { ranks, pipeline, tensor, zero, shard, replica, storage };
+    let reduce = ReduceChoice::Step;
+    let row = |zero, shard, replica| LayoutRow {
+        ranks,
+        pipeline,
+        tensor,
+        zero,
+        shard,
+        replica,
+        storage,
+        reduce,
+    };
     if !ranks.is_multiple_of(pipeline * tensor) {
         rows.push(row(Zero::Zero, 1, data.max(1)));
         return;
@@ -146,11 +177,35 @@ fn add_rows(
 mod tests {
     use super::*;
 
+    fn axes(
+        ranks: &[usize],
+        pipelines: &[usize],
+        tensors: &[usize],
+        stages: &[Zero],
+    ) -> LayoutAxes {
+        LayoutAxes {
+            ranks: ranks.into(),
+            pipelines: pipelines.into(),
+            tensors: tensors.into(),
+            stages: stages.into(),
+            reductions: vec![ReduceChoice::Step],
+        }
+    }
+
+    #[test]
+    fn only_shards_have_several_reductions() {
+        let reductions = vec![ReduceChoice::Step, ReduceChoice::Micro];
+        let axes = LayoutAxes { reductions, ..axes(&[4], &[1], &[1], &[Zero::Zero, Zero::Two]) };
+        let rows = matrix(&axes, Storage::Ranks);
+        assert_eq!(rows.len(), 1 + 2 * 2);
+        assert!(rows.iter().all(|row| row.zero == Zero::Two || row.reduce == ReduceChoice::Step));
+    }
+
     #[test]
     fn hybrid_rows_fit_the_ranks() {
         let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
         let matrix = |ranks: &[usize], pipelines: &[usize], tensors: &[usize], stages: &[Zero]| {
-            matrix(ranks, pipelines, tensors, stages, Storage::Ranks)
+            matrix(&axes(ranks, pipelines, tensors, stages), Storage::Ranks)
         };
         let rows = matrix(&[1, 2, 4, 8], &[1], &[1], &stages);
         assert_eq!(rows.len(), 4 * 4 + 3 * (1 + 2));
@@ -184,7 +239,7 @@ mod tests {
     #[test]
     fn central_storage_has_every_number_of_owners() {
         let stages = [Zero::Zero, Zero::Three];
-        let rows = matrix(&[1, 4], &[1], &[1], &stages, Storage::Central);
+        let rows = matrix(&axes(&[1, 4], &[1], &[1], &stages), Storage::Central);
         let owners: Vec<(usize, usize, usize)> =
             rows.iter().map(|row| (row.ranks, row.shard, row.replica)).collect();
         assert_eq!(owners, [(1, 1, 1), (4, 1, 4), (4, 2, 2), (4, 4, 1)]);

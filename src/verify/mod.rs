@@ -26,6 +26,7 @@ use compare::{
     Agreement, Bounds, CLOSE_STEPS, compare_exactly, compare_within_bounds, describe,
     first_differing_step,
 };
+pub use layout_matrix::LayoutAxes;
 use layout_matrix::{LayoutRow, REFERENCE, matrix};
 use run_layout::{AfterRun, Recording};
 
@@ -34,7 +35,6 @@ use crate::config::{Config, Environment, Interval, Parallel, ResolvedConfig, res
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
 use crate::optim::UpdateRule;
-use crate::parallel::Zero;
 use crate::telemetry::say;
 
 pub use launch::{Launcher, rank, task};
@@ -47,14 +47,8 @@ pub struct VerifyOptions {
     pub config: Config,
     /// The display name of the configuration.
     pub name: String,
-    /// The numbers of ranks.
-    pub ranks: Vec<usize>,
-    /// The numbers of pipeline stages.
-    pub pipelines: Vec<usize>,
-    /// The numbers of tensor-parallel ranks.
-    pub tensors: Vec<usize>,
-    /// The ZeRO stages.
-    pub stages: Vec<Zero>,
+    /// The layouts.
+    pub axes: LayoutAxes,
     /// The number of steps of each layout.
     pub steps: u64,
     /// How the ranks are launched.
@@ -113,8 +107,7 @@ impl RowReport {
 /// Returns an error if the configuration is wrong, no layout can run, or a run fails.
 pub fn verify(request: &VerifyOptions) -> Result<bool> {
     let storage = request.config.parallel.storage;
-    let rows =
-        matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages, storage);
+    let rows = matrix(&request.axes, storage);
     // If more steps are asked for than the run has, it becomes longer, before its schedule is
     // resolved.
     let mut request = request.clone();
@@ -125,7 +118,7 @@ pub fn verify(request: &VerifyOptions) -> Result<bool> {
     request.config.batch.micro = micro(&request.config, &rows, vocabulary);
     let request = &request;
     let mut verifier = Verifier::start(request, &rows, vocabulary)?;
-    request.say(" ranks  pipeline × replica × shard × tensor  ZeRO  loss, norm  parameters  optimizer  time");
+    request.say(" ranks  pipeline × replica × shard × tensor  ZeRO  reduce  loss, norm  parameters  optimizer  time");
     let mut compared = 0;
     let mut close = 0;
     let mut differ = 0;

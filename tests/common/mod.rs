@@ -24,9 +24,7 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{MicroBatch, Network, loans};
 use hpctrain::optim::UpdateRule;
-use hpctrain::parallel::{
-    Groups, Sharded, Stage, StepSchedule, Storage, Updates, VirtualRanks, Zero,
-};
+use hpctrain::parallel::{Groups, Sharded, Stage, StepSchedule, Storage, Updates, Zero};
 
 /// Opens a file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
@@ -96,11 +94,7 @@ pub fn engine_on<B: Kernels>(
     predictions: u64,
 ) -> Engine<B> {
     let groups = Groups::split(comm, &mesh, false).unwrap();
-    let virtual_ranks = VirtualRanks {
-        total: cut.virtual_ranks,
-        ranks: groups.data.size(),
-        rank: groups.data.rank(),
-    };
+    let virtual_ranks_here = cut.virtual_ranks / groups.data.size();
     let blocks = network.blocks();
     let storage = Storage::Ranks;
     let updates = Updates {
@@ -119,7 +113,7 @@ pub fn engine_on<B: Kernels>(
         backend.clone(),
         groups,
         keep,
-        virtual_ranks,
+        cut.virtual_ranks,
         Some(updates),
         &blocks,
         &slices,
@@ -128,7 +122,7 @@ pub fn engine_on<B: Kernels>(
     )
     .unwrap();
     let geometry = Geometry {
-        schedule: StepSchedule::alone(virtual_ranks.mine().len(), cut.micros_per_virtual_rank),
+        schedule: StepSchedule::alone(virtual_ranks_here, cut.micros_per_virtual_rank),
         // Only pipelines need the number of rows of a micro-batch in advance.
         rows: 0,
         predictions,

@@ -12,7 +12,9 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, EmbeddingPlacement, Environment, ResolvedConfig, resolve};
+use hpctrain_config::{
+    Config, EmbeddingPlacement, Environment, ReduceChoice, ResolvedConfig, resolve,
+};
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_parallel::{PipelineSchedule, Zero};
 
@@ -351,6 +353,7 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     config.parallel.replica = (zero == Zero::Zero).then_some(ranks / pipeline);
                 }
                 config.parallel.zero = zero;
+                config.parallel.reduce = ReduceChoice::Auto;
                 config.parallel.recompute |= again;
                 if at_once {
                     config.parallel.schedule = PipelineSchedule::OneForwardOneBackward;

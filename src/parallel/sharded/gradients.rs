@@ -7,7 +7,7 @@ use super::Sharded;
 use crate::control_flags::{AllFlags, ControlFlags};
 use crate::fsdp_unit::{ReducedGradient, Reduction};
 use crate::step_summary::{Squares, StepSummary, sum_of_squares};
-use crate::{Lifetime, Storage};
+use crate::{Lifetime, ReduceAfter, Storage, VirtualRanks};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{UnitLayout, part};
 use hpctrain_base::tree_sum::tree_sum;
@@ -79,61 +79,91 @@ impl<B: Kernels> Sharded<B> {
             self.units[unit].grads_from_tied.push(part.wait()?);
         }
         self.units[unit].add_copies(&self.backend, &self.groups.tensor)?;
-        self.units[unit].virtual_rank_done(&self.backend, last)?;
-        if last {
-            self.ended.push(unit);
+        match self.policy.reduce_after {
+            ReduceAfter::Step => {
+                self.units[unit].virtual_rank_done(&self.backend, last)?;
+                if last {
+                    self.ended.push((unit, last));
+                }
+            }
+            ReduceAfter::MicroBatch => {
+                if self.started.iter().any(|(started, _)| *started == unit) {
+                    self.finish_started()?;
+                }
+                self.units[unit].micro_batch_done(&self.backend)?;
+                self.ended.push((unit, last));
+            }
         }
         Ok(())
     }
 
-    /// Starts to reduce the gradients of units whose virtual ranks have all ended.
+    /// Starts to reduce the gradients of units whose virtual ranks have ended: all of them, or the
+    /// last one if gradients are reduced after each micro-batch.
     ///
     /// # Errors
     /// Returns an error if an earlier reduction or the device fails.
     pub fn start_reductions(&mut self) -> Result<()> {
-        for unit in std::mem::take(&mut self.ended) {
+        for (unit, last) in std::mem::take(&mut self.ended) {
             let range = self.shard_of(unit);
-            let state = &mut self.units[unit];
-            let Some(Reduction::Ready(sum)) = state.reduction.take() else {
+            let Some(Reduction::Ready(sum)) = self.units[unit].reduction.take() else {
                 return Err(Error::internal("there is no sum of virtual ranks to reduce"));
             };
-            let (sum, full) = match self.policy.reduce_dtype {
-                Element::F32 => (sum, None),
-                Element::Bf16 => {
-                    let mut rounded =
-                        self.backend.alloc_bf16(MemoryKind::Gradients, B::len(&sum))?;
-                    self.backend.copy(B::all(&sum), B::all_mut(&mut rounded))?;
-                    (rounded, (self.policy.grads == Lifetime::Step).then_some(sum))
-                }
+            let (sum, full) = self.message(sum)?;
+            let full = full.filter(|_| self.policy.grads == Lifetime::Step);
+            let name = &self.units[unit].layout.name;
+            let scattered = self.groups.shard.with_label(name).reduce_scatter(sum);
+            let replicas = self.groups.step.replica.with_label(name);
+            let sum = match (self.policy.reduce_after, self.storage) {
+                (ReduceAfter::MicroBatch, _) => scattered,
+                (_, Storage::Ranks) => replicas.all_reduce_after(scattered, range),
+                (_, Storage::Central) => replicas.reduce_after(scattered, range),
             };
-            let scattered = self.groups.shard.with_label(&state.layout.name).reduce_scatter(sum);
-            let replicas = self.groups.step.replica.with_label(&state.layout.name);
-            let sum = match self.storage {
-                Storage::Ranks => replicas.all_reduce_after(scattered, range),
-                Storage::Central => replicas.reduce_after(scattered, range),
-            };
-            state.reduction = Some(Reduction::InFlight { sum, full });
+            self.units[unit].reduction = Some(Reduction::InFlight { sum, full });
             if self.policy.grads == Lifetime::Use {
                 // Full gradients are freed after use; the reduction of the previous unit has
                 // overlapped with this block.
-                std::mem::take(&mut self.started)
-                    .into_iter()
-                    .try_for_each(|before| self.finish_reduction(before))?;
+                self.finish_started()?;
             }
-            self.started.push(unit);
-            if self.host.is_some() {
+            self.started.push((unit, last));
+            if self.host.is_some() && self.policy.reduce_after == ReduceAfter::Step {
                 // Gradients are downloaded as early as possible, overlapped with the remaining
                 // backwards.
-                let arrived =
-                    self.started.iter().take_while(|&&unit| self.units[unit].has_arrived()).count();
+                let has_arrived = |(unit, _): &&(usize, bool)| self.units[*unit].has_arrived();
+                let arrived = self.started.iter().take_while(has_arrived).count();
                 self.started
                     .drain(..arrived)
                     .collect::<Vec<_>>()
                     .into_iter()
-                    .try_for_each(|unit| self.finish_reduction(unit))?;
+                    .try_for_each(|(unit, _)| self.finish_reduction(unit))?;
             }
         }
         Ok(())
+    }
+
+    /// Returns a gradient in the format of messages, and the gradient itself if that is another.
+    fn message(&self, gradient: B::Buf) -> Result<(B::Buf, Option<B::Buf>)> {
+        match self.policy.reduce_dtype {
+            Element::F32 => Ok((gradient, None)),
+            Element::Bf16 => {
+                let mut rounded =
+                    self.backend.alloc_bf16(MemoryKind::Gradients, B::len(&gradient))?;
+                self.backend.copy(B::all(&gradient), B::all_mut(&mut rounded))?;
+                Ok((rounded, Some(gradient)))
+            }
+        }
+    }
+
+    /// Waits for the reductions that have started.
+    fn finish_started(&mut self) -> Result<()> {
+        let replicating = std::mem::take(&mut self.replicating);
+        for (unit, last) in std::mem::take(&mut self.started) {
+            match self.policy.reduce_after {
+                ReduceAfter::Step => self.finish_reduction(unit)?,
+                ReduceAfter::MicroBatch => self.finish_micro_batch(unit, last)?,
+            }
+        }
+        // They have overlapped with a block more.
+        replicating.into_iter().try_for_each(|unit| self.finish_reduction(unit))
     }
 
     /// Waits for all reductions, and computes the sum of the virtual ranks' losses and the global
@@ -163,12 +193,19 @@ impl<B: Kernels> Sharded<B> {
         let messages = self.groups.step.world.gather_bytes(mine.encode()).wait()?;
         let summaries: Vec<StepSummary> =
             messages.iter().map(|message| StepSummary::decode(message)).collect::<Result<_>>()?;
-        let losses: Vec<f64> =
-            summaries.iter().flat_map(|summary| summary.losses.iter().copied()).collect();
+        let losses = summaries.iter().map(|summary| summary.losses.clone());
+        let losses: Vec<_> = losses.filter(|losses| !losses.is_empty()).collect();
+        let losses = VirtualRanks {
+            total: self.virtual_ranks,
+            replicas: self.groups.step.replica.size(),
+            shards: self.groups.shard.size(),
+            reduce_after: self.policy.reduce_after,
+        }
+        .in_order(&losses);
         let squares = sum_of_squares(
             summaries.iter().map(|summary| &summary.squares),
             self.network.len(),
-            self.slices.total * self.virtual_ranks.total,
+            self.slices.total * self.virtual_ranks,
         )?;
         Ok(ReducedStep {
             loss: tree_sum(&losses),
@@ -186,9 +223,10 @@ impl<B: Kernels> Sharded<B> {
             .host_units
             .as_mut()
             .map_or(Ok(vec![]), |tables| tables.squares().map(|squares| squares.values))?;
-        std::mem::take(&mut self.started)
-            .into_iter()
-            .try_for_each(|unit| self.finish_reduction(unit))?;
+        // After the first wait, the last units may still be reduced over replicas.
+        while !(self.started.is_empty() && self.replicating.is_empty()) {
+            self.finish_started()?;
+        }
         for unit in &mut self.units {
             let Some(Reduction::Done(sum)) = &mut unit.reduction else {
                 return Err(Error::internal("the unit has no gradient"));
@@ -228,8 +266,38 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Waits for a reduction. If full gradients are freed after use, keeps only the owned part, or
-    /// downloads it to the host.
+    /// Waits for the reduction of a micro-batch, and adds its owned part to those of the virtual
+    /// ranks before. After the `last` virtual rank starts to reduce the sum over replicas.
+    fn finish_micro_batch(&mut self, index: usize, last: bool) -> Result<()> {
+        let unit = &mut self.units[index];
+        let Some(Reduction::InFlight { sum, .. }) = unit.reduction.take() else {
+            return Err(Error::internal("there is no micro-batch to wait for"));
+        };
+        let full = sum.wait()?;
+        let owned = unit.owner.range();
+        let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
+        self.backend.copy(B::view(&full, owned), B::all_mut(&mut own))?;
+        drop(full);
+        let backend = &self.backend;
+        let add = |into: &mut B::Buf, from: B::Buf| backend.add(B::all(&from), B::all_mut(into));
+        unit.virtual_ranks.push(own, add)?;
+        if !last {
+            return Ok(());
+        }
+        let sum = unit.virtual_ranks.finish(add)?;
+        let sum = sum.ok_or_else(|| Error::internal("there is no virtual rank to reduce"))?;
+        let (sum, full) =
+            if self.groups.step.replica.size() > 1 { self.message(sum)? } else { (sum, None) };
+        let name = &self.units[index].layout.name;
+        let range = 0..B::len(&sum);
+        let sum = self.groups.step.replica.with_label(name).all_reduce(sum, range);
+        self.units[index].reduction = Some(Reduction::InFlight { sum, full });
+        self.replicating.push(index);
+        Ok(())
+    }
+
+    /// Waits for a reduction over all ranks. If full gradients are freed after use, keeps only the
+    /// owned part, or downloads it to the host.
     fn finish_reduction(&mut self, index: usize) -> Result<()> {
         // Its download has overlapped with the backward of a block.
         self.free_downloaded_gradient()?;
@@ -241,20 +309,24 @@ impl<B: Kernels> Sharded<B> {
         };
         let sum = sum.wait()?;
         let owned = unit.owner.range();
-        let is_f32 = self.policy.reduce_dtype == Element::F32;
+        // A sum of owned parts, or of whole units.
+        let at = match self.policy.reduce_after {
+            ReduceAfter::Step => owned.clone(),
+            ReduceAfter::MicroBatch => 0..owned.len(),
+        };
+        let is_whole = at.len() == B::len(&sum) && B::element_of(&sum) == Element::F32;
         let (mut grad, window) = match (full, self.policy.grads) {
+            // It was rounded for the messages.
             (Some(mut full), _) => {
-                self.backend
-                    .copy(B::view(&sum, owned.clone()), B::view_mut(&mut full, owned.clone()))?;
-                (full, owned)
+                self.backend.copy(B::view(&sum, at.clone()), B::view_mut(&mut full, at.clone()))?;
+                (full, at)
             }
-            (None, Lifetime::Step) => (sum, owned),
-            // The full sum is the owned part.
-            (None, Lifetime::Use) if is_f32 && owned.len() == B::len(&sum) => (sum, owned),
+            (None, Lifetime::Step) => (sum, at),
+            (None, Lifetime::Use) if is_whole => (sum, at),
             (None, Lifetime::Use) => {
-                let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
-                self.backend.copy(B::view(&sum, owned.clone()), B::all_mut(&mut own))?;
-                (own, 0..owned.len())
+                let mut own = self.backend.alloc(MemoryKind::Gradients, at.len())?;
+                self.backend.copy(B::view(&sum, at.clone()), B::all_mut(&mut own))?;
+                (own, 0..at.len())
             }
         };
         // The norm is computed while the gradient is still in the caches, and overlapped with the
@@ -262,7 +334,7 @@ impl<B: Kernels> Sharded<B> {
         let squares = shards
             .map(|shard| {
                 let counted = unit.layout.counted(unit.layout.part(shard, parts));
-                let at = |element: usize| element - unit.owner.range().start + window.start;
+                let at = |element: usize| element - owned.start + window.start;
                 self.backend.sum_squares(B::view(&grad, at(counted.start)..at(counted.end)))
             })
             .collect::<Result<_>>()?;
@@ -282,14 +354,14 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Returns the number of virtual shards of this rank's part of a unit:
-    /// [`VirtualRanks::total`](crate::VirtualRanks) for each virtual tensor-parallel rank.
+    /// as many as virtual ranks for each virtual tensor-parallel rank.
     pub(super) fn parts(&self) -> usize {
-        self.slices.held.len() * self.virtual_ranks.total
+        self.slices.held.len() * self.virtual_ranks
     }
 
     /// Returns the index of the first of these virtual shards over the ranks of the tensor axis.
     pub(super) fn first_virtual_shard(&self) -> usize {
-        self.slices.held.start * self.virtual_ranks.total
+        self.slices.held.start * self.virtual_ranks
     }
 
     /// Returns the virtual shards in this rank's owned range that it is responsible for: the ranks

@@ -20,6 +20,11 @@
 //! next one has started, so two full gradients are alive at once, besides a tied one. Otherwise
 //! reductions are awaited only at the end of the step.
 //!
+//! Gradients that are reduced after each micro-batch ([`ReduceAfter`](super::ReduceAfter)) take the
+//! path in another order: reduce-scatter over the shard axis at the end of a virtual rank, then the
+//! tree of virtual ranks, of owned parts, and after the last virtual rank the all-reduce over the
+//! replica axis.
+//!
 //! Pipeline stages other than the first start their reductions once their last gradient has been
 //! sent, because the stage before waits for it.
 //!
@@ -53,7 +58,6 @@ use super::pipeline_stage::{Stage, TiedImport};
 use super::sdc_check::SdcChecks;
 use super::step_params::state_names;
 use super::tied_replica::TiedReplica;
-use super::virtual_ranks::VirtualRanks;
 use super::{Lifetime, ShardingPolicy, Storage};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{TensorShards, UnitLayout, trained};
@@ -70,7 +74,8 @@ pub struct Sharded<B: Kernels> {
     groups: Groups<B>,
     storage: Storage,
     policy: ShardingPolicy,
-    virtual_ranks: VirtualRanks,
+    /// The number of virtual ranks of the global batch.
+    virtual_ranks: usize,
     /// The virtual tensor-parallel ranks of every unit.
     slices: TensorShards,
     /// The update rule; none if nothing is trained.
@@ -95,10 +100,14 @@ pub struct Sharded<B: Kernels> {
     tied_replicas: Vec<TiedReplica<B>>,
     /// The gradients of tied units that other stages send at the end of the virtual rank, by unit.
     expected: Vec<(usize, Pending<B::Buf>)>,
-    /// The units whose virtual ranks have all ended, in order.
-    ended: Vec<usize>,
-    /// The units whose reduction has started, in order.
-    started: Vec<usize>,
+    /// The units whose gradients can be reduced, in order, each with whether its last virtual rank
+    /// has ended.
+    ended: Vec<(usize, bool)>,
+    /// The units whose reduction has started, in order, each with the same.
+    started: Vec<(usize, bool)>,
+    /// The units whose gradients were reduced over shards after each micro-batch, and whose sums are
+    /// being reduced over replicas, in order.
+    replicating: Vec<usize>,
     /// The current pass.
     prefetch: Prefetch,
     /// Whether the pass uses parameters several times before they change.
@@ -119,7 +128,7 @@ impl<B: Kernels> Sharded<B> {
         backend: B,
         groups: Groups<B>,
         keep: ShardingPolicy,
-        virtual_ranks: VirtualRanks,
+        virtual_ranks: usize,
         updates: Option<Updates>,
         blocks: &Blocks<B>,
         slices: &TensorShards,
@@ -139,9 +148,7 @@ impl<B: Kernels> Sharded<B> {
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
         let network: Vec<UnitLayout> = blocks
             .iter()
-            .map(|block| {
-                UnitLayout::sharded(block.name(), block.tensors(), virtual_ranks.total, slices)
-            })
+            .map(|block| UnitLayout::sharded(block.name(), block.tensors(), virtual_ranks, slices))
             .collect();
         let mut units = Vec::with_capacity(stage.units.len());
         for layout in &network[stage.units.clone()] {
@@ -205,6 +212,7 @@ impl<B: Kernels> Sharded<B> {
             expected: Vec::new(),
             ended: Vec::new(),
             started: Vec::new(),
+            replicating: Vec::new(),
             prefetch: Prefetch::default(),
             reuses: false,
             counts: None,

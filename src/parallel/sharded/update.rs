@@ -56,7 +56,7 @@ impl<B: Kernels> Sharded<B> {
             norms.set(shard, tensor, [norm.read(&self.backend)?, compared.read(&self.backend)?]);
         }
         let messages = self.groups.step.stage.gather_bytes(norms.encode()).wait()?;
-        let all = self.slices.total * self.virtual_ranks.total;
+        let all = self.slices.total * self.virtual_ranks;
         let mut squares = norms::whole(&messages, all, first)?.into_iter();
         let ratios = self.units.iter().map(|unit| {
             let decays = unit.tensors.iter().map(|part| part.decay(hyper.weight_decay));

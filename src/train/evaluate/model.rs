@@ -5,11 +5,13 @@ use std::path::Path;
 use hpctrain_base::error::Result;
 use hpctrain_checkpoint::Reader;
 use hpctrain_comm::{Comm, Group};
-use hpctrain_config::{Config, Environment, Parallel, ResolvedConfig, overlay, resolve};
+use hpctrain_config::{
+    Config, Environment, Parallel, ReduceChoice, ResolvedConfig, overlay, resolve,
+};
 use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, with_host_embedding};
 use hpctrain_nn::loans;
-use hpctrain_parallel::{Groups, Sharded, VirtualRanks, Zero};
+use hpctrain_parallel::{Groups, Sharded, Zero};
 
 /// Returns the configuration for inference with a trained network, with `overrides`. The layout of
 /// the training is dropped: ranks shard the parameters by ZeRO 3, unless `overrides` say otherwise.
@@ -59,6 +61,7 @@ pub fn plan(
         // f32, and has embedding tables in its one memory.
         (config.precision, config.model.place) = Default::default();
     }
+    config.parallel.reduce = ReduceChoice::Step;
     // Nothing is trained, so any batch size that the ranks divide is valid.
     config.batch.global = ranks as u64;
     resolve(config, &Environment { ranks, threads, vocabulary: None, on_gpu })
@@ -71,11 +74,6 @@ pub fn plan(
 /// Returns an error if memory runs out, or if a message between ranks fails.
 pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> Result<Model<B>> {
     let groups = Groups::split(comm, &plan.mesh, false)?;
-    let virtual_ranks = VirtualRanks {
-        total: plan.virtual_ranks,
-        ranks: groups.data.size(),
-        rank: groups.data.rank(),
-    };
     let slices = plan.tensor_shards(comm.rank());
     let blocks = plan.network.tensor_parallel_blocks(&slices);
     let stage = plan.stage(plan.mesh.stage(comm.rank()), &loans(&blocks));
@@ -83,7 +81,7 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> R
         backend.clone(),
         groups,
         plan.sharding_policy(),
-        virtual_ranks,
+        plan.virtual_ranks,
         None,
         &blocks,
         &slices,

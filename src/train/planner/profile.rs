@@ -15,7 +15,9 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_base::spans::{ActivityKind, SpanEvent, Track};
 use hpctrain_comm::{Algorithm, AlgorithmTable, Comm, Group, Operation, slowest};
-use hpctrain_config::{Config, Environment, LayerList, LayoutMode, ResolvedConfig, resolve};
+use hpctrain_config::{
+    Config, Environment, LayerList, LayoutMode, ReduceChoice, ResolvedConfig, resolve,
+};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_engine::SyntheticTrainer;
 use hpctrain_parallel::{Lifetime, PipelineSchedule, Zero};
@@ -369,7 +371,7 @@ fn tensor_group_plan(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<Re
         (1, PipelineSchedule::default(), None);
     (parallel.zero, parallel.shard, parallel.replica, parallel.virtual_ranks) =
         (Zero::Zero, None, None, None);
-    parallel.recompute = false;
+    (parallel.recompute, parallel.reduce) = (false, ReduceChoice::Step);
     OffloadKeys::default().set(&mut config);
     config.batch.micro = Some(key.micro);
     config.batch.global = key.micro * key.micros;
@@ -394,6 +396,7 @@ fn with_few_blocks(
     OffloadKeys::default().set(&mut config);
     (config.parallel.zero, config.parallel.virtual_ranks, config.batch.micro) =
         (zero, None, Some(plan.micro));
+    config.parallel.reduce = ReduceChoice::Step;
     config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::new(plan).micros;
     few_blocks(&mut config, plan);
     resolve(
