@@ -13,8 +13,9 @@ use hpctrain_nn::optim::UpdateRule;
 use hpctrain_nn::{MicroBatch, loans};
 use hpctrain_parallel::{
     ControlFlags, Groups, Hyper, LocalSgd, MemoryMoment, MemoryTimeline, OuterOptimizer,
-    PipelineSchedule, ReplicaStep, RoundSummary, Sharded, ShardingPolicy, Stage, StepSchedule,
-    Storage, TiedExport, TiedImport, Updates, Zero, offloaded_bytes, partition, steps_of_replicas,
+    PipelineSchedule, ReduceAfter, ReplicaStep, RoundSummary, Sharded, ShardingPolicy, Stage,
+    StepSchedule, Storage, TiedExport, TiedImport, Updates, VirtualRanks, Zero, offloaded_bytes,
+    partition, steps_of_replicas,
 };
 
 const STEPS: u64 = 4;
@@ -53,6 +54,7 @@ struct LayoutCase {
     /// Local SGD.
     averaging: Option<LocalSgd>,
     storage: Storage,
+    reduce_after: ReduceAfter,
 }
 
 const ONE: LayoutCase = LayoutCase {
@@ -72,7 +74,28 @@ const ONE: LayoutCase = LayoutCase {
     offload: false,
     averaging: None,
     storage: Storage::Ranks,
+    reduce_after: ReduceAfter::Step,
 };
+
+impl LayoutCase {
+    /// Returns the virtual ranks of the global batch.
+    fn virtual_ranks(&self) -> VirtualRanks {
+        let replicas = self.averaging.map_or(self.replica, |averaging| averaging.replicas);
+        let Self { shard: shards, reduce_after, virtual_ranks: total, .. } = *self;
+        VirtualRanks { total, replicas, shards, reduce_after }
+    }
+
+    /// Returns the layouts, and again those that can reduce gradients after each micro-batch.
+    fn with_both_reductions(rows: Vec<Self>) -> Vec<Self> {
+        let is_able = |row: &Self| row.zero != Zero::Zero && row.micros_per_virtual_rank == 1;
+        let micro: Vec<Self> = rows
+            .iter()
+            .filter(|row| is_able(row))
+            .map(|row| Self { reduce_after: ReduceAfter::MicroBatch, ..*row })
+            .collect();
+        [rows, micro].concat()
+    }
+}
 
 const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
@@ -116,7 +139,9 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
         host,
     };
     let on_host = row.offload && row.zero == Zero::Three && averaging.is_none();
-    let keep = ShardingPolicy { prefetch: row.ahead, on_host, ..row.zero.sharding_policy() };
+    let reduce_after = row.reduce_after;
+    let keep =
+        ShardingPolicy { prefetch: row.ahead, on_host, reduce_after, ..row.zero.sharding_policy() };
     let stages = stage.count;
     let number = stage.index;
     let sharded = Sharded::new(
@@ -165,8 +190,6 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
     let sharded = &engine.model.sharded;
     let data_rank = sharded.data().rank();
     let stages = sharded.pipeline().size();
-    let replicas = row.averaging.map_or(row.replica, |averaging| averaging.replicas);
-    let virtual_ranks_here = row.virtual_ranks / replicas / row.shard;
     let mut curve = Vec::new();
     let first_replica = engine.model.sharded.first_replica();
     let mut taken: Vec<Vec<ReplicaStep>> = vec![vec![]; engine.model.sharded.replicas_here()];
@@ -183,10 +206,11 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
         for turn in 0..engine.model.sharded.replicas_here() {
             let replica =
                 if row.averaging.is_some() { first_replica + turn } else { data_rank / row.shard };
-            let first_virtual_rank = replica * (row.virtual_ranks / replicas)
-                + data_rank % row.shard * virtual_ranks_here;
-            let mut firsts =
-                (first_virtual_rank * (BATCH / row.virtual_ranks)..).step_by(sequences);
+            let samples = BATCH / row.virtual_ranks;
+            let mut firsts = row
+                .virtual_ranks()
+                .of(replica, data_rank % row.shard)
+                .flat_map(|mine| (mine * samples..(mine + 1) * samples).step_by(sequences));
             let synced = engine
                 .gradients(
                     step,
@@ -533,15 +557,14 @@ fn every_layout_gives_the_bits_of_one_rank() {
         rows.push(LayoutCase { shard: 2, replica: 2, ..three });
         rows.push(LayoutCase { shard: 4, replica: 2, recompute: true, ..three });
     }
-    for row in rows
-        .clone()
-        .into_iter()
-        .chain(rows.into_iter().map(|row| LayoutCase { offload: true, ..row }))
-    {
+    let offloaded = rows.iter().map(|row| LayoutCase { offload: true, ..*row });
+    let rows = rows.clone().into_iter().chain(offloaded).collect();
+    for row in LayoutCase::with_both_reductions(rows) {
         let got = run(row);
-        let LayoutCase { shard, replica, zero, ahead, offload, .. } = row;
-        let name =
-            format!("shard {shard} replica {replica} {zero:?} ahead {ahead} offload {offload}");
+        let LayoutCase { shard, replica, zero, ahead, offload, reduce_after, .. } = row;
+        let name = format!(
+            "shard {shard} replica {replica} {zero:?} ahead {ahead} offload {offload}, reduced after {reduce_after:?}"
+        );
         assert_eq!(got.curve, want.curve, "{name}");
         assert!(got.tensors == want.tensors, "{name}: other parameters");
     }
@@ -585,12 +608,22 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
             }
             let deferred =
                 rows.iter().map(|row| LayoutCase { order: PipelineSchedule::ZeroBubble, ..*row });
-            for row in rows.clone().into_iter().chain(deferred) {
+            let rows = rows.clone().into_iter().chain(deferred).collect();
+            for row in LayoutCase::with_both_reductions(rows) {
                 let got = run(row);
-                let LayoutCase { shard, replica, zero, recompute, offload, order, .. } = row;
+                let LayoutCase {
+                    shard,
+                    replica,
+                    zero,
+                    recompute,
+                    offload,
+                    order,
+                    reduce_after,
+                    ..
+                } = row;
                 let name = format!(
                     "pipeline {pipeline} {order} shard {shard} replica {replica} {zero:?} recompute {recompute} offload \
-                     {offload}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
+                     {offload}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}, reduced after {reduce_after:?}"
                 );
                 assert_eq!(got.curve, want.curve, "{name}");
                 assert!(got.tensors == want.tensors, "{name}: other parameters");
@@ -633,7 +666,8 @@ fn every_tensor_parallel_layout_gives_the_bits_of_one_rank() {
             .iter()
             .filter(|row| row.tensor > 1)
             .map(|row| LayoutCase { sequence: true, ..*row });
-        for row in rows.clone().into_iter().chain(with_sequence) {
+        let rows = rows.clone().into_iter().chain(with_sequence).collect();
+        for row in LayoutCase::with_both_reductions(rows) {
             let got = run(row);
             let LayoutCase {
                 pipeline,
@@ -645,11 +679,13 @@ fn every_tensor_parallel_layout_gives_the_bits_of_one_rank() {
                 zero,
                 recompute,
                 offload,
+                reduce_after,
                 ..
             } = row;
             let name = format!(
                 "{virtual_tensor_ranks} virtual tensor ranks: tensor {tensor} sequence {sequence} pipeline {pipeline} {order} shard {shard} \
-                 replica {replica} {zero:?} recompute {recompute} offload {offload}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
+                 replica {replica} {zero:?} recompute {recompute} offload {offload}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}, \
+                 reduced after {reduce_after:?}"
             );
             assert_eq!(got.curve, want.curve, "{name}");
             assert!(got.tensors == want.tensors, "{name}: other parameters");
@@ -684,11 +720,12 @@ fn local_sgd_gives_the_same_bits_on_any_ranks() {
             rows.extend([1, 2].map(|replica| LayoutCase { pipeline, replica, ..one }));
             rows.push(LayoutCase { pipeline, shard: 2, zero: Zero::Three, replica: 2, ..one });
         }
-        for row in rows {
+        for row in LayoutCase::with_both_reductions(rows) {
             let got = run(row);
-            let LayoutCase { pipeline, shard, replica, zero, offload, .. } = row;
+            let LayoutCase { pipeline, shard, replica, zero, offload, reduce_after, .. } = row;
             let name = format!(
-                "every {every} {outer:?}: pipeline {pipeline} shard {shard} replica {replica} {zero:?} offload {offload}"
+                "every {every} {outer:?}: pipeline {pipeline} shard {shard} replica {replica} {zero:?} offload {offload}, \
+                 reduced after {reduce_after:?}"
             );
             assert_eq!(got.curve, want.curve, "{name}");
             assert!(got.tensors == want.tensors, "{name}: other parameters");
@@ -851,7 +888,9 @@ fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
 /// Returns the most bytes alive at any moment of a step in stage `index`, with units of these
 /// bytes.
 fn most(row: LayoutCase, index: usize, units: &[usize], what: fn(&MemoryMoment) -> usize) -> usize {
-    let keep = ShardingPolicy { prefetch: row.ahead, ..row.zero.sharding_policy() };
+    let reduce_after = row.reduce_after;
+    let keep = ShardingPolicy { prefetch: row.ahead, reduce_after, ..row.zero.sharding_policy() }
+        .for_shards(row.shard);
     let stage = stage_in_bytes(row.pipeline, index);
     let alone = StepSchedule::alone(
         row.virtual_ranks / row.shard / row.replica,
@@ -896,7 +935,7 @@ fn the_number_of_full_buffers_is_as_estimated() {
     const RANKS: usize = 4;
     for zero in [Zero::One, Zero::Two, Zero::Three] {
         for (virtual_ranks, micros_per_virtual_rank) in
-            [(1, 1), (1, 2), (1, 6), (2, 1), (2, 3), (3, 2)]
+            [(1, 1), (1, 2), (1, 6), (2, 1), (4, 1), (2, 3), (3, 2)]
         {
             for (ahead, recompute) in [(0, false), (1, true), (1, false), (2, true), (8, false)] {
                 let row = LayoutCase {
@@ -912,10 +951,14 @@ fn the_number_of_full_buffers_is_as_estimated() {
                 // size. If buffers are reused only by the same unit and its tied replica, few are
                 // larger.
                 let exact = (zero, virtual_ranks, micros_per_virtual_rank) == (Zero::Three, 1, 2);
-                let name = format!(
-                    "{zero:?}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}, {ahead} ahead"
-                );
-                assert_peaks(row, &name, 1.0, if exact { 1.01 } else { 1.05 });
+                for row in LayoutCase::with_both_reductions(vec![row]) {
+                    let name = format!(
+                        "{zero:?}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}, {ahead} ahead, reduced after \
+                         {:?}",
+                        row.reduce_after
+                    );
+                    assert_peaks(row, &name, 1.0, if exact { 1.01 } else { 1.05 });
+                }
             }
         }
     }
@@ -941,7 +984,7 @@ fn stages_hold_the_estimated_buffers() {
         [2, 3, 4].into_iter().flat_map(|pipeline| orders.map(|order| (pipeline, order)))
     {
         for zero in [Zero::One, Zero::Two, Zero::Three] {
-            for (virtual_ranks, micros_per_virtual_rank) in [(1, 1), (1, 4), (2, 3)] {
+            for (virtual_ranks, micros_per_virtual_rank) in [(1, 1), (4, 1), (1, 4), (2, 3)] {
                 let row = LayoutCase {
                     pipeline,
                     order,
@@ -953,10 +996,14 @@ fn stages_hold_the_estimated_buffers() {
                 };
                 // A gradient sent to another stage is freed at some later time, and received parts
                 // are small buffers that may reuse larger ones.
-                let name = format!(
-                    "{pipeline} stages {order}, {zero:?}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
-                );
-                assert_peaks(row, &name, 0.5, 1.1);
+                for row in LayoutCase::with_both_reductions(vec![row]) {
+                    let name = format!(
+                        "{pipeline} stages {order}, {zero:?}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}, \
+                         reduced after {:?}",
+                        row.reduce_after
+                    );
+                    assert_peaks(row, &name, 0.5, 1.1);
+                }
             }
         }
     }

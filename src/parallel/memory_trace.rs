@@ -308,7 +308,11 @@ impl<'a> Gradients<'a> {
     /// Ends a virtual rank's gradient of a unit; after the last virtual rank its reduction starts
     /// at once if it `reduces`. Returns the peak meanwhile.
     fn virtual_rank_done(&mut self, unit: usize, last: bool, reduces: bool) -> usize {
-        let before = self.alive();
+        let landed = match self.started {
+            Some((started, _)) if started == unit && self.reduces_micro_batches() => self.land(),
+            _ => 0,
+        };
+        let before = landed.max(self.alive());
         let borrowed = std::mem::take(&mut self.borrowed[unit]);
         self.returned[unit] = 0;
         match self.step.stage.tied_imports[unit] {
@@ -318,14 +322,9 @@ impl<'a> Gradients<'a> {
             None => {}
         }
         if self.reduces_micro_batches() {
-            let landed = match self.started {
-                Some((started, _)) if started == unit => self.land(),
-                _ => 0,
-            };
             self.open[unit] = false;
             self.full[unit] = self.step.sizes[unit];
             self.ended.push((unit, last));
-            let before = before.max(landed);
             return if reduces { before.max(self.reduce()) } else { before.max(self.alive()) };
         }
         let spare = self.push(unit);

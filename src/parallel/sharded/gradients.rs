@@ -58,6 +58,10 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the device or a message between ranks fails.
     pub fn virtual_rank_done(&mut self, unit: usize, last: bool) -> Result<()> {
+        if self.started.iter().any(|(started, _)| *started == unit) {
+            // The gradient of its previous virtual rank.
+            self.finish_started()?;
+        }
         if let (Some(loan), Some(part)) =
             (self.stage.tied_imports[unit], self.units[unit].tied_grads.take())
         {
@@ -87,9 +91,6 @@ impl<B: Kernels> Sharded<B> {
                 }
             }
             ReduceAfter::MicroBatch => {
-                if self.started.iter().any(|(started, _)| *started == unit) {
-                    self.finish_started()?;
-                }
                 self.units[unit].micro_batch_done(&self.backend)?;
                 self.ended.push((unit, last));
             }
