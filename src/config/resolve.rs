@@ -119,7 +119,7 @@ impl ResolvedConfig {
             reduce_after: self.reduce_after(),
         };
         let replicas = part(self.replicas(), rank / self.mesh.shard, self.mesh.replica);
-        replicas.map(|replica| dealt.of(replica, rank % self.mesh.shard).collect()).collect()
+        replicas.map(|replica| dealt.for_shard(replica, rank % self.mesh.shard).collect()).collect()
     }
 
     /// Returns the number of the last step of the round after `step` steps: that of the next
@@ -1010,6 +1010,107 @@ mod tests {
             "{error}"
         );
         assert!(plan(2, &one).is_ok());
+    }
+
+    /// Returns the virtual ranks and the way in which gradients are reduced.
+    fn reductions(ranks: usize, overrides: &[&str]) -> (usize, ReduceChoice) {
+        let plan = plan(ranks, &[&["batch.micro=1"], overrides].concat()).unwrap();
+        let facts = Environment { ranks, threads: 2, vocabulary: Some(65), on_gpu: false };
+        assert_eq!(resolve(plan.config.clone(), &facts).unwrap(), plan);
+        (plan.virtual_ranks, plan.config.parallel.reduce)
+    }
+
+    #[test]
+    fn gradients_are_reduced_after_each_micro_batch_where_that_saves_memory() {
+        use ReduceChoice::{Micro, Step};
+        let of = |ranks: usize, micros: usize, overrides: &[&str]| {
+            let batch = format!("batch.global={}", ranks * micros);
+            reductions(ranks, &[&[&batch[..]], overrides].concat())
+        };
+        for zero in ["parallel.zero=2", "parallel.zero=3"] {
+            assert_eq!(of(16, 8, &[zero]), (128, Micro));
+            assert_eq!(of(8, 8, &[zero]), (64, Micro));
+            // A few parts of a quarter are as much as one full gradient.
+            assert_eq!(of(4, 8, &[zero]), (4, Step));
+            assert_eq!(of(4, 8, &[zero, "parallel.virtual_ranks=32"]), (32, Micro));
+            assert_eq!(of(4, 8, &[zero, "parallel.virtual_ranks=8"]), (8, Step));
+            assert_eq!(of(4, 8, &[zero, "parallel.reduce=micro"]), (32, Micro));
+            assert_eq!(of(16, 8, &[zero, "parallel.reduce=step"]), (16, Step));
+            assert_eq!(of(16, 1, &[zero]), (16, Step));
+            // Other numbers than powers of two, and schedules that defer weight gradients.
+            assert_eq!(of(12, 8, &[zero]), (12, Step));
+            assert_eq!(of(16, 6, &[zero]), (16, Step));
+            let staged = ["parallel.pipeline=2", "parallel.schedule=zero-bubble", zero];
+            assert_eq!(of(16, 8, &staged), (8, Step));
+            assert_eq!(of(16, 4, &[zero, "parallel.pipeline=2"]), (64, Micro));
+            assert_eq!(of(16, 8, &[zero, "parallel.replica=2"]), (128, Micro));
+        }
+        for zero in ["parallel.zero=0", "parallel.zero=1"] {
+            assert_eq!(of(16, 8, &[zero]), (16, Step));
+        }
+        assert_eq!(of(16, 8, &["parallel.zero=1", "parallel.reduce=micro"]), (128, Micro));
+        // One rank has the virtual ranks, and nothing to reduce.
+        assert_eq!(of(1, 8, &["parallel.zero=2", "parallel.reduce=micro"]), (8, Micro));
+        let one = plan(1, &["parallel.zero=2", "parallel.reduce=micro", "batch.micro=1"]).unwrap();
+        assert_eq!(one.sharding_policy().reduce_after, ReduceAfter::Step);
+        let sharded = plan(
+            4,
+            &["parallel.zero=1", "parallel.reduce=micro", "batch.micro=1", "parallel.shard=2"],
+        )
+        .unwrap();
+        assert_eq!(
+            [0, 3].map(|rank| sharded.virtual_ranks_of_rank(rank)),
+            [[[0, 2, 4, 6]], [[9, 11, 13, 15]]]
+        );
+    }
+
+    #[test]
+    fn reductions_after_each_micro_batch_are_refused_where_they_cannot_be() {
+        let of = |ranks: usize, overrides: &[&str]| {
+            let ours = ["parallel.reduce=micro", "batch.micro=1", "batch.global=24"];
+            refusal(ranks, &[&ours, overrides].concat())
+        };
+        for (ranks, overrides, reason) in [
+            (
+                4,
+                &[][..],
+                "with parallel.zero = 0 has no shards to reduce over\nhint: set parallel.zero",
+            ),
+            (4, &["parallel.storage=central"], "has no shards to reduce over"),
+            (
+                4,
+                &["parallel.zero=2", "parallel.virtual_ranks=8"],
+                "but parallel.virtual_ranks = 8, and a step has 24 micro-batches\nhint: set parallel.virtual_ranks=24",
+            ),
+            (
+                3,
+                &["parallel.zero=2"],
+                "there are 3 shards and 8 micro-batches on each rank\nhint: ",
+            ),
+            (4, &["parallel.zero=2"], "there are 4 shards and 6 micro-batches on each rank"),
+            (
+                6,
+                &[
+                    "parallel.zero=1",
+                    "parallel.shard=1",
+                    "parallel.pipeline=2",
+                    "parallel.schedule=zero-bubble",
+                ],
+                "is not supported by parallel.schedule = zero-bubble",
+            ),
+        ] {
+            let error = of(ranks, overrides);
+            assert!(error.starts_with("parallel.reduce = micro "), "{error}");
+            assert!(error.contains(reason), "{error}");
+        }
+        let norm = "model.layers=[{kind='dense', units=4}, {kind='batch_norm'}]";
+        let layers =
+            ["model.kind=layers", "model.input=[3]", norm, "loss.kind=mse", "parallel.zero=2"];
+        let micros = ["batch.global=16", "batch.micro=2"];
+        let error = refusal(2, &[&layers[..], &micros, &["parallel.reduce=micro"]].concat());
+        assert!(error.contains("model.layers[1] (batch_norm), which shares statistics"), "{error}");
+        let plan = plan(2, &[&layers[..], &micros].concat()).unwrap();
+        assert_eq!(plan.config.parallel.reduce, ReduceChoice::Step);
     }
 
     #[test]

@@ -209,7 +209,7 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
             let samples = BATCH / row.virtual_ranks;
             let mut firsts = row
                 .virtual_ranks()
-                .of(replica, data_rank % row.shard)
+                .for_shard(replica, data_rank % row.shard)
                 .flat_map(|mine| (mine * samples..(mine + 1) * samples).step_by(sequences));
             let synced = engine
                 .gradients(

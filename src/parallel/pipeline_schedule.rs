@@ -403,6 +403,159 @@ mod tests {
         );
     }
 
+    /// A request of a rank's communication thread.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Request {
+        /// A message to another stage of the same shard.
+        Send(usize, Message),
+        /// A receive, which other requests do not wait for.
+        Receive(Message),
+        /// A collective of the shards of a stage, which later requests wait for.
+        Collective,
+    }
+
+    /// A message, by its kind and micro-batch. The gradient of tied parameters has its own kind.
+    type Message = (Option<Flow>, usize);
+
+    /// What a rank does before its next request.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Host {
+        Request(Request),
+        /// The rank waits for a message.
+        Message(Message),
+        /// The rank waits until its last collectives but this many have ended.
+        Collectives(usize),
+    }
+
+    /// Returns what a rank does in a step, with ZeRO 3 and a reduction of `blocks` gradients after
+    /// each virtual rank. The last stage is tied to the first.
+    fn host_actions(step: StepSchedule, blocks: usize) -> Vec<Host> {
+        let gathers = [Host::Request(Request::Collective), Host::Collectives(0)];
+        let is_tied = step.stages > 1;
+        let is_first = step.stage == 0;
+        let is_last = step.stage + 1 == step.stages;
+        // The reduction before has overlapped with a block.
+        let reductions = [Host::Request(Request::Collective), Host::Collectives(1)].repeat(blocks);
+        let mut all = Vec::new();
+        for action in step.actions() {
+            match action {
+                R(flow, k) => all.push(Host::Request(Request::Receive((Some(flow), k)))),
+                S(flow, k) => {
+                    let to = if flow == X { step.stage + 1 } else { step.stage - 1 };
+                    all.push(Host::Request(Request::Send(to, (Some(flow), k))));
+                    if flow == G {
+                        all.extend(&reductions);
+                    }
+                }
+                F(_) | B(_) | I(_) => {
+                    all.extend(step.needs(action).map(|needed| match needed {
+                        R(flow, k) => Host::Message((Some(flow), k)),
+                        other => panic!("{other:?}"),
+                    }));
+                    if let (B(k), true) = (action, is_tied && is_first) {
+                        all.push(Host::Request(Request::Receive((None, k))));
+                    }
+                    all.extend(gathers);
+                    if let (B(k), true) = (action, is_tied && is_last) {
+                        all.push(Host::Request(Request::Send(0, (None, k))));
+                    }
+                    if let (B(k), true) = (action, is_first) {
+                        all.extend(is_tied.then_some(Host::Message((None, k))));
+                        all.extend(&reductions);
+                    }
+                }
+                W(_) => {}
+            }
+        }
+        all.push(Host::Collectives(0));
+        all
+    }
+
+    /// Returns true if all ranks come to an end, by stage and shard. A rank depends on the others by
+    /// messages and collectives alone, so any order in which they take turns shows it.
+    fn all_end(hosts: Vec<Vec<Vec<Host>>>) -> bool {
+        #[derive(Default)]
+        struct Rank {
+            host: VecDeque<Host>,
+            requests: VecDeque<Request>,
+            posted: Vec<Message>,
+            arrived: Vec<Message>,
+            collectives: [usize; 2],
+        }
+        let rank = |host: Vec<Host>| Rank { host: host.into(), ..Rank::default() };
+        let mut ranks: Vec<Vec<Rank>> =
+            hosts.into_iter().map(|shards| shards.into_iter().map(rank).collect()).collect();
+        loop {
+            let mut moved = false;
+            for stage in 0..ranks.len() {
+                // Shards take turns in the other order than stages.
+                for shard in (0..ranks[stage].len()).rev() {
+                    let rank = &mut ranks[stage][shard];
+                    let [begun, ended] = rank.collectives;
+                    let may = match rank.host.front() {
+                        None => false,
+                        Some(Host::Request(_)) => true,
+                        Some(Host::Message(message)) => {
+                            rank.arrived.contains(message) && rank.posted.contains(message)
+                        }
+                        Some(Host::Collectives(but)) => ended + but >= begun,
+                    };
+                    if may && let Some(action) = rank.host.pop_front() {
+                        moved = true;
+                        if let Host::Request(request) = action {
+                            rank.collectives[0] += usize::from(request == Request::Collective);
+                            rank.requests.push_back(request);
+                        }
+                    }
+                    match rank.requests.front().copied() {
+                        Some(Request::Send(to, message)) => {
+                            rank.requests.pop_front();
+                            ranks[to][shard].arrived.push(message);
+                            moved = true;
+                        }
+                        Some(Request::Receive(message)) => {
+                            rank.requests.pop_front();
+                            rank.posted.push(message);
+                            moved = true;
+                        }
+                        Some(Request::Collective) | None => {}
+                    }
+                }
+                let all = ranks[stage].iter_mut();
+                if all.into_iter().all(|rank| rank.requests.front() == Some(&Request::Collective)) {
+                    for rank in &mut ranks[stage] {
+                        rank.requests.pop_front();
+                        rank.collectives[1] += 1;
+                    }
+                    moved = true;
+                }
+            }
+            if !moved {
+                return ranks.iter().flatten().all(|rank| rank.host.is_empty());
+            }
+        }
+    }
+
+    /// Gradients that are reduced after each micro-batch hold up a rank's later requests.
+    #[test]
+    fn reductions_after_each_micro_batch_hold_up_no_stage() {
+        for (stages, micros) in (1..=5).flat_map(|p| [1, 2, 4, 8].map(|m| (p, m))) {
+            for (shards, blocks) in [(1, 1), (2, 1), (2, 3), (4, 2)] {
+                let step = StepSchedule { stages, ..StepSchedule::alone(micros, 1) };
+                let of_stage =
+                    |stage| vec![host_actions(StepSchedule { stage, ..step }, blocks); shards];
+                let mut hosts: Vec<_> = (0..stages).map(of_stage).collect();
+                assert!(all_end(hosts.clone()), "{step:?}, {shards} shards of {blocks} blocks");
+                // A collective that one rank leaves out is waited for.
+                let ours = &mut hosts[stages - 1][0];
+                let collective = Host::Request(Request::Collective);
+                let last = ours.iter().rposition(|action| *action == collective).unwrap();
+                ours.remove(last);
+                assert_eq!(all_end(hosts), shards == 1, "{step:?}, {shards} shards");
+            }
+        }
+    }
+
     #[test]
     fn each_virtual_rank_lengthens_a_step_with_deferred_wgrad() {
         let order = PipelineSchedule::ZeroBubble;

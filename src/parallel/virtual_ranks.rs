@@ -60,7 +60,7 @@ pub struct VirtualRanks {
 impl VirtualRanks {
     /// Returns the virtual ranks of shard `shard` of replica `replica`, in the order in which it
     /// computes them.
-    pub fn of(self, replica: usize, shard: usize) -> impl Iterator<Item = usize> {
+    pub fn for_shard(self, replica: usize, shard: usize) -> impl Iterator<Item = usize> {
         let all = part(self.total, replica, self.replicas);
         let (mine, stride) = match self.reduce_after {
             ReduceAfter::Step => {
@@ -102,7 +102,7 @@ mod tests {
     fn ranks_share_the_virtual_ranks() {
         let of = |reduce_after, replica, shard| -> Vec<usize> {
             VirtualRanks { total: 16, replicas: 2, shards: 2, reduce_after }
-                .of(replica, shard)
+                .for_shard(replica, shard)
                 .collect()
         };
         assert_eq!(of(ReduceAfter::Step, 1, 0), [8, 9, 10, 11]);
@@ -142,12 +142,14 @@ mod tests {
                 let dealt = |reduce_after| VirtualRanks { total, replicas, shards, reduce_after };
                 let step = dealt(ReduceAfter::Step);
                 let after_step = sum((0..replicas).map(|replica| {
-                    sum((0..shards).map(|shard| sum(step.of(replica, shard).map(|v| terms[v]))))
+                    sum((0..shards)
+                        .map(|shard| sum(step.for_shard(replica, shard).map(|v| terms[v]))))
                 }));
                 let micro = dealt(ReduceAfter::MicroBatch);
                 let after_micro = sum((0..replicas).map(|replica| {
-                    let of_shards: Vec<Vec<usize>> =
-                        (0..shards).map(|shard| micro.of(replica, shard).collect()).collect();
+                    let of_shards: Vec<Vec<usize>> = (0..shards)
+                        .map(|shard| micro.for_shard(replica, shard).collect())
+                        .collect();
                     sum((0..micros).map(|m| sum(of_shards.iter().map(|of| terms[of[m]]))))
                 }));
                 let whole = sum(terms.iter().copied());
@@ -159,7 +161,9 @@ mod tests {
                 let losses: Vec<f64> = terms.iter().copied().map(f64::from).collect();
                 for dealt in [step, micro] {
                     let reports: Vec<Vec<f64>> = (0..replicas)
-                        .flat_map(|replica| (0..shards).map(move |shard| dealt.of(replica, shard)))
+                        .flat_map(|replica| {
+                            (0..shards).map(move |shard| dealt.for_shard(replica, shard))
+                        })
                         .map(|mine| mine.map(|v| losses[v]).collect())
                         .collect();
                     assert_eq!(dealt.in_order(&reports), losses);

@@ -51,7 +51,7 @@ const SLICED_ACCUMULATED: Computation = Computation { slices: 2, ..ACCUMULATED }
 pub struct LayoutCase(pub Computation, pub Transport, pub &'static str);
 
 /// All layouts that must not change any bit.
-pub const EQUAL_LAYOUTS: [LayoutCase; 83] = [
+pub const EQUAL_LAYOUTS: [LayoutCase; 93] = [
     // More threads or activation checkpointing on one rank.
     LayoutCase(EIGHT, Alone, "run.threads=3"),
     LayoutCase(EIGHT, Alone, "parallel.recompute=true"),
@@ -81,6 +81,34 @@ pub const EQUAL_LAYOUTS: [LayoutCase; 83] = [
     LayoutCase(EIGHT, Simulate(8), "parallel.zero=3 parallel.shard=2"),
     LayoutCase(EIGHT, Simulate(8), "parallel.zero=2 parallel.replica=2"),
     LayoutCase(EIGHT, Simulate(4), "parallel.zero=3 parallel.replica=4"),
+    // Gradients reduced after each micro-batch, which is the default with ZeRO 2 and 3 here, or once
+    // per step.
+    LayoutCase(EIGHT, Mpirun(2), "parallel.zero=2 parallel.reduce=step"),
+    LayoutCase(EIGHT, Mpirun(4), "parallel.zero=3 parallel.reduce=step"),
+    LayoutCase(EIGHT, Mpirun(2), "parallel.zero=1 parallel.reduce=micro"),
+    LayoutCase(
+        EIGHT,
+        Mpirun(4),
+        "parallel.zero=2 parallel.shard=2 parallel.reduce=micro run.sdc_check_every=1",
+    ),
+    LayoutCase(
+        EIGHT,
+        Mpirun(2),
+        "parallel.zero=3 parallel.reduce=micro log.tensorboard=true log.histograms=1",
+    ),
+    LayoutCase(DROPOUT, Mpirun(4), "parallel.pipeline=2 parallel.zero=2 parallel.reduce=micro"),
+    LayoutCase(SLICED, Mpirun(4), "parallel.tensor=2 parallel.zero=2 parallel.reduce=micro"),
+    LayoutCase(
+        DROPOUT,
+        Simulate(8),
+        "parallel.pipeline=2 parallel.zero=3 parallel.shard=2 parallel.reduce=micro",
+    ),
+    LayoutCase(
+        SLICED,
+        Simulate(8),
+        "parallel.tensor=2 parallel.sequence=true parallel.pipeline=2 parallel.zero=1 parallel.reduce=micro",
+    ),
+    LayoutCase(EIGHT, Spawn(4), "parallel.zero=3 parallel.shard=2 parallel.reduce=micro"),
     // Algorithms that add in the same order.
     LayoutCase(EIGHT, Mpirun(2), "comm.algorithm=hierarchical"),
     LayoutCase(EIGHT, Mpirun(4), "comm.algorithm=reduce-to-one parallel.zero=2"),

@@ -24,7 +24,9 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{MicroBatch, Network, loans};
 use hpctrain::optim::UpdateRule;
-use hpctrain::parallel::{Groups, Sharded, Stage, StepSchedule, Storage, Updates, Zero};
+use hpctrain::parallel::{
+    Groups, ReduceAfter, Sharded, ShardingPolicy, Stage, StepSchedule, Storage, Updates, Zero,
+};
 
 /// Opens a file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
@@ -61,10 +63,16 @@ pub struct Cut {
     pub virtual_ranks: usize,
     pub micros_per_virtual_rank: usize,
     pub recompute: bool,
+    pub reduce_after: ReduceAfter,
 }
 
 impl Cut {
-    pub const WHOLE: Cut = Cut { virtual_ranks: 1, micros_per_virtual_rank: 1, recompute: false };
+    pub const WHOLE: Cut = Cut {
+        virtual_ranks: 1,
+        micros_per_virtual_rank: 1,
+        recompute: false,
+        reduce_after: ReduceAfter::Step,
+    };
 }
 
 /// Creates an engine on this rank of a world, initialised from seed 7.
@@ -106,7 +114,8 @@ pub fn engine_on<B: Kernels>(
         sdc_check_every: 0,
         host: None,
     };
-    let keep = zero.sharding_policy();
+    let reduce_after = cut.reduce_after;
+    let keep = ShardingPolicy { reduce_after, ..zero.sharding_policy() };
     let stage = Stage::whole(&loans(&blocks));
     let slices = TensorShards::whole();
     let sharded = Sharded::new(

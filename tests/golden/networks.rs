@@ -294,7 +294,7 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
         close(&rates, &numbers(&golden, "lr"), 1e-12, "learning rate");
         // As one micro-batch, as accumulated micro-batches, and as virtual ranks.
         for (virtual_ranks, micros_per_virtual_rank) in [(1, 1), (1, 5), (5, 1)] {
-            let cut = Cut { virtual_ranks, micros_per_virtual_rank, recompute: false };
+            let cut = Cut { virtual_ranks, micros_per_virtual_rank, ..Cut::WHOLE };
             let decay = attribute(&golden, "weight_decay") as f32;
             let clip = attribute(&golden, "grad_clip");
             let (losses, norms, mut engine) =

@@ -66,7 +66,7 @@ const LARGEST: f64 = 1.71;
 fn the_banner_promises_what_a_run_takes_of_a_gpu() {
     let in_pieces = [PADDED, PADDED_SLICES]
         .map(|settings| format!("{settings} parallel.loss_chunk_tokens=512"));
-    let layouts: [(Transport, &str); 25] = [
+    let layouts: [(Transport, &str); 28] = [
         (Alone, "parallel.zero=0"),
         (Alone, "parallel.zero=0 offload.optimizer=true"),
         (Alone, "parallel.recompute=true"),
@@ -94,6 +94,12 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         (Alone, "parallel.zero=3 offload.optimizer=true offload.params=true batch.micro=4"),
         (Mpirun(2), "parallel.zero=3 offload.optimizer=true offload.params=true"),
         (Mpirun(2), "parallel.zero=3 precision.dtype=f32"),
+        (Mpirun(2), "parallel.zero=2 batch.micro=1 parallel.virtual_ranks=4"),
+        (Mpirun(4), "parallel.zero=3 batch.micro=1 batch.global=16 parallel.virtual_ranks=16"),
+        (
+            Mpirun(2),
+            "parallel.zero=3 batch.micro=1 parallel.virtual_ranks=4 offload.optimizer=true offload.params=true",
+        ),
         (Mpirun(2), "parallel.zero=0 comm.dtype=bf16 comm.transport=cuda-ipc"),
         (Mpirun(2), "parallel.zero=2 comm.dtype=bf16 comm.transport=cuda-ipc batch.micro=1"),
         (Mpirun(2), "parallel.zero=3 comm.dtype=bf16 comm.transport=cuda-ipc"),

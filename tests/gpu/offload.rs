@@ -211,3 +211,49 @@ fn parameters_come_from_the_host_for_their_turn() {
         assert!(peak("alone") < peak("here"), "{precision}: {} of {}", peak("alone"), peak("here"));
     }
 }
+
+/// Parts of gradients that are reduced after each micro-batch are added on the device, and their sum
+/// goes to the host.
+#[test]
+fn sums_of_micro_batches_go_to_the_host() {
+    let root = tempfile::tempdir().unwrap();
+    let base = [
+        "precision.dtype=bf16",
+        "parallel.virtual_ranks=8",
+        "batch.global=8",
+        "batch.micro=1",
+        "device.ranks_per_gpu=4",
+    ];
+    let with = |transport, what: &str, settings: &[&str], sim| {
+        let settings = [&base[..], settings].concat();
+        succeeds(&command(transport, root.path(), what, &settings), sim)
+    };
+    let here = with(Alone, "here", &[], &[]);
+    const MICRO: &str = "parallel.reduce=micro";
+    for (what, ranks, more, sim) in [
+        ("one", 2, &["parallel.zero=1", OFFLOAD][..], &[LAZY, NO_HOST_ACCESS][..]),
+        ("two", 4, &["parallel.zero=2", "parallel.shard=2", OFFLOAD], &[CHECK]),
+        ("three", 2, &["parallel.zero=3", OFFLOAD, "offload.params=true"], &[LAZY, REVERSE]),
+        (
+            "hybrid",
+            4,
+            &["parallel.zero=3", "parallel.shard=2", OFFLOAD, "offload.params=true"],
+            &[LAZY],
+        ),
+        (
+            "stages",
+            4,
+            &["parallel.zero=3", "parallel.pipeline=2", OFFLOAD, "offload.params=true"],
+            &[],
+        ),
+    ] {
+        let files = with(Mpirun(ranks), what, &[more, &[MICRO]].concat(), sim);
+        files.same_as(&here, STEPS, what);
+        let card = hpctrain_testkit::runs::json(&files.path("run.json"));
+        assert_eq!(card["reduce"], "micro", "{what}");
+        let bytes = |kind: &str, what: &str| card["stages"][0][kind][what].as_f64().unwrap();
+        let [estimated, taken] =
+            ["estimated_bytes", "peak_bytes"].map(|kind| bytes(kind, "gradients"));
+        println!("{what}: gradients {estimated} estimated, {taken} taken");
+    }
+}

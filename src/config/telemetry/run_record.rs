@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::times::Times;
+use crate::ReduceChoice;
 use hpctrain_base::energy::EnergySource;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
@@ -65,6 +66,9 @@ pub struct RunRecord {
     /// The reasons for that transport, if `comm.transport` is auto.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_path_reason: Option<String>,
+    /// When gradients were reduced over shards, if there are several: `step` or `micro`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reduce: Option<ReduceChoice>,
     /// The number of ranks.
     pub ranks: usize,
     /// The number of compute threads per rank.

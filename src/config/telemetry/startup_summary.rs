@@ -7,7 +7,7 @@ use super::{bytes, grouped};
 use crate::ResolvedConfig;
 use hpctrain_comm::DeviceTransport;
 use hpctrain_device::MemoryKind;
-use hpctrain_parallel::Storage;
+use hpctrain_parallel::{ReduceAfter, Storage};
 
 /// The contents of the startup summary besides the configuration.
 pub struct StartupFacts<'a> {
@@ -117,6 +117,15 @@ fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
     parts.collect::<Vec<_>>().join(", ")
 }
 
+/// Returns when gradients are reduced over shards, if there is a choice.
+fn reductions(plan: &ResolvedConfig) -> Option<&'static str> {
+    let is_choice = plan.mesh.shard > 1 && plan.step_schedule(0).micros() > 1;
+    is_choice.then(|| match plan.reduce_after() {
+        ReduceAfter::Step => "once per step",
+        ReduceAfter::MicroBatch => "after each micro-batch",
+    })
+}
+
 /// Returns the text of the startup summary.
 pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> String {
     let mut out = String::new();
@@ -189,13 +198,14 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
     line(
         "layout",
         format!(
-            "pipeline {} × replica {} × shard {} × tensor {}, ZeRO {}, {}",
+            "pipeline {} × replica {} × shard {} × tensor {}, ZeRO {}, {}{}",
             mesh.pipeline,
             mesh.replica,
             mesh.shard,
             mesh.tensor,
             u8::from(plan.config.parallel.zero),
             plural(plan.virtual_ranks, "virtual rank"),
+            reductions(plan).map_or(String::new(), |when| format!(", gradients reduced {when}")),
         ),
     );
     if plan.config.parallel.storage == Storage::Central {

@@ -96,6 +96,7 @@ impl Session<'_> {
             mpi: job.origin.mpi.clone(),
             device_path: None,
             device_path_reason: None,
+            reduce: None,
             ranks: self.terms.workers,
             threads: self.plan.threads,
             hosts: self.worker_metrics.hosts(),

@@ -7,7 +7,7 @@ use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_comm::Operation;
 use hpctrain_config::ResolvedConfig;
 use hpctrain_nn::loans;
-use hpctrain_parallel::Lifetime;
+use hpctrain_parallel::{Lifetime, Stage};
 
 /// Size of an f32 in bytes.
 const F32: usize = size_of::<f32>();
@@ -126,7 +126,13 @@ pub fn step_times(
         let embedding =
             if stage.takes_embedding_rows() { passes[0].forward + passes[0].backward } else { 0.0 };
         let micro = embedding + if stage.is_last() { micro_and_loss } else { 0.0 };
-        stages.push(StageTimes { stage, units, micro, message });
+        let tied = tied_bytes(&stage).map(|(bytes, other)| {
+            let ends = [rank, other * stride].map(|rank| rank / per_node.max(1));
+            let nodes = if ends[0] == ends[1] { 1 } else { 2 };
+            rates.message(GroupExtent { ranks: 2, nodes }, bytes)
+        });
+        let tied = tied.sum();
+        stages.push(StageTimes { stage, units, micro, message, tied });
     }
     let world = GroupExtent { ranks: mesh.ranks(), nodes: mesh.ranks().div_ceil(per_node.max(1)) };
     let summary = if world.ranks > 1 {
@@ -151,6 +157,14 @@ pub fn step_times(
     })
 }
 
+/// Iterates over the gradients of tied parameters that a stage sends or receives for a virtual rank:
+/// their bytes, and the other stage.
+fn tied_bytes(stage: &Stage) -> impl Iterator<Item = (usize, usize)> {
+    let sent = stage.tied_imports.iter().flatten().filter_map(|tied| Some((tied.len, tied.from?)));
+    let received = stage.tied_exports.iter().map(|tied| (tied.len, tied.to));
+    sent.chain(received).map(|(len, other)| (F32 * len, other))
+}
+
 /// Returns the times of a unit of `padded` elements with parameters of `size` bytes, from those of
 /// its block, on a rank with these groups of shards and replicas.
 fn unit_times(
@@ -171,8 +185,8 @@ fn unit_times(
         backward: block.backward,
         weights: block.weights,
         gather: collective(Operation::AllGather, shard, padded * size),
-        reduce: collective(Operation::ReduceScatter, shard, padded * of_gradient)
-            + collective(Operation::AllReduce, replica, owned * of_gradient),
+        reduce_scatter: collective(Operation::ReduceScatter, shard, padded * of_gradient),
+        all_reduce: collective(Operation::AllReduce, replica, owned * of_gradient),
         update: rates.update(plan, owned),
     }
 }

@@ -348,9 +348,14 @@ fn micros(config: &Config, plan: &ResolvedConfig) -> Vec<u64> {
         return vec![plan.micro];
     }
     let most = (MOST_TOKENS / plan.network.context() as u64).max(plan.micro);
-    (1..=most.min(plan.virtual_rank_samples))
+    // Virtual ranks that are not given follow the micro-batches.
+    let samples = match config.parallel.virtual_ranks {
+        Some(_) => plan.virtual_rank_samples,
+        None => config.batch.global / (plan.replicas() * plan.mesh.shard) as u64,
+    };
+    (1..=most.min(samples))
         .rev()
-        .filter(|micro| plan.virtual_rank_samples.is_multiple_of(*micro))
+        .filter(|micro| samples.is_multiple_of(*micro))
         .take(MICROS)
         .collect()
 }

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use hpctrain_parallel::{
-    Action, Flow, Lifetime, Prefetch, ShardingPolicy, Stage, StepSchedule, turns,
+    Action, Flow, Lifetime, Prefetch, ReduceAfter, ShardingPolicy, Stage, StepSchedule, turns,
 };
 
 /// Seconds of a block on a rank.
@@ -21,8 +21,10 @@ pub struct UnitTimes {
     pub weights: f64,
     /// All-gather of the parameters over the shards.
     pub gather: f64,
-    /// Reduction of the gradients over shards and replicas.
-    pub reduce: f64,
+    /// Reduce-scatter of the gradients over the shards.
+    pub reduce_scatter: f64,
+    /// All-reduce of a rank's part of the gradients over the replicas.
+    pub all_reduce: f64,
     /// Update of the shard that a rank owns.
     pub update: f64,
 }
@@ -38,6 +40,8 @@ pub struct StageTimes {
     pub micro: f64,
     /// A message to or from the next stage.
     pub message: f64,
+    /// The messages with gradients of tied parameters, to or from another stage, for a virtual rank.
+    pub tied: f64,
 }
 
 /// Everything that the time of a step depends on.
@@ -224,6 +228,7 @@ impl StepTimes {
                     self.release(rank);
                     self.virtual_rank_ends(times, rank, unit, k);
                 }
+                self.send_tied(times, rank, k);
             }
             Action::BackwardInput(_) => {
                 for unit in units.rev() {
@@ -237,6 +242,7 @@ impl StepTimes {
                     rank.now += times.units[unit].weights;
                     self.virtual_rank_ends(times, rank, unit, k);
                 }
+                self.send_tied(times, rank, k);
             }
         }
     }
@@ -267,10 +273,24 @@ impl StepTimes {
         }
     }
 
-    /// Reduces the gradient of a unit if the rank's last virtual rank ends with this micro-batch.
+    /// Reduces the gradient of a unit if a virtual rank ends with this micro-batch: over shards
+    /// after each virtual rank or the last, over replicas after the last.
     fn virtual_rank_ends(&self, times: &StageTimes, rank: &mut Rank, unit: usize, k: usize) {
-        if self.schedule.virtual_rank_end(k) == Some(true) {
-            rank.request(times.units[unit].reduce, self.overlap);
+        let Some(last) = self.schedule.virtual_rank_end(k) else { return };
+        let UnitTimes { reduce_scatter, all_reduce, .. } = times.units[unit];
+        if last || self.keep.reduce_after == ReduceAfter::MicroBatch {
+            rank.request(reduce_scatter, self.overlap);
+        }
+        if last {
+            rank.request(all_reduce, self.overlap);
+        }
+    }
+
+    /// Sends gradients of tied parameters between stages if a virtual rank ends with this
+    /// micro-batch.
+    fn send_tied(&self, times: &StageTimes, rank: &mut Rank, k: usize) {
+        if self.schedule.virtual_rank_end(k).is_some() {
+            rank.request(times.tied, self.overlap);
         }
     }
 
@@ -305,7 +325,8 @@ mod tests {
         backward: 2.0,
         weights: 1.0,
         gather: 0.0,
-        reduce: 0.0,
+        reduce_scatter: 0.0,
+        all_reduce: 0.0,
         update: 0.0,
     };
 
@@ -318,6 +339,7 @@ mod tests {
             units: vec![UNIT],
             micro: 0.0,
             message: 0.0,
+            tied: 0.0,
         });
         StepTimes {
             stages: times.collect(),
@@ -332,10 +354,12 @@ mod tests {
 
     /// Returns one stage of three blocks.
     fn blocks(zero: Zero, overlap: f64) -> StepTimes {
-        let unit = UnitTimes { gather: 0.5, reduce: 1.5, update: 0.125, ..UNIT };
+        let unit =
+            UnitTimes { gather: 0.5, reduce_scatter: 1.0, all_reduce: 0.5, update: 0.125, ..UNIT };
         let stage = Stage::whole(&[None; 3]);
         let alone = pipeline(1, 2, PipelineSchedule::default());
-        let stages = vec![StageTimes { stage, units: vec![unit; 3], micro: 0.0, message: 0.0 }];
+        let stages =
+            vec![StageTimes { stage, units: vec![unit; 3], micro: 0.0, message: 0.0, tied: 0.0 }];
         StepTimes {
             stages,
             keep: zero.sharding_policy(),
@@ -382,6 +406,13 @@ mod tests {
             "{:?}",
             times.simulate()
         );
+        // The gradient of tied parameters is sent once for each virtual rank.
+        times.stages[1].tied = 0.25;
+        (times.overlap, times.schedule.virtual_ranks) = (0.0, 4);
+        let with = times.simulate().unwrap().step;
+        times.stages[1].tied = 0.0;
+        let without_tied = times.simulate().unwrap().step;
+        assert!((with - without_tied - 4.0 * 0.25).abs() < 1e-9, "{with} and {without_tied}");
         // Ranks that copy messages themselves do so in idle time, if there is any.
         assert_eq!(step_with_messages(1, 0.0), step_with_messages(1, 1.0));
         let [exposed, hidden] = [0.0, 1.0].map(|overlap| step_with_messages(8, overlap));
@@ -406,6 +437,16 @@ mod tests {
         let sharded = step(Zero::One, 1.0);
         assert!((sharded.step - work - 1.5 - (0.5 - 2.0 * 0.125)).abs() < 1e-9, "{sharded:?}");
         // With ZeRO 3, parameters are gathered before every use.
+        // Reduced after each of two micro-batches, over replicas once.
+        let each = |overlap| {
+            let mut times = blocks(Zero::One, overlap);
+            times.schedule = StepSchedule::alone(2, 1);
+            let after_step = times.simulate().unwrap();
+            times.keep.reduce_after = ReduceAfter::MicroBatch;
+            times.simulate().unwrap().step - after_step.step
+        };
+        assert!((each(0.0) - 3.0 * 1.0).abs() < 1e-9, "{}", each(0.0));
+        assert!(each(1.0).abs() < 1e-9, "{}", each(1.0));
         let gathers = |zero| step(zero, 0.0).step - busy.step;
         assert!((gathers(Zero::One) - 3.0 * 0.5).abs() < 1e-9, "{}", gathers(Zero::One));
         assert!(gathers(Zero::Three) > 3.0 * 0.5 + 1.0, "{}", gathers(Zero::Three));

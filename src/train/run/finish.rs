@@ -244,6 +244,7 @@ impl<B: Kernels> Run<'_, B> {
             mpi: self.comm.library().into(),
             device_path: self.comm.device_transport().filter(|_| self.world.size() > 1),
             device_path_reason: self.comm.transport_reason().map(str::to_owned),
+            reduce: (self.plan.mesh.shard > 1).then_some(self.plan.config.parallel.reduce),
             ranks: self.world.size(),
             threads: self.plan.threads,
             hosts: self.topology.hosts(),

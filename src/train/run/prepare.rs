@@ -21,7 +21,7 @@ use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::{logging, say, startup_summary, unix_time};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, ModelKind, Parallel, ResolvedConfig};
+use hpctrain_config::{Config, ModelKind, Parallel, ReduceChoice, ResolvedConfig};
 use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_engine::micro_batches;
@@ -68,7 +68,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         config.data.path = splits.name.clone();
         let threads = request.threads.unwrap_or_else(|| topology.threads());
         let may_cut = config.parallel.pipeline > 1 && config.parallel.stages.is_none();
-        let mut plan = plan(comm, config, &splits.train, Some(threads))?;
+        let mut plan = plan(comm, config.clone(), &splits.train, Some(threads))?;
         if is_custom {
             splits = world.all_ok(splits.checked(&plan))?;
         }
@@ -102,6 +102,17 @@ impl<'h, B: Kernels> Run<'h, B> {
         let path = share(&world, path)?;
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
+        if config.parallel.virtual_ranks.is_none()
+            && plan.config.parallel.reduce == ReduceChoice::Micro
+            && let Some(before) = virtual_ranks_before(&world, directory, &request.resume)?
+            && before != plan.virtual_ranks
+        {
+            // The default for gradients that are reduced after each micro-batch would add in
+            // another order than the run has so far.
+            config.parallel.reduce = ReduceChoice::Step;
+            plan = self::plan(&comm, config, &splits.train, Some(threads))?;
+            world.all_ok(memory::check::<B>(&plan, &topology, held, gpu_memory))?;
+        }
         plan.config.run.name = Some(directory.name());
         world.all_ok(logging::to_file(
             &directory.log_path(world.rank()),
@@ -310,6 +321,26 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
     let all = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
     let text = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     text.ok_or_else(|| Error::internal("no rank 0"))
+}
+
+/// Returns the virtual ranks of the checkpoint that a run resumes from, on all ranks; `None` if there
+/// is none or it cannot be read, which [`resume`] reports.
+fn virtual_ranks_before<B: Kernels>(
+    world: &Group<B>,
+    directory: &RunDirectory,
+    resume: &Resume,
+) -> Result<Option<usize>> {
+    let checkpoint = match resume {
+        Resume::No => return Ok(None),
+        Resume::Auto => directory.checkpoints().latest(),
+        Resume::From(path) => path.clone(),
+    };
+    let of_run = RunDirectory::at(checkpoint.clone()).checkpoints().latest();
+    let read = || Manifest::read(&checkpoint).or_else(|_| Manifest::read(&of_run)).ok();
+    let mine = if world.rank() == 0 { read() } else { None };
+    let mine = mine.and_then(|manifest| manifest.config.parallel.virtual_ranks).unwrap_or(0);
+    let before = world.broadcast_numbers(&[mine as u64])?[0] as usize;
+    Ok((before > 0).then_some(before))
 }
 
 /// Returns a job id that no other job has.
