@@ -93,9 +93,7 @@ impl MemoryTimeline<'_> {
                     waiting -= 1;
                     let defers = matches!(action, Action::BackwardInput(_));
                     let virtual_rank_end = schedule.virtual_rank_end(k);
-                    if virtual_rank_end.is_some() {
-                        grads.expect();
-                    }
+                    let mut landed = if virtual_rank_end.is_some() { grads.expect() } else { 0 };
                     for block in (0..blocks).rev() {
                         grads.open(block);
                         let params = self.params(&pass, turn, window);
@@ -107,7 +105,7 @@ impl MemoryTimeline<'_> {
                         moments.push(MemoryMoment {
                             when,
                             params,
-                            grads: grads.alive(),
+                            grads: grads.alive().max(std::mem::take(&mut landed)),
                             waiting,
                             deferred,
                         });
@@ -229,8 +227,9 @@ struct Gradients<'a> {
     owned: Vec<bool>,
     /// The units whose owned parts are in memory until they are on the host, the oldest first.
     leaving: VecDeque<usize>,
-    /// The unit whose gradient is being reduced, with whether its last virtual rank has ended.
-    started: Option<(usize, bool)>,
+    /// The units whose gradients are being reduced, each with whether its last virtual rank has
+    /// ended.
+    started: Vec<(usize, bool)>,
 }
 
 /// The owned parts that are in memory at once while they move to the host: one is downloaded, and
@@ -259,7 +258,7 @@ impl<'a> Gradients<'a> {
             full: zeros.clone(),
             owned: none,
             leaving: VecDeque::new(),
-            started: None,
+            started: Vec::new(),
         }
     }
 
@@ -300,18 +299,23 @@ impl<'a> Gradients<'a> {
         self.borrowed[block] = self.step.stage.tied_imports[block].map_or(0, |loan| loan.len);
     }
 
-    /// Starts the last backward of a virtual rank.
-    fn expect(&mut self) {
+    /// Starts the last backward of a virtual rank. Returns the peak meanwhile.
+    fn expect(&mut self) -> usize {
+        let landed = if self.defers_micro_batches() { self.land() } else { 0 };
         self.step.stage.tied_exports.iter().for_each(|lent| self.returned[lent.slot] += lent.len);
+        landed
+    }
+
+    /// Returns true if reductions after micro-batches are awaited at the next backward.
+    fn defers_micro_batches(&self) -> bool {
+        self.reduces_micro_batches() && !self.step.stage.is_first()
     }
 
     /// Ends a virtual rank's gradient of a unit; after the last virtual rank its reduction starts
     /// at once if it `reduces`. Returns the peak meanwhile.
     fn virtual_rank_done(&mut self, unit: usize, last: bool, reduces: bool) -> usize {
-        let landed = match self.started {
-            Some((started, _)) if started == unit && self.reduces_micro_batches() => self.land(),
-            _ => 0,
-        };
+        let is_started = self.started.iter().any(|(started, _)| *started == unit);
+        let landed = if is_started { self.land() } else { 0 };
         let before = landed.max(self.alive());
         let borrowed = std::mem::take(&mut self.borrowed[unit]);
         self.returned[unit] = 0;
@@ -352,8 +356,11 @@ impl<'a> Gradients<'a> {
                     self.full[unit] = rounded;
                 }
             }
-            most = most.max(self.land());
-            self.started = Some((unit, last));
+            if !self.defers_micro_batches() {
+                most = most.max(self.land());
+            }
+            self.started.push((unit, last));
+            most = most.max(self.alive());
         }
         most
     }
@@ -363,14 +370,21 @@ impl<'a> Gradients<'a> {
         self.land()
     }
 
-    /// Waits for the current reduction, copies its owned part, then frees the full sum. Returns the
-    /// peak meanwhile.
+    /// Waits for the current reductions, copies the owned part of each, then frees its full sum.
+    /// Returns the peak meanwhile.
     fn land(&mut self) -> usize {
-        let Some((unit, last)) =
-            self.started.take().filter(|_| self.step.policy.grads == Lifetime::Use)
-        else {
+        let started = std::mem::take(&mut self.started);
+        if self.step.policy.grads == Lifetime::Step {
             return self.alive();
-        };
+        }
+        started.into_iter().fold(self.alive(), |most, (unit, last)| {
+            let peak = self.land_unit(unit, last);
+            most.max(peak)
+        })
+    }
+
+    /// Does the work of [`Gradients::land`] for one unit.
+    fn land_unit(&mut self, unit: usize, last: bool) -> usize {
         if self.step.policy.on_host && last {
             self.leaving.push_back(unit);
             if self.leaving.len() > leaving(self.step.policy.reduce_after) {

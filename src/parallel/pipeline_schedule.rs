@@ -434,8 +434,13 @@ mod tests {
         let is_tied = step.stages > 1;
         let is_first = step.stage == 0;
         let is_last = step.stage + 1 == step.stages;
-        // The reduction before has overlapped with a block.
-        let reductions = [Host::Request(Request::Collective), Host::Collectives(1)].repeat(blocks);
+        let reduction = [Host::Request(Request::Collective)];
+        let reductions = match is_first {
+            // The reduction before has overlapped with a block.
+            true => [&reduction[..], &[Host::Collectives(1)]].concat().repeat(blocks),
+            // They overlap with the computations up to the next backward.
+            false => reduction.repeat(blocks),
+        };
         let mut all = Vec::new();
         for action in step.actions() {
             match action {
@@ -452,6 +457,9 @@ mod tests {
                         R(flow, k) => Host::Message((Some(flow), k)),
                         other => panic!("{other:?}"),
                     }));
+                    if let (B(_), false) = (action, is_first) {
+                        all.push(Host::Collectives(0));
+                    }
                     if let (B(k), true) = (action, is_tied && is_first) {
                         all.push(Host::Request(Request::Receive((None, k))));
                     }

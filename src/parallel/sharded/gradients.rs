@@ -38,12 +38,16 @@ pub struct Reduced<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// Posts receives for the gradients of this stage's tied units from other stages. Must be
-    /// called before the last backward of a virtual rank.
+    /// Posts receives for the gradients of this stage's tied units from other stages, and waits for
+    /// the reductions of the virtual rank before. Must be called before the last backward of a
+    /// virtual rank.
     ///
     /// # Errors
-    /// Returns an error if the memory does not suffice.
+    /// Returns an error if the memory does not suffice, or an earlier reduction fails.
     pub fn virtual_rank_ends(&mut self) -> Result<()> {
+        if self.defers_micro_batches() {
+            self.finish_started()?;
+        }
         for lent in &self.stage.tied_exports {
             let buf = self.backend.alloc(MemoryKind::Gradients, lent.len)?;
             let name = &self.units[lent.slot].layout.name;
@@ -120,7 +124,7 @@ impl<B: Kernels> Sharded<B> {
                 (_, Storage::Central) => replicas.reduce_after(scattered, range),
             };
             self.units[unit].reduction = Some(Reduction::InFlight { sum, full });
-            if self.policy.grads == Lifetime::Use {
+            if self.policy.grads == Lifetime::Use && !self.defers_micro_batches() {
                 // Full gradients are freed after use; the reduction of the previous unit has
                 // overlapped with this block.
                 self.finish_started()?;
@@ -139,6 +143,12 @@ impl<B: Kernels> Sharded<B> {
             }
         }
         Ok(())
+    }
+
+    /// Returns true if reductions after micro-batches overlap with the computations up to the next
+    /// backward: a stage that starts all of them at once would wait for all but the last.
+    fn defers_micro_batches(&self) -> bool {
+        self.policy.reduce_after == ReduceAfter::MicroBatch && !self.stage.is_first()
     }
 
     /// Returns a gradient in the format of messages, and the gradient itself if that is another.
