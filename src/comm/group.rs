@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::algorithms::{Algorithm, Call, Operation, bytes};
-use super::autotune::table::AlgorithmTable;
+use super::autotune::table::{AlgorithmTable, Route};
 use super::collective::{DeviceSchedule, operand, run};
 use super::communicator::{Comm, WORLD};
 use super::device::grouped_collective::group_levels;
@@ -15,9 +15,9 @@ use super::p2p_request::{P2pRecord, P2pRequest, chunks, on_host, whole};
 use super::pending::{Pending, reply};
 use super::shared::Stats;
 use super::transport::{GroupRanks, P2pBuffer as _, Peer, Transport};
-use super::worker::CommRequest;
+use super::worker::{CommRequest, CommThreadState};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Backend, CommBuffer};
+use hpctrain_device::{Backend, CommBuffer, MemoryKind};
 
 /// A group of ranks of the world, in order. Clones share the communication thread.
 ///
@@ -153,6 +153,36 @@ impl<B: Backend> Group<B> {
             Algorithm::Ring | Algorithm::ReduceToOne => !on_device,
             Algorithm::Vendor => true,
         }
+    }
+
+    /// Opens the memory of the group's ranks to each other, if collectives over CUDA IPC may be
+    /// faster than those of NCCL, and returns whether it is open, the same on all ranks: where `auto`
+    /// has chosen NCCL, and the ranks are on one node. Collective over the group.
+    ///
+    /// # Errors
+    /// Returns an error if memory runs out, or a message between ranks failed.
+    pub fn open_peers(&self, backend: &B) -> Result<bool> {
+        let has_fixed_memory =
+            self.comm.device.as_ref().is_some_and(|device| !device.has_growing_memory);
+        let is_chosen = self.transport() == Some(DeviceTransport::Nccl) && self.comm.why.is_some();
+        if self.size() == 1 || self.nodes() > 1 || !is_chosen || !has_fixed_memory {
+            return Ok(false);
+        }
+        let mut buf = backend.alloc(MemoryKind::Communication, 1)?;
+        let members = self.members.clone();
+        let label = self.label("open_peers", Size::Same(0), "direct");
+        let (reply, pending) = reply(&self.comm.inner.shared);
+        self.comm.inner.submit(CommRequest::run(move |state| {
+            reply.send(state.collective(&members, &label, |state| {
+                state.drain_device()?;
+                let CommBuffer::Device(_, copies) = B::comm_buffer(&mut buf, 0..1)? else {
+                    return Ok(false);
+                };
+                let CommThreadState { transport, device_comms, .. } = state;
+                device_comms.try_peers(&*copies, &mut **transport, &members)
+            }));
+        }));
+        pending.wait()
     }
 
     /// Returns the device transport, or `None` if the backend's memory is the host's.
@@ -506,18 +536,19 @@ impl<B: Backend> Group<B> {
             Err(error) => return Pending::refused(error),
         };
         let bytes = range.len() * size_of::<f32>();
-        let algorithm = self.table.pick(operation, bytes);
+        let Route { algorithm, transport } = self.table.pick(operation, bytes);
         let label =
             Label { root, ..self.label(operation.name(), Size::Same(bytes), algorithm.name()) };
         let call = Call { operation, algorithm, root: root.unwrap_or(0) };
         let members = self.members.clone();
-        let path = (self.comm.path, self.comm.slot);
-        let schedule = match self.comm.device_transport() {
-            Some(device) if device.orders_on_device() => {
-                DeviceSchedule::new(call, &members, device)
-            }
-            _ => None,
-        };
+        let path = (transport.unwrap_or(self.comm.path), self.comm.slot);
+        let schedule =
+            match self.comm.device_transport().map(|of_comm| transport.unwrap_or(of_comm)) {
+                Some(device) if device.orders_on_device() => {
+                    DeviceSchedule::new(call, &members, device)
+                }
+                _ => None,
+            };
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(CommRequest::run(move |state| match schedule {
             Some(schedule) => {

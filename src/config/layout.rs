@@ -353,9 +353,9 @@ pub fn virtual_ranks(
 /// Returns true if reducing gradients after each micro-batch saves at least half of them, by the
 /// stages of ZeRO that shard gradients.
 ///
-/// A rank then has a part of 1/shards for each level of the tree over its micro-batches. Otherwise
-/// it has a full gradient for each level, or a single one if it adds its micro-batches in one
-/// virtual rank.
+/// A rank then has a part of 1/shards for each level of the tree over its micro-batches; a pipeline
+/// stage, which reduces all its gradients at once, also a full gradient. Otherwise it has a full
+/// gradient for each level, or a single one if it adds its micro-batches in one virtual rank.
 fn saves_memory(config: &Config, mesh: &Mesh, micro_batches: usize, replicas: usize) -> bool {
     let of_rank = micro_batches / (replicas * mesh.shard);
     if (config.parallel.zero as u8) < 2 || mesh.shard == 1 || of_rank == 1 {
@@ -363,7 +363,8 @@ fn saves_memory(config: &Config, mesh: &Mesh, micro_batches: usize, replicas: us
     }
     let levels = of_rank.ilog2() as usize + 1;
     let full = if config.parallel.virtual_ranks.is_some() { levels } else { 1 };
-    2 * levels <= full * mesh.shard
+    let at_once = if mesh.pipeline > 1 { mesh.shard } else { 0 };
+    2 * (levels + at_once) <= full * mesh.shard
 }
 
 /// Checks that gradients can be reduced after each micro-batch.

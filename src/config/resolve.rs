@@ -203,7 +203,12 @@ impl ResolvedConfig {
         let Parallel { prefetch, zero, .. } = self.config.parallel;
         let on_host = self.config.offload.params;
         let reduce_dtype = match self.config.comm.dtype {
-            MessageDtype::Bf16 if self.mesh.shard * self.mesh.replica > 1 => Element::Bf16,
+            // With local SGD, replicas exchange no gradients.
+            MessageDtype::Bf16
+                if self.mesh.shard > 1 || self.mesh.replica > 1 && self.local_sgd.is_none() =>
+            {
+                Element::Bf16
+            }
             MessageDtype::F32 | MessageDtype::Bf16 => Element::F32,
         };
         let reduce_after = self.reduce_after();
@@ -324,15 +329,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
                 .hint("set log.histograms=0 and local_sgd.sync_every=0, or offload.params=false"));
         }
     }
-    if config.comm.dtype == MessageDtype::Bf16
-        && let Some(algorithm @ (Algorithm::Vendor | Algorithm::Ring | Algorithm::ReduceToOne)) =
-            config.comm.algorithm.fixed()
-    {
-        return Err(Error::input(format!(
-            "comm.dtype = bf16 is not supported by comm.algorithm = {algorithm}"
-        ))
-        .hint("set comm.algorithm to auto, halving-doubling or hierarchical, or omit comm.dtype"));
-    }
+    check_comm_dtype(&config, &network, environment.on_gpu)?;
     let loss_chunk = loss_chunk_tokens(&config, &network, &mesh, virtual_tensor_ranks)?;
     if network.is_language() {
         config.parallel.loss_chunk_tokens = Some(loss_chunk);
@@ -372,6 +369,36 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         local_sgd: averaging,
         schedule,
     })
+}
+
+/// Checks that gradients can be reduced in `comm.dtype`.
+fn check_comm_dtype(config: &Config, network: &Network, on_gpu: bool) -> Result<()> {
+    if config.comm.dtype == MessageDtype::F32 {
+        return Ok(());
+    }
+    if !on_gpu {
+        return Err(Error::input("comm.dtype = bf16 is for GPUs").hint("leave it out"));
+    }
+    if let Some(algorithm @ (Algorithm::Vendor | Algorithm::Ring | Algorithm::ReduceToOne)) =
+        config.comm.algorithm.fixed()
+    {
+        return Err(Error::input(format!(
+            "comm.dtype = bf16 is not supported by comm.algorithm = {algorithm}"
+        ))
+        .hint("set comm.algorithm to auto, halving-doubling or hierarchical, or omit comm.dtype"));
+    }
+    let blocks = network.cpu_blocks(&TensorShards::whole());
+    let average =
+        blocks.iter().flat_map(|block| block.tensors()).find(|tensor| tensor.average.is_some());
+    match average {
+        // They are summed with the gradients of their block.
+        Some(tensor) => Err(Error::input(format!(
+            "comm.dtype = bf16 would round the running average {}",
+            tensor.name
+        ))
+        .hint("leave comm.dtype out, or use layer_norm or group_norm")),
+        None => Ok(()),
+    }
 }
 
 /// Returns the number format, which the device must support.
@@ -1042,7 +1069,10 @@ mod tests {
             assert_eq!(of(16, 6, &[zero]), (16, Step));
             let staged = ["parallel.pipeline=2", "parallel.schedule=zero-bubble", zero];
             assert_eq!(of(16, 8, &staged), (8, Step));
-            assert_eq!(of(16, 4, &[zero, "parallel.pipeline=2"]), (64, Micro));
+            // A stage has its full gradients until they are reduced.
+            assert_eq!(of(16, 4, &[zero, "parallel.pipeline=2"]), (8, Step));
+            let fixed = ["parallel.pipeline=2", "parallel.virtual_ranks=64", zero];
+            assert_eq!(of(16, 4, &fixed), (64, Micro));
             assert_eq!(of(16, 8, &[zero, "parallel.replica=2"]), (128, Micro));
         }
         for zero in ["parallel.zero=0", "parallel.zero=1"] {

@@ -404,7 +404,8 @@ sections! {
         /// gradients of two blocks and parts of its shard, for as many reduce-scatters as
         /// micro-batches; or `auto`: micro with ZeRO 2 and 3 where it saves at least half of the
         /// gradients. `micro` requires one micro-batch per virtual rank, and powers of two of
-        /// shards and of micro-batches per rank. It changes no bits.
+        /// shards and of micro-batches per rank. With the same `virtual_ranks` it changes no bits,
+        /// unless `comm.dtype` is bf16.
         reduce: ReduceChoice = ReduceChoice::Auto,
         /// Virtual data-parallel ranks: gradients are reduced in a fixed tree over them. Ranks
         /// that divide them into equal groups of a power of two give the same bits. Default: the

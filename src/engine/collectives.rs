@@ -57,8 +57,9 @@ struct Key {
 }
 
 /// The present version of the rule of choice. Version 0 used the fastest at the largest measured
-/// size for all larger ones; version 1 let the start of NCCL count as time of the measurement.
-const RULE_VERSION: u32 = 2;
+/// size for all larger ones; version 1 let the start of NCCL count as time of the measurement; version 2 did not measure CUDA IPC
+/// beside NCCL.
+const RULE_VERSION: u32 = 3;
 
 /// The chosen algorithms of the collectives of a run.
 pub struct CollectiveChoices {
@@ -86,12 +87,20 @@ pub fn connect_devices<B: Kernels>(
     let Groups { shard, replica, tensor, .. } =
         &Groups::split(comm, &plan.mesh, plan.local_sgd.is_some())?;
     let exact = plan.config.comm.deterministic;
-    let given = plan.config.comm.algorithm.fixed();
+    let given = |group: &Group<B>| {
+        let of_bf16 = sums_bf16(plan).then(|| group.default_algorithm(true));
+        plan.config.comm.algorithm.fixed().or(of_bf16)
+    };
     let of_replicas = replica_operations(plan.config.parallel.storage);
-    connect_ranks(shard, backend, &SHARD_OPERATIONS, given, exact)?;
-    connect_ranks(replica, backend, of_replicas, given, exact)?;
+    connect_ranks(shard, backend, &SHARD_OPERATIONS, given(shard), exact)?;
+    connect_ranks(replica, backend, of_replicas, given(replica), exact)?;
     connect_ranks(tensor, backend, &TENSOR_OPERATIONS, Some(comm.algorithm()), exact)?;
     Ok(backend.used_memory()?.saturating_sub(before))
+}
+
+/// Returns true if gradients are reduced in bf16.
+fn sums_bf16(plan: &ResolvedConfig) -> bool {
+    plan.sharding_policy().reduce_dtype == Element::Bf16
 }
 
 /// Creates the groups of `plan`'s mesh, each with its algorithms. Rank 0 reads earlier choices of
@@ -113,7 +122,7 @@ pub fn groups<B: Kernels>(
     let mut how = "as configured";
     // With one rank there is nothing to measure.
     let alone = (comm.size() == 1).then_some(Algorithm::HalvingDoubling);
-    let is_bf16 = plan.sharding_policy().reduce_dtype == Element::Bf16;
+    let is_bf16 = sums_bf16(plan);
     let (of_shards, of_replicas) = match plan.config.comm.algorithm.fixed().or(alone) {
         Some(algorithm) => (AlgorithmTable::uniform(algorithm), AlgorithmTable::uniform(algorithm)),
         // Algorithms round at different points, so a measurement must not choose the bits.
@@ -125,7 +134,9 @@ pub fn groups<B: Kernels>(
         None => {
             let key = Key::new(comm, plan, blocks);
             how = "measured before";
-            let choices = match recall(world, path, &key)? {
+            let recalled = recall(world, path, &key)?;
+            let recalled = usable(recalled, [shard, replica], backend)?;
+            let choices = match recalled {
                 Some(choices) => choices,
                 None => {
                     how = "measured";
@@ -166,13 +177,12 @@ pub fn groups<B: Kernels>(
 
 /// Returns an error if gradients in bf16 cannot be summed over a group.
 fn check_bf16_sums<B: Kernels>(group: &Group<B>, table: &AlgorithmTable) -> Result<()> {
-    let algorithm = table.pick(Operation::ReduceScatter, 0);
+    let algorithm = table.pick(Operation::ReduceScatter, 0).algorithm;
     if group.size() == 1 || group.can_sum_bf16(algorithm) {
         return Ok(());
     }
     let message = match group.transport() {
-        None => "comm.dtype = bf16 requires GPUs".into(),
-        Some(DeviceTransport::HostStaged) => {
+        None | Some(DeviceTransport::HostStaged) => {
             "comm.dtype = bf16 requires nccl, cuda-ipc or cuda-aware, but this job has \
              comm.transport = host-staged"
                 .into()
@@ -245,6 +255,24 @@ fn written(path: &Path, reproducible: bool) -> Option<Vec<u8>> {
             None
         }
     }
+}
+
+/// Returns the choices if all groups can use their transports. Collective over the world.
+fn usable<B: Kernels>(
+    choices: Option<SavedChoices>,
+    groups: [&Group<B>; 2],
+    backend: &B,
+) -> Result<Option<SavedChoices>> {
+    let Some(choices) = choices else { return Ok(None) };
+    let tables = [&choices.shard, &choices.replica];
+    for (table, group) in tables.into_iter().zip(groups) {
+        // All ranks have the same tables, and all groups of an axis are alike.
+        let has_peers = table.uses(DeviceTransport::CudaIpc) && group.size() > 1;
+        if has_peers && !group.open_peers(backend)? {
+            return Ok(None);
+        }
+    }
+    Ok(Some(choices))
 }
 
 /// Returns, on every rank, the choices that rank 0 reads from the file.

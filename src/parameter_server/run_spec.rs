@@ -198,6 +198,7 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.virtual_tensor_ranks", is_given(parallel.virtual_tensor_ranks)),
         ("parallel.pipeline", parallel.pipeline > 1),
         ("parallel.shard", is_given(parallel.shard)),
+        ("parallel.reduce = micro", parallel.reduce == hpctrain_config::ReduceChoice::Micro),
         ("local_sgd.sync_every", average),
         ("parallel.layout = auto", parallel.layout == hpctrain_config::LayoutMode::Auto),
         ("offload.optimizer", config.offload.optimizer),

@@ -31,7 +31,9 @@ use layout_matrix::{LayoutRow, REFERENCE, matrix};
 use run_layout::{AfterRun, Recording};
 
 use crate::comm::AlgorithmChoice;
-use crate::config::{Config, Environment, Interval, Parallel, ResolvedConfig, resolve};
+use crate::config::{
+    Config, Environment, Interval, Parallel, ReduceChoice, ResolvedConfig, resolve,
+};
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
 use crate::optim::UpdateRule;
@@ -356,8 +358,10 @@ fn record_reference(request: &VerifyOptions, steps: u64, then: AfterRun) -> Resu
 fn same_bits(config: &Config, row: &LayoutRow) -> bool {
     let Parallel { virtual_ranks, virtual_tensor_ranks, .. } = config.parallel;
     let local_sgd_replicas = config.local_sgd.replicas;
-    let is_fixed = (virtual_ranks.is_some() || row.data() == 1)
-        && (virtual_tensor_ranks.is_some() || row.tensor == 1);
+    // Without a number, gradients that are reduced after each micro-batch have more virtual ranks.
+    let has_one = row.data() == 1 && row.reduce != ReduceChoice::Micro;
+    let is_fixed =
+        (virtual_ranks.is_some() || has_one) && (virtual_tensor_ranks.is_some() || row.tensor == 1);
     is_fixed
         && row.same_tree(
             virtual_ranks.unwrap_or(row.data()),

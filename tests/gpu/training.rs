@@ -318,7 +318,7 @@ fn bf16_gradients_have_the_same_bits_by_every_transport() {
         let message = said(&finish(&mut command));
         assert!(message.contains(reason) && message.contains("\nhint: "), "{message}");
     };
-    refused(&["run.device=cpu"], "comm.dtype = bf16 requires GPUs");
+    refused(&["run.device=cpu"], "comm.dtype = bf16 is for GPUs");
     refused(&["comm.transport=host-staged"], "but this job has comm.transport = host-staged");
     refused(
         &["comm.algorithm=ring"],

@@ -104,6 +104,55 @@ fn auto_takes_cuda_ipc_without_nccl() {
     }
 }
 
+/// Beside NCCL, collectives over CUDA IPC are measured, and taken where they are faster; the bits are
+/// the same. A later start takes the same, unless memory can no longer be opened.
+#[test]
+fn cuda_ipc_is_measured_beside_nccl() {
+    const SLOW: (&str, &str) = ("CUDASIM_NCCL_DELAY", "0.02");
+    const NO_PEERS: (&str, &str) = ("CUDASIM_PEERS", "0");
+    let root = tempfile::tempdir().unwrap();
+    let start = |transport, name: &str, more: &[&str], sim: Settings| {
+        let ours = ["parallel.zero=1", "device.memory_limit=128MiB", "checkpoint.every=1"];
+        path(transport, root.path(), name, &[&ours, more].concat(), sim)
+    };
+    let chosen = |files: &RunFiles| files.text("collectives.json").contains("cuda-ipc");
+    for transport in [Mpirun(2), Simulate(2)] {
+        let name = |what: &str| format!("{what}-{transport:?}");
+        let (fast, path, _) = start(transport, &name("fast"), &[], &[TWO, SLOW]);
+        assert!(path == "nccl" && chosen(&fast), "{}", fast.text("collectives.json"));
+        for (what, more, sim) in [
+            ("given", &["comm.transport=nccl"][..], &[TWO, SLOW][..]),
+            ("grown", &["device.memory=grow"], &[TWO, SLOW]),
+            ("shut", &[], &[TWO, SLOW, NO_PEERS]),
+        ] {
+            if what == "given" {
+                let settings =
+                    [&SMALLER[..], &["parallel.zero=1", "device.memory_limit=128MiB"], more];
+                let run = Run::new(transport, root.path(), &name(what), &settings.concat());
+                finish(with_simulator(&mut run.command()).envs(sim.iter().copied())).succeeded();
+                assert!(!chosen(&run.files()), "{what}");
+                run.files().same_as(&fast, STEPS, what);
+                continue;
+            }
+            let (files, path, _) = start(transport, &name(what), more, sim);
+            assert!(path == "nccl" && !chosen(&files), "{what}");
+            files.same_as(&fast, STEPS, what);
+        }
+    }
+    // The choice is kept, but not where it does not work.
+    for (sim, kept) in [(&[TWO, SLOW][..], true), (&[TWO, SLOW, NO_PEERS], false)] {
+        let settings =
+            [&SMALLER[..], &["parallel.zero=1", "device.memory_limit=128MiB", "run.steps=3"]];
+        let run =
+            Run::new(Mpirun(2), root.path(), "fast-Mpirun(2)", &settings.concat()).resume("auto");
+        let command = &mut run.command();
+        let ended = finish(with_simulator(command).envs(sim.iter().copied())).succeeded();
+        let how = if kept { "(measured before)" } else { "(measured)" };
+        assert!(ended.stdout.contains(how), "{ended}");
+        assert_eq!(chosen(&run.files()), kept);
+    }
+}
+
 /// Where no transport works although each rank has a GPU, a warning says what that costs; where one
 /// is much slower than the links of the GPUs, too.
 #[test]

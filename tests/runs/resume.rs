@@ -758,3 +758,43 @@ fn leftovers_of_a_kill_are_ignored() {
     );
     assert_eq!(Reader::open(&files.checkpoint(6)).unwrap().manifest().step, 6);
 }
+
+/// A run that reduced gradients once per step, with a virtual rank for each rank, goes on so, although
+/// a new one reduces them after each micro-batch, with a virtual rank for each of those.
+#[test]
+fn the_default_reduction_is_that_of_the_run_so_far() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = [
+        "parallel.zero=2",
+        "batch.micro=1",
+        "run.steps=6",
+        "lr_schedule.decay=6",
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+    ];
+    let on = |name: &str, more: &[&str]| {
+        Run::new(Mpirun(4), root.path(), name, &[&settings, more].concat())
+    };
+    let reduction = |files: &RunFiles| {
+        let record = json(&files.path("run.json"))["reduce"].clone();
+        let manifest = json(&files.checkpoint(6).join("manifest.json"));
+        let parallel = &manifest["config"]["parallel"];
+        assert_eq!(parallel["reduce"], record);
+        (record.as_str().unwrap().to_owned(), parallel["virtual_ranks"].as_u64().unwrap())
+    };
+    let new = on("new", &[]).succeeds();
+    assert_eq!(reduction(&new), ("micro".into(), 8));
+    let whole = on("whole", &["parallel.reduce=step"]).succeeds();
+    assert_eq!(reduction(&whole), ("step".into(), 4));
+    on("resumed", &["parallel.reduce=step", "run.steps=4"]).succeeds();
+    let resumed = on("resumed", &[]).resume("auto").succeeds();
+    assert_eq!(reduction(&resumed), ("step".into(), 4));
+    // What is asked for is done, also where it adds in another order.
+    let asked =
+        on("asked", &["parallel.reduce=micro"]).resume(whole.checkpoint(4).to_str().unwrap());
+    assert_eq!(reduction(&asked.succeeds()), ("micro".into(), 8));
+    // So is the order of a branch that ended before its first save.
+    let branch =
+        on("branch", &["checkpoint.every=0"]).resume(whole.checkpoint(4).to_str().unwrap());
+    assert_eq!(reduction(&branch.succeeds()), ("step".into(), 4));
+}

@@ -117,6 +117,23 @@ fn stages_of_a_pipeline_give_the_same_bits() {
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
 }
 
+/// Gradients that are reduced after each micro-batch have the bits of those that are reduced once per
+/// step, on any ranks; only stages without a rank are skipped.
+#[test]
+fn both_reductions_give_the_same_bits() {
+    let settings = ["parallel.virtual_ranks=64", "batch.global=64", "batch.micro=1"];
+    let small = ["model.layers=4", "model.width=32", "model.heads=2", "model.context=16"];
+    let args = ["--reduce", "step,micro", "--zero", "1,2,3", "--ranks", "1,2,4,8"];
+    let args = [&args[..], &["--pipeline", "1,2", "--steps", "2"]].concat();
+    let ended = verify(&[&settings[..], &small].concat(), &args).succeeded();
+    assert!(ended.stdout.ends_with("\n66 rows, 1 skipped, 2 steps: 0 differing bits\n"), "{ended}");
+    assert_eq!(lines(&ended, "  micro   equal       equal       equal").len(), 33, "{ended}");
+    // Without a number of virtual ranks, one rank has more of them than its reference.
+    let args = ["--reduce", "micro", "--zero", "1", "--ranks", "1", "--steps", "2"];
+    let ended = verify(&["batch.micro=2"], &args).succeeded();
+    assert_eq!(lines(&ended, "  micro   close       close       close").len(), 1, "{ended}");
+}
+
 /// Two virtual tensor ranks on one rank or two, with pipeline and ZeRO stages.
 #[test]
 fn tensor_parallelism_gives_the_same_bits() {
@@ -131,7 +148,7 @@ fn tensor_parallelism_gives_the_same_bits() {
         );
         assert!(ended.stdout.ends_with(" 4 steps: 0 differing bits\n"), "{ended}");
         assert_eq!(
-            lines(&ended, &format!("    8  {:<35}     3  equal", "2 × 1 × 2 × 2")).len(),
+            lines(&ended, &format!("    8  {:<35}     3  auto    equal", "2 × 1 × 2 × 2")).len(),
             1,
             "{ended}"
         );

@@ -6,7 +6,7 @@ use std::fmt;
 
 use toml::{Table, Value};
 
-use hpctrain_config::Config;
+use hpctrain_config::{Config, MessageDtype};
 
 /// The effect of a changed key on a resumed run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,9 +57,14 @@ pub struct Changes {
 impl Changes {
     /// Returns the differences from one resolved configuration to another.
     pub fn between(before: &Config, now: &Config) -> Self {
+        let effect = |section: &str, key: &str| match (section, key, now.comm.dtype) {
+            // Each micro-batch is rounded.
+            ("parallel", "reduce", MessageDtype::Bf16) => KeyEffect::Rounding,
+            _ => key_effect(section, key),
+        };
         let lines = |wanted: &[KeyEffect]| {
             let all =
-                differences(before, now, |section, key| wanted.contains(&key_effect(section, key)));
+                differences(before, now, |section, key| wanted.contains(&effect(section, key)));
             all.iter().map(KeyDifference::to_string).collect()
         };
         Self {

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::table::AlgorithmTable;
+use super::table::{AlgorithmTable, Route};
 use crate::algorithms::{Algorithm, Operation};
+use crate::device::path::DeviceTransport;
 use crate::group::Group;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, MemoryKind};
@@ -95,12 +96,14 @@ pub fn measure<B: Backend>(
     };
     let mut table = AlgorithmTable::uniform(base);
     let sizes = sizes(largest);
+    let has_peers = group.open_peers(backend)?;
     let mut measurable = Vec::with_capacity(operations.len());
     for &operation in operations {
-        measurable.push(agreed_candidates(world, group, base, exact && operation.adds())?);
+        let exact = exact && operation.adds();
+        measurable.push(agreed_candidates(world, group, base, exact, has_peers)?);
     }
-    for (&operation, algorithms) in operations.iter().zip(&measurable) {
-        connect(group, backend, operation, algorithms)?;
+    for (&operation, routes) in operations.iter().zip(&measurable) {
+        connect(group, backend, operation, routes)?;
     }
     let budget = if B::ON_HOST { BUDGET } else { DEVICE_BUDGET };
     let start = Instant::now();
@@ -108,20 +111,18 @@ pub fn measure<B: Backend>(
     let mut before = 0.0;
     for (number, &size) in sizes.iter().enumerate() {
         let mut timings = Vec::new();
-        for (&operation, algorithms) in operations.iter().zip(&measurable) {
-            let mut times = [f64::INFINITY; Algorithm::ALL.len()];
-            for &algorithm in algorithms {
-                times[algorithm as usize] =
-                    time(world, group, backend, operation, algorithm, size)?;
+        for (&operation, routes) in operations.iter().zip(&measurable) {
+            for &route in routes {
+                timings.push(time(world, group, backend, operation, route, size)?);
             }
-            timings.extend(times);
         }
         // The times of the slowest rank count, also for whether there is time for more.
         timings.push(start.elapsed().as_secs_f64());
         let slowest = slowest(world, &timings)?;
-        let (of_algorithms, elapsed) = slowest.split_at(slowest.len() - 1);
-        for (measured, times) in measured.iter_mut().zip(of_algorithms.chunks(Algorithm::ALL.len()))
-        {
+        let (mut of_routes, elapsed) = slowest.split_at(slowest.len() - 1);
+        for (measured, routes) in measured.iter_mut().zip(&measurable) {
+            let times;
+            (times, of_routes) = of_routes.split_at(routes.len());
             measured.push((size, times.to_vec()));
         }
         // The next size takes longer than this one by the ratio of the sizes.
@@ -131,8 +132,8 @@ pub fn measure<B: Backend>(
         }
         before = elapsed[0];
     }
-    for (&operation, measured) in operations.iter().zip(&measured) {
-        choose(&mut table, operation, base, measured, largest);
+    for ((&operation, routes), measured) in operations.iter().zip(&measurable).zip(&measured) {
+        choose(&mut table, operation, routes, measured, largest);
     }
     // Buffers of these sizes may not be needed again.
     backend.trim();
@@ -155,18 +156,27 @@ fn agreed_default<B: Backend>(
     Ok(Some(if is_same { mine } else { Algorithm::HalvingDoubling }))
 }
 
-/// Returns the algorithms to measure, the default first: those that all groups of `world` can run,
-/// since they measure together. Collective over the world.
+/// Returns the routes to measure, the default first: those that all groups of `world` can run, since
+/// they measure together. Collective over the world.
 fn agreed_candidates<B: Backend>(
     world: &Group<B>,
     group: &Group<B>,
     base: Algorithm,
     exact: bool,
-) -> Result<Vec<Algorithm>> {
-    let mine = candidates(group, base, exact);
-    let mask = mine.iter().map(|&algorithm| 1 << algorithm as u64).sum();
+    has_peers: bool,
+) -> Result<Vec<Route>> {
+    let mut mine: Vec<Route> =
+        candidates(group, base, exact).into_iter().map(Route::from).collect();
+    if has_peers {
+        // The sums of both transports have the same bits.
+        mine.push(Route { algorithm: base, transport: Some(DeviceTransport::CudaIpc) });
+    }
+    let bit = |route: Route| {
+        1 << (route.algorithm as usize + route.transport.map_or(0, |_| Algorithm::ALL.len()))
+    };
+    let mask: u64 = mine.iter().map(|&route| bit(route)).sum();
     let all = world.all_gather_u64(&[mask])?;
-    let is_able = |algorithm: &Algorithm| all.iter().all(|of| of[0] >> *algorithm as u64 & 1 == 1);
+    let is_able = |route: &Route| all.iter().all(|of| of[0] & bit(*route) != 0);
     Ok(mine.into_iter().filter(is_able).collect())
 }
 
@@ -178,16 +188,16 @@ fn candidates<B: Backend>(group: &Group<B>, base: Algorithm, exact: bool) -> Vec
     candidates
 }
 
-/// Runs a small collective by each algorithm: the first use connects ranks, which may take seconds,
-/// and device memory. Collective over the group.
+/// Runs a small collective by each route: the first use connects ranks, which may take seconds, and
+/// device memory. Collective over the group.
 fn connect<B: Backend>(
     group: &Group<B>,
     backend: &B,
     operation: Operation,
-    algorithms: &[Algorithm],
+    routes: &[Route],
 ) -> Result<()> {
-    for &algorithm in algorithms {
-        let group = group.with_algorithms(AlgorithmTable::uniform(algorithm));
+    for &route in routes {
+        let group = group.with_algorithms(AlgorithmTable::uniform(route));
         // Every rank sends some to every other.
         let buf = backend.upload(MemoryKind::Gradients, &vec![0.0; CONNECTING * group.size()])?;
         group.run(operation, buf).synchronize()?;
@@ -216,7 +226,8 @@ pub fn connect_ranks<B: Backend>(
             Some(algorithm) => vec![algorithm],
             None => candidates(group, base, exact && operation.adds()),
         };
-        connect(group, backend, operation, &algorithms)
+        let routes: Vec<Route> = algorithms.into_iter().map(Route::from).collect();
+        connect(group, backend, operation, &routes)
     })
 }
 
@@ -225,33 +236,37 @@ fn sizes(largest: usize) -> Vec<usize> {
     SIZES.into_iter().filter(|size| *size < largest).chain([largest]).collect()
 }
 
-/// Sets an operation's rules by the times of all algorithms at the sizes that were measured.
+/// Sets an operation's rules by the times of its routes at the sizes that were measured. The first
+/// route is the default.
 fn choose(
     table: &mut AlgorithmTable,
     operation: Operation,
-    base: Algorithm,
+    routes: &[Route],
     measured: &[(usize, Vec<f64>)],
     largest: usize,
 ) {
     let fastest: Vec<_> =
-        measured.iter().map(|(size, times)| (*size, best(times, base, |_| true))).collect();
+        measured.iter().map(|(size, times)| (*size, best(times, routes, |_| true))).collect();
     let beyond = match measured.last() {
         // Measuring ended early, and latency does not predict bandwidth.
-        Some((size, times)) if *size < largest => best(times, base, Algorithm::moves_least),
-        _ => fastest.last().map_or(base, |(_, algorithm)| *algorithm),
+        Some((size, times)) if *size < largest => {
+            best(times, routes, |route| route.algorithm.moves_least())
+        }
+        _ => fastest.last().map_or(routes[0], |(_, route)| *route),
     };
     table.set(operation, &fastest, beyond);
 }
 
-/// Returns the fastest algorithm of those that `among` accepts, or `base` if none is clearly faster.
-fn best(times: &[f64], base: Algorithm, among: impl Fn(Algorithm) -> bool) -> Algorithm {
-    let base_time = times[base as usize];
-    let all = Algorithm::ALL.iter().zip(times).filter(|(algorithm, _)| among(**algorithm));
-    let gain =
-        |algorithm: Algorithm| if algorithm == Algorithm::Vendor { GAIN_OF_VENDOR } else { GAIN };
-    let faster = all.filter(|(algorithm, time)| **time < gain(**algorithm) * base_time);
-    let faster = faster.min_by(|a, b| a.1.total_cmp(b.1));
-    faster.map_or(base, |(algorithm, _)| *algorithm)
+/// Returns the fastest of those routes that `among` accepts, or the first if none is clearly faster.
+fn best(times: &[f64], routes: &[Route], among: impl Fn(Route) -> bool) -> Route {
+    let of_default = times[0];
+    let gain = |route: Route| match route.algorithm {
+        Algorithm::Vendor => GAIN_OF_VENDOR,
+        _ => GAIN,
+    };
+    let all = routes.iter().zip(times).filter(|(route, _)| among(**route));
+    let faster = all.filter(|(route, time)| **time < gain(**route) * of_default);
+    faster.min_by(|a, b| a.1.total_cmp(b.1)).map_or(routes[0], |(route, _)| *route)
 }
 
 /// Measures one collective. Returns the seconds of the fastest repetition on this rank.
@@ -260,11 +275,11 @@ fn time<B: Backend>(
     group: &Group<B>,
     backend: &B,
     operation: Operation,
-    algorithm: Algorithm,
+    route: Route,
     bytes: usize,
 ) -> Result<f64> {
     let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
-    let group = group.with_algorithms(AlgorithmTable::uniform(algorithm));
+    let group = group.with_algorithms(AlgorithmTable::uniform(route));
     // It stands for the gradient of a unit, which is not allocated yet.
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let mut fastest = f64::INFINITY;
@@ -304,6 +319,15 @@ mod tests {
     use crate::start_threads;
     use hpctrain_cpu::Cpu;
 
+    /// All algorithms, the default first.
+    const ROUTES: [Route; 5] = [
+        Route { algorithm: Algorithm::HalvingDoubling, transport: None },
+        Route { algorithm: Algorithm::Vendor, transport: None },
+        Route { algorithm: Algorithm::Ring, transport: None },
+        Route { algorithm: Algorithm::Hierarchical, transport: None },
+        Route { algorithm: Algorithm::ReduceToOne, transport: None },
+    ];
+
     #[test]
     fn every_algorithm_can_be_chosen_by_its_name() {
         for algorithm in Algorithm::ALL {
@@ -316,8 +340,7 @@ mod tests {
 
     #[test]
     fn the_tree_is_left_for_a_gain_only() {
-        let pick =
-            |mpi, ring| best(&[mpi, ring, 1.0, 2.0, 3.0], Algorithm::HalvingDoubling, |_| true);
+        let pick = |mpi, ring| best(&[1.0, mpi, ring, 2.0, 3.0], &ROUTES, |_| true).algorithm;
         assert_eq!(
             (pick(9.0, 0.95), pick(9.0, 0.5)),
             (Algorithm::HalvingDoubling, Algorithm::Ring)
@@ -344,11 +367,11 @@ mod tests {
         let ring = f64::INFINITY;
         let tree = 23e-4;
         let hierarchical = f64::INFINITY;
-        let start = (16 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
+        let start = (16 << 10, vec![tree, mpi, ring, hierarchical, 5e-4]);
         let pick = |measured: &[(usize, Vec<f64>)], largest, bytes| {
             let mut table = AlgorithmTable::uniform(Algorithm::HalvingDoubling);
-            choose(&mut table, Operation::AllReduce, Algorithm::HalvingDoubling, measured, largest);
-            table.pick(Operation::AllReduce, bytes)
+            choose(&mut table, Operation::AllReduce, &ROUTES, measured, largest);
+            table.pick(Operation::AllReduce, bytes).algorithm
         };
         // Measuring ended early: its winner applies up to the largest measured size.
         let small = 16 << 10;
@@ -362,16 +385,16 @@ mod tests {
             );
         }
         // The vendor's algorithm is not extrapolated either; a bandwidth-optimal one is.
-        let library = (16 << 10, vec![1e-4, ring, tree, hierarchical, 5e-4]);
+        let library = (16 << 10, vec![tree, 1e-4, ring, hierarchical, 5e-4]);
         assert_eq!(pick(&[library], large, large), Algorithm::HalvingDoubling);
-        let nodes = (16 << 10, vec![1e-4, 8e-4, tree, 7e-4, 5e-4]);
+        let nodes = (16 << 10, vec![tree, 1e-4, 8e-4, 7e-4, 5e-4]);
         assert_eq!(pick(&[nodes], large, large), Algorithm::Hierarchical);
         // All was measured: the winner at the largest size wins.
-        let end = (large, vec![mpi, ring, 4.0, hierarchical, 3.0]);
+        let end = (large, vec![4.0, mpi, ring, hierarchical, 3.0]);
         assert_eq!(pick(&[start.clone(), end.clone()], large, large), Algorithm::ReduceToOne);
         assert_eq!(pick(&[start, end], large + 4, 1 << 40), Algorithm::HalvingDoubling);
         // The only buffers are small ones.
-        let only = (4 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
+        let only = (4 << 10, vec![tree, mpi, ring, hierarchical, 5e-4]);
         assert_eq!(pick(&[only], 4 << 10, 4 << 10), Algorithm::ReduceToOne);
     }
 
@@ -391,7 +414,7 @@ mod tests {
         assert!(measured.iter().all(|table| *table == measured[0]), "{measured:?}");
         for operation in Operation::ALL.into_iter().filter(|operation| operation.adds()) {
             for bytes in [0, 1 << 14, 1 << 18, 1 << 30] {
-                let picked = measured[0].pick(operation, bytes);
+                let picked = measured[0].pick(operation, bytes).algorithm;
                 assert!(
                     ![Algorithm::Ring, Algorithm::Vendor].contains(&picked),
                     "{operation:?} of {bytes}: {picked}"

@@ -79,19 +79,52 @@ impl DeviceComms {
             Some(place) => place,
             None => {
                 let comm = match path {
-                    DeviceTransport::CudaIpc => open_peers(copies, transport, group)?,
+                    DeviceTransport::CudaIpc => open_peers(copies, transport, group)??,
                     _ => {
                         let id = comm_id(copies, transport, group)?;
                         copies.init_rank(&id, group.rank, group.size())?
                     }
                 };
-                self.entries.push(Entry { group: group.clone(), transport: path, comm });
-                let place = self.entries.len() - 1;
-                self.entries[place].until_done(transport, &self.shared, |_| Ok(()))?;
-                place
+                self.add(transport, group, path, comm)?
             }
         };
         Ok(GroupComm { entries: &self.entries, place, shared: &self.shared })
+    }
+
+    /// Adds a communicator that was created, and returns its index once it is settled.
+    fn add(
+        &mut self,
+        transport: &mut dyn Transport,
+        group: &GroupRanks,
+        path: DeviceTransport,
+        comm: Box<dyn DeviceComm>,
+    ) -> Result<usize> {
+        self.entries.push(Entry { group: group.clone(), transport: path, comm });
+        let place = self.entries.len() - 1;
+        self.entries[place].until_done(transport, &self.shared, |_| Ok(()))?;
+        Ok(place)
+    }
+
+    /// Creates the communicator of the ranks of a group over CUDA IPC if it can be created, and
+    /// returns whether it was, the same on all ranks. Collective over the group.
+    pub fn try_peers(
+        &mut self,
+        copies: &dyn DeviceCopies,
+        transport: &mut dyn Transport,
+        group: &GroupRanks,
+    ) -> Result<bool> {
+        if self.has(group, DeviceTransport::CudaIpc) {
+            return Ok(true);
+        }
+        let comm = match open_peers(copies, transport, group)? {
+            Ok(comm) => comm,
+            Err(error) => {
+                log::debug!("no collectives over CUDA IPC: {error}");
+                return Ok(false);
+            }
+        };
+        self.add(transport, group, DeviceTransport::CudaIpc, comm)?;
+        Ok(true)
     }
 
     /// Returns the index of the communicator of the ranks of a group.
@@ -150,24 +183,32 @@ fn comm_id(
     Ok(received)
 }
 
-/// Exports this rank's memory to all ranks of a group, and opens theirs.
+/// Exports this rank's memory to all ranks of a group, and opens theirs. The inner result is that of
+/// the device, an error on all ranks if it is one on some.
 fn open_peers(
     copies: &dyn DeviceCopies,
     transport: &mut dyn Transport,
     group: &GroupRanks,
-) -> Result<Box<dyn DeviceComm>> {
+) -> Result<Result<Box<dyn DeviceComm>>> {
     let exported = copies.export_memory(group.size());
     let handle = exported.as_ref().map_or_else(|_| Vec::new(), |exported| exported.handle());
     // A rank without a handle takes part, so that the others do not wait for it.
     let handles = bytes::gather(transport, group, handle)?;
-    let exported = exported?;
+    let failed_on = |rank: usize, what: &str| {
+        Error::comm(format!("rank {} could not {what} (CUDA IPC)", group.ranks[rank]))
+    };
     if let Some(rank) = handles.iter().position(Vec::is_empty) {
-        return Err(Error::comm(format!(
-            "rank {} could not export the memory of its GPU (CUDA IPC)",
-            group.ranks[rank]
-        )));
+        let theirs = failed_on(rank, "export the memory of its GPU");
+        return Ok(Err(exported.err().unwrap_or(theirs)));
     }
-    exported.open_peers(&handles, group.rank)
+    let opened = exported.and_then(|exported| exported.open_peers(&handles, group.rank));
+    let all = bytes::gather(transport, group, vec![u8::from(opened.is_ok())])?;
+    match all.iter().position(|opened| *opened != [1]) {
+        Some(rank) if opened.is_ok() => {
+            Ok(Err(failed_on(rank, "open the memory of the others' GPUs")))
+        }
+        _ => Ok(opened),
+    }
 }
 
 /// A communicator, used by a group of its ranks. After an error all communicators are aborted, and

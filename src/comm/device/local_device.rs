@@ -15,7 +15,7 @@ pub struct LocalDevice<B> {
     /// Whether other ranks of the node see other devices than this one.
     pub(super) is_isolated: bool,
     /// Whether its memory pool grows.
-    pub(super) has_growing_memory: bool,
+    pub(crate) has_growing_memory: bool,
     /// Whether collectives are those of the vendor.
     pub(super) needs_vendor: bool,
     /// The bytes per second that an all-reduce inside a node should reach, by the device's model.

@@ -27,10 +27,10 @@ impl fmt::Display for TransportChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             TransportChoice::Auto => "auto",
-            TransportChoice::CudaAware => "cuda-aware",
-            TransportChoice::CudaIpc => "cuda-ipc",
-            TransportChoice::HostStaged => "host-staged",
-            TransportChoice::Nccl => "nccl",
+            TransportChoice::CudaAware => DeviceTransport::CudaAware.name(),
+            TransportChoice::CudaIpc => DeviceTransport::CudaIpc.name(),
+            TransportChoice::HostStaged => DeviceTransport::HostStaged.name(),
+            TransportChoice::Nccl => DeviceTransport::Nccl.name(),
         })
     }
 }
@@ -50,6 +50,16 @@ pub enum DeviceTransport {
 }
 
 impl DeviceTransport {
+    /// Returns the name in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            DeviceTransport::CudaAware => "cuda-aware",
+            DeviceTransport::CudaIpc => "cuda-ipc",
+            DeviceTransport::HostStaged => "host-staged",
+            DeviceTransport::Nccl => "nccl",
+        }
+    }
+
     /// Describes the transport for logs and the startup summary.
     pub fn describe(self) -> &'static str {
         match self {

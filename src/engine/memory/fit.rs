@@ -353,7 +353,13 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     config.parallel.replica = (zero == Zero::Zero).then_some(ranks / pipeline);
                 }
                 config.parallel.zero = zero;
-                config.parallel.reduce = ReduceChoice::Auto;
+                if config.parallel.reduce == ReduceChoice::Micro {
+                    config.parallel.reduce = ReduceChoice::Auto;
+                    if smaller != micro {
+                        // There is a virtual rank for each micro-batch.
+                        config.parallel.virtual_ranks = None;
+                    }
+                }
                 config.parallel.recompute |= again;
                 if at_once {
                     config.parallel.schedule = PipelineSchedule::OneForwardOneBackward;

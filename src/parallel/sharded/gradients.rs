@@ -297,12 +297,11 @@ impl<B: Kernels> Sharded<B> {
         }
         let sum = unit.virtual_ranks.finish(add)?;
         let sum = sum.ok_or_else(|| Error::internal("there is no virtual rank to reduce"))?;
-        let (sum, full) =
-            if self.groups.step.replica.size() > 1 { self.message(sum)? } else { (sum, None) };
+        let sum = if self.groups.step.replica.size() > 1 { self.message(sum)?.0 } else { sum };
         let name = &self.units[index].layout.name;
         let range = 0..B::len(&sum);
         let sum = self.groups.step.replica.with_label(name).all_reduce(sum, range);
-        self.units[index].reduction = Some(Reduction::InFlight { sum, full });
+        self.units[index].reduction = Some(Reduction::InFlight { sum, full: None });
         self.replicating.push(index);
         Ok(())
     }

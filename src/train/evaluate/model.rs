@@ -6,7 +6,7 @@ use hpctrain_base::error::Result;
 use hpctrain_checkpoint::Reader;
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::{
-    Config, Environment, Parallel, ReduceChoice, ResolvedConfig, overlay, resolve,
+    Config, Environment, MessageDtype, Parallel, ReduceChoice, ResolvedConfig, overlay, resolve,
 };
 use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, with_host_embedding};
@@ -62,6 +62,7 @@ pub fn plan(
         (config.precision, config.model.place) = Default::default();
     }
     config.parallel.reduce = ReduceChoice::Step;
+    config.comm.dtype = MessageDtype::F32;
     // Nothing is trained, so any batch size that the ranks divide is valid.
     config.batch.global = ranks as u64;
     resolve(config, &Environment { ranks, threads, vocabulary: None, on_gpu })

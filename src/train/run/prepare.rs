@@ -1,7 +1,7 @@
 //! The preparation of a run: its data, its directory, its state, and its startup summary.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::{Customization, Run, Schedule, TrainRequest};
@@ -14,8 +14,10 @@ use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
 use crate::time_limit::TimeLimit;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_checkpoint::run_dir::{Branch, RestoreOptions, Resume, Resumed, RunDirectory, resume};
-use hpctrain_checkpoint::{Manifest, Origin, SaveContext, Saver};
+use hpctrain_checkpoint::run_dir::{
+    Branch, RestoreOptions, RestoreScope, Resume, Resumed, RunDirectory, resume,
+};
+use hpctrain_checkpoint::{Checkpoints, Manifest, Origin, SaveContext, Saver};
 use hpctrain_comm::{self as comm, Comm, Group};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
@@ -103,14 +105,21 @@ impl<'h, B: Kernels> Run<'h, B> {
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
         if config.parallel.virtual_ranks.is_none()
+            && config.parallel.reduce == ReduceChoice::Auto
             && plan.config.parallel.reduce == ReduceChoice::Micro
-            && let Some(before) = virtual_ranks_before(&world, directory, &request.resume)?
+            && let Some(before) = virtual_ranks_before(&world, directory, request)?
             && before != plan.virtual_ranks
         {
             // The default for gradients that are reduced after each micro-batch would add in
             // another order than the run has so far.
+            log::info!(
+                "gradients are reduced once per step, as with {before} virtual ranks before"
+            );
             config.parallel.reduce = ReduceChoice::Step;
             plan = self::plan(&comm, config, &splits.train, Some(threads))?;
+            if may_cut {
+                memory::fit_stages(&world, &mut plan, &topology, held, gpu_memory)?;
+            }
             world.all_ok(memory::check::<B>(&plan, &topology, held, gpu_memory))?;
         }
         plan.config.run.name = Some(directory.name());
@@ -324,23 +333,39 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
 }
 
 /// Returns the virtual ranks of the checkpoint that a run resumes from, on all ranks; `None` if there
-/// is none or it cannot be read, which [`resume`] reports.
+/// is none, it cannot be read, which [`resume`] reports, or only its weights are taken.
 fn virtual_ranks_before<B: Kernels>(
     world: &Group<B>,
     directory: &RunDirectory,
-    resume: &Resume,
+    request: &TrainRequest,
 ) -> Result<Option<usize>> {
-    let checkpoint = match resume {
-        Resume::No => return Ok(None),
-        Resume::Auto => directory.checkpoints().latest(),
-        Resume::From(path) => path.clone(),
-    };
-    let of_run = RunDirectory::at(checkpoint.clone()).checkpoints().latest();
-    let read = || Manifest::read(&checkpoint).or_else(|_| Manifest::read(&of_run)).ok();
-    let mine = if world.rank() == 0 { read() } else { None };
+    if request.resume == Resume::No || request.take == RestoreScope::Weights {
+        return Ok(None);
+    }
+    let mine = if world.rank() == 0 { manifest_before(directory, &request.resume) } else { None };
     let mine = mine.and_then(|manifest| manifest.config.parallel.virtual_ranks).unwrap_or(0);
     let before = world.broadcast_numbers(&[mine as u64])?[0] as usize;
     Ok((before > 0).then_some(before))
+}
+
+/// Returns the manifest of the checkpoint that a run resumes from, if it can be read.
+fn manifest_before(directory: &RunDirectory, resume: &Resume) -> Option<Manifest> {
+    let newest = |checkpoints: Checkpoints| {
+        let step = checkpoints.current_step().ok()??;
+        Manifest::read(&checkpoints.path(step)).ok()
+    };
+    let named = |path: &Path| {
+        let of_run = || newest(RunDirectory::at(path).checkpoints());
+        Manifest::read(path).ok().or_else(of_run)
+    };
+    match resume {
+        Resume::No => None,
+        Resume::From(path) => named(path),
+        Resume::Auto => newest(directory.checkpoints()).or_else(|| {
+            // The run began at a checkpoint of another run.
+            named(&directory.branch().ok()??.from)
+        }),
+    }
 }
 
 /// Returns a job id that no other job has.

@@ -222,7 +222,11 @@ int run(State& s, Task& t) {
 }
 
 Result enqueue(Comm* c) {
-  std::function<int()> f = [s = c->state, t = std::move(c->started)] { return run(*s, *t); };
+  std::function<int()> f = [s = c->state, t = std::move(c->started)] {
+    static const char* delay = getenv("CUDASIM_NCCL_DELAY");
+    if (delay) std::this_thread::sleep_for(std::chrono::duration<double>(atof(delay)));
+    return run(*s, *t);
+  };
   c->started = nullptr;
   return cudasim_enqueue_asked(c->stream, "nccl", &f) ? CUDA : OK;
 }
