@@ -95,7 +95,10 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         (Mpirun(2), "parallel.zero=3 offload.optimizer=true offload.params=true"),
         (Mpirun(2), "parallel.zero=3 precision.dtype=f32"),
         (Mpirun(2), "parallel.zero=2 batch.micro=1 parallel.virtual_ranks=4"),
-        (Mpirun(4), "parallel.zero=3 batch.micro=1 batch.global=16 parallel.virtual_ranks=16"),
+        (
+            Mpirun(4),
+            "parallel.zero=3 batch.micro=1 batch.global=16 parallel.virtual_ranks=16 device.ranks_per_gpu=2",
+        ),
         (
             Mpirun(2),
             "parallel.zero=3 batch.micro=1 parallel.virtual_ranks=4 offload.optimizer=true offload.params=true",

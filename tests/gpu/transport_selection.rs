@@ -116,35 +116,30 @@ fn cuda_ipc_is_measured_beside_nccl() {
         path(transport, root.path(), name, &[&ours, more].concat(), sim)
     };
     let chosen = |files: &RunFiles| files.text("collectives.json").contains("cuda-ipc");
-    for transport in [Mpirun(2), Simulate(2)] {
-        let name = |what: &str| format!("{what}-{transport:?}");
-        let (fast, path, _) = start(transport, &name("fast"), &[], &[TWO, SLOW]);
+    let fast = |transport, name: &str| {
+        let (fast, path, _) = start(transport, name, &[], &[TWO, SLOW]);
         assert!(path == "nccl" && chosen(&fast), "{}", fast.text("collectives.json"));
-        for (what, more, sim) in [
-            ("given", &["comm.transport=nccl"][..], &[TWO, SLOW][..]),
-            ("grown", &["device.memory=grow"], &[TWO, SLOW]),
-            ("shut", &[], &[TWO, SLOW, NO_PEERS]),
-        ] {
-            if what == "given" {
-                let settings =
-                    [&SMALLER[..], &["parallel.zero=1", "device.memory_limit=128MiB"], more];
-                let run = Run::new(transport, root.path(), &name(what), &settings.concat());
-                finish(with_simulator(&mut run.command()).envs(sim.iter().copied())).succeeded();
-                assert!(!chosen(&run.files()), "{what}");
-                run.files().same_as(&fast, STEPS, what);
-                continue;
-            }
-            let (files, path, _) = start(transport, &name(what), more, sim);
-            assert!(path == "nccl" && !chosen(&files), "{what}");
-            files.same_as(&fast, STEPS, what);
-        }
+        fast
+    };
+    let processes = fast(Mpirun(2), "fast");
+    fast(Simulate(2), "threads").same_as(&processes, STEPS, "threads");
+    for (what, more, sim) in [
+        ("grown", &["device.memory=grow"][..], &[TWO, SLOW][..]),
+        ("shut", &[], &[TWO, SLOW, NO_PEERS]),
+    ] {
+        let (files, path, _) = start(Mpirun(2), what, more, sim);
+        assert!(path == "nccl" && !chosen(&files), "{what}");
+        files.same_as(&processes, STEPS, what);
     }
+    let given = [&SMALLER[..], &["parallel.zero=1", "comm.transport=nccl"]].concat();
+    let given = Run::new(Mpirun(2), root.path(), "given", &given);
+    finish(with_simulator(&mut given.command()).envs([TWO, SLOW])).succeeded();
+    assert!(!chosen(&given.files()), "{}", given.files().text("collectives.json"));
     // The choice is kept, but not where it does not work.
     for (sim, kept) in [(&[TWO, SLOW][..], true), (&[TWO, SLOW, NO_PEERS], false)] {
         let settings =
             [&SMALLER[..], &["parallel.zero=1", "device.memory_limit=128MiB", "run.steps=3"]];
-        let run =
-            Run::new(Mpirun(2), root.path(), "fast-Mpirun(2)", &settings.concat()).resume("auto");
+        let run = Run::new(Mpirun(2), root.path(), "fast", &settings.concat()).resume("auto");
         let command = &mut run.command();
         let ended = finish(with_simulator(command).envs(sim.iter().copied())).succeeded();
         let how = if kept { "(measured before)" } else { "(measured)" };
