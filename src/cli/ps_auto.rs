@@ -8,7 +8,7 @@ use clap::Args;
 use serde::Deserialize;
 
 use super::eval::watch_on_device;
-use super::servers::{coordinate_run, serve_run, work_for_run};
+use super::servers::{coordinate_and_serve, coordinate_run, serve_run, work_for_run};
 use super::train::RunArgs;
 use crate::comm::single;
 use crate::config::Config;
@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
 use crate::job::{exit_on_panic, fail};
 use crate::signals;
+use crate::telemetry::say;
 
 /// The variable of `TensorFlow`'s `TFConfigClusterResolver`.
 const TF_CONFIG: &str = "TF_CONFIG";
@@ -42,6 +43,15 @@ pub enum PsTask {
         /// The address to listen on.
         address: Option<String>,
     },
+    /// It is the first parameter server, and coordinates the run because the cluster has no chief.
+    CoordinateAndServe {
+        /// The number of servers, this one included.
+        servers: usize,
+        /// The number of workers.
+        workers: usize,
+        /// The address to listen on.
+        address: Option<String>,
+    },
     /// It is a parameter server.
     Serve {
         /// The address to listen on.
@@ -56,11 +66,12 @@ pub enum PsTask {
 /// The value of `TF_CONFIG`.
 #[derive(Deserialize)]
 struct TfConfig {
+    #[serde(default)]
     cluster: Cluster,
     task: TfTask,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 struct Cluster {
     #[serde(default)]
     chief: Vec<String>,
@@ -68,8 +79,6 @@ struct Cluster {
     ps: Vec<String>,
     #[serde(default)]
     worker: Vec<String>,
-    #[serde(default)]
-    evaluator: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -119,30 +128,32 @@ fn number(env: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<us
     })
 }
 
-/// Returns the role that `TF_CONFIG` assigns.
+/// Returns the role that `TF_CONFIG` assigns. `TensorFlow`'s guides give an evaluator a cluster of
+/// its own or none, and leave the chief out where a notebook coordinates: the first server does so
+/// then.
 ///
 /// # Errors
 /// Returns an error if `text` is not JSON of that form, its task is not in the cluster, or the
-/// cluster does not have one chief and at least one server.
+/// cluster has no server or more than one chief.
 pub fn task_from_tf_config(text: &str) -> Result<PsTask> {
     let hint = r#"such as {"cluster": {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}, "task": {"type": "worker", "index": 0}}"#;
     let wrong = |what: String| Error::input(format!("{TF_CONFIG}: {what}")).hint(hint);
     let TfConfig { cluster, task } =
         serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
-    let Cluster { chief, ps, worker, evaluator } = cluster;
+    let Cluster { chief, ps, worker } = cluster;
     let addresses = match task.kind.as_str() {
         "chief" | "coordinator" => &chief,
         "ps" => &ps,
         "worker" => &worker,
-        "evaluator" => &evaluator,
+        // It only needs the directory of the run.
+        "evaluator" => return Ok(PsTask::Evaluate),
         other => {
             return Err(wrong(format!(
                 "task.type is {other:?}, not chief, ps, worker or evaluator"
             )));
         }
     };
-    // TensorFlow's guides do not list the evaluator in the cluster.
-    if task.kind != "evaluator" && task.index >= addresses.len() {
+    if task.index >= addresses.len() {
         return Err(wrong(format!(
             "task.index is {}, but cluster.{} has {}",
             task.index,
@@ -155,15 +166,22 @@ pub fn task_from_tf_config(text: &str) -> Result<PsTask> {
             "cluster.ps is empty: a run without servers is started by mpirun or srun".into(),
         ));
     }
-    if chief.len() != 1 {
+    if chief.len() > 1 {
         return Err(wrong(format!("cluster.chief has {} addresses, not one", chief.len())));
     }
+    if worker.is_empty() {
+        return Err(wrong("cluster.worker is empty: nothing would train".into()));
+    }
     let address = addresses.get(task.index).cloned();
+    let servers = ps.len();
+    let workers = worker.len();
     Ok(match task.kind.as_str() {
+        "ps" if chief.is_empty() && task.index == 0 => {
+            PsTask::CoordinateAndServe { servers, workers, address }
+        }
         "ps" => PsTask::Serve { address },
         "worker" => PsTask::Work,
-        "evaluator" => PsTask::Evaluate,
-        _ => PsTask::Coordinate { servers: ps.len(), workers: worker.len(), address },
+        _ => PsTask::Coordinate { servers, workers, address },
     })
 }
 
@@ -196,6 +214,12 @@ fn run_role(args: &AutoArgs) -> Result<i32> {
             request.config.parameter_server.address =
                 request.config.parameter_server.address.or(address);
             Ok(coordinate_run(request, servers, Some(workers)))
+        }
+        PsTask::CoordinateAndServe { servers, workers, address } => {
+            say("TF_CONFIG: cluster.chief is empty: ps 0 coordinates the run and serves, too");
+            request.config.parameter_server.address =
+                request.config.parameter_server.address.or(address);
+            coordinate_and_serve(request, servers, workers)
         }
         PsTask::Serve { address } => {
             serve_run(&run, address.or(request.config.parameter_server.address), timeout)
@@ -260,6 +284,43 @@ mod tests {
             r#"{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}"#,
             "cluster.ps is empty",
         );
+        wrong(
+            r#"{"cluster": {"chief": ["a", "b"], "ps": ["c"]}, "task": {"type": "ps", "index": 0}}"#,
+            "cluster.chief has 2 addresses, not one",
+        );
+        wrong(
+            r#"{"cluster": {"ps": ["c"]}, "task": {"type": "ps", "index": 0}}"#,
+            "cluster.worker is empty",
+        );
+        wrong(r#"{"task": {"type": "worker", "index": 0}}"#, "task.index is 0, but cluster.worker");
+    }
+
+    #[test]
+    fn tf_config_may_lack_the_chief() {
+        let tf = |kind: &str, index: usize| {
+            let cluster =
+                r#"{"worker": ["c:2222", "d:2222", "e:2222"], "ps": ["a:2222", "b:2222"]}"#;
+            let task = format!(r#"{{"type": "{kind}", "index": {index}}}"#);
+            task_from_tf_config(&format!(r#"{{"cluster": {cluster}, "task": {task}}}"#))
+        };
+        let address = |host: &str| Some(format!("{host}:2222"));
+        assert_eq!(
+            tf("ps", 0).unwrap(),
+            PsTask::CoordinateAndServe { servers: 2, workers: 3, address: address("a") }
+        );
+        assert_eq!(tf("ps", 1).unwrap(), PsTask::Serve { address: address("b") });
+        assert_eq!(tf("worker", 2).unwrap(), PsTask::Work);
+        assert_eq!(tf("evaluator", 0).unwrap(), PsTask::Evaluate);
+        let error = tf("chief", 0).unwrap_err().to_string();
+        assert!(error.contains("task.index is 0, but cluster.chief has 0"), "{error}");
+    }
+
+    #[test]
+    fn tf_config_of_an_evaluator_needs_no_other_process() {
+        for cluster in ["", r#""cluster": {"evaluator": ["host1:2222"]}, "#, r#""cluster": {}, "#] {
+            let text = format!(r#"{{{cluster}"task": {{"type": "evaluator", "index": 0}}}}"#);
+            assert_eq!(task_from_tf_config(&text).unwrap(), PsTask::Evaluate, "{text}");
+        }
     }
 
     #[test]

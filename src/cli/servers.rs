@@ -9,7 +9,7 @@ use super::rank_roles::{RankAssignment, RankRole};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, single};
 use crate::config::{self, Batch, Config, ParameterServer};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::gpu_assignment::{assign_gpus, check_cpu, cpu_name, open_cpu};
 use crate::job::{exit_on_panic, fail};
 use crate::run_dir::RunOutcome;
@@ -20,6 +20,7 @@ use crate::servers::{
 use crate::signals;
 use crate::spawn::spawn_scoped;
 use crate::telemetry::say;
+use crate::telemetry::startup_summary::keys_without_effect;
 use crate::train::TrainRequest;
 
 /// Arguments of `hpctrain ps server`.
@@ -128,10 +129,15 @@ pub fn run_rank(role: &RankAssignment, mut request: TrainRequest) -> Result<i32>
         timeout,
         threads: role.threads,
     };
+    serve_with(opened, &server)
+}
+
+/// Serves, and coordinates the run if this process has opened it; returns the exit code.
+fn serve_with(opened: Option<CoordinatorRun>, server: &ServerOptions) -> Result<i32> {
     std::thread::scope(|scope| {
         let coordinator =
             opened.map(|opened| spawn_scoped(scope, "coordinator", || opened.run())).transpose()?;
-        let served = serve(&server);
+        let served = serve(server);
         let Some(coordinator) = coordinator else { return served.map(|()| 0) };
         let ended = coordinator.join().map_err(|_| Error::internal("the coordinator panicked"))?;
         Ok(code_of(ended))
@@ -154,6 +160,11 @@ fn work_on_device(comm: &Comm<Cpu>, config: &Config, options: &WorkerOptions) ->
     match assign_gpus(comm, config)? {
         None => {
             comm.world().all_ok(check_cpu(config))?;
+            if comm.rank() == 0
+                && let Some(note) = keys_without_effect(config)
+            {
+                log::warn!("{note}");
+            }
             work(options, &cpu_name(config), open_cpu)
         }
         Some(gpu) => work(options, &gpu.name()?, |plan| gpu.backend(plan)),
@@ -174,6 +185,9 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
     let config = request.config.clone();
     let workers = ranks - servers;
     check_cpu(&config)?;
+    if let Some(note) = keys_without_effect(&config) {
+        log::warn!("{note}");
+    }
     exit_on_panic("simulate");
     let timeout = Duration::from_secs(config.parameter_server.timeout);
     let threads = request.threads.unwrap_or(1);
@@ -214,12 +228,40 @@ pub fn coordinate_run(run: TrainRequest, servers: usize, workers: Option<usize>)
         log: "coordinator".into(),
     }) {
         Ok(opened) => {
+            match opened.finished_before() {
+                Ok(None) => {}
+                Ok(Some(outcome)) => return outcome.exit_code(),
+                Err(e) => return fail(&e),
+            }
             let run = opened.directory().display();
             say(format_args!("hpctrain ps server --run {run}\nhpctrain ps worker --run {run}\n"));
             code_of(opened.run())
         }
         Err(e) => fail(&e),
     }
+}
+
+/// Coordinates a run whose other servers and whose workers are separate processes, and serves in
+/// the same process; returns the exit code. The coordinator listens at `parameter_server.address`,
+/// the server at the same host and any port.
+///
+/// # Errors
+/// Returns an error if the run cannot start, or the server fails.
+pub fn coordinate_and_serve(run: TrainRequest, servers: usize, workers: usize) -> Result<i32> {
+    let timeout = Duration::from_secs(run.config.parameter_server.timeout);
+    let address = run.config.parameter_server.address.as_deref().and_then(host_of);
+    let threads = run.config.run.threads.unwrap_or_else(cores);
+    let opened = CoordinatorRun::open(CoordinatorOptions {
+        run,
+        servers,
+        workers: Some(workers),
+        log: "coordinator".into(),
+    })?;
+    if let Some(outcome) = opened.finished_before()? {
+        return Ok(outcome.exit_code());
+    }
+    let rendezvous = PsRendezvous::for_run(opened.directory());
+    serve_with(Some(opened), &ServerOptions { rendezvous, address, timeout, threads })
 }
 
 /// Runs `hpctrain ps server` and returns the exit code.
@@ -264,10 +306,37 @@ pub fn work_for_run(run: &Path, timeout: Duration) -> Result<i32> {
         threads: cores(),
         leaves_on_signal: true,
     };
-    match config_of_run(&options)? {
+    match config_or_code(&options)? {
         Err(code) => Ok(code),
         Ok(config) => work_on_device(&single(), &config, &options),
     }
+}
+
+/// Returns the configuration of the run once it accepts workers, or the exit code of this process.
+/// A worker that comes after the end of a finished run ends at once.
+fn config_or_code(options: &WorkerOptions) -> Result<std::result::Result<Config, i32>> {
+    let rendezvous = &options.rendezvous;
+    if rendezvous.has_finished() {
+        let timeout = options.timeout.min(PsRendezvous::FINISHED_GRACE);
+        match config_of_run(&WorkerOptions { timeout, ..options.clone() }) {
+            Err(e) if e.kind() != Kind::Comm => return Err(e),
+            Err(_) if rendezvous.has_finished() => {
+                rendezvous.say_ended();
+                return Ok(Err(0));
+            }
+            // A coordinator that continues the run has started.
+            Err(_) => {}
+            Ok(found) => return Ok(found),
+        }
+    }
+    config_of_run(options).or_else(|e| match rendezvous.exit_code() {
+        // The coordinator's own message says why a run has failed.
+        Some(code) if e.kind() == Kind::Comm && code != 1 => {
+            rendezvous.say_ended();
+            Ok(Err(code))
+        }
+        _ => Err(e),
+    })
 }
 
 /// Returns the number of cores that this process may use.

@@ -80,9 +80,6 @@ pub fn run(
                 DeviceTransport::CudaAware => grouped_collective::group_levels(call, group),
                 _ => None,
             };
-            if levels.is_none() {
-                check_is_f32(call, element)?;
-            }
             if let Some(levels) = levels {
                 let chunk = grouped_collective::chunk(slot, group.size());
                 let (terms, slots) =
@@ -96,6 +93,7 @@ pub fn run(
                     group,
                 );
             }
+            check_is_f32(call, element)?;
             let device_comm = match path.orders_on_device() {
                 true => Some(device_comms.get_or_create(copies, transport, group, path)?),
                 false => None,

@@ -135,7 +135,7 @@ pub fn groups<B: Kernels>(
             let key = Key::new(comm, plan, blocks);
             how = "measured before";
             let recalled = recall(world, path, &key)?;
-            let recalled = usable(recalled, [shard, replica], backend)?;
+            let recalled = usable(recalled, world, [shard, replica], backend)?;
             let choices = match recalled {
                 Some(choices) => choices,
                 None => {
@@ -260,19 +260,21 @@ fn written(path: &Path, reproducible: bool) -> Option<Vec<u8>> {
 /// Returns the choices if all groups can use their transports. Collective over the world.
 fn usable<B: Kernels>(
     choices: Option<SavedChoices>,
+    world: &Group<B>,
     groups: [&Group<B>; 2],
     backend: &B,
 ) -> Result<Option<SavedChoices>> {
     let Some(choices) = choices else { return Ok(None) };
     let tables = [&choices.shard, &choices.replica];
+    let mut is_usable = true;
     for (table, group) in tables.into_iter().zip(groups) {
-        // All ranks have the same tables, and all groups of an axis are alike.
-        let has_peers = table.uses(DeviceTransport::CudaIpc) && group.size() > 1;
-        if has_peers && !group.open_peers(backend)? {
-            return Ok(None);
+        if table.uses(DeviceTransport::CudaIpc) && group.size() > 1 {
+            is_usable &= group.open_peers(backend)?;
         }
     }
-    Ok(Some(choices))
+    // Groups on other nodes may differ.
+    let all = world.all_gather_u64(&[u64::from(is_usable)])?;
+    Ok(all.iter().all(|theirs| theirs[0] == 1).then_some(choices))
 }
 
 /// Returns, on every rank, the choices that rank 0 reads from the file.

@@ -10,7 +10,7 @@ use super::coordinator_service::{CoordinatorService, LivenessTimeouts, SessionEr
 use super::protocol::{Assignment, ServerRequest, ServerResponse};
 use super::rendezvous::{Contact, PsRendezvous};
 use super::rpc_server::RpcServer;
-use super::run_spec::{RunSpec, layouts, ranges_of_servers};
+use super::run_spec::{RunSpec, layouts, oversized_range, ranges_of_servers};
 use super::scheduler::WorkScheduler;
 use super::server_clients::ServerClients;
 use super::session::{Session, SessionContext, StartPoint};
@@ -26,7 +26,7 @@ use hpctrain_checkpoint::tools::resolve_path;
 use hpctrain_checkpoint::{Progress, Reader};
 use hpctrain_comm::{Credentials, single};
 use hpctrain_config::telemetry::trace_file::TraceFile;
-use hpctrain_config::telemetry::{logging, unix_time};
+use hpctrain_config::telemetry::{logging, say, unix_time};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_cpu::Cpu;
@@ -72,6 +72,8 @@ pub struct CoordinatorRun {
     vocabulary: Option<usize>,
     timeout: Duration,
     started: Instant,
+    /// The last server that was lost, with the reason.
+    lost: Option<String>,
     /// The lease on the checkpoint of another run that this one starts from.
     _from: Option<LeaseGuard>,
 }
@@ -166,6 +168,7 @@ impl CoordinatorRun {
             vocabulary,
             timeout,
             started,
+            lost: None,
             _from: from,
         })
     }
@@ -173,6 +176,29 @@ impl CoordinatorRun {
     /// Returns the directory of the run.
     pub fn directory(&self) -> &Path {
         self.directory.path()
+    }
+
+    /// Returns the outcome of a run that had finished before and is resumed with no steps left, and
+    /// prints it. Such a run requires no servers.
+    ///
+    /// # Errors
+    /// Returns an error if a checkpoint cannot be read, or the directory cannot be written.
+    pub fn finished_before(&self) -> Result<Option<RunOutcome>> {
+        let TrainRequest { config, resume, .. } = &self.options.run;
+        let assumed = self.options.workers.unwrap_or(1);
+        let samples = self.splits.train.samples();
+        let steps = RunSpec::with_epochs_in_steps(config, assumed, samples).run.steps;
+        let Some(end) = self.directory.ended_before().filter(|end| {
+            *resume == Resume::Auto && end.status == RunStatus::Finished && end.step == steps
+        }) else {
+            return Ok(None);
+        };
+        if self.newest()? != Some(self.directory.checkpoints().path(steps)) {
+            return Ok(None);
+        }
+        self.directory.markers().end(end)?;
+        say(format_args!("the run has ended: all {steps} steps are done (run.steps)"));
+        Ok(Some(RunOutcome::Finished))
     }
 
     /// Trains to the end of the run.
@@ -190,6 +216,7 @@ impl CoordinatorRun {
                 Err(SessionError::Failed(e)) => break Err(e),
                 Err(SessionError::Lost(server)) => {
                     log::warn!("a server was lost ({server}): restarting from the last checkpoint");
+                    self.lost = Some(server);
                     self.service.with(|state| {
                         state.close();
                         state.clear_lost();
@@ -249,6 +276,12 @@ impl CoordinatorRun {
         let config = RunSpec::with_epochs_in_steps(&config, workers, self.splits.train.samples());
         let plan = RunSpec::plan(&config, workers, self.vocabulary, threads)?;
         let origin = self.origin(&plan, resume)?;
+        let pieces = ranges_of_servers(&plan, servers.len())?;
+        if generation == 1
+            && let Some(warning) = oversized_range(&plan, &pieces)
+        {
+            log::warn!("{warning}");
+        }
         let terms = RunSpec {
             generation: (unix_time() * 1e3) as u64 + generation,
             config: Config { run: plan.config.run.clone(), ..config },
@@ -256,7 +289,7 @@ impl CoordinatorRun {
             vocabulary: self.vocabulary,
             preprocessing: Some(self.splits.train.preprocessing()),
             start: origin.progress,
-            pieces: ranges_of_servers(&plan, servers.len())?,
+            pieces,
             addresses: servers,
             trace: self.service.trace.is_some(),
         };
@@ -349,13 +382,14 @@ impl CoordinatorRun {
         let mut fleet = self.fleet(&terms);
         let generation = terms.generation;
         let step = entry.before.step;
-        for answer in fleet.all(|_| ServerRequest::At { generation })? {
+        let answers = fleet.all(|_| ServerRequest::At { generation })?;
+        for (answer, address) in answers.into_iter().zip(&terms.addresses) {
             match answer {
                 ServerResponse::At(first, last)
                     if !terms.is_synchronous() || (first >= step && last <= step + 1) => {}
                 other => {
                     return Err(SessionError::Lost(format!(
-                        "a server is at {other:?}, but the journal at step {step}"
+                        "{address}: it is at {other:?}, but the journal at step {step}"
                     )));
                 }
             }
@@ -408,22 +442,13 @@ impl CoordinatorRun {
                     .map(|servers| Ok(Some(Gathered { servers, workers, holds: false }))),
                 _ if hpctrain_base::signals::last_signal().is_some() => Some(Ok(None)),
                 _ if state.servers() < wanted && since.elapsed() > self.timeout => {
-                    Some(Err(self.too_few_servers(state.servers())))
+                    let lost = self.lost.as_deref();
+                    Some(Err(too_few_servers(state.servers(), wanted, self.timeout, lost)))
                 }
                 _ => None,
             }
         })?;
         Ok(found?)
-    }
-
-    /// Returns the error if only `present` servers joined within the timeout.
-    fn too_few_servers(&self, present: usize) -> Error {
-        Error::comm(format!(
-            "{present} of {} servers joined within {} s (parameter_server.timeout)",
-            self.options.servers,
-            self.timeout.as_secs()
-        ))
-        .hint("start as many servers as hpctrain ps coordinator --servers expects: hpctrain ps server --run RUN")
     }
 
     /// Returns the starting point: step 0, or a checkpoint, which `Resume::Auto` verifies.
@@ -512,6 +537,28 @@ impl CoordinatorRun {
     }
 }
 
+/// Returns the error if only `present` of `wanted` servers joined within the timeout. `lost` is the
+/// address of a server that was lost before, with the reason.
+fn too_few_servers(present: usize, wanted: usize, timeout: Duration, lost: Option<&str>) -> Error {
+    let joined = format!(
+        "{present} of {wanted} servers joined within {} s (parameter_server.timeout)",
+        timeout.as_secs()
+    );
+    match lost {
+        Some(server) => Error::comm(format!(
+            "a server was lost ({server}), and no other replaced it: {joined}"
+        ))
+        .hint(
+            "see why it ended; start hpctrain ps server --run RUN again, and then the coordinator \
+             with --resume auto",
+        ),
+        None => Error::comm(joined).hint(
+            "start as many servers as hpctrain ps coordinator --servers expects: hpctrain ps \
+             server --run RUN",
+        ),
+    }
+}
+
 /// Reads all data of a checkpoint and verifies its checksums.
 fn verify(path: &Path) -> Result<()> {
     let mut reader = Reader::open(path)?;
@@ -537,4 +584,23 @@ struct Start {
     take: RestoreScope,
     /// The part of the checkpoint that parameters are loaded from.
     part: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_missing_servers_names_the_lost_one() {
+        let timeout = Duration::from_secs(5);
+        let lost = Some("node7:2222: its connection ended");
+        let error = too_few_servers(0, 1, timeout, lost).to_string();
+        assert!(
+            error.contains("a server was lost (node7:2222: its connection ended)")
+                && error.contains("0 of 1 servers joined within 5 s"),
+            "{error}"
+        );
+        let error = too_few_servers(1, 2, timeout, None).to_string();
+        assert!(error.starts_with("1 of 2 servers joined within 5 s"), "{error}");
+    }
 }

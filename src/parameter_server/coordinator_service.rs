@@ -215,6 +215,8 @@ impl CoordinatorService {
     }
 
     /// Waits until `check` returns a value; it is called at every change, and at least every 50 ms.
+    /// The value is a change as well, which wakes all waits: a worker may wait for batches to be
+    /// taken.
     ///
     /// # Errors
     /// Returns an error if a server is lost, or the run fails.
@@ -232,6 +234,7 @@ impl CoordinatorService {
                 return Err(SessionError::Lost(server.clone()));
             }
             if let Some(found) = check(&mut state) {
+                self.changed.notify_all();
                 return Ok(found);
             }
             state = self
@@ -656,12 +659,16 @@ impl RpcHandler for CoordinatorService {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::WorkerTimes;
     use crate::scheduler::FinishedBatches;
     use hpctrain_checkpoint::Progress;
     use hpctrain_comm::Secret;
     use hpctrain_config::{Config, Staleness};
 
     const SHORT: Duration = Duration::from_millis(100);
+
+    /// The number of batches of a step.
+    const STEP_BATCHES: usize = 1;
 
     /// Returns the service of a run that accepts workers and has work.
     fn hub() -> Arc<CoordinatorService> {
@@ -692,7 +699,7 @@ mod tests {
         };
         hub.with(|state| {
             state.open(terms, pool());
-            state.scheduler.begin_batches(FinishedBatches::default(), 100);
+            state.scheduler.begin_batches(FinishedBatches::default(), 100, STEP_BATCHES);
         });
         hub
     }
@@ -718,6 +725,28 @@ mod tests {
             hub,
             &mut PeerKind::default(),
             CoordinatorRequest::Next { member, generation: 7, data: None, report: None },
+        )
+    }
+
+    /// Reports a batch of a lease and requests more work.
+    fn report(
+        hub: &CoordinatorService,
+        member: u64,
+        ticket: u64,
+        batch: u64,
+    ) -> CoordinatorResponse {
+        let report = Some(WorkerReport::Batch {
+            ticket,
+            batch,
+            loss: 1f64.to_bits(),
+            norm: 1f64.to_bits(),
+            staleness: Some(0),
+            seconds: WorkerTimes::default(),
+        });
+        ask(
+            hub,
+            &mut PeerKind::default(),
+            CoordinatorRequest::Next { member, generation: 7, data: None, report },
         )
     }
 
@@ -750,6 +779,36 @@ mod tests {
             panic!("the run continues")
         };
         assert!(e.to_string().contains("worker host:2 is stuck"), "{e}");
+    }
+
+    #[test]
+    fn a_worker_that_is_far_ahead_goes_on_when_batches_are_taken() {
+        let silent = Duration::from_secs(60);
+        let hub = hub_with(LivenessTimeouts { silent, stuck: silent }, Staleness::None);
+        let member = join(&hub, 1);
+        let CoordinatorResponse::Work(Work::Lease { ticket, batches }) = next(&hub, member) else {
+            panic!("no lease")
+        };
+        for batch in 0..batches.end - 1 {
+            assert!(matches!(
+                report(&hub, member, ticket, batch),
+                CoordinatorResponse::Work(Work::ContinueLease)
+            ));
+        }
+        // No batch is taken, so the worker gets no more.
+        let last = report(&hub, member, ticket, batches.end - 1);
+        assert!(matches!(last, CoordinatorResponse::Work(Work::Wait)), "{last:?}");
+        let since = Instant::now();
+        std::thread::scope(|scope| {
+            let asks = scope.spawn(|| next(&hub, member));
+            // Time for the request to reach its wait.
+            std::thread::sleep(SHORT);
+            assert!(hub.wait(|state| state.scheduler.take_batches(STEP_BATCHES)).is_ok());
+            let work = asks.join().unwrap();
+            assert!(matches!(work, CoordinatorResponse::Work(Work::Lease { .. })), "{work:?}");
+        });
+        // It was woken, and did not ask again.
+        assert!(since.elapsed() < LONG_POLL, "{:?}", since.elapsed());
     }
 
     /// Returns whether the service accepts a second worker and a server with `program`.

@@ -15,6 +15,7 @@ use hpctrain_base::user_dirs;
 use hpctrain_checkpoint::run_dir::REQUEUE;
 use hpctrain_checkpoint::run_dir::markers::{Markers, RunStatus};
 use hpctrain_comm::{Credentials, Secret, write_secret};
+use hpctrain_config::telemetry::say;
 
 /// The name of the file with the coordinator's address.
 const COORDINATOR: &str = "coordinator";
@@ -42,6 +43,10 @@ pub struct PsRendezvous {
 }
 
 impl PsRendezvous {
+    /// The time for which a process waits for the coordinator of a run that has finished: one that
+    /// continues the run with more steps may be starting.
+    pub const FINISHED_GRACE: Duration = Duration::from_secs(3);
+
     /// Returns the rendezvous directory of the run in `run`.
     pub fn for_run(run: &Path) -> Self {
         Self { run: run.into(), dir: run.join("servers") }
@@ -55,6 +60,16 @@ impl PsRendezvous {
             RunStatus::Preempted => REQUEUE,
             RunStatus::Failed => 1,
         })
+    }
+
+    /// Returns whether the run has finished, and no coordinator continues it.
+    pub fn has_finished(&self) -> bool {
+        self.exit_code() == Some(0)
+    }
+
+    /// Prints that the run has ended.
+    pub fn say_ended(&self) {
+        say(format_args!("the run in {} has ended", self.run.display()));
     }
 
     /// Creates the directory and its secret unless they exist, and returns the secret.
@@ -138,6 +153,21 @@ impl PsRendezvous {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hpctrain_checkpoint::run_dir::markers::End;
+
+    #[test]
+    fn a_finished_run_is_recognized() {
+        let folder = tempfile::tempdir().unwrap();
+        let site = PsRendezvous::for_run(folder.path());
+        assert!(!site.has_finished());
+        for (status, expected) in
+            [(RunStatus::Finished, true), (RunStatus::Preempted, false), (RunStatus::Failed, false)]
+        {
+            let end = End { step: 7, status, reason: None };
+            Markers::new(folder.path()).end(&end).unwrap();
+            assert_eq!(site.has_finished(), expected, "{status:?}");
+        }
+    }
 
     #[test]
     fn the_coordinator_is_found() {

@@ -7,8 +7,12 @@ use super::partitioner::{ParamRange, partition};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_checkpoint::Progress;
-use hpctrain_config::{Config, Environment, ResolvedConfig, Staleness, resolve};
+use hpctrain_config::{
+    Config, Environment, LayerList, Partition, ResolvedConfig, Staleness, resolve,
+};
 use hpctrain_data::Preprocessing;
+use hpctrain_device::format_bytes;
+use hpctrain_nn::layers::Layer;
 use hpctrain_parallel::{Storage, Zero};
 
 /// The specification of a run, which its coordinator sends to servers and workers.
@@ -62,16 +66,20 @@ impl RunSpec {
             config.batch.global = worker_batch(&config, workers) * workers as u64;
         }
         (config.precision, config.parallel.replica) = Default::default();
+        // Resolving would suggest other virtual ranks, which do not help with servers.
+        if is_synchronous
+            && let LayerList::List(layers) = &config.model.layers
+            && let Some(place) = Layer::synchronised(layers, "model.layers")
+        {
+            return Err(batch_norm_refused(&format!("batch normalisation ({place})")));
+        }
         let plan = resolve(config, &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
         let has_statistics = layouts(&plan)
             .iter()
             .flat_map(|unit| &unit.tensors)
             .any(|tensor| tensor.average.is_some());
         if is_synchronous && has_statistics {
-            return Err(Error::input(
-                "parameter_server.staleness = 0 does not support batch normalisation, whose samples depend on each other",
-            )
-            .hint("set parameter_server.staleness = \"none\" or a number, or train without --servers"));
+            return Err(batch_norm_refused("batch normalisation"));
         }
         if !is_synchronous && plan.update_rule.is_layerwise() {
             return Err(Error::input(
@@ -168,6 +176,38 @@ pub fn ranges_of_servers(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Ve
     partition(&layouts(plan), granules, plan.config.parameter_server.partition, servers)
 }
 
+/// Returns the error of synchronous training with `what`, which is batch normalisation.
+fn batch_norm_refused(what: &str) -> Error {
+    Error::input(format!(
+        "parameter_server.staleness = 0 does not support {what}, whose samples depend on each other"
+    ))
+    .hint(
+        "set parameter_server.staleness = \"none\" or a number above 0: each worker then takes the \
+         statistics of its own batch; or train without --servers",
+    )
+}
+
+/// Describes the largest range, if it has more bytes than `parameter_server.partition = max:SIZE`
+/// allows because units are cut only between virtual ranks.
+pub fn oversized_range(plan: &ResolvedConfig, pieces: &[Vec<ParamRange>]) -> Option<String> {
+    let server_keys = &plan.config.parameter_server;
+    let Partition::Max(size) = server_keys.partition else { return None };
+    let longest = pieces.iter().flatten().map(|piece| piece.range.len()).max()?;
+    let largest = longest * size_of::<f32>();
+    // Asynchronous training cuts at cache lines, so that a range is larger by less than one.
+    if largest <= size.0 || server_keys.staleness != Staleness::Bound(0) {
+        return None;
+    }
+    let partition = server_keys.partition;
+    let virtual_ranks = plan.virtual_ranks;
+    let largest = format_bytes(largest);
+    Some(format!(
+        "parameter_server.partition = {partition}, but the largest range has {largest}: with \
+         parameter_server.staleness = 0 a unit is cut only between virtual ranks, of which there \
+         are {virtual_ranks} (hint: raise parallel.virtual_ranks, or set a larger max)"
+    ))
+}
+
 /// Refuses keys that parameter servers do not support.
 fn check(config: &Config) -> Result<()> {
     let parallel = &config.parallel;
@@ -218,5 +258,59 @@ fn check(config: &Config) -> Result<()> {
     match counts.into_iter().find(|(_, is_set)| *is_set) {
         Some((key, _)) => refused(format!("{key} is set")),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hpctrain_config::overlay;
+
+    /// Returns the default configuration with these keys.
+    fn config(keys: &[&str]) -> Config {
+        let keys: Vec<String> = keys.iter().map(|key| (*key).into()).collect();
+        overlay(&Config::default(), &keys).unwrap()
+    }
+
+    #[test]
+    fn ranges_above_max_are_described() {
+        let described = |keys: &[&str]| {
+            let config = config(keys);
+            let plan = RunSpec::plan(&config, 2, Some(64), 1).unwrap();
+            oversized_range(&plan, &ranges_of_servers(&plan, 1).unwrap())
+        };
+        let max = "parameter_server.partition='max:4KiB'";
+        let text = described(&[max, "parallel.virtual_ranks=2"]).unwrap();
+        assert!(
+            text.contains("parameter_server.partition = max:4KiB, but the largest range has ")
+                && text.contains("of which there are 2 (hint: raise parallel.virtual_ranks"),
+            "{text}"
+        );
+        assert_eq!(described(&["parameter_server.partition='max:1GiB'"]), None);
+        assert_eq!(described(&["parameter_server.partition='fixed:1'"]), None);
+        assert_eq!(described(&[max, "parameter_server.staleness='none'"]), None);
+    }
+
+    #[test]
+    fn synchronised_batch_norm_has_a_hint_that_works() {
+        let layers = "model.layers=[{kind='conv2d', filters=4, kernel=3}, {kind='batch_norm'}, \
+                      {kind='relu'}, {kind='flatten'}, {kind='dense', units=10}]";
+        let keys = ["model.kind='layers'", "model.input=[8, 8, 1]", layers];
+        for more in ["", "parallel.virtual_ranks=1", "parallel.virtual_ranks=4"] {
+            let keys: Vec<&str> =
+                keys.into_iter().chain([more]).filter(|key| !key.is_empty()).collect();
+            let error = RunSpec::plan(&config(&keys), 2, None, 1).unwrap_err().to_string();
+            assert!(
+                error.contains("batch normalisation (model.layers[1]), whose samples depend")
+                    && error
+                        .contains("hint: set parameter_server.staleness = \"none\" or a number"),
+                "{error}"
+            );
+        }
+        for staleness in ["'none'", "4"] {
+            let staleness = format!("parameter_server.staleness={staleness}");
+            let keys: Vec<&str> = keys.into_iter().chain([&staleness[..]]).collect();
+            RunSpec::plan(&config(&keys), 2, None, 1).unwrap();
+        }
     }
 }

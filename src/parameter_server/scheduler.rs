@@ -3,7 +3,7 @@
 //!
 //! The scheduler uses neither clocks nor connections, which [`super::coordinator_service`] handles.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -11,6 +11,11 @@ use serde::{Deserialize, Serialize};
 use super::protocol::{Work, WorkerReport, WorkerTimes, bits};
 use super::tree_reducer::TreeReducer;
 use hpctrain_config::Staleness;
+
+/// The number of steps by which finished batches may be ahead of the coordinator: enough that
+/// workers need not wait while it writes its records or requests a snapshot, and few enough that
+/// the parameters of a checkpoint belong to about its step, and the journal stays small.
+const STEPS_AHEAD: usize = 4;
 
 /// A piece of work.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,8 +63,10 @@ pub struct BatchResult {
 pub struct FinishedBatches {
     /// The first batch that is not done.
     pub low: u64,
-    /// The batches after `low` that are done.
-    pub ahead: BTreeSet<u64>,
+    /// The ranges of batches after `low` that are done: the end of each by its first batch. No two
+    /// ranges touch, so there are at most about as many as leases, however far a slow worker is
+    /// behind.
+    pub ahead: BTreeMap<u64, u64>,
     /// The results that [`WorkScheduler::take_batches`] has not returned, in order of arrival.
     pub untaken: Vec<BatchResult>,
     /// The number of batches by staleness.
@@ -97,10 +104,12 @@ enum Training {
         todo: VecDeque<Range<u64>>,
         /// The first batch that is not done.
         low: u64,
-        /// The batches after `low` that are done.
-        ahead: BTreeSet<u64>,
+        /// The ranges of batches after `low` that are done: the end of each by its first batch.
+        ahead: BTreeMap<u64, u64>,
         /// The results that [`WorkScheduler::take_batches`] has not returned.
         done: VecDeque<BatchResult>,
+        /// The length of `done` from which on no worker gets a batch.
+        max_done: usize,
     },
 }
 
@@ -241,20 +250,22 @@ impl WorkScheduler {
         }
     }
 
-    /// Starts asynchronous training on the batches up to `end`, except those that are done.
-    pub fn begin_batches(&mut self, done: FinishedBatches, end: u64) {
+    /// Starts asynchronous training on the batches up to `end`, except those that are done. A step
+    /// has `step_batches` batches.
+    pub fn begin_batches(&mut self, done: FinishedBatches, end: u64, step_batches: usize) {
         let FinishedBatches { low, ahead, untaken, histogram } = done;
-        let next = ahead.last().map_or(low, |last| last + 1);
         let mut todo = VecDeque::new();
-        let mut first = low;
-        for batch in &ahead {
-            if first < *batch {
-                todo.push_back(first..*batch);
+        let mut next = low;
+        for (first, after) in &ahead {
+            if next < *first {
+                todo.push_back(next..*first);
             }
-            first = batch + 1;
+            next = *after;
         }
         self.histogram = histogram;
-        self.training = Training::Batches { next, end, todo, low, ahead, done: untaken.into() };
+        let done = untaken.into();
+        let max_done = STEPS_AHEAD * step_batches.max(1);
+        self.training = Training::Batches { next, end, todo, low, ahead, done, max_done };
     }
 
     /// Returns the batches that are done, in asynchronous training.
@@ -352,9 +363,14 @@ impl WorkScheduler {
         }
     }
 
-    /// Returns the next batch of a worker's lease, or a new lease; none while the slowest worker is
-    /// too far behind.
+    /// Returns the next batch of a worker's lease, or a new lease; none while the slowest worker or
+    /// the coordinator is too far behind.
     fn next_batch(&mut self, member: u64) -> Option<Work> {
+        if let Training::Batches { done, max_done, .. } = &self.training
+            && done.len() >= *max_done
+        {
+            return None;
+        }
         let worker = self.members.get(&member)?;
         let slowest = self.slowest().unwrap_or(worker.clock);
         if let Staleness::Bound(bound) = self.staleness
@@ -469,10 +485,7 @@ impl WorkScheduler {
                 if is_over {
                     member.lease = None;
                 }
-                ahead.insert(*batch);
-                while ahead.remove(low) {
-                    *low += 1;
-                }
+                mark_finished(low, ahead, *batch);
                 let loss = f64::from_bits(*loss);
                 let norm = f64::from_bits(*norm);
                 done.push_back(BatchResult {
@@ -507,8 +520,21 @@ impl WorkScheduler {
     }
 }
 
+/// Adds a batch to those that are done: those before `low` and the ranges `ahead`.
+fn mark_finished(low: &mut u64, ahead: &mut BTreeMap<u64, u64>, batch: u64) {
+    let before = ahead.range(..batch).next_back().filter(|(_, end)| **end == batch);
+    let first = before.map_or(batch, |(first, _)| *first);
+    let end = ahead.remove(&(batch + 1)).unwrap_or(batch + 1);
+    ahead.insert(first, end);
+    if let Some(end) = ahead.remove(low) {
+        *low = end;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn pool(staleness: Staleness, members: u64) -> WorkScheduler {
@@ -522,6 +548,23 @@ mod tests {
         let norm = 1f64.to_bits();
         let seconds = WorkerTimes { compute: 0.1, ..WorkerTimes::default() };
         WorkerReport::Batch { ticket, batch, loss, norm, staleness: Some(0), seconds }
+    }
+
+    /// Requests a batch for a worker and returns its report, or none if the worker gets no batch.
+    fn compute(
+        pool: &mut WorkScheduler,
+        leases: &mut BTreeMap<u64, (u64, Range<u64>)>,
+        member: u64,
+    ) -> Option<WorkerReport> {
+        match pool.next(member)? {
+            Work::Lease { ticket, batches } => {
+                leases.insert(member, (ticket, batches));
+            }
+            Work::ContinueLease => {}
+            other => panic!("{other:?}"),
+        }
+        let (ticket, left) = leases.get_mut(&member)?;
+        Some(batch(*ticket, left.next()?))
     }
 
     #[test]
@@ -558,7 +601,7 @@ mod tests {
     #[test]
     fn every_batch_is_done_once_when_workers_are_lost() {
         let mut pool = pool(Staleness::None, 3);
-        pool.begin_batches(FinishedBatches { low: 10, ..FinishedBatches::default() }, 60);
+        pool.begin_batches(FinishedBatches { low: 10, ..FinishedBatches::default() }, 60, 50);
         let mut counts = BTreeMap::new();
         let mut leases = BTreeMap::<u64, (u64, Range<u64>)>::new();
         let mut turn = 0;
@@ -593,7 +636,7 @@ mod tests {
     #[test]
     fn batches_continue_from_those_that_are_done() {
         let mut before = pool(Staleness::None, 2);
-        before.begin_batches(FinishedBatches::default(), 20);
+        before.begin_batches(FinishedBatches::default(), 20, 2);
         let Some(Work::Lease { ticket: slow, batches: of_slow }) = before.next(1) else {
             panic!("no lease")
         };
@@ -602,9 +645,12 @@ mod tests {
         batches.for_each(|now| before.report(2, &batch(ticket, now)));
         assert_eq!(before.take_batches(2).map(|taken| taken.len()), Some(2));
         let done = before.done_batches().unwrap();
-        assert_eq!((done.low, done.ahead.clone(), done.untaken.len()), (1, (4..8).collect(), 3));
+        assert_eq!(
+            (done.low, done.ahead.clone(), done.untaken.len()),
+            (1, BTreeMap::from([(4, 8)]), 3)
+        );
         let mut after = WorkScheduler::new(Staleness::None, 4, 1000);
-        after.begin_batches(done, 20);
+        after.begin_batches(done, 20, 20);
         after.join(9, "host 9".into());
         let mut left = BTreeSet::new();
         while let Some(Work::Lease { ticket, batches }) = after.next(9) {
@@ -621,9 +667,48 @@ mod tests {
     }
 
     #[test]
+    fn workers_wait_while_the_coordinator_is_behind() {
+        for staleness in [Staleness::None, Staleness::Bound(100)] {
+            let mut pool = pool(staleness, 2);
+            pool.begin_batches(FinishedBatches::default(), 1000, 2);
+            let mut leases = BTreeMap::new();
+            // Worker 2 has a batch in flight while worker 1 finishes all that it gets.
+            let in_flight = compute(&mut pool, &mut leases, 2).unwrap();
+            let mut finished = 0;
+            while let Some(report) = compute(&mut pool, &mut leases, 1) {
+                pool.report(1, &report);
+                finished += 1;
+                assert!(finished <= STEPS_AHEAD * 2, "{finished} batches are not accounted");
+            }
+            assert_eq!(finished, STEPS_AHEAD * 2);
+            pool.report(2, &in_flight);
+            assert_eq!((pool.next(1), pool.next(2)), (None, None));
+            // Evaluations need all workers, however far they are ahead.
+            pool.begin_evaluation(1, 1);
+            assert!(matches!(pool.next(1), Some(Work::Evaluate { .. })));
+            assert_eq!(pool.take_batches(2).map(|taken| taken.len()), Some(2));
+            assert!(pool.next(2).is_some());
+        }
+    }
+
+    #[test]
+    fn ranges_of_finished_batches_do_not_grow_with_the_lead() {
+        let mut low = 0;
+        let mut ahead = BTreeMap::new();
+        for batch in (64..10_000).chain(20..40) {
+            mark_finished(&mut low, &mut ahead, batch);
+        }
+        assert_eq!((low, ahead.clone()), (0, BTreeMap::from([(20, 40), (64, 10_000)])));
+        (40..64).rev().for_each(|batch| mark_finished(&mut low, &mut ahead, batch));
+        assert_eq!((low, ahead.clone()), (0, BTreeMap::from([(20, 10_000)])));
+        (0..20).for_each(|batch| mark_finished(&mut low, &mut ahead, batch));
+        assert_eq!((low, ahead.len()), (10_000, 0));
+    }
+
+    #[test]
     fn no_worker_gets_further_ahead_than_the_bound() {
         let mut pool = pool(Staleness::Bound(2), 2);
-        pool.begin_batches(FinishedBatches::default(), 100);
+        pool.begin_batches(FinishedBatches::default(), 100, 100);
         let Some(Work::Lease { ticket: slow, batches: of_slow }) = pool.next(1) else {
             panic!("no lease")
         };
@@ -646,7 +731,7 @@ mod tests {
     #[test]
     fn a_worker_without_a_lease_delays_no_other() {
         let mut pool = pool(Staleness::Bound(1), 1);
-        pool.begin_batches(FinishedBatches::default(), 100);
+        pool.begin_batches(FinishedBatches::default(), 100, 100);
         let Some(Work::Lease { ticket, batches }) = pool.next(1) else { panic!("no lease") };
         for now in batches {
             pool.report(1, &batch(ticket, now));
@@ -664,7 +749,7 @@ mod tests {
     fn idle_workers_steal_batches_at_the_end() {
         let mut pool = WorkScheduler::new(Staleness::None, 64, 0);
         pool.join(1, "slow".into());
-        pool.begin_batches(FinishedBatches::default(), 9);
+        pool.begin_batches(FinishedBatches::default(), 9, 9);
         let Some(Work::Lease { ticket: slow, batches }) = pool.next(1) else { panic!("no lease") };
         pool.join(2, "host 2".into());
         let mut done = vec![];
@@ -683,7 +768,7 @@ mod tests {
     #[test]
     fn chunks_come_before_batches_and_each_counts_once() {
         let mut pool = pool(Staleness::None, 1);
-        pool.begin_batches(FinishedBatches::default(), 100);
+        pool.begin_batches(FinishedBatches::default(), 100, 100);
         assert!(matches!(pool.next(1), Some(Work::Lease { .. })));
         pool.begin_evaluation(5, 6);
         let mut seen = vec![];

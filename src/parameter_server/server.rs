@@ -93,6 +93,13 @@ pub fn serve(options: &ServerOptions) -> Result<()> {
             Ok(other) => return Err(Error::comm(format!("the coordinator answered {other:?}"))),
             // The coordinator refuses this server.
             Err(e) if e.kind() == Kind::Input => return Err(e),
+            Err(_)
+                if heard.elapsed() > PsRendezvous::FINISHED_GRACE
+                    && options.rendezvous.has_finished() =>
+            {
+                options.rendezvous.say_ended();
+                return Ok(());
+            }
             Err(e) if heard.elapsed() > options.timeout => {
                 return options
                     .rendezvous

@@ -28,11 +28,39 @@ pub fn status(site: &PsRendezvous) -> Result<Value> {
     }
 }
 
+/// The width of the first column of the tables, unless a name is longer.
+const NAME_WIDTH: usize = 28;
+
+/// Returns a number of a status, or 0 if it is missing.
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or(0.0)
+}
+
+/// Returns a count of a status, or 0 if it is missing. A value of `serde_json` would be printed
+/// without the width of its column.
+fn count(value: &Value) -> u64 {
+    value.as_u64().unwrap_or(0)
+}
+
+/// Returns the width of a column of the texts at `key` of `rows`.
+fn name_width(rows: &Value, key: &str) -> usize {
+    let names = rows.as_array().into_iter().flatten().filter_map(|row| row[key].as_str());
+    names.map(|name| name.chars().count()).max().unwrap_or(0).max(NAME_WIDTH)
+}
+
+/// Describes the work of a lease, `Batches(41..45)` for example, as `batches 41..45`.
+fn work_text(task: &str) -> String {
+    match task.strip_suffix(')').and_then(|task| task.split_once('(')) {
+        Some(("VirtualRanks", range)) => format!("virtual ranks {range}"),
+        Some((kind, range)) => format!("{} {range}", kind.to_lowercase()),
+        None => task.into(),
+    }
+}
+
 /// Formats a status as text.
 pub fn format_status(status: &Value) -> String {
     let mut text = String::new();
     let run = &status["run"];
-    let number = |value: &Value| value.as_f64().unwrap_or(0.0);
     let _ = writeln!(
         text,
         "step {} of {}, loss {:.4}, {:.1} samples/s",
@@ -41,9 +69,10 @@ pub fn format_status(status: &Value) -> String {
         number(&run["loss"]),
         number(&run["samples_per_second"])
     );
+    let width = name_width(&status["workers"], "place");
     let _ = writeln!(
         text,
-        "\n{:<28} {:>8} {:>8} {:>10} {:>8} {:>8} {:>8} {:>8}",
+        "\n{:<width$} {:>8} {:>8} {:>10} {:>8} {:>8} {:>8} {:>8}",
         "worker", "clock", "done", "computed", "loader", "pull", "push", "heard"
     );
     for worker in status["workers"].as_array().into_iter().flatten() {
@@ -52,35 +81,36 @@ pub fn format_status(status: &Value) -> String {
             ["compute", "loader", "pull", "push"].map(|use_| number(&worker["seconds"][use_]));
         let _ = writeln!(
             text,
-            "{place:<28} {:>8} {:>8} {computed:>8.1} s {loader:>6.1} s {pull:>6.1} s {push:>6.1} s {:>6.1} s",
-            worker["clock"],
-            worker["done"],
+            "{place:<width$} {:>8} {:>8} {computed:>8.1} s {loader:>6.1} s {pull:>6.1} s {push:>6.1} s {:>6.1} s",
+            count(&worker["clock"]),
+            count(&worker["done"]),
             number(&worker["heard_seconds_ago"])
         );
     }
+    let width = name_width(&status["servers"], "address");
     let _ = writeln!(
         text,
-        "\n{:<28} {:>7} {:>10} {:>8} {:>10} {:>8} {:>10} {:>8} {:>9}",
+        "\n{:<width$} {:>7} {:>10} {:>8} {:>10} {:>8} {:>10} {:>8} {:>9}",
         "server", "ranges", "held", "pulls", "sent", "pushes", "received", "refused", "updating"
     );
     for server in status["servers"].as_array().into_iter().flatten() {
         let address = server["address"].as_str().unwrap_or("?");
         let load = &server["load"];
         if load.is_null() {
-            let _ = writeln!(text, "{address:<28} does not answer");
+            let _ = writeln!(text, "{address:<width$} does not answer");
             continue;
         }
-        let size = |key: &str| bytes(load[key].as_u64().unwrap_or(0) as usize);
+        let size = |key: &str| bytes(count(&load[key]) as usize);
         let _ = writeln!(
             text,
-            "{address:<28} {:>7} {:>10} {:>8} {:>10} {:>8} {:>10} {:>8} {:>7.1} s",
-            load["ranges"],
+            "{address:<width$} {:>7} {:>10} {:>8} {:>10} {:>8} {:>10} {:>8} {:>7.1} s",
+            count(&load["ranges"]),
             size("bytes"),
-            load["pulls"],
+            count(&load["pulls"]),
             size("pulled"),
-            load["pushes"],
+            count(&load["pushes"]),
             size("pushed"),
-            load["refused"],
+            count(&load["refused"]),
             number(&load["updating"]) / 1e6
         );
     }
@@ -95,8 +125,64 @@ pub fn format_status(status: &Value) -> String {
             "ticket {} of worker {}: {}",
             lease["ticket"],
             lease["worker"],
-            lease["task"].as_str().unwrap_or("?")
+            work_text(lease["task"].as_str().unwrap_or("?"))
         );
     }
     text.trim_end().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// Returns the column at which each word of a line ends.
+    fn ends(line: &str) -> Vec<usize> {
+        let bytes = line.as_bytes();
+        let is_end =
+            |at: &usize| bytes[*at] != b' ' && bytes.get(at + 1).is_none_or(|c| *c == b' ');
+        (0..bytes.len()).filter(is_end).collect()
+    }
+
+    #[test]
+    fn columns_are_aligned() {
+        let worker = |place: &str, clock: u64| {
+            json!({"place": place, "clock": clock, "done": 3 * clock, "heard_seconds_ago": 0.25,
+                "seconds": {"compute": 1.5, "loader": 0.0, "pull": 12.0, "push": 3.25}})
+        };
+        let load = json!({"ranges": 7, "bytes": 4 << 20, "pulls": 41, "pulled": 1 << 20,
+            "pushes": 1234, "pushed": 99, "refused": 0, "updating": 2_500_000});
+        let status = json!({
+            "run": {"step": 41, "steps": 100, "loss": 1.5, "samples_per_second": 300.0},
+            "workers": [worker("node7 (process 12)", 5), worker("node8 (process 13)", 41_000)],
+            "servers": [
+                {"address": "a-host-with-a-long-name.example.org:2222", "load": load},
+                {"address": "b:1", "load": null},
+            ],
+            "staleness": [[0, 12], [1, 3]],
+            "leases": [
+                {"ticket": 9, "worker": 2, "task": "Batches(41..45)"},
+                {"ticket": 10, "worker": 3, "task": "VirtualRanks(0..2)"},
+            ],
+        });
+        let text = format_status(&status);
+        let lines: Vec<&str> = text.lines().collect();
+        let at = |start: &str| lines.iter().position(|line| line.starts_with(start)).unwrap();
+        let workers = at("worker");
+        for row in &lines[workers + 1..=workers + 2] {
+            // `clock` and `done` end where their numbers do.
+            let header = ends(lines[workers]);
+            assert!(header[1..3].iter().all(|end| ends(row).contains(end)), "{text}");
+            assert_eq!(row.len(), lines[workers].len(), "{text}");
+        }
+        let servers = at("server");
+        let header = ends(lines[servers]);
+        let row = ends(lines[servers + 1]);
+        // All but `server` itself, whose names are longer.
+        assert!(header[1..].iter().all(|end| row.contains(end)), "{text}");
+        assert!(lines[servers + 2].starts_with("b:1 "), "{text}");
+        assert!(text.contains("ticket 9 of worker 2: batches 41..45\n"), "{text}");
+        assert!(text.ends_with("ticket 10 of worker 3: virtual ranks 0..2"), "{text}");
+    }
 }

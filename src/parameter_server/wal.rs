@@ -3,12 +3,16 @@
 //! continues from there.
 //!
 //! The log consists of two files in the directory `servers` of the run: `terms.json`, written when
-//! servers are assigned their ranges, and `journal.json`, written before each update. They survive
-//! a crash of the process but not necessarily of the host: without them, or if servers have lost
-//! their ranges, the run resumes from its last checkpoint.
+//! servers are assigned their ranges, and `journal.json`, to which a line is appended before each
+//! update. They survive a crash of the process but not necessarily of the host: without them, or if
+//! servers have lost their ranges, the run resumes from its last checkpoint.
+//!
+//! Every step is written. In synchronous training servers accept only the last step, and in
+//! asynchronous training every batch that finished after the last line is recomputed. Only the last
+//! line counts, so the file is replaced by that line when it gets large.
 
-use std::fs;
-use std::io::ErrorKind;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
@@ -21,6 +25,9 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
 use hpctrain_checkpoint::Progress;
 use hpctrain_data::TrainedOn;
+
+/// The size in bytes at which the journal is replaced by its last line.
+const COMPACTED_AT: usize = 1 << 20;
 
 /// The part of the log that does not change while servers hold their ranges.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -61,7 +68,8 @@ pub struct CommittedStep {
     /// The compute time of the slowest worker in seconds, or in asynchronous training the mean.
     #[serde(with = "bits")]
     pub compute: f64,
-    /// The time from the start of the step to its commit, in seconds.
+    /// The time from the record of the previous step to the commit of this one, in seconds, without
+    /// evaluations.
     #[serde(with = "bits")]
     pub seconds: f64,
     /// The number of samples before the first that was not trained on.
@@ -104,12 +112,9 @@ impl WriteAheadLog {
         self.replace("terms.json", grounds)
     }
 
-    /// Records a committed step.
-    ///
-    /// # Errors
-    /// Returns an error if the file cannot be written.
-    pub fn append(&self, entry: &WalEntry) -> Result<()> {
-        self.replace("journal.json", entry)
+    /// Returns a writer of committed steps.
+    pub fn writer(&self) -> WalWriter {
+        WalWriter { log: self.clone(), file: None, bytes: 0 }
     }
 
     /// Returns the last committed step, if there is one.
@@ -117,8 +122,8 @@ impl WriteAheadLog {
     /// # Errors
     /// Returns an error if a file cannot be read.
     pub fn read(&self) -> Result<Option<(WalHeader, WalEntry)>> {
-        let grounds: Option<WalHeader> = self.parse("terms.json")?;
-        let found = grounds.zip(self.parse::<WalEntry>("journal.json")?);
+        let grounds: Option<WalHeader> = self.parse("terms.json", |text| text)?;
+        let found = grounds.zip(self.parse::<WalEntry>("journal.json", last_line)?);
         Ok(found.filter(|(grounds, entry)| grounds.terms.generation == entry.generation))
     }
 
@@ -135,17 +140,25 @@ impl WriteAheadLog {
     }
 
     fn replace(&self, name: &str, value: &impl Serialize) -> Result<()> {
-        let (path, new) = (self.path(name), self.path(&format!("{name}.new")));
-        let text =
-            serde_json::to_vec(value).map_err(|e| Error::internal(format!("the journal: {e}")))?;
+        self.write(name, &json_line(value)?)
+    }
+
+    /// Replaces a file by this text.
+    fn write(&self, name: &str, text: &[u8]) -> Result<()> {
+        let path = self.path(name);
+        let new = self.path(&format!("{name}.new"));
         own_files::write(&new, text)
             .and_then(|()| fs::rename(&new, &path))
             .map_err(|e| Error::io("write", &path, e))
     }
 
-    /// Returns the content of a file, or none if the file does not exist or, with a warning, if it
-    /// is truncated or of another version.
-    fn parse<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
+    /// Returns the content of the part of a file that `part` selects, or none if the file does not
+    /// exist or, with a warning, if it is truncated or of another version.
+    fn parse<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        part: fn(&[u8]) -> &[u8],
+    ) -> Result<Option<T>> {
         let path = self.path(name);
         let text = match safe_open::read(&path) {
             Ok(text) => text,
@@ -155,15 +168,74 @@ impl WriteAheadLog {
                 return Err(Error::io("read", &path, e).hint(hint));
             }
         };
-        Ok(serde_json::from_slice(&text)
+        Ok(serde_json::from_slice(part(&text))
             .inspect_err(|e| log::warn!("{}: {e}", path.display()))
             .ok())
     }
 }
 
+/// Appends committed steps to the log of a run.
+#[derive(Debug)]
+pub struct WalWriter {
+    log: WriteAheadLog,
+    /// The journal, open to append, once a step was written.
+    file: Option<File>,
+    /// The size of the journal in bytes.
+    bytes: usize,
+}
+
+impl WalWriter {
+    /// Appends a committed step. The first one replaces the journal of a previous coordinator.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn append(&mut self, entry: &WalEntry) -> Result<()> {
+        let line = json_line(entry)?;
+        let path = self.log.path("journal.json");
+        if let Some(file) = &mut self.file
+            && self.bytes + line.len() <= COMPACTED_AT
+        {
+            self.bytes += line.len();
+            return file.write_all(&line).map_err(|e| Error::io("write", &path, e));
+        }
+        self.file = None;
+        self.log.write("journal.json", &line)?;
+        let file = own_files::append(&path).map_err(|e| Error::io("write", &path, e))?;
+        self.file = Some(file);
+        self.bytes = line.len();
+        Ok(())
+    }
+
+    /// Removes the committed steps, so that they are not resumed from.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be removed.
+    pub fn clear(&mut self) -> Result<()> {
+        self.file = None;
+        self.log.clear()
+    }
+}
+
+/// Returns a value as a line of JSON.
+fn json_line(value: &impl Serialize) -> Result<Vec<u8>> {
+    let mut line =
+        serde_json::to_vec(value).map_err(|e| Error::internal(format!("the journal: {e}")))?;
+    line.push(b'\n');
+    Ok(line)
+}
+
+/// Returns the last complete line of a text. A line without its end was being written when the
+/// coordinator died, before the update that it announces was sent.
+fn last_line(text: &[u8]) -> &[u8] {
+    let Some(end) = text.iter().rposition(|byte| *byte == b'\n') else { return &[] };
+    let first = text[..end].iter().rposition(|byte| *byte == b'\n').map_or(0, |before| before + 1);
+    &text[first..end]
+}
+
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeMap;
+    use std::os::unix::fs::MetadataExt as _;
 
     use super::*;
     use crate::scheduler::BatchResult;
@@ -183,7 +255,7 @@ mod tests {
             },
             batches: Some(FinishedBatches {
                 low: 3,
-                ahead: BTreeSet::from([5, 9]),
+                ahead: BTreeMap::from([(5, 7), (9, 10)]),
                 untaken: vec![batch],
                 histogram: BTreeMap::from([(2, 7)]),
             }),
@@ -209,19 +281,33 @@ mod tests {
         let grounds = WalHeader { terms, trained_on: None };
         journal.begin(&grounds).unwrap();
         assert_eq!(journal.read().unwrap(), None);
+        let path = dir.path().join("journal.json");
+        let mut writer = journal.writer();
         for step in [3, 4] {
-            journal.append(&entry(7, step)).unwrap();
+            writer.append(&entry(7, step)).unwrap();
             assert_eq!(journal.read().unwrap(), Some((grounds.clone(), entry(7, step))));
         }
+        // The update of a step that was not written to its end was not sent.
+        let mut file = own_files::append(&path).unwrap();
+        file.write_all(b"{\"generation\":7,\"before\"").unwrap();
+        assert_eq!(journal.read().unwrap(), Some((grounds.clone(), entry(7, 4))));
+        // The next coordinator starts the file anew.
+        let mut writer = journal.writer();
+        writer.append(&entry(7, 5)).unwrap();
+        assert_eq!(journal.read().unwrap(), Some((grounds.clone(), entry(7, 5))));
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 1);
         // An entry of an earlier generation is ignored.
-        journal.append(&entry(6, 4)).unwrap();
+        writer.append(&entry(6, 4)).unwrap();
         assert_eq!(journal.read().unwrap(), None);
-        fs::write(dir.path().join("journal.json"), "{\"generation\": 7,").unwrap();
+        fs::write(&path, "{\"generation\": 7,\n").unwrap();
         assert_eq!(journal.read().unwrap(), None);
-        journal.clear().unwrap();
-        journal.clear().unwrap();
+        writer.clear().unwrap();
+        writer.clear().unwrap();
+        assert_eq!(journal.read().unwrap(), None);
+        writer.append(&entry(7, 6)).unwrap();
+        assert_eq!(journal.read().unwrap(), Some((grounds, entry(7, 6))));
+        writer.clear().unwrap();
         // A file that cannot be read is an error, because it may have a step.
-        let path = dir.path().join("journal.json");
         fs::create_dir(&path).unwrap();
         let error = journal.read().unwrap_err().to_string();
         assert!(
@@ -229,5 +315,23 @@ mod tests {
             "{error}"
         );
         fs::remove_dir(&path).unwrap();
+    }
+
+    #[test]
+    fn steps_are_appended_until_the_journal_is_large() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal.json");
+        let mut writer = WriteAheadLog::at(dir.path()).writer();
+        let line = json_line(&entry(7, 1000)).unwrap().len();
+        let mut file_changes = 0;
+        let mut before = None;
+        for step in 1000..4000 {
+            writer.append(&entry(7, step)).unwrap();
+            let metadata = fs::metadata(&path).unwrap();
+            assert!(metadata.len() as usize <= COMPACTED_AT, "step {step}: {}", metadata.len());
+            file_changes += usize::from(before.replace(metadata.ino()) != Some(metadata.ino()));
+        }
+        // The file is created, and then replaced each time that it is full.
+        assert_eq!(file_changes, (3000 * line).div_ceil(COMPACTED_AT / line * line), "{line}");
     }
 }

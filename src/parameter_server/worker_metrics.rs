@@ -35,7 +35,12 @@ pub struct WorkerMetrics {
     steps: u64,
     /// The work of each worker in the current window.
     of_workers: BTreeMap<String, Window>,
-    step_ms: Vec<f64>,
+    /// The number of steps in total.
+    all_steps: u64,
+    /// The time of the first step, which includes the start of the workers.
+    first_step: Duration,
+    /// The time from the record of the first step to that of the last one, without evaluations.
+    later_steps: Duration,
     skipped: u64,
     /// The total times of all workers.
     seconds: WorkerTimes,
@@ -59,7 +64,9 @@ impl WorkerMetrics {
             predictions,
             steps: 0,
             of_workers: BTreeMap::new(),
-            step_ms: Vec::new(),
+            all_steps: 0,
+            first_step: Duration::ZERO,
+            later_steps: Duration::ZERO,
             skipped: 0,
             seconds: WorkerTimes::default(),
             hosts: Vec::new(),
@@ -80,7 +87,12 @@ impl WorkerMetrics {
         of_step: &[Contribution],
     ) -> Result<()> {
         let mut written = Ok(());
-        self.step_ms.push(took.as_secs_f64() * 1e3);
+        if self.all_steps == 0 {
+            self.first_step = took;
+        } else {
+            self.later_steps += took;
+        }
+        self.all_steps += 1;
         self.skipped += u64::from(skipped);
         for Contribution { place, shares, loss, staleness, seconds } in of_step {
             let WorkerTimes { compute, loader, pull, push } = *seconds;
@@ -162,11 +174,14 @@ impl WorkerMetrics {
         self.skipped
     }
 
-    /// Returns the median step time in milliseconds, or none without steps.
-    pub fn median_ms(&self) -> Option<f64> {
-        let mut step_ms = self.step_ms.clone();
-        step_ms.sort_by(f64::total_cmp);
-        step_ms.get(step_ms.len() / 2).copied()
+    /// Returns the mean time between two steps, or the time of the only one; none without steps. It
+    /// is not the median, because asynchronous steps end in bursts.
+    pub fn mean_step_time(&self) -> Option<Duration> {
+        match self.all_steps {
+            0 => None,
+            1 => Some(self.first_step),
+            steps => Some(self.later_steps.div_f64((steps - 1) as f64)),
+        }
     }
 
     /// Returns the mean times of a worker in seconds.
@@ -223,12 +238,33 @@ mod tests {
             (first["pull_ms"].as_f64(), first["staleness"].as_u64()),
             (Some(500.0), Some(3))
         );
-        assert_eq!((tally.skipped(), tally.median_ms()), (1, Some(300.0)));
+        assert_eq!(
+            (tally.skipped(), tally.mean_step_time()),
+            (1, Some(Duration::from_millis(100)))
+        );
         assert_eq!(tally.hosts(), ["a", "b", "b"]);
         let times = tally.times();
         assert!((times.comm_exposed - 4.0 * 0.625 / 3.0).abs() < 1e-12, "{times:?}");
         // A run that resumes at step 1 writes the second step again.
         drop(WorkerMetrics::open(&path, 1, &log, 4, 16).unwrap());
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
+    }
+
+    #[test]
+    fn the_rate_is_that_of_the_clock() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("workers.jsonl");
+        let mut tally = WorkerMetrics::open(&path, 0, &Log::default(), 4, 0).unwrap();
+        assert_eq!(tally.mean_step_time(), None);
+        // The first step waits for the workers, and the others end in pairs.
+        let times = [2000, 99, 1, 99, 1, 1].map(Duration::from_millis);
+        for (step, took) in (1..).zip(times) {
+            tally.step(step, took, false, &[]).unwrap();
+            if step == 1 {
+                assert_eq!(tally.mean_step_time(), Some(Duration::from_secs(2)));
+            }
+        }
+        // 201 ms for five steps; the median is 1 or 99 ms.
+        assert_eq!(tally.mean_step_time(), Some(Duration::from_micros(40_200)));
     }
 }

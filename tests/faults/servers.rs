@@ -163,6 +163,55 @@ fn reference() -> RunFiles {
     Run::new(Simulate(2), Path::new(""), "", &SETTINGS[..7]).shared()
 }
 
+/// Processes that come after the end of a finished run, and a coordinator that resumes it, end at
+/// once.
+#[test]
+fn late_processes_of_a_finished_run_end() {
+    let root = tempfile::tempdir().unwrap();
+    let small = ["run.steps=4", "eval.every=0", "log.placement=true"];
+    let mut job = Job::begin(root.path(), "finished", 1, 1, &small);
+    let worker = job.others.pop().unwrap();
+    let files = job.files();
+    let run = job.run.clone();
+    job.ends();
+    let ended = worker.finish(LIMIT).succeeded();
+    let warning = "log.placement has no effect on CPUs";
+    assert_eq!(ended.stderr.matches(warning).count(), 1, "{ended}");
+    for role in ["worker", "server"] {
+        let late = start(program(["ps", role, "--timeout", "150", "--run"]).arg(&files.0));
+        let ended = late.finish(Duration::from_secs(60)).succeeded();
+        assert!(ended.stdout.contains("finished has ended"), "{role}: {ended}");
+    }
+    let end = json(&files.path("END"));
+    // No server is there.
+    let mut again = Job::coordinate(&run.resume("auto"), 1, 1);
+    let ended = start(&mut again).finish(LIMIT).succeeded();
+    assert!(ended.stdout.contains("the run has ended: all 4 steps are done"), "{ended}");
+    assert_eq!(json(&files.path("END")), end);
+}
+
+/// The error of a run whose server is not replaced names the server.
+#[test]
+fn a_server_that_does_not_come_back_is_named() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["run.steps=100000", "checkpoint.every=10"];
+    let mut job = Job::begin(root.path(), "lost", 1, 1, &settings);
+    job.until_step(5);
+    let status = job.run_alongside(program(["ps", "status", "--json", "--run"]).arg(job.files().0));
+    let status: serde_json::Value = serde_json::from_str(&status.succeeded().stdout).unwrap();
+    let address = status["servers"][0]["address"].as_str().unwrap().to_owned();
+    let files = job.files();
+    kill(job.others.remove(0).id());
+    let ended = job.coordinator.finish(LIMIT);
+    let lost = format!("a server was lost ({address}: ");
+    assert_eq!(ended.code(), 1, "{ended}");
+    for words in [&lost, "0 of 1 servers joined within 3 s", "hint:"] {
+        assert!(ended.stderr.contains(words), "{words:?} is missing: {ended}");
+    }
+    let end = json(&files.path("END"));
+    assert!(end["reason"].as_str().unwrap().contains(&lost), "{end}");
+}
+
 /// A job that is asked to end before its servers have joined exits as preempted.
 #[test]
 fn a_coordinator_without_servers_ends_when_it_is_asked_to() {
@@ -572,12 +621,16 @@ fn roles_by_variables_make_a_run() {
         || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let chief = port();
     let ps = port();
-    let cluster = format!(r#"{{"chief": ["{chief}"], "ps": ["{ps}"], "worker": ["a:1", "b:1"]}}"#);
-    let tf = |kind: &str, index: usize| {
-        vec![(
-            "TF_CONFIG",
-            format!(r#"{{"cluster": {cluster}, "task": {{"type": "{kind}", "index": {index}}}}}"#),
-        )]
+    let chiefless = port();
+    let workers = r#""worker": ["a:1", "b:1"]"#;
+    let clusters = [
+        format!(r#"{{"chief": ["{chief}"], "ps": ["{ps}"], {workers}}}"#),
+        format!(r#"{{"ps": ["{chiefless}"], {workers}}}"#),
+    ];
+    let tf = |cluster: usize, kind: &str, index: usize| {
+        let task = format!(r#"{{"type": "{kind}", "index": {index}}}"#);
+        let cluster = &clusters[cluster];
+        vec![("TF_CONFIG", format!(r#"{{"cluster": {cluster}, "task": {task}}}"#))]
     };
     let torch = |rank: usize| {
         let numbers = [
@@ -589,7 +642,8 @@ fn roles_by_variables_make_a_run() {
     };
     let of_torch = (0..4).map(torch).collect();
     for (name, tasks) in [
-        ("tf", vec![tf("chief", 0), tf("ps", 0), tf("worker", 0), tf("worker", 1)]),
+        ("tf", vec![tf(0, "chief", 0), tf(0, "ps", 0), tf(0, "worker", 0), tf(0, "worker", 1)]),
+        ("chiefless", vec![tf(1, "ps", 0), tf(1, "worker", 0), tf(1, "worker", 1)]),
         ("torch", of_torch),
     ] {
         let run = Run::new(Alone, root.path(), name, &SETTINGS);
@@ -603,11 +657,15 @@ fn roles_by_variables_make_a_run() {
             .iter()
             .map(|task| start_without_waiting(&coordinator, &mut command(task)))
             .collect();
-        coordinator.finish(LIMIT).succeeded();
+        let ended = coordinator.finish(LIMIT).succeeded();
         others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
         run.files().same_as(&reference, 120, name);
         if name == "tf" {
             assert_eq!(run.files().coordinator(), chief);
+        }
+        if name == "chiefless" {
+            assert_eq!(run.files().coordinator(), chiefless);
+            assert!(ended.stdout.contains("ps 0 coordinates the run and serves, too"), "{ended}");
         }
     }
 }

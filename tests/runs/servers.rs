@@ -262,6 +262,37 @@ fn asynchronous_workers_see_every_sample() {
 }
 
 #[test]
+fn checkpoints_of_asynchronous_runs_are_close_to_their_step() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = [
+        "parameter_server.staleness='none'",
+        "model.layers=1",
+        "model.width=8",
+        "run.steps=300",
+        "eval.every=0",
+        "checkpoint.every=100",
+        "checkpoint.keep=9",
+    ];
+    let (_, files) = served(Simulate(3), 1, root.path(), "tiny", &settings);
+    for step in [100, 200, 300] {
+        let manifest = json(&files.checkpoint(step).join("manifest.json"));
+        let updates = manifest["updates"].as_u64().unwrap();
+        // Two workers finish at most four steps' batches before the coordinator has accounted
+        // them, and each has one batch in flight.
+        let most = if step == 300 { 600 } else { 2 * step + 4 * 2 + 2 };
+        assert!((2 * step..=most).contains(&updates), "step {step} has {updates} updates");
+    }
+    // The times of the steps add up to the time on the clock, and the rate is that of the clock.
+    let times = files.numbers("metrics.jsonl", "time");
+    let clock = times[299] - times[0];
+    let sum = files.numbers("metrics.jsonl", "step_ms")[1..].iter().sum::<f64>() * 1e-3;
+    assert!((0.9..1.1).contains(&(sum / clock)), "steps of {sum} s in {clock} s");
+    let rate = json(&files.path("run.json"))["tokens_per_second"].as_f64().unwrap();
+    let expected = 299.0 * 8.0 * 16.0 / clock;
+    assert!((0.9..1.1).contains(&(rate / expected)), "{rate} and {expected} tokens/s");
+}
+
+#[test]
 fn one_worker_alone_is_never_late() {
     let root = tempfile::tempdir().unwrap();
     let settings = ["eval.every=0", "checkpoint.every=0"];

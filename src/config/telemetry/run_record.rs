@@ -89,7 +89,8 @@ pub struct RunRecord {
     pub data_changes: Vec<DataChange>,
     /// The last validation loss, if the trainer evaluates.
     pub validation_loss: Option<f64>,
-    /// The throughput in tokens or samples per second: the median over this start's steps.
+    /// The throughput in tokens or samples per second: the median over this start's steps, with
+    /// parameter servers the mean from the first step to the last.
     pub tokens_per_second: f64,
     /// Model TFLOP/s per rank at that throughput.
     #[serde(default, skip_serializing_if = "Option::is_none")]

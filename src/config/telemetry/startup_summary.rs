@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use super::{bytes, grouped};
-use crate::ResolvedConfig;
+use crate::{Config, Device, ResolvedConfig};
 use hpctrain_comm::DeviceTransport;
 use hpctrain_device::MemoryKind;
 use hpctrain_parallel::{ReduceAfter, Storage};
@@ -126,6 +126,31 @@ fn reductions(plan: &ResolvedConfig) -> Option<&'static str> {
     })
 }
 
+/// Describes the keys of a configuration that have no effect because ranks compute on CPUs; `None`
+/// if there are none.
+pub fn keys_without_effect(config: &Config) -> Option<String> {
+    let given = &config.device;
+    let default = Device::default();
+    let keys = [
+        ("device.memory", given.memory != default.memory),
+        ("device.memory_limit", given.memory_limit != default.memory_limit),
+        ("device.ranks_per_gpu", given.ranks_per_gpu != default.ranks_per_gpu),
+        ("device.matmul_autotune", given.matmul_autotune != default.matmul_autotune),
+        ("log.placement", config.log.placement),
+    ];
+    let names: Vec<&str> =
+        keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key).collect();
+    let have = if names.len() == 1 { "has" } else { "have" };
+    (!names.is_empty()).then(|| {
+        format!(
+            "{} {have} no effect on CPUs (hint: compute on GPUs with run.device=cuda, or omit the \
+             {})",
+            names.join(", "),
+            if names.len() == 1 { "key" } else { "keys" },
+        )
+    })
+}
+
 /// Returns the text of the startup summary.
 pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> String {
     let mut out = String::new();
@@ -175,6 +200,11 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
     }
     for note in facts.gpu_notes {
         line("", note.clone());
+    }
+    if facts.memory.gpu.is_none()
+        && let Some(note) = keys_without_effect(&plan.config)
+    {
+        line("warning", note);
     }
     line(
         "messages",
@@ -289,4 +319,78 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
         line("memory", format!("{} per rank: {}", bytes(memory.host()), memory.host_parts()));
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Environment, overlay, resolve};
+
+    /// Returns the startup summary of one rank, on a GPU or a CPU, with these keys.
+    fn summary(on_gpu: bool, keys: &[&str]) -> String {
+        let keys: Vec<String> = keys.iter().map(|key| (*key).into()).collect();
+        let config = overlay(&Config::default(), &keys).unwrap();
+        let environment = Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu };
+        let memory = Estimate {
+            host: [1; MemoryKind::ALL.len()],
+            gpu: on_gpu.then_some([1; MemoryKind::ALL.len()]),
+            staging: 0,
+            runtime: 0,
+        };
+        let facts = StartupFacts {
+            ranks: 1,
+            hosts: 1,
+            host: "node7",
+            cores: 1,
+            quota: None,
+            spare_cores: false,
+            library: "",
+            gpus: &[],
+            gpu_notes: &[],
+            is_renumbered: false,
+            shares_memory: false,
+            transport: None,
+            transport_reason: None,
+            collectives: String::new(),
+            matmuls: String::new(),
+            directory: Path::new("runs/x"),
+            parameters: 1,
+            train: (1, 1),
+            validation: None,
+            notes: vec![],
+            memory: &memory,
+            nccl_memory: 0,
+            resumed: None,
+            time: None,
+        };
+        startup_summary(&resolve(config, &environment).unwrap(), &facts)
+    }
+
+    #[test]
+    fn the_summary_warns_once_of_keys_without_effect() {
+        let warning = "warning      log.placement has no effect on CPUs";
+        let keys = ["log.placement=true"];
+        assert_eq!(summary(false, &keys).matches(warning).count(), 1);
+        assert!(!summary(false, &[]).contains("warning"));
+        assert!(!summary(true, &keys).contains("warning"));
+    }
+
+    #[test]
+    fn keys_without_effect_on_cpus_are_named() {
+        let with = |keys: &[&str]| {
+            let keys: Vec<String> = keys.iter().map(|key| (*key).into()).collect();
+            keys_without_effect(&overlay(&Config::default(), &keys).unwrap())
+        };
+        assert_eq!(with(&[]), None);
+        assert_eq!(with(&["device.memory=0.9", "log.placement=false"]), None);
+        let one = with(&["log.placement=true"]).unwrap();
+        assert!(one.starts_with("log.placement has no effect on CPUs (hint: "), "{one}");
+        let some = with(&["device.memory='grow'", "device.ranks_per_gpu=2"]).unwrap();
+        assert!(some.starts_with("device.memory, device.ranks_per_gpu have no effect"), "{some}");
+        let others = with(&["device.memory_limit='1GiB'", "device.matmul_autotune=true"]).unwrap();
+        assert!(
+            others.starts_with("device.memory_limit, device.matmul_autotune have no"),
+            "{others}"
+        );
+    }
 }

@@ -1,6 +1,7 @@
 //! The end of a run: the last evaluation and checkpoint, and the final output and records.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use super::Session;
 use crate::coordinator_service::SessionError;
@@ -74,10 +75,10 @@ impl Session<'_> {
                 "continue with --resume auto --set run.name={}",
                 self.directory.name()
             ));
-        } else if let Some(median_ms) = self.worker_metrics.median_ms() {
+        } else if let Some(step_time) = self.worker_metrics.mean_step_time() {
             // A finished run that was resumed has no steps to summarize.
             self.outages
-                .at_end(self.run_summary(median_ms).write(&self.directory.summary_path()))?;
+                .at_end(self.run_summary(step_time).write(&self.directory.summary_path()))?;
         }
         // The servers end with the run, so there is nothing to resume from.
         self.outages.at_end(self.journal.clear())?;
@@ -86,7 +87,7 @@ impl Session<'_> {
         Ok(outcome)
     }
 
-    fn run_summary(&self, median_ms: f64) -> RunRecord {
+    fn run_summary(&self, step_time: Duration) -> RunRecord {
         let times = self.worker_metrics.times();
         let job = &self.job;
         let parameters =
@@ -106,7 +107,7 @@ impl Session<'_> {
             data: job.data.as_ref().map(|data| data.fingerprint.digest()),
             data_changes: job.data.as_ref().map_or(vec![], |data| data.changes.clone()),
             validation_loss: self.last_evaluation.map(|(_, loss)| loss),
-            tokens_per_second: self.plan.tokens_per_step() as f64 / (median_ms * 1e-3),
+            tokens_per_second: self.plan.tokens_per_step() as f64 / step_time.as_secs_f64(),
             tflops_per_rank: None,
             mfu: None,
             energy: None,

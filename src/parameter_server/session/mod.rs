@@ -16,7 +16,7 @@ use super::protocol::{ServerRequest, ServerResponse};
 use super::run_spec::{RunSpec, layouts};
 use super::scheduler::{BatchResult, FinishedBatches, WorkScheduler};
 use super::server_clients::ServerClients;
-use super::wal::{CommittedStep, Update, WalEntry, WriteAheadLog};
+use super::wal::{CommittedStep, Update, WalEntry, WalWriter, WriteAheadLog};
 use super::worker_metrics::WorkerMetrics;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
@@ -73,10 +73,12 @@ pub struct Session<'a> {
     records: Records,
     worker_metrics: WorkerMetrics,
     started: Instant,
+    /// The time of the last record of a step, moved on by the evaluations since then.
+    recorded_at: Instant,
     stop_requests: StopRequests,
     outages: IoFailureTolerance,
     job: Arc<SaveContext>,
-    journal: &'a WriteAheadLog,
+    journal: WalWriter,
     evaluator: Option<Evaluator>,
     objective: Objective<Cpu>,
     train_samples: u64,
@@ -179,6 +181,7 @@ impl<'a> Session<'a> {
             pool.begin_batches(
                 done,
                 (plan.config.run.steps - terms.start.step) * terms.workers as u64,
+                terms.workers,
             );
         }
         let digest = splits.train.fingerprint().map(|fingerprint| fingerprint.digest());
@@ -202,10 +205,11 @@ impl<'a> Session<'a> {
             records,
             worker_metrics: tally,
             started,
+            recorded_at: Instant::now(),
             stop_requests,
             outages,
             job: Arc::new(job),
-            journal,
+            journal: journal.writer(),
             evaluator,
             train_samples: samples,
             progress,
@@ -227,8 +231,14 @@ impl<'a> Session<'a> {
     /// cannot be written.
     pub fn run(mut self, from: StartPoint<'_>) -> Result<RunOutcome, SessionError> {
         self.print_startup(from);
+        self.recorded_at = Instant::now();
         let started = match from {
-            StartPoint::Journal(entry) => self.end_step(&entry.decided, now()),
+            StartPoint::Journal(entry) => {
+                // The step took some of its time under the previous coordinator.
+                let before = Duration::from_secs_f64(entry.decided.seconds);
+                self.recorded_at = self.recorded_at.checked_sub(before).unwrap_or(self.recorded_at);
+                self.end_step(&entry.decided, now())
+            }
             StartPoint::Seed | StartPoint::Checkpoint(_) => Ok(()),
         };
         let ended = started.and_then(|()| self.steps()).and_then(|outcome| self.finish(outcome));
@@ -272,12 +282,12 @@ impl<'a> Session<'a> {
     /// Runs steps until training ends.
     fn steps(&mut self) -> Result<RunOutcome, SessionError> {
         while self.outcome.is_none() && self.progress.step < self.plan.config.run.steps {
-            let began = Instant::now();
             let start = now();
             let decided =
                 if self.terms.is_synchronous() { self.sync_step()? } else { self.async_step()? };
             let Some(decided) = decided else { break };
-            let decided = CommittedStep { seconds: began.elapsed().as_secs_f64(), ..decided };
+            let seconds = self.recorded_at.elapsed().as_secs_f64();
+            let decided = CommittedStep { seconds, ..decided };
             self.append_to_wal(&decided);
             self.end_step(&decided, start)?;
         }
@@ -286,7 +296,7 @@ impl<'a> Session<'a> {
 
     /// Appends a step to the write-ahead log before its update, so that a restarted coordinator can
     /// resume from it.
-    fn append_to_wal(&self, decided: &CommittedStep) {
+    fn append_to_wal(&mut self, decided: &CommittedStep) {
         let batches = self.hub.with(|state| state.scheduler.done_batches());
         let generation = self.terms.generation;
         let before = self.progress;
@@ -301,7 +311,6 @@ impl<'a> Session<'a> {
 
     /// Applies the update of a step, records it, and does everything that is due after it.
     fn end_step(&mut self, decided: &CommittedStep, start: u64) -> Result<(), SessionError> {
-        let began = Instant::now();
         let generation = self.terms.generation;
         let step = self.progress.step;
         if let Some(Update { hyper, trust }) = &decided.update {
@@ -316,7 +325,13 @@ impl<'a> Session<'a> {
         self.progress.position = decided.position;
         self.progress.step += 1;
         self.trace("step", start);
-        self.record(decided, Duration::from_secs_f64(decided.seconds) + began.elapsed())?;
+        // The time limit adds saves itself.
+        self.stop_requests.note_step(Duration::from_nanos(now().saturating_sub(start)));
+        // From record to record, so that the times of all steps add up to the time of the run:
+        // asynchronous steps end in bursts, and workers wait for the journal and the records, too.
+        let recorded_at = Instant::now();
+        let took = recorded_at - std::mem::replace(&mut self.recorded_at, recorded_at);
+        self.record(decided, took)?;
         self.apply_control_flags(decided)?;
         self.evaluate_if_due()?;
         self.save_if_due()
@@ -497,7 +512,6 @@ impl<'a> Session<'a> {
         let tallied = self.worker_metrics.step(step, took, taken.skipped, &contributions);
         self.tolerate_outage(written.and(tallied))?;
         self.records.progress.step(&record, self.outages.ongoing_failure().as_deref());
-        self.stop_requests.note_step(took);
         let status = [
             ("step", json!(step)),
             ("steps", json!(self.plan.config.run.steps)),
@@ -555,7 +569,9 @@ impl<'a> Session<'a> {
             return Ok(());
         }
         let start = now();
+        let began = Instant::now();
         self.evaluate()?;
+        self.recorded_at += began.elapsed();
         self.trace("evaluation", start);
         Ok(())
     }
