@@ -55,7 +55,7 @@ def main():
         for host in ("h0", "h1") if options.rate else ():
             subprocess.run([SCRIPT, "rate", host, options.rate], check=True)
         for number in range(options.rounds):
-            # In turn, so that a change of the machine's speed meets both alike.
+            # In turn, so that a change of the machine's speed meets both equally.
             for zero, reduce in rows:
                 with tempfile.TemporaryDirectory() as root:
                     rows[zero, reduce].append(train(program, root, f"{zero}-{reduce}-{number}", zero, reduce, options))

@@ -417,7 +417,7 @@ mod tests {
     /// A message, by its kind and micro-batch. The gradient of tied parameters has its own kind.
     type Message = (Option<Flow>, usize);
 
-    /// What a rank does before its next request.
+    /// An action of a rank's main thread.
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Host {
         Request(Request),

@@ -789,7 +789,7 @@ fn the_default_reduction_is_that_of_the_run_so_far() {
     on("resumed", &["parallel.reduce=step", "run.steps=4"]).succeeds();
     let resumed = on("resumed", &[]).resume("auto").succeeds();
     assert_eq!(reduction(&resumed), ("step".into(), 4));
-    // What is asked for is done, also where it adds in another order.
+    // A reduction that is set is used, also where it adds in another order.
     let asked =
         on("asked", &["parallel.reduce=micro"]).resume(whole.checkpoint(4).to_str().unwrap());
     assert_eq!(reduction(&asked.succeeds()), ("micro".into(), 8));
