@@ -100,8 +100,8 @@ pub fn progress(transport: &mut dyn Transport, shared: &Shared) -> Result<()> {
     transport.progress().map(drop)
 }
 
-/// Waits, like [`settle`], until a thread of the device vendor's library has queued the work that
-/// it was given.
+/// Waits, like [`wait_for_event`], until a thread of the device vendor's library has queued the work
+/// that it was given.
 pub fn wait_until_queued(
     event: &dyn DeviceEvent,
     transport: &mut dyn Transport,

@@ -315,12 +315,12 @@ impl GroupComm<'_> {
         side.iter().map(|&(rank, span)| Ok((self.number(group, rank)?, span))).collect()
     }
 
-    /// Queues sums after the messages queued so far; see [`DeviceComm::fold`].
+    /// Queues sums after the messages queued so far; see [`DeviceComm::sum_in_order`].
     pub fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
         self.or_abort(self.comm().sum_in_order(folds))
     }
 
-    /// Orders later messages after sums; see [`DeviceComm::after_folds`].
+    /// Orders later messages after sums; see [`DeviceComm::wait_for_sums`].
     pub fn after_folds(&self, but: usize) -> Result<()> {
         self.or_abort(self.comm().wait_for_sums(but))
     }
