@@ -37,7 +37,7 @@ fn checked(mut script: Command, root: &Path, only: &str, code: i32, sim: Setting
 fn new_checks_pass_on_a_simulated_gpu() {
     let Some(script) = script() else { return no_python() };
     let root = tempfile::tempdir().unwrap();
-    let only = "nccl-alone,layouts-auto-bf16,networks-bf16,logits-2g-bf16";
+    let only = "nccl-alone,layouts-auto-bf16,layouts-cuda-ipc-bf16,networks-bf16,logits-2g-bf16";
     let checks = checked(script, root.path(), only, 0, &[]);
     for name in only.split(',') {
         assert_eq!(checks[name]["status"], "pass", "{name}: {checks}");
