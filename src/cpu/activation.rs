@@ -1,4 +1,4 @@
-//! Activation functions: one pass over memory each.
+//! Elementwise functions: one pass over memory each.
 
 use rayon::prelude::*;
 
@@ -99,6 +99,30 @@ pub fn forward(threads: &Threads, f: Activation, x: &[f32], y: &mut [f32]) {
         ),
         Activation::Tanh => map(threads, x, y, tanh),
         Activation::Sigmoid => map(threads, x, y, sigmoid),
+        Activation::Exp => map(threads, x, y, exp),
+        Activation::Ln => map(threads, x, y, f32::ln),
+        Activation::Square => map(
+            threads,
+            x,
+            y,
+            #[inline(always)]
+            |x| x * x,
+        ),
+        Activation::Abs => map(threads, x, y, f32::abs),
+        Activation::Scale(number) => map(
+            threads,
+            x,
+            y,
+            #[inline(always)]
+            |x| number * x,
+        ),
+        Activation::Shift(number) => map(
+            threads,
+            x,
+            y,
+            #[inline(always)]
+            |x| x + number,
+        ),
     }
 }
 
@@ -159,6 +183,30 @@ pub fn backward(threads: &Threads, f: Activation, x: &[f32], dy: &mut [f32]) {
                 y * (1.0 - y)
             },
         ),
+        Activation::Exp => scale(threads, x, dy, exp),
+        Activation::Ln => scale(threads, x, dy, f32::recip),
+        Activation::Square => scale(
+            threads,
+            x,
+            dy,
+            #[inline(always)]
+            |x| 2.0 * x,
+        ),
+        Activation::Abs => scale(
+            threads,
+            x,
+            dy,
+            #[inline(always)]
+            |x| f32::from(x > 0.0) - f32::from(x < 0.0),
+        ),
+        Activation::Scale(number) => scale(
+            threads,
+            x,
+            dy,
+            #[inline(always)]
+            |_| number,
+        ),
+        Activation::Shift(_) => {}
     }
 }
 

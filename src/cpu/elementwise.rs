@@ -59,6 +59,21 @@ pub fn add(threads: &Threads, x: &[f32], y: &mut [f32]) {
     threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| add_serial(x, y));
 }
 
+/// Computes `y *= x`.
+fn multiply(threads: &Threads, x: &[f32], y: &mut [f32]) {
+    assert_eq!(x.len(), y.len());
+    threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| {
+        simd(
+            #[inline(always)]
+            || {
+                for (y, x) in y.iter_mut().zip(x) {
+                    *y *= x;
+                }
+            },
+        );
+    });
+}
+
 /// Returns `Σ x²`: f64 sums of fixed chunks, added in order.
 pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
     sum_chunks(threads, x.len(), |range| {
@@ -115,6 +130,12 @@ impl ElementwiseOps for Cpu {
     fn add(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
         let _launch = self.start_kernel(KernelCost::add(x.len()));
         add(&self.threads, x, y);
+        Ok(())
+    }
+
+    fn multiply(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.start_kernel(KernelCost::multiply(y.len()));
+        multiply(&self.threads, x, y);
         Ok(())
     }
 

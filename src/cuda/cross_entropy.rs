@@ -3,6 +3,7 @@
 use super::launch::Arg;
 use super::launch_dims::Grid;
 use super::memory::{Element, View, ViewMut};
+use super::reduce::pack;
 use super::{Cuda, CudaInts};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{
@@ -46,12 +47,13 @@ impl ClassifierOps for Cuda {
         check_weights(weights, classes, rows);
         let args =
             [(&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
-        let row = (classes + self.pack()) * self.element().size();
+        let row = (classes + pack(logits.element)) * logits.element.size();
         let keep = (gradient || smoothing > 0.0) && row <= KEPT_ROW;
         let sizes = [classes.into(), stride.into(), scale.into(), smoothing.into()];
         let flags = [gradient, keep].map(|flag| Arg::Int(i32::from(flag)));
         let grid = Grid { shared: if keep { row as u32 } else { 0 }, ..Grid::new(rows, 512) };
-        self.launch(
+        self.launch_for(
+            logits.element,
             "cross_entropy.cu",
             "cross_entropy",
             grid,
@@ -141,6 +143,7 @@ impl ClassifierOps for Cuda {
             stride.into(),
             k.into(),
         ];
-        self.launch("cross_entropy.cu", "hits", Grid::new(rows.div_ceil(4), 128), &args)
+        let grid = Grid::new(rows.div_ceil(4), 128);
+        self.launch_for(logits.element, "cross_entropy.cu", "hits", grid, &args)
     }
 }

@@ -56,6 +56,18 @@ impl ElementwiseOps for Cuda {
         )
     }
 
+    fn multiply(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.profile_launch(KernelCost::multiply(x.len));
+        assert!(x.len == y.len && x.element == y.element, "a product");
+        let name = if x.element == Element::F32 { "multiply_f32" } else { "multiply" };
+        self.launch(
+            "multiply.cu",
+            name,
+            Grid::over(x.len.div_ceil(8)),
+            &[x.into(), (&y).into(), Arg::long(x.len)],
+        )
+    }
+
     fn sum(&self, x: View<'_>) -> Result<Scalar> {
         let _launch = self.profile_launch(KernelCost::sum(x.len));
         self.sum_of(x, false)

@@ -2,6 +2,7 @@
 
 use super::launch_dims::Grid;
 use super::memory::{View, ViewMut};
+use super::reduce::pack;
 use super::{Cuda, CudaInts};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Backend, EmbeddingOps, KernelCost};
@@ -48,7 +49,7 @@ impl EmbeddingOps for Cuda {
         let width = dy.len / rows.max(1);
         let time = dposition_table.len / width.max(1);
         let order = self.upload_indices(&tokens.sorted_positions())?;
-        let grid = Grid::plane(rows, width.div_ceil(128 * self.pack()), (128, 4, 1));
+        let grid = Grid::plane(rows, width.div_ceil(128 * pack(self.element())), (128, 4, 1));
         let words = dtoken_table.len / width.max(1);
         let args = [tokens.into(), (&order).into(), dy.into(), (&dtoken_table).into()];
         let sizes = [rows.into(), width.into(), first.into(), words.into()];
@@ -62,7 +63,7 @@ impl EmbeddingOps for Cuda {
             return Ok(());
         }
         let args = [dy.into(), (&dposition_table).into(), rows.into(), time.into(), width.into()];
-        let grid = Grid::over(dposition_table.len.div_ceil(self.pack()));
+        let grid = Grid::over(dposition_table.len.div_ceil(pack(self.element())));
         self.launch("embedding_backward.cu", "embedding_backward_positions", grid, &args)
     }
 }

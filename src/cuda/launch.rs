@@ -83,6 +83,20 @@ impl Cuda {
         self.launch_variant(self.variant(source), name, grid, args)
     }
 
+    /// Queues the kernel `name` of `source` for tensors of `element`, which need not be the element
+    /// of this rank's precision: losses are computed in f32.
+    pub(super) fn launch_for(
+        &self,
+        element: Element,
+        source: &'static str,
+        name: &'static str,
+        grid: Grid,
+        args: &[Arg],
+    ) -> Result<()> {
+        let narrow = element == Element::Bf16;
+        self.launch_variant(Variant { source, narrow, head: None }, name, grid, args)
+    }
+
     /// Queues the kernel `name` of a given variant in the compute stream. A grid without blocks,
     /// such as one over zero rows, has nothing to compute, and drivers refuse it.
     pub(super) fn launch_variant(

@@ -3,7 +3,7 @@
 use super::launch::Arg;
 use super::launch_dims::Grid;
 use super::memory::{View, ViewMut};
-use super::reduce::CHUNK_ROWS;
+use super::reduce::{CHUNK_ROWS, pack, row_chunks};
 use super::{Cuda, CudaBuf};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Backend, KernelCost, MemoryKind, Norm, NormOps};
@@ -56,7 +56,7 @@ impl NormOps for Cuda {
         let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
         let name = if shape.centred { "layer_norm" } else { "rms_norm" };
-        self.launch("norm.cu", name, grid, &[&args[..], &sizes].concat())
+        self.launch_for(x.element, "norm.cu", name, grid, &[&args[..], &sizes].concat())
     }
 
     fn add_norm(
@@ -91,13 +91,15 @@ impl NormOps for Cuda {
     ) -> Result<()> {
         let _launch = self.profile_launch(KernelCost::norm_backward(shape, dbias.len));
         let Norm { rows, width, centred, .. } = shape;
+        let element = x.element;
         let chunks = rows.div_ceil(CHUNK_ROWS);
         let partial: CudaBuf = self.alloc_f32(MemoryKind::Activations, chunks * 2 * width)?;
         let partial = Self::all(&partial);
         let aligned = [dy.pointer, x.pointer, weight.pointer, dx.pointer]
             .iter()
             .all(|at| at.is_multiple_of(16));
-        let in_one = IN_ONE.iter().find(|(packs, _)| aligned && packs * 32 * self.pack() == width);
+        let in_one =
+            IN_ONE.iter().find(|(packs, _)| aligned && packs * 32 * pack(element) == width);
         if let Some((_, name)) = in_one {
             let args = [
                 dy.into(),
@@ -110,8 +112,14 @@ impl NormOps for Cuda {
             ];
             let centred = Arg::Int(i32::from(centred));
             let grid = Grid::plane(chunks, 1, (32, 8, 1));
-            self.launch("norm_backward.cu", name, grid, &[&args[..], &[centred]].concat())?;
-        } else if let Some((name, threads)) = wide(width, self.pack()) {
+            self.launch_for(
+                element,
+                "norm_backward.cu",
+                name,
+                grid,
+                &[&args[..], &[centred]].concat(),
+            )?;
+        } else if let Some((name, threads)) = wide(width, pack(element)) {
             let args = [
                 dy.into(),
                 x.into(),
@@ -122,7 +130,8 @@ impl NormOps for Cuda {
                 rows.into(),
             ];
             let sizes = [width.into(), Arg::Int(i32::from(centred))];
-            self.launch(
+            self.launch_for(
+                element,
                 "norm_backward.cu",
                 name,
                 Grid::plane(chunks, 1, threads),
@@ -140,10 +149,16 @@ impl NormOps for Cuda {
             ];
             let grid = Grid::new(rows.div_ceil(4), 128);
             let name = if centred { "layer_norm_backward" } else { "rms_norm_backward" };
-            self.launch("norm_backward.cu", name, grid, &args)?;
+            self.launch_for(element, "norm_backward.cu", name, grid, &args)?;
             let args =
                 [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into()];
-            self.launch("norm_backward.cu", "norm_partial", self.row_chunks(chunks, width), &args)?;
+            self.launch_for(
+                element,
+                "norm_backward.cu",
+                "norm_partial",
+                row_chunks(element, chunks, width),
+                &args,
+            )?;
         }
         let second = (dbias.len > 0).then_some(&dbias);
         self.finish_columns(partial, &dweight, second, chunks, 2 * width)

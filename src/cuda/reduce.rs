@@ -2,7 +2,7 @@
 
 use super::launch::Arg;
 use super::launch_dims::Grid;
-use super::memory::{View, ViewMut};
+use super::memory::{Element, View, ViewMut};
 use super::{Cuda, Scalar};
 
 use hpctrain_base::error::Result;
@@ -15,6 +15,16 @@ pub const CHUNK_ROWS: usize = 128;
 /// The number of elements that one block of `sum.cuh` adds.
 const SUM_CHUNK: usize = 16_384;
 
+/// Returns the number of elements that a thread moves at a time: `Pack<elem>::SIZE` of `vector.cuh`.
+pub fn pack(element: Element) -> usize {
+    16 / element.size()
+}
+
+/// Returns the grid of `sum_rows` in `rows.cuh`.
+pub fn row_chunks(element: Element, chunks: usize, width: usize) -> Grid {
+    Grid::plane(chunks, width.div_ceil(32 * pack(element)), (32, 8, 1))
+}
+
 impl Cuda {
     /// Computes `out += Σ` over the rows of `x`.
     pub(super) fn add_columns(&self, x: View<'_>, rows: usize, out: &ViewMut<'_>) -> Result<()> {
@@ -23,7 +33,12 @@ impl Cuda {
         let partial = self.alloc_f32(MemoryKind::Activations, chunks * width)?;
         let partial = Self::all(&partial);
         let args = [x.into(), partial.into(), rows.into(), width.into()];
-        self.launch("column_sum.cu", "column_partial", self.row_chunks(chunks, width), &args)?;
+        self.launch(
+            "column_sum.cu",
+            "column_partial",
+            row_chunks(self.element(), chunks, width),
+            &args,
+        )?;
         self.finish_columns(partial, out, None, chunks, width)
     }
 
@@ -44,17 +59,6 @@ impl Cuda {
         let sizes = [chunks.into(), out.len.into(), stride.into()];
         let grid = Grid::plane(columns.div_ceil(32), 1, (32, parts, 1));
         self.launch("column_sum.cu", "column_finish", grid, &[args, sizes].concat())
-    }
-
-    /// Returns the grid of `sum_rows` in `rows.cuh`.
-    pub(super) fn row_chunks(&self, chunks: usize, width: usize) -> Grid {
-        Grid::plane(chunks, width.div_ceil(32 * self.pack()), (32, 8, 1))
-    }
-
-    /// Returns the number of activation elements that a thread moves at a time: `Pack<elem>::SIZE`
-    /// of `vector.cuh`.
-    pub(super) fn pack(&self) -> usize {
-        16 / self.element().size()
     }
 
     /// Returns the sum of the partial sums that `of_chunks(grid, partial)` writes: an f64 for every

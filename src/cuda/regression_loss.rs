@@ -44,7 +44,8 @@ impl RegressionOps for Cuda {
             scale.into(),
             Arg::Int(i32::from(gradient)),
         ];
-        self.launch(
+        self.launch_for(
+            predictions.element,
             "regression.cu",
             "regression",
             Grid::new(rows.div_ceil(4), 128),

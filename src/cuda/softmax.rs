@@ -11,13 +11,15 @@ impl SoftmaxOps for Cuda {
         let _launch = self.profile_launch(KernelCost::softmax(x.len));
         let rows = x.len / width;
         let args = [x.into(), (&y).into(), rows.into(), width.into()];
-        self.launch("softmax.cu", "softmax", Grid::new(rows.div_ceil(4), 128), &args)
+        let grid = Grid::new(rows.div_ceil(4), 128);
+        self.launch_for(x.element, "softmax.cu", "softmax", grid, &args)
     }
 
     fn softmax_backward(&self, width: usize, y: View<'_>, dy: ViewMut<'_>) -> Result<()> {
         let _launch = self.profile_launch(KernelCost::softmax_backward(y.len));
         let rows = y.len / width;
         let args = [y.into(), (&dy).into(), rows.into(), width.into()];
-        self.launch("softmax.cu", "softmax_backward", Grid::new(rows.div_ceil(4), 128), &args)
+        let grid = Grid::new(rows.div_ceil(4), 128);
+        self.launch_for(y.element, "softmax.cu", "softmax_backward", grid, &args)
     }
 }

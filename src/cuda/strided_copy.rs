@@ -17,6 +17,7 @@ impl ColumnsOps for Cuda {
         );
         let sizes = [rows, count, from[0], from[1], to[0], to[1]].map(Arg::from);
         let args = [&[x.into(), (&y).into()], &sizes[..]].concat();
-        self.launch("strided_copy.cu", "copy_columns", Grid::over(rows * count), &args)
+        let grid = Grid::over(rows * count);
+        self.launch_for(x.element, "strided_copy.cu", "copy_columns", grid, &args)
     }
 }

@@ -154,6 +154,9 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Returns the same window, read-only.
     fn shared<'a>(view: &'a Self::ViewMut<'_>) -> Self::View<'a>;
 
+    /// Returns the same shared window with a shorter lifetime.
+    fn shorten<'short, 'long: 'short>(view: Self::View<'long>) -> Self::View<'short>;
+
     /// Returns the same window with a shorter lifetime.
     fn reborrow<'a>(view: &'a mut Self::ViewMut<'_>) -> Self::ViewMut<'a>;
 

@@ -9,13 +9,19 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
         0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
     };
     type Function<'a> = (Activation, &'a dyn Fn(f64) -> f64);
-    let all: [Function<'_>; 6] = [
+    let all: [Function<'_>; 12] = [
         (Activation::Relu, &|x| x.max(0.0)),
         (Activation::LeakyRelu(0.125), &|x| x.max(0.125 * x)),
         (Activation::Gelu, &gelu),
         (Activation::Silu, &|x| x * logistic(x)),
         (Activation::Tanh, &f64::tanh),
         (Activation::Sigmoid, &logistic),
+        (Activation::Exp, &f64::exp),
+        (Activation::Ln, &f64::ln),
+        (Activation::Square, &|x| x * x),
+        (Activation::Abs, &f64::abs),
+        (Activation::Scale(-1.5), &|x| -1.5 * x),
+        (Activation::Shift(0.75), &|x| x + 0.75),
     ];
     let mut results = Vec::new();
     for ((f, want), len) in
@@ -23,8 +29,11 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
     {
         // Small numbers too, where functions that are nearly linear lose digits if they are
         // computed badly.
-        let x: Vec<f32> =
+        let mut x: Vec<f32> =
             random(b, 1, len).iter().enumerate().map(|(i, x)| x * [3.0, 0.01][i % 2]).collect();
+        if f == Activation::Ln {
+            x.iter_mut().for_each(|x| *x = x.abs() + 0.05);
+        }
         let x = rounded(b, &x);
         let g = random(b, 2, len);
         let xb = up(b, &x);
@@ -67,6 +76,7 @@ fn slope_at(f: Activation, value: &dyn Fn(f64) -> f64, x: f64) -> f64 {
         Activation::Relu => f64::from(x > 0.0),
         Activation::LeakyRelu(_) if x > 0.0 => 1.0,
         Activation::LeakyRelu(slope) => f64::from(slope),
+        Activation::Abs => f64::from(u8::from(x > 0.0)) - f64::from(u8::from(x < 0.0)),
         _ => (value(x + 1e-5) - value(x - 1e-5)) / 2e-5,
     }
 }

@@ -25,6 +25,16 @@ pub fn elementwise<B: Kernels>(b: &B) -> Results {
         b.add(B::all(&copy), B::all_mut(&mut sum)).unwrap();
         close(b, &sum, &sums, "add in f32");
 
+        let products: Vec<f64> =
+            x.iter().zip(&y).map(|(x, y)| f64::from(*x) * f64::from(*y)).collect();
+        let mut product = up(b, &y);
+        b.multiply(B::all(&xb), B::all_mut(&mut product)).unwrap();
+        close(b, &product, &products, "multiply");
+        results.push(down(b, &product));
+        let mut product = up_f32(b, &y);
+        b.multiply(B::all(&copy), B::all_mut(&mut product)).unwrap();
+        close(b, &product, &products, "multiply in f32");
+
         let squares: f64 = to_f64(&x).iter().map(|x| x * x).sum();
         let exact = b.upload_f32(MemoryKind::Activations, &x).unwrap();
         let got = b.read(b.sum_squares(B::all(&exact)).unwrap()).unwrap();

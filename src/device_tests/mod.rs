@@ -21,6 +21,7 @@ pub mod dot_interaction;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
+pub mod exact;
 pub mod im2col_pool;
 pub mod linear;
 pub mod norm;
@@ -58,6 +59,7 @@ macro_rules! each_operation {
             classifiers: $crate::cross_entropy::classifiers,
             classifier_parts: $crate::cross_entropy::classifier_parts,
             regressions: $crate::regression_loss::regressions,
+            exact_losses: $crate::exact::exact_losses,
         }
     };
 }

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod autograd;
 mod custom;
 mod dropout;
 mod embedding;

@@ -392,6 +392,10 @@ impl Backend for Sealed {
         Window(view.0)
     }
 
+    fn shorten<'short, 'long: 'short>(view: Window<'long>) -> Window<'short> {
+        view
+    }
+
     fn reborrow<'a>(view: &'a mut WindowMut<'_>) -> WindowMut<'a> {
         WindowMut(view.0)
     }

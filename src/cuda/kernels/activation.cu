@@ -1,4 +1,4 @@
-// Elementwise activation functions and their derivatives; `a` is the parameter of functions that have one. Grid: any;
+// Elementwise functions and their derivatives; `a` is the parameter of functions that have one. Grid: any;
 // block: any.
 #include "vector.cuh"
 
@@ -58,6 +58,38 @@ struct Sigmoid {
   }
 };
 
+struct Exp {
+  __device__ __forceinline__ static float value(float x, float) { return expf(x); }
+  __device__ __forceinline__ static float slope(float x, float) { return expf(x); }
+};
+
+struct Ln {
+  __device__ __forceinline__ static float value(float x, float) { return logf(x); }
+  __device__ __forceinline__ static float slope(float x, float) { return 1.0f / x; }
+};
+
+struct Square {
+  __device__ __forceinline__ static float value(float x, float) { return x * x; }
+  __device__ __forceinline__ static float slope(float x, float) { return 2.0f * x; }
+};
+
+struct Abs {
+  __device__ __forceinline__ static float value(float x, float) { return fabsf(x); }
+  __device__ __forceinline__ static float slope(float x, float) {
+    return (x > 0.0f ? 1.0f : 0.0f) - (x < 0.0f ? 1.0f : 0.0f);
+  }
+};
+
+struct Scaled {
+  __device__ __forceinline__ static float value(float x, float a) { return a * x; }
+  __device__ __forceinline__ static float slope(float, float a) { return a; }
+};
+
+struct Shifted {
+  __device__ __forceinline__ static float value(float x, float a) { return x + a; }
+  __device__ __forceinline__ static float slope(float, float) { return 1.0f; }
+};
+
 // y = f(x)
 template <class F>
 __device__ __forceinline__ void map(const elem* x, elem* y, long long n, float a) {
@@ -98,3 +130,9 @@ ACTIVATION(gelu, Gelu)
 ACTIVATION(silu, Silu)
 ACTIVATION(tanh, Tanh)
 ACTIVATION(sigmoid, Sigmoid)
+ACTIVATION(exp, Exp)
+ACTIVATION(ln, Ln)
+ACTIVATION(square, Square)
+ACTIVATION(abs, Abs)
+ACTIVATION(scaled, Scaled)
+ACTIVATION(shifted, Shifted)

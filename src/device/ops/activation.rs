@@ -1,9 +1,9 @@
-//! Elementwise activation functions.
+//! Elementwise functions of one tensor: activations, and those of which losses are composed.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// An elementwise activation function.
+/// An elementwise function.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activation {
     /// max(x, 0).
@@ -18,6 +18,18 @@ pub enum Activation {
     Tanh,
     /// σ(x) = 1 / (1 + e⁻ˣ).
     Sigmoid,
+    /// eˣ.
+    Exp,
+    /// The natural logarithm.
+    Ln,
+    /// x².
+    Square,
+    /// |x|, with slope 0 at 0.
+    Abs,
+    /// x times this number.
+    Scale(f32),
+    /// x plus this number.
+    Shift(f32),
 }
 
 /// Names of a function in profiles, and of its kernels on a device that has one for each.
@@ -49,6 +61,7 @@ impl Activation {
     pub fn parameter(self) -> f32 {
         match self {
             Activation::LeakyRelu(slope) => slope,
+            Activation::Scale(number) | Activation::Shift(number) => number,
             _ => 0.0,
         }
     }
@@ -62,6 +75,12 @@ impl Activation {
             Activation::Silu => names!("silu"),
             Activation::Tanh => names!("tanh"),
             Activation::Sigmoid => names!("sigmoid"),
+            Activation::Exp => names!("exp"),
+            Activation::Ln => names!("ln"),
+            Activation::Square => names!("square"),
+            Activation::Abs => names!("abs"),
+            Activation::Scale(_) => names!("scaled"),
+            Activation::Shift(_) => names!("shifted"),
         }
     }
 }

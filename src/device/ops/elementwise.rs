@@ -1,9 +1,9 @@
-//! Fills, copies, sums.
+//! Fills, copies, sums, products.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Fills, copies, sums.
+/// Fills, copies, sums, products.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ElementwiseOps: Backend {
@@ -13,6 +13,8 @@ pub trait ElementwiseOps: Backend {
     fn copy(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
     /// Computes `y += x`.
     fn add(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// Computes `y *= x`.
+    fn multiply(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
     /// Computes `Σ x` in f64, in a fixed order.
     fn sum(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
     /// Computes `Σ x²` in f64, summed in fixed chunks.
@@ -33,6 +35,11 @@ impl KernelCost {
     /// Returns the cost of a sum in place.
     pub fn add(len: usize) -> Self {
         Self::new("add", 3 * len).with_shape([len])
+    }
+
+    /// Returns the cost of a product in place.
+    pub fn multiply(len: usize) -> Self {
+        Self::new("multiply", 3 * len).with_shape([len])
     }
 
     /// Returns the cost of a sum of f32, or of their squares.

@@ -1,0 +1,946 @@
+//! The tape: runs the operations of a forward, or their shapes, and records them.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::rc::Rc;
+
+use super::operation::{Operation, Targets};
+use super::tracked::{Meter, Tracked};
+use crate::Context;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::random;
+use hpctrain_device::{
+    Activation, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Linear, LossWeights,
+    MemoryKind, Norm, Regression, RegressionLoss, StridedCopy,
+};
+
+/// Where the value of a variable is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Origin {
+    /// In a buffer of its own.
+    Computed,
+    /// The input of the block, or the network's output in a loss.
+    Input,
+    /// This range of the block's unit, which is its tensor of this number.
+    Param(Range<usize>, usize),
+    /// The features of the micro-batch.
+    Features,
+    /// The target values of the micro-batch.
+    Values,
+}
+
+/// The shape of a variable, and its place on the tape.
+#[derive(Debug, Clone)]
+pub struct Meta {
+    pub id: usize,
+    pub rows: usize,
+    pub width: usize,
+    pub origin: Origin,
+    pub needs_grad: bool,
+}
+
+impl Meta {
+    pub fn len(&self) -> usize {
+        self.rows * self.width
+    }
+}
+
+/// The shared cell of a value.
+type Cell<B> = Rc<RefCell<Option<Rc<Tracked<B>>>>>;
+
+/// A matrix on a tape: rows × width, or a parameter in its own shape. A clone is the same variable.
+pub struct Var<B: Backend> {
+    pub(super) meta: Meta,
+    pub(super) value: Cell<B>,
+}
+
+impl<B: Backend> Clone for Var<B> {
+    fn clone(&self) -> Self {
+        Self { meta: self.meta.clone(), value: self.value.clone() }
+    }
+}
+
+impl<B: Backend> Var<B> {
+    /// Returns the number of rows.
+    pub fn rows(&self) -> usize {
+        self.meta.rows
+    }
+
+    /// Returns the number of elements of a row.
+    pub fn width(&self) -> usize {
+        self.meta.width
+    }
+}
+
+/// The device of a tape, and what the forward reads there.
+pub struct Device<'t, B: Kernels> {
+    pub cx: &'t Context<'t, B>,
+    /// The unit of the block; empty in a loss.
+    pub unit: Option<B::View<'t>>,
+    /// The input of the block, or the output of the network.
+    pub input: B::View<'t>,
+}
+
+/// A value that an operation reads.
+pub enum Held<'t, B: Backend> {
+    Lent(B::View<'t>),
+    Own(Rc<Tracked<B>>),
+}
+
+impl<B: Backend> Held<'_, B> {
+    /// Returns the elements.
+    pub fn view(&self) -> Result<B::View<'_>> {
+        match self {
+            Held::Lent(view) => Ok(B::shorten(*view)),
+            Held::Own(value) => value
+                .buf
+                .as_ref()
+                .map(B::all)
+                .ok_or_else(|| Error::internal("a run on shapes has no values")),
+        }
+    }
+}
+
+/// A recorded operation.
+pub struct Node<B: Backend> {
+    pub operation: Operation,
+    pub inputs: Vec<Meta>,
+    pub output: Meta,
+    /// The values that the backward reads.
+    pub saved: Vec<Var<B>>,
+}
+
+/// The elements of a forward per row of its input.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SavedSizes {
+    /// Saved elements of the compute type.
+    pub elements: usize,
+    /// Saved elements that are f32 with any compute type.
+    pub exact: usize,
+}
+
+/// Records the operations of a forward. The module's documentation says how it is used.
+///
+/// Operations return an error if shapes do not fit, or if the device fails.
+pub struct Tape<'t, B: Kernels> {
+    pub(super) device: Option<Device<'t, B>>,
+    computes: bool,
+    /// Whether all variables are f32, as in losses.
+    pub(super) is_exact: bool,
+    name: u64,
+    samples: usize,
+    time: usize,
+    pub(super) meter: Rc<Meter>,
+    variables: usize,
+    dropouts: u64,
+    input: Option<Meta>,
+    pub(super) nodes: Vec<Node<B>>,
+}
+
+impl<'t, B: Kernels> Tape<'t, B> {
+    /// Creates a tape on a device. It computes, or only records for a backward. `name` keys the
+    /// masks of dropouts.
+    pub(crate) fn on(device: Device<'t, B>, computes: bool, is_exact: bool, name: &str) -> Self {
+        let (samples, time) = (device.cx.micro.samples, device.cx.micro.time);
+        Self {
+            device: Some(device),
+            computes,
+            is_exact,
+            name: random::name(name),
+            samples,
+            time,
+            meter: Rc::default(),
+            variables: 0,
+            dropouts: 0,
+            input: None,
+            nodes: vec![],
+        }
+    }
+
+    /// Creates a tape of shapes, for one sample of one row.
+    pub(super) fn of_shapes() -> Self {
+        Self {
+            device: None,
+            computes: false,
+            is_exact: false,
+            name: 0,
+            samples: 1,
+            time: 1,
+            meter: Rc::default(),
+            variables: 0,
+            dropouts: 0,
+            input: None,
+            nodes: vec![],
+        }
+    }
+
+    /// Returns the number of rows of the micro-batch.
+    pub fn rows(&self) -> usize {
+        self.samples * self.time
+    }
+
+    /// Returns the features of the samples, in rows of `width` elements.
+    ///
+    /// # Errors
+    /// Returns an error if the samples have features of another size.
+    pub fn features(&mut self, width: usize) -> Result<Var<B>> {
+        let given = self.device.as_ref().map(|device| B::len(&device.cx.micro.fields.features));
+        let rows = self.rows();
+        if given.is_some_and(|given| given != rows * width) {
+            return Err(Error::input(format!(
+                "features({width}): the samples have {} features in {rows} rows",
+                given.unwrap_or(0)
+            )));
+        }
+        Ok(self.given(rows, width, Origin::Features, false))
+    }
+
+    /// Returns the values to predict, in rows of `width` elements; for losses and metrics.
+    ///
+    /// # Errors
+    /// Returns an error if the samples have values of another size, or outside a loss.
+    pub fn values(&mut self, width: usize) -> Result<Var<B>> {
+        self.check_exact("values")?;
+        let given = self.device.as_ref().map(|device| B::len(&device.cx.micro.fields.values));
+        let rows = self.rows();
+        if given.is_some_and(|given| given != rows * width) {
+            return Err(Error::input(format!(
+                "values({width}): the samples have {} values in {rows} rows",
+                given.unwrap_or(0)
+            )));
+        }
+        Ok(self.given(rows, width, Origin::Values, false))
+    }
+
+    /// Adds the input.
+    pub(crate) fn input(&mut self, rows: usize, width: usize, needs_grad: bool) -> Var<B> {
+        let input = self.given(rows, width, Origin::Input, needs_grad);
+        self.input = Some(input.meta.clone());
+        input
+    }
+
+    /// Returns the place of the input, which every forward has.
+    pub(super) fn input_meta(&self) -> Result<Meta> {
+        self.input.clone().ok_or_else(|| Error::internal("a tape without an input"))
+    }
+
+    /// Adds the parameters of these shapes, which lie one after the other.
+    pub(super) fn params(&mut self, shapes: &[&[usize]]) -> Vec<Var<B>> {
+        let mut end = 0;
+        let mut params = Vec::with_capacity(shapes.len());
+        for (number, shape) in shapes.iter().enumerate() {
+            let width = shape.last().copied().unwrap_or(1);
+            let len: usize = shape.iter().product();
+            let range = end..end + len;
+            end = range.end;
+            let rows = len / width.max(1);
+            params.push(self.given(rows, width, Origin::Param(range, number), true));
+        }
+        params
+    }
+
+    fn given(&mut self, rows: usize, width: usize, origin: Origin, needs_grad: bool) -> Var<B> {
+        self.variables += 1;
+        let meta = Meta { id: self.variables - 1, rows, width, origin, needs_grad };
+        Var { meta, value: Rc::default() }
+    }
+
+    /// Adds the result of an operation.
+    fn computed(&mut self, rows: usize, width: usize, needs_grad: bool) -> Var<B> {
+        self.given(rows, width, Origin::Computed, needs_grad)
+    }
+
+    /// Returns the number of variables so far.
+    pub(super) fn variables(&self) -> usize {
+        self.variables
+    }
+
+    pub(super) fn backend(&self) -> Option<&'t B> {
+        self.device.as_ref().map(|device| device.cx.backend)
+    }
+
+    /// Allocates a buffer of the tape's type.
+    pub(super) fn alloc(&self, len: usize) -> Result<Tracked<B>> {
+        if self.is_exact {
+            return self.alloc_exact(len);
+        }
+        let buf = self.backend().map(|b| b.alloc(MemoryKind::Activations, len)).transpose()?;
+        Ok(Tracked::new(buf, len, &self.meter))
+    }
+
+    /// Allocates a buffer in f32, which counts as two elements of bf16.
+    pub(super) fn alloc_exact(&self, len: usize) -> Result<Tracked<B>> {
+        let buf = self.backend().map(|b| b.alloc_f32(MemoryKind::Activations, len)).transpose()?;
+        Ok(Tracked::new(buf, 2 * len, &self.meter))
+    }
+
+    /// Allocates a value in a forward. A tape that computes nothing allocates only on shapes, where
+    /// lifetimes count.
+    fn value(&self, len: usize, is_exact: bool) -> Result<Option<Tracked<B>>> {
+        if self.device.is_some() && !self.computes {
+            return Ok(None);
+        }
+        let value = if is_exact { self.alloc_exact(len) } else { self.alloc(len) };
+        value.map(Some)
+    }
+
+    /// Returns the value of a variable.
+    pub(super) fn held(&self, var: &Var<B>) -> Result<Held<'t, B>> {
+        let device =
+            || self.device.as_ref().ok_or_else(|| Error::internal("a run on shapes has no values"));
+        Ok(match &var.meta.origin {
+            Origin::Computed => Held::Own(
+                var.value
+                    .borrow()
+                    .clone()
+                    .ok_or_else(|| Error::internal("a value of a backward was not saved"))?,
+            ),
+            Origin::Input => Held::Lent(device()?.input),
+            Origin::Features => Held::Lent(B::all(&device()?.cx.micro.fields.features)),
+            Origin::Values => Held::Lent(B::all(&device()?.cx.micro.fields.values)),
+            Origin::Param(..) => Held::Lent(self.param(&var.meta)?),
+        })
+    }
+
+    /// Returns the elements of a parameter.
+    pub(super) fn param(&self, meta: &Meta) -> Result<B::View<'t>> {
+        let unit = self.device.as_ref().and_then(|device| device.unit);
+        let (Origin::Param(range, _), Some(unit)) = (&meta.origin, unit) else {
+            return Err(Error::internal("a variable is no parameter of this tape"));
+        };
+        let (_, from) = B::split_at(unit, range.start);
+        Ok(B::split_at(from, range.len()).0)
+    }
+
+    /// Returns the ones by which rows are summed and repeated.
+    pub(super) fn constant(&self, len: usize, value: f32) -> Result<Tracked<B>> {
+        let zeros = self.zeros(len)?;
+        let mut ones = self.alloc(len)?;
+        if let (Some(b), Some(zeros), Some(ones)) = (self.backend(), &zeros.buf, &mut ones.buf) {
+            b.activation(Activation::Shift(value), B::all(zeros), B::all_mut(ones))?;
+        }
+        Ok(ones)
+    }
+
+    /// Returns zeros.
+    pub(super) fn zeros(&self, len: usize) -> Result<Tracked<B>> {
+        let mut zeros = self.alloc(len)?;
+        if let (Some(b), Some(zeros)) = (self.backend(), &mut zeros.buf) {
+            b.zero(B::all_mut(zeros))?;
+        }
+        Ok(zeros)
+    }
+
+    fn check_exact(&self, what: &str) -> Result<()> {
+        if self.is_exact {
+            return Ok(());
+        }
+        Err(Error::input(format!("{what} is for losses and metrics, which are computed in f32")))
+    }
+
+    /// Records an operation and computes it with `compute`, which writes the value and the
+    /// statistics of `stats` elements that its backward reads.
+    fn record(
+        &mut self,
+        operation: Operation,
+        inputs: &[&Var<B>],
+        [rows, width]: [usize; 2],
+        saves: Saves,
+        stats: usize,
+        compute: impl FnOnce(&B, &[B::View<'_>], B::ViewMut<'_>, Option<B::ViewMut<'_>>) -> Result<()>,
+    ) -> Result<Var<B>> {
+        let needs_grad = inputs.iter().any(|input| input.meta.needs_grad);
+        let output = self.computed(rows, width, needs_grad);
+        let statistics = (stats > 0).then(|| self.computed(stats, 1, false));
+        let mut value = self.value(rows * width, self.is_exact)?;
+        let mut numbers =
+            statistics.as_ref().map(|_| self.value(stats, true)).transpose()?.flatten();
+        if let (true, Some(b)) = (self.computes, self.backend()) {
+            let held = inputs.iter().map(|input| self.held(input)).collect::<Result<Vec<_>>>()?;
+            let views = held.iter().map(Held::view).collect::<Result<Vec<_>>>()?;
+            let to = value.as_mut().and_then(|value| value.buf.as_mut());
+            let to = to.ok_or_else(|| Error::internal("a value without a buffer"))?;
+            let numbers = numbers.as_mut().and_then(|numbers| numbers.buf.as_mut());
+            compute(b, &views, B::all_mut(to), numbers.map(B::all_mut))?;
+        }
+        *output.value.borrow_mut() = value.map(Rc::new);
+        if let Some(statistics) = &statistics {
+            *statistics.value.borrow_mut() = numbers.map(Rc::new);
+        }
+        if needs_grad {
+            let mut saved: Vec<Var<B>> = match saves {
+                Saves::Nothing => vec![],
+                Saves::Inputs => inputs.iter().map(|input| (*input).clone()).collect(),
+                Saves::First => inputs.first().map(|input| (*input).clone()).into_iter().collect(),
+                Saves::Output => vec![output.clone()],
+                Saves::FirstAndOutput => {
+                    let first = inputs.first().map(|input| (*input).clone());
+                    first.into_iter().chain([output.clone()]).collect()
+                }
+            };
+            saved.extend(statistics);
+            let inputs = inputs.iter().map(|input| input.meta.clone()).collect();
+            self.nodes.push(Node { operation, inputs, output: output.meta.clone(), saved });
+        }
+        Ok(output)
+    }
+
+    /// Computes `x·Wᵀ + bias`, where the weight (outputs × inputs) and the bias (outputs) are
+    /// parameters.
+    ///
+    /// # Errors
+    /// Returns an error if shapes do not fit, or if the device fails.
+    pub fn linear(&mut self, x: &Var<B>, weight: &Var<B>, bias: Option<&Var<B>>) -> Result<Var<B>> {
+        let (outputs, inputs) = (weight.rows(), weight.width());
+        let bias_len = bias.map_or(outputs, |bias| bias.meta.len());
+        for param in std::iter::once(weight).chain(bias) {
+            check_param("linear", param)?;
+        }
+        fits("linear", inputs == x.width() && bias_len == outputs, &[x, weight])?;
+        let shape = Linear::new(x.rows(), inputs, outputs);
+        let all: Vec<&Var<B>> = [x, weight].into_iter().chain(bias).collect();
+        let out = [x.rows(), outputs];
+        self.record(Operation::Linear, &all, out, Saves::First, 0, |b, views, y, _| {
+            let bias = views.get(2).copied().unwrap_or(B::split_at(views[1], 0).0);
+            b.linear(shape, views[0], views[1], bias, y)
+        })
+    }
+
+    /// Computes `a·bᵀ`, the dot product of each row of `a` (rows × width) with each row of `b`; for
+    /// losses and metrics. In a block the memory of a row must not depend on the number of rows.
+    ///
+    /// # Errors
+    /// Returns an error if widths differ, outside a loss, or if the device fails.
+    pub fn matmul_transposed(&mut self, a: &Var<B>, b: &Var<B>) -> Result<Var<B>> {
+        self.check_exact("matmul_transposed")?;
+        fits("matmul_transposed", a.width() == b.width(), &[a, b])?;
+        let (m, n, k) = (a.rows(), b.rows(), a.width());
+        let shape = Gemm { m, n, k, ta: false, tb: true, acc: false };
+        let operation = Operation::MatmulTransposed;
+        self.record(operation, &[a, b], [m, n], Saves::Inputs, 0, |backend, views, y, _| {
+            backend.gemm(shape, views[0], views[1], y)
+        })
+    }
+
+    /// Computes `a + b`.
+    ///
+    /// # Errors
+    /// Returns an error if shapes differ, or if the device fails.
+    pub fn add(&mut self, a: &Var<B>, b: &Var<B>) -> Result<Var<B>> {
+        check_same("add", a, b)?;
+        let out = [a.rows(), a.width()];
+        self.record(Operation::Add, &[a, b], out, Saves::Nothing, 0, |backend, views, mut y, _| {
+            backend.copy(views[1], B::reborrow(&mut y))?;
+            backend.add(views[0], y)
+        })
+    }
+
+    /// Computes `a - b`.
+    ///
+    /// # Errors
+    /// Returns an error if shapes differ, or if the device fails.
+    pub fn subtract(&mut self, a: &Var<B>, b: &Var<B>) -> Result<Var<B>> {
+        let negative = self.scale(b, -1.0)?;
+        self.add(a, &negative)
+    }
+
+    /// Computes `a·b`, elementwise.
+    ///
+    /// # Errors
+    /// Returns an error if shapes differ, or if the device fails.
+    pub fn multiply(&mut self, a: &Var<B>, b: &Var<B>) -> Result<Var<B>> {
+        check_same("multiply", a, b)?;
+        let out = [a.rows(), a.width()];
+        let operation = Operation::Multiply;
+        self.record(operation, &[a, b], out, Saves::Inputs, 0, |backend, views, mut y, _| {
+            backend.copy(views[1], B::reborrow(&mut y))?;
+            backend.multiply(views[0], y)
+        })
+    }
+
+    /// Computes `x` times a number.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn scale(&mut self, x: &Var<B>, number: f32) -> Result<Var<B>> {
+        self.activation(x, Activation::Scale(number))
+    }
+
+    /// Applies an elementwise function.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn activation(&mut self, x: &Var<B>, f: Activation) -> Result<Var<B>> {
+        check_computed("activation", x)?;
+        let out = [x.rows(), x.width()];
+        // The slopes of these do not depend on x.
+        let saves = match f {
+            Activation::Scale(_) | Activation::Shift(_) => Saves::Nothing,
+            _ => Saves::First,
+        };
+        self.record(Operation::Function(f), &[x], out, saves, 0, |b, views, y, _| {
+            b.activation(f, views[0], y)
+        })
+    }
+
+    /// Computes the softmax of each row.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn softmax(&mut self, x: &Var<B>) -> Result<Var<B>> {
+        check_computed("softmax", x)?;
+        let (rows, width) = (x.rows(), x.width());
+        let out = [rows, width];
+        self.record(Operation::Softmax, &[x], out, Saves::Output, 0, |b, views, y, _| {
+            b.softmax(width, views[0], y)
+        })
+    }
+
+    /// Computes layer normalisation of each row, with a weight and a bias of its width.
+    ///
+    /// # Errors
+    /// Returns an error if shapes do not fit, or if the device fails.
+    pub fn layer_norm(
+        &mut self,
+        x: &Var<B>,
+        weight: &Var<B>,
+        bias: Option<&Var<B>>,
+        epsilon: f32,
+    ) -> Result<Var<B>> {
+        self.norm("layer_norm", x, Some(weight), bias, Operation::Norm { epsilon, centred: true })
+    }
+
+    /// Computes RMS normalisation of each row, with a weight of its width.
+    ///
+    /// # Errors
+    /// Returns an error if shapes do not fit, or if the device fails.
+    pub fn rms_norm(&mut self, x: &Var<B>, weight: &Var<B>, epsilon: f32) -> Result<Var<B>> {
+        self.norm("rms_norm", x, Some(weight), None, Operation::Norm { epsilon, centred: false })
+    }
+
+    /// Scales each row to length 1. `epsilon` is added to the mean square before the root.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn normalize(&mut self, x: &Var<B>, epsilon: f32) -> Result<Var<B>> {
+        self.norm("normalize", x, None, None, Operation::Norm { epsilon, centred: false })
+    }
+
+    fn norm(
+        &mut self,
+        what: &str,
+        x: &Var<B>,
+        weight: Option<&Var<B>>,
+        bias: Option<&Var<B>>,
+        operation: Operation,
+    ) -> Result<Var<B>> {
+        let (rows, width) = (x.rows(), x.width());
+        check_computed(what, x)?;
+        for param in weight.iter().chain(&bias) {
+            check_param(what, param)?;
+            fits(what, param.meta.len() == width, &[x, param])?;
+        }
+        let Operation::Norm { epsilon, centred } = operation else {
+            return Err(Error::internal("a norm is recorded as another operation"));
+        };
+        let shape = Norm { rows, width, epsilon, centred };
+        let of_length_1 = match (self.computes || self.device.is_none(), weight) {
+            (true, None) => Some(self.constant(width, unit_weight(width))?),
+            _ => None,
+        };
+        let all: Vec<&Var<B>> = [x].into_iter().chain(weight).chain(bias).collect();
+        self.record(operation, &all, [rows, width], Saves::First, 2 * rows, |b, views, y, stats| {
+            let weight = match (&of_length_1, views.get(1)) {
+                (Some(Tracked { buf: Some(weight), .. }), _) => B::shorten(B::all(weight)),
+                (_, Some(weight)) => B::shorten(*weight),
+                _ => return Err(Error::internal("a norm without a weight")),
+            };
+            let bias = views.get(2).copied().unwrap_or(B::split_at(views[0], 0).0);
+            let stats = stats.ok_or_else(|| Error::internal("a norm without statistics"))?;
+            b.norm(shape, views[0], weight, bias, y, stats)
+        })
+    }
+
+    /// Drops elements with probability `rate` in training, and scales the others. The mask is a
+    /// function of the run's seed, the step, the block and the sample.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn dropout(&mut self, x: &Var<B>, rate: f32) -> Result<Var<B>> {
+        self.dropouts += 1;
+        let key = match &self.device {
+            None => 0,
+            Some(device) => match &device.cx.training {
+                None => return Ok(x.clone()),
+                Some(training) => random::derive(training.dropout, &[self.name, self.dropouts]),
+            },
+        };
+        if rate == 0.0 {
+            return Ok(x.clone());
+        }
+        let first = self.device.as_ref().map_or(0, |device| device.cx.micro.first);
+        let per_sample = x.meta.len() / self.samples.max(1);
+        let mask = Dropout { rate, key, offset: first * per_sample as u64 };
+        let out = [x.rows(), x.width()];
+        self.record(Operation::Dropout(mask), &[x], out, Saves::Nothing, 0, |b, views, mut y, _| {
+            b.copy(views[0], B::reborrow(&mut y))?;
+            b.dropout(mask, y)
+        })
+    }
+
+    /// Computes causal attention over rows of packed queries, keys and values, each of
+    /// `head_width`: `heads` of queries, then `kv_heads` of keys, then as many of values.
+    ///
+    /// # Errors
+    /// Returns an error if shapes do not fit, or if the device fails.
+    pub fn attention(&mut self, qkv: &Var<B>, heads: usize, kv_heads: usize) -> Result<Var<B>> {
+        check_computed("attention", qkv)?;
+        let head_width = qkv.width() / (heads + 2 * kv_heads).max(1);
+        let shape = Attention { batch: self.samples, time: self.time, heads, kv_heads, head_width };
+        let fit = shape.packed_width() == qkv.width()
+            && kv_heads > 0
+            && heads.is_multiple_of(kv_heads)
+            && qkv.rows() == self.rows();
+        fits("attention", fit, &[qkv])?;
+        let rows = qkv.rows();
+        let out = [rows, heads * head_width];
+        let operation = Operation::Attention(shape);
+        let saves = Saves::FirstAndOutput;
+        self.record(operation, &[qkv], out, saves, rows * heads, |b, views, y, stats| {
+            let lse = stats.ok_or_else(|| Error::internal("attention without statistics"))?;
+            b.attention(shape, views[0], y, lse)
+        })
+    }
+
+    /// Computes SwiGLU of rows whose first half are gates: `silu(gate)·up`.
+    ///
+    /// # Errors
+    /// Returns an error if rows have an odd number of elements, or if the device fails.
+    pub fn swiglu(&mut self, x: &Var<B>) -> Result<Var<B>> {
+        check_computed("swiglu", x)?;
+        fits("swiglu", x.width().is_multiple_of(2), &[x])?;
+        let width = x.width() / 2;
+        let out = [x.rows(), width];
+        self.record(Operation::Swiglu, &[x], out, Saves::First, 0, |b, views, y, _| {
+            b.swiglu(width, views[0], y)
+        })
+    }
+
+    /// Returns some columns.
+    ///
+    /// # Errors
+    /// Returns an error if there are fewer columns, or if the device fails.
+    pub fn columns(&mut self, x: &Var<B>, columns: Range<usize>) -> Result<Var<B>> {
+        check_computed("columns", x)?;
+        fits("columns", columns.end <= x.width() && columns.start <= columns.end, &[x])?;
+        let (rows, count) = (x.rows(), columns.len());
+        let shape = StridedCopy { rows, count, from: [x.width(), columns.start], to: [count, 0] };
+        let operation = Operation::Columns(columns.start);
+        self.record(operation, &[x], [rows, count], Saves::Nothing, 0, |b, views, y, _| {
+            b.copy_columns(shape, views[0], y)
+        })
+    }
+
+    /// Puts rows side by side.
+    ///
+    /// # Errors
+    /// Returns an error if numbers of rows differ, or if the device fails.
+    pub fn concatenate(&mut self, all: &[&Var<B>]) -> Result<Var<B>> {
+        let rows = all.first().map_or(0, |first| first.rows());
+        let width: usize = all.iter().map(|one| one.width()).sum();
+        all.iter().try_for_each(|one| check_computed("concatenate", one))?;
+        fits("concatenate", all.iter().all(|one| one.rows() == rows), all)?;
+        let widths: Vec<usize> = all.iter().map(|one| one.width()).collect();
+        let operation = Operation::Concatenate;
+        self.record(operation, all, [rows, width], Saves::Nothing, 0, |b, views, mut y, _| {
+            let mut at = 0;
+            for (view, &count) in views.iter().zip(&widths) {
+                let shape = StridedCopy { rows, count, from: [count, 0], to: [width, at] };
+                b.copy_columns(shape, *view, B::reborrow(&mut y))?;
+                at += count;
+            }
+            Ok(())
+        })
+    }
+
+    /// Returns the sum of each row, rows × 1.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn sum_columns(&mut self, x: &Var<B>) -> Result<Var<B>> {
+        check_computed("sum_columns", x)?;
+        let (rows, width) = (x.rows(), x.width());
+        let ones = self.ones(width)?;
+        let shape = Linear::new(rows, width, 1);
+        let operation = Operation::SumColumns;
+        self.record(operation, &[x], [rows, 1], Saves::Nothing, 0, |b, views, y, _| {
+            b.linear(shape, views[0], ones_of(&ones)?, B::split_at(views[0], 0).0, y)
+        })
+    }
+
+    /// Repeats the only element of each row `width` times.
+    ///
+    /// # Errors
+    /// Returns an error if rows have more than one element, or if the device fails.
+    pub fn broadcast(&mut self, x: &Var<B>, width: usize) -> Result<Var<B>> {
+        check_computed("broadcast", x)?;
+        fits("broadcast", x.width() == 1, &[x])?;
+        let rows = x.rows();
+        let ones = self.ones(width)?;
+        let shape = Linear::new(rows, 1, width);
+        let operation = Operation::Broadcast;
+        self.record(operation, &[x], [rows, width], Saves::Nothing, 0, |b, views, y, _| {
+            b.linear(shape, views[0], ones_of(&ones)?, B::split_at(views[0], 0).0, y)
+        })
+    }
+
+    /// Returns ones for an operation of the forward, if the tape computes it or counts them.
+    fn ones(&self, len: usize) -> Result<Option<Tracked<B>>> {
+        match self.computes || self.device.is_none() {
+            true => self.constant(len, 1.0).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Returns the rows of `table` (ids × width) of the micro-batch's ids, plus those of `positions`
+    /// (time × width), if given.
+    ///
+    /// # Errors
+    /// Returns an error if shapes do not fit, or if the device fails.
+    pub fn embedding(&mut self, table: &Var<B>, positions: Option<&Var<B>>) -> Result<Var<B>> {
+        check_param("embedding", table)?;
+        let width = table.width();
+        if let Some(positions) = positions {
+            check_param("embedding", positions)?;
+            fits("embedding", positions.width() == width, &[table, positions])?;
+        }
+        let rows = match &self.device {
+            Some(device) => B::indices_len(&device.cx.micro.fields.ids),
+            None => 1,
+        };
+        let ids = self.device.as_ref().map(|device| &device.cx.micro.fields.ids);
+        let all: Vec<&Var<B>> = [table].into_iter().chain(positions).collect();
+        let out = [rows, width];
+        self.record(Operation::Embedding, &all, out, Saves::Nothing, 0, |b, views, y, _| {
+            let ids = ids.ok_or_else(|| Error::internal("a run on shapes has no ids"))?;
+            let positions = views.get(1).copied().unwrap_or(B::split_at(views[0], 0).0);
+            b.embedding(ids, 0, views[0], positions, y)
+        })
+    }
+
+    /// Returns the cross-entropy of each row of logits, rows × 1; for losses and metrics.
+    ///
+    /// # Errors
+    /// Returns an error outside a loss, or if the device fails.
+    pub fn cross_entropy(
+        &mut self,
+        logits: &Var<B>,
+        targets: Targets,
+        smoothing: f32,
+    ) -> Result<Var<B>> {
+        self.check_exact("cross_entropy")?;
+        let (rows, classes) = (logits.rows(), logits.width());
+        let fit = targets == Targets::Classes && rows == self.rows()
+            || targets == Targets::Diagonal && rows <= classes;
+        fits("cross_entropy", fit, &[logits])?;
+        let shape =
+            CrossEntropy { rows, classes, stride: classes, scale: 0.0, gradient: false, smoothing };
+        let indices = if self.computes { self.targets(targets, rows)? } else { None };
+        // The kernel takes logits that it may overwrite.
+        let mut copy = if self.computes { Some(self.alloc(rows * classes)?) } else { None };
+        let operation = Operation::CrossEntropy { targets, smoothing };
+        self.record(operation, &[logits], [rows, 1], Saves::First, 0, |b, views, y, _| {
+            let copy = copy.as_mut().and_then(|copy| copy.buf.as_mut());
+            let (Some(copy), Some(indices)) = (copy, &indices) else {
+                return Err(Error::internal("a cross-entropy without logits"));
+            };
+            b.copy(views[0], B::all_mut(copy))?;
+            let none = B::split_at(views[0], 0).0;
+            let weights = LossWeights { classes: none, rows: none };
+            b.cross_entropy(shape, B::all_mut(copy), indices, weights, y)
+        })
+    }
+
+    /// Returns the classes that rows of logits should have.
+    pub(super) fn targets(&self, targets: Targets, rows: usize) -> Result<Option<B::IndexBuf>> {
+        let Some(device) = &self.device else { return Ok(None) };
+        let classes = &device.cx.micro.fields.classes;
+        match targets {
+            Targets::Classes if B::indices_len(classes) != rows => Err(Error::input(format!(
+                "cross_entropy: {rows} rows, but the samples have {} classes",
+                B::indices_len(classes)
+            ))),
+            Targets::Classes => Ok(Some(B::slice_indices(classes, 0..rows))),
+            Targets::Diagonal => {
+                let numbers: Vec<u32> = (0..rows as u32).collect();
+                device.cx.backend.upload_indices(&numbers).map(Some)
+            }
+        }
+    }
+
+    /// Returns the mean deviation of each row of predictions from the samples' values, rows × 1; for
+    /// losses and metrics.
+    ///
+    /// # Errors
+    /// Returns an error outside a loss, if the samples have other values, or if the device fails.
+    pub fn regression(&mut self, predictions: &Var<B>, loss: RegressionLoss) -> Result<Var<B>> {
+        let (rows, width) = (predictions.rows(), predictions.width());
+        let values = self.values(width)?;
+        fits("regression", rows == self.rows(), &[predictions])?;
+        let shape = Regression { rows, width, loss, scale: 0.0, gradient: false };
+        let mut copy = if self.computes { Some(self.alloc(rows * width)?) } else { None };
+        let operation = Operation::Regression(loss);
+        let all = [predictions, &values];
+        self.record(operation, &all, [rows, 1], Saves::First, 0, |b, views, y, _| {
+            let copy = copy.as_mut().and_then(|copy| copy.buf.as_mut());
+            let copy = copy.ok_or_else(|| Error::internal("a regression without predictions"))?;
+            b.copy(views[0], B::all_mut(copy))?;
+            let none = B::split_at(views[0], 0).0;
+            b.regression(shape, B::all_mut(copy), views[1], none, y)
+        })
+    }
+
+    /// Ends the forward: returns the output, and the values that the backward reads.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub(super) fn finish(&mut self, output: Var<B>) -> Result<(Tracked<B>, Vec<Tracked<B>>)> {
+        let kept = self.kept();
+        // The value is moved out, unless the backward needs it too, or it belongs to somebody else.
+        let is_shared = output.meta.origin != Origin::Computed
+            || kept.iter().any(|one| one.meta.id == output.meta.id);
+        let y = match is_shared {
+            true => self.copy_of(&output)?,
+            false => taken(&output)?,
+        };
+        drop(output);
+        self.nodes.clear();
+        let saved = kept.iter().map(taken).collect::<Result<Vec<_>>>()?;
+        Ok((y, saved))
+    }
+
+    /// Returns the sizes of what the forward saves.
+    pub(super) fn saved_sizes(&self) -> SavedSizes {
+        let mut sizes = SavedSizes::default();
+        let statistics: Vec<usize> = self
+            .nodes
+            .iter()
+            .filter(|node| node.operation.has_statistics())
+            .filter_map(|node| node.saved.last().map(|stats| stats.meta.id))
+            .collect();
+        for var in self.kept() {
+            match statistics.contains(&var.meta.id) {
+                true => sizes.exact += var.meta.len(),
+                false => sizes.elements += var.meta.len(),
+            }
+        }
+        sizes
+    }
+
+    /// Returns the variables whose values a backward reads from buffers of their own, each once, in
+    /// the order in which they are saved.
+    pub(super) fn kept(&self) -> Vec<Var<B>> {
+        let mut kept: Vec<Var<B>> = vec![];
+        for var in self.nodes.iter().flat_map(|node| &node.saved) {
+            let is_new = kept.iter().all(|one| one.meta.id != var.meta.id);
+            if var.meta.origin == Origin::Computed && is_new {
+                kept.push(var.clone());
+            }
+        }
+        kept
+    }
+
+    /// Gives the saved values of a forward to the tape of its backward.
+    ///
+    /// # Errors
+    /// Returns an error if the forward saved another number of values.
+    pub(super) fn restore(&mut self, saved: Vec<Tracked<B>>) -> Result<()> {
+        let kept = self.kept();
+        if kept.len() != saved.len() {
+            return Err(Error::internal(format!(
+                "a forward saved {} values, its backward reads {}",
+                saved.len(),
+                kept.len()
+            )));
+        }
+        for (var, value) in kept.iter().zip(saved) {
+            *var.value.borrow_mut() = Some(Rc::new(value));
+        }
+        Ok(())
+    }
+
+    /// Returns a copy of a value.
+    pub(super) fn copy_of(&self, var: &Var<B>) -> Result<Tracked<B>> {
+        let mut copy = self.alloc(var.meta.len())?;
+        if let (Some(b), Some(to)) = (self.backend(), &mut copy.buf) {
+            b.copy(self.held(var)?.view()?, B::all_mut(to))?;
+        }
+        Ok(copy)
+    }
+}
+
+impl Operation {
+    /// Returns true if the last value that it saves are statistics in f32.
+    fn has_statistics(self) -> bool {
+        matches!(self, Operation::Norm { .. } | Operation::Attention(_))
+    }
+}
+
+/// The values that the backward of an operation reads.
+enum Saves {
+    Nothing,
+    Inputs,
+    First,
+    Output,
+    FirstAndOutput,
+}
+
+/// Returns the weight that gives a normalised row length 1.
+pub fn unit_weight(width: usize) -> f32 {
+    1.0 / (width as f32).sqrt()
+}
+
+/// Takes the value out of a variable.
+fn taken<B: Backend>(var: &Var<B>) -> Result<Tracked<B>> {
+    let value = var.value.borrow_mut().take();
+    let value = value.ok_or_else(|| Error::internal("a value was not computed"))?;
+    Rc::try_unwrap(value).map_err(|_| Error::internal("a value is still in use"))
+}
+
+fn ones_of<B: Backend>(ones: &Option<Tracked<B>>) -> Result<B::View<'_>> {
+    let ones = ones.as_ref().and_then(|ones| ones.buf.as_ref());
+    ones.map(B::all).ok_or_else(|| Error::internal("a sum without ones"))
+}
+
+/// Refuses operands whose shapes do not fit.
+fn fits<B: Backend>(what: &str, fit: bool, operands: &[&Var<B>]) -> Result<()> {
+    if fit {
+        return Ok(());
+    }
+    let shapes = operands.iter().map(|var| format!("{}×{}", var.rows(), var.width()));
+    let shapes = shapes.collect::<Vec<_>>().join(" and ");
+    Err(Error::input(format!("{what}: the shapes {shapes} do not fit")))
+}
+
+fn check_same<B: Backend>(what: &str, a: &Var<B>, b: &Var<B>) -> Result<()> {
+    check_computed(what, a)?;
+    check_computed(what, b)?;
+    fits(what, a.rows() == b.rows() && a.width() == b.width(), &[a, b])
+}
+
+/// Refuses a parameter where gradients of parameters are not computed.
+fn check_computed<B: Backend>(what: &str, var: &Var<B>) -> Result<()> {
+    if matches!(var.meta.origin, Origin::Param(..)) {
+        return Err(Error::input(format!("{what} takes no parameter"))
+            .hint("parameters are operands of linear, layer_norm, rms_norm and embedding"));
+    }
+    Ok(())
+}
+
+fn check_param<B: Backend>(what: &str, var: &Var<B>) -> Result<()> {
+    if matches!(var.meta.origin, Origin::Param(..)) {
+        return Ok(());
+    }
+    Err(Error::input(format!("{what}: the weight is no parameter"))
+        .hint("pass one of the parameters that forward is given"))
+}
