@@ -11,8 +11,10 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::{Group, Launch};
 use crate::config::{Config, Data, ResolvedConfig};
-use crate::data::import::{InputFormat, Missing, TableFormat, Unlabelled, column_texts};
-use crate::data::{Dataset, ShardIndex};
+use crate::data::import::{
+    InputFormat, Missing, TableFormat, UnknownValues, Unlabelled, column_texts, unknown_note,
+};
+use crate::data::{Dataset, Preprocessing, ShardIndex};
 use crate::engine::micro_batches;
 use crate::error::{Error, Result};
 use crate::evaluate::predictions::{OutputSchema, RowIds, folder};
@@ -105,36 +107,43 @@ impl PredictArgs {
     }
 
     /// Converts the input to shards in a temporary directory next to the output, which all ranks
-    /// can read. Returns its path, and on rank 0 the guard that removes it. Collective.
+    /// can read. Returns its path, and on rank 0 the rows. Collective.
     fn shards<B: Kernels>(
         &self,
         world: &Group<B>,
         form: InputFormat,
         rows: &Unlabelled,
-    ) -> Result<(PathBuf, Option<TempDir>)> {
+    ) -> Result<(PathBuf, Option<ImportedRows>)> {
         // The import may take longer than the timeout of messages.
-        let directory =
+        let imported =
             world.with_keepalive((world.rank() == 0).then_some(|| self.import(form, rows)))?;
         let path =
-            directory.as_ref().map(|directory| directory.path().to_path_buf().into_os_string());
+            imported.as_ref().map(|rows| rows.directory.path().to_path_buf().into_os_string());
         let gathered = world
             .gather_bytes(path.map_or(vec![], std::os::unix::ffi::OsStringExt::into_vec))
             .wait()?;
         let path = <std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&gathered[0]);
-        Ok((Path::new(path).to_path_buf(), directory))
+        Ok((Path::new(path).to_path_buf(), imported))
     }
 
-    /// Converts the input to shards in a temporary directory next to the output, and returns the
-    /// guard that removes it.
-    fn import(&self, form: InputFormat, rows: &Unlabelled) -> Result<TempDir> {
+    /// Converts the input to shards in a temporary directory next to the output.
+    fn import(&self, form: InputFormat, rows: &Unlabelled) -> Result<ImportedRows> {
         // Fails before a long import if a column is missing.
         self.row_ids(form, rows)?;
         let directory = tempfile::Builder::new().prefix(".predict-").tempdir_in(folder(&self.out));
         let directory =
             directory.map_err(|e| Error::io("create a directory for rows beside", &self.out, e))?;
-        rows.import(form, directory.path())?;
-        Ok(directory)
+        let unknown = rows.import(form, directory.path())?;
+        Ok(ImportedRows { directory, unknown })
     }
+}
+
+/// Rows that were converted to shards.
+struct ImportedRows {
+    /// Removes the shards when it is dropped.
+    directory: TempDir,
+    /// The values that the model does not know.
+    unknown: Vec<UnknownValues>,
 }
 
 impl CheckpointCommand for PredictArgs {
@@ -145,7 +154,12 @@ impl CheckpointCommand for PredictArgs {
     fn execute<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
         let form = found.world.all_ok(InputFormat::from_path(&self.input))?;
         found.world.all_ok(self.check(&found.plan, form))?;
-        let learned = found.reader.manifest().preprocessing.clone();
+        let manifest = found.reader.manifest();
+        // The manifest keeps the tokenizer in a separate field.
+        let learned = manifest
+            .preprocessing
+            .clone()
+            .map(|learned| Preprocessing { tokenizer: manifest.tokenizer.clone(), ..learned });
         let schema = OutputSchema::for_plan(&found.plan, learned.as_ref());
         let rows = Unlabelled {
             input: self.input.clone(),
@@ -154,16 +168,16 @@ impl CheckpointCommand for PredictArgs {
             learned: learned.unwrap_or_default(),
             shape: found.plan.config.model.input.clone().unwrap_or_default(),
         };
-        let (dataset, _directory) = if form == InputFormat::Hdf5 {
+        let (dataset, imported) = if form == InputFormat::Hdf5 {
             (found.data(|index, plan| self.open(index, plan))?, None)
         } else {
-            let (path, directory) = self.shards(&found.world, form, &rows)?;
+            let (path, imported) = self.shards(&found.world, form, &rows)?;
             let own = &found.plan.config.data;
             let path = path.display().to_string();
             found.plan.config.data =
                 Data { path, image_layout: own.image_layout, scale: own.scale, ..Data::default() };
             // These rows are always scaled as in training, so the notes about it are not logged.
-            (found.data_with_notes(|index, plan| self.open(index, plan))?.0, directory)
+            (found.data_with_notes(|index, plan| self.open(index, plan))?.0, imported)
         };
         let mut model = found.network()?;
         let LoadedCheckpoint { plan, world, .. } = &found;
@@ -178,6 +192,8 @@ impl CheckpointCommand for PredictArgs {
         world.all_ok(Ok(()))?;
         if world.rank() == 0 {
             say(format_args!("{}: outputs of {} rows", self.out.display(), grouped(samples)));
+            let unknown = imported.as_ref().and_then(|rows| unknown_note(&rows.unknown));
+            unknown.iter().for_each(say);
         }
         Ok(())
     }

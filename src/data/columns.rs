@@ -2,8 +2,6 @@
 //!
 //! Shards store them as JSON, so that another table can be converted to the same ids and scale.
 
-use std::collections::HashMap;
-
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
 use serde::{Deserialize, Serialize};
@@ -24,6 +22,9 @@ pub struct Columns {
     pub inputs: Vec<String>,
     /// Columns of categories.
     pub categories: Vec<Category>,
+    /// Columns of text, instead of numbers and categories.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<TextColumns>,
     /// Names of the columns to predict; empty in rows without targets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<String>,
@@ -31,6 +32,16 @@ pub struct Columns {
     /// values were not imported.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fill: Vec<f32>,
+}
+
+/// Columns of text, which a tokenizer turns into ids ([`TextVectorizer`](crate::TextVectorizer)).
+/// Shards and checkpoints store the tokenizer itself in a separate place.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TextColumns {
+    /// Their names: a sample has the ids of the first column, then those of the next.
+    pub names: Vec<String>,
+    /// The number of ids of each column.
+    pub length: usize,
 }
 
 /// A column of categories.
@@ -42,12 +53,21 @@ pub struct Category {
     pub coding: Coding,
 }
 
-/// The mapping of values to ids; id 0 stands for an empty cell or an unknown value.
+/// The mapping of values to ids; id 0 stands for an empty cell. [`Lookup`](crate::Lookup) applies
+/// it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Coding {
-    /// Listed values: the first has id 1, and so on.
+    /// Listed values: the first has id 1, and so on. Others have id 0.
     Values(Vec<String>),
+    /// Listed values after OOV (out-of-vocabulary) ids.
+    Oov {
+        /// The number of OOV ids, to which the CRC-32 of a value that is not listed is reduced:
+        /// they begin at 1.
+        ids: u32,
+        /// The values: the first has the id after the OOV ids, and so on.
+        values: Vec<String>,
+    },
     /// The CRC-32 of the value, reduced below this number of ids.
     Hash(u32),
 }
@@ -57,14 +77,24 @@ impl Coding {
     pub fn ids(&self) -> usize {
         match self {
             Coding::Values(values) => 1 + values.len(),
+            Coding::Oov { ids, values } => 1 + *ids as usize + values.len(),
             Coding::Hash(ids) => *ids as usize,
         }
     }
 
-    /// Returns whether every value can be mapped to an id other than 0.
+    /// Returns the listed values.
+    pub fn values(&self) -> &[String] {
+        match self {
+            Coding::Values(values) | Coding::Oov { values, .. } => values,
+            Coding::Hash(_) => &[],
+        }
+    }
+
+    /// Returns whether every value can be mapped to an id.
     fn is_possible(&self) -> bool {
         match self {
             Coding::Values(_) => true,
+            Coding::Oov { ids, .. } => (1..i32::MAX as u32).contains(ids),
             Coding::Hash(ids) => *ids >= 2,
         }
     }
@@ -85,8 +115,9 @@ impl Columns {
         columns.check().map(|()| Some(columns))
     }
 
-    /// Returns an error unless every category has an id other than that of empty cells, and either
-    /// no input or every input has a number for missing values.
+    /// Returns an error unless every category has an id other than that of empty cells, either no
+    /// input or every input has a number for missing values, and text is the only input if there is
+    /// any.
     fn check(&self) -> Result<()> {
         let fill = self.fill.len();
         let inputs = self.inputs.len();
@@ -96,15 +127,27 @@ impl Columns {
             ))
             .hint("import the table again"));
         }
-        match self.categories.iter().find(|category| !category.coding.is_possible()) {
-            Some(Category { name, coding }) => {
-                let ids = coding.ids();
+        if let Some(Category { name, coding }) =
+            self.categories.iter().find(|category| !category.coding.is_possible())
+        {
+            let ids = coding.ids();
+            return Err(Error::input(format!(
+                "dataset {COLUMNS} has {ids} ids for the category {name:?}"
+            ))
+            .hint("a category needs at least 2 ids, since id 0 stands for empty cells: import the table again"));
+        }
+        let has_others = !self.inputs.is_empty() || !self.categories.is_empty();
+        match &self.text {
+            Some(TextColumns { names, length })
+                if *length == 0 || names.is_empty() || has_others =>
+            {
+                let texts = names.len();
                 Err(Error::input(format!(
-                    "dataset {COLUMNS} has {ids} ids for the category {name:?}"
+                    "dataset {COLUMNS} has {texts} columns of text of {length} ids, besides {inputs} inputs"
                 ))
-                .hint("a category needs at least 2 ids, since id 0 stands for empty cells: import the table again"))
+                .hint("import the table again"))
             }
-            None => Ok(()),
+            _ => Ok(()),
         }
     }
 
@@ -114,88 +157,5 @@ impl Columns {
             &serde_json::to_string(self)
                 .map_err(|e| Error::internal(format!("columns as JSON: {e}")))?,
         )
-    }
-}
-
-/// Assigns ids to the values of a column.
-pub(super) enum Coder {
-    /// Listed values; `grows` gives new ones the next id.
-    Values {
-        ids: HashMap<String, u32>,
-        order: Vec<String>,
-        grows: bool,
-    },
-    Hash(u32),
-}
-
-impl Coder {
-    /// Creates the coder of a first table: hashed ids if a number of ids is given, otherwise ids in
-    /// order of appearance.
-    pub fn new(hash: Option<u32>) -> Self {
-        match hash {
-            Some(ids) => Self::Hash(ids),
-            None => Self::Values { ids: HashMap::new(), order: Vec::new(), grows: true },
-        }
-    }
-
-    /// Creates the coder of a table with the ids of an earlier one.
-    pub fn like(coding: &Coding) -> Self {
-        match coding {
-            Coding::Hash(ids) => Self::Hash(*ids),
-            Coding::Values(values) => {
-                let ids = values.iter().cloned().zip(1..).collect();
-                Self::Values { ids, order: values.clone(), grows: false }
-            }
-        }
-    }
-
-    /// Returns the id of a value.
-    pub fn id(&mut self, value: &str) -> u32 {
-        match self {
-            _ if value.is_empty() => UNKNOWN,
-            Self::Hash(ids) => 1 + crc32fast::hash(value.as_bytes()) % (*ids - 1),
-            Self::Values { ids, order, grows } => match ids.get(value) {
-                Some(id) => *id,
-                None if *grows => {
-                    order.push(value.to_owned());
-                    let id = order.len() as u32;
-                    ids.insert(value.to_owned(), id);
-                    id
-                }
-                None => UNKNOWN,
-            },
-        }
-    }
-
-    /// Returns the mapping so far.
-    pub fn coding(self) -> Coding {
-        match self {
-            Self::Hash(ids) => Coding::Hash(ids),
-            Self::Values { order, .. } => Coding::Values(order),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn values_have_ids_in_the_order_of_their_appearance() {
-        let mut coder = Coder::new(None);
-        assert_eq!(["b", "a", "", "b", "c"].map(|value| coder.id(value)), [1, 2, 0, 1, 3]);
-        let coding = coder.coding();
-        assert_eq!(coding.ids(), 4);
-        let mut later = Coder::like(&coding);
-        assert_eq!(["c", "new", "a"].map(|value| later.id(value)), [3, 0, 2]);
-        assert_eq!(later.coding(), coding);
-    }
-
-    #[test]
-    fn hashes_stay_below_their_number() {
-        let mut coder = Coder::new(Some(3));
-        let ids: Vec<u32> = (0..100).map(|i| coder.id(&i.to_string())).collect();
-        assert!(ids.iter().all(|id| (1..3).contains(id)) && ids.contains(&1) && ids.contains(&2));
-        assert_eq!((coder.id(""), coder.coding().ids()), (0, 3));
     }
 }

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::Tokenizer;
-use super::columns::{Category, Coder, Coding, Columns, UNKNOWN};
+use super::columns::{Category, Coding, Columns, UNKNOWN};
+use super::lookup::Lookup;
 use super::normalization::MeanStd;
 use hpctrain_base::error::{Error, Result};
 
@@ -124,6 +125,7 @@ impl Transform {
             form.scale = scale(own.scale.as_ref(), to, parts.numbers, notes)?;
         }
         if let (Some(own), Some(to)) = (&own.columns, &to.columns) {
+            text(own, to)?;
             form.numbers = numbers(own, to, notes)?;
             form.categories = categories(own, to, notes)?;
         }
@@ -201,6 +203,28 @@ fn numbers(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Optio
     Ok(Some(places))
 }
 
+/// Returns an error unless the texts of the data are the same columns of the same length. The
+/// tokenizers are compared by themselves.
+fn text(own: &Columns, to: &Columns) -> Result<()> {
+    if own.text == to.text {
+        return Ok(());
+    }
+    Err(Error::input(format!(
+        "the data has {}, but the network learned from {}",
+        describe_text(own),
+        describe_text(to)
+    ))
+    .hint(LIKE))
+}
+
+/// Describes the texts of some data.
+fn describe_text(columns: &Columns) -> String {
+    match &columns.text {
+        Some(text) => format!("texts of {} ids in column {}", text.length, text.names.join(", ")),
+        None => "no texts".to_owned(),
+    }
+}
+
 /// Returns the index in the data of each category, and the new ids of its values; `None` if the
 /// categories are the same.
 fn categories(
@@ -211,42 +235,48 @@ fn categories(
     if own.categories == to.categories {
         return Ok(None);
     }
-    let all: Vec<Recoded> =
-        to.categories.iter().map(|category| recoded(category, own)).collect::<Result<_>>()?;
-    if all.iter().any(|one| one.ids.is_some()) {
-        note(
-            notes,
-            "values of categories get the ids that the network learned; 0 where it knew none"
-                .into(),
-        );
-    }
+    let all: Vec<Recoded> = to
+        .categories
+        .iter()
+        .map(|category| recoded(category, own, notes))
+        .collect::<Result<_>>()?;
     if all.iter().enumerate().any(|(place, one)| one.column != place) {
         note(notes, "categories are taken in the order in which the network learned".into());
     }
     Ok(Some(all))
 }
 
-/// Returns the index in the data of a category of the network, and the new ids of its values.
-fn recoded(category: &Category, own: &Columns) -> Result<Recoded> {
-    let column = place(&category.name, own.categories.iter().map(|category| &category.name))?;
-    let ids = match (&own.categories[column].coding, &category.coding) {
-        (own, to) if own == to => None,
-        (Coding::Values(values), to) => {
-            let mut coder = Coder::like(to);
-            Some(
-                std::iter::once(UNKNOWN)
-                    .chain(values.iter().map(|value| coder.id(value)))
-                    .collect(),
-            )
-        }
-        (Coding::Hash(ids), _) => {
+/// Returns the index in the data of a category of the network, and the new ids of its values. Adds
+/// a note if ids differ.
+fn recoded(category: &Category, own: &Columns, notes: &mut Vec<String>) -> Result<Recoded> {
+    let name = &category.name;
+    let column = place(name, own.categories.iter().map(|category| &category.name))?;
+    let coding = &own.categories[column].coding;
+    if *coding == category.coding {
+        return Ok(Recoded { column, ids: None });
+    }
+    let values = match coding {
+        Coding::Values(values) => values,
+        Coding::Oov { ids, .. } | Coding::Hash(ids) => {
             return Err(Error::input(format!(
-                "values of column {:?} are hashed to {ids} ids, which cannot be mapped to the ids of the network",
-                category.name
+                "values of column {name:?} are hashed to {ids} ids, which cannot be mapped to the ids of the network",
             ))
             .hint(LIKE));
         }
     };
+    let lookup = Lookup::from_coding(category.coding.clone());
+    let ids = values.iter().map(|value| lookup.id(value));
+    let ids = Some(std::iter::once(UNKNOWN).chain(ids).collect());
+    let mut unknown = values.iter().filter(|value| lookup.get(value).is_none());
+    let known = match unknown.next() {
+        None => String::new(),
+        Some(first) => format!(
+            "; it does not know {} of {} values, such as {first:?}",
+            1 + unknown.count(),
+            values.len()
+        ),
+    };
+    note(notes, format!("values of column {name:?} get the ids that the network learned{known}"));
     Ok(Recoded { column, ids })
 }
 
@@ -331,6 +361,7 @@ pub(super) fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TextColumns;
 
     fn names(all: &[&str]) -> Vec<String> {
         all.iter().map(|name| name.to_string()).collect()
@@ -430,17 +461,34 @@ mod tests {
         let city = Recoded { column: 1, ids: Some(vec![0, 0, 2, 1]) };
         assert_eq!(form_of.categories, Some(vec![city, Recoded { column: 0, ids: None }]));
         assert_eq!(notes.len(), 3, "{notes:?}");
+        assert_eq!(
+            notes[1],
+            "values of column \"city\" get the ids that the network learned; it does not know 1 of 3 values, such as \"Bonn\""
+        );
         // Listed values can be hashed as well; hashes cannot be mapped back to values.
         let hashed = |ids| Category { name: "city".into(), coding: Coding::Hash(ids) };
         let to_hash =
             Preprocessing { columns: Some(table(&[], &[hashed(50)])), ..Preprocessing::default() };
         let (form_of, _) =
             form(described(table(&[], &[values("city", &["Rome"])])), &to_hash).unwrap();
-        let mut coder = Coder::new(Some(50));
+        let rome = Lookup::hashed(50).unwrap().id("Rome");
+        assert_eq!(form_of.categories, Some(vec![Recoded { column: 0, ids: Some(vec![0, rome]) }]));
+        // Ids of unknown values cannot be mapped back either, but can be mapped to.
+        let oov = |values: &[&str]| Category {
+            name: "city".into(),
+            coding: Coding::Oov { ids: 2, values: names(values) },
+        };
+        let to_oov = Preprocessing {
+            columns: Some(table(&[], &[oov(&["Rome", "Oslo"])])),
+            ..Preprocessing::default()
+        };
+        let own = table(&[], &[values("city", &["Oslo", "Bonn"])]);
+        let bonn = Lookup::new(["Rome"]).unwrap().with_oov(2).id("Bonn");
         assert_eq!(
-            form_of.categories,
-            Some(vec![Recoded { column: 0, ids: Some(vec![0, coder.id("Rome")]) }])
+            form(described(own), &to_oov).unwrap().0.categories,
+            Some(vec![Recoded { column: 0, ids: Some(vec![0, 4, bonn]) }])
         );
+        assert!(form(described(table(&[], &[oov(&["Rome"])])), &to_oov).is_err());
         for (own, wanted) in [
             (
                 table(&["age"], &[]),
@@ -458,6 +506,33 @@ mod tests {
         assert!(form(described(table(&[], &[hashed(9)])), &to_hash).is_err());
         // Data that does not name its columns is taken as it is.
         assert_eq!(form(DescribedPreprocessing::default(), &to).unwrap().0, Transform::default());
+    }
+
+    #[test]
+    fn texts_have_the_same_length() {
+        let texts = |length| {
+            let text = Some(TextColumns { names: names(&["note"]), length });
+            Columns { text, ..Columns::default() }
+        };
+        let to = Preprocessing { columns: Some(texts(8)), ..Preprocessing::default() };
+        let described = |columns: Columns| DescribedPreprocessing {
+            columns: Some(columns.into()),
+            ..DescribedPreprocessing::default()
+        };
+        assert!(form(described(texts(8)), &to).unwrap().1.is_empty());
+        for (own, wanted) in [
+            (
+                texts(9),
+                "the data has texts of 9 ids in column note, but the network learned from texts of 8 ids in column note\nhint: import the table again",
+            ),
+            (
+                table(&["age"], &[]),
+                "the data has no texts, but the network learned from texts of 8 ids",
+            ),
+        ] {
+            let error = form(described(own), &to).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
     }
 
     #[test]

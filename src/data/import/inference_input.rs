@@ -6,6 +6,7 @@ use super::csv::{Categories, ImportCsv, Missing, TableFormat, import_csv};
 use super::images::{ImportImages, file_names_of, import_images};
 use super::numpy::{Arrays, ImportNumpy, import_numpy};
 use super::row_writer::{ImportOptions, NotFinite};
+use super::unknown_values::UnknownValues;
 use crate::Preprocessing;
 use crate::spec::file_names;
 use hpctrain_base::error::{Error, Result};
@@ -67,12 +68,13 @@ impl InputFormat {
 }
 
 impl Unlabelled {
-    /// Imports the rows, in order, as one shard in the directory `out`, which is created.
+    /// Imports the rows, in order, as one shard in the directory `out`, which is created. Returns
+    /// the values of a table that the network does not know.
     ///
     /// # Errors
     /// Returns an error if the import of that format does, or if the network does not take images
     /// but the input is a folder.
-    pub fn import(&self, form: InputFormat, out: &Path) -> Result<()> {
+    pub fn import(&self, form: InputFormat, out: &Path) -> Result<Vec<UnknownValues>> {
         let input = &self.input;
         let options = ImportOptions {
             not_finite: NotFinite::Error,
@@ -112,9 +114,9 @@ impl Unlabelled {
                 let size = Some([height as u32, width as u32]);
                 import_images(&ImportImages { folder: input.clone(), no_target: true, size, grey: channels == 1, options })
             }
-            InputFormat::Hdf5 => return Ok(()),
+            InputFormat::Hdf5 => return Ok(vec![]),
         }
-        .map(drop)
+        .map(|imported| imported.unknown)
     }
 
     /// Returns the names of the images in the order of their rows.

@@ -17,6 +17,7 @@ mod spool;
 mod stream;
 mod text;
 mod text_chunks;
+mod unknown_values;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -25,16 +26,19 @@ use super::spec::{Split, file_names};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::safe_open;
 
-pub use csv::{Categories, ImportCsv, Missing, TableFormat, column_texts, import_csv};
+pub use csv::{
+    Categories, CategoryIds, ImportCsv, Missing, TableFormat, TextOptions, column_texts, import_csv,
+};
 pub use id_sets::{IdVocabulary, ImportIds, import_ids};
 pub use idx::{ImportIdx, import_idx};
 pub use images::{ImportImages, import_images};
 pub use inference_input::{InputFormat, Unlabelled};
 pub use numpy::{Arrays, ImportNumpy, import_numpy};
 pub(crate) use row_writer::{CLASSES, class_names, is_of_samples, numbered, skipped_note};
-pub use row_writer::{ImportOptions, Imported as ImportedSamples, NotFinite};
+pub use row_writer::{ImportOptions, Imported as ImportedSamples, ImportedText, NotFinite};
 pub use stream::{Imported, StreamShards};
 pub use text::{ImportText, import_text};
+pub use unknown_values::{UnknownValues, unknown_note};
 
 /// Opens a file to import.
 fn open(path: &Path, hint: &str) -> Result<std::fs::File> {

@@ -7,9 +7,11 @@ use hdf5::File;
 use hdf5::types::{TypeDescriptor, VarLenUnicode};
 
 use super::spool::Elements;
+use super::unknown_values::{UnknownValues, unknown_note};
 use super::{Staged, part, refuse_shards, shard_name};
+use crate::Tokenizer;
 use crate::columns::{COLUMNS, Columns};
-use crate::format::{Format, IMPORT, SKIPPED_ROWS, write_rows_by};
+use crate::format::{Format, IMPORT, SKIPPED_ROWS, TOKENIZER, write_rows_by};
 use crate::h5::{one_line, read_all, var_len};
 use crate::hdf5_open;
 use crate::normalization::{MEAN, STD};
@@ -78,6 +80,8 @@ pub(super) enum Inputs {
     /// Unsigned bytes, such as pixels.
     Bytes(Elements<u8>),
     Numbers(Elements<f32>),
+    /// Token ids of text.
+    Ids(Elements<u32>),
 }
 
 /// The rows of an import.
@@ -121,6 +125,25 @@ pub(super) struct Table {
     /// Whether NaN among the inputs stands for a missing value, which gets the mean of its column
     /// over the training rows.
     pub is_filled_later: bool,
+    /// The tokenizer of the inputs and their summary, if they are text.
+    pub text: Option<(Tokenizer, ImportedText)>,
+    /// The unknown values of its columns.
+    pub unknown: Vec<UnknownValues>,
+}
+
+/// A summary of the texts of a table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImportedText {
+    /// The number of different ids, which is the number of rows of the embedding.
+    pub vocabulary: usize,
+    /// The number of ids of a text.
+    pub length: usize,
+    /// The number of texts.
+    pub texts: usize,
+    /// The number of texts that were longer and are truncated.
+    pub truncated: usize,
+    /// The number of tokens of the longest text.
+    pub longest: usize,
 }
 
 /// The result of an import.
@@ -140,6 +163,10 @@ pub struct Imported {
     pub tables: Vec<usize>,
     /// Whether rows have targets; those without can be predicted, not learned from.
     pub has_targets: bool,
+    /// The summary of the texts, if rows are text.
+    pub text: Option<ImportedText>,
+    /// The unknown values of a table's categories and texts.
+    pub unknown: Vec<UnknownValues>,
 }
 
 impl fmt::Display for Imported {
@@ -156,13 +183,18 @@ impl fmt::Display for Imported {
         if !self.tables.is_empty() {
             write!(f, "; embedding_tables: ids = {:?}", self.tables)?;
         }
+        if let Some(text) = &self.text {
+            let ImportedText { vocabulary, length, texts, truncated, longest } = text;
+            write!(f, "; embedding: ids = {vocabulary}\ntexts of up to {longest} tokens")?;
+            write!(f, ", {truncated} of {texts} truncated to {length}")?;
+        }
         if !self.class_names.is_empty() {
             write!(f, "\nclasses: {}", numbered(&self.class_names))?;
         }
-        match self.skipped {
-            0 => Ok(()),
-            skipped => write!(f, "\n{}", skipped_note(skipped as u64)),
+        if self.skipped > 0 {
+            write!(f, "\n{}", skipped_note(self.skipped as u64))?;
         }
+        unknown_note(&self.unknown).map_or(Ok(()), |note| write!(f, "\n{note}"))
     }
 }
 
@@ -301,6 +333,7 @@ impl Rows {
                 self.fill(&mut found);
                 Ok(found)
             }
+            Inputs::Ids(_) => Ok(vec![]),
         }
     }
 
@@ -344,7 +377,7 @@ impl Rows {
     /// Returns the position and value of the first of a row's numbers that is not finite.
     fn not_finite(&self, row: usize) -> Result<Option<String>> {
         let numbers = match &self.inputs {
-            Inputs::Bytes(_) => vec![],
+            Inputs::Bytes(_) | Inputs::Ids(_) => vec![],
             Inputs::Numbers(_) => self.numbers(row)?,
         };
         // Compared as f32, the type that is written.
@@ -476,6 +509,7 @@ impl Rows {
         let of_table = self.table.as_ref().and_then(|table| table.scale.clone());
         let scale = match of_table {
             _ if !kept.normalize || self.row_len() == 0 => None,
+            _ if matches!(self.inputs, Inputs::Ids(_)) => None,
             Some(scale) => Some(scale),
             None => Some(self.scale(&train)?),
         };
@@ -513,7 +547,21 @@ impl Rows {
         let tables = categories.map(|category| category.coding.ids()).collect();
         let shape = self.shape.clone();
         let has_targets = self.width > 0;
-        Ok(Imported { shards, shape, classes, class_names, skipped, tables, has_targets })
+        let (text, unknown) = match self.table {
+            Some(Table { text, unknown, .. }) => (text.map(|(_, summary)| summary), unknown),
+            None => (None, vec![]),
+        };
+        Ok(Imported {
+            shards,
+            shape,
+            classes,
+            class_names,
+            skipped,
+            tables,
+            has_targets,
+            text,
+            unknown,
+        })
     }
 
     /// Returns eight hexadecimal digits that distinguish this import from others: a checksum of the
@@ -525,6 +573,7 @@ impl Rows {
             Inputs::Numbers(numbers) => {
                 numbers.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?
             }
+            Inputs::Ids(ids) => ids.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?,
         }
         for numbers in [&self.targets, &self.weights] {
             numbers.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?;
@@ -543,9 +592,15 @@ impl Rows {
             (IMPORT, var_len(shard.import)?),
             ("split", var_len(shard.split.name())?),
         ];
-        let columns = self.table.as_ref().map(|table| table.columns.stored()).transpose()?;
+        let mut descriptions = Vec::new();
+        if let Some(table) = &self.table {
+            descriptions.push((COLUMNS, table.columns.stored()?));
+            if let Some((tokenizer, _)) = &table.text {
+                descriptions.push((TOKENIZER, var_len(&tokenizer.to_json()?)?));
+            }
+        }
         let mut refused = None;
-        let written = self.write_objects(path, &texts, columns.as_ref(), shard, &mut refused);
+        let written = self.write_objects(path, &texts, &descriptions, shard, &mut refused);
         if let Some(e) = refused {
             return Err(e);
         }
@@ -560,7 +615,7 @@ impl Rows {
         &self,
         path: &Path,
         texts: &[(&str, VarLenUnicode)],
-        columns: Option<&VarLenUnicode>,
+        descriptions: &[(&str, VarLenUnicode)],
         shard: &ShardOf,
         refused: &mut Option<Error>,
     ) -> hdf5::Result<()> {
@@ -596,14 +651,22 @@ impl Rows {
                 });
                 Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), of_row)?)
             }
+            Inputs::Ids(ids) => {
+                let of_row = kept_in(refused, |row, to: &mut Vec<u32>| {
+                    ids.append(row * self.row_len(), self.row_len(), to)
+                });
+                Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), of_row)?)
+            }
         };
         if let (Some(inputs), Some((mean, std))) = (inputs, scale) {
             for (name, numbers) in [(MEAN, mean), (STD, std)] {
                 inputs.new_attr::<f32>().shape(numbers.len()).create(name)?.write_raw(numbers)?;
             }
         }
-        if let (Some(table), Some(columns)) = (&self.table, columns) {
-            file.new_dataset::<VarLenUnicode>().create(COLUMNS)?.write_scalar(columns)?;
+        for (name, description) in descriptions {
+            file.new_dataset::<VarLenUnicode>().create(*name)?.write_scalar(description)?;
+        }
+        if let Some(table) = &self.table {
             let width = table.columns.categories.len();
             if width > 0 {
                 write_rows_by(

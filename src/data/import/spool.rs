@@ -79,6 +79,17 @@ impl<T: Pod> Elements<T> {
             Ok(())
         })
     }
+
+    /// Returns what `map` makes of the elements in order, in an unnamed file in `out`.
+    pub fn map<U: Pod>(&self, out: &Path, mut map: impl FnMut(T) -> U) -> Result<Elements<U>> {
+        let mut to = Spooler::create(out)?;
+        for first in (0..self.len()).step_by(BLOCK) {
+            let some = self.get(first, BLOCK.min(self.len() - first))?;
+            let mapped: Vec<U> = some.into_iter().map(&mut map).collect();
+            to.push(&mapped)?;
+        }
+        to.finish()
+    }
 }
 
 impl Elements<u8> {
@@ -176,6 +187,11 @@ mod tests {
             let mut found = Vec::new();
             elements.blocks(|some| found.extend_from_slice(some)).unwrap();
             assert_eq!(found, all);
+            let halves = elements.map(folder.path(), |id| f64::from(id) / 2.0).unwrap();
+            assert_eq!(
+                (halves.len(), halves.get(all.len() - 1, 1).unwrap()[0]),
+                (all.len(), f64::from(all.len() as u32 - 1) / 2.0)
+            );
         }
         // No file is left behind.
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);

@@ -192,7 +192,7 @@ fn text(piece: &[u8]) -> Result<&str> {
 }
 
 /// Characters, numbered in order of appearance.
-struct Characters {
+pub(super) struct Characters {
     /// The number of each character, by its code point; [`NEW`] if it has none.
     numbers: Vec<u32>,
     seen: Vec<char>,
@@ -202,7 +202,7 @@ struct Characters {
 const NEW: u32 = u32::MAX;
 
 impl Characters {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self { numbers: vec![NEW; char::MAX as usize + 1], seen: Vec::new() }
     }
 
@@ -217,7 +217,7 @@ impl Characters {
     }
 
     /// Appends the numbers of the characters of a text to `ids`.
-    fn encode(&mut self, text: &str, ids: &mut Vec<u32>) {
+    pub fn encode(&mut self, text: &str, ids: &mut Vec<u32>) {
         let mut rest = text;
         while !rest.is_empty() {
             let ascii = rest.bytes().position(|byte| !byte.is_ascii()).unwrap_or(rest.len());
@@ -235,7 +235,7 @@ impl Characters {
     }
 
     /// Returns the tokenizer, whose characters are sorted, and the id of each number.
-    fn finish(self) -> (Tokenizer, Vec<u32>) {
+    pub fn finish(self) -> (Tokenizer, Vec<u32>) {
         let mut chars = self.seen.clone();
         chars.sort_unstable();
         let ids =

@@ -4,14 +4,18 @@ use std::path::Path;
 
 use csv::StringRecord;
 
+use super::category_column::CategoryColumn;
 use super::format::{place, twice};
-use super::options::{Categories, ImportCsv};
-use crate::columns::{Category, Coder, Columns};
+use super::options::{Categories, CategoryIds, ImportCsv};
+use super::text_columns::TextReader;
+use crate::columns::Columns;
+use crate::format::Header;
 use crate::import::class_names;
 use crate::import::row_writer::Scale;
+use crate::lookup::{Lookup, LookupOptions};
 use crate::normalization::MeanStd;
 use crate::sandbox::Sandbox;
-use crate::{DataSpec, Split, h5};
+use crate::{DataSpec, Split, Tokenizer, h5};
 use hpctrain_base::error::{Error, Result};
 
 /// The parts of an earlier table that later ones take over.
@@ -22,12 +26,15 @@ pub(super) struct Earlier {
     pub fill: Vec<f32>,
     /// The names of the classes; empty if they have none.
     pub classes: Vec<String>,
+    /// The tokenizer of its texts.
+    pub tokenizer: Option<Tokenizer>,
 }
 
 /// The use of each cell of a line, by column index.
 pub(super) struct Cells {
     pub inputs: Vec<usize>,
-    pub categories: Vec<(usize, Coder)>,
+    pub categories: Vec<CategoryColumn>,
+    pub text: Option<TextReader>,
     pub targets: Vec<usize>,
     pub weight: Option<usize>,
     /// The earlier table whose columns and scale this one takes over, if any.
@@ -41,11 +48,7 @@ impl Cells {
         let targets = places(import, header, &import.targets)?;
         let weight = import.weight.as_ref().map(place).transpose()?;
         let cells = match &import.categories {
-            Categories::Named { columns, hash } => {
-                if let Some(ids) = hash.filter(|ids| *ids < 2) {
-                    return Err(Error::input(format!("values hashed to {ids} ids"))
-                        .hint("give 2 or more: id 0 stands for empty cells"));
-                }
+            Categories::Named { columns, ids } => {
                 // A name drops every column that has it; a name that no column has is a mistake.
                 for name in
                     import.drop.iter().filter(|name| !header.iter().any(|column| column == *name))
@@ -57,18 +60,20 @@ impl Cells {
                 let kept: Vec<usize> =
                     (0..header.len()).filter(|column| !is_dropped(*column)).collect();
                 check_names(import, header, &kept)?;
-                let categories = places(import, header, columns)?;
-                let inputs = kept
-                    .into_iter()
-                    .filter(|column| {
-                        !targets.contains(column)
-                            && !categories.contains(column)
-                            && weight != Some(*column)
-                    })
-                    .collect();
-                let categories =
-                    categories.into_iter().map(|column| (column, Coder::new(*hash))).collect();
-                Self { inputs, categories, targets, weight, earlier: None }
+                let categories = category_columns(import, header, columns, ids)?;
+                let text = import.text.as_ref();
+                let text = text.map(|options| {
+                    TextReader::new(places(import, header, &options.columns)?, options)
+                });
+                let text = text.transpose()?;
+                let is_used = |column: &usize| {
+                    targets.contains(column)
+                        || weight == Some(*column)
+                        || categories.iter().any(|category| category.column == *column)
+                        || text.as_ref().is_some_and(|text| text.columns.contains(column))
+                };
+                let inputs = kept.into_iter().filter(|column| !is_used(column)).collect();
+                Self { inputs, categories, text, targets, weight, earlier: None }
             }
             Categories::Like(path) => {
                 let (columns, earlier) = earlier(path)?;
@@ -81,7 +86,12 @@ impl Cells {
                     [Some(scale)] => Some((scale.mean.clone(), scale.std.clone())),
                     _ => None,
                 };
-                let earlier = Earlier { scale, fill: columns.fill.clone(), classes: vec![] };
+                let earlier = Earlier {
+                    scale,
+                    fill: columns.fill.clone(),
+                    classes: vec![],
+                    tokenizer: known.tokenizer.clone(),
+                };
                 Self::like(import, header, &columns, targets, weight, earlier)?
             }
         };
@@ -107,16 +117,32 @@ impl Cells {
         let inputs = places(import, header, &columns.inputs)?;
         let categories = columns.categories.iter().map(|category| {
             let column = place(&import.input, header, &category.name)?;
-            Ok((column, Coder::like(&category.coding)))
+            let lookup = Lookup::from_coding(category.coding.clone());
+            Ok(CategoryColumn::known(column, lookup))
         });
         let categories = categories.collect::<Result<_>>()?;
-        Ok(Self { inputs, categories, targets, weight, earlier: Some(earlier) })
+        let text = match (&columns.text, &earlier.tokenizer) {
+            (None, _) => None,
+            (Some(text), Some(tokenizer)) => {
+                let columns = places(import, header, &text.names)?;
+                Some(TextReader::like(columns, text.length, tokenizer.clone())?)
+            }
+            (Some(text), None) => {
+                return Err(Error::input(format!(
+                    "the tokenizer of column {:?} is not known",
+                    text.names.join(", ")
+                ))
+                .hint("import the earlier table again"));
+            }
+        };
+        Ok(Self { inputs, categories, text, targets, weight, earlier: Some(earlier) })
     }
 
     /// Checks that every column has one use, and that there is at least one input or category.
     fn check(&self, import: &ImportCsv, header: &StringRecord) -> Result<()> {
         let path = import.input.display();
-        let learned_from = self.inputs.len() + self.categories.len();
+        let texts = self.text.as_ref().map_or(&[][..], |text| &text.columns);
+        let learned_from = self.inputs.len() + self.categories.len() + texts.len();
         // Options with their columns; inputs are the remaining columns, or those of an earlier
         // table.
         let like = !matches!(import.categories, Categories::Named { .. });
@@ -127,8 +153,9 @@ impl Cells {
             ("--weight", self.weight.into_iter().collect()),
             (
                 if like { "--like" } else { "--categorical" },
-                self.categories.iter().map(|(column, _)| *column).collect(),
+                self.categories.iter().map(|category| category.column).collect(),
             ),
+            (if like { "--like" } else { "--text" }, texts.to_vec()),
             ("--like", if like { self.inputs.clone() } else { vec![] }),
             ("--drop", dropped.collect()),
         ];
@@ -145,10 +172,23 @@ impl Cells {
                 true => (format!("{first} names column {name:?} twice"), "name each column once"),
                 false => (
                     format!("{first} and {second} both name column {name:?}"),
-                    "a column is a target, the weight, a category or an input, or it is dropped: name it in one of them only",
+                    "a column is a target, the weight, a category, text or an input, or it is dropped: name it in one of them only",
                 ),
             };
             return Err(Error::input(format!("{path}: {what}")).hint(hint));
+        }
+        if !texts.is_empty() && learned_from > texts.len() {
+            let categories = self.categories.iter().map(|category| category.column);
+            let others = self.inputs.iter().copied().chain(categories);
+            let others: Vec<&str> = others.filter_map(|column| header.get(column)).collect();
+            return Err(Error::input(format!(
+                "{path}: inputs besides the text: columns {}",
+                others.join(", ")
+            ))
+            .hint(format!(
+                "a network that takes text has no other inputs: --drop '{}'",
+                others.join(",")
+            )));
         }
         if learned_from == 0 {
             let all = header.len();
@@ -159,24 +199,57 @@ impl Cells {
         }
         Ok(())
     }
+}
 
-    /// Returns the names of inputs and categories, and the mapping of the latter to ids.
-    pub fn columns(self, header: &StringRecord, fill: Vec<f32>) -> Columns {
-        let name = |column: usize| header.get(column).unwrap_or_default().to_owned();
-        let names = |columns: &[usize]| columns.iter().map(|column| name(*column)).collect();
-        let inputs = names(&self.inputs);
-        let targets = names(&self.targets);
-        Columns {
-            inputs,
-            categories: self
-                .categories
-                .into_iter()
-                .map(|(column, coder)| Category { name: name(column), coding: coder.coding() })
-                .collect(),
-            targets,
-            fill,
+/// Returns the columns of categories with these names, and the ids of their values.
+fn category_columns(
+    import: &ImportCsv,
+    header: &StringRecord,
+    names: &[String],
+    ids: &CategoryIds,
+) -> Result<Vec<CategoryColumn>> {
+    let columns = places(import, header, names)?.into_iter();
+    let (vocabularies, options) = match ids {
+        CategoryIds::Hashed(ids) => {
+            let lookup = Lookup::hashed(*ids)?;
+            return Ok(columns
+                .map(|column| CategoryColumn::known(column, lookup.clone()))
+                .collect());
+        }
+        CategoryIds::Listed { vocabularies, options } => (vocabularies, options),
+    };
+    options.check()?;
+    for (place, (name, _)) in vocabularies.iter().enumerate() {
+        if !names.contains(name) {
+            return Err(Error::input(format!(
+                "--vocabulary names column {name:?}, which is not categorical"
+            ))
+            .hint(format!("name it with --categorical {name} as well")));
+        }
+        if vocabularies[..place].iter().any(|(before, _)| before == name) {
+            return Err(Error::input(format!("--vocabulary names column {name:?} twice"))
+                .hint("give each column one vocabulary"));
         }
     }
+    let is_chosen = LookupOptions { oov: 0, ..options.clone() } != LookupOptions::ALL;
+    if is_chosen && names.iter().all(|name| vocabularies.iter().any(|(known, _)| known == name)) {
+        return Err(Error::input("--min-count and --max-ids choose among the values of a table, but every categorical column has a --vocabulary")
+            .hint("omit them, or shorten the vocabularies"));
+    }
+    let columns = columns.zip(names).map(|(column, name)| {
+        Ok(match vocabularies.iter().find(|(known, _)| known == name) {
+            Some((_, path)) => {
+                CategoryColumn::known(column, Lookup::read(path)?.with_oov(options.oov))
+            }
+            None => CategoryColumn::counted(column, options.clone()),
+        })
+    });
+    columns.collect()
+}
+
+/// Returns the names of the columns with these indices.
+pub(super) fn names(header: &StringRecord, columns: &[usize]) -> Vec<String> {
+    columns.iter().map(|column| header.get(*column).unwrap_or_default().to_owned()).collect()
 }
 
 /// Returns the indices of the columns of these names.
@@ -225,5 +298,6 @@ fn earlier(folder: &Path) -> Result<(Columns, Earlier)> {
     let scale = standard.map(|MeanStd { mean, std }| (mean, std));
     let fill = columns.fill.clone();
     let classes = classes.unwrap_or_default();
-    Ok((columns, Earlier { scale, fill, classes }))
+    let tokenizer = Header::read(&file).map_err(|e| e.at(files[0].display()))?.tokenizer;
+    Ok((columns, Earlier { scale, fill, classes, tokenizer }))
 }

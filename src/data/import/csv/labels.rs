@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use crate::columns::{Coder, Coding};
-use crate::import::spool::{Elements, Spooler};
+use crate::columns::Coding;
+use crate::import::spool::Elements;
+use crate::lookup::{Lookup, ValueCounts};
 use hpctrain_base::error::{Error, Result};
 
 /// The largest number of different words of a column that are taken for classes.
@@ -14,12 +15,10 @@ pub(super) enum Labels {
     /// One column, of which no row has been read.
     Unseen,
     Numbers,
-    /// Words. `coder` gives each class an id, which is its number plus 1, in order of appearance or
-    /// as in an earlier table.
-    Words {
-        coder: Coder,
-        known: Option<Vec<String>>,
-    },
+    /// Words, whose classes are numbered in order of appearance until all are known.
+    Words(ValueCounts),
+    /// Words, whose classes have the numbers of an earlier table.
+    Known(Lookup),
 }
 
 impl Labels {
@@ -29,11 +28,10 @@ impl Labels {
     pub fn new(width: usize, regression: bool, classes: bool, earlier: Option<&[String]>) -> Self {
         match earlier {
             Some([]) => Self::Numbers,
-            Some(names) if width == 1 => Self::Words {
-                coder: Coder::like(&Coding::Values(names.to_vec())),
-                known: Some(names.to_vec()),
-            },
-            None if classes => Self::Words { coder: Coder::new(None), known: None },
+            Some(names) if width == 1 => {
+                Self::Known(Lookup::from_coding(Coding::Values(names.to_vec())))
+            }
+            None if classes => Self::Words(ValueCounts::default()),
             None if width == 1 && !regression => Self::Unseen,
             _ => Self::Numbers,
         }
@@ -44,7 +42,7 @@ impl Labels {
         if matches!(self, Self::Unseen) {
             *self = match is_number {
                 true => Self::Numbers,
-                false => Self::Words { coder: Coder::new(None), known: None },
+                false => Self::Words(ValueCounts::default()),
             };
         }
     }
@@ -52,19 +50,21 @@ impl Labels {
     /// Returns the number of a word's class, or `None` if targets are numbers. Errors name neither
     /// line nor column.
     pub fn class(&mut self, word: &str) -> Result<Option<f64>> {
-        let Self::Words { coder, known } = self else { return Ok(None) };
-        match (coder.id(word), known) {
-            (0, Some(known)) => {
-                Err(Error::input(format!("{word:?} is none of the classes {}", known.join(", ")))
-                    .hint(
-                        "these are the classes of the earlier table; mend the line, or remove it",
-                    ))
-            }
-            (id, _) if id as usize > MOST => {
-                Err(Error::input(format!("more than {MOST} different words"))
-                    .hint("a column of free text cannot be a target; name another with --target"))
-            }
-            (id, _) => Ok(Some(f64::from(id) - 1.0)),
+        match self {
+            Self::Unseen | Self::Numbers => Ok(None),
+            Self::Known(lookup) => match lookup.get(word) {
+                Some(id) if id > 0 => Ok(Some(f64::from(id) - 1.0)),
+                _ => Err(Error::input(format!(
+                    "{word:?} is none of the classes {}",
+                    lookup.coding().values().join(", ")
+                ))
+                .hint("these are the classes of the earlier table; mend the line, or remove it")),
+            },
+            Self::Words(words) => match words.add(word) as usize {
+                MOST.. => Err(Error::input(format!("more than {MOST} different words"))
+                    .hint("a column of free text cannot be a target; name another with --target")),
+                place => Ok(Some(place as f64)),
+            },
         }
     }
 
@@ -75,23 +75,13 @@ impl Labels {
         targets: Elements<f64>,
         out: &Path,
     ) -> Result<(Vec<String>, Elements<f64>)> {
-        let Self::Words { coder, known } = self else { return Ok((vec![], targets)) };
-        if let Some(known) = known {
-            return Ok((known, targets));
-        }
-        let Coding::Values(words) = coder.coding() else { return Ok((vec![], targets)) };
-        let (classes, places) = in_order(&words);
-        let mut ordered = Spooler::create(out)?;
-        let mut written = Ok(());
-        targets.blocks(|some| {
-            let by_order: Vec<f64> =
-                some.iter().map(|class| places[*class as usize] as f64).collect();
-            if written.is_ok() {
-                written = ordered.push(&by_order);
-            }
-        })?;
-        written?;
-        Ok((classes, ordered.finish()?))
+        let (classes, places) = match self {
+            Self::Unseen | Self::Numbers => return Ok((vec![], targets)),
+            Self::Known(lookup) => return Ok((lookup.coding().values().to_vec(), targets)),
+            Self::Words(words) => in_order(words.values()),
+        };
+        let ordered = targets.map(out, |class| places[class as usize] as f64)?;
+        Ok((classes, ordered))
     }
 }
 

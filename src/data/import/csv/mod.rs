@@ -1,22 +1,25 @@
 //! Import of tables into shards.
 
+mod category_column;
 mod cells;
 mod format;
 mod labels;
 mod options;
+mod text_columns;
 mod texts;
 
 use csv::{Position, StringRecord};
 
-use self::cells::Cells;
+use self::cells::{Cells, names};
 use self::format::{Cell, refused};
 use self::labels::Labels;
 use super::row_writer::{Imported, Inputs, NotFinite, Rows, Table};
 use super::spool::Spooler;
+use crate::Columns;
 use hpctrain_base::error::{Error, Result};
 
 pub use format::{Missing, TableFormat};
-pub use options::{Categories, ImportCsv};
+pub use options::{Categories, CategoryIds, ImportCsv, TextOptions};
 pub use texts::column_texts;
 
 /// The treatment of missing numbers.
@@ -78,6 +81,12 @@ struct TableRow<'a> {
 impl TableRow<'_> {
     fn cell(&self, column: usize) -> &str {
         self.record.get(column).unwrap_or_default().trim()
+    }
+
+    /// Returns the text in a cell; an empty one if it has no value.
+    fn word(&self, column: usize) -> &str {
+        let cell = self.cell(column);
+        if self.import.format.is_missing(cell) { "" } else { cell }
     }
 
     /// Returns the file, the line and the column of a cell.
@@ -172,7 +181,7 @@ impl TableRow<'_> {
             }
             labels.see(is_number);
         }
-        if matches!(labels, Labels::Words { .. }) && format.is_missing(cell) {
+        if matches!(labels, Labels::Words(_) | Labels::Known(_)) && format.is_missing(cell) {
             return Err(self.without_target(column));
         }
         match labels.class(cell) {
@@ -242,6 +251,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let out = &import.options.out;
     let mut inputs = Spooler::create(out)?;
     let mut ids = Spooler::create(out)?;
+    let mut tokens = Spooler::create(out)?;
     let mut targets = Spooler::create(out)?;
     let mut weights = Spooler::create(out)?;
     let mut record = StringRecord::new();
@@ -249,6 +259,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let mut skipped = 0;
     let mut numbers = Vec::new();
     let mut aims = Vec::new();
+    let mut of_texts = Vec::new();
     while reader.read_record(&mut record).map_err(|e| refused(&import.input, &e))? {
         let row = TableRow { import, header: &header, record: &record, filled: &filled };
         let weight = match row.read(&cells, &mut labels, &mut numbers, &mut aims) {
@@ -264,9 +275,17 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         if let Some(weight) = weight {
             weights.push(&[weight])?;
         }
-        for (column, coder) in &mut cells.categories {
-            let cell = row.cell(*column);
-            ids.push(&[coder.id(if import.format.is_missing(cell) { "" } else { cell })])?;
+        for category in &mut cells.categories {
+            ids.push(&[category.id(row.word(category.column))])?;
+        }
+        if let Some(text) = &mut cells.text {
+            of_texts.clear();
+            for place in 0..text.columns.len() {
+                let column = text.columns[place];
+                text.encode(place, row.word(column), &mut of_texts)
+                    .map_err(|e| e.at(row.place(column)))?;
+            }
+            tokens.push(&of_texts)?;
         }
         rows += 1;
     }
@@ -279,10 +298,8 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         return Err(Error::input(format!("{path}: {what}")).hint("give a table with some samples"));
     }
     let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let shape = vec![cells.inputs.len()];
     let width = cells.targets.len();
     let weights = weights.finish()?;
-    let ids = ids.finish()?;
     let (classes, targets) = labels.finish(targets.finish()?, out)?;
     let scale = cells.earlier.take().and_then(|earlier| earlier.scale);
     let (is_filled_later, fill) = match filled {
@@ -290,8 +307,35 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         Filled::Later => (true, vec![]),
         Filled::Refused | Filled::Skipped => (false, vec![]),
     };
+    let mut columns = Columns {
+        inputs: names(&header, &cells.inputs),
+        targets: names(&header, &cells.targets),
+        fill,
+        ..Columns::default()
+    };
+    let places: Vec<usize> = cells.categories.iter().map(|category| category.column).collect();
+    let of_categories = names(&header, &places);
+    let categories = category_column::finish(cells.categories, &of_categories, ids.finish()?, out)
+        .map_err(|e| e.at(import.input.display()))?;
+    columns.categories = categories.categories;
+    let mut unknown = categories.unknown;
+    let mut shape = vec![cells.inputs.len()];
+    let mut inputs = Inputs::Numbers(inputs.finish()?);
+    let mut text = None;
+    if let Some(reader) = cells.text {
+        shape = vec![reader.row_len()];
+        let names = names(&header, &reader.columns);
+        let finished = reader
+            .finish(names, tokens.finish()?, out)
+            .map_err(|e| e.at(import.input.display()))?;
+        inputs = Inputs::Ids(finished.ids);
+        columns.text = Some(finished.columns);
+        unknown.extend(finished.unknown);
+        text = Some((finished.tokenizer, finished.summary));
+    }
+    let ids = categories.ids;
     Rows {
-        inputs: Inputs::Numbers(inputs.finish()?),
+        inputs,
         count: rows,
         shape,
         targets,
@@ -302,7 +346,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         skipped,
         source,
         places: std::array::from_fn(|_| path.to_string()),
-        table: Some(Table { columns: cells.columns(&header, fill), ids, scale, is_filled_later }),
+        table: Some(Table { columns, ids, scale, is_filled_later, text, unknown }),
         files: None,
     }
     .write(&import.options)

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use super::format::{Missing, TableFormat};
 use crate::import::row_writer::ImportOptions;
+use crate::lookup::LookupOptions;
 use crate::preprocessing::Preprocessing;
+use crate::tokenizer::TokenizerKind;
 
 /// The input and options of an import.
 #[derive(Debug, Clone)]
@@ -32,6 +34,8 @@ pub struct ImportCsv {
     pub needs_all: bool,
     /// Columns of categories.
     pub categories: Categories,
+    /// Columns of text, besides which a table has targets and weights only.
+    pub text: Option<TextOptions>,
     /// The validation split, the shards and the destination of the rows.
     pub options: ImportOptions,
 }
@@ -50,6 +54,7 @@ impl ImportCsv {
             missing: None,
             needs_all: false,
             categories: Categories::NONE,
+            text: None,
             options,
         }
     }
@@ -62,12 +67,11 @@ pub enum Categories {
     Named {
         /// The names.
         columns: Vec<String>,
-        /// The number of ids of each category, to which values are hashed. Without it, values have
-        /// ids from 1 on in order of appearance.
-        hash: Option<u32>,
+        /// The ids of their values.
+        ids: CategoryIds,
     },
-    /// Inputs, categories, ids, scale and classes as in an earlier import in this directory. Values
-    /// that it did not have get id 0; other columns are dropped.
+    /// Inputs, categories, ids, texts, scale and classes as in an earlier import in this directory.
+    /// Values that it did not have get the id of unknown ones; other columns are dropped.
     Like(PathBuf),
     /// Columns as a network was trained with, for rows that it is to predict: targets and columns
     /// that it does not know are dropped.
@@ -76,5 +80,38 @@ pub enum Categories {
 
 impl Categories {
     /// No categories.
-    pub const NONE: Self = Self::Named { columns: Vec::new(), hash: None };
+    pub const NONE: Self = Self::Named { columns: Vec::new(), ids: CategoryIds::APPEARANCE };
+}
+
+/// The ids of the values of named columns.
+#[derive(Debug, Clone)]
+pub enum CategoryIds {
+    /// Values are listed: those of a file, or those of the table.
+    Listed {
+        /// The vocabularies of some of the columns: text files with a value in each line, by the
+        /// names of the columns.
+        vocabularies: Vec<(String, PathBuf)>,
+        /// The choice among the table's values, for the other columns, and the number of OOV ids of
+        /// all columns.
+        options: LookupOptions,
+    },
+    /// Values are hashed to this number of ids in each column.
+    Hashed(u32),
+}
+
+impl CategoryIds {
+    /// Values have ids from 1 on in order of appearance.
+    pub const APPEARANCE: Self =
+        Self::Listed { vocabularies: Vec::new(), options: LookupOptions::ALL };
+}
+
+/// Columns of text, each of which becomes a row of token ids.
+#[derive(Debug, Clone)]
+pub struct TextOptions {
+    /// Names of the columns.
+    pub columns: Vec<String>,
+    /// The tokenizer. `char` gets the characters of this table.
+    pub tokenizer: TokenizerKind,
+    /// The number of ids of each column: longer texts are truncated, shorter ones padded.
+    pub length: usize,
 }
