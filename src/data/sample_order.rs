@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Sampler;
+use super::{Draw, FileOrder, Sampler};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random::derive;
 
@@ -46,7 +46,20 @@ const PERIOD: u64 = 1024;
 
 /// Maps positions of a run to samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SampleOrder {
+pub struct SampleOrder(Kind);
+
+/// The kinds of orders.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Kind {
+    /// Every rank draws from all samples.
+    All(Mixture),
+    /// A rank draws from the files that are dealt to it.
+    Files(FileOrder),
+}
+
+/// The order of data sets that are interleaved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Mixture {
     parts: Vec<MixedSet>,
     /// For each position of a period: its data set, and the number of earlier positions of that
     /// data set in the period.
@@ -62,15 +75,6 @@ struct MixedSet {
     sampler: Sampler,
     /// The number of its positions in a period.
     share: u64,
-}
-
-/// The sample at a position.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Draw {
-    /// The number of the sample.
-    pub sample: u64,
-    /// The number of completed passes over its data set.
-    pub epoch: u64,
 }
 
 impl SampleOrder {
@@ -109,11 +113,33 @@ impl SampleOrder {
             pattern.push((part, counts[part]));
             counts[part] += 1;
         }
-        Ok(Self { parts, pattern })
+        Ok(Self(Kind::All(Mixture { parts, pattern })))
     }
 
     /// Returns the sample at `position`, counted from the start of the run.
     pub fn draw(&self, position: u64) -> Draw {
+        match &self.0 {
+            Kind::All(mixture) => mixture.draw(position),
+            Kind::Files(files) => files.draw(position),
+        }
+    }
+
+    /// Returns the first data set that `positions` consecutive positions might take a sample of
+    /// twice: its number, its number of samples, and the number of positions that draw from it. If
+    /// files are dealt to ranks, the data set is that of this rank.
+    pub fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
+        match &self.0 {
+            Kind::All(mixture) => mixture.repeats_within(positions),
+            Kind::Files(files) => {
+                let share = files.share(positions);
+                (share > files.samples()).then(|| (0, files.samples(), share))
+            }
+        }
+    }
+}
+
+impl Mixture {
+    fn draw(&self, position: u64) -> Draw {
         let period = self.pattern.len() as u64;
         let (part, before) = self.pattern[(position % period) as usize];
         let MixedSet { first, samples, sampler, share } = &self.parts[part];
@@ -121,9 +147,7 @@ impl SampleOrder {
         Draw { sample: first + sampler.index(own), epoch: own / samples }
     }
 
-    /// Returns the first data set that `positions` consecutive positions might take a sample of
-    /// twice: its number, its number of samples, and the number of positions that draw from it.
-    pub fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
+    fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
         let period = self.pattern.len();
         self.parts.iter().enumerate().find_map(|(number, part)| {
             // For each position of a period, the number of earlier positions of the data set.
@@ -147,7 +171,13 @@ impl SampleOrder {
 impl From<Sampler> for SampleOrder {
     fn from(sampler: Sampler) -> Self {
         let part = MixedSet { first: 0, samples: sampler.samples(), sampler, share: 1 };
-        Self { parts: vec![part], pattern: vec![(0, 0)] }
+        Self(Kind::All(Mixture { parts: vec![part], pattern: vec![(0, 0)] }))
+    }
+}
+
+impl From<FileOrder> for SampleOrder {
+    fn from(files: FileOrder) -> Self {
+        Self(Kind::Files(files))
     }
 }
 

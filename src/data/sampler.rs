@@ -10,6 +10,15 @@
 /// More than the four rounds that theory asks for: small domains have few bits to mix.
 const ROUNDS: u64 = 8;
 
+/// The sample at a position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Draw {
+    /// The number of the sample.
+    pub sample: u64,
+    /// The number of completed passes over its data set.
+    pub epoch: u64,
+}
+
 /// Maps positions of a run to samples of a data set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampler {
