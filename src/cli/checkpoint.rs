@@ -4,16 +4,17 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 use toml::{Table, Value};
 
 use super::{json, report};
+use crate::checkpoint::export::onnx::OnnxOptions;
 use crate::checkpoint::tools::describe::{Description, describe};
 use crate::checkpoint::tools::diff::CheckpointDifference;
 use crate::checkpoint::tools::verify::{Verified, VerifiedFile, verify};
 use crate::checkpoint::tools::{diff, list, prune, resolve_path};
-use crate::checkpoint::{Reader, Retention, huggingface, name_of};
+use crate::checkpoint::{Reader, Retention, export, huggingface, name_of};
 use crate::config::{Model, written};
 use crate::data::{Tokenizer, TokenizerKind};
 use crate::error::{Error, Result};
@@ -61,17 +62,10 @@ enum Command {
     /// Damaged checkpoints do not count as kept. Leased checkpoints, which a process is reading,
     /// are not removed.
     Prune(PruneArgs),
-    /// Export a GPT or Llama model and its tokenizer to Hugging Face format
+    /// Export a model for other programs: to Hugging Face format, safetensors or ONNX
     ///
-    /// A GPT without biases is exported with biases of zero.
-    Export {
-        /// A checkpoint, or a run: its latest
-        checkpoint: PathBuf,
-        /// Directory for model.safetensors, config.json, tokenizer.json and their settings; it must
-        /// not exist or be empty
-        #[arg(long, value_name = "DIR")]
-        out: PathBuf,
-    },
+    /// The parameters are those that evaluations use: the running average (EMA), if there is one.
+    Export(ExportArgs),
     /// Convert a GPT-2 or Llama model written by Hugging Face's save_pretrained to a checkpoint
     Import(ImportArgs),
 }
@@ -109,6 +103,34 @@ struct PruneArgs {
     /// Print one JSON object instead of the table
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Args)]
+struct ExportArgs {
+    /// A checkpoint, or a run: its latest
+    checkpoint: PathBuf,
+    /// Directory for the files; it must not exist or be empty
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Format of the model
+    #[arg(long, value_enum, default_value_t = ExportFormat::Huggingface)]
+    format: ExportFormat,
+    /// ONNX: omit the normalization of features, so that the graph takes normalized numbers
+    /// [default: the graph takes features as the data has them]
+    #[arg(long)]
+    normalized_inputs: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum ExportFormat {
+    /// A GPT or Llama for transformers: model.safetensors, config.json, tokenizer.json and their
+    /// settings. A GPT without biases gets biases of zero
+    Huggingface,
+    /// A layer-list or custom model for PyTorch: model.safetensors, config.json and
+    /// preprocessing.json
+    Safetensors,
+    /// A layer-list model as a graph for inference: model.onnx, config.json and preprocessing.json
+    Onnx,
 }
 
 #[derive(Args)]
@@ -151,7 +173,7 @@ pub fn run(args: &CheckpointArgs) -> i32 {
         Command::Verify { path, json } => report(verify_all(path, *json)),
         Command::Diff(args) => compare(args).unwrap_or_else(|e| fail(&e)),
         Command::Prune(args) => report(prune_run(args)),
-        Command::Export { checkpoint, out } => report(export(checkpoint, out)),
+        Command::Export(args) => report(export_model(args)),
         Command::Import(args) => report(import(args)),
     }
 }
@@ -277,21 +299,49 @@ fn prune_run(args: &PruneArgs) -> Result<()> {
     Ok(())
 }
 
-fn export(path: &Path, out: &Path) -> Result<()> {
-    let dir = resolve_path::checkpoint(path)?;
+fn export_model(args: &ExportArgs) -> Result<()> {
+    if args.normalized_inputs && args.format != ExportFormat::Onnx {
+        return Err(Error::input("--normalized-inputs is an option of --format onnx")
+            .hint("omit it: the other formats have parameters only, and preprocessing.json"));
+    }
+    let dir = resolve_path::checkpoint(&args.checkpoint)?;
     let _lease = resolve_path::lease(&dir);
     let mut reader = Reader::open(&dir)?;
-    let huggingface::Exported { tensors, elements, added } = huggingface::export(&mut reader, out)?;
-    let zero = if added == 0 { String::new() } else { format!(", {added} of them biases of zero") };
-    let tokenizer = match &reader.manifest().tokenizer {
-        Some(tokenizer) => format!("tokenizer {}", tokenizer.name()),
-        None => "no tokenizer".into(),
-    };
-    say(format_args!(
-        "{}: {tensors} tensors{zero}, {} elements, {tokenizer}",
-        out.display(),
-        grouped(elements)
-    ));
+    let out = args.out.display();
+    match args.format {
+        ExportFormat::Huggingface => {
+            let huggingface::Exported { tensors, elements, added } =
+                huggingface::export(&mut reader, &args.out)?;
+            let zero = if added == 0 {
+                String::new()
+            } else {
+                format!(", {added} of them biases of zero")
+            };
+            let tokenizer = match &reader.manifest().tokenizer {
+                Some(tokenizer) => format!("tokenizer {}", tokenizer.name()),
+                None => "no tokenizer".into(),
+            };
+            let elements = grouped(elements);
+            say(format_args!("{out}: {tensors} tensors{zero}, {elements} elements, {tokenizer}"));
+        }
+        ExportFormat::Safetensors => {
+            let exported = export::safetensors(&mut reader, &args.out)?;
+            let elements = grouped(exported.elements);
+            say(format_args!("{out}: {} tensors, {elements} elements", exported.tensors));
+        }
+        ExportFormat::Onnx => {
+            let options =
+                OnnxOptions { normalized_inputs: args.normalized_inputs, ..OnnxOptions::default() };
+            let exported = export::onnx::onnx(&mut reader, &args.out, options)?;
+            say(format_args!(
+                "{out}: {} tensors, {} elements, opset {}",
+                exported.tensors,
+                grouped(exported.elements),
+                export::onnx::OPSET
+            ));
+            say(format_args!("{} to {}", exported.inputs.join(", "), exported.outputs.join(", ")));
+        }
+    }
     Ok(())
 }
 
