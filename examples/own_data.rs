@@ -5,6 +5,7 @@
 //! ```sh
 //! cargo run --release --example own_data
 //! mpirun -np 2 target/release/examples/own_data run.name=two parallel.zero=2
+//! mpirun -np 3 target/release/examples/own_data run.name=served --servers=1
 //! ```
 
 use std::f64::consts::TAU;
@@ -12,6 +13,7 @@ use std::process::ExitCode;
 
 use hpctrain::prelude::*;
 use hpctrain::random::{Stream, derive, name};
+use hpctrain::servers;
 
 /// The number of spirals, which is the number of classes.
 const ARMS: u64 = 3;
@@ -61,8 +63,11 @@ const SETTINGS: [&str; 10] = [
 
 fn main() -> ExitCode {
     start(|comm| {
+        let (flags, settings): (Vec<String>, Vec<String>) =
+            std::env::args().skip(1).partition(|argument| argument.starts_with("--"));
+        let servers = comm.world().all_ok(server_count(&flags))?;
         let overrides: Vec<String> =
-            SETTINGS.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
+            SETTINGS.map(String::from).into_iter().chain(settings).collect();
         let (config, _) =
             comm.world().all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
         let spirals =
@@ -73,6 +78,15 @@ fn main() -> ExitCode {
             validation: Some(spirals("validation", 600)),
         };
         let custom = Customization { data: Some(data), ..Customization::default() };
-        train(comm, &TrainRequest::new(config, "spirals"), custom, None).map(drop)
+        // Without servers, this is the same as `train(comm, &request, custom, None)`.
+        let request = TrainRequest::new(config, "spirals");
+        servers::train(comm, &request, custom, servers).map(drop)
     })
+}
+
+/// Returns the number of ranks, the last ones, that are parameter servers.
+fn server_count(flags: &[String]) -> Result<usize> {
+    let Some(flag) = flags.last() else { return Ok(0) };
+    let count = flag.strip_prefix("--servers=").and_then(|count| count.parse().ok());
+    count.ok_or_else(|| Error::input(format!("{flag}: the only flag is --servers=N")))
 }

@@ -41,6 +41,8 @@ pub enum Kind {
     Corrupted,
     /// A signal requested the end of this process while it waited.
     Interrupted,
+    /// The work was cancelled before it had a result.
+    Cancelled,
     /// An invariant of this program is broken.
     Internal,
 }
@@ -187,6 +189,11 @@ impl Error {
         Self::new(Kind::Interrupted, message)
     }
 
+    /// Creates the error of work that was cancelled before it had a result.
+    pub fn cancelled(message: impl Into<String>) -> Self {
+        Self::new(Kind::Cancelled, message)
+    }
+
     /// Creates the error of a failed message between ranks.
     pub fn comm(message: impl Into<String>) -> Self {
         Self::new(Kind::Comm, message)
@@ -266,7 +273,12 @@ impl Error {
             Kind::Input | Kind::Io | Kind::Damaged => 2,
             Kind::Outage => 74,
             Kind::Interrupted => 75,
-            Kind::Comm | Kind::Device | Kind::Numeric | Kind::Corrupted | Kind::Internal => 1,
+            Kind::Comm
+            | Kind::Device
+            | Kind::Numeric
+            | Kind::Corrupted
+            | Kind::Cancelled
+            | Kind::Internal => 1,
         }
     }
 }
@@ -300,6 +312,7 @@ mod tests {
         assert_eq!(e.to_string(), "rank 3: a.h5: id 70 ≥ vocabulary 65\nhint: re-import");
         assert_eq!(e.exit_code(), 2);
         assert_eq!(Error::comm("gone").exit_code(), 1);
+        assert_eq!(Error::cancelled("the call was cancelled").exit_code(), 1);
     }
 
     #[test]

@@ -6,22 +6,20 @@ use std::time::Duration;
 use clap::Args;
 
 use super::rank_roles::{RankAssignment, RankRole};
-use crate::backend::cpu::Cpu;
-use crate::comm::{Comm, single};
 use crate::config::{self, Batch, Config, ParameterServer};
-use crate::error::{Error, Kind, Result};
-use crate::gpu_assignment::{assign_gpus, check_cpu, cpu_name, open_cpu};
+use crate::error::{Error, Result};
+use crate::gpu_assignment::{check_cpu, cpu_name, open_cpu};
 use crate::job::{exit_on_panic, fail};
 use crate::run_dir::RunOutcome;
+pub use crate::servers::serve_run;
 use crate::servers::{
-    CoordinatorOptions, CoordinatorRun, PsRendezvous, ServerOptions, WorkerOptions, config_of_run,
-    host_of, serve, work,
+    CoordinatorOptions, CoordinatorRun, PsRendezvous, RankEnd, ServedRank, ServerOptions,
+    WorkerOptions, host_of, serve, serve_alongside, work,
 };
 use crate::signals;
-use crate::spawn::spawn_scoped;
 use crate::telemetry::say;
 use crate::telemetry::startup_summary::keys_without_effect;
-use crate::train::TrainRequest;
+use crate::train::{Customization, TrainRequest};
 
 /// Arguments of `hpctrain ps server`.
 #[derive(Args)]
@@ -93,54 +91,26 @@ pub fn check_no_server_keys(config: &Config) -> Result<()> {
 /// Returns an error if the run cannot start, on all ranks, or if this rank fails.
 pub fn run_rank(role: &RankAssignment, mut request: TrainRequest) -> Result<i32> {
     let (workers, servers) = role.counts;
-    let timeout = Duration::from_secs(request.config.parameter_server.timeout);
     if role.mixed {
         request.config.eval.inline = false;
     }
-    let config = request.config.clone();
-    let coordinates = role.role == RankRole::Serves(0);
-    let options = CoordinatorOptions {
-        run: request,
+    let server = match role.role {
+        RankRole::Serves(index) => Some(index),
+        RankRole::Trains | RankRole::Evaluates => None,
+    };
+    let rank = ServedRank {
+        job: &role.job,
+        peers: &role.peers,
+        comm: &role.comm,
+        server,
+        workers,
         servers,
-        workers: Some(workers),
-        log: "coordinator".into(),
-    };
-    let opened = coordinates.then(|| CoordinatorRun::open(options)).transpose();
-    let opened = role.peers.world().all_ok(opened).inspect_err(|e| role.release_evaluators(e))?;
-    let own = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
-    let gathered = role.job.world().gather_bytes(own.unwrap_or_default().into_bytes()).wait()?;
-    let run = gathered
-        .iter()
-        .find(|path| !path.is_empty())
-        .ok_or_else(|| Error::internal("no rank sent the directory of the run"))?;
-    let site = PsRendezvous::for_run(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
-    let RankRole::Serves(_) = role.role else {
-        let options = WorkerOptions {
-            rendezvous: site,
-            timeout,
-            threads: role.threads,
-            leaves_on_signal: false,
-        };
-        return work_on_device(&role.comm, &config, &options);
-    };
-    let server = ServerOptions {
-        rendezvous: site,
-        address: config.parameter_server.address.as_deref().and_then(host_of),
-        timeout,
         threads: role.threads,
     };
-    serve_with(opened, &server)
-}
-
-/// Serves, and coordinates the run if this process has opened it; returns the exit code.
-fn serve_with(opened: Option<CoordinatorRun>, server: &ServerOptions) -> Result<i32> {
-    std::thread::scope(|scope| {
-        let coordinator =
-            opened.map(|opened| spawn_scoped(scope, "coordinator", || opened.run())).transpose()?;
-        let served = serve(server);
-        let Some(coordinator) = coordinator else { return served.map(|()| 0) };
-        let ended = coordinator.join().map_err(|_| Error::internal("the coordinator panicked"))?;
-        Ok(code_of(ended))
+    let ended = rank.run(request, Customization::default());
+    Ok(match ended.inspect_err(|e| role.release_evaluators(e))? {
+        RankEnd::Coordinator(ended) => code_of(ended),
+        RankEnd::Other(code) => code?,
     })
 }
 
@@ -152,22 +122,6 @@ fn code_of(ended: Result<RunOutcome>) -> i32 {
             fail(&e);
             e.exit_code()
         }
-    }
-}
-
-/// Runs a worker on the device that `run.device` selects. Collective over the workers of a job.
-fn work_on_device(comm: &Comm<Cpu>, config: &Config, options: &WorkerOptions) -> Result<i32> {
-    match assign_gpus(comm, config)? {
-        None => {
-            comm.world().all_ok(check_cpu(config))?;
-            if comm.rank() == 0
-                && let Some(note) = keys_without_effect(config)
-            {
-                log::warn!("{note}");
-            }
-            work(options, &cpu_name(config), open_cpu)
-        }
-        Some(gpu) => work(options, &gpu.name()?, |plan| gpu.backend(plan)),
     }
 }
 
@@ -191,12 +145,13 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
     exit_on_panic("simulate");
     let timeout = Duration::from_secs(config.parameter_server.timeout);
     let threads = request.threads.unwrap_or(1);
-    let opened = CoordinatorRun::open(CoordinatorOptions {
+    let options = CoordinatorOptions {
         run: request,
         servers,
         workers: Some(workers),
         log: "coordinator".into(),
-    })?;
+    };
+    let opened = CoordinatorRun::open(options, custom())?;
     let site = PsRendezvous::for_run(opened.directory());
     let server = ServerOptions {
         rendezvous: site.clone(),
@@ -207,11 +162,11 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
     let worker = WorkerOptions { rendezvous: site, timeout, threads, leaves_on_signal: false };
     let device = cpu_name(&config);
     std::thread::scope(|scope| {
-        let coordinator = scope.spawn(|| opened.run());
         let serving: Vec<_> = (0..servers).map(|_| scope.spawn(|| serve(&server))).collect();
-        let working: Vec<_> =
-            (0..workers).map(|_| scope.spawn(|| work(&worker, &device, open_cpu))).collect();
-        let ended = coordinator.join().map_err(|_| Error::internal("a thread panicked"))?;
+        let working =
+            (0..workers).map(|_| scope.spawn(|| work(&worker, custom(), &device, open_cpu)));
+        let working: Vec<_> = working.collect();
+        let ended = opened.run();
         // The coordinator reports the errors of servers and workers.
         working.into_iter().for_each(|thread| drop(thread.join()));
         serving.into_iter().for_each(|thread| drop(thread.join()));
@@ -221,13 +176,9 @@ pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i
 
 /// Coordinates a run whose servers and workers are separate processes; returns the exit code.
 pub fn coordinate_run(run: TrainRequest, servers: usize, workers: Option<usize>) -> i32 {
-    match CoordinatorRun::open(CoordinatorOptions {
-        run,
-        servers,
-        workers,
-        log: "coordinator".into(),
-    }) {
-        Ok(opened) => {
+    let options = CoordinatorOptions { run, servers, workers, log: "coordinator".into() };
+    match CoordinatorRun::open(options, custom()) {
+        Ok(mut opened) => {
             match opened.finished_before() {
                 Ok(None) => {}
                 Ok(Some(outcome)) => return outcome.exit_code(),
@@ -251,17 +202,15 @@ pub fn coordinate_and_serve(run: TrainRequest, servers: usize, workers: usize) -
     let timeout = Duration::from_secs(run.config.parameter_server.timeout);
     let address = run.config.parameter_server.address.as_deref().and_then(host_of);
     let threads = run.config.run.threads.unwrap_or_else(cores);
-    let opened = CoordinatorRun::open(CoordinatorOptions {
-        run,
-        servers,
-        workers: Some(workers),
-        log: "coordinator".into(),
-    })?;
+    let options =
+        CoordinatorOptions { run, servers, workers: Some(workers), log: "coordinator".into() };
+    let mut opened = CoordinatorRun::open(options, custom())?;
     if let Some(outcome) = opened.finished_before()? {
         return Ok(outcome.exit_code());
     }
     let rendezvous = PsRendezvous::for_run(opened.directory());
-    serve_with(Some(opened), &ServerOptions { rendezvous, address, timeout, threads })
+    let server = ServerOptions { rendezvous, address, timeout, threads };
+    Ok(code_of(serve_alongside(opened, &server)))
 }
 
 /// Runs `hpctrain ps server` and returns the exit code.
@@ -269,20 +218,6 @@ pub fn run_server(args: &ServerArgs) -> i32 {
     exit_on_panic("server");
     let served = serve_run(&args.run, args.address.clone(), Duration::from_secs(args.timeout));
     served.map_or_else(|e| fail(&e), |()| 0)
-}
-
-/// Runs a parameter server of the run in a directory until the run ends.
-///
-/// # Errors
-/// Returns an error if the server cannot listen on the address, or the coordinator is gone for
-/// longer than `timeout`.
-pub fn serve_run(run: &Path, address: Option<String>, timeout: Duration) -> Result<()> {
-    serve(&ServerOptions {
-        rendezvous: PsRendezvous::for_run(run),
-        address,
-        timeout,
-        threads: cores(),
-    })
 }
 
 /// Runs `hpctrain ps worker` and returns the exit code.
@@ -300,43 +235,12 @@ pub fn run_worker(args: &WorkerArgs) -> i32 {
 /// Returns an error if the coordinator is gone for longer than `timeout`, the data cannot be read,
 /// or the device fails.
 pub fn work_for_run(run: &Path, timeout: Duration) -> Result<i32> {
-    let options = WorkerOptions {
-        rendezvous: PsRendezvous::for_run(run),
-        timeout,
-        threads: cores(),
-        leaves_on_signal: true,
-    };
-    match config_or_code(&options)? {
-        Err(code) => Ok(code),
-        Ok(config) => work_on_device(&single(), &config, &options),
-    }
+    crate::servers::work_for_run(run, timeout, custom())
 }
 
-/// Returns the configuration of the run once it accepts workers, or the exit code of this process.
-/// A worker that comes after the end of a finished run ends at once.
-fn config_or_code(options: &WorkerOptions) -> Result<std::result::Result<Config, i32>> {
-    let rendezvous = &options.rendezvous;
-    if rendezvous.has_finished() {
-        let timeout = options.timeout.min(PsRendezvous::FINISHED_GRACE);
-        match config_of_run(&WorkerOptions { timeout, ..options.clone() }) {
-            Err(e) if e.kind() != Kind::Comm => return Err(e),
-            Err(_) if rendezvous.has_finished() => {
-                rendezvous.say_ended();
-                return Ok(Err(0));
-            }
-            // A coordinator that continues the run has started.
-            Err(_) => {}
-            Ok(found) => return Ok(found),
-        }
-    }
-    config_of_run(options).or_else(|e| match rendezvous.exit_code() {
-        // The coordinator's own message says why a run has failed.
-        Some(code) if e.kind() == Kind::Comm && code != 1 => {
-            rendezvous.say_ended();
-            Ok(Err(code))
-        }
-        _ => Err(e),
-    })
+/// Returns what the program adds to a run: nothing.
+fn custom() -> Customization<'static> {
+    Customization::default()
 }
 
 /// Returns the number of cores that this process may use.

@@ -31,7 +31,10 @@ pub fn begin(
 
 /// Writes the servers' snapshot `cut` as a checkpoint and publishes it; `started` is the time at
 /// which the save began.
-fn write(
+///
+/// # Errors
+/// Returns an error if a server is lost, or a file cannot be written.
+pub fn write(
     job: &SaveContext,
     fleet: &Mutex<ServerClients>,
     generation: u64,

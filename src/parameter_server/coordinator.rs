@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use super::address::listen;
 use super::coordinator_service::{CoordinatorService, LivenessTimeouts, SessionError};
+use super::network_spec::NetworkSpec;
 use super::protocol::{Assignment, ServerRequest, ServerResponse};
 use super::rendezvous::{Contact, PsRendezvous};
 use super::rpc_server::RpcServer;
-use super::run_spec::{RunSpec, layouts, oversized_range, ranges_of_servers};
+use super::run_spec::{RunSpec, layouts, oversized_range, placement, ranges_of_servers};
 use super::scheduler::WorkScheduler;
 use super::server_clients::ServerClients;
-use super::session::{Session, SessionContext, StartPoint};
+use super::session::{RunHooks, Session, SessionContext, StartPoint};
 use super::trace::TraceCollector;
 use super::wal::{WalEntry, WalHeader};
 use hpctrain_base::error::{Error, Kind, Result};
@@ -32,8 +33,10 @@ use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_cpu::Cpu;
 use hpctrain_data::{Fingerprint, TrainedOn};
 use hpctrain_engine::{Splits, check_size};
+use hpctrain_nn::CustomModel;
+use hpctrain_nn::loss::{CustomLoss, CustomMetric};
 use hpctrain_parallel::state_names;
-use hpctrain_train::TrainRequest;
+use hpctrain_train::{Customization, Hooks, Outcome, TrainRequest};
 
 /// The time without a new worker after which a run whose number of workers is not given starts.
 const QUIET_PERIOD: Duration = Duration::from_secs(2);
@@ -59,7 +62,7 @@ pub struct CoordinatorOptions {
 }
 
 /// A coordinator that is listening.
-pub struct CoordinatorRun {
+pub struct CoordinatorRun<'h> {
     options: CoordinatorOptions,
     directory: RunDirectory,
     service: Arc<CoordinatorService>,
@@ -68,6 +71,11 @@ pub struct CoordinatorRun {
     _listener: RpcServer,
     splits: Splits,
     data: Option<Fingerprint>,
+    /// The custom network, loss and metrics of this program.
+    network: Option<CustomModel>,
+    loss: Option<CustomLoss>,
+    metrics: Vec<CustomMetric>,
+    hooks: RunHooks<'h>,
     trained_on: Option<TrainedOn>,
     vocabulary: Option<usize>,
     timeout: Duration,
@@ -78,23 +86,30 @@ pub struct CoordinatorRun {
     _from: Option<LeaseGuard>,
 }
 
-impl CoordinatorRun {
-    /// Opens the data and the directory of the run, and starts to listen.
+impl<'h> CoordinatorRun<'h> {
+    /// Opens the data and the directory of the run, and starts to listen. The hooks of `custom` are
+    /// called by this process alone; workers need the same data, network, loss and metrics in their
+    /// own [`Customization`].
     ///
     /// # Errors
     /// Returns an error if the configuration is invalid, the data or the directory cannot be used,
     /// or the address cannot be listened on.
-    pub fn open(options: CoordinatorOptions) -> Result<Self> {
+    pub fn open(options: CoordinatorOptions, custom: Customization<'h>) -> Result<Self> {
         let started = Instant::now();
         if options.run.profile {
             return Err(Error::input("--profile is not supported with parameter servers").hint(
                 "see the times of workers in workers.jsonl in the run's directory, or use --trace",
             ));
         }
-        let mut config = options.run.config.clone();
+        let mut config = custom.with_custom_network(&options.run.config);
         let comm = single::<Cpu>();
         let topology = Topology::gather(&comm.world(), comm.node().host)?;
-        let splits = Splits::open(&config, &comm.world(), &topology)?;
+        let is_custom = custom.data.is_some();
+        let mut splits = match custom.data {
+            Some(splits) => splits,
+            None => Splits::open(&config, &comm.world(), &topology)?,
+        };
+        config.data.path = splits.name.clone();
         let vocabulary = Some(splits.train.vocabulary()).filter(|ids| *ids > 0);
         let workers = options.workers.or(config.parameter_server.workers);
         // Check the configuration before the directory is created.
@@ -102,6 +117,9 @@ impl CoordinatorRun {
         let assumed = workers.unwrap_or(1);
         let config_in_steps = RunSpec::with_epochs_in_steps(&config, assumed, samples);
         let plan = RunSpec::plan(&config_in_steps, assumed, vocabulary, 1)?;
+        if is_custom {
+            splits = splits.checked(&plan)?;
+        }
         check_size(&plan, &splits.train)?;
         ranges_of_servers(&plan, options.servers)?;
         if splits.validation.is_none() && plan.config.eval.patience > 0 {
@@ -164,6 +182,10 @@ impl CoordinatorRun {
             _listener: listener,
             splits,
             data,
+            network: custom.network,
+            loss: custom.loss,
+            metrics: custom.metrics,
+            hooks: RunHooks { hooks: Hooks::new(custom.hooks), step: 0 },
             trained_on: None,
             vocabulary,
             timeout,
@@ -183,12 +205,12 @@ impl CoordinatorRun {
     ///
     /// # Errors
     /// Returns an error if a checkpoint cannot be read, or the directory cannot be written.
-    pub fn finished_before(&self) -> Result<Option<RunOutcome>> {
+    pub fn finished_before(&mut self) -> Result<Option<RunOutcome>> {
         let TrainRequest { config, resume, .. } = &self.options.run;
         let assumed = self.options.workers.unwrap_or(1);
         let samples = self.splits.train.samples();
         let steps = RunSpec::with_epochs_in_steps(config, assumed, samples).run.steps;
-        let Some(end) = self.directory.ended_before().filter(|end| {
+        let Some(end) = self.directory.ended_before().cloned().filter(|end| {
             *resume == Resume::Auto && end.status == RunStatus::Finished && end.step == steps
         }) else {
             return Ok(None);
@@ -196,16 +218,18 @@ impl CoordinatorRun {
         if self.newest()? != Some(self.directory.checkpoints().path(steps)) {
             return Ok(None);
         }
-        self.directory.markers().end(end)?;
+        self.directory.markers().end(&end)?;
         say(format_args!("the run has ended: all {steps} steps are done (run.steps)"));
-        Ok(Some(RunOutcome::Finished))
+        self.hooks.step = steps;
+        self.notify_hooks(Ok(RunOutcome::Finished)).map(Some)
     }
 
-    /// Trains to the end of the run.
+    /// Trains to the end of the run. After a server was lost, hooks are called again for the steps
+    /// since the last checkpoint.
     ///
     /// # Errors
-    /// Returns an error if a worker fails, a server is lost and not replaced in time, the run
-    /// diverges, or its directory cannot be written.
+    /// Returns an error if a worker or a hook fails, a server is lost and not replaced in time, the
+    /// run diverges, or its directory cannot be written.
     pub fn run(mut self) -> Result<RunOutcome> {
         let mut generation = 0;
         let mut resume = self.options.run.resume.clone();
@@ -227,6 +251,14 @@ impl CoordinatorRun {
                 }
             }
         };
+        if let Err(e) = &ended {
+            self.mark_failed(e);
+        }
+        let had_ended = ended.is_ok();
+        let ended = self.notify_hooks(ended);
+        if let (Err(e), true) = (&ended, had_ended) {
+            self.mark_failed(e);
+        }
         let code = match &ended {
             Ok(outcome) => outcome.exit_code(),
             Err(e) => e.exit_code(),
@@ -239,21 +271,39 @@ impl CoordinatorRun {
         if let Some(trace) = &self.service.trace {
             trace.end().unwrap_or_else(|e| log::warn!("{e}"));
         }
-        if let Err(e) = &ended {
-            let step = self
-                .service
-                .with(|state| state.progress.get("step").and_then(serde_json::Value::as_u64));
-            let failed = End {
-                step: step.unwrap_or(0),
-                status: RunStatus::Failed,
-                reason: Some(e.message().into()),
-            };
-            // A start that fails before its first step keeps the recorded end of the run.
-            let end =
-                self.directory.ended_before().filter(|_| step.is_none()).cloned().unwrap_or(failed);
-            self.directory.markers().end(&end).unwrap_or_else(|e| log::warn!("{e}"));
-        }
         ended
+    }
+
+    /// Records that the run has failed.
+    fn mark_failed(&self, error: &Error) {
+        let step = self
+            .service
+            .with(|state| state.progress.get("step").and_then(serde_json::Value::as_u64));
+        let failed = End {
+            step: step.unwrap_or(0),
+            status: RunStatus::Failed,
+            reason: Some(error.message().into()),
+        };
+        // A start that fails before its first step keeps the recorded end of the run.
+        let end =
+            self.directory.ended_before().filter(|_| step.is_none()).cloned().unwrap_or(failed);
+        self.directory.markers().end(&end).unwrap_or_else(|e| log::warn!("{e}"));
+    }
+
+    /// Reports the end of the run to the hooks, and returns it; an error of a hook fails a run that
+    /// has ended well.
+    fn notify_hooks(&mut self, ended: Result<RunOutcome>) -> Result<RunOutcome> {
+        let RunHooks { hooks, step } = &mut self.hooks;
+        let outcome =
+            Outcome { step: *step, directory: self.directory.path(), result: ended.as_ref() };
+        match (hooks.end(&outcome), ended) {
+            (Err(e), Ok(_)) => Err(e),
+            (Err(e), ended) => {
+                log::error!("{e}");
+                ended
+            }
+            (Ok(()), ended) => ended,
+        }
     }
 
     /// Runs on one set of servers to the end, from the last checkpoint or from the step that the
@@ -284,6 +334,7 @@ impl CoordinatorRun {
         }
         let terms = RunSpec {
             generation: (unix_time() * 1e3) as u64 + generation,
+            network: config.model.own.as_ref().and_then(NetworkSpec::from_network),
             config: Config { run: plan.config.run.clone(), ..config },
             workers,
             vocabulary: self.vocabulary,
@@ -293,6 +344,11 @@ impl CoordinatorRun {
             addresses: servers,
             trace: self.service.trace.is_some(),
         };
+        if plan.config.log.placement {
+            for server in placement(&plan, &terms.pieces, &terms.addresses) {
+                log::info!("placement: {server}");
+            }
+        }
         let mut fleet = self.fleet(&terms);
         fleet.assign(|server| Assignment {
             terms: terms.clone(),
@@ -312,12 +368,13 @@ impl CoordinatorRun {
     }
 
     fn run_session(
-        &self,
-        plan: ResolvedConfig,
+        &mut self,
+        mut plan: ResolvedConfig,
         terms: RunSpec,
         fleet: ServerClients,
         from: StartPoint<'_>,
     ) -> Result<RunOutcome, SessionError> {
+        plan.metrics.clone_from(&self.metrics);
         let journal = self.rendezvous.journal();
         let context = SessionContext {
             service: &self.service,
@@ -326,6 +383,7 @@ impl CoordinatorRun {
             trained_on: self.trained_on.clone(),
             started: self.started,
             journal: &journal,
+            hooks: &mut self.hooks,
         };
         Session::begin(context, plan, terms, fleet, from)?.run(from)
     }
@@ -371,6 +429,7 @@ impl CoordinatorRun {
         threads: usize,
     ) -> Result<RunOutcome, SessionError> {
         let WalHeader { terms, trained_on } = grounds;
+        let terms = terms.with_program(self.network.as_ref(), self.loss.as_ref())?;
         let plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
         if let Some(preprocessing) = &terms.preprocessing {
             self.splits.train.conform(preprocessing)?;

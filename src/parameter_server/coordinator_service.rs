@@ -689,6 +689,7 @@ mod tests {
         let terms = RunSpec {
             generation: 7,
             config: Config::default(),
+            network: None,
             workers: 2,
             vocabulary: None,
             preprocessing: None,

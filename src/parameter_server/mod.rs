@@ -6,7 +6,7 @@
 //! `docs/parameter-servers.md` describes it for users.
 //!
 //! [`Coordinator`] is an API for custom programs: it schedules calls of named functions on elastic
-//! workers.
+//! workers. [`Parameters`] are tensors on servers that these functions pull and push.
 //!
 //! All processes communicate over TCP, also under `mpirun`, because an MPI job dies with any of its
 //! ranks, whereas here every process but the coordinator may join and leave. A server holds ranges
@@ -28,7 +28,11 @@ mod codec;
 mod coordinator;
 mod coordinator_service;
 mod heartbeat;
+mod job;
+mod network_spec;
 mod param_store;
+mod parameter_servers;
+mod parameters;
 mod partitioner;
 mod program;
 mod protocol;
@@ -42,6 +46,7 @@ mod scheduler;
 mod server;
 mod server_clients;
 mod session;
+mod shared_splits;
 mod status;
 mod trace;
 mod tree_reducer;
@@ -50,8 +55,11 @@ mod worker;
 mod worker_metrics;
 
 pub use address::host_of;
-pub use cluster_coordinator::{Coordinator, Functions, Handle, run_worker};
+pub use cluster_coordinator::{Coordinator, Functions, Handle, WorkerContext, run_worker};
 pub use coordinator::{CoordinatorOptions, CoordinatorRun};
+pub use job::{RankEnd, ServedRank, coordinate, serve_alongside, serve_run, train, work_for_run};
+pub use parameter_servers::{ParameterOptions, ParameterServers, run_server};
+pub use parameters::Parameters;
 pub use rates::{Direction, Rate, rates};
 pub use rendezvous::PsRendezvous;
 pub use server::{ServerOptions, serve};

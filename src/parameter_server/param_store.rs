@@ -18,7 +18,7 @@ use super::tree_reducer::TreeReducer;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_checkpoint::{Ranged, Reader, ShardFileInfo, write_ranges};
-use hpctrain_config::{ResolvedConfig, StaleRate};
+use hpctrain_config::{MessageDtype, ResolvedConfig, StaleRate};
 use hpctrain_cpu::{Cpu, add_serial};
 use hpctrain_device::ops::ElementwiseOps as _;
 use hpctrain_device::{Backend as _, format_bytes};
@@ -53,12 +53,21 @@ struct RangeSlot {
 /// The mutable state of a range.
 struct State {
     owner: OptimizerShard<Cpu>,
-    /// The number of updates since the start.
+    /// The number of updates and replacements since the start.
     version: u64,
+    /// The number of replacements of the values by [`ParamStore::set`].
+    replaced: u64,
     /// With synchronous training: the step whose gradients are being reduced, and their partial
     /// sums.
     step: u64,
     sums: TreeReducer<Vec<f32>>,
+}
+
+impl State {
+    /// Returns the number of updates since the start.
+    fn updates(&self) -> u64 {
+        self.version - self.replaced
+    }
 }
 
 /// A snapshot of parameters and optimizer state.
@@ -103,7 +112,7 @@ impl ParamStore {
     /// memory does not suffice, or the checkpoint cannot be read.
     pub fn new(assignment: &Assignment, threads: usize) -> Result<Self> {
         let absent = || Error::comm("the coordinator assigned ranges that do not exist");
-        let terms = assignment.terms.clone();
+        let terms = assignment.terms.clone().with_held_network();
         let plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
         let layouts = layouts(&plan);
         let backend = Cpu::new(plan.threads).with_all_threads()?;
@@ -167,6 +176,7 @@ impl ParamStore {
             let state = State {
                 owner,
                 version: 0,
+                replaced: 0,
                 step: terms.start.step,
                 sums: TreeReducer::new(plan.virtual_ranks),
             };
@@ -269,6 +279,33 @@ impl ParamStore {
         Counts::add(&self.counts.pulls, usize::from(self.is_last(&pieces)));
         Counts::add(&self.counts.pulled, body.len());
         Ok(versions)
+    }
+
+    /// Replaces the values of the ranges `pieces`, which are in `body`, and clears their optimizer
+    /// state.
+    ///
+    /// # Errors
+    /// Returns an error if a range does not exist, or the body does not have the length of the
+    /// ranges.
+    pub fn set(&self, pieces: Range<usize>, body: &[u8]) -> Result<()> {
+        let slots = self.slots(&pieces)?;
+        let elements = slots.iter().map(|slot| slot.piece.range.len()).sum();
+        let values = codec::decode(MessageDtype::F32, body, elements)?;
+        let names = state_names(Some(self.plan.update_rule), self.plan.ema, None);
+        let mut rest = &values[..];
+        for slot in slots {
+            let of_range;
+            (of_range, rest) = rest.split_at(slot.piece.range.len());
+            let mut state = locked(&slot.state);
+            state.owner.restore(|part, range| {
+                // A new EMA starts at the parameters; other fresh state is zero.
+                let is_set = part == 0 || names[part - 1] == EMA;
+                Ok(if is_set { of_range.to_vec() } else { vec![0.0; range.len()] })
+            })?;
+            state.version += 1;
+            state.replaced += 1;
+        }
+        Ok(())
     }
 
     /// Returns the index of the parameters or state buffer used for evaluation: the EMA, if there
@@ -385,7 +422,7 @@ impl ParamStore {
             most = most.max(staleness);
             let start = self.terms.start;
             let rate =
-                self.plan.schedule.rate(start.step + state.version / self.terms.workers as u64);
+                self.plan.schedule.rate(start.step + state.updates() / self.terms.workers as u64);
             let rate = match self.plan.config.parameter_server.stale_lr {
                 StaleRate::None => rate,
                 StaleRate::Inverse => rate / (1 + staleness) as f64,
@@ -393,7 +430,7 @@ impl ParamStore {
             let hyper = Hyper {
                 lr: rate as f32,
                 weight_decay: self.plan.config.optimizer.weight_decay,
-                step: start.updates + state.version + 1,
+                step: start.updates + state.updates() + 1,
                 grad_scale: scale,
             };
             state.owner.update(hyper, &[], of_range, None)?;
@@ -480,7 +517,7 @@ impl ParamStore {
         let began = Instant::now();
         for slot in &self.ranges {
             let mut state = locked(&slot.state);
-            let State { owner, version, step, sums } = &mut *state;
+            let State { owner, version, step, sums, .. } = &mut *state;
             if *step != ended {
                 continue;
             }
@@ -511,7 +548,7 @@ impl ParamStore {
         let mut ranges = Vec::with_capacity(self.ranges.len());
         for slot in &self.ranges {
             let state = locked(&slot.state);
-            updates = state.version.max(updates);
+            updates = state.updates().max(updates);
             let (params, buffers) = state.owner.values(slot.piece.range.clone(), None)?;
             let values = std::iter::once(&params).chain(&buffers);
             ranges.push(values.map(|values| slice(values).to_vec()).collect());

@@ -55,6 +55,14 @@ pub enum ServerRequest {
         /// The ranges, by index in the assignment.
         pieces: Range<usize>,
     },
+    /// Replaces the values of ranges, which are in the body, and clears their optimizer state. Sent
+    /// by the coordinator of custom functions.
+    Set {
+        /// The generation of the coordinator.
+        generation: u64,
+        /// The ranges, by index in the assignment.
+        pieces: Range<usize>,
+    },
     /// Requests the squared norms of the gradients of a step. Sent by the coordinator after all
     /// virtual ranks were pushed.
     Squares {
@@ -482,6 +490,8 @@ impl RemoteError {
             Kind::Input => Error::input(message),
             Kind::Io => Error::refused(message),
             Kind::Damaged => Error::damaged(message),
+            Kind::Numeric => Error::numeric(message),
+            Kind::Cancelled => Error::cancelled(message),
             _ => Error::comm(message),
         };
         match hint {

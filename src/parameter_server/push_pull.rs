@@ -27,6 +27,43 @@ const PIPELINE_DEPTH: usize = 8;
 /// Whether the generation is current.
 pub type Current = bool;
 
+/// The parameters of a process, into which values are pulled.
+pub trait PullTarget {
+    /// Replaces a range of the parameters of a unit.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()>;
+}
+
+/// The gradients of a process, which are pushed.
+pub trait PushSource {
+    /// Appends the gradients of ranges to `into`.
+    ///
+    /// # Errors
+    /// Returns an error if there are no gradients, or the device fails.
+    fn gradients(&self, pieces: &[ParamRange], into: &mut Vec<f32>) -> Result<()>;
+}
+
+impl<B: Kernels> PullTarget for Model<B> {
+    fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
+        self.sharded.set(unit, range, values)
+    }
+}
+
+impl<B: Kernels> PushSource for Model<B> {
+    fn gradients(&self, pieces: &[ParamRange], into: &mut Vec<f32>) -> Result<()> {
+        let reduced = self.sharded.gradients()?;
+        for ParamRange { unit, range } in pieces {
+            let grad = B::split_at(B::split_at(reduced[*unit].grad, range.end).0, range.start).1;
+            let start = into.len();
+            into.resize(start + range.len(), 0.0);
+            self.backend.download(grad, &mut into[start..])?;
+        }
+        Ok(())
+    }
+}
+
 /// A worker's connections to all servers of a run.
 pub struct ServerConnections {
     generation: u64,
@@ -50,17 +87,10 @@ struct PushBuffer {
 }
 
 impl PushBuffer {
-    /// Downloads the gradients of ranges from the device.
-    fn fill<B: Kernels>(&mut self, model: &Model<B>, pieces: &[ParamRange]) -> Result<()> {
-        let reduced = model.sharded.gradients()?;
+    /// Takes the gradients of ranges.
+    fn fill(&mut self, source: &impl PushSource, pieces: &[ParamRange]) -> Result<()> {
         self.values.clear();
-        for ParamRange { unit, range } in pieces {
-            let grad = B::split_at(B::split_at(reduced[*unit].grad, range.end).0, range.start).1;
-            let start = self.values.len();
-            self.values.resize(start + range.len(), 0.0);
-            model.backend.download(grad, &mut self.values[start..])?;
-        }
-        Ok(())
+        source.gradients(pieces, &mut self.values)
     }
 
     fn bytes(&mut self, format: MessageDtype) -> &[u8] {
@@ -175,12 +205,40 @@ impl ServerConnections {
             .collect()
     }
 
+    /// Makes the next pull transfer all values, for another target than that of the last pull.
+    pub fn forget_versions(&mut self) {
+        self.known.iter_mut().for_each(|known| known.fill(None));
+    }
+
+    /// Replaces the values on all servers by those of all units, and clears the optimizer state.
+    ///
+    /// # Errors
+    /// Returns an error if a server cannot be reached.
+    pub fn write(&mut self, units: &[Vec<f32>]) -> Result<Current> {
+        let Self { generation, pieces, connections, body, .. } = self;
+        for ServerConnection { server, client, messages, .. } in connections {
+            for message in messages {
+                let request =
+                    ServerRequest::Set { generation: *generation, pieces: message.clone() };
+                let values: Vec<&[u8]> = pieces[*server][message.clone()]
+                    .iter()
+                    .map(|piece| bytemuck::cast_slice(&units[piece.unit][piece.range.clone()]))
+                    .collect();
+                match client.call_with_body(&request, &values, 0, body)? {
+                    ServerResponse::Done => {}
+                    _ => return Ok(false),
+                }
+            }
+        }
+        Ok(true)
+    }
+
     /// Pulls the values that have changed since the last pull from all servers. Returns false if
     /// the generation is over.
     ///
     /// # Errors
     /// Returns an error if a server cannot be reached, or the device fails.
-    pub fn pull<B: Kernels>(&mut self, model: &mut Model<B>, of: Values) -> Result<Current> {
+    pub fn pull(&mut self, target: &mut impl PullTarget, of: Values) -> Result<Current> {
         let Self { generation, format, pieces, known, connections, body, .. } = self;
         let request = |message: &Range<usize>, known: &[Option<u64>]| {
             let known = known[message.clone()].to_vec();
@@ -226,11 +284,7 @@ impl ServerConnections {
                 for i in changed {
                     let piece = &pieces[i];
                     let of_piece = rest.split_off(..pieces[i].range.len());
-                    model.sharded.set(
-                        piece.unit,
-                        piece.range.clone(),
-                        of_piece.unwrap_or_default(),
-                    )?;
+                    target.set(piece.unit, piece.range.clone(), of_piece.unwrap_or_default())?;
                     known[i] = if of == Values::Live { version(i) } else { None };
                 }
             }
@@ -243,9 +297,9 @@ impl ServerConnections {
     ///
     /// # Errors
     /// Returns an error if a server cannot be reached, or the device fails.
-    pub fn push<B: Kernels>(
+    pub fn push(
         &mut self,
-        model: &Model<B>,
+        source: &impl PushSource,
         of: impl Fn(usize, Range<usize>) -> Pushed,
     ) -> Result<Option<u64>> {
         let mut most = 0;
@@ -253,12 +307,12 @@ impl ServerConnections {
         for turn in 0..most_messages(&self.connections) + PIPELINE_DEPTH {
             for connection in 0..self.connections.len() {
                 if turn < self.connections[connection].messages.len() {
-                    self.send_push(model, &of, connection, turn)?;
+                    self.send_push(source, &of, connection, turn)?;
                 }
                 if let Some(before) = turn.checked_sub(PIPELINE_DEPTH)
                     && before < self.connections[connection].messages.len()
                 {
-                    match self.receive_push(model, &of, connection, before)? {
+                    match self.receive_push(source, &of, connection, before)? {
                         Some(staleness) => most = most.max(staleness),
                         None => return Ok(None),
                     }
@@ -272,15 +326,15 @@ impl ServerConnections {
     }
 
     /// Sends the gradients of a message.
-    fn send_push<B: Kernels>(
+    fn send_push(
         &mut self,
-        model: &Model<B>,
+        source: &impl PushSource,
         of: &impl Fn(usize, Range<usize>) -> Pushed,
         connection: usize,
         message: usize,
     ) -> Result<()> {
         let head = self.push_request(of, connection, message);
-        self.fill(model, connection, message)?;
+        self.fill(source, connection, message)?;
         let Self { format, connections, push_buffer, .. } = self;
         connections[connection].send(&head, push_buffer.bytes(*format));
         Ok(())
@@ -288,9 +342,9 @@ impl ServerConnections {
 
     /// Waits for the response to a push message and returns its staleness, or none if the
     /// generation is over.
-    fn receive_push<B: Kernels>(
+    fn receive_push(
         &mut self,
-        model: &Model<B>,
+        source: &impl PushSource,
         of: &impl Fn(usize, Range<usize>) -> Pushed,
         connection: usize,
         message: usize,
@@ -300,7 +354,7 @@ impl ServerConnections {
             // The server applies a repeated message once.
             None => {
                 let head = self.push_request(of, connection, message);
-                self.fill(model, connection, message)?;
+                self.fill(source, connection, message)?;
                 let Self { format, connections, push_buffer, .. } = self;
                 connections[connection].client.call_with_body(
                     &head,
@@ -316,14 +370,9 @@ impl ServerConnections {
         })
     }
 
-    fn fill<B: Kernels>(
-        &mut self,
-        model: &Model<B>,
-        connection: usize,
-        message: usize,
-    ) -> Result<()> {
+    fn fill(&mut self, source: &impl PushSource, connection: usize, message: usize) -> Result<()> {
         let ServerConnection { server, messages, .. } = &self.connections[connection];
-        self.push_buffer.fill(model, &self.pieces[*server][messages[message].clone()])
+        self.push_buffer.fill(source, &self.pieces[*server][messages[message].clone()])
     }
 
     fn push_request(

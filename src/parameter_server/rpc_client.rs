@@ -195,10 +195,10 @@ impl RpcClient {
         Some(Waiting { connection, timeout: self.timeout, is_needed: &*self.is_needed })
     }
 
-    /// Does the same as [`RpcClient::ask`], without bodies.
+    /// Does the same as [`RpcClient::call_with_body`], without bodies.
     ///
     /// # Errors
-    /// Returns the same errors as [`RpcClient::ask`].
+    /// Returns the same errors as [`RpcClient::call_with_body`].
     pub fn call<T: DeserializeOwned>(&mut self, head: &impl Serialize) -> Result<T> {
         self.call_with_body(head, &[], 0, &mut Vec::new())
     }

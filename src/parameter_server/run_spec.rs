@@ -3,17 +3,20 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::network_spec::NetworkSpec;
 use super::partitioner::{ParamRange, partition};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_checkpoint::Progress;
 use hpctrain_config::{
-    Config, Environment, LayerList, Partition, ResolvedConfig, Staleness, resolve,
+    Config, Environment, LayerList, LossKind, Model, Partition, ResolvedConfig, Staleness, resolve,
 };
 use hpctrain_data::Preprocessing;
 use hpctrain_device::format_bytes;
+use hpctrain_nn::CustomModel;
 use hpctrain_nn::layers::Layer;
-use hpctrain_parallel::{Storage, Zero};
+use hpctrain_nn::loss::CustomLoss;
+use hpctrain_parallel::{Storage, Zero, state_names};
 
 /// The specification of a run, which its coordinator sends to servers and workers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -23,6 +26,8 @@ pub struct RunSpec {
     /// The configuration as given, since each worker resolves number formats for its own device.
     #[serde(deserialize_with = "hpctrain_config::deserialize_json")]
     pub config: Config,
+    /// The custom network, whose name the configuration has, or the tensors of custom functions.
+    pub network: Option<NetworkSpec>,
     /// The number of workers the run is planned for.
     pub workers: usize,
     /// The number of token ids of the training data, if it has tokens.
@@ -74,6 +79,13 @@ impl RunSpec {
             return Err(batch_norm_refused(&format!("batch normalisation ({place})")));
         }
         let plan = resolve(config, &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
+        if plan.loss.over_batch() {
+            return Err(Error::input(
+                "the loss depends on all samples of a batch, but with parameter servers each \
+                 worker has a part of it",
+            )
+            .hint("train without --servers, or use another loss"));
+        }
         let has_statistics = layouts(&plan)
             .iter()
             .flat_map(|unit| &unit.tensors)
@@ -101,6 +113,46 @@ impl RunSpec {
         config.count_epochs(samples);
         config.batch.global = given;
         config
+    }
+
+    /// Returns the specification with the custom network and the custom loss of this program, of
+    /// which messages and files have only the names.
+    ///
+    /// # Errors
+    /// Returns an error if they are not those of the run.
+    pub fn with_program(
+        mut self,
+        network: Option<&CustomModel>,
+        loss: Option<&CustomLoss>,
+    ) -> Result<Self> {
+        NetworkSpec::check(self.network.as_ref(), network)?;
+        let names = [self.config.loss.own.as_ref(), loss].map(|loss| loss.map(CustomLoss::name));
+        if names[0] != names[1] {
+            let [run, own] = names.map(|name| match name {
+                Some(name) => format!("the custom loss {name:?}"),
+                None => "no custom loss".into(),
+            });
+            return Err(Error::input(format!("the run has {run}, but this program defines {own}"))
+                .hint("start all processes of a run with the same program"));
+        }
+        if let Some(network) = network {
+            self.config.model = Model::from_custom(network.clone());
+        }
+        self.config.loss.own = loss.cloned();
+        Ok(self)
+    }
+
+    /// Returns the specification with the tensors of its custom network, if it has one; servers
+    /// need no more of it.
+    pub fn with_held_network(mut self) -> Self {
+        if let Some(network) = &self.network {
+            self.config.model = Model::from_custom(network.model());
+        }
+        // Servers compute no loss.
+        if self.config.loss.own.take().is_some() && self.config.model.vocabulary.is_none() {
+            self.config.loss.kind = LossKind::Mse;
+        }
+        self
     }
 
     /// Returns whether training is synchronous: all workers compute each step together.
@@ -137,7 +189,8 @@ impl RunSpec {
 /// Returns the configuration of a worker in asynchronous training.
 fn worker_config(config: &Config, workers: usize) -> Config {
     let mut config = config.clone();
-    config.batch.global = worker_batch(&config, workers);
+    // The servers update the parameters, so a worker has no learning rate.
+    config.set_trial_batch(worker_batch(&config, workers));
     (config.parallel.virtual_ranks, config.parallel.replica) = (Some(1), None);
     config
 }
@@ -166,7 +219,7 @@ pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
 /// Returns the ranges of each of `servers` servers.
 ///
 /// # Errors
-/// Returns the errors of [`divide`].
+/// Returns the errors of [`partition`].
 pub fn ranges_of_servers(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Vec<ParamRange>>> {
     // With synchronous training, norms are sums over virtual shards, one per virtual rank.
     // Otherwise a range starts at a cache line.
@@ -208,6 +261,25 @@ pub fn oversized_range(plan: &ResolvedConfig, pieces: &[Vec<ParamRange>]) -> Opt
     ))
 }
 
+/// Describes what each server holds, for `log.placement`: one line each.
+pub fn placement<'a>(
+    plan: &ResolvedConfig,
+    pieces: &'a [Vec<ParamRange>],
+    addresses: &'a [String],
+) -> impl Iterator<Item = String> + 'a {
+    let states = state_names(Some(plan.update_rule), plan.ema, None).len();
+    pieces.iter().zip(addresses).map(move |(ranges, address)| {
+        let elements: usize = ranges.iter().map(|range| range.range.len()).sum();
+        let bytes = elements * size_of::<f32>();
+        format!(
+            "{} ranges: parameters {} and optimizer state {} on CPU of server {address}",
+            ranges.len(),
+            format_bytes(bytes),
+            format_bytes(states * bytes)
+        )
+    })
+}
+
 /// Refuses keys that parameter servers do not support.
 fn check(config: &Config) -> Result<()> {
     let parallel = &config.parallel;
@@ -220,6 +292,17 @@ fn check(config: &Config) -> Result<()> {
     }
     if parallel.storage != Storage::Ranks {
         return refused("parallel.storage = central".into());
+    }
+    if config.batch.per_rank > 0 {
+        return Err(Error::input(format!(
+            "batch.per_rank = {}, but parameter servers do not support it: workers may join and \
+             leave",
+            config.batch.per_rank
+        ))
+        .hint(
+            "set batch.global, of which each worker takes an equal part, or batch.worker with \
+             parameter_server.staleness above 0",
+        ));
     }
     let positive = [
         ("parameter_server.timeout", Some(config.parameter_server.timeout)),
@@ -249,6 +332,7 @@ fn check(config: &Config) -> Result<()> {
         ("offload.params", config.offload.params),
         ("offload.activations", config.offload.activations),
         ("log.histograms", config.log.histograms > 0),
+        ("data.order = files", config.data.order == hpctrain_config::DataOrder::Files),
         (
             "comm.dtype = bf16 (their messages have parameter_server.message_dtype)",
             config.comm.dtype == hpctrain_config::MessageDtype::Bf16,
@@ -289,6 +373,22 @@ mod tests {
         assert_eq!(described(&["parameter_server.partition='max:1GiB'"]), None);
         assert_eq!(described(&["parameter_server.partition='fixed:1'"]), None);
         assert_eq!(described(&[max, "parameter_server.staleness='none'"]), None);
+    }
+
+    #[test]
+    fn losses_over_the_whole_batch_are_refused() {
+        let keys = [
+            "model.kind='layers'",
+            "model.input=[4]",
+            "model.layers=[{kind='dense', units=6}]",
+            "loss.kind='contrastive'",
+        ];
+        for staleness in ["0", "'none'"] {
+            let staleness = format!("parameter_server.staleness={staleness}");
+            let keys: Vec<&str> = keys.into_iter().chain([&staleness[..]]).collect();
+            let error = RunSpec::plan(&config(&keys), 2, None, 1).unwrap_err().to_string();
+            assert!(error.contains("depends on all samples of a batch"), "{error}");
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use super::protocol::{Work, WorkerReport, WorkerTimes, bits};
 use super::tree_reducer::TreeReducer;
@@ -26,6 +27,18 @@ enum Task {
     Batches(Range<u64>),
     /// Chunks of the current evaluation.
     Chunks(Range<u64>),
+}
+
+impl Task {
+    /// Returns the kind of work with its range, such as `{"batches": [41, 45]}`: the first and the
+    /// end, which is not included.
+    fn to_json(&self) -> Value {
+        match self {
+            Self::VirtualRanks(range) => json!({"virtual_ranks": [range.start, range.end]}),
+            Self::Batches(range) => json!({"batches": [range.start, range.end]}),
+            Self::Chunks(range) => json!({"chunks": [range.start, range.end]}),
+        }
+    }
 }
 
 /// A worker.
@@ -326,9 +339,9 @@ impl WorkScheduler {
         &self.histogram
     }
 
-    /// Returns the assigned work: ticket, worker and description.
-    pub fn assigned_work(&self) -> impl Iterator<Item = (u64, u64, String)> {
-        self.assigned.iter().map(|(ticket, (member, task))| (*ticket, *member, format!("{task:?}")))
+    /// Returns the assigned work: ticket, worker and description for the status of the run.
+    pub fn assigned_work(&self) -> impl Iterator<Item = (u64, u64, Value)> {
+        self.assigned.iter().map(|(ticket, (member, task))| (*ticket, *member, task.to_json()))
     }
 
     /// Ends the run with an exit code.
@@ -565,6 +578,23 @@ mod tests {
         }
         let (ticket, left) = leases.get_mut(&member)?;
         Some(batch(*ticket, left.next()?))
+    }
+
+    #[test]
+    fn assigned_work_is_structured() {
+        for (task, json) in [
+            (Task::Batches(41..45), r#"{"batches":[41,45]}"#),
+            (Task::VirtualRanks(0..2), r#"{"virtual_ranks":[0,2]}"#),
+            (Task::Chunks(7..8), r#"{"chunks":[7,8]}"#),
+        ] {
+            assert_eq!(task.to_json().to_string(), json);
+        }
+        let mut pool = pool(Staleness::Bound(0), 2);
+        pool.begin_step(7, 4);
+        let _ = pool.next(1);
+        let assigned: Vec<_> = pool.assigned_work().collect();
+        assert_eq!(assigned.len(), 1);
+        assert!(assigned[0].2["virtual_ranks"][0].is_u64(), "{assigned:?}");
     }
 
     #[test]

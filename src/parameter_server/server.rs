@@ -195,6 +195,11 @@ impl ServerState {
                 body.clear();
                 return Ok(ServerResponse::Pushed { staleness });
             }
+            ServerRequest::Set { generation, pieces } if is_current(generation) => {
+                storage.set(pieces, body)?;
+                body.clear();
+                return Ok(ServerResponse::Done);
+            }
             _ => body.clear(),
         }
         Ok(match request {
@@ -237,6 +242,7 @@ fn name(request: &ServerRequest) -> &'static str {
         ServerRequest::Assign(_) => "assign",
         ServerRequest::Pull { .. } => "pull",
         ServerRequest::Push { .. } => "push",
+        ServerRequest::Set { .. } => "set",
         ServerRequest::Squares { .. } | ServerRequest::Norms { .. } => "norm",
         ServerRequest::Update { .. } => "update",
         ServerRequest::Revoke { .. } => "revoke",

@@ -48,13 +48,13 @@ fn name_width(rows: &Value, key: &str) -> usize {
     names.map(|name| name.chars().count()).max().unwrap_or(0).max(NAME_WIDTH)
 }
 
-/// Describes the work of a lease, `Batches(41..45)` for example, as `batches 41..45`.
-fn work_text(task: &str) -> String {
-    match task.strip_suffix(')').and_then(|task| task.split_once('(')) {
-        Some(("VirtualRanks", range)) => format!("virtual ranks {range}"),
-        Some((kind, range)) => format!("{} {range}", kind.to_lowercase()),
-        None => task.into(),
-    }
+/// Describes the work of a lease, `{"batches": [41, 45]}` for example, as `batches 41..45`.
+fn work_text(task: &Value) -> String {
+    let (kind, range) = match task.as_object().and_then(|task| task.iter().next()) {
+        Some((kind, range)) => (kind.replace('_', " "), range),
+        None => return "?".into(),
+    };
+    format!("{kind} {}..{}", count(&range[0]), count(&range[1]))
 }
 
 /// Formats a status as text.
@@ -125,7 +125,7 @@ pub fn format_status(status: &Value) -> String {
             "ticket {} of worker {}: {}",
             lease["ticket"],
             lease["worker"],
-            work_text(lease["task"].as_str().unwrap_or("?"))
+            work_text(&lease["task"])
         );
     }
     text.trim_end().into()
@@ -162,8 +162,8 @@ mod tests {
             ],
             "staleness": [[0, 12], [1, 3]],
             "leases": [
-                {"ticket": 9, "worker": 2, "task": "Batches(41..45)"},
-                {"ticket": 10, "worker": 3, "task": "VirtualRanks(0..2)"},
+                {"ticket": 9, "worker": 2, "task": {"batches": [41, 45]}},
+                {"ticket": 10, "worker": 3, "task": {"virtual_ranks": [0, 2]}},
             ],
         });
         let text = format_status(&status);

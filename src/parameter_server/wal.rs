@@ -270,6 +270,7 @@ mod tests {
         let terms = RunSpec {
             generation: 7,
             config: Config::default(),
+            network: None,
             workers: 2,
             vocabulary: Some(65),
             preprocessing: None,

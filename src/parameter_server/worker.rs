@@ -19,6 +19,7 @@ use super::push_pull::{Current, ServerConnections, max_message_bytes};
 use super::rendezvous::PsRendezvous;
 use super::rpc_client::RpcClient;
 use super::run_spec::RunSpec;
+use super::shared_splits::SharedSplits;
 use super::trace::TraceSender;
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::signals;
@@ -31,7 +32,10 @@ use hpctrain_data::Source;
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_engine::micro_batches::MicroBatches;
 use hpctrain_engine::{Engine, Geometry, Splits, clip, memory};
+use hpctrain_nn::CustomModel;
+use hpctrain_nn::loss::{CustomLoss, CustomMetric};
 use hpctrain_parallel::{ControlFlags, ReducedStep, StepSchedule};
+use hpctrain_train::Customization;
 use hpctrain_train::evaluate::{Evaluator, model};
 
 /// The delay before a worker asks again whether the run has started.
@@ -138,20 +142,37 @@ fn unexpected(answer: &CoordinatorResponse) -> Error {
     Error::comm(format!("the coordinator answered {answer:?}"))
 }
 
+/// The program of a worker, with its data, network, loss and metrics.
+struct WorkerProgram {
+    program: Program,
+    data: Option<SharedSplits>,
+    network: Option<CustomModel>,
+    loss: Option<CustomLoss>,
+    metrics: Vec<CustomMetric>,
+}
+
 /// Runs a worker until the run is over or a signal asks it to leave; returns the exit code of the
 /// run. `backend` creates the device; `device` is its name, with everything that determines the
-/// bits that it computes.
+/// bits that it computes. `custom` has the data, network, loss and metrics of this program, which
+/// must be those of the coordinator's; its hooks are not called.
 ///
 /// # Errors
 /// Returns an error if the coordinator cannot be reached for longer than the timeout, the data
-/// cannot be read, or the device fails.
+/// cannot be read, the run trains another network, or the device fails.
 pub fn work<B: Kernels>(
     options: &WorkerOptions,
+    custom: Customization<'_>,
     device: &str,
     backend: impl Fn(&ResolvedConfig) -> Result<B>,
 ) -> Result<i32> {
     // Computing the checksum of the program takes time, so it is done before joining.
-    let program = Program::here(device.into());
+    let program = WorkerProgram {
+        program: Program::here(device.into()),
+        data: custom.data.map(SharedSplits::new),
+        network: custom.network,
+        loss: custom.loss,
+        metrics: custom.metrics,
+    };
     let mut heard = Instant::now();
     loop {
         match join(options, &program, &backend, &mut heard) {
@@ -172,7 +193,7 @@ pub fn work<B: Kernels>(
 /// of the last contact with the coordinator.
 fn join<B: Kernels>(
     options: &WorkerOptions,
-    program: &Program,
+    program: &WorkerProgram,
     backend: impl Fn(&ResolvedConfig) -> Result<B>,
     heard: &mut Instant,
 ) -> Result<WorkerExit> {
@@ -180,13 +201,26 @@ fn join<B: Kernels>(
     let join = CoordinatorRequest::Join {
         host: host_name(),
         process: std::process::id(),
-        program: program.clone(),
+        program: program.program.clone(),
     };
     let (member, terms) = match options.ask(&mut coordinator, &join)? {
         None => return Ok(WorkerExit::Left),
         Some(CoordinatorResponse::Welcome { member, terms }) => (member, *terms),
         Some(CoordinatorResponse::Work(Work::End(code))) => return Ok(WorkerExit::Over(code)),
         Some(other) => return Err(unexpected(&other)),
+    };
+    let generation = terms.generation;
+    let terms = match terms.with_program(program.network.as_ref(), program.loss.as_ref()) {
+        Ok(terms) => terms,
+        // The run goes on without this worker, unless it has a fixed number of workers.
+        Err(e) => {
+            let last = match options.leaves_on_signal {
+                true => CoordinatorRequest::Leave { member },
+                false => failure(member, generation, &e),
+            };
+            drop(coordinator.call_once::<CoordinatorResponse>(&last));
+            return Err(e);
+        }
     };
     let (mut heartbeats, _) = options.coordinator()?;
     let is_current = Arc::new(AtomicBool::new(true));
@@ -211,6 +245,7 @@ fn join<B: Kernels>(
     let session = WorkerSession::begin(
         options,
         &terms,
+        program,
         member,
         |address| options.server_client(address, &credentials, &is_current),
         backend,
@@ -228,18 +263,18 @@ fn join<B: Kernels>(
         }
         // The coordinator ends the run with this error.
         Err(e) if e.kind() != Kind::Comm => {
-            let report = Some(WorkerReport::Failed { fault: RemoteError::from(e) });
-            let next = CoordinatorRequest::Next {
-                member,
-                generation: terms.generation,
-                data: None,
-                report,
-            };
+            let next = failure(member, generation, e);
             let _ = coordinator.call_once::<CoordinatorResponse>(&next);
         }
         _ => {}
     }
     exit
+}
+
+/// Returns the request that reports an error of a worker, which ends the run.
+fn failure(member: u64, generation: u64, error: &Error) -> CoordinatorRequest {
+    let report = Some(WorkerReport::Failed { fault: RemoteError::from(error) });
+    CoordinatorRequest::Next { member, generation, data: None, report }
 }
 
 /// A worker of one generation of the run.
@@ -307,15 +342,20 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
     fn begin(
         options: &'a WorkerOptions,
         terms: &'a RunSpec,
+        program: &WorkerProgram,
         member: u64,
         client: impl Fn(&str) -> RpcClient,
         backend: impl Fn(&ResolvedConfig) -> Result<B>,
     ) -> Result<Self> {
-        let plan = terms.worker_plan(options.threads, !B::ON_HOST)?;
+        let mut plan = terms.worker_plan(options.threads, !B::ON_HOST)?;
+        plan.metrics.clone_from(&program.metrics);
         let comm = single::<Cpu>();
         let topology = Topology::gather(&comm.world(), comm.node().host)?;
-        let Splits { mut train, mut validation, .. } =
-            Splits::open(&plan.config, &comm.world(), &topology)?;
+        let splits = match &program.data {
+            Some(data) => data.splits().checked(&plan)?,
+            None => Splits::open(&plan.config, &comm.world(), &topology)?,
+        };
+        let Splits { mut train, mut validation, .. } = splits;
         let digest = train.fingerprint().map(|fingerprint| fingerprint.digest());
         if let Some(preprocessing) = &terms.preprocessing {
             train.conform(preprocessing)?;

@@ -13,7 +13,7 @@ use hpctrain_config::telemetry::evaluations::Evaluation;
 use hpctrain_config::{Checkpoint, WhenBusy};
 use hpctrain_train::{Records, is_outage};
 
-impl Session<'_> {
+impl Session<'_, '_> {
     /// Takes a snapshot of the current parameters, unless there is one, and returns its number.
     pub(super) fn snapshot(&mut self) -> Result<u64, SessionError> {
         if let Some((step, number)) = self.cut
@@ -128,12 +128,11 @@ impl Session<'_> {
             Err(halt) => return Err(halt),
         };
         self.outages.published();
+        let path = self.directory.checkpoints().path(progress.step);
+        let stop = self.hooks.hooks.call(|hook| hook.checkpoint(progress.step, &path));
+        self.stop_requests.stop_for(stop);
         self.stop_requests.note_published(took);
-        log::info!(
-            "saved {} in {:.2} s",
-            self.directory.checkpoints().path(progress.step).display(),
-            took.as_secs_f64()
-        );
+        log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
         Ok(())
     }
 }

@@ -14,7 +14,7 @@ use hpctrain_config::telemetry::run_record::RunRecord;
 use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_engine::memory::resident;
 
-impl Session<'_> {
+impl Session<'_, '_> {
     /// Runs the last evaluation, saves the last checkpoint, and records the end of the run.
     pub(super) fn finish(&mut self, outcome: RunOutcome) -> Result<RunOutcome, SessionError> {
         let step = self.progress.step;
@@ -42,6 +42,7 @@ impl Session<'_> {
             }
             signals::pause(self.outages.pause());
         }
+        self.hooks.hooks.failure()?;
         self.outages.at_end(self.directory.check())?;
         self.records.progress.finish();
         let (status, why) = match &outcome {

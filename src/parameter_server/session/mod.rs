@@ -27,7 +27,7 @@ use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_config::telemetry::{say, unix_time};
-use hpctrain_config::{Eval, ResolvedConfig};
+use hpctrain_config::{EpochLength, Eval, ResolvedConfig};
 use hpctrain_cpu::Cpu;
 use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_engine::{Splits, clip};
@@ -37,16 +37,24 @@ use hpctrain_parallel::{
     AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms,
 };
 use hpctrain_train::evaluate::Evaluator;
-use hpctrain_train::{IoFailureTolerance, Records, StopRequests, TimeLimit, fresh_id};
+use hpctrain_train::evaluate::Metrics;
+use hpctrain_train::{Hooks, IoFailureTolerance, Records, StopRequests, TimeLimit, fresh_id};
 
 /// The parts of a run that outlive a session.
-pub struct SessionContext<'a> {
+pub struct SessionContext<'a, 'h> {
     pub service: &'a CoordinatorService,
     pub directory: &'a RunDirectory,
     pub splits: &'a Splits,
     pub trained_on: Option<TrainedOn>,
     pub started: Instant,
     pub journal: &'a WriteAheadLog,
+    pub hooks: &'a mut RunHooks<'h>,
+}
+
+/// The hooks of a run, and its last step.
+pub struct RunHooks<'h> {
+    pub hooks: Hooks<'h>,
+    pub step: u64,
 }
 
 /// The point at which a session starts.
@@ -61,7 +69,7 @@ pub enum StartPoint<'a> {
 }
 
 /// A training session on one set of servers.
-pub struct Session<'a> {
+pub struct Session<'a, 'h> {
     hub: &'a CoordinatorService,
     directory: &'a RunDirectory,
     plan: ResolvedConfig,
@@ -87,6 +95,11 @@ pub struct Session<'a> {
     cut: Option<(u64, u64)>,
     /// The step and the loss of the last evaluation.
     last_evaluation: Option<(u64, f64)>,
+    /// The metrics of the last evaluation of this session.
+    measures: Option<Metrics>,
+    hooks: &'a mut RunHooks<'h>,
+    /// The epochs that ended with the last step, with its record.
+    ended_epochs: Vec<(u64, Step)>,
     /// The step of the last checkpoint.
     last_save: Option<u64>,
     /// The step of the last epoch loss that was recorded.
@@ -99,20 +112,20 @@ pub struct Session<'a> {
     outcome: Option<RunOutcome>,
 }
 
-impl<'a> Session<'a> {
+impl<'a, 'h> Session<'a, 'h> {
     /// Creates a session with servers that hold their ranges, and lets workers join.
     ///
     /// # Errors
     /// Returns an error if the records cannot be opened, the time limit is exhausted, or a server
     /// is lost.
     pub fn begin(
-        context: SessionContext<'a>,
+        context: SessionContext<'a, 'h>,
         plan: ResolvedConfig,
         terms: RunSpec,
         fleet: ServerClients,
         from: StartPoint<'_>,
     ) -> Result<Self, SessionError> {
-        let SessionContext { service: hub, directory, splits, trained_on, started, journal } =
+        let SessionContext { service: hub, directory, splits, trained_on, started, journal, hooks } =
             context;
         // The journaled step is applied again, but its workers are already in workers.jsonl.
         let (progress, first_step, done) = match from {
@@ -121,9 +134,10 @@ impl<'a> Session<'a> {
             }
             _ => (terms.start, terms.start.step, FinishedBatches::default()),
         };
+        hooks.step = progress.step;
         let samples = splits.train.samples();
-        let epoch_loss =
-            splits.validation.is_none().then(|| EpochLoss::new(samples, plan.config.batch.global));
+        let epoch_steps = EpochLength::new(&plan.config, samples).steps(plan.config.batch.global);
+        let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(epoch_steps));
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
         let shares = terms.shares(&plan);
         let is_synchronous = terms.is_synchronous();
@@ -215,6 +229,9 @@ impl<'a> Session<'a> {
             progress,
             cut: None,
             last_evaluation: evaluated,
+            measures: None,
+            hooks,
+            ended_epochs: vec![],
             last_save: Some(progress.step),
             epoch_recorded: None,
             saving: None,
@@ -331,9 +348,13 @@ impl<'a> Session<'a> {
         // asynchronous steps end in bursts, and workers wait for the journal and the records, too.
         let recorded_at = Instant::now();
         let took = recorded_at - std::mem::replace(&mut self.recorded_at, recorded_at);
+        // As on ranks, a request or a failure of a hook takes effect after the next step.
+        let flags = self.stop_requests.flags(false)
+            | ControlFlags::FAILED.when(self.hooks.hooks.has_failed());
         self.record(decided, took)?;
-        self.apply_control_flags(decided)?;
+        self.apply_control_flags(decided, flags)?;
         self.evaluate_if_due()?;
+        self.notify_epoch_end();
         self.save_if_due()
     }
 
@@ -376,8 +397,11 @@ impl<'a> Session<'a> {
         let virtual_ranks = self.plan.virtual_ranks;
         let layouts = layouts(&self.plan);
         let mut all = Vec::new();
-        for (pieces, answer) in self.terms.pieces.iter().zip(answers) {
-            let ServerResponse::Squares(squares) = answer else { return Err(unexpected(&answer)) };
+        let servers = self.terms.addresses.iter().zip(&self.terms.pieces);
+        for ((address, pieces), answer) in servers.zip(answers) {
+            let ServerResponse::Squares(squares) = answer else {
+                return Err(unexpected(address, &answer));
+            };
             for (piece, bits) in pieces.iter().zip(squares) {
                 let size = layouts[piece.unit].padded / virtual_ranks;
                 let values: Vec<f64> = bits.into_iter().map(f64::from_bits).collect();
@@ -399,8 +423,10 @@ impl<'a> Session<'a> {
         let layouts = layouts(&self.plan);
         let tensors: usize = layouts.iter().map(|layout| layout.tensors.len()).sum();
         let mut norms = Norms::new(0..virtual_ranks, tensors);
-        for answer in answers {
-            let ServerResponse::Norms(of_server) = answer else { return Err(unexpected(&answer)) };
+        for (address, answer) in self.terms.addresses.iter().zip(answers) {
+            let ServerResponse::Norms(of_server) = answer else {
+                return Err(unexpected(address, &answer));
+            };
             for (shard, tensor, squares) in of_server {
                 norms.set(shard, tensor, squares.map(f64::from_bits));
             }
@@ -489,7 +515,7 @@ impl<'a> Session<'a> {
         let seconds = took.as_secs_f64();
         let record = Step {
             step,
-            epoch: trained as f64 / self.train_samples as f64,
+            epoch: EpochLength::new(&self.plan.config, self.train_samples).passed(step, trained),
             tokens: trained * context,
             loss: taken.loss,
             lr: taken.lr,
@@ -498,6 +524,7 @@ impl<'a> Session<'a> {
             step_ms: seconds * 1e3,
             compute_ms: taken.compute * 1e3,
             tokens_per_second: (self.samples() * context) as f64 / seconds,
+            hooks_ms: self.hooks.hooks.take_ms(),
             time: unix_time(),
             ..Step::default()
         };
@@ -512,6 +539,16 @@ impl<'a> Session<'a> {
         let tallied = self.worker_metrics.step(step, took, taken.skipped, &contributions);
         self.tolerate_outage(written.and(tallied))?;
         self.records.progress.step(&record, self.outages.ongoing_failure().as_deref());
+        self.hooks.step = step;
+        let stop = self.hooks.hooks.call(|hook| hook.step(&record));
+        self.stop_requests.stop_for(stop);
+        let ended = EpochLength::new(&self.plan.config, self.train_samples).ended(
+            step,
+            trained,
+            1,
+            self.samples(),
+        );
+        self.ended_epochs.extend(ended.map(|epoch| (epoch, record)));
         let status = [
             ("step", json!(step)),
             ("steps", json!(self.plan.config.run.steps)),
@@ -522,8 +559,18 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Handles requests to end, and steps that are not finite.
-    fn apply_control_flags(&mut self, taken: &CommittedStep) -> Result<()> {
+    /// Calls the hooks for the epochs that ended with the last step.
+    fn notify_epoch_end(&mut self) {
+        let evaluated = self.last_evaluation.map(|(step, _)| step);
+        for (epoch, step) in std::mem::take(&mut self.ended_epochs) {
+            let measures = self.measures.as_ref().filter(|_| evaluated == Some(step.step));
+            let stop = self.hooks.hooks.call(|hook| hook.epoch(epoch, &step, measures));
+            self.stop_requests.stop_for(stop);
+        }
+    }
+
+    /// Handles requests to end, failures of hooks, and steps that are not finite.
+    fn apply_control_flags(&mut self, taken: &CommittedStep, flags: ControlFlags) -> Result<()> {
         let step = self.progress.step;
         self.skipped_in_a_row = if taken.skipped { self.skipped_in_a_row + 1 } else { 0 };
         if taken.skipped {
@@ -541,7 +588,9 @@ impl<'a> Session<'a> {
             ));
         }
         self.directory.check_often()?;
-        let flags = self.stop_requests.flags(false);
+        if flags.contains(ControlFlags::FAILED) {
+            self.hooks.hooks.failure()?;
+        }
         if flags.contains(ControlFlags::DUE) {
             self.save_now = true;
         }
@@ -601,10 +650,13 @@ impl<'a> Session<'a> {
         let step = self.progress.step;
         let text = measures.to_string();
         self.last_evaluation = Some((step, measures.loss));
+        let stop = self.hooks.hooks.call(|hook| hook.evaluation(step, &measures));
+        self.stop_requests.stop_for(stop);
         log::info!("step {step}: {text}");
         self.outages.lease_checked(self.directory.check())?;
         let evaluation =
             measures.evaluation(step).with_data(evaluator.digest(), evaluator.samples());
+        self.measures = Some(measures);
         let written = self.records.record_evaluation(evaluation);
         self.records.progress.say(&format!("step {step:>6}  {text}"));
         let all = match written.and_then(|()| evaluations::read(&self.directory.evaluations_path()))
@@ -625,9 +677,28 @@ impl<'a> Session<'a> {
     }
 }
 
-fn unexpected(answer: &ServerResponse) -> SessionError {
+fn unexpected(address: &str, answer: &ServerResponse) -> SessionError {
     match answer {
-        ServerResponse::Stale => SessionError::Lost("a server has restarted".into()),
-        other => SessionError::Failed(Error::internal(format!("a server answered {other:?}"))),
+        ServerResponse::Stale => {
+            SessionError::Lost(format!("the server at {address} has restarted"))
+        }
+        other => SessionError::Failed(Error::internal(format!(
+            "the server at {address} answered {other:?}"
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_has_restarted_is_named() {
+        let lost = unexpected("node7:2222", &ServerResponse::Stale);
+        let SessionError::Lost(why) = lost else { panic!("{lost:?}") };
+        assert_eq!(why, "the server at node7:2222 has restarted");
+        let failed = unexpected("node8:1", &ServerResponse::Squares(vec![]));
+        let SessionError::Failed(e) = failed else { panic!("{failed:?}") };
+        assert!(e.to_string().contains("the server at node8:1 answered Squares"), "{e}");
     }
 }
