@@ -7,16 +7,16 @@ use std::time::Duration;
 use clap::Args;
 use serde::Deserialize;
 
-use super::eval::watch_on_device;
 use super::servers::{coordinate_and_serve, coordinate_run, serve_run, work_for_run};
 use super::train::RunArgs;
 use crate::comm::single;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::evaluate::{self, Policy};
+use crate::evaluate::{Policy, SidecarOptions, TRAINER_TIMEOUT};
 use crate::job::{exit_on_panic, fail};
 use crate::signals;
 use crate::telemetry::say;
+use crate::train::{Customization, evaluate_run};
 
 /// The variable of `TensorFlow`'s `TFConfigClusterResolver`.
 const TF_CONFIG: &str = "TF_CONFIG";
@@ -27,9 +27,22 @@ pub struct AutoArgs {
     /// Number of parameter servers, with RANK and WORLD_SIZE; TF_CONFIG lists its own.
     #[arg(long, value_name = "N", default_value_t = 0)]
     servers: usize,
+    /// Which checkpoints the evaluator of TF_CONFIG evaluates [default: latest]
+    #[arg(long, value_enum)]
+    policy: Option<Policy>,
     #[command(flatten)]
     run: RunArgs,
 }
+
+/// The keys that an evaluator takes from its own command; all others are those of the run.
+const EVALUATOR_KEYS: [&str; 6] = [
+    "run.device",
+    "device.memory",
+    "eval.batch",
+    "eval.patience",
+    "eval.min_delta",
+    "comm.timeout",
+];
 
 /// The role of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,6 +55,8 @@ pub enum PsTask {
         workers: usize,
         /// The address to listen on.
         address: Option<String>,
+        /// Whether the cluster has an evaluator.
+        evaluator: bool,
     },
     /// It is the first parameter server, and coordinates the run because the cluster has no chief.
     CoordinateAndServe {
@@ -51,6 +66,8 @@ pub enum PsTask {
         workers: usize,
         /// The address to listen on.
         address: Option<String>,
+        /// Whether the cluster has an evaluator.
+        evaluator: bool,
     },
     /// It is a parameter server.
     Serve {
@@ -79,6 +96,8 @@ struct Cluster {
     ps: Vec<String>,
     #[serde(default)]
     worker: Vec<String>,
+    #[serde(default)]
+    evaluator: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -113,6 +132,7 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> 
             servers,
             workers: ranks - 1 - servers,
             address: env("MASTER_ADDR"),
+            evaluator: false,
         },
         rank if rank <= servers => PsTask::Serve { address: None },
         _ => PsTask::Work,
@@ -140,7 +160,7 @@ pub fn task_from_tf_config(text: &str) -> Result<PsTask> {
     let wrong = |what: String| Error::input(format!("{TF_CONFIG}: {what}")).hint(hint);
     let TfConfig { cluster, task } =
         serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
-    let Cluster { chief, ps, worker } = cluster;
+    let Cluster { chief, ps, worker, evaluator } = cluster;
     let addresses = match task.kind.as_str() {
         "chief" | "coordinator" => &chief,
         "ps" => &ps,
@@ -175,13 +195,14 @@ pub fn task_from_tf_config(text: &str) -> Result<PsTask> {
     let address = addresses.get(task.index).cloned();
     let servers = ps.len();
     let workers = worker.len();
+    let evaluator = !evaluator.is_empty();
     Ok(match task.kind.as_str() {
         "ps" if chief.is_empty() && task.index == 0 => {
-            PsTask::CoordinateAndServe { servers, workers, address }
+            PsTask::CoordinateAndServe { servers, workers, address, evaluator }
         }
         "ps" => PsTask::Serve { address },
         "worker" => PsTask::Work,
-        _ => PsTask::Coordinate { servers, workers, address },
+        _ => PsTask::Coordinate { servers, workers, address, evaluator },
     })
 }
 
@@ -205,17 +226,30 @@ pub fn run(args: &AutoArgs) -> i32 {
 /// Runs the role that the environment assigns and returns the exit code.
 fn run_role(args: &AutoArgs) -> Result<i32> {
     signals::record_signals()?;
-    let task = task(|name| std::env::var(name).ok(), args.servers)?;
+    let env = |name: &str| std::env::var(name).ok();
+    if args.policy.is_some() && env(TF_CONFIG).is_none() {
+        return Err(Error::input("--policy, but without TF_CONFIG no process is an evaluator")
+            .hint("hpctrain eval --run DIR --watch --policy POLICY evaluates beside the run"));
+    }
+    let task = task(env, args.servers)?;
     let mut request = args.run.request(None)?;
     let run = directory(&request.config)?;
     let timeout = Duration::from_secs(request.config.parameter_server.timeout);
+    if let PsTask::Coordinate { evaluator: true, .. }
+    | PsTask::CoordinateAndServe { evaluator: true, .. } = &task
+        && request.config.eval.inline
+        && args.run.given_keys(&["eval.inline"])?.is_empty()
+    {
+        say("TF_CONFIG: cluster.evaluator evaluates: eval.inline = false");
+        request.config.eval.inline = false;
+    }
     match task {
-        PsTask::Coordinate { servers, workers, address } => {
+        PsTask::Coordinate { servers, workers, address, .. } => {
             request.config.parameter_server.address =
                 request.config.parameter_server.address.or(address);
             Ok(coordinate_run(request, servers, Some(workers)))
         }
-        PsTask::CoordinateAndServe { servers, workers, address } => {
+        PsTask::CoordinateAndServe { servers, workers, address, .. } => {
             say("TF_CONFIG: cluster.chief is empty: ps 0 coordinates the run and serves, too");
             request.config.parameter_server.address =
                 request.config.parameter_server.address.or(address);
@@ -227,16 +261,14 @@ fn run_role(args: &AutoArgs) -> Result<i32> {
         }
         PsTask::Work => work_for_run(&run, timeout),
         PsTask::Evaluate => {
-            let request = evaluate::SidecarOptions {
-                run,
-                watch: true,
-                policy: Policy::Latest,
-                timeout: Some(evaluate::TRAINER_TIMEOUT),
-                overrides: vec![],
-                threads: std::thread::available_parallelism().map_or(1, usize::from),
-                in_trainer_job: false,
+            let options = SidecarOptions {
+                policy: args.policy.unwrap_or(Policy::Latest),
+                overrides: args.run.given_keys(&EVALUATOR_KEYS)?,
+                start_timeout: Some(TRAINER_TIMEOUT),
+                ..SidecarOptions::new(run)
             };
-            watch_on_device(&single(), &request).map(|outcome| outcome.exit_code())
+            let custom = Customization::default();
+            evaluate_run(&single(), &options, custom).map(|outcome| outcome.exit_code())
         }
     }
 }
@@ -260,7 +292,12 @@ mod tests {
 
     #[test]
     fn tf_config_assigns_the_role() {
-        let chief = PsTask::Coordinate { servers: 2, workers: 2, address: Some("a:2222".into()) };
+        let chief = PsTask::Coordinate {
+            servers: 2,
+            workers: 2,
+            address: Some("a:2222".into()),
+            evaluator: true,
+        };
         assert_eq!(task_from_tf_config(&tf("chief", 0)).unwrap(), chief);
         assert_eq!(
             task_from_tf_config(&tf("ps", 1)).unwrap(),
@@ -306,7 +343,12 @@ mod tests {
         let address = |host: &str| Some(format!("{host}:2222"));
         assert_eq!(
             tf("ps", 0).unwrap(),
-            PsTask::CoordinateAndServe { servers: 2, workers: 3, address: address("a") }
+            PsTask::CoordinateAndServe {
+                servers: 2,
+                workers: 3,
+                address: address("a"),
+                evaluator: false
+            }
         );
         assert_eq!(tf("ps", 1).unwrap(), PsTask::Serve { address: address("b") });
         assert_eq!(tf("worker", 2).unwrap(), PsTask::Work);
@@ -330,7 +372,12 @@ mod tests {
         };
         assert_eq!(
             of_rank("0"),
-            PsTask::Coordinate { servers: 2, workers: 2, address: Some("a".into()) }
+            PsTask::Coordinate {
+                servers: 2,
+                workers: 2,
+                address: Some("a".into()),
+                evaluator: false
+            }
         );
         assert_eq!((of_rank("2"), of_rank("3")), (PsTask::Serve { address: None }, PsTask::Work));
         let refused =

@@ -1,206 +1,42 @@
-//! `--spawn N`: starts N ranks as processes on this machine that communicate over TCP.
+//! `hpctrain spawn`: starts any program that uses this crate as several ranks on this machine.
 
 use std::ffi::OsString;
-use std::fs::{File, Permissions};
-use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::process::ExitStatusExt as _;
-use std::path::Path;
-use std::process::{Child, Command, ExitStatus};
-use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
-use tempfile::TempDir;
+use clap::Args;
 
-use crate::comm::{RENDEZVOUS_VARIABLE, TcpRendezvous, write_secret};
-use crate::error::{Error, Result};
-use crate::job::fail;
-use crate::run_dir::REQUEUE;
-use crate::{signals, user_dirs};
+use crate::comm::Launch;
+use crate::error::Error;
+use crate::job::{fail, launch_program};
 
-/// The interval at which ranks and signals are polled.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Arguments of `hpctrain spawn`.
+#[derive(Args)]
+pub struct SpawnArgs {
+    /// Number of ranks.
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: u16,
+    /// The program, with its arguments.
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        required = true,
+        value_name = "PROGRAM"
+    )]
+    command: Vec<OsString>,
+}
 
-/// The time in which the other ranks must end after one has failed.
-const TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Starts `ranks` processes with the arguments of this one, waits for all, and returns the exit
-/// code of the job: that of the first rank that fails.
-pub fn run(ranks: usize) -> i32 {
-    match spawn(ranks) {
-        Ok(code) => code,
-        Err(e) => fail(&e),
+/// Starts the ranks, waits for them, and returns the exit code of the job.
+pub fn run(args: &SpawnArgs, launch: Option<&Launch>) -> i32 {
+    if let Some(launch) = launch {
+        let e = Error::input(format!(
+            "spawn -n {}, but this process was started by {}",
+            args.ranks, launch.by
+        ));
+        return fail(&e.hint("use one of them"));
     }
-}
-
-/// The prefix of the names of rendezvous directories.
-const PREFIX: &str = "hpctrain-spawn-";
-
-/// The file in a rendezvous directory that its launcher keeps locked while it lives.
-const LOCK: &str = "launcher";
-
-/// The directory in which the ranks of a job find each other; it holds their secret.
-struct RendezvousDir {
-    folder: TempDir,
-    _lock: File,
-}
-
-impl RendezvousDir {
-    /// Creates a directory in `root` that only this user can access, and removes those of this
-    /// user's launchers that were killed.
-    fn new(root: &Path) -> Result<Self> {
-        remove_abandoned(root);
-        let mut builder = tempfile::Builder::new();
-        let folder =
-            builder.prefix(PREFIX).permissions(Permissions::from_mode(0o700)).tempdir_in(root);
-        let folder = folder.map_err(|e| Error::io("create a directory in", root, e))?;
-        user_dirs::private_directory(folder.path())?;
-        let path = folder.path().join(LOCK);
-        let lock = user_dirs::lock_file(&path)?;
-        lock.try_lock().map_err(|e| Error::io("lock", &path, e.to_string()))?;
-        write_secret(folder.path())?;
-        Ok(Self { folder, _lock: lock })
-    }
-}
-
-/// Removes the rendezvous directories of launchers that were killed. A directory that cannot be
-/// removed is left: this job does not need it.
-fn remove_abandoned(root: &Path) {
-    for entry in root.read_dir().into_iter().flatten().flatten() {
-        let path = entry.path();
-        let has_prefix = entry.file_name().to_string_lossy().starts_with(PREFIX);
-        if !has_prefix || !user_dirs::is_own_directory(&path) {
-            continue;
+    match args.command.split_first() {
+        Some((program, arguments)) => launch_program(args.ranks.into(), program, arguments),
+        None => {
+            fail(&Error::input("spawn without a program").hint("hpctrain spawn -n 4 ./program"))
         }
-        // A launcher creates the lock before the secret: without a lock, there is no secret to
-        // remove.
-        let lock = path.join(LOCK);
-        if user_dirs::is_own_file(&lock)
-            && user_dirs::lock_file(&lock).is_ok_and(|lock| lock.try_lock().is_ok())
-        {
-            match std::fs::remove_dir_all(&path) {
-                Ok(()) => {
-                    log::info!("removed {}, left by a killed launcher", path.display())
-                }
-                Err(e) => {
-                    log::warn!("cannot remove {}, left by a killed launcher: {e}", path.display())
-                }
-            }
-        }
-    }
-}
-
-fn spawn(ranks: usize) -> Result<i32> {
-    signals::record_signals()?;
-    let rendezvous = RendezvousDir::new(&std::env::temp_dir())?;
-    let program = std::env::current_exe()
-        .map_err(|e| Error::internal(format!("cannot find this program: {e}")))?;
-    let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let mut job = Job { ranks: Vec::with_capacity(ranks) };
-    for rank in 0..ranks {
-        let meeting = TcpRendezvous { dir: rendezvous.folder.path().into(), rank, ranks };
-        let child = Command::new(&program)
-            .args(&arguments)
-            .env(RENDEZVOUS_VARIABLE, meeting.to_string())
-            .spawn();
-        job.ranks.push(child.map_err(|e| Error::io("start", &program, e))?);
-    }
-    Ok(job.wait())
-}
-
-/// The processes of a job, which are killed when this is dropped.
-struct Job {
-    ranks: Vec<Child>,
-}
-
-impl Job {
-    /// Waits for all ranks and forwards signals to them. Returns the first exit code that is not 0.
-    fn wait(&mut self) -> i32 {
-        let mut codes: Vec<Option<i32>> = vec![None; self.ranks.len()];
-        let mut first = 0;
-        let mut forwarded = None;
-        let mut failed = None;
-        while codes.contains(&None) {
-            std::thread::sleep(POLL_INTERVAL);
-            let signal = signals::last_signal();
-            if signal != forwarded {
-                forwarded = signal;
-                self.forward(signal);
-            }
-            for (rank, (child, code)) in self.ranks.iter_mut().zip(&mut codes).enumerate() {
-                let Some(status) = child.try_wait().ok().flatten().filter(|_| code.is_none())
-                else {
-                    continue;
-                };
-                let ended = exit_code(status);
-                *code = Some(ended);
-                if ended != 0 && first == 0 {
-                    first = ended;
-                    if let Some(signal) = status.signal() {
-                        log::error!("rank {rank} was ended by signal {signal}");
-                    }
-                }
-                if ![0, REQUEUE].contains(&ended) {
-                    failed.get_or_insert_with(Instant::now);
-                }
-            }
-            if failed.is_some_and(|since: Instant| since.elapsed() > TIMEOUT) {
-                break;
-            }
-        }
-        first
-    }
-
-    /// Sends the signal of this name to every rank.
-    fn forward(&self, name: Option<&str>) {
-        let signal = match name {
-            Some("SIGINT") => Signal::INT,
-            Some("SIGUSR1") => Signal::USR1,
-            Some(_) => Signal::TERM,
-            None => return,
-        };
-        for child in &self.ranks {
-            // This fails for a process that has ended.
-            let _ = kill_process(Pid::from_child(child), signal);
-        }
-    }
-}
-
-impl Drop for Job {
-    fn drop(&mut self) {
-        for child in &mut self.ranks {
-            // A process that has ended is only reaped.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-/// Returns the exit code of a process as a shell reports it: 128 plus the signal that killed it.
-fn exit_code(status: ExitStatus) -> i32 {
-    status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rendezvous_dirs_are_private_and_those_of_killed_launchers_are_removed() {
-        let root = tempfile::tempdir().unwrap();
-        let alive = RendezvousDir::new(root.path()).unwrap();
-        let mode = alive.folder.path().metadata().unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o700);
-        // Killed, it would leave its directory, without a lock.
-        let killed = RendezvousDir::new(root.path()).unwrap();
-        let RendezvousDir { folder, _lock } = killed;
-        let left = folder.keep();
-        drop(_lock);
-        // Others: a directory with another name, and one whose launcher has not locked it yet.
-        let other = root.path().join("other");
-        let starting = root.path().join(format!("{PREFIX}starting"));
-        [&other, &starting].iter().for_each(|path| std::fs::create_dir(path).unwrap());
-        let next = RendezvousDir::new(root.path()).unwrap();
-        assert!(!left.exists() && other.exists() && starting.exists());
-        assert!(alive.folder.path().join("secret").exists() && next.folder.path().exists());
     }
 }

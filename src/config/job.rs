@@ -1,10 +1,12 @@
 //! Start and end of a rank: connects it to the others of its job, and ends with them.
 
+use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use rustix::process::{Signal, set_parent_process_death_signal};
 
+use crate::local_launcher;
 use crate::telemetry::{logging, say_error};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::panics;
@@ -35,6 +37,51 @@ pub fn start(work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitCode {
         Err(e) => fail(&e),
     };
     ExitCode::from(u8::try_from(code).unwrap_or(1))
+}
+
+/// Runs a program on `ranks` ranks of this machine, without a launcher: starts this program `ranks`
+/// times with its arguments, as processes that communicate over TCP, and calls `work` in each as
+/// [`start`] does. Statements before this call run in the launching process as well. Returns the
+/// exit code of the job: that of the first rank that fails. A failed rank ends the others, and
+/// signals reach all ranks.
+///
+/// In a process that is a rank already, of `mpirun` or of `hpctrain spawn` for example, it is the
+/// same as [`start`], whatever the number of ranks is there.
+///
+/// ```no_run
+/// fn main() -> std::process::ExitCode {
+///     hpctrain_config::job::spawn(4, |comm| {
+///         println!("rank {} of {}", comm.rank(), comm.size());
+///         Ok(())
+///     })
+/// }
+/// ```
+pub fn spawn(ranks: usize, work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitCode {
+    match launched(|name| std::env::var(name).ok()) {
+        Ok(None) => {
+            name_console(None);
+            ExitCode::from(u8::try_from(launch_self(ranks)).unwrap_or(1))
+        }
+        // An error is reported there.
+        Ok(Some(_)) | Err(_) => start(work),
+    }
+}
+
+/// Starts `ranks` processes of this program with its arguments and returns the exit code of the
+/// job.
+#[doc(hidden)]
+pub fn launch_self(ranks: usize) -> i32 {
+    let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let launched = std::env::current_exe()
+        .map_err(|e| Error::internal(format!("cannot find this program: {e}")))
+        .and_then(|program| local_launcher::launch(ranks, program.as_os_str(), &arguments));
+    launched.unwrap_or_else(|e| fail(&e))
+}
+
+/// Starts `ranks` processes of a program and returns the exit code of the job.
+#[doc(hidden)]
+pub fn launch_program(ranks: usize, program: &OsStr, arguments: &[OsString]) -> i32 {
+    local_launcher::launch(ranks, program, arguments).unwrap_or_else(|e| fail(&e))
 }
 
 /// Sends this rank's warnings to standard error, prefixed with its name.

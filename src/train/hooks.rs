@@ -2,11 +2,15 @@
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
 
 use crate::evaluate::Metrics;
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_config::telemetry::metrics::Step;
+use hpctrain_config::telemetry::profile::HookTime;
 
 /// Callbacks during a run. Every method does nothing by default.
 ///
@@ -58,7 +62,8 @@ pub trait Hook {
     }
 
     /// Called after an evaluation at step `step`, with the same metrics on all ranks. With
-    /// `eval.inline = false` the trainer does not evaluate, and this is not called.
+    /// `eval.inline = false` the trainer does not evaluate, and this is not called; an evaluator
+    /// calls it for each of its evaluations ([`evaluate_run`](crate::evaluate_run)).
     ///
     /// # Errors
     /// Returns an error to end the run.
@@ -113,15 +118,84 @@ pub struct Outcome<'a> {
     pub result: Result<&'a RunOutcome, &'a Error>,
 }
 
+/// A hook whose calls are timed, each as a span of its thread.
+struct TimedHook<'h> {
+    hook: &'h mut dyn Hook,
+    /// The times by event, each with the name of its spans.
+    times: Vec<(Arc<str>, HookTime)>,
+    /// The seconds of all calls since [`Hooks::take_ms`].
+    recent: f64,
+}
+
+impl TimedHook<'_> {
+    /// Calls the hook for an event.
+    fn timed<R>(&mut self, event: &'static str, call: impl FnOnce(&mut dyn Hook) -> R) -> R {
+        let known = self.times.iter().position(|(_, time)| time.event == event);
+        let index = known.unwrap_or_else(|| {
+            let hook = self.hook.name().to_owned();
+            let span: Arc<str> = format!("{hook} {event}").into();
+            self.times.push((span, HookTime { hook, event, calls: 0, seconds: 0.0, slowest: 0.0 }));
+            self.times.len() - 1
+        });
+        let (name, time) = &mut self.times[index];
+        let begun = Instant::now();
+        let result = {
+            let _span = span(ActivityKind::Hook, Some(name));
+            call(self.hook)
+        };
+        let seconds = begun.elapsed().as_secs_f64();
+        time.calls += 1;
+        time.seconds += seconds;
+        time.slowest = time.slowest.max(seconds);
+        self.recent += seconds;
+        result
+    }
+}
+
+impl Hook for TimedHook<'_> {
+    fn name(&self) -> &str {
+        self.hook.name()
+    }
+
+    fn step(&mut self, step: &Step) -> Result<ControlFlow<String>> {
+        self.timed("step", |hook| hook.step(step))
+    }
+
+    fn evaluation(&mut self, step: u64, measures: &Metrics) -> Result<ControlFlow<String>> {
+        self.timed("evaluation", |hook| hook.evaluation(step, measures))
+    }
+
+    fn epoch(
+        &mut self,
+        epoch: u64,
+        step: &Step,
+        measures: Option<&Metrics>,
+    ) -> Result<ControlFlow<String>> {
+        self.timed("epoch", |hook| hook.epoch(epoch, step, measures))
+    }
+
+    fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
+        self.timed("checkpoint", |hook| hook.checkpoint(step, directory))
+    }
+
+    fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
+        self.timed("end", |hook| hook.end(outcome))
+    }
+}
+
 /// The hooks of a rank.
 pub struct Hooks<'h> {
-    hooks: Vec<&'h mut dyn Hook>,
+    hooks: Vec<TimedHook<'h>>,
     failure: Option<Error>,
 }
 
 impl<'h> Hooks<'h> {
     /// Creates a set of hooks that are called in this order.
     pub fn new(hooks: Vec<&'h mut dyn Hook>) -> Self {
+        let hooks = hooks
+            .into_iter()
+            .map(|hook| TimedHook { hook, times: Vec::new(), recent: 0.0 })
+            .collect();
         Self { hooks, failure: None }
     }
 
@@ -136,7 +210,7 @@ impl<'h> Hooks<'h> {
             if self.failure.is_some() {
                 break;
             }
-            match call(&mut **hook) {
+            match call(hook) {
                 Ok(Continue(())) => {}
                 Ok(Break(why)) => stop = stop.or(Some(why)),
                 Err(e) => self.failure = Some(e.at(format_args!("hook {}", hook.name()))),
@@ -153,6 +227,20 @@ impl<'h> Hooks<'h> {
         });
         // Each is called, even after a failure of another.
         ended.collect::<Vec<_>>().into_iter().collect()
+    }
+
+    /// Returns the milliseconds that hooks have taken since the last call, or `None` if there are no
+    /// hooks.
+    pub fn take_ms(&mut self) -> Option<f64> {
+        let recent = self.hooks.iter_mut().map(|hook| std::mem::take(&mut hook.recent));
+        let seconds: f64 = recent.sum();
+        (!self.hooks.is_empty()).then_some(1e3 * seconds)
+    }
+
+    /// Returns the time of all calls so far, by hook and event.
+    pub fn times(&self) -> Vec<HookTime> {
+        let all = self.hooks.iter().flat_map(|hook| &hook.times);
+        all.map(|(_, time)| time.clone()).collect()
     }
 
     /// Returns true if a hook has failed.
@@ -208,10 +296,15 @@ mod tests {
             [None, Some("three".into()), Some("three".into()), None]
         );
         assert!(hooks.has_failed());
+        let calls: Vec<_> = hooks.times().iter().map(|time| (time.event, time.calls)).collect();
+        assert_eq!(calls, [("checkpoint", 3), ("checkpoint", 3)]);
+        assert!(hooks.take_ms().is_some_and(|ms| ms > 0.0) && hooks.take_ms() == Some(0.0));
         assert_eq!(hooks.failure().unwrap_err().to_string(), "hook counts: four");
         let outcome =
             Outcome { step: 10, directory: Path::new("x"), result: Ok(&RunOutcome::Finished) };
         assert_eq!(hooks.end(&outcome).unwrap_err().to_string(), "hook counts: it is over");
+        assert_eq!(hooks.times().iter().filter(|time| time.event == "end").count(), 2);
+        assert_eq!(Hooks::new(vec![]).take_ms(), None);
         assert_eq!((one.0, other.0), (13, 14));
     }
 }

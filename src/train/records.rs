@@ -10,14 +10,14 @@ use hpctrain_checkpoint::run_dir::RunDirectory;
 use hpctrain_config::ResolvedConfig;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::evaluations;
-use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus};
+use hpctrain_config::telemetry::evaluations::Evaluation;
 use hpctrain_config::telemetry::json_lines::JsonLines;
 use hpctrain_config::telemetry::metrics::{Step, energy_so_far};
 use hpctrain_config::telemetry::progress::Progress;
 use hpctrain_config::telemetry::rank_times::RankTimes;
 use hpctrain_config::telemetry::restarts;
 use hpctrain_config::telemetry::straggler::{Straggler, Stragglers};
-use hpctrain_config::telemetry::tensorboard::TensorBoard;
+use hpctrain_config::telemetry::tensorboard::{self, TensorBoard};
 use hpctrain_config::telemetry::text_samples::TextSample;
 use hpctrain_config::telemetry::unix_time;
 
@@ -29,8 +29,6 @@ pub struct Records {
     pub progress: Progress,
     /// The TensorBoard event file, if `log.tensorboard` is set.
     pub tensorboard: Option<TensorBoard>,
-    /// The last step whose evaluation by an evaluator was copied to TensorBoard.
-    copied_to_tensorboard: u64,
     /// The energy of the run so far.
     pub energy: EnergyAccount,
     /// Detection of slow ranks.
@@ -68,6 +66,13 @@ impl Records {
         evaluations::remove_after(&directory.evaluations_path(), step, |step| {
             checkpoints.save(step)
         })?;
+        let of_evaluators = directory.evaluator_tensorboard_path();
+        if of_evaluators.exists() {
+            let all = evaluations::read(&directory.evaluations_path())?;
+            let written = tensorboard::write_evaluations(&of_evaluators, all.known());
+            // They are the evaluators' to write, and do not hold up the run.
+            written.unwrap_or_else(|e| log::warn!("{}", e.message()));
+        }
         let kwh = energy_so_far(&directory.metrics_path(), plan.config.log.every)?;
         let energy = EnergyAccount::new(kwh, step, plan.tokens_per_step());
         let metrics = JsonLines::open(&directory.metrics_path(), step)?;
@@ -95,7 +100,6 @@ impl Records {
         Ok(Self {
             metrics,
             tensorboard,
-            copied_to_tensorboard: step,
             energy,
             rank_times,
             samples,
@@ -173,21 +177,6 @@ impl Records {
             self.evaluations.1.push_back(evaluation);
         }
         self.flush()
-    }
-
-    /// Copies the evaluations that evaluators have added meanwhile to TensorBoard, if enabled.
-    pub fn copy_evaluations_to_tensorboard(&mut self) {
-        let Some(board) = &mut self.tensorboard else { return };
-        // Lines that cannot be read are reported where they matter.
-        let Ok(all) = evaluations::read(&self.evaluations.0) else { return };
-        let is_new =
-            |one: &&Evaluation| one.checkpoint.is_some() && one.step > self.copied_to_tensorboard;
-        let mut of_others: Vec<&Evaluation> = all.known().iter().filter(is_new).collect();
-        of_others.sort_by_key(|one| one.step);
-        for evaluation in of_others.into_iter().filter(|one| one.status == EvaluationStatus::Done) {
-            board.evaluation(evaluation);
-            self.copied_to_tensorboard = evaluation.step;
-        }
     }
 
     /// Reopens the record files after one of them could not be written. Only the run's trainer may

@@ -19,9 +19,9 @@ pub struct EpochLoss {
 }
 
 impl EpochLoss {
-    /// Creates an empty window for epochs of `samples` samples and steps of `batch` samples.
-    pub fn new(samples: u64, batch: u64) -> Self {
-        Self { losses: VecDeque::new(), steps: samples.div_ceil(batch.max(1)).max(1) as usize }
+    /// Creates an empty window for epochs of `steps` steps.
+    pub fn new(steps: u64) -> Self {
+        Self { losses: VecDeque::new(), steps: steps.max(1) as usize }
     }
 
     /// Adds the last steps in `metrics.jsonl`, which are those before a restart. Logs damaged lines
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn an_epoch_ends_with_the_last_step() {
-        let mut epoch = EpochLoss::new(10, 4);
+        let mut epoch = EpochLoss::new(3);
         assert_eq!(epoch.mean(), None);
         epoch.push(8.0);
         epoch.push(4.0);
@@ -102,25 +102,22 @@ mod tests {
             "{\"step\":1,\"loss\":9.0}\n{\"step\":2,\"loss\":null}\n{\"step\":3,\"loss\":1.5}\n",
         )
         .unwrap();
-        assert_eq!(EpochLoss::new(4, 2).with_records(&path).unwrap().mean(), Some(1.5));
-        assert_eq!(EpochLoss::new(100, 2).with_records(&path).unwrap().mean(), Some(5.25));
-        assert_eq!(
-            EpochLoss::new(4, 2).with_records(&dir.path().join("none")).unwrap().mean(),
-            None
-        );
+        assert_eq!(EpochLoss::new(2).with_records(&path).unwrap().mean(), Some(1.5));
+        assert_eq!(EpochLoss::new(50).with_records(&path).unwrap().mean(), Some(5.25));
+        assert_eq!(EpochLoss::new(2).with_records(&dir.path().join("none")).unwrap().mean(), None);
     }
 
     #[test]
     fn a_file_that_cannot_be_read_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         assert!(
-            EpochLoss::new(4, 2)
+            EpochLoss::new(2)
                 .with_records(dir.path())
                 .is_err_and(|e| e.to_string().contains("cannot read"))
         );
         let path = dir.path().join("metrics.jsonl");
         std::fs::write(&path, b"{\"step\":1,\"loss\":9.0}\n{\"st\xff\n{\"step\":3,\"loss\":1.0}\n")
             .unwrap();
-        assert_eq!(EpochLoss::new(4, 2).with_records(&path).unwrap().mean(), Some(5.0));
+        assert_eq!(EpochLoss::new(2).with_records(&path).unwrap().mean(), Some(5.0));
     }
 }

@@ -48,6 +48,11 @@ pub struct Step {
     /// The part of the step that the update took on rank 0.
     #[serde(default)]
     pub optimizer_ms: f64,
+    /// The time that hooks of rank 0 took since the record before this one: those called after the
+    /// previous step, its evaluation and its checkpoint. It is not a part of `step_ms`; absent if
+    /// rank 0 has no hooks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hooks_ms: Option<f64>,
     /// The tokens of this step divided by its duration; null if no time passed.
     #[serde(deserialize_with = "null_is_nan")]
     pub tokens_per_second: f64,

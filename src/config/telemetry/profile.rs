@@ -47,6 +47,21 @@ pub struct KernelShape {
     pub fastest: f64,
 }
 
+/// The time of the calls of a hook for one event.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct HookTime {
+    /// The name of the hook.
+    pub hook: String,
+    /// The event, such as `step` or `evaluation`.
+    pub event: &'static str,
+    /// The number of calls.
+    pub calls: u64,
+    /// The total time of the calls.
+    pub seconds: f64,
+    /// The time of the slowest call.
+    pub slowest: f64,
+}
+
 /// The profile of a run on rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct KernelReport {
@@ -62,6 +77,9 @@ pub struct KernelReport {
     pub other_seconds: f64,
     /// The kernels, the longest total time first.
     pub kernels: Vec<Kernel>,
+    /// The hooks, the longest total time first. Their time is not a part of that of the steps.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub hooks: Vec<HookTime>,
 }
 
 impl Kernel {
@@ -112,7 +130,16 @@ impl KernelReport {
         kernels.sort_by(|one, other| other.seconds.total_cmp(&one.seconds));
         let counted: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
         let other_seconds = (compute_seconds - counted).max(0.0);
-        Self { steps, threads, waits_for_kernels: waits, compute_seconds, other_seconds, kernels }
+        let hooks = vec![];
+        let waits_for_kernels = waits;
+        Self { steps, threads, waits_for_kernels, compute_seconds, other_seconds, kernels, hooks }
+    }
+
+    /// Adds the times of hooks.
+    #[must_use]
+    pub fn with_hooks(self, mut hooks: Vec<HookTime>) -> Self {
+        hooks.sort_by(|one, other| other.seconds.total_cmp(&one.seconds));
+        Self { hooks, ..self }
     }
 
     /// Writes `profile.json`.
@@ -172,6 +199,13 @@ impl fmt::Display for KernelReport {
             "{:<34} {:>8} {:>10.3} {share:>6.1} %",
             "between kernels", "", self.other_seconds
         )?;
+        if !self.hooks.is_empty() {
+            write!(f, "\n\n{:<34} {:>8} {:>10} {:>11}", "hook", "calls", "seconds", "slowest")?;
+        }
+        for HookTime { hook, event, calls, seconds, slowest } in &self.hooks {
+            let name = format!("{hook} {event}");
+            write!(f, "\n{name:<34} {calls:>8} {seconds:>10.3} {:>8.1} ms", 1e3 * slowest)?;
+        }
         if self.waits_for_kernels {
             write!(
                 f,
@@ -189,6 +223,27 @@ mod tests {
     /// Returns the statistics of launches that took `seconds` in total.
     fn tally(calls: u64, seconds: f64, flops: f64, bytes: f64) -> KernelStats {
         KernelStats { calls, seconds, fastest: seconds, flops, bytes }
+    }
+
+    #[test]
+    fn hooks_have_a_table_only_where_there_are_any() {
+        let report = KernelReport::new(&BTreeMap::new(), 3, Times::default(), 1, false);
+        assert!(!report.to_string().contains("hook"), "{report}");
+        let hook = |event, seconds| HookTime {
+            hook: "notes".into(),
+            event,
+            calls: 3,
+            seconds,
+            slowest: 0.0125,
+        };
+        let report = report.with_hooks(vec![hook("epoch", 0.01), hook("step", 0.5)]);
+        let text = report.to_string();
+        let lines: Vec<&str> = text.lines().skip_while(|line| !line.starts_with("hook")).collect();
+        assert_eq!(lines.len(), 3, "{text}");
+        assert!(lines[1].starts_with("notes step ") && lines[1].ends_with("12.5 ms"), "{text}");
+        assert_eq!(lines[0].len(), lines[1].len(), "{text}");
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["hooks"][1]["event"], "epoch");
     }
 
     #[test]

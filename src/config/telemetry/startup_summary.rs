@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use super::{bytes, grouped};
-use crate::{Config, Device, ResolvedConfig};
+use crate::{Config, DataOrder, Device, ResolvedConfig};
 use hpctrain_comm::DeviceTransport;
 use hpctrain_device::MemoryKind;
 use hpctrain_parallel::{ReduceAfter, Storage};
@@ -136,7 +136,6 @@ pub fn keys_without_effect(config: &Config) -> Option<String> {
         ("device.memory_limit", given.memory_limit != default.memory_limit),
         ("device.ranks_per_gpu", given.ranks_per_gpu != default.ranks_per_gpu),
         ("device.matmul_autotune", given.matmul_autotune != default.matmul_autotune),
-        ("log.placement", config.log.placement),
     ];
     let names: Vec<&str> =
         keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| key).collect();
@@ -290,10 +289,19 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
     for note in &facts.notes {
         line("", note.clone());
     }
+    if plan.config.data.order == DataOrder::Files {
+        let ranks = plural(mesh.data(), "data-parallel rank");
+        line(
+            "order",
+            format!(
+                "shards are dealt to {ranks} (data.order = files): their number changes the bits"
+            ),
+        );
+    }
     line(
         "batch",
         format!(
-            "{} samples = {} × {} × {} (virtual ranks × micro-batches × samples){}",
+            "{} samples = {} × {} × {} (virtual ranks × micro-batches × samples){}{}",
             plan.config.batch.global,
             plan.virtual_ranks,
             plan.micros_per_virtual_rank(),
@@ -301,9 +309,23 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
             match plan.network.is_language() {
                 true => format!(", {} tokens a step", grouped(plan.tokens_per_step())),
                 false => String::new(),
+            },
+            match plan.config.batch.of_rank {
+                0 => String::new(),
+                of_rank => format!(
+                    ", batch.per_rank = {of_rank} on {}",
+                    plural(mesh.data(), "data-parallel rank")
+                ),
             }
         ),
     );
+    if let Some(peak) = plan.describe_peak() {
+        line("peak lr", peak);
+    }
+    if plan.config.run.steps_per_epoch > 0 {
+        let steps = plan.config.run.steps_per_epoch;
+        line("epoch", format!("{} (run.steps_per_epoch)", plural(steps as usize, "step")));
+    }
     let memory = facts.memory;
     if memory.gpu.is_some() {
         let nccl = match facts.nccl_memory {
@@ -368,8 +390,8 @@ mod tests {
 
     #[test]
     fn the_summary_warns_once_of_keys_without_effect() {
-        let warning = "warning      log.placement has no effect on CPUs";
-        let keys = ["log.placement=true"];
+        let warning = "warning      device.memory has no effect on CPUs";
+        let keys = ["device.memory=0.5"];
         assert_eq!(summary(false, &keys).matches(warning).count(), 1);
         assert!(!summary(false, &[]).contains("warning"));
         assert!(!summary(true, &keys).contains("warning"));
@@ -382,9 +404,9 @@ mod tests {
             keys_without_effect(&overlay(&Config::default(), &keys).unwrap())
         };
         assert_eq!(with(&[]), None);
-        assert_eq!(with(&["device.memory=0.9", "log.placement=false"]), None);
-        let one = with(&["log.placement=true"]).unwrap();
-        assert!(one.starts_with("log.placement has no effect on CPUs (hint: "), "{one}");
+        assert_eq!(with(&["device.memory=0.9", "log.placement=true"]), None);
+        let one = with(&["device.memory=0.5"]).unwrap();
+        assert!(one.starts_with("device.memory has no effect on CPUs (hint: "), "{one}");
         let some = with(&["device.memory='grow'", "device.ranks_per_gpu=2"]).unwrap();
         assert!(some.starts_with("device.memory, device.ranks_per_gpu have no effect"), "{some}");
         let others = with(&["device.memory_limit='1GiB'", "device.matmul_autotune=true"]).unwrap();

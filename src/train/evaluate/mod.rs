@@ -4,6 +4,7 @@
 mod classification_counts;
 mod generate;
 pub mod model;
+mod new_checkpoints;
 mod predict;
 pub mod predictions;
 mod queue;
@@ -11,10 +12,11 @@ mod sidecar;
 mod validation_set_check;
 
 pub use generate::{Sampling, generate};
-pub use predict::predict;
+pub use new_checkpoints::{NewCheckpoint, NewCheckpoints};
+pub use predict::{predict, predict_array};
 pub use predictions::Predictions;
 pub use queue::Policy;
-pub use sidecar::{SidecarOptions, TRAINER_TIMEOUT, watch};
+pub use sidecar::{CustomEvaluation, Evaluated, SidecarOptions, TRAINER_TIMEOUT, watch};
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -40,6 +42,8 @@ pub struct Metrics {
     pub loss: f64,
     /// Metrics by name. Empty for language models, which are judged by the loss.
     pub metrics: BTreeMap<String, f64>,
+    /// The perplexity, if the loss is a cross-entropy that is judged by it.
+    pub perplexity: Option<f64>,
     /// The mean loss of each data set of a mixture, by name.
     pub sets: BTreeMap<String, f64>,
     /// The results per class, for classifiers of few classes.
@@ -50,8 +54,8 @@ impl Metrics {
     /// Formats loss and metrics for display, for example `loss 2.2638, perplexity 9.62`.
     pub fn describe(&self) -> String {
         let mut text = format!("loss {:.4}", self.loss);
-        if self.metrics.is_empty() {
-            text += &format!(", perplexity {:.2}", self.loss.exp());
+        if let Some(perplexity) = self.perplexity {
+            text += &format!(", perplexity {perplexity:.2}");
         }
         let mut add = |name: &str, value: f64| text += &format!(", {name} {value:.4}");
         self.metrics.iter().for_each(|(name, value)| add(name, *value));
@@ -73,6 +77,7 @@ impl Metrics {
         Evaluation {
             sets,
             classes: self.classes.clone(),
+            perplexity: self.perplexity,
             ..Evaluation::done(step, self.loss, self.metrics.clone())
         }
     }
@@ -132,6 +137,11 @@ impl Evaluator {
             *name = given;
         }
         self
+    }
+
+    /// Returns the samples, unless this evaluator only counts chunks.
+    pub fn into_source(self) -> Option<Box<dyn Source>> {
+        self.dataset
     }
 
     /// Returns the number of chunks of the set.
@@ -239,8 +249,10 @@ impl Evaluator {
             (samples > 0).then(|| (name.clone(), mean(at, samples)))
         });
         let classes = tally.and_then(|tally| tally.classes(&self.classes));
+        let loss = mean(0, self.samples);
         Metrics {
-            loss: mean(0, self.samples),
+            loss,
+            perplexity: objective.has_perplexity().then(|| loss.exp()),
             metrics: named.collect(),
             sets: sets.collect(),
             classes,

@@ -6,7 +6,8 @@ use hpctrain_base::error::Result;
 use hpctrain_checkpoint::Reader;
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::{
-    Config, Environment, MessageDtype, Parallel, ReduceChoice, ResolvedConfig, overlay, resolve,
+    Config, Environment, MessageDtype, ModelKind, Parallel, ReduceChoice, ResolvedConfig, overlay,
+    resolve,
 };
 use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, with_host_embedding};
@@ -63,8 +64,11 @@ pub fn plan(
     }
     config.parallel.reduce = ReduceChoice::Step;
     config.comm.dtype = MessageDtype::F32;
-    // Nothing is trained, so any batch size that the ranks divide is valid.
-    config.batch.global = ranks as u64;
+    // Nothing is trained, so any batch size that the ranks divide is valid. Two samples are enough
+    // for the check that batch normalisation has a variance, which only training needs.
+    let samples = if config.model.kind == ModelKind::Layers { 2 } else { 1 };
+    config.set_trial_batch(samples * ranks as u64);
+    config.batch.micro = Some(samples);
     resolve(config, &Environment { ranks, threads, vocabulary: None, on_gpu })
 }
 

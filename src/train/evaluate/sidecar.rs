@@ -11,42 +11,33 @@
 //! and only then is the lease released: lease and line together make each evaluation happen once. A
 //! killed evaluator leaves a stale lease and no line, and the next one repeats that checkpoint.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::queue::{Claim, Policy, Queue};
+use super::queue::{
+    ATTEMPTS, CheckpointWatch, Claim, NextCheckpoint, POLL_INTERVAL, Policy, Queue, RETRY_DELAY,
+    await_run,
+};
 use super::{Evaluator, Metrics, model, validation_set_check};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::signals;
 use hpctrain_base::spans::Track;
-use hpctrain_checkpoint::run_dir::markers;
-use hpctrain_checkpoint::run_dir::markers::{End, Markers};
+use hpctrain_checkpoint::run_dir::markers::{Markers, RunStatus};
 use hpctrain_checkpoint::run_dir::{RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{Checkpoints, Manifest, Reader, name_of};
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus};
-use hpctrain_config::telemetry::{logging, say, unix_time};
-use hpctrain_config::{Config, ResolvedConfig};
-use hpctrain_data::{Mix, Preprocessing, Tokenizer};
+use hpctrain_config::telemetry::{logging, say, tensorboard, unix_time};
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, Loss as LossSection, Model as ModelSection, ResolvedConfig};
+use hpctrain_data::{Fingerprint, Mix, Preprocessing, Source, Tokenizer};
 use hpctrain_device::Kernels;
-use hpctrain_engine::{Model, micro_batches};
-
-/// Time between two reads of the run's directory.
-const POLL_INTERVAL: Duration = Duration::from_millis(300);
-
-/// Maximum time between two checks of the trainer's lease.
-const LEASE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
-
-/// How long an evaluator waits for its trainer to create the run.
-const START_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Number of attempts to evaluate a checkpoint that cannot be read.
-const ATTEMPTS: usize = 3;
-/// Pause between attempts.
-const RETRY_DELAY: Duration = Duration::from_secs(1);
+use hpctrain_engine::{Model, Splits, check_source, micro_batches};
+use hpctrain_nn::CustomModel;
+use hpctrain_nn::loss::{CustomLoss, CustomMetric};
 
 /// The default time without a trainer after which an evaluator gives up: longer than a job waits in
 /// a queue or backs off before it is restarted.
@@ -66,10 +57,30 @@ pub struct SidecarOptions {
     pub timeout: Option<Duration>,
     /// Settings that override those of the run, such as `eval.samples=100`.
     pub overrides: Vec<String>,
-    /// Compute threads per rank.
+    /// Compute threads per rank; 0 distributes the cores of a node over its ranks.
     pub threads: usize,
     /// Whether the trainer belongs to the same job; then they end together.
     pub in_trainer_job: bool,
+    /// How long to wait for the directory of the run, whether or not the directory above it exists.
+    /// `None`: half a minute if that one exists, since the path may be misspelled.
+    pub start_timeout: Option<Duration>,
+}
+
+impl SidecarOptions {
+    /// Creates the options of an evaluator that evaluates the newest checkpoints of the run in a
+    /// directory until it ends, in a job of its own.
+    pub fn new(run: impl Into<PathBuf>) -> Self {
+        Self {
+            run: run.into(),
+            watch: true,
+            policy: Policy::Latest,
+            timeout: Some(TRAINER_TIMEOUT),
+            overrides: vec![],
+            threads: 0,
+            in_trainer_job: false,
+            start_timeout: None,
+        }
+    }
 }
 
 /// A decision of rank 0.
@@ -94,22 +105,44 @@ struct RankMessage {
     decision: Option<Decision>,
 }
 
+/// Is called after each evaluation that this process has made, on all ranks, with its step. A reason
+/// to stop is passed to the trainer.
+pub type Evaluated<'a> = dyn FnMut(u64, &Metrics) -> Result<Option<String>> + 'a;
+
+/// Data and network of a custom evaluator. Empty by default: both are those of the checkpoint.
+#[derive(Default)]
+pub struct CustomEvaluation<'a> {
+    /// The samples that the trainer was given, of which those for validation are evaluated.
+    pub data: Option<Splits>,
+    /// The network that the trainer was given.
+    pub network: Option<CustomModel>,
+    /// The loss that the trainer was given.
+    pub loss: Option<CustomLoss>,
+    /// Metrics to measure besides those of the loss.
+    pub metrics: Vec<CustomMetric>,
+    /// Is called after each evaluation.
+    pub evaluated: Option<Box<Evaluated<'a>>>,
+}
+
 /// Evaluates the checkpoints of a run. Collective over the world of `comm`. `backend` creates the
 /// device.
 ///
 /// # Errors
-/// Returns an error if there is no such run, the validation data cannot be read, no trainer has
-/// held the run for the timeout, or a message between ranks fails. A checkpoint that cannot be
-/// evaluated is recorded as failed, and the next one is evaluated.
+/// Returns an error if there is no such run, the validation data cannot be read or is not that of
+/// the run, `custom` has another network, no trainer has held the run for the timeout, or a message
+/// between ranks fails. A checkpoint that cannot be evaluated is recorded as failed, and the next
+/// one is evaluated.
 pub fn watch<B: Kernels>(
     comm: &Comm<B>,
     request: &SidecarOptions,
+    custom: CustomEvaluation<'_>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B> + 'static,
 ) -> Result<RunOutcome> {
     comm.activity().register_thread(Track::Compute);
     let world = comm.world();
     let root = world.rank() == 0;
-    world.all_ok(await_run(request))?;
+    let SidecarOptions { run, start_timeout, .. } = request;
+    world.all_ok(await_run(run, request.watch, *start_timeout, Some("evaluator")))?;
     let directory = RunDirectory::at(&request.run);
     let logs = directory.logs_path();
     // A copy of a run's checkpoints may have none.
@@ -119,27 +152,42 @@ pub fn watch<B: Kernels>(
     }
     let log = logs.join(format!("evaluator-{:05}.log", world.rank()));
     world.all_ok(logging::to_file(&log, log::LevelFilter::Info))?;
+    let threads = match request.threads {
+        0 => Topology::gather(&world, comm.node().host)?.threads(),
+        threads => threads,
+    };
+    let CustomEvaluation { data, network, loss, metrics, evaluated } = custom;
+    let data = world.all_ok(data.map(CustomData::new).transpose())?;
     let mut sidecar = Sidecar {
         comm,
         request,
         checkpoints: directory.checkpoints(),
         marks: directory.markers(),
         evaluations: directory.evaluations_path(),
+        events: directory.evaluator_tensorboard_path(),
         backend: Device::Unmade(Box::new(backend)),
         loaded: None,
         claim: None,
+        threads,
+        data,
+        network,
+        loss,
+        metrics,
+        evaluated,
     };
     let watched = match request.policy {
         Policy::Every if root => sidecar.checkpoints.leases().watch_queue(),
         _ => Ok(None),
     };
     let _queue = world.all_ok(watched)?;
-    let mut waiting = root.then(|| Waiting::new(sidecar.checkpoints.clone(), request));
+    let mut waiting = root.then(|| {
+        let queue = Queue::recorded(sidecar.checkpoints.clone(), request.policy);
+        let watch = CheckpointWatch::new(run, queue, request.timeout).with_notes("evaluator");
+        if request.watch { watch } else { watch.without_waiting() }
+    });
     loop {
-        let decision = waiting
-            .as_mut()
-            .map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim))
-            .transpose();
+        let next = waiting.as_mut().map(CheckpointWatch::next).transpose();
+        let decision = next.and_then(|next| next.map(|next| sidecar.decide(next)).transpose());
         let mine = RankMessage {
             interrupted: sidecar.is_interrupted(),
             decision: world.all_ok(decision)?,
@@ -153,6 +201,8 @@ pub fn watch<B: Kernels>(
             Decision::Wait => std::thread::sleep(POLL_INTERVAL),
             Decision::End(why) => {
                 if root {
+                    // An evaluator that was killed may not have added its last one.
+                    sidecar.write_events();
                     say(format_args!("evaluator: {why}"));
                 }
                 return Ok(RunOutcome::Finished);
@@ -167,7 +217,7 @@ pub fn watch<B: Kernels>(
                     return Ok(ending);
                 }
                 if let Some(waiting) = &mut waiting {
-                    waiting.evaluated();
+                    waiting.is_done();
                 }
             }
         }
@@ -180,42 +230,6 @@ fn preempted() -> RunOutcome {
         signals::last_signal()
             .map_or("the job was asked to end".into(), |signal| format!("{signal} came")),
     )
-}
-
-/// Waits a moment for the trainer to create the run, since jobs that are submitted together do not
-/// start together.
-fn await_run(request: &SidecarOptions) -> Result<()> {
-    let run = &request.run;
-    let begun = Instant::now();
-    let root = run
-        .parent()
-        .map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent });
-    let may_come = request.watch && !run.exists() && root.is_some_and(Path::is_dir);
-    if may_come {
-        say(format_args!(
-            "evaluator: {} does not exist: waiting {} s for its trainer",
-            run.display(),
-            START_TIMEOUT.as_secs()
-        ));
-    }
-    while may_come
-        && check_run(run).is_err()
-        && begun.elapsed() < START_TIMEOUT
-        && signals::last_signal().is_none()
-    {
-        std::thread::sleep(POLL_INTERVAL);
-    }
-    check_run(run)
-}
-
-/// Returns an error if the path is not the directory of a run.
-fn check_run(run: &Path) -> Result<()> {
-    if run.join("checkpoints").is_dir() || run.join("config.toml").is_file() {
-        return Ok(());
-    }
-    let what = if run.exists() { "is not the directory of a run" } else { "does not exist" };
-    Err(Error::input(format!("{} {what}", run.display()))
-        .hint("give the directory of a run, such as runs/gpt-char, once its trainer has begun"))
 }
 
 /// Exchanges the messages of all ranks. Returns whether any was interrupted, and the decision of
@@ -231,127 +245,6 @@ fn exchange<B: Kernels>(world: &Group<B>, mine: &RankMessage) -> Result<(bool, D
         decision = decision.or(message.decision);
     }
     Ok((interrupted, decision.ok_or_else(|| Error::internal("rank 0 sent no decision"))?))
-}
-
-/// The state of rank 0 between two evaluations.
-struct Waiting<'a> {
-    queue: Queue,
-    checkpoints: Checkpoints,
-    run: RunDirectory,
-    request: &'a SidecarOptions,
-    /// When a trainer last held the run, or a checkpoint was last evaluated.
-    since: Instant,
-    /// When the trainer's lease was last checked.
-    lease_checked: Option<Instant>,
-    /// The last reason for waiting that was printed.
-    printed: Option<&'static str>,
-    /// Consecutive failures to read the run's directory.
-    failed_reads: usize,
-}
-
-impl<'a> Waiting<'a> {
-    fn new(checkpoints: Checkpoints, request: &'a SidecarOptions) -> Self {
-        let queue = Queue::new(checkpoints.clone(), request.policy);
-        let run = RunDirectory::at(&request.run);
-        Self {
-            queue,
-            checkpoints,
-            run,
-            request,
-            since: Instant::now(),
-            lease_checked: None,
-            printed: None,
-            failed_reads: 0,
-        }
-    }
-
-    fn evaluated(&mut self) {
-        self.since = Instant::now();
-    }
-
-    /// Decides the next action, and puts the checkpoint to evaluate into `claim`. Failed reads are
-    /// retried a few times.
-    fn decide(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
-        match self.decide_once(marks, claim) {
-            Err(e) if e.kind() == Kind::Io && self.failed_reads + 1 < ATTEMPTS => {
-                self.failed_reads += 1;
-                log::warn!("trying again: {e}");
-                std::thread::sleep(RETRY_DELAY);
-                Ok(Decision::Wait)
-            }
-            decided => {
-                self.failed_reads = 0;
-                decided
-            }
-        }
-    }
-
-    /// Decides the next action from the present files, without retries.
-    fn decide_once(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
-        // The end mark is read first: then all checkpoints published before it are seen.
-        let ended = marks.ended();
-        if let Some(next) = self.queue.next()? {
-            let retries = evaluations::retries(self.checkpoints.evaluated()?.known(), &next.id);
-            let decision = Decision::Evaluate(next.step, next.id.clone(), retries);
-            *claim = Some(next);
-            return Ok(decision);
-        }
-        let idle = self.queue.is_empty()?;
-        let nothing = self.checkpoints.steps()?.is_empty();
-        let waits_for = match ended {
-            Some(end) if idle && end.status != markers::RunStatus::Preempted => {
-                return Ok(Decision::End(format!("the run has ended at step {}", end.step)));
-            }
-            _ if nothing && !self.request.watch => {
-                return Err(Error::input(format!(
-                    "{} has no checkpoint",
-                    self.request.run.display()
-                ))
-                .hint("use --watch to wait for one"));
-            }
-            _ if idle && !self.request.watch && !nothing => {
-                return Ok(Decision::End("every checkpoint is evaluated".into()));
-            }
-            Some(_) if idle => "the trainer was interrupted: waiting for it to resume",
-            _ if nothing => "waiting for the first checkpoint",
-            _ if idle => "waiting for the next checkpoint",
-            _ => "waiting for another evaluator",
-        };
-        if self.printed != Some(waits_for) {
-            self.printed = Some(waits_for);
-            say(format_args!("evaluator: {waits_for} of {}", self.request.run.display()));
-        }
-        let Some(timeout) = self.request.timeout.filter(|_| self.request.watch && idle) else {
-            return Ok(Decision::Wait);
-        };
-        if !self.is_abandoned(timeout)? {
-            return Ok(Decision::Wait);
-        }
-        let run = self.request.run.display();
-        let span = humantime::format_duration(timeout);
-        let why = match ended {
-            Some(End { step, status: markers::RunStatus::Failed, reason: why }) => {
-                let why = why.map(|why| format!(": {why}")).unwrap_or_default();
-                format!("the last one failed at step {step}{why}")
-            }
-            Some(End { step, .. }) => format!("the last one was interrupted at step {step}"),
-            None if nothing => "none has saved anything".into(),
-            None => "the last one ended without a record of it".into(),
-        };
-        Ok(Decision::GiveUp(format!("no trainer has held {run} for {span} (--timeout): {why}")))
-    }
-
-    /// Returns true if no trainer has held the run, and nothing was evaluated here, for `timeout`.
-    fn is_abandoned(&mut self, timeout: Duration) -> Result<bool> {
-        let pause = LEASE_CHECK_INTERVAL.min(timeout / 10);
-        if self.lease_checked.is_none_or(|checked| checked.elapsed() >= pause) {
-            self.lease_checked = Some(Instant::now());
-            if self.run.has_trainer()? {
-                self.since = Instant::now();
-            }
-        }
-        Ok(self.since.elapsed() >= timeout)
-    }
 }
 
 /// A model in memory and the data it is evaluated on.
@@ -370,6 +263,30 @@ type Make<B> = Box<dyn FnOnce(&ResolvedConfig) -> Result<B>>;
 enum Device<B: Kernels> {
     Unmade(Make<B>),
     Made(Result<B>),
+}
+
+/// Custom samples.
+struct CustomData {
+    /// Replaces `data.path` in messages.
+    name: String,
+    /// The fingerprint of the training samples.
+    fingerprint: Option<Fingerprint>,
+    /// The validation samples, while no evaluator has them.
+    validation: Option<Box<dyn Source>>,
+    /// Whether these check themselves as they are read.
+    is_checked: bool,
+}
+
+impl CustomData {
+    fn new(data: Splits) -> Result<Self> {
+        let fingerprint = data.train.fingerprint();
+        let Splits { name, validation, .. } = data;
+        if validation.is_none() {
+            return Err(Error::input(format!("{name} has no validation samples to evaluate"))
+                .hint("set validation of the Splits"));
+        }
+        Ok(Self { name, fingerprint, validation, is_checked: false })
+    }
 }
 
 impl<B: Kernels> Device<B> {
@@ -392,14 +309,43 @@ struct Sidecar<'a, B: Kernels> {
     marks: Markers,
     /// `eval.jsonl`.
     evaluations: PathBuf,
+    /// The directory of the evaluators' events for TensorBoard.
+    events: PathBuf,
     backend: Device<B>,
     /// The model in memory, at most one.
     loaded: Option<Loaded<B>>,
     /// The checkpoint under evaluation, on rank 0.
     claim: Option<Claim>,
+    /// Compute threads of this rank.
+    threads: usize,
+    /// Samples to use instead of the files at `data.path`.
+    data: Option<CustomData>,
+    /// A network to use instead of that of the checkpoint's configuration.
+    network: Option<CustomModel>,
+    /// A loss to use instead of that of the checkpoint's configuration.
+    loss: Option<CustomLoss>,
+    /// Metrics to measure besides those of the loss.
+    metrics: Vec<CustomMetric>,
+    evaluated: Option<Box<Evaluated<'a>>>,
 }
 
 impl<B: Kernels> Sidecar<'_, B> {
+    /// Decides the next action, and keeps the checkpoint to evaluate. On rank 0.
+    fn decide(&mut self, next: NextCheckpoint) -> Result<Decision> {
+        Ok(match next {
+            NextCheckpoint::Claimed(claim) => {
+                let evaluated = evaluations::read(&self.evaluations)?;
+                let retries = evaluations::retries(evaluated.known(), &claim.id);
+                let decision = Decision::Evaluate(claim.step, claim.id.clone(), retries);
+                self.claim = Some(claim);
+                decision
+            }
+            NextCheckpoint::Wait => Decision::Wait,
+            NextCheckpoint::End(why) => Decision::End(why),
+            NextCheckpoint::GiveUp(why) => Decision::GiveUp(why),
+        })
+    }
+
     /// Evaluates one checkpoint and records the result. Returns the outcome if any rank is asked to
     /// end.
     fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<RunOutcome>> {
@@ -410,15 +356,30 @@ impl<B: Kernels> Sidecar<'_, B> {
             Err(e) => Err(e),
         };
         let failed = outcome.is_err();
+        let measures = outcome.as_ref().ok().cloned();
         let recorded = match self.claim.take() {
             Some(claim) => self.record(step, id, retries, outcome, begun).map(|()| claim.release()),
             None => Ok(()),
         };
         self.comm.world().all_ok(recorded)?;
+        if let Some(measures) = measures {
+            self.notify(step, &measures)?;
+        }
         if failed {
             std::thread::sleep(RETRY_DELAY);
         }
         Ok(None)
+    }
+
+    /// Reports an evaluation to the program, and passes a reason to stop to the trainer.
+    fn notify(&mut self, step: u64, measures: &Metrics) -> Result<()> {
+        let Some(evaluated) = &mut self.evaluated else { return Ok(()) };
+        let world = self.comm.world();
+        let mine = world.all_ok(evaluated(step, measures))?;
+        let reasons = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
+        let why = reasons.iter().find(|why| !why.is_empty()).filter(|_| world.rank() == 0);
+        let asked = why.map(|why| self.marks.ask_to_stop(&String::from_utf8_lossy(why)));
+        world.all_ok(asked.unwrap_or(Ok(())))
     }
 
     /// Returns true if this rank was asked to end, or, on rank 0 of a job with a trainer, the
@@ -427,7 +388,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         signals::last_signal().is_some()
             || self.request.in_trainer_job
                 && self.comm.rank() == 0
-                && self.marks.ended().is_some_and(|end| end.status == markers::RunStatus::Preempted)
+                && self.marks.ended().is_some_and(|end| end.status == RunStatus::Preempted)
     }
 
     /// Returns the metrics of a checkpoint or its error, or `None` if a rank was interrupted.
@@ -443,17 +404,14 @@ impl<B: Kernels> Sidecar<'_, B> {
             Ok(reader) => reader,
             Err(e) => return Ok(Err(e)),
         };
-        let config =
-            model::config(&reader.manifest().config, &self.request.overrides).and_then(|config| {
-                validation_set_check::check(reader.manifest(), &config).map(|()| config)
-            });
-        let config = world.all_ok(config)?;
+        let config = world.all_ok(self.config(reader.manifest()))?;
         self.comm.set_watchdog_timeout(Duration::from_secs(config.comm.timeout))?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else {
             return Err(Error::internal("no model was loaded"));
         };
         if let Err(e) = model::load(&world, &mut loaded.model, &mut reader) {
+            self.unload(loaded);
             return Ok(Err(e));
         }
         let measured =
@@ -462,12 +420,64 @@ impl<B: Kernels> Sidecar<'_, B> {
         Ok(Ok(measured))
     }
 
+    /// Returns the configuration of an evaluation, and checks that it uses the network and the
+    /// validation set of the run.
+    fn config(&self, manifest: &Manifest) -> Result<Config> {
+        let mut config = model::config(&manifest.config, &self.request.overrides)?;
+        if let Some(network) = &self.network {
+            let of_run = config.model.own.as_ref().map(CustomModel::name);
+            check_same("network", network.name(), of_run)?;
+            config.model = ModelSection::from_custom(network.clone());
+        }
+        if let Some(loss) = &self.loss {
+            check_same("loss", loss.name(), config.loss.own.as_ref().map(CustomLoss::name))?;
+            config.loss = LossSection { own: Some(loss.clone()), ..LossSection::default() };
+        }
+        match &self.data {
+            None => validation_set_check::check(manifest, &config)?,
+            Some(data) => validation_set_check::check_custom(
+                manifest,
+                &config,
+                &data.name,
+                data.fingerprint.as_ref(),
+            )?,
+        }
+        Ok(config)
+    }
+
+    /// Opens the validation data of a configuration, or takes the custom validation data.
+    fn validation(&mut self, plan: &ResolvedConfig) -> Result<Box<dyn Source>> {
+        let world = self.comm.world();
+        let Some(custom) = &mut self.data else {
+            let validation = micro_batches::open_together(&world, |shard_index| {
+                micro_batches::validation(shard_index, &plan.config)
+            })?;
+            return Ok(Box::new(validation));
+        };
+        let source = custom
+            .validation
+            .take()
+            .ok_or_else(|| Error::internal("the custom samples are in use"))?;
+        if std::mem::replace(&mut custom.is_checked, true) {
+            return Ok(source);
+        }
+        world.all_ok(check_source(source, plan, &custom.name))
+    }
+
+    /// Frees what is loaded; keeps the custom validation data.
+    fn unload(&mut self, loaded: Loaded<B>) {
+        if let Some(custom) = &mut self.data {
+            custom.validation = loaded.evaluator.into_source();
+        }
+    }
+
     /// Creates the model of a configuration and opens the data with the checkpoint's preprocessing,
     /// unless both are loaded.
     fn prepare(&mut self, config: Config, manifest: &Manifest) -> Result<()> {
         let world = self.comm.world();
-        let plan =
-            world.all_ok(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
+        let mut plan =
+            world.all_ok(model::plan(config, world.size(), self.threads, !B::ON_HOST))?;
+        plan.metrics = self.metrics.clone();
         let data_state = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
         if self
             .loaded
@@ -477,10 +487,10 @@ impl<B: Kernels> Sidecar<'_, B> {
             return Ok(());
         }
         // The previous model is freed first: memory may suffice for one only.
-        self.loaded = None;
-        let mut validation = micro_batches::open_together(&world, |shard_index| {
-            micro_batches::validation(shard_index, &plan.config)
-        })?;
+        if let Some(loaded) = self.loaded.take() {
+            self.unload(loaded);
+        }
+        let mut validation = self.validation(&plan)?;
         let notes = world.all_ok(manifest.conform(&mut validation))?;
         if world.rank() == 0 {
             notes.iter().for_each(|note| log::warn!("data: {note}"));
@@ -527,6 +537,7 @@ impl<B: Kernels> Sidecar<'_, B> {
                 if !self.add(&record)? {
                     return Ok(());
                 }
+                self.write_events();
                 let seconds = begun.elapsed().as_secs_f64();
                 say(format_args!("evaluator: step {step:>6}  {measures}  ({seconds:.1} s)"));
                 let all = evaluations::read(&self.evaluations)?;
@@ -558,6 +569,26 @@ impl<B: Kernels> Sidecar<'_, B> {
         }
     }
 
+    /// Adds the evaluations of `eval.jsonl` that TensorBoard's events lack to them, if the run has
+    /// such events. A failure does not end the evaluator. On rank 0.
+    fn write_events(&self) {
+        let with_overrides = |config: &Config| model::config(config, &self.request.overrides).ok();
+        let of_latest = || {
+            let step = self.checkpoints.latest_step().ok()??;
+            with_overrides(&Manifest::read(&self.checkpoints.path(step)).ok()?.config)
+        };
+        let is_on = match &self.loaded {
+            Some(loaded) => loaded.plan.config.log.tensorboard,
+            None => of_latest().is_some_and(|config| config.log.tensorboard),
+        };
+        if !is_on {
+            return;
+        }
+        let written = evaluations::read(&self.evaluations)
+            .and_then(|all| tensorboard::write_evaluations(&self.events, all.known()));
+        written.unwrap_or_else(|e| log::warn!("{}", e.message()));
+    }
+
     /// Adds a line to `eval.jsonl`, unless the run was rewound to before the save, or has replaced
     /// it. Returns true if the line was added.
     fn add(&self, evaluation: &Evaluation) -> Result<bool> {
@@ -572,6 +603,18 @@ impl<B: Kernels> Sidecar<'_, B> {
         }
         Ok(added)
     }
+}
+
+/// Checks that the custom part `what` of this program is that of the run.
+fn check_same(what: &str, own: &str, of_run: Option<&str>) -> Result<()> {
+    if Some(own) == of_run {
+        return Ok(());
+    }
+    let of_run = of_run.map_or("not a custom one".into(), |name| format!("{name:?}"));
+    Err(Error::input(format!(
+        "the custom {what} of this program is {own:?}, that of the run is {of_run}"
+    ))
+    .hint(format!("evaluate with the {what} that the run was started with")))
 }
 
 /// Checks that a checkpoint is the save that was claimed, not one that has replaced it.

@@ -29,7 +29,7 @@ pub use offload::OffloadKeys;
 pub use profile::{MeasuredRates, measure};
 pub use report::PlanReport;
 pub use search::{
-    Proposal, SearchEnvironment, SearchLimits, SearchResult, environment, search_layouts,
-    search_layouts_here,
+    Proposal, SearchEnvironment, SearchLimits, SearchResult, check_batch, environment,
+    search_layouts, search_layouts_here,
 };
 pub use trial_runs::{Trial, run_trials};

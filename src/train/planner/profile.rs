@@ -374,7 +374,7 @@ fn tensor_group_plan(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<Re
     (parallel.recompute, parallel.reduce) = (false, ReduceChoice::Step);
     OffloadKeys::default().set(&mut config);
     config.batch.micro = Some(key.micro);
-    config.batch.global = key.micro * key.micros;
+    config.set_trial_batch(key.micro * key.micros);
     few_blocks(&mut config, plan);
     let facts = Environment {
         ranks: key.tensor,
@@ -397,7 +397,7 @@ fn with_few_blocks(
     (config.parallel.zero, config.parallel.virtual_ranks, config.batch.micro) =
         (zero, None, Some(plan.micro));
     config.parallel.reduce = ReduceChoice::Step;
-    config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::new(plan).micros;
+    config.set_trial_batch(plan.micro * plan.mesh.data() as u64 * Key::new(plan).micros);
     few_blocks(&mut config, plan);
     resolve(
         config,

@@ -313,6 +313,15 @@ pub struct SearchEnvironment<'a, B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>
     pub vocabulary: Option<usize>,
 }
 
+/// Refuses `batch.per_rank`: the planner compares layouts of one batch, and layouts with fewer
+/// data-parallel ranks would train with a smaller one.
+///
+/// # Errors
+/// Returns an error if the key is given.
+pub fn check_batch(config: &Config) -> Result<()> {
+    config.check_fixed_batch("the planner compares layouts with the same batch")
+}
+
 /// Searches the layouts for these ranks and devices, with rates measured on them. Returns the
 /// result and the number of ranks per node. Collective over the world of the communicator.
 ///
@@ -325,6 +334,7 @@ pub fn search_layouts_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     let SearchEnvironment { comm, backend, gpu, .. } = here;
     let config = &config.clone().with_any_length();
     let world = comm.world();
+    world.all_ok(check_batch(config))?;
     let topology = Topology::gather(&world, comm.node().host)?;
     let threads = here.threads.unwrap_or_else(|| topology.threads());
     let facts = match here.vocabulary {

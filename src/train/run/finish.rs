@@ -134,6 +134,7 @@ impl<B: Kernels> Run<'_, B> {
             }
         }
         if let Some(report) = self.meters.profile(self.plan.threads, !B::ON_HOST) {
+            let report = report.with_hooks(self.hooks.times());
             report.write(&self.directory.profile_path())?;
             log::info!("profile of {} steps:\n{report}", report.steps);
             say(format_args!(
@@ -188,7 +189,9 @@ impl<B: Kernels> Run<'_, B> {
     /// parameters are collective.
     fn sample(&mut self) -> Result<Option<String>> {
         let tokens = self.plan.config.log.sample_tokens;
-        let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else {
+        // Texts of tables have a tokenizer, too, but their network predicts no tokens.
+        let generates = tokens > 0 && self.plan.network.is_language();
+        let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| generates) else {
             return Ok(None);
         };
         // The prompt is a line break, which byte and GPT-2 tokenizers have, and most character

@@ -29,13 +29,14 @@ use hpctrain_config::telemetry::times::{TimeCounters, Times};
 use hpctrain_config::telemetry::trace::Trace;
 use hpctrain_config::telemetry::unix_time;
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Checkpoint, Config, Eval, Model, ResolvedConfig, epochs_ended};
+use hpctrain_config::{Checkpoint, Config, EpochLength, Eval, Loss, Model, ResolvedConfig};
 use hpctrain_data::{Tokenizer, TrainedOn};
 use hpctrain_device::{DeviceCounters, Kernels};
 use hpctrain_engine::memory::BaselineMemory;
 use hpctrain_engine::micro_batches::MicroBatches;
 use hpctrain_engine::{Engine, Round, Splits, StepResult, train_round};
 use hpctrain_nn::CustomModel;
+use hpctrain_nn::loss::{CustomLoss, CustomMetric};
 use hpctrain_parallel::{AllFlags, ControlFlags, LocalSgd, whole_histograms};
 
 /// Request for a run.
@@ -90,17 +91,23 @@ pub struct Customization<'h> {
     pub data: Option<Splits>,
     /// A network to use instead of the section `[model]`, whose keys are ignored.
     pub network: Option<CustomModel>,
+    /// A loss to use instead of the section `[loss]`, whose keys are ignored.
+    pub loss: Option<CustomLoss>,
+    /// Metrics that evaluations measure besides those of the loss.
+    pub metrics: Vec<CustomMetric>,
 }
 
 impl Customization<'_> {
-    /// Returns the configuration with the custom network, if there is one.
-    pub(crate) fn with_custom_network(&self, config: &Config) -> Config {
-        match &self.network {
-            None => config.clone(),
-            Some(network) => {
-                Config { model: Model::from_custom(network.clone()), ..config.clone() }
-            }
+    /// Returns the configuration with the custom network and the custom loss, if there are any.
+    pub fn with_custom_network(&self, config: &Config) -> Config {
+        let mut config = config.clone();
+        if let Some(network) = &self.network {
+            config.model = Model::from_custom(network.clone());
         }
+        if let Some(loss) = &self.loss {
+            config.loss = Loss { own: Some(loss.clone()), ..Loss::default() };
+        }
+        config
     }
 }
 
@@ -344,12 +351,13 @@ impl<'h, B: Kernels> Run<'h, B> {
         let seconds = seconds / count;
         let times = times / count;
         let tokens = self.plan.tokens_per_step();
+        let epoch_length = EpochLength::new(&self.plan.config, self.train_samples);
         for (taken, step) in steps.iter().zip(began.step + 1..) {
             let position = began.position + (step - began.step) * self.plan.config.batch.global;
             let tokens_per_second = tokens as f64 / seconds;
             let record = Step {
                 step,
-                epoch: position as f64 / self.train_samples as f64,
+                epoch: epoch_length.passed(step, position),
                 tokens: position * self.plan.network.context() as u64,
                 loss: taken.loss,
                 lr: taken.lr,
@@ -360,6 +368,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 tflops_per_rank: Some(self.efficiency.tflops_per_rank(tokens_per_second)),
                 mfu: self.efficiency.mfu(tokens_per_second),
                 peak_bytes: self.engine.model.backend.memory_stats().total_peak(),
+                hooks_ms: self.hooks.take_ms(),
                 time: unix_time(),
                 ..Step::default()
             };
@@ -376,7 +385,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             }
             let stop = self.hooks.call(|hook| hook.step(&record));
             self.stop_requests.stop_for(stop);
-            let ended = epochs_ended(position, self.plan.config.batch.global, self.train_samples);
+            let ended = epoch_length.ended(step, position, 1, self.plan.config.batch.global);
             self.schedule.epochs.extend(ended.map(|epoch| (epoch, record)));
         }
         Ok(())
@@ -656,9 +665,6 @@ impl<'h, B: Kernels> Run<'h, B> {
         if let Some(Published { took, progress }) = published {
             self.stop_requests.note_published(took);
             self.outages.published();
-            if let Some(records) = &mut self.records {
-                records.copy_evaluations_to_tensorboard();
-            }
             let path = self.directory.checkpoints().path(progress.step);
             let stop = self.hooks.call(|hook| hook.checkpoint(progress.step, &path));
             self.stop_requests.stop_for(stop);

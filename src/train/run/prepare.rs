@@ -23,7 +23,7 @@ use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::{logging, say, startup_summary, unix_time};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, ModelKind, Parallel, ReduceChoice, ResolvedConfig};
+use hpctrain_config::{Config, EpochLength, ModelKind, Parallel, ReduceChoice, ResolvedConfig};
 use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_engine::micro_batches;
@@ -63,6 +63,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
         let mut config = request.config.clone();
         let is_custom = custom.data.is_some();
+        let metrics = custom.metrics;
         let mut splits = match custom.data {
             Some(splits) => splits,
             None => Splits::open(&config, &world, &topology)?,
@@ -104,11 +105,29 @@ impl<'h, B: Kernels> Run<'h, B> {
         let path = share(&world, path)?;
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
+        let mut is_new_plan = false;
+        let per_rank = plan.config.batch.of_rank;
+        if per_rank > 0
+            && let Some(before) =
+                number_before(&world, directory, request, |before| Some(before.batch.global))?
+            && before != plan.config.batch.global
+        {
+            if root {
+                log::warn!(
+                    "batch.global = {before} of the run is kept: batch.per_rank = {per_rank} would \
+                     make it {} on these ranks",
+                    plan.config.batch.global
+                );
+            }
+            (config.batch.global, config.batch.per_rank) = (before, 0);
+            plan = self::plan(&comm, config.clone(), &splits.train, Some(threads))?;
+            is_new_plan = true;
+        }
         if config.parallel.virtual_ranks.is_none()
             && config.parallel.reduce == ReduceChoice::Auto
             && plan.config.parallel.reduce == ReduceChoice::Micro
-            && let Some(before) = virtual_ranks_before(&world, directory, request)?
-            && before != plan.virtual_ranks
+            && let Some(before) = number_before(&world, directory, request, virtual_ranks)?
+            && before != plan.virtual_ranks as u64
         {
             // The default for gradients that are reduced after each micro-batch would add in
             // another order than the run has so far.
@@ -117,12 +136,16 @@ impl<'h, B: Kernels> Run<'h, B> {
             );
             config.parallel.reduce = ReduceChoice::Step;
             plan = self::plan(&comm, config, &splits.train, Some(threads))?;
+            is_new_plan = true;
+        }
+        if is_new_plan {
             if may_cut {
                 memory::fit_stages(&world, &mut plan, &topology, held, gpu_memory)?;
             }
             world.all_ok(memory::check::<B>(&plan, &topology, held, gpu_memory))?;
         }
         plan.config.run.name = Some(directory.name());
+        plan.metrics = metrics;
         world.all_ok(logging::to_file(
             &directory.log_path(world.rank()),
             plan.config.log.level.into(),
@@ -159,6 +182,12 @@ impl<'h, B: Kernels> Run<'h, B> {
         let Splits { mut train, mut validation, .. } = splits;
         let (mut engine, exchange) =
             engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
+        if plan.config.log.placement {
+            let here = &topology.here().host;
+            for block in memory::placement::<B>(&plan, world.rank()) {
+                log::info!("placement: {block} of rank {} ({here})", world.rank());
+            }
+        }
         let take = request.take;
         let allow_changed_data = request.allow_changed_data;
         let data_now = train.fingerprint();
@@ -202,8 +231,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let energy = Energy::open(&world, &topology.here().host, gpu.map(|gpu| &gpu.id[..]))?;
         let products = autotune_matmuls(&world, &plan, &mut engine, &directory.matmuls_path())?;
         world.all_ok(products.to_save.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
-        let epoch_loss =
-            validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
+        let epoch_length = EpochLength::new(&plan.config, train.samples());
+        let epoch_loss = validation
+            .is_none()
+            .then(|| EpochLoss::new(epoch_length.steps(plan.config.batch.global)));
         let records = root
             .then(|| Records::open(directory, &plan, progress.step, exchange.to_save, epoch_loss));
         let mut records = world.all_ok(records.transpose())?;
@@ -332,19 +363,26 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
     text.ok_or_else(|| Error::internal("no rank 0"))
 }
 
-/// Returns the virtual ranks of the checkpoint that a run resumes from, on all ranks; `None` if there
-/// is none, it cannot be read, which [`resume`] reports, or only its weights are taken.
-fn virtual_ranks_before<B: Kernels>(
+/// Returns the number of virtual ranks of a resolved configuration.
+fn virtual_ranks(config: &Config) -> Option<u64> {
+    config.parallel.virtual_ranks.map(|ranks| ranks as u64)
+}
+
+/// Returns a number above 0 of the configuration of the checkpoint that a run resumes from, on all
+/// ranks; `None` if there is none, it cannot be read, which [`resume`] reports, or only its weights
+/// are taken.
+fn number_before<B: Kernels>(
     world: &Group<B>,
     directory: &RunDirectory,
     request: &TrainRequest,
-) -> Result<Option<usize>> {
+    number: impl FnOnce(&Config) -> Option<u64>,
+) -> Result<Option<u64>> {
     if request.resume == Resume::No || request.take == RestoreScope::Weights {
         return Ok(None);
     }
     let mine = if world.rank() == 0 { manifest_before(directory, &request.resume) } else { None };
-    let mine = mine.and_then(|manifest| manifest.config.parallel.virtual_ranks).unwrap_or(0);
-    let before = world.broadcast_numbers(&[mine as u64])?[0] as usize;
+    let mine = mine.and_then(|manifest| number(&manifest.config)).unwrap_or(0);
+    let before = world.broadcast_numbers(&[mine])?[0];
     Ok((before > 0).then_some(before))
 }
 

@@ -11,7 +11,7 @@ use prost::Message as _;
 
 use super::protocol::{Event, START, SessionLog, VERSION, What};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::own_files;
+use hpctrain_base::{own_files, safe_open};
 
 /// The most bytes that are buffered while the file cannot be written. Further records are dropped.
 const MAX_BUFFERED: usize = 32 << 20;
@@ -105,6 +105,20 @@ impl EventsFile {
         }
     }
 
+    /// Opens a file that [`EventsFile::begin`] has created, to append to it.
+    pub fn reopen(path: PathBuf) -> Self {
+        Self { path, file: None, waiting: Vec::new(), lost: 0, is_reported: false }
+    }
+
+    /// Appends events.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn write_all(&mut self, events: &[Event]) -> Result<()> {
+        self.waiting.extend(events.iter().flat_map(|event| framed(&event.encode_to_vec())));
+        self.write().map_err(|e| Error::io("write", &self.path, e))
+    }
+
     fn write(&mut self) -> std::io::Result<()> {
         while !self.waiting.is_empty() {
             let file = match &mut self.file {
@@ -119,6 +133,53 @@ impl EventsFile {
             }
         }
         Ok(())
+    }
+}
+
+/// The events files of a directory.
+#[derive(Debug, Default)]
+pub struct ExistingEvents {
+    /// The events that summarize values, in the order in which readers see them.
+    pub summaries: Vec<Event>,
+    /// The last file, unless its last record is truncated or damaged.
+    pub last: Option<PathBuf>,
+}
+
+impl ExistingEvents {
+    /// Reads the events files of a directory; there are none if it does not exist.
+    ///
+    /// # Errors
+    /// Returns an error if a file cannot be read.
+    pub fn read(directory: &Path) -> Result<Self> {
+        let entries = match std::fs::read_dir(directory) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Self::default()),
+            Err(e) => return Err(Error::io("list", directory, e)),
+        };
+        let mut paths = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|e| Error::io("list", directory, e))?;
+            if second_of(&entry.file_name().to_string_lossy()).is_some() {
+                paths.push(entry.path());
+            }
+        }
+        paths.sort();
+        let mut found = Self::default();
+        for path in paths {
+            let bytes = safe_open::read(&path).map_err(|e| Error::io("read", &path, e))?;
+            let mut rest = &bytes[..];
+            let mut read = 0;
+            while let Some((event, record)) =
+                next(&mut rest).map_err(|e| Error::io("read", &path, e))?
+            {
+                read += record.len();
+                found.summaries.extend(
+                    Some(event).filter(|event| matches!(event.what, Some(What::Summary(_)))),
+                );
+            }
+            found.last = (read == bytes.len()).then_some(path);
+        }
+        Ok(found)
     }
 }
 

@@ -2,14 +2,17 @@
 //! (`log.tensorboard`). Rank 0 writes them; a failed write does not end a run that has started.
 //!
 //! Each start of a run creates a new file, and removes the events of steps that it repeats from the
-//! files before it.
+//! files before it. Evaluators write their evaluations into a separate directory
+//! ([`write_evaluations`]), which follows from `eval.jsonl`.
 
 mod events_file;
 mod protocol;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
-use events_file::EventsFile;
+use events_file::{EventsFile, ExistingEvents};
+use prost::Message as _;
 use protocol::{
     Content, Dim, Event, Metadata, Plugin, STRINGS, Shape, Summary, TENSORS, Tensor, Value, What,
 };
@@ -17,12 +20,21 @@ use protocol::{
 use super::evaluations::{Evaluation, EvaluationStatus, LossSplit};
 use super::metrics::Step;
 use super::unix_time;
-use hpctrain_base::error::Result;
+use hpctrain_base::error::{Error, Result};
 use hpctrain_base::histogram::Histogram;
+use hpctrain_base::own_files;
 use hpctrain_parallel::Histograms;
 
 /// The name of the directory in a run's directory.
 pub const DIRECTORY: &str = "tensorboard";
+
+/// The name of the directory in [`DIRECTORY`] with the events of evaluators. TensorBoard follows
+/// one growing file of a directory only, and shows this directory as another run in the same
+/// charts.
+pub const EVALUATOR_DIRECTORY: &str = "evaluator";
+
+/// The file that a process locks while it writes events of evaluators.
+const LOCK: &str = ".lock";
 
 /// Writes the events of a run.
 pub struct TensorBoard {
@@ -70,6 +82,7 @@ impl TensorBoard {
             ("speed/mfu", record.mfu),
             ("energy/joules_per_token", record.joules_per_token),
             ("energy/kwh", record.energy_kwh),
+            ("time/hooks_ms", record.hooks_ms),
         ];
         values.extend(optional.into_iter().filter_map(|(tag, value)| Some(scalar(tag, value?))));
         self.append(step, time, values);
@@ -77,29 +90,9 @@ impl TensorBoard {
 
     /// Adds the loss and the metrics of an evaluation, if it is done.
     pub fn evaluation(&mut self, evaluation: &Evaluation) {
-        let Evaluation {
-            step,
-            status: EvaluationStatus::Done,
-            split: over,
-            loss,
-            perplexity,
-            metrics,
-            time,
-            ..
-        } = evaluation
-        else {
-            return;
-        };
-        let kind = match over {
-            LossSplit::Validation => "validation",
-            LossSplit::Training => "training_epoch",
-        };
-        let mut values = vec![scalar(&format!("loss/{kind}"), loss.unwrap_or(f64::NAN))];
-        values
-            .extend(perplexity.map(|perplexity| scalar(&format!("{kind}/perplexity"), perplexity)));
-        values
-            .extend(metrics.iter().map(|(name, value)| scalar(&format!("{kind}/{name}"), *value)));
-        self.append(*step, *time, values);
+        if let Some(event) = evaluation_event(evaluation) {
+            self.file.append(&event);
+        }
     }
 
     /// Adds the mean and the largest staleness of the gradients of a step on parameter servers, if
@@ -145,12 +138,77 @@ impl TensorBoard {
     }
 
     fn append(&mut self, step: u64, wall_time: f64, value: Vec<Value>) {
-        self.file.append(&Event {
-            wall_time,
-            step: step as i64,
-            what: Some(What::Summary(Summary { value })),
-        });
+        self.file.append(&summary(step, wall_time, value));
     }
+}
+
+/// Makes the events files of evaluators in `directory` contain the evaluations of checkpoints among
+/// `evaluations`, each once, in the order of their steps: appends those that are missing, and
+/// rewrites those that the run no longer has. Several evaluators may call this at once, and so may
+/// the trainer.
+///
+/// # Errors
+/// Returns an error if a file cannot be read or written.
+pub fn write_evaluations(directory: &Path, evaluations: &[Evaluation]) -> Result<()> {
+    let parent = directory.parent().unwrap_or(directory);
+    for path in [parent, directory] {
+        own_files::create_directory(path).map_err(|e| Error::io("create", path, e))?;
+    }
+    let path = directory.join(LOCK);
+    let lock = own_files::create(&path).and_then(|file| file.lock().map(|()| file));
+    if let Err(e) = &lock {
+        log::warn!("cannot lock {}: {e}", path.display());
+    }
+    // The last evaluation of a step counts.
+    let by_step: BTreeMap<u64, Event> = evaluations
+        .iter()
+        .filter(|one| one.checkpoint.is_some())
+        .filter_map(|one| Some((one.step, evaluation_event(one)?)))
+        .collect();
+    let points: Vec<Event> = by_step.into_values().collect();
+    let ExistingEvents { summaries, last } = ExistingEvents::read(directory)?;
+    // Encoded, a number that is not finite equals itself.
+    let is_same = |(old, new): &(&Event, &Event)| old.encode_to_vec() == new.encode_to_vec();
+    let same = summaries.iter().zip(&points).take_while(is_same).count();
+    let mut file = match last.filter(|_| same == summaries.len()) {
+        Some(_) if same == points.len() => return Ok(()),
+        Some(last) => EventsFile::reopen(last),
+        None => {
+            let before = points[..same].last().map_or(0, |event| event.step as u64);
+            EventsFile::begin(directory, before, unix_time())?
+        }
+    };
+    file.write_all(&points[same..])
+}
+
+/// Returns the point of an evaluation, if it is done.
+fn evaluation_event(evaluation: &Evaluation) -> Option<Event> {
+    let Evaluation {
+        step,
+        status: EvaluationStatus::Done,
+        split: over,
+        loss,
+        perplexity,
+        metrics,
+        time,
+        ..
+    } = evaluation
+    else {
+        return None;
+    };
+    let kind = match over {
+        LossSplit::Validation => "validation",
+        LossSplit::Training => "training_epoch",
+    };
+    let mut values = vec![scalar(&format!("loss/{kind}"), loss.unwrap_or(f64::NAN))];
+    values.extend(perplexity.map(|perplexity| scalar(&format!("{kind}/perplexity"), perplexity)));
+    values.extend(metrics.iter().map(|(name, value)| scalar(&format!("{kind}/{name}"), *value)));
+    Some(summary(*step, *time, values))
+}
+
+/// Creates an event with values.
+fn summary(step: u64, wall_time: f64, value: Vec<Value>) -> Event {
+    Event { wall_time, step: step as i64, what: Some(What::Summary(Summary { value })) }
 }
 
 fn scalar(tag: &str, value: f64) -> Value {
@@ -190,9 +248,68 @@ fn as_histogram(tag: String, histogram: &Histogram) -> Option<Value> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
+
+    /// Returns steps and losses of the points in the files of evaluators.
+    fn points(directory: &Path) -> Vec<(i64, f32)> {
+        let events = ExistingEvents::read(directory).unwrap().summaries;
+        let loss = |event: &Event| match &event.what {
+            Some(What::Summary(Summary { value })) => match &value[0].content {
+                Some(Content::Simple(loss)) => (event.step, *loss),
+                other => panic!("{other:?}"),
+            },
+            other => panic!("{other:?}"),
+        };
+        events.iter().map(loss).collect()
+    }
+
+    /// Returns the number of events files.
+    fn files(directory: &Path) -> usize {
+        let names = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name());
+        names.filter(|name| name != LOCK).count()
+    }
+
+    #[test]
+    fn evaluations_have_one_point_each_whatever_happened_before() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join(DIRECTORY).join(EVALUATOR_DIRECTORY);
+        let of = |step, loss| Evaluation {
+            checkpoint: Some("x".into()),
+            ..Evaluation::done(step, loss, BTreeMap::new())
+        };
+        let failed = Evaluation { status: EvaluationStatus::Failed, ..of(3, 0.0) };
+        let inline = Evaluation::done(2, 9.0, BTreeMap::new());
+        let mut all = vec![of(2, 3.0), inline, failed, of(4, 2.5)];
+        write_evaluations(&directory, &all).unwrap();
+        assert_eq!(points(&directory), [(2, 3.0), (4, 2.5)]);
+        // An evaluator that is started again adds what is missing, to the same file.
+        write_evaluations(&directory, &all).unwrap();
+        all.push(of(6, 2.0));
+        write_evaluations(&directory, &all).unwrap();
+        assert_eq!(points(&directory), [(2, 3.0), (4, 2.5), (6, 2.0)]);
+        assert_eq!(files(&directory), 1);
+        // The run goes back to step 2 and reaches step 4 again.
+        all.truncate(1);
+        all.push(of(4, 2.25));
+        write_evaluations(&directory, &all).unwrap();
+        assert_eq!((points(&directory), files(&directory)), (vec![(2, 3.0), (4, 2.25)], 2));
+        // A kill has truncated the last record, and a loss is not a number.
+        let last = ExistingEvents::read(&directory).unwrap().last.unwrap();
+        let bytes = std::fs::read(&last).unwrap();
+        std::fs::write(&last, &bytes[..bytes.len() - 3]).unwrap();
+        write_evaluations(&directory, &all).unwrap();
+        assert_eq!(points(&directory), [(2, 3.0), (4, 2.25)]);
+        all.push(of(6, f64::NAN));
+        write_evaluations(&directory, &all).unwrap();
+        let before = files(&directory);
+        write_evaluations(&directory, &all).unwrap();
+        assert_eq!((points(&directory).len(), files(&directory)), (3, before));
+        // Another evaluator has finished an earlier step later.
+        all.push(of(5, 2.1));
+        write_evaluations(&directory, &all).unwrap();
+        let steps: Vec<i64> = points(&directory).iter().map(|point| point.0).collect();
+        assert_eq!(steps, [2, 4, 5, 6]);
+    }
 
     #[test]
     fn points_are_in_the_file() {

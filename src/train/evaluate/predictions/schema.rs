@@ -63,7 +63,9 @@ impl OutputSchema {
                 _ => Self::Logit { names: ["0", "1"].map(str::to_owned), are_given: false },
             },
             (LossKind::BinaryCrossEntropy, _) => Self::MultiLabel(named()),
-            (LossKind::Mse | LossKind::Mae | LossKind::Huber, _) => Self::Numbers(named()),
+            (LossKind::Mse | LossKind::Mae | LossKind::Huber | LossKind::Contrastive, _) => {
+                Self::Numbers(named())
+            }
         }
     }
 
