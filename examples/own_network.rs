@@ -8,20 +8,28 @@
 //! mpirun -np 2 target/release/examples/own_network run.name=two parallel.zero=3
 //! mpirun -np 2 target/release/examples/own_network --resume run.name=two run.steps=400
 //! ```
+//!
+//! With `--evaluate`, this program is the evaluator of a run that another process trains:
+//!
+//! ```sh
+//! target/release/examples/own_network --evaluate run.name=three &
+//! target/release/examples/own_network run.name=three eval.inline=false checkpoint.every=50
+//! ```
 
 use std::f64::consts::TAU;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use hpctrain::backend::{Activation, Linear, split, split_mut};
+use hpctrain::backend::Activation;
 use hpctrain::checkpoint::Reader;
 use hpctrain::checkpoint::tools::resolve_path;
 use hpctrain::config::Model;
 use hpctrain::evaluate::predictions::{OutputSchema, RowIds};
-use hpctrain::evaluate::{Predictions, model, predict};
+use hpctrain::evaluate::{Policy, Predictions, SidecarOptions, model, predict};
 use hpctrain::nn::gradcheck;
 use hpctrain::prelude::*;
 use hpctrain::run_dir::Resume;
+use hpctrain::train::evaluate_run;
 
 /// The position of a layer in the network.
 #[derive(Clone, Copy, PartialEq)]
@@ -31,8 +39,9 @@ enum Place {
     Last,
 }
 
-/// Computes `y = x + silu(x·Wᵀ + b)`. The first layer, whose `x` are the samples, has no residual
-/// connection, and the last one has neither that nor an activation.
+/// Computes `y = x + silu(x·Wᵀ + b)`; the backward follows from the forward. The first layer, whose
+/// `x` are the samples, has no residual connection, and the last one has neither that nor an
+/// activation.
 struct Layer {
     name: String,
     inputs: usize,
@@ -40,111 +49,41 @@ struct Layer {
     place: Place,
 }
 
-impl Layer {
-    fn linear(&self, rows: usize) -> Linear {
-        Linear::new(rows, self.inputs, self.outputs)
-    }
-
-    /// Returns the lengths of the tensors, in the order of [`Block::tensors`].
-    fn lens(&self) -> [usize; 2] {
-        [self.outputs * self.inputs, self.outputs]
-    }
-
-    /// Returns the samples in the first layer, else the output of the previous block.
-    fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {
-        if self.place == Place::First { &cx.micro.fields.features } else { x }
-    }
-}
-
-impl<B: Kernels> Block<B> for Layer {
+impl Module for Layer {
     fn name(&self) -> String {
         self.name.clone()
     }
 
     fn tensors(&self) -> Vec<Tensor> {
         let deviation = (1.0 / self.inputs as f32).sqrt();
-        let weight = Tensor::new(
-            format!("{}.weight", self.name),
-            &[self.outputs, self.inputs],
-            Init::Normal(deviation),
-        );
+        let weight = format!("{}.weight", self.name);
+        let bias = format!("{}.bias", self.name);
         vec![
-            weight.overwritten(),
-            Tensor::new(format!("{}.bias", self.name), &[self.outputs], Init::Zeros),
+            Tensor::new(weight, &[self.outputs, self.inputs], Init::Normal(deviation)),
+            Tensor::new(bias, &[self.outputs], Init::Zeros),
         ]
     }
 
     fn input_per_row(&self) -> usize {
-        self.inputs
+        if self.place == Place::First { 0 } else { self.inputs }
     }
 
-    fn saved_elems_per_row(&self) -> usize {
-        // The input of the activation is saved.
-        if self.place == Place::Last { 0 } else { self.outputs }
-    }
-
-    fn saved_f32_per_row(&self) -> usize {
-        0
-    }
-
-    fn scratch_per_row(&self) -> usize {
-        // The gradients of the activation's input and of the block's input.
-        self.outputs + self.inputs
-    }
-
-    fn forward(
+    fn forward<B: Kernels>(
         &self,
-        cx: &Context<'_, B>,
-        params: Params<'_, B>,
-        x: &B::Buf,
-    ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let b = cx.backend;
-        let rows = cx.micro.rows();
-        let x = self.input(cx, x);
-        let [weight, bias] = split::<B, 2>(params.own, self.lens());
-        let mut h = b.alloc(MemoryKind::Activations, rows * self.outputs)?;
-        b.linear(self.linear(rows), B::all(x), weight, bias, B::all_mut(&mut h))?;
+        tape: &mut Tape<'_, B>,
+        params: &[Var<B>],
+        x: &Var<B>,
+    ) -> Result<Var<B>> {
+        let x = match self.place {
+            Place::First => tape.features(self.inputs)?,
+            Place::Middle | Place::Last => x.clone(),
+        };
+        let h = tape.linear(&x, &params[0], Some(&params[1]))?;
         if self.place == Place::Last {
-            return Ok((h, vec![]));
+            return Ok(h);
         }
-        let mut y = b.alloc(MemoryKind::Activations, rows * self.outputs)?;
-        b.activation(Activation::Silu, B::all(&h), B::all_mut(&mut y))?;
-        if self.place == Place::Middle {
-            b.add(B::all(x), B::all_mut(&mut y))?;
-        }
-        Ok((y, vec![h]))
-    }
-
-    fn backward(
-        &self,
-        cx: &Context<'_, B>,
-        params: Params<'_, B>,
-        grads: Grads<'_, B>,
-        x: &B::Buf,
-        saved: Vec<B::Buf>,
-        dy: B::Buf,
-    ) -> Result<B::Buf> {
-        let b = cx.backend;
-        let rows = cx.micro.rows();
-        let x = self.input(cx, x);
-        let [weight, _] = split::<B, 2>(params.own, self.lens());
-        let add = !grads.first;
-        let [dweight, dbias] = split_mut::<B, 2>(grads.own, self.lens());
-        let mut dh = b.alloc(MemoryKind::Activations, rows * self.outputs)?;
-        b.copy(B::all(&dy), B::all_mut(&mut dh))?;
-        if let Some(h) = saved.first() {
-            b.activation_backward(Activation::Silu, B::all(h), B::all_mut(&mut dh))?;
-        }
-        b.linear_backward_weight(self.linear(rows), B::all(&dh), B::all(x), dweight, dbias, add)?;
-        if self.place == Place::First {
-            return b.alloc(MemoryKind::Activations, 0);
-        }
-        let mut dx = b.alloc(MemoryKind::Activations, rows * self.inputs)?;
-        b.linear_backward_input(self.linear(rows), B::all(&dh), weight, B::all_mut(&mut dx))?;
-        if self.place == Place::Middle {
-            b.add(B::all(&dy), B::all_mut(&mut dx))?;
-        }
-        Ok(dx)
+        let h = tape.activation(&h, Activation::Silu)?;
+        if self.place == Place::First { Ok(h) } else { tape.add(&x, &h) }
     }
 }
 
@@ -169,7 +108,7 @@ impl ModelBuilder for Residual {
 
     fn blocks<B: Kernels>(&self) -> Blocks<B> {
         let layer = |name: String, inputs, outputs, place| -> Box<dyn Block<B>> {
-            Box::new(Layer { name, inputs, outputs, place })
+            autograd::block(Layer { name, inputs, outputs, place })
         };
         let width = self.width;
         let mut blocks = vec![layer("lift".into(), 2, width, Place::First)];
@@ -229,19 +168,40 @@ const SETTINGS: [&str; 9] = [
     "run.device=cpu",
 ];
 
+/// The arguments that are not overrides of keys.
+const FLAGS: [&str; 2] = ["--resume", "--evaluate"];
+
 fn network() -> CustomModel {
     CustomModel::new(Residual { width: 16, depth: 3 })
+}
+
+fn splits() -> Splits {
+    Splits {
+        name: "two spirals".into(),
+        train: Box::new(Spirals(640)),
+        validation: Some(Box::new(Spirals(310))),
+    }
+}
+
+/// Evaluates the checkpoints of a run while another process trains it.
+fn evaluate_beside(comm: &Comm<Cpu>, config: &Config) -> Result<()> {
+    let name = config.run.name.as_deref().unwrap_or("spirals");
+    let run = Path::new(&config.run.root).join(name);
+    let options = SidecarOptions { policy: Policy::Every, ..SidecarOptions::new(run) };
+    let custom = Customization {
+        data: Some(splits()),
+        network: Some(network()),
+        ..Customization::default()
+    };
+    evaluate_run(comm, &options, custom).map(drop)
 }
 
 fn main() -> ExitCode {
     start(|comm| {
         let world = comm.world();
         let prints = comm.rank() == 0;
-        for found in gradcheck::block(
-            &Layer { name: "x".into(), inputs: 5, outputs: 5, place: Place::Middle },
-            4,
-            5,
-        )? {
+        let layer = Layer { name: "x".into(), inputs: 5, outputs: 5, place: Place::Middle };
+        for found in gradcheck::block(&*autograd::block(layer), 4, 5)? {
             let gradcheck::Derivative { tensor, backward, differences, .. } = found;
             if prints {
                 println!(
@@ -252,23 +212,22 @@ fn main() -> ExitCode {
 
         // A whole run.
         let (flags, settings): (Vec<String>, Vec<String>) =
-            std::env::args().skip(1).partition(|argument| argument == "--resume");
+            std::env::args().skip(1).partition(|argument| FLAGS.contains(&argument.as_str()));
         let overrides: Vec<String> =
             SETTINGS.map(String::from).into_iter().chain(settings).collect();
         let (config, _) =
             world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        if flags.iter().any(|flag| flag == FLAGS[1]) {
+            return evaluate_beside(comm, &config);
+        }
         let resume = if flags.is_empty() { Resume::No } else { Resume::Auto };
         let request = TrainRequest { resume, ..TrainRequest::new(config, "spirals") };
-        let splits = Splits {
-            name: "two spirals".into(),
-            train: Box::new(Spirals(640)),
-            validation: Some(Box::new(Spirals(310))),
-        };
         let mut directory = Directory::default();
         let custom = Customization {
             hooks: vec![&mut directory],
-            data: Some(splits),
+            data: Some(splits()),
             network: Some(network()),
+            ..Customization::default()
         };
         train(comm, &request, custom, None)?;
 

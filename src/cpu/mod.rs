@@ -9,6 +9,7 @@ mod attention;
 mod bf16;
 mod channel_norm;
 mod checksum;
+mod contrastive;
 mod convolution;
 mod cross_entropy;
 mod dot_interaction;
@@ -332,6 +333,11 @@ impl Backend for Cpu {
 
     fn upload_indices(&self, host: &[u32]) -> Result<CpuInts> {
         CpuInts::new(&self.pool, host)
+    }
+
+    fn download_indices(&self, ints: &CpuInts, host: &mut [u32]) -> Result<()> {
+        host.copy_from_slice(ints);
+        Ok(())
     }
 
     fn indices_len(ints: &CpuInts) -> usize {

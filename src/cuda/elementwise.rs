@@ -58,7 +58,7 @@ impl ElementwiseOps for Cuda {
 
     fn multiply(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let _launch = self.profile_launch(KernelCost::multiply(x.len));
-        assert!(x.len == y.len && x.element == y.element, "a product");
+        assert!(x.len == y.len && x.element == y.element, "a multiplication");
         let name = if x.element == Element::F32 { "multiply_f32" } else { "multiply" };
         self.launch(
             "multiply.cu",

@@ -36,6 +36,7 @@ mod attention;
 mod channel_norm;
 mod checksum;
 mod comm_queue;
+mod contrastive;
 mod convolution;
 mod counters;
 mod cross_entropy;
@@ -377,6 +378,17 @@ impl Backend for Cuda {
 
     fn upload_indices(&self, host: &[u32]) -> Result<CudaInts> {
         self.0.index_uploader.upload(host)
+    }
+
+    fn download_indices(&self, ints: &CudaInts, host: &mut [u32]) -> Result<()> {
+        assert_eq!(host.len(), ints.len(), "room for indices");
+        self.bind()?;
+        // SAFETY: there are as many indices as `host` has room for, and it is not used before the
+        // stream has finished.
+        check("copy indices to the host", unsafe {
+            result::memcpy_dtoh_async(host, ints.pointer(), self.0.compute.cu_stream())
+        })?;
+        self.synchronize()
     }
 
     fn indices_len(ints: &CudaInts) -> usize {

@@ -43,9 +43,9 @@ pub const HEADERS: [KernelSource; 6] =
     sources!["attention.cuh" "common.cuh" "ptx.cuh" "rows.cuh" "sum.cuh" "vector.cuh"];
 
 /// All kernel sources.
-pub const KERNELS: [KernelSource; 30] = sources![
+pub const KERNELS: [KernelSource; 31] = sources![
     "activation.cu" "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "channel_norm.cu"
-    "checksum.cu" "column_sum.cu" "convert.cu" "cross_entropy.cu" "dot_interaction.cu" "dropout.cu"
+    "checksum.cu" "column_sum.cu" "contrastive.cu" "convert.cu" "cross_entropy.cu" "dot_interaction.cu" "dropout.cu"
     "embedding.cu" "embedding_backward.cu" "im2col_pool.cu" "ipc.cu" "lamb.cu" "lerp.cu" "multiply.cu"
     "norm.cu" "norm_backward.cu" "optimizer_elementwise.cu" "reduce_terms.cu" "regression.cu"
     "rotary.cu" "sgd.cu" "softmax.cu" "strided_copy.cu" "sum.cu" "swiglu.cu"

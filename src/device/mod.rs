@@ -28,11 +28,12 @@ pub use matmul_algo::{ChosenAlgorithm, MatmulAlgorithm, MatmulAlgorithms, Matmul
 pub use memory::{MemoryKind, MemoryStats, format_bytes};
 pub use ops::{
     Activation, ActivationOps, AdamW, Attention, AttentionOps, ChannelNormShape, ChannelOps,
-    ClassifierOps, ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart,
-    DigestOps, DotInteraction, DotInteractionOps, Dropout, DropoutOps, Elementwise, ElementwiseOps,
-    ElementwiseUpdate, EmbeddingOps, Gemm, Im2colShape, Kernels, Linear, LinearOps, LogitsPart,
-    LossWeights, Norm, NormOps, OptimizerOps, Regression, RegressionLoss, RegressionOps, Rotary,
-    RotaryOps, Sgd, SoftmaxOps, StridedCopy, SwigluOps, UpdateChecksums, WindowOps,
+    ClassifierOps, ColumnsOps, Contrastive, ContrastiveOps, Convolution, ConvolutionOps,
+    CrossEntropy, CrossEntropyPart, DigestOps, DotInteraction, DotInteractionOps, Dropout,
+    DropoutOps, Elementwise, ElementwiseOps, ElementwiseUpdate, EmbeddingOps, Gemm, Im2colShape,
+    Kernels, Linear, LinearOps, LogitsPart, LossWeights, Norm, NormOps, OptimizerOps, Regression,
+    RegressionLoss, RegressionOps, Rotary, RotaryOps, Sgd, SoftmaxOps, StridedCopy, SwigluOps,
+    UpdateChecksums, WindowOps,
 };
 pub use profile::{KernelStats, KernelTotals, Launch, Profile};
 
@@ -138,6 +139,12 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// # Errors
     /// Returns an error under the conditions of [`Backend::upload`].
     fn upload_indices(&self, host: &[u32]) -> Result<Self::IndexBuf>;
+
+    /// Copies indices to the host; `host` has their length.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn download_indices(&self, ints: &Self::IndexBuf, host: &mut [u32]) -> Result<()>;
 
     /// Returns the number of indices in `ints`.
     fn indices_len(ints: &Self::IndexBuf) -> usize;

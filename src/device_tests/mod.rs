@@ -15,6 +15,7 @@ pub mod attention;
 pub mod channel_norm;
 pub mod checksum;
 pub mod common;
+pub mod contrastive;
 pub mod convolution;
 pub mod cross_entropy;
 pub mod dot_interaction;
@@ -58,6 +59,7 @@ macro_rules! each_operation {
             channels: $crate::channel_norm::channels,
             classifiers: $crate::cross_entropy::classifiers,
             classifier_parts: $crate::cross_entropy::classifier_parts,
+            contrastive_losses: $crate::contrastive::contrastive_losses,
             regressions: $crate::regression_loss::regressions,
             exact_losses: $crate::exact::exact_losses,
         }

@@ -111,6 +111,7 @@ pub fn engine_with_blocks<B: Kernels>(
         return Err(Error::input("model.place.tables = host is not supported with custom blocks")
             .hint("remove model.place.tables"));
     }
+    blocks.iter().try_for_each(|block| block.check())?;
     build(comm, plan, blocks, backend, choices)
 }
 

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::activation_offload::{ActivationOffload, OffloadedActivation};
+use super::batch_loss::{MicroBatchLoss, batch_loss};
 use super::chunked_loss::{ChunkForward, ChunkedHead, RowChunk};
 use super::model::Model;
 use hpctrain_base::error::{Error, Result};
@@ -121,7 +122,10 @@ impl<B: Kernels> Engine<B> {
         self.model.sharded.begin_step(schedule);
         let is_first = self.model.sharded.stage().is_first();
         let is_last = self.model.sharded.stage().is_last();
+        let over_batch = self.model.objective.over_batch();
         let mut losses: Vec<Vec<B::Scalar>> = vec![];
+        // The outputs of micro-batches, for a loss of the whole batch.
+        let mut outputs = vec![];
         // Activations and gradients for later actions, and the result of the last one.
         let mut inputs = BTreeMap::new();
         let mut result = None;
@@ -148,7 +152,10 @@ impl<B: Kernels> Engine<B> {
                         None => self.model.input(&micro)?,
                     };
                     let (saved_forward, mut y) = self.forward(micro, x, dropout)?;
-                    if is_last {
+                    if is_last && over_batch {
+                        // The loss waits for the last output.
+                        outputs.push(y);
+                    } else if is_last {
                         losses.resize_with(schedule.virtual_rank(k) + 1, Vec::new);
                         losses[schedule.virtual_rank(k)]
                             .push(self.loss(saved_forward.computed(), &mut y)?);
@@ -157,6 +164,17 @@ impl<B: Kernels> Engine<B> {
                         result = Some(y);
                     }
                     saved_forwards.insert(k, saved_forward);
+                    if is_last && over_batch && k + 1 == schedule.micros() {
+                        let results =
+                            self.batch_loss(&saved_forwards, std::mem::take(&mut outputs))?;
+                        losses.resize_with(schedule.virtual_ranks, Vec::new);
+                        for (k, MicroBatchLoss { loss, gradient }) in
+                            results.into_iter().enumerate()
+                        {
+                            losses[schedule.virtual_rank(k)].push(loss);
+                            inputs.insert((Flow::Gradients, k), Pending::ready(gradient));
+                        }
+                    }
                 }
                 Action::Backward(k) | Action::BackwardInput(k) => {
                     let (Some(saved_forward), Some(dy)) =
@@ -271,6 +289,19 @@ impl<B: Kernels> Engine<B> {
         let _span = span(ActivityKind::Loss, None);
         let Model { backend, objective, sharded, .. } = &self.model;
         objective.train(backend, sharded.tensor(), micro, output, self.geometry.scale())
+    }
+
+    /// Computes the loss of the whole batch from the outputs of this rank's micro-batches.
+    fn batch_loss(
+        &self,
+        saved_forwards: &BTreeMap<usize, SavedForward<B>>,
+        outputs: Vec<B::Buf>,
+    ) -> Result<Vec<MicroBatchLoss<B>>> {
+        let Model { backend, objective, sharded, .. } = &self.model;
+        let micros: Vec<&MicroBatch<B>> =
+            saved_forwards.values().map(SavedForward::computed).collect();
+        let ranks = sharded.step_data();
+        batch_loss(backend, objective, ranks, &micros, outputs, self.geometry.scale())
     }
 
     /// Computes the backward of one micro-batch, from the gradient of the stage's output to that of

@@ -8,10 +8,10 @@ use super::model::Model;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, ModelKind, ResolvedConfig, sample_spec};
+use hpctrain_config::{Config, DataOrder, ModelKind, ResolvedConfig, sample_spec};
 use hpctrain_data::{
-    Augment, Batch, DataSpec, Dataset, Loader, SampleOrder, SampleSpec, ShardIndex, Source, Split,
-    Target, ValidationSource, bundled, local_cache,
+    Augment, Batch, DataSpec, Dataset, FileOrder, Loader, RankBatches, SampleOrder, SampleSpec,
+    ShardIndex, Source, Split, Target, ValidationSource, bundled, local_cache,
 };
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 use hpctrain_nn::MicroBatch;
@@ -272,13 +272,51 @@ fn data_spec(config: &Config, path: &str, samples: &SampleSpec) -> Result<DataSp
     })
 }
 
-/// Returns the order of samples in the run.
+/// Returns the positions of the micro-batches of data-parallel rank `rank` in the order of their
+/// use, from `progress` on, and the order that gives the sample at each of them.
+///
+/// # Errors
+/// Returns an error if the weights of a mixture are invalid, or if there are no files for the rank.
+pub fn read_schedule(
+    plan: &ResolvedConfig,
+    train: &dyn Source,
+    rank: usize,
+    progress: Progress,
+) -> Result<(Positions, SampleOrder)> {
+    let positions = Positions::new(plan, rank, progress);
+    let order = match plan.config.data.order {
+        DataOrder::Samples => order(&plan.config, train)?,
+        DataOrder::Files => file_order(plan, &train.files(), rank, progress.position)?.into(),
+    };
+    Ok((positions, order))
+}
+
+/// Returns the order of data-parallel rank `rank` in those of `files` that are dealt to it, for
+/// global batches from position `first` on. `files` has the number of samples of each file.
+fn file_order(plan: &ResolvedConfig, files: &[u64], rank: usize, first: u64) -> Result<FileOrder> {
+    let batches = RankBatches {
+        first,
+        global: plan.config.batch.global,
+        virtual_rank_samples: plan.virtual_rank_samples,
+        virtual_ranks: plan.virtual_ranks_of_rank(rank).into_iter().flatten().collect(),
+        ranks: plan.mesh.data(),
+        rank,
+    };
+    FileOrder::new(files, seed(&plan.config), batches)
+}
+
+/// Returns the seed of the order of samples, if they are shuffled.
+fn seed(config: &Config) -> Option<u64> {
+    config.data.shuffle.then_some(config.run.seed)
+}
+
+/// Returns the order of samples in a run whose ranks draw from all of them.
 fn order(config: &Config, train: &dyn Source) -> Result<SampleOrder> {
     let weights: Vec<f64> = match &config.data.mix[..] {
         [] => vec![1.0],
         mix => mix.iter().map(|one| one.weight).collect(),
     };
-    SampleOrder::mixed(&train.parts(), &weights, config.data.shuffle.then_some(config.run.seed))
+    SampleOrder::mixed(&train.parts(), &weights, seed(config))
 }
 
 /// Returns the vocabulary size of a configuration's data.
@@ -319,35 +357,54 @@ pub fn upload<B: Backend>(
     Ok(MicroBatch { host_ids, ..micro })
 }
 
-/// Checks that no step uses a sample twice.
+/// Checks that no step uses a sample twice, unless `data.repeat` allows it, and that every rank has
+/// files if they are dealt to ranks.
 ///
 /// # Errors
-/// Returns an error if the data has fewer samples than a global batch.
+/// Returns an error if the data has fewer samples than a global batch, or fewer files than ranks.
 pub fn check_size(plan: &ResolvedConfig, train: &dyn Source) -> Result<()> {
-    let Some((number, have, needed)) =
-        order(&plan.config, train)?.repeats_within(plan.config.batch.global)
-    else {
+    let repeat = plan.config.data.repeat;
+    let global = plan.config.batch.global;
+    if plan.config.data.order == DataOrder::Files {
+        let files = train.files();
+        for rank in 0..plan.mesh.data() {
+            let order = SampleOrder::from(file_order(plan, &files, rank, 0)?);
+            if let Some((_, have, needed)) = order.repeats_within(global).filter(|_| !repeat) {
+                return Err(Error::input(format!(
+                    "the shards of data-parallel rank {rank} have {have} training samples, fewer \
+                     than its {needed} of batch.global = {global}"
+                ))
+                .hint(format!("reduce batch.global, give shards equal sizes, {OR_REPEAT}")));
+            }
+        }
+        return Ok(());
+    }
+    let order = order(&plan.config, train)?;
+    let Some((number, have, needed)) = order.repeats_within(global).filter(|_| !repeat) else {
         return Ok(());
     };
     let Some(one) = plan.config.data.mix.get(number) else {
         let path = &plan.config.data.path;
         let is_text = matches!(sample_spec(&plan.config)?, SampleSpec::Text);
         let (of_tokens, or_shorten) = if is_text {
-            (format!(" of {} tokens", plan.network.context()), ", or shorten model.context")
+            (format!(" of {} tokens", plan.network.context()), ", shorten model.context")
         } else {
             (String::new(), "")
         };
         return Err(Error::input(format!(
             "{path} has {have} training samples{of_tokens}, fewer than batch.global = {needed}"
         ))
-        .hint(format!("set batch.global to at most {have}{or_shorten}")));
+        .hint(format!("set batch.global to at most {have}{or_shorten}, {OR_REPEAT}")));
     };
     Err(Error::input(format!(
-        "{} has {have} training samples, but batch.global = {} may take {needed} of them",
-        one.path, plan.config.batch.global
+        "{} has {have} training samples, but batch.global = {global} may take {needed} of them",
+        one.path
     ))
-    .hint("reduce batch.global or its weight in data.mix"))
+    .hint(format!("reduce batch.global or its weight in data.mix, {OR_REPEAT}")))
 }
+
+/// The end of hints for data with fewer samples than a batch.
+const OR_REPEAT: &str = "or let a batch take samples again with data.repeat=true";
 
 /// The micro-batches of a rank, read ahead on the host and copied to the device one at a time.
 pub struct MicroBatches<B: Kernels> {
@@ -374,12 +431,13 @@ impl<B: Kernels> MicroBatches<B> {
         plan: &ResolvedConfig,
         progress: Progress,
     ) -> Result<Self> {
-        let positions = Positions::new(plan, model.sharded.data().rank(), progress);
-        Self::start_at(model, train, plan, progress.position, positions)
+        let rank = model.sharded.data().rank();
+        let (positions, order) = read_schedule(plan, &train, rank, progress)?;
+        Self::start_in_order(model, train, plan, progress.position, positions, order)
     }
 
-    /// Starts to read the micro-batches at `positions`. Global batches are consecutive, starting at
-    /// position `first`.
+    /// Starts to read the micro-batches at `positions`, of samples drawn from all files. Global
+    /// batches are consecutive, starting at position `first`.
     ///
     /// # Errors
     /// Returns an error if [`MicroBatches::start`] does.
@@ -391,6 +449,17 @@ impl<B: Kernels> MicroBatches<B> {
         positions: impl Iterator<Item = Range<u64>> + Send + 'static,
     ) -> Result<Self> {
         let order = order(&plan.config, &train)?;
+        Self::start_in_order(model, train, plan, first, positions, order)
+    }
+
+    fn start_in_order(
+        model: &Model<B>,
+        train: impl Source + 'static,
+        plan: &ResolvedConfig,
+        first: u64,
+        positions: impl Iterator<Item = Range<u64>> + Send + 'static,
+        order: SampleOrder,
+    ) -> Result<Self> {
         let stage = model.sharded.stage().clone();
         let loader = Loader::start(train, order, positions, plan.config.data.prefetch)?;
         let time = plan.network.context();
@@ -441,8 +510,8 @@ impl<B: Kernels> Drop for MicroBatches<B> {
     }
 }
 
-/// The positions of this rank's micro-batches, in the order of their use, up to the end of the run.
-struct Positions {
+/// The positions of a rank's micro-batches, in the order of their use, up to the end of the run.
+pub struct Positions {
     /// The virtual ranks of this rank.
     virtual_ranks: Vec<u64>,
     virtual_rank_samples: u64,
@@ -456,6 +525,11 @@ struct Positions {
 }
 
 impl Positions {
+    /// Returns the number of micro-batches of the rank in a step.
+    pub fn micros_per_step(&self) -> u64 {
+        self.virtual_ranks.len() as u64 * self.virtual_rank_samples / self.micro
+    }
+
     fn new(plan: &ResolvedConfig, rank: usize, progress: Progress) -> Self {
         Self {
             virtual_ranks: plan

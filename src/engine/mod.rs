@@ -37,6 +37,7 @@
 #![forbid(unsafe_code)]
 
 mod activation_offload;
+mod batch_loss;
 mod build;
 mod chunked_loss;
 mod collectives;
@@ -65,8 +66,8 @@ pub use matmul_autotune::{MatmulChoices, autotune_matmuls};
 pub use micro_batches::check_size;
 pub use micro_batches::vocabulary;
 pub use model::Model;
-pub use planning::plan;
-pub use splits::Splits;
+pub use planning::{plan, plan_for};
+pub use splits::{Splits, check_source};
 pub use synthetic_trainer::SyntheticTrainer;
 pub use threads::on_threads;
 pub use train_round::clip;

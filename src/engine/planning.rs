@@ -19,7 +19,7 @@ use hpctrain_device::Kernels;
 /// fails.
 pub fn plan<B: Kernels>(
     comm: &Comm<B>,
-    mut config: Config,
+    config: Config,
     train: &dyn Source,
     threads: Option<usize>,
 ) -> Result<ResolvedConfig> {
@@ -30,9 +30,24 @@ pub fn plan<B: Kernels>(
     };
     let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
     let facts = Environment { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
+    world.all_ok(plan_for(config, &facts, train))
+}
+
+/// Resolves a configuration for an environment and the data of `train`, like [`plan`] on one
+/// process.
+///
+/// # Errors
+/// Returns an error if a key is invalid, if the network cannot take the samples, or if there are
+/// fewer samples than a global batch.
+pub fn plan_for(
+    mut config: Config,
+    facts: &Environment,
+    train: &dyn Source,
+) -> Result<ResolvedConfig> {
+    config.resolve_batch(facts.ranks)?;
     config.count_epochs(train.samples());
-    let plan = world.all_ok(resolve(config, &facts))?;
-    world
-        .all_ok(check_sizes(&plan, train).and_then(|()| micro_batches::check_size(&plan, train)))?;
+    let plan = resolve(config, facts)?;
+    check_sizes(&plan, train)?;
+    micro_batches::check_size(&plan, train)?;
     Ok(plan)
 }

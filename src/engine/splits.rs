@@ -53,15 +53,37 @@ impl Splits {
     /// Returns an error if the samples have other sizes than the network takes, or if there are
     /// none.
     pub fn checked(self, plan: &ResolvedConfig) -> Result<Self> {
-        let check = |source: Box<dyn Source>, split: &str| -> Result<Box<dyn Source>> {
-            check_sizes(plan, &source).map_err(|e| e.at(format_args!("{}, {split}", self.name)))?;
-            let required = Requirements::new(plan, source.sizes());
-            Ok(Box::new(Checked { source, name: self.name.clone(), required }))
-        };
-        let train = check(self.train, "training")?;
-        let validation = self.validation.map(|source| check(source, "validation")).transpose()?;
-        Ok(Self { name: self.name, train, validation })
+        let train = check_split(self.train, plan, &self.name, "training")?;
+        let validation =
+            self.validation.map(|source| check_split(source, plan, &self.name, "validation"));
+        Ok(Self { name: self.name, train, validation: validation.transpose()? })
     }
+}
+
+/// Makes the source of a split check its samples; an error names the split.
+fn check_split(
+    source: Box<dyn Source>,
+    plan: &ResolvedConfig,
+    name: &str,
+    split: &str,
+) -> Result<Box<dyn Source>> {
+    check_source(source, plan, name).map_err(|e| e.at(format_args!("{name}, {split}")))
+}
+
+/// Makes a source check its samples as they are read, as [`Splits::checked`] does. Messages name it
+/// `name`.
+///
+/// # Errors
+/// Returns an error if the samples have other sizes than the network of `plan` takes, or if there
+/// are none.
+pub fn check_source(
+    source: Box<dyn Source>,
+    plan: &ResolvedConfig,
+    name: &str,
+) -> Result<Box<dyn Source>> {
+    check_sizes(plan, &source)?;
+    let required = Requirements::new(plan, source.sizes());
+    Ok(Box::new(Checked { source, name: name.into(), required }))
 }
 
 /// Checks that samples have the sizes that the network takes.
@@ -170,6 +192,10 @@ impl Source for Checked {
 
     fn parts(&self) -> Vec<u64> {
         self.source.parts()
+    }
+
+    fn files(&self) -> Vec<u64> {
+        self.source.files()
     }
 
     fn fingerprint(&self) -> Option<Fingerprint> {

@@ -56,7 +56,8 @@ impl<B: Kernels> SyntheticTrainer<B> {
         let stages = config.parallel.pipeline.max(1);
         let micros = if stages > 1 { 4 * stages } else { 1 };
         let global = samples * (world.size() / stages * micros) as u64;
-        (config.batch.global, config.batch.micro) = (global, Some(samples));
+        config.set_trial_batch(global);
+        config.batch.micro = Some(samples);
         config.parallel.virtual_ranks = None;
         let plan = world.all_ok(resolve(config, &facts))?;
         world.all_ok(memory::check::<B>(&plan, &topology, BaselineMemory::now(comm, &[]), None))?;

@@ -10,7 +10,7 @@ use super::Blocks;
 use super::loss::Loss;
 use hpctrain_cpu::Cpu;
 use hpctrain_cuda::Cuda;
-use hpctrain_data::{Ids, SampleSpec, Target};
+use hpctrain_data::{Ids, SampleSpec};
 use hpctrain_device::Kernels;
 
 /// A custom network, built of [blocks](super::Block).
@@ -33,7 +33,7 @@ pub trait ModelBuilder: Send + Sync + 'static {
 }
 
 /// The samples of a custom network.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Input {
     /// Text: a token id at each position, and the next one as the target.
     Text {
@@ -139,10 +139,7 @@ impl CustomModel {
 
     /// Returns the samples required to train with `loss`.
     pub(super) fn sample_spec(&self, loss: &Loss) -> SampleSpec {
-        let target = match loss {
-            Loss::CrossEntropy { .. } => Target::Class(self.outputs()),
-            Loss::Deviation(_) => Target::Values(self.outputs()),
-        };
+        let target = loss.target(self.outputs());
         match self.input() {
             Some(Input::Text { .. }) | None => SampleSpec::Text,
             Some(Input::Numbers(shape)) => {

@@ -122,6 +122,7 @@ pub fn derivatives(
 /// error if the block has [tied](Block::tied_to) parameters or no input but the micro-batch: check
 /// its network with [`derivatives`] instead.
 pub fn block(block: &dyn Block<Cpu>, samples: usize, time: usize) -> Result<Vec<Derivative>> {
+    block.check()?;
     Checked::new(block, samples, time)
         .and_then(|checked| checked.run())
         .map_err(|e| e.at(block.name()))

@@ -7,10 +7,14 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::{Blocks, MicroBatch};
+use super::autograd::rows::{self, OutputRows};
+pub use super::contrastive::ContrastiveLoss;
+pub use super::custom_loss::{CustomLoss, CustomMetric, LossFunction, MetricFunction};
+use super::{Blocks, Context, MicroBatch};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
 use hpctrain_comm::Group;
+use hpctrain_data::Target;
 use hpctrain_device::{
     Backend, CrossEntropy, CrossEntropyPart, Kernels, LogitsPart, LossWeights, MemoryKind,
     Regression, RegressionLoss,
@@ -28,6 +32,8 @@ pub enum Loss {
     },
     /// A deviation of predicted values from target values.
     Deviation(RegressionLoss),
+    /// A loss by its forward.
+    Custom(CustomLoss),
 }
 
 impl Loss {
@@ -35,10 +41,25 @@ impl Loss {
     pub fn cross_entropy() -> Self {
         Loss::CrossEntropy { smoothing: 0.0, weights: vec![] }
     }
+
+    /// Returns true if the loss of a sample depends on the other samples of the batch.
+    pub fn over_batch(&self) -> bool {
+        matches!(self, Loss::Custom(loss) if loss.over_batch())
+    }
+
+    /// Returns the target that samples need for a network with `outputs` output elements per
+    /// prediction.
+    pub fn target(&self, outputs: usize) -> Target {
+        match self {
+            Loss::CrossEntropy { .. } => Target::Class(outputs),
+            Loss::Deviation(_) => Target::Values(outputs),
+            Loss::Custom(loss) => loss.target(outputs),
+        }
+    }
 }
 
 /// A number that evaluations measure besides the loss.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Metric {
     /// The fraction of predictions whose likeliest class is the target. For a single logit, those
     /// with the sign of the target.
@@ -49,22 +70,25 @@ pub enum Metric {
     MeanAbsolute,
     /// The root mean squared error.
     RootMeanSquare,
+    /// A metric by its forward.
+    Custom(CustomMetric),
 }
 
 impl Metric {
     /// Returns its name in records.
-    pub fn name(self) -> &'static str {
+    pub fn name(&self) -> &str {
         match self {
             Metric::Accuracy => "accuracy",
             Metric::Top5 => "top5_accuracy",
             Metric::MeanAbsolute => "mae",
             Metric::RootMeanSquare => "rmse",
+            Metric::Custom(metric) => metric.name(),
         }
     }
 
     /// Returns the metric from the mean of the values that [`Objective::measure`] sums.
-    pub fn from_mean(self, mean: f64) -> f64 {
-        if self == Metric::RootMeanSquare { mean.sqrt() } else { mean }
+    pub fn from_mean(&self, mean: f64) -> f64 {
+        if *self == Metric::RootMeanSquare { mean.sqrt() } else { mean }
     }
 }
 
@@ -119,6 +143,7 @@ impl<B: Kernels> Objective<B> {
             Loss::CrossEntropy { .. } => vec![Metric::Accuracy],
             Loss::Deviation(RegressionLoss::BinaryCrossEntropy) => vec![Metric::Accuracy],
             Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
+            Loss::Custom(_) => vec![],
         };
         let metrics = if metrics { all } else { vec![] };
         Self {
@@ -129,6 +154,22 @@ impl<B: Kernels> Objective<B> {
             metrics,
             weights: OnceLock::new(),
         }
+    }
+
+    /// Adds custom metrics.
+    pub fn with_metrics(mut self, metrics: &[CustomMetric]) -> Self {
+        self.metrics.extend(metrics.iter().cloned().map(Metric::Custom));
+        self
+    }
+
+    /// Returns true if the loss of a sample depends on the other samples of the batch.
+    pub fn over_batch(&self) -> bool {
+        self.loss.over_batch()
+    }
+
+    /// Returns true if the loss is judged as a perplexity: a cross-entropy without metrics.
+    pub fn has_perplexity(&self) -> bool {
+        matches!(self.loss, Loss::CrossEntropy { .. }) && self.metrics.is_empty()
     }
 
     /// Sets the virtual tensor ranks among which the logits are sharded.
@@ -206,6 +247,22 @@ impl<B: Kernels> Objective<B> {
         output: &mut B::Buf,
         scale: f32,
     ) -> Result<B::Scalar> {
+        backend.sum(B::all(&self.losses(backend, tensor, micro, output, scale)?))
+    }
+
+    /// Returns the losses of a micro-batch's predictions (f32), which [`Objective::train`] adds up,
+    /// and replaces `output` by the gradient of their sum times `scale`.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn losses(
+        &self,
+        backend: &B,
+        tensor: Option<&Group<B>>,
+        micro: &MicroBatch<B>,
+        output: &mut B::Buf,
+        scale: f32,
+    ) -> Result<B::Buf> {
         let rows = micro.rows();
         let mut losses = backend.alloc_f32(MemoryKind::Activations, rows)?;
         match &self.loss {
@@ -239,8 +296,49 @@ impl<B: Kernels> Objective<B> {
                     B::all_mut(&mut losses),
                 )?;
             }
+            Loss::Custom(loss) => {
+                let function = loss.on_device()?;
+                let exact = self.exact(backend, output, rows)?;
+                let output_rows = self.output_rows(&exact, rows)?;
+                let cx = Context { backend, micro, training: None, tensor: None };
+                let weights = &micro.fields.weights;
+                let (values, gradient) =
+                    rows::losses(&cx, loss.name(), &*function, output_rows, weights, scale)?;
+                losses = values;
+                backend.copy(B::all(&gradient), B::all_mut(output))?;
+            }
         }
-        backend.sum(B::all(&losses))
+        Ok(losses)
+    }
+
+    /// Returns the most elements (f32) that the loss of `rows` rows allocates at once, if it is
+    /// custom; 0 for the others, which work in place.
+    ///
+    /// # Errors
+    /// Returns an error if the forward of the loss does not fit the shape of the output.
+    pub fn peak_elements(&self, rows: usize) -> Result<usize> {
+        match &self.loss {
+            Loss::Custom(loss) => {
+                let function = loss.on_device::<B>()?;
+                // The output in f32, and the autograd tape.
+                let tape = rows::peak_elements(loss.name(), &*function, rows, self.width)?;
+                Ok(rows * self.width + tape)
+            }
+            _ => Ok(0),
+        }
+    }
+
+    /// Returns the output in f32.
+    fn exact(&self, backend: &B, output: &B::Buf, rows: usize) -> Result<B::Buf> {
+        self.unpadded(output, rows)?;
+        let mut exact = backend.alloc_f32(MemoryKind::Activations, B::len(output))?;
+        backend.copy(B::all(output), B::all_mut(&mut exact))?;
+        Ok(exact)
+    }
+
+    fn output_rows<'a>(&self, exact: &'a B::Buf, rows: usize) -> Result<OutputRows<'a, B>> {
+        let width = self.unpadded(exact, rows)?;
+        Ok(OutputRows { elements: exact, rows, width })
     }
 
     /// Computes the losses of rows. If the logits are sharded among virtual tensor ranks, the
@@ -353,7 +451,14 @@ impl<B: Kernels> Objective<B> {
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 losses_of_parts = sums_of_parts(backend, &values, parts)?;
                 for metric in &self.metrics {
-                    let k = if *metric == Metric::Top5 { 5 } else { 1 };
+                    let k = match metric {
+                        Metric::Custom(metric) => {
+                            sums.push(self.custom_sum(backend, micro, output, metric)?);
+                            continue;
+                        }
+                        Metric::Top5 => 5,
+                        _ => 1,
+                    };
                     backend.hits(
                         classes,
                         stride,
@@ -373,6 +478,10 @@ impl<B: Kernels> Objective<B> {
                 losses_of_parts = sums_of_parts(backend, &values, parts)?;
                 for metric in &self.metrics {
                     let loss = match metric {
+                        Metric::Custom(metric) => {
+                            sums.push(self.custom_sum(backend, micro, output, metric)?);
+                            continue;
+                        }
                         Metric::RootMeanSquare => RegressionLoss::Squared,
                         Metric::Accuracy => RegressionLoss::BinaryAccuracy,
                         _ => RegressionLoss::Absolute,
@@ -381,9 +490,40 @@ impl<B: Kernels> Objective<B> {
                     sums.push(regression_sum(backend, shape, output, fields, &mut values)?);
                 }
             }
+            Loss::Custom(loss) => {
+                let function = loss.on_device()?;
+                let exact = self.exact(backend, output, rows)?;
+                let cx = Context { backend, micro, training: None, tensor: None };
+                let output_rows = self.output_rows(&exact, rows)?;
+                values = rows::values(&cx, loss.name(), &*function, output_rows)?;
+                sums.push(backend.read(backend.sum(B::all(&values))?)?);
+                losses_of_parts = sums_of_parts(backend, &values, parts)?;
+                for metric in &self.metrics {
+                    if let Metric::Custom(metric) = metric {
+                        sums.push(self.custom_sum(backend, micro, output, metric)?);
+                    }
+                }
+            }
         }
         sums.extend(losses_of_parts);
         Ok(sums)
+    }
+
+    /// Returns the sum of a custom metric over all rows.
+    fn custom_sum(
+        &self,
+        backend: &B,
+        micro: &MicroBatch<B>,
+        output: &B::Buf,
+        metric: &CustomMetric,
+    ) -> Result<f64> {
+        let rows = micro.rows();
+        let function = metric.on_device()?;
+        let exact = self.exact(backend, output, rows)?;
+        let cx = Context { backend, micro, training: None, tensor: None };
+        let output_rows = self.output_rows(&exact, rows)?;
+        let values = rows::values(&cx, metric.name(), &*function, output_rows)?;
+        backend.read(backend.sum(B::all(&values))?)
     }
 
     /// Returns the number of elements per row of an output without padding.
@@ -400,7 +540,7 @@ impl<B: Kernels> Objective<B> {
         if self.weights.get().is_none() {
             let weights = match &self.loss {
                 Loss::CrossEntropy { weights, .. } => &weights[..],
-                Loss::Deviation(_) => &[],
+                Loss::Deviation(_) | Loss::Custom(_) => &[],
             };
             // If another thread was faster, its weights are the same.
             let _ = self.weights.set(backend.upload_f32(MemoryKind::Activations, weights)?);

@@ -6,7 +6,9 @@
 #![forbid(unsafe_code)]
 
 pub mod autograd;
+mod contrastive;
 mod custom;
+mod custom_loss;
 mod dropout;
 mod embedding;
 pub mod gpt;
@@ -232,6 +234,14 @@ pub struct TiedParam {
 pub trait Block<B: Kernels>: Send + Sync {
     /// Returns the name of the unit.
     fn name(&self) -> String;
+
+    /// Checks the block where its network is made, before anything is allocated.
+    ///
+    /// # Errors
+    /// Returns an error that names the block if it cannot compute.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Returns the parameters in storage order, with their unsharded shapes: first those sharded
     /// among virtual tensor ranks, then the others, and within each kind those with weight decay

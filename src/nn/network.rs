@@ -10,7 +10,7 @@ use super::loss::Loss;
 use super::{Block, Blocks};
 use hpctrain_base::layout::{Tensor, TensorShards, trained};
 use hpctrain_cpu::Cpu;
-use hpctrain_data::{SampleSpec, Target};
+use hpctrain_data::SampleSpec;
 use hpctrain_device::Kernels;
 
 /// The FLOPs of matmuls that take as long as writing, saving and reading one element. It is a rough
@@ -274,14 +274,10 @@ impl Network {
             Network::Custom(own) => return own.sample_spec(loss),
             Network::Layers(layers) => layers,
         };
-        let target = match loss {
-            Loss::CrossEntropy { .. } => Target::Class(self.outputs()),
-            Loss::Deviation(_) => Target::Values(self.outputs()),
-        };
         SampleSpec::Rows {
             input: layers.input().iter().product(),
             ids: layers.ids().clone(),
-            target,
+            target: loss.target(self.outputs()),
         }
     }
 

@@ -33,6 +33,10 @@ pub enum PipelineSchedule {
     /// parallelism", 2023).
     #[serde(rename = "zero-bubble")]
     ZeroBubble,
+    /// All forwards, then all backwards (Huang et al., "GPipe", 2019): the last stage has the
+    /// outputs of all micro-batches before the first backward.
+    #[serde(rename = "gpipe")]
+    GPipe,
 }
 
 impl fmt::Display for PipelineSchedule {
@@ -96,10 +100,15 @@ impl StepSchedule {
     }
 
     fn computations(self) -> Vec<Action> {
-        let computations = one_forward_one_backward(self.stage, self.stages, self.micros());
+        let micros = self.micros();
+        let computations = one_forward_one_backward(self.stage, self.stages, micros);
         match self.order {
             PipelineSchedule::OneForwardOneBackward => computations,
             PipelineSchedule::ZeroBubble => self.with_deferred_wgrad(computations),
+            PipelineSchedule::GPipe => {
+                let forwards = (0..micros).map(Action::Forward);
+                forwards.chain((0..micros).map(Action::Backward)).collect()
+            }
         }
     }
 
@@ -122,7 +131,11 @@ impl StepSchedule {
 
     /// Returns a shorter step with the same memory: once the pipeline is filled and the maximum of
     /// wgrad is deferred, all further micro-batches of a virtual rank have the same buffers alive.
+    /// With all forwards first, every micro-batch adds to them.
     pub fn representative(self) -> Self {
+        if self.order == PipelineSchedule::GPipe {
+            return self;
+        }
         Self { micros_per_virtual_rank: self.micros_per_virtual_rank.min(2 * self.stages), ..self }
     }
 
@@ -368,7 +381,12 @@ mod tests {
 
     #[test]
     fn every_pipeline_ends_with_the_known_bubble_and_memory() {
-        for order in [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble] {
+        let orders = [
+            PipelineSchedule::OneForwardOneBackward,
+            PipelineSchedule::ZeroBubble,
+            PipelineSchedule::GPipe,
+        ];
+        for order in orders {
             for (stages, micros) in
                 (1..=8).flat_map(|p| (1..=16).chain([31, 64]).map(move |m| (p, m)))
             {
@@ -380,15 +398,21 @@ mod tests {
                     } else {
                         1
                     };
+                    let forwards = match order {
+                        PipelineSchedule::GPipe => micros,
+                        _ => micros.min(stages - stage),
+                    };
                     assert_eq!(
                         waiting(StepSchedule { stage, ..step }),
-                        (micros.min(stages - stage), deferred),
+                        (forwards, deferred),
                         "{step:?}"
                     );
                 }
                 // With fewer micro-batches than stages, less wgrad can be deferred.
                 let idle = match order {
-                    PipelineSchedule::OneForwardOneBackward => 3 * (stages - 1),
+                    PipelineSchedule::OneForwardOneBackward | PipelineSchedule::GPipe => {
+                        3 * (stages - 1)
+                    }
                     PipelineSchedule::ZeroBubble => stages - 1 + stages.saturating_sub(micros),
                 };
                 assert_eq!(step.length(), Some(3 * micros + idle), "{step:?}");

@@ -72,7 +72,7 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &ResolvedConfig) -> Micr
     };
     let (classes, values) = match plan.loss {
         Loss::CrossEntropy { .. } => (ids(case, "targets"), vec![]),
-        Loss::Deviation(_) => (vec![], floats(case, "targets")),
+        Loss::Deviation(_) | Loss::Custom(_) => (vec![], floats(case, "targets")),
     };
     let weights = if case.link_exists("weights") { floats(case, "weights") } else { vec![] };
     let parts = SampleFields {

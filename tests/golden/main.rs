@@ -6,5 +6,6 @@ mod chunked_loss;
 mod gradients;
 mod huggingface;
 mod layers;
+mod losses;
 mod networks;
 mod optimizers;

@@ -1,9 +1,9 @@
-//! Fills, copies, sums, products.
+//! Fills, copies, sums, elementwise multiplication.
 
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Fills, copies, sums, products.
+/// Fills, copies, sums, elementwise multiplication.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ElementwiseOps: Backend {
@@ -37,7 +37,7 @@ impl KernelCost {
         Self::new("add", 3 * len).with_shape([len])
     }
 
-    /// Returns the cost of a product in place.
+    /// Returns the cost of a multiplication in place.
     pub fn multiply(len: usize) -> Self {
         Self::new("multiply", 3 * len).with_shape([len])
     }

@@ -9,6 +9,7 @@ pub mod activation;
 pub mod attention;
 pub mod channel_norm;
 pub mod checksum;
+pub mod contrastive;
 pub mod convolution;
 pub mod cross_entropy;
 pub mod dot_interaction;
@@ -29,6 +30,7 @@ pub use activation::{Activation, ActivationOps};
 pub use attention::{Attention, AttentionOps};
 pub use channel_norm::{ChannelNormShape, ChannelOps};
 pub use checksum::{DigestOps, UpdateChecksums};
+pub use contrastive::{Contrastive, ContrastiveOps};
 pub use convolution::{Convolution, ConvolutionOps};
 pub use cross_entropy::{ClassifierOps, CrossEntropy, CrossEntropyPart, LogitsPart, LossWeights};
 pub use dot_interaction::{DotInteraction, DotInteractionOps};
@@ -60,6 +62,7 @@ pub trait Kernels:
     + ChannelOps
     + ClassifierOps
     + ColumnsOps
+    + ContrastiveOps
     + ConvolutionOps
     + DigestOps
     + DropoutOps

@@ -14,7 +14,7 @@ use hpctrain_parallel::{
 };
 
 /// Bytes of an f32.
-const F32: usize = size_of::<f32>();
+pub(super) const F32: usize = size_of::<f32>();
 
 /// Measured growth of a process after the start, outside the categories: packed operands of
 /// matmuls, message buffers of MPI, slack of the allocator. It does not depend on the model.
@@ -259,11 +259,35 @@ fn moments<B: Kernels>(
         timeline.forward().into_iter().map(|moment| bytes.alive(moment, evaluated, &nothing, 0));
     let average =
         plan.local_sgd.map(|_| average(plan, B::ON_HOST, &slots[..stage.units.len()], slots));
+    let of_loss = if stage.is_last() { custom_loss::<B>(plan) } else { [0; 2] };
+    let with_loss = |mut moment: Alive, bytes: usize| {
+        moment.activations += bytes;
+        moment
+    };
+    let training = training.map(|moment| with_loss(moment, of_loss[0]));
+    let evaluation = evaluation.map(|moment| with_loss(moment, of_loss[1]));
     training.chain(evaluation).chain(average).collect()
 }
 
+/// Returns the bytes that a custom loss allocates at once in training and in an evaluation; zeros
+/// for the others, which work in place.
+fn custom_loss<B: Kernels>(plan: &ResolvedConfig) -> [usize; 2] {
+    let objective = plan.objective::<B>();
+    let rows = |samples: u64| samples as usize * plan.network.context();
+    // Its shapes were checked when the configuration was resolved.
+    let bytes = |rows: usize| objective.peak_elements(rows).unwrap_or(0) * F32;
+    let evaluation = bytes(rows(plan.config.eval.batch));
+    if !objective.over_batch() {
+        return [bytes(rows(plan.micro)), evaluation];
+    }
+    let of_batch = plan.tokens_per_replica() as usize;
+    // The gathered outputs in two orders, and those of this rank's micro-batches.
+    let gathered = 3 * of_batch * plan.network.outputs() * F32;
+    [bytes(of_batch) + gathered, evaluation]
+}
+
 /// Bytes per row of the activations of a stage, by block.
-struct ActivationBytes<'a> {
+pub(super) struct ActivationBytes<'a> {
     plan: &'a ResolvedConfig,
     stage: &'a Stage,
     /// Bytes of an element.
@@ -285,7 +309,7 @@ struct ActivationBytes<'a> {
 impl<'a> ActivationBytes<'a> {
     /// Returns the bytes for a stage with these blocks. Rows of its output have `next` elements, or
     /// are the network's output if `next` is `None`.
-    fn new<B: Kernels>(
+    pub(super) fn new<B: Kernels>(
         plan: &'a ResolvedConfig,
         blocks: &Blocks<B>,
         slices: &TensorShards,
@@ -321,7 +345,7 @@ impl<'a> ActivationBytes<'a> {
     }
 
     /// Returns the bytes that the blocks before each block save, then those of all.
-    fn kept(&self) -> Vec<usize> {
+    pub(super) fn kept(&self) -> Vec<usize> {
         let mut kept = vec![0; self.input.len() + 1];
         for block in 0..self.input.len() {
             let stays = if self.is_offloaded(block) { 0 } else { self.input[block] };
@@ -388,8 +412,13 @@ impl<'a> ActivationBytes<'a> {
     }
 
     /// Returns true if the input of a block is offloaded until its backward.
-    fn is_offloaded(&self, block: usize) -> bool {
+    pub(super) fn is_offloaded(&self, block: usize) -> bool {
         is_offloaded(self.plan, self.stage, self.input.len(), block)
+    }
+
+    /// Returns the input of a block.
+    pub(super) fn input_bytes(&self, block: usize) -> usize {
+        self.input[block]
     }
 
     /// Returns the input of the previous block if it is copied back during the backward of `block`,

@@ -4,6 +4,7 @@ mod available;
 mod budget;
 mod estimate;
 mod fit;
+mod placement;
 mod stage_split;
 mod tables;
 
@@ -11,3 +12,4 @@ pub use available::available;
 pub use budget::MemoryBudget;
 pub use estimate::{BaselineMemory, estimate, resident, worst};
 pub use fit::{budget, check, fit_stages, smallest_change};
+pub use placement::{BlockPlacement, MemoryPlace, PlacedPart, placement};

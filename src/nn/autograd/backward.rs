@@ -1,4 +1,4 @@
-//! The backward of a tape: its operations in reverse.
+//! The backward of a autograd tape: its operations in reverse.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -8,8 +8,8 @@ use super::tape::{Meta, Node, Origin, Tape, Var, unit_weight};
 use super::tracked::Tracked;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{
-    Activation, Backend, CrossEntropy, Gemm, Kernels, Linear, LossWeights, MemoryKind, Norm,
-    Regression, RegressionLoss, StridedCopy,
+    Activation, Backend, Contrastive, CrossEntropy, Gemm, Kernels, Linear, LossWeights, MemoryKind,
+    Norm, Regression, RegressionLoss, StridedCopy,
 };
 
 /// The gradients of a block's parameters.
@@ -23,8 +23,8 @@ pub struct ParamGrads<'g, B: Backend> {
 }
 
 impl<B: Kernels> ParamGrads<'_, B> {
-    /// Notes that a linear layer writes the gradient of a parameter. Returns true if it adds to what
-    /// is there, and false if it overwrites.
+    /// Notes that a linear layer writes the gradient of a parameter. Returns true if it adds to
+    /// what is there, and false if it overwrites.
     fn adds(&mut self, param: usize) -> bool {
         let was_fresh = std::mem::replace(&mut self.is_fresh[param], false);
         if was_fresh {
@@ -269,6 +269,20 @@ impl<'t, B: Kernels> Tape<'t, B> {
             Operation::CrossEntropy { targets, smoothing } => {
                 self.cross_entropy_backward(first, &saved[0], targets, smoothing, &dy, grads)
             }
+            Operation::Hits => Err(Error::internal("hits have no gradient")),
+            Operation::Contrastive => {
+                let shape = Contrastive { rows: first.rows, columns: first.width, ..SHAPE };
+                let mut losses = self.alloc_exact(first.rows)?;
+                let mut d = self.copy_of(&saved[0])?;
+                let classes = self.targets(Targets::Classes, first.rows)?;
+                self.change(&mut d, |b, to| {
+                    let (Some(losses), Some(classes)) = (&mut losses.buf, &classes) else {
+                        return Err(Error::internal("a contrastive loss without classes"));
+                    };
+                    b.contrastive(shape, to, classes, seen(&dy)?, B::all_mut(losses))
+                })?;
+                self.accumulate(grads, first, Rc::new(d))
+            }
             Operation::Regression(loss) => {
                 self.regression_backward(&inputs, &saved[0], loss, &dy, grads)
             }
@@ -430,6 +444,10 @@ impl<'t, B: Kernels> Tape<'t, B> {
     }
 }
 
+/// The gradient of a contrastive loss whose rows are those of all samples.
+const SHAPE: Contrastive =
+    Contrastive { rows: 0, columns: 0, first: 0, scale: 1.0, gradient: true };
+
 /// Returns the elements of a gradient.
 fn seen<B: Backend>(gradient: &Tracked<B>) -> Result<B::View<'_>> {
     let buf = gradient.buf.as_ref();
@@ -448,7 +466,7 @@ fn range_of(meta: &Meta) -> Range<usize> {
 fn number_of(meta: &Meta) -> Result<usize> {
     match meta.origin {
         Origin::Param(_, number) => Ok(number),
-        _ => Err(Error::internal("the weight of a linear layer is no parameter")),
+        _ => Err(Error::internal("the weight of a linear layer must be a parameter")),
     }
 }
 

@@ -37,60 +37,37 @@ pub trait Module: Send + Sync + 'static {
     ) -> Result<Var<B>>;
 }
 
-/// Makes a block of a module.
-///
-/// # Errors
-/// Returns an error that names the block and the operation if shapes do not fit.
-pub fn block<B: Kernels>(module: impl Module) -> Result<Box<dyn Block<B>>> {
-    Ok(Box::new(ModuleBlock::new(module)?))
+/// Makes a block of a module. If the shapes of the module do not fit, [`Block::check`] returns the
+/// error.
+pub fn block<B: Kernels>(module: impl Module) -> Box<dyn Block<B>> {
+    Box::new(ModuleBlock::new(module))
 }
 
 /// A module with what a run on shapes has shown of it.
 struct ModuleBlock<M> {
     module: M,
     tensors: Vec<Tensor>,
+    sizes: Result<BlockSizes>,
+}
+
+/// Elements per row.
+#[derive(Debug, Clone, Copy, Default)]
+struct BlockSizes {
     saved: SavedSizes,
     forward_scratch: usize,
     scratch: usize,
 }
 
 impl<M: Module> ModuleBlock<M> {
-    fn new(module: M) -> Result<Self> {
-        let name = module.name();
-        Self::on_shapes(module).map_err(|e| e.at(name))
+    fn new(module: M) -> Self {
+        let mut tensors = module.tensors();
+        let sizes = on_shapes(&module, &mut tensors).map_err(|e| e.at(module.name()));
+        Self { module, tensors, sizes }
     }
 
-    /// Runs forward and backward on shapes.
-    fn on_shapes(module: M) -> Result<Self> {
-        let mut tensors = module.tensors();
-        let mut tape = Tape::<Cpu>::of_shapes();
-        let output = run(&module, &tensors, &mut tape)?;
-        let saved = tape.saved_sizes();
-        let meta = output.meta.clone();
-        let (y, kept) = tape.finish(output)?;
-        // A saved f32 counts as two elements.
-        let lasting = tape.meter.now();
-        let forward_scratch = tape.meter.peak() - lasting;
-        drop((y, kept));
-
-        let mut tape = Tape::<Cpu>::of_shapes();
-        let output = run(&module, &tensors, &mut tape)?;
-        drop(output);
-        let saved_values = tape.kept();
-        for var in &saved_values {
-            *var.value.borrow_mut() = Some(Rc::new(Tracked::uncounted(None)));
-        }
-        drop(saved_values);
-        tape.meter = Rc::new(Meter::default());
-        let mut grads =
-            ParamGrads { own: None, is_fresh: vec![true; tensors.len()], overwritten: vec![] };
-        let left = tape.backward(&meta, Tracked::uncounted(None), &mut grads)?;
-        drop(left);
-        let scratch = tape.meter.peak().max(forward_scratch);
-        for (number, tensor) in tensors.iter_mut().enumerate() {
-            tensor.overwritten = grads.overwritten.contains(&number);
-        }
-        Ok(Self { module, tensors, saved, forward_scratch, scratch })
+    /// Returns the sizes, or zeros if shapes do not fit.
+    fn sizes(&self) -> BlockSizes {
+        self.sizes.as_ref().copied().unwrap_or_default()
     }
 
     /// Returns the gradients of the parameters for a backward.
@@ -101,7 +78,33 @@ impl<M: Module> ModuleBlock<M> {
     }
 }
 
-/// Runs the forward of a module on a tape.
+/// Runs forward and backward on shapes. Marks the tensors whose gradients a backward overwrites.
+fn on_shapes<M: Module>(module: &M, tensors: &mut [Tensor]) -> Result<BlockSizes> {
+    let mut tape = Tape::<Cpu>::of_shapes();
+    let output = run(module, tensors, &mut tape)?;
+    let saved = tape.saved_sizes();
+    let meta = output.meta.clone();
+    let kept = tape.finish(output)?;
+    let forward_scratch = tape.meter.peak() - tape.meter.now();
+    drop(kept);
+
+    let mut tape = Tape::<Cpu>::of_shapes();
+    drop(run(module, tensors, &mut tape)?);
+    for var in tape.kept() {
+        *var.value.borrow_mut() = Some(Rc::new(Tracked::uncounted(None)));
+    }
+    tape.meter = Rc::new(Meter::default());
+    let mut grads =
+        ParamGrads { own: None, is_fresh: vec![true; tensors.len()], overwritten: vec![] };
+    drop(tape.backward(&meta, Tracked::uncounted(None), &mut grads)?);
+    let scratch = tape.meter.peak().max(forward_scratch);
+    for (number, tensor) in tensors.iter_mut().enumerate() {
+        tensor.overwritten = grads.overwritten.contains(&number);
+    }
+    Ok(BlockSizes { saved, forward_scratch, scratch })
+}
+
+/// Runs the forward of a module on a autograd tape.
 fn run<M: Module, B: Kernels>(
     module: &M,
     tensors: &[Tensor],
@@ -119,6 +122,10 @@ impl<B: Kernels, M: Module> Block<B> for ModuleBlock<M> {
         self.module.name()
     }
 
+    fn check(&self) -> Result<()> {
+        self.sizes.clone().map(drop)
+    }
+
     fn tensors(&self) -> Vec<Tensor> {
         self.tensors.clone()
     }
@@ -128,19 +135,19 @@ impl<B: Kernels, M: Module> Block<B> for ModuleBlock<M> {
     }
 
     fn saved_elems_per_row(&self) -> usize {
-        self.saved.elements
+        self.sizes().saved.elements
     }
 
     fn saved_f32_per_row(&self) -> usize {
-        self.saved.exact
+        self.sizes().saved.exact
     }
 
     fn forward_scratch_per_row(&self) -> usize {
-        self.forward_scratch
+        self.sizes().forward_scratch
     }
 
     fn scratch_per_row(&self) -> usize {
-        self.scratch
+        self.sizes().scratch
     }
 
     fn forward(

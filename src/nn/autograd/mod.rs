@@ -3,17 +3,18 @@
 //!
 //! A [`Module`] is a block by its forward alone: [`block`] makes a [`Block`](super::Block) of it.
 //! Custom losses and metrics are forwards as well ([`LossFunction`](super::loss::LossFunction)).
-//! Every operation of the tape is one of the device's kernels, so a module that composes the same
-//! kernels as a block written by hand has the same bits.
+//! Every operation of the autograd tape is one of the device's kernels, so a module that composes
+//! the same kernels as a block written by hand has the same bits.
 //!
 //! # How it works
 //!
-//! The forward of a block runs on a tape that computes, and keeps the values that backwards of its
-//! operations read. Values that none reads are freed when the forward drops its last [`Var`] of
-//! them. Between forward and backward only these buffers exist, as for any block; with
-//! recomputation not even they. The backward runs the same forward again on a tape that records
-//! shapes and computes nothing, and goes through its operations in reverse. A forward must therefore
-//! be a function of shapes alone, never of values, which a tape does not show.
+//! The forward of a block runs on a autograd tape that computes, and keeps the values that
+//! backwards of its operations read. Values that none reads are freed when the forward drops its
+//! last [`Var`] of them. Between forward and backward only these buffers exist, as for any block;
+//! with recomputation not even they. The backward runs the same forward again on a autograd tape
+//! that records shapes and computes nothing, and goes through its operations in reverse. A forward
+//! must therefore be a function of shapes alone, never of values, which a autograd tape does not
+//! show.
 //!
 //! The memory of a block is known from a run on shapes: forward and backward allocate and free what
 //! they would on a device, and a meter counts.
@@ -53,7 +54,7 @@
 //!     }
 //! }
 //!
-//! let checked = gradcheck::block(&*autograd::block(Residual(6))?, 4, 5)?;
+//! let checked = gradcheck::block(&*autograd::block(Residual(6)), 4, 5)?;
 //! assert_eq!(checked[0].tensor, "residual.weight");
 //! # Ok::<(), hpctrain_base::error::Error>(())
 //! ```
@@ -61,6 +62,7 @@
 mod backward;
 mod block;
 mod operation;
+pub(crate) mod rows;
 mod tape;
 #[cfg(test)]
 mod tests;

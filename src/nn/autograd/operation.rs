@@ -1,4 +1,4 @@
-//! The operations that a tape records.
+//! The operations that a autograd tape records.
 
 use hpctrain_device::{Activation, Attention, Dropout, RegressionLoss};
 
@@ -49,6 +49,10 @@ pub enum Operation {
     Embedding,
     /// The cross-entropy of each row.
     CrossEntropy { targets: Targets, smoothing: f32 },
+    /// The supervised contrastive loss of each row of similarities.
+    Contrastive,
+    /// Whether the target of each row is among its largest logits; it has no gradient.
+    Hits,
     /// The mean deviation of each row from the values of the samples.
     Regression(RegressionLoss),
 }

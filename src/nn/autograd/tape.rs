@@ -1,4 +1,4 @@
-//! The tape: runs the operations of a forward, or their shapes, and records them.
+//! The autograd tape: runs the operations of a forward, or their shapes, and records them.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -10,8 +10,8 @@ use crate::Context;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random;
 use hpctrain_device::{
-    Activation, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Linear, LossWeights,
-    MemoryKind, Norm, Regression, RegressionLoss, StridedCopy,
+    Activation, Attention, Backend, Contrastive, CrossEntropy, Dropout, Gemm, Kernels, Linear,
+    LossWeights, MemoryKind, Norm, Regression, RegressionLoss, StridedCopy,
 };
 
 /// Where the value of a variable is.
@@ -29,7 +29,7 @@ pub enum Origin {
     Values,
 }
 
-/// The shape of a variable, and its place on the tape.
+/// The shape of a variable, and its place on the autograd tape.
 #[derive(Debug, Clone)]
 pub struct Meta {
     pub id: usize,
@@ -48,7 +48,8 @@ impl Meta {
 /// The shared cell of a value.
 type Cell<B> = Rc<RefCell<Option<Rc<Tracked<B>>>>>;
 
-/// A matrix on a tape: rows × width, or a parameter in its own shape. A clone is the same variable.
+/// A matrix on a autograd tape: rows × width, or a parameter in its own shape. A clone is the same
+/// variable.
 pub struct Var<B: Backend> {
     pub(super) meta: Meta,
     pub(super) value: Cell<B>,
@@ -72,7 +73,7 @@ impl<B: Backend> Var<B> {
     }
 }
 
-/// The device of a tape, and what the forward reads there.
+/// The device of a autograd tape, and what the forward reads there.
 pub struct Device<'t, B: Kernels> {
     pub cx: &'t Context<'t, B>,
     /// The unit of the block; empty in a loss.
@@ -82,17 +83,17 @@ pub struct Device<'t, B: Kernels> {
 }
 
 /// A value that an operation reads.
-pub enum Held<'t, B: Backend> {
+pub enum OperandView<'t, B: Backend> {
     Lent(B::View<'t>),
     Own(Rc<Tracked<B>>),
 }
 
-impl<B: Backend> Held<'_, B> {
+impl<B: Backend> OperandView<'_, B> {
     /// Returns the elements.
     pub fn view(&self) -> Result<B::View<'_>> {
         match self {
-            Held::Lent(view) => Ok(B::shorten(*view)),
-            Held::Own(value) => value
+            OperandView::Lent(view) => Ok(B::shorten(*view)),
+            OperandView::Own(value) => value
                 .buf
                 .as_ref()
                 .map(B::all)
@@ -138,8 +139,8 @@ pub struct Tape<'t, B: Kernels> {
 }
 
 impl<'t, B: Kernels> Tape<'t, B> {
-    /// Creates a tape on a device. It computes, or only records for a backward. `name` keys the
-    /// masks of dropouts.
+    /// Creates a autograd tape on a device. It computes, or only records for a backward. `name`
+    /// keys the masks of dropouts.
     pub(crate) fn on(device: Device<'t, B>, computes: bool, is_exact: bool, name: &str) -> Self {
         let (samples, time) = (device.cx.micro.samples, device.cx.micro.time);
         Self {
@@ -157,14 +158,19 @@ impl<'t, B: Kernels> Tape<'t, B> {
         }
     }
 
-    /// Creates a tape of shapes, for one sample of one row.
+    /// Creates a autograd tape of shapes, for one sample of one row.
     pub(super) fn of_shapes() -> Self {
+        Self { is_exact: false, ..Self::of_row_shapes(1) }
+    }
+
+    /// Creates a autograd tape of shapes of a loss, for this number of rows.
+    pub(super) fn of_row_shapes(rows: usize) -> Self {
         Self {
             device: None,
             computes: false,
-            is_exact: false,
+            is_exact: true,
             name: 0,
-            samples: 1,
+            samples: rows,
             time: 1,
             meter: Rc::default(),
             variables: 0,
@@ -221,7 +227,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
 
     /// Returns the place of the input, which every forward has.
     pub(super) fn input_meta(&self) -> Result<Meta> {
-        self.input.clone().ok_or_else(|| Error::internal("a tape without an input"))
+        self.input.clone().ok_or_else(|| Error::internal("a forward without an input"))
     }
 
     /// Adds the parameters of these shapes, which lie one after the other.
@@ -259,7 +265,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
         self.device.as_ref().map(|device| device.cx.backend)
     }
 
-    /// Allocates a buffer of the tape's type.
+    /// Allocates a buffer of the autograd tape's type.
     pub(super) fn alloc(&self, len: usize) -> Result<Tracked<B>> {
         if self.is_exact {
             return self.alloc_exact(len);
@@ -274,8 +280,8 @@ impl<'t, B: Kernels> Tape<'t, B> {
         Ok(Tracked::new(buf, 2 * len, &self.meter))
     }
 
-    /// Allocates a value in a forward. A tape that computes nothing allocates only on shapes, where
-    /// lifetimes count.
+    /// Allocates a value in a forward. A autograd tape that computes nothing allocates only on
+    /// shapes, where lifetimes count.
     fn value(&self, len: usize, is_exact: bool) -> Result<Option<Tracked<B>>> {
         if self.device.is_some() && !self.computes {
             return Ok(None);
@@ -285,20 +291,20 @@ impl<'t, B: Kernels> Tape<'t, B> {
     }
 
     /// Returns the value of a variable.
-    pub(super) fn held(&self, var: &Var<B>) -> Result<Held<'t, B>> {
+    pub(super) fn held(&self, var: &Var<B>) -> Result<OperandView<'t, B>> {
         let device =
             || self.device.as_ref().ok_or_else(|| Error::internal("a run on shapes has no values"));
         Ok(match &var.meta.origin {
-            Origin::Computed => Held::Own(
+            Origin::Computed => OperandView::Own(
                 var.value
                     .borrow()
                     .clone()
                     .ok_or_else(|| Error::internal("a value of a backward was not saved"))?,
             ),
-            Origin::Input => Held::Lent(device()?.input),
-            Origin::Features => Held::Lent(B::all(&device()?.cx.micro.fields.features)),
-            Origin::Values => Held::Lent(B::all(&device()?.cx.micro.fields.values)),
-            Origin::Param(..) => Held::Lent(self.param(&var.meta)?),
+            Origin::Input => OperandView::Lent(device()?.input),
+            Origin::Features => OperandView::Lent(B::all(&device()?.cx.micro.fields.features)),
+            Origin::Values => OperandView::Lent(B::all(&device()?.cx.micro.fields.values)),
+            Origin::Param(..) => OperandView::Lent(self.param(&var.meta)?),
         })
     }
 
@@ -306,7 +312,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
     pub(super) fn param(&self, meta: &Meta) -> Result<B::View<'t>> {
         let unit = self.device.as_ref().and_then(|device| device.unit);
         let (Origin::Param(range, _), Some(unit)) = (&meta.origin, unit) else {
-            return Err(Error::internal("a variable is no parameter of this tape"));
+            return Err(Error::internal("a variable is not a parameter here"));
         };
         let (_, from) = B::split_at(unit, range.start);
         Ok(B::split_at(from, range.len()).0)
@@ -357,7 +363,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
             statistics.as_ref().map(|_| self.value(stats, true)).transpose()?.flatten();
         if let (true, Some(b)) = (self.computes, self.backend()) {
             let held = inputs.iter().map(|input| self.held(input)).collect::<Result<Vec<_>>>()?;
-            let views = held.iter().map(Held::view).collect::<Result<Vec<_>>>()?;
+            let views = held.iter().map(OperandView::view).collect::<Result<Vec<_>>>()?;
             let to = value.as_mut().and_then(|value| value.buf.as_mut());
             let to = to.ok_or_else(|| Error::internal("a value without a buffer"))?;
             let numbers = numbers.as_mut().and_then(|numbers| numbers.buf.as_mut());
@@ -694,7 +700,17 @@ impl<'t, B: Kernels> Tape<'t, B> {
         })
     }
 
-    /// Returns ones for an operation of the forward, if the tape computes it or counts them.
+    /// Allocates a copy for an operation of the forward, if the autograd tape computes it or
+    /// counts.
+    fn scratch(&self, len: usize) -> Result<Option<Tracked<B>>> {
+        match self.computes || self.device.is_none() {
+            true => self.alloc(len).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Returns ones for an operation of the forward, if the autograd tape computes it or counts
+    /// them.
     fn ones(&self, len: usize) -> Result<Option<Tracked<B>>> {
         match self.computes || self.device.is_none() {
             true => self.constant(len, 1.0).map(Some),
@@ -702,8 +718,8 @@ impl<'t, B: Kernels> Tape<'t, B> {
         }
     }
 
-    /// Returns the rows of `table` (ids × width) of the micro-batch's ids, plus those of `positions`
-    /// (time × width), if given.
+    /// Returns the rows of `table` (ids × width) of the micro-batch's ids, plus those of
+    /// `positions` (time × width), if given.
     ///
     /// # Errors
     /// Returns an error if shapes do not fit, or if the device fails.
@@ -747,7 +763,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
             CrossEntropy { rows, classes, stride: classes, scale: 0.0, gradient: false, smoothing };
         let indices = if self.computes { self.targets(targets, rows)? } else { None };
         // The kernel takes logits that it may overwrite.
-        let mut copy = if self.computes { Some(self.alloc(rows * classes)?) } else { None };
+        let mut copy = self.scratch(rows * classes)?;
         let operation = Operation::CrossEntropy { targets, smoothing };
         self.record(operation, &[logits], [rows, 1], Saves::First, 0, |b, views, y, _| {
             let copy = copy.as_mut().and_then(|copy| copy.buf.as_mut());
@@ -761,13 +777,60 @@ impl<'t, B: Kernels> Tape<'t, B> {
         })
     }
 
+    /// Returns the supervised contrastive loss of each row of similarities, rows × 1, by the
+    /// classes of the samples: row and column i are those of sample i. For losses and metrics.
+    ///
+    /// # Errors
+    /// Returns an error outside a loss, if there is no row or column for each sample, or if the
+    /// device fails.
+    pub fn contrastive(&mut self, similarities: &Var<B>) -> Result<Var<B>> {
+        self.check_exact("contrastive")?;
+        let rows = similarities.rows();
+        fits("contrastive", rows == similarities.width() && rows == self.rows(), &[similarities])?;
+        let shape = Contrastive { rows, columns: rows, first: 0, scale: 0.0, gradient: false };
+        let classes = if self.computes { self.targets(Targets::Classes, rows)? } else { None };
+        let mut copy = self.scratch(rows * rows)?;
+        let operation = Operation::Contrastive;
+        self.record(operation, &[similarities], [rows, 1], Saves::First, 0, |b, views, y, _| {
+            let copy = copy.as_mut().and_then(|copy| copy.buf.as_mut());
+            let (Some(copy), Some(classes)) = (copy, &classes) else {
+                return Err(Error::internal("a contrastive loss without classes"));
+            };
+            b.copy(views[0], B::all_mut(copy))?;
+            let none = B::split_at(views[0], 0).0;
+            b.contrastive(shape, B::all_mut(copy), classes, none, y)
+        })
+    }
+
+    /// Returns 1 for each row of logits whose target is among its `k` largest, else 0, rows × 1;
+    /// for metrics, since it has no gradient.
+    ///
+    /// # Errors
+    /// Returns an error if the logits have a gradient, outside a metric, or if the device fails.
+    pub fn hits(&mut self, logits: &Var<B>, targets: Targets, k: usize) -> Result<Var<B>> {
+        self.check_exact("hits")?;
+        if logits.meta.needs_grad {
+            return Err(Error::input("hits has no gradient").hint("use it in a metric"));
+        }
+        let (rows, classes) = (logits.rows(), logits.width());
+        let fit = targets == Targets::Classes && rows == self.rows()
+            || targets == Targets::Diagonal && rows <= classes;
+        fits("hits", fit, &[logits])?;
+        let indices = if self.computes { self.targets(targets, rows)? } else { None };
+        self.record(Operation::Hits, &[logits], [rows, 1], Saves::Nothing, 0, |b, views, y, _| {
+            let indices = indices.as_ref();
+            let indices = indices.ok_or_else(|| Error::internal("hits without targets"))?;
+            b.hits(classes, classes, k, views[0], indices, y)
+        })
+    }
+
     /// Returns the classes that rows of logits should have.
     pub(super) fn targets(&self, targets: Targets, rows: usize) -> Result<Option<B::IndexBuf>> {
         let Some(device) = &self.device else { return Ok(None) };
         let classes = &device.cx.micro.fields.classes;
         match targets {
             Targets::Classes if B::indices_len(classes) != rows => Err(Error::input(format!(
-                "cross_entropy: {rows} rows, but the samples have {} classes",
+                "{rows} rows, but the samples have {} classes",
                 B::indices_len(classes)
             ))),
             Targets::Classes => Ok(Some(B::slice_indices(classes, 0..rows))),
@@ -778,8 +841,8 @@ impl<'t, B: Kernels> Tape<'t, B> {
         }
     }
 
-    /// Returns the mean deviation of each row of predictions from the samples' values, rows × 1; for
-    /// losses and metrics.
+    /// Returns the mean deviation of each row of predictions from the samples' values, rows × 1;
+    /// for losses and metrics.
     ///
     /// # Errors
     /// Returns an error outside a loss, if the samples have other values, or if the device fails.
@@ -788,7 +851,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
         let values = self.values(width)?;
         fits("regression", rows == self.rows(), &[predictions])?;
         let shape = Regression { rows, width, loss, scale: 0.0, gradient: false };
-        let mut copy = if self.computes { Some(self.alloc(rows * width)?) } else { None };
+        let mut copy = self.scratch(rows * width)?;
         let operation = Operation::Regression(loss);
         let all = [predictions, &values];
         self.record(operation, &all, [rows, 1], Saves::First, 0, |b, views, y, _| {
@@ -837,7 +900,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
         sizes
     }
 
-    /// Returns the variables whose values a backward reads from buffers of their own, each once, in
+    /// Returns the variables whose values a backward reads from separate buffers, each once, in
     /// the order in which they are saved.
     pub(super) fn kept(&self) -> Vec<Var<B>> {
         let mut kept: Vec<Var<B>> = vec![];
@@ -850,7 +913,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
         kept
     }
 
-    /// Gives the saved values of a forward to the tape of its backward.
+    /// Gives the saved values of a forward to the autograd tape of its backward.
     ///
     /// # Errors
     /// Returns an error if the forward saved another number of values.
@@ -941,6 +1004,6 @@ fn check_param<B: Backend>(what: &str, var: &Var<B>) -> Result<()> {
     if matches!(var.meta.origin, Origin::Param(..)) {
         return Ok(());
     }
-    Err(Error::input(format!("{what}: the weight is no parameter"))
+    Err(Error::input(format!("{what}: the weight must be a parameter"))
         .hint("pass one of the parameters that forward is given"))
 }

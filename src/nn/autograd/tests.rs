@@ -149,7 +149,7 @@ const CASES: [Case; 12] = [
 #[test]
 fn backwards_agree_with_finite_differences() {
     for case in CASES {
-        let checked = gradcheck::block(&*block(case).unwrap(), 3, TIME).unwrap();
+        let checked = gradcheck::block(&*block(case), 3, TIME).unwrap();
         assert_eq!(checked.len(), case.tensors().len() + 1, "{case:?}");
     }
 }
@@ -157,7 +157,7 @@ fn backwards_agree_with_finite_differences() {
 #[test]
 fn linear_layers_overwrite_and_shared_weights_add() {
     let overwritten = |case: Case| -> Vec<bool> {
-        let block = block::<Cpu>(case).unwrap();
+        let block = block::<Cpu>(case);
         block.tensors().iter().map(|tensor| tensor.overwritten).collect()
     };
     assert_eq!(overwritten(Case::Linear), [true, false]);
@@ -168,7 +168,7 @@ fn linear_layers_overwrite_and_shared_weights_add() {
 #[test]
 fn only_what_a_backward_reads_is_saved() {
     let saved = |case: Case| {
-        let block = block::<Cpu>(case).unwrap();
+        let block = block::<Cpu>(case);
         (block.saved_elems_per_row(), block.saved_f32_per_row())
     };
     // The input of the activation; the input of the block is kept anyway.
@@ -181,7 +181,7 @@ fn only_what_a_backward_reads_is_saved() {
     // Queries, keys and values, the result, and the logarithm of each denominator.
     assert_eq!(saved(Case::Attention), (2 * WIDTH + WIDTH, 2));
     let scratch = |case: Case| {
-        let block = block::<Cpu>(case).unwrap();
+        let block = block::<Cpu>(case);
         (block.forward_scratch_per_row(), block.scratch_per_row())
     };
     // Forward: the gate is saved. Backward: its gradient, then also that of the input.
@@ -221,11 +221,17 @@ impl Module for Wrong {
 
 #[test]
 fn operands_that_do_not_fit_are_named() {
-    let refused = |which: usize| block::<Cpu>(Wrong(which)).err().unwrap().to_string();
+    let refused = |which: usize| {
+        let block = block::<Cpu>(Wrong(which));
+        let checked = gradcheck::block(&*block, 2, 1).unwrap_err().to_string();
+        let error = block.check().unwrap_err().to_string();
+        assert_eq!(checked, error);
+        error
+    };
     assert_eq!(refused(0), "wrong: linear: the shapes 1×6 and 3×4 do not fit");
     assert!(refused(1).starts_with("wrong: add takes no parameter\nhint: "), "{}", refused(1));
     assert!(refused(2).contains("cross_entropy is for losses and metrics"), "{}", refused(2));
-    assert!(refused(3).contains("linear: the weight is no parameter"), "{}", refused(3));
+    assert!(refused(3).contains("linear: the weight must be a parameter"), "{}", refused(3));
 }
 
 /// A block of GPT-2 as a module, with the tensors of [`Gpt`]'s.
@@ -324,7 +330,7 @@ fn a_transformer_block_has_the_bits_of_the_one_written_by_hand() {
         dropout: 0.0,
     };
     let by_hand = &gpt.blocks::<Cpu>()[1];
-    let derived = block::<Cpu>(Transformer(gpt)).unwrap();
+    let derived = block::<Cpu>(Transformer(gpt));
     let names = ["output", "gradient of the input", "gradients of the parameters"];
     for ((one, other), name) in bits(&**by_hand).iter().zip(bits(&*derived)).zip(names) {
         assert!(!one.is_empty() && *one == other, "{name}: other bits");

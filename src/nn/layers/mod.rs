@@ -49,7 +49,7 @@ use hpctrain_base::layout::trained;
 use hpctrain_data::Ids;
 use hpctrain_device::{Im2colShape, Kernels};
 
-pub use shape::format_shape;
+pub use shape::{format_shape, output_shape, window_shape};
 pub use spec::{Layer, NamedPadding, Padding, Pair};
 
 /// The key of the layer list in the configuration.
@@ -225,7 +225,7 @@ impl Compiler {
         for (i, layer) in layers.iter().enumerate() {
             let name = format!("{name}.{i}");
             let place = format!("{place}[{i}]");
-            let after = shape::output_shape(layer, &place, &self.shape)?;
+            let after = output_shape(layer, &place, &self.shape)?;
             let step = self.step(layer, &name, &place)?;
             if place.matches('[').count() == 1 {
                 let (kept, parameters, flops) = step.as_ref().map_or((0, 0, 0), |step| {
@@ -263,7 +263,7 @@ impl Compiler {
                 LayerOp::Dense(Dense { name, rows, inputs: width, outputs: *units, bias: *bias })
             }
             Layer::Conv2d { filters, groups, bias, .. } => {
-                let window = shape::window_shape(layer, place, &self.shape)?;
+                let window = window_shape(layer, place, &self.shape)?;
                 LayerOp::Conv(Conv {
                     name,
                     window,
@@ -273,11 +273,11 @@ impl Compiler {
                 })
             }
             Layer::MaxPool2d { .. } => LayerOp::Pool(PoolLayer {
-                window: shape::window_shape(layer, place, &self.shape)?,
+                window: window_shape(layer, place, &self.shape)?,
                 reduction: PoolReduction::Max,
             }),
             Layer::AvgPool2d { .. } => LayerOp::Pool(PoolLayer {
-                window: shape::window_shape(layer, place, &self.shape)?,
+                window: window_shape(layer, place, &self.shape)?,
                 reduction: PoolReduction::Mean,
             }),
             Layer::GlobalAvgPool => {

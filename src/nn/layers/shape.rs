@@ -42,7 +42,7 @@ fn check_elements(layer: &Layer, place: &str, shape: &[usize], verb: &str) -> Re
     }
 }
 
-/// Returns the output shape of [`after`], without the checks of sizes.
+/// Returns the output shape of [`output_shape`], without the checks of sizes.
 fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let refused = |expected: &str, hint: String| {
         let got = format!("{place} ({}) gets {}", layer.kind(), format_shape(input));
@@ -204,7 +204,7 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
 /// Returns the output shape of consecutive layers, whose key is `place`.
 ///
 /// # Errors
-/// Returns an error under the conditions of [`after`], and if an embedding is not the first layer.
+/// Returns an error under the conditions of [`output_shape`], and if an embedding is not the first layer.
 pub fn output_shape_of_all(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let mut shape = input.to_vec();
     for (i, layer) in layers.iter().enumerate() {
