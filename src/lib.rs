@@ -3,17 +3,21 @@
 //!
 //! | to | use |
 //! |---|---|
-//! | start a rank, under `mpirun` or alone | [`job::start`]; [`engine::on_threads`] for ranks without MPI |
+//! | start a rank, under `mpirun` or alone | [`job::start`]; [`job::spawn`] for ranks of a program that nothing launches, [`engine::on_threads`] for threads as ranks |
 //! | configure a run | [`config::load`], [`engine::plan`] |
 //! | run a whole training, as `hpctrain train` does | [`train::train`] with a [`train::TrainRequest`] |
 //! | add callbacks for steps, evaluations and checkpoints, and stop early | [`train::Hook`] |
 //! | train on custom data | [`data::Source`], [`engine::Splits`] |
+//! | train on arrays of `ndarray` | [`data::Arrays`] |
 //! | write a custom training loop | [`engine::engine`], [`engine::micro_batches::MicroBatches`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
 //! | add a kind of block | [`nn::Block`], [`nn::gradcheck`], [`engine::engine_with_blocks`] |
 //! | train a custom model of such blocks | [`nn::ModelBuilder`], [`train::Customization::network`] |
 //! | compute on GPUs | [`train::train`], or [`gpu_assignment::assign_gpus`] and [`gpu_assignment::Gpu::backend`] |
-//! | call functions on elastic workers | [`servers::Coordinator`] |
-//! | evaluate, predict, generate text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
+//! | train with parameter servers | [`servers::train()`] |
+//! | call functions on elastic workers, with parameters on servers | [`servers::Coordinator`], [`servers::Parameters`] |
+//! | evaluate, predict, generate text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::predict_array()`], [`evaluate::generate()`] |
+//! | export models to safetensors and ONNX | [`checkpoint::export`] |
+//! | evaluate beside a trainer, or process its checkpoints | [`train::evaluate_run`], [`evaluate::NewCheckpoints`] |
 //! | read checkpoints, and write them asynchronously | [`checkpoint::Reader`], [`checkpoint::Saver`] |
 //!
 //! [`prelude`] re-exports the most common names. `examples/` has a program for each of these tasks;
@@ -83,7 +87,7 @@
 
 #[doc(inline)]
 pub use hpctrain_base::{energy, error, layout, mesh, random, signals};
-pub(crate) use hpctrain_base::{fd_limit, own_files, safe_open, spawn, user_dirs};
+pub(crate) use hpctrain_base::{fd_limit, own_files, safe_open, spawn};
 #[doc(hidden)]
 pub use hpctrain_base::{panics, spans};
 #[doc(inline)]

@@ -31,6 +31,15 @@ pub struct Checkpoints {
     lease: Option<Arc<LeaseGuard>>,
 }
 
+/// The processes that wait for checkpoints.
+#[derive(Debug, Clone, Copy)]
+struct Waits {
+    /// Whether a process evaluates every checkpoint.
+    evaluation: bool,
+    /// The step after which an iterator takes every checkpoint.
+    after: Option<u64>,
+}
+
 impl Checkpoints {
     /// Creates a handle to the checkpoints under `root`, which need not exist yet.
     pub fn new(root: impl Into<PathBuf>) -> Self {
@@ -413,7 +422,8 @@ impl Checkpoints {
     /// checkpoints may be removed.
     pub(super) fn candidates(&self, evaluated: &[Evaluation]) -> Result<Vec<Candidate>> {
         let leases = self.leases();
-        let waits = leases.queue_is_watched()?;
+        let waits =
+            Waits { evaluation: leases.queue_is_watched()?, after: leases.watched_after()? };
         // A run that skipped a damaged checkpoint has gone back: checkpoints newer than the last
         // save do not count.
         let latest = Pointer::at(self.latest());
@@ -427,14 +437,14 @@ impl Checkpoints {
             .collect()
     }
 
-    /// Returns the checkpoint of a step as a candidate for removal. It counts as leased if `waits`
-    /// and its evaluation is still to come, and as intact only up to the last save, `latest`.
+    /// Returns the checkpoint of a step as a candidate for removal. It counts as leased if one of
+    /// `waits` applies to it, and as intact only up to the last save, `latest`.
     fn candidate(
         &self,
         step: u64,
         evaluated: &[Evaluation],
         leases: &Leases,
-        waits: bool,
+        waits: Waits,
         latest: u64,
     ) -> Result<Candidate> {
         let path = self.path(step);
@@ -442,7 +452,9 @@ impl Checkpoints {
         let (sound, kept) = match self.sound_id(step) {
             Ok(id) => {
                 loss = evaluations::loss_of_save(evaluated, step, &id);
-                (true, waits && !evaluations::is_settled(evaluated, &id))
+                let is_evaluated = || evaluations::is_settled(evaluated, &id);
+                let is_next = waits.after.is_some_and(|after| step > after);
+                (true, is_next || waits.evaluation && !is_evaluated())
             }
             Err(e) => {
                 log::warn!("{} does not count as a checkpoint: {}", path.display(), one_line(&e));

@@ -21,6 +21,7 @@
 mod async_save;
 mod directory;
 mod excerpt;
+pub mod export;
 pub mod filesystem;
 pub mod huggingface;
 pub mod lease;

@@ -7,6 +7,8 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use ndarray::ArrayD;
+
 use super::excerpt::{self, Excerpt, Index, outline};
 use super::manifest::{BLOCK, FileEntry};
 use super::shard::rest_crc32;
@@ -242,6 +244,42 @@ impl Reader {
             )));
         }
         Ok(())
+    }
+
+    /// Returns a whole tensor with its shape. Part 0 is the parameters, part k the k-th state buffer
+    /// of the optimizer; [`Reader::inference_part`] is the one that evaluations use. The array is
+    /// one of `ndarray` 0.17.
+    ///
+    /// ```no_run
+    /// use std::path::Path;
+    ///
+    /// let mut reader = hpctrain_checkpoint::Reader::open(Path::new("runs/x/checkpoints/latest"))?;
+    /// let part = reader.inference_part();
+    /// let weight = reader.tensor("layers.0.weight", part)?;
+    /// println!("{:?}, mean {:?}", weight.shape(), weight.mean());
+    /// # Ok::<(), hpctrain_base::error::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Returns an error if the checkpoint has no such tensor or part, or if a file is missing or
+    /// damaged.
+    pub fn tensor(&mut self, name: &str, part: usize) -> Result<ArrayD<f32>> {
+        let dir = self.dir().display();
+        let Some(entry) = self.manifest.tensors.get(name) else {
+            return Err(Error::input(format!("{dir} has no tensor {name}"))
+                .hint("manifest().tensors has the names; hpctrain checkpoint inspect lists them"));
+        };
+        let parts = 1 + self.manifest.state.len();
+        if part >= parts {
+            return Err(Error::input(format!("{dir} has no part {part} of {name}"))
+                .hint(format!("it has {parts}: the parameters, then {:?}", self.manifest.state)));
+        }
+        let mut array = ArrayD::zeros(entry.shape.clone());
+        let all = 0..array.len();
+        let values =
+            array.as_slice_mut().ok_or_else(|| Error::internal("a new array is not contiguous"))?;
+        self.read(name, part, None, all, values)?;
+        Ok(array)
     }
 
     /// Assigns every `step`-th file from `first` on to [`Reader::check_files`].
@@ -738,6 +776,24 @@ mod tests {
             read(1, columns, range).unwrap();
         }
         assert!(reader.verify(&piece.file).unwrap_err().to_string().contains("/m/w@1: checksum "));
+    }
+
+    #[test]
+    fn a_tensor_is_an_array_of_its_shape() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut reader =
+            write(dir.path(), [4, 6], &[(0, Some(0..2), 0..8), (1, Some(2..6), 0..16)]);
+        for part in 0..2 {
+            let array = reader.tensor("w", part).unwrap();
+            assert_eq!(array.shape(), [4, 6]);
+            for (place, x) in array.indexed_iter() {
+                assert_eq!(*x, value(part, 6 * place[0] + place[1]));
+            }
+        }
+        let error = reader.tensor("w", 2).unwrap_err();
+        assert!(error.to_string().contains("has no part 2 of w\nhint: it has 2"), "{error}");
+        let error = reader.tensor("v", 0).unwrap_err();
+        assert!(error.to_string().contains("has no tensor v\n"), "{error}");
     }
 
     #[test]

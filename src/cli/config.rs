@@ -243,7 +243,8 @@ impl Pipeline {
 }
 
 fn show(sources: &SourceArgs, ranks: u16, as_json: bool) -> Result<()> {
-    let (config, name) = sources.load()?;
+    let (mut config, name) = sources.load()?;
+    config.resolve_batch(usize::from(ranks))?;
     let mut config = resolve_epochs(config)?;
     config.run.name.get_or_insert(name);
     let vocabulary = data_vocabulary(&config)?;
@@ -255,6 +256,9 @@ fn show(sources: &SourceArgs, ranks: u16, as_json: bool) -> Result<()> {
         return json(&plan.config);
     }
     let text = plan.config.to_toml()?;
+    // Several keys define the peak together, so it is in a comment.
+    let peak = plan.describe_peak().map(|peak| format!("[lr_schedule]\n# peak: {peak}\n"));
+    let text = peak.map_or(text.clone(), |peak| text.replacen("[lr_schedule]\n", &peak, 1));
     say(text.trim_end());
     Ok(())
 }

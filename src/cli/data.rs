@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
+use super::data_order::{self, OrderArgs};
 use crate::data::import::{
-    Arrays, Categories, IdVocabulary, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy,
-    ImportOptions, ImportText, Missing, NotFinite, StreamShards, TableFormat, import_csv,
-    import_ids, import_idx, import_images, import_numpy, import_text,
+    Arrays, Categories, CategoryIds, IdVocabulary, ImportCsv, ImportIds, ImportIdx, ImportImages,
+    ImportNumpy, ImportOptions, ImportText, Missing, NotFinite, StreamShards, TableFormat,
+    TextOptions, import_csv, import_ids, import_idx, import_images, import_numpy, import_text,
 };
-use crate::data::{TokenizerKind, inspect, verify};
+use crate::data::{LookupOptions, TokenizerKind, inspect, verify};
 use crate::error::Result;
 use crate::telemetry::say;
 
@@ -40,6 +41,11 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Show which samples each rank reads in each step and micro-batch, without running
+    #[command(
+        after_help = "Example: hpctrain data order --ranks 4 --steps 3 --set data.path=data/mine"
+    )]
+    Order(Box<OrderArgs>),
 }
 
 #[derive(Debug, Args)]
@@ -95,9 +101,9 @@ enum Source {
         #[command(flatten)]
         output: OutputArgs,
     },
-    /// Convert a CSV table of numbers, categories and named classes to train-*.h5 and val-*.h5
+    /// Convert a CSV table of numbers and categories, or of text, to train-*.h5 and val-*.h5
     #[command(
-        after_help = "Example: hpctrain data import csv clicks.csv --target clicked --categorical site,device --out data/clicks\n         hpctrain data import csv iris.csv --target species --drop id --missing mean --out data/iris"
+        after_help = "Example: hpctrain data import csv clicks.csv --target clicked --categorical site,device --out data/clicks\n         hpctrain data import csv iris.csv --target species --drop id --missing mean --out data/iris\n         hpctrain data import csv reviews.csv --target stars --text review --tokenizer byte --length 256 --out data/reviews"
     )]
     Csv(Box<CsvArgs>),
     /// Convert NumPy arrays of features and labels (numpy.save) to train-*.h5 and val-*.h5
@@ -184,22 +190,106 @@ struct CsvArgs {
     /// Hash the values of each categorical column to this number of ids instead of listing them
     #[arg(long, value_name = "IDS", requires = "categorical")]
     hash: Option<u32>,
-    /// Use the inputs, categories, ids, scaling, classes and targets of the table that was imported
-    /// into this directory
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash"])]
+    /// Take the values of a categorical column, in the order of their ids, from a text file with a
+    /// value in each line; may be repeated
+    #[arg(
+        long = "vocabulary",
+        value_name = "COLUMN=FILE",
+        value_parser = vocabulary,
+        requires = "categorical",
+        conflicts_with = "hash"
+    )]
+    vocabularies: Vec<(String, PathBuf)>,
+    /// Give ids only to values of a categorical column that occur N times or more, the most
+    /// frequent first; the others are unknown
+    #[arg(
+        long,
+        value_name = "N",
+        requires = "categorical",
+        conflicts_with = "hash",
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    min_count: Option<u64>,
+    /// Use at most N ids for each categorical column, including those of empty cells and unknown
+    /// values: only the most frequent values get ids
+    #[arg(long, value_name = "N", requires = "categorical", conflicts_with = "hash")]
+    max_ids: Option<u32>,
+    /// Hash unknown values of each categorical column to N ids, 1 to N; empty cells keep id 0
+    /// [default: unknown values have id 0, too]
+    #[arg(
+        long,
+        value_name = "N",
+        requires = "categorical",
+        conflicts_with = "hash",
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    oov: Option<u32>,
+    /// Column of text, whose tokens become the inputs; may be repeated. All other columns are
+    /// targets, weights or dropped
+    #[arg(
+        long = "text",
+        value_name = "COLUMN",
+        requires_all = ["tokenizer", "length"],
+        conflicts_with = "categorical"
+    )]
+    texts: Vec<String>,
+    /// Tokenizer of the text: one id per character, one per byte, GPT-2's byte-pair encoding, or a
+    /// Hugging Face tokenizer.json
+    #[arg(long, value_name = "char|byte|gpt2|FILE", requires = "texts")]
+    tokenizer: Option<TokenizerKind>,
+    /// Number of ids of each text: longer texts are truncated, shorter ones padded with id 0
+    #[arg(
+        long,
+        value_name = "N",
+        requires = "texts",
+        value_parser = clap::value_parser!(u32).range(1..=MAX_TEXT)
+    )]
+    length: Option<u32>,
+    /// Use the inputs, categories, ids, texts, scaling, classes and targets of the table that was
+    /// imported into this directory
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash", "texts"])]
     like: Option<PathBuf>,
     #[command(flatten)]
     output: OutputArgs,
+}
+
+/// The largest number of ids of a text.
+const MAX_TEXT: i64 = 1 << 20;
+
+/// Parses `COLUMN=FILE`.
+fn vocabulary(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((column, file)) if !column.is_empty() && !file.is_empty() => {
+            Ok((column.to_owned(), file.into()))
+        }
+        _ => Err("expected a column and a file, such as site=sites.txt".to_owned()),
+    }
 }
 
 impl From<CsvArgs> for ImportCsv {
     fn from(args: CsvArgs) -> Self {
         let CsvArgs { input, format, targets, weight, drop, regression, classes, missing, .. } =
             args;
+        let ids = match args.hash {
+            Some(ids) => CategoryIds::Hashed(ids),
+            None => CategoryIds::Listed {
+                vocabularies: args.vocabularies,
+                options: LookupOptions {
+                    min_count: args.min_count.unwrap_or(1),
+                    max_ids: args.max_ids,
+                    oov: args.oov.unwrap_or(0),
+                },
+            },
+        };
         let categories = match args.like {
             Some(earlier) => Categories::Like(earlier),
-            None => Categories::Named { columns: args.categorical, hash: args.hash },
+            None => Categories::Named { columns: args.categorical, ids },
         };
+        let text = args.tokenizer.zip(args.length).map(|(tokenizer, length)| TextOptions {
+            columns: args.texts,
+            tokenizer,
+            length: length as usize,
+        });
         let options = args.output.into();
         Self {
             input,
@@ -211,6 +301,7 @@ impl From<CsvArgs> for ImportCsv {
             classes,
             missing,
             categories,
+            text,
             options,
             needs_all: false,
         }
@@ -333,6 +424,7 @@ impl From<StreamArgs> for StreamShards {
 /// Runs the subcommand and prints its result to standard output.
 pub fn run(args: DataArgs) -> Result<()> {
     match args.command {
+        Command::Order(args) => data_order::run(&args)?,
         Command::Import(ImportArgs { source: Source::Text(text) }) => {
             let TextArgs { inputs, field, tokenizer, end_of_text, to } = text;
             say(import_text(&ImportText { inputs, field, end_of_text, tokenizer, to: to.into() })?);

@@ -8,15 +8,14 @@ use clap::{ArgGroup, Args};
 use super::eval_checkpoint;
 use super::rank_roles::{RankAssignment, StartCommand};
 use super::with_checkpoint::{SplitChoice, comm_timeout};
-use crate::backend::cpu::Cpu;
-use crate::comm::{Comm, Launch};
-use crate::config::{Config, Time, overlay};
+use crate::comm::Launch;
+use crate::config::Time;
 use crate::error::{Error, Result};
-use crate::evaluate::{Policy, SidecarOptions, TRAINER_TIMEOUT, watch};
-use crate::gpu_assignment::{assign_gpus, open_cpu};
+use crate::evaluate::{Policy, SidecarOptions, TRAINER_TIMEOUT};
 use crate::job::{self, fail};
-use crate::run_dir::{RunDirectory, RunOutcome};
+use crate::run_dir::RunDirectory;
 use crate::signals;
+use crate::train::{Customization, evaluate_run};
 
 /// Arguments of `hpctrain eval`.
 #[derive(Args)]
@@ -92,25 +91,17 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
             overrides: args.overrides.clone(),
             threads: role.threads,
             in_trainer_job: role.mixed,
+            start_timeout: None,
         };
         evaluate(&role, request)
     })
-}
-
-/// Evaluates on the device that `run.device` selects in the evaluator's overrides.
-pub fn watch_on_device(comm: &Comm<Cpu>, request: &SidecarOptions) -> Result<RunOutcome> {
-    let config = comm.world().all_ok(overlay(&Config::default(), &request.overrides))?;
-    match assign_gpus(comm, &config)? {
-        None => watch(comm, request, open_cpu),
-        Some(gpu) => watch(&gpu.device_comm(comm), request, move |plan| gpu.backend(plan)),
-    }
 }
 
 /// Runs an evaluator rank and returns its exit code. In a job with a trainer, an error that all
 /// evaluators share is printed and does not end the trainer.
 ///
 /// # Errors
-/// Returns the errors of [`watch`] in a job of evaluators only; in a job with a trainer, only those
+/// Returns the errors of [`evaluate_run`] in a job of evaluators only; in a job with a trainer, only those
 /// that the evaluators do not share.
 pub fn evaluate(role: &RankAssignment, mut request: SidecarOptions) -> Result<i32> {
     if role.mixed {
@@ -124,7 +115,7 @@ pub fn evaluate(role: &RankAssignment, mut request: SidecarOptions) -> Result<i3
         let logs = RunDirectory::at(&request.run).logs_path();
         role.comm.world().all_ok(role.comm.watch_in(&logs))?;
     }
-    match watch_on_device(&role.comm, &request) {
+    match evaluate_run(&role.comm, &request, Customization::default()) {
         Ok(outcome) => Ok(outcome.exit_code()),
         Err(e) if role.mixed && (e.is_shared() || role.comm.size() == 1) => {
             if role.comm.rank() == 0 {

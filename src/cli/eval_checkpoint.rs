@@ -126,8 +126,8 @@ fn result_text(
     let id = &manifest.id[..];
     let step = manifest.step;
     let split = split.name();
-    let Metrics { loss, metrics, sets, classes } = found;
-    let perplexity = plan.network.is_language().then(|| loss.exp());
+    let Metrics { loss, metrics, sets, classes, perplexity } = found;
+    let perplexity = *perplexity;
     let data = &data[..];
     let fingerprint = set.digest();
     let loss = *loss;

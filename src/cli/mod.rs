@@ -6,6 +6,7 @@ mod compare;
 mod config;
 mod coordinate;
 pub mod data;
+mod data_order;
 mod doctor;
 mod eval;
 mod eval_checkpoint;
@@ -66,6 +67,9 @@ enum Command {
     /// Train with parameter servers: coordinator, servers, workers.
     #[command(subcommand)]
     Ps(PsCommand),
+    /// Start a program that uses this library as ranks on this machine that communicate over TCP,
+    /// without MPI: hpctrain spawn -n 4 ./program
+    Spawn(spawn::SpawnArgs),
     /// Restart a job until its run is complete: hpctrain supervise -- mpirun -np 8 hpctrain train
     Supervise(supervise::SuperviseArgs),
     /// Check that loss, parameters and optimizer state are bitwise equal on any number of ranks and
@@ -151,7 +155,7 @@ impl Command {
             | Command::Report(_)
             | Command::Runs(_)
             | Command::Compare(_) => false,
-            Command::Ps(_) | Command::Supervise(_) => false,
+            Command::Ps(_) | Command::Supervise(_) | Command::Spawn(_) => false,
             Command::Completions { .. } => false,
         }
     }
@@ -200,7 +204,7 @@ pub fn run() -> i32 {
                 ));
                 return fail(&e.hint("train, eval, predict, sample, plan, bench and doctor do"));
             }
-            None => return spawn::run(usize::from(ranks)),
+            None => return job::launch_self(usize::from(ranks)),
             Some(Launch { meeting: Some(_), .. }) => {}
             Some(launch) if speaks => {
                 let e = Error::input(format!(
@@ -249,6 +253,8 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Ps(PsCommand::Server(args)) => servers::run_server(&args),
         Command::Ps(PsCommand::Worker(args)) => servers::run_worker(&args),
         Command::Ps(PsCommand::Auto(args)) => ps_auto::run(&args),
+        Command::Spawn(args) if speaks => spawn::run(&args, launch),
+        Command::Spawn(_) => 2,
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),
         Command::Simulate(args) => simulate::run(&args),

@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 use crate::gpu_assignment::{assign_gpus, check_cpu, open_cpu};
 use crate::job::{self, fail};
 use crate::planner::{
-    Machine, PlanReport, SearchEnvironment, SearchLimits, environment, run_trials, search_layouts,
-    search_layouts_here,
+    Machine, PlanReport, SearchEnvironment, SearchLimits, check_batch, environment, run_trials,
+    search_layouts, search_layouts_here,
 };
 use crate::telemetry::say;
 
@@ -111,6 +111,7 @@ impl PlanArgs {
     fn load(&self) -> Result<(Config, String)> {
         let (mut config, name) = self.sources.load()?;
         config.parallel.layout = LayoutMode::Given;
+        check_batch(&config)?;
         Ok((config.with_any_length(), name))
     }
 

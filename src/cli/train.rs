@@ -11,7 +11,7 @@ use super::rank_roles::{RankAssignment, RankRole, StartCommand};
 use super::servers;
 use super::with_checkpoint::{comm_timeout, seconds};
 use crate::comm::{AlgorithmChoice, Launch, prepare_environment};
-use crate::config::{Config, PRESETS, Sources, load};
+use crate::config::{Config, PRESETS, Sources, given_keys, load};
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
@@ -20,7 +20,7 @@ use crate::signals;
 use crate::train::{Customization, TrainRequest, check_same_config, train};
 
 /// The sources of the configuration.
-#[derive(Args)]
+#[derive(Debug, Args)]
 pub struct SourceArgs {
     /// Configuration file (TOML); `hpctrain config show` prints one.
     #[arg(long, value_name = "FILE")]
@@ -56,11 +56,15 @@ impl TypedValueParser for PresetParser {
 }
 
 impl SourceArgs {
-    /// Loads the configuration, and returns it with the default name of the run.
-    pub fn load(&self) -> Result<(Config, String)> {
+    fn sources(&self) -> Sources<'_> {
         let preset = self.preset.as_deref();
         let file = self.config.as_deref();
-        load(&Sources { preset, file, overrides: &self.overrides })
+        Sources { preset, file, overrides: &self.overrides }
+    }
+
+    /// Loads the configuration, and returns it with the default name of the run.
+    pub fn load(&self) -> Result<(Config, String)> {
+        load(&self.sources())
     }
 }
 
@@ -123,6 +127,7 @@ impl TrainArgs {
             overrides: vec![],
             threads: role.threads,
             in_trainer_job: true,
+            start_timeout: None,
         }
     }
 
@@ -138,6 +143,11 @@ impl TrainArgs {
 }
 
 impl RunArgs {
+    /// Returns those of `keys` that `--config` and `--set` give, as overrides.
+    pub fn given_keys(&self, keys: &[&str]) -> Result<Vec<String>> {
+        given_keys(&self.sources.sources(), keys)
+    }
+
     /// Returns the run of a job of which `servers` ranks are parameter servers; refuses keys of
     /// parameter servers if there are none.
     pub fn job_request(&self, servers: usize, threads: Option<usize>) -> Result<TrainRequest> {

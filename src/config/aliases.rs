@@ -25,9 +25,10 @@ const fn names(
 }
 
 #[rustfmt::skip]
-const KEYS: [Names; 40] = [
+const KEYS: [Names; 44] = [
     names("run.steps", &["maxsteps", "maxiters", "numsteps", "totalsteps", "trainsteps", "iterations"], &[]),
     names("run.epochs", &["numepochs", "maxepochs", "nepochs", "numtrainepochs"], &[]),
+    names("run.steps_per_epoch", &["epochsteps", "itersperepoch", "iterationsperepoch"], &["limittrainbatches"]),
     names("run.name", &["runname", "experiment", "expname", "jobname"], &[]),
     names("run.root", &[], &["outputdir", "outdir", "savedir", "logdir"]),
     names("run.seed", &["randomseed", "manualseed"], &[]),
@@ -43,8 +44,10 @@ const KEYS: [Names; 40] = [
     names("model.rope_scaling", &[], &["ropeparameters"]),
     names("model.tied", &["tiewordembeddings", "tieembeddings"], &[]),
     names("data.path", &["dataset", "datadir", "datapath", "datasetpath"], &["trainfile", "traindata"]),
+    names("data.order", &[], &["autoshardpolicy", "autoshard", "shardpolicy"]),
     names("data.prefetch", &[], &["numworkers", "prefetchfactor"]),
-    names("batch.global", &["globalbatchsize"], &["batchsize", "trainbatchsize", "perdevicetrainbatchsize", "bs"]),
+    names("batch.global", &["globalbatchsize"], &["batchsize", "trainbatchsize", "bs"]),
+    names("batch.per_rank", &["perreplica", "batchsizeperreplica", "perreplicabatchsize"], &["perdevicetrainbatchsize", "perdevicebatchsize", "pergpubatchsize", "pergputrainbatchsize", "localbatchsize", "batchsizepergpu", "samplespergpu", "perdevice", "pergpu"]),
     names("batch.micro", &["microbatch", "microbatchsize"], &["gradientaccumulationsteps", "gradaccumsteps", "gradaccum", "accumulategradbatches", "devicebatchsize"]),
     names("optimizer.lr", &["learningrate", "baselr", "maxlr", "peaklr"], &[]),
     names("optimizer.kind", &["optim", "optimizername", "optimizertype"], &[]),
@@ -55,6 +58,7 @@ const KEYS: [Names; 40] = [
     names("optimizer.beta2", &["adambeta2"], &["alpha", "rho"]),
     names("optimizer.ema", &["emadecay"], &["averagedecay"]),
     names("lr_schedule.warmup", &["warmupsteps", "warmupiters", "numwarmupsteps", "lrwarmupsteps"], &["lrwarmup"]),
+    names("lr_schedule.lr_by_batch", &["lrbybatchsize", "learningratesbybatchsize"], &[]),
     names("lr_schedule.kind", &["lrscheduler", "lrschedulertype", "scheduler", "schedulertype", "lrdecaystyle"], &[]),
     names("lr_schedule.min_ratio", &["minlrratio"], &["minlr", "finallr"]),
     names("parallel.schedule", &["pipelineschedule", "ppschedule"], &[]),
@@ -257,6 +261,7 @@ mod tests {
         config.parallel.virtual_tensor_ranks = Some(1);
         config.parallel.loss_chunk_tokens = Some(1);
         config.local_sgd.replicas = Some(1);
+        config.lr_schedule.lr_by_batch = Some([(16, 0.1)].into_iter().collect());
         config
     }
 
@@ -286,6 +291,9 @@ mod tests {
             ("model.seq_len=32", "model.context=32"),
             ("model.vocab_size=100", "model.vocabulary=100"),
             ("batch.global_batch_size=8", "batch.global=8"),
+            ("batch.per_replica=8", "batch.per_rank=8"),
+            ("run.epoch_steps=8", "run.steps_per_epoch=8"),
+            ("schedule.lr_by_batch={ 5 = 0.1 }", "lr_schedule.lr_by_batch={ 5 = 0.1 }"),
             ("optimizer.learning-rate=0.5", "optimizer.lr=0.5"),
         ] {
             let mut read = set(&[given]).unwrap();
@@ -311,6 +319,9 @@ mod tests {
             (Some("model"), "vocab", Some("model.vocabulary")),
             (Some("model"), "n_layer", Some("model.layers")),
             (Some("train"), "batch_size", Some("batch.global")),
+            (Some("batch"), "per_device_train_batch_size", Some("batch.per_rank")),
+            (Some("training"), "local_batch_size", Some("batch.per_rank")),
+            (Some("fit"), "steps_per_epoch", Some("run.steps_per_epoch")),
             (None, "max-grad-norm", Some("optimizer.grad_clip")),
             (Some("train"), "weight_decay", Some("optimizer.weight_decay")),
             (Some("optimizer"), "type", Some("optimizer.kind")),

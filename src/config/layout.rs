@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use super::epochs;
 use super::range::out_of_range;
 use super::{
     Compute, Config, Interval, LayerList, LocalSgdConfig, ModelKind, Parallel, ReduceChoice,
@@ -85,6 +86,42 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     }
     mesh.check(ranks, parallel.zero != Zero::Zero)?;
     Ok(mesh)
+}
+
+impl Config {
+    /// Converts `batch.per_rank` to `batch.global`, for the data-parallel ranks of `ranks` ranks.
+    ///
+    /// # Errors
+    /// Returns an error if both are given, or if the layout does not fit the ranks.
+    pub fn resolve_batch(&mut self, ranks: usize) -> Result<()> {
+        let per_rank = self.batch.per_rank;
+        if per_rank == 0 {
+            return Ok(());
+        }
+        epochs::check_batch(self)?;
+        let data_ranks = mesh(self, ranks)?.data() as u64;
+        self.batch.global = per_rank.saturating_mul(data_ranks);
+        (self.batch.of_rank, self.batch.per_rank) = (per_rank, 0);
+        Ok(())
+    }
+
+    /// Sets a global batch for steps that measure or evaluate and do not train: it need not have a
+    /// learning rate.
+    pub fn set_trial_batch(&mut self, global: u64) {
+        (self.batch.global, self.batch.per_rank, self.lr_schedule.lr_by_batch) = (global, 0, None);
+    }
+
+    /// Refuses `batch.per_rank`, if it is given, for work on several numbers of ranks or layouts.
+    ///
+    /// # Errors
+    /// Returns an error that says `why`.
+    pub fn check_fixed_batch(&self, why: &str) -> Result<()> {
+        match self.batch.per_rank {
+            0 => Ok(()),
+            per_rank => Err(Error::input(format!("batch.per_rank = {per_rank}, but {why}"))
+                .hint("set batch.global: batch.per_rank × replicas × shards")),
+        }
+    }
 }
 
 /// Checks that the keys of central storage are consistent with each other and with other keys.
@@ -448,6 +485,9 @@ fn given_virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<
 /// Returns an error for the first key that does not fit, with its value.
 pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
     let mesh = mesh(config, ranks)?;
+    let mut config = config.clone();
+    config.resolve_batch(ranks)?;
+    let config = &config;
     let replicas = local_sgd(config, &mesh)?.map_or(mesh.replica, |averaging| averaging.replicas);
     let (virtual_ranks, _) = virtual_ranks(config, replicas, &mesh)?;
     batch(config, virtual_ranks, replicas, &mesh).map(drop)

@@ -89,6 +89,26 @@ pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
     Ok((config, name))
 }
 
+/// Returns the keys of `keys`, each as `section.key`, that the file or the overrides of `sources`
+/// give, as overrides. Presets do not count.
+///
+/// # Errors
+/// Returns an error under the conditions of [`load`].
+pub fn given_keys(sources: &Sources<'_>, keys: &[&str]) -> Result<Vec<String>> {
+    let mut merged = Table::new();
+    if let Some(path) = sources.file {
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| Error::io("read the configuration", path, e))?;
+        merge(&mut merged, parse_layer(&text, &path.display().to_string())?.table);
+    }
+    merge(&mut merged, overriding(sources.overrides)?.table);
+    let given = keys.iter().filter_map(|key| {
+        let (section, name) = key.split_once('.')?;
+        Some(format!("{key}={}", merged.get(section)?.get(name)?))
+    });
+    Ok(given.collect())
+}
+
 /// The layer of all overrides together.
 fn overriding(overrides: &[String]) -> Result<Layer> {
     let mut all = Layer::default();

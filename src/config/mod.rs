@@ -16,6 +16,8 @@ mod keys;
 mod keys_markdown;
 mod layout;
 mod load;
+mod local_launcher;
+mod lr_by_batch;
 mod network;
 mod paths;
 mod range;
@@ -31,12 +33,15 @@ mod unknown_keys;
 
 pub use device::DeviceChoice;
 pub use device_memory::{DEFAULT_FRACTION, DeviceMemory};
-pub use epochs::epochs_ended;
+pub use epochs::EpochLength;
 pub use interval::Interval;
 pub use keys::describe_keys;
 pub use keys_markdown::keys_markdown;
 pub use layout::check_ranks;
-pub use load::{DEFAULT_PRESET, PRESETS, Sources, deserialize_json, load, overlay, written};
+pub use load::{
+    DEFAULT_PRESET, PRESETS, Sources, deserialize_json, given_keys, load, overlay, written,
+};
+pub use lr_by_batch::LrByBatch;
 pub use network::{network, sample_spec};
 pub use resolve::{Environment, ResolvedConfig, resolve};
 pub use schema::*;

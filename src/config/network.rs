@@ -10,7 +10,7 @@ use hpctrain_device::RegressionLoss;
 use hpctrain_nn::gpt::Gpt;
 use hpctrain_nn::layers::{Layer, Layers};
 use hpctrain_nn::llama::Llama;
-use hpctrain_nn::loss::Loss;
+use hpctrain_nn::loss::{ContrastiveLoss, CustomLoss, Loss, Objective};
 use hpctrain_nn::{CustomModel, Input, Network};
 
 /// Returns the network that a section describes, and sets optional keys of the section to their
@@ -146,7 +146,9 @@ fn custom_network(
         Some(Input::Numbers(shape)) => shape.iter().product(),
         Some(Input::Ids { count, .. }) => *count,
     };
-    let blocks = own.blocks::<Cpu>().len();
+    let made = own.blocks::<Cpu>();
+    made.iter().try_for_each(|block| block.check()).map_err(|e| e.at(name))?;
+    let blocks = made.len();
     if elements == 0 || own.outputs() == 0 || blocks == 0 {
         let message =
             format!("{name} has {elements} inputs, {blocks} blocks and {} outputs", own.outputs());
@@ -239,7 +241,17 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
         )
         .hint("leave them out"));
     }
+    if !(section.temperature > 0.0 && section.temperature.is_finite()) {
+        return Err(out_of_range("loss.temperature", section.temperature, "greater than 0"));
+    }
+    if let Some(custom) = &section.own {
+        return custom_loss(custom, network).map(Loss::Custom);
+    }
     let deviation = match section.kind {
+        LossKind::Contrastive => {
+            let contrastive = ContrastiveLoss { temperature: section.temperature };
+            return custom_loss(&CustomLoss::new(contrastive), network).map(Loss::Custom);
+        }
         LossKind::CrossEntropy => {
             let given = section.class_weights.len();
             let classes = network.outputs();
@@ -285,4 +297,33 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
         .hint("leave them out, or set loss.kind=cross-entropy"));
     }
     Ok(Loss::Deviation(deviation))
+}
+
+/// Checks a loss by its forward on the shapes of a network's output.
+fn custom_loss(loss: &CustomLoss, network: &Network) -> Result<CustomLoss> {
+    let name = loss.name();
+    if !loss.is_built() {
+        return Err(Error::input(format!(
+            "loss.own = {name:?} names a custom loss, which only the program that defines it can compute"
+        ))
+        .hint("use that program, or set another loss.kind and remove loss.own"));
+    }
+    if matches!(network, Network::Gpt(_) | Network::Llama(_)) {
+        return Err(Error::input(format!(
+            "loss {name:?}: the built-in language models support only cross-entropy"
+        ))
+        .hint("leave it out, or use it with layers or a custom model"));
+    }
+    if let Network::Layers(layers) = network
+        && layers.output().len() != 1
+    {
+        let output = hpctrain_nn::layers::format_shape(layers.output());
+        let message =
+            format!("the last of model.layers gives {output}, but loss {name:?} requires one axis");
+        return Err(Error::input(message).hint("end with flatten and dense"));
+    }
+    let objective = Objective::<Cpu>::new(Loss::Custom(loss.clone()), network.outputs(), false);
+    // Two rows, since one may fit by chance.
+    objective.peak_elements(2)?;
+    Ok(loss.clone())
 }

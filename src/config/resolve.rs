@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::bounds;
-use super::epochs;
+use super::epochs::{self, EpochLength};
 use super::host_embedding::with_embedding_placement;
 use super::layout::{
     batch, local_sgd, loss_chunk_tokens, mesh, stages, virtual_ranks, virtual_tensor_ranks,
@@ -11,8 +11,8 @@ use super::layout::{
 use super::network::{loss, network};
 use super::range::out_of_range;
 use super::{
-    Compute, Config, EmbeddingPlacement, LayerList, LayoutMode, MessageDtype, ModelKind, Optimizer,
-    OptimizerKind, Parallel, ReduceChoice, Scaling,
+    Compute, Config, DataOrder, EmbeddingPlacement, LayerList, LayoutMode, LrByBatch, MessageDtype,
+    ModelKind, Optimizer, OptimizerKind, Parallel, ReduceChoice, Scaling,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
@@ -22,7 +22,7 @@ use hpctrain_comm::Algorithm;
 use hpctrain_data::SampleSpec;
 use hpctrain_device::{Element, Elementwise, Kernels};
 use hpctrain_nn::layers::Layer;
-use hpctrain_nn::loss::{Loss, Objective};
+use hpctrain_nn::loss::{CustomMetric, Loss, Objective};
 use hpctrain_nn::optim::{Group, Schedule, UpdateRule};
 use hpctrain_nn::{Network, TiedParam};
 use hpctrain_parallel::{
@@ -67,6 +67,8 @@ pub struct ResolvedConfig {
     pub network: Network,
     /// The loss that it minimises.
     pub loss: Loss,
+    /// Custom metrics, which evaluations measure besides those of the loss.
+    pub metrics: Vec<CustomMetric>,
     /// The samples that the network takes.
     pub samples: SampleSpec,
     /// The update rule of the optimizer.
@@ -83,6 +85,7 @@ impl ResolvedConfig {
     /// Returns the objective of the network, for a device.
     pub fn objective<B: Kernels>(&self) -> Objective<B> {
         Objective::new(self.loss.clone(), self.network.outputs(), !self.network.is_language())
+            .with_metrics(&self.metrics)
     }
 
     /// Returns the number of micro-batches of a virtual rank.
@@ -137,19 +140,32 @@ impl ResolvedConfig {
         every > 0 && step / every > before / every
     }
 
-    /// Returns the number of samples of the round that ends with step `step`.
-    pub fn round_samples(&self, step: u64) -> u64 {
+    /// Returns true if an action with a period of `every` epochs is due after the round that ends
+    /// with step `step`, at position `position` of training data with `samples` samples. A period
+    /// of 0 disables the action.
+    pub fn is_due_by_epochs(&self, every: u64, step: u64, position: u64, samples: u64) -> bool {
         let round = self.local_sgd.map_or(1, |averaging| averaging.every);
-        (step - step.saturating_sub(1) / round * round) * self.config.batch.global
+        let taken = step - step.saturating_sub(1) / round * round;
+        every > 0
+            && EpochLength::new(&self.config, samples)
+                .ended(step, position, taken, self.config.batch.global)
+                .any(|epoch| epoch.is_multiple_of(every))
     }
 
-    /// Returns true if an action with a period of `every` epochs of `samples` samples is due after
-    /// the round that ends with step `step`, at position `position` of the data. A period of 0
-    /// disables the action.
-    pub fn is_due_by_epochs(&self, every: u64, step: u64, position: u64, samples: u64) -> bool {
-        every > 0
-            && epochs::epochs_ended(position, self.round_samples(step), samples)
-                .any(|epoch| epoch.is_multiple_of(every))
+    /// Describes the peak learning rate, if it is not `optimizer.lr` itself.
+    pub fn describe_peak(&self) -> Option<String> {
+        let Config { batch, optimizer, lr_schedule, .. } = &self.config;
+        let peak = self.schedule.peak;
+        let global = batch.global;
+        if lr_schedule.lr_by_batch.is_some() {
+            return Some(format!("{peak} = lr_schedule.lr_by_batch of batch.global = {global}"));
+        }
+        let reference = lr_schedule.reference_batch?;
+        let (factor, rule) = match lr_schedule.scaling {
+            Scaling::Linear => (format!("{global} / {reference}"), "linear"),
+            Scaling::Sqrt => (format!("√({global} / {reference})"), "sqrt"),
+        };
+        Some(format!("{peak} = optimizer.lr {} × {factor} ({rule} scaling)", optimizer.lr))
     }
 
     /// Returns the order of work of a step in stage `stage` of the pipeline, for each replica that
@@ -158,10 +174,10 @@ impl ResolvedConfig {
         let virtual_ranks = self.virtual_ranks / (self.replicas() * self.mesh.shard);
         let micros_per_virtual_rank = self.micros_per_virtual_rank();
         // A single stage has no idle time, so it does not defer weight gradients.
-        let order = if self.mesh.pipeline > 1 {
-            self.config.parallel.schedule
-        } else {
-            PipelineSchedule::default()
+        let order = match self.mesh.pipeline {
+            _ if self.loss.over_batch() => PipelineSchedule::GPipe,
+            1 => PipelineSchedule::default(),
+            _ => self.config.parallel.schedule,
         };
         StepSchedule {
             virtual_ranks,
@@ -250,6 +266,10 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         .hint("hpctrain plan prints the keys of the layout, to be set here"));
     }
     config.parallel.given.clear();
+    config.resolve_batch(environment.ranks)?;
+    if config.run.steps_per_epoch > 0 {
+        config.count_epochs(0);
+    }
     epochs::check(&config)?;
     check_ranges(&config)?;
     let mesh = mesh(&config, environment.ranks)?;
@@ -281,9 +301,10 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     )?;
     check_batch(&network, micro, synced_ranks)?;
     let loss = loss(&config, &network)?;
+    check_batch_loss(&config, &loss, &mesh)?;
     let samples = network.sample_spec(&loss);
     check_groups(&config.optimizer.groups, &network)?;
-    let schedule = schedule(&config);
+    let schedule = schedule(&config)?;
     let Optimizer { beta1, beta2, eps, momentum, nesterov, trust, .. } = config.optimizer;
     let rule = match config.optimizer.kind {
         OptimizerKind::Adamw => UpdateRule::AdamW { beta1, beta2, eps },
@@ -363,12 +384,25 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         threads,
         network,
         loss,
+        metrics: vec![],
         samples,
         update_rule: rule,
         ema: average,
         local_sgd: averaging,
         schedule,
     })
+}
+
+/// Checks that a loss of the whole batch has all forwards before its backwards.
+fn check_batch_loss(config: &Config, loss: &Loss, mesh: &Mesh) -> Result<()> {
+    let schedule = config.parallel.schedule;
+    if loss.over_batch() && mesh.pipeline > 1 && schedule == PipelineSchedule::ZeroBubble {
+        return Err(Error::input(format!(
+            "parallel.schedule = {schedule} does not support a loss over the whole batch"
+        ))
+        .hint("leave it out: such a loss uses gpipe"));
+    }
+    Ok(())
 }
 
 /// Checks that gradients can be reduced in `comm.dtype`.
@@ -460,6 +494,10 @@ fn check_ranges(config: &Config) -> Result<()> {
         }
     }
     config.device.memory.check()?;
+    if data.order == DataOrder::Files && !data.mix.is_empty() {
+        return Err(Error::input("data.order = files is not supported with data.mix")
+            .hint("leave one of them out"));
+    }
     let not_negative = [
         ("optimizer.weight_decay", digits(optimizer.weight_decay)),
         ("optimizer.grad_clip", optimizer.grad_clip),
@@ -607,23 +645,55 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
     Ok(())
 }
 
-fn schedule(config: &Config) -> Schedule {
-    let factor = config.lr_schedule.reference_batch.map_or(1.0, |reference| {
-        let ratio = config.batch.global as f64 / reference as f64;
-        match config.lr_schedule.scaling {
-            Scaling::Linear => ratio,
-            Scaling::Sqrt => ratio.sqrt(),
-        }
-    });
-    let peak = config.optimizer.lr * factor;
-    Schedule {
+/// Returns the learning-rate schedule.
+///
+/// # Errors
+/// Returns an error if `lr_schedule.lr_by_batch` does not have the global batch, or if the rate
+/// would be scaled, too.
+fn schedule(config: &Config) -> Result<Schedule> {
+    let peak = match &config.lr_schedule.lr_by_batch {
+        None => config.optimizer.lr * batch_factor(config),
+        Some(rates) => lr_of_batch(config, rates)?,
+    };
+    Ok(Schedule {
         shape: config.lr_schedule.kind,
         peak,
         min: peak * config.lr_schedule.min_ratio,
         warmup: config.lr_schedule.warmup,
         total: config.run.steps,
         decay: config.lr_schedule.decay.unwrap_or(config.run.steps / 10),
+    })
+}
+
+/// Returns the peak learning rate that a table has for the global batch.
+fn lr_of_batch(config: &Config, rates: &LrByBatch) -> Result<f64> {
+    let global = config.batch.global;
+    if let Some(reference) = config.lr_schedule.reference_batch {
+        return Err(Error::input(format!(
+            "lr_schedule.lr_by_batch and lr_schedule.reference_batch = {reference} are both given"
+        ))
+        .hint("leave one of them out: the rates of the table are not scaled"));
     }
+    rates.get(global).ok_or_else(|| {
+        let batches: Vec<String> = rates.batches().map(|batch| batch.to_string()).collect();
+        let near = rates.batches().min_by_key(|batch| batch.abs_diff(global)).unwrap_or(global);
+        Error::input(format!(
+            "batch.global = {global}, but lr_schedule.lr_by_batch has rates for {} only",
+            batches.join(", ")
+        ))
+        .hint(format!("set batch.global={near}, or lr_schedule.lr_by_batch.{global}=RATE"))
+    })
+}
+
+/// Returns the factor by which the rate is scaled from the reference batch to the global batch.
+fn batch_factor(config: &Config) -> f64 {
+    config.lr_schedule.reference_batch.map_or(1.0, |reference| {
+        let ratio = config.batch.global as f64 / reference as f64;
+        match config.lr_schedule.scaling {
+            Scaling::Linear => ratio,
+            Scaling::Sqrt => ratio.sqrt(),
+        }
+    })
 }
 
 #[cfg(test)]
@@ -1149,5 +1219,72 @@ mod tests {
         assert_eq!(peak(&["lr_schedule.reference_batch=4"]), 4e-3);
         assert_eq!(peak(&["lr_schedule.reference_batch=4", "lr_schedule.scaling=sqrt"]), 2e-3);
         assert_eq!(peak(&[]), 1e-3);
+    }
+
+    #[test]
+    fn the_rate_of_a_batch_is_looked_up() {
+        let table = "lr_schedule.lr_by_batch={ 8 = 0.1, 16 = 0.15, 20 = 1 }";
+        let found = plan(1, &[table]).unwrap();
+        assert_eq!((found.schedule.peak, found.schedule.min), (0.15, 0.15 * 0.1));
+        let text = found.describe_peak().unwrap();
+        assert_eq!(text, "0.15 = lr_schedule.lr_by_batch of batch.global = 16");
+        // Integers are rates, too, and a key alone adds a batch.
+        assert_eq!(plan(1, &[table, "batch.global=20"]).unwrap().schedule.peak, 1.0);
+        let more = "lr_schedule.lr_by_batch.2=0.5";
+        assert_eq!(plan(1, &[table, more, "batch.global=2"]).unwrap().schedule.peak, 0.5);
+        // The table is written in full and read back.
+        let text = found.config.to_toml().unwrap();
+        assert_eq!(text.parse::<Config>().unwrap(), found.config);
+        let error = refusal(1, &[table, "batch.global=12"]);
+        assert_eq!(
+            error,
+            "batch.global = 12, but lr_schedule.lr_by_batch has rates for 8, 16, 20 only\n\
+             hint: set batch.global=8, or lr_schedule.lr_by_batch.12=RATE"
+        );
+        let error = refusal(1, &[table, "lr_schedule.reference_batch=4"]);
+        assert!(error.contains("reference_batch = 4 are both given\nhint: "), "{error}");
+        for (wrong, why) in [
+            ("{ }", "has no batches"),
+            ("{ x = 0.1 }", "\"x\" is not a number of samples"),
+            ("{ 0 = 0.1 }", "\"0\" is not a number of samples"),
+            ("{ 16 = 0.0 }", "16 = 0, but rates are greater than 0"),
+        ] {
+            let error = refusal(1, &[&format!("lr_schedule.lr_by_batch={wrong}")]);
+            assert!(error.contains(why), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_scaled_rate_is_described() {
+        let described = |keys: &[&str]| plan(1, keys).unwrap().describe_peak();
+        assert_eq!(described(&[]), None);
+        let linear = described(&["optimizer.lr=0.5", "lr_schedule.reference_batch=4"]).unwrap();
+        assert_eq!(linear, "2 = optimizer.lr 0.5 × 16 / 4 (linear scaling)");
+        let keys =
+            ["optimizer.lr=0.5", "lr_schedule.reference_batch=4", "lr_schedule.scaling=sqrt"];
+        let sqrt = described(&keys).unwrap();
+        assert_eq!(sqrt, "1 = optimizer.lr 0.5 × √(16 / 4) (sqrt scaling)");
+    }
+
+    #[test]
+    fn the_batch_of_a_rank_is_multiplied_by_the_data_parallel_ranks() {
+        let found =
+            plan(4, &["batch.per_rank=5", "parallel.zero=2", "parallel.replica=2"]).unwrap();
+        let batch = &found.config.batch;
+        assert_eq!((batch.global, batch.per_rank, batch.of_rank), (20, 0, 5));
+        assert!(found.config.to_toml().unwrap().contains("global = 20\nper_rank = 0\n"));
+        // Ranks of a pipeline share samples.
+        let staged = plan(4, &["batch.per_rank=5", "parallel.pipeline=2"]).unwrap();
+        assert_eq!(staged.config.batch.global, 10);
+        // The resolved configuration keeps the batch on another number of ranks.
+        let facts = Environment { ranks: 2, threads: 2, vocabulary: Some(65), on_gpu: false };
+        let again = resolve(Config { parallel: Parallel::default(), ..found.config }, &facts);
+        assert_eq!(again.unwrap().config.batch.global, 20);
+        let error = refusal(4, &["batch.per_rank=16777216"]);
+        assert!(error.starts_with("batch.global = 67108864 is out of range"), "{error}");
+        let mut both = Config::default();
+        both.batch.per_rank = 3;
+        let error = resolve(both, &facts).unwrap_err().to_string();
+        assert!(error.starts_with("batch.global and batch.per_rank are both given"), "{error}");
     }
 }

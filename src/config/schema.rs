@@ -9,12 +9,14 @@ use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{
-    DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, Partition, Size, Staleness, Time,
+    DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, LrByBatch, Partition, Size, Staleness,
+    Time,
 };
 use hpctrain_base::pattern::Pattern;
 use hpctrain_comm::{AlgorithmChoice, TransportChoice};
 use hpctrain_data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
 use hpctrain_nn::layers::Layer;
+use hpctrain_nn::loss::CustomLoss;
 use hpctrain_nn::optim::{Group, LrDecay};
 use hpctrain_nn::{CustomModel, Input};
 use hpctrain_parallel::{PipelineSchedule, Storage, Zero};
@@ -133,6 +135,10 @@ sections! {
         /// Number of passes over the training data, instead of `steps`: the run ends with the step
         /// in which the last sample of the last epoch is seen. 0 uses `steps`.
         epochs: u64 = 0,
+        /// Number of steps of an epoch, wherever epochs are counted: `epochs`, `every_epochs`,
+        /// hooks, metrics. Samples continue over the data from epoch to epoch. 0: an epoch is one
+        /// pass over the training data.
+        steps_per_epoch: u64 = 0,
         /// Seed of all random streams: initial weights, sample order, dropout.
         seed: u64 = 1337,
         /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one per rank),
@@ -227,8 +233,9 @@ sections! {
 
     /// `[loss]`
     Loss {
-        /// Loss function: cross-entropy (of classes), mse, mae, huber, or binary-cross-entropy (of
-        /// logits).
+        /// Loss function: cross-entropy (of classes), mse, mae, huber, binary-cross-entropy (of
+        /// logits), or contrastive (of embeddings with classes: supervised contrastive loss over the
+        /// whole global batch).
         kind: LossKind = LossKind::CrossEntropy,
         /// Cross-entropy: fraction of the target that is spread evenly over all classes.
         /// Evaluations do not use it.
@@ -238,6 +245,10 @@ sections! {
         class_weights: Vec<f32> = vec![],
         /// Huber: the absolute error up to which the loss is quadratic; it is linear beyond.
         huber_delta: f32 = 1.0,
+        /// Contrastive: divisor of the similarities of embeddings.
+        temperature: f32 = 0.1,
+        /// Name of a custom loss, which only the program that defines it can compute.
+        own: Option<CustomLoss> = None,
     }
 
     /// `[data]`
@@ -273,6 +284,13 @@ sections! {
         scale: Option<InputScale> = None,
         /// Visit samples in a random order, a new one every epoch.
         shuffle: bool = true,
+        /// Order of training samples: samples (each rank draws from all shards, and the order is the
+        /// same on any number of ranks), or files (shards are dealt to the data-parallel ranks,
+        /// each of which reads only its own, so that the order depends on the number of ranks).
+        order: DataOrder = DataOrder::Samples,
+        /// Let a batch take a sample again if the data has fewer samples than `batch.global`;
+        /// false refuses such data.
+        repeat: bool = false,
         /// Number of micro-batches that are read ahead.
         prefetch: usize = 4,
         /// Which blocks of shards are compared with their checksums as they are read: off,
@@ -297,6 +315,12 @@ sections! {
     Batch {
         /// Global batch size: samples per step over all ranks, however many there are.
         global: u64 = 16,
+        /// Samples per step of each data-parallel rank, instead of `global`, which becomes
+        /// `per_rank` × replicas × shards at the first start of the run. 0 uses `global`.
+        per_rank: u64 = 0,
+        /// `per_rank`, once it was resolved to `global`; else 0.
+        [serde(skip)]
+        of_rank: u64 = 0,
         /// Micro-batch size: samples computed at once. Default: the most that divide the samples of
         /// a virtual rank, have at most 4096 tokens, and keep pipeline stages busy.
         micro: Option<u64> = None,
@@ -354,6 +378,9 @@ sections! {
         reference_batch: Option<u64> = None,
         /// Rule by which the rate is scaled: linear, or sqrt (with the square root of the batch).
         scaling: Scaling = Scaling::Linear,
+        /// Peak learning rates by global batch, instead of `optimizer.lr`, such as
+        /// `{ 256 = 0.1, 512 = 0.15 }`: `batch.global` must be one of them.
+        lr_by_batch: Option<LrByBatch> = None,
     }
 
     /// `[parallel]`
@@ -396,7 +423,8 @@ sections! {
         /// Number of blocks in every stage, such as [4, 5, 3]. Default: the partition with the
         /// least work in the busiest stage.
         stages: Option<Vec<usize>> = None,
-        /// Pipeline schedule: `1f1b`, or `zero-bubble`, which defers the GEMMs of weight gradients
+        /// Pipeline schedule: `1f1b`; `gpipe`, all forwards before all backwards, which losses over the
+        /// whole batch use; or `zero-bubble`, which defers the GEMMs of weight gradients
         /// to time that would be idle, at the cost of more memory for activations.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
         /// When gradients are reduced over shards: `step`, once at the end of a step, until which
@@ -600,7 +628,9 @@ sections! {
         straggler_factor: f64 = 1.5,
         /// Number of steps over which ranks are compared.
         straggler_window: u64 = 20,
-        /// Log which GPU each buffer, kernel and GEMM goes to, once for every kind.
+        /// Log where the parameters, gradients, optimizer state and activations of each block are
+        /// (CPU, GPU, or host memory beside a GPU), and their bytes; with servers, what each of them
+        /// holds. On GPUs also which GPU each buffer, kernel and GEMM goes to, once for every kind.
         placement: bool = false,
         /// Number of tokens of text that the trained model generates at the end.
         sample_tokens: usize = 300,
@@ -770,6 +800,8 @@ pub enum LossKind {
     Huber,
     /// Binary cross-entropy of logits and targets between 0 and 1.
     BinaryCrossEntropy,
+    /// Supervised contrastive loss of embeddings over the whole batch.
+    Contrastive,
 }
 
 /// Optimizers.
@@ -793,6 +825,16 @@ pub enum OptimizerKind {
     Lars,
     /// Lion with decoupled weight decay.
     Lion,
+}
+
+/// Orders of the training samples: `data.order`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DataOrder {
+    /// Each rank draws from all shards.
+    Samples,
+    /// Each data-parallel rank draws from the shards that are dealt to it.
+    Files,
 }
 
 /// Rules that scale the learning rate with the batch size.

@@ -1,6 +1,7 @@
 //! All shards of one split as one numbered sequence of samples.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use super::augment::{Augment, Augmenter};
@@ -289,6 +290,43 @@ impl Dataset {
     /// Returns the number of samples of each data set.
     pub fn parts(&self) -> &[u64] {
         &self.parts
+    }
+
+    /// Returns the number of samples of the split in each shard.
+    pub fn samples_of_shards(&self) -> Vec<u64> {
+        let firsts: Vec<u64> =
+            self.first_sample.iter().map(|stored| self.first_number(*stored)).collect();
+        firsts.windows(2).map(|shard| shard[1] - shard[0]).collect()
+    }
+
+    /// Returns the number of the first sample of the split that is stored at index `stored` or
+    /// after it.
+    fn first_number(&self, stored: u64) -> u64 {
+        let mut number = 0;
+        let mut beyond = self.samples();
+        while number < beyond {
+            let middle = number + (beyond - number) / 2;
+            if self.stored(middle).0 < stored {
+                number = middle + 1;
+            } else {
+                beyond = middle;
+            }
+        }
+        number
+    }
+
+    /// Returns the file that stores sample `number`, and its index there: a row, or for text the
+    /// number of a window of [`context`](Self::context) tokens.
+    pub fn locate(&self, number: u64) -> (&Path, u64) {
+        let (place, _) = self.stored(number);
+        let shard = self.first_sample.partition_point(|&first| first <= place) - 1;
+        (&self.shards[shard].path, place - self.first_sample[shard])
+    }
+
+    /// Returns the shards whose files are open.
+    pub fn open_shards(&self) -> impl Iterator<Item = &Path> {
+        let shards = self.shards.iter().zip(&self.open.shards);
+        shards.filter(|(_, open)| open.is_some()).map(|(shard, _)| &*shard.path)
     }
 
     /// Returns a bound that all ids are below.

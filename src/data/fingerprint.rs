@@ -56,6 +56,13 @@ impl Fingerprint {
         Self { samples, held_out: 0, shards: vec![] }
     }
 
+    /// Creates the fingerprint of samples that are in memory under a name, by the hash of their
+    /// elements.
+    pub(super) fn of_content(samples: u64, name: &str, content: Sha256) -> Self {
+        let shard = ShardFingerprint { file: name.to_owned(), rows: samples, hash: short(content) };
+        Self { samples, held_out: 0, shards: vec![shard] }
+    }
+
     /// Returns sixteen hexadecimal digits that identify the fingerprint in records. They do not
     /// depend on the names of files.
     pub fn digest(&self) -> String {

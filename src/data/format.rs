@@ -10,6 +10,8 @@
 //! | object of a shard of rows, version 2 | holds |
 //! |---|---|
 //! | `/inputs`, `/categories`, `/targets`, `/weights` | a row for each sample, those that there are |
+//! | `/columns` | the columns of a table as JSON |
+//! | `/tokenizer` | the tokenizer as JSON, if inputs are the ids of texts |
 //! | `/checksums/inputs`, … | of each of them CRC-32 of each block of rows as little-endian bytes; attribute `checksum_block` is the number of rows a block |
 //! | attributes of `/` | the fields of [`Header`] and `format` |
 //!
@@ -129,11 +131,7 @@ impl Header {
         let text = |name| Ok(attribute::<VarLenUnicode>(file, name)?.map(|text| text.to_string()));
         let header = Self {
             format,
-            tokenizer: if matches!(format, Some((Format::Tokens, _))) {
-                read_tokenizer(file)?
-            } else {
-                None
-            },
+            tokenizer: if format.is_some() { read_tokenizer(file)? } else { None },
             vocabulary_size: attribute(file, "vocabulary_size")?,
             source: text("source")?,
             source_sha256: text("source_sha256")?,

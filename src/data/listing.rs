@@ -115,7 +115,11 @@ fn origin(header: &Header) -> String {
             or_unknown(header.source_sha256.clone()),
         ),
         Some((Format::Rows, version)) => format!(
-            "rows, format version {version}, split {split}, num_shards {}, source {source}{checksums}",
+            "rows, format version {version}{}, split {split}, num_shards {}, source {source}{checksums}",
+            header
+                .tokenizer
+                .as_ref()
+                .map_or(String::new(), |of| format!(", tokenizer {}", of.name())),
             number(header.num_shards),
         ),
     }

@@ -87,6 +87,12 @@ pub trait Source: Send {
         vec![self.samples()]
     }
 
+    /// Returns the number of samples of each file, in the order of their numbers. With
+    /// `data.order = "files"` a rank reads only some of the files. The default is one file.
+    fn files(&self) -> Vec<u64> {
+        vec![self.samples()]
+    }
+
     /// Returns the identity of the samples: a checkpoint records it, and a run is resumed only with
     /// the same samples. The default is their number. `None` disables the check.
     fn fingerprint(&self) -> Option<Fingerprint> {
@@ -178,6 +184,10 @@ impl Source for Dataset {
         self.parts().to_vec()
     }
 
+    fn files(&self) -> Vec<u64> {
+        self.samples_of_shards()
+    }
+
     fn fingerprint(&self) -> Option<Fingerprint> {
         Some(self.fingerprint())
     }
@@ -248,6 +258,10 @@ impl<S: Source + ?Sized> Source for Box<S> {
 
     fn parts(&self) -> Vec<u64> {
         (**self).parts()
+    }
+
+    fn files(&self) -> Vec<u64> {
+        (**self).files()
     }
 
     fn fingerprint(&self) -> Option<Fingerprint> {

@@ -32,7 +32,7 @@ use run_layout::{AfterRun, Recording};
 
 use crate::comm::AlgorithmChoice;
 use crate::config::{
-    Config, Environment, Interval, Parallel, ReduceChoice, ResolvedConfig, resolve,
+    Config, DataOrder, Environment, Interval, Parallel, ReduceChoice, ResolvedConfig, resolve,
 };
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
@@ -113,6 +113,13 @@ pub fn verify(request: &VerifyOptions) -> Result<bool> {
     // If more steps are asked for than the run has, it becomes longer, before its schedule is
     // resolved.
     let mut request = request.clone();
+    if request.config.data.order == DataOrder::Files {
+        return Err(Error::input(
+            "data.order = files gives other samples, and so other bits, on each number of ranks",
+        )
+        .hint("verify with data.order=samples"));
+    }
+    request.config.check_fixed_batch("verify compares numbers of ranks with the same batch")?;
     request.config = request.config.with_any_length();
     request.config.run.steps = request.config.run.steps.max(request.steps);
     let vocabulary = vocabulary(&request.config)?;

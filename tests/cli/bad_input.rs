@@ -531,6 +531,12 @@ fn ranks_that_cannot_be_spawned() {
     twice.arg(hpctrain_testkit::program()).args(["train", "--spawn", "2"]);
     let words = ["--spawn 2, but this process was started by Open MPI's mpirun", "use one of them"];
     refuses(&mut twice, root.path(), &words);
+    let words = ["cannot start ./nothing: ", "give an executable file"];
+    refuses(&mut program(["spawn", "-n", "2", "./nothing"]), root.path(), &words);
+    let mut twice = mpirun(2);
+    twice.arg(hpctrain_testkit::program()).args(["spawn", "-n", "2", "true"]);
+    let words = ["spawn -n 2, but this process was started by Open MPI's mpirun", "use one of"];
+    refuses(&mut twice, root.path(), &words);
     // An error that all ranks share is printed once, as under mpirun.
     let words = ["model.heads = 3"];
     refuses(

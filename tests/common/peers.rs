@@ -29,6 +29,11 @@ fn python() -> Command {
 /// Returns the scalars, histograms and texts in a run's directory as TensorBoard's own
 /// EventAccumulator reads them; none, with a message, if TensorBoard is not installed.
 pub fn events(run: &Path) -> Option<Value> {
+    events_in(&run.join("tensorboard"))
+}
+
+/// Returns the same of the events files in a directory.
+pub fn events_in(directory: &Path) -> Option<Value> {
     let tried = inherits_nothing(
         python().args(["-c", "import tensorboard.backend.event_processing.event_accumulator"]),
     )
@@ -40,9 +45,7 @@ pub fn events(run: &Path) -> Option<Value> {
         );
         return None;
     }
-    let read = inherits_nothing(python().arg(script("events.py")).arg(run.join("tensorboard")))
-        .output()
-        .unwrap();
+    let read = inherits_nothing(python().arg(script("events.py")).arg(directory)).output().unwrap();
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
     Some(serde_json::from_slice(&read.stdout).unwrap())
 }

@@ -372,6 +372,11 @@ impl Backend for Sealed {
         Ok(host.to_vec())
     }
 
+    fn download_indices(&self, ints: &Vec<u32>, host: &mut [u32]) -> Result<()> {
+        host.copy_from_slice(ints);
+        Ok(())
+    }
+
     fn indices_len(ints: &Vec<u32>) -> usize {
         ints.len()
     }

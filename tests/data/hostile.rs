@@ -10,8 +10,8 @@ use flate2::write::{GzEncoder, ZlibEncoder};
 use hdf5::types::VarLenUnicode;
 use hdf5_sys::h5p::H5P_DEFAULT;
 use hpctrain::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportOptions, NotFinite,
-    import_csv, import_idx, import_images, import_numpy,
+    Arrays, Categories, CategoryIds, ImportCsv, ImportIdx, ImportImages, ImportNumpy,
+    ImportOptions, NotFinite, import_csv, import_idx, import_images, import_numpy,
 };
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::Error;
@@ -381,7 +381,11 @@ fn a_table_like_one_with_impossible_ids_is_refused() {
         let targets = vec!["clicked".to_string()];
         import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(input, kept) })
     };
-    import(Categories::Named { columns: vec!["site".into()], hash: Some(5) }, "first").unwrap();
+    import(
+        Categories::Named { columns: vec!["site".into()], ids: CategoryIds::Hashed(5) },
+        "first",
+    )
+    .unwrap();
     import(Categories::Like(first.clone()), "again").unwrap();
     for ids in [0, 1] {
         let file = shards::edit(first.join("train-00000.h5"));

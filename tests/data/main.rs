@@ -18,6 +18,7 @@ mod stage;
 mod tables;
 mod text;
 mod verify;
+mod vocabularies;
 
 /// Creates an HDF5 file, replacing one that may exist. That one is not truncated: a child that
 /// another test has just forked may still hold its descriptor, and with it HDF5's lock.

@@ -64,7 +64,7 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
         Loss::CrossEntropy { .. } => {
             (samples.iter().map(|sample| *sample as u32 % 3).collect(), vec![])
         }
-        Loss::Deviation(_) => (vec![], of(3)),
+        Loss::Deviation(_) | Loss::Custom(_) => (vec![], of(3)),
     };
     let features = of(4);
     let parts = SampleFields {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{
-    Categories, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx,
+    Categories, CategoryIds, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx,
 };
 use hpctrain::data::{
     Augment, Axes, DataSpec, Dataset, Ids, InputScale, Loader, SampleMut, SampleSpec, Sampler,
@@ -175,9 +175,10 @@ fn categories_become_ids_and_later_tables_the_same() {
             ..ImportCsv::new(input, kept)
         })
     };
-    let named = |columns: &[&str], hash| {
+    let named = |columns: &[&str], hash: Option<u32>| {
         let columns = columns.iter().map(|name| name.to_string()).collect();
-        Categories::Named { columns, hash }
+        let ids = hash.map_or(CategoryIds::APPEARANCE, CategoryIds::Hashed);
+        Categories::Named { columns, ids }
     };
     let table = "city,age,y, device\nRome,10,0,pc\nOslo,20,1,phone\n,30,1,pc\nRome,20,0, tablet \n";
     let imported = import("first", table, named(&["device", "city"], None), true).unwrap();

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use hpctrain::data::import::{
-    Categories, ImportCsv, ImportIdx, ImportOptions, ImportText, NotFinite, import_csv, import_idx,
-    import_text,
+    Categories, CategoryIds, ImportCsv, ImportIdx, ImportOptions, ImportText, NotFinite,
+    import_csv, import_idx, import_text,
 };
 use hpctrain::data::{
     DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target, TokenizerKind, Verify,
@@ -191,7 +191,7 @@ fn import_rows(dir: &Path) -> PathBuf {
         normalize: true,
         out: out.clone(),
     };
-    let categories = Categories::Named { columns: vec!["c".into()], hash: None };
+    let categories = Categories::Named { columns: vec!["c".into()], ids: CategoryIds::APPEARANCE };
     let targets = vec!["y".to_owned()];
     let weight = Some("w".to_owned());
     import_csv(&ImportCsv { targets, weight, categories, ..ImportCsv::new(input, kept) }).unwrap();

@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use hpctrain::checkpoint::Checkpoints;
+use hpctrain::evaluate::{NewCheckpoints, Policy};
 use hpctrain::telemetry::evaluations::{self, Evaluation, EvaluationStatus};
 use libc::{SIGTERM, SIGUSR1};
 
@@ -184,6 +185,59 @@ fn nothing_is_skipped_however_slow_the_evaluator_is() {
         assert_eq!(losses(&files), *inline, "{ranks} ranks");
         best_is_best(&files);
     }
+}
+
+/// A program goes through all checkpoints, slower than the trainer saves and removes them.
+#[test]
+fn an_iterator_has_every_checkpoint_once() {
+    let root = tempfile::tempdir().unwrap();
+    let run = trainer(Alone, root.path(), &["checkpoint.keep=1", "checkpoint.keep_best=0"]);
+    let files = run.files();
+    std::fs::create_dir_all(files.path("checkpoints")).unwrap();
+    let timeout = Some(Duration::from_secs(100));
+    let new = NewCheckpoints::watch(&files.0, Policy::Every, timeout).unwrap();
+    let job = start(&mut run.command());
+    let mut found = Vec::new();
+    let mut first = None;
+    for checkpoint in new {
+        let checkpoint = checkpoint.unwrap();
+        std::thread::sleep(Duration::from_millis(150));
+        assert_eq!(checkpoint.open().unwrap().manifest().step, checkpoint.step());
+        assert_eq!(checkpoint.open().unwrap().manifest().id, checkpoint.id());
+        found.push(checkpoint.step());
+        first.get_or_insert(checkpoint);
+    }
+    job.finish(LIMIT).succeeded();
+    assert_eq!(found, [2, 4, 6, 8, 10, 12]);
+    // The one that is still in use was not removed.
+    assert!(first.as_ref().unwrap().path().is_dir());
+    let held = leases(&files);
+    assert!(held.len() == 1 && held[0].starts_with("step-00000002."), "{held:?}");
+    drop(first);
+    assert!(leases(&files).is_empty() && read(&files).is_empty());
+}
+
+#[test]
+fn an_iterator_of_the_latest_ends_with_the_run_or_its_timeout() {
+    let root = tempfile::tempdir().unwrap();
+    let files = trainer(Alone, root.path(), &[]).copied();
+    let steps = |new: NewCheckpoints| -> Vec<u64> {
+        new.map(|checkpoint| checkpoint.unwrap().step()).collect()
+    };
+    let short = Some(Duration::from_millis(500));
+    let watch = |policy| NewCheckpoints::watch(&files.0, policy, short).unwrap();
+    assert_eq!(steps(watch(Policy::Latest)), [STEPS]);
+    // Each iterator has all of them.
+    assert_eq!(steps(watch(Policy::Every)), [2, 4, 6, 8, 10, 12]);
+    // Without its end, the run counts as under way until no trainer has held it for a while.
+    std::fs::remove_file(files.path("END")).unwrap();
+    let mut new = watch(Policy::Latest);
+    assert_eq!(new.next().unwrap().unwrap().step(), STEPS);
+    let error = new.next().unwrap().unwrap_err().to_string();
+    assert!(error.starts_with("no trainer has held ") && error.contains("hint: "), "{error}");
+    assert!(new.next().is_none());
+    let error = NewCheckpoints::watch(root.path().join("none"), Policy::Latest, short);
+    assert!(error.err().unwrap().to_string().contains("none does not exist"));
 }
 
 #[test]

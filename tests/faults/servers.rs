@@ -168,14 +168,14 @@ fn reference() -> RunFiles {
 #[test]
 fn late_processes_of_a_finished_run_end() {
     let root = tempfile::tempdir().unwrap();
-    let small = ["run.steps=4", "eval.every=0", "log.placement=true"];
+    let small = ["run.steps=4", "eval.every=0", "device.memory=0.5"];
     let mut job = Job::begin(root.path(), "finished", 1, 1, &small);
     let worker = job.others.pop().unwrap();
     let files = job.files();
     let run = job.run.clone();
     job.ends();
     let ended = worker.finish(LIMIT).succeeded();
-    let warning = "log.placement has no effect on CPUs";
+    let warning = "device.memory has no effect on CPUs";
     assert_eq!(ended.stderr.matches(warning).count(), 1, "{ended}");
     for role in ["worker", "server"] {
         let late = start(program(["ps", role, "--timeout", "150", "--run"]).arg(&files.0));
@@ -668,6 +668,56 @@ fn roles_by_variables_make_a_run() {
             assert!(ended.stdout.contains("ps 0 coordinates the run and serves, too"), "{ended}");
         }
     }
+}
+
+/// The evaluator starts first, where no directory of runs exists yet.
+#[test]
+fn an_evaluator_by_variables_leaves_no_step_to_the_coordinator() {
+    let root = tempfile::tempdir().unwrap();
+    let port =
+        || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let cluster = format!(
+        r#"{{"chief": ["{}"], "ps": ["{}"], "worker": ["a:1"], "evaluator": ["b:1"]}}"#,
+        port(),
+        port()
+    );
+    let settings = ["run.steps=60", "eval.every=20", "eval.samples=40"];
+    let run = Run::new(Alone, &root.path().join("new"), "x", &[&SETTINGS[..], &settings].concat());
+    let command = |kind: &str, more: &[&str]| {
+        let task = format!(r#"{{"type": "{kind}", "index": 0}}"#);
+        let mut command = program(["ps", "auto", "--policy", "every"]);
+        command.args(run.command().get_args().skip(1)).args(more);
+        command.env("TF_CONFIG", format!(r#"{{"cluster": {cluster}, "task": {task}}}"#));
+        command
+    };
+    let mut evaluator = start(&mut command("evaluator", &[]));
+    while !evaluator.printed().contains("x does not exist: waiting 1800 s for its trainer") {
+        assert!(evaluator.runs(), "{}", evaluator.printed());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let others = ["chief", "ps", "worker"]
+        .map(|kind| start_without_waiting(&evaluator, &mut command(kind, &[])));
+    let [chief, others @ ..] = others.map(|process| process.finish(LIMIT).succeeded());
+    drop(others);
+    assert!(chief.stdout.contains("cluster.evaluator evaluates: eval.inline = false"), "{chief}");
+    evaluator.finish(LIMIT).succeeded();
+    let files = run.files();
+    assert_eq!(files.numbers("eval.jsonl", "step"), [20.0, 40.0, 60.0]);
+    let lines = files.text("eval.jsonl");
+    assert!(lines.lines().all(|line| line.contains("\"checkpoint\":\"step-")), "{lines}");
+
+    // Its own settings have an effect: the device, and those of early stopping.
+    let ended = finish(&mut command("evaluator", &["--set", "run.device=cuda:63"]));
+    refused(&ended, &["run.device = cuda:63"]);
+    std::fs::remove_file(files.path("eval.jsonl")).unwrap();
+    let stops = ["--set", "eval.patience=1", "--set", "eval.min_delta=100.0"];
+    finish(&mut command("evaluator", &stops)).succeeded();
+    let asked = files.text("STOP");
+    assert!(asked.starts_with("no validation loss lower than "), "{asked}");
+    // Without an evaluator there is nothing to choose.
+    let mut without = command("chief", &[]);
+    without.env_remove("TF_CONFIG").envs([("RANK", "0"), ("WORLD_SIZE", "3")]);
+    refused(&finish(&mut without), &["--policy, but without TF_CONFIG"]);
 }
 
 /// Injects six faults, or `HPCTRAIN_FAULT_RUNS`.

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
+use hpctrain::checkpoint::export::onnx::{OnnxOptions, onnx};
 use hpctrain::checkpoint::tools::{describe, diff, list, verify};
-use hpctrain::checkpoint::{Checkpoints, Reader, huggingface};
+use hpctrain::checkpoint::{Checkpoints, Reader, export, huggingface};
 
 use super::harness::{Terms, fuzz, fuzz_on};
 use super::mutate::Form;
@@ -38,6 +39,10 @@ fn look(dir: &Path, checkpoints: &Checkpoints) -> bool {
     let _ = diff::diff(&mut reader, &mut original, false, &mut |_| ());
     let out = dir.with_file_name("out");
     let _ = huggingface::export(&mut reader, &out);
+    let _ = std::fs::remove_dir_all(&out);
+    let _ = export::safetensors(&mut reader, &out);
+    let _ = std::fs::remove_dir_all(&out);
+    let _ = onnx(&mut reader, &out, OnnxOptions::default());
     let _ = std::fs::remove_dir_all(out);
     damaged == 0
 }

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportOptions,
-    ImportedSamples, Missing, NotFinite, TableFormat, import_csv, import_idx, import_images,
-    import_numpy,
+    Arrays, Categories, CategoryIds, ImportCsv, ImportIdx, ImportImages, ImportNumpy,
+    ImportOptions, ImportedSamples, Missing, NotFinite, TableFormat, import_csv, import_idx,
+    import_images, import_numpy,
 };
 use hpctrain::error::Result;
 use image::{ImageFormat, RgbImage};
@@ -155,7 +155,7 @@ fn tables_are_read() {
         let categories = if like {
             Categories::Like(first.clone())
         } else {
-            Categories::Named { columns, hash: Some(7) }
+            Categories::Named { columns, ids: CategoryIds::Hashed(7) }
         };
         let kept = kept(&into, NotFinite::Skip);
         let targets = vec!["kind".into()];

@@ -46,7 +46,7 @@ fn metrics_are_read_by_a_run_that_goes_on() {
     let seed = std::fs::read(sample().run.path("metrics.jsonl")).unwrap();
     fuzz("metrics.jsonl", Form::JsonLines, &[seed], |input| {
         std::fs::write(&path, input).unwrap();
-        let _ = EpochLoss::new(100, 8).with_records(&path);
+        let _ = EpochLoss::new(13).with_records(&path);
         let mut lines = JsonLines::open(&path, 3).unwrap();
         lines.write(&Step { step: 4, ..Step::default() }).unwrap();
         // The added line can be read back, whatever precedes it.

@@ -3,7 +3,9 @@
 
 use std::path::Path;
 
-use hpctrain::data::import::{Categories, ImportCsv, ImportOptions, NotFinite, import_csv};
+use hpctrain::data::import::{
+    Categories, CategoryIds, ImportCsv, ImportOptions, NotFinite, import_csv,
+};
 use serde_json::Value;
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
@@ -52,7 +54,8 @@ fn clicks(folder: &Path) {
         let not_finite = NotFinite::Error;
         let out = folder.join(name);
         let kept = ImportOptions { not_finite, every: 5, shards: 2, normalize: true, out };
-        let categories = Categories::Named { columns: columns.clone(), hash: None };
+        let categories =
+            Categories::Named { columns: columns.clone(), ids: CategoryIds::APPEARANCE };
         import_csv(&ImportCsv {
             targets: vec!["clicked".into()],
             categories,

@@ -76,6 +76,7 @@ fn the_curve_is_that_of_the_cpu() {
     let narrow =
         trains(Alone, root.path(), "bf16", &["log.placement=true"], &[("CUDASIM_STREAMS", "lazy")]);
     let log = narrow.text("logs/rank-00000.log");
+    assert!(log.contains(", optimizer state ") && log.contains(" on GPU of rank 0 ("), "{log}");
     for line in ["placement: kernel adamw, ", "placement: matmul ", "placement: buffer of "] {
         assert!(
             log.contains(line) && log.contains("CPU simulator 0 at 0000:01:00.0"),

@@ -11,8 +11,9 @@ use hpctrain::run_dir::{Resume, RunOutcome};
 use hpctrain::train::{Customization, TrainRequest, train};
 use serde_json::Value;
 
+use hpctrain_testkit::launch::Transport::Simulate;
 use hpctrain_testkit::launch::{finish, program};
-use hpctrain_testkit::runs::RunFiles;
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// Points on a circle, as several data sets. The target is the class of a sector, or with `value` a
 /// number that is 0 or 1 in turn.
@@ -158,6 +159,54 @@ fn epochs_decide_length_evaluations_and_checkpoints() {
     let parts = run("parts", "run.epochs=4", Resume::Auto);
     assert_eq!(parts.numbers("eval.jsonl", "step"), [3.0, 4.0, 5.0, 8.0, 10.0]);
     assert_eq!(whole.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0, 10.0]);
+}
+
+/// Epochs of a number of steps, however many samples the data has.
+#[test]
+fn an_epoch_may_be_a_number_of_steps() {
+    let root = tempfile::tempdir().unwrap();
+    let data = Circle { sets: vec![40], sectors: 2, value: true };
+    let network = network(1);
+    let settings = [
+        &network[..],
+        "loss.kind=binary-cross-entropy",
+        "run.steps_per_epoch=3",
+        "run.epochs=3",
+        "eval.every_epochs=1",
+        "checkpoint.every_epochs=2",
+        "checkpoint.keep=9",
+        "log.tensorboard=true",
+    ];
+    let run = |name: &str, ranks: usize| {
+        train_on_circle(root.path(), name, ranks, &data, &settings, Resume::No).0
+    };
+    let files = run("x", 2);
+    assert_eq!(files.numbers("eval.jsonl", "step"), [3.0, 6.0, 9.0]);
+    let saved = |step| files.checkpoint(step).exists();
+    assert_eq!((1..=9).filter(|step| saved(*step)).collect::<Vec<_>>(), [6, 9]);
+    let epochs: Vec<f64> = (1..=9).map(|step| f64::from(step) / 3.0).collect();
+    assert_eq!(files.numbers("metrics.jsonl", "epoch"), epochs);
+    // Samples continue over the data, so the length of an epoch changes no loss.
+    let by_steps = settings.map(|setting| match setting {
+        "run.steps_per_epoch=3" => "run.steps=9",
+        "run.epochs=3" => "eval.every=3",
+        "eval.every_epochs=1" => "run.seed=1337",
+        other => other,
+    });
+    let plain = train_on_circle(root.path(), "plain", 1, &data, &by_steps, Resume::No).0;
+    let losses = |files: &RunFiles| files.numbers("metrics.jsonl", "loss");
+    assert_eq!(losses(&files), losses(&plain));
+    // Parameter servers count epochs in the same way.
+    let served = Run::new(
+        Simulate(3),
+        root.path(),
+        "served",
+        &["run.steps=0", "run.epochs=2", "run.steps_per_epoch=2", "eval.every_epochs=1"],
+    );
+    finish(served.command().args(["--servers", "1"])).succeeded();
+    let served = served.files();
+    assert_eq!(served.numbers("metrics.jsonl", "epoch"), [0.5, 1.0, 1.5, 2.0]);
+    assert_eq!(served.numbers("eval.jsonl", "step"), [2.0, 4.0]);
 }
 
 #[test]

@@ -3,12 +3,13 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use hpctrain_testkit::launch::{
-    Ended, LIMIT, finish, mpirun, program, start, start_without_waiting,
+    Ended, LIMIT, Running, finish, mpirun, processes, program, rank_of, send, start,
+    start_without_waiting,
 };
 use hpctrain_testkit::runs::{json, tensors};
 
@@ -125,11 +126,45 @@ fn own_network() {
     let records = std::fs::read_to_string(of("one").join("eval.jsonl")).unwrap();
     let evaluated: Value = serde_json::from_str(records.lines().last().unwrap()).unwrap();
     assert!(evaluated["metrics"]["accuracy"].as_f64().unwrap() > 0.9, "{evaluated}");
+    // A process of the same program evaluates the checkpoints of another one, and finds the same
+    // bits.
+    let name = "run.name=watched";
+    let mut evaluator = Command::new(example("own_network"));
+    let evaluator = start(evaluator.args(["--evaluate", &place, name]));
+    let mut trainer = Command::new(example("own_network"));
+    let more = [&settings[..], &["eval.inline=false", "checkpoint.keep=9", name]].concat();
+    start_without_waiting(&evaluator, trainer.args(&more)).finish(LIMIT).succeeded();
+    evaluator.finish(LIMIT).succeeded();
+    let records = |name: &str| -> Vec<Value> {
+        let text = std::fs::read_to_string(of(name).join("eval.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let watched = records("watched");
+    let steps: Vec<_> = watched.iter().map(|one| one["step"].as_u64()).collect();
+    assert_eq!(steps, [Some(100), Some(200)]);
+    assert_eq!(watched[1]["checkpoint"], "step-00000200");
+    assert_eq!(watched[1]["loss"], records("one").last().unwrap()["loss"]);
     // It resumes on other ranks.
     let more =
         [&settings[..], &["run.name=one", "run.steps=220", "parallel.zero=1", "--resume"]].concat();
     run("own_network", 2, &more).succeeded();
     assert_eq!(outputs("one", 220).len(), 310);
+    // Its tensors can be exported, as they are.
+    let export = |format: &str| {
+        let [run, out] = [of("one"), of("exported")].map(|path| path.display().to_string());
+        finish(&mut program(["checkpoint", "export", &run, "--format", format, "--out", &out]))
+    };
+    let refused = export("onnx");
+    let wanted = "--format onnx is for layer-list models, but this is a custom model";
+    assert!(refused.code() == 2 && refused.stderr.contains(wanted), "{refused}");
+    export("safetensors").succeeded();
+    let bytes = std::fs::read(of("exported/model.safetensors")).unwrap();
+    let exported = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    for (name, bits) in bits("one", 220) {
+        let Some(name) = name.strip_suffix(", part 0") else { continue };
+        let found: Vec<u32> = bytemuck::pod_collect_to_vec(exported.tensor(name).unwrap().data());
+        assert_eq!(found, bits, "{name}");
+    }
     // Only the program itself can build its custom network.
     let refused = finish(&mut program(["eval", "--checkpoint", &of("one").display().to_string()]));
     assert_eq!(refused.code(), 2);
@@ -141,12 +176,53 @@ fn own_network() {
 }
 
 #[test]
+fn own_loss() {
+    let root = tempfile::tempdir().unwrap();
+    let place = format!("run.root={}", root.path().display());
+    let layouts = [
+        (1, "one", "parallel.zero=0"),
+        (2, "two", "parallel.zero=3"),
+        (4, "four", "parallel.zero=2"),
+        (4, "hybrid", "parallel.zero=1 parallel.shard=2"),
+        (1, "recomputed", "parallel.recompute=true"),
+    ];
+    let evaluations = |name: &str| -> Vec<[Value; 2]> {
+        let text = std::fs::read_to_string(root.path().join(name).join("eval.jsonl")).unwrap();
+        let lines = text.lines().map(|line| -> Value { serde_json::from_str(line).unwrap() });
+        lines.map(|one| [one["loss"].clone(), one["metrics"].clone()]).collect()
+    };
+    let bits = |name: &str| tensors(&root.path().join(name).join("checkpoints/latest"));
+    let mut printed = vec![];
+    for (ranks, name, layout) in layouts {
+        let named = format!("run.name={name}");
+        let settings: Vec<&str> = layout.split_whitespace().chain([&place[..], &named]).collect();
+        printed.push(run("own_loss", ranks, &settings).succeeded().stdout);
+        assert_eq!(evaluations(name), evaluations("one"), "{name}");
+        assert_eq!(bits(name), bits("one"), "{name}");
+    }
+    let records = std::fs::read_to_string(root.path().join("one/eval.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(records.lines().last().unwrap()).unwrap();
+    assert!(last["metrics"]["recall_at_1"].as_f64().unwrap() > 0.7, "{last}");
+    // It is not a cross-entropy of tokens.
+    assert!(last["perplexity"].is_null() && !printed[0].contains("perplexity"), "{last}");
+}
+
+#[test]
 fn own_data() {
     let root = tempfile::tempdir().unwrap();
     let place = format!("run.root={}", root.path().display());
-    for (ranks, name) in [(1, "run.name=one"), (2, "run.name=two")] {
-        run("own_data", ranks, &[&place, name, "run.device=cpu"]).succeeded();
+    for (ranks, args) in [
+        (1, &["run.name=one"][..]),
+        (2, &["run.name=two"]),
+        (3, &["run.name=served", "--servers=1"]),
+    ] {
+        let settings = [&place, "run.device=cpu"];
+        run("own_data", ranks, &[&settings, args].concat()).succeeded();
     }
+    let refused = run("own_data", 2, &[&place, "run.name=none", "--servers=2"]);
+    assert_eq!(refused.code(), 2);
+    let wanted = "error: 2 servers of 2 ranks leave none to train\nhint: start 3 ranks or more";
+    assert_eq!(refused.stderr.matches(wanted).count(), 1, "{refused}");
     let of = |name: &str| root.path().join(name);
     let accuracy = |name: &str| {
         let text = std::fs::read_to_string(of(name).join("eval.jsonl")).unwrap();
@@ -154,9 +230,11 @@ fn own_data() {
         last["metrics"]["accuracy"].as_f64().unwrap()
     };
     assert_eq!(accuracy("one"), accuracy("two"));
+    assert_eq!(accuracy("one"), accuracy("served"));
     assert!(accuracy("one") > 0.9, "{}", accuracy("one"));
     let latest = |name: &str| tensors(&of(name).join("checkpoints/latest"));
     assert_eq!(latest("one"), latest("two"));
+    assert_eq!(latest("one"), latest("served"));
     let manifest = json(&of("one").join("checkpoints/latest/manifest.json"));
     assert_eq!(manifest["config"]["data"]["path"], "three spirals");
 }
@@ -273,4 +351,128 @@ fn own_coordinator() {
     assert_eq!(ended.stdout.matches("learning rate ").count(), 4, "{ended}");
     assert!(ended.stdout.contains("best: 1e-2") || ended.stdout.contains("best: 1e-3"), "{ended}");
     other.finish(LIMIT).succeeded();
+}
+
+#[test]
+fn arrays() {
+    let root = tempfile::tempdir().unwrap();
+    let place = format!("run.root={}", root.path().display());
+    let of = |name: &str| root.path().join(name);
+    let layouts = [
+        (1, "one", "parallel.zero=0"),
+        (2, "two", "parallel.zero=3"),
+        (2, "stages", "parallel.pipeline=2"),
+    ];
+    for (ranks, name, layout) in layouts {
+        let name = format!("run.name={name}");
+        let settings = [&place, &name, layout, "batch.micro=8", "run.device=cpu"];
+        let ended = run("arrays", ranks, &settings).succeeded();
+        let last: Vec<&str> = ended.stdout.lines().rev().take(2).collect();
+        assert!(last[1].starts_with("layers.0.weight is [16, 2], norm "), "{ended}");
+        let right: usize = last[0].split(' ').next().unwrap().parse().unwrap();
+        assert!(last[0].ends_with(" of 90 new points are in the right class"), "{ended}");
+        assert!(right > 80, "{ended}");
+    }
+    let bits = |name: &str| tensors(&of(name).join("checkpoints/latest"));
+    assert_eq!(bits("two"), bits("one"));
+    assert_eq!(bits("stages"), bits("one"));
+    let manifest = json(&of("one").join("checkpoints/latest/manifest.json"));
+    assert_eq!(manifest["config"]["data"]["path"], "three ellipses");
+    assert_eq!(
+        manifest["preprocessing"]["classes"],
+        serde_json::json!(["left", "right", "bottom"])
+    );
+    let shard = &manifest["data"]["shards"][0];
+    assert_eq!((&shard["file"], &shard["rows"]), (&"arrays".into(), &3000.into()));
+}
+
+#[test]
+fn spawn() {
+    let printed = |command: &mut Command| finish(command).succeeded().stdout;
+    let expected = |ranks: usize| format!("{ranks} ranks: the integral is 3.141592654\n");
+    assert_eq!(printed(&mut Command::new(example("spawn"))), expected(2));
+    assert_eq!(printed(Command::new(example("spawn")).arg("3")), expected(3));
+    // In a job that another launcher has started, the program does not start ranks.
+    assert_eq!(printed(program(["spawn", "-n", "4"]).arg(example("spawn")).arg("7")), expected(4));
+    assert_eq!(printed(mpirun(2).arg(example("spawn")).arg("7")), expected(2));
+    let refused = finish(Command::new(example("spawn")).arg("0"));
+    assert_eq!(refused.code(), 2);
+    assert!(refused.stderr.contains("a job of 0 ranks\nhint: "), "{refused}");
+}
+
+#[test]
+fn any_program_is_spawned_as_ranks() {
+    let command = |settings: &[&str]| {
+        let mut command = program(["spawn", "-n", "2"]);
+        command.arg(example("training_loop")).args([&SMALL[..], settings].concat());
+        command
+    };
+    let one = run("training_loop", 1, &[&SMALL[..], &["run.steps=10"]].concat());
+    assert_eq!(finish(&mut command(&["run.steps=10"])).succeeded().stdout, one.succeeded().stdout);
+    let refused = finish(&mut command(&["run.steps=x"]));
+    assert_eq!(refused.code(), 2);
+    assert_eq!(refused.stderr.matches("error:").count(), 1, "{refused}");
+    // A rank that is killed ends the job, and so does a signal to the launcher.
+    for (signal, to_launcher) in [(libc::SIGKILL, false), (libc::SIGTERM, true)] {
+        let steps = format!("run.steps={}", 100_000_000 + std::process::id() + signal as u32);
+        let mut job = start(&mut command(&[&steps]));
+        while !job.printed().contains("step   10") {
+            assert!(job.runs(), "{}", job.printed());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let of_job = processes(&steps);
+        let ranks: Vec<u32> = of_job.into_iter().filter(|pid| rank_of(*pid).is_some()).collect();
+        assert_eq!(ranks.len(), 2);
+        send(if to_launcher { job.id() } else { ranks[1] }, signal);
+        let ended = job.finish(LIMIT);
+        // The other rank may be the first to end, because its connection has.
+        let is_expected = ended.code() == 128 + signal || !to_launcher && ended.code() == 1;
+        assert!(is_expected, "{ended}");
+        assert_eq!(processes(&steps), [0; 0], "{ended}");
+    }
+}
+
+/// Waits until a program has printed a text.
+fn wait_for_output(program: &mut Running, text: &str) {
+    let since = Instant::now();
+    while !program.printed().contains(text) {
+        assert!(program.runs() && since.elapsed() < LIMIT, "{}", program.printed());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn own_parameters() {
+    // All roles as threads of one process.
+    let ended = finish(&mut Command::new(example("own_parameters"))).succeeded();
+    let accuracy = |ended: &Ended| -> f64 {
+        let line = ended.stdout.lines().find_map(|line| line.strip_prefix("accuracy "));
+        line.unwrap_or_else(|| panic!("{ended}")).parse().unwrap()
+    };
+    assert!(accuracy(&ended) > 0.95, "{ended}");
+
+    // Processes, of which a server and a worker are lost and replaced.
+    let folder = tempfile::tempdir().unwrap();
+    let command = |role: &str| {
+        let mut command = Command::new(example("own_parameters"));
+        command.arg(role).arg(folder.path());
+        command
+    };
+    let mut coordinator = start(&mut command("coordinate"));
+    let [lost, kept] = [(); 2].map(|()| start_without_waiting(&coordinator, &mut command("serve")));
+    wait_for_output(&mut coordinator, "2 servers hold the parameters");
+    // The first step fails, since its worker finds that a server is lost.
+    drop(lost);
+    let spare = start_without_waiting(&coordinator, &mut command("serve"));
+    let [gone, workers @ ..] =
+        [(); 4].map(|()| start_without_waiting(&coordinator, &mut command("work")));
+    wait_for_output(&mut coordinator, "restored ");
+    drop(gone);
+    let ended = coordinator.finish(LIMIT).succeeded();
+    assert!(accuracy(&ended) > 0.95, "{ended}");
+    assert!(ended.stderr.contains("a parameter server was lost: the server at "), "{ended}");
+    assert_eq!(ended.stdout.lines().filter(|line| line.starts_with("round ")).count(), 4);
+    for process in [kept, spare].into_iter().chain(workers) {
+        process.finish(LIMIT).succeeded();
+    }
 }

@@ -1,6 +1,7 @@
 //! Tests of whole training runs: their files, resuming, and the same bits in every layout.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
+mod batch;
 mod checkpoint_format;
 mod checkpoints;
 mod diverging;
@@ -8,6 +9,7 @@ mod efficiency;
 mod ema;
 mod epochs;
 mod examples;
+mod export;
 mod hooks;
 mod layouts;
 mod local_sgd;
@@ -19,6 +21,7 @@ mod plan;
 mod predict;
 mod resume;
 mod sample;
+mod samples;
 mod servers;
 mod step_times;
 mod tensor_parallel;

@@ -321,3 +321,112 @@ fn arrays_and_numbers_are_predicted() {
         assert_eq!(line[1], if yes > no { "yes" } else { "no" });
     }
 }
+
+/// Values that a network does not know are counted, and get the id that the import gave them.
+#[test]
+fn unknown_values_of_a_table_are_counted() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name);
+    let line = |i: usize| format!("{},{}\n", ["a", "b", "c"][i * 5 % 3], i % 2);
+    let table: String = std::iter::once("site,y\n".to_owned()).chain((0..48).map(line)).collect();
+    std::fs::write(at("table.csv"), table).unwrap();
+    std::fs::write(at("sites.txt"), "c\na\nb\n").unwrap();
+    std::fs::write(at("new.csv"), "site\na\nz\n\"\"\nb\nq\n").unwrap();
+    let options = "--target y --categorical site --vocabulary site=sites.txt --oov 2 --out sites";
+    import(root.path(), &format!("csv table.csv {options}"));
+    import(root.path(), "csv new.csv --like sites --out imported");
+    let layers = "model.layers=[{kind='embedding_tables', ids=[6], width=2}, {kind='flatten'}, {kind='dense', units=2}]";
+    let run = train(root.path(), "sites", &["model.input=[0]", layers]);
+    let note = "unknown: 2 of 4 values of column \"site\", such as \"z\"\n";
+    for (transport, out) in [(Alone, "one.csv"), (Mpirun(2), "two.csv")] {
+        let ended = predict(transport, root.path(), &run, &["--input", "new.csv", "--out", out])
+            .succeeded();
+        assert!(ended.stdout.ends_with(note), "{ended}");
+        assert_eq!(ended.stdout.matches("unknown").count(), 1, "{ended}");
+    }
+    predict(Alone, root.path(), &run, &["--input", "imported", "--out", "shards.csv"]).succeeded();
+    assert_eq!(cells(at("one.csv")), cells(at("shards.csv")));
+    assert_eq!(cells(at("two.csv")), cells(at("shards.csv")));
+    // Another table by itself, whose values become ids of the network.
+    import(root.path(), "csv new.csv --no-target --categorical site --out own");
+    let ended =
+        predict(Alone, root.path(), &run, &["--input", "own", "--out", "own.csv"]).succeeded();
+    assert!(ended.stderr.contains("it does not know 2 of 4 values, such as \"z\""), "{ended}");
+    assert_eq!(cells(at("own.csv")), cells(at("shards.csv")));
+}
+
+/// Texts of a table are classified: imported, learned on two ranks, and predicted from another
+/// table.
+#[test]
+fn texts_of_a_table_are_classified() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name);
+    let good = ["a great film", "great and warm", "warm, great fun", "we had great fun"];
+    let bad = ["a poor film", "poor and cold", "cold, poor mess", "we saw a poor mess"];
+    let line = |i: usize| {
+        let (texts, kind) = if i.is_multiple_of(2) { (good, "good") } else { (bad, "bad") };
+        format!("{i},\"{}\",{kind}\n", texts[i / 2 % 4])
+    };
+    let table: String =
+        std::iter::once("id,review,kind\n".to_owned()).chain((0..64).map(line)).collect();
+    std::fs::write(at("reviews.csv"), table).unwrap();
+    let options = "--target kind --drop id --text review --tokenizer gpt2 --length 8 --out reviews";
+    import(root.path(), &format!("csv reviews.csv {options}"));
+    let settings = [
+        format!("data.path={}", at("reviews").display()),
+        "model.kind=layers".into(),
+        "model.input=[8]".into(),
+        "model.layers=[{kind='embedding', ids=50259, width=8}, {kind='reshape', shape=[8, 1, 8]}, {kind='global_avg_pool'}, {kind='dense', units=2}]".into(),
+        "run.steps=40".into(),
+        "batch.global=16".into(),
+        "optimizer.lr=0.05".into(),
+        "parallel.virtual_ranks=2".into(),
+        "log.sample_tokens=10".into(),
+    ];
+    let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+    let [one, two] = [(Alone, "one"), (Mpirun(2), "two")]
+        .map(|(transport, name)| Run::new(transport, root.path(), name, &settings).succeeds());
+    let losses = |run: &RunFiles| -> Vec<u64> {
+        let lines = run.text("metrics.jsonl");
+        let loss = |line: &str| {
+            let line: serde_json::Value = serde_json::from_str(line).unwrap();
+            line["loss"].as_f64().unwrap().to_bits()
+        };
+        lines.lines().map(loss).collect()
+    };
+    assert_eq!(losses(&one), losses(&two));
+
+    // Another table, with other columns beside the text.
+    let new = [("warm and great", "good"), ("a poor, cold film", "bad"), ("great fun", "good")];
+    let lines = new.map(|(text, _)| format!("?,\"{text}\"\n")).concat();
+    std::fs::write(at("new.csv"), format!("note,review\n{lines}")).unwrap();
+    let arguments = ["--input", "new.csv", "--out", "new-out.csv", "--keep", "review"];
+    let ended = predict(Mpirun(2), root.path(), &two, &arguments).succeeded();
+    assert!(!ended.stderr.contains("warn") && !ended.stdout.contains("unknown"), "{ended}");
+    let found = std::fs::read_to_string(at("new-out.csv")).unwrap();
+    for (line, (text, kind)) in found.lines().skip(1).zip(new) {
+        assert!(line.contains(text) && line.contains(&format!(",{kind},")), "{found}");
+    }
+    assert_eq!(found.lines().count(), 4, "{found}");
+    // Shards of texts in another column, or by another tokenizer, are refused.
+    let table = std::fs::read_to_string(at("reviews.csv")).unwrap();
+    std::fs::write(at("notes.csv"), table.replacen("review", "note", 1)).unwrap();
+    for (name, options, wanted) in [
+        (
+            "notes",
+            "notes.csv --text note --tokenizer gpt2",
+            "the data has texts of 8 ids in column note, but the network learned from texts of 8 ids in column review\nhint: import the table again",
+        ),
+        (
+            "bytes",
+            "reviews.csv --text review --tokenizer byte",
+            "the tokenizer of the data is byte, that of the network gpt2",
+        ),
+    ] {
+        let rest = format!("--target kind --drop id --length 8 --out {name}");
+        import(root.path(), &format!("csv {options} {rest}"));
+        let arguments = ["--input", name, "--out", "other.csv"];
+        let ended = predict(Alone, root.path(), &two, &arguments);
+        assert!(ended.code() == 2 && ended.stderr.contains(wanted), "{ended}");
+    }
+}

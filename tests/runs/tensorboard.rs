@@ -4,12 +4,11 @@ use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::Path;
 
-use hpctrain::telemetry::evaluations::{self, Evaluation};
 use serde_json::Value;
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
-use hpctrain_testkit::launch::{LIMIT, finish, send, start};
-use hpctrain_testkit::peers::events;
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::peers::{events, events_in};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// With four virtual ranks, any number of ranks gives the same bits.
@@ -208,30 +207,48 @@ fn runs_on_servers_record_staleness() {
     );
 }
 
-/// The result of an evaluator is added when a checkpoint is published.
+/// An evaluator writes a file of its own, which has each evaluation once, also the last one.
 #[test]
-fn evaluations_by_evaluators_get_points() {
+fn evaluators_write_their_own_points() {
     let root = tempfile::tempdir().unwrap();
-    let settings =
-        ["log.tensorboard=true", "run.steps=1000000", "checkpoint.every=50", "eval.inline=false"];
-    let asked = Run::new(Alone, root.path(), "x", &settings);
-    let files = asked.files();
-    let mut job = start(&mut asked.command());
-    job.until("saved", || files.path("checkpoints/latest").exists());
-    let evaluation = Evaluation::done(50, 1.25, BTreeMap::new());
-    let evaluation = Evaluation { checkpoint: Some("step-00000050".into()), ..evaluation };
-    evaluations::append(&files.path("eval.jsonl"), &evaluation).unwrap();
-    let steps = || {
-        std::fs::read(files.path("metrics.jsonl"))
-            .unwrap()
-            .iter()
-            .filter(|byte| **byte == b'\n')
-            .count()
+    let more = ["eval.inline=false", "eval.samples=20", "log.histograms=0"];
+    let asked = run(Alone, root.path(), "x", &more);
+    let files = asked.succeeds();
+    let evaluate = || {
+        let mut command = program(["eval", "--policy", "every", "--run"]);
+        finish(command.arg(&files.0)).succeeded()
     };
-    let before = steps();
-    job.until("saved again", || steps() > before + 110);
-    send(job.id(), libc::SIGTERM);
-    assert_eq!(job.finish(LIMIT).code(), 75);
-    let Some(found) = events(&files.0) else { return };
-    assert_eq!(points(&found, "loss/validation"), [(50, 1.25)]);
+    evaluate();
+    let folder = files.path("tensorboard/evaluator");
+    let only = |folder: &Path| {
+        let mut names = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        names.find(|path| path.display().to_string().contains("tfevents")).unwrap()
+    };
+    let whole = std::fs::read(only(&folder)).unwrap();
+    let lines = files.text("eval.jsonl");
+    // It was killed after the line and before the whole point of the last evaluation.
+    std::fs::write(only(&folder), &whole[..whole.len() - 9]).unwrap();
+    evaluate();
+    evaluate();
+    assert_eq!(files.text("eval.jsonl"), lines);
+    // The trainer goes back to step 4: the point of step 6 is no longer one of the run.
+    if let Some(found) = events_in(&folder) {
+        assert_eq!(points(&found, "loss/validation"), recorded(&files, "eval.jsonl", "loss"));
+        let steps = points(&found, "loss/validation").into_iter().map(|(step, _)| step);
+        assert_eq!(steps.collect::<Vec<_>>(), [2, 4, 6]);
+        let of_trainer = events(&files.0).unwrap();
+        assert!(of_trainer["scalars"]["loss/validation"].is_null(), "{of_trainer}");
+    }
+    std::fs::remove_dir_all(files.checkpoint(6)).unwrap();
+    std::fs::remove_file(files.path("run.json")).unwrap();
+    asked.resume("auto").succeeds();
+    assert_eq!(files.numbers("eval.jsonl", "step"), [2.0, 4.0]);
+    if let Some(found) = events_in(&folder) {
+        assert_eq!(points(&found, "loss/validation"), recorded(&files, "eval.jsonl", "loss"));
+    }
+    evaluate();
+    if let Some(found) = events_in(&folder) {
+        assert_eq!(points(&found, "loss/validation"), recorded(&files, "eval.jsonl", "loss"));
+        assert_eq!(points(&found, "loss/validation").len(), 3);
+    }
 }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 pub use tensor_shards::{Cut, ShardSlab, TensorShards};
 
 /// The initial values of a tensor.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Init {
     /// All zero.
     Zeros,
@@ -27,7 +27,7 @@ pub enum Init {
 }
 
 /// One named parameter.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Tensor {
     /// The name, unique in the model, in the usual spelling: `h.0.attn.c_attn.weight`.
     pub name: String,

@@ -13,11 +13,13 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Tensor, part};
 
 /// The division of a tensor among virtual tensor-parallel ranks. Tensors without one are whole in
 /// every virtual rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Cut {
     /// By rows, of several consecutive segments of equal length. A virtual rank has its share of
     /// each.

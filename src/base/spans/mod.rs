@@ -76,11 +76,13 @@ pub enum ActivityKind {
     Pulling,
     /// A worker pushes gradients to parameter servers.
     Pushing,
+    /// A hook of the run is called.
+    Hook,
 }
 
 impl ActivityKind {
     /// All activities, by their numbers.
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::Other,
         Self::Loading,
         Self::Forward,
@@ -96,6 +98,7 @@ impl ActivityKind {
         Self::Waiting,
         Self::Pulling,
         Self::Pushing,
+        Self::Hook,
     ];
 
     /// Returns the name in reports.
@@ -116,6 +119,7 @@ impl ActivityKind {
             Self::Waiting => "wait for messages",
             Self::Pulling => "pull",
             Self::Pushing => "push",
+            Self::Hook => "hook",
         }
     }
 }

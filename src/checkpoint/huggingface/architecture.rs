@@ -114,5 +114,5 @@ impl Architecture {
 /// Returns the error for networks that Hugging Face's formats cannot describe.
 pub fn unsupported() -> Error {
     Error::input("a layer-list model cannot be written in Hugging Face's formats")
-        .hint("read its checkpoint with any HDF5 library: docs/checkpoint-format.md")
+        .hint("export it with --format onnx or --format safetensors")
 }

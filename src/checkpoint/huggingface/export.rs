@@ -37,7 +37,7 @@ pub struct Exported {
 /// Returns an error if the checkpoint is damaged, the model has no Hugging Face format, `out` is
 /// not empty, or the files cannot be written.
 pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
-    let network = network(reader)?;
+    let network = checked_network(reader)?;
     let spelling = NameMap::for_network(&network)?;
     // A GPT-2 of Hugging Face always has biases.
     let there = tensors(&match &network {
@@ -84,7 +84,11 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
 }
 
 /// Builds the network of a checkpoint and checks the shapes of its tensors.
-fn network(reader: &Reader) -> Result<Network> {
+///
+/// # Errors
+/// Returns an error if the configuration has no network that this program can build, or if a tensor
+/// is missing or has another shape.
+pub fn checked_network(reader: &Reader) -> Result<Network> {
     let network = config::network(&mut reader.manifest().config.model.clone(), None)?;
     for tensor in tensors(&network) {
         let found = reader.manifest().tensors.get(&tensor.name).map(|entry| &entry.shape);
@@ -99,11 +103,19 @@ fn network(reader: &Reader) -> Result<Network> {
     Ok(network)
 }
 
-fn json(value: &impl Serialize) -> Result<String> {
+/// Returns a value as JSON over several lines.
+///
+/// # Errors
+/// Returns an error if the value cannot be written as JSON.
+pub fn json(value: &impl Serialize) -> Result<String> {
     serde_json::to_string_pretty(value).map_err(|e| Error::internal(e.to_string()))
 }
 
-fn write(path: &Path, text: String) -> Result<()> {
+/// Writes a text file durably.
+///
+/// # Errors
+/// Returns an error if the file cannot be written.
+pub fn write(path: &Path, text: String) -> Result<()> {
     let written = std::fs::File::create(path).and_then(|mut file| {
         writeln!(file, "{}", text.trim_end())?;
         file.sync_all()

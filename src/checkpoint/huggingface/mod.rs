@@ -10,27 +10,29 @@ mod gpt2;
 mod import;
 mod llama;
 mod name_map;
-mod safetensors;
-mod staging;
+pub(crate) mod safetensors;
+pub(crate) mod staging;
 mod tokenizer;
 
 pub use export::{Exported, export};
+pub(crate) use export::{checked_network, json, write};
 pub use import::import;
+pub(crate) use tokenizer::TOKENIZER;
 pub use tokenizer::tokenizer;
 
 use hpctrain_base::layout::{Tensor, TensorShards};
 use hpctrain_nn::Network;
 
 /// Name of the file with the architecture.
-const CONFIG: &str = "config.json";
+pub(crate) const CONFIG: &str = "config.json";
 
 /// Name of the file with the weights.
-const MODEL: &str = "model.safetensors";
+pub(crate) const MODEL: &str = "model.safetensors";
 
 /// Name of the index of models saved in several files.
 const INDEX: &str = "model.safetensors.index.json";
 
 /// Returns all tensors of a network, with their names and shapes in hpctrain.
-fn tensors(network: &Network) -> Vec<Tensor> {
+pub(crate) fn tensors(network: &Network) -> Vec<Tensor> {
     network.cpu_blocks(&TensorShards::whole()).iter().flat_map(|block| block.tensors()).collect()
 }

@@ -39,6 +39,7 @@ mod simulation;
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -75,6 +76,13 @@ fn settled_after(mine: Duration, other: Duration) -> Duration {
 
 /// Prefix of the lease names of evaluators that evaluate every checkpoint.
 const QUEUE: &str = "queue-";
+
+/// Prefix of the lease names of iterators over checkpoints; the step up to which they are done
+/// follows.
+const ITERATOR: &str = "iterator-";
+
+/// The number of leases that this process has shared, by which their names differ.
+static SHARED: AtomicU64 = AtomicU64::new(0);
 
 /// Suffix of the names of lease files.
 const EXTENSION: &str = ".lease";
@@ -335,16 +343,39 @@ impl Leases {
         self.system.seen().lock().unwrap_or_else(PoisonError::into_inner).remove(path);
     }
 
-    /// Takes a shared lease on a checkpoint.
+    /// Takes a shared lease on a checkpoint. A process may hold several on the same checkpoint.
     ///
     /// # Errors
     /// Returns an error if the lease cannot be created.
     pub fn share(&self, checkpoint: &str) -> Result<Option<LeaseGuard>> {
-        self.take(&format!(
-            "{checkpoint}.{}-{}",
-            self.system.holder().host,
-            self.system.holder().pid
-        ))
+        self.take(&format!("{checkpoint}.{}", self.unique()))
+    }
+
+    /// Returns a name that no other lease of this or another process has.
+    fn unique(&self) -> String {
+        let LeaseOwner { host, pid, .. } = self.system.holder();
+        format!("{host}-{pid}-{}", SHARED.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Declares that this process goes through every checkpoint and has done those up to `step`:
+    /// none after it is removed.
+    ///
+    /// # Errors
+    /// Returns an error if the lease cannot be created.
+    pub fn watch_after(&self, step: u64) -> Result<Option<LeaseGuard>> {
+        self.take(&format!("{ITERATOR}{step}-{}", self.unique()))
+    }
+
+    /// Returns the step after which no checkpoint may be removed because of
+    /// [`Leases::watch_after`], if there is one.
+    ///
+    /// # Errors
+    /// Returns an error if a lease cannot be read: its holder is then unknown.
+    pub fn watched_after(&self) -> Result<Option<u64>> {
+        let names = self.live(|name| name.starts_with(ITERATOR))?;
+        let step = |name: &String| name.strip_prefix(ITERATOR)?.split('-').next()?.parse().ok();
+        // A name that cannot be read protects all.
+        Ok(names.iter().map(|name| step(name).unwrap_or(0)).min())
     }
 
     /// Declares that this process evaluates every checkpoint: none is removed before it was
@@ -435,18 +466,23 @@ impl Leases {
     }
 
     fn any(&self, wanted: impl Fn(&str) -> bool) -> Result<bool> {
+        self.live(wanted).map(|names| !names.is_empty())
+    }
+
+    /// Returns the names of files of the wanted leases that are held. Removes dead ones among them.
+    fn live(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<String>> {
         let names = match self.system.list(&self.root) {
             Ok(names) => names,
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
             Err(e) => return Err(Error::io("list the leases in", &self.root, e)),
         };
-        let mut held = false;
+        let mut held = Vec::new();
         for name in names {
             if let Some(name) =
                 name.to_str().filter(|name| name.ends_with(EXTENSION) && wanted(name))
+                && self.is_held(&self.root.join(name))?
             {
-                // Every lease is checked, so that dead ones are removed.
-                held |= self.is_held(&self.root.join(name))?;
+                held.push(name.to_owned());
             }
         }
         Ok(held)
@@ -661,6 +697,20 @@ mod tests {
         assert!(leases.holds("step-00000001").unwrap());
         drop(other);
         assert!(!leases.holds("step-00000001").unwrap());
+        // A process may read a checkpoint in several places.
+        let both = [1, 2].map(|_| leases.share("step-00000001").unwrap().unwrap());
+        let [one, _other] = both;
+        drop(one);
+        assert!(leases.holds("step-00000001").unwrap());
+        drop(_other);
+        assert_eq!(leases.watched_after().unwrap(), None);
+        let iterators = [12, 7].map(|step| leases.watch_after(step).unwrap().unwrap());
+        assert_eq!(leases.watched_after().unwrap(), Some(7));
+        let [first, second] = iterators;
+        drop(second);
+        assert_eq!(leases.watched_after().unwrap(), Some(12));
+        drop(first);
+        assert!(leases.watched_after().unwrap().is_none() && !leases.queue_is_watched().unwrap());
         let queue = leases.watch_queue().unwrap();
         assert!(leases.queue_is_watched().unwrap());
         drop(queue);

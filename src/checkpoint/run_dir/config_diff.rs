@@ -31,7 +31,7 @@ fn key_effect(section: &str, key: &str) -> KeyEffect {
         ("run", "seed")
         | ("batch", "global")
         | ("model" | "loss" | "lr_schedule" | "precision" | "local_sgd", _) => KeyEffect::Curve,
-        ("data", "prefetch" | "local_cache" | "verify") => KeyEffect::Other,
+        ("data", "prefetch" | "local_cache" | "verify" | "repeat") => KeyEffect::Other,
         ("offload", _) => KeyEffect::Layout,
         ("data" | "optimizer", _) => KeyEffect::Curve,
         ("parallel", "virtual_ranks" | "virtual_tensor_ranks")
@@ -76,10 +76,15 @@ impl Changes {
 }
 
 /// Returns the reasons why a run of one resolved configuration cannot be the run of another; empty
-/// if it can. Length, rounding, layout and precision do not count.
+/// if it can. Length, rounding, layout and precision do not count, nor does a global batch that
+/// `batch.per_rank` gave, since a run that is resumed keeps its own.
 pub fn run_conflicts(before: &Config, now: &Config) -> Vec<String> {
+    let is_kept =
+        |section: &str, key: &str| now.batch.of_rank > 0 && (section, key) == ("batch", "global");
     let conflicts = differences(before, now, |section, key| {
-        section != "precision" && key_effect(section, key) == KeyEffect::Curve
+        section != "precision"
+            && key_effect(section, key) == KeyEffect::Curve
+            && !is_kept(section, key)
     });
     conflicts.iter().map(KeyDifference::to_string).collect()
 }

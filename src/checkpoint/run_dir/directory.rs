@@ -246,13 +246,16 @@ impl RunDirectory {
         let _ = fs::remove_dir(path);
     }
 
-    /// Returns true if a trainer or an evaluator of every checkpoint holds the run.
+    /// Returns true if a trainer, or a process that takes every checkpoint, holds the run.
     ///
     /// # Errors
     /// Returns an error if a lease cannot be read: its holder is then unknown.
     pub fn is_in_use(&self) -> Result<bool> {
         let leases = self.leases();
-        Ok(leases.is_live(TRAINER)? || self.checkpoints().leases().queue_is_watched()?)
+        let of_checkpoints = self.checkpoints().leases();
+        Ok(leases.is_live(TRAINER)?
+            || of_checkpoints.queue_is_watched()?
+            || of_checkpoints.watched_after()?.is_some())
     }
 
     /// Checks that this process is still the trainer here.
@@ -325,6 +328,11 @@ impl RunDirectory {
     /// Returns the directory of the TensorBoard events.
     pub fn tensorboard_path(&self) -> PathBuf {
         self.path.join(tensorboard::DIRECTORY)
+    }
+
+    /// Returns the path of the directory with the events of evaluators.
+    pub fn evaluator_tensorboard_path(&self) -> PathBuf {
+        self.tensorboard_path().join(tensorboard::EVALUATOR_DIRECTORY)
     }
 
     /// Returns the path of the file with one line per evaluation.

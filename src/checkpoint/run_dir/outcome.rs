@@ -1,7 +1,9 @@
 //! How training ended.
 
+use serde::{Deserialize, Serialize};
+
 /// The reason for the end of training.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RunOutcome {
     /// All steps are done.
     Finished,

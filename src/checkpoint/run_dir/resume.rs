@@ -17,7 +17,7 @@ use crate::{Manifest, Progress, Reader};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_comm::Group;
-use hpctrain_config::{Config, ResolvedConfig};
+use hpctrain_config::{Config, DataOrder, Parallel, ResolvedConfig};
 use hpctrain_data::{DataChange, Fingerprint};
 use hpctrain_device::Kernels;
 use hpctrain_nn::optim::EMA;
@@ -103,6 +103,9 @@ pub fn resume<B: Kernels>(
     if world.rank() == 0 && take == RestoreScope::Everything {
         log_changes(&manifest.config, &plan.config);
     }
+    if take != RestoreScope::Weights {
+        world.all_ok(check_order(&from, &manifest.config, plan))?;
+    }
     let progress = match take {
         RestoreScope::Everything => manifest.progress(),
         RestoreScope::NoOptimizer => Progress { updates: 0, ..manifest.progress() },
@@ -120,6 +123,27 @@ pub fn resume<B: Kernels>(
     };
     world.all_ok(fits)?;
     Ok(Resumed { progress, from: Some(from), data_changes })
+}
+
+/// Refuses to deal shards to another number of ranks in the middle of an epoch, of which samples
+/// would then be seen twice or never.
+fn check_order(from: &Path, before: &Config, plan: &ResolvedConfig) -> Result<()> {
+    let Parallel { replica, shard, .. } = before.parallel;
+    let ranks_before = replica.unwrap_or(1) * shard.unwrap_or(1);
+    let ranks = plan.mesh.data();
+    let both_deal = [before.data.order, plan.config.data.order] == [DataOrder::Files; 2];
+    if !both_deal || ranks == ranks_before {
+        return Ok(());
+    }
+    Err(Error::input(format!(
+        "{}: data.order = files has dealt the shards to {ranks_before} data-parallel ranks, but \
+         there are {ranks} now",
+        from.display()
+    ))
+    .hint(format!(
+        "resume on {ranks_before} data-parallel ranks, or continue in another order with \
+         data.order=samples"
+    )))
 }
 
 /// Returns the changes of a checkpoint's run to other data, including this start.
