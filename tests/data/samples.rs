@@ -555,7 +555,8 @@ fn a_batch_larger_than_a_table_is_reported_in_rows() {
     }
     let ended = finish(&mut command);
     assert_eq!(ended.code(), 2, "{ended}");
-    let refusal = " has 3 training samples, fewer than batch.global = 9\nhint: set batch.global to at most 3\n";
+    let refusal = " has 3 training samples, fewer than batch.global = 9\nhint: set batch.global to at \
+                   most 3, or let a batch take samples again with data.repeat=true\n";
     assert!(ended.stderr.contains(refusal), "{ended}");
 }
 

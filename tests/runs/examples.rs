@@ -12,6 +12,7 @@ use hpctrain_testkit::launch::{
     start_without_waiting,
 };
 use hpctrain_testkit::runs::{json, tensors};
+use hpctrain_testkit::simulator::with_simulator;
 
 /// Returns the path of an example, which `cargo` builds next to the tests.
 fn example(name: &str) -> PathBuf {
@@ -205,6 +206,30 @@ fn own_loss() {
     assert!(last["metrics"]["recall_at_1"].as_f64().unwrap() > 0.7, "{last}");
     // It is not a cross-entropy of tokens.
     assert!(last["perplexity"].is_null() && !printed[0].contains("perplexity"), "{last}");
+    // Modules and losses run on GPUs, too: in f32 as on CPUs, in bf16 nearly so.
+    let on_gpus = |ranks: usize, name: &str, dtype: &str| {
+        let mut command = mpirun(ranks);
+        let gpu = ["run.device=cuda", "device.memory_limit=64MiB", "device.ranks_per_gpu=2"];
+        let named = [format!("run.name={name}"), format!("precision.dtype={dtype}")];
+        command.arg(example("own_loss")).args(gpu).args(named);
+        command.args([&place[..], "run.steps=3", "comm.transport=host-staged"]);
+        finish(with_simulator(&mut command)).succeeded();
+        let text = std::fs::read_to_string(root.path().join(name).join("metrics.jsonl")).unwrap();
+        let lines = text.lines().map(|line| -> Value { serde_json::from_str(line).unwrap() });
+        lines.map(|one| one["loss"].as_f64().unwrap()).collect::<Vec<_>>()
+    };
+    run("own_loss", 1, &[&place, "run.name=short", "run.steps=3"]).succeeded();
+    let text = std::fs::read_to_string(root.path().join("short/metrics.jsonl")).unwrap();
+    let cpu: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for (dtype, bound) in [("f32", 1e-4), ("bf16", 2e-2)] {
+        let one = on_gpus(1, &format!("gpu-{dtype}"), dtype);
+        let two = on_gpus(2, &format!("gpus-{dtype}"), dtype);
+        assert_eq!(one, two, "{dtype}");
+        for (loss, cpu) in one.iter().zip(&cpu) {
+            let wanted = cpu["loss"].as_f64().unwrap();
+            assert!((loss / wanted - 1.0).abs() < bound, "{dtype}: {loss}, on a CPU {wanted}");
+        }
+    }
 }
 
 #[test]
