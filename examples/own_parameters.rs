@@ -141,6 +141,15 @@ fn work(place: &Path) -> Result<()> {
     run_worker(place, TIMEOUT, functions)
 }
 
+/// Lets the workers make the steps of a round.
+fn mean_loss_of_round(coordinator: &Coordinator) -> Result<f64> {
+    let steps = (0..STEPS_PER_ROUND).map(|_| coordinator.schedule("step", &()));
+    let steps = steps.collect::<Result<Vec<_>>>()?;
+    coordinator.join()?;
+    let losses = steps.iter().map(|step| step.fetch()).collect::<Result<Vec<f64>>>()?;
+    Ok(losses.iter().sum::<f64>() / losses.len() as f64)
+}
+
 fn coordinate(place: &Path) -> Result<()> {
     let coordinator = Coordinator::open(place, None, TIMEOUT)?;
     let mut servers = coordinator.create_parameters(ParameterOptions::model(config()?, SERVERS))?;
@@ -148,24 +157,22 @@ fn coordinate(place: &Path) -> Result<()> {
     println!("{SERVERS} servers hold the parameters");
     let mut round = 0;
     while round < ROUNDS {
-        let steps: Vec<_> = (0..STEPS_PER_ROUND)
-            .map(|_| coordinator.schedule("step", &()))
-            .collect::<Result<_>>()?;
-        match coordinator.join() {
-            Ok(()) => {}
+        match mean_loss_of_round(&coordinator) {
+            Ok(loss) => {
+                saved = servers.save()?;
+                round += 1;
+                println!("round {round}: loss {loss:.4}");
+            }
             // The error names the server that was lost. The round begins again.
             Err(e) if e.kind() == Kind::Comm => {
                 eprintln!("{e}");
+                // Calls that still run must not push to the restored parameters.
+                drop(coordinator.join());
                 servers.restore(&saved)?;
                 println!("restored {}", saved.display());
-                continue;
             }
             Err(e) => return Err(e),
         }
-        let losses = steps.iter().map(|step| step.fetch()).collect::<Result<Vec<f64>>>()?;
-        saved = servers.save()?;
-        round += 1;
-        println!("round {round}: loss {:.4}", losses.iter().sum::<f64>() / losses.len() as f64);
     }
     coordinator.end();
 

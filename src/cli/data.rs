@@ -247,7 +247,7 @@ struct CsvArgs {
     length: Option<u32>,
     /// Use the inputs, categories, ids, texts, scaling, classes and targets of the table that was
     /// imported into this directory
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash", "texts"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash", "texts", "vocabularies", "min_count", "max_ids", "oov", "tokenizer", "length"])]
     like: Option<PathBuf>,
     #[command(flatten)]
     output: OutputArgs,

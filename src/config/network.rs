@@ -244,6 +244,13 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
     if !(section.temperature > 0.0 && section.temperature.is_finite()) {
         return Err(out_of_range("loss.temperature", section.temperature, "greater than 0"));
     }
+    let is_cross_entropy = section.kind == LossKind::CrossEntropy && section.own.is_none();
+    if !is_cross_entropy && (section.label_smoothing != 0.0 || !section.class_weights.is_empty()) {
+        return Err(Error::input(
+            "loss.label_smoothing and loss.class_weights are for cross-entropy",
+        )
+        .hint("leave them out, or set loss.kind=cross-entropy"));
+    }
     if let Some(custom) = &section.own {
         return custom_loss(custom, network).map(Loss::Custom);
     }
@@ -289,12 +296,6 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
     if network.is_language() {
         return Err(Error::input("loss.kind: language models support only cross-entropy")
             .hint("leave it out"));
-    }
-    if section.label_smoothing != 0.0 || !section.class_weights.is_empty() {
-        return Err(Error::input(
-            "loss.label_smoothing and loss.class_weights are for cross-entropy",
-        )
-        .hint("leave them out, or set loss.kind=cross-entropy"));
     }
     Ok(Loss::Deviation(deviation))
 }

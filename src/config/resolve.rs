@@ -88,6 +88,25 @@ impl ResolvedConfig {
             .with_metrics(&self.metrics)
     }
 
+    /// Sets the custom metrics of evaluations.
+    ///
+    /// # Errors
+    /// Returns an error if logits are sharded among tensor-parallel ranks, which no metric sees
+    /// whole.
+    pub fn set_metrics(&mut self, metrics: Vec<CustomMetric>) -> Result<()> {
+        if let Some(metric) = metrics.first()
+            && self.virtual_tensor_ranks > 1
+        {
+            return Err(Error::input(format!(
+                "the custom metric {:?} is not supported with tensor parallelism",
+                metric.name()
+            ))
+            .hint("set parallel.tensor=1 and parallel.virtual_tensor_ranks=1"));
+        }
+        self.metrics = metrics;
+        Ok(())
+    }
+
     /// Returns the number of micro-batches of a virtual rank.
     pub fn micros_per_virtual_rank(&self) -> usize {
         (self.virtual_rank_samples / self.micro) as usize
@@ -400,7 +419,7 @@ fn check_batch_loss(config: &Config, loss: &Loss, mesh: &Mesh) -> Result<()> {
         return Err(Error::input(format!(
             "parallel.schedule = {schedule} does not support a loss over the whole batch"
         ))
-        .hint("leave it out: such a loss uses gpipe"));
+        .hint("leave it out: such a loss has all forwards before all backwards"));
     }
     Ok(())
 }

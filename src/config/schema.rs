@@ -423,8 +423,7 @@ sections! {
         /// Number of blocks in every stage, such as [4, 5, 3]. Default: the partition with the
         /// least work in the busiest stage.
         stages: Option<Vec<usize>> = None,
-        /// Pipeline schedule: `1f1b`; `gpipe`, all forwards before all backwards, which losses over the
-        /// whole batch use; or `zero-bubble`, which defers the GEMMs of weight gradients
+        /// Pipeline schedule: `1f1b`, or `zero-bubble`, which defers the GEMMs of weight gradients
         /// to time that would be idle, at the cost of more memory for activations.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
         /// When gradients are reduced over shards: `step`, once at the end of a step, until which

@@ -698,7 +698,8 @@ fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: us
             let hint = if id < 0 {
                 IGNORED
             } else {
-                "import the text again, or set model.vocabulary to the true number of ids"
+                "import the text again, or set model.vocabulary, or ids of the embedding layer, to the \
+                 number of ids that the data has"
             };
             Err(Error::input(format!(
                 "{element} is token id {id}, outside the vocabulary of {vocabulary}"

@@ -14,8 +14,8 @@ use hpctrain_cuda::Cuda;
 use hpctrain_data::Target;
 use hpctrain_device::Kernels;
 
-/// A loss by its forward. It is computed in f32 on every device; its gradient follows from the
-/// forward.
+/// A loss by its forward. It is computed in f32 on every device, where `precision.dtype = tf32` rounds
+/// the operands of matmuls, sums of columns included; its gradient follows from the forward.
 ///
 /// ```
 /// use hpctrain_base::error::Result;

@@ -17,7 +17,7 @@ use hpctrain_comm::Group;
 use hpctrain_data::Target;
 use hpctrain_device::{
     Backend, CrossEntropy, CrossEntropyPart, Kernels, LogitsPart, LossWeights, MemoryKind,
-    Regression, RegressionLoss,
+    Regression, RegressionLoss, StridedCopy,
 };
 
 /// The loss that a network minimises, a mean over all predictions.
@@ -129,6 +129,8 @@ pub struct Objective<B: Backend> {
     /// Whether rows of the output are padded, see
     /// [`Block::pads_output`](super::Block::pads_output).
     is_padded: bool,
+    /// Whether it has the metrics that apply to the loss; language models have none.
+    has_metrics: bool,
     metrics: Vec<Metric>,
     /// The class weights, uploaded to the device on first use.
     weights: OnceLock<B::Buf>,
@@ -145,12 +147,14 @@ impl<B: Kernels> Objective<B> {
             Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
             Loss::Custom(_) => vec![],
         };
-        let metrics = if metrics { all } else { vec![] };
+        let has_metrics = metrics;
+        let metrics = if has_metrics { all } else { vec![] };
         Self {
             loss,
             width,
             slices: TensorShards::whole(),
             is_padded: false,
+            has_metrics,
             metrics,
             weights: OnceLock::new(),
         }
@@ -167,9 +171,9 @@ impl<B: Kernels> Objective<B> {
         self.loss.over_batch()
     }
 
-    /// Returns true if the loss is judged as a perplexity: a cross-entropy without metrics.
+    /// Returns true if the loss is judged as a perplexity: the cross-entropy of a language model.
     pub fn has_perplexity(&self) -> bool {
-        matches!(self.loss, Loss::CrossEntropy { .. }) && self.metrics.is_empty()
+        matches!(self.loss, Loss::CrossEntropy { .. }) && !self.has_metrics
     }
 
     /// Sets the virtual tensor ranks among which the logits are sharded.
@@ -225,7 +229,7 @@ impl<B: Kernels> Objective<B> {
     /// Returns the kind of classifier, or `None` if the network is not one or has no metrics.
     pub fn classifier(&self) -> Option<Classifier> {
         match self.loss {
-            _ if self.metrics.is_empty() => None,
+            _ if !self.has_metrics => None,
             Loss::CrossEntropy { .. } if self.width > 1 => Some(Classifier::Softmax(self.width)),
             Loss::Deviation(RegressionLoss::BinaryCrossEntropy) if self.width == 1 => {
                 Some(Classifier::Logit)
@@ -299,7 +303,7 @@ impl<B: Kernels> Objective<B> {
             Loss::Custom(loss) => {
                 let function = loss.on_device()?;
                 let exact = self.exact(backend, output, rows)?;
-                let output_rows = self.output_rows(&exact, rows)?;
+                let output_rows = self.output_rows(&exact, rows);
                 let cx = Context { backend, micro, training: None, tensor: None };
                 let weights = &micro.fields.weights;
                 let (values, gradient) =
@@ -328,17 +332,27 @@ impl<B: Kernels> Objective<B> {
         }
     }
 
-    /// Returns the output in f32.
+    /// Returns the output in f32, without padding.
     fn exact(&self, backend: &B, output: &B::Buf, rows: usize) -> Result<B::Buf> {
-        self.unpadded(output, rows)?;
+        let stride = self.stride(self.width);
+        let packed;
+        let output = if stride > self.width {
+            let shape =
+                StridedCopy { rows, count: self.width, from: [stride, 0], to: [self.width, 0] };
+            let mut copy = backend.alloc(MemoryKind::Activations, rows * self.width)?;
+            backend.copy_columns(shape, B::all(output), B::all_mut(&mut copy))?;
+            packed = copy;
+            &packed
+        } else {
+            output
+        };
         let mut exact = backend.alloc_f32(MemoryKind::Activations, B::len(output))?;
         backend.copy(B::all(output), B::all_mut(&mut exact))?;
         Ok(exact)
     }
 
-    fn output_rows<'a>(&self, exact: &'a B::Buf, rows: usize) -> Result<OutputRows<'a, B>> {
-        let width = self.unpadded(exact, rows)?;
-        Ok(OutputRows { elements: exact, rows, width })
+    fn output_rows<'a>(&self, exact: &'a B::Buf, rows: usize) -> OutputRows<'a, B> {
+        OutputRows { elements: exact, rows, width: B::len(exact) / rows.max(1) }
     }
 
     /// Computes the losses of rows. If the logits are sharded among virtual tensor ranks, the
@@ -494,7 +508,7 @@ impl<B: Kernels> Objective<B> {
                 let function = loss.on_device()?;
                 let exact = self.exact(backend, output, rows)?;
                 let cx = Context { backend, micro, training: None, tensor: None };
-                let output_rows = self.output_rows(&exact, rows)?;
+                let output_rows = self.output_rows(&exact, rows);
                 values = rows::values(&cx, loss.name(), &*function, output_rows)?;
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 losses_of_parts = sums_of_parts(backend, &values, parts)?;
@@ -521,7 +535,7 @@ impl<B: Kernels> Objective<B> {
         let function = metric.on_device()?;
         let exact = self.exact(backend, output, rows)?;
         let cx = Context { backend, micro, training: None, tensor: None };
-        let output_rows = self.output_rows(&exact, rows)?;
+        let output_rows = self.output_rows(&exact, rows);
         let values = rows::values(&cx, metric.name(), &*function, output_rows)?;
         backend.read(backend.sum(B::all(&values))?)
     }

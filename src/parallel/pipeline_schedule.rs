@@ -34,14 +34,19 @@ pub enum PipelineSchedule {
     #[serde(rename = "zero-bubble")]
     ZeroBubble,
     /// All forwards, then all backwards (Huang et al., "GPipe", 2019): the last stage has the
-    /// outputs of all micro-batches before the first backward.
-    #[serde(rename = "gpipe")]
+    /// outputs of all micro-batches before the first backward. Losses over the whole batch require
+    /// it, and nothing else uses it.
+    #[serde(skip)]
     GPipe,
 }
 
 impl fmt::Display for PipelineSchedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.serialize(f)
+        f.write_str(match self {
+            Self::OneForwardOneBackward => "1f1b",
+            Self::ZeroBubble => "zero-bubble",
+            Self::GPipe => "gpipe",
+        })
     }
 }
 

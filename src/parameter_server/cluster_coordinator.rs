@@ -34,6 +34,9 @@ const MAX_HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The reason for which calls are cancelled at the end.
 const ENDED: &str = "the coordinator has ended";
 
+/// The time for which a connection may be silent.
+const LONGEST_CALL: Duration = Duration::from_secs(30 * 24 * 3600);
+
 /// The number of lost workers after which a call is considered their cause and fails.
 const MAX_WORKER_LOSSES: usize = 3;
 
@@ -182,7 +185,8 @@ impl Coordinator {
         let contact = Contact { address, encrypt: true, interface: None };
         let credentials = site.credentials(&contact)?;
         let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), timeout });
-        let listener = RpcServer::open(listener, credentials, shared.clone(), timeout * 10)?;
+        // A connection is silent while its worker executes a call: heartbeats come by another one.
+        let listener = RpcServer::open(listener, credentials, shared.clone(), LONGEST_CALL)?;
         site.publish(&contact)?;
         Ok(Self { shared, run: run.into(), _listener: listener })
     }
@@ -240,12 +244,16 @@ impl Coordinator {
 
     /// Returns whether all scheduled calls have ended, and no worker executes a cancelled one.
     pub fn done(&self) -> bool {
-        self.shared.lock().is_idle()
+        let mut state = self.shared.lock();
+        state.remove_silent_workers(self.shared.timeout);
+        state.is_idle()
     }
 
     /// Returns the number of workers.
     pub fn workers(&self) -> usize {
-        self.shared.lock().workers.len()
+        let mut state = self.shared.lock();
+        state.remove_silent_workers(self.shared.timeout);
+        state.workers.len()
     }
 
     /// Ends the workers and cancels the calls that have not ended.
@@ -322,9 +330,18 @@ impl State {
             } else {
                 let Call { name, losses, .. } = &call;
                 let message = format!("the call of {name} was lost with {losses} workers");
-                self.fail(&call, Error::comm(message));
+                let error = Error::comm(message)
+                    .hint("see why the workers ended: the call may be what ends them");
+                self.fail(&call, error);
             }
         }
+    }
+
+    /// Removes the workers that have sent nothing for `timeout`.
+    fn remove_silent_workers(&mut self, timeout: Duration) {
+        let silent = self.workers.iter().filter(|(_, (_, heard))| heard.elapsed() > timeout);
+        let silent: Vec<u64> = silent.map(|(worker, _)| *worker).collect();
+        silent.into_iter().for_each(|worker| self.remove_worker(worker));
     }
 
     /// Ends a call with an error, and cancels all others.
@@ -358,12 +375,7 @@ impl Shared {
     fn wait_for<T>(&self, mut check: impl FnMut(&mut State) -> Option<T>) -> T {
         let mut state = self.lock();
         loop {
-            let silent: Vec<u64> = {
-                let silent =
-                    state.workers.iter().filter(|(_, (_, heard))| heard.elapsed() > self.timeout);
-                silent.map(|(worker, _)| *worker).collect()
-            };
-            silent.into_iter().for_each(|worker| state.remove_worker(worker));
+            state.remove_silent_workers(self.timeout);
             if let Some(found) = check(&mut state) {
                 return found;
             }
@@ -803,6 +815,32 @@ mod tests {
             std::thread::sleep(Duration::from_millis(5));
         }
         assert!(flag.load(Ordering::Relaxed), "the flag was not set in time");
+    }
+
+    /// Only the heartbeats of a worker are heard while a call runs.
+    #[test]
+    fn calls_may_run_much_longer_than_the_timeout() {
+        let folder = tempfile::tempdir().unwrap();
+        let timeout = Duration::from_millis(500);
+        let coordinator = Coordinator::open(folder.path(), Some("127.0.0.1"), timeout).unwrap();
+        let started = Arc::new(AtomicUsize::new(0));
+        let begun = started.clone();
+        let functions = Functions::default().with("long", move |(): ()| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            std::thread::sleep(11 * timeout);
+            Ok(7)
+        });
+        let long = coordinator.schedule("long", &()).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| run_worker(folder.path(), 2 * timeout, functions).unwrap());
+            let since = Instant::now();
+            // Asking does not end the worker either.
+            while !coordinator.done() && since.elapsed() < TIMEOUT {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            assert_eq!((long.fetch::<u32>(), started.load(Ordering::Relaxed)), (Ok(7), 1));
+            coordinator.end();
+        });
     }
 
     #[test]

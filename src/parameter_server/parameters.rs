@@ -219,21 +219,43 @@ impl Parameters {
         pulled
     }
 
-    /// Pulls values: only those that have changed since the last pull if `changes`.
+    /// Pulls values: only those that have changed since the last pull if `changes`. If the
+    /// parameters were restored since, it connects again.
     fn pull_into(&mut self, target: &mut impl PullTarget, changes: bool) -> Result<()> {
         let mut servers = match self.servers.take() {
             Some(servers) => servers,
-            None => {
-                let (terms, servers) = connect(&self.run, self.timeout)?;
-                self.terms = terms;
-                servers
-            }
+            None => self.reconnected()?,
         };
         if !changes {
             servers.forget_versions();
         }
+        let before = self.terms.generation;
+        let pulled = servers.pull(target, Values::Live).map_err(lost);
+        let is_over = match &pulled {
+            Ok(is_current) => !is_current,
+            Err(e) => e.kind() == Kind::Comm,
+        };
+        if !is_over {
+            return self.keep(servers, true);
+        }
+        let mut servers = self.reconnected()?;
+        if self.terms.generation == before {
+            return pulled.and_then(|_| self.keep(servers, false));
+        }
         let is_current = servers.pull(target, Values::Live).map_err(lost)?;
         self.keep(servers, is_current)
+    }
+
+    /// Connects again, to the same tensors.
+    fn reconnected(&mut self) -> Result<ServerConnections> {
+        let (terms, servers) = connect(&self.run, self.timeout)?;
+        let plan = plan(&terms.clone().with_held_network().config)?;
+        if layouts(&plan) != self.layouts {
+            return Err(Error::input("the parameters on servers have other tensors now")
+                .hint("connect to them anew"));
+        }
+        self.terms = terms;
+        Ok(servers)
     }
 
     /// Keeps connections if the servers still hold the parameters.

@@ -293,6 +293,15 @@ fn check(config: &Config) -> Result<()> {
     if parallel.storage != Storage::Ranks {
         return refused("parallel.storage = central".into());
     }
+    if config.lr_schedule.lr_by_batch.is_some()
+        && config.parameter_server.staleness != Staleness::Bound(0)
+    {
+        return Err(Error::input(
+            "lr_schedule.lr_by_batch requires parameter_server.staleness = 0: otherwise each \
+             worker has a batch of its own",
+        )
+        .hint("set optimizer.lr, the rate of a worker's update, instead"));
+    }
     if config.batch.per_rank > 0 {
         return Err(Error::input(format!(
             "batch.per_rank = {}, but parameter servers do not support it: workers may join and \

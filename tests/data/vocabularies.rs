@@ -99,6 +99,13 @@ fn categories_have_the_ids_that_options_ask_for() {
 
     // A later table has the ids of the first one; unknown values are counted, empty ones are not.
     std::fs::write(root.path().join("later.csv"), "pet,site\ncat,a\nowl,d\n,\nowl,q\n").unwrap();
+    // What was imported decides: options that would have no effect are refused.
+    for option in [["--oov", "2"], ["--max-ids", "2"], ["--vocabulary", "site=nofile.txt"]] {
+        let like = ["later.csv", "--like", "given", "--out", "later"];
+        let refused = import(root.path(), &[&like[..], &option].concat());
+        assert_eq!(refused.code(), 2, "{refused}");
+        assert!(refused.stderr.contains("cannot be used with"), "{refused}");
+    }
     let ended =
         import(root.path(), &["later.csv", "--like", "given", "--out", "later"]).succeeded();
     let last = ended.stdout.trim_end().lines().last().unwrap();

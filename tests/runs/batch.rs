@@ -33,7 +33,10 @@ fn of_rank(mut run: Run, per_rank: u64) -> Vec<String> {
 fn a_resumed_run_keeps_the_batch_that_its_ranks_gave() {
     let root = tempfile::tempdir().unwrap();
     let run = |transport, more: &[&str]| {
-        let settings = [&["checkpoint.every=3", "lr_schedule.kind=constant"][..], more].concat();
+        // There is no rate for the batch that one rank would have.
+        let rates = "lr_schedule.lr_by_batch={ 10 = 1e-3, 20 = 2e-3 }";
+        let settings =
+            [&["checkpoint.every=3", "lr_schedule.kind=constant", rates][..], more].concat();
         Run::new(transport, root.path(), "run", &settings)
     };
     let first = run(Simulate(2), &["run.steps=3"]);
@@ -57,7 +60,12 @@ fn a_resumed_run_keeps_the_batch_that_its_ranks_gave() {
         Simulate(2),
         root.path(),
         "whole",
-        &["batch.global=10", "checkpoint.every=3", "lr_schedule.kind=constant"],
+        &[
+            "batch.global=10",
+            "checkpoint.every=3",
+            "lr_schedule.kind=constant",
+            "lr_schedule.lr_by_batch.10=1e-3",
+        ],
     );
     let losses = |files: &RunFiles| files.numbers("metrics.jsonl", "loss");
     assert_eq!(losses(&files)[..3], losses(&whole.succeeds())[..3]);

@@ -26,7 +26,9 @@ enum KeyEffect {
 /// Returns what a key of the resolved configuration affects.
 fn key_effect(section: &str, key: &str) -> KeyEffect {
     match (section, key) {
-        ("run", "steps" | "epochs") | ("lr_schedule", "decay") => KeyEffect::Length,
+        ("run", "steps" | "epochs" | "steps_per_epoch") | ("lr_schedule", "decay") => {
+            KeyEffect::Length
+        }
         ("model", "place") | ("parallel", "loss_chunk_tokens") => KeyEffect::Rounding,
         ("run", "seed")
         | ("batch", "global")

@@ -281,9 +281,14 @@ fn custom_loss<B: Kernels>(plan: &ResolvedConfig) -> [usize; 2] {
         return [bytes(rows(plan.micro)), evaluation];
     }
     let of_batch = plan.tokens_per_replica() as usize;
-    // The gathered outputs in two orders, and those of this rank's micro-batches.
-    let gathered = 3 * of_batch * plan.network.outputs() * F32;
-    [bytes(of_batch) + gathered, evaluation]
+    // The gathered outputs and targets in two orders, and those of this rank's micro-batches.
+    let sizes = SampleSizes { weights: 1, ..plan.samples.sizes(plan.network.context()) };
+    let targets = sizes.classes + sizes.values + sizes.weights;
+    let samples = of_batch / plan.network.context();
+    let gathered = 3 * (of_batch * plan.network.outputs() + samples * targets) * F32;
+    // The inputs of all its micro-batches, which wait for their backwards.
+    let inputs = samples / plan.mesh.shard * (sizes.features + sizes.ids) * F32;
+    [bytes(of_batch) + gathered + inputs, evaluation]
 }
 
 /// Bytes per row of the activations of a stage, by block.

@@ -3,10 +3,10 @@
 use std::rc::Rc;
 
 use super::backward::ParamGrads;
-use super::tape::{Device, SavedSizes, Tape, Var};
+use super::tape::{Device, Origin, SavedSizes, Tape, Var};
 use super::tracked::{Meter, Tracked};
 use crate::{Block, Context, Grads, Params};
-use hpctrain_base::error::Result;
+use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
 use hpctrain_cpu::Cpu;
 use hpctrain_device::{Kernels, MemoryKind};
@@ -114,7 +114,12 @@ fn run<M: Module, B: Kernels>(
     let params = tape.params(&shapes);
     let width = module.input_per_row();
     let x = tape.input(tape.rows(), width, width > 0);
-    module.forward(tape, &params, &x)
+    let output = module.forward(tape, &params, &x)?;
+    match output.meta.origin {
+        Origin::Param(..) => Err(Error::input("forward returns a parameter")
+            .hint("return the result of an operation, or the input")),
+        _ => Ok(output),
+    }
 }
 
 impl<B: Kernels, M: Module> Block<B> for ModuleBlock<M> {

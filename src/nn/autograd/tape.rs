@@ -192,6 +192,12 @@ impl<'t, B: Kernels> Tape<'t, B> {
     pub fn features(&mut self, width: usize) -> Result<Var<B>> {
         let given = self.device.as_ref().map(|device| B::len(&device.cx.micro.fields.features));
         let rows = self.rows();
+        if given == Some(0) && self.is_exact {
+            return Err(Error::input(format!(
+                "features({width}): a loss over the whole batch has only outputs and targets"
+            ))
+            .hint("give the loss what it needs as values"));
+        }
         if given.is_some_and(|given| given != rows * width) {
             return Err(Error::input(format!(
                 "features({width}): the samples have {} features in {rows} rows",
@@ -399,6 +405,7 @@ impl<'t, B: Kernels> Tape<'t, B> {
     pub fn linear(&mut self, x: &Var<B>, weight: &Var<B>, bias: Option<&Var<B>>) -> Result<Var<B>> {
         let (outputs, inputs) = (weight.rows(), weight.width());
         let bias_len = bias.map_or(outputs, |bias| bias.meta.len());
+        check_computed("linear", x)?;
         for param in std::iter::once(weight).chain(bias) {
             check_param("linear", param)?;
         }
@@ -719,24 +726,34 @@ impl<'t, B: Kernels> Tape<'t, B> {
     }
 
     /// Returns the rows of `table` (ids × width) of the micro-batch's ids, plus those of
-    /// `positions` (time × width), if given.
+    /// `positions` (time × width), if given. Each row has `per_row` ids, whose rows of the table
+    /// are side by side: 1 for text.
     ///
     /// # Errors
     /// Returns an error if shapes do not fit, or if the device fails.
-    pub fn embedding(&mut self, table: &Var<B>, positions: Option<&Var<B>>) -> Result<Var<B>> {
+    pub fn embedding(
+        &mut self,
+        table: &Var<B>,
+        positions: Option<&Var<B>>,
+        per_row: usize,
+    ) -> Result<Var<B>> {
         check_param("embedding", table)?;
         let width = table.width();
         if let Some(positions) = positions {
             check_param("embedding", positions)?;
             fits("embedding", positions.width() == width, &[table, positions])?;
         }
-        let rows = match &self.device {
-            Some(device) => B::indices_len(&device.cx.micro.fields.ids),
-            None => 1,
-        };
+        let rows = self.rows();
+        let given = self.device.as_ref().map(|device| B::indices_len(&device.cx.micro.fields.ids));
+        if let Some(given) = given.filter(|given| *given != rows * per_row) {
+            return Err(Error::input(format!(
+                "embedding: the samples have {given} ids in {rows} rows, not {per_row} in each"
+            ))
+            .hint("pass the number of ids of a row"));
+        }
         let ids = self.device.as_ref().map(|device| &device.cx.micro.fields.ids);
         let all: Vec<&Var<B>> = [table].into_iter().chain(positions).collect();
-        let out = [rows, width];
+        let out = [rows, per_row * width];
         self.record(Operation::Embedding, &all, out, Saves::Nothing, 0, |b, views, y, _| {
             let ids = ids.ok_or_else(|| Error::internal("a run on shapes has no ids"))?;
             let positions = views.get(1).copied().unwrap_or(B::split_at(views[0], 0).0);

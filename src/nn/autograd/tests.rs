@@ -7,7 +7,6 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor, UnitLayout};
 use hpctrain_base::random;
 use hpctrain_cpu::{Cpu, CpuBuf};
-use hpctrain_data::SampleFields;
 use hpctrain_device::{Activation, Backend as _, Kernels, MemoryKind};
 
 const WIDTH: usize = 6;
@@ -214,6 +213,8 @@ impl Module for Wrong {
             0 => tape.linear(x, &params[0], None),
             1 => tape.add(x, &params[0]),
             2 => tape.cross_entropy(x, Targets::Classes, 0.0),
+            4 => tape.linear(&params[0], &params[0], None),
+            5 => Ok(params[0].clone()),
             _ => tape.linear(x, x, None),
         }
     }
@@ -231,6 +232,8 @@ fn operands_that_do_not_fit_are_named() {
     assert_eq!(refused(0), "wrong: linear: the shapes 1×6 and 3×4 do not fit");
     assert!(refused(1).starts_with("wrong: add takes no parameter\nhint: "), "{}", refused(1));
     assert!(refused(2).contains("cross_entropy is for losses and metrics"), "{}", refused(2));
+    assert!(refused(4).starts_with("wrong: linear takes no parameter"), "{}", refused(4));
+    assert!(refused(5).starts_with("wrong: forward returns a parameter"), "{}", refused(5));
     assert!(refused(3).contains("linear: the weight must be a parameter"), "{}", refused(3));
 }
 
@@ -273,6 +276,32 @@ impl Module for Transformer {
     }
 }
 
+/// The embedding of GPT-2 as a module.
+struct Embedded(Gpt);
+
+impl Module for Embedded {
+    fn name(&self) -> String {
+        "embedding".into()
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        self.0.blocks::<Cpu>()[0].tensors()
+    }
+
+    fn input_per_row(&self) -> usize {
+        0
+    }
+
+    fn forward<B: Kernels>(
+        &self,
+        tape: &mut Tape<'_, B>,
+        params: &[Var<B>],
+        _: &Var<B>,
+    ) -> Result<Var<B>> {
+        tape.embedding(&params[0], Some(&params[1]), 1)
+    }
+}
+
 fn values(name: &str, len: usize) -> Vec<f32> {
     let mut values = vec![0.0; len];
     random::Stream::new(random::derive(3, &[random::name(name)])).fill_normal(&mut values);
@@ -295,7 +324,8 @@ fn bits(block: &dyn Block<Cpu>) -> [Vec<u32>; 3] {
         host.into_iter().map(f32::to_bits).collect()
     };
     for k in 0..2 {
-        let micro = MicroBatch::upload(&backend, SampleFields::default(), 3, TIME, 3 * k).unwrap();
+        let ids: Vec<u32> = (0..3 * TIME as u32).map(|i| (i * 5 + k as u32) % 7).collect();
+        let micro = MicroBatch::from_text(&backend, &ids, &ids, TIME, 3 * k).unwrap();
         let training = Some(Training { dropout: 1, ranks: None, batch_fraction: 0.5 });
         let cx = Context { backend: &backend, micro: &micro, training, tensor: None };
         let x = values(&format!("x {k}"), micro.rows() * block.input_per_row());
@@ -330,11 +360,15 @@ fn a_transformer_block_has_the_bits_of_the_one_written_by_hand() {
         dropout: 0.0,
     };
     let by_hand = &gpt.blocks::<Cpu>()[1];
-    let derived = block::<Cpu>(Transformer(gpt));
+    let derived = block::<Cpu>(Transformer(gpt.clone()));
     let names = ["output", "gradient of the input", "gradients of the parameters"];
     for ((one, other), name) in bits(&**by_hand).iter().zip(bits(&*derived)).zip(names) {
         assert!(!one.is_empty() && *one == other, "{name}: other bits");
     }
+    let embedding = block::<Cpu>(Embedded(gpt.clone()));
+    let [output, _, gradients] = bits(&*embedding);
+    let [wanted, _, wanted_gradients] = bits(&*gpt.blocks::<Cpu>()[0]);
+    assert!(!output.is_empty() && output == wanted && gradients == wanted_gradients);
     assert_eq!(derived.saved_elems_per_row(), by_hand.saved_elems_per_row());
     assert_eq!(derived.saved_f32_per_row(), by_hand.saved_f32_per_row());
     let overwritten = |block: &dyn Block<Cpu>| -> Vec<bool> {

@@ -477,7 +477,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         let world = self.comm.world();
         let mut plan =
             world.all_ok(model::plan(config, world.size(), self.threads, !B::ON_HOST))?;
-        plan.metrics = self.metrics.clone();
+        world.all_ok(plan.set_metrics(self.metrics.clone()))?;
         let data_state = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
         if self
             .loaded

@@ -444,7 +444,12 @@ impl StepSpans {
         };
         let forward = chunks(seconds_of(events, ActivityKind::Forward));
         let mut backward = chunks(seconds_of(events, ActivityKind::Backward));
-        let loss = seconds_of(events, ActivityKind::Loss);
+        let mut loss = seconds_of(events, ActivityKind::Loss);
+        if trainer.plan.loss.over_batch() {
+            // One loss of all micro-batches.
+            let share = loss.iter().sum::<f64>() / forward.len().max(1) as f64;
+            loss = vec![share; forward.len()];
+        }
         let micros = loss.len();
         let mut weights = if deferred_wgrad {
             chunks(seconds_of(events, ActivityKind::Weights))

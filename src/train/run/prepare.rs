@@ -23,7 +23,9 @@ use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::{logging, say, startup_summary, unix_time};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, EpochLength, ModelKind, Parallel, ReduceChoice, ResolvedConfig};
+use hpctrain_config::{
+    Batch, Config, EpochLength, ModelKind, Parallel, ReduceChoice, ResolvedConfig,
+};
 use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_engine::micro_batches;
@@ -70,6 +72,19 @@ impl<'h, B: Kernels> Run<'h, B> {
         };
         config.data.path = splits.name.clone();
         let threads = request.threads.unwrap_or_else(|| topology.threads());
+        // The batch of the run is kept, and its checks are of that batch. The directory of a run
+        // without a name is found later.
+        let named = config.run.name.as_ref().map(|name| Path::new(&config.run.root).join(name));
+        if config.batch.per_rank > 0
+            && (named.is_some() || matches!(request.resume, Resume::From(_)))
+        {
+            let mut resolved = config.clone();
+            world.all_ok(resolved.resolve_batch(comm.size()))?;
+            let directory = RunDirectory::at(named.unwrap_or_default());
+            if let Some(before) = batch_before(&world, &directory, request, &resolved)? {
+                (config.batch.global, config.batch.per_rank) = (before, 0);
+            }
+        }
         let may_cut = config.parallel.pipeline > 1 && config.parallel.stages.is_none();
         let mut plan = plan(comm, config.clone(), &splits.train, Some(threads))?;
         if is_custom {
@@ -106,19 +121,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
         let mut is_new_plan = false;
-        let per_rank = plan.config.batch.of_rank;
-        if per_rank > 0
-            && let Some(before) =
-                number_before(&world, directory, request, |before| Some(before.batch.global))?
-            && before != plan.config.batch.global
-        {
-            if root {
-                log::warn!(
-                    "batch.global = {before} of the run is kept: batch.per_rank = {per_rank} would \
-                     make it {} on these ranks",
-                    plan.config.batch.global
-                );
-            }
+        if let Some(before) = batch_before(&world, directory, request, &plan.config)? {
             (config.batch.global, config.batch.per_rank) = (before, 0);
             plan = self::plan(&comm, config.clone(), &splits.train, Some(threads))?;
             is_new_plan = true;
@@ -145,7 +148,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             world.all_ok(memory::check::<B>(&plan, &topology, held, gpu_memory))?;
         }
         plan.config.run.name = Some(directory.name());
-        plan.metrics = metrics;
+        world.all_ok(plan.set_metrics(metrics))?;
         world.all_ok(logging::to_file(
             &directory.log_path(world.rank()),
             plan.config.log.level.into(),
@@ -384,6 +387,29 @@ fn number_before<B: Kernels>(
     let mine = mine.and_then(|manifest| number(&manifest.config)).unwrap_or(0);
     let before = world.broadcast_numbers(&[mine])?[0];
     Ok((before > 0).then_some(before))
+}
+
+/// Returns the global batch of the run so far, if `batch.per_rank` was given and would change it on
+/// these ranks. Rank 0 warns of it. Collective.
+fn batch_before<B: Kernels>(
+    world: &Group<B>,
+    directory: &RunDirectory,
+    request: &TrainRequest,
+    resolved: &Config,
+) -> Result<Option<u64>> {
+    let Batch { of_rank, global, .. } = resolved.batch;
+    if of_rank == 0 {
+        return Ok(None);
+    }
+    let before = number_before(world, directory, request, |before| Some(before.batch.global))?;
+    let before = before.filter(|before| *before != global);
+    if let (Some(before), 0) = (before, world.rank()) {
+        log::warn!(
+            "batch.global = {before} of the run is kept: batch.per_rank = {of_rank} would make it \
+             {global} on these ranks"
+        );
+    }
+    Ok(before)
 }
 
 /// Returns the manifest of the checkpoint that a run resumes from, if it can be read.
