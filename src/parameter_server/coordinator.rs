@@ -343,6 +343,7 @@ impl<'h> CoordinatorRun<'h> {
             pieces,
             addresses: servers,
             trace: self.service.trace.is_some(),
+            metrics: self.metrics.iter().map(|metric| metric.name().to_owned()).collect(),
         };
         if plan.config.log.placement {
             for server in placement(&plan, &terms.pieces, &terms.addresses) {

@@ -697,6 +697,7 @@ mod tests {
             pieces: vec![],
             addresses: vec![],
             trace: false,
+            metrics: vec![],
         };
         hub.with(|state| {
             state.open(terms, pool());

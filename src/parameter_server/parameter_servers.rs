@@ -329,6 +329,7 @@ impl ParameterServers {
             pieces: ranges_of_servers(&self.plan, self.servers)?,
             addresses,
             trace: false,
+            metrics: vec![],
         };
         let service = self.service.clone();
         let credentials = self.credentials.clone();

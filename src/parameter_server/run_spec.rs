@@ -15,7 +15,7 @@ use hpctrain_data::Preprocessing;
 use hpctrain_device::format_bytes;
 use hpctrain_nn::CustomModel;
 use hpctrain_nn::layers::Layer;
-use hpctrain_nn::loss::CustomLoss;
+use hpctrain_nn::loss::{CustomLoss, CustomMetric};
 use hpctrain_parallel::{Storage, Zero, state_names};
 
 /// The specification of a run, which its coordinator sends to servers and workers.
@@ -42,9 +42,28 @@ pub struct RunSpec {
     pub addresses: Vec<String>,
     /// Whether all processes record a trace.
     pub trace: bool,
+    /// The names of the custom metrics of evaluations, in order.
+    #[serde(default)]
+    pub metrics: Vec<String>,
 }
 
 impl RunSpec {
+    /// Checks that a worker's program measures the custom metrics of the run.
+    ///
+    /// # Errors
+    /// Returns an error if they have other names, or another order.
+    pub fn check_metrics(&self, metrics: &[CustomMetric]) -> Result<()> {
+        if self.metrics.iter().map(String::as_str).eq(metrics.iter().map(CustomMetric::name)) {
+            return Ok(());
+        }
+        let own: Vec<&str> = metrics.iter().map(CustomMetric::name).collect();
+        Err(Error::input(format!(
+            "the run has the custom metrics {:?}, but this program defines {own:?}",
+            self.metrics
+        ))
+        .hint("start all processes of a run with the same program"))
+    }
+
     /// Resolves the configuration of the run as that of one rank, with the virtual ranks of all
     /// workers (synchronous training) or the samples of all workers (asynchronous training).
     ///
@@ -298,7 +317,7 @@ fn check(config: &Config) -> Result<()> {
     {
         return Err(Error::input(
             "lr_schedule.lr_by_batch requires parameter_server.staleness = 0: otherwise each \
-             worker has a batch of its own",
+             worker has a separate batch",
         )
         .hint("set optimizer.lr, the rate of a worker's update, instead"));
     }
@@ -358,6 +377,51 @@ fn check(config: &Config) -> Result<()> {
 mod tests {
     use super::*;
     use hpctrain_config::overlay;
+
+    /// A metric that is never computed.
+    struct Named(&'static str);
+
+    impl hpctrain_nn::loss::MetricFunction for Named {
+        fn name(&self) -> String {
+            self.0.into()
+        }
+
+        fn forward<B: hpctrain_device::Kernels>(
+            &self,
+            _: &mut hpctrain_nn::autograd::Tape<'_, B>,
+            output: &hpctrain_nn::autograd::Var<B>,
+        ) -> Result<hpctrain_nn::autograd::Var<B>> {
+            Ok(output.clone())
+        }
+    }
+
+    #[test]
+    fn workers_with_other_metrics_are_refused() {
+        let terms = RunSpec {
+            generation: 1,
+            config: Config::default(),
+            network: None,
+            workers: 1,
+            vocabulary: None,
+            preprocessing: None,
+            start: Progress::default(),
+            pieces: vec![],
+            addresses: vec![],
+            trace: false,
+            metrics: vec!["recall".into()],
+        };
+        let check = |names: &[&'static str]| {
+            let own: Vec<_> = names.iter().map(|name| CustomMetric::new(Named(name))).collect();
+            terms.check_metrics(&own).map_err(|e| e.to_string())
+        };
+        assert_eq!(check(&["recall"]), Ok(()));
+        for other in [&[][..], &["mrr"], &["recall", "mrr"]] {
+            let error = check(other).unwrap_err();
+            let wanted =
+                format!("[\"recall\"], but this program defines {other:?}\nhint: start all");
+            assert!(error.contains(&wanted), "{error}");
+        }
+    }
 
     /// Returns the default configuration with these keys.
     fn config(keys: &[&str]) -> Config {

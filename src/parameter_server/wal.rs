@@ -278,6 +278,7 @@ mod tests {
             pieces: vec![],
             addresses: vec!["host:1".into()],
             trace: false,
+            metrics: vec![],
         };
         let grounds = WalHeader { terms, trained_on: None };
         journal.begin(&grounds).unwrap();

@@ -210,7 +210,10 @@ fn join<B: Kernels>(
         Some(other) => return Err(unexpected(&other)),
     };
     let generation = terms.generation;
-    let terms = match terms.with_program(program.network.as_ref(), program.loss.as_ref()) {
+    let terms = terms
+        .check_metrics(&program.metrics)
+        .and_then(|()| terms.with_program(program.network.as_ref(), program.loss.as_ref()));
+    let terms = match terms {
         Ok(terms) => terms,
         // The run goes on without this worker, unless it has a fixed number of workers.
         Err(e) => {

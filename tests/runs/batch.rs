@@ -163,15 +163,20 @@ fn the_learning_rate_is_looked_up_by_the_batch() {
             .contains("\n# peak: 0.004 = optimizer.lr 0.001 × 16 / 4")
     );
     assert!(!show("run.steps=3").contains("# peak"));
-    // Servers update by the same table, and workers without bounded staleness by none.
-    for staleness in ["0", "'none'"] {
+    // Servers update by the same table, unless each worker has a separate batch.
+    let with_servers = |staleness: &str| {
         let settings = [table, &format!("parameter_server.staleness={staleness}")];
         let name = format!("served-{}", staleness.trim_matches('\''));
         let served = Run::new(Simulate(3), root.path(), &name, &settings);
-        finish(served.command().args(["--servers", "1"])).succeeded();
-        let highest = served.files().numbers("metrics.jsonl", "lr").into_iter().fold(0.0, f64::max);
-        assert!((highest - 0.02).abs() < 1e-9, "{staleness}: {highest}");
-    }
+        (finish(served.command().args(["--servers", "1"])), served.files())
+    };
+    let (ended, files) = with_servers("0");
+    ended.succeeded();
+    let highest = files.numbers("metrics.jsonl", "lr").into_iter().fold(0.0, f64::max);
+    assert!((highest - 0.02).abs() < 1e-9, "{highest}");
+    let (refused, _) = with_servers("'none'");
+    let expected = "lr_schedule.lr_by_batch requires parameter_server.staleness = 0";
+    assert!(refused.code() == 2 && refused.stderr.contains(expected), "{refused}");
 }
 
 #[test]
