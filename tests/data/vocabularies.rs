@@ -99,7 +99,7 @@ fn categories_have_the_ids_that_options_ask_for() {
 
     // A later table has the ids of the first one; unknown values are counted, empty ones are not.
     std::fs::write(root.path().join("later.csv"), "pet,site\ncat,a\nowl,d\n,\nowl,q\n").unwrap();
-    // What was imported decides: options that would have no effect are refused.
+    // Options that would have no effect beside --like are refused.
     for option in [["--oov", "2"], ["--max-ids", "2"], ["--vocabulary", "site=nofile.txt"]] {
         let like = ["later.csv", "--like", "given", "--out", "later"];
         let refused = import(root.path(), &[&like[..], &option].concat());

@@ -33,7 +33,7 @@ impl Meter {
 pub struct Tracked<B: Backend> {
     /// The buffer; `None` in a run on shapes.
     pub buf: Option<B::Buf>,
-    /// What the meter counts: elements of the compute type.
+    /// The elements of the compute type that the meter counts.
     counted: usize,
     meter: Option<Rc<Meter>>,
 }

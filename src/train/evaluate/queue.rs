@@ -186,7 +186,7 @@ impl Queue {
     }
 }
 
-/// What to do about the checkpoints of a run.
+/// The next action for the checkpoints of a run.
 #[derive(Debug)]
 pub enum NextCheckpoint {
     /// This process has claimed a checkpoint.
