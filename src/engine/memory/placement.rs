@@ -23,7 +23,7 @@ pub enum MemoryPlace {
 /// A part of a block: its parameters, its gradient, its optimizer state, or its activations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacedPart {
-    /// The kind of memory or work.
+    /// Its name.
     pub name: &'static str,
     /// The number of bytes that this rank holds.
     pub bytes: usize,
