@@ -61,6 +61,7 @@
 
 mod backward;
 mod block;
+mod forward;
 mod operation;
 pub(crate) mod rows;
 mod tape;

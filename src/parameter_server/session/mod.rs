@@ -95,7 +95,7 @@ pub struct Session<'a, 'h> {
     cut: Option<(u64, u64)>,
     /// The step and the loss of the last evaluation.
     last_evaluation: Option<(u64, f64)>,
-    /// The metrics of the last evaluation of this session.
+    /// The metrics of the last evaluation since the servers were assigned their ranges.
     measures: Option<Metrics>,
     hooks: &'a mut RunHooks<'h>,
     /// The epochs that ended with the last step, with its record.
