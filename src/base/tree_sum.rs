@@ -25,9 +25,20 @@ impl<T> Tree<T> {
     pub fn push<E>(
         &mut self,
         next: T,
+        add: impl FnMut(&mut T, T) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.push_subtree(0, next, add)
+    }
+
+    /// Adds the sum of the next 2^`height` virtual ranks, as [`Tree::push`] adds that of one. The
+    /// number of virtual ranks before must be a multiple of 2^`height`.
+    pub fn push_subtree<E>(
+        &mut self,
+        height: u32,
+        next: T,
         mut add: impl FnMut(&mut T, T) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut merged = (0, next);
+        let mut merged = (height, next);
         while let Some((height, mut left)) = self.partial.pop_if(|(height, _)| *height == merged.0)
         {
             add(&mut left, merged.1)?;
@@ -71,12 +82,24 @@ mod tests {
 
     /// Formats the tree with parentheses.
     fn shape(virtual_ranks: usize) -> String {
+        shape_of_subtrees(&vec![0; virtual_ranks])
+    }
+
+    /// Formats the tree over consecutive subtrees of these heights.
+    fn shape_of_subtrees(heights: &[u32]) -> String {
         let add = |into: &mut String, from: String| {
             *into = format!("({into}{from})");
             Ok::<_, ()>(())
         };
         let mut tree = Tree::default();
-        (0..virtual_ranks).for_each(|i| tree.push(i.to_string(), add).unwrap());
+        let mut first = 0;
+        for height in heights {
+            let mut subtree = Tree::default();
+            (first..first + (1 << height)).for_each(|i| subtree.push(i.to_string(), add).unwrap());
+            first += 1 << height;
+            let sum = subtree.finish(add).unwrap().unwrap();
+            tree.push_subtree(*height, sum, add).unwrap();
+        }
         tree.finish(add).unwrap().unwrap_or_default()
     }
 
@@ -87,6 +110,13 @@ mod tests {
         assert_eq!(shape(3), "((01)2)");
         assert_eq!(shape(6), "(((01)(23))(45))");
         assert_eq!(shape(8), "(((01)(23))((45)(67)))");
+    }
+
+    #[test]
+    fn aligned_subtrees_do_not_change_the_shape() {
+        assert_eq!(shape_of_subtrees(&[1, 1, 1, 0, 0, 0]), shape(9));
+        assert_eq!(shape_of_subtrees(&[2, 2, 2, 1, 1, 1, 0, 0]), shape(20));
+        assert_eq!(shape_of_subtrees(&[3, 0]), shape(9));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::algorithms::{self, Algorithm, Call, Operation};
+use super::algorithms::{self, Algorithm, Call, Operation, UnequalCollective};
 use super::device::chunk_pipeline::Level;
 use super::device::cuda_aware::CudaAware;
 use super::device::grouped_collective::{self, GroupedCollective};
@@ -104,6 +104,47 @@ pub fn run(
                 transport,
                 group,
             )
+        }
+    }
+}
+
+/// Runs a collective of unequal parts on memory of the host or of a device, as [`run`] does.
+pub fn run_unequal(
+    state: &mut CommThreadState,
+    collective: &UnequalCollective,
+    group: &GroupRanks,
+    CollectiveBuffer { memory, element }: CollectiveBuffer<'_>,
+    (path, slot): (DeviceTransport, usize),
+) -> Result<()> {
+    if collective.terms.is_some() && element != Element::F32 {
+        return Err(Error::internal("sums of unequal parts require f32 elements"));
+    }
+    state.drain_device()?;
+    let CommThreadState { transport, scratch, slots, device_scratch, device_comms, shared, .. } =
+        state;
+    let transport = &mut **transport;
+    let collective = collective.in_words(element);
+    match (memory, path) {
+        (CommBuffer::Host(memory), _) => {
+            collective.run(&mut HostBuffer { memory, scratch }, transport, group)
+        }
+        (CommBuffer::Device(memory, copies), DeviceTransport::HostStaged) => {
+            PinnedStaging { copies: &*copies, slots, words: slot }.unequal(
+                &collective,
+                memory,
+                transport,
+                scratch,
+                group,
+            )
+        }
+        (CommBuffer::Device(memory, copies), path) => {
+            let copies = &*copies;
+            let device_comm = match path.orders_on_device() {
+                true => Some(device_comms.get_or_create(copies, transport, group, path)?),
+                false => None,
+            };
+            let mut x = CudaAware { memory, device_comm, copies, scratch: device_scratch, shared };
+            collective.run(&mut x, transport, group)
         }
     }
 }

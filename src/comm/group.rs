@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::algorithms::{Algorithm, Call, Operation, bytes};
+use super::algorithms::{Algorithm, Call, Operation, UnequalCollective, bytes};
 use super::autotune::table::{AlgorithmTable, Route};
-use super::collective::{DeviceSchedule, operand, run};
+use super::collective::{CollectiveBuffer, DeviceSchedule, operand, run, run_unequal};
 use super::communicator::{Comm, WORLD};
 use super::device::grouped_collective::group_levels;
 use super::device::host_staged::PinnedStaging;
@@ -263,6 +263,55 @@ impl<B: Backend> Group<B> {
     /// the group's size.
     pub fn all_gather_after(&self, before: Pending<B::Buf>, len: usize) -> Pending<B::Buf> {
         self.collective(Operation::AllGather, before, 0..len, None)
+    }
+
+    /// Runs a sum or an all-gather of unequal parts on the buffer that `before` will return, as
+    /// [`all_reduce_after`](Group::all_reduce_after) does. The sum has the same bits on any number of
+    /// ranks that have the same terms in some division.
+    pub fn unequal(
+        &self,
+        before: Pending<B::Buf>,
+        collective: UnequalCollective,
+    ) -> Pending<B::Buf> {
+        if self.size() == 1 {
+            return before;
+        }
+        if collective.parts.len() != self.size() {
+            return Pending::refused(Error::internal(format!(
+                "{} parts for {} ranks",
+                collective.parts.len(),
+                self.size()
+            )));
+        }
+        let ready = match before.ready_value().map(B::record_event).transpose() {
+            Ok(ready) => ready.flatten(),
+            Err(error) => return Pending::refused(error),
+        };
+        let operation = match (&collective.terms, collective.all_gathers.is_empty()) {
+            (None, _) => Operation::AllGather,
+            (Some(_), true) => Operation::ReduceScatter,
+            (Some(_), false) => Operation::AllReduce,
+        };
+        let bytes = Size::Same(collective.len * size_of::<f32>());
+        let label = self.label(operation.name(), bytes, "direct");
+        let members = self.members.clone();
+        let path = (self.comm.path, self.comm.slot);
+        let (reply, pending) = reply(&self.comm.inner.shared);
+        self.comm.inner.submit(CommRequest::run(move |state| {
+            let done = state.after(ready).and_then(|()| {
+                state.collective(&members, &label, |state| {
+                    let mut buf = before.in_order()?;
+                    let element = B::element_of(&buf);
+                    let range = 0..collective.len * collective.terms_of(members.rank);
+                    let memory = B::comm_buffer(&mut buf, range)?;
+                    let operand = CollectiveBuffer { memory, element };
+                    run_unequal(state, &collective, &members, operand, path)?;
+                    Ok(buf)
+                })
+            });
+            reply.send(done);
+        }));
+        pending
     }
 
     /// Broadcasts the elements of rank `root` to every rank.

@@ -36,7 +36,7 @@ mod tests;
 mod transport;
 mod worker;
 
-pub use algorithms::{Algorithm, Operation};
+pub use algorithms::{Algorithm, Operation, TermOrder, UNEQUAL_SCRATCH, UnequalCollective};
 pub use autotune::choice::{AlgorithmChoice, connect_ranks, measure, slowest};
 pub use autotune::table::AlgorithmTable;
 pub use communicator::{

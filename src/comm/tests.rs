@@ -1,8 +1,8 @@
 //! Tests every algorithm and operation between threads against references.
 
 use std::ops::Range;
-use std::sync::LazyLock;
 use std::sync::mpsc::channel;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use super::health::flight_recorder::Size;
@@ -10,8 +10,8 @@ use super::pending::{Pending, reply};
 use super::transport::GroupRanks;
 use super::worker::CommRequest;
 use super::{
-    Aborted, Algorithm, Comm, Group, Operation, TcpRendezvous, clock, single, start_tcp,
-    start_threads_on_nodes, write_secret,
+    Aborted, Algorithm, Comm, Group, Operation, TcpRendezvous, TermOrder, UnequalCollective, clock,
+    single, start_tcp, start_threads_on_nodes, write_secret,
 };
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::spans;
@@ -296,6 +296,89 @@ fn hierarchies_of_any_shape() {
             every_operation(&comm.world(), algorithm)
         }) {
             assert!(matches!(result, Ok(Ok(()))), "{nodes:?}: {result:?}");
+        }
+    }
+}
+
+/// Returns the leaves of each rank's terms: `leaves` leaves dealt to `ranks` ranks in aligned blocks,
+/// the largest first.
+fn terms_of_ranks(leaves: usize, ranks: usize) -> Vec<Vec<Range<usize>>> {
+    let mut terms = vec![vec![]; ranks];
+    let mut first = 0;
+    let each = leaves / ranks;
+    for size in (0..usize::BITS).rev().map(|bit| 1 << bit).filter(|size| each & size > 0) {
+        for of_rank in &mut terms {
+            of_rank.push(first..first + size);
+            first += size;
+        }
+    }
+    terms.iter_mut().take(leaves - first).for_each(|of_rank| {
+        of_rank.push(first..first + 1);
+        first += 1;
+    });
+    terms
+}
+
+/// Sums unequal terms of leaves, in the layout of `shards` shards of `group.size() / shards`
+/// replicas, and compares the result with the sum of the leaves by the tree. Then all-gathers the parts.
+fn unequal_sum(group: &Group<Cpu>, leaves: usize, shards: usize, len: usize) -> Result<()> {
+    let (rank, ranks) = (group.rank(), group.size());
+    let replicas = ranks / shards;
+    let terms = terms_of_ranks(leaves, ranks);
+    let mine: Vec<f32> = terms[rank]
+        .iter()
+        .flat_map(|term| {
+            (0..len)
+                .map(|i| tree_sum(&mut term.clone().map(|v| values(v, len)[i]).collect::<Vec<_>>()))
+        })
+        .collect();
+    let shard_of = |shard: usize| shard * len / shards..(shard + 1) * len / shards;
+    let part = |rank: usize| {
+        let shard = shard_of(rank % shards);
+        let replica = rank / shards;
+        shard.start + replica * shard.len() / replicas
+            ..shard.start + (replica + 1) * shard.len() / replicas
+    };
+    let of_shard = |shard: usize| (shard..ranks).step_by(shards).collect();
+    let collective = UnequalCollective {
+        len,
+        parts: (0..ranks).map(part).collect(),
+        terms: Some(Arc::new(TermOrder::new(&terms))),
+        all_gathers: (0..shards).map(of_shard).collect(),
+    };
+    let sum = group.unequal(Pending::ready(buf(&mine)), collective).wait()?;
+    for i in shard_of(rank % shards) {
+        let mut all: Vec<f32> = (0..leaves).map(|v| values(v, len)[i]).collect();
+        assert_eq!(
+            sum.as_slice()[i].to_bits(),
+            tree_sum(&mut all).to_bits(),
+            "element {i} of {len}, {leaves} terms on {shards} × {replicas} ranks"
+        );
+    }
+    let parts: Vec<Range<usize>> =
+        (0..ranks).map(|rank| rank * len / ranks..(rank + 1) * len / ranks).collect();
+    let whole = values(19, len);
+    let mut mine = vec![f32::NAN; len];
+    mine[parts[rank].clone()].copy_from_slice(&whole[parts[rank].clone()]);
+    let gather =
+        UnequalCollective { len, parts, terms: None, all_gathers: vec![(0..ranks).collect()] };
+    assert_eq!(group.unequal(Pending::ready(buf(&mine)), gather).wait()?.as_slice(), whole);
+    Ok(())
+}
+
+#[test]
+fn unequal_terms_have_the_sum_of_the_tree() {
+    for ranks in 2..=7 {
+        for result in run(&vec![0; ranks], Algorithm::HalvingDoubling, move |comm| -> Result<()> {
+            let shards = (1..=ranks).filter(|shards| ranks.is_multiple_of(*shards));
+            for (shards, leaves) in shards.flat_map(|s| (ranks..=19).map(move |v| (s, v))) {
+                for len in [0, 1, 7, 1000] {
+                    unequal_sum(&comm.world(), leaves, shards, len)?;
+                }
+            }
+            unequal_sum(&comm.world(), ranks + 1, 1, 40_000)
+        }) {
+            assert!(matches!(result, Ok(Ok(()))), "{ranks} ranks: {result:?}");
         }
     }
 }
@@ -604,7 +687,7 @@ fn different_requests_are_named() {
 #[test]
 fn units_and_roots_are_compared() {
     let results = run(&[0, 0], Algorithm::HalvingDoubling, |comm| {
-        let unit: std::sync::Arc<str> = format!("{}{}", "long".repeat(50), comm.rank()).into();
+        let unit: Arc<str> = format!("{}{}", "long".repeat(50), comm.rank()).into();
         let world = comm.world();
         let same = world.with_label(&"block0".into()).all_gather(buf(&[0.0; 2])).wait();
         (same.map(drop), world.with_label(&unit).all_gather(buf(&[0.0; 2])).wait().map(drop))

@@ -6,15 +6,17 @@ use std::ops::Range;
 use super::epochs;
 use super::range::out_of_range;
 use super::{
-    Compute, Config, Interval, LayerList, LocalSgdConfig, ModelKind, Parallel, ReduceChoice,
+    Compute, Config, Interval, LayerList, LocalSgdConfig, MessageDtype, ModelKind, Parallel,
+    ReduceChoice,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
 use hpctrain_base::mesh::Mesh;
+use hpctrain_comm::Algorithm;
 use hpctrain_nn::Network;
 use hpctrain_nn::layers::Layer;
 use hpctrain_parallel::{
-    LocalSgd, OuterOptimizer, PipelineSchedule, ReduceAfter, Storage, Zero, partition,
+    LocalSgd, OuterOptimizer, PipelineSchedule, ReduceAfter, Storage, VirtualRanks, Zero, partition,
 };
 
 /// The most tokens of a micro-batch by default: enough for efficient GEMMs, few enough for the
@@ -356,11 +358,11 @@ pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<us
     Ok(virtual_ranks)
 }
 
-/// Returns the number of virtual ranks of the global batch, which are divided equally among
-/// replicas, and those of a replica among its shards; and when their gradients are reduced.
+/// Returns the number of virtual ranks of the global batch, and when their gradients are reduced over
+/// the ranks that divide them.
 ///
 /// # Errors
-/// Returns an error if they cannot be divided equally, or if gradients cannot be reduced as the
+/// Returns an error if the ranks cannot divide them, or if gradients cannot be reduced as the
 /// configuration says.
 pub fn virtual_ranks(
     config: &Config,
@@ -368,14 +370,15 @@ pub fn virtual_ranks(
     mesh: &Mesh,
 ) -> Result<(usize, ReduceAfter)> {
     let virtual_ranks = given_virtual_ranks(config, replicas, mesh)?;
+    let after_step = || Ok((virtual_ranks, after_step(config, virtual_ranks, mesh)?));
     if config.parallel.reduce == ReduceChoice::Step {
-        return Ok((virtual_ranks, ReduceAfter::Step));
+        return after_step();
     }
     let is_asked = config.parallel.reduce == ReduceChoice::Micro;
     // A wrong batch is reported later.
     let micro_batches = match batch(config, virtual_ranks, replicas, mesh) {
         Ok((_, micro)) => (config.batch.global / micro) as usize,
-        Err(_) if !is_asked => return Ok((virtual_ranks, ReduceAfter::Step)),
+        Err(_) if !is_asked => return after_step(),
         Err(error) => return Err(error),
     };
     match check_micro(config, mesh, virtual_ranks, micro_batches, replicas) {
@@ -383,7 +386,50 @@ pub fn virtual_ranks(
             Ok((micro_batches, ReduceAfter::MicroBatch))
         }
         Err(error) if is_asked => Err(error),
-        _ => Ok((virtual_ranks, ReduceAfter::Step)),
+        _ => after_step(),
+    }
+}
+
+/// Returns how gradients are reduced at the end of a step: in blocks where ranks have unequal
+/// numbers of virtual ranks, or where only blocks give the bits of one rank.
+fn after_step(config: &Config, virtual_ranks: usize, mesh: &Mesh) -> Result<ReduceAfter> {
+    let is_local = config.local_sgd.sync_every != Interval::Steps(0);
+    if is_local || VirtualRanks::are_in_one_tree(virtual_ranks, mesh.replica, mesh.shard) {
+        return Ok(ReduceAfter::Step);
+    }
+    let ranks = mesh.data();
+    let are_equal = virtual_ranks.is_multiple_of(ranks);
+    let comm = &config.comm;
+    let algorithm = comm.algorithm.fixed().filter(|one| *one != Algorithm::HalvingDoubling);
+    let refused = match algorithm {
+        _ if config.parallel.storage == Storage::Central => {
+            Some("parallel.storage = central".into())
+        }
+        _ if comm.dtype == MessageDtype::Bf16 => Some("comm.dtype = bf16".into()),
+        Some(algorithm) => Some(format!("comm.algorithm = {algorithm}")),
+        None => None,
+    };
+    match refused {
+        Some(key) if !are_equal => Err(Error::input(format!(
+            "{key} requires as many virtual ranks on every rank, but {ranks} data-parallel ranks \
+             share parallel.virtual_ranks = {virtual_ranks}"
+        ))
+        .hint(format!("{}, or leave the other key out", nearest_multiples(virtual_ranks, ranks)))),
+        // The order of additions is not that of one rank in any case.
+        Some(_) => Ok(ReduceAfter::Step),
+        None if are_equal && (config.parallel.virtual_ranks.is_none() || !comm.deterministic) => {
+            Ok(ReduceAfter::Step)
+        }
+        None => Ok(ReduceAfter::StepInBlocks),
+    }
+}
+
+/// Returns the multiples of `ranks` that are nearest to a number of virtual ranks, as a hint.
+fn nearest_multiples(virtual_ranks: usize, ranks: usize) -> String {
+    let up = virtual_ranks.next_multiple_of(ranks);
+    match virtual_ranks > ranks {
+        true => format!("set parallel.virtual_ranks to {} or {up}", up - ranks),
+        false => format!("set parallel.virtual_ranks to {up}"),
     }
 }
 
@@ -429,7 +475,17 @@ fn check_micro(
             format!("set parallel.virtual_ranks={micro_batches}, or leave it out"),
         );
     }
-    let of_rank = micro_batches / (replicas * mesh.shard);
+    let ranks = replicas * mesh.shard;
+    if !micro_batches.is_multiple_of(ranks) {
+        return refused(
+            format!(
+                "requires as many micro-batches on every rank, but {ranks} data-parallel ranks share \
+                 {micro_batches}"
+            ),
+            "set parallel.reduce=step, or change batch.micro or batch.global".into(),
+        );
+    }
+    let of_rank = micro_batches / ranks;
     if !(mesh.shard.is_power_of_two() && of_rank.is_power_of_two()) {
         return refused(
             format!(
@@ -463,20 +519,23 @@ fn check_micro(
 fn given_virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
     let ranks = replicas * mesh.shard;
     let virtual_ranks = config.parallel.virtual_ranks.unwrap_or(ranks);
-    if virtual_ranks.is_multiple_of(ranks) {
-        return Ok(virtual_ranks);
+    let is_local = config.local_sgd.sync_every != Interval::Steps(0);
+    if is_local && !virtual_ranks.is_multiple_of(ranks) {
+        return Err(Error::input(format!(
+            "parallel.virtual_ranks = {virtual_ranks} does not divide over {replicas} replicas of {} \
+             shards, each of which trains by itself (local_sgd.sync_every)",
+            mesh.shard
+        ))
+        .hint(nearest_multiples(virtual_ranks, ranks)));
     }
-    let up = virtual_ranks.next_multiple_of(ranks);
-    let nearest =
-        if virtual_ranks > ranks { format!("{} or {up}", up - ranks) } else { up.to_string() };
-    let over = match replicas == mesh.replica {
-        true => format!("{ranks} data-parallel ranks"),
-        false => format!("{replicas} replicas of {} shards", mesh.shard),
-    };
-    Err(Error::input(format!(
-        "parallel.virtual_ranks = {virtual_ranks} does not divide over {over}"
-    ))
-    .hint(format!("the nearest that does: {nearest}")))
+    if virtual_ranks < ranks {
+        return Err(Error::input(format!(
+            "parallel.virtual_ranks = {virtual_ranks} leaves some of the {ranks} data-parallel ranks \
+             without work"
+        ))
+        .hint(format!("set parallel.virtual_ranks to {ranks} or more, or start fewer ranks")));
+    }
+    Ok(virtual_ranks)
 }
 
 /// Checks that `ranks` ranks can train a configuration, as far as its layout and batch determine.
@@ -491,6 +550,20 @@ pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
     let replicas = local_sgd(config, &mesh)?.map_or(mesh.replica, |averaging| averaging.replicas);
     let (virtual_ranks, _) = virtual_ranks(config, replicas, &mesh)?;
     batch(config, virtual_ranks, replicas, &mesh).map(drop)
+}
+
+/// Describes the virtual ranks that `ranks` ranks may share unequally so that the busiest one has as
+/// few of the `global` samples as possible, as the rest of a hint. Empty if there are fewer samples
+/// than ranks.
+fn unequal_shares(global: u64, ranks: u64) -> String {
+    let busiest = |virtual_ranks: &u64| virtual_ranks.div_ceil(ranks) * (global / virtual_ranks);
+    let divisors = (ranks..=global).filter(|virtual_ranks| global.is_multiple_of(*virtual_ranks));
+    match divisors.min_by_key(busiest) {
+        None => String::new(),
+        Some(virtual_ranks) => format!(
+            ", or let ranks have unequal numbers of virtual ranks: parallel.virtual_ranks={virtual_ranks}"
+        ),
+    }
 }
 
 /// Returns the samples of a virtual rank and of a micro-batch, if `replicas` replicas divide the
@@ -517,7 +590,13 @@ pub fn batch(
             "batch.global = {global} does not divide into {virtual_ranks} virtual ranks ({global} / {virtual_ranks} = {:.2} samples)",
             global as f64 / virtual_ranks as f64
         ))
-        .hint(format!("the nearest batch that does: {nearest}")));
+        .hint(format!(
+            "the nearest batch that does: {nearest}{}",
+            match (config.parallel.virtual_ranks, config.local_sgd.sync_every) {
+                (None, Interval::Steps(0)) => unequal_shares(global, virtual_ranks),
+                _ => String::new(),
+            }
+        )));
     }
     let virtual_rank_samples = global / virtual_ranks;
     let predictions =

@@ -57,6 +57,8 @@ pub struct ResolvedConfig {
     pub virtual_tensor_ranks: usize,
     /// The number of samples per virtual rank.
     pub virtual_rank_samples: u64,
+    /// When gradients are reduced over ranks.
+    pub reduce_after: ReduceAfter,
     /// The number of samples per micro-batch; divides `virtual_rank_samples`.
     pub micro: u64,
     /// The number of tokens whose logits are in memory at once; 0 means all of a micro-batch.
@@ -123,25 +125,29 @@ impl ResolvedConfig {
         self.replicas() / self.mesh.replica
     }
 
-    /// Returns when gradients are reduced over shards.
-    pub fn reduce_after(&self) -> ReduceAfter {
-        match self.config.parallel.reduce {
-            ReduceChoice::Micro => ReduceAfter::MicroBatch,
-            ReduceChoice::Step | ReduceChoice::Auto => ReduceAfter::Step,
+    /// Returns the virtual ranks and the ranks that compute them.
+    pub fn assignment(&self) -> VirtualRanks {
+        VirtualRanks {
+            total: self.virtual_ranks,
+            replicas: self.replicas(),
+            shards: self.mesh.shard,
+            reduce_after: self.reduce_after,
         }
     }
 
     /// Returns the virtual ranks of a batch that data-parallel rank `rank` of a stage computes, in
     /// order, for each replica that it trains.
     pub fn virtual_ranks_of_rank(&self, rank: usize) -> Vec<Vec<usize>> {
-        let dealt = VirtualRanks {
-            total: self.virtual_ranks,
-            replicas: self.replicas(),
-            shards: self.mesh.shard,
-            reduce_after: self.reduce_after(),
-        };
+        let assignment = self.assignment();
         let replicas = part(self.replicas(), rank / self.mesh.shard, self.mesh.replica);
-        replicas.map(|replica| dealt.for_shard(replica, rank % self.mesh.shard).collect()).collect()
+        replicas.map(|replica| assignment.for_shard(replica, rank % self.mesh.shard)).collect()
+    }
+
+    /// Returns the number of virtual ranks that other data-parallel ranks of a stage compute before
+    /// rank `rank` begins, because it has fewer than those that have the most.
+    pub fn idle_virtual_ranks(&self, rank: usize) -> usize {
+        let of_replicas = self.virtual_ranks_of_rank(rank);
+        self.assignment().most() - of_replicas.first().map_or(0, Vec::len)
     }
 
     /// Returns the number of the last step of the round after `step` steps: that of the next
@@ -188,9 +194,10 @@ impl ResolvedConfig {
     }
 
     /// Returns the order of work of a step in stage `stage` of the pipeline, for each replica that
-    /// a rank trains.
+    /// a rank trains. A rank with fewer virtual ranks than others has the same order, and
+    /// [none](Self::idle_virtual_ranks) of the first ones.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
-        let virtual_ranks = self.virtual_ranks / (self.replicas() * self.mesh.shard);
+        let virtual_ranks = self.assignment().most();
         let micros_per_virtual_rank = self.micros_per_virtual_rank();
         // A single stage has no idle time, so it does not defer weight gradients.
         let order = match self.mesh.pipeline {
@@ -246,7 +253,7 @@ impl ResolvedConfig {
             }
             MessageDtype::F32 | MessageDtype::Bf16 => Element::F32,
         };
-        let reduce_after = self.reduce_after();
+        let reduce_after = self.reduce_after;
         ShardingPolicy { prefetch, on_host, reduce_dtype, reduce_after, ..zero.sharding_policy() }
             .for_shards(self.mesh.shard)
     }
@@ -378,7 +385,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     config.parallel.replica = Some(mesh.replica);
     config.parallel.virtual_ranks = Some(virtual_ranks);
     config.parallel.reduce = match reduce_after {
-        ReduceAfter::Step => ReduceChoice::Step,
+        ReduceAfter::Step | ReduceAfter::StepInBlocks => ReduceChoice::Step,
         ReduceAfter::MicroBatch => ReduceChoice::Micro,
     };
     config.local_sgd.replicas = averaging.map(|averaging| averaging.replicas);
@@ -398,6 +405,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         virtual_ranks,
         virtual_tensor_ranks,
         virtual_rank_samples,
+        reduce_after,
         micro,
         loss_chunk_tokens: loss_chunk,
         threads,
@@ -772,7 +780,9 @@ mod tests {
     #[test]
     fn the_batch_arithmetic_is_in_the_error() {
         let error = refusal(3, &[]);
-        assert!(error.contains("16 / 3 = 5.33") && error.contains("15 or 18"), "{error}");
+        assert!(error.contains("16 / 3 = 5.33") && error.contains("15 or 18, or let"), "{error}");
+        assert!(error.ends_with("parallel.virtual_ranks=8"), "{error}");
+        assert!(plan(3, &["parallel.virtual_ranks=8"]).is_ok());
         let error = refusal(2, &["batch.micro=3"]);
         assert!(
             error.contains("the 8 samples of a virtual rank")
@@ -789,7 +799,8 @@ mod tests {
     #[test]
     fn layouts_are_checked() {
         assert!(refusal(4, &["parallel.replica=3"]).contains("= 3 ranks, but 4 started"));
-        assert!(refusal(3, &["parallel.virtual_ranks=8", "batch.global=24"]).contains("6 or 9"));
+        let few = refusal(3, &["parallel.virtual_ranks=2", "batch.global=24"]);
+        assert!(few.contains("= 2 leaves some of the 3 data-parallel ranks without work"), "{few}");
         assert!(refusal(2, &["parallel.shard=2"]).contains("parallel.zero"));
         let sliced = refusal(3, &["parallel.tensor=3"]);
         assert!(sliced.contains("parallel.tensor = 3 does not divide model.heads = 4"), "{sliced}");
@@ -803,6 +814,42 @@ mod tests {
         );
         assert!(refusal(1, &["parallel.zero=4"]).contains("ZeRO has stages 0 to 3, not 4"));
         assert_eq!(plan(4, &["parallel.zero=3"]).unwrap().mesh.shard, 4);
+    }
+
+    #[test]
+    fn ranks_may_have_unequal_numbers_of_virtual_ranks() {
+        let eight = ["parallel.virtual_ranks=8", "batch.global=24"];
+        let on = |ranks: usize, more: &[&str]| plan(ranks, &[&eight[..], more].concat()).unwrap();
+        let three = on(3, &["parallel.zero=3"]);
+        assert_eq!(three.reduce_after, ReduceAfter::StepInBlocks);
+        let of_ranks = [0, 1, 2].map(|rank| three.virtual_ranks_of_rank(rank).concat());
+        assert_eq!(of_ranks, [vec![0, 1, 6], vec![2, 3, 7], vec![4, 5]]);
+        assert_eq!([0, 1, 2].map(|rank| three.idle_virtual_ranks(rank)), [0, 0, 1]);
+        assert_eq!(three.step_schedule(0).virtual_ranks, 3);
+        // Where sums have one tree anyway, it is faster without blocks.
+        let after = |ranks, more: &[&str]| on(ranks, more).reduce_after;
+        assert_eq!([1, 2, 4, 8].map(|ranks| after(ranks, &[])), [ReduceAfter::Step; 4]);
+        let twelve = ["parallel.virtual_ranks=12"];
+        assert_eq!(
+            [3, 4].map(|ranks| after(ranks, &twelve)),
+            [ReduceAfter::Step, ReduceAfter::StepInBlocks]
+        );
+        // Other orders of addition were asked for.
+        for given in ["comm.algorithm=ring", "comm.deterministic=false"] {
+            assert_eq!(after(4, &["parallel.virtual_ranks=12", given]), ReduceAfter::Step);
+        }
+        for (refused, key) in [
+            ("comm.algorithm=ring", "comm.algorithm = ring"),
+            ("comm.dtype=bf16", "comm.dtype = bf16"),
+            ("parallel.storage=central", "parallel.storage = central"),
+            ("parallel.reduce=micro", "parallel.reduce = micro"),
+            ("local_sgd.sync_every=2", "(local_sgd.sync_every)"),
+        ] {
+            let error = refusal(3, &[&eight[..], &[refused]].concat());
+            assert!(error.contains(key) && error.contains("hint: "), "{error}");
+        }
+        let error = refusal(3, &[&eight[..], &["comm.algorithm=vendor"]].concat());
+        assert!(error.contains("set parallel.virtual_ranks to 6 or 9, or leave"), "{error}");
     }
 
     #[test]

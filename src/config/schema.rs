@@ -434,9 +434,10 @@ sections! {
         /// shards and of micro-batches per rank. With the same `virtual_ranks` it changes no bits,
         /// unless `comm.dtype` is bf16.
         reduce: ReduceChoice = ReduceChoice::Auto,
-        /// Virtual data-parallel ranks: gradients are reduced in a fixed tree over them. Ranks
-        /// that divide them into equal groups of a power of two give the same bits. Default: the
-        /// data-parallel ranks, or the micro-batches of a step if gradients are reduced after each.
+        /// Virtual data-parallel ranks: gradients are reduced in a fixed tree over them. Any number
+        /// of ranks up to this one gives the same bits; they need not have equal numbers of virtual
+        /// ranks. Default: the data-parallel ranks, or the micro-batches of a step if gradients are
+        /// reduced after each.
         virtual_ranks: Option<usize> = None,
         /// ZeRO 3: number of blocks whose parameters are all-gathered ahead of their turn. Each
         /// costs the memory of one block's parameters and hides an all-gather behind the blocks

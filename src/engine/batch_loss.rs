@@ -3,8 +3,6 @@
 //! any number of ranks, and nothing but outputs and targets is exchanged. All forwards come before
 //! all backwards ([`PipelineSchedule::GPipe`](hpctrain_parallel::PipelineSchedule)).
 
-use std::ops::Range;
-
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_comm::Group;
@@ -22,7 +20,7 @@ pub struct MicroBatchLoss<B: Kernels> {
 }
 
 /// Computes the loss of the batch of all `ranks`, of which this rank has these micro-batches with
-/// these outputs, in order. Collective over `ranks`, which have as many micro-batches each.
+/// these outputs, in order. No rank has more than `most` micro-batches. Collective over `ranks`.
 ///
 /// # Errors
 /// Returns an error if the device or a message between ranks fails.
@@ -30,14 +28,14 @@ pub fn batch_loss<B: Kernels>(
     backend: &B,
     objective: &Objective<B>,
     ranks: &Group<B>,
-    micros: &[&MicroBatch<B>],
+    (micros, most): (&[&MicroBatch<B>], usize),
     outputs: Vec<B::Buf>,
     scale: f32,
 ) -> Result<Vec<MicroBatchLoss<B>>> {
     let _span = span(ActivityKind::Loss, None);
     let first = micros.first().ok_or_else(|| Error::internal("a batch without samples"))?;
     let rows = first.rows();
-    let order = Order::by_first_sample(ranks, micros)?;
+    let order = Order::by_first_sample(ranks, micros, most)?;
     let outputs_by_micro: Vec<&B::Buf> = outputs.iter().collect();
     let mut output = order.gather(backend, ranks, &outputs_by_micro)?;
     let values: Vec<&B::Buf> = micros.iter().map(|micro| &micro.fields.values).collect();
@@ -71,33 +69,37 @@ pub fn batch_loss<B: Kernels>(
 
 /// The order of the micro-batches of all ranks in the batch.
 struct Order {
-    /// For each place in the batch, the micro-batch by rank and then by its number on the rank.
-    sources: Vec<usize>,
+    /// For each place in the batch, the rank of its micro-batch and its number on the rank.
+    sources: Vec<(usize, usize)>,
     /// The places of this rank's micro-batches.
     own: Vec<usize>,
-    /// The number of micro-batches of a rank.
-    of_rank: usize,
+    /// The most micro-batches of a rank.
+    most: usize,
 }
 
 impl Order {
     /// Orders micro-batches by their first samples.
-    fn by_first_sample<B: Kernels>(ranks: &Group<B>, micros: &[&MicroBatch<B>]) -> Result<Self> {
+    fn by_first_sample<B: Kernels>(
+        ranks: &Group<B>,
+        micros: &[&MicroBatch<B>],
+        most: usize,
+    ) -> Result<Self> {
         let mine: Vec<u64> = micros.iter().map(|micro| micro.first).collect();
         let firsts = ranks.all_gather_u64(&mine)?;
-        let of_rank = micros.len();
-        if firsts.iter().any(|firsts| firsts.len() != of_rank) {
+        if firsts.iter().any(|firsts| firsts.len() > most) {
             return Err(Error::comm("a rank has another number of micro-batches"));
         }
-        let firsts = firsts.concat();
-        let mut sources: Vec<usize> = (0..firsts.len()).collect();
-        sources.sort_by_key(|source| firsts[*source]);
-        let own = (0..of_rank).map(|k| {
-            let source = ranks.rank() * of_rank + k;
-            sources.iter().position(|other| *other == source)
-        });
+        let mut sources: Vec<(usize, usize)> = firsts
+            .iter()
+            .enumerate()
+            .flat_map(|(rank, firsts)| (0..firsts.len()).map(move |k| (rank, k)))
+            .collect();
+        sources.sort_by_key(|&(rank, k)| firsts[rank][k]);
+        let own = (0..micros.len())
+            .map(|k| sources.iter().position(|source| *source == (ranks.rank(), k)));
         let own = own.collect::<Option<Vec<_>>>();
         let own = own.ok_or_else(|| Error::internal("a micro-batch without a place"))?;
-        Ok(Self { sources, own, of_rank })
+        Ok(Self { sources, own, most })
     }
 
     /// Returns the number of micro-batches of all ranks.
@@ -116,10 +118,11 @@ impl Order {
         if mine.iter().any(|one| B::len(one) != len) {
             return Err(Error::internal("micro-batches of different sizes"));
         }
-        let at = |source: usize| source * len..(source + 1) * len;
-        let mut all = backend.alloc_f32(MemoryKind::Activations, self.pieces() * len)?;
+        let at = |piece: usize| piece * len..(piece + 1) * len;
+        // A rank with fewer micro-batches than others leaves its last places unused.
+        let mut all = backend.alloc_f32(MemoryKind::Activations, ranks.size() * self.most * len)?;
         for (k, one) in mine.iter().enumerate() {
-            let to = B::view_mut(&mut all, at(ranks.rank() * self.of_rank + k));
+            let to = B::view_mut(&mut all, at(ranks.rank() * self.most + k));
             backend.copy(B::all(one), to)?;
         }
         if len == 0 {
@@ -127,8 +130,9 @@ impl Order {
         }
         let all = ranks.all_gather(all).wait()?;
         let mut ordered = backend.alloc_f32(MemoryKind::Activations, self.pieces() * len)?;
-        for (place, source) in self.sources.iter().enumerate() {
-            backend.copy(B::view(&all, at(*source)), B::view_mut(&mut ordered, at(place)))?;
+        for (place, (rank, k)) in self.sources.iter().enumerate() {
+            let from = B::view(&all, at(rank * self.most + k));
+            backend.copy(from, B::view_mut(&mut ordered, at(place)))?;
         }
         Ok(ordered)
     }
@@ -148,15 +152,17 @@ impl Order {
         }
         let bytes = mine.iter().flat_map(|class| class.to_le_bytes()).collect();
         let of_ranks = ranks.gather_bytes(bytes).wait()?;
-        let all: Vec<u32> = of_ranks
+        let of_ranks: Vec<Vec<u32>> = of_ranks
             .iter()
-            .flat_map(|bytes| bytes.as_chunks::<4>().0)
-            .map(|bytes| u32::from_le_bytes(*bytes))
+            .map(|bytes| bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
             .collect();
-        let len = all.len() / self.pieces().max(1);
-        let at = |source: usize| -> Range<usize> { source * len..(source + 1) * len };
-        let ordered: Vec<u32> =
-            self.sources.iter().flat_map(|source| &all[at(*source)]).copied().collect();
+        let len = of_ranks.iter().map(Vec::len).sum::<usize>() / self.pieces().max(1);
+        let ordered: Vec<u32> = self
+            .sources
+            .iter()
+            .flat_map(|&(rank, k)| &of_ranks[rank][k * len..(k + 1) * len])
+            .copied()
+            .collect();
         backend.upload_indices(&ordered)
     }
 }

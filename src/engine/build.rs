@@ -144,6 +144,7 @@ fn build<B: Kernels>(
     )?;
     let geometry = Geometry {
         schedule: plan.step_schedule(number),
+        idle_virtual_ranks: plan.idle_virtual_ranks(sharded.data().rank()),
         rows: plan.micro as usize * plan.network.context(),
         predictions: plan.tokens_per_replica(),
         recompute: plan.config.parallel.recompute,

@@ -29,8 +29,11 @@ pub struct Engine<B: Kernels> {
 /// The geometry of a step: its virtual ranks and micro-batches, and the seed of its random streams.
 #[derive(Debug, Clone, Copy)]
 pub struct Geometry {
-    /// The pipeline schedule: virtual ranks and micro-batches of this rank.
+    /// The pipeline schedule: virtual ranks and micro-batches of the ranks that have the most.
     pub schedule: StepSchedule,
+    /// The first virtual ranks of the schedule, which this rank does not have. It only takes part in
+    /// the all-gathers of parameters for them.
+    pub idle_virtual_ranks: usize,
     /// Rows of a micro-batch's activations.
     pub rows: usize,
     /// Predictions in the global batch.
@@ -45,6 +48,17 @@ impl Geometry {
     /// Returns the factor of the gradient of a loss that is a sum over predictions.
     fn scale(&self) -> f32 {
         1.0 / self.predictions as f32
+    }
+
+    /// Returns whether this rank has no part in an action of its schedule.
+    fn is_idle(&self, action: Action) -> bool {
+        let (Action::Receive(_, k)
+        | Action::Send(_, k)
+        | Action::Forward(k)
+        | Action::Backward(k)
+        | Action::BackwardInput(k)
+        | Action::BackwardWeight(k)) = action;
+        self.schedule.virtual_rank(k) < self.idle_virtual_ranks
     }
 
     /// Returns the training context of blocks for a micro-batch.
@@ -136,6 +150,10 @@ impl<B: Kernels> Engine<B> {
             Error::internal(format!("{what} is scheduled before its inputs are computed"))
         };
         for action in schedule.actions() {
+            if self.geometry.is_idle(action) {
+                self.skip(action)?;
+                continue;
+            }
             match action {
                 Action::Receive(flow, k) => {
                     let Model { backend, p2p: neighbours, sharded, .. } = &self.model;
@@ -168,9 +186,9 @@ impl<B: Kernels> Engine<B> {
                         let results =
                             self.batch_loss(&saved_forwards, std::mem::take(&mut outputs))?;
                         losses.resize_with(schedule.virtual_ranks, Vec::new);
-                        for (k, MicroBatchLoss { loss, gradient }) in
-                            results.into_iter().enumerate()
-                        {
+                        let idle =
+                            self.geometry.idle_virtual_ranks * schedule.micros_per_virtual_rank;
+                        for (k, MicroBatchLoss { loss, gradient }) in (idle..).zip(results) {
                             losses[schedule.virtual_rank(k)].push(loss);
                             inputs.insert((Flow::Gradients, k), Pending::ready(gradient));
                         }
@@ -215,6 +233,7 @@ impl<B: Kernels> Engine<B> {
                 }
             }
         }
+        losses.drain(..self.geometry.idle_virtual_ranks.min(losses.len()));
         // All tensor-parallel ranks have the same losses, so only the first reports them.
         let sharded = &mut self.model.sharded;
         if sharded.slices().held.start > 0 {
@@ -225,6 +244,28 @@ impl<B: Kernels> Engine<B> {
             (spent - (waited_now - waited)).max(0.0)
         };
         sharded.reduce(losses, compute, flags())
+    }
+
+    /// Takes the turns of blocks in an action of a micro-batch that this rank does not have.
+    fn skip(&mut self, action: Action) -> Result<()> {
+        let Model { blocks, sharded, host_embedding, .. } = &mut self.model;
+        let units = 0..blocks.len();
+        match action {
+            Action::Forward(_) => {
+                if host_embedding.is_some() {
+                    sharded.host_units()?.skip_turn(0)?;
+                }
+                units.into_iter().try_for_each(|unit| sharded.skip_turn(unit))
+            }
+            Action::Backward(_) | Action::BackwardInput(_) => {
+                units.rev().try_for_each(|unit| sharded.skip_turn(unit))?;
+                match host_embedding {
+                    Some(_) => sharded.host_units()?.skip_turn(0),
+                    None => Ok(()),
+                }
+            }
+            Action::Receive(..) | Action::Send(..) | Action::BackwardWeight(_) => Ok(()),
+        }
     }
 
     /// Computes the forward of one micro-batch through the blocks of the stage.
@@ -301,7 +342,8 @@ impl<B: Kernels> Engine<B> {
         let micros: Vec<&MicroBatch<B>> =
             saved_forwards.values().map(SavedForward::computed).collect();
         let ranks = sharded.step_data();
-        batch_loss(backend, objective, ranks, &micros, outputs, self.geometry.scale())
+        let most = self.geometry.schedule.micros();
+        batch_loss(backend, objective, ranks, (&micros, most), outputs, self.geometry.scale())
     }
 
     /// Computes the backward of one micro-batch, from the gradient of the stage's output to that of

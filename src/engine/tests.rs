@@ -156,8 +156,9 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
         Some(3),
     )
     .unwrap();
-    let replicas = row.averaging.map_or(row.replica, |averaging| averaging.replicas);
-    let virtual_ranks_here = row.virtual_ranks / replicas / row.shard;
+    let dealt = row.virtual_ranks();
+    let data_rank = sharded.data().rank();
+    let own = dealt.for_shard(data_rank / row.shard, data_rank % row.shard).len();
     let predictions =
         (BATCH * TIME) as u64 / row.averaging.map_or(1, |averaging| averaging.replicas as u64);
     let geometry = Geometry {
@@ -165,8 +166,9 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
             stage: number,
             stages,
             order: row.order,
-            ..StepSchedule::alone(virtual_ranks_here, row.micros_per_virtual_rank)
+            ..StepSchedule::alone(dealt.most(), row.micros_per_virtual_rank)
         },
+        idle_virtual_ranks: dealt.most() - own,
         rows: BATCH / row.virtual_ranks / row.micros_per_virtual_rank * TIME,
         predictions,
         recompute: row.recompute,
@@ -210,6 +212,7 @@ fn rank(comm: &Comm<Cpu>, row: LayoutCase) -> Outcome {
             let mut firsts = row
                 .virtual_ranks()
                 .for_shard(replica, data_rank % row.shard)
+                .into_iter()
                 .flat_map(|mine| (mine * samples..(mine + 1) * samples).step_by(sequences));
             let synced = engine
                 .gradients(
@@ -632,6 +635,59 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
     }
 }
 
+/// Ranks with unequal numbers of virtual ranks, and groups of them that are not subtrees, add in the
+/// tree of one rank.
+#[test]
+fn any_number_of_ranks_gives_the_bits_of_one_rank() {
+    let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
+    for (virtual_ranks, micros_per_virtual_rank) in [(8, 1), (12, 2), (24, 1), (6, 4)] {
+        let one = LayoutCase { virtual_ranks, micros_per_virtual_rank, ..ONE };
+        let want = run(one);
+        let one = LayoutCase { reduce_after: ReduceAfter::StepInBlocks, ..one };
+        let mut rows = Vec::new();
+        for ranks in [2, 3, 5, 6, 7].into_iter().filter(|ranks| *ranks <= virtual_ranks) {
+            rows.push(LayoutCase { replica: ranks, ..one });
+            rows.extend(stages[1..].iter().map(|&zero| LayoutCase { shard: ranks, zero, ..one }));
+        }
+        let sharded = LayoutCase { shard: 3, zero: Zero::Three, ..one };
+        rows.extend(stages[1..].iter().map(|&zero| LayoutCase { replica: 2, zero, ..sharded }));
+        rows.push(LayoutCase { shard: 2, replica: 3, ..sharded });
+        rows.push(LayoutCase { recompute: true, ahead: 0, ..sharded });
+        rows.push(LayoutCase { ahead: 2, ..sharded });
+        rows.extend([Zero::One, Zero::Three].map(|zero| LayoutCase {
+            offload: true,
+            zero,
+            ..sharded
+        }));
+        for order in [
+            PipelineSchedule::OneForwardOneBackward,
+            PipelineSchedule::ZeroBubble,
+            PipelineSchedule::GPipe,
+        ] {
+            rows.push(LayoutCase { pipeline: 2, order, ..sharded });
+            rows.push(LayoutCase { pipeline: 2, replica: 3, order, ..one });
+        }
+        for row in rows {
+            let got = run(row);
+            let LayoutCase { pipeline, shard, replica, zero, ahead, offload, order, .. } = row;
+            let name = format!(
+                "{virtual_ranks} virtual ranks, pipeline {pipeline} {order} shard {shard} replica {replica} {zero:?} ahead {ahead} offload {offload}"
+            );
+            assert_eq!(got.curve, want.curve, "{name}");
+            assert!(got.tensors == want.tensors, "{name}: other parameters");
+        }
+    }
+    let one = LayoutCase { virtual_tensor_ranks: 2, ..ONE };
+    let want = run(one);
+    for zero in stages {
+        let (shard, replica) = if zero == Zero::Zero { (1, 3) } else { (3, 1) };
+        let reduce_after = ReduceAfter::StepInBlocks;
+        let got = run(LayoutCase { tensor: 2, shard, replica, zero, reduce_after, ..one });
+        assert_eq!(got.curve, want.curve, "tensor parallelism, {zero:?}");
+        assert!(got.tensors == want.tensors, "tensor parallelism, {zero:?}: other parameters");
+    }
+}
+
 #[test]
 fn every_tensor_parallel_layout_gives_the_bits_of_one_rank() {
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
@@ -892,27 +948,29 @@ fn most(row: LayoutCase, index: usize, units: &[usize], what: fn(&MemoryMoment) 
     let keep = ShardingPolicy { prefetch: row.ahead, reduce_after, ..row.zero.sharding_policy() }
         .for_shards(row.shard);
     let stage = stage_in_bytes(row.pipeline, index);
-    let alone = StepSchedule::alone(
-        row.virtual_ranks / row.shard / row.replica,
-        row.micros_per_virtual_rank,
-    );
+    let ranks = row.virtual_ranks();
+    let alone = StepSchedule::alone(ranks.most(), row.micros_per_virtual_rank);
     let schedule = StepSchedule { stage: index, stages: row.pipeline, order: row.order, ..alone };
     let sizes: Vec<usize> = stage.slots().map(|unit| units[unit]).collect();
-    let timeline =
-        MemoryTimeline { stage: &stage, sizes: &sizes, shards: row.shard, policy: keep, schedule };
+    let timeline = MemoryTimeline { stage: &stage, sizes: &sizes, ranks, policy: keep, schedule };
     timeline.step().iter().map(what).max().unwrap()
 }
 
-/// Checks the measured peaks of parameters and gradients on the first rank of each stage: they must
+/// Checks the largest peaks of parameters and gradients of the ranks of each stage: they must
 /// be from `least` to `most_times` times those of the timeline.
 fn assert_peaks(row: LayoutCase, name: &str, least: f64, most_times: f64) {
     let units = unit_bytes(row.virtual_ranks);
     let outcome = run(row);
     for index in 0..row.pipeline {
-        let [parameters, _, gradients, _] = outcome.peaks[index * row.shard * row.replica];
+        let ranks = row.shard * row.replica;
+        let of_stage = &outcome.peaks[index * ranks..(index + 1) * ranks];
+        // Other ranks may have the most parameters than those with the most virtual ranks.
+        let [parameters, gradients] =
+            [0, 2].map(|kind| of_stage.iter().map(|peaks| peaks[kind]).max().unwrap());
         let stage = stage_in_bytes(row.pipeline, index);
         let slots = stage.slots().map(|unit| units[unit]).sum::<usize>();
-        let master_weights = if row.zero == Zero::Three { slots / row.shard } else { 0 };
+        let owned = row.virtual_ranks().largest_shard(slots);
+        let master_weights = if row.zero == Zero::Three { owned } else { 0 };
         let expected = [
             master_weights + most(row, index, &units, |moment| moment.params),
             most(row, index, &units, |moment| moment.grads),
@@ -960,6 +1018,19 @@ fn the_number_of_full_buffers_is_as_estimated() {
                     assert_peaks(row, &name, 1.0, if exact { 1.01 } else { 1.05 });
                 }
             }
+        }
+    }
+    // Blocks of virtual ranks that are sent one by one.
+    for zero in [Zero::One, Zero::Two, Zero::Three] {
+        for virtual_ranks in [RANKS + 1, 2 * RANKS + 1, 3 * RANKS] {
+            let row = LayoutCase {
+                zero,
+                virtual_ranks,
+                shard: RANKS,
+                reduce_after: ReduceAfter::StepInBlocks,
+                ..ONE
+            };
+            assert_peaks(row, &format!("{zero:?}, {virtual_ranks} virtual ranks"), 1.0, 1.1);
         }
     }
     // At prefetch depth 0, a block's own buffer and that of the unit it is tied to; then one more

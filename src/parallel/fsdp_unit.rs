@@ -122,6 +122,10 @@ pub struct Unit<B: Kernels> {
     /// The partial sums of finished virtual ranks: full ones, or owned parts if gradients are
     /// reduced after each micro-batch.
     pub virtual_ranks: Tree<B::Buf>,
+    /// The virtual ranks in these partial sums.
+    pub summed: usize,
+    /// The sums of finished blocks of virtual ranks.
+    pub blocks: Vec<B::Buf>,
     pub reduction: Option<Reduction<B>>,
 }
 
@@ -201,8 +205,14 @@ impl<B: Kernels> Unit<B> {
     }
 
     /// Adds the final gradient of a virtual rank to the tree of virtual ranks. After the `last`
-    /// virtual rank the sum is ready to be reduced.
-    pub fn virtual_rank_done(&mut self, backend: &B, last: bool) -> Result<()> {
+    /// virtual rank the sum is ready to be reduced, or with `blocks`, which has the virtual ranks of
+    /// each, the sums of all of them, one behind the other.
+    pub fn virtual_rank_done(
+        &mut self,
+        backend: &B,
+        last: bool,
+        blocks: Option<&[usize]>,
+    ) -> Result<()> {
         let virtual_rank = self.take_grads(backend)?;
         // A merged buffer is reused for the next virtual rank.
         let mut spare = None;
@@ -212,16 +222,39 @@ impl<B: Kernels> Unit<B> {
             Ok::<_, Error>(())
         };
         self.virtual_ranks.push(virtual_rank, &mut add)?;
-        if last {
+        self.summed += 1;
+        let ends_block = blocks.map(|blocks| blocks.get(self.blocks.len()) == Some(&self.summed));
+        if ends_block.unwrap_or(last) {
             let sum = self
                 .virtual_ranks
                 .finish(&mut add)?
                 .ok_or_else(|| Error::internal("there is no virtual rank to reduce"))?;
-            self.reduction = Some(Reduction::Ready(sum));
+            self.blocks.push(sum);
+            self.summed = 0;
+        }
+        if last {
+            self.reduction = Some(Reduction::Ready(self.take_blocks(backend)?));
         } else {
             self.grads = spare;
         }
         Ok(())
+    }
+
+    /// Takes the sums of all blocks of virtual ranks, one behind the other.
+    fn take_blocks(&mut self, backend: &B) -> Result<B::Buf> {
+        let mut blocks = std::mem::take(&mut self.blocks);
+        match blocks.len() {
+            0 => Err(Error::internal("there is no virtual rank to reduce")),
+            1 => Ok(blocks.swap_remove(0)),
+            count => {
+                let len = self.layout.padded;
+                let mut all = backend.alloc(MemoryKind::Gradients, count * len)?;
+                for (k, block) in blocks.into_iter().enumerate() {
+                    backend.copy(B::all(&block), B::view_mut(&mut all, k * len..(k + 1) * len))?;
+                }
+                Ok(all)
+            }
+        }
     }
 
     /// Switches to the next replica.

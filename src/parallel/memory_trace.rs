@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use super::param_prefetch::{self, BlockUse, alive};
 use super::pipeline_schedule::{Action, StepSchedule};
 use super::pipeline_stage::Stage;
-use super::{Lifetime, ReduceAfter, ShardingPolicy};
+use super::{Lifetime, ReduceAfter, ShardingPolicy, VirtualRanks};
 use hpctrain_device::Element;
 
 /// The inputs that determine the lifetimes of full buffers in a step.
@@ -22,8 +22,8 @@ pub struct MemoryTimeline<'a> {
     pub stage: &'a Stage,
     /// The number of elements of the unit in each slot.
     pub sizes: &'a [usize],
-    /// The number of ranks among which the parameters are sharded.
-    pub shards: usize,
+    /// The virtual ranks, and the ranks among which the parameters are sharded.
+    pub ranks: VirtualRanks,
     /// The lifetimes of full buffers.
     pub policy: ShardingPolicy,
     /// The schedule of the step.
@@ -193,7 +193,7 @@ impl MemoryTimeline<'_> {
         };
         let tied_replicas = self.stage.units.len()..self.sizes.len();
         let exchanged = self.stage.tied_exports.iter().map(|lent| lent.slot).chain(tied_replicas);
-        full + exchanged.map(|slot| self.sizes[slot] / self.shards).sum::<usize>()
+        full + exchanged.map(|slot| self.ranks.largest_shard(self.sizes[slot])).sum::<usize>()
     }
 
     /// Returns the full parameters at a turn, with those prefetched for the next `ahead` turns.
@@ -221,6 +221,10 @@ struct Gradients<'a> {
     /// The heights of the partial sums of finished virtual ranks: of full gradients, or of owned
     /// parts if gradients are reduced after each micro-batch.
     trees: Vec<Vec<u32>>,
+    /// The virtual ranks of each block of a rank, if gradients are reduced in blocks.
+    blocks: Vec<usize>,
+    /// The virtual ranks in the tree of each unit, and the finished blocks.
+    summed: Vec<(usize, usize)>,
     /// The elements of the full sum that are in memory or being reduced.
     full: Vec<usize>,
     /// Whether the owned part of a sum is in memory after the full sum was freed.
@@ -236,7 +240,7 @@ struct Gradients<'a> {
 /// after the last micro-batch one is reduced over replicas and one has been added.
 fn leaving(reduce_after: ReduceAfter) -> usize {
     match reduce_after {
-        ReduceAfter::Step => 1,
+        ReduceAfter::Step | ReduceAfter::StepInBlocks => 1,
         ReduceAfter::MicroBatch => 3,
     }
 }
@@ -255,6 +259,14 @@ impl<'a> Gradients<'a> {
             returned: zeros.clone(),
             ended: vec![],
             trees: vec![vec![]; units],
+            blocks: match step.policy.reduce_after {
+                // The first rank has as many as any other.
+                ReduceAfter::StepInBlocks => {
+                    step.ranks.blocks(0, 0).into_iter().map(|block| block.len()).collect()
+                }
+                ReduceAfter::Step | ReduceAfter::MicroBatch => vec![],
+            },
+            summed: vec![(0, 0); units],
             full: zeros.clone(),
             owned: none,
             leaving: VecDeque::new(),
@@ -269,9 +281,9 @@ impl<'a> Gradients<'a> {
     /// Returns the elements of gradients of a unit that are alive.
     fn alive_of_unit(&self, unit: usize) -> usize {
         let size = self.step.sizes[unit];
-        let part = size / self.step.shards;
+        let part = self.step.ranks.largest_shard(size);
         let of_term = if self.reduces_micro_batches() { part } else { size };
-        let of_trees = self.trees[unit].len() * of_term;
+        let of_trees = (self.trees[unit].len() + self.summed[unit].1) * of_term;
         let open = if self.open[unit] { size } else { 0 };
         let tied = self.borrowed[unit] + self.returned[unit];
         of_trees + open + self.full[unit] + tied + if self.owned[unit] { part } else { 0 }
@@ -333,14 +345,29 @@ impl<'a> Gradients<'a> {
         }
         let spare = self.push(unit);
         self.open[unit] = spare && !last;
+        self.end_block(unit);
         if !last {
             return before.max(self.alive());
         }
         self.trees[unit].clear();
-        self.full[unit] = self.step.sizes[unit];
+        let (_, blocks) = std::mem::take(&mut self.summed[unit]);
+        self.full[unit] = blocks.max(1) * self.step.sizes[unit];
+        // Several sums are copied to one buffer.
+        let copied = if blocks > 1 { self.alive() + self.full[unit] } else { 0 };
+        let before = before.max(copied);
         self.ended.push((unit, last));
         // If other stages wait for gradients of this one, those are sent first.
         if reduces { before.max(self.reduce()) } else { before.max(self.alive()) }
+    }
+
+    /// Merges the tree of a unit if a block of virtual ranks has ended.
+    fn end_block(&mut self, unit: usize) {
+        let (summed, finished) = &mut self.summed[unit];
+        *summed += 1;
+        if self.blocks.get(*finished) == Some(summed) {
+            (*summed, *finished) = (0, *finished + 1);
+            self.trees[unit].clear();
+        }
     }
 
     /// Starts the reductions of units whose virtual ranks have ended. Returns the peak meanwhile.
@@ -393,7 +420,7 @@ impl<'a> Gradients<'a> {
             }
         }
         if self.reduces_micro_batches() {
-            let most = self.alive() + self.step.sizes[unit] / self.step.shards;
+            let most = self.alive() + self.step.ranks.largest_shard(self.step.sizes[unit]);
             self.full[unit] = 0;
             self.push(unit);
             if last {
@@ -402,7 +429,8 @@ impl<'a> Gradients<'a> {
             }
             return most.max(self.alive());
         }
-        if self.step.shards > 1 || self.step.policy.reduce_dtype == Element::Bf16 {
+        let has_others = self.step.ranks.shards > 1 || self.blocks.len() > 1;
+        if has_others || self.step.policy.reduce_dtype == Element::Bf16 {
             self.owned[unit] = true;
             let most = self.alive();
             self.full[unit] = 0;
@@ -436,7 +464,13 @@ mod tests {
             .map(|unit| unit.map(|unit| TiedParam { unit, len: sizes[unit] }))
             .collect();
         let stage = Stage::whole(&loans);
-        let timeline = MemoryTimeline { stage: &stage, sizes, shards, policy: keep, schedule };
+        let ranks = VirtualRanks {
+            total: virtual_ranks * shards,
+            replicas: 1,
+            shards,
+            reduce_after: ReduceAfter::Step,
+        };
+        let timeline = MemoryTimeline { stage: &stage, sizes, ranks, policy: keep, schedule };
         let most =
             |what: fn(&MemoryMoment) -> usize| timeline.step().iter().map(what).max().unwrap();
         [most(|moment| moment.grads), most(|moment| moment.params)]

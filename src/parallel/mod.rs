@@ -122,6 +122,8 @@ impl ShardingPolicy {
             (ReduceAfter::MicroBatch, 2..) => Self { grads: Lifetime::Use, ..kept },
             // There is nothing to reduce over.
             (ReduceAfter::MicroBatch, _) => Self { reduce_after: ReduceAfter::Step, ..kept },
+            // A rank has several sums of gradients, and afterwards one.
+            (ReduceAfter::StepInBlocks, _) => Self { grads: Lifetime::Use, ..kept },
             (ReduceAfter::Step, _) => kept,
         }
     }

@@ -4,9 +4,11 @@
 //! summation tree whose shape does not depend on the ranks, every rank count gives the same bits.
 //! Neighbours are added first: `((01)(23))((45)(67))`. The lower levels of the tree run inside a
 //! rank (`base/tree_sum.rs`), the upper ones between ranks (`comm/algorithms/halving_doubling.rs`).
-//! This holds on every number of ranks that divides the virtual ranks into equal groups of a power
-//! of two; `docs/determinism.md` has all conditions and the cost. If gradients are reduced after each
-//! micro-batch, the levels of the tree change places ([`VirtualRanks`]), and the bits stay.
+//! Where ranks have unequal numbers of virtual ranks, or such that their sum does not occur in the tree,
+//! a rank has several such blocks of the tree and sends the sum of each
+//! ([`ReduceAfter::StepInBlocks`]). If gradients are reduced after each micro-batch, the levels of
+//! the tree change places ([`VirtualRanks`]). The bits stay; `docs/determinism.md` has all conditions
+//! and the cost.
 //!
 //! # Rules for new code
 //!
@@ -26,14 +28,21 @@
 //! - Floats in `metrics.jsonl`, `eval.jsonl` and the manifest read back to the same bits:
 //!   `serde_json` has the feature `float_roundtrip`.
 
+use std::ops::Range;
+
+use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
 
 /// When the gradients of a replica's virtual ranks are reduced over its shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReduceAfter {
     /// At the end of a step. A rank adds the full gradients of its virtual ranks, which are
-    /// consecutive.
+    /// consecutive and as many on every rank.
     Step,
+    /// At the end of a step, from any number of ranks. A rank adds the full gradients of each of its
+    /// blocks of virtual ranks ([`VirtualRanks::blocks`]), and the owner of a part adds the sums of
+    /// the blocks of all ranks.
+    StepInBlocks,
     /// After each virtual rank, which is one micro-batch. A rank adds the parts that it owns. Its
     /// virtual ranks are as far apart as there are shards, so that those that are reduced together
     /// are consecutive.
@@ -42,14 +51,16 @@ pub enum ReduceAfter {
 
 /// The virtual ranks of a global batch, and the ranks that compute them.
 ///
-/// In both orders the tree over the virtual ranks is the same. After a step its lowest levels are in
+/// The tree over the virtual ranks is the same in all orders. After a step its lowest levels are in
 /// a rank, the next ones between shards. After a micro-batch its lowest levels are between shards,
-/// the next ones in the rank that owns the sum. The highest ones are between replicas.
+/// the next ones in the rank that owns the sum. The highest ones are between replicas. With blocks,
+/// the lowest levels are in a rank and all others in the rank that owns the sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VirtualRanks {
-    /// The number of virtual ranks, which `replicas · shards` divides.
+    /// The number of virtual ranks. In blocks, any number from that of the ranks on; otherwise a
+    /// multiple of `replicas · shards`.
     pub total: usize,
-    /// The number of replicas, each with consecutive virtual ranks.
+    /// The number of replicas, each with consecutive virtual ranks if these are not in blocks.
     pub replicas: usize,
     /// The number of shards of a replica.
     pub shards: usize,
@@ -58,36 +69,89 @@ pub struct VirtualRanks {
 }
 
 impl VirtualRanks {
+    /// Returns true if these ranks add gradients in the tree over virtual ranks without blocks: all
+    /// ranks have as many, and whatever is added before others is a power of two of them.
+    pub fn are_in_one_tree(total: usize, replicas: usize, shards: usize) -> bool {
+        let is_whole = |below: usize, above: usize| above == 1 || below.is_power_of_two();
+        let ranks = replicas * shards;
+        total.is_multiple_of(ranks)
+            && is_whole(total / ranks, ranks)
+            && is_whole(total / replicas, replicas)
+    }
+
+    /// Returns the most virtual ranks that a rank has.
+    pub fn most(self) -> usize {
+        self.total.div_ceil(self.replicas * self.shards)
+    }
+
+    /// Returns the elements of the largest shard of a unit with this number of elements, which shards
+    /// divide by virtual shards.
+    pub fn largest_shard(self, elements: usize) -> usize {
+        elements * self.total.div_ceil(self.shards) / self.total
+    }
+
+    /// Returns the blocks of virtual ranks of shard `shard` of replica `replica`, each a full
+    /// subtree of the tree over all of them: for every power of two in the number that each rank has
+    /// at least, the largest first, one such block for each rank, then the remaining ones one by one
+    /// for the first ranks.
+    pub fn blocks(self, replica: usize, shard: usize) -> Vec<Range<usize>> {
+        let rank = replica * self.shards + shard;
+        let ranks = self.replicas * self.shards;
+        let each = self.total / ranks;
+        let mut first = 0;
+        let mut blocks = Vec::new();
+        for size in (0..usize::BITS).rev().map(|bit| 1 << bit).filter(|size| each & size > 0) {
+            blocks.push(first + rank * size..first + (rank + 1) * size);
+            first += ranks * size;
+        }
+        if first + rank < self.total {
+            blocks.push(first + rank..first + rank + 1);
+        }
+        blocks
+    }
+
     /// Returns the virtual ranks of shard `shard` of replica `replica`, in the order in which it
     /// computes them.
-    pub fn for_shard(self, replica: usize, shard: usize) -> impl Iterator<Item = usize> {
-        let all = part(self.total, replica, self.replicas);
-        let (mine, stride) = match self.reduce_after {
-            ReduceAfter::Step => {
-                let mine = part(all.len(), shard, self.shards);
-                (all.start + mine.start..all.start + mine.end, 1)
+    pub fn for_shard(self, replica: usize, shard: usize) -> Vec<usize> {
+        match self.reduce_after {
+            ReduceAfter::StepInBlocks => {
+                self.blocks(replica, shard).into_iter().flatten().collect()
             }
-            ReduceAfter::MicroBatch => (all.start + shard..all.end, self.shards),
-        };
-        mine.step_by(stride)
+            ReduceAfter::Step => {
+                let all = part(self.total, replica, self.replicas);
+                let mine = part(all.len(), shard, self.shards);
+                (all.start + mine.start..all.start + mine.end).collect()
+            }
+            ReduceAfter::MicroBatch => {
+                let all = part(self.total, replica, self.replicas);
+                (all.start + shard..all.end).step_by(self.shards).collect()
+            }
+        }
     }
 
     /// Returns the losses of all virtual ranks in their order, from those that each shard of each
     /// replica reports.
-    pub fn in_order(self, reports: &[Vec<f64>]) -> Vec<f64> {
-        match self.reduce_after {
-            ReduceAfter::Step => reports.concat(),
-            ReduceAfter::MicroBatch => {
-                let of_replica = |shards: &[Vec<f64>]| -> Vec<f64> {
-                    let virtual_ranks = shards.iter().map(Vec::len).max().unwrap_or(0);
-                    (0..virtual_ranks)
-                        .flat_map(|k| {
-                            shards.iter().filter_map(move |losses| losses.get(k).copied())
-                        })
-                        .collect()
-                };
-                reports.chunks(self.shards).flat_map(of_replica).collect()
+    ///
+    /// # Errors
+    /// Returns an error if a rank reports another number of losses than it has virtual ranks.
+    pub fn in_order(self, reports: &[Vec<f64>]) -> Result<Vec<f64>> {
+        let ranks = (0..self.replicas)
+            .flat_map(|replica| (0..self.shards).map(move |shard| (replica, shard)));
+        let mut all = vec![0.0; self.total];
+        for ((replica, shard), losses) in ranks.zip(reports) {
+            let mine = self.for_shard(replica, shard);
+            if mine.len() != losses.len() {
+                return Err(Error::comm(format!(
+                    "another rank sent {} losses of {} virtual ranks",
+                    losses.len(),
+                    mine.len()
+                )));
             }
+            mine.into_iter().zip(losses).for_each(|(virtual_rank, loss)| all[virtual_rank] = *loss);
+        }
+        match reports.len() == self.replicas * self.shards {
+            true => Ok(all),
+            false => Err(Error::comm("the losses of some ranks are missing")),
         }
     }
 }
@@ -103,7 +167,6 @@ mod tests {
         let of = |reduce_after, replica, shard| -> Vec<usize> {
             VirtualRanks { total: 16, replicas: 2, shards: 2, reduce_after }
                 .for_shard(replica, shard)
-                .collect()
         };
         assert_eq!(of(ReduceAfter::Step, 1, 0), [8, 9, 10, 11]);
         assert_eq!(of(ReduceAfter::MicroBatch, 1, 0), [8, 10, 12, 14]);
@@ -142,14 +205,14 @@ mod tests {
                 let dealt = |reduce_after| VirtualRanks { total, replicas, shards, reduce_after };
                 let step = dealt(ReduceAfter::Step);
                 let after_step = sum((0..replicas).map(|replica| {
-                    sum((0..shards)
-                        .map(|shard| sum(step.for_shard(replica, shard).map(|v| terms[v]))))
+                    sum((0..shards).map(|shard| {
+                        sum(step.for_shard(replica, shard).into_iter().map(|v| terms[v]))
+                    }))
                 }));
                 let micro = dealt(ReduceAfter::MicroBatch);
                 let after_micro = sum((0..replicas).map(|replica| {
-                    let of_shards: Vec<Vec<usize>> = (0..shards)
-                        .map(|shard| micro.for_shard(replica, shard).collect())
-                        .collect();
+                    let of_shards: Vec<Vec<usize>> =
+                        (0..shards).map(|shard| micro.for_shard(replica, shard)).collect();
                     sum((0..micros).map(|m| sum(of_shards.iter().map(|of| terms[of[m]]))))
                 }));
                 let whole = sum(terms.iter().copied());
@@ -164,11 +227,51 @@ mod tests {
                         .flat_map(|replica| {
                             (0..shards).map(move |shard| dealt.for_shard(replica, shard))
                         })
-                        .map(|mine| mine.map(|v| losses[v]).collect())
+                        .map(|mine| mine.into_iter().map(|v| losses[v]).collect())
                         .collect();
-                    assert_eq!(dealt.in_order(&reports), losses);
+                    assert_eq!(dealt.in_order(&reports).unwrap(), losses);
                 }
             }
         }
+    }
+
+    /// Every rank has whole blocks of the tree and at most one virtual rank more than another, and
+    /// each virtual rank is on one rank.
+    #[test]
+    fn blocks_are_subtrees_on_any_number_of_ranks() {
+        for (ranks, total) in (1..=9).flat_map(|ranks| (ranks..=40).map(move |v| (ranks, v))) {
+            let dealt = VirtualRanks {
+                total,
+                replicas: ranks,
+                shards: 1,
+                reduce_after: ReduceAfter::StepInBlocks,
+            };
+            let mut seen = vec![0; total];
+            for rank in 0..ranks {
+                let blocks = dealt.blocks(rank, 0);
+                assert!(blocks.is_sorted_by_key(|block| block.start));
+                for block in blocks {
+                    assert!(block.len().is_power_of_two());
+                    assert!(block.start.is_multiple_of(block.len()));
+                    block.for_each(|virtual_rank| seen[virtual_rank] += 1);
+                }
+                let count = dealt.for_shard(rank, 0).len();
+                assert!(count == dealt.most() || count == total / ranks);
+            }
+            assert_eq!(seen, vec![1; total], "{total} virtual ranks on {ranks} ranks");
+            let reports: Vec<Vec<f64>> = (0..ranks)
+                .map(|rank| dealt.for_shard(rank, 0).into_iter().map(|v| v as f64).collect())
+                .collect();
+            let losses: Vec<f64> = (0..total).map(|v| v as f64).collect();
+            assert_eq!(dealt.in_order(&reports).unwrap(), losses);
+            assert!(dealt.in_order(&reports[1..]).is_err());
+        }
+    }
+
+    #[test]
+    fn one_tree_needs_powers_of_two_below_others() {
+        let is = VirtualRanks::are_in_one_tree;
+        assert!(is(8, 1, 8) && is(8, 4, 2) && is(12, 3, 1) && is(6, 1, 1) && is(6, 1, 3));
+        assert!(!is(12, 4, 1) && !is(12, 2, 3) && !is(8, 3, 1) && !is(12, 4, 3));
     }
 }

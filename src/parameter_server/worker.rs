@@ -371,6 +371,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
         let schedule = plan.step_schedule(0);
         let geometry = Geometry {
             schedule,
+            idle_virtual_ranks: 0,
             rows: plan.micro as usize * plan.network.context(),
             predictions: plan.tokens_per_step(),
             recompute: plan.config.parallel.recompute,

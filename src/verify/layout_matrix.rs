@@ -6,7 +6,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::config::{Config, ReduceChoice};
-use crate::parallel::{Storage, Zero};
+use crate::parallel::{Storage, VirtualRanks, Zero};
 
 /// A layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -80,11 +80,12 @@ impl LayoutRow {
     }
 
     /// Returns true if `virtual_ranks` and `virtual_tensor_ranks` are summed by the same tree as on
-    /// one rank: each rank, and each replica, has a power of two of them. With local SGD, each of
-    /// the `local_sgd_replicas` sums its own virtual ranks, and each rank averages a power of two
-    /// of the replicas.
+    /// one rank: `in_blocks`, or because each rank, and each replica, has a power of two of them. With
+    /// local SGD, each of the `local_sgd_replicas` sums its own virtual ranks, and each rank averages
+    /// a power of two of the replicas.
     pub fn same_tree(
         &self,
+        in_blocks: bool,
         virtual_ranks: usize,
         virtual_tensor_ranks: usize,
         local_sgd_replicas: Option<usize>,
@@ -97,7 +98,9 @@ impl LayoutRow {
             Some(replicas) => {
                 power(virtual_ranks / replicas, self.shard) && power(replicas, self.replica)
             }
-            None => power(virtual_ranks, self.data()) && power(virtual_ranks, self.replica),
+            None => {
+                in_blocks || VirtualRanks::are_in_one_tree(virtual_ranks, self.replica, self.shard)
+            }
         };
         data && power(virtual_tensor_ranks, self.tensor)
     }
@@ -254,15 +257,17 @@ mod tests {
     fn trees_are_the_same_with_powers_of_two() {
         let tree = |shard, replica, virtual_ranks| {
             LayoutRow { ranks: shard * replica, zero: Zero::One, shard, replica, ..REFERENCE }
-                .same_tree(virtual_ranks, 1, None)
+                .same_tree(false, virtual_ranks, 1, None)
         };
         assert!(tree(4, 2, 8) && tree(3, 1, 12) && tree(1, 1, 7) && tree(1, 8, 8));
         assert!(!tree(3, 4, 12), "a copy has three virtual ranks");
         assert!(!tree(4, 1, 12), "a rank has three virtual ranks");
         assert!(!tree(8, 1, 4));
+        let odd = LayoutRow { ranks: 5, zero: Zero::One, shard: 5, ..REFERENCE };
+        assert!(odd.same_tree(true, 8, 1, None) && !odd.same_tree(false, 8, 1, None));
         let local_sgd = |shard, replica, virtual_ranks, replicas| {
             let row = LayoutRow { ranks: shard * replica, shard, replica, ..REFERENCE };
-            row.same_tree(virtual_ranks, 1, Some(replicas))
+            row.same_tree(false, virtual_ranks, 1, Some(replicas))
         };
         assert!(
             local_sgd(1, 4, 4, 4)
@@ -274,7 +279,9 @@ mod tests {
         assert!(!local_sgd(2, 1, 24, 4), "a rank adds three virtual ranks of a replica");
         let cut = LayoutRow { ranks: 2, tensor: 2, ..REFERENCE };
         assert!(
-            cut.same_tree(1, 4, None) && cut.same_tree(1, 2, None) && !cut.same_tree(1, 6, None)
+            cut.same_tree(false, 1, 4, None)
+                && cut.same_tree(false, 1, 2, None)
+                && !cut.same_tree(true, 1, 6, None)
         );
     }
 }

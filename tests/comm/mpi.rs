@@ -6,7 +6,8 @@ use std::time::Duration;
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
 use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{
-    Algorithm, AlgorithmTable, Comm, Group, Operation, start_mpi, start_threads_on_nodes,
+    Algorithm, AlgorithmTable, Comm, Group, Operation, Pending, TermOrder, UnequalCollective,
+    start_mpi, start_threads_on_nodes,
 };
 use hpctrain::error::{Error, Result};
 
@@ -31,6 +32,18 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + rank * 17 + 3) % 1009) as f32 * 0.37 - 150.0).collect()
 }
 
+/// Returns the sum of `len` elements over ranks of which the first has two terms, on every rank.
+fn one_term_more(ranks: usize, len: usize) -> UnequalCollective {
+    let mut terms: Vec<Vec<_>> = (0..ranks).map(|rank| Vec::from([rank..rank + 1])).collect();
+    terms[0].push(ranks..ranks + 1);
+    UnequalCollective {
+        len,
+        parts: (0..ranks).map(|rank| rank * len / ranks..(rank + 1) * len / ranks).collect(),
+        terms: Some(TermOrder::new(&terms).into()),
+        all_gathers: vec![(0..ranks).collect()],
+    }
+}
+
 /// Returns the results of every operation on this rank, for several lengths.
 fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
     let rank = group.rank();
@@ -50,7 +63,12 @@ fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
         let broadcast = group.broadcast(buf(&values(rank, len)), size - 1);
         results.extend([whole.wait()?, middle.wait()?].map(|buf| buf.as_slice().to_vec()));
         results.push(reduced.wait()?.as_slice()[..if rank == 0 { len } else { 0 }].to_vec());
-        results.push(scattered.wait()?.as_slice()[part].to_vec());
+        results.push(scattered.wait()?.as_slice()[part.clone()].to_vec());
+        // The first rank has a term more, the last one of the sum.
+        let terms = if rank == 0 { 2 } else { 1 };
+        let mine = values(rank, terms * padded);
+        let sum = group.unequal(Pending::ready(buf(&mine)), one_term_more(size, padded));
+        results.push(sum.wait()?.as_slice()[..if size > 1 { padded } else { 0 }].to_vec());
         results.extend([gathered.wait()?, broadcast.wait()?].map(|buf| buf.as_slice().to_vec()));
     }
     Ok(results)

@@ -1,7 +1,7 @@
 //! Layouts that must give the same bits as a single rank with the same virtual ranks.
 //!
-//! With a fixed number of virtual ranks, of which every rank and every replica has a power of two,
-//! sums are added in the same tree in every layout, so the results are bitwise equal.
+//! With a fixed number of virtual ranks sums are added in the same tree in every layout, so the
+//! results are bitwise equal.
 
 use super::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use super::runs::RunFiles;
@@ -51,7 +51,7 @@ const SLICED_ACCUMULATED: Computation = Computation { slices: 2, ..ACCUMULATED }
 pub struct LayoutCase(pub Computation, pub Transport, pub &'static str);
 
 /// All layouts that must not change any bit.
-pub const EQUAL_LAYOUTS: [LayoutCase; 93] = [
+pub const EQUAL_LAYOUTS: [LayoutCase; 104] = [
     // More threads or activation checkpointing on one rank.
     LayoutCase(EIGHT, Alone, "run.threads=3"),
     LayoutCase(EIGHT, Alone, "parallel.recompute=true"),
@@ -224,6 +224,18 @@ pub const EQUAL_LAYOUTS: [LayoutCase; 93] = [
         Simulate(8),
         "parallel.tensor=2 parallel.sequence=true parallel.zero=3 parallel.replica=2",
     ),
+    // Unequal numbers of virtual ranks, and groups of them whose sum does not occur in the tree.
+    LayoutCase(EIGHT, Mpirun(3), "parallel.zero=0"),
+    LayoutCase(DROPOUT, Mpirun(3), "parallel.zero=1 run.sdc_check_every=1"),
+    LayoutCase(WIDE, Mpirun(3), "parallel.zero=2 parallel.recompute=true"),
+    LayoutCase(EIGHT, Mpirun(3), "parallel.zero=3 parallel.prefetch=2"),
+    LayoutCase(ACCUMULATED, Simulate(5), "parallel.zero=3 log.tensorboard=true log.histograms=1"),
+    LayoutCase(SIX, Mpirun(4), "parallel.zero=2"),
+    LayoutCase(TWELVE, Simulate(6), "parallel.zero=3 parallel.shard=3"),
+    LayoutCase(EIGHT, Simulate(6), "parallel.zero=1 parallel.shard=3 parallel.replica=2"),
+    LayoutCase(SLICED, Simulate(6), "parallel.tensor=2 parallel.zero=2"),
+    LayoutCase(DROPOUT, Simulate(6), "parallel.pipeline=2 parallel.zero=3"),
+    LayoutCase(EIGHT, Spawn(3), "parallel.zero=3"),
 ];
 
 /// Runs every layout, and a reference on one rank for all layouts of the same computation; panics

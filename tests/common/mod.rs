@@ -132,6 +132,7 @@ pub fn engine_on<B: Kernels>(
     .unwrap();
     let geometry = Geometry {
         schedule: StepSchedule::alone(virtual_ranks_here, cut.micros_per_virtual_rank),
+        idle_virtual_ranks: 0,
         // Only pipelines need the number of rows of a micro-batch in advance.
         rows: 0,
         predictions,

@@ -137,6 +137,39 @@ fn cuda_ipc_gives_the_same_bits() {
     );
 }
 
+/// Ranks with unequal numbers of virtual ranks, over each transport.
+#[test]
+fn unequal_ranks_give_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    let trained = |transport, name: &str, own: &[&str], sim: [(&str, &str); 2]| {
+        let ours = ["parallel.virtual_ranks=8", "batch.global=8", "device.memory_limit=192MiB"];
+        let small = SMALLER.iter().copied().filter(|setting| {
+            let is_shared = own.contains(&NCCL) && setting.starts_with("device.ranks_per_gpu");
+            !(setting.starts_with("device.memory") || is_shared)
+        });
+        let settings: Vec<_> = small.chain(ours).chain(own.iter().copied()).collect();
+        let run = Run::new(transport, root.path(), name, &settings);
+        finish(with_simulator(&mut run.command()).envs(sim)).succeeded();
+        run.files()
+    };
+    for (precision, zero) in [(F32, "parallel.zero=1"), (BF16, "parallel.zero=3")] {
+        let alone = format!("one-{}", precision.len());
+        let shared = [("CUDASIM_DEVICES", "1"), ("CUDASIM_MEM", "2G")];
+        let one = trained(Alone, &alone, &[precision], shared);
+        for (path, sim) in [
+            (STAGED, shared),
+            (DIRECT, shared),
+            (IPC, shared),
+            (NCCL, [("CUDASIM_DEVICES", "3"), ("CUDASIM_STREAMS", "racing")]),
+        ] {
+            let name =
+                format!("{}-{}", path.trim_start_matches("comm.transport="), precision.len());
+            let three = trained(Mpirun(3), &name, &[precision, zero, path], sim);
+            three.same_as(&one, STEPS, &name);
+        }
+    }
+}
+
 /// Eight processes write to each other's memory on one GPU, each to the other seven.
 #[test]
 fn eight_processes_share_a_gpu() {

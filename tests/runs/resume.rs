@@ -49,7 +49,7 @@ fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
 }
 
 /// Layouts before and after the interruption, and the step of the checkpoint.
-const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
+const PAIRS: [(Transport, &str, Transport, &str, u64); 16] = [
     (Alone, "", Alone, "parallel.zero=0", 3),
     (Alone, "", Mpirun(4), "parallel.zero=1", 6),
     (Alone, "parallel.zero=3", Simulate(8), "parallel.zero=2", 3),
@@ -67,6 +67,9 @@ const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
     (Simulate(8), "parallel.zero=3", Simulate(2), "parallel.zero=1", 3),
     (Mpirun(4), "parallel.storage=central", Mpirun(2), "parallel.zero=3", 3),
     (Mpirun(2), "parallel.zero=1", Simulate(4), "parallel.storage=central parallel.owners=2", 6),
+    // Unequal numbers of virtual ranks.
+    (Mpirun(3), "parallel.zero=3", Simulate(5), "parallel.zero=1", 3),
+    (Mpirun(4), "parallel.zero=2", Mpirun(3), "parallel.zero=0", 6),
     // From stages to one rank, from one rank to stages, from stages to other stages.
     (Mpirun(4), "parallel.pipeline=4", Alone, "parallel.zero=0", 3),
     (Alone, "", Mpirun(4), "parallel.pipeline=2 parallel.zero=1", 6),

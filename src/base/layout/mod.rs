@@ -284,6 +284,12 @@ impl UnitLayout {
         part(self.padded, index, count)
     }
 
+    /// Returns consecutive parts of `count` equal parts of the padded unit.
+    pub fn parts(&self, parts: Range<usize>, count: usize) -> Range<usize> {
+        let of_part = self.padded / count;
+        parts.start * of_part..parts.end * of_part
+    }
+
     /// Iterates over the parts of tensors in `owned`, without copies: every element of a tensor
     /// belongs to a piece of one virtual rank.
     pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = TensorPiece<'_>> {
@@ -365,6 +371,12 @@ pub fn part(len: usize, index: usize, count: usize) -> Range<usize> {
     debug_assert_eq!(len % count, 0);
     let size = len / count;
     index * size..(index + 1) * size
+}
+
+/// Returns part `index` of `count` parts of `len` elements, which differ by at most one element where
+/// `count` does not divide `len`.
+pub fn share(len: usize, index: usize, count: usize) -> Range<usize> {
+    index * len / count..(index + 1) * len / count
 }
 
 #[cfg(test)]

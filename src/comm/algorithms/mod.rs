@@ -18,6 +18,7 @@ mod power_of_two;
 mod ring;
 mod root_reduce;
 mod subtrees;
+mod unequal;
 
 use std::fmt;
 use std::ops::Range;
@@ -31,6 +32,7 @@ use super::transport::{DeviceCollective, GroupRanks, Transport};
 pub use hierarchical::equal_nodes;
 use hpctrain_base::error::{Error, Result};
 pub use partition::Shares;
+pub use unequal::{TermOrder, UNEQUAL_SCRATCH, UnequalCollective};
 
 /// The algorithm of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

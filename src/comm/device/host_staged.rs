@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::algorithms;
-use crate::algorithms::{Algorithm, Call, Operation};
+use crate::algorithms::{Algorithm, Call, Operation, UnequalCollective};
 use crate::polling;
 use crate::reduce_buffer::{HostBuffer, Scratch};
 use crate::shared::Shared;
@@ -221,7 +221,62 @@ impl PinnedStaging<'_> {
         let words = self.words.max(group.size());
         let chunks = cut(call, memory.words(), group.size(), words);
         let rank = group.rank;
-        let inputs = |chunk: &Chunk| chunk.pieces(memory, |part| is_input(call, rank, part));
+        self.chunk_by_chunk(
+            &chunks,
+            memory,
+            transport,
+            (|part| is_input(call, rank, part), |part| is_output(call, rank, part)),
+            |_, transport, memory| {
+                algorithms::run(call, &mut HostBuffer { memory, scratch }, transport, group)
+            },
+        )
+    }
+
+    /// Runs a collective of unequal parts on device memory.
+    pub fn unequal(
+        &self,
+        collective: &UnequalCollective,
+        memory: DeviceSpan<'_>,
+        transport: &mut dyn Transport,
+        scratch: &mut Scratch,
+        group: &GroupRanks,
+    ) -> Result<()> {
+        let rank = group.rank;
+        let ranks = group.size();
+        let words = self.words.max(ranks * collective.terms_of(rank));
+        let (chunks, windows): (Vec<_>, Vec<_>) = collective
+            .windows(rank, words)
+            .into_iter()
+            .map(|(ranges, window)| (Chunk(ranges), window))
+            .unzip();
+        let adds = collective.terms.is_some();
+        let gathered = collective.gathered(rank);
+        let is_output =
+            |index: usize| index < ranks && gathered.contains(&index) && (adds || index != rank);
+        self.chunk_by_chunk(
+            &chunks,
+            memory,
+            transport,
+            (|index| adds || index == rank, is_output),
+            |chunk, transport, memory| {
+                windows[chunk].run(&mut HostBuffer { memory, scratch }, transport, group)
+            },
+        )
+    }
+
+    /// Copies each chunk of device memory to a slot, where `run(chunk, transport, slot)` exchanges
+    /// it, and back, overlapped. `copied` says which ranges of a chunk, by their indices, are copied
+    /// to the slot and which from it.
+    fn chunk_by_chunk(
+        &self,
+        chunks: &[Chunk],
+        memory: DeviceSpan<'_>,
+        transport: &mut dyn Transport,
+        copied: (impl Fn(usize) -> bool, impl Fn(usize) -> bool),
+        mut run: impl FnMut(usize, &mut dyn Transport, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        let words = chunks.iter().map(Chunk::words).max().unwrap_or(0).max(self.words);
+        let inputs = |chunk: &Chunk| chunk.pieces(memory, &copied.0);
         let mut slots = (0..chunks.len().min(DEPTH))
             .map(|_| self.slots.take(self.copies, words))
             .collect::<Result<Vec<_>>>()?;
@@ -236,10 +291,8 @@ impl PinnedStaging<'_> {
             }
             let here = &mut slots[k % DEPTH];
             here.settle(transport)?;
-            let mut x = HostBuffer { memory: here.memory(chunk.words())?, scratch };
-            algorithms::run(call, &mut x, transport, group)?;
-            let outputs = chunk.pieces(memory, |part| is_output(call, rank, part));
-            here.slot()?.upload(self.copies, &outputs)?;
+            run(k, transport, here.memory(chunk.words())?)?;
+            here.slot()?.upload(self.copies, &chunk.pieces(memory, &copied.1))?;
         }
         slots.iter_mut().try_for_each(|slot| slot.settle(transport))
     }

@@ -120,8 +120,8 @@ fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
 /// Returns when gradients are reduced over shards, if there is a choice.
 fn reductions(plan: &ResolvedConfig) -> Option<&'static str> {
     let is_choice = plan.mesh.shard > 1 && plan.step_schedule(0).micros() > 1;
-    is_choice.then(|| match plan.reduce_after() {
-        ReduceAfter::Step => "once per step",
+    is_choice.then_some(match plan.reduce_after {
+        ReduceAfter::Step | ReduceAfter::StepInBlocks => "once per step",
         ReduceAfter::MicroBatch => "after each micro-batch",
     })
 }

@@ -2,15 +2,15 @@
 
 use super::tables::HostTables;
 use hpctrain_base::layout::{TensorShards, UnitLayout};
-use hpctrain_comm::{Comm, DeviceTransport};
+use hpctrain_comm::{Comm, DeviceTransport, UNEQUAL_SCRATCH};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_data::{SampleSizes, Source};
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 use hpctrain_nn::{Blocks, loans};
 use hpctrain_parallel::{
-    self as parallel, Lifetime, MemoryMoment, MemoryTimeline, Stage, StepPosition, StepSchedule,
-    Storage,
+    self as parallel, Lifetime, MemoryMoment, MemoryTimeline, ReduceAfter, Stage, StepPosition,
+    StepSchedule, Storage,
 };
 
 /// Bytes of an f32.
@@ -99,7 +99,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     blocks.truncate(stage.units.end);
     blocks.drain(..stage.units.start);
     let all: usize = padded.iter().sum();
-    let owned = all / plan.mesh.shard;
+    let ranks = plan.assignment();
+    let owned = ranks.largest_shard(all);
     let offloads = plan.config.offload.optimizer;
     let has_master_weights =
         !offloads && (plan.sharding_policy().params == Lifetime::Use || size < F32);
@@ -110,7 +111,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     // An outer optimizer also keeps the parameters at the last average, which are not saved.
     let kept = states + usize::from(outer.is_some());
     let here = plan.replicas_per_rank();
-    let tied_replicas = (slots.iter().sum::<usize>() - all) / plan.mesh.shard * size;
+    let tied_replicas = ranks.largest_shard(slots.iter().sum::<usize>() - all) * size;
     let tied_replicas =
         if plan.sharding_policy().params == Lifetime::Use { tied_replicas } else { 0 };
     // Full parameters that the other replicas of this rank keep: all, or those gathered ahead.
@@ -152,20 +153,23 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
         // The buffers of one unit that are being averaged.
         let averaged = 1 + parallel::state_names(Some(plan.update_rule), plan.ema, None).len();
         host[MemoryKind::Offloaded as usize] +=
-            averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
+            averaged * ranks.largest_shard(*padded.iter().max().unwrap_or(&0)) * F32;
     }
     if plan.config.offload.activations {
         let keep = plan.sharding_policy();
-        let shards = plan.mesh.shard;
         let timeline =
-            MemoryTimeline { stage: &stage, sizes: &slots, shards, policy: keep, schedule };
+            MemoryTimeline { stage: &stage, sizes: &slots, ranks, policy: keep, schedule };
         host[MemoryKind::Offloaded as usize] += inputs_on_host(plan, &blocks, &slices, &timeline);
     }
     if let Some(tables) = &tables {
         host[MemoryKind::Offloaded as usize] += tables.bytes(size, kept);
     }
     let carrier = if messages_on_device { &mut device } else { &mut host };
-    carrier[MemoryKind::Communication as usize] = messages;
+    let terms = match plan.reduce_after {
+        ReduceAfter::StepInBlocks => UNEQUAL_SCRATCH,
+        ReduceAfter::Step | ReduceAfter::MicroBatch => 0,
+    };
+    carrier[MemoryKind::Communication as usize] = messages + terms;
     // Rows may have weights. Features and values on a device count as activations.
     let sizes = SampleSizes { weights: 1, ..plan.samples.sizes(plan.network.context()) };
     let of_host = sizes.all().into_iter().sum::<usize>() * size_of::<u32>();
@@ -181,9 +185,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
         let copies =
             if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
         let of_tables =
-            tables.as_ref().map_or(0, |tables| (1 + states) * tables.padded / plan.mesh.shard);
-        host[MemoryKind::Checkpoint as usize] =
-            (all / plan.mesh.shard + state + of_tables) / copies * F32;
+            tables.as_ref().map_or(0, |tables| (1 + states) * ranks.largest_shard(tables.padded));
+        host[MemoryKind::Checkpoint as usize] = (owned + state + of_tables).div_ceil(copies) * F32;
     }
     // At the start, and when a checkpoint is written without async_save, one unit at a time is
     // copied to the host.
@@ -236,7 +239,7 @@ fn moments<B: Kernels>(
     let timeline = MemoryTimeline {
         stage,
         sizes: slots,
-        shards: plan.mesh.shard,
+        ranks: plan.assignment(),
         policy: plan.sharding_policy(),
         schedule,
     };

@@ -97,7 +97,7 @@ pub fn placement<B: Kernels>(plan: &ResolvedConfig, rank: usize) -> Vec<BlockPla
     let saved = activations.kept();
     let on_host = B::ON_HOST;
     let of_tables = tables.map(|tables| {
-        let owned = tables.padded / plan.mesh.shard;
+        let owned = plan.assignment().largest_shard(tables.padded);
         let bytes = (2 + states) * owned * F32;
         let name = "parameters, gradient and optimizer state";
         BlockPlacement {
@@ -139,7 +139,7 @@ impl BlockBuffers<'_> {
         let Self { plan, size, states, owns } = *self;
         let policy = plan.sharding_policy();
         let here = plan.replicas_per_rank();
-        let owned = if owns { padded / plan.mesh.shard } else { 0 };
+        let owned = if owns { plan.assignment().largest_shard(padded) } else { 0 };
         let offloads = plan.config.offload.optimizer;
         let mut parts = Vec::new();
         match policy.params {

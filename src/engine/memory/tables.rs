@@ -31,14 +31,14 @@ impl<'a> HostTables<'a> {
     pub fn bytes(&self, size: usize, kept: usize) -> usize {
         let Self { plan, padded, rows } = *self;
         let keep = plan.host_table_sharding_policy();
-        let shards = plan.mesh.shard;
+        let ranks = plan.assignment();
         let owned_params = if keep.params == Lifetime::Use { 1 } else { 0 };
-        let owned = (owned_params + kept) * padded / shards;
+        let owned = (owned_params + kept) * ranks.largest_shard(padded);
         let stage = Stage::embedding_tables(&[None]);
         let sizes = [padded];
         let schedule = plan.step_schedule(0);
         let timeline =
-            MemoryTimeline { stage: &stage, sizes: &sizes, shards, policy: keep, schedule };
+            MemoryTimeline { stage: &stage, sizes: &sizes, ranks, policy: keep, schedule };
         let of_samples = |samples: u64| {
             let ids = samples as usize * plan.samples.sizes(plan.network.context()).ids;
             (ids, samples as usize * plan.network.context() * rows)

@@ -4,12 +4,13 @@
 use std::ops::Range;
 
 use super::Sharded;
+use super::block_reduction::BlockReduction;
 use crate::control_flags::{AllFlags, ControlFlags};
 use crate::fsdp_unit::{ReducedGradient, Reduction};
 use crate::step_summary::{Squares, StepSummary, sum_of_squares};
 use crate::{Lifetime, ReduceAfter, Storage, VirtualRanks};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::layout::{UnitLayout, part};
+use hpctrain_base::layout::{UnitLayout, share};
 use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_device::{Element, Kernels, MemoryKind};
@@ -88,8 +89,9 @@ impl<B: Kernels> Sharded<B> {
         }
         self.units[unit].add_copies(&self.backend, &self.groups.tensor)?;
         match self.policy.reduce_after {
-            ReduceAfter::Step => {
-                self.units[unit].virtual_rank_done(&self.backend, last)?;
+            ReduceAfter::Step | ReduceAfter::StepInBlocks => {
+                let blocks = self.blocks.as_ref().map(|blocks| &blocks.own[..]);
+                self.units[unit].virtual_rank_done(&self.backend, last, blocks)?;
                 if last {
                     self.ended.push((unit, last));
                 }
@@ -115,13 +117,9 @@ impl<B: Kernels> Sharded<B> {
             };
             let (sum, full) = self.message(sum)?;
             let full = full.filter(|_| self.policy.grads == Lifetime::Step);
-            let name = &self.units[unit].layout.name;
-            let scattered = self.groups.shard.with_label(name).reduce_scatter(sum);
-            let replicas = self.groups.step.replica.with_label(name);
-            let sum = match (self.policy.reduce_after, self.storage) {
-                (ReduceAfter::MicroBatch, _) => scattered,
-                (_, Storage::Ranks) => replicas.all_reduce_after(scattered, range),
-                (_, Storage::Central) => replicas.reduce_after(scattered, range),
+            let sum = match &self.blocks {
+                Some(blocks) => self.start_block_reduction(unit, blocks, sum),
+                None => self.start_reduction(unit, range, sum),
             };
             self.units[unit].reduction = Some(Reduction::InFlight { sum, full });
             if self.policy.grads == Lifetime::Use && !self.defers_micro_batches() {
@@ -130,7 +128,7 @@ impl<B: Kernels> Sharded<B> {
                 self.finish_started()?;
             }
             self.started.push((unit, last));
-            if self.host.is_some() && self.policy.reduce_after == ReduceAfter::Step {
+            if self.host.is_some() && self.policy.reduce_after != ReduceAfter::MicroBatch {
                 // Gradients are downloaded as early as possible, overlapped with the remaining
                 // backwards.
                 let has_arrived = |(unit, _): &&(usize, bool)| self.units[*unit].has_arrived();
@@ -143,6 +141,34 @@ impl<B: Kernels> Sharded<B> {
             }
         }
         Ok(())
+    }
+
+    /// Starts to reduce a unit's gradient over shards, then the owned part over replicas; of one
+    /// micro-batch only over shards.
+    fn start_reduction(&self, unit: usize, range: Range<usize>, sum: B::Buf) -> Pending<B::Buf> {
+        let name = &self.units[unit].layout.name;
+        let scattered = self.groups.shard.with_label(name).reduce_scatter(sum);
+        let replicas = self.groups.step.replica.with_label(name);
+        match (self.policy.reduce_after, self.storage) {
+            (ReduceAfter::MicroBatch, _) => scattered,
+            (_, Storage::Ranks) => replicas.all_reduce_after(scattered, range),
+            (_, Storage::Central) => replicas.reduce_after(scattered, range),
+        }
+    }
+
+    /// Starts to reduce the sums of the blocks of this rank's virtual ranks over all ranks.
+    fn start_block_reduction(
+        &self,
+        unit: usize,
+        blocks: &BlockReduction,
+        sums: B::Buf,
+    ) -> Pending<B::Buf> {
+        let layout = &self.units[unit].layout;
+        let shards = self.groups.shard.size();
+        let parts = self.parts();
+        let of_shard = |shard| layout.parts(share(parts, shard, shards), parts);
+        let data = self.groups.step.data.with_label(&layout.name);
+        data.unequal(Pending::ready(sums), blocks.collective(layout.padded, of_shard))
     }
 
     /// Returns true if reductions after micro-batches overlap with the computations up to the next
@@ -169,7 +195,7 @@ impl<B: Kernels> Sharded<B> {
         let replicating = std::mem::take(&mut self.replicating);
         for (unit, last) in std::mem::take(&mut self.started) {
             match self.policy.reduce_after {
-                ReduceAfter::Step => self.finish_reduction(unit)?,
+                ReduceAfter::Step | ReduceAfter::StepInBlocks => self.finish_reduction(unit)?,
                 ReduceAfter::MicroBatch => self.finish_micro_batch(unit, last)?,
             }
         }
@@ -207,12 +233,12 @@ impl<B: Kernels> Sharded<B> {
         let losses = summaries.iter().map(|summary| summary.losses.clone());
         let losses: Vec<_> = losses.filter(|losses| !losses.is_empty()).collect();
         let losses = VirtualRanks {
-            total: self.virtual_ranks,
+            total: self.virtual_ranks / self.averaging.map_or(1, |averaging| averaging.replicas),
             replicas: self.groups.step.replica.size(),
             shards: self.groups.shard.size(),
             reduce_after: self.policy.reduce_after,
         }
-        .in_order(&losses);
+        .in_order(&losses)?;
         let squares = sum_of_squares(
             summaries.iter().map(|summary| &summary.squares),
             self.network.len(),
@@ -321,7 +347,7 @@ impl<B: Kernels> Sharded<B> {
         let owned = unit.owner.range();
         // A sum of owned parts, or of whole units.
         let at = match self.policy.reduce_after {
-            ReduceAfter::Step => owned.clone(),
+            ReduceAfter::Step | ReduceAfter::StepInBlocks => owned.clone(),
             ReduceAfter::MicroBatch => 0..owned.len(),
         };
         let is_whole = at.len() == B::len(&sum) && B::element_of(&sum) == Element::F32;
@@ -378,9 +404,9 @@ impl<B: Kernels> Sharded<B> {
     /// of `copies`, which own the same range, divide them. Returns none on a rank that owns
     /// nothing.
     pub(super) fn virtual_shards(&self, copies: &Group<B>) -> Range<usize> {
-        let of_shard = part(self.parts(), self.groups.shard.rank(), self.groups.shard.size());
+        let of_shard = share(self.parts(), self.groups.shard.rank(), self.groups.shard.size());
         let mine = match self.storage {
-            Storage::Ranks => part(of_shard.len(), copies.rank(), copies.size()),
+            Storage::Ranks => share(of_shard.len(), copies.rank(), copies.size()),
             Storage::Central => 0..if self.owns() { of_shard.len() } else { 0 },
         };
         of_shard.start + mine.start..of_shard.start + mine.end

@@ -54,8 +54,7 @@ impl<B: Kernels> Sharded<B> {
             for reduced in self.gradients()? {
                 let layout = reduced.layout;
                 let owned = reduced.range;
-                let mine =
-                    layout.part(shards.start, parts).start..layout.part(shards.end - 1, parts).end;
+                let mine = layout.parts(shards.clone(), parts);
                 let until = mine.end - owned.start;
                 let from = mine.start - owned.start;
                 let mut host = vec![0.0; mine.len()];

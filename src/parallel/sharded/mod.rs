@@ -30,6 +30,7 @@
 //!
 //! [`OptimizerShard`]: super::OptimizerShard
 
+mod block_reduction;
 mod gradients;
 mod histograms;
 mod host_units;
@@ -43,6 +44,7 @@ pub use gradients::{Reduced, ReducedStep};
 pub use histograms::{Histograms, whole as whole_histograms};
 pub use state::Owned;
 
+use block_reduction::BlockReduction;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -58,11 +60,11 @@ use super::pipeline_stage::{Stage, TiedImport};
 use super::sdc_check::SdcChecks;
 use super::step_params::state_names;
 use super::tied_replica::TiedReplica;
-use super::{Lifetime, ShardingPolicy, Storage};
+use super::{Lifetime, ReduceAfter, ShardingPolicy, Storage};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::layout::{TensorShards, UnitLayout, trained};
+use hpctrain_base::layout::{TensorShards, UnitLayout, share, trained};
 use hpctrain_base::tree_sum::Tree;
-use hpctrain_comm::{Group, Pending};
+use hpctrain_comm::{Group, Pending, UnequalCollective};
 use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 use hpctrain_nn::optim::{GroupRun, UpdateRule};
@@ -76,6 +78,8 @@ pub struct Sharded<B: Kernels> {
     policy: ShardingPolicy,
     /// The number of virtual ranks of the global batch.
     virtual_ranks: usize,
+    /// The blocks of virtual ranks of all ranks, if gradients are reduced in blocks.
+    blocks: Option<BlockReduction>,
     /// The virtual tensor-parallel ranks of every unit.
     slices: TensorShards,
     /// The update rule; none if nothing is trained.
@@ -145,15 +149,24 @@ impl<B: Kernels> Sharded<B> {
             averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| HostUpdater::new(&backend, cpu)).transpose()?;
+        let parts = slices.held.len() * virtual_ranks;
+        let blocks_of_ranks = (keep.reduce_after == ReduceAfter::StepInBlocks).then(|| {
+            BlockReduction::new(
+                virtual_ranks,
+                groups.step.data.size() / shards,
+                shards,
+                groups.step.data.rank(),
+            )
+        });
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
         let network: Vec<UnitLayout> = blocks
             .iter()
             .map(|block| UnitLayout::sharded(block.name(), block.tensors(), virtual_ranks, slices))
             .collect();
+        let of_shard = |layout: &UnitLayout| layout.parts(share(parts, shard, shards), parts);
         let mut units = Vec::with_capacity(stage.units.len());
         for layout in &network[stage.units.clone()] {
-            let owned =
-                if storage.owns(groups.replica.rank()) { layout.part(shard, shards) } else { 0..0 };
+            let owned = if storage.owns(groups.replica.rank()) { of_shard(layout) } else { 0..0 };
             let full = initial(layout, seed);
             let updates = (host.as_ref(), updates.as_ref());
             let replica = || {
@@ -176,13 +189,15 @@ impl<B: Kernels> Sharded<B> {
                 tied_grads: None,
                 grads_from_tied: Vec::new(),
                 virtual_ranks: Tree::default(),
+                summed: 0,
+                blocks: Vec::new(),
                 reduction: None,
             });
         }
         let mut tied_replicas = Vec::with_capacity(stage.tied_replicas.len());
         for unit in &stage.tied_replicas {
             let layout = network[unit.unit].clone();
-            let range = layout.part(shard, shards);
+            let range = of_shard(&layout);
             let full = initial(&layout, seed);
             let mut tied =
                 TiedReplica::new(&backend, layout, unit.stage, range, keep.params, &full)?;
@@ -197,6 +212,7 @@ impl<B: Kernels> Sharded<B> {
             storage,
             policy: keep,
             virtual_ranks,
+            blocks: blocks_of_ranks,
             slices: slices.clone(),
             rule,
             average,
@@ -393,6 +409,17 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
+    /// Takes the turn of a block without computing it, so that this rank takes part in the
+    /// all-gathers of its parameters.
+    ///
+    /// # Errors
+    /// Returns an error if the all-gather fails.
+    pub fn skip_turn(&mut self, unit: usize) -> Result<()> {
+        self.params(unit)?;
+        self.release();
+        Ok(())
+    }
+
     /// Starts the all-gathers of the current turn and the prefetched ones, and waits for those of
     /// `visit`.
     fn fetch(&mut self, visit: BlockUse) -> Result<()> {
@@ -478,6 +505,7 @@ impl<B: Kernels> Sharded<B> {
             return;
         };
         let range = self.shard_of(unit);
+        let parts = self.parts();
         let Unit { layout, params, .. } = &mut self.units[unit];
         let [shard, replica] =
             [&self.groups.shard, &self.groups.replica].map(|group| group.with_label(&layout.name));
@@ -485,18 +513,22 @@ impl<B: Kernels> Sharded<B> {
             Storage::Ranks => Pending::ready(full),
             Storage::Central => replica.broadcast_range(full, range),
         };
-        *params = BufferState::InFlight(shard.all_gather_after(full, layout.padded));
+        *params = BufferState::InFlight(gather_shards(&shard, full, layout, parts));
     }
 
     fn all_gather(&mut self, slot: usize, full: B::Buf) {
-        let name = self.slot(slot).0.name.clone();
-        let group = self.groups.shard.with_label(&name);
-        *self.slot(slot).1 = BufferState::InFlight(group.all_gather(full));
+        let parts = self.parts();
+        let layout = self.slot(slot).0.clone();
+        let group = self.groups.shard.with_label(&layout.name);
+        let full = gather_shards(&group, Pending::ready(full), &layout, parts);
+        *self.slot(slot).1 = BufferState::InFlight(full);
     }
 
     /// Returns the range of a unit that this shard has, regardless of which replica owns it.
     fn shard_of(&self, unit: usize) -> Range<usize> {
-        self.units[unit].layout.part(self.groups.shard.rank(), self.groups.shard.size())
+        let (shard, shards) = (self.groups.shard.rank(), self.groups.shard.size());
+        let parts = self.parts();
+        self.units[unit].layout.parts(share(parts, shard, shards), parts)
     }
 
     /// Returns whether this rank owns ranges of its units.
@@ -514,4 +546,26 @@ impl<B: Kernels> Sharded<B> {
             .map(B::all)
             .ok_or_else(|| Error::internal("parameters were used before they were all-gathered"))
     }
+}
+
+/// Starts the all-gather of the shards of a unit of `parts` virtual shards, which they divide as equally as they
+/// can.
+fn gather_shards<B: Kernels>(
+    shards: &Group<B>,
+    full: Pending<B::Buf>,
+    layout: &UnitLayout,
+    parts: usize,
+) -> Pending<B::Buf> {
+    let count = shards.size();
+    if parts.is_multiple_of(count) {
+        return shards.all_gather_after(full, layout.padded);
+    }
+    let of_shard = |shard| layout.parts(share(parts, shard, count), parts);
+    let collective = UnequalCollective {
+        len: layout.padded,
+        parts: (0..count).map(of_shard).collect(),
+        terms: None,
+        all_gathers: Vec::from([(0..count).collect()]),
+    };
+    shards.unequal(full, collective)
 }

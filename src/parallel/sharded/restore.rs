@@ -12,7 +12,7 @@ use super::Sharded;
 use crate::fsdp_unit::BufferState;
 use crate::{Lifetime, Storage};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::layout::{TensorRange, UnitLayout};
+use hpctrain_base::layout::{TensorRange, UnitLayout, share};
 use hpctrain_comm::Group;
 use hpctrain_device::{Kernels, MemoryKind};
 
@@ -106,7 +106,13 @@ impl<B: Kernels> Sharded<B> {
     /// Returns this rank's share of every unit.
     fn share(&self) -> Share {
         let shard = [self.groups.shard.rank(), self.groups.shard.size()];
-        Share { shard, parts: self.virtual_shards(&self.groups.replica), of: self.parts() }
+        let replicas = self.groups.replica.size();
+        Share {
+            shard,
+            replicas,
+            parts: self.virtual_shards(&self.groups.replica),
+            of: self.parts(),
+        }
     }
 }
 
@@ -114,6 +120,8 @@ impl<B: Kernels> Sharded<B> {
 struct Share {
     /// The index of the shard, and the number of shards.
     shard: [usize; 2],
+    /// The number of replicas.
+    replicas: usize,
     /// The virtual shards; none on a rank that owns nothing.
     parts: Range<usize>,
     /// The number of all virtual shards.
@@ -123,14 +131,24 @@ struct Share {
 impl Share {
     /// Returns the range of a unit.
     fn range_of(&self, layout: &UnitLayout) -> Range<usize> {
-        let of_shard = layout.part(self.shard[0], self.shard[1]);
+        let [shard, shards] = self.shard;
         match self.parts.is_empty() {
-            true => of_shard.start..of_shard.start,
-            false => {
-                layout.part(self.parts.start, self.of).start
-                    ..layout.part(self.parts.end - 1, self.of).end
+            true => {
+                let start = layout.parts(share(self.of, shard, shards), self.of).start;
+                start..start
             }
+            false => layout.parts(self.parts.clone(), self.of),
         }
+    }
+
+    /// Returns the most elements of a unit that a rank reads.
+    fn longest(&self, layout: &UnitLayout, storage: Storage) -> usize {
+        let of_shard = self.of.div_ceil(self.shard[1]);
+        let of_rank = match storage {
+            Storage::Ranks => of_shard.div_ceil(self.replicas),
+            Storage::Central => of_shard,
+        };
+        layout.parts(0..of_rank, self.of).len()
     }
 }
 
@@ -163,10 +181,7 @@ impl Source<'_> {
         layout: &UnitLayout,
         exchange: &Exchange<'_, B>,
     ) -> Result<Vec<f32>> {
-        let longest = match exchange.storage {
-            Storage::Ranks => exchange.share.range_of(layout).len(),
-            Storage::Central => layout.part(exchange.share.shard[0], exchange.share.shard[1]).len(),
-        };
+        let longest = exchange.share.longest(layout, exchange.storage);
         self.values(layout, 0, 0..layout.padded, exchange, longest)
     }
 
@@ -182,7 +197,7 @@ impl Source<'_> {
         exchange: &Exchange<'_, B>,
     ) -> Result<Vec<f32>> {
         let longest = match exchange.storage {
-            Storage::Ranks => exchange.share.range_of(layout).len(),
+            Storage::Ranks => exchange.share.longest(layout, Storage::Ranks),
             // The range has only one owner.
             Storage::Central => 0,
         };

@@ -38,8 +38,7 @@ impl<B: Kernels> Sharded<B> {
         }
         let mut owned = Self::owned_on_host(self.host_units.as_deref_mut())?;
         for unit in &self.units {
-            let range = unit.layout.part(shards.start, total).start
-                ..unit.layout.part(shards.end - 1, total).end;
+            let range = unit.layout.parts(shards.clone(), total);
             let (params, state) = unit.owner.values(range.clone(), unit.params.get())?;
             owned.push(Owned { layout: &unit.layout, range, params, state });
         }

@@ -7,7 +7,7 @@ use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_comm::Operation;
 use hpctrain_config::ResolvedConfig;
 use hpctrain_nn::loans;
-use hpctrain_parallel::{Lifetime, Stage};
+use hpctrain_parallel::{Lifetime, ReduceAfter, Stage};
 
 /// Size of an f32 in bytes.
 const F32: usize = size_of::<f32>();
@@ -178,8 +178,13 @@ fn unit_times(
     let collective = |operation, span: GroupExtent, bytes: usize| {
         if span.ranks == 1 { 0.0 } else { rates.collective(operation, span, bytes) }
     };
-    let owned = padded / plan.mesh.shard;
-    let of_gradient = plan.sharding_policy().reduce_dtype.size();
+    let owned = plan.assignment().largest_shard(padded);
+    // Ranks with several blocks of virtual ranks send the sum of each.
+    let sums = match plan.reduce_after {
+        ReduceAfter::StepInBlocks => plan.assignment().blocks(0, 0).len(),
+        ReduceAfter::Step | ReduceAfter::MicroBatch => 1,
+    };
+    let of_gradient = sums * plan.sharding_policy().reduce_dtype.size();
     UnitTimes {
         forward: block.forward,
         backward: block.backward,
