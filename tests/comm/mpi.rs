@@ -34,7 +34,8 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
 
 /// Returns the sum of `len` elements over ranks of which the first has two terms, on every rank.
 fn one_term_more(ranks: usize, len: usize) -> UnequalCollective {
-    let mut terms: Vec<Vec<_>> = (0..ranks).map(|rank| Vec::from([rank..rank + 1])).collect();
+    let mut terms: Vec<Vec<_>> =
+        (0..ranks).map(|rank| std::iter::once(rank..rank + 1).collect()).collect();
     terms[0].push(ranks..ranks + 1);
     UnequalCollective {
         len,

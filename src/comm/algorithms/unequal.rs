@@ -235,13 +235,18 @@ mod tests {
         ]);
         assert_eq!(order.of_ranks, [[0, 3], [1, 4], [2, 5]]);
         assert_eq!(order.additions, [(0, 1), (3, 4), (2, 3), (0, 2), (0, 5)]);
-        let one = TermOrder::new(&[Vec::from([0..4]), Vec::from([4..8])]);
-        assert_eq!((one.terms_of(1), &one.additions[..]), (1, &[(0, 1)][..]));
+        let two = TermOrder::new(&[one(0..4), one(4..8)]);
+        assert_eq!((two.terms_of(1), &two.additions[..]), (1, &[(0, 1)][..]));
+    }
+
+    /// Returns the terms of a rank that has one.
+    fn one(term: Range<usize>) -> Vec<Range<usize>> {
+        std::iter::once(term).collect()
     }
 
     #[test]
     fn windows_have_every_part() {
-        let order = TermOrder::new(&[vec![0..2, 4..5], Vec::from([2..4])]);
+        let order = TermOrder::new(&[vec![0..2, 4..5], one(2..4)]);
         let whole = UnequalCollective {
             len: 10,
             parts: vec![0..7, 7..10],
