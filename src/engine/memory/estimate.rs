@@ -175,15 +175,19 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     host[MemoryKind::Data as usize] =
         cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
+    // Replicas divide a copy of parameters and state among themselves, except with central storage.
+    let copies =
+        if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
+    let of_tables =
+        tables.as_ref().map_or(0, |tables| (1 + states) * tables.padded / plan.mesh.shard);
+    let copy = (all / plan.mesh.shard + state + of_tables) / copies * F32;
     if plan.config.checkpoint.async_save {
-        // Replicas divide the copy of parameters and state among themselves, except with central
-        // storage.
-        let copies =
-            if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
-        let of_tables =
-            tables.as_ref().map_or(0, |tables| (1 + states) * tables.padded / plan.mesh.shard);
-        host[MemoryKind::Checkpoint as usize] =
-            (all / plan.mesh.shard + state + of_tables) / copies * F32;
+        host[MemoryKind::Checkpoint as usize] = copy;
+    }
+    let in_memory = &plan.config.memory_checkpoint;
+    if in_memory.every.is_on() {
+        // One more is written while the others are kept.
+        host[MemoryKind::MemoryCheckpoint as usize] = (in_memory.keep + 1) * copy;
     }
     // At the start, and when a checkpoint is written without async_save, one unit at a time is
     // copied to the host.

@@ -13,7 +13,8 @@ use hpctrain_comm::Group;
 use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{
-    Config, EmbeddingPlacement, Environment, ReduceChoice, ResolvedConfig, resolve,
+    Config, CopyInterval, EmbeddingPlacement, Environment, MemoryCheckpoint, ReduceChoice,
+    ResolvedConfig, resolve,
 };
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_parallel::{PipelineSchedule, Zero};
@@ -176,12 +177,35 @@ fn sizes(need: &Estimate) -> String {
     }
 }
 
+/// Describes the in-memory checkpoints with which a rank fits into `room`, if fewer or none help.
+fn fewer_copies(
+    plan: &ResolvedConfig,
+    need: impl Fn(&ResolvedConfig) -> Estimate,
+    room: &MemoryBudget,
+) -> Option<String> {
+    let MemoryCheckpoint { every, keep, .. } = plan.config.memory_checkpoint;
+    let with = |key: &str, every, keep| {
+        let mut plan = plan.clone();
+        (plan.config.memory_checkpoint.every, plan.config.memory_checkpoint.keep) = (every, keep);
+        let need = need(&plan);
+        room.holds(&need).then(|| format!("memory_checkpoint.{key} takes {} a rank", sizes(&need)))
+    };
+    if !every.is_on() {
+        return None;
+    }
+    let one = if keep > 1 { with("keep=1", every, 1) } else { None };
+    one.or_else(|| with("every=0", CopyInterval::Steps(0), 1))
+}
+
 /// Describes the smallest change of the configuration after which a rank fits into `room`.
 fn advice(
     plan: &ResolvedConfig,
     need: impl Fn(&ResolvedConfig) -> Estimate,
     room: &MemoryBudget,
 ) -> String {
+    if let Some(fewer) = fewer_copies(plan, &need, room) {
+        return fewer;
+    }
     let on_gpu = need(plan).gpu.is_some();
     let fitting = |ranks: usize| {
         let all =

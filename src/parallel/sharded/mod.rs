@@ -42,6 +42,7 @@ mod update;
 pub use gradients::{Reduced, ReducedStep};
 pub use histograms::{Histograms, whole as whole_histograms};
 pub use state::Owned;
+pub use update::UpdateObserver;
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Sharded;
+use crate::fsdp_unit::Unit;
 use crate::optimizer_shard::Values;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
@@ -38,11 +39,18 @@ impl<B: Kernels> Sharded<B> {
         }
         let mut owned = Self::owned_on_host(self.host_units.as_deref_mut())?;
         for unit in &self.units {
-            let range = unit.layout.part(shards.start, total).start
-                ..unit.layout.part(shards.end - 1, total).end;
-            let (params, state) = unit.owner.values(range.clone(), unit.params.get())?;
-            owned.push(Owned { layout: &unit.layout, range, params, state });
+            owned.push(unit.owned(&shards, total)?);
         }
         Ok(owned)
+    }
+}
+
+impl<B: Kernels> Unit<B> {
+    /// Returns the virtual shards `shards` of `total`, of which there is at least one.
+    pub(super) fn owned(&self, shards: &Range<usize>, total: usize) -> Result<Owned<'_, B>> {
+        let range = self.layout.part(shards.start, total).start
+            ..self.layout.part(shards.end - 1, total).end;
+        let (params, state) = self.owner.values(range.clone(), self.params.get())?;
+        Ok(Owned { layout: &self.layout, range, params, state })
     }
 }
