@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::statvfs;
 
 use super::node_directory::NodeDirectory;
+use super::partner::PartnerCopies;
 use super::slot::{BLOCK, Header, SlotPiece, SlotWriter};
 use crate::Progress;
 use hpctrain_base::error::{Error, Result};
@@ -37,6 +38,8 @@ pub struct MemoryJob {
     pub is_first_of_node: bool,
     /// The number of in-memory checkpoints that are kept.
     pub keep: usize,
+    /// The partner of every rank, if there are several nodes.
+    pub partners: Option<Vec<usize>>,
 }
 
 /// The in-memory checkpoints of a rank.
@@ -59,6 +62,8 @@ pub struct MemoryCheckpoints<B: Kernels> {
     committed: Option<u64>,
     /// Set once this rank could not write a copy.
     has_failed: bool,
+    /// The exchange with partners, if there are several nodes.
+    partner: Option<PartnerCopies<B>>,
     block: Vec<f32>,
     spent: Duration,
     copies: u32,
@@ -66,22 +71,29 @@ pub struct MemoryCheckpoints<B: Kernels> {
 
 impl<B: Kernels> MemoryCheckpoints<B> {
     /// Creates the directory and the first slot of this rank, and writes the outline. Collective
-    /// over `world`.
+    /// over `group`, which has all ranks and is used for nothing else.
     ///
     /// # Errors
     /// Returns an error, the same on all ranks, if the memory of a node does not suffice, or a file
     /// cannot be written.
     pub fn start(
         job: MemoryJob,
-        world: &Group<B>,
+        group: Group<B>,
         backend: &B,
         sharded: &mut Sharded<B>,
     ) -> Result<Self> {
-        let header = header(&job, world, sharded);
+        let header = header(&job, &group, sharded);
         let header = header.and_then(|header| check_room(&job, &header).map(|()| header));
         // No rank allocates before all have measured the free memory.
-        let header = world.all_ok(header)?;
-        world.all_ok(Self::create(job, header, backend))
+        let header = group.all_ok(header)?;
+        let partners = job.partners.clone();
+        let mut started = group.all_ok(Self::create(job, header, backend))?;
+        if let Some(partners) = partners {
+            let len = started.slots[0].elements();
+            let copies = PartnerCopies::new(group, backend, &started.path, &partners, len)?;
+            started.partner = Some(copies);
+        }
+        Ok(started)
     }
 
     fn create(job: MemoryJob, header: Header, backend: &B) -> Result<Self> {
@@ -101,6 +113,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             pending: None,
             committed: None,
             has_failed: false,
+            partner: None,
             block: vec![0.0; header.arrays.iter().copied().max().unwrap_or(0).min(BLOCK)],
             header,
             spent: Duration::ZERO,
@@ -110,9 +123,17 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         Ok(checkpoints)
     }
 
-    /// Returns the flag that the last copy of this rank is whole, if it is.
-    pub fn flags(&self) -> ControlFlags {
-        ControlFlags::MEMORY_CHECKPOINT.when(self.pending.is_some())
+    /// Returns the flag that the last copy of this rank is whole, here and on its partner's node, if
+    /// it is.
+    pub fn flags(&mut self) -> ControlFlags {
+        let begun = Instant::now();
+        let exchanged = self.partner.as_mut().map_or(Ok(true), PartnerCopies::is_done);
+        let is_done = exchanged.unwrap_or_else(|e| {
+            self.keep_error(Err(e));
+            false
+        });
+        self.spent += begun.elapsed();
+        ControlFlags::MEMORY_CHECKPOINT.when(self.pending.is_some() && is_done && !self.has_failed)
     }
 
     /// Receives the flags of all ranks.
@@ -135,12 +156,11 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             return false;
         }
         let ready = if self.next == self.slots.len() { self.add_slot() } else { Ok(()) };
-        let begun = Instant::now();
         let ready = ready.and_then(|()| self.slots[self.next].begin());
-        self.is_writing = true;
         self.keep_error(ready);
-        self.spent += begun.elapsed();
-        self.is_writing
+        // After an error the partners exchange slots all the same, since they do not know of it.
+        self.is_writing = true;
+        true
     }
 
     /// Copies the next part of the state. The order is that of [`Sharded::owned`].
@@ -159,7 +179,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
 
     fn copy_values(&mut self, values: &Values<'_, B>, len: usize) -> Result<()> {
         for first in (0..len).step_by(BLOCK) {
-            if !self.is_writing {
+            if self.has_failed {
                 return Ok(());
             }
             let range = first..len.min(first + BLOCK);
@@ -179,11 +199,16 @@ impl<B: Kernels> MemoryCheckpoints<B> {
     /// Completes the copy, which is that of the state after `progress`.
     pub fn finish(&mut self, progress: Progress) {
         let begun = Instant::now();
-        let finished = self.slots[self.next].finish(progress);
-        self.keep_error(finished);
-        if self.is_writing {
-            self.is_writing = false;
-            self.pending = Some(progress.step);
+        self.is_writing = false;
+        self.pending = Some(progress.step);
+        if !self.has_failed {
+            let finished = self.slots[self.next].finish(progress);
+            self.keep_error(finished);
+        }
+        if let Some(partner) = &mut self.partner {
+            let slot = self.slots.get(self.next).filter(|_| !self.has_failed);
+            let started = partner.start(self.next, slot);
+            self.keep_error(started);
         }
         self.spent += begun.elapsed();
         self.copies += 1;
@@ -198,9 +223,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             for owned in sharded.owned()? {
                 self.copy(&owned)?;
             }
-            if self.is_writing {
-                self.finish(progress);
-            }
+            self.finish(progress);
         }
         Ok(())
     }
@@ -245,7 +268,6 @@ impl<B: Kernels> MemoryCheckpoints<B> {
                 e.to_string().replace('\n', "; ")
             );
             self.has_failed = true;
-            self.is_writing = false;
         }
     }
 }
@@ -264,7 +286,7 @@ fn bytes(header: &Header) -> usize {
 /// Returns the header of the slots of this rank.
 fn header<B: Kernels>(
     job: &MemoryJob,
-    world: &Group<B>,
+    group: &Group<B>,
     sharded: &mut Sharded<B>,
 ) -> Result<Header> {
     let state = sharded.state_names().into_iter().map(String::from).collect();
@@ -292,8 +314,8 @@ fn header<B: Kernels>(
     Ok(Header {
         run: job.run.clone(),
         job: job.job.clone(),
-        rank: world.rank(),
-        ranks: world.size(),
+        rank: group.rank(),
+        ranks: group.size(),
         outline_crc32: crc32fast::hash(&job.outline),
         state,
         arrays,
@@ -315,7 +337,8 @@ fn check_room(job: &MemoryJob, header: &Header) -> Result<()> {
         .flat_map(|job_before| job.node.slots(job_before).unwrap_or_default())
         .filter_map(|slot| Some(slot.metadata().ok()?.len()))
         .sum();
-    let needed = (job.ranks_here * (job.keep + 1) * bytes(header)) as u64;
+    let copies = if job.partners.is_some() { 2 } else { 1 };
+    let needed = (job.ranks_here * (job.keep + 1) * copies * bytes(header)) as u64;
     if needed <= free + removed {
         return Ok(());
     }

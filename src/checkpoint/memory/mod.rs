@@ -7,9 +7,11 @@
 
 mod copies;
 mod node_directory;
+mod partner;
 mod restore;
 mod slot;
 
 pub use copies::{MemoryCheckpoints, MemoryJob};
 pub use node_directory::NodeDirectory;
+pub use partner::partners;
 pub use restore::{Candidate, NodeSlots, SlotSource, find};

@@ -6,6 +6,7 @@
 //!     outline.json        what all slots of the job share, as a manifest without tensors' pieces
 //!     rank-00003.own.0    slots of rank 3
 //!     rank-00003.own.1
+//!     rank-00003.of-00005.0  a copy of a slot of rank 5, which is on another node
 //! ```
 //!
 //! Every start of a run writes to a directory of its own, so it overwrites nothing that a restart

@@ -147,16 +147,8 @@ impl SlotWriter {
         let sections = Sections::new(u64::from(length), &header.arrays).ok_or_else(too_large)?;
         let mut first = [&MAGIC[..], &VERSION.to_le_bytes(), &length.to_le_bytes(), &json].concat();
         first.resize(sections.elements as usize, 0);
-        let written = own_files::update(path).and_then(|file| {
-            file.set_len(0)?;
-            match fallocate(&file, FallocateFlags::empty(), 0, sections.length()) {
-                // Some file systems cannot allocate ahead.
-                Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(sections.length())?,
-                allocated => allocated?,
-            }
-            file.write_all_at(&first, 0)?;
-            Ok(file)
-        });
+        let written = allocated(path, sections.length())
+            .and_then(|file| file.write_all_at(&first, 0).map(|()| file));
         let file = written.map_err(|e| {
             // The memory is needed elsewhere.
             let _ = std::fs::remove_file(path);
@@ -213,9 +205,83 @@ impl SlotWriter {
         self.write(&MARK, self.sections.mark())
     }
 
+    /// Returns the length of the file in units of four bytes, which is the size of an element.
+    pub fn elements(&self) -> usize {
+        // Every section is a multiple of that.
+        self.sections.length() as usize / size_of::<f32>()
+    }
+
+    /// Reads the file from its element `first` on, as bytes in the form of elements.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be read.
+    pub fn read(&self, first: usize, out: &mut [f32]) -> Result<()> {
+        let offset = (first * size_of::<f32>()) as u64;
+        self.file
+            .read_exact_at(bytemuck::cast_slice_mut(out), offset)
+            .map_err(|e| Error::unreadable("read", &self.path, &e))
+    }
+
     fn write(&self, bytes: &[u8], offset: u64) -> Result<()> {
         self.file.write_all_at(bytes, offset).map_err(|e| refused(&self.path, e))
     }
+}
+
+/// A copy of another rank's slot, as it is received.
+pub struct ForeignSlot {
+    path: PathBuf,
+    file: File,
+    length: u64,
+    offset: u64,
+}
+
+impl ForeignSlot {
+    /// Creates the copy of a slot of `len` elements at `path`, and allocates its memory.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn create(path: &Path, len: usize) -> Result<Self> {
+        let length = (len * size_of::<f32>()) as u64;
+        let file = allocated(path, length).map_err(|e| refused(path, e))?;
+        Ok(Self { path: path.to_path_buf(), file, length, offset: 0 })
+    }
+
+    /// Begins another step; the one before is lost.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn begin(&mut self) -> Result<()> {
+        self.offset = 0;
+        let mark = self.length - MARK.len() as u64;
+        self.file.write_all_at(&[0; MARK.len()], mark).map_err(|e| refused(&self.path, e))
+    }
+
+    /// Appends elements of the file. The mark is in the last ones.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn append(&mut self, elements: &[f32]) -> Result<()> {
+        let bytes: &[u8] = bytemuck::cast_slice(elements);
+        let (first, mark) = bytes.split_at(bytes.len().saturating_sub(MARK.len()));
+        let written = self
+            .file
+            .write_all_at(first, self.offset)
+            .and_then(|()| self.file.write_all_at(mark, self.offset + first.len() as u64));
+        self.offset += bytes.len() as u64;
+        written.map_err(|e| refused(&self.path, e))
+    }
+}
+
+/// Creates a file with allocated memory.
+fn allocated(path: &Path, length: u64) -> io::Result<File> {
+    let file = own_files::update(path)?;
+    file.set_len(0)?;
+    match fallocate(&file, FallocateFlags::empty(), 0, length) {
+        // Some file systems cannot allocate ahead.
+        Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(length)?,
+        allocated => allocated?,
+    }
+    Ok(file)
 }
 
 /// Returns the error for a slot that cannot be written.
@@ -455,6 +521,26 @@ mod tests {
         }
         assert_eq!(std::fs::metadata(&path).unwrap().len(), length);
         assert!(length > ALIGNMENT && length.is_multiple_of(4));
+    }
+
+    #[test]
+    fn a_copy_on_another_node_is_the_same_slot() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = SlotWriter::create(&dir.path().join("own"), &header()).unwrap();
+        write(&mut writer, &header(), 0.5);
+        let path = dir.path().join("copy");
+        let mut copy = ForeignSlot::create(&path, writer.elements()).unwrap();
+        for _ in 0..2 {
+            copy.begin().unwrap();
+            assert!(Slot::open(&path).is_err());
+            for first in (0..writer.elements()).step_by(1000) {
+                let mut elements = vec![0.0; 1000.min(writer.elements() - first)];
+                writer.read(first, &mut elements).unwrap();
+                copy.append(&elements).unwrap();
+            }
+            assert_eq!(Slot::open(&path).unwrap().header, header());
+        }
+        assert_eq!(std::fs::read(&path).unwrap(), std::fs::read(dir.path().join("own")).unwrap());
     }
 
     #[test]

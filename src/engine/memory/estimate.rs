@@ -31,6 +31,8 @@ pub struct BaselineMemory {
     pub resident: usize,
     /// Maximum bytes that data sets cache.
     pub cache: usize,
+    /// The number of nodes of the job.
+    pub nodes: usize,
 }
 
 impl BaselineMemory {
@@ -40,7 +42,8 @@ impl BaselineMemory {
         let messages_on_device =
             comm.device_transport().is_some_and(DeviceTransport::uses_device_memory);
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
-        Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
+        let nodes = comm.world().nodes();
+        Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache, nodes }
     }
 }
 
@@ -80,7 +83,7 @@ pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: BaselineMemory) -> Estimat
 /// pool, so its estimate is the peak over the moments of a step. On the host every category keeps
 /// its own peak.
 pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineMemory) -> Estimate {
-    let BaselineMemory { messages, messages_on_device, resident, cache } = held;
+    let BaselineMemory { messages, messages_on_device, resident, cache, nodes } = held;
     let size = plan.config.precision.dtype.size(B::ON_HOST);
     let slices = plan.tensor_shards(0);
     let mut blocks = plan.network.tensor_parallel_blocks::<B>(&slices);
@@ -186,8 +189,14 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     }
     let in_memory = &plan.config.memory_checkpoint;
     if in_memory.every.is_on() {
-        // One more is written while the others are kept.
-        host[MemoryKind::MemoryCheckpoint as usize] = (in_memory.keep + 1) * copy;
+        // One more is written while the others are kept. Partners on other nodes keep as many, and
+        // one is sent while another is received.
+        let slots = if nodes > 1 { 2 * (in_memory.keep + 1) } else { in_memory.keep + 1 };
+        host[MemoryKind::MemoryCheckpoint as usize] = slots * copy;
+        if nodes > 1 {
+            let carrier = if B::ON_HOST { &mut host } else { &mut device };
+            carrier[MemoryKind::MemoryCheckpoint as usize] += 2 * copy;
+        }
     }
     // At the start, and when a checkpoint is written without async_save, one unit at a time is
     // copied to the host.

@@ -452,7 +452,7 @@ mod tests {
     use hpctrain_device::MemoryKind;
 
     const NOTHING: BaselineMemory =
-        BaselineMemory { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
+        BaselineMemory { messages: 0, messages_on_device: false, resident: 0, cache: 0, nodes: 1 };
 
     /// Returns the error with this memory per rank, on top of resident memory; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {

@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use super::prepare::{fresh_id, share};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_checkpoint::memory::{MemoryCheckpoints, MemoryJob, NodeDirectory, NodeSlots};
+use hpctrain_checkpoint::memory::{
+    MemoryCheckpoints, MemoryJob, NodeDirectory, NodeSlots, partners,
+};
 use hpctrain_checkpoint::run_dir::{Resume, RunDirectory};
 use hpctrain_checkpoint::{Progress, SaveContext};
-use hpctrain_comm::Group;
+use hpctrain_comm::{Comm, Group};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{CopyInterval, ResolvedConfig};
 use hpctrain_device::Kernels;
@@ -72,20 +74,22 @@ pub(super) fn node_slots<B: Kernels>(
 }
 
 impl<B: Kernels> InMemory<B> {
-    /// Begins to take in-memory checkpoints. Collective over `world`.
+    /// Begins to take in-memory checkpoints. Collective over the world of `comm`.
     ///
     /// # Errors
     /// Returns an error, the same on all ranks, if the memory of a node does not suffice.
     pub fn start(
         here: NodeSlots,
-        world: &Group<B>,
+        comm: &Comm<B>,
         plan: &ResolvedConfig,
+        topology: &Topology,
         job: &SaveContext,
         backend: &B,
         sharded: &mut Sharded<B>,
     ) -> Result<Self> {
         let [index, ranks_here] = here.share;
         let settings = &plan.config.memory_checkpoint;
+        let world = comm.world();
         // The time in it, and keys of single ranks, differ between ranks.
         let outline = world.all_ok(job.outline(sharded.layouts()))?;
         let outline = world.broadcast_bytes(outline).wait()?;
@@ -97,8 +101,10 @@ impl<B: Kernels> InMemory<B> {
             ranks_here,
             is_first_of_node: index == 0,
             keep: settings.keep,
+            partners: partners(&topology.hosts()),
         };
-        let checkpoints = MemoryCheckpoints::start(job, world, backend, sharded)?;
+        let group = comm.split(&vec![0; comm.size()])?.named("memory checkpoints");
+        let checkpoints = MemoryCheckpoints::start(job, group, backend, sharded)?;
         let (every, is_auto) = match settings.every {
             CopyInterval::Steps(steps) => (steps, false),
             CopyInterval::Auto => (1, true),
@@ -114,7 +120,7 @@ impl<B: Kernels> InMemory<B> {
     }
 
     /// Returns the flags of this rank.
-    pub fn flags(&self) -> ControlFlags {
+    pub fn flags(&mut self) -> ControlFlags {
         self.checkpoints.flags()
     }
 
@@ -207,7 +213,7 @@ pub(super) struct RunObserver<'a, B: Kernels> {
 
 impl<B: Kernels> RoundObserver<B> for RunObserver<'_, B> {
     fn flags(&mut self) -> ControlFlags {
-        let of_copies = self.in_memory.as_ref().map_or(ControlFlags::empty(), |one| one.flags());
+        let of_copies = self.in_memory.as_mut().map_or(ControlFlags::empty(), |one| one.flags());
         (self.flags)() | of_copies
     }
 

@@ -320,7 +320,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let in_memory = memory
             .map(|here| {
                 let Model { backend, sharded, .. } = &mut engine.model;
-                InMemory::start(here, &world, &plan, &job, backend, sharded)
+                InMemory::start(here, &comm, &plan, &topology, &job, backend, sharded)
             })
             .transpose()?;
         let asynchronous = plan.config.checkpoint.async_save;
