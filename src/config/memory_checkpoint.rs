@@ -56,17 +56,27 @@ impl CopyInterval {
     }
 }
 
+impl MemoryCheckpoint {
+    /// Returns the number of slots of a rank: those that are kept, one that is written, and one
+    /// that is being written to the disk.
+    pub fn slots(&self) -> usize {
+        self.keep + 1 + usize::from(self.disk_dir.is_some())
+    }
+}
+
 /// Checks the keys of `[memory_checkpoint]`.
 ///
 /// # Errors
 /// Returns an error if a key is out of range, or has no effect.
 pub fn check(config: &Config) -> Result<()> {
-    let MemoryCheckpoint { every, keep, dir } = &config.memory_checkpoint;
+    let MemoryCheckpoint { every, keep, dir, disk_dir, disk_every } = &config.memory_checkpoint;
     let default = MemoryCheckpoint::default();
     if !every.is_on() {
         let set = [
             ("keep", (*keep != default.keep).then(|| keep.to_string())),
             ("dir", (*dir != default.dir).then(|| dir.clone())),
+            ("disk_dir", disk_dir.clone()),
+            ("disk_every", (*disk_every != default.disk_every).then(|| disk_every.to_string())),
         ];
         return match set.into_iter().find_map(|(key, value)| Some((key, value?))) {
             None => Ok(()),
@@ -84,7 +94,22 @@ pub fn check(config: &Config) -> Result<()> {
     if !Path::new(dir).is_absolute() {
         return Err(out_of_range("memory_checkpoint.dir", dir, "an absolute path"));
     }
-    Ok(())
+    if *disk_every == 0 {
+        return Err(out_of_range("memory_checkpoint.disk_every", disk_every, "at least 1"));
+    }
+    match disk_dir {
+        Some(dir) if !Path::new(dir).is_absolute() => {
+            Err(out_of_range("memory_checkpoint.disk_dir", dir, "an absolute path"))
+        }
+        None if *disk_every != default.disk_every => Err(Error::input(format!(
+            "memory_checkpoint.disk_every = {disk_every} does nothing without \
+             memory_checkpoint.disk_dir"
+        ))
+        .hint(
+            "set memory_checkpoint.disk_dir to a directory on a local disk, or remove disk_every",
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// The largest value of `memory_checkpoint.keep`: each costs a copy of the state of a rank.
@@ -129,6 +154,14 @@ mod tests {
             (
                 &["memory_checkpoint.every=1", "memory_checkpoint.dir='shm'"],
                 "memory_checkpoint.dir must be an absolute path",
+            ),
+            (
+                &["memory_checkpoint.every=1", "memory_checkpoint.disk_every=7"],
+                "memory_checkpoint.disk_every = 7 does nothing without memory_checkpoint.disk_dir",
+            ),
+            (
+                &["memory_checkpoint.every=1", "memory_checkpoint.disk_dir='disk'"],
+                "memory_checkpoint.disk_dir must be an absolute path",
             ),
         ] {
             let error = checked(settings).unwrap_err();

@@ -9,8 +9,8 @@ use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{
-    CopyInterval, DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, LrByBatch, Partition, Size, Staleness,
-    Time,
+    CopyInterval, DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, LrByBatch, Partition,
+    Size, Staleness, Time,
 };
 use hpctrain_base::pattern::Pattern;
 use hpctrain_comm::{AlgorithmChoice, TransportChoice};
@@ -577,6 +577,11 @@ sections! {
         keep: usize = 1,
         /// Directory for them on each node, of a file system in memory.
         dir: String = "/dev/shm".into(),
+        /// Directory on a local disk of each node to which some of them are written, too, so that
+        /// they outlive a reboot. Default: none.
+        disk_dir: Option<String> = None,
+        /// Steps between those that are written to `disk_dir`.
+        disk_every: u64 = 100,
     }
 
     /// `[eval]`

@@ -19,6 +19,8 @@ bitflags! {
         const FAILED = 1 << 4;
         /// The rank's part of the newest in-memory checkpoint is whole.
         const MEMORY_CHECKPOINT = 1 << 5;
+        /// The rank has written its part of an in-memory checkpoint to the disk.
+        const ON_DISK = 1 << 6;
     }
 }
 

@@ -214,6 +214,25 @@ fn damaged_and_foreign_slots_are_named_and_passed_over() {
     }
 }
 
+/// The memory of the node is lost, as by a reboot.
+#[test]
+fn a_disk_outlives_the_memory_of_its_node() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path(), &[]);
+    let disk = root.path().join("disk");
+    let dir = format!("memory_checkpoint.disk_dir={}", disk.display());
+    let run = run(Mpirun(2), root.path(), "x", &[&dir, "memory_checkpoint.disk_every=5"]);
+    killed(&run, 20);
+    std::fs::remove_dir_all(root.path().join("shm")).unwrap();
+    std::fs::create_dir(root.path().join("shm")).unwrap();
+    let ended = finished(&run);
+    let (step, from) = &resumed(&ended.stdout)[0];
+    assert!(from.starts_with(disk.to_str().unwrap()) && *step >= 5, "{ended}");
+    println!("resumed at step {step} from {from}");
+    run.files().same_as(&reference, STEPS, "from the disk");
+    assert_eq!(disk.read_dir().unwrap().count(), 0, "a run that has ended has removed its slots");
+}
+
 /// A newer checkpoint file is preferred, and another run in the same directory takes no slots.
 #[test]
 fn slots_of_the_past_are_not_used() {

@@ -6,12 +6,14 @@
 //! then is a slot of an older step written again, so there is always a step of which every rank has
 //! a whole copy.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rustix::fs::statvfs;
 
+use super::disk::DiskCopies;
 use super::node_directory::NodeDirectory;
 use super::partner::PartnerCopies;
 use super::slot::{BLOCK, Header, SlotPiece, SlotWriter};
@@ -40,6 +42,16 @@ pub struct MemoryJob {
     pub keep: usize,
     /// The partner of every rank, if there are several nodes.
     pub partners: Option<Vec<usize>>,
+    /// The directory on a disk of this node, and the steps between copies there.
+    pub disk: Option<(NodeDirectory, u64)>,
+}
+
+impl MemoryJob {
+    /// Returns the number of slots of a rank: one is written while others are kept and one is
+    /// copied to the disk.
+    fn slots(&self) -> usize {
+        self.keep + 1 + usize::from(self.disk.is_some())
+    }
 }
 
 /// The in-memory checkpoints of a rank.
@@ -49,19 +61,25 @@ pub struct MemoryCheckpoints<B: Kernels> {
     path: PathBuf,
     header: Header,
     is_first_of_node: bool,
-    /// The slots so far, at most `most`.
+    /// The slots so far.
     slots: Vec<SlotWriter>,
-    most: usize,
-    /// The slot of the next copy.
-    next: usize,
+    /// The slots of the newest committed copies, oldest first, and how many are kept.
+    kept: VecDeque<usize>,
+    keep: usize,
+    /// The slot of the copy that is written or pending.
+    current: usize,
     /// Whether a copy is being written.
     is_writing: bool,
     /// The step of the last copy, until all ranks have reported that theirs is whole.
     pending: Option<u64>,
-    /// The step of the newest committed copy.
-    committed: Option<u64>,
+    /// Whether a copy was committed.
+    has_committed: bool,
     /// Set once this rank could not write a copy.
     has_failed: bool,
+    /// The copies on a disk, if there are some.
+    disk: Option<DiskCopies>,
+    /// Set once this rank could not write to the disk.
+    has_failed_on_disk: bool,
     /// The exchange with partners, if there are several nodes.
     partner: Option<PartnerCopies<B>>,
     block: Vec<f32>,
@@ -101,19 +119,27 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         if job.is_first_of_node {
             job.node.write_outline(&job.job, &job.outline)?;
         }
+        let place = (header.rank, job.is_first_of_node);
+        let disk = job
+            .disk
+            .map(|(node, every)| DiskCopies::new(node, &job.job, &job.outline, place, every))
+            .transpose()?;
         let mut checkpoints = Self {
             backend: backend.clone(),
             node: job.node,
             path,
             is_first_of_node: job.is_first_of_node,
             slots: Vec::new(),
-            most: job.keep + 1,
-            next: 0,
+            kept: VecDeque::new(),
+            keep: job.keep,
+            current: 0,
             is_writing: false,
             pending: None,
-            committed: None,
+            has_committed: false,
             has_failed: false,
+            has_failed_on_disk: false,
             partner: None,
+            disk,
             block: vec![0.0; header.arrays.iter().copied().max().unwrap_or(0).min(BLOCK)],
             header,
             spent: Duration::ZERO,
@@ -133,19 +159,43 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             false
         });
         self.spent += begun.elapsed();
-        ControlFlags::MEMORY_CHECKPOINT.when(self.pending.is_some() && is_done && !self.has_failed)
+        let written = self.disk.as_mut().map_or(Ok(false), DiskCopies::is_written);
+        let is_on_disk = written.unwrap_or_else(|e| {
+            log::warn!(
+                "rank {}: no more in-memory checkpoints are written to the disk: {}",
+                self.header.rank,
+                e.to_string().replace('\n', "; ")
+            );
+            // Without the flag of this rank the others begin no other copy there.
+            self.has_failed_on_disk = true;
+            false
+        });
+        let is_whole = self.pending.is_some() && is_done && !self.has_failed;
+        ControlFlags::MEMORY_CHECKPOINT.when(is_whole)
+            | ControlFlags::ON_DISK.when(is_on_disk && !self.has_failed_on_disk)
     }
 
     /// Receives the flags of all ranks.
     pub fn receive(&mut self, flags: &AllFlags) {
-        if let Some(step) = self.pending
-            && flags.all(ControlFlags::MEMORY_CHECKPOINT)
+        if let Some(disk) = &mut self.disk
+            && flags.all(ControlFlags::ON_DISK)
         {
-            self.pending = None;
-            self.next = (self.next + 1) % self.most;
-            if self.committed.replace(step).is_none() && self.is_first_of_node {
-                self.node.remove_others(&self.header.job);
-            }
+            disk.commit();
+        }
+        let Some(step) = self.pending else { return };
+        if !flags.all(ControlFlags::MEMORY_CHECKPOINT) {
+            return;
+        }
+        self.pending = None;
+        self.kept.push_back(self.current);
+        if self.kept.len() > self.keep {
+            self.kept.pop_front();
+        }
+        if !std::mem::replace(&mut self.has_committed, true) && self.is_first_of_node {
+            self.node.remove_others(&self.header.job);
+        }
+        if let (Some(disk), Some(slot)) = (&mut self.disk, self.slots.get(self.current)) {
+            disk.begin_if_due(step, self.current, slot.path());
         }
     }
 
@@ -155,8 +205,12 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         if self.pending.is_some() || self.has_failed {
             return false;
         }
-        let ready = if self.next == self.slots.len() { self.add_slot() } else { Ok(()) };
-        let ready = ready.and_then(|()| self.slots[self.next].begin());
+        let locked = self.disk.as_ref().and_then(DiskCopies::locked);
+        let is_free = |slot: &usize| !self.kept.contains(slot) && Some(*slot) != locked;
+        // There is always a free one among the first `MemoryJob::slots`.
+        self.current = (0..).find(is_free).unwrap_or(0);
+        let ready = if self.current == self.slots.len() { self.add_slot() } else { Ok(()) };
+        let ready = ready.and_then(|()| self.slots[self.current].begin());
         self.keep_error(ready);
         // After an error the partners exchange slots all the same, since they do not know of it.
         self.is_writing = true;
@@ -185,7 +239,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             let range = first..len.min(first + BLOCK);
             let block = &mut self.block[..range.len()];
             values.slice(range).read(block)?;
-            let written = self.slots[self.next].append(block);
+            let written = self.slots[self.current].append(block);
             self.keep_error(written);
         }
         Ok(())
@@ -202,12 +256,12 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         self.is_writing = false;
         self.pending = Some(progress.step);
         if !self.has_failed {
-            let finished = self.slots[self.next].finish(progress);
+            let finished = self.slots[self.current].finish(progress);
             self.keep_error(finished);
         }
         if let Some(partner) = &mut self.partner {
-            let slot = self.slots.get(self.next).filter(|_| !self.has_failed);
-            let started = partner.start(self.next, slot);
+            let slot = self.slots.get(self.current).filter(|_| !self.has_failed);
+            let started = partner.start(self.current, slot);
             self.keep_error(started);
         }
         self.spent += begun.elapsed();
@@ -233,16 +287,12 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         (std::mem::take(&mut self.spent), std::mem::take(&mut self.copies))
     }
 
-    /// Returns the step of the newest copy that is known to be whole on all ranks.
-    pub fn committed(&self) -> Option<u64> {
-        self.committed
-    }
-
     /// Removes all in-memory checkpoints of the run from this node. Called on every rank.
     pub fn remove(&mut self) {
         self.has_failed = true;
         if self.is_first_of_node {
             self.node.remove();
+            self.disk.iter().for_each(DiskCopies::remove);
         }
     }
 
@@ -338,7 +388,7 @@ fn check_room(job: &MemoryJob, header: &Header) -> Result<()> {
         .filter_map(|slot| Some(slot.metadata().ok()?.len()))
         .sum();
     let copies = if job.partners.is_some() { 2 } else { 1 };
-    let needed = (job.ranks_here * (job.keep + 1) * copies * bytes(header)) as u64;
+    let needed = (job.ranks_here * job.slots() * copies * bytes(header)) as u64;
     if needed <= free + removed {
         return Ok(());
     }

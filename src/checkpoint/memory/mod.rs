@@ -6,6 +6,7 @@
 //! name of the tensor and the range, and every rank reads a share.
 
 mod copies;
+mod disk;
 mod node_directory;
 mod partner;
 mod restore;

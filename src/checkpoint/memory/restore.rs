@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -27,8 +28,10 @@ const MESSAGE: usize = 16 << 20;
 /// The place of the in-memory checkpoints of a run on this node.
 #[derive(Debug, Clone)]
 pub struct NodeSlots {
-    /// The directory on this node.
+    /// The directory in the memory of this node.
     pub node: NodeDirectory,
+    /// The directory on a disk of this node.
+    pub disk: Option<NodeDirectory>,
     /// The id of the run.
     pub run: String,
     /// The name of the node.
@@ -47,8 +50,8 @@ struct Found {
     step: u64,
     updates: u64,
     position: u64,
-    /// The name of the file in the directory of the job.
-    file: String,
+    /// The path of the file on its node.
+    file: PathBuf,
 }
 
 /// An in-memory checkpoint that is whole: every rank of its job has a verified slot on some node.
@@ -59,8 +62,8 @@ pub struct Candidate {
     /// The progress of the run.
     pub progress: Progress,
     outline_crc32: u32,
-    /// For every rank of the job, the nodes with a slot of it and the names of the files.
-    slots: Vec<BTreeMap<String, String>>,
+    /// For every rank of the job, the nodes with a slot of it and the paths of the files.
+    slots: Vec<BTreeMap<String, PathBuf>>,
 }
 
 /// Finds the whole in-memory checkpoints of steps until `last` on rank 0, newest first. Logs slots
@@ -93,22 +96,34 @@ impl NodeSlots {
         }
         let Some(kept) = kept else { return self.node.remove() };
         self.node.remove_others(&kept.job);
-        let names: BTreeSet<&String> =
+        let files: BTreeSet<&PathBuf> =
             kept.slots.iter().filter_map(|places| places.get(&self.host)).collect();
         for slot in self.node.slots(&kept.job).unwrap_or_default() {
-            let name = slot.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            if !names.contains(&name) {
+            if !files.contains(&slot) {
                 // A slot that stays costs memory, but does no harm.
                 let _ = std::fs::remove_file(slot);
             }
         }
     }
 
+    /// Removes all slots on this node.
+    pub fn remove(&self) {
+        self.directories().for_each(NodeDirectory::remove);
+    }
+
+    /// Returns the directories on this node.
+    fn directories(&self) -> impl Iterator<Item = &NodeDirectory> {
+        std::iter::once(&self.node).chain(&self.disk)
+    }
+
     /// Verifies this rank's share of the slots on its node.
     fn found(&self) -> Result<Vec<Found>> {
         let mut all = Vec::new();
-        for job in self.node.jobs()? {
-            all.extend(self.node.slots(&job)?.into_iter().map(|slot| (job.clone(), slot)));
+        // Slots in memory come first, and are preferred.
+        for node in self.directories() {
+            for job in node.jobs()? {
+                all.extend(node.slots(&job)?.into_iter().map(|slot| (job.clone(), slot)));
+            }
         }
         let [first, step] = self.share;
         let mut found = Vec::new();
@@ -133,7 +148,7 @@ impl NodeSlots {
                 step,
                 updates,
                 position,
-                file: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+                file: path,
             });
         }
         Ok(found)
@@ -185,6 +200,14 @@ fn candidates(all: &[(String, Vec<Found>)]) -> (Vec<Candidate>, Vec<String>) {
 }
 
 impl Candidate {
+    /// Returns the directory of its slots on this node, for display; that in memory if there are
+    /// none.
+    pub fn place(&self, here: &NodeSlots) -> PathBuf {
+        let file = self.slots.iter().find_map(|places| places.get(&here.host));
+        let directory = file.and_then(|file| file.parent());
+        directory.map_or_else(|| here.node.path().join(&self.job), PathBuf::from)
+    }
+
     /// Returns the manifest of the checkpoint, without pieces, on all ranks; `None` if its outline
     /// is missing or malformed. Collective over `world`.
     ///
@@ -195,7 +218,7 @@ impl Candidate {
         world: &Group<B>,
         here: &NodeSlots,
     ) -> Result<Option<Manifest>> {
-        let mine = here.node.outline(&self.job, self.outline_crc32);
+        let mine = here.directories().find_map(|node| node.outline(&self.job, self.outline_crc32));
         let flags = world.gather_bytes(vec![u8::from(mine.is_some())]).wait()?;
         let Some(sender) = flags.iter().position(|flag| *flag == [1]) else { return Ok(None) };
         let mine = mine.filter(|_| sender == world.rank()).unwrap_or_default();
@@ -332,12 +355,11 @@ pub struct SlotSource {
 
 impl SlotSource {
     fn open(candidate: &Candidate, here: &NodeSlots) -> Result<Self> {
-        let directory = here.node.path().join(&candidate.job);
         let mut source =
             Self { slots: BTreeMap::new(), pieces: HashMap::new(), received: Vec::new() };
         for (owner, places) in candidate.slots.iter().enumerate() {
             let Some(file) = places.get(&here.host) else { continue };
-            let slot = Slot::open_header(&directory.join(file))?;
+            let slot = Slot::open_header(file)?;
             for (number, piece) in slot.header.pieces.iter().enumerate() {
                 let pieces = source.pieces.entry(piece.tensor.clone()).or_default();
                 pieces.push((owner, number));
@@ -495,7 +517,7 @@ mod tests {
             step,
             updates: step,
             position: 8 * step,
-            file: format!("rank-{rank:05}.own.{}", step % 2),
+            file: format!("rank-{rank:05}.own.{}", step % 2).into(),
         }
     }
 

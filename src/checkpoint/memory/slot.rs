@@ -205,6 +205,11 @@ impl SlotWriter {
         self.write(&MARK, self.sections.mark())
     }
 
+    /// Returns the path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Returns the length of the file in units of four bytes, which is the size of an element.
     pub fn elements(&self) -> usize {
         // Every section is a multiple of that.

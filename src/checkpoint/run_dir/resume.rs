@@ -294,7 +294,7 @@ impl<B: Kernels> Load<'_, B> {
         candidate: Candidate,
     ) -> Result<Option<(PathBuf, Manifest)>> {
         let _span = span(ActivityKind::Restore, None);
-        let path = here.node.path().join(&candidate.job);
+        let path = candidate.place(here);
         let step = candidate.progress.step;
         let root = self.world.rank() == 0;
         let passed_over = |why: &str| {

@@ -189,9 +189,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     }
     let in_memory = &plan.config.memory_checkpoint;
     if in_memory.every.is_on() {
-        // One more is written while the others are kept. Partners on other nodes keep as many, and
-        // one is sent while another is received.
-        let slots = if nodes > 1 { 2 * (in_memory.keep + 1) } else { in_memory.keep + 1 };
+        // Partners on other nodes keep as many, and one is sent while another is received.
+        let slots = in_memory.slots() * if nodes > 1 { 2 } else { 1 };
         host[MemoryKind::MemoryCheckpoint as usize] = slots * copy;
         if nodes > 1 {
             let carrier = if B::ON_HOST { &mut host } else { &mut device };

@@ -512,6 +512,27 @@ mod tests {
     }
 
     #[test]
+    fn fewer_in_memory_checkpoints_are_the_first_remedy() {
+        // Each takes as much as the copy of an asynchronous save, about 73 MiB.
+        let keep = ["batch.micro=1", "memory_checkpoint.every=1", "memory_checkpoint.keep=3"];
+        let error = refusal(1, &keep, 500);
+        assert!(error.contains("in-memory checkpoint ") && error.contains("run"), "{error}");
+        assert!(error.contains("hint: memory_checkpoint.keep=1 takes "), "{error}");
+        let error = refusal(1, &keep, 360);
+        assert!(error.contains("hint: memory_checkpoint.every=0 takes "), "{error}");
+        let error = refusal(1, &keep, 200);
+        assert!(error.contains("hint: checkpoint.async_save=false takes "), "{error}");
+        // Partners on other nodes keep as many.
+        let overrides = ["memory_checkpoint.every=1"].map(String::from);
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu: false };
+        let plan = resolve(config, &facts).unwrap();
+        let of = |nodes| worst::<Cpu>(&plan, BaselineMemory { nodes, ..NOTHING });
+        let [one, two] = [1, 2].map(|n| of(n).host[MemoryKind::MemoryCheckpoint as usize]);
+        assert_eq!([one, two], [2, 6].map(|n| n * of(1).host[MemoryKind::Checkpoint as usize]));
+    }
+
+    #[test]
     fn more_ranks_are_suggested_when_nothing_else_helps() {
         let error = refusal(2, &["batch.global=32"], 52);
         assert!(

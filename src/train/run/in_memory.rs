@@ -1,6 +1,6 @@
 //! The in-memory checkpoints of a run: their places, when they are taken, and their part in a step.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use super::prepare::{fresh_id, share};
@@ -66,11 +66,18 @@ pub(super) fn node_slots<B: Kernels>(
     let run = share(world, root.then(|| directory.memory_id(is_fresh, &fresh_id())))?;
     let host = topology.here().host.clone();
     let before = (0..world.rank()).filter(|rank| topology.host(*rank) == host).count();
-    let node = NodeDirectory::new(Path::new(&settings.dir), &PathBuf::from(path));
+    let node = |dir: &String| NodeDirectory::new(Path::new(dir), Path::new(&path));
+    let here = NodeSlots {
+        node: node(&settings.dir),
+        disk: settings.disk_dir.as_ref().map(node),
+        run,
+        host,
+        share: [before, topology.ranks_here()],
+    };
     if is_fresh && before == 0 {
-        node.remove();
+        here.remove();
     }
-    Ok(Some(NodeSlots { node, run, host, share: [before, topology.ranks_here()] }))
+    Ok(Some(here))
 }
 
 impl<B: Kernels> InMemory<B> {
@@ -102,6 +109,7 @@ impl<B: Kernels> InMemory<B> {
             is_first_of_node: index == 0,
             keep: settings.keep,
             partners: partners(&topology.hosts()),
+            disk: here.disk.map(|disk| (disk, settings.disk_every)),
         };
         let group = comm.split(&vec![0; comm.size()])?.named("memory checkpoints");
         let checkpoints = MemoryCheckpoints::start(job, group, backend, sharded)?;

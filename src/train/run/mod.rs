@@ -259,11 +259,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let mut flags = || {
             self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed)
         };
-        let observer = RunObserver {
-            plan: &self.plan,
-            flags: &mut flags,
-            in_memory: self.in_memory.as_mut(),
-        };
+        let observer =
+            RunObserver { plan: &self.plan, flags: &mut flags, in_memory: self.in_memory.as_mut() };
         self.engine.model.backend.profile().record(self.meters.profiles());
         let advanced = train_round(
             &self.plan,
