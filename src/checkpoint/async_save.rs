@@ -22,8 +22,9 @@ use super::manifest::{Origin, VERSION};
 use super::save_thread::{SaveTask, SaveThread};
 use super::shard::ShardFile;
 use super::snapshot::{Snapshot, write_through};
-use super::{Checkpoints, Manifest, Progress, Retention, refused};
+use super::{Checkpoints, Manifest, Progress, Retention, TensorEntry, refused};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::own_files;
 use hpctrain_comm::Group;
 use hpctrain_config::{Config, WhenBusy};
@@ -310,7 +311,16 @@ impl SaveContext {
             .map(|bytes| serde_json::from_slice(bytes))
             .collect::<Result<_, _>>()
             .map_err(|e| Error::internal(e.to_string()))?;
-        let mut manifest = Manifest {
+        let mut manifest = self.manifest(progress);
+        manifest.add_files(written)?;
+        manifest.write(staging)?;
+        self.records.iter().try_for_each(|path| sync(path))?;
+        self.checkpoints.publish(progress.step, staging).map(drop)
+    }
+
+    /// Returns the manifest of a step, without tensors.
+    fn manifest(&self, progress: Progress) -> Manifest {
+        Manifest {
             version: VERSION,
             id: format!("{}-{}", self.id, progress.step),
             step: progress.step,
@@ -329,11 +339,21 @@ impl SaveContext {
             state: self.state.iter().map(|name| name.to_string()).collect(),
             files: Default::default(),
             tensors: Default::default(),
-        };
-        manifest.add_files(written)?;
-        manifest.write(staging)?;
-        self.records.iter().try_for_each(|path| sync(path))?;
-        self.checkpoints.publish(progress.step, staging).map(drop)
+        }
+    }
+
+    /// Returns what all in-memory checkpoints of the job share, as the text of a manifest without
+    /// pieces, for a network of units with these layouts.
+    ///
+    /// # Errors
+    /// Returns an error if it cannot be encoded.
+    pub fn outline(&self, layouts: &[UnitLayout]) -> Result<Vec<u8>> {
+        let mut manifest = self.manifest(Progress::default());
+        for tensor in layouts.iter().flat_map(|layout| &layout.tensors) {
+            let entry = TensorEntry { shape: tensor.shape.clone(), pieces: vec![] };
+            manifest.tensors.insert(tensor.name.clone(), entry);
+        }
+        serde_json::to_vec(&manifest).map_err(|e| Error::internal(format!("manifest: {e}")))
     }
 
     /// Removes the checkpoints that retention does not keep; `sdc_checked` is the step at which an

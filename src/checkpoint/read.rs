@@ -11,6 +11,7 @@ use ndarray::ArrayD;
 
 use super::excerpt::{self, Excerpt, Index, outline};
 use super::manifest::{BLOCK, FileEntry};
+use super::piece_source::PieceSource;
 use super::shard::rest_crc32;
 use super::{Manifest, PARAMS, ShardSlice, suspect};
 use hpctrain_base::error::{Error, Kind, Result};
@@ -331,25 +332,38 @@ impl Reader {
     }
 }
 
+impl PieceSource for Reader {
+    fn read(
+        &mut self,
+        tensor: &str,
+        part: usize,
+        columns: Option<&Range<usize>>,
+        range: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        Self::read(self, tensor, part, columns, range, out)
+    }
+}
+
 /// Elements of some columns of a matrix.
-struct Slice<'a> {
+pub(crate) struct Slice<'a> {
     /// The columns; there is at least one.
-    columns: &'a Range<usize>,
+    pub columns: &'a Range<usize>,
     /// The elements, numbered row-major in the matrix of these columns.
-    range: Range<usize>,
+    pub range: Range<usize>,
 }
 
 /// Columns that make any number of elements a single row.
-const ONE_ROW: Range<usize> = 0..usize::MAX;
+pub(crate) const ONE_ROW: Range<usize> = 0..usize::MAX;
 
 /// Consecutive elements that two slices have in common.
-struct Run {
+pub(crate) struct Run {
     /// Offset of the first element in the range of this slice.
-    here: usize,
+    pub here: usize,
     /// Offset of the first element in the range of the other slice.
-    there: usize,
+    pub there: usize,
     /// The number of elements.
-    len: usize,
+    pub len: usize,
 }
 
 impl Slice<'_> {
@@ -368,7 +382,7 @@ impl Slice<'_> {
 
     /// Returns the elements that it has in common with another slice of the same matrix, row by
     /// row.
-    fn common(&self, other: &Self) -> impl Iterator<Item = Run> {
+    pub fn common(&self, other: &Self) -> impl Iterator<Item = Run> {
         let [here, there] = [self.rows(), other.rows()];
         (here.start.max(there.start)..here.end.min(there.end)).filter_map(move |row| {
             let [here, there] = [self.in_row(row), other.in_row(row)];

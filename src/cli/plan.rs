@@ -140,8 +140,13 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = |per_node: usize| config.run.threads.unwrap_or((cores / per_node).max(1));
     let resident = memory::resident().0;
-    let held =
-        |messages_on_device| BaselineMemory { messages: 0, messages_on_device, resident, cache: 0 };
+    let held = |messages_on_device| BaselineMemory {
+        messages: 0,
+        messages_on_device,
+        resident,
+        cache: 0,
+        nodes: 1,
+    };
     let given = args.nodes.map(|nodes| ranks_per_node(ranks, nodes as usize)).transpose()?;
     let (machine, per_node, held) = match &args.machine {
         Some(machine) => {

@@ -28,6 +28,7 @@ pub(super) fn keys(section: &str) -> Option<&'static [Key]> {
         "precision" => Precision::KEYS,
         "device" => Device::KEYS,
         "checkpoint" => Checkpoint::KEYS,
+        "memory_checkpoint" => MemoryCheckpoint::KEYS,
         "eval" => Eval::KEYS,
         "comm" => Comm::KEYS,
         "log" => Log::KEYS,

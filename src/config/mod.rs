@@ -18,6 +18,7 @@ mod layout;
 mod load;
 mod local_launcher;
 mod lr_by_batch;
+mod memory_checkpoint;
 mod network;
 mod paths;
 mod range;
@@ -42,6 +43,7 @@ pub use load::{
     DEFAULT_PRESET, PRESETS, Sources, deserialize_json, given_keys, load, overlay, written,
 };
 pub use lr_by_batch::LrByBatch;
+pub use memory_checkpoint::CopyInterval;
 pub use network::{network, sample_spec};
 pub use resolve::{Environment, ResolvedConfig, resolve};
 pub use schema::*;

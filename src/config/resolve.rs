@@ -8,6 +8,7 @@ use super::host_embedding::with_embedding_placement;
 use super::layout::{
     batch, local_sgd, loss_chunk_tokens, mesh, stages, virtual_ranks, virtual_tensor_ranks,
 };
+use super::memory_checkpoint;
 use super::network::{loss, network};
 use super::range::out_of_range;
 use super::{
@@ -521,6 +522,7 @@ fn check_ranges(config: &Config) -> Result<()> {
         }
     }
     config.device.memory.check()?;
+    memory_checkpoint::check(config)?;
     if data.order == DataOrder::Files && !data.mix.is_empty() {
         return Err(Error::input("data.order = files is not supported with data.mix")
             .hint("leave one of them out"));

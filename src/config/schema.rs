@@ -9,8 +9,8 @@ use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{
-    DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, LrByBatch, Partition, Size, Staleness,
-    Time,
+    CopyInterval, DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, LrByBatch, Partition,
+    Size, Staleness, Time,
 };
 use hpctrain_base::pattern::Pattern;
 use hpctrain_comm::{AlgorithmChoice, TransportChoice};
@@ -108,6 +108,8 @@ sections! {
         device: Device = Device::default(),
         /// Checkpoints: how often they are saved, and which are kept.
         checkpoint: Checkpoint = Checkpoint::default(),
+        /// In-memory checkpoints: copies of the state in the memory of the nodes.
+        memory_checkpoint: MemoryCheckpoint = MemoryCheckpoint::default(),
         /// Evaluation.
         eval: Eval = Eval::default(),
         /// Communication between ranks.
@@ -563,6 +565,24 @@ sections! {
         /// Seconds since the last good checkpoint for which a run continues and retries although
         /// files cannot be written; 0 ends the run at once.
         io_retry_seconds: u64 = 1800,
+    }
+
+    /// `[memory_checkpoint]`
+    MemoryCheckpoint {
+        /// Steps between in-memory checkpoints, from which `--resume auto` continues a job that was
+        /// killed: 0 takes none, `auto` the smallest number for which they cost at most 1 % of the
+        /// time.
+        every: CopyInterval = CopyInterval::Steps(0),
+        /// Number of newest in-memory checkpoints that are kept. While one is written there is one
+        /// more.
+        keep: usize = 1,
+        /// Directory for them on each node, of a file system in memory.
+        dir: String = "/dev/shm".into(),
+        /// Directory on a local disk of each node to which some of them are written, too, so that
+        /// they outlive a reboot. Default: none.
+        disk_dir: Option<String> = None,
+        /// Steps between those that are written to `disk_dir`.
+        disk_every: u64 = 100,
     }
 
     /// `[eval]`

@@ -21,13 +21,15 @@ pub enum MemoryKind {
     Data,
     /// The snapshot that a checkpoint is written from.
     Checkpoint,
+    /// In-memory checkpoints, on the host.
+    MemoryCheckpoint,
     /// Workspace of a device's libraries, and weights that a CPU packs into panels.
     Workspace,
 }
 
 impl MemoryKind {
     /// Every category, in the order in which it is printed.
-    pub const ALL: [MemoryKind; 9] = [
+    pub const ALL: [MemoryKind; 10] = [
         MemoryKind::Parameters,
         MemoryKind::Gradients,
         MemoryKind::Optimizer,
@@ -36,6 +38,7 @@ impl MemoryKind {
         MemoryKind::Communication,
         MemoryKind::Data,
         MemoryKind::Checkpoint,
+        MemoryKind::MemoryCheckpoint,
         MemoryKind::Workspace,
     ];
 
@@ -50,6 +53,7 @@ impl MemoryKind {
             MemoryKind::Communication => "communication",
             MemoryKind::Data => "data",
             MemoryKind::Checkpoint => "checkpoint",
+            MemoryKind::MemoryCheckpoint => "in-memory checkpoint",
             MemoryKind::Workspace => "workspace",
         }
     }

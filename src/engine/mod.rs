@@ -71,4 +71,4 @@ pub use splits::{Splits, check_source};
 pub use synthetic_trainer::SyntheticTrainer;
 pub use threads::on_threads;
 pub use train_round::clip;
-pub use train_round::{Round, StepResult, train_round};
+pub use train_round::{Round, RoundObserver, StepResult, train_round};

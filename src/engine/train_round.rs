@@ -11,7 +11,7 @@ use hpctrain_device::Kernels;
 use hpctrain_nn::MicroBatch;
 use hpctrain_parallel::Progress;
 use hpctrain_parallel::{
-    AllFlags, ControlFlags, Hyper, LocalSgd, ReducedStep, ReplicaStep, RoundSummary, mean,
+    AllFlags, ControlFlags, Hyper, LocalSgd, Owned, ReducedStep, ReplicaStep, RoundSummary, mean,
     steps_of_replicas,
 };
 
@@ -50,9 +50,35 @@ impl StepResult {
     }
 }
 
+/// A part in a round for its caller. A function that returns this rank's flags does nothing else.
+pub trait RoundObserver<B: Kernels> {
+    /// Returns this rank's requests. Called once, at the end of the round.
+    fn flags(&mut self) -> ControlFlags;
+
+    /// Returns true if [`RoundObserver::updated`] is called for the update that finishes step
+    /// `step`, which all ranks take together. `flags` are those of all ranks.
+    fn observes(&mut self, _step: u64, _flags: &AllFlags) -> bool {
+        false
+    }
+
+    /// Receives a part of a unit that this rank saves, after its update.
+    ///
+    /// # Errors
+    /// Returns an error if the round cannot go on.
+    fn updated(&mut self, _owned: Owned<'_, B>) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl<B: Kernels, F: FnMut() -> ControlFlags> RoundObserver<B> for F {
+    fn flags(&mut self) -> ControlFlags {
+        self()
+    }
+}
+
 /// Takes the next round: for each step the gradients of all micro-batches, then the clipped update,
 /// which is skipped if loss or gradient is not finite. `next` returns micro-batches in order.
-/// `flags` is called once at the end of the round, for this rank's requests.
+/// `observer` returns this rank's requests at the end of the round.
 ///
 /// # Errors
 /// Returns an error if the data, the device, or a message between ranks fails.
@@ -61,14 +87,12 @@ pub fn train_round<B: Kernels>(
     engine: &mut Engine<B>,
     mut next: impl FnMut() -> Result<MicroBatch<B>>,
     progress: &mut Progress,
-    flags: impl FnOnce() -> ControlFlags,
+    mut observer: impl RoundObserver<B>,
 ) -> Result<Round> {
-    let mut flags = Some(flags);
-    let mut flags = || flags.take().map_or_else(ControlFlags::empty, |flags| flags());
     let round = match plan.local_sgd {
-        None => sync_step(plan, engine, &mut next, progress, &mut flags)?,
+        None => sync_step(plan, engine, &mut next, progress, &mut observer)?,
         Some(averaging) => {
-            local_sgd_round(plan, averaging, engine, &mut next, progress, &mut flags)?
+            local_sgd_round(plan, averaging, engine, &mut next, progress, &mut observer)?
         }
     };
     progress.step += round.steps.len() as u64;
@@ -82,12 +106,12 @@ fn sync_step<B: Kernels>(
     engine: &mut Engine<B>,
     next: &mut dyn FnMut() -> Result<MicroBatch<B>>,
     progress: &mut Progress,
-    flags: &mut dyn FnMut() -> ControlFlags,
+    observer: &mut dyn RoundObserver<B>,
 ) -> Result<Round> {
     let step = progress.step;
-    let reduced = engine.gradients(step, next, flags)?;
+    let reduced = engine.gradients(step, next, || observer.flags())?;
     let Update { loss, skipped, took: update_time } =
-        update(plan, engine, &reduced, step, &mut progress.updates)?;
+        update(plan, engine, &reduced, step, &mut progress.updates, Some(observer))?;
     let ReducedStep { norm, compute, flags, .. } = reduced;
     let lr = plan.schedule.rate(step);
     let skips = usize::from(skipped);
@@ -101,7 +125,7 @@ fn local_sgd_round<B: Kernels>(
     engine: &mut Engine<B>,
     next: &mut dyn FnMut() -> Result<MicroBatch<B>>,
     progress: &mut Progress,
-    flags: &mut dyn FnMut() -> ControlFlags,
+    observer: &mut dyn RoundObserver<B>,
 ) -> Result<Round> {
     let steps = progress.step..plan.round_end(progress.step);
     let here = engine.model.sharded.replicas_here();
@@ -116,7 +140,7 @@ fn local_sgd_round<B: Kernels>(
         for replica in 0..here {
             let reduced = engine.gradients(step, &mut *next, ControlFlags::empty)?;
             let Update { loss, skipped, took } =
-                update(plan, engine, &reduced, step, &mut updates[replica])?;
+                update(plan, engine, &reduced, step, &mut updates[replica], None)?;
             taken[replica].push(ReplicaStep { loss, norm: reduced.norm, skipped });
             seconds += reduced.compute[engine.model.sharded.step_rank()];
             time += took;
@@ -134,7 +158,7 @@ fn local_sgd_round<B: Kernels>(
         begun.elapsed().saturating_sub(waited);
 
     let mine = RoundSummary {
-        flags: flags(),
+        flags: observer.flags(),
         compute,
         first_replica: sharded.first_replica(),
         replicas: taken,
@@ -179,6 +203,7 @@ fn update<B: Kernels>(
     reduced: &ReducedStep,
     step: u64,
     updates: &mut u64,
+    mut observer: Option<&mut dyn RoundObserver<B>>,
 ) -> Result<Update> {
     let loss = reduced.loss / (plan.tokens_per_replica() as f64);
     // Loss and norm are the same on all ranks that update the replica, so they all skip.
@@ -191,12 +216,21 @@ fn update<B: Kernels>(
     } else {
         *updates += 1;
         let optimizer = &plan.config.optimizer;
-        engine.model.sharded.update(Hyper {
+        let hyper = Hyper {
             lr: plan.schedule.rate(step) as f32,
             weight_decay: optimizer.weight_decay,
             step: *updates,
             grad_scale: clip(optimizer.grad_clip, reduced.norm) as f32,
-        })?;
+        };
+        let sharded = &mut engine.model.sharded;
+        let is_observed =
+            observer.as_mut().is_some_and(|observer| observer.observes(step + 1, &reduced.flags));
+        match observer.filter(|_| is_observed) {
+            Some(observer) => {
+                sharded.update_observed(hyper, Some(&mut |owned| observer.updated(owned)))?;
+            }
+            None => sharded.update(hyper)?,
+        }
     }
     Ok(Update { loss, skipped, took: start.elapsed() })
 }

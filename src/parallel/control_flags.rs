@@ -17,6 +17,10 @@ bitflags! {
         const STOP = 1 << 3;
         /// A hook of the rank failed.
         const FAILED = 1 << 4;
+        /// The rank's part of the newest in-memory checkpoint is whole.
+        const MEMORY_CHECKPOINT = 1 << 5;
+        /// The rank has written its part of an in-memory checkpoint to the disk.
+        const ON_DISK = 1 << 6;
     }
 }
 

@@ -48,7 +48,19 @@ pub enum Values<'a, B: Kernels> {
     Host(&'a Cpu, &'a [f32]),
 }
 
-impl<B: Kernels> Values<'_, B> {
+impl<'a, B: Kernels> Values<'a, B> {
+    /// Returns the values in `range`.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> Values<'a, B> {
+        match *self {
+            Values::Device(backend, view) => {
+                let (until, _) = B::split_at(view, range.end);
+                Values::Device(backend, B::split_at(until, range.start).1)
+            }
+            Values::Host(cpu, values) => Values::Host(cpu, &values[range]),
+        }
+    }
+
     /// Copies the values to `to`, which has their length.
     ///
     /// # Errors

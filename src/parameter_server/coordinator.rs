@@ -549,6 +549,7 @@ impl<'h> CoordinatorRun<'h> {
             take,
             data: self.data.clone(),
             allow_changed_data: self.options.run.allow_changed_data,
+            memory: None,
         };
         let progress = match take {
             RestoreScope::Everything => manifest.progress(),

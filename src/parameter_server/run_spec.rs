@@ -360,6 +360,7 @@ fn check(config: &Config) -> Result<()> {
         ("offload.params", config.offload.params),
         ("offload.activations", config.offload.activations),
         ("log.histograms", config.log.histograms > 0),
+        ("memory_checkpoint.every", config.memory_checkpoint.every.is_on()),
         ("data.order = files", config.data.order == hpctrain_config::DataOrder::Files),
         (
             "comm.dtype = bf16 (their messages have parameter_server.message_dtype)",

@@ -2,7 +2,8 @@
 //!
 //! A job that saved and asks to be resumed, that crashed, or whose file system failed is restarted
 //! with `--resume auto`; a job with invalid input is not. Starts that save no new checkpoint count
-//! against a budget, so that a job which always fails ends.
+//! against a budget, so that a job which always fails ends; with in-memory checkpoints those that
+//! take no new step.
 //!
 //! With a list of hosts, each start uses the hosts that answer, and as many ranks as the layout
 //! allows on them (elastic restart).
@@ -69,7 +70,7 @@ fn starts(request: &SuperviseOptions, place: &Path) -> Result<i32> {
     let mut pause = FIRST_PAUSE;
     let mut outage = false;
     loop {
-        let before = records.checkpoint(run.as_deref());
+        let before = records.reached(run.as_deref());
         let mut command = resuming(&request.command, run.as_deref());
         let allocation = request.hosts.as_ref().map(Hosts::allocate).transpose();
         if let Ok(Some(allocation)) = &allocation {
@@ -93,7 +94,7 @@ fn starts(request: &SuperviseOptions, place: &Path) -> Result<i32> {
             continue;
         }
         run = run_file::read_run_directory(place).or(run);
-        let gained = records.checkpoint(run.as_deref()) > before;
+        let gained = records.reached(run.as_deref()) > before;
         (starts_without_checkpoint, pause) =
             if gained { (0, FIRST_PAUSE) } else { (starts_without_checkpoint + 1, pause) };
         // After a failure of the file system the next start may fail with an input that cannot be

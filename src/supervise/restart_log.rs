@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::own_files;
 use crate::run_dir::RunDirectory;
 use crate::safe_open;
-use crate::telemetry::long_lines::{FromEnd, parse_record};
+use crate::telemetry::long_lines::{FromEnd, last_step, parse_record};
 use crate::telemetry::restarts::{self, Restart};
 use crate::telemetry::run_record::{Goodput, RunRecord};
 use crate::telemetry::unix_time;
@@ -31,6 +31,20 @@ impl RestartLog {
             .ok()?
             .into_iter()
             .next_back()
+    }
+
+    /// Returns the step that shows whether a start has gained anything: that of the run's newest
+    /// checkpoint or, if it takes in-memory checkpoints, from which the next start continues, that
+    /// of its last record.
+    pub fn reached(&self, run: Option<&Path>) -> Option<u64> {
+        let directory = RunDirectory::at(run?);
+        let in_memory = directory.takes_memory_checkpoints().unwrap_or(false);
+        let recorded = in_memory.then(|| last_step(&directory.metrics_path()));
+        let recorded = recorded.transpose().unwrap_or_else(|e| {
+            log::warn!("{}: {e}; counted as no progress", directory.metrics_path().display());
+            None
+        });
+        self.checkpoint(run).max(recorded)
     }
 
     /// Records a start that has ended as a line of `restarts.jsonl`.
@@ -128,6 +142,17 @@ fn steps_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
 mod tests {
     use super::*;
     use crate::telemetry::metrics::Step;
+
+    #[test]
+    fn recorded_steps_count_if_they_may_be_in_memory() {
+        let run = tempfile::tempdir().unwrap();
+        let records = RestartLog::default();
+        assert_eq!(records.reached(None), None);
+        std::fs::write(run.path().join("metrics.jsonl"), "{\"step\":7}\n{\"st").unwrap();
+        assert_eq!(records.reached(Some(run.path())), None);
+        std::fs::write(run.path().join("memory_checkpoint.id"), "id\n").unwrap();
+        assert_eq!(records.reached(Some(run.path())), Some(7));
+    }
 
     #[test]
     fn lost_steps_are_those_after_the_checkpoint() {

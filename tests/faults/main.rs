@@ -12,6 +12,7 @@ mod disks;
 mod evaluators;
 mod input;
 mod kills;
+mod memory_checkpoints;
 mod observer;
 mod sdc_checks;
 mod servers;

@@ -8,6 +8,7 @@
 
 mod cables;
 mod layouts;
+mod memory_checkpoints;
 mod roles;
 mod script;
 mod slurm;

@@ -181,9 +181,12 @@ impl RunDirectory {
         Ok(exists(&self.config_path())? || !self.checkpoints().steps()?.is_empty())
     }
 
-    /// Returns true if a run can be resumed here: it has saved, or records where it begins.
+    /// Returns true if a run can be resumed here: it has saved, may have in-memory checkpoints, or
+    /// records where it begins.
     fn can_be_resumed(&self) -> Result<bool> {
-        Ok(!self.checkpoints().steps()?.is_empty() || exists(&self.branch_path())?)
+        Ok(!self.checkpoints().steps()?.is_empty()
+            || self.takes_memory_checkpoints()?
+            || exists(&self.branch_path())?)
     }
 
     /// Returns the first difference of the run here from a resolved configuration; `None` if it is
@@ -223,6 +226,7 @@ impl RunDirectory {
             self.metrics_path(),
             self.collectives_path(),
             self.branch_path(),
+            self.memory_id_path(),
         ];
         files.extend([self.rank_times_path(), self.samples_path(), self.matmuls_path()]);
         let inside = |directory| {
@@ -408,6 +412,46 @@ impl RunDirectory {
         let text =
             serde_json::to_string(&branch).map_err(|e| Error::internal(format!("branch: {e}")))?;
         self.write_durably(&path, &(text + "\n"))
+    }
+
+    /// Returns the id by which in-memory checkpoints know their run; without one, or if `is_fresh`,
+    /// it becomes `fresh`.
+    ///
+    /// # Errors
+    /// Returns an error if the file of the id cannot be read or written.
+    pub fn memory_id(&self, is_fresh: bool, fresh: &str) -> Result<String> {
+        let path = self.memory_id_path();
+        match fs::read_to_string(&path) {
+            Ok(id) if !is_fresh && !id.trim().is_empty() => return Ok(id.trim().to_string()),
+            Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io("read", &path, e)),
+            _ => {}
+        }
+        self.write_durably(&path, &format!("{fresh}\n"))?;
+        Ok(fresh.to_string())
+    }
+
+    /// Returns true if the run takes in-memory checkpoints.
+    ///
+    /// # Errors
+    /// Returns an error if the directory cannot be read.
+    pub fn takes_memory_checkpoints(&self) -> Result<bool> {
+        exists(&self.memory_id_path())
+    }
+
+    /// Notes that the run takes no in-memory checkpoints.
+    ///
+    /// # Errors
+    /// Returns an error if the file of their id cannot be removed.
+    pub fn without_memory_checkpoints(&self) -> Result<()> {
+        let path = self.memory_id_path();
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != ErrorKind::NotFound => Err(Error::io("remove", &path, e)),
+            _ => Ok(()),
+        }
+    }
+
+    fn memory_id_path(&self) -> PathBuf {
+        self.path.join("memory_checkpoint.id")
     }
 
     /// Saves the choices of matmul algorithms, which the run uses again when it is resumed.
@@ -746,6 +790,25 @@ mod tests {
         fs::write(directory.metrics_path(), "{}").unwrap();
         directory.abandon();
         assert!(path.join("config.toml").exists());
+    }
+
+    #[test]
+    fn in_memory_checkpoints_know_their_run() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDirectory::at(root.path());
+        assert!(!directory.can_be_resumed().unwrap());
+        assert_eq!(directory.memory_id(false, "a").unwrap(), "a");
+        assert!(directory.can_be_resumed().unwrap());
+        // A resumed run keeps its id, another run in the same place has another one.
+        assert_eq!(directory.memory_id(false, "b").unwrap(), "a");
+        assert_eq!(directory.memory_id(true, "c").unwrap(), "c");
+        assert_eq!(directory.memory_id(false, "d").unwrap(), "c");
+        // A power loss may leave an empty file.
+        fs::write(directory.memory_id_path(), "").unwrap();
+        assert_eq!(directory.memory_id(false, "e").unwrap(), "e");
+        fs::remove_file(directory.memory_id_path()).unwrap();
+        fs::create_dir(directory.memory_id_path()).unwrap();
+        assert!(directory.memory_id(false, "f").is_err());
     }
 
     #[test]

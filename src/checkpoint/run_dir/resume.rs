@@ -12,11 +12,13 @@ use std::time::Duration;
 use super::branch::{Branch, RestoreScope};
 use super::config_diff::Changes;
 use super::directory::{Resume, RunDirectory};
+use crate::memory::{self, Candidate, NodeSlots};
 use crate::tools::resolve_path;
-use crate::{Manifest, Progress, Reader};
+use crate::{Manifest, PieceSource, Progress, Reader};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_comm::Group;
+use hpctrain_config::telemetry::long_lines::last_step;
 use hpctrain_config::{Config, DataOrder, Parallel, ResolvedConfig};
 use hpctrain_data::{DataChange, Fingerprint};
 use hpctrain_device::Kernels;
@@ -32,12 +34,14 @@ pub struct RestoreOptions {
     pub data: Option<Fingerprint>,
     /// Whether the run may resume with other data than it was trained on.
     pub allow_changed_data: bool,
+    /// The in-memory checkpoints of the run, if it takes some.
+    pub memory: Option<NodeSlots>,
 }
 
 impl RestoreOptions {
     /// Returns options that restore everything, for a run whose data is unknown.
     pub fn all() -> Self {
-        Self { take: RestoreScope::Everything, data: None, allow_changed_data: false }
+        Self { take: RestoreScope::Everything, data: None, allow_changed_data: false, memory: None }
     }
 }
 
@@ -48,6 +52,8 @@ pub struct Resumed {
     pub progress: Progress,
     /// The checkpoint; `None` if the run starts at step 0.
     pub from: Option<PathBuf>,
+    /// The in-memory checkpoint, if it is one.
+    pub memory: Option<Candidate>,
     /// All changes of the run to other data, now or earlier.
     pub data_changes: Vec<DataChange>,
 }
@@ -70,12 +76,13 @@ pub fn resume<B: Kernels>(
     taking: &RestoreOptions,
     conform: Conform<'_>,
 ) -> Result<Resumed> {
-    let start = Resumed { progress: Progress::default(), from: None, data_changes: vec![] };
-    let mut load = Load { world, sharded, take: taking.take, conform };
+    let start =
+        Resumed { progress: Progress::default(), from: None, memory: None, data_changes: vec![] };
+    let mut load = Load { world, sharded, take: taking.take, conform, memory: None };
     let (from, manifest) = match resume {
         Resume::No => return Ok(start),
         Resume::From(path) => load.named(path)?,
-        Resume::Auto => match (load.newest(directory)?, branch(world, directory)?) {
+        Resume::Auto => match (load.newest(directory, taking)?, branch(world, directory)?) {
             (Some(found), _) => found,
             // The run began at a checkpoint of another run and was killed before its first save.
             (None, Some(Branch { from, take })) => {
@@ -85,7 +92,7 @@ pub fn resume<B: Kernels>(
             (None, None) => return Ok(start),
         },
     };
-    let take = load.take;
+    let Load { take, memory, .. } = load;
     let data_changes = match take {
         RestoreScope::Everything | RestoreScope::NoOptimizer => {
             world.all_ok(data_changes(&from, &manifest, taking))?
@@ -122,7 +129,7 @@ pub fn resume<B: Kernels>(
         .hint("raise run.steps")),
     };
     world.all_ok(fits)?;
-    Ok(Resumed { progress, from: Some(from), data_changes })
+    Ok(Resumed { progress, from: Some(from), memory, data_changes })
 }
 
 /// Refuses to deal shards to another number of ranks in the middle of an epoch, of which samples
@@ -197,6 +204,8 @@ struct Load<'a, B: Kernels> {
     sharded: &'a mut Sharded<B>,
     take: RestoreScope,
     conform: Conform<'a>,
+    /// The in-memory checkpoint that was loaded.
+    memory: Option<Candidate>,
 }
 
 impl<B: Kernels> Load<'_, B> {
@@ -211,7 +220,18 @@ impl<B: Kernels> Load<'_, B> {
     /// Loads the newest intact checkpoint, and logs the skipped ones with the reasons. Returns
     /// `None` if there are no checkpoints. Only provably damaged checkpoints are skipped, since the
     /// run trains again from an older one and finally replaces the newer ones.
-    fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Manifest)>> {
+    fn newest(
+        &mut self,
+        directory: &RunDirectory,
+        taking: &RestoreOptions,
+    ) -> Result<Option<(PathBuf, Manifest)>> {
+        let memory = taking.memory.as_ref().filter(|_| self.take == RestoreScope::Everything);
+        let mut in_memory = match memory {
+            Some(here) => memory::find(self.world, here, self.last_recorded(directory)?)?,
+            None => vec![],
+        }
+        .into_iter()
+        .peekable();
         let checkpoints = directory.checkpoints();
         // One rank lists them, so that all try the same ones.
         let mine = self.world.all_ok(if self.world.rank() == 0 {
@@ -221,7 +241,17 @@ impl<B: Kernels> Load<'_, B> {
         })?;
         let steps = self.world.broadcast_numbers(&mine)?;
         let mut last = None;
-        for path in steps.iter().rev().map(|step| checkpoints.path(*step)) {
+        for step in steps.iter().rev().copied().map(Some).chain([None]) {
+            while let Some(candidate) =
+                in_memory.next_if(|one| step.is_none_or(|step| one.progress.step > step))
+                && let Some(here) = memory
+            {
+                if let Some(loaded) = self.load_memory(here, candidate)? {
+                    return Ok(Some(loaded));
+                }
+            }
+            let Some(step) = step else { break };
+            let path = checkpoints.path(step);
             match self.load(&path) {
                 Ok(manifest) => return Ok(Some((path, manifest))),
                 Err(e) if e.kind() != Kind::Damaged => return Err(e),
@@ -243,6 +273,80 @@ impl<B: Kernels> Load<'_, B> {
                 .at(format_args!("none of {} checkpoints is intact; the oldest", steps.len()))
                 .hint("start again under another run.name, or restore a copy")),
         }
+    }
+
+    /// Returns the last step that rank 0 has recorded. A job may be killed between the copy of a step
+    /// and its record, which would then be missing for ever.
+    fn last_recorded(&self, directory: &RunDirectory) -> Result<u64> {
+        let path = directory.metrics_path();
+        let mine = if self.world.rank() == 0 {
+            last_step(&path).map_err(|e| Error::io("read", &path, e))
+        } else {
+            Ok(0)
+        };
+        self.world.all_ok(mine)
+    }
+
+    /// Loads an in-memory checkpoint. Returns `None` if it does not fit, which is logged.
+    fn load_memory(
+        &mut self,
+        here: &NodeSlots,
+        candidate: Candidate,
+    ) -> Result<Option<(PathBuf, Manifest)>> {
+        let _span = span(ActivityKind::Restore, None);
+        let path = candidate.place(here);
+        let step = candidate.progress.step;
+        let root = self.world.rank() == 0;
+        let passed_over = |why: &str| {
+            if root {
+                log::warn!(
+                    "passing over the in-memory checkpoint of step {step} in {}: {why}",
+                    path.display()
+                );
+            }
+        };
+        let Some(manifest) = candidate.manifest(self.world, here)? else {
+            passed_over("its outline is missing");
+            return Ok(None);
+        };
+        let names = self.sharded.state_names();
+        let conforms = (self.conform)(&manifest);
+        let fits =
+            conforms.and_then(|()| manifest.check(&path, self.sharded.layouts(), Some(&names[..])));
+        if let Err(e) = self.world.all_ok(fits) {
+            passed_over(e.message());
+            return Ok(None);
+        }
+        let wanted = self.sharded.restored();
+        let opened = candidate.open(self.world, here, &wanted, 1 + names.len());
+        let mut source = match opened {
+            Err(e) if e.is_shared() || self.world.size() == 1 => {
+                passed_over(e.message());
+                return Ok(None);
+            }
+            opened => opened?,
+        };
+        let restored = self.restore(&mut source, &names, 0);
+        if let Err(e) = self.world.all_ok(restored) {
+            passed_over(e.message());
+            return Ok(None);
+        }
+        self.memory = Some(candidate);
+        Ok(Some((path, manifest)))
+    }
+
+    /// Restores from a source whose parameters of another run are part `used`.
+    fn restore(&mut self, source: &mut dyn PieceSource, names: &[&str], used: usize) -> Result<()> {
+        let take = self.take;
+        self.sharded.restore(|tensor, part, columns, range, out| match (part, take) {
+            (_, RestoreScope::Everything) => source.read(tensor, part, columns, range, out),
+            // A new average starts from the parameters.
+            (part, _) if part == 0 || names[part - 1] == EMA => {
+                source.read(tensor, used, columns, range, out)
+            }
+            // Other fresh state is zero, as `out` already is.
+            _ => Ok(()),
+        })
     }
 
     /// Loads a checkpoint into the owned ranges of every rank. Together the ranks check all of it.
@@ -284,16 +388,7 @@ impl<B: Kernels> Load<'_, B> {
         // Another run begins with the parameters meant for inference; the same run continues with
         // the trained ones.
         let used = if take == RestoreScope::Weights { reader.inference_part() } else { 0 };
-        let restored =
-            self.sharded.restore(|tensor, part, columns, range, out| match (part, take) {
-                (_, RestoreScope::Everything) => reader.read(tensor, part, columns, range, out),
-                // A new average starts from the parameters.
-                (part, _) if part == 0 || names[part - 1] == EMA => {
-                    reader.read(tensor, used, columns, range, out)
-                }
-                // Other fresh state is zero, as `out` already is.
-                _ => Ok(()),
-            });
+        let restored = self.restore(&mut reader, &names, used);
         self.world.all_ok(restored)?;
         Ok(reader.into_manifest())
     }

@@ -2,9 +2,12 @@
 //! step in time and memory that do not grow with the file.
 
 use std::io::{self, BufRead as _, BufReader, Read, Seek, SeekFrom};
+use std::path::Path;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+
+use hpctrain_base::safe_open;
 
 /// The number of bytes that are read at once from the end.
 const BLOCK: usize = 64 << 10;
@@ -88,6 +91,25 @@ impl<R: Read + Seek> FromEnd<R> {
 /// whole line must be valid, because other programs read the values that are ignored here.
 pub fn parse_record<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
     serde_json::from_str(std::str::from_utf8(line).ok()?).ok()
+}
+
+/// Returns the step of the last record in the file at `path`; 0 if there is none.
+///
+/// # Errors
+/// Returns an error if the file exists but cannot be read.
+pub fn last_step(path: &Path) -> io::Result<u64> {
+    let file = match safe_open::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),
+        Err(e) => return Err(e),
+    };
+    let mut lines = FromEnd::new(file)?;
+    while let Some(line) = lines.previous()? {
+        if let Some(step) = step_in(line.text) {
+            return Ok(step);
+        }
+    }
+    Ok(0)
 }
 
 /// The prefix of a file with the records up to some step.

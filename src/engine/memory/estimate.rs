@@ -31,6 +31,8 @@ pub struct BaselineMemory {
     pub resident: usize,
     /// Maximum bytes that data sets cache.
     pub cache: usize,
+    /// The number of nodes of the job.
+    pub nodes: usize,
 }
 
 impl BaselineMemory {
@@ -40,7 +42,8 @@ impl BaselineMemory {
         let messages_on_device =
             comm.device_transport().is_some_and(DeviceTransport::uses_device_memory);
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
-        Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
+        let nodes = comm.world().nodes();
+        Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache, nodes }
     }
 }
 
@@ -80,7 +83,7 @@ pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: BaselineMemory) -> Estimat
 /// pool, so its estimate is the peak over the moments of a step. On the host every category keeps
 /// its own peak.
 pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineMemory) -> Estimate {
-    let BaselineMemory { messages, messages_on_device, resident, cache } = held;
+    let BaselineMemory { messages, messages_on_device, resident, cache, nodes } = held;
     let size = plan.config.precision.dtype.size(B::ON_HOST);
     let slices = plan.tensor_shards(0);
     let mut blocks = plan.network.tensor_parallel_blocks::<B>(&slices);
@@ -179,14 +182,24 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     host[MemoryKind::Data as usize] =
         cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
+    // Replicas divide a copy of parameters and state among themselves, except with central storage.
+    let copies =
+        if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
+    let of_tables =
+        tables.as_ref().map_or(0, |tables| (1 + states) * ranks.largest_shard(tables.padded));
+    let copy = (owned + state + of_tables).div_ceil(copies) * F32;
     if plan.config.checkpoint.async_save {
-        // Replicas divide the copy of parameters and state among themselves, except with central
-        // storage.
-        let copies =
-            if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
-        let of_tables =
-            tables.as_ref().map_or(0, |tables| (1 + states) * ranks.largest_shard(tables.padded));
-        host[MemoryKind::Checkpoint as usize] = (owned + state + of_tables).div_ceil(copies) * F32;
+        host[MemoryKind::Checkpoint as usize] = copy;
+    }
+    let in_memory = &plan.config.memory_checkpoint;
+    if in_memory.every.is_on() {
+        // Partners on other nodes keep as many, and one is sent while another is received.
+        let slots = in_memory.slots() * if nodes > 1 { 2 } else { 1 };
+        host[MemoryKind::MemoryCheckpoint as usize] = slots * copy;
+        if nodes > 1 {
+            let carrier = if B::ON_HOST { &mut host } else { &mut device };
+            carrier[MemoryKind::MemoryCheckpoint as usize] += 2 * copy;
+        }
     }
     // At the start, and when a checkpoint is written without async_save, one unit at a time is
     // copied to the host.

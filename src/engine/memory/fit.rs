@@ -13,7 +13,8 @@ use hpctrain_comm::Group;
 use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{
-    Config, EmbeddingPlacement, Environment, ReduceChoice, ResolvedConfig, resolve,
+    Config, CopyInterval, EmbeddingPlacement, Environment, MemoryCheckpoint, ReduceChoice,
+    ResolvedConfig, resolve,
 };
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_parallel::{PipelineSchedule, Zero};
@@ -176,12 +177,35 @@ fn sizes(need: &Estimate) -> String {
     }
 }
 
+/// Describes the in-memory checkpoints with which a rank fits into `room`, if fewer or none help.
+fn fewer_copies(
+    plan: &ResolvedConfig,
+    need: impl Fn(&ResolvedConfig) -> Estimate,
+    room: &MemoryBudget,
+) -> Option<String> {
+    let MemoryCheckpoint { every, keep, .. } = plan.config.memory_checkpoint;
+    let with = |key: &str, every, keep| {
+        let mut plan = plan.clone();
+        (plan.config.memory_checkpoint.every, plan.config.memory_checkpoint.keep) = (every, keep);
+        let need = need(&plan);
+        room.holds(&need).then(|| format!("memory_checkpoint.{key} takes {} a rank", sizes(&need)))
+    };
+    if !every.is_on() {
+        return None;
+    }
+    let one = if keep > 1 { with("keep=1", every, 1) } else { None };
+    one.or_else(|| with("every=0", CopyInterval::Steps(0), 1))
+}
+
 /// Describes the smallest change of the configuration after which a rank fits into `room`.
 fn advice(
     plan: &ResolvedConfig,
     need: impl Fn(&ResolvedConfig) -> Estimate,
     room: &MemoryBudget,
 ) -> String {
+    if let Some(fewer) = fewer_copies(plan, &need, room) {
+        return fewer;
+    }
     let on_gpu = need(plan).gpu.is_some();
     let fitting = |ranks: usize| {
         let all =
@@ -428,7 +452,7 @@ mod tests {
     use hpctrain_device::MemoryKind;
 
     const NOTHING: BaselineMemory =
-        BaselineMemory { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
+        BaselineMemory { messages: 0, messages_on_device: false, resident: 0, cache: 0, nodes: 1 };
 
     /// Returns the error with this memory per rank, on top of resident memory; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {
@@ -485,6 +509,27 @@ mod tests {
         // ZeRO 1, which keeps whole gradients, is enough with half the micro-batch.
         let hint = "hint: parallel.zero=1 with batch.micro=2 with checkpoint.async_save=false takes 145.5 MiB a rank";
         assert!(error.ends_with(hint), "{error}");
+    }
+
+    #[test]
+    fn fewer_in_memory_checkpoints_are_the_first_remedy() {
+        // Each takes as much as the copy of an asynchronous save, about 73 MiB.
+        let keep = ["batch.micro=1", "memory_checkpoint.every=1", "memory_checkpoint.keep=3"];
+        let error = refusal(1, &keep, 500);
+        assert!(error.contains("in-memory checkpoint ") && error.contains("run"), "{error}");
+        assert!(error.contains("hint: memory_checkpoint.keep=1 takes "), "{error}");
+        let error = refusal(1, &keep, 360);
+        assert!(error.contains("hint: memory_checkpoint.every=0 takes "), "{error}");
+        let error = refusal(1, &keep, 200);
+        assert!(error.contains("hint: checkpoint.async_save=false takes "), "{error}");
+        // Partners on other nodes keep as many.
+        let overrides = ["memory_checkpoint.every=1"].map(String::from);
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu: false };
+        let plan = resolve(config, &facts).unwrap();
+        let of = |nodes| worst::<Cpu>(&plan, BaselineMemory { nodes, ..NOTHING });
+        let [one, two] = [1, 2].map(|n| of(n).host[MemoryKind::MemoryCheckpoint as usize]);
+        assert_eq!([one, two], [2, 6].map(|n| n * of(1).host[MemoryKind::Checkpoint as usize]));
     }
 
     #[test]

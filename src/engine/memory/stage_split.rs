@@ -88,7 +88,13 @@ mod tests {
             &Environment { ranks: 2, threads: 1, vocabulary: Some(6000), on_gpu: false },
         )
         .unwrap();
-        let held = BaselineMemory { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
+        let held = BaselineMemory {
+            messages: 0,
+            messages_on_device: false,
+            resident: 0,
+            cache: 0,
+            nodes: 1,
+        };
         let host =
             |plan: &ResolvedConfig| [0, 1].map(|stage| estimate::<Cpu>(plan, stage, held).host());
         let [first, last] = host(&plan);

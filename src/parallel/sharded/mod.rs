@@ -43,6 +43,7 @@ mod update;
 pub use gradients::{Reduced, ReducedStep};
 pub use histograms::{Histograms, whole as whole_histograms};
 pub use state::Owned;
+pub use update::UpdateObserver;
 
 use block_reduction::BlockReduction;
 use std::collections::VecDeque;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Sharded;
+use crate::fsdp_unit::Unit;
 use crate::optimizer_shard::Values;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
@@ -38,10 +39,17 @@ impl<B: Kernels> Sharded<B> {
         }
         let mut owned = Self::owned_on_host(self.host_units.as_deref_mut())?;
         for unit in &self.units {
-            let range = unit.layout.parts(shards.clone(), total);
-            let (params, state) = unit.owner.values(range.clone(), unit.params.get())?;
-            owned.push(Owned { layout: &unit.layout, range, params, state });
+            owned.push(unit.owned(&shards, total)?);
         }
         Ok(owned)
+    }
+}
+
+impl<B: Kernels> Unit<B> {
+    /// Returns the virtual shards `shards` of `total`, of which there is at least one.
+    pub(super) fn owned(&self, shards: &Range<usize>, total: usize) -> Result<Owned<'_, B>> {
+        let range = self.layout.parts(shards.clone(), total);
+        let (params, state) = self.owner.values(range.clone(), self.params.get())?;
+        Ok(Owned { layout: &self.layout, range, params, state })
     }
 }

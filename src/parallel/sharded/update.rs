@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::Sharded;
+use super::{Owned, Sharded};
 use crate::fsdp_unit::{BufferState, ReducedGradient, Reduction};
 use crate::norms;
 use crate::norms::Norms;
@@ -14,6 +14,9 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::optim::UpdateRule;
+
+/// Receives the parts of units that a rank saves, after their update.
+pub type UpdateObserver<'a, B> = &'a mut dyn FnMut(Owned<'_, B>) -> Result<()>;
 
 impl<B: Kernels> Sharded<B> {
     /// Returns the trust ratio of every tensor of every unit for layer-wise rules, and empty lists
@@ -74,10 +77,31 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if the device or a message between ranks fails.
     pub fn update(&mut self, hyper: Hyper) -> Result<()> {
+        self.update_observed(hyper, None)
+    }
+
+    /// Does the same as [`Sharded::update`], and passes the parts of the units that only this rank
+    /// saves to `observer`, in the order of [`Sharded::owned`]. Each is passed between its update
+    /// and the messages with its new parameters.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Sharded::update`] and of `observer`.
+    pub fn update_observed(
+        &mut self,
+        hyper: Hyper,
+        observer: Option<UpdateObserver<'_, B>>,
+    ) -> Result<()> {
         let keep = self.policy;
+        let shards = self.virtual_shards(&self.groups.replica);
+        let parts = self.parts();
         self.free_downloaded_gradient()?;
         if let Some(tables) = &mut self.host_units {
             tables.update(hyper)?;
+        }
+        let mut observer = observer.filter(|_| !shards.is_empty());
+        if let Some(observer) = &mut observer {
+            let tables = Self::owned_on_host(self.host_units.as_deref_mut())?;
+            tables.into_iter().try_for_each(&mut *observer)?;
         }
         let trust = self.trust(hyper)?;
         for index in 0..self.units.len() {
@@ -89,6 +113,9 @@ impl<B: Kernels> Sharded<B> {
             let span = span(ActivityKind::Update, Some(&unit.layout.name));
             unit.owner.update(hyper, &trust[index], B::view(&grad, window), unit.params.wait()?)?;
             drop(span);
+            if let Some(observer) = &mut observer {
+                observer(unit.owned(&shards, parts)?)?;
+            }
             if keep.grads == Lifetime::Step {
                 unit.grads = Some(grad);
             }

@@ -398,7 +398,13 @@ mod tests {
     fn chosen(settings: &[&str], ranks: usize, machine: &str) -> Result<SearchResult> {
         let machine = Machine::named(machine).unwrap();
         let facts = Environment { ranks, threads: 1, vocabulary: Some(50304), on_gpu: true };
-        let held = BaselineMemory { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
+        let held = BaselineMemory {
+            messages: 0,
+            messages_on_device: true,
+            resident: 0,
+            cache: 0,
+            nodes: 1,
+        };
         let place = SearchLimits {
             room: machine.memory_budget(),
             held,

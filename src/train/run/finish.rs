@@ -1,6 +1,7 @@
 //! The end of a run: the last evaluation and checkpoint, and the summaries for users and programs.
 
 use super::Run;
+use super::in_memory::InMemory;
 use crate::evaluate::{Sampling, generate};
 use crate::hooks::Outcome;
 use crate::records::Records;
@@ -58,6 +59,8 @@ impl<B: Kernels> Run<'_, B> {
             Ok(())
         };
         self.world.all_ok(self.outages.at_end(summarised))?;
+        // The last checkpoint is published.
+        self.in_memory.iter_mut().for_each(InMemory::remove);
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
     }

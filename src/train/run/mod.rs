@@ -1,6 +1,7 @@
 //! A training run from the first message to the last checkpoint.
 
 mod finish;
+mod in_memory;
 mod prepare;
 
 pub use prepare::fresh_id;
@@ -8,6 +9,7 @@ pub use prepare::fresh_id;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use self::in_memory::{InMemory, RunObserver};
 use crate::energy::Energy;
 use crate::evaluate::{Evaluator, Metrics};
 use crate::hooks::{Hook, Hooks};
@@ -207,6 +209,8 @@ struct Run<'h, B: Kernels> {
     trained_on: Option<TrainedOn>,
     progress: checkpoint::Progress,
     saver: Saver<B>,
+    /// `None` if no in-memory checkpoints are taken.
+    in_memory: Option<InMemory<B>>,
     schedule: Schedule,
     /// The step of this round whose gradients go into histograms, if there is one.
     counted: Option<u64>,
@@ -236,6 +240,8 @@ struct Schedule {
     epochs: Vec<(u64, Step)>,
     /// Step of the last checkpoint that was begun.
     saved: Option<u64>,
+    /// Whether the run began at an in-memory checkpoint, of whose step there is no other.
+    is_in_memory: bool,
     /// Whether a checkpoint is due by the clock after this step.
     save_is_due: bool,
     /// Set once training is to end.
@@ -250,18 +256,24 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.counted = self.step_to_count();
         self.counted.iter().for_each(|step| self.engine.model.sharded.count_gradients_of(*step));
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
-        let flags = || {
+        let mut flags = || {
             self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed)
         };
+        let observer =
+            RunObserver { plan: &self.plan, flags: &mut flags, in_memory: self.in_memory.as_mut() };
         self.engine.model.backend.profile().record(self.meters.profiles());
         let advanced = train_round(
             &self.plan,
             &mut self.engine,
             || self.feed.next_micro(),
             &mut self.progress,
-            flags,
+            observer,
         );
         let Round { steps, flags } = advanced.inspect_err(|e| self.mark_checkpoints_suspect(e))?;
+        if let Some(in_memory) = &mut self.in_memory {
+            let sharded = &mut self.engine.model.sharded;
+            in_memory.end_round(&self.plan, sharded, self.progress, &flags)?;
+        }
         self.engine.model.backend.profile().record(false);
         let mut gives_up = None;
         for (taken, step) in steps.iter().zip(began.step + 1..) {
@@ -300,8 +312,9 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     /// Marks the checkpoints made since replicas were last equal as suspect, after an SDC check has
     /// found a difference.
-    fn mark_checkpoints_suspect(&self, found: &Error) {
+    fn mark_checkpoints_suspect(&mut self, found: &Error) {
         if let Some(good) = self.engine.model.sharded.suspect_since() {
+            self.in_memory.iter_mut().for_each(InMemory::remove);
             let marked = self.saver.mark_suspect_after(good, found.message());
             marked.unwrap_or_else(|e| log::warn!("{e}"));
         }
@@ -331,7 +344,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         let seconds = after.total - before.total;
         let times = Times::between(before, after);
         // A run ends only after a whole round, so a round counts as one step here.
-        self.stop_requests.note_step(Duration::from_secs_f64(seconds));
+        let time = Duration::from_secs_f64(seconds);
+        self.stop_requests.note_step(time);
+        if let Some(in_memory) = &mut self.in_memory {
+            in_memory.note_round(&self.world, steps.len() as u64, time)?;
+        }
         let is_warm_up = !B::ON_HOST && self.should_continue();
         self.meters.record_round(
             steps.len(),
@@ -480,13 +497,14 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.schedule.evaluated = states[0].1.map(|bits| (step, f64::from_bits(bits)));
         let flags = states.iter().map(|(bits, _)| ControlFlags::from_bits_retain(*bits));
         self.apply_control_flags(&AllFlags(flags.collect()))?;
-        if self.schedule.saved.is_none() {
+        if self.schedule.saved.is_none() && !self.schedule.is_in_memory {
             return self.save();
         }
-        match resume {
-            Resume::Auto if step > 0 && self.schedule.evaluated.is_none() => self.evaluate_if_due(),
-            _ => Ok(()),
+        if *resume == Resume::Auto && step > 0 && self.schedule.evaluated.is_none() {
+            self.evaluate_if_due()?;
         }
+        // The job may have been killed before it could save this step.
+        if self.schedule.is_in_memory { self.save_if_due() } else { Ok(()) }
     }
 
     /// Returns true if there is another step to take.

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use super::in_memory::{InMemory, node_slots};
 use super::{Customization, Run, Schedule, TrainRequest};
 use crate::energy::Energy;
 use crate::evaluate::Evaluator;
@@ -30,7 +31,7 @@ use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_engine::micro_batches;
 use hpctrain_engine::micro_batches::MicroBatches;
-use hpctrain_engine::{Splits, autotune_matmuls, connect_devices, engine, memory, plan};
+use hpctrain_engine::{Model, Splits, autotune_matmuls, connect_devices, engine, memory, plan};
 use hpctrain_parallel::PipelineSchedule;
 
 /// The directory of a run that has not begun. A start that fails leaves it as it was.
@@ -194,10 +195,16 @@ impl<'h, B: Kernels> Run<'h, B> {
         let take = request.take;
         let allow_changed_data = request.allow_changed_data;
         let data_now = train.fingerprint();
-        let taking = RestoreOptions { take, data: data_now.clone(), allow_changed_data };
+        let memory = node_slots(&world, &plan, &topology, directory, &request.resume)?;
+        let taking = RestoreOptions {
+            take,
+            data: data_now.clone(),
+            allow_changed_data,
+            memory: memory.clone(),
+        };
         let mut notes = Vec::new();
         let resume_from = &request.resume;
-        let Resumed { progress, from, data_changes } = resume(
+        let Resumed { progress, from, memory: candidate, data_changes } = resume(
             &world,
             &mut engine.model.sharded,
             &plan,
@@ -211,6 +218,10 @@ impl<'h, B: Kernels> Run<'h, B> {
                     .map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
             },
         )?;
+        if let Some(here) = &memory {
+            here.keep_only(candidate.as_ref());
+        }
+        let is_in_memory = candidate.is_some();
         if root {
             notes.iter().for_each(|note| log::info!("data: {note}"));
         }
@@ -218,8 +229,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
         // A branch from another run's checkpoint is recorded, since the next start of this run
         // reads its own directory only.
-        let branched =
-            from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
+        let branched = from
+            .as_deref()
+            .filter(|from| !is_in_memory && from.parent() != Some(directory.checkpoints().root()));
         let branch = branched.filter(|_| root && request.resume != Resume::Auto);
         let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
         world.all_ok(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
@@ -305,6 +317,12 @@ impl<'h, B: Kernels> Run<'h, B> {
             records: vec![directory.metrics_path()],
             state: engine.model.sharded.state_names(),
         };
+        let in_memory = memory
+            .map(|here| {
+                let Model { backend, sharded, .. } = &mut engine.model;
+                InMemory::start(here, &comm, &plan, &topology, &job, backend, sharded)
+            })
+            .transpose()?;
         let asynchronous = plan.config.checkpoint.async_save;
         let saver = Saver::new(
             job,
@@ -338,9 +356,11 @@ impl<'h, B: Kernels> Run<'h, B> {
             trained_on,
             progress,
             saver,
+            in_memory,
             // Step 0 needs no checkpoint: it can be recreated.
             schedule: Schedule {
-                saved: (!branched).then_some(progress.step),
+                saved: (!branched && !is_in_memory).then_some(progress.step),
+                is_in_memory,
                 ..Schedule::default()
             },
             counted: None,
@@ -359,7 +379,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 }
 
 /// Returns rank 0's text, or its error, on every rank.
-fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<String> {
+pub(super) fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<String> {
     let mine = world.all_ok(mine.transpose())?;
     let all = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
     let text = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());

@@ -1,0 +1,18 @@
+//! In-memory checkpoints: copies of parameters and optimizer state in a file system in memory, from
+//! which a job that was killed continues.
+//!
+//! They are not checkpoints to publish: only a restart of the same run reads them, and a run that
+//! ends removes them. Like checkpoints they do not depend on the layout: pieces are found by the
+//! name of the tensor and the range, and every rank reads a share.
+
+mod copies;
+mod disk;
+mod node_directory;
+mod partner;
+mod restore;
+mod slot;
+
+pub use copies::{MemoryCheckpoints, MemoryJob};
+pub use node_directory::NodeDirectory;
+pub use partner::partners;
+pub use restore::{Candidate, NodeSlots, SlotSource, find};

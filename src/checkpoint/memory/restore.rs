@@ -1,0 +1,556 @@
+//! Finds the in-memory checkpoints that earlier jobs of a run have left, and reads them.
+//!
+//! The ranks of a node verify the slots there together, and all ranks exchange what they have
+//! found. A step is whole if some node has a slot of every rank of its job. Every rank reads the
+//! pieces that it needs from the slots of its own node; only those that are on no node but others
+//! are sent.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::node_directory::NodeDirectory;
+use super::slot::{Slot, SlotPiece};
+use crate::Progress;
+use crate::manifest::Manifest;
+use crate::piece_source::PieceSource;
+use crate::read::{ONE_ROW, Run, Slice};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::TensorRange;
+use hpctrain_comm::Group;
+use hpctrain_device::Backend;
+
+/// The number of bytes that a rank sends in one message.
+const MESSAGE: usize = 16 << 20;
+
+/// The place of the in-memory checkpoints of a run on this node.
+#[derive(Debug, Clone)]
+pub struct NodeSlots {
+    /// The directory in the memory of this node.
+    pub node: NodeDirectory,
+    /// The directory on a disk of this node.
+    pub disk: Option<NodeDirectory>,
+    /// The id of the run.
+    pub run: String,
+    /// The name of the node.
+    pub host: String,
+    /// This rank among the ranks of its node, and their number.
+    pub share: [usize; 2],
+}
+
+/// A verified slot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Found {
+    job: String,
+    outline_crc32: u32,
+    rank: usize,
+    ranks: usize,
+    step: u64,
+    updates: u64,
+    position: u64,
+    /// The path of the file on its node.
+    file: PathBuf,
+}
+
+/// An in-memory checkpoint that is whole: every rank of its job has a verified slot on some node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Candidate {
+    /// The job that wrote it.
+    pub job: String,
+    /// The progress of the run.
+    pub progress: Progress,
+    outline_crc32: u32,
+    /// For every rank of the job, the nodes with a slot of it and the paths of the files.
+    slots: Vec<BTreeMap<String, PathBuf>>,
+}
+
+/// Finds the whole in-memory checkpoints of steps until `last` on rank 0, newest first. Logs slots
+/// that are passed over with the reasons. Collective over `world`.
+///
+/// # Errors
+/// Returns an error if a message between ranks fails.
+pub fn find<B: Backend>(world: &Group<B>, here: &NodeSlots, last: u64) -> Result<Vec<Candidate>> {
+    let last = world.broadcast_numbers(&[last])?.first().copied().unwrap_or(0);
+    let found = here.found().unwrap_or_else(|e| {
+        log::warn!("in-memory checkpoints are passed over: {}", e.to_string().replace('\n', "; "));
+        vec![]
+    });
+    let messages = world.gather_bytes(encoded(&(&here.host, &found))?).wait()?;
+    let all: Vec<(String, Vec<Found>)> =
+        messages.iter().map(|bytes| decoded(bytes)).collect::<Result<_>>()?;
+    let (mut found, incomplete) = candidates(&all);
+    found.retain(|candidate| candidate.progress.step <= last);
+    if world.rank() == 0 {
+        incomplete.iter().for_each(|why| log::warn!("passing over {why}"));
+    }
+    Ok(found)
+}
+
+impl NodeSlots {
+    /// Removes all slots on this node but those of `kept`, whose memory the next ones need.
+    pub fn keep_only(&self, kept: Option<&Candidate>) {
+        if self.share[0] > 0 {
+            return;
+        }
+        let Some(kept) = kept else { return self.node.remove() };
+        self.node.remove_others(&kept.job);
+        let files: BTreeSet<&PathBuf> =
+            kept.slots.iter().filter_map(|places| places.get(&self.host)).collect();
+        for slot in self.node.slots(&kept.job).unwrap_or_default() {
+            if !files.contains(&slot) {
+                // A slot that stays costs memory, but does no harm.
+                let _ = std::fs::remove_file(slot);
+            }
+        }
+    }
+
+    /// Removes all slots on this node.
+    pub fn remove(&self) {
+        self.directories().for_each(NodeDirectory::remove);
+    }
+
+    /// Returns the directories on this node.
+    fn directories(&self) -> impl Iterator<Item = &NodeDirectory> {
+        std::iter::once(&self.node).chain(&self.disk)
+    }
+
+    /// Verifies this rank's share of the slots on its node.
+    fn found(&self) -> Result<Vec<Found>> {
+        let mut all = Vec::new();
+        // Slots in memory come first, and are preferred.
+        for node in self.directories() {
+            for job in node.jobs()? {
+                all.extend(node.slots(&job)?.into_iter().map(|slot| (job.clone(), slot)));
+            }
+        }
+        let [first, step] = self.share;
+        let mut found = Vec::new();
+        for (job, path) in all.into_iter().skip(first).step_by(step) {
+            let slot = match Slot::open(&path) {
+                Ok(slot) => slot,
+                Err(e) => {
+                    log::warn!("passing over an in-memory checkpoint: {}", e.message());
+                    continue;
+                }
+            };
+            if slot.header.run != self.run || slot.header.job != job {
+                log::warn!("passing over {}: it is of another run", path.display());
+                continue;
+            }
+            let Progress { step, updates, position } = slot.progress;
+            found.push(Found {
+                job,
+                outline_crc32: slot.header.outline_crc32,
+                rank: slot.header.rank,
+                ranks: slot.header.ranks,
+                step,
+                updates,
+                position,
+                file: path,
+            });
+        }
+        Ok(found)
+    }
+}
+
+/// Returns the whole in-memory checkpoints of which the nodes have these slots, newest first, and
+/// descriptions of the others.
+fn candidates(all: &[(String, Vec<Found>)]) -> (Vec<Candidate>, Vec<String>) {
+    let mut steps: BTreeMap<(u64, &str), Vec<(&str, &Found)>> = BTreeMap::new();
+    for (host, found) in all {
+        for one in found {
+            steps.entry((one.step, &one.job)).or_default().push((host, one));
+        }
+    }
+    let mut whole = Vec::new();
+    let mut incomplete = Vec::new();
+    for ((step, job), slots) in steps.into_iter().rev() {
+        let Some((_, first)) = slots.first() else { continue };
+        let of_ranks: BTreeSet<usize> = slots.iter().map(|(_, one)| one.rank).collect();
+        let agree = slots.iter().all(|(_, one)| {
+            let numbers = |found: &Found| {
+                [found.ranks as u64, found.updates, found.position, found.outline_crc32.into()]
+            };
+            numbers(one) == numbers(first)
+        });
+        let missing = (0..first.ranks).find(|rank| !of_ranks.contains(rank));
+        let why = match missing {
+            _ if !agree => Some("its slots are of different jobs or steps".to_string()),
+            Some(rank) => Some(format!("no node has a whole slot of rank {rank}")),
+            None => None,
+        };
+        if let Some(why) = why {
+            incomplete.push(format!("the in-memory checkpoint of step {step}: {why}"));
+            continue;
+        }
+        let mut places = vec![BTreeMap::new(); first.ranks];
+        for (host, one) in &slots {
+            places[one.rank].entry((*host).to_string()).or_insert_with(|| one.file.clone());
+        }
+        whole.push(Candidate {
+            job: job.to_string(),
+            progress: Progress { step, updates: first.updates, position: first.position },
+            outline_crc32: first.outline_crc32,
+            slots: places,
+        });
+    }
+    (whole, incomplete)
+}
+
+impl Candidate {
+    /// Returns the directory of its slots on this node, for display; that in memory if there are
+    /// none.
+    pub fn place(&self, here: &NodeSlots) -> PathBuf {
+        let file = self.slots.iter().find_map(|places| places.get(&here.host));
+        let directory = file.and_then(|file| file.parent());
+        directory.map_or_else(|| here.node.path().join(&self.job), PathBuf::from)
+    }
+
+    /// Returns the manifest of the checkpoint, without pieces, on all ranks; `None` if its outline
+    /// is missing or malformed. Collective over `world`.
+    ///
+    /// # Errors
+    /// Returns an error if a message between ranks fails.
+    pub fn manifest<B: Backend>(
+        &self,
+        world: &Group<B>,
+        here: &NodeSlots,
+    ) -> Result<Option<Manifest>> {
+        let mine = here.directories().find_map(|node| node.outline(&self.job, self.outline_crc32));
+        let flags = world.gather_bytes(vec![u8::from(mine.is_some())]).wait()?;
+        let Some(sender) = flags.iter().position(|flag| *flag == [1]) else { return Ok(None) };
+        let mine = mine.filter(|_| sender == world.rank()).unwrap_or_default();
+        let outline = world.gather_bytes(mine).wait()?;
+        let Ok(outline) = serde_json::from_slice::<Manifest>(&outline[sender]) else {
+            return Ok(None);
+        };
+        let Progress { step, updates, position } = self.progress;
+        Ok(Some(Manifest { step, updates, position, ..outline }))
+    }
+
+    /// Opens the slots that this rank reads, and receives the elements of the ranges `wanted` that
+    /// are only on other nodes. Collective over `world`.
+    ///
+    /// # Errors
+    /// Returns an error if a slot cannot be read on this rank, or a message between ranks fails.
+    pub fn open<B: Backend>(
+        &self,
+        world: &Group<B>,
+        here: &NodeSlots,
+        wanted: &[TensorRange],
+        parts: usize,
+    ) -> Result<SlotSource> {
+        let opened = SlotSource::open(self, here);
+        let mut source = world.all_ok(opened)?;
+        let missing: Vec<TensorRange> =
+            wanted.iter().filter(|range| !source.has(range)).cloned().collect();
+        let messages = world.gather_bytes(encoded(&(&here.host, &missing))?).wait()?;
+        let needs: Vec<(String, Vec<TensorRange>)> =
+            messages.iter().map(|bytes| decoded(bytes)).collect::<Result<_>>()?;
+        if needs.iter().all(|(_, ranges)| ranges.is_empty()) {
+            return Ok(source);
+        }
+        let prefilled = source.expect(missing, parts);
+        world.all_ok(prefilled)?;
+        let mut sent = if here.share[0] == 0 {
+            self.supply(&source, here, &needs, parts).into_iter()
+        } else {
+            vec![].into_iter()
+        };
+        loop {
+            let mut mine = Vec::new();
+            let mut read = Ok(());
+            while mine.len() < MESSAGE && read.is_ok() {
+                let Some(record) = sent.next() else { break };
+                read = record.append(&source, &mut mine);
+            }
+            world.all_ok(read)?;
+            let messages = world.gather_bytes(mine).wait()?;
+            if messages.iter().all(Vec::is_empty) {
+                return Ok(source);
+            }
+            let received =
+                messages.iter().try_for_each(|message| source.receive(world.rank(), message));
+            world.all_ok(received)?;
+        }
+    }
+
+    /// Returns what this rank, the first one of its node, sends: of the ranks' needs the elements
+    /// in slots that are not on the node of the rank that needs them, and that no earlier node has.
+    fn supply(
+        &self,
+        source: &SlotSource,
+        here: &NodeSlots,
+        needs: &[(String, Vec<TensorRange>)],
+        parts: usize,
+    ) -> Vec<Record> {
+        let mut records = Vec::new();
+        for (to, (host, ranges)) in needs.iter().enumerate() {
+            for (need, range) in ranges.iter().enumerate() {
+                for found in source.runs(range) {
+                    let slots = &self.slots[found.owner];
+                    let is_first = slots.keys().next() == Some(&here.host);
+                    if slots.contains_key(host) || !is_first {
+                        continue;
+                    }
+                    for part in 0..parts {
+                        records.push(Record { to, need, part, found });
+                    }
+                }
+            }
+        }
+        records
+    }
+}
+
+/// Elements of a needed range in a slot.
+#[derive(Debug, Clone, Copy)]
+struct FoundRun {
+    /// The rank that owns them.
+    owner: usize,
+    /// The piece in its slot.
+    piece: usize,
+    /// The first element in the piece.
+    here: usize,
+    /// The first element in the needed range.
+    there: usize,
+    len: usize,
+}
+
+/// Elements of a needed range that are sent to the rank that needs them.
+struct Record {
+    to: usize,
+    need: usize,
+    part: usize,
+    found: FoundRun,
+}
+
+impl Record {
+    /// The number of numbers before the elements.
+    const NUMBERS: usize = 5;
+
+    /// Appends the elements to a message.
+    fn append(&self, source: &SlotSource, message: &mut Vec<u8>) -> Result<()> {
+        let Self { to, need, part, found } = self;
+        let mut values = vec![0.0; found.len];
+        source.read_run(found, *part, &mut values)?;
+        let numbers = [*to, *need, *part, found.there, found.len];
+        message.extend(numbers.iter().flat_map(|number| (*number as u64).to_le_bytes()));
+        message.extend_from_slice(bytemuck::cast_slice(&values));
+        Ok(())
+    }
+}
+
+/// The elements of an in-memory checkpoint that this rank can read.
+pub struct SlotSource {
+    /// The slots on this node, by the rank that owns them.
+    slots: BTreeMap<usize, Slot>,
+    /// For every tensor, the owners and numbers of its pieces in these slots.
+    pieces: HashMap<String, Vec<(usize, usize)>>,
+    /// The ranges that are not all on this node, each with the elements of every part.
+    received: Vec<(TensorRange, Vec<Vec<f32>>)>,
+}
+
+impl SlotSource {
+    fn open(candidate: &Candidate, here: &NodeSlots) -> Result<Self> {
+        let mut source =
+            Self { slots: BTreeMap::new(), pieces: HashMap::new(), received: Vec::new() };
+        for (owner, places) in candidate.slots.iter().enumerate() {
+            let Some(file) = places.get(&here.host) else { continue };
+            let slot = Slot::open_header(file)?;
+            for (number, piece) in slot.header.pieces.iter().enumerate() {
+                let pieces = source.pieces.entry(piece.tensor.clone()).or_default();
+                pieces.push((owner, number));
+            }
+            source.slots.insert(owner, slot);
+        }
+        Ok(source)
+    }
+
+    /// Returns the elements of a range that are in slots on this node.
+    fn runs(&self, wanted: &TensorRange) -> Vec<FoundRun> {
+        let mut found = Vec::new();
+        for (owner, number) in self.pieces.get(&wanted.tensor).into_iter().flatten() {
+            let piece = &self.slots[owner].header.pieces[*number];
+            let runs = common(piece, wanted).into_iter();
+            found.extend(runs.map(|Run { here, there, len }| FoundRun {
+                owner: *owner,
+                piece: *number,
+                here,
+                there,
+                len,
+            }));
+        }
+        found
+    }
+
+    /// Returns true if all elements of a range are in slots on this node.
+    fn has(&self, wanted: &TensorRange) -> bool {
+        self.runs(wanted).iter().map(|run| run.len).sum::<usize>() == wanted.range.len()
+    }
+
+    fn read_run(&self, run: &FoundRun, part: usize, out: &mut [f32]) -> Result<()> {
+        let slot = &self.slots[&run.owner];
+        slot.read(&slot.header.pieces[run.piece], part, run.here, out)
+    }
+
+    /// Allocates the buffers of ranges that other nodes send elements of, and fills in those that
+    /// are here.
+    fn expect(&mut self, missing: Vec<TensorRange>, parts: usize) -> Result<()> {
+        let mut received = Vec::with_capacity(missing.len());
+        for range in missing {
+            let mut values = vec![vec![0.0; range.range.len()]; parts];
+            for run in self.runs(&range) {
+                for (part, values) in values.iter_mut().enumerate() {
+                    self.read_run(&run, part, &mut values[run.there..][..run.len])?;
+                }
+            }
+            received.push((range, values));
+        }
+        self.received = received;
+        Ok(())
+    }
+
+    /// Takes the elements for rank `rank` from a message.
+    fn receive(&mut self, rank: usize, message: &[u8]) -> Result<()> {
+        let malformed = || Error::comm("another rank sent a malformed part of its state");
+        let mut rest = message;
+        while !rest.is_empty() {
+            let (head, more) =
+                rest.split_at_checked(Record::NUMBERS * size_of::<u64>()).ok_or_else(malformed)?;
+            let numbers: Vec<usize> =
+                head.as_chunks().0.iter().map(|n| u64::from_le_bytes(*n) as usize).collect();
+            let [to, need, part, there, len] = numbers[..] else { return Err(malformed()) };
+            let (values, more) = len
+                .checked_mul(size_of::<f32>())
+                .and_then(|bytes| more.split_at_checked(bytes))
+                .ok_or_else(malformed)?;
+            rest = more;
+            if to != rank {
+                continue;
+            }
+            let out = self
+                .received
+                .get_mut(need)
+                .and_then(|(_, parts)| parts.get_mut(part))
+                .and_then(|part| part.get_mut(there..)?.get_mut(..len))
+                .ok_or_else(malformed)?;
+            bytemuck::cast_slice_mut(out).copy_from_slice(values);
+        }
+        Ok(())
+    }
+}
+
+/// Returns the elements that a piece and a wanted range have in common.
+fn common(piece: &SlotPiece, wanted: &TensorRange) -> Vec<Run> {
+    let all = 0..piece.shape.last().copied().unwrap_or(1).max(1);
+    let of_stored = piece.columns.as_ref().unwrap_or(&all);
+    let of_wanted = wanted.columns.as_ref().unwrap_or(&all);
+    // If the columns are the same, elements are numbered as if they were one row.
+    let (of_stored, of_wanted) =
+        if of_stored == of_wanted { (&ONE_ROW, &ONE_ROW) } else { (of_stored, of_wanted) };
+    if of_wanted.is_empty() {
+        return vec![];
+    }
+    let stored = Slice { columns: of_stored, range: piece.start..piece.start + piece.len };
+    stored.common(&Slice { columns: of_wanted, range: wanted.range.clone() }).collect()
+}
+
+impl PieceSource for SlotSource {
+    fn read(
+        &mut self,
+        tensor: &str,
+        part: usize,
+        columns: Option<&Range<usize>>,
+        range: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let received = self.received.iter().find(|(there, _)| {
+            there.tensor == tensor
+                && there.columns.as_ref() == columns
+                && there.range.start <= range.start
+                && range.end <= there.range.end
+        });
+        if let Some((there, parts)) = received {
+            let values = parts.get(part).map(|values| &values[range.start - there.range.start..]);
+            let values = values.ok_or_else(|| Error::internal(format!("no part {part}")))?;
+            out.copy_from_slice(&values[..out.len()]);
+            return Ok(());
+        }
+        let wanted = TensorRange { tensor: tensor.into(), columns: columns.cloned(), range };
+        let mut written = 0;
+        for run in self.runs(&wanted) {
+            self.read_run(&run, part, &mut out[run.there..][..run.len])?;
+            written += run.len;
+        }
+        if written != out.len() {
+            return Err(Error::internal(format!(
+                "{written} of the elements {:?} of {tensor} are in slots of this node",
+                wanted.range
+            )));
+        }
+        Ok(())
+    }
+}
+
+fn encoded(message: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(message).map_err(|e| Error::internal(e.to_string()))
+}
+
+fn decoded<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T> {
+    serde_json::from_slice(bytes)
+        .map_err(|e| Error::comm(format!("a rank sent a malformed list of slots: {e}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(rank: usize, step: u64) -> Found {
+        Found {
+            job: "job".into(),
+            outline_crc32: 7,
+            rank,
+            ranks: 2,
+            step,
+            updates: step,
+            position: 8 * step,
+            file: format!("rank-{rank:05}.own.{}", step % 2).into(),
+        }
+    }
+
+    #[test]
+    fn a_step_is_whole_with_a_slot_of_every_rank() {
+        let [a, b] = ["a", "b"].map(String::from);
+        let nodes = [
+            (a.clone(), vec![found(0, 5), found(0, 6)]),
+            (b.clone(), vec![found(1, 4), found(1, 5)]),
+        ];
+        let (whole, incomplete) = candidates(&nodes);
+        assert_eq!(whole.len(), 1);
+        assert_eq!(whole[0].progress, Progress { step: 5, updates: 5, position: 40 });
+        let places = |host: &String, file: &str| BTreeMap::from([(host.clone(), file.into())]);
+        assert_eq!(
+            whole[0].slots,
+            [places(&a, "rank-00000.own.1"), places(&b, "rank-00001.own.1")]
+        );
+        let why = |step, rank| {
+            format!(
+                "the in-memory checkpoint of step {step}: no node has a whole slot of rank {rank}"
+            )
+        };
+        assert_eq!(incomplete, [why(6, 1), why(4, 0)]);
+    }
+
+    #[test]
+    fn slots_of_different_jobs_are_not_mixed() {
+        let other = Found { job: "other".into(), ..found(1, 5) };
+        let (whole, incomplete) = candidates(&[("a".into(), vec![found(0, 5), other.clone()])]);
+        assert!(whole.is_empty() && incomplete.len() == 2);
+        let longer = Found { position: 41, ..found(1, 5) };
+        let (whole, incomplete) = candidates(&[("a".into(), vec![found(0, 5), longer])]);
+        assert!(whole.is_empty() && incomplete[0].contains("different jobs"), "{incomplete:?}");
+    }
+}
