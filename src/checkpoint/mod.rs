@@ -50,7 +50,7 @@ pub use excerpt::most_received;
 pub use hpctrain_parallel::Progress;
 pub use manifest::ShardFileInfo;
 pub use manifest::{Manifest, Origin, ShardSlice, TensorEntry, parsed};
-pub use names::name_of;
+pub use names::{name_of, step_of};
 pub use pointer::{Pointer, Target};
 pub use read::Reader;
 pub use retention::Retention;

@@ -19,6 +19,7 @@ mod load;
 mod local_launcher;
 mod lr_by_batch;
 mod network;
+mod or_auto;
 mod paths;
 mod range;
 mod resolve;
@@ -43,6 +44,7 @@ pub use load::{
 };
 pub use lr_by_batch::LrByBatch;
 pub use network::{network, sample_spec};
+pub use or_auto::OrAuto;
 pub use resolve::{Environment, ResolvedConfig, resolve};
 pub use schema::*;
 pub use servers::{Partition, Staleness};

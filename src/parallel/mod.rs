@@ -55,7 +55,9 @@ pub use pipeline_schedule::{Action, Flow, PipelineSchedule, StepSchedule};
 pub use pipeline_split::partition;
 pub use pipeline_stage::{Stage, TiedExport, TiedImport};
 pub use progress::Progress;
-pub use sharded::{Histograms, Owned, Reduced, ReducedStep, Sharded, whole_histograms};
+pub use sharded::{
+    Histograms, OpenGradient, Owned, Reduced, ReducedStep, Sharded, whole_histograms,
+};
 pub use step_params::{Hyper, state_names};
 pub use step_summary::{Squares, sum_of_squares};
 pub use virtual_ranks::{ReduceAfter, VirtualRanks};
