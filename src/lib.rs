@@ -140,6 +140,8 @@ pub mod cli;
 #[doc(hidden)]
 pub mod doctor;
 pub mod prelude;
+#[doc(hidden)]
+pub mod replay;
 pub mod supervise;
 #[doc(hidden)]
 pub mod verify;

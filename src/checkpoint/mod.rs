@@ -52,7 +52,7 @@ pub use excerpt::most_received;
 pub use hpctrain_parallel::Progress;
 pub use manifest::ShardFileInfo;
 pub use manifest::{Manifest, Origin, ShardSlice, TensorEntry, parsed};
-pub use names::name_of;
+pub use names::{name_of, step_of};
 pub use piece_source::PieceSource;
 pub use pointer::{Pointer, Target};
 pub use read::Reader;

@@ -7,7 +7,7 @@ pub fn name_of(step: u64) -> String {
 
 /// Returns the step in the name of a published checkpoint; `None` if [`name_of`] does not return
 /// such a name.
-pub(super) fn step_of(name: &str) -> Option<u64> {
+pub fn step_of(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
     (name_of(step) == name).then_some(step)
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::data_order::{self, OrderArgs};
+use super::data_which::{self, WhichArgs};
 use crate::data::import::{
     Arrays, Categories, CategoryIds, IdVocabulary, ImportCsv, ImportIds, ImportIdx, ImportImages,
     ImportNumpy, ImportOptions, ImportText, Missing, NotFinite, StreamShards, TableFormat,
@@ -46,6 +47,11 @@ enum Command {
         after_help = "Example: hpctrain data order --ranks 4 --steps 3 --set data.path=data/mine"
     )]
     Order(Box<OrderArgs>),
+    /// Show the samples of a step of a run: virtual rank, rank, data set, epoch, file, row, text
+    #[command(
+        after_help = "Example: hpctrain data which runs/gpt-char --step 400 --text\n         hpctrain data which runs/gpt-char --step 400 --virtual-rank 1 --numbers >> exclude.txt"
+    )]
+    Which(Box<WhichArgs>),
 }
 
 #[derive(Debug, Args)]
@@ -425,6 +431,7 @@ impl From<StreamArgs> for StreamShards {
 pub fn run(args: DataArgs) -> Result<()> {
     match args.command {
         Command::Order(args) => data_order::run(&args)?,
+        Command::Which(args) => data_which::run(&args)?,
         Command::Import(ImportArgs { source: Source::Text(text) }) => {
             let TextArgs { inputs, field, tokenizer, end_of_text, to } = text;
             say(import_text(&ImportText { inputs, field, end_of_text, tokenizer, to: to.into() })?);

@@ -11,9 +11,8 @@ use crate::checkpoint::Progress;
 use crate::config::Environment;
 use crate::data::inspect::table;
 use crate::data::{Dataset, Draw};
-use crate::engine::{micro_batches, plan_for};
+use crate::engine::{RankSchedule, micro_batches, plan_for};
 use crate::error::Result;
-use crate::mesh::Axis;
 use crate::telemetry::say;
 
 /// Arguments of `hpctrain data order`.
@@ -80,20 +79,14 @@ pub fn run(args: &OrderArgs) -> Result<()> {
     let plan = plan_for(config, &facts, &train)?;
     let mut found = Vec::new();
     for rank in 0..facts.ranks {
-        // Ranks of the same data-parallel rank, such as stages of a pipeline, read the same samples.
-        let coordinates = plan.mesh.coordinates(rank);
-        let data_rank = coordinates[Axis::Replica as usize] * plan.mesh.shard
-            + coordinates[Axis::Shard as usize];
-        let (positions, order) =
-            micro_batches::read_schedule(&plan, &train, data_rank, Progress::default())?;
-        let per_step = positions.micros_per_step();
-        let wanted = positions.take((args.steps.saturating_mul(per_step)) as usize);
-        found.extend(wanted.enumerate().map(|(number, positions)| MicroBatchReport {
+        let schedule = RankSchedule::new(&plan, &train, rank, Progress::default())?;
+        let per_step = schedule.micros_per_step();
+        let wanted = schedule.take((args.steps.saturating_mul(per_step)) as usize);
+        found.extend(wanted.enumerate().map(|(number, draws)| MicroBatchReport {
             step: number as u64 / per_step + 1,
             rank,
             micro_batch: number as u64 % per_step,
-            samples:
-                positions.map(|position| SampleReport::new(&train, order.draw(position))).collect(),
+            samples: draws.iter().map(|(_, draw)| SampleReport::new(&train, *draw)).collect(),
         }));
     }
     found.sort_by_key(|micro| micro.step);

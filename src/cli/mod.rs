@@ -7,6 +7,7 @@ mod config;
 mod coordinate;
 pub mod data;
 mod data_order;
+mod data_which;
 mod doctor;
 mod eval;
 mod eval_checkpoint;
@@ -15,6 +16,7 @@ mod predict;
 mod probe_transport;
 pub mod ps_auto;
 mod rank_roles;
+mod replay;
 mod report;
 mod runs;
 mod sample;
@@ -34,8 +36,10 @@ use crate::data::sandbox;
 use crate::error::{Error, Result};
 use crate::fd_limit;
 use crate::job::{self, fail};
+use crate::replay::ReplayTask;
 use crate::signals;
 use crate::telemetry;
+use crate::verify::LayoutTask;
 
 /// Trains neural networks on MPI clusters.
 ///
@@ -75,9 +79,15 @@ enum Command {
     /// Check that loss, parameters and optimizer state are bitwise equal on any number of ranks and
     /// in any ZeRO stage.
     Verify(verify::VerifyArgs),
+    /// Repeat steps of a run from a checkpoint, compare them bit for bit with its records, and find
+    /// the first tensor, rank and sample with bad values.
+    Replay(replay::ReplayArgs),
     /// Run one rank of a layout of `verify --mpi`.
     #[command(hide = true)]
     VerifyRank(verify::RankArgs),
+    /// Run one rank of `replay --mpi`.
+    #[command(hide = true)]
+    ReplayRank(verify::RankArgs),
     /// Probe CUDA-aware MPI in a child process of a rank, which may crash.
     #[command(hide = true, name = comm::CUDA_PROBE_COMMAND)]
     ProbeCudaAware,
@@ -145,7 +155,8 @@ impl Command {
         match self {
             Command::Train(_) | Command::Eval(_) | Command::Predict(_) | Command::Sample(_) => true,
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
-            Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) => false,
+            Command::Simulate(_) | Command::Verify(_) => false,
+            Command::VerifyRank(_) | Command::ReplayRank(_) => false,
             Command::ProbeCudaAware | Command::ProbeNccl(_) | Command::ProbeCudaIpc(_) => false,
             Command::Data(_)
             | Command::Checkpoint(_)
@@ -154,6 +165,7 @@ impl Command {
             | Command::DataSandbox
             | Command::Report(_)
             | Command::Runs(_)
+            | Command::Replay(_)
             | Command::Compare(_) => false,
             Command::Ps(_) | Command::Supervise(_) | Command::Spawn(_) => false,
             Command::Completions { .. } => false,
@@ -242,7 +254,8 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::DoctorProbe(args) => report(doctor::probe(&args)),
         Command::DataSandbox => report(sandbox::serve()),
         Command::Plan(args) => plan::run(&args, launch),
-        Command::VerifyRank(args) => verify::run_rank(&args, launch),
+        Command::VerifyRank(args) => verify::run_rank::<LayoutTask>(&args, launch),
+        Command::ReplayRank(args) => verify::run_rank::<ReplayTask>(&args, launch),
         // Every process of a probe runs, not only that of rank 0.
         Command::ProbeCudaAware => report(probe_transport::probe_cuda_aware_mpi()),
         Command::ProbeNccl(args) => report(probe_transport::probe_ranks(RankProbe::Nccl, &args)),
@@ -257,6 +270,7 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Spawn(_) => 2,
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),
+        Command::Replay(args) => replay::run(&args),
         Command::Simulate(args) => simulate::run(&args),
         Command::Ps(PsCommand::Coordinator(args)) => coordinate::run(&args),
         Command::Ps(PsCommand::Status(args)) => report(servers::status(&args)),

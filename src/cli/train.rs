@@ -9,7 +9,7 @@ use clap::{Arg, Args, Command};
 use super::eval::evaluate;
 use super::rank_roles::{RankAssignment, RankRole, StartCommand};
 use super::servers;
-use super::with_checkpoint::{comm_timeout, seconds};
+use super::with_checkpoint::comm_timeout;
 use crate::comm::{AlgorithmChoice, Launch, prepare_environment};
 use crate::config::{Config, PRESETS, Sources, given_keys, load};
 use crate::error::{Error, Result};
@@ -212,7 +212,7 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     prepare_environment(request.as_ref().is_ok_and(|request| may_use_vendor(&request.config)));
     let patience = request
         .as_ref()
-        .map_or_else(|_| comm_timeout(&[]), |request| seconds(request.config.comm.timeout));
+        .map_or_else(|_| comm_timeout(&[]), |request| request.config.comm.unmeasured_timeout());
     job::run(launch, patience, |comm| {
         let request = comm.world().all_ok(request)?;
         let role = RankAssignment::find(

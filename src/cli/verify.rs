@@ -10,7 +10,7 @@ use crate::config::ReduceChoice;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
 use crate::parallel::Zero;
-use crate::verify::{Launcher, LayoutAxes, VerifyOptions, rank, task, verify};
+use crate::verify::{Launcher, LayoutAxes, RankTask, VerifyOptions, rank, task, verify};
 
 /// Arguments of `hpctrain verify`.
 #[derive(Args)]
@@ -105,20 +105,20 @@ pub fn run(args: &VerifyArgs) -> i32 {
     }
 }
 
-/// Arguments of `hpctrain verify-rank`, which `hpctrain verify --mpi` starts under mpirun.
+/// Arguments of the commands that `--mpi` starts under mpirun.
 #[derive(Args)]
 pub struct RankArgs {
-    /// File that describes the layout to run.
+    /// File that describes the task of the ranks.
     task: PathBuf,
     /// File to which rank 0 writes the result.
-    recording: PathBuf,
+    result: PathBuf,
 }
 
-/// Runs one rank of a layout and returns its exit code.
-pub fn run_rank(args: &RankArgs, launch: Option<&Launch>) -> i32 {
-    let task = task(&args.task);
+/// Runs one rank of a task and returns its exit code.
+pub fn run_rank<T: RankTask>(args: &RankArgs, launch: Option<&Launch>) -> i32 {
+    let task = task::<T>(&args.task);
     job::run(launch, super::with_checkpoint::comm_timeout(&[]), |comm| {
         let task = comm.world().all_ok(task)?;
-        rank(comm, &task, &args.recording).map(|()| 0)
+        rank(comm, &task, &args.result).map(|()| 0)
     })
 }

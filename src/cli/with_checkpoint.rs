@@ -117,7 +117,7 @@ pub fn run(
         let reader = Reader::open_collective(&world, &path, || Reader::open(&path))?;
         comm.watch_in_own_directory(&heartbeat_dirs(&path))?;
         let config = world.all_ok(work.config(&reader))?;
-        comm.set_watchdog_timeout(seconds(config.comm.timeout))?;
+        comm.set_watchdog_timeout(config.comm.unmeasured_timeout())?;
         match assign_gpus(comm, &config)? {
             None => run_on(work, comm, reader, config, threads, open_cpu),
             Some(gpu) => run_on(work, &gpu.device_comm(comm), reader, config, threads, |plan| {
@@ -148,12 +148,7 @@ fn run_on<B: Kernels>(
 pub fn comm_timeout(overrides: &[String]) -> Duration {
     // Unknown keys are refused later, by all ranks together.
     let config = overlay(&Config::default(), overrides).unwrap_or_default();
-    seconds(config.comm.timeout)
-}
-
-/// Returns `comm.timeout` as a duration.
-pub fn seconds(timeout: u64) -> Duration {
-    Duration::from_secs(timeout)
+    config.comm.unmeasured_timeout()
 }
 
 /// Returns directories in which the ranks that use a checkpoint can write heartbeats: that of its

@@ -45,7 +45,7 @@ pub(super) fn check(config: &Config) -> Result<()> {
     let given = [
         (run.steps, run.epochs),
         (eval.every, eval.every_epochs),
-        (checkpoint.every, checkpoint.every_epochs),
+        (checkpoint.every.number().unwrap_or(1), checkpoint.every_epochs),
     ];
     for ((steps, epochs), (section, in_steps, in_epochs)) in given.into_iter().zip(KEYS) {
         if steps > 0 && epochs > 0 {
@@ -163,7 +163,7 @@ impl EpochLength {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Sources, load, overlay};
+    use crate::{OrAuto, Sources, load, overlay};
 
     fn loaded(overrides: &[&str]) -> Result<Config> {
         let overrides: Vec<String> = overrides.iter().map(|item| item.to_string()).collect();
@@ -195,7 +195,7 @@ mod tests {
         let config = loaded(&["eval.every_epochs=2", "checkpoint.every_epochs=1"]).unwrap();
         assert_eq!(
             (config.eval.every, config.eval.every_epochs, config.checkpoint.every),
-            (0, 2, 0)
+            (0, 2, OrAuto::Number(0))
         );
         assert!(config.run.steps > 0 && !config.is_in_epochs());
         let back = overlay(&config, &["eval.every=5".into()]).unwrap();

@@ -20,6 +20,7 @@ mod local_launcher;
 mod lr_by_batch;
 mod memory_checkpoint;
 mod network;
+mod or_auto;
 mod paths;
 mod range;
 mod resolve;
@@ -45,6 +46,7 @@ pub use load::{
 pub use lr_by_batch::LrByBatch;
 pub use memory_checkpoint::CopyInterval;
 pub use network::{network, sample_spec};
+pub use or_auto::OrAuto;
 pub use resolve::{Environment, ResolvedConfig, resolve};
 pub use schema::*;
 pub use servers::{Partition, Staleness};

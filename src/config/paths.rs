@@ -6,7 +6,8 @@ use toml::{Table, Value};
 use hpctrain_base::error::{Error, Result};
 
 /// Keys whose values are paths, by section.
-const PATHS: [(&str, &str); 3] = [("run", "root"), ("data", "path"), ("data", "local_cache")];
+const PATHS: [(&str, &str); 4] =
+    [("run", "root"), ("data", "path"), ("data", "local_cache"), ("data", "exclude")];
 
 /// Replaces `~/`, `$NAME` and `${NAME}` at the beginning of paths; `env` looks up a variable.
 ///

@@ -1,6 +1,7 @@
 //! Resolution of a configuration: sets every optional key and checks every combination.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::bounds;
 use super::epochs::{self, EpochLength};
@@ -20,7 +21,7 @@ use hpctrain_base::layout::part;
 use hpctrain_base::layout::{Tensor, TensorShards};
 use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_comm::Algorithm;
-use hpctrain_data::SampleSpec;
+use hpctrain_data::{ExcludedSamples, SampleSpec};
 use hpctrain_device::{Element, Elementwise, Kernels};
 use hpctrain_nn::layers::Layer;
 use hpctrain_nn::loss::{CustomMetric, Loss, Objective};
@@ -82,6 +83,9 @@ pub struct ResolvedConfig {
     pub local_sgd: Option<LocalSgd>,
     /// The learning-rate schedule.
     pub schedule: Schedule,
+    /// The training samples that are not read, if `data.exclude` lists any. [`resolve`] does not
+    /// read the file.
+    pub excluded: Option<Arc<ExcludedSamples>>,
 }
 
 impl ResolvedConfig {
@@ -418,6 +422,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         ema: average,
         local_sgd: averaging,
         schedule,
+        excluded: None,
     })
 }
 
@@ -537,11 +542,11 @@ fn check_ranges(config: &Config) -> Result<()> {
             return Err(out_of_range(key, value, "0 or more"));
         }
     }
-    if comm.timeout > LONGEST_TIMEOUT {
+    if comm.timeout.number().is_some_and(|seconds| seconds > LONGEST_TIMEOUT) {
         return Err(out_of_range(
             "comm.timeout",
             comm.timeout,
-            "0 (for ever) to 604800 seconds (a week)",
+            "auto, or 0 (for ever) to 604800 seconds (a week)",
         ));
     }
     if !(optimizer.lr > 0.0 && optimizer.lr.is_finite()) {

@@ -4,13 +4,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::time::Duration;
 
 use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{
-    CopyInterval, DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, LrByBatch, Partition,
-    Size, Staleness, Time,
+    CopyInterval, DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, LrByBatch, OrAuto,
+    Partition, Size, Staleness, Time,
 };
 use hpctrain_base::pattern::Pattern;
 use hpctrain_comm::{AlgorithmChoice, TransportChoice};
@@ -290,6 +291,10 @@ sections! {
         /// same on any number of ranks), or files (shards are dealt to the data-parallel ranks,
         /// each of which reads only its own, so that the order depends on the number of ranks).
         order: DataOrder = DataOrder::Samples,
+        /// Text file of training samples that are not read: a number in each line, as
+        /// `hpctrain data which --numbers` prints it. Their positions draw other samples; all other
+        /// positions keep theirs.
+        exclude: Option<String> = None,
         /// Let a batch take a sample again if the data has fewer samples than `batch.global`;
         /// false refuses such data.
         repeat: bool = false,
@@ -542,8 +547,9 @@ sections! {
 
     /// `[checkpoint]`
     Checkpoint {
-        /// Steps between checkpoints; 0 saves at the end only.
-        every: u64 = 500,
+        /// Steps between checkpoints; 0 saves at the end only. `auto` takes the interval of Young
+        /// and Daly, from the measured cost of a save and the failures of the run so far.
+        every: OrAuto = OrAuto::Number(500),
         /// Epochs between checkpoints, instead of `every`: saved with the step in which the last
         /// sample of an epoch is seen. 0 uses `every`.
         every_epochs: u64 = 0,
@@ -625,8 +631,10 @@ sections! {
         /// passes a probe at the start, else host-staged.
         transport: TransportChoice = TransportChoice::Auto,
         /// Seconds that a rank may wait for the others before the job reports where each rank is
-        /// and ends: more than the longest evaluation or checkpoint takes; 0 waits for ever.
-        timeout: u64 = 600,
+        /// and ends: more than the longest evaluation or checkpoint takes; 0 waits for ever. `auto`
+        /// is 20 times the slowest step, evaluation or save so far, at least 120; and at least 600
+        /// while those are not measured: at the start, at the end, and in other commands.
+        timeout: OrAuto = OrAuto::Auto,
         /// Network interface at which the coordinator and the servers of a run listen: its name,
         /// such as `ib0`, or the network of its address, such as `10.1.0.0/16`. Default: the one
         /// that the host's name stands for. Ranks that MPI starts follow the settings of the MPI
@@ -659,6 +667,18 @@ sections! {
         /// With `tensorboard`: steps between two histograms of all weights and gradients; 0 writes
         /// none.
         histograms: u64 = 0,
+    }
+}
+
+/// The time that a rank may wait for the others with `comm.timeout = "auto"` while nothing is
+/// measured.
+const UNMEASURED_TIMEOUT: Duration = Duration::from_secs(600);
+
+impl Comm {
+    /// Returns the time that a rank may wait for the others while nothing is measured; zero waits
+    /// for ever.
+    pub fn unmeasured_timeout(&self) -> Duration {
+        self.timeout.number().map_or(UNMEASURED_TIMEOUT, Duration::from_secs)
     }
 }
 

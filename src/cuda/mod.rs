@@ -376,6 +376,10 @@ impl Backend for Cuda {
         scalar.read(&self.0.compute)
     }
 
+    fn peek(&self, scalar: &Scalar) -> Result<f64> {
+        scalar.read(&self.0.compute)
+    }
+
     fn upload_indices(&self, host: &[u32]) -> Result<CudaInts> {
         self.0.index_uploader.upload(host)
     }

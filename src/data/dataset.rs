@@ -323,10 +323,35 @@ impl Dataset {
         (&self.shards[shard].path, place - self.first_sample[shard])
     }
 
+    /// Returns the number of the data set that sample `number` belongs to.
+    pub fn data_set(&self, number: u64) -> usize {
+        let mut end = 0;
+        let ends = self.parts.iter().map(|samples| {
+            end += samples;
+            end
+        });
+        ends.take_while(|end| *end <= number).count()
+    }
+
+    /// Returns the samples as they are stored: later reads neither scale nor augment inputs.
+    #[must_use]
+    pub fn as_stored(mut self) -> Self {
+        for form in &mut self.forms {
+            Arc::make_mut(form).scale = None;
+        }
+        self.augmenter = None;
+        self
+    }
+
     /// Returns the shards whose files are open.
     pub fn open_shards(&self) -> impl Iterator<Item = &Path> {
         let shards = self.shards.iter().zip(&self.open.shards);
         shards.filter(|(_, open)| open.is_some()).map(|(shard, _)| &*shard.path)
+    }
+
+    /// Returns the form of the samples.
+    pub(super) fn sample_spec(&self) -> &SampleSpec {
+        &self.spec
     }
 
     /// Returns a bound that all ids are below.

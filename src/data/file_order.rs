@@ -1,6 +1,6 @@
 //! The order of samples if files are dealt to ranks, each of which reads only its own.
 
-use super::{Draw, Sampler};
+use super::{Draw, ExcludedSamples, Sampler};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random::{derive, name};
 
@@ -89,10 +89,30 @@ impl FileOrder {
         let own = self.share(position - within)
             + place * virtual_rank_samples
             + within % virtual_rank_samples;
-        let index = self.sampler.index(own);
+        Draw { sample: self.sample(self.sampler.index(own)), epoch: own / self.samples() }
+    }
+
+    /// Returns the number, among all samples, of sample `index` of the rank.
+    pub(super) fn sample(&self, index: u64) -> u64 {
         let file = self.files.partition_point(|(before, _)| *before <= index) - 1;
         let (before, first) = self.files[file];
-        Draw { sample: first + index - before, epoch: own / self.samples() }
+        first + index - before
+    }
+
+    /// Returns the positions of this rank in the global batch from `base` on.
+    pub(super) fn positions(&self, base: u64) -> impl Iterator<Item = u64> {
+        let RankBatches { virtual_rank_samples, virtual_ranks, .. } = &self.batches;
+        virtual_ranks.iter().flat_map(move |virtual_rank| {
+            let start = base + *virtual_rank as u64 * virtual_rank_samples;
+            start..start + virtual_rank_samples
+        })
+    }
+
+    /// Returns the number of samples of the rank that are excluded.
+    pub(super) fn count(&self, excluded: &ExcludedSamples) -> u64 {
+        let ends = self.files.iter().skip(1).map(|(before, _)| *before).chain([self.samples()]);
+        let files = self.files.iter().zip(ends);
+        files.map(|((before, first), end)| excluded.count_in(*first..first + end - before)).sum()
     }
 }
 

@@ -9,6 +9,7 @@ use hdf5::dataset::Layout;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::excluded_samples::ExcludedSummary;
 use super::format::{BlockSums, Checksums, Header};
 use super::h5;
 use super::import::hex;
@@ -130,19 +131,23 @@ pub struct TrainedOn {
     /// The data of the last start.
     #[serde(flatten)]
     pub fingerprint: Fingerprint,
+    /// The samples that the last start does not read (`data.exclude`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub excluded: Option<ExcludedSummary>,
     /// Changes of the data during the run, in the order of their steps.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<DataChange>,
 }
 
-/// A change of a run's training data.
+/// A change of a run's training data, or of the samples that it does not read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataChange {
     /// The steps finished with the previous data.
     pub step: u64,
     /// The digest of the previous data.
     pub before: String,
-    /// The first difference, as [`Fingerprint::difference`] describes it.
+    /// The first difference, as [`Fingerprint::difference`] or [`ExcludedSummary::difference`]
+    /// describes it.
     pub what: String,
 }
 

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::sample_fields::{SampleFields, SampleSizes};
+use super::sample_order::Drawing;
 use super::{Draw, SampleOrder, Source};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{Activity, ActivityKind, Track, span};
@@ -193,10 +194,11 @@ fn read_ahead(
     let mut unused: Vec<Batch> = std::iter::repeat_with(empty).take(depth + BESIDE_READY).collect();
     let of_batches: usize = unused.iter().map(Batch::bytes).sum();
     held.store(of_batches, Ordering::Relaxed);
+    let mut drawing = Drawing::new(order);
     for positions in batches {
         let mut batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
         let reading = span(ActivityKind::Reading, None);
-        let draws = positions.clone().map(|position| order.draw(position));
+        let draws = positions.clone().map(|position| drawing.draw(position));
         let batch = batch.fill(&mut dataset, positions, draws).map(|()| batch);
         drop(reading);
         held.store(of_batches + dataset.cached(), Ordering::Relaxed);

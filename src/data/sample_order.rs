@@ -1,11 +1,14 @@
 //! The sample at each position of a run, from one data set or a mixture of several, computed by a
 //! pure function.
 
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
-use super::{Draw, FileOrder, Sampler};
+use super::{Draw, ExcludedSamples, FileOrder, Sampler};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::random::derive;
+use hpctrain_base::random::{derive, name};
 
 /// A data set that is mixed with others.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -46,7 +49,24 @@ const PERIOD: u64 = 1024;
 
 /// Maps positions of a run to samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SampleOrder(Kind);
+pub struct SampleOrder {
+    kind: Kind,
+    exclusion: Option<Exclusion>,
+}
+
+/// The samples that a run does not read, and the batches whose positions draw others instead.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Exclusion {
+    excluded: Arc<ExcludedSamples>,
+    seed: u64,
+    /// The position of the first sample of a global batch, and the number of its samples.
+    first: u64,
+    global: u64,
+}
+
+/// The number of random draws for a position whose sample is excluded, before the data set is
+/// searched.
+const ATTEMPTS: u64 = 64;
 
 /// The kinds of orders.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,27 +133,148 @@ impl SampleOrder {
             pattern.push((part, counts[part]));
             counts[part] += 1;
         }
-        Ok(Self(Kind::All(Mixture { parts, pattern })))
+        Ok(Self::from_kind(Kind::All(Mixture { parts, pattern })))
+    }
+
+    fn from_kind(kind: Kind) -> Self {
+        Self { kind, exclusion: None }
+    }
+
+    /// Returns the same order without the samples `excluded`. A position whose sample is excluded
+    /// draws another one of the same data set, which no other position of its global batch has.
+    /// All other positions keep their samples. Global batches of `global` samples follow each
+    /// other from position `first` on. The substitutes are a function of `seed` and the position.
+    #[must_use]
+    pub fn excluding(
+        self,
+        excluded: Arc<ExcludedSamples>,
+        seed: u64,
+        first: u64,
+        global: u64,
+    ) -> Self {
+        Self { exclusion: Some(Exclusion { excluded, seed, first, global }), ..self }
     }
 
     /// Returns the sample at `position`, counted from the start of the run.
     pub fn draw(&self, position: u64) -> Draw {
-        match &self.0 {
+        Drawing::new(self).draw(position)
+    }
+
+    /// Returns the first data set that `positions` consecutive positions might take a sample of
+    /// twice: its number, its number of samples, and the number of positions that draw from it.
+    /// Excluded samples do not count. If files are dealt to ranks, the data set is that of this
+    /// rank.
+    pub fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
+        let excluded = self.exclusion.as_ref().map(|exclusion| &*exclusion.excluded);
+        match &self.kind {
+            Kind::All(mixture) => mixture.repeats_within(positions, excluded),
+            Kind::Files(files) => {
+                let share = files.share(positions);
+                let have = files.samples() - excluded.map_or(0, |excluded| files.count(excluded));
+                (share > have).then_some((0, have, share))
+            }
+        }
+    }
+}
+
+/// Draws the samples of positions, and remembers the substitutes of the last batch.
+pub(super) struct Drawing<'a> {
+    order: &'a SampleOrder,
+    /// The first position of a global batch, and the samples that its positions draw instead of
+    /// excluded ones.
+    batch: Option<(u64, HashMap<u64, u64>)>,
+}
+
+impl<'a> Drawing<'a> {
+    pub fn new(order: &'a SampleOrder) -> Self {
+        Self { order, batch: None }
+    }
+
+    /// Returns the sample at `position`.
+    pub fn draw(&mut self, position: u64) -> Draw {
+        let SampleOrder { kind, exclusion } = self.order;
+        let draw = kind.draw(position);
+        let Some(exclusion) = exclusion.as_ref().filter(|it| it.excluded.contains(draw.sample))
+        else {
+            return draw;
+        };
+        let base = position - (position - exclusion.first) % exclusion.global;
+        let (_, substitutes) = match self.batch.take().filter(|(first, _)| *first == base) {
+            Some(batch) => self.batch.insert(batch),
+            None => self.batch.insert((base, exclusion.substitutes(kind, base))),
+        };
+        Draw { sample: substitutes.get(&position).copied().unwrap_or(draw.sample), ..draw }
+    }
+}
+
+impl Exclusion {
+    /// Returns the samples that positions of the global batch from `base` on draw instead of
+    /// excluded ones.
+    fn substitutes(&self, kind: &Kind, base: u64) -> HashMap<u64, u64> {
+        let mut taken = HashSet::new();
+        let mut without = Vec::new();
+        for position in kind.positions(base, self.global) {
+            let Draw { sample, .. } = kind.draw(position);
+            if self.excluded.contains(sample) {
+                without.push(position);
+            } else {
+                taken.insert(sample);
+            }
+        }
+        let mut substitutes = HashMap::with_capacity(without.len());
+        for position in without {
+            if let Some(sample) = self.substitute(kind, position, &taken) {
+                taken.insert(sample);
+                substitutes.insert(position, sample);
+            }
+        }
+        substitutes
+    }
+
+    /// Returns a sample for a position whose own is excluded: one that is not in `taken`, if there
+    /// is one. Returns `None` if the data set has no other samples.
+    fn substitute(&self, kind: &Kind, position: u64, taken: &HashSet<u64>) -> Option<u64> {
+        let count = kind.choices(position);
+        let draw = |attempt| derive(self.seed, &[name("exclude"), position, attempt]) % count;
+        let is_allowed = |sample: &u64| !self.excluded.contains(*sample);
+        let is_free = |sample: &u64| is_allowed(sample) && !taken.contains(sample);
+        let random = (0..ATTEMPTS).map(|attempt| kind.choice(position, draw(attempt)));
+        let start = draw(ATTEMPTS);
+        let rest = (0..count).map(|step| kind.choice(position, (start + step) % count));
+        random.chain(rest.clone()).find(is_free).or_else(|| rest.clone().find(is_allowed))
+    }
+}
+
+impl Kind {
+    fn draw(&self, position: u64) -> Draw {
+        match self {
             Kind::All(mixture) => mixture.draw(position),
             Kind::Files(files) => files.draw(position),
         }
     }
 
-    /// Returns the first data set that `positions` consecutive positions might take a sample of
-    /// twice: its number, its number of samples, and the number of positions that draw from it. If
-    /// files are dealt to ranks, the data set is that of this rank.
-    pub fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
-        match &self.0 {
-            Kind::All(mixture) => mixture.repeats_within(positions),
-            Kind::Files(files) => {
-                let share = files.share(positions);
-                (share > files.samples()).then(|| (0, files.samples(), share))
-            }
+    /// Returns the positions of the global batch from `base` on whose samples may coincide: all, or
+    /// those of this rank if files are dealt to ranks.
+    fn positions(&self, base: u64, global: u64) -> Vec<u64> {
+        match self {
+            Kind::All(_) => (base..base + global).collect(),
+            Kind::Files(files) => files.positions(base).collect(),
+        }
+    }
+
+    /// Returns the number of samples that `position` may draw.
+    fn choices(&self, position: u64) -> u64 {
+        match self {
+            Kind::All(mixture) => mixture.part(position).samples,
+            Kind::Files(files) => files.samples(),
+        }
+    }
+
+    /// Returns one of the samples that `position` may draw.
+    fn choice(&self, position: u64, index: u64) -> u64 {
+        match self {
+            Kind::All(mixture) => mixture.part(position).first + index,
+            Kind::Files(files) => files.sample(index),
         }
     }
 }
@@ -147,7 +288,16 @@ impl Mixture {
         Draw { sample: first + sampler.index(own), epoch: own / samples }
     }
 
-    fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
+    /// Returns the data set of a position.
+    fn part(&self, position: u64) -> &MixedSet {
+        &self.parts[self.pattern[(position % self.pattern.len() as u64) as usize].0]
+    }
+
+    fn repeats_within(
+        &self,
+        positions: u64,
+        excluded: Option<&ExcludedSamples>,
+    ) -> Option<(usize, u64, u64)> {
         let period = self.pattern.len();
         self.parts.iter().enumerate().find_map(|(number, part)| {
             // For each position of a period, the number of earlier positions of the data set.
@@ -163,7 +313,9 @@ impl Mixture {
             let most = (0..period as u64)
                 .map(|start| taken_until(start + positions) - taken_until(start))
                 .max();
-            most.filter(|most| *most > part.samples).map(|most| (number, part.samples, most))
+            let numbers = part.first..part.first + part.samples;
+            let have = part.samples - excluded.map_or(0, |excluded| excluded.count_in(numbers));
+            most.filter(|most| *most > have).map(|most| (number, have, most))
         })
     }
 }
@@ -171,13 +323,13 @@ impl Mixture {
 impl From<Sampler> for SampleOrder {
     fn from(sampler: Sampler) -> Self {
         let part = MixedSet { first: 0, samples: sampler.samples(), sampler, share: 1 };
-        Self(Kind::All(Mixture { parts: vec![part], pattern: vec![(0, 0)] }))
+        Self::from_kind(Kind::All(Mixture { parts: vec![part], pattern: vec![(0, 0)] }))
     }
 }
 
 impl From<FileOrder> for SampleOrder {
     fn from(files: FileOrder) -> Self {
-        Self(Kind::Files(files))
+        Self::from_kind(Kind::Files(files))
     }
 }
 
@@ -293,6 +445,99 @@ mod tests {
         assert_eq!(order.repeats_within(9), Some((1, 4, 5)));
         assert_eq!(SampleOrder::from(Sampler::new(5, 1)).repeats_within(5), None);
         assert_eq!(SampleOrder::from(Sampler::new(5, 1)).repeats_within(6), Some((0, 5, 6)));
+    }
+
+    /// Draws two data sets with 60 and 40 samples in batches of 16, without these samples.
+    fn drawn_without(excluded: &[u64], batches: u64) -> Vec<(Draw, Draw)> {
+        let order = SampleOrder::mixed(&[60, 40], &[0.5, 0.5], Some(3)).unwrap();
+        let excluded = Arc::new(ExcludedSamples::new(excluded.to_vec()));
+        let without = order.clone().excluding(excluded, 3, 0, 16);
+        let mut drawing = Drawing::new(&without);
+        (0..16 * batches)
+            .map(|position| {
+                // One after the other, and each by itself.
+                assert_eq!(drawing.draw(position), without.draw(position));
+                (order.draw(position), without.draw(position))
+            })
+            .collect()
+    }
+
+    #[test]
+    fn excluded_samples_are_replaced_and_all_others_stay() {
+        let excluded = [5, 6, 59, 60, 71, 99];
+        let draws = drawn_without(&excluded, 40);
+        let mut replaced = 0;
+        for (before, now) in &draws {
+            assert_eq!(now.epoch, before.epoch);
+            assert!(!excluded.contains(&now.sample));
+            if excluded.contains(&before.sample) {
+                replaced += 1;
+                assert_eq!(before.sample < 60, now.sample < 60, "of the same data set");
+            } else {
+                assert_eq!(before, now);
+            }
+        }
+        assert!(replaced > 30, "{replaced}");
+        for (batch, draws) in draws.chunks(16).enumerate() {
+            let distinct = |samples: Vec<u64>| samples.iter().collect::<HashSet<_>>().len();
+            let before = distinct(draws.iter().map(|(before, _)| before.sample).collect());
+            let now = distinct(draws.iter().map(|(_, now)| now.sample).collect());
+            assert!(now >= before, "batch {batch}: {now} distinct samples, {before} before");
+        }
+    }
+
+    #[test]
+    fn few_remaining_samples_are_found() {
+        // Of the second data set eight samples remain, all of which a batch takes.
+        let excluded: Vec<u64> = (60..92).collect();
+        for draws in drawn_without(&excluded, 20).chunks(16) {
+            let mut second: Vec<u64> =
+                draws.iter().map(|(_, now)| now.sample).filter(|sample| *sample >= 60).collect();
+            assert!(second.iter().all(|sample| *sample >= 92));
+            second.sort_unstable();
+            second.dedup();
+            // A batch that two passes meet in may have a sample of both.
+            assert!(second.len() >= 7, "{second:?}");
+        }
+        let order = SampleOrder::mixed(&[60, 40], &[0.5, 0.5], Some(3)).unwrap();
+        let excluding = |numbers: Vec<u64>| {
+            let excluded = Arc::new(ExcludedSamples::new(numbers));
+            order.clone().excluding(excluded, 3, 0, 16).repeats_within(16)
+        };
+        assert_eq!(excluding(excluded.clone()), None);
+        assert_eq!(excluding((60..93).collect()), Some((1, 7, 8)));
+        assert_eq!(excluding((0..60).collect()), Some((0, 0, 8)));
+    }
+
+    #[test]
+    fn samples_of_dealt_files_are_replaced_by_those_of_the_rank() {
+        for rank in 0..2 {
+            let batches = crate::RankBatches {
+                first: 0,
+                global: 8,
+                virtual_rank_samples: 2,
+                virtual_ranks: [vec![0, 1], vec![2, 3]][rank].clone(),
+                ranks: 2,
+                rank,
+            };
+            let files = FileOrder::new(&[6, 9, 7, 5], Some(1), batches).unwrap();
+            let own = |sample: u64| usize::from((6..15).contains(&sample) || sample >= 22) == rank;
+            let excluded = Arc::new(ExcludedSamples::new(vec![0, 1, 7, 8, 16, 25]));
+            let order = SampleOrder::from(files.clone());
+            let without = order.clone().excluding(excluded.clone(), 1, 0, 8);
+            let have = [10, 11][rank];
+            assert_eq!(without.repeats_within(24), Some((0, have, 12)));
+            assert_eq!(order.repeats_within(24), None);
+            for batch in 0..30 {
+                let start = 8 * batch + 4 * rank as u64;
+                for position in start..start + 4 {
+                    let before = order.draw(position);
+                    let now = without.draw(position);
+                    assert!(own(now.sample) && !excluded.contains(now.sample));
+                    assert!(before == now || excluded.contains(before.sample));
+                }
+            }
+        }
     }
 
     #[test]

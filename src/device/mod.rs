@@ -134,6 +134,12 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Returns an error if the device fails.
     fn read(&self, scalar: Self::Scalar) -> Result<f64>;
 
+    /// Returns the value of a scalar like [`Backend::read`], and leaves the scalar to be read again.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    fn peek(&self, scalar: &Self::Scalar) -> Result<f64>;
+
     /// Copies indices to a new buffer on the device.
     ///
     /// # Errors

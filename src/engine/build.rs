@@ -154,5 +154,6 @@ fn build<B: Kernels>(
         plan.config.offload.activations.then(|| ActivationOffload::new(&backend)).transpose()?;
     let model = Model::new(backend, blocks, plan.objective().with_tensor_shards(&slices), sharded)
         .with_loss_chunk_rows(plan.loss_chunk_tokens);
-    Ok((Engine { model, geometry, activation_offload: host_inputs }, exchange))
+    let engine = Engine { model, geometry, activation_offload: host_inputs, observer: None };
+    Ok((engine, exchange))
 }

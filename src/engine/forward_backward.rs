@@ -2,12 +2,17 @@
 //! layouts use the same code.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::activation_offload::{ActivationOffload, OffloadedActivation};
 use super::batch_loss::{MicroBatchLoss, batch_loss};
 use super::chunked_loss::{ChunkForward, ChunkedHead, RowChunk};
 use super::model::Model;
+use super::tensor_observer::{
+    ObservedTensor, TensorKind, TensorObserver, TensorStatistics, observe_gradients,
+    observe_reduced, samples_in_batch, statistics,
+};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random;
 use hpctrain_base::spans::{ActivityKind, span};
@@ -24,6 +29,8 @@ pub struct Engine<B: Kernels> {
     pub geometry: Geometry,
     /// Offloads the inputs of recomputed blocks to the host. `None` if they stay on the device.
     pub activation_offload: Option<ActivationOffload<B>>,
+    /// Sees the tensors of each step as they are computed. `None` in training.
+    pub observer: Option<Box<dyn TensorObserver>>,
 }
 
 /// The geometry of a step: its virtual ranks and micro-batches, and the seed of its random streams.
@@ -103,6 +110,23 @@ enum Input<B: Kernels> {
 /// The deferred wgrads of a stage's blocks, the last block's first.
 type DeferredWgrads<B> = Vec<(usize, Vec<DeferredWgrad<B>>)>;
 
+/// Shows the loss of a micro-batch to an observer.
+fn observe_loss(
+    observer: &mut dyn TensorObserver,
+    block: usize,
+    samples: Range<u64>,
+    loss: f64,
+) -> Result<()> {
+    observer.observe(&ObservedTensor {
+        kind: TensorKind::Loss,
+        block,
+        unit: "",
+        tensor: "",
+        samples: Some(samples),
+        statistics: TensorStatistics::default().with(loss),
+    })
+}
+
 impl<B: Kernels> Engine<B> {
     /// Computes and reduces the gradients of step `step`. `next` returns this rank's micro-batches
     /// in order; `flags` returns its control flags, and is called once the gradients are summed.
@@ -170,13 +194,15 @@ impl<B: Kernels> Engine<B> {
                         None => self.model.input(&micro)?,
                     };
                     let (saved_forward, mut y) = self.forward(micro, x, dropout)?;
+                    let samples = samples_in_batch(&saved_forward.micro);
                     if is_last && over_batch {
                         // The loss waits for the last output.
                         outputs.push(y);
                     } else if is_last {
                         losses.resize_with(schedule.virtual_rank(k) + 1, Vec::new);
-                        losses[schedule.virtual_rank(k)]
-                            .push(self.loss(saved_forward.computed(), &mut y)?);
+                        let loss = self.loss(saved_forward.computed(), &mut y)?;
+                        self.observe_losses(&samples, std::slice::from_ref(&loss))?;
+                        losses[schedule.virtual_rank(k)].push(loss);
                         inputs.insert((Flow::Gradients, k), Pending::ready(y));
                     } else {
                         result = Some(y);
@@ -189,6 +215,13 @@ impl<B: Kernels> Engine<B> {
                         let idle =
                             self.geometry.idle_virtual_ranks * schedule.micros_per_virtual_rank;
                         for (k, MicroBatchLoss { loss, gradient }) in (idle..).zip(results) {
+                            let samples = saved_forwards
+                                .get(&k)
+                                .map(|saved: &SavedForward<B>| samples_in_batch(&saved.micro));
+                            self.observe_losses(
+                                &samples.unwrap_or_default(),
+                                std::slice::from_ref(&loss),
+                            )?;
                             losses[schedule.virtual_rank(k)].push(loss);
                             inputs.insert((Flow::Gradients, k), Pending::ready(gradient));
                         }
@@ -202,6 +235,7 @@ impl<B: Kernels> Engine<B> {
                     };
                     let mut wgrads =
                         matches!(action, Action::BackwardInput(_)).then(DeferredWgrads::new);
+                    let samples = samples_in_batch(&saved_forward.micro);
                     // Losses of the chunks after the first.
                     let mut chunk_losses = vec![];
                     let dx = self.backward(
@@ -213,15 +247,18 @@ impl<B: Kernels> Engine<B> {
                         &mut chunk_losses,
                     )?;
                     if is_last {
+                        self.observe_losses(&samples, &chunk_losses)?;
                         losses[schedule.virtual_rank(k)].append(&mut chunk_losses);
                     }
                     result = (!is_first).then_some(dx);
-                    wgrads.and_then(|wgrads| deferred_wgrads.insert(k, wgrads));
+                    wgrads.and_then(|wgrads| deferred_wgrads.insert(k, (samples, wgrads)));
                 }
                 Action::BackwardWeight(k) => {
-                    let wgrads = deferred_wgrads.remove(&k).ok_or_else(|| missing("a wgrad"))?;
+                    let (samples, wgrads) =
+                        deferred_wgrads.remove(&k).ok_or_else(|| missing("a wgrad"))?;
                     self.backward_weight(
                         wgrads,
+                        &samples,
                         schedule.virtual_rank_start(k),
                         schedule.virtual_rank_end(k),
                     )?;
@@ -243,7 +280,21 @@ impl<B: Kernels> Engine<B> {
             let spent = begun.elapsed().saturating_sub(loading).as_secs_f64();
             (spent - (waited_now - waited)).max(0.0)
         };
-        sharded.reduce(losses, compute, flags())
+        let reduced = sharded.reduce(losses, compute, flags())?;
+        if let Some(observer) = &mut self.observer {
+            observe_reduced(&mut **observer, &self.model.sharded)?;
+        }
+        Ok(reduced)
+    }
+
+    /// Shows losses of the micro-batch with `samples` to the observer, if there is one.
+    fn observe_losses(&mut self, samples: &Range<u64>, losses: &[B::Scalar]) -> Result<()> {
+        let Some(observer) = &mut self.observer else { return Ok(()) };
+        let block = self.model.blocks.len();
+        losses.iter().try_for_each(|loss| {
+            let loss = self.model.backend.peek(loss)?;
+            observe_loss(&mut **observer, block, samples.clone(), loss)
+        })
     }
 
     /// Takes the turns of blocks in an action of a micro-batch that this rank does not have.
@@ -277,9 +328,10 @@ impl<B: Kernels> Engine<B> {
     ) -> Result<(SavedForward<B>, B::Buf)> {
         let first_chunk = self.model.first_chunk(micro.rows());
         let Self {
-            model: Model { backend, blocks, sharded, .. },
+            model: Model { backend, blocks, objective, sharded, .. },
             geometry,
             activation_offload: host_inputs,
+            observer,
         } = self;
         let ranks = sharded.step_data().clone();
         let tensor = sharded.tensor().cloned();
@@ -310,6 +362,21 @@ impl<B: Kernels> Engine<B> {
             };
             drop(span);
             sharded.release();
+            if let Some(observer) = observer {
+                let rows = chunk.as_ref().map_or(&micro, |chunk| &chunk.micro).rows();
+                let statistics = match block.pads_output() {
+                    true => TensorStatistics::new(&objective.download(backend, &y, rows, 0)?),
+                    false => statistics(backend, &y)?,
+                };
+                observer.observe(&ObservedTensor {
+                    kind: TensorKind::Output,
+                    block: unit,
+                    unit: &name,
+                    tensor: "",
+                    samples: Some(samples_in_batch(&micro)),
+                    statistics,
+                })?;
+            }
             let input = std::mem::replace(&mut x, y);
             inputs.push(match (offloaded, &host_inputs) {
                 (Some(offloaded), Some(host)) => {
@@ -360,7 +427,7 @@ impl<B: Kernels> Engine<B> {
         losses: &mut Vec<B::Scalar>,
     ) -> Result<B::Buf> {
         let SavedForward { micro, mut inputs, mut saved, mut chunk } = saved_forward;
-        let Self { model, geometry, activation_offload: host_inputs } = self;
+        let Self { model, geometry, activation_offload: host_inputs, observer } = self;
         let Model {
             backend,
             blocks,
@@ -423,6 +490,20 @@ impl<B: Kernels> Engine<B> {
             };
             drop(span);
             sharded.release();
+            if let Some(observer) = observer {
+                let samples = samples_in_batch(&micro);
+                if deferred.is_none() {
+                    observe_gradients(&mut **observer, backend, sharded, unit, &samples)?;
+                }
+                observer.observe(&ObservedTensor {
+                    kind: TensorKind::InputGradient,
+                    block: unit,
+                    unit: &name,
+                    tensor: "",
+                    samples: Some(samples),
+                    statistics: statistics(backend, &dy)?,
+                })?;
+            }
             match (&mut wgrads, deferred) {
                 (Some(wgrads), Some(deferred)) => wgrads.push((unit, deferred)),
                 _ => Self::block_done(sharded, unit, virtual_rank_end, sharded.stage().is_first())?,
@@ -452,11 +533,12 @@ impl<B: Kernels> Engine<B> {
         }
     }
 
-    /// Computes the wgrads that the backward of one micro-batch has deferred.
+    /// Computes the wgrads that the backward of the micro-batch with `samples` has deferred.
     /// `is_virtual_rank_start` is true for the first micro-batch of a virtual rank.
     fn backward_weight(
         &mut self,
         wgrads: DeferredWgrads<B>,
+        samples: &Range<u64>,
         is_virtual_rank_start: bool,
         virtual_rank_end: Option<bool>,
     ) -> Result<()> {
@@ -471,6 +553,9 @@ impl<B: Kernels> Engine<B> {
                     .try_for_each(|deferred| grads.add_deferred(backend, deferred))?;
             }
             drop(span);
+            if let Some(observer) = &mut self.observer {
+                observe_gradients(&mut **observer, backend, sharded, unit, samples)?;
+            }
             // The virtual rank's last message to the previous stage was sent already.
             Self::block_done(sharded, unit, virtual_rank_end, true)?;
         }

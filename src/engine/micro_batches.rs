@@ -288,7 +288,19 @@ pub fn read_schedule(
         DataOrder::Samples => order(&plan.config, train)?,
         DataOrder::Files => file_order(plan, &train.files(), rank, progress.position)?.into(),
     };
-    Ok((positions, order))
+    Ok((positions, without_excluded(plan, order, progress.position)))
+}
+
+/// Returns an order without the excluded samples of a plan, for global batches from position
+/// `first` on.
+fn without_excluded(plan: &ResolvedConfig, order: SampleOrder, first: u64) -> SampleOrder {
+    let config = &plan.config;
+    match &plan.excluded {
+        None => order,
+        Some(excluded) => {
+            order.excluding(excluded.clone(), config.run.seed, first, config.batch.global)
+        }
+    }
 }
 
 /// Returns the order of data-parallel rank `rank` in those of `files` that are dealt to it, for
@@ -357,32 +369,44 @@ pub fn upload<B: Backend>(
     Ok(MicroBatch { host_ids, ..micro })
 }
 
-/// Checks that no step uses a sample twice, unless `data.repeat` allows it, and that every rank has
-/// files if they are dealt to ranks.
+/// Checks that no step uses a sample twice, unless `data.repeat` allows it, that every rank has
+/// files if they are dealt to ranks, and that not all samples are excluded.
 ///
 /// # Errors
 /// Returns an error if the data has fewer samples than a global batch, or fewer files than ranks.
 pub fn check_size(plan: &ResolvedConfig, train: &dyn Source) -> Result<()> {
     let repeat = plan.config.data.repeat;
     let global = plan.config.batch.global;
+    let is_refused = |(_, have, _): &(usize, u64, u64)| !repeat || *have == 0;
+    let not_excluded =
+        if plan.excluded.is_some() { " that data.exclude does not list" } else { "" };
     if plan.config.data.order == DataOrder::Files {
         let files = train.files();
         for rank in 0..plan.mesh.data() {
-            let order = SampleOrder::from(file_order(plan, &files, rank, 0)?);
-            if let Some((_, have, needed)) = order.repeats_within(global).filter(|_| !repeat) {
+            let order = without_excluded(plan, file_order(plan, &files, rank, 0)?.into(), 0);
+            if let Some((_, have, needed)) = order.repeats_within(global).filter(is_refused) {
                 return Err(Error::input(format!(
-                    "the shards of data-parallel rank {rank} have {have} training samples, fewer \
-                     than its {needed} of batch.global = {global}"
+                    "the shards of data-parallel rank {rank} have {have} training samples\
+                     {not_excluded}, fewer than its {needed} of batch.global = {global}"
                 ))
-                .hint(format!("reduce batch.global, give shards equal sizes, {OR_REPEAT}")));
+                .hint(match have {
+                    0 => ALL_EXCLUDED.to_owned(),
+                    _ => format!("reduce batch.global, give shards equal sizes, {OR_REPEAT}"),
+                }));
             }
         }
         return Ok(());
     }
-    let order = order(&plan.config, train)?;
-    let Some((number, have, needed)) = order.repeats_within(global).filter(|_| !repeat) else {
+    let order = without_excluded(plan, order(&plan.config, train)?, 0);
+    let Some((number, have, needed)) = order.repeats_within(global).filter(is_refused) else {
         return Ok(());
     };
+    if have == 0 {
+        let of_mix = plan.config.data.mix.get(number).map(|one| &one.path);
+        let path = of_mix.unwrap_or(&plan.config.data.path);
+        return Err(Error::input(format!("data.exclude lists all training samples of {path}"))
+            .hint(ALL_EXCLUDED));
+    }
     let Some(one) = plan.config.data.mix.get(number) else {
         let path = &plan.config.data.path;
         let is_text = matches!(sample_spec(&plan.config)?, SampleSpec::Text);
@@ -392,16 +416,21 @@ pub fn check_size(plan: &ResolvedConfig, train: &dyn Source) -> Result<()> {
             (String::new(), "")
         };
         return Err(Error::input(format!(
-            "{path} has {have} training samples{of_tokens}, fewer than batch.global = {needed}"
+            "{path} has {have} training samples{of_tokens}{not_excluded}, fewer than \
+             batch.global = {needed}"
         ))
         .hint(format!("set batch.global to at most {have}{or_shorten}, {OR_REPEAT}")));
     };
     Err(Error::input(format!(
-        "{} has {have} training samples, but batch.global = {global} may take {needed} of them",
+        "{} has {have} training samples{not_excluded}, but batch.global = {global} may take \
+         {needed} of them",
         one.path
     ))
     .hint(format!("reduce batch.global or its weight in data.mix, {OR_REPEAT}")))
 }
+
+/// The hint for data all of whose samples are excluded.
+const ALL_EXCLUDED: &str = "keep some of them, or leave the data set out";
 
 /// The end of hints for data with fewer samples than a batch.
 const OR_REPEAT: &str = "or let a batch take samples again with data.repeat=true";
@@ -452,7 +481,12 @@ impl<B: Kernels> MicroBatches<B> {
         Self::start_in_order(model, train, plan, first, positions, order)
     }
 
-    fn start_in_order(
+    /// Starts to read the micro-batches at `positions`, of the samples that `order` gives. Global
+    /// batches are consecutive, starting at position `first`.
+    ///
+    /// # Errors
+    /// Returns an error if the reader thread cannot be started.
+    pub fn start_in_order(
         model: &Model<B>,
         train: impl Source + 'static,
         plan: &ResolvedConfig,

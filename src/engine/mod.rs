@@ -50,7 +50,9 @@ mod model;
 mod pipeline_p2p;
 mod planning;
 mod splits;
+mod step_samples;
 mod synthetic_trainer;
+mod tensor_observer;
 #[cfg(test)]
 mod tests;
 mod threads;
@@ -68,7 +70,11 @@ pub use micro_batches::vocabulary;
 pub use model::Model;
 pub use planning::{plan, plan_for};
 pub use splits::{Splits, check_source};
+pub use step_samples::{RankSchedule, StepSample, samples_of_step};
 pub use synthetic_trainer::SyntheticTrainer;
+pub use tensor_observer::{
+    ObservedTensor, TensorKind, TensorObserver, TensorStatistics, observe_parameters,
+};
 pub use threads::on_threads;
 pub use train_round::clip;
-pub use train_round::{Round, RoundObserver, StepResult, train_round};
+pub use train_round::{Round, RoundObserver, StepResult, apply_gradients, train_round};

@@ -1,12 +1,15 @@
 //! Resolves a configuration to a plan, for the ranks and the data of a run.
 
+use std::path::Path;
+use std::sync::Arc;
+
 use super::micro_batches;
 use super::splits::check_sizes;
 use hpctrain_base::error::Result;
-use hpctrain_comm::Comm;
+use hpctrain_comm::{Comm, Group};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, Environment, ResolvedConfig, resolve};
-use hpctrain_data::Source;
+use hpctrain_data::{ExcludedSamples, Source};
 use hpctrain_device::Kernels;
 
 /// Resolves a configuration for the ranks of `comm` and the data of `train`. `threads` is the
@@ -30,7 +33,8 @@ pub fn plan<B: Kernels>(
     };
     let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
     let facts = Environment { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
-    world.all_ok(plan_for(config, &facts, train))
+    let excluded = read_excluded(&world, &config, train)?;
+    world.all_ok(plan_without(config, &facts, train, excluded))
 }
 
 /// Resolves a configuration for an environment and the data of `train`, like [`plan`] on one
@@ -39,15 +43,42 @@ pub fn plan<B: Kernels>(
 /// # Errors
 /// Returns an error if a key is invalid, if the network cannot take the samples, or if there are
 /// fewer samples than a global batch.
-pub fn plan_for(
+pub fn plan_for(config: Config, facts: &Environment, train: &dyn Source) -> Result<ResolvedConfig> {
+    let file = config.data.exclude.as_deref();
+    let excluded = file.map(|file| ExcludedSamples::read(file.as_ref(), train.samples()));
+    let excluded = excluded.transpose()?;
+    plan_without(config, facts, train, excluded)
+}
+
+/// Resolves a configuration for an environment and the data of `train`, without some samples.
+fn plan_without(
     mut config: Config,
     facts: &Environment,
     train: &dyn Source,
+    excluded: Option<ExcludedSamples>,
 ) -> Result<ResolvedConfig> {
     config.resolve_batch(facts.ranks)?;
     config.count_epochs(train.samples());
-    let plan = resolve(config, facts)?;
+    let mut plan = resolve(config, facts)?;
+    plan.excluded = excluded.map(Arc::new);
     check_sizes(&plan, train)?;
     micro_batches::check_size(&plan, train)?;
     Ok(plan)
+}
+
+/// Reads `data.exclude` on rank 0, which sends it to the others, so that all ranks have the same
+/// samples and one reads the file. Collective.
+fn read_excluded<B: Kernels>(
+    world: &Group<B>,
+    config: &Config,
+    train: &dyn Source,
+) -> Result<Option<ExcludedSamples>> {
+    let Some(file) = &config.data.exclude else { return Ok(None) };
+    let numbers = world.all_ok(if world.rank() == 0 {
+        let excluded = ExcludedSamples::read(Path::new(file), train.samples());
+        excluded.map(|excluded| excluded.numbers().to_vec())
+    } else {
+        Ok(vec![])
+    })?;
+    world.broadcast_numbers(&numbers).map(|numbers| Some(ExcludedSamples::new(numbers)))
 }

@@ -183,6 +183,7 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
         model: Model::new(backend.clone(), blocks, objective, sharded),
         geometry,
         activation_offload: host_inputs,
+        observer: None,
     }
 }
 

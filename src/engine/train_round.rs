@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use super::forward_backward::Engine;
+use super::tensor_observer::observe_parameters;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_device::Kernels;
@@ -110,12 +111,41 @@ fn sync_step<B: Kernels>(
 ) -> Result<Round> {
     let step = progress.step;
     let reduced = engine.gradients(step, next, || observer.flags())?;
+    let flags = reduced.flags.clone();
+    let result =
+        apply_observed(plan, engine, reduced, step, &mut progress.updates, Some(observer))?;
+    Ok(Round { steps: vec![result], flags })
+}
+
+/// Takes the clipped update with the gradients of step `step` and counts it in `updates`, as
+/// [`train_round`] does, or skips it if loss or gradient is not finite. With local SGD, only
+/// [`train_round`] can.
+///
+/// # Errors
+/// Returns an error if the device, or a message between ranks fails.
+pub fn apply_gradients<B: Kernels>(
+    plan: &ResolvedConfig,
+    engine: &mut Engine<B>,
+    reduced: ReducedStep,
+    step: u64,
+    updates: &mut u64,
+) -> Result<StepResult> {
+    apply_observed(plan, engine, reduced, step, updates, None)
+}
+
+fn apply_observed<B: Kernels>(
+    plan: &ResolvedConfig,
+    engine: &mut Engine<B>,
+    reduced: ReducedStep,
+    step: u64,
+    updates: &mut u64,
+    observer: Option<&mut dyn RoundObserver<B>>,
+) -> Result<StepResult> {
     let Update { loss, skipped, took: update_time } =
-        update(plan, engine, &reduced, step, &mut progress.updates, Some(observer))?;
-    let ReducedStep { norm, compute, flags, .. } = reduced;
+        update(plan, engine, &reduced, step, updates, observer)?;
+    let ReducedStep { norm, compute, .. } = reduced;
     let lr = plan.schedule.rate(step);
-    let skips = usize::from(skipped);
-    Ok(Round { steps: vec![StepResult { loss, norm, lr, skips, compute, update_time }], flags })
+    Ok(StepResult { loss, norm, lr, skips: usize::from(skipped), compute, update_time })
 }
 
 /// Takes the steps up to the next average, each replica independently, and averages.
@@ -230,6 +260,10 @@ fn update<B: Kernels>(
                 sharded.update_observed(hyper, Some(&mut |owned| observer.updated(owned)))?;
             }
             None => sharded.update(hyper)?,
+        }
+        let Engine { model, observer, .. } = engine;
+        if let Some(observer) = observer {
+            observe_parameters(&mut **observer, &mut model.sharded)?;
         }
     }
     Ok(Update { loss, skipped, took: start.elapsed() })

@@ -56,7 +56,8 @@ pub use pipeline_split::partition;
 pub use pipeline_stage::{Stage, TiedExport, TiedImport};
 pub use progress::Progress;
 pub use sharded::{
-    Histograms, Owned, Reduced, ReducedStep, Sharded, UpdateObserver, whole_histograms,
+    Histograms, OpenGradient, Owned, Reduced, ReducedStep, Sharded, UpdateObserver,
+    whole_histograms,
 };
 pub use step_params::{Hyper, state_names};
 pub use step_summary::{Squares, sum_of_squares};

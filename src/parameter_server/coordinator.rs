@@ -157,9 +157,9 @@ impl<'h> CoordinatorRun<'h> {
             config.parameter_server.batches_per_lease,
             0,
         );
-        let stuck = match config.comm.timeout {
-            0 => Duration::MAX,
-            seconds => Duration::from_secs(seconds),
+        let stuck = match config.comm.unmeasured_timeout() {
+            Duration::ZERO => Duration::MAX,
+            timeout => timeout,
         };
         let limits = LivenessTimeouts { silent: timeout, stuck };
         let trace = trace.map(TraceCollector::begin).transpose()?;
@@ -528,8 +528,11 @@ impl<'h> CoordinatorRun<'h> {
                 (newest, _) => (newest, RestoreScope::Everything),
             },
         };
-        self.trained_on =
-            self.data.clone().map(|fingerprint| TrainedOn { fingerprint, changes: vec![] });
+        self.trained_on = self.data.clone().map(|fingerprint| TrainedOn {
+            fingerprint,
+            excluded: None,
+            changes: vec![],
+        });
         let Some(path) = path else { return Ok(fresh) };
         let reader = Reader::open(&path)?;
         let manifest = reader.manifest();
@@ -548,6 +551,7 @@ impl<'h> CoordinatorRun<'h> {
         let taking = RestoreOptions {
             take,
             data: self.data.clone(),
+            excluded: None,
             allow_changed_data: self.options.run.allow_changed_data,
             memory: None,
         };

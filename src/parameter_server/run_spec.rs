@@ -351,6 +351,7 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.shard", is_given(parallel.shard)),
         ("parallel.reduce = micro", parallel.reduce == hpctrain_config::ReduceChoice::Micro),
         ("local_sgd.sync_every", average),
+        ("checkpoint.every = auto", config.checkpoint.every == hpctrain_config::OrAuto::Auto),
         ("parallel.layout = auto", parallel.layout == hpctrain_config::LayoutMode::Auto),
         ("offload.optimizer", config.offload.optimizer),
         (
@@ -362,6 +363,7 @@ fn check(config: &Config) -> Result<()> {
         ("log.histograms", config.log.histograms > 0),
         ("memory_checkpoint.every", config.memory_checkpoint.every.is_on()),
         ("data.order = files", config.data.order == hpctrain_config::DataOrder::Files),
+        ("data.exclude", config.data.exclude.is_some()),
         (
             "comm.dtype = bf16 (their messages have parameter_server.message_dtype)",
             config.comm.dtype == hpctrain_config::MessageDtype::Bf16,

@@ -384,7 +384,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
         let chunk = plan.config.eval.batch;
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         let servers = ServerConnections::new(terms, member, client);
-        let engine = Engine { model, geometry, activation_offload: None };
+        let engine = Engine { model, geometry, activation_offload: None, observer: None };
         Ok(Self {
             options,
             terms,

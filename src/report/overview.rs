@@ -6,6 +6,7 @@ use crate::run_records::RunRecords;
 use hpctrain_checkpoint::run_dir::markers::RunStatus;
 use hpctrain_config::telemetry::efficiency::readable_rate;
 use hpctrain_config::telemetry::evaluations::{EvaluationStatus as Outcome, LossSplit};
+use hpctrain_config::telemetry::goodput::Goodput;
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_config::telemetry::{bytes, grouped};
 
@@ -195,7 +196,15 @@ pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
     let goodput = column(|card| {
         card.goodput.map_or_else(
             || "–".into(),
-            |good| format!("{:.1} % of {} starts", 100.0 * good.share, good.starts),
+            |good| {
+                let again = match good.steps_lost {
+                    0 => String::new(),
+                    steps => format!(", {} steps taken again", grouped(steps)),
+                };
+                let plural = if good.starts == 1 { "" } else { "s" };
+                let Goodput { share, starts, .. } = good;
+                format!("{:.1} % of {starts} start{plural}{again}", 100.0 * share)
+            },
         )
     });
     let ended = column(|card| time(card.time));

@@ -11,8 +11,8 @@ use crate::run_dir::RunDirectory;
 use crate::safe_open;
 use crate::telemetry::long_lines::{FromEnd, last_step, parse_record};
 use crate::telemetry::restarts::{self, Restart};
-use crate::telemetry::run_record::{Goodput, RunRecord};
-use crate::telemetry::unix_time;
+use crate::telemetry::run_record::RunRecord;
+use crate::telemetry::{starts, unix_time};
 
 /// Records the starts of a job.
 #[derive(Default)]
@@ -82,25 +82,28 @@ impl RestartLog {
     }
 }
 
-/// Adds the goodput over all recorded starts to the run's summary, if it has one.
+/// Adds to the goodput in the run's summary the time before the first start and after the last one,
+/// if the last start has written the summary.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read or written.
 pub fn record_goodput(run: &Path) -> Result<()> {
     let path = RunDirectory::at(run).summary_path();
     let Some(mut summary) = RunRecord::read(&path)? else { return Ok(()) };
-    let restarts = restarts::read_run(run).unwrap_or_default();
-    let Some(first) = restarts.first() else { return Ok(()) };
-    let (_, useful_seconds) = steps_after(run, 0)?;
-    let seconds = unix_time() - first.time;
-    summary.goodput = Some(Goodput {
-        starts: restarts.len() as u64,
-        seconds,
-        useful_seconds,
-        steps_lost: restarts.iter().map(|restart| restart.steps_lost).sum(),
-        seconds_lost: restarts.iter().map(|restart| restart.seconds_lost).sum(),
-        share: useful_seconds / seconds,
-    });
+    let Some(goodput) = summary.goodput else { return Ok(()) };
+    let restarts = restarts::read_run(run)?;
+    let starts = starts::read(run)?;
+    let (Some(first), Some(last), Some(trained)) =
+        (restarts.first(), restarts.last(), starts.first())
+    else {
+        return Ok(());
+    };
+    if summary.time < last.time {
+        return Ok(());
+    }
+    let before = (trained.time - trained.startup_seconds - first.time).max(0.0);
+    let after = (unix_time() - summary.time).max(0.0);
+    summary.goodput = Some(goodput.supervised(restarts.len() as u64, before, after));
     summary.write(&path)
 }
 

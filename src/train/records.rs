@@ -2,11 +2,13 @@
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
+use std::time::Instant;
 
 use crate::energy::EnergyAccount;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 use hpctrain_checkpoint::run_dir::RunDirectory;
+use hpctrain_checkpoint::run_dir::markers::RunStatus;
 use hpctrain_config::ResolvedConfig;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::evaluations;
@@ -16,6 +18,7 @@ use hpctrain_config::telemetry::metrics::{Step, energy_so_far};
 use hpctrain_config::telemetry::progress::Progress;
 use hpctrain_config::telemetry::rank_times::RankTimes;
 use hpctrain_config::telemetry::restarts;
+use hpctrain_config::telemetry::starts::{self, Start, StartEnd};
 use hpctrain_config::telemetry::straggler::{Straggler, Stragglers};
 use hpctrain_config::telemetry::tensorboard::{self, TensorBoard};
 use hpctrain_config::telemetry::text_samples::TextSample;
@@ -41,6 +44,29 @@ pub struct Records {
     pub epoch_loss: Option<EpochLoss>,
     /// `eval.jsonl`, and the evaluations that are not in it yet.
     evaluations: (PathBuf, VecDeque<Evaluation>),
+}
+
+/// Records in `starts.jsonl` that a run goes on from `step`, before its later records are removed.
+/// Its process, or that of its coordinator, began at `started`. Returns all starts of the run.
+///
+/// # Errors
+/// Returns an error if a file cannot be read or written.
+pub fn record_start(directory: &RunDirectory, step: u64, started: Instant) -> Result<Vec<Start>> {
+    let startup = started.elapsed().as_secs_f64();
+    // A coordinator that has lost a server starts again in the same process.
+    let began = unix_time() - startup;
+    let is_same_process =
+        starts::read(directory.path())?.last().is_some_and(|last| last.time > began);
+    let end = match directory.ended_before() {
+        _ if is_same_process => StartEnd::Failed,
+        None => StartEnd::Killed,
+        Some(end) => match end.status {
+            RunStatus::Finished => StartEnd::Finished,
+            RunStatus::Preempted => StartEnd::Preempted,
+            RunStatus::Failed => StartEnd::Failed,
+        },
+    };
+    starts::record(directory.path(), &directory.metrics_path(), step, startup, end)
 }
 
 impl Records {

@@ -3,12 +3,15 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use serde::Serialize;
+
+use super::local_ranks::{RankTask, cores, on_device, on_local_ranks};
 use super::run_layout::{LayoutTask, Recording, record};
+use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
-use crate::comm::{self, Comm};
-use crate::engine::on_threads;
+use crate::comm::Comm;
+use crate::config::{Config, ResolvedConfig};
 use crate::error::{Error, Result};
-use crate::gpu_assignment::{assign_gpus, open_cpu};
 
 /// How the ranks of a layout are launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,37 +47,45 @@ impl Launcher {
         }
     }
 
-    /// Runs a task on `ranks` ranks. With `mpirun`, the task and the recording are passed through
-    /// files in `folder`.
+    /// Runs a task on `ranks` ranks, and returns the result of rank 0. With `mpirun`, the task and
+    /// the result are passed through files in `folder`.
     ///
     /// # Errors
     /// Returns an error if the ranks cannot be started, or the task fails.
-    pub fn run(self, ranks: usize, task: LayoutTask, folder: &Path) -> Result<Recording> {
+    pub fn run<T: RankTask>(self, ranks: usize, task: &T, folder: &Path) -> Result<T::Output> {
         match self {
-            Self::Threads => local(ranks, task),
-            Self::Mpirun { open_mpi } => processes(ranks, &task, folder, open_mpi),
+            Self::Threads => on_local_ranks(ranks, task),
+            Self::Mpirun { open_mpi } => processes(ranks, task, folder, open_mpi),
         }
     }
 }
 
-/// Returns the number of cores that this process may use.
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
+impl RankTask for LayoutTask {
+    const COMMAND: &'static str = "verify-rank";
+    type Output = Recording;
 
-/// Runs a task on ranks in this process.
-pub fn local(ranks: usize, task: LayoutTask) -> Result<Recording> {
-    let task = LayoutTask { threads: Some((cores() / ranks).max(1)), ..task };
-    if ranks == 1 {
-        return on_device(&comm::single(), &task);
+    fn config(&self) -> &Config {
+        &self.config
     }
-    let recordings = on_threads(ranks, |comm| on_device(comm, &task))?;
-    recordings.into_iter().next().ok_or_else(|| Error::internal("no rank 0"))
+
+    fn run<B: Kernels>(
+        &self,
+        comm: &Comm<B>,
+        threads: Option<usize>,
+        backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
+    ) -> Result<Recording> {
+        record(comm, self, threads, backend)
+    }
 }
 
-fn processes(ranks: usize, task: &LayoutTask, folder: &Path, open_mpi: bool) -> Result<Recording> {
+fn processes<T: RankTask>(
+    ranks: usize,
+    task: &T,
+    folder: &Path,
+    open_mpi: bool,
+) -> Result<T::Output> {
     let task_file = folder.join("task.json");
-    let recording_file = folder.join("recording.json");
+    let result_file = folder.join("result.json");
     let text = serde_json::to_vec(task).map_err(|e| Error::internal(format!("task: {e}")))?;
     std::fs::write(&task_file, text).map_err(|e| Error::io("write", &task_file, e))?;
     let program = std::env::current_exe()
@@ -86,12 +97,7 @@ fn processes(ranks: usize, task: &LayoutTask, folder: &Path, open_mpi: bool) -> 
     }
     // The ranks are launched by MPI, whether or not this process is.
     command.env("HPCTRAIN_MPI", "1");
-    command
-        .arg(program)
-        .arg("verify-rank")
-        .arg(&task_file)
-        .arg(&recording_file)
-        .stdin(Stdio::null());
+    command.arg(program).arg(T::COMMAND).arg(&task_file).arg(&result_file).stdin(Stdio::null());
     let output = command.output().map_err(|e| Error::internal(format!("mpirun: {e}")))?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -108,32 +114,22 @@ fn processes(ranks: usize, task: &LayoutTask, folder: &Path, open_mpi: bool) -> 
         }
         .hint("mpirun -np N hpctrain train must work first"));
     }
-    let text = std::fs::read(&recording_file).map_err(|e| Error::io("read", &recording_file, e))?;
-    serde_json::from_slice(&text).map_err(|e| Error::internal(format!("recording: {e}")))
+    let text = std::fs::read(&result_file).map_err(|e| Error::io("read", &result_file, e))?;
+    serde_json::from_slice(&text).map_err(|e| Error::internal(format!("result of rank 0: {e}")))
 }
 
-/// Records a layout on the device that `run.device` selects.
-fn on_device(comm: &Comm<Cpu>, task: &LayoutTask) -> Result<Recording> {
-    match assign_gpus(comm, &task.config)? {
-        None => record(comm, task, open_cpu),
-        Some(gpu) => record(&gpu.device_comm(comm), task, |plan| gpu.backend(plan)),
-    }
-}
-
-/// Runs `hpctrain verify-rank` on one rank of `mpirun`: records `task`. Rank 0 writes the recording
-/// to `given`.
+/// Runs a task on one rank of `mpirun`. Rank 0 writes its result to `path`.
 ///
 /// # Errors
-/// Returns an error if the task fails, or the recording cannot be written.
-pub fn rank(comm: &Comm<Cpu>, task: &LayoutTask, path: &Path) -> Result<()> {
-    let recording = on_device(comm, task)?;
-    comm.world().all_ok(if comm.rank() == 0 { write(&recording, path) } else { Ok(()) })
+/// Returns an error if the task fails, or the result cannot be written.
+pub fn rank<T: RankTask>(comm: &Comm<Cpu>, task: &T, path: &Path) -> Result<()> {
+    let result = on_device(comm, task, None)?;
+    comm.world().all_ok(if comm.rank() == 0 { write(&result, path) } else { Ok(()) })
 }
 
-/// Writes a recording to a file.
-fn write(recording: &Recording, path: &Path) -> Result<()> {
-    let text =
-        serde_json::to_vec(recording).map_err(|e| Error::internal(format!("recording: {e}")))?;
+/// Writes a result to a file.
+fn write(result: &impl Serialize, path: &Path) -> Result<()> {
+    let text = serde_json::to_vec(result).map_err(|e| Error::internal(format!("result: {e}")))?;
     std::fs::write(path, text).map_err(|e| Error::io("write", path, e))
 }
 
@@ -141,8 +137,8 @@ fn write(recording: &Recording, path: &Path) -> Result<()> {
 ///
 /// # Errors
 /// Returns an error if the file cannot be read.
-pub fn task(path: &Path) -> Result<LayoutTask> {
-    let text = std::fs::read(path)
-        .map_err(|e| Error::io("read", path, e).hint("hpctrain verify --mpi writes it"))?;
+pub fn task<T: RankTask>(path: &Path) -> Result<T> {
+    let text =
+        std::fs::read(path).map_err(|e| Error::io("read", path, e).hint("--mpi writes it"))?;
     serde_json::from_slice(&text).map_err(|e| Error::internal(format!("task: {e}")))
 }

@@ -12,6 +12,7 @@
 mod compare;
 mod launch;
 mod layout_matrix;
+mod local_ranks;
 mod run_layout;
 mod snapshot;
 mod tensor_entry;
@@ -26,8 +27,8 @@ use compare::{
     Agreement, Bounds, CLOSE_STEPS, compare_exactly, compare_within_bounds, describe,
     first_differing_step,
 };
-pub use layout_matrix::LayoutAxes;
-use layout_matrix::{LayoutRow, REFERENCE, matrix};
+pub use layout_matrix::{LayoutAxes, LayoutRow};
+use layout_matrix::{REFERENCE, matrix};
 use run_layout::{AfterRun, Recording};
 
 use crate::comm::AlgorithmChoice;
@@ -41,6 +42,7 @@ use crate::parallel::ReduceAfter;
 use crate::telemetry::say;
 
 pub use launch::{Launcher, rank, task};
+pub use local_ranks::{RankTask, on_local_ranks};
 pub use run_layout::LayoutTask;
 
 /// The layouts to verify.
@@ -336,9 +338,8 @@ impl<'a> Verifier<'a> {
     }
 
     fn run(&self, row: LayoutRow, steps: u64, then: AfterRun) -> Result<Recording> {
-        let task =
-            LayoutTask { config: row.config(&self.request.config), threads: None, steps, then };
-        self.request.launcher.run(row.ranks, task, self.folder.path()).map_err(|e| {
+        let task = LayoutTask { config: row.config(&self.request.config), steps, then };
+        self.request.launcher.run(row.ranks, &task, self.folder.path()).map_err(|e| {
             let LayoutRow { ranks, pipeline, tensor, shard, replica, .. } = row;
             let place =
                 format!("{ranks} ranks, pipeline {pipeline} × replica {replica} × shard {shard} × tensor {tensor}");
@@ -358,10 +359,7 @@ impl<'a> Verifier<'a> {
 
 /// Records the reference on one rank in this process.
 fn record_reference(request: &VerifyOptions, steps: u64, then: AfterRun) -> Result<Recording> {
-    launch::local(
-        1,
-        LayoutTask { config: REFERENCE.config(&request.config), threads: None, steps, then },
-    )
+    on_local_ranks(1, &LayoutTask { config: REFERENCE.config(&request.config), steps, then })
 }
 
 /// Returns true if a layout must be bitwise identical to one rank: if virtual ranks and virtual

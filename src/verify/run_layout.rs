@@ -26,8 +26,6 @@ use crate::topology::Topology;
 pub struct LayoutTask {
     /// The unresolved configuration.
     pub config: Config,
-    /// The compute threads of each rank, if the caller knows better than the affinity mask.
-    pub threads: Option<usize>,
     /// The number of steps, at most those of the run.
     pub steps: u64,
     /// Handling of the tensors after the last step.
@@ -69,20 +67,22 @@ pub struct Recording {
     pub differences: Vec<TensorDifference>,
 }
 
-/// Runs a task on this rank. Collective over the world of `comm`. `backend` creates the device.
-/// Every rank returns the whole recording.
+/// Runs a task on this rank. Collective over the world of `comm`. `threads` are its compute
+/// threads, if the caller knows better than the affinity mask; `backend` creates the device. Every
+/// rank returns the whole recording.
 ///
 /// # Errors
 /// Returns the error that stopped the run.
 pub fn record<B: Kernels>(
     comm: &Comm<B>,
     task: &LayoutTask,
+    threads: Option<usize>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<Recording> {
     let world = comm.world();
     let topology = Topology::gather(&world, comm.node().host)?;
     let (train, _) = micro_batches::open_staged(&task.config, &world, &topology)?;
-    let threads = task.threads.unwrap_or_else(|| topology.threads());
+    let threads = threads.unwrap_or_else(|| topology.threads());
     let mut plan = plan(comm, task.config.clone(), &train, Some(threads))?;
     // The learning-rate schedule stays that of the whole run.
     plan.config.run.steps = task.steps;

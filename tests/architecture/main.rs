@@ -70,7 +70,17 @@ const AREAS: [(&str, &[&[&str]]); 6] = [
     ("checkpoint", &[&["checkpoint"], &["run_dir"]]),
     ("train", &[&["evaluate", "planner"], &["train"]]),
     ("report", &[&["run_records"], &["report", "runs"]]),
-    (ROOT, &[&["bench"], &["doctor", "supervise", "verify"], &["cli"], &["prelude"], &[ROOT]]),
+    (
+        ROOT,
+        &[
+            &["bench"],
+            &["doctor", "supervise", "verify"],
+            &["replay"],
+            &["cli"],
+            &["prelude"],
+            &[ROOT],
+        ],
+    ),
 ];
 
 /// The only files with `unsafe` in them.

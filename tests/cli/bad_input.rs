@@ -1280,6 +1280,12 @@ fn invalid_servers_and_settings() {
         &["model.place.tables = host is set, but parameter servers"],
     );
     refuse(
+        Simulate(3),
+        1,
+        &["checkpoint.every=auto"],
+        &["checkpoint.every = auto is set, but parameter servers"],
+    );
+    refuse(
         Spawn(3),
         1,
         &["parallel.pipeline=2"],

@@ -31,7 +31,7 @@ fn help_names_every_command() {
         .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
         .collect();
     let known = "train eval predict simulate ps supervise verify sample plan data checkpoint report \
-                 runs spawn compare config doctor bench completions";
+                 runs replay spawn compare config doctor bench completions";
     let sorted = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
     let others = commands.iter().copied().filter(|command| *command != "help").collect();
     assert_eq!(sorted(others), sorted(known.split_whitespace().collect()), "{help}");
@@ -213,6 +213,7 @@ fn without_a_subcommand_it_trains_the_default_in_any_directory() {
         "metrics.jsonl",
         "run.json",
         "samples.jsonl",
+        "starts.jsonl",
     ];
     assert_eq!(listing(&run), files);
     assert!(!run.join("tensorboard").exists());

@@ -88,6 +88,7 @@ fn shortened(command: &str) -> String {
 fn shortened_part(command: &str) -> String {
     // The short run has other steps than that of the page.
     let command = command.replace("step-00001500", "step-00000003");
+    let command = command.replace("1600", "4").replace("1501", "4");
     let more = match command.split_once("hpctrain").unwrap().1.trim_start() {
         rest if rest.contains("--preset gpt-baby") && rest.starts_with("train") => {
             format!("{RUN} --set run.steps=1 --set batch.global=2 --set eval.samples=2")

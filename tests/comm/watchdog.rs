@@ -11,7 +11,7 @@ use hpctrain::comm::{Algorithm, start_mpi_within};
 use serde_json::Value;
 
 use hpctrain_testkit::launch::Transport::{self, Mpirun, Simulate};
-use hpctrain_testkit::launch::{Ended, Running, signal, start};
+use hpctrain_testkit::launch::{Ended, LIMIT, Running, signal, start};
 use hpctrain_testkit::ranks::{is_rank_of, mpirun_with};
 use hpctrain_testkit::runs::Run;
 use hpctrain_testkit::simulator::with_simulator;
@@ -86,9 +86,14 @@ impl Job {
     /// Waits for the end. Returns how it ended, and the flight recorders of these ranks. Other
     /// ranks may have written one, too: the launcher wakes a stopped rank to end it.
     fn ends(self, ranks: &[usize]) -> (Ended, Vec<Value>) {
+        self.ends_within(SOON, ranks)
+    }
+
+    /// Waits for the end as [`Job::ends`] does, for this time at most.
+    fn ends_within(self, limit: Duration, ranks: &[usize]) -> (Ended, Vec<Value>) {
         let Self { running, logs, stopped, _root } = self;
         let _killed = KillAll(stopped);
-        let ended = running.finish(SOON);
+        let ended = running.finish(limit);
         let recorder = |rank| {
             hpctrain_testkit::runs::json(&logs.join(format!("flight-recorder-rank-{rank:05}.json")))
         };
@@ -227,6 +232,44 @@ fn a_wait_that_ends_in_time_ends_nothing() {
         assert!(begun.elapsed() < SOON && job.running.runs());
         std::thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// Returns the timeouts in seconds that a rank has set from measured times.
+fn measured_timeouts(log: &str) -> Vec<u64> {
+    let words = "a wait for another rank ends the job after ";
+    let after = |line: &str| line.split_once(words)?.1.split_once(' ')?.0.parse().ok();
+    log.lines().filter_map(after).collect()
+}
+
+#[test]
+fn measured_steps_replace_the_timeout_of_the_start() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["run.steps=8", "eval.every=4", "eval.samples=8", "checkpoint.every=6"];
+    let files = Run::new(Mpirun(2), root.path(), "auto", &settings).succeeds();
+    // After the third round, and again after the first evaluation and the first save.
+    for rank in 0..2 {
+        let log = files.text(&format!("logs/rank-{rank:05}.log"));
+        assert_eq!(measured_timeouts(&log), [120, 600, 120, 600, 120, 600], "{log}");
+    }
+    let given = [&settings[..], &["comm.timeout=300"]].concat();
+    let files = Run::new(Mpirun(2), root.path(), "given", &given).succeeds();
+    assert!(measured_timeouts(&files.text("logs/rank-00000.log")).is_empty());
+}
+
+#[test]
+#[ignore = "waits for two minutes: scripts/test full runs it"]
+fn a_hang_is_reported_after_the_measured_timeout() {
+    let mut job = Job::start(Mpirun(2), &[]);
+    let log = job.logs.join("rank-00001.log");
+    job.running.until("measured", || {
+        measured_timeouts(&std::fs::read_to_string(&log).unwrap_or_default()) == [120]
+    });
+    job.stop(1);
+    // The 600 s of the start are longer than this.
+    let (ended, _) = job.ends_within(2 * LIMIT, &[]);
+    assert_eq!(ended.code(), 1, "{ended}");
+    assert!(ended.stderr.contains("does not answer"), "{ended}");
+    assert!(ended.stderr.contains("comm.timeout = 120 seconds"), "{ended}");
 }
 
 #[test]

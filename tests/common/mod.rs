@@ -144,6 +144,7 @@ pub fn engine_on<B: Kernels>(
         model: Model::new(backend, blocks, objective, sharded),
         geometry,
         activation_offload: None,
+        observer: None,
     }
 }
 

@@ -152,7 +152,7 @@ impl RunFiles {
         self.lines(
             "metrics.jsonl",
             &always,
-            &["tflops_per_rank", "mfu", "joules_per_token", "energy_kwh"],
+            &["tflops_per_rank", "mfu", "joules_per_token", "energy_kwh", "eval_ms", "save_ms"],
         )
     }
 

@@ -10,6 +10,7 @@ mod containers;
 mod copied_runs;
 mod disks;
 mod evaluators;
+mod goodput;
 mod input;
 mod kills;
 mod memory_checkpoints;

@@ -34,11 +34,12 @@ fn step(network: &Network, micros: usize, logit_rows: usize) -> Outcome {
     let cut = Cut { micros_per_virtual_rank: micros, ..Cut::WHOLE };
     let rows = SEQUENCES * TIME;
     let engine = engine(&comm::single(), network, mesh, Zero::Zero, rule, cut, rows as u64);
-    let Engine { model, geometry, activation_offload: host_inputs } = engine;
+    let Engine { model, geometry, activation_offload: host_inputs, .. } = engine;
     let mut engine: Engine<Cpu> = Engine {
         model: model.with_loss_chunk_rows(logit_rows),
         geometry,
         activation_offload: host_inputs,
+        observer: None,
     };
     let backend = engine.model.backend.clone();
     let ids: Vec<u32> = (0..=rows as u32).map(|i| i * 41 % VOCABULARY as u32).collect();

@@ -1,15 +1,17 @@
-//! Which samples the ranks of a run read: `hpctrain data order`, shards that are dealt to ranks, and
-//! data with fewer samples than a batch.
+//! Which samples the ranks of a run read: `hpctrain data order`, `hpctrain data which`, shards that
+//! are dealt to ranks, and data with fewer samples than a batch.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use hpctrain::config::{Config, Sources, load};
+use hpctrain::checkpoint::Progress;
+use hpctrain::config::{Config, Environment, Sources, load};
 use hpctrain::data::import::{ImportText, import_text};
-use hpctrain::data::{Dataset, SampleMut, SampleSizes, Source, TokenizerKind};
-use hpctrain::engine::{Splits, micro_batches, on_threads};
+use hpctrain::data::{Dataset, Draw, Loader, SampleMut, SampleSizes, Source, TokenizerKind};
+use hpctrain::engine::{Splits, StepSample, micro_batches, on_threads, plan_for, samples_of_step};
 use hpctrain::error::Result;
+use hpctrain::random::derive;
 use hpctrain::train::{Customization, TrainRequest, train};
 use serde_json::Value;
 
@@ -21,6 +23,7 @@ use hpctrain_testkit::runs::{Run, SMALL};
 #[derive(Debug, Clone, Default, PartialEq)]
 struct ReadLog {
     samples: Vec<u64>,
+    epochs: Vec<u64>,
     files: BTreeSet<PathBuf>,
 }
 
@@ -53,6 +56,7 @@ impl Source for Recorded {
         self.train.read_run(first, count, epoch, into)?;
         let mut log = self.log.lock().unwrap();
         log.samples.extend(first..first + count as u64);
+        log.epochs.extend(vec![epoch; count]);
         log.files.extend(self.train.open_shards().map(Path::to_path_buf));
         Ok(())
     }
@@ -70,10 +74,13 @@ impl Source for Recorded {
     }
 }
 
+/// The text of the data, which is repeated.
+const TEXT: &str = "all work and no play ";
+
 /// Imports a text of about 420 samples of 16 tokens into this number of shards below `root`.
-fn imported(root: &Path, shards: usize) -> String {
+pub fn imported(root: &Path, shards: usize) -> String {
     let input = root.join("text");
-    std::fs::write(&input, "all work and no play ".repeat(360)).unwrap();
+    std::fs::write(&input, TEXT.repeat(360)).unwrap();
     let out = root.join(format!("data-{shards}"));
     let mut import = ImportText::new(input, TokenizerKind::Char, out.clone());
     import.to.shards = shards;
@@ -127,6 +134,7 @@ fn of_rank(order: &Value, rank: usize) -> ReadLog {
     let mut log = ReadLog::default();
     for sample in samples {
         log.samples.push(sample["sample"].as_u64().unwrap());
+        log.epochs.push(sample["epoch"].as_u64().unwrap());
         log.files.insert(sample["file"].as_str().unwrap().into());
     }
     log
@@ -169,6 +177,302 @@ fn data_order_shows_what_ranks_read() {
     // Shard 1 begins in the middle of a run of samples.
     assert!(lines.iter().any(|line| line.contains("train-00001.h5: 0")), "{text}");
     assert_eq!(lines.len(), 1 + 2 * 40);
+}
+
+/// Settings of a mixture of `data` and of the same text in one shard.
+fn mixture(root: &Path, data: &str) -> String {
+    let [five, one] = [data, &imported(root, 1)].map(|setting| setting.replace("data.path=", ""));
+    format!("data.mix=[{{path='{five}', weight=2}}, {{path='{one}', weight=1, name='one'}}]")
+}
+
+/// Reads steps `1..=steps` of a rank with its loader, and returns the positions of its
+/// micro-batches and what was read.
+fn loaded(
+    config: &Config,
+    plan: &hpctrain::config::ResolvedConfig,
+    data_rank: usize,
+    steps: u64,
+) -> (Vec<(u64, u64)>, ReadLog) {
+    let log = Arc::new(Mutex::new(ReadLog::default()));
+    let source = Recorded { train: micro_batches::open(config).unwrap().0, log: log.clone() };
+    let start = Progress::default();
+    let (positions, order) = micro_batches::read_schedule(plan, &source, data_rank, start).unwrap();
+    let micros = positions.micros_per_step();
+    let mut loader = Loader::start(source, order, positions, 1).unwrap();
+    let mut read = Vec::new();
+    for micro in 0..steps * micros {
+        let batch = loader.next().unwrap();
+        read.extend(batch.positions.clone().map(|position| (position, micro % micros)));
+        loader.recycle(batch);
+    }
+    drop(loader);
+    let log = log.lock().unwrap().clone();
+    (read, log)
+}
+
+/// The samples of 1,000 random steps are those that the loaders of all ranks read, over several
+/// passes over the data.
+#[test]
+fn samples_of_a_step_are_those_that_were_read() {
+    let root = tempfile::tempdir().unwrap();
+    let data = imported(root.path(), 5);
+    let mix = mixture(root.path(), &data);
+    let exclude = root.path().join("exclude");
+    std::fs::write(&exclude, "3\n17\n100\n101\n300\n400\n").unwrap();
+    let exclude = format!("data.exclude={}", exclude.display());
+    let cases: [(usize, &[&str]); 8] = [
+        (1, &[&data]),
+        (1, &[&mix, "parallel.virtual_ranks=4", "batch.micro=1"]),
+        (1, &[&mix, &exclude, "parallel.virtual_ranks=4"]),
+        (4, &[&mix, "parallel.shard=2", "parallel.zero=3"]),
+        (4, &[&mix, &exclude, "parallel.virtual_ranks=8", "parallel.pipeline=2"]),
+        (2, &[&data, &exclude, "data.order=files", "parallel.virtual_ranks=4"]),
+        (4, &[&data, "local_sgd.sync_every=2", "local_sgd.replicas=4", "checkpoint.every=0"]),
+        (2, &[&data, "data.shuffle=false", "parallel.tensor=2"]),
+    ];
+    let steps = 400;
+    let length = format!("run.steps={steps}");
+    for (number, (ranks, more)) in cases.into_iter().enumerate() {
+        let config = config(root.path(), &[&settings(more)[..], &[&length]].concat());
+        let train = micro_batches::open(&config).unwrap().0;
+        let vocabulary = Some(train.vocabulary());
+        let facts = Environment { ranks, threads: 1, vocabulary, on_gpu: false };
+        let plan = plan_for(config.clone(), &facts, &train).unwrap();
+        let all: Vec<_> =
+            (0..plan.mesh.data()).map(|rank| loaded(&config, &plan, rank, steps)).collect();
+        let excluded = plan.excluded.as_ref();
+        for (_, log) in &all {
+            assert!(log.epochs.iter().max().is_some_and(|epoch| *epoch >= 5), "{more:?}");
+            let read = log.samples.iter().find(|it| excluded.is_some_and(|ex| ex.contains(**it)));
+            assert_eq!(read, None, "{more:?}");
+        }
+        for random in 0..125 {
+            let step = 1 + derive(number as u64, &[random]) % steps;
+            let position = (step - 1) * 8;
+            let progress = Progress { step: step - 1, updates: step - 1, position };
+            let samples = samples_of_step(&plan, &train, progress).unwrap();
+            assert!(samples.iter().map(|it| it.position).eq(position..position + 8), "{more:?}");
+            for sample in samples {
+                let StepSample { position, rank, micro_batch, draw, .. } = sample;
+                let coordinates = plan.mesh.coordinates(rank);
+                let data_rank = coordinates[1] * plan.mesh.shard + coordinates[2];
+                let (read, log) = &all[data_rank];
+                let place = read.iter().position(|it| it.0 == position).expect("read by the rank");
+                let Draw { sample: number, epoch } = draw;
+                assert_eq!(
+                    (read[place].1, log.samples[place], log.epochs[place]),
+                    (micro_batch, number, epoch),
+                    "{more:?}, step {step}, position {position}"
+                );
+                assert_eq!(train.locate(number), (&*sample.file, sample.row));
+                assert_eq!(sample.data_set, usize::from(number >= train.parts()[0]));
+                let within = position - progress.position;
+                assert_eq!(sample.virtual_rank as u64, within / plan.virtual_rank_samples);
+            }
+        }
+    }
+}
+
+/// Returns the objects of `hpctrain data which --json`.
+pub fn which(run: &Path, step: u64, more: &[&str]) -> Vec<Value> {
+    let mut command = program(["data", "which", "--json", "--step", &step.to_string()]);
+    let text = finish(command.arg(run).args(more)).succeeded().stdout;
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Runs with one to four ranks: `data which` prints what `data order` prints for their
+/// configuration.
+#[test]
+fn data_which_shows_the_samples_of_a_run() {
+    let root = tempfile::tempdir().unwrap();
+    let mix = mixture(root.path(), &imported(root.path(), 5));
+    let cases = [
+        (Alone, 1, vec!["parallel.virtual_ranks=4"]),
+        (Mpirun(2), 2, vec!["parallel.pipeline=2", "parallel.virtual_ranks=2"]),
+        (Simulate(4), 4, vec!["parallel.virtual_ranks=8", "parallel.zero=3", "parallel.shard=2"]),
+    ];
+    for (transport, ranks, more) in cases {
+        let name = format!("run-{ranks}");
+        let settings = [&[&mix[..], "checkpoint.every=2", "checkpoint.keep=2"][..], &more].concat();
+        let files = Run::new(transport, root.path(), &name, &settings).succeeds();
+        let all = SMALL.iter().chain(&settings).copied().collect::<Vec<_>>();
+        let order = ordered(ranks, 6, &all);
+        for step in 1..=6 {
+            let samples = which(&files.0, step, &[]);
+            assert_eq!(samples.len(), 8);
+            for (index, sample) in samples.iter().enumerate() {
+                assert_eq!(sample["step"], step);
+                assert_eq!(sample["position"], (step - 1) * 8 + index as u64);
+                let in_first = sample["file"].as_str().unwrap().contains("/data-5/");
+                assert_eq!(sample["data_set"], if in_first { "data-5" } else { "one" });
+                let micro = order["micro_batches"].as_array().unwrap().iter().find(|micro| {
+                    ["step", "rank", "micro_batch"].iter().all(|key| micro[*key] == sample[*key])
+                });
+                let found = micro.unwrap()["samples"].as_array().unwrap().iter().find(|found| {
+                    ["sample", "epoch", "file", "row"].iter().all(|key| found[*key] == sample[*key])
+                });
+                assert!(found.is_some(), "{sample}");
+            }
+        }
+        // A checkpoint stands for its run.
+        assert_eq!(which(&files.checkpoint(6), 3, &[]), which(&files.0, 3, &[]));
+        let of_one = which(&files.0, 2, &["--virtual-rank", "1"]);
+        assert!(!of_one.is_empty() && of_one.iter().all(|sample| sample["virtual_rank"] == 1));
+        let part: Vec<Value> =
+            which(&files.0, 2, &[]).into_iter().filter(|it| it["virtual_rank"] == 1).collect();
+        assert_eq!(of_one, part);
+    }
+}
+
+#[test]
+fn data_which_shows_text_and_columns() {
+    let root = tempfile::tempdir().unwrap();
+    let data = imported(root.path(), 2);
+    let files = Run::new(Alone, root.path(), "run", &[&data]).succeeds();
+    let whole = TEXT.repeat(360);
+    let samples = which(&files.0, 4, &["--text"]);
+    for sample in &samples {
+        let text = sample["text"].as_str().unwrap();
+        assert_eq!(text.len(), 17, "{text:?}");
+        if sample["file"].as_str().unwrap().ends_with("train-00000.h5") {
+            let start = sample["row"].as_u64().unwrap() as usize * 16;
+            assert_eq!(text, &whole[start..start + 17]);
+        }
+    }
+    let mut command = program(["data", "which", "--step", "4", "--text"]);
+    let table = finish(command.arg(&files.0)).succeeded().stdout;
+    let mut lines = table.lines();
+    let header = lines.next().unwrap().split("  ").filter(|it| !it.is_empty()).map(str::trim);
+    assert!(header.eq([
+        "position",
+        "virtual rank",
+        "rank",
+        "micro-batch",
+        "epoch",
+        "sample",
+        "file",
+        "row",
+        "text"
+    ]));
+    for (line, sample) in lines.zip(&samples) {
+        assert!(line.ends_with(sample["text"].as_str().unwrap().trim_end()), "{line}");
+    }
+    let mut command = program(["data", "which", "--step", "4", "--numbers"]);
+    let numbers = finish(command.arg(&files.0)).succeeded().stdout;
+    let wanted: Vec<String> = samples.iter().map(|sample| sample["sample"].to_string()).collect();
+    assert_eq!(numbers, wanted.join("\n") + "\n");
+
+    // Numbers as they are in the table, though the network sees them scaled.
+    let table = root.path().join("rows.csv");
+    let rows: Vec<String> = (0..40)
+        .map(|i| {
+            format!("{i}.5,{},{},{}", ["red", "green", ""][i % 3], i * i, ["no", "yes"][i % 2])
+        })
+        .collect();
+    std::fs::write(&table, format!("a,colour,b,y\n{}\n", rows.join("\n"))).unwrap();
+    let out = root.path().join("rows");
+    let mut import = program(["data", "import", "csv", "--target", "y", "--val-every", "0"]);
+    finish(import.args(["--categorical", "colour", "--out"]).arg(&out).arg(&table)).succeeded();
+    let settings = [
+        "model.kind=layers",
+        "model.input=[2]",
+        "model.layers=[{kind='embedding_tables', ids=[3], width=2, dense=[{kind='dense', units=2}]}, {kind='flatten'}, {kind='dense', units=2}]",
+        &format!("data.path={}", out.display()),
+    ];
+    let files = Run::new(Simulate(2), root.path(), "table", &settings).succeeds();
+    for sample in which(&files.0, 6, &["--text"]) {
+        let row = sample["row"].as_u64().unwrap() as usize;
+        let cells: Vec<&str> = rows[row].split(',').collect();
+        let columns = &sample["text"];
+        assert_eq!(columns["a"], cells[0].parse::<f64>().unwrap(), "{sample}");
+        assert_eq!(columns["b"], cells[2].parse::<f64>().unwrap(), "{sample}");
+        assert_eq!(columns["y"], cells[3], "{sample}");
+        match cells[1] {
+            "" => assert!(columns["colour"].is_null(), "{sample}"),
+            colour => assert_eq!(columns["colour"], colour, "{sample}"),
+        }
+    }
+}
+
+#[test]
+fn data_which_refuses_what_it_cannot_know() {
+    let root = tempfile::tempdir().unwrap();
+    let data = imported(root.path(), 2);
+    let files = Run::new(Alone, root.path(), "run", &[&data, "checkpoint.every=2"]).succeeds();
+    let refused = |run: &Path, step: &str, more: &[&str]| {
+        let mut command = program(["data", "which", "--step", step]);
+        let ended = finish(command.arg(run).args(more));
+        assert_eq!(ended.code(), 2, "{ended}");
+        assert!(ended.stdout.is_empty(), "{ended}");
+        ended.stderr
+    };
+    let error = refused(&files.0, "7", &[]);
+    assert!(error.contains("has no step 7\nhint: its steps are 1 to 6 (run.steps)"), "{error}");
+    assert!(refused(&files.0, "0", &[]).contains("--step"));
+    let error = refused(&files.0, "1", &["--virtual-rank", "1"]);
+    assert!(
+        error.contains("the run has 1 virtual ranks\nhint: give a number from 0 to 0"),
+        "{error}"
+    );
+    let error = refused(&files.0, "1", &["--set", "batch.global=4"]);
+    assert!(error.contains("only keys of [data] can be set\nhint: hpctrain data order"), "{error}");
+    assert!(refused(&root.path().join("none"), "1", &[]).contains("does not exist\nhint: "));
+
+    // Steps before a branch are those of the other run; the hint works.
+    let from = files.checkpoint(4);
+    let branch = Run::new(Alone, root.path(), "branch", &[&data, "run.steps=8"]);
+    let branch = branch.resume(&from.display().to_string()).succeeds();
+    assert_eq!(which(&branch.0, 5, &[]), which(&files.0, 5, &[]));
+    let error = refused(&branch.0, "4", &[]);
+    assert!(error.contains("began after step 4 of "), "{error}");
+    let hint = error.trim().split("hint: hpctrain ").nth(1).unwrap();
+    let words: Vec<&str> = hint.split_whitespace().collect();
+    finish(&mut program(words)).succeeded();
+
+    // Other data, and data that was moved.
+    let other = imported(root.path(), 3).replace("data.path=", "");
+    let error = refused(&files.0, "1", &["--data", &other]);
+    assert!(error.contains("the data of the run has changed: 3 shards, trained on 2"), "{error}");
+    let path = data.replace("data.path=", "");
+    let moved = root.path().join("moved");
+    let before = which(&files.0, 5, &[]);
+    std::fs::rename(&path, &moved).unwrap();
+    let error = refused(&files.0, "5", &[]);
+    let expected = "does not exist\nhint: if it was moved, give its place: --data PATH";
+    assert!(error.contains("error: the data of the run: ") && error.contains(expected), "{error}");
+    let now = which(&files.0, 5, &["--data", &moved.display().to_string()]);
+    let samples = |lines: &[Value]| lines.iter().map(|it| it["sample"].clone()).collect::<Vec<_>>();
+    assert_eq!(samples(&now), samples(&before));
+}
+
+/// Workers of synchronous parameter servers take virtual ranks as they come, so that these have
+/// samples but no ranks; batches of asynchronous workers are not recorded.
+#[test]
+fn data_which_of_runs_with_parameter_servers() {
+    let root = tempfile::tempdir().unwrap();
+    let data = imported(root.path(), 2);
+    let serve = |name: &str, more: &[&str]| {
+        let run = Run::new(Simulate(3), root.path(), name, &[&[&data[..]][..], more].concat());
+        finish(run.command().args(["--servers", "1"])).succeeded();
+        run.files()
+    };
+    let shared = ["parallel.virtual_ranks=4"];
+    let served = serve("served", &shared);
+    let alone =
+        Run::new(Alone, root.path(), "alone", &[&[&data[..]][..], &shared].concat()).succeeds();
+    let of_alone = which(&alone.0, 3, &[]);
+    let of_served = which(&served.0, 3, &[]);
+    assert_eq!(of_alone.len(), of_served.len());
+    for (alone, served) in of_alone.iter().zip(&of_served) {
+        for key in ["position", "virtual_rank", "sample", "epoch", "file", "row"] {
+            assert_eq!(alone[key], served[key]);
+        }
+        assert!(served["rank"].is_null() && alone["rank"] == 0);
+    }
+    let free = serve("free", &["parameter_server.staleness=4"]);
+    let ended = finish(program(["data", "which", "--step", "2"]).arg(&free.0));
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("no record has the batches of a step\nhint: "), "{ended}");
 }
 
 #[test]

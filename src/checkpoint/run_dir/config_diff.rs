@@ -151,7 +151,7 @@ mod tests {
     fn changes_of_the_curve_are_reported() {
         assert_eq!(changed(|_| {}), (Changes::default(), vec![]));
         type Change = fn(&mut Config);
-        let curve: [(&str, Change); 7] = [
+        let curve: [(&str, Change); 8] = [
             ("loss.label_smoothing", |now| now.loss.label_smoothing = 0.5),
             ("model.dropout was 0.0, is 0.5", |now| now.model.dropout = 0.5),
             (
@@ -165,6 +165,7 @@ mod tests {
             ("run.seed", |now| now.run.seed = 7),
             ("data.shuffle was true, is false", |now| now.data.shuffle = false),
             ("batch.global", |now| now.batch.global = 7),
+            ("data.exclude was omitted, is \"x\"", |now| now.data.exclude = Some("x".into())),
         ];
         for (words, change) in curve {
             let (changes, of_run) = changed(change);

@@ -23,7 +23,7 @@ use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::own_files;
 use hpctrain_config::Config;
 use hpctrain_config::telemetry::{
-    evaluations, rank_times, tensorboard, text_samples, worker_records,
+    evaluations, rank_times, starts, tensorboard, text_samples, worker_records,
 };
 
 /// A run's directory.
@@ -229,6 +229,7 @@ impl RunDirectory {
             self.memory_id_path(),
         ];
         files.extend([self.rank_times_path(), self.samples_path(), self.matmuls_path()]);
+        files.push(self.starts_path());
         let inside = |directory| {
             fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path())
         };
@@ -322,6 +323,11 @@ impl RunDirectory {
     /// steps.
     pub fn rank_times_path(&self) -> PathBuf {
         self.path.join(rank_times::FILE)
+    }
+
+    /// Returns the path of the file with one line per start.
+    pub fn starts_path(&self) -> PathBuf {
+        self.path.join(starts::FILE)
     }
 
     /// Returns the path of the file with one line per generated sample.

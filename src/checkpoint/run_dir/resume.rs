@@ -20,7 +20,7 @@ use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_comm::Group;
 use hpctrain_config::telemetry::long_lines::last_step;
 use hpctrain_config::{Config, DataOrder, Parallel, ResolvedConfig};
-use hpctrain_data::{DataChange, Fingerprint};
+use hpctrain_data::{DataChange, ExcludedSummary, Fingerprint};
 use hpctrain_device::Kernels;
 use hpctrain_nn::optim::EMA;
 use hpctrain_parallel::Sharded;
@@ -32,6 +32,8 @@ pub struct RestoreOptions {
     pub take: RestoreScope,
     /// The training data of this start, if known.
     pub data: Option<Fingerprint>,
+    /// The training samples that this start does not read.
+    pub excluded: Option<ExcludedSummary>,
     /// Whether the run may resume with other data than it was trained on.
     pub allow_changed_data: bool,
     /// The in-memory checkpoints of the run, if it takes some.
@@ -41,7 +43,13 @@ pub struct RestoreOptions {
 impl RestoreOptions {
     /// Returns options that restore everything, for a run whose data is unknown.
     pub fn all() -> Self {
-        Self { take: RestoreScope::Everything, data: None, allow_changed_data: false, memory: None }
+        Self {
+            take: RestoreScope::Everything,
+            data: None,
+            excluded: None,
+            allow_changed_data: false,
+            memory: None,
+        }
     }
 }
 
@@ -99,13 +107,11 @@ pub fn resume<B: Kernels>(
         }
         RestoreScope::Weights => vec![],
     };
-    if world.rank() == 0
-        && data_changes.len() > manifest.data.iter().flat_map(|data| &data.changes).count()
-    {
-        log::warn!(
-            "the run resumes with other training data: {}",
-            data_changes[data_changes.len() - 1].what
-        );
+    let known = manifest.data.iter().flat_map(|data| &data.changes).count();
+    if world.rank() == 0 {
+        for change in data_changes.iter().skip(known) {
+            log::warn!("the run resumes with other training data: {}", change.what);
+        }
     }
     if world.rank() == 0 && take == RestoreScope::Everything {
         log_changes(&manifest.config, &plan.config);
@@ -153,7 +159,8 @@ fn check_order(from: &Path, before: &Config, plan: &ResolvedConfig) -> Result<()
     )))
 }
 
-/// Returns the changes of a checkpoint's run to other data, including this start.
+/// Returns the changes of a checkpoint's run to other data, or to other excluded samples, including
+/// this start.
 ///
 /// # Errors
 /// Returns an error if the run was trained on other data, so that the following positions hold
@@ -180,6 +187,12 @@ pub fn data_changes(
                 .hint("give the data it was trained on, or resume with the new data: --allow-changed-data"));
         }
     }
+    let excluded = ExcludedSummary::difference(taking.excluded.as_ref(), trained.excluded.as_ref());
+    changes.extend(excluded.map(|what| DataChange {
+        step: manifest.step,
+        before: trained.fingerprint.digest(),
+        what,
+    }));
     Ok(changes)
 }
 

@@ -137,10 +137,14 @@ impl<'a> Description<'a> {
 }
 
 /// Formats the digest, samples and shards of training data.
-fn data(TrainedOn { fingerprint, .. }: &TrainedOn) -> String {
+fn data(TrainedOn { fingerprint, excluded, .. }: &TrainedOn) -> String {
     let shards = fingerprint.shards.len();
     let noun = if shards == 1 { "shard" } else { "shards" };
-    format!("{}: {} samples of {shards} {noun}", fingerprint.digest(), grouped(fingerprint.samples))
+    let excluded = excluded.as_ref().map_or(String::new(), |excluded| {
+        format!(", without {} ({}, data.exclude)", grouped(excluded.samples), excluded.digest)
+    });
+    let samples = grouped(fingerprint.samples);
+    format!("{}: {samples} samples of {shards} {noun}{excluded}", fingerprint.digest())
 }
 
 /// Formats `[3, 4]` as `3 × 4`.

@@ -53,6 +53,14 @@ pub struct Step {
     /// rank 0 has no hooks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hooks_ms: Option<f64>,
+    /// The time for which an evaluation blocked training since the record before this one, with
+    /// its hooks; absent if there was none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval_ms: Option<f64>,
+    /// The time for which saves blocked training since the record before this one, with their
+    /// hooks; absent if there were none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub save_ms: Option<f64>,
     /// The tokens of this step divided by its duration; null if no time passed.
     #[serde(deserialize_with = "null_is_nan")]
     pub tokens_per_second: f64,
@@ -78,6 +86,11 @@ pub struct Step {
 }
 
 impl Step {
+    /// Returns the seconds of the step, and of the evaluation and the save before it.
+    pub fn seconds_with_pauses(&self) -> f64 {
+        (self.step_ms + self.eval_ms.unwrap_or(0.0) + self.save_ms.unwrap_or(0.0)) * 1e-3
+    }
+
     /// Sets the breakdown of the step's time.
     #[must_use]
     pub fn with(self, times: Times) -> Self {

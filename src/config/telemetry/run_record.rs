@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::goodput::Goodput;
 use super::times::Times;
 use crate::ReduceChoice;
 use hpctrain_base::energy::EnergySource;
@@ -24,21 +25,19 @@ pub struct StageMemory {
     pub peak_bytes: BTreeMap<String, usize>,
 }
 
-/// The goodput of a run that was started several times.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Goodput {
-    /// The number of starts.
-    pub starts: u64,
-    /// The seconds from the first start to the end.
+/// The interval between checkpoints with `checkpoint.every = "auto"`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct CheckpointInterval {
+    /// The number of steps.
+    pub steps: u64,
+    /// The seconds that these steps take.
     pub seconds: f64,
-    /// The seconds of the steps that contribute to the result.
-    pub useful_seconds: f64,
-    /// The number of steps that were repeated.
-    pub steps_lost: u64,
-    /// The seconds of the steps that were lost and repeated.
-    pub seconds_lost: f64,
-    /// The useful seconds as a fraction of all.
-    pub share: f64,
+    /// The seconds that a save costs.
+    pub save_seconds: f64,
+    /// The mean time between failures in seconds.
+    pub failure_seconds: f64,
+    /// The number of failures from which it is known; if 0, it is assumed.
+    pub failures: u64,
 }
 
 /// The energy that a run used.
@@ -131,7 +130,11 @@ pub struct RunRecord {
     pub peak_resident_bytes: usize,
     /// The time of the end, in seconds since 1970.
     pub time: f64,
-    /// The goodput over all starts, if the run was supervised (`hpctrain supervise`).
+    /// The last interval between checkpoints that this start has chosen, with `checkpoint.every =
+    /// "auto"`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub checkpoint_interval: Option<CheckpointInterval>,
+    /// The goodput over all starts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goodput: Option<Goodput>,
 }

@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use super::{bytes, grouped};
-use crate::{Config, DataOrder, Device, ResolvedConfig};
+use crate::{Config, DataOrder, Device, OrAuto, ResolvedConfig};
 use hpctrain_comm::DeviceTransport;
+use hpctrain_data::ExcludedSummary;
 use hpctrain_device::MemoryKind;
 use hpctrain_parallel::{ReduceAfter, Storage};
 
@@ -150,6 +151,23 @@ pub fn keys_without_effect(config: &Config) -> Option<String> {
     })
 }
 
+/// Describes the time after which a wait for another rank ends the job.
+fn hangs(timeout: OrAuto) -> String {
+    match timeout {
+        OrAuto::Auto => {
+            "a wait for another rank ends the job after 120 s, or 20 × the slowest step, \
+                         evaluation or save (comm.timeout = auto)"
+                .to_owned()
+        }
+        OrAuto::Number(0) => {
+            "a wait for another rank never ends the job (comm.timeout = 0)".to_owned()
+        }
+        OrAuto::Number(seconds) => {
+            format!("a wait for another rank ends the job after {seconds} s (comm.timeout)")
+        }
+    }
+}
+
 /// Returns the text of the startup summary.
 pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> String {
     let mut out = String::new();
@@ -289,6 +307,13 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
     for note in &facts.notes {
         line("", note.clone());
     }
+    if let (Some(excluded), Some(file)) = (&plan.excluded, &plan.config.data.exclude) {
+        let ExcludedSummary { samples, digest } = excluded.summary();
+        line(
+            "exclude",
+            format!("{} (data.exclude = {file}, {digest})", plural(samples as usize, "sample")),
+        );
+    }
     if plan.config.data.order == DataOrder::Files {
         let ranks = plural(mesh.data(), "data-parallel rank");
         line(
@@ -325,6 +350,16 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
     if plan.config.run.steps_per_epoch > 0 {
         let steps = plan.config.run.steps_per_epoch;
         line("epoch", format!("{} (run.steps_per_epoch)", plural(steps as usize, "step")));
+    }
+    if facts.ranks > 1 {
+        line("hangs", hangs(plan.config.comm.timeout));
+    }
+    if plan.config.checkpoint.every == OrAuto::Auto {
+        line(
+            "checkpoints",
+            "interval from the cost of a save and the failures so far (checkpoint.every = auto)"
+                .to_owned(),
+        );
     }
     let memory = facts.memory;
     if memory.gpu.is_some() {
@@ -395,6 +430,23 @@ mod tests {
         assert_eq!(summary(false, &keys).matches(warning).count(), 1);
         assert!(!summary(false, &[]).contains("warning"));
         assert!(!summary(true, &keys).contains("warning"));
+    }
+
+    #[test]
+    fn measured_intervals_are_named() {
+        let words = "checkpoints  interval from the cost of a save and the failures so far";
+        assert!(summary(false, &["checkpoint.every=auto"]).contains(words));
+        // A single rank waits for no other.
+        assert!(
+            !summary(false, &[]).contains("checkpoints") && !summary(false, &[]).contains("hangs")
+        );
+        let ends = [OrAuto::Auto, OrAuto::Number(0), OrAuto::Number(5)].map(hangs);
+        let expected = [
+            "ends the job after 120 s, or 20 × the slowest step, evaluation or save",
+            "never ends the job",
+            "ends the job after 5 s (comm.timeout)",
+        ];
+        assert!(ends.iter().zip(expected).all(|(text, words)| text.contains(words)), "{ends:?}");
     }
 
     #[test]

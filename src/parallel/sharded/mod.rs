@@ -35,6 +35,7 @@ mod gradients;
 mod histograms;
 mod host_units;
 mod local_sgd;
+mod observed;
 mod restore;
 mod sdc_check;
 mod state;
@@ -42,6 +43,7 @@ mod update;
 
 pub use gradients::{Reduced, ReducedStep};
 pub use histograms::{Histograms, whole as whole_histograms};
+pub use observed::OpenGradient;
 pub use state::Owned;
 pub use update::UpdateObserver;
 

@@ -39,6 +39,7 @@ impl Session<'_, '_> {
     pub(super) fn save_if_due(&mut self) -> Result<(), SessionError> {
         self.finish_save(false)?;
         let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
+        let every = every.number().unwrap_or(0);
         let due = self.is_due(every, every_epochs) || std::mem::take(&mut self.save_now);
         // The end of training always saves.
         if !due || self.outcome.is_some() {

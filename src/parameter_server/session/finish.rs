@@ -1,15 +1,17 @@
 //! The end of a run: the last evaluation and checkpoint, and the final output and records.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Session;
 use crate::coordinator_service::SessionError;
 use crate::run_spec::layouts;
+use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::signals;
 use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
+use hpctrain_config::telemetry::goodput::Goodput;
 use hpctrain_config::telemetry::run_record::RunRecord;
 use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_engine::memory::resident;
@@ -23,7 +25,9 @@ impl Session<'_, '_> {
             && !is_evaluated
             && !matches!(outcome, RunOutcome::Preempted(_))
         {
+            let began = Instant::now();
             self.evaluate()?;
+            self.pauses.eval_ms += began.elapsed().as_secs_f64() * 1e3;
         }
         self.await_saving()?;
         loop {
@@ -78,8 +82,11 @@ impl Session<'_, '_> {
             ));
         } else if let Some(step_time) = self.worker_metrics.mean_step_time() {
             // A finished run that was resumed has no steps to summarize.
-            self.outages
-                .at_end(self.run_summary(step_time).write(&self.directory.summary_path()))?;
+            let written = self
+                .goodput()
+                .map(|goodput| self.run_summary(step_time, goodput))
+                .and_then(|summary| summary.write(&self.directory.summary_path()));
+            self.outages.at_end(written)?;
         }
         // The servers end with the run, so there is nothing to resume from.
         self.outages.at_end(self.journal.clear())?;
@@ -88,7 +95,17 @@ impl Session<'_, '_> {
         Ok(outcome)
     }
 
-    fn run_summary(&self, step_time: Duration) -> RunRecord {
+    /// Measures the goodput, and prints it if it shows a loss.
+    fn goodput(&self) -> Result<Option<Goodput>> {
+        let metrics = self.directory.metrics_path();
+        let found = Goodput::measure(self.directory.path(), &metrics, unix_time(), self.pauses)?;
+        if let Some(goodput) = found.filter(Goodput::shows_a_loss) {
+            say(format_args!("goodput  {goodput}"));
+        }
+        Ok(found)
+    }
+
+    fn run_summary(&self, step_time: Duration, goodput: Option<Goodput>) -> RunRecord {
         let times = self.worker_metrics.times();
         let job = &self.job;
         let parameters =
@@ -124,7 +141,8 @@ impl Session<'_, '_> {
             stages: vec![],
             peak_resident_bytes: resident().1,
             time: unix_time(),
-            goodput: None,
+            checkpoint_interval: None,
+            goodput,
         }
     }
 }

@@ -25,6 +25,7 @@ use hpctrain_checkpoint::run_dir::{RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{Origin, Progress, SaveContext, SaveThread};
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::evaluations;
+use hpctrain_config::telemetry::goodput::Pauses;
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_config::{EpochLength, Eval, ResolvedConfig};
@@ -38,7 +39,9 @@ use hpctrain_parallel::{
 };
 use hpctrain_train::evaluate::Evaluator;
 use hpctrain_train::evaluate::Metrics;
-use hpctrain_train::{Hooks, IoFailureTolerance, Records, StopRequests, TimeLimit, fresh_id};
+use hpctrain_train::{
+    Hooks, IoFailureTolerance, Records, StopRequests, TimeLimit, fresh_id, record_start,
+};
 
 /// The parts of a run that outlive a session.
 pub struct SessionContext<'a, 'h> {
@@ -107,6 +110,8 @@ pub struct Session<'a, 'h> {
     saving: Option<Saving>,
     /// Whether a checkpoint is due by time.
     save_now: bool,
+    /// Evaluations since the last record of a step.
+    pauses: Pauses,
     skipped_in_a_row: u64,
     /// The outcome, once training must end.
     outcome: Option<RunOutcome>,
@@ -138,6 +143,7 @@ impl<'a, 'h> Session<'a, 'h> {
         let samples = splits.train.samples();
         let epoch_steps = EpochLength::new(&plan.config, samples).steps(plan.config.batch.global);
         let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(epoch_steps));
+        record_start(directory, progress.step, started)?;
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
         let shares = terms.shares(&plan);
         let is_synchronous = terms.is_synchronous();
@@ -236,6 +242,7 @@ impl<'a, 'h> Session<'a, 'h> {
             epoch_recorded: None,
             saving: None,
             save_now: false,
+            pauses: Pauses::default(),
             skipped_in_a_row: 0,
             outcome: None,
         })
@@ -525,6 +532,7 @@ impl<'a, 'h> Session<'a, 'h> {
             compute_ms: taken.compute * 1e3,
             tokens_per_second: (self.samples() * context) as f64 / seconds,
             hooks_ms: self.hooks.hooks.take_ms(),
+            eval_ms: Some(std::mem::take(&mut self.pauses.eval_ms)).filter(|ms| *ms > 0.0),
             time: unix_time(),
             ..Step::default()
         };
@@ -621,6 +629,7 @@ impl<'a, 'h> Session<'a, 'h> {
         let began = Instant::now();
         self.evaluate()?;
         self.recorded_at += began.elapsed();
+        self.pauses.eval_ms += began.elapsed().as_secs_f64() * 1e3;
         self.trace("evaluation", start);
         Ok(())
     }

@@ -61,6 +61,8 @@ pub struct RunFacts {
     pub tokens: Option<u64>,
     /// The median throughput in tokens or samples per second.
     pub per_second: Option<f64>,
+    /// The goodput, from 0 to 1, once the run has finished.
+    pub goodput: Option<f64>,
     /// The unit of both: `tokens` or `samples`.
     pub unit: &'static str,
 }
@@ -167,6 +169,9 @@ impl Comparison {
                 or_none(facts.tokens.map(|tokens| format!("{} {}", grouped(tokens), facts.unit)))
             }),
             both("speed", &|facts| or_none(facts.speed())),
+            both("goodput", &|facts| {
+                or_none(facts.goodput.map(|share| format!("{:.1} %", 100.0 * share)))
+            }),
         ]);
         if let (Some(a), Some(b)) = (self.a.per_second, self.b.per_second) {
             text += &format!("B has {:.2} times the speed of A\n", b / a);
@@ -242,6 +247,7 @@ impl RunFacts {
             loss: last.map(|step| step.loss).filter(|loss| loss.is_finite()),
             tokens: last.map(|step| step.tokens),
             per_second: speeds.get(speeds.len() / 2).copied(),
+            goodput: card.and_then(|card| card.goodput).map(|goodput| goodput.share),
             unit: if run.is_language() { "tokens" } else { "samples" },
         }
     }

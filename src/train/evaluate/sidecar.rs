@@ -405,7 +405,7 @@ impl<B: Kernels> Sidecar<'_, B> {
             Err(e) => return Ok(Err(e)),
         };
         let config = world.all_ok(self.config(reader.manifest()))?;
-        self.comm.set_watchdog_timeout(Duration::from_secs(config.comm.timeout))?;
+        self.comm.set_watchdog_timeout(config.comm.unmeasured_timeout())?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else {
             return Err(Error::internal("no model was loaded"));

@@ -74,7 +74,8 @@ fn is_other(what: &str) -> Error {
 
 /// Returns the keys that determine the validation samples, except for the path.
 fn set(config: &Config) -> Data {
-    let Data { shuffle, prefetch, local_cache, augment, weights, verify, .. } = Data::default();
+    let Data { shuffle, prefetch, local_cache, augment, weights, verify, exclude, .. } =
+        Data::default();
     Data {
         path: String::new(),
         shuffle,
@@ -83,6 +84,7 @@ fn set(config: &Config) -> Data {
         augment,
         weights,
         verify,
+        exclude,
         ..config.data.clone()
     }
 }

@@ -1,16 +1,21 @@
 //! The end of a run: the last evaluation and checkpoint, and the summaries for users and programs.
 
+use std::time::Instant;
+
 use super::Run;
 use super::in_memory::InMemory;
 use crate::evaluate::{Sampling, generate};
+use crate::hang_timeout::Phase;
 use crate::hooks::Outcome;
 use crate::records::Records;
+use crate::save_interval::SaveInterval;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::signals;
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
+use hpctrain_config::telemetry::goodput::Goodput;
 use hpctrain_config::telemetry::run_record::{EnergyUse, RunRecord, StageMemory};
 use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_device::{Kernels, MemoryKind};
@@ -20,6 +25,8 @@ impl<B: Kernels> Run<'_, B> {
     /// Makes the last evaluation and checkpoint, generates a sample of text, and writes the run
     /// summary.
     pub(super) fn finish(&mut self) -> Result<RunOutcome> {
+        self.enter(Phase::End)?;
+        self.save_interval.iter_mut().for_each(SaveInterval::end);
         let inline = self.plan.config.eval.inline;
         let evaluated = self.schedule.evaluated.is_some_and(|(step, _)| step == self.progress.step);
         if inline && !evaluated && !matches!(self.schedule.ending, Some(RunOutcome::Preempted(_))) {
@@ -67,9 +74,11 @@ impl<B: Kernels> Run<'_, B> {
 
     /// Waits for the end of the save under way.
     fn end_save(&mut self) -> Result<()> {
+        let start = Instant::now();
         let ended = self.saver.finish();
         let published = self.tolerated(ended)?;
         self.note_published(published.flatten());
+        self.note_save_pause(start);
         Ok(())
     }
 
@@ -136,6 +145,19 @@ impl<B: Kernels> Run<'_, B> {
                 say(format_args!("energy  {kwh:.3} kWh, {joules_per_token:.2e} J/{one}"));
             }
         }
+        // A finished run that was resumed had nothing left to measure.
+        let goodput = match status == RunStatus::Preempted || self.meters.is_empty() {
+            true => None,
+            false => Goodput::measure(
+                self.directory.path(),
+                &self.directory.metrics_path(),
+                unix_time(),
+                self.pauses,
+            )?,
+        };
+        if let Some(goodput) = goodput.filter(Goodput::shows_a_loss) {
+            say(format_args!("goodput  {goodput}"));
+        }
         if let Some(report) = self.meters.profile(self.plan.threads, !B::ON_HOST) {
             let report = report.with_hooks(self.hooks.times());
             report.write(&self.directory.profile_path())?;
@@ -161,8 +183,7 @@ impl<B: Kernels> Run<'_, B> {
                 self.directory.name()
             ));
         } else if !self.meters.is_empty() {
-            // A finished run that was resumed had nothing left to measure.
-            self.card(stages, energy).write(&self.directory.summary_path())?;
+            self.card(stages, energy, goodput).write(&self.directory.summary_path())?;
         }
         self.directory.markers().end(&End { step, status, reason: why })
     }
@@ -240,7 +261,12 @@ impl<B: Kernels> Run<'_, B> {
         StageMemory { estimated_bytes: named(&estimated), peak_bytes: named(&most) }
     }
 
-    fn card(&self, stages: Vec<StageMemory>, energy: Option<EnergyUse>) -> RunRecord {
+    fn card(
+        &self,
+        stages: Vec<StageMemory>,
+        energy: Option<EnergyUse>,
+        goodput: Option<Goodput>,
+    ) -> RunRecord {
         let memory_stats = self.engine.model.backend.memory_stats();
         let stats = self.comm.stats();
         let tokens_per_second =
@@ -279,7 +305,8 @@ impl<B: Kernels> Run<'_, B> {
             stages,
             peak_resident_bytes: memory::resident().1,
             time: unix_time(),
-            goodput: None,
+            checkpoint_interval: self.save_interval.as_ref().and_then(SaveInterval::chosen),
+            goodput,
         }
     }
 }

@@ -7,14 +7,16 @@ mod prepare;
 pub use prepare::fresh_id;
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use self::in_memory::{InMemory, RunObserver};
 use crate::energy::Energy;
 use crate::evaluate::{Evaluator, Metrics};
+use crate::hang_timeout::{HangTimeout, Phase};
 use crate::hooks::{Hook, Hooks};
 use crate::io_retry::{IoFailureTolerance, is_outage};
 use crate::records::Records;
+use crate::save_interval::{Described, SaveInterval};
 use crate::step_timers::{Requested, StepTimers};
 use crate::stop_requests::StopRequests;
 use hpctrain_base::error::{Error, Result};
@@ -25,6 +27,7 @@ use hpctrain_comm::{Comm, Group, Stats, WatchdogGuard};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::{Evaluation, Evaluations, LossSplit};
+use hpctrain_config::telemetry::goodput::Pauses;
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_config::telemetry::straggler::Straggler;
 use hpctrain_config::telemetry::times::{TimeCounters, Times};
@@ -215,11 +218,16 @@ struct Run<'h, B: Kernels> {
     /// The step of this round whose gradients go into histograms, if there is one.
     counted: Option<u64>,
     stop_requests: StopRequests,
+    /// The interval between checkpoints, on rank 0, if it follows from measurements.
+    save_interval: Option<SaveInterval>,
+    /// Pauses of training since the last record of a step.
+    pauses: Pauses,
     outages: IoFailureTolerance,
     hooks: Hooks<'h>,
     meters: StepTimers,
     efficiency: Efficiency,
     energy: Energy<B>,
+    hang_timeout: HangTimeout,
     /// Memory in use before training, for estimates.
     held: BaselineMemory,
     /// Set on rank 0 only.
@@ -251,13 +259,18 @@ struct Schedule {
 impl<'h, B: Kernels> Run<'h, B> {
     /// Runs one round of optimizer steps and records them.
     fn run_round(&mut self) -> Result<()> {
+        let start = Instant::now();
         let before = self.spent();
         let began = self.progress;
         self.counted = self.step_to_count();
         self.counted.iter().for_each(|step| self.engine.model.sharded.count_gradients_of(*step));
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
+        let save_is_due = self.save_is_due_after_round();
         let mut flags = || {
-            self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed)
+            let flags = self.stop_requests.flags(self.saver.is_done())
+                | ControlFlags::FAILED.when(has_failed)
+                | ControlFlags::DUE.when(save_is_due);
+            flags.with_longest(self.hang_timeout.longest())
         };
         let observer =
             RunObserver { plan: &self.plan, flags: &mut flags, in_memory: self.in_memory.as_mut() };
@@ -299,6 +312,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         self.count_tensors()?;
         self.apply_control_flags(&flags)?;
+        self.hang_timeout.note_of_others(flags.longest());
+        self.hang_timeout.note(Phase::Steps, start.elapsed());
         if let Some((step, skipped)) = gives_up {
             let message = format!("step {step}: {skipped} steps in a row were not finite");
             return Err(Error::numeric(message)
@@ -308,6 +323,19 @@ impl<'h, B: Kernels> Run<'h, B> {
                 .shared());
         }
         Ok(())
+    }
+
+    /// Enters a part of the run, which may change the timeout of the watchdog.
+    fn enter(&mut self, phase: Phase) -> Result<()> {
+        let timeout = self.hang_timeout.enter(phase);
+        // A single rank waits for no other.
+        let Some(timeout) = timeout.filter(|_| self.world.size() > 1) else { return Ok(()) };
+        log::info!(
+            "step {}: a wait for another rank ends the job after {} s (comm.timeout = auto)",
+            self.progress.step,
+            timeout.as_secs()
+        );
+        self.comm.set_watchdog_timeout(timeout)
     }
 
     /// Marks the checkpoints made since replicas were last equal as suspect, after an SDC check has
@@ -349,6 +377,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         if let Some(in_memory) = &mut self.in_memory {
             in_memory.note_round(&self.world, steps.len() as u64, time)?;
         }
+        if let Some(interval) = &mut self.save_interval {
+            interval.note_steps(steps.len() as u64, seconds);
+        }
         let is_warm_up = !B::ON_HOST && self.should_continue();
         self.meters.record_round(
             steps.len(),
@@ -386,6 +417,8 @@ impl<'h, B: Kernels> Run<'h, B> {
                 mfu: self.efficiency.mfu(tokens_per_second),
                 peak_bytes: self.engine.model.backend.memory_stats().total_peak(),
                 hooks_ms: self.hooks.take_ms(),
+                eval_ms: Some(std::mem::take(&mut self.pauses.eval_ms)).filter(|ms| *ms > 0.0),
+                save_ms: Some(std::mem::take(&mut self.pauses.save_ms)).filter(|ms| *ms > 0.0),
                 time: unix_time(),
                 ..Step::default()
             };
@@ -461,12 +494,51 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn steps(&mut self, resume: &Resume) -> Result<()> {
         self.begin(resume)?;
         while self.should_continue() {
+            let start = Instant::now();
+            let began = self.progress.step;
             self.run_round()?;
             self.evaluate_if_due()?;
             self.notify_epoch_end();
+            // The round has recorded, and so reset, the pauses before it.
+            let saving = self.pauses.save_ms * 1e-3;
+            if let Some(interval) = &mut self.save_interval {
+                let seconds = start.elapsed().as_secs_f64() - saving;
+                interval.note_all(self.progress.step - began, seconds);
+            }
             self.save_if_due()?;
+            self.enter(Phase::Steps)?;
         }
         Ok(())
+    }
+
+    /// Returns true on rank 0 if the measured interval makes a checkpoint due after the next round.
+    fn save_is_due_after_round(&self) -> bool {
+        let Some(interval) = &self.save_interval else { return false };
+        let checkpoint::Progress { step, position, .. } = self.progress;
+        let end = self.plan.round_end(step);
+        let position = position + self.plan.config.batch.global * (end - step);
+        let Eval { every, every_epochs, inline, .. } = self.plan.config.eval;
+        let evaluates = inline
+            && self.evaluator.is_some()
+            && self.is_due_at(end, position, every, every_epochs);
+        interval.is_due(end, evaluates)
+    }
+
+    /// Notes that a save, which may have ended, has blocked training since `start`.
+    fn note_save_pause(&mut self, start: Instant) {
+        let seconds = start.elapsed().as_secs_f64();
+        self.pauses.save_ms += seconds * 1e3;
+        let Some(interval) = &mut self.save_interval else { return };
+        interval.note_pause(seconds);
+        if !self.saver.is_busy()
+            && let Some(chosen) = interval.save_ended()
+        {
+            log::info!(
+                "step {}: checkpoint.every = auto: {}",
+                self.progress.step,
+                Described(chosen)
+            );
+        }
     }
 
     /// Checks requests before the first step, since a signal may have come already, and evaluates a
@@ -519,9 +591,11 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.world.all_ok(failure)?;
         }
         if self.saver.is_busy() && flags.all(ControlFlags::WRITTEN) {
+            let start = Instant::now();
             let ended = self.saver.advance();
             let published = self.tolerated(ended)?;
             self.note_published(published.flatten());
+            self.note_save_pause(start);
         }
         self.schedule.save_is_due = flags.any(ControlFlags::DUE);
         self.schedule.ending = self.stop_requests.outcome(flags);
@@ -538,6 +612,12 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// disables it.
     fn is_due(&self, steps: u64, epochs: u64) -> bool {
         let checkpoint::Progress { step, position, .. } = self.progress;
+        self.is_due_at(step, position, steps, epochs)
+    }
+
+    /// Returns true if an action with these periods is due after step `step`, at position `position`
+    /// of the data.
+    fn is_due_at(&self, step: u64, position: u64, steps: u64, epochs: u64) -> bool {
         self.plan.is_due(steps, step)
             || self.plan.is_due_by_epochs(epochs, step, position, self.train_samples)
     }
@@ -549,6 +629,19 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     fn evaluate(&mut self) -> Result<()> {
+        if self.evaluator.is_none() {
+            return Ok(());
+        }
+        self.enter(Phase::Evaluation)?;
+        let start = Instant::now();
+        self.measure()?;
+        self.pauses.eval_ms += start.elapsed().as_secs_f64() * 1e3;
+        self.hang_timeout.note(Phase::Evaluation, start.elapsed());
+        Ok(())
+    }
+
+    /// Measures the validation loss and records it.
+    fn measure(&mut self) -> Result<()> {
         let Some(evaluator) = &mut self.evaluator else { return Ok(()) };
         let step = self.progress.step;
         let _span = span(ActivityKind::Evaluation, None);
@@ -605,14 +698,26 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     fn save_if_due(&mut self) -> Result<()> {
-        let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
-        let due =
-            self.is_due(every, every_epochs) || std::mem::take(&mut self.schedule.save_is_due);
+        let Checkpoint { every, every_epochs, keep_every, .. } = self.plan.config.checkpoint;
+        // With auto, the steps whose checkpoints are kept are saved, too.
+        let due = self.is_due(every.number().unwrap_or(keep_every), every_epochs)
+            || std::mem::take(&mut self.schedule.save_is_due);
         // The end of training saves anyway.
         if due && self.schedule.ending.is_none() { self.save() } else { Ok(()) }
     }
 
     fn save(&mut self) -> Result<()> {
+        let phase = if self.saver.is_busy() { Phase::BusySave } else { Phase::Save };
+        self.enter(phase)?;
+        let start = Instant::now();
+        self.begin_save()?;
+        self.note_save_pause(start);
+        self.hang_timeout.note(phase, start.elapsed());
+        Ok(())
+    }
+
+    /// Begins a save, or makes it if saves are synchronous.
+    fn begin_save(&mut self) -> Result<()> {
         let _span = span(ActivityKind::Checkpoint, None);
         let recorded =
             self.record_epoch_loss().and_then(|()| self.engine.model.sharded.check_unchanged());
@@ -623,6 +728,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         if begun {
             self.schedule.saved = Some(self.progress.step);
             self.stop_requests.save_begun();
+            if let Some(interval) = &mut self.save_interval {
+                interval.save_begun(self.progress.step);
+            }
         }
         Ok(())
     }
@@ -673,6 +781,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 self.world.all_ok(verdict)?;
                 self.schedule.saved = None;
                 self.stop_requests.save_failed(self.outages.pause());
+                self.save_interval.iter_mut().for_each(SaveInterval::save_failed);
                 Ok(None)
             }
             saved => saved.map(Some),
@@ -682,6 +791,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn note_published(&mut self, published: Option<Published>) {
         if let Some(Published { took, progress }) = published {
             self.stop_requests.note_published(took);
+            self.save_interval.iter_mut().for_each(|interval| interval.note_published(took));
             self.outages.published();
             let path = self.directory.checkpoints().path(progress.step);
             let stop = self.hooks.call(|hook| hook.checkpoint(progress.step, &path));

@@ -8,9 +8,11 @@ use super::in_memory::{InMemory, node_slots};
 use super::{Customization, Run, Schedule, TrainRequest};
 use crate::energy::Energy;
 use crate::evaluate::Evaluator;
+use crate::hang_timeout::HangTimeout;
 use crate::hooks::Hooks;
 use crate::io_retry::IoFailureTolerance;
-use crate::records::Records;
+use crate::records::{Records, record_start};
+use crate::save_interval::SaveInterval;
 use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
 use crate::time_limit::TimeLimit;
@@ -22,10 +24,12 @@ use hpctrain_checkpoint::{Checkpoints, Manifest, Origin, SaveContext, Saver};
 use hpctrain_comm::{self as comm, Comm, Group};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
+use hpctrain_config::telemetry::goodput::Pauses;
+use hpctrain_config::telemetry::starts::Failures;
 use hpctrain_config::telemetry::{logging, say, startup_summary, unix_time};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{
-    Batch, Config, EpochLength, ModelKind, Parallel, ReduceChoice, ResolvedConfig,
+    Batch, Config, EpochLength, Eval, ModelKind, OrAuto, Parallel, ReduceChoice, ResolvedConfig,
 };
 use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_device::{Kernels, format_bytes};
@@ -158,9 +162,12 @@ impl<'h, B: Kernels> Run<'h, B> {
         if world.rank() == 0 {
             plan.config.log_aliases();
         }
-        let watch = match plan.config.comm.timeout {
-            0 => None,
-            timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
+        // Hooks of any rank may take longer than all that is measured.
+        let hooked = world.gather_bytes(vec![u8::from(!custom.hooks.is_empty())]).wait()?;
+        let hang_timeout = HangTimeout::new(&plan.config.comm, hooked.contains(&vec![1]));
+        let watch = match plan.config.comm.unmeasured_timeout() {
+            Duration::ZERO => None,
+            timeout => comm.watch(&directory.logs_path(), timeout)?,
         };
         // The evaluators write their heartbeats to the same directory, which was cleared before.
         if let Some(with_evaluators) = with_evaluators {
@@ -196,9 +203,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         let allow_changed_data = request.allow_changed_data;
         let data_now = train.fingerprint();
         let memory = node_slots(&world, &plan, &topology, directory, &request.resume)?;
+        let excluded = plan.excluded.as_ref().map(|excluded| excluded.summary());
         let taking = RestoreOptions {
             take,
             data: data_now.clone(),
+            excluded: excluded.clone(),
             allow_changed_data,
             memory: memory.clone(),
         };
@@ -226,7 +235,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             notes.iter().for_each(|note| log::info!("data: {note}"));
         }
         let trained_on =
-            data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
+            data_now.map(|fingerprint| TrainedOn { fingerprint, excluded, changes: data_changes });
         // A branch from another run's checkpoint is recorded, since the next start of this run
         // reads its own directory only.
         let branched = from
@@ -250,6 +259,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let epoch_loss = validation
             .is_none()
             .then(|| EpochLoss::new(epoch_length.steps(plan.config.batch.global)));
+        let starts = root.then(|| record_start(directory, progress.step, started));
+        let starts = world.all_ok(starts.transpose())?;
+        let failures = Failures::from_starts(starts.as_deref().unwrap_or_default());
+        let is_auto = plan.config.checkpoint.every == OrAuto::Auto;
         let records = root
             .then(|| Records::open(directory, &plan, progress.step, exchange.to_save, epoch_loss));
         let mut records = world.all_ok(records.transpose())?;
@@ -343,6 +356,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         let evaluator =
             evaluator.map(|evaluator| evaluator.with_set_names(Mix::names(&plan.config.data.mix)));
+        let eval_every =
+            if evaluator.is_some() { best_period(&plan.config, epoch_length) } else { 0 };
+        let save_interval = (root && is_auto)
+            .then(|| SaveInterval::new(failures, topology.host_count(), eval_every, progress.step));
         Ok(Self {
             comm,
             world,
@@ -365,11 +382,14 @@ impl<'h, B: Kernels> Run<'h, B> {
             },
             counted: None,
             stop_requests,
+            save_interval,
+            pauses: Pauses::default(),
             outages,
             hooks: Hooks::new(custom.hooks),
             meters: StepTimers::new(started, request.profile && root),
             efficiency,
             energy,
+            hang_timeout,
             held,
             records,
             _watch: watch,
@@ -452,6 +472,17 @@ fn manifest_before(directory: &RunDirectory, resume: &Resume) -> Option<Manifest
     }
 }
 
+/// Returns the steps between two evaluations of the trainer, if one of them may have the best
+/// checkpoint; otherwise 0.
+fn best_period(config: &Config, epoch_length: EpochLength) -> u64 {
+    let Eval { every, every_epochs, inline, .. } = config.eval;
+    match inline && config.checkpoint.keep_best > 0 {
+        true if every > 0 => every,
+        true => every_epochs.saturating_mul(epoch_length.steps(config.batch.global)),
+        false => 0,
+    }
+}
+
 /// Returns a job id that no other job has.
 pub fn fresh_id() -> String {
     format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
@@ -474,14 +505,16 @@ fn few_micros(plan: &ResolvedConfig) -> Option<String> {
 
 fn rare_sdc_checks(plan: &ResolvedConfig) -> Option<String> {
     let Config { run, checkpoint, .. } = &plan.config;
-    let kept = (checkpoint.keep as u64).saturating_mul(checkpoint.every);
-    let is_rare = plan.mesh.replica > 1 && checkpoint.every > 0 && run.sdc_check_every > kept;
+    // With auto the steps between checkpoints are not known yet.
+    let every = checkpoint.every.number().unwrap_or(0);
+    let kept = (checkpoint.keep as u64).saturating_mul(every);
+    let is_rare = plan.mesh.replica > 1 && every > 0 && run.sdc_check_every > kept;
     is_rare.then(|| {
         format!(
             "run.sdc_check_every = {} is more than checkpoint.keep × checkpoint.every = {kept}: an SDC check may mark all \
              checkpoints but one as suspect, and that one may be {} steps old; hint: run.sdc_check_every={kept} or less",
             run.sdc_check_every,
-            run.sdc_check_every + checkpoint.every
+            run.sdc_check_every + every
         )
     })
 }

@@ -1,0 +1,226 @@
+//! `starts.jsonl`: one JSON object per start of a run, written when it begins to train.
+//!
+//! A start removes the records of the steps that it takes again. Before that it notes here how many
+//! there were and how long they took, so that the cost of failures stays known.
+
+use std::io::{ErrorKind, Write as _};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::long_lines::{FromEnd, parse_record};
+use super::metrics::Step;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::{own_files, safe_open};
+
+/// The name of the file in a run's directory.
+pub const FILE: &str = "starts.jsonl";
+
+/// How a start ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StartEnd {
+    /// The run was finished, and was then extended.
+    Finished,
+    /// It saved a checkpoint and ended as it was asked to.
+    Preempted,
+    /// It ended with an error.
+    Failed,
+    /// It ended without a record of its end.
+    Killed,
+}
+
+impl StartEnd {
+    /// Returns true if the start ended by a failure.
+    pub fn is_failure(self) -> bool {
+        matches!(self, Self::Failed | Self::Killed)
+    }
+}
+
+/// The start before another one.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PreviousStart {
+    /// How it ended.
+    pub end: StartEnd,
+    /// The time of its last record, in seconds since 1970.
+    pub time: f64,
+    /// The last step that it recorded.
+    pub step: u64,
+    /// The number of its steps that are taken again.
+    pub steps_lost: u64,
+    /// The seconds of those steps, with their evaluations and saves.
+    pub seconds_lost: f64,
+}
+
+/// A start of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Start {
+    /// The number of the start, from 1.
+    pub start: u64,
+    /// The time at which it begins to train, in seconds since 1970.
+    pub time: f64,
+    /// The seconds that its process took until then.
+    pub startup_seconds: f64,
+    /// The number of finished steps from which it goes on.
+    pub step: u64,
+    /// The start before it; absent in the first one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub previous: Option<PreviousStart>,
+}
+
+/// Reads the starts of the run in directory `run`; lines that cannot be read are skipped.
+///
+/// # Errors
+/// Returns an error if the file is there and cannot be read.
+pub fn read(run: &Path) -> Result<Vec<Start>> {
+    let path = run.join(FILE);
+    match safe_open::read(&path) {
+        Ok(lines) => Ok(lines.split(|byte| *byte == b'\n').filter_map(parse_record).collect()),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        Err(e) => Err(Error::io("read", &path, e)),
+    }
+}
+
+/// Records a start that goes on from `step` and whose process has run for `startup_seconds`, before
+/// later records at `metrics` are removed. `end` is how the start before ended. Returns all starts.
+///
+/// # Errors
+/// Returns an error if a file cannot be read or written.
+pub fn record(
+    run: &Path,
+    metrics: &Path,
+    step: u64,
+    startup_seconds: f64,
+    end: StartEnd,
+) -> Result<Vec<Start>> {
+    let mut starts = read(run)?;
+    let time = super::unix_time();
+    let previous = starts.last().map(|before| previous(before, metrics, step, end)).transpose()?;
+    let start = starts.last().map_or(1, |before| before.start + 1);
+    let this = Start { start, time, startup_seconds, step, previous };
+    starts.push(this);
+    let path = run.join(FILE);
+    let refused = |e| Error::io("write", &path, e);
+    let line = serde_json::to_string(&this).map_err(|e| Error::internal(format!("start: {e}")))?;
+    let is_torn = match safe_open::read(&path) {
+        Ok(before) => before.last().is_some_and(|byte| *byte != b'\n'),
+        Err(e) if e.kind() == ErrorKind::NotFound => false,
+        Err(e) => return Err(Error::io("read", &path, e)),
+    };
+    // A line that was cut short by a kill must not make this one unreadable.
+    let line = format!("{}{line}\n", if is_torn { "\n" } else { "" });
+    let mut file = own_files::append(&path).map_err(refused)?;
+    file.write_all(line.as_bytes()).map_err(refused)?;
+    Ok(starts)
+}
+
+/// Returns the end of the start `before`, whose steps after `step` are lost.
+fn previous(before: &Start, metrics: &Path, step: u64, end: StartEnd) -> Result<PreviousStart> {
+    let mut found = PreviousStart {
+        end,
+        time: before.time,
+        step: before.step,
+        steps_lost: 0,
+        seconds_lost: 0.0,
+    };
+    let unread = |e| Error::io("read", metrics, e);
+    let file = match safe_open::open(metrics) {
+        Ok(file) => file,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(found),
+        Err(e) => return Err(unread(e)),
+    };
+    let mut lines = FromEnd::new(file).map_err(unread)?;
+    let mut is_last = true;
+    while let Some(line) = lines.previous().map_err(unread)? {
+        // Lines may be cut short or damaged.
+        let Some(record) = parse_record::<Step>(line.text) else { continue };
+        if std::mem::take(&mut is_last) {
+            // A start that took no step has left the records of one before.
+            found.time = record.time.max(before.time);
+            found.step = record.step;
+        }
+        if record.step <= step {
+            break;
+        }
+        found.steps_lost += 1;
+        found.seconds_lost += record.seconds_with_pauses();
+    }
+    Ok(found)
+}
+
+/// The failures of a run so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Failures {
+    /// The number of starts that ended by a failure.
+    pub count: u64,
+    /// The seconds that all starts but the last one have trained.
+    pub seconds: f64,
+}
+
+impl Failures {
+    /// Counts the failures in the history of a run.
+    pub fn from_starts(starts: &[Start]) -> Self {
+        let pairs = starts.iter().zip(starts.iter().skip(1));
+        pairs.fold(Self::default(), |sum, (start, next)| match next.previous {
+            Some(previous) => Self {
+                count: sum.count + u64::from(previous.end.is_failure()),
+                seconds: sum.seconds + (previous.time - start.time).max(0.0),
+            },
+            None => sum,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Writes records of these steps, which take half a second each.
+    fn write(path: &Path, steps: std::ops::RangeInclusive<u64>, time: f64) {
+        let lines = steps.map(|step| Step {
+            step,
+            step_ms: 500.0,
+            save_ms: (step == 4).then_some(1000.0),
+            time: time + step as f64,
+            ..Step::default()
+        });
+        let lines: Vec<String> = lines.map(|step| serde_json::to_string(&step).unwrap()).collect();
+        std::fs::write(path, lines.join("\n") + "\n{\"torn").unwrap();
+    }
+
+    #[test]
+    fn a_start_notes_the_steps_that_the_one_before_has_lost() {
+        let run = tempfile::tempdir().unwrap();
+        let metrics = run.path().join("metrics.jsonl");
+        let record = |step, end| record(run.path(), &metrics, step, 2.0, end).unwrap();
+        let first = record(0, StartEnd::Killed);
+        assert_eq!((first.len(), first[0].step, first[0].previous), (1, 0, None));
+        // Steps 1 to 7, of which 3 are in a checkpoint.
+        write(&metrics, 1..=7, first[0].time);
+        let second = record(3, StartEnd::Killed)[1];
+        let previous = second.previous.unwrap();
+        assert_eq!((second.start, second.step, second.startup_seconds), (2, 3, 2.0));
+        assert_eq!((previous.step, previous.steps_lost, previous.seconds_lost), (7, 4, 3.0));
+        assert_eq!(previous.time, first[0].time + 7.0);
+        // The next one took no step, and its line was cut short.
+        let path = run.path().join(FILE);
+        write(&metrics, 1..=3, first[0].time - 100.0);
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text + "{\"start\":").unwrap();
+        let all = record(3, StartEnd::Preempted);
+        let previous = all[2].previous.unwrap();
+        assert_eq!((all[2].start, previous.steps_lost, previous.time), (3, 0, second.time));
+        assert_eq!(read(run.path()).unwrap(), all);
+        let failures = Failures::from_starts(&all);
+        assert_eq!(failures, Failures { count: 1, seconds: 7.0 });
+    }
+
+    #[test]
+    fn ends_are_failures_unless_they_were_asked_for() {
+        use StartEnd::{Failed, Finished, Killed, Preempted};
+        assert_eq!(
+            [Finished, Preempted, Failed, Killed].map(StartEnd::is_failure),
+            [false, false, true, true]
+        );
+    }
+}
