@@ -6,7 +6,13 @@ use toml::{Table, Value};
 use hpctrain_base::error::{Error, Result};
 
 /// Keys whose values are paths, by section.
-const PATHS: [(&str, &str); 3] = [("run", "root"), ("data", "path"), ("data", "local_cache")];
+const PATHS: [(&str, &str); 5] = [
+    ("run", "root"),
+    ("data", "path"),
+    ("data", "local_cache"),
+    ("memory_checkpoint", "dir"),
+    ("memory_checkpoint", "disk_dir"),
+];
 
 /// Replaces `~/`, `$NAME` and `${NAME}` at the beginning of paths; `env` looks up a variable.
 ///

@@ -377,9 +377,12 @@ fn header<B: Kernels>(
 /// those of this one. Slots of earlier jobs are removed in time.
 fn check_room(job: &MemoryJob, header: &Header) -> Result<()> {
     let root = job.node.root();
-    let free = statvfs(root)
-        .map(|found| found.f_bavail.saturating_mul(found.f_frsize))
-        .map_err(|e| Error::io("find the free space of", root, std::io::Error::from(e)))?;
+    let free =
+        statvfs(root).map(|found| found.f_bavail.saturating_mul(found.f_frsize)).map_err(|e| {
+            let reason = std::io::Error::from(e);
+            Error::input(format!("cannot find the free space of {}: {reason}", root.display()))
+                .hint("set memory_checkpoint.dir to a directory that exists on every node")
+        })?;
     let removed: u64 = job
         .node
         .jobs()?

@@ -518,7 +518,7 @@ mod tests {
         let error = refusal(1, &keep, 500);
         assert!(error.contains("in-memory checkpoint ") && error.contains("run"), "{error}");
         assert!(error.contains("hint: memory_checkpoint.keep=1 takes "), "{error}");
-        let error = refusal(1, &keep, 360);
+        let error = refusal(1, &keep, 300);
         assert!(error.contains("hint: memory_checkpoint.every=0 takes "), "{error}");
         let error = refusal(1, &keep, 200);
         assert!(error.contains("hint: checkpoint.async_save=false takes "), "{error}");
