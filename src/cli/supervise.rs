@@ -124,13 +124,19 @@ mod tests {
 
     #[test]
     fn the_layout_of_the_command_says_how_many_ranks_may_be() {
-        assert_eq!(allowed("a:2,b:2", "--set parallel.virtual_ranks=4"), Ok(vec![1, 2, 4]));
-        assert_eq!(allowed("a:4,b:3", "--set parallel.virtual_ranks=12"), Ok(vec![1, 2, 3, 4, 6]));
+        assert_eq!(allowed("a:2,b:2", "--set parallel.virtual_ranks=4"), Ok(vec![1, 2, 3, 4]));
+        let twelve = "--set parallel.virtual_ranks=12";
+        assert_eq!(allowed("a:4,b:3", twelve), Ok(vec![1, 2, 3, 4, 5, 6, 7]));
+        let equal = format!("{twelve} --set parallel.storage=central");
+        assert_eq!(allowed("a:4,b:3", &equal), Ok(vec![1, 2, 3, 4, 6]));
         assert_eq!(
             allowed("a:4,b:3", "--set parallel.virtual_ranks=4 --set parallel.pipeline=2"),
-            Ok(vec![2, 4])
+            Ok(vec![2, 4, 6])
         );
-        assert_eq!(allowed("a:4", "--set parallel.virtual_ranks=4 --evaluators 1"), Ok(vec![2, 3]));
+        assert_eq!(
+            allowed("a:4", "--set parallel.virtual_ranks=4 --evaluators 1"),
+            Ok(vec![2, 3, 4])
+        );
         let error = allowed(
             "a:2,b:1",
             "--set parallel.virtual_ranks=4 --set parallel.shard=4 --set parallel.zero=1",

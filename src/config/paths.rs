@@ -6,8 +6,14 @@ use toml::{Table, Value};
 use hpctrain_base::error::{Error, Result};
 
 /// Keys whose values are paths, by section.
-const PATHS: [(&str, &str); 4] =
-    [("run", "root"), ("data", "path"), ("data", "local_cache"), ("data", "exclude")];
+const PATHS: [(&str, &str); 6] = [
+    ("run", "root"),
+    ("data", "path"),
+    ("data", "local_cache"),
+    ("data", "exclude"),
+    ("memory_checkpoint", "dir"),
+    ("memory_checkpoint", "disk_dir"),
+];
 
 /// Replaces `~/`, `$NAME` and `${NAME}` at the beginning of paths; `env` looks up a variable.
 ///

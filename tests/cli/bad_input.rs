@@ -449,6 +449,49 @@ fn steps_and_epochs_exclude_each_other() {
 }
 
 #[test]
+fn impossible_in_memory_checkpoints() {
+    let root = tempfile::tempdir().unwrap();
+    let cases: [(Transport, &str, &[&str]); 6] = [
+        (
+            Alone,
+            "memory_checkpoint.every=often",
+            &["--set memory_checkpoint.every=often", "neither a number of steps nor \"auto\""],
+        ),
+        (
+            Mpirun(2),
+            "memory_checkpoint.keep=2",
+            &["memory_checkpoint.keep = 2 does nothing with memory_checkpoint.every = 0"],
+        ),
+        (
+            Alone,
+            "memory_checkpoint.every=1 memory_checkpoint.dir=shm",
+            &["memory_checkpoint.dir = shm is out of range", "an absolute path"],
+        ),
+        (
+            Alone,
+            "memory_checkpoint.every=1 memory_checkpoint.disk_every=7",
+            &["memory_checkpoint.disk_every = 7 does nothing without memory_checkpoint.disk_dir"],
+        ),
+        (
+            Simulate(2),
+            "memory_checkpoint.every=1 memory_checkpoint.dir=/no/such/place",
+            &["/no/such/place", "memory_checkpoint.dir"],
+        ),
+        // The file system of processes has no free space.
+        (
+            Mpirun(2),
+            "memory_checkpoint.every=1 memory_checkpoint.dir=/proc",
+            &["/proc has 0 B free, but the in-memory checkpoints of 2 ranks need", "keep=1"],
+        ),
+    ];
+    for (transport, settings, words) in cases {
+        let settings: Vec<&str> = settings.split(' ').collect();
+        let run = Run::new(transport, root.path(), "x", &settings);
+        refuses(&mut run.command(), root.path(), words);
+    }
+}
+
+#[test]
 fn impossible_local_sgd() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(Transport, &str, &[&str]); 10] = [

@@ -134,7 +134,7 @@ fn config_show_prints_a_configuration_that_reads_back() {
     ] {
         let shown = printed(&[&["config", "show"], &args[..]].concat());
         let table: toml::Table = shown.parse().unwrap();
-        assert_eq!(table.len(), 17, "{shown}");
+        assert_eq!(table.len(), 18, "{shown}");
         std::fs::write(file, &shown).unwrap();
         let ranks = args.iter().position(|arg| *arg == "--ranks").map_or("1", |at| args[at + 1]);
         assert_eq!(

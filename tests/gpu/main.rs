@@ -10,6 +10,7 @@ mod host_embedding;
 mod layouts;
 mod matmul_autotune;
 mod memory;
+mod memory_checkpoints;
 mod nvrtc;
 mod offload;
 mod ordered_sums;

@@ -23,6 +23,9 @@ use hpctrain_comm::Group;
 use hpctrain_device::{Kernels, MemoryKind, format_bytes};
 use hpctrain_parallel::{AllFlags, ControlFlags, Owned, Sharded, Values};
 
+/// The most elements that a device copies to the host at once, a multiple of [`BLOCK`]: 4 MiB.
+const DOWNLOAD: usize = 32 * BLOCK;
+
 /// The job that takes in-memory checkpoints.
 #[derive(Debug, Clone)]
 pub struct MemoryJob {
@@ -82,7 +85,8 @@ pub struct MemoryCheckpoints<B: Kernels> {
     has_failed_on_disk: bool,
     /// The exchange with partners, if there are several nodes.
     partner: Option<PartnerCopies<B>>,
-    block: Vec<f32>,
+    /// Buffer for values on their way to a slot.
+    staging: Vec<f32>,
     spent: Duration,
     copies: u32,
 }
@@ -124,6 +128,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             .disk
             .map(|(node, every)| DiskCopies::new(node, &job.job, &job.outline, place, every))
             .transpose()?;
+        let longest = header.arrays.iter().copied().max().unwrap_or(0);
         let mut checkpoints = Self {
             backend: backend.clone(),
             node: job.node,
@@ -140,7 +145,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             has_failed_on_disk: false,
             partner: None,
             disk,
-            block: vec![0.0; header.arrays.iter().copied().max().unwrap_or(0).min(BLOCK)],
+            staging: vec![0.0; longest.min(if B::ON_HOST { BLOCK } else { DOWNLOAD })],
             header,
             spent: Duration::ZERO,
             copies: 0,
@@ -232,14 +237,16 @@ impl<B: Kernels> MemoryCheckpoints<B> {
     }
 
     fn copy_values(&mut self, values: &Values<'_, B>, len: usize) -> Result<()> {
-        for first in (0..len).step_by(BLOCK) {
+        let longest = self.staging.len().max(1);
+        for first in (0..len).step_by(longest) {
             if self.has_failed {
                 return Ok(());
             }
-            let range = first..len.min(first + BLOCK);
-            let block = &mut self.block[..range.len()];
-            values.slice(range).read(block)?;
-            let written = self.slots[self.current].append(block);
+            let range = first..len.min(first + longest);
+            let staging = &mut self.staging[..range.len()];
+            values.slice(range).read(staging)?;
+            let slot = &mut self.slots[self.current];
+            let written = staging.chunks(BLOCK).try_for_each(|block| slot.append(block));
             self.keep_error(written);
         }
         Ok(())
@@ -377,9 +384,12 @@ fn header<B: Kernels>(
 /// those of this one. Slots of earlier jobs are removed in time.
 fn check_room(job: &MemoryJob, header: &Header) -> Result<()> {
     let root = job.node.root();
-    let free = statvfs(root)
-        .map(|found| found.f_bavail.saturating_mul(found.f_frsize))
-        .map_err(|e| Error::io("find the free space of", root, std::io::Error::from(e)))?;
+    let free =
+        statvfs(root).map(|found| found.f_bavail.saturating_mul(found.f_frsize)).map_err(|e| {
+            let reason = std::io::Error::from(e);
+            Error::input(format!("cannot find the free space of {}: {reason}", root.display()))
+                .hint("set memory_checkpoint.dir to a directory that exists on every node")
+        })?;
     let removed: u64 = job
         .node
         .jobs()?

@@ -165,16 +165,16 @@ impl<B: Kernels> PartnerCopies<B> {
 mod tests {
     use super::*;
 
-    fn of(hosts: &[&str]) -> Option<Vec<usize>> {
+    fn partners_on(hosts: &[&str]) -> Option<Vec<usize>> {
         partners(&hosts.iter().map(|host| (*host).to_string()).collect::<Vec<_>>())
     }
 
     #[test]
     fn partners_are_on_the_next_node() {
-        assert_eq!(of(&["a", "a"]), None);
-        assert_eq!(of(&["a", "a", "b", "b"]), Some(vec![2, 3, 0, 1]));
+        assert_eq!(partners_on(&["a", "a"]), None);
+        assert_eq!(partners_on(&["a", "a", "b", "b"]), Some(vec![2, 3, 0, 1]));
         // Ranks may be dealt in turn, and nodes may have different numbers of them.
-        assert_eq!(of(&["a", "b", "a", "b"]), Some(vec![1, 0, 3, 2]));
-        assert_eq!(of(&["a", "a", "b", "c", "c"]), Some(vec![2, 2, 3, 0, 1]));
+        assert_eq!(partners_on(&["a", "b", "a", "b"]), Some(vec![1, 0, 3, 2]));
+        assert_eq!(partners_on(&["a", "a", "b", "c", "c"]), Some(vec![2, 2, 3, 0, 1]));
     }
 }

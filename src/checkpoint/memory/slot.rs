@@ -6,7 +6,7 @@
 //! the elements of every array of the header, one array after the other, as f32
 //! u64 step, u64 updates, u64 position
 //! u32 CRC-32 of everything before the elements
-//! u32 CRC-32 of every block of 2^18 elements; the last block of an array may be shorter
+//! u32 CRC-32 of every block of 2^15 elements; the last block of an array may be shorter
 //! u32 CRC-32 of the fields above, from the step on
 //! the mark "WRITTEN\n"
 //! ```
@@ -48,8 +48,8 @@ const PREFIX: usize = 16;
 const PROGRESS: usize = 24;
 
 /// The number of elements under one checksum. A block fits into a core's cache, so its copy and its
-/// checksum read it from memory once.
-pub const BLOCK: usize = 1 << 18;
+/// checksum read it from memory once; the copies of larger ones bypass the cache.
+pub const BLOCK: usize = 1 << 15;
 
 /// The part of a slot that does not change from step to step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -70,7 +70,7 @@ pub fn smallest_change<B: Kernels>(
     room: &MemoryBudget,
     held: BaselineMemory,
 ) -> String {
-    advice(plan, |plan| worst::<B>(plan, held), room)
+    advice(plan, &|plan| worst::<B>(plan, held), room)
 }
 
 /// The node whose memory ranks must fit into.
@@ -155,7 +155,7 @@ fn fits<B: Kernels>(plan: &ResolvedConfig, node: &Node<'_>, held: BaselineMemory
     } else {
         return Ok(());
     };
-    Err(Error::input(message).hint(advice(plan, need, &room)))
+    Err(Error::input(message).hint(advice(plan, &need, &room)))
 }
 
 /// Formats host memory as in `1.5 GiB (parameters 0.5 GiB, …)`.
@@ -190,9 +190,6 @@ fn fewer_copies(
         let need = need(&plan);
         room.holds(&need).then(|| format!("memory_checkpoint.{key} takes {} a rank", sizes(&need)))
     };
-    if !every.is_on() {
-        return None;
-    }
     let one = if keep > 1 { with("keep=1", every, 1) } else { None };
     one.or_else(|| with("every=0", CopyInterval::Steps(0), 1))
 }
@@ -200,11 +197,15 @@ fn fewer_copies(
 /// Describes the smallest change of the configuration after which a rank fits into `room`.
 fn advice(
     plan: &ResolvedConfig,
-    need: impl Fn(&ResolvedConfig) -> Estimate,
+    need: &dyn Fn(&ResolvedConfig) -> Estimate,
     room: &MemoryBudget,
 ) -> String {
-    if let Some(fewer) = fewer_copies(plan, &need, room) {
-        return fewer;
+    if plan.config.memory_checkpoint.every.is_on() {
+        return fewer_copies(plan, need, room).unwrap_or_else(|| {
+            let mut without = plan.clone();
+            without.config.memory_checkpoint = MemoryCheckpoint::default();
+            format!("memory_checkpoint.every=0, and {}", advice(&without, need, room))
+        });
     }
     let on_gpu = need(plan).gpu.is_some();
     let fitting = |ranks: usize| {
@@ -518,10 +519,11 @@ mod tests {
         let error = refusal(1, &keep, 500);
         assert!(error.contains("in-memory checkpoint ") && error.contains("run"), "{error}");
         assert!(error.contains("hint: memory_checkpoint.keep=1 takes "), "{error}");
-        let error = refusal(1, &keep, 360);
+        let error = refusal(1, &keep, 300);
         assert!(error.contains("hint: memory_checkpoint.every=0 takes "), "{error}");
         let error = refusal(1, &keep, 200);
-        assert!(error.contains("hint: checkpoint.async_save=false takes "), "{error}");
+        let both = "hint: memory_checkpoint.every=0, and checkpoint.async_save=false takes ";
+        assert!(error.contains(both), "{error}");
         // Partners on other nodes keep as many.
         let overrides = ["memory_checkpoint.every=1"].map(String::from);
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();

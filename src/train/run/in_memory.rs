@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::prepare::{fresh_id, share};
+use super::shared_ids::{fresh_id, share};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::memory::{
     MemoryCheckpoints, MemoryJob, NodeDirectory, NodeSlots, partners,

@@ -3,8 +3,9 @@
 mod finish;
 mod in_memory;
 mod prepare;
+mod shared_ids;
 
-pub use prepare::fresh_id;
+pub use shared_ids::fresh_id;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::in_memory::{InMemory, node_slots};
+use super::shared_ids::{fresh_id, share};
 use super::{Customization, Run, Schedule, TrainRequest};
 use crate::energy::Energy;
 use crate::evaluate::Evaluator;
@@ -16,7 +17,7 @@ use crate::save_interval::SaveInterval;
 use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
 use crate::time_limit::TimeLimit;
-use hpctrain_base::error::{Error, Result};
+use hpctrain_base::error::Result;
 use hpctrain_checkpoint::run_dir::{
     Branch, RestoreOptions, RestoreScope, Resume, Resumed, RunDirectory, resume,
 };
@@ -26,7 +27,7 @@ use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::goodput::Pauses;
 use hpctrain_config::telemetry::starts::Failures;
-use hpctrain_config::telemetry::{logging, say, startup_summary, unix_time};
+use hpctrain_config::telemetry::{logging, say, startup_summary};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{
     Batch, Config, EpochLength, Eval, ModelKind, OrAuto, Parallel, ReduceChoice, ResolvedConfig,
@@ -398,14 +399,6 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 }
 
-/// Returns rank 0's text, or its error, on every rank.
-pub(super) fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<String> {
-    let mine = world.all_ok(mine.transpose())?;
-    let all = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
-    let text = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    text.ok_or_else(|| Error::internal("no rank 0"))
-}
-
 /// Returns the number of virtual ranks of a resolved configuration.
 fn virtual_ranks(config: &Config) -> Option<u64> {
     config.parallel.virtual_ranks.map(|ranks| ranks as u64)
@@ -481,11 +474,6 @@ fn best_period(config: &Config, epoch_length: EpochLength) -> u64 {
         true => every_epochs.saturating_mul(epoch_length.steps(config.batch.global)),
         false => 0,
     }
-}
-
-/// Returns a job id that no other job has.
-pub fn fresh_id() -> String {
-    format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
 }
 
 /// Returns a warning if there are fewer micro-batches than pipeline stages.
