@@ -20,6 +20,7 @@ pub enum OrAuto {
 enum Written {
     Text(String),
     Number(u64),
+    Negative(i64),
 }
 
 impl TryFrom<Written> for OrAuto {
@@ -29,6 +30,9 @@ impl TryFrom<Written> for OrAuto {
         match written {
             Written::Number(number) => Ok(Self::Number(number)),
             Written::Text(text) if text == "auto" => Ok(Self::Auto),
+            Written::Negative(number) => {
+                Err(format!("{number} is neither a number from 0 on nor \"auto\""))
+            }
             Written::Text(text) => Err(format!("{text:?} is neither a number nor \"auto\"")),
         }
     }

@@ -128,6 +128,14 @@ fn observe_loss(
 }
 
 impl<B: Kernels> Engine<B> {
+    /// Expects `count` micro-batches of every rank in the next steps, each a virtual rank, instead of
+    /// those of the layout. Their gradients are for looking at: no update may take them.
+    pub fn expect_micro_batches(&mut self, count: usize) {
+        self.geometry.schedule = StepSchedule::alone(count, 1);
+        self.geometry.idle_virtual_ranks = 0;
+        self.model.sharded.expect_virtual_ranks(count);
+    }
+
     /// Computes and reduces the gradients of step `step`. `next` returns this rank's micro-batches
     /// in order; `flags` returns its control flags, and is called once the gradients are summed.
     ///

@@ -130,11 +130,32 @@ impl VirtualRanks {
     }
 
     /// Returns the losses of all virtual ranks in their order, from those that each shard of each
-    /// replica reports.
+    /// replica reports. If ranks have as many virtual ranks each, they may report fewer or more of
+    /// them, such as those of a part of a batch.
     ///
     /// # Errors
-    /// Returns an error if a rank reports another number of losses than it has virtual ranks.
+    /// Returns an error if ranks with blocks of virtual ranks report another number of losses than
+    /// they have.
     pub fn in_order(self, reports: &[Vec<f64>]) -> Result<Vec<f64>> {
+        match self.reduce_after {
+            ReduceAfter::Step => Ok(reports.concat()),
+            ReduceAfter::StepInBlocks => self.in_blocks(reports),
+            ReduceAfter::MicroBatch => {
+                let of_replica = |shards: &[Vec<f64>]| -> Vec<f64> {
+                    let virtual_ranks = shards.iter().map(Vec::len).max().unwrap_or(0);
+                    (0..virtual_ranks)
+                        .flat_map(|k| {
+                            shards.iter().filter_map(move |losses| losses.get(k).copied())
+                        })
+                        .collect()
+                };
+                Ok(reports.chunks(self.shards).flat_map(of_replica).collect())
+            }
+        }
+    }
+
+    /// Does the work of [`Self::in_order`] for blocks of virtual ranks.
+    fn in_blocks(self, reports: &[Vec<f64>]) -> Result<Vec<f64>> {
         let ranks = (0..self.replicas)
             .flat_map(|replica| (0..self.shards).map(move |shard| (replica, shard)));
         let mut all = vec![0.0; self.total];

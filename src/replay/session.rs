@@ -19,7 +19,7 @@ use crate::engine::{
     Engine, TensorKind, apply_gradients, engine, observe_parameters, plan, train_round,
 };
 use crate::error::{Error, Kind, Result};
-use crate::parallel::{ControlFlags, StepSchedule};
+use crate::parallel::ControlFlags;
 use crate::run_dir::{RestoreOptions, RestoreScope, Resume, RunDirectory, resume};
 use crate::topology::Topology;
 use crate::verify::RankTask;
@@ -373,7 +373,7 @@ impl<'a, B: Kernels> Session<'a, B> {
         let feed =
             MicroBatches::start_in_order(model, train, plan, start, singles.into_iter(), order);
         let mut feed = self.world.all_ok(feed)?;
-        self.engine.geometry.schedule = StepSchedule::alone(count, 1);
+        self.engine.expect_micro_batches(count);
         self.engine.gradients(progress.step, || feed.next_micro(), ControlFlags::empty)?;
         let seen = self.recorder.take(&self.world)?;
         let samples = micro.map(|index| self.sample(index, &seen, found, stop));

@@ -12,30 +12,39 @@ use hpctrain_comm::{TermOrder, UnequalCollective};
 
 /// The blocks of virtual ranks of all ranks that compute a step together.
 pub struct BlockReduction {
+    /// The virtual ranks of a step, and the ranks that compute them.
+    pub assignment: VirtualRanks,
     /// The number of virtual ranks in each block of this rank.
     pub own: Vec<usize>,
-    replicas: usize,
-    shards: usize,
     order: Arc<TermOrder>,
 }
 
 impl BlockReduction {
-    /// Returns the blocks of `virtual_ranks` virtual ranks for rank `rank` of a step's data-parallel
-    /// ranks, which are replica-major.
-    pub fn new(virtual_ranks: usize, replicas: usize, shards: usize, rank: usize) -> Self {
-        let dealt = VirtualRanks {
-            total: virtual_ranks,
-            replicas,
-            shards,
-            reduce_after: ReduceAfter::StepInBlocks,
-        };
-        let blocks: Vec<Vec<Range<usize>>> =
-            (0..replicas * shards).map(|rank| dealt.blocks(rank / shards, rank % shards)).collect();
+    /// Returns the blocks of virtual ranks for rank `rank` of a step's data-parallel ranks, which are
+    /// replica-major.
+    pub fn new(assignment: VirtualRanks, rank: usize) -> Self {
+        let VirtualRanks { replicas, shards, .. } = assignment;
+        let blocks: Vec<Vec<Range<usize>>> = (0..replicas * shards)
+            .map(|rank| assignment.blocks(rank / shards, rank % shards))
+            .collect();
         Self {
+            assignment,
             own: blocks[rank].iter().map(Range::len).collect(),
-            replicas,
-            shards,
             order: Arc::new(TermOrder::new(&blocks)),
+        }
+    }
+
+    /// Returns one block of `virtual_ranks` virtual ranks for each of the same ranks.
+    pub fn with_equal_blocks(&self, virtual_ranks: usize) -> Self {
+        let VirtualRanks { replicas, shards, .. } = self.assignment;
+        let ranks = replicas * shards;
+        let sums: Vec<Vec<Range<usize>>> =
+            (0..ranks).map(|rank| std::iter::once(rank..rank + 1).collect()).collect();
+        let total = ranks * virtual_ranks;
+        Self {
+            assignment: VirtualRanks { total, reduce_after: ReduceAfter::Step, ..self.assignment },
+            own: Vec::from([virtual_ranks]),
+            order: Arc::new(TermOrder::new(&sums)),
         }
     }
 
@@ -45,20 +54,21 @@ impl BlockReduction {
         len: usize,
         of_shard: impl Fn(usize) -> Range<usize>,
     ) -> UnequalCollective {
+        let VirtualRanks { replicas, shards, .. } = self.assignment;
         let part = |rank: usize| {
-            let shard = of_shard(rank % self.shards);
-            let mine = share(shard.len(), rank / self.shards, self.replicas);
+            let shard = of_shard(rank % shards);
+            let mine = share(shard.len(), rank / shards, replicas);
             shard.start + mine.start..shard.start + mine.end
         };
-        let ranks = self.replicas * self.shards;
-        let replicas_of = |shard: usize| (shard..ranks).step_by(self.shards).collect();
+        let ranks = replicas * shards;
+        let replicas_of = |shard: usize| (shard..ranks).step_by(shards).collect();
         UnequalCollective {
             len,
             parts: (0..ranks).map(part).collect(),
             terms: Some(self.order.clone()),
-            all_gathers: match self.replicas {
+            all_gathers: match replicas {
                 1 => vec![],
-                _ => (0..self.shards).map(replicas_of).collect(),
+                _ => (0..shards).map(replicas_of).collect(),
             },
         }
     }

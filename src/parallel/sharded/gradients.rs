@@ -232,13 +232,14 @@ impl<B: Kernels> Sharded<B> {
             messages.iter().map(|message| StepSummary::decode(message)).collect::<Result<_>>()?;
         let losses = summaries.iter().map(|summary| summary.losses.clone());
         let losses: Vec<_> = losses.filter(|losses| !losses.is_empty()).collect();
-        let losses = VirtualRanks {
-            total: self.virtual_ranks / self.averaging.map_or(1, |averaging| averaging.replicas),
+        let layout = VirtualRanks {
+            total: self.virtual_ranks,
             replicas: self.groups.step.replica.size(),
             shards: self.groups.shard.size(),
             reduce_after: self.policy.reduce_after,
-        }
-        .in_order(&losses)?;
+        };
+        let assignment = self.blocks.as_ref().map_or(layout, |blocks| blocks.assignment);
+        let losses = assignment.in_order(&losses)?;
         let squares = sum_of_squares(
             summaries.iter().map(|summary| &summary.squares),
             self.network.len(),

@@ -63,7 +63,7 @@ use super::pipeline_stage::{Stage, TiedImport};
 use super::sdc_check::SdcChecks;
 use super::step_params::state_names;
 use super::tied_replica::TiedReplica;
-use super::{Lifetime, ReduceAfter, ShardingPolicy, Storage};
+use super::{Lifetime, ReduceAfter, ShardingPolicy, Storage, VirtualRanks};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{TensorShards, UnitLayout, share, trained};
 use hpctrain_base::tree_sum::Tree;
@@ -153,14 +153,15 @@ impl<B: Kernels> Sharded<B> {
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| HostUpdater::new(&backend, cpu)).transpose()?;
         let parts = slices.held.len() * virtual_ranks;
-        let blocks_of_ranks = (keep.reduce_after == ReduceAfter::StepInBlocks).then(|| {
-            BlockReduction::new(
-                virtual_ranks,
-                groups.step.data.size() / shards,
-                shards,
-                groups.step.data.rank(),
-            )
-        });
+        let data = &groups.step.data;
+        let assignment = VirtualRanks {
+            total: virtual_ranks,
+            replicas: data.size() / shards,
+            shards,
+            reduce_after: keep.reduce_after,
+        };
+        let blocks_of_ranks = (keep.reduce_after == ReduceAfter::StepInBlocks)
+            .then(|| BlockReduction::new(assignment, data.rank()));
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
         let network: Vec<UnitLayout> = blocks
             .iter()
@@ -236,6 +237,12 @@ impl<B: Kernels> Sharded<B> {
             reuses: false,
             counts: None,
         })
+    }
+
+    /// Expects `virtual_ranks` virtual ranks of every rank in the next steps, not those of the layout.
+    /// Their sums are not those of the layout.
+    pub fn expect_virtual_ranks(&mut self, virtual_ranks: usize) {
+        self.blocks = self.blocks.take().map(|blocks| blocks.with_equal_blocks(virtual_ranks));
     }
 
     /// Returns the group of ranks of this stage with different data.
