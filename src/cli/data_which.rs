@@ -7,13 +7,16 @@ use serde::Serialize;
 
 use crate::checkpoint::tools::resolve_path;
 use crate::checkpoint::{Checkpoints, Manifest, Progress, step_of};
-use crate::config::{Config, Environment, ResolvedConfig, Staleness, overlay};
+use crate::config::{
+    Config, Environment, ResolvedConfig, Staleness, at_moved_data, overlay, with_data_path,
+};
 use crate::data::inspect::table;
 use crate::data::{Dataset, ExcludedSummary, Mix, SampleContents, TrainedOn};
 use crate::engine::{StepSample, micro_batches, plan_for, samples_of_step};
 use crate::error::{Error, Kind, Result};
 use crate::run_dir::{Branch, RestoreScope, RunDirectory};
 use crate::telemetry::say;
+use crate::telemetry::starts::{self, Start};
 
 /// Arguments of `hpctrain data which`.
 #[derive(Debug, Args)]
@@ -68,7 +71,7 @@ pub fn run(args: &WhichArgs) -> Result<()> {
     let RunStep { config, progress, recorded, has_ranks } = RunStep::find(&args.run, args.step)?;
     let before = config.data.exclude.clone();
     let config = args.overlay(config)?;
-    let (train, _) = micro_batches::open(&config).map_err(|e| at_run(e, &config))?;
+    let (train, _) = micro_batches::open(&config).map_err(|e| at_moved_data(e, &config))?;
     let is_recorded = config.data.exclude == before;
     let plan = resolve_as_recorded(config, &train)?;
     if let Some(recorded) = &recorded {
@@ -127,20 +130,6 @@ pub fn resolve_as_recorded(config: Config, train: &Dataset) -> Result<ResolvedCo
     plan_for(config, &facts, train)
 }
 
-/// Returns an error of opening the data of a run, with the option for data that was moved.
-fn at_run(error: Error, config: &Config) -> Error {
-    let data = &config.data;
-    let is_missing = |path: &str| !path.starts_with("bundled:") && !Path::new(path).exists();
-    let error = error.at("the data of the run");
-    if data.mix.iter().any(|one| is_missing(&one.path)) {
-        error.hint("if it was moved, give its place: --set data.mix=[{path='…', weight=…}, …]")
-    } else if data.mix.is_empty() && is_missing(&data.path) {
-        error.hint("if it was moved, give its place: --data PATH")
-    } else {
-        error
-    }
-}
-
 /// Checks that the data and, if `excludes`, the excluded samples are those of the run.
 fn check_data(
     plan: &ResolvedConfig,
@@ -170,18 +159,11 @@ impl WhichArgs {
             return Err(Error::input(format!("--set {other}: only keys of [data] can be set"))
                 .hint("hpctrain data order shows the samples of another configuration"));
         }
-        let mut config = overlay(&config, &self.overrides)?;
-        if let Some(path) = &self.data {
-            if !config.data.mix.is_empty() {
-                return Err(Error::input(format!(
-                    "--data {}: the run's data is a mixture",
-                    path.display()
-                ))
-                .hint("give all its data sets: --set data.mix=[{path='…', weight=…}, …]"));
-            }
-            config.data.path = path.display().to_string();
+        let config = overlay(&config, &self.overrides)?;
+        match &self.data {
+            Some(path) => with_data_path(config, path),
+            None => Ok(config),
         }
-        Ok(config)
     }
 
     /// Prints samples in the form that was asked for.
@@ -271,10 +253,17 @@ impl RunStep {
             }
         };
         let of_start = manifest.as_ref().filter(|manifest| manifest.step >= step);
-        let config = match (of_start, &directory) {
-            (None, Some(directory)) => last_config(directory, manifest.as_ref())?,
-            (Some(manifest), _) => Some(manifest.config.clone()),
-            (None, None) => manifest.as_ref().map(|manifest| manifest.config.clone()),
+        let starts = match &directory {
+            Some(directory) => starts::read(directory.path())?,
+            None => Vec::new(),
+        };
+        let started = Start::of_step(&starts, step);
+        let started = started.and_then(|start| start.job.as_ref().map(|job| (start.step, job)));
+        let config = match (started, of_start, &directory) {
+            (Some((_, job)), ..) => Some(job.configuration()?),
+            (None, None, Some(directory)) => last_config(directory, manifest.as_ref())?,
+            (None, Some(manifest), _) => Some(manifest.config.clone()),
+            (None, None, None) => manifest.as_ref().map(|manifest| manifest.config.clone()),
         };
         let config = config.ok_or_else(|| {
             Error::input(format!("{} has not begun", path.display()))
@@ -298,12 +287,13 @@ impl RunStep {
             ))
             .hint(format!("hpctrain data which {from} --step {step}")));
         }
-        let start = match (&manifest, branch) {
-            (Some(manifest), _) => manifest.progress(),
-            (None, Some(Branch { from, .. })) => {
+        let start = match (started, &manifest, branch) {
+            (Some((step, job)), ..) => Progress { step, updates: step, position: job.position },
+            (None, Some(manifest), _) => manifest.progress(),
+            (None, None, Some(Branch { from, .. })) => {
                 Manifest::read(&from).map_err(|e| e.at("the origin of the run"))?.progress()
             }
-            (None, None) => Progress::default(),
+            (None, None, None) => Progress::default(),
         };
         let recorded = of_start.and_then(|manifest| manifest.data.clone());
         check_recorded(path, step, recorded.as_ref())?;
@@ -392,12 +382,14 @@ fn is_served(manifest: &Manifest) -> bool {
     manifest.origin.mpi.starts_with("servers")
 }
 
-/// Returns the progress before `step`, from that at another step with the same global batch.
+/// Returns the progress before `step`, from that at another step. It is unknown if that step is a
+/// later one, and a batch before it had another size.
 fn before(step: u64, known: Progress, global: u64) -> Option<Progress> {
     let taken = step - 1;
     let position = match taken.checked_sub(known.step) {
         Some(later) => known.position.checked_add(later.checked_mul(global)?)?,
-        None => known.position.checked_sub((known.step - taken).checked_mul(global)?)?,
+        None if known.position != known.step.checked_mul(global)? => return None,
+        None => taken.checked_mul(global)?,
     };
     Some(Progress { step: taken, updates: taken, position })
 }

@@ -13,7 +13,7 @@ use crate::verify::Launcher;
 /// Arguments of `hpctrain replay`.
 #[derive(Args)]
 #[command(
-    after_help = "Exit code: 0 if all steps have the bits of metrics.jsonl, 1 if one differs, 2 if the input is invalid.\n\
+    after_help = "Exit code: 0 if all steps have the bits of metrics.jsonl, 1 if one differs or has no record, 2 if the input is invalid.\n\
                         Example: hpctrain replay runs/gpt-char --steps 1501..1550\n\
                         Example: hpctrain replay runs/gpt-char --stop-at-first nan"
 )]
@@ -37,6 +37,13 @@ pub struct ReplayArgs {
     /// F times those of the step before (spike:F; spike is spike:10), and find its sample.
     #[arg(long, value_name = "nan|inf|spike[:F]")]
     stop_at_first: Option<StopAt>,
+    /// The run's data, if it was moved: a directory of shards, or a file
+    #[arg(long, value_name = "PATH")]
+    data: Option<PathBuf>,
+    /// Override one key of [data], such as data.mix if its data sets were moved, or run.device; may
+    /// be repeated
+    #[arg(long = "set", value_name = "data.KEY=VALUE|run.device=DEVICE")]
+    overrides: Vec<String>,
     /// Print one JSON object instead of lines.
     #[arg(long)]
     json: bool,
@@ -61,6 +68,8 @@ impl ReplayArgs {
             launcher: if self.mpi { Launcher::mpirun()? } else { Launcher::Threads },
             from_start: self.from_start,
             stop: self.stop_at_first,
+            data: self.data.clone(),
+            overrides: self.overrides.clone(),
             json: self.json,
         })
     }

@@ -143,6 +143,35 @@ pub fn overlay(config: &Config, overrides: &[String]) -> Result<Config> {
     Config::deserialize_table(merged)
 }
 
+/// Returns the configuration of a run whose data was moved to `path`.
+///
+/// # Errors
+/// Returns an error if its data is a mixture, which has several paths.
+pub fn with_data_path(mut config: Config, path: &Path) -> Result<Config> {
+    let path = path.display();
+    if !config.data.mix.is_empty() {
+        return Err(Error::input(format!("--data {path}: the run's data is a mixture"))
+            .hint("give all its data sets: --set data.mix=[{path='…', weight=…}, …]"));
+    }
+    config.data.path = path.to_string();
+    Ok(config)
+}
+
+/// Returns an error of opening the data of a run, with the option for data that was moved.
+#[must_use]
+pub fn at_moved_data(error: Error, config: &Config) -> Error {
+    let data = &config.data;
+    let is_missing = |path: &str| !path.starts_with("bundled:") && !Path::new(path).exists();
+    let error = error.at("the data of the run");
+    if data.mix.iter().any(|one| is_missing(&one.path)) {
+        error.hint("if it was moved, give its place: --set data.mix=[{path='…', weight=…}, …]")
+    } else if data.mix.is_empty() && is_missing(&data.path) {
+        error.hint("if it was moved, give its place: --data PATH")
+    } else {
+        error
+    }
+}
+
 /// Returns a section as a TOML table: numbers of 32 bits have no more digits than they need.
 ///
 /// # Errors

@@ -41,7 +41,8 @@ pub use keys::describe_keys;
 pub use keys_markdown::keys_markdown;
 pub use layout::check_ranks;
 pub use load::{
-    DEFAULT_PRESET, PRESETS, Sources, deserialize_json, given_keys, load, overlay, written,
+    DEFAULT_PRESET, PRESETS, Sources, at_moved_data, deserialize_json, given_keys, load, overlay,
+    with_data_path, written,
 };
 pub use lr_by_batch::LrByBatch;
 pub use memory_checkpoint::CopyInterval;

@@ -1,11 +1,13 @@
 //! The conditions of equal bits that a run, or its replay, does not meet.
 
-use crate::checkpoint::Manifest;
+use std::collections::BTreeSet;
+
 use crate::comm;
 use crate::config::{Config, LayerList, MessageDtype, ResolvedConfig};
 use crate::nn::layers::Layer;
 use crate::parallel::ReduceAfter;
 use crate::run_dir::differences;
+use crate::telemetry::starts::StartedJob;
 use crate::verify::LayoutRow;
 
 /// Returns why the samples of a micro-batch see each other, if they do.
@@ -56,29 +58,66 @@ fn is_tree(plan: &ResolvedConfig, row: &LayoutRow) -> bool {
     row.same_tree(in_blocks, plan.virtual_ranks, plan.virtual_tensor_ranks, replicas)
 }
 
-/// Returns what may explain differences between a run, whose plan is `of_run`, and its replay, a
-/// sentence each. `now` is the configuration of the steps, `manifest` that of the run's checkpoint,
-/// if the replay began at one.
+/// A start of the run that took steps of a replay.
+pub struct ReplayedJob {
+    /// The finished steps from which it went on.
+    pub since: u64,
+    /// The record of the start.
+    pub job: StartedJob,
+    /// Its configuration.
+    pub config: Config,
+    /// Its plan, with the data of the replay.
+    pub plan: ResolvedConfig,
+}
+
+/// Returns what may explain differences between a run and its replay, a sentence each. `of_run` is
+/// the plan of the last step, and `jobs` are the starts of the run that took the steps after step
+/// `from`, as far as they are recorded.
 pub fn unmet(
     of_run: &ResolvedConfig,
+    jobs: &[ReplayedJob],
+    from: u64,
     replay: &Config,
     ranks: usize,
-    manifest: Option<&Manifest>,
-    now: &Config,
 ) -> Vec<String> {
-    let Config { comm: messages, device, .. } = &of_run.config;
     let mut found = Vec::new();
-    let rows = [("the run", layout(of_run)), ("the replay", replay_layout(replay, ranks))];
-    for (what, row) in rows {
-        if !is_tree(of_run, &row) {
-            found.push(format!(
-                "{what} on {} ranks adds gradients in another tree: each rank and each replica needs \
-                 a power of two of the {} virtual ranks",
-                row.ranks, of_run.virtual_ranks
-            ));
-        }
+    if jobs.first().is_none_or(|first| first.since > from) {
+        found.push(
+            "starts.jsonl has no record of the start that took these steps: its configuration, \
+             version and hosts are unknown"
+                .to_owned(),
+        );
     }
-    if of_run.mesh.ranks() > 1 {
+    if jobs.is_empty() {
+        found.extend(unmet_by_run(of_run, of_run));
+    }
+    for job in jobs {
+        found.extend(unmet_by_run(&job.plan, of_run));
+        found.extend(unmet_by_job(job, &of_run.config));
+    }
+    found.extend(tree_of(of_run, "the replay", &replay_layout(replay, ranks)));
+    let mut seen = BTreeSet::new();
+    found.retain(|sentence| seen.insert(sentence.clone()));
+    found
+}
+
+/// Returns a sentence if a layout adds gradients in another tree than one rank.
+fn tree_of(of_run: &ResolvedConfig, what: &str, row: &LayoutRow) -> Option<String> {
+    (!is_tree(of_run, row)).then(|| {
+        format!(
+            "{what} on {} ranks adds gradients in another tree: each rank and each replica needs \
+             a power of two of the {} virtual ranks",
+            row.ranks, of_run.virtual_ranks
+        )
+    })
+}
+
+/// Returns the conditions that the plan of a start does not meet.
+fn unmet_by_run(plan: &ResolvedConfig, of_run: &ResolvedConfig) -> Vec<String> {
+    let Config { comm: messages, device, .. } = &plan.config;
+    let mut found = Vec::new();
+    found.extend(tree_of(of_run, "the run", &layout(plan)));
+    if plan.mesh.ranks() > 1 {
         let algorithm = messages.algorithm.to_string();
         if ["ring", "vendor"].contains(&&*algorithm) {
             found.push(format!("comm.algorithm = {algorithm} adds in another order"));
@@ -95,30 +134,29 @@ pub fn unmet(
     if device.matmul_autotune {
         found.push("device.matmul_autotune = true chooses GEMM algorithms by a measurement".into());
     }
-    if let Some(manifest) = manifest {
-        let version = env!("CARGO_PKG_VERSION");
-        if manifest.origin.hpctrain != version {
-            found.push(format!(
-                "the run used hpctrain {}, this is {version}",
-                manifest.origin.hpctrain
-            ));
-        }
-        let here = comm::single::<crate::backend::cpu::Cpu>().node().host.to_string();
-        if !manifest.origin.hosts.contains(&here) {
-            let hosts = &manifest.origin.hosts;
-            found.push(format!(
-                "the run computed on {}, this is {here}: another kind of GPU, or other vector \
-                 instructions, give other last bits",
-                hosts.first().map_or("an unknown host", String::as_str)
-            ));
-        }
-        let changed = differences(&manifest.config, now, decides_curve);
-        found.extend(
-            changed
-                .iter()
-                .map(|change| format!("the configuration changed after the checkpoint: {change}")),
-        );
+    found
+}
+
+/// Returns the differences between the job of a start and this one.
+fn unmet_by_job(job: &ReplayedJob, now: &Config) -> Vec<String> {
+    let ReplayedJob { since, job: StartedJob { hpctrain, hosts, .. }, config, .. } = job;
+    let mut found = Vec::new();
+    let version = env!("CARGO_PKG_VERSION");
+    if hpctrain != version {
+        found.push(format!("the run used hpctrain {hpctrain}, this is {version}"));
     }
+    let here = comm::single::<crate::backend::cpu::Cpu>().node().host.to_string();
+    if !hosts.contains(&here) {
+        let there = hosts.first().map_or("hosts that are not recorded", String::as_str);
+        found.push(format!(
+            "the run computed on {there}, this is {here}: another kind of GPU, or other vector \
+             instructions, give other last bits"
+        ));
+    }
+    let changed = differences(config, now, decides_curve);
+    found.extend(changed.iter().map(|change| {
+        format!("the start of the run at step {since} had another configuration: {change}")
+    }));
     found
 }
 
@@ -140,7 +178,8 @@ fn replay_layout(replay: &Config, ranks: usize) -> LayoutRow {
 fn decides_curve(section: &str, key: &str) -> bool {
     matches!(
         (section, key),
-        ("run", "seed" | "steps")
+        ("run", "seed" | "steps" | "device")
+            | ("data", "exclude" | "shuffle" | "mix" | "order" | "augment" | "repeat")
             | ("parallel", "virtual_ranks" | "virtual_tensor_ranks")
             | ("batch", "global" | "micro")
             | ("model" | "loss" | "optimizer" | "lr_schedule" | "precision" | "local_sgd", _)

@@ -17,6 +17,7 @@ mod session;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
+use conditions::ReplayedJob;
 pub use options::ReplayOptions;
 pub use recorder::StopAt;
 use report::{Located, ReplayReport};
@@ -27,8 +28,9 @@ use crate::checkpoint::{Manifest, Progress};
 use crate::comm::AlgorithmChoice;
 use crate::config::{
     Config, DataOrder, Environment, Parallel, ReduceChoice, ResolvedConfig, Staleness,
+    at_moved_data,
 };
-use crate::data::Dataset;
+use crate::data::{Dataset, ExcludedSummary};
 use crate::engine::{micro_batches, plan_for, samples_of_step};
 use crate::error::{Error, Kind, Result};
 use crate::parallel::{PipelineSchedule, Storage, Zero};
@@ -96,15 +98,34 @@ fn replay_from(
 ) -> Result<bool> {
     let manifest = start.checkpoint.as_ref().map(|(_, manifest, _)| manifest);
     let directory = RunDirectory::at(&options.run);
-    let config = range::configuration(&directory, records, *steps.end())?;
+    let recorded = range::jobs(&directory, start.step(), *steps.end())?;
+    let of_last = match recorded.last() {
+        Some((_, job)) => job.configuration()?,
+        None => range::configuration(&directory, records, *steps.end())?,
+    };
+    let config = options.overlay(&of_last)?;
     let mut data = config.clone();
     data.data.local_cache = None;
-    let (mut train, _) = micro_batches::open(&data)?;
-    check_data(&train, start.own_manifest())?;
+    let (mut train, _) = micro_batches::open(&data).map_err(|e| at_moved_data(e, &data))?;
+    let own = start.own_manifest();
+    check_data(&train, own)?;
     if let Some(manifest) = manifest {
         manifest.conform(&mut train)?;
     }
     let of_run = plan_of_run(&config, &train)?;
+    if recorded.is_empty()
+        && let Some(Manifest { config, data: Some(trained), .. }) = own
+        && config.data.exclude == of_last.data.exclude
+    {
+        check_excluded(&of_run, trained.excluded.as_ref())?;
+    }
+    let mut jobs = Vec::with_capacity(recorded.len());
+    for (since, job) in recorded {
+        let config = job.configuration()?;
+        let plan = plan_of_run(&options.overlay(&config)?, &train)?;
+        check_excluded(&plan, job.excluded.as_ref())?;
+        jobs.push(ReplayedJob { since, job, config, plan });
+    }
     check_ranks(&of_run, options.ranks)?;
     let layouts = layouts(&of_run.config, options);
     let bounds = match options.stop {
@@ -128,10 +149,9 @@ fn replay_from(
     let located = outcome
         .first_bad
         .as_ref()
-        .map(|found| locate(found, &of_run, &mut train, manifest))
+        .map(|found| locate(found, &of_run, &mut train, &jobs))
         .transpose()?;
-    let own = start.own_manifest();
-    let unmet = conditions::unmet(&of_run, &layouts[0], options.ranks, own, &config);
+    let unmet = conditions::unmet(&of_run, &jobs, start.step(), &layouts[0], options.ranks);
     let report = ReplayReport::new(options, records, &of_run, &task, &outcome, located, unmet);
     report.print(options.json)?;
     Ok(report.is_same())
@@ -143,7 +163,20 @@ fn check_data(train: &Dataset, manifest: Option<&Manifest>) -> Result<()> {
     match trained.and_then(|trained| train.fingerprint().difference(&trained.fingerprint)) {
         None => Ok(()),
         Some(what) => Err(Error::input(format!("the training data has changed: {what}"))
-            .hint("restore the data that the run was trained on")),
+            .hint("give the data that the run was trained on: --data PATH")),
+    }
+}
+
+/// Refuses other excluded samples than those that a start of the run recorded.
+fn check_excluded(plan: &ResolvedConfig, recorded: Option<&ExcludedSummary>) -> Result<()> {
+    let now = plan.excluded.as_ref().map(|excluded| excluded.summary());
+    match ExcludedSummary::difference(now.as_ref(), recorded) {
+        None => Ok(()),
+        Some(what) => {
+            let file = plan.config.data.exclude.as_deref().unwrap_or("data.exclude");
+            Err(Error::input(format!("{file} has changed since the run: {what}"))
+                .hint("give the file that it was trained with: --set data.exclude=FILE"))
+        }
     }
 }
 
@@ -217,11 +250,12 @@ fn locate(
     found: &FirstBad,
     of_run: &ResolvedConfig,
     train: &mut Dataset,
-    manifest: Option<&Manifest>,
+    jobs: &[ReplayedJob],
 ) -> Result<Located> {
     let Some(micro) = found.seen.samples.clone() else { return Ok(Located::default()) };
     let progress = Progress { step: found.step - 1, updates: 0, position: found.position };
-    let all = samples_of_step(of_run, train, progress)?;
+    let job = jobs.iter().rev().find(|job| job.since < found.step);
+    let all = samples_of_step(job.map_or(of_run, |job| &job.plan), train, progress)?;
     let in_micro = |position: u64| micro.contains(&(position - found.position));
     let samples: Vec<_> = all.into_iter().filter(|one| in_micro(one.position)).collect();
     let mut located = Located::default();
@@ -229,7 +263,7 @@ fn locate(
         located.virtual_rank = Some(first.virtual_rank);
         located.rank = Some(first.rank);
         located.micro_batch = Some(first.micro_batch);
-        let hosts = manifest.map_or(&[][..], |manifest| &manifest.origin.hosts);
+        let hosts = job.map_or(&[][..], |job| &job.job.hosts);
         located.host = hosts.get(first.rank).cloned();
     }
     for sample in samples {

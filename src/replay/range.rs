@@ -15,6 +15,7 @@ use crate::error::{Error, Kind, Result};
 use crate::run_dir::{Branch, RestoreScope, RunDirectory};
 use crate::run_records::RunRecords;
 use crate::telemetry::metrics::Step;
+use crate::telemetry::starts::{self, StartedJob};
 
 /// The number of steps before a step of which a spike is measured by their median.
 const MEDIAN_OF: usize = 100;
@@ -147,14 +148,43 @@ pub struct Start {
 }
 
 impl Start {
+    /// Returns the step before the first one of the replay.
+    pub fn step(&self) -> u64 {
+        match &self.checkpoint {
+            Some((_, manifest, _)) if self.take != RestoreScope::Weights => manifest.step,
+            _ => 0,
+        }
+    }
+
     /// Returns the manifest of the checkpoint, if it is one of this run.
     pub fn own_manifest(&self) -> Option<&Manifest> {
         self.checkpoint.as_ref().filter(|_| self.is_own).map(|(_, manifest, _)| manifest)
     }
 }
 
-/// Returns the configuration of the steps up to `last`: that of the first checkpoint at or after
-/// it, whose job has trained them or gone on from them, else that of the run's last start.
+/// Returns the starts of the run that took the steps after `from` up to `last`, in their order, each
+/// with the step from which it went on. The first ones are omitted if they are not recorded.
+///
+/// # Errors
+/// Returns an error if `starts.jsonl` cannot be read.
+pub fn jobs(directory: &RunDirectory, from: u64, last: u64) -> Result<Vec<(u64, StartedJob)>> {
+    let starts = starts::read(directory.path())?;
+    let mut found = Vec::new();
+    let mut step = last;
+    while step > from
+        && let Some(start) = starts::Start::of_step(&starts, step)
+        && let Some(job) = &start.job
+    {
+        found.push((start.step, job.clone()));
+        step = start.step;
+    }
+    found.reverse();
+    Ok(found)
+}
+
+/// Returns the configuration of the steps up to `last` if their start is not recorded: that of the
+/// first checkpoint at or after it, whose job has trained them or gone on from them, else that of
+/// the run's last start.
 ///
 /// # Errors
 /// Returns an error if a checkpoint cannot be read.
@@ -230,9 +260,12 @@ pub fn newest_before(
     };
     let every = records.config.checkpoint.every.number().unwrap_or(0);
     let kept = (first - 1).checked_div(every).map_or(0, |saves| saves * every);
-    if every > 0 && kept == 0 {
+    // A run that began at a checkpoint of another one has none from before, and cannot be repeated
+    // without it.
+    let began = beginning(directory, first)?;
+    if every > 0 && kept <= began.step() {
         // No checkpoint comes before the first one.
-        return beginning(directory, first);
+        return Ok(began);
     }
     let keep = match kept {
         0 => String::new(),

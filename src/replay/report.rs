@@ -29,7 +29,7 @@ pub struct Located {
     pub virtual_rank: Option<usize>,
     /// The rank of the run that computed it.
     pub rank: Option<usize>,
-    /// The host of that rank in the job that wrote the checkpoint.
+    /// The host of that rank in the start of the run that took the step, if it is recorded.
     pub host: Option<String>,
     /// The number of the micro-batch among those of that rank in the step.
     pub micro_batch: Option<u64>,
@@ -122,6 +122,8 @@ pub struct ReplayReport {
     /// What may explain differences.
     causes: Vec<String>,
     stop_at_first: Option<String>,
+    /// Which other search finds a tensor, if this one has found none.
+    note: Option<String>,
     first_bad: Option<TensorReport>,
 }
 
@@ -147,6 +149,14 @@ impl ReplayReport {
         let mut steps: Vec<u64> = differences.iter().map(|one| one.step).collect();
         steps.dedup();
         let first_bad = outcome.first_bad.as_ref().zip(located);
+        let is_infinite = options.stop == Some(StopAt::Nan)
+            && outcome.first_bad.is_none()
+            && outcome.steps.iter().any(|step| !(step.loss.is_finite() && step.norm.is_finite()));
+        let note = is_infinite.then(|| {
+            "the loss or gradient norm of a step is infinite, not NaN: --stop-at-first inf finds \
+             its tensor"
+                .to_owned()
+        });
         Self {
             run: options.run.display().to_string(),
             from: outcome.from,
@@ -161,13 +171,14 @@ impl ReplayReport {
             differences,
             missing,
             stop_at_first: options.stop.map(|stop| stop.to_string()),
+            note,
             first_bad: first_bad.map(|(found, located)| describe(found, located, task)),
         }
     }
 
-    /// Returns true if all steps have the bits of the records.
+    /// Returns true if all steps have records, and their bits.
     pub fn is_same(&self) -> bool {
-        self.differing == 0
+        self.differing == 0 && self.missing.is_empty()
     }
 
     /// Prints the report.
@@ -221,6 +232,9 @@ impl fmt::Display for ReplayReport {
                 )?;
             }
             (None, None) => {}
+        }
+        if let Some(note) = &self.note {
+            writeln!(f, "note         {note}")?;
         }
         let verb = if self.differing == 1 { "differs" } else { "differ" };
         write!(f, "{} of {} steps {verb}", self.differing, self.compared)

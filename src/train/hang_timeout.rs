@@ -4,8 +4,8 @@
 //! the longest step, evaluation or save, which each rank measures and sends with its control flags
 //! in every step. All ranks take the longest of all: 20 times that, at least 120 seconds. While
 //! something has not been measured yet, a wait may take 600 seconds at least: before the first
-//! steps, which include compilation, in the first evaluation and the first save, in a save that
-//! waits for the one before, and at the end of the run.
+//! steps, which include compilation, in the first evaluation and the first save until it is written,
+//! in a save that waits for the one before, and at the end of the run.
 
 use std::time::Duration;
 
@@ -46,6 +46,10 @@ pub struct HangTimeout {
     rounds: u64,
     has_evaluated: bool,
     has_saved: bool,
+    /// Whether a checkpoint is being written while training goes on.
+    is_writing: bool,
+    /// Whether a checkpoint was written to its end.
+    has_written: bool,
     /// The longest step, evaluation or save: of this rank, or of all as far as they have sent theirs.
     longest: Duration,
     /// The timeout that is set.
@@ -65,6 +69,8 @@ impl HangTimeout {
             rounds: 0,
             has_evaluated: false,
             has_saved: false,
+            is_writing: false,
+            has_written: false,
             longest: Duration::ZERO,
             current: unmeasured,
         }
@@ -81,6 +87,12 @@ impl HangTimeout {
         if phase != Phase::Steps || self.rounds > WARM_UP {
             self.longest = self.longest.max(took);
         }
+    }
+
+    /// Notes whether a checkpoint is being written while training goes on.
+    pub fn note_writing(&mut self, is_writing: bool) {
+        self.has_written |= self.is_writing && !is_writing;
+        self.is_writing = is_writing;
     }
 
     /// Notes the longest part that another rank has measured.
@@ -106,7 +118,10 @@ impl HangTimeout {
     /// Returns the timeout in the present part of the run.
     fn timeout(&self) -> Duration {
         let Some(least) = self.least else { return self.unmeasured };
+        // The first save may slow the steps beside it, or ranks that share its file system.
+        let is_first_save = self.is_writing && !self.has_written;
         let is_measured = self.rounds > WARM_UP
+            && !is_first_save
             && match self.phase {
                 Phase::Steps => true,
                 Phase::Evaluation => self.has_evaluated,
@@ -183,6 +198,21 @@ mod tests {
             // The last evaluation and save do not shorten the end.
             assert_eq!(timeout.enter(phase), None);
         }
+    }
+
+    #[test]
+    fn the_first_save_lasts_until_it_is_written() {
+        let mut timeout = auto(false);
+        three(&mut timeout);
+        assert_eq!(timeout.enter(Phase::Save), Some(seconds(600)));
+        timeout.note(Phase::Save, seconds(1));
+        timeout.note_writing(true);
+        assert_eq!([1, 1].map(|took| round(&mut timeout, took)), [None, None]);
+        timeout.note_writing(false);
+        assert_eq!(round(&mut timeout, 1), Some(seconds(120)));
+        // The next one is measured.
+        timeout.note_writing(true);
+        assert_eq!(round(&mut timeout, 1), None);
     }
 
     #[test]

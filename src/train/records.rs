@@ -18,7 +18,7 @@ use hpctrain_config::telemetry::metrics::{Step, energy_so_far};
 use hpctrain_config::telemetry::progress::Progress;
 use hpctrain_config::telemetry::rank_times::RankTimes;
 use hpctrain_config::telemetry::restarts;
-use hpctrain_config::telemetry::starts::{self, Start, StartEnd};
+use hpctrain_config::telemetry::starts::{self, Start, StartEnd, StartedJob};
 use hpctrain_config::telemetry::straggler::{Straggler, Stragglers};
 use hpctrain_config::telemetry::tensorboard::{self, TensorBoard};
 use hpctrain_config::telemetry::text_samples::TextSample;
@@ -47,11 +47,17 @@ pub struct Records {
 }
 
 /// Records in `starts.jsonl` that a run goes on from `step`, before its later records are removed.
-/// Its process, or that of its coordinator, began at `started`. Returns all starts of the run.
+/// Its process, or that of its coordinator, began at `started`; `job` is its job. Returns all starts
+/// of the run.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read or written.
-pub fn record_start(directory: &RunDirectory, step: u64, started: Instant) -> Result<Vec<Start>> {
+pub fn record_start(
+    directory: &RunDirectory,
+    step: u64,
+    started: Instant,
+    job: StartedJob,
+) -> Result<Vec<Start>> {
     let startup = started.elapsed().as_secs_f64();
     // A coordinator that has lost a server starts again in the same process.
     let began = unix_time() - startup;
@@ -66,7 +72,7 @@ pub fn record_start(directory: &RunDirectory, step: u64, started: Instant) -> Re
             RunStatus::Failed => StartEnd::Failed,
         },
     };
-    starts::record(directory.path(), &directory.metrics_path(), step, startup, end)
+    starts::record(directory.path(), &directory.metrics_path(), step, startup, end, Some(job))
 }
 
 impl Records {

@@ -30,6 +30,10 @@ const ASSUMED_OF_NODE: f64 = 54.0 * 24.0 * 3600.0 / 466.0 * 16384.0 / 8.0;
 /// The number of rounds before the first save, whose cost is measured.
 const FIRST: u64 = 10;
 
+/// The part of the mean time between failures after which the first save is due if the rounds
+/// before it take longer.
+const FIRST_PART: f64 = 0.1;
+
 /// The number of rounds at the start that are not measured: they load kernels and fill caches.
 const WARM_UP: u64 = 2;
 
@@ -48,6 +52,10 @@ pub struct SaveInterval {
     eval_every: u64,
     /// The step of the last checkpoint.
     saved: u64,
+    /// When its save began, or the start did.
+    saved_at: Instant,
+    /// Whether a save has failed and is to be made again after a pause, which is not measured here.
+    has_failed: bool,
     rounds: u64,
     /// Steps and their seconds while no checkpoint was written.
     undisturbed: (u64, f64),
@@ -69,12 +77,15 @@ pub struct SaveInterval {
 impl SaveInterval {
     /// Creates the measurements of a start from step `step` on `nodes` nodes.
     pub fn new(failures: Failures, nodes: usize, eval_every: u64, step: u64) -> Self {
+        let began = Instant::now();
         Self {
             assumed: (ASSUMED_OF_NODE / nodes.max(1) as f64).min(ASSUMED),
             failures,
-            began: Instant::now(),
+            began,
             eval_every,
             saved: step,
+            saved_at: began,
+            has_failed: false,
             rounds: 0,
             undisturbed: (0, 0.0),
             disturbed: (0, 0.0),
@@ -101,12 +112,17 @@ impl SaveInterval {
     /// Returns true if a checkpoint is due after the round that ends with step `step`. `evaluates`
     /// is true if that step is evaluated.
     pub fn is_due(&self, step: u64, evaluates: bool) -> bool {
-        if self.saving.is_some() {
+        self.is_due_after(step, evaluates, self.saved_at.elapsed().as_secs_f64())
+    }
+
+    /// Returns true if a checkpoint is due, and the last save began `elapsed` seconds ago.
+    fn is_due_after(&self, step: u64, evaluates: bool, elapsed: f64) -> bool {
+        if self.saving.is_some() || self.has_failed {
             return false;
         }
         let since = step.saturating_sub(self.saved);
         let Some(CheckpointInterval { steps, .. }) = self.chosen else {
-            return self.rounds + 1 >= FIRST;
+            return self.rounds + 1 >= FIRST || elapsed >= FIRST_PART * self.failure_seconds(0.0);
         };
         // Only an evaluated step can be the best, so the nearest one is preferred.
         let half = self.eval_every.min(steps) / 2;
@@ -139,7 +155,7 @@ impl SaveInterval {
 
     /// Notes that a save has begun.
     pub fn save_begun(&mut self, step: u64) {
-        self.saved = step;
+        (self.saved, self.saved_at, self.has_failed) = (step, Instant::now(), false);
         self.saving = (!self.has_ended).then_some(0.0);
         self.disturbed = (0, 0.0);
     }
@@ -149,9 +165,11 @@ impl SaveInterval {
         self.saving.iter_mut().for_each(|pause| *pause += seconds);
     }
 
-    /// Notes that the save under way was not completed.
+    /// Notes that a save could not begin, or that the one under way was not completed. None is due
+    /// until it is made again.
     pub fn save_failed(&mut self) {
         self.saving = None;
+        self.has_failed = true;
     }
 
     /// Notes that a checkpoint was published this long after its save had begun.
@@ -178,15 +196,20 @@ impl SaveInterval {
         self.choose(self.began.elapsed().as_secs_f64())
     }
 
+    /// Returns the mean time between failures after `trained` seconds of this start.
+    fn failure_seconds(&self, trained: f64) -> f64 {
+        match self.failures.count {
+            0 => self.assumed,
+            failures => (self.failures.seconds + trained) / failures as f64,
+        }
+    }
+
     /// Chooses the interval after `trained` seconds of this start.
     fn choose(&mut self, trained: f64) -> Option<CheckpointInterval> {
         let (first, others, count) = self.costs;
         let save_seconds = if count > 1 { others / (count - 1) as f64 } else { first };
         let failures = self.failures.count;
-        let failure_seconds = match failures {
-            0 => self.assumed,
-            _ => (self.failures.seconds + trained) / failures as f64,
-        };
+        let failure_seconds = self.failure_seconds(trained);
         let (steps, seconds) = self.all;
         // A run that branches off another one saves before its first step.
         if steps == 0 {
@@ -332,6 +355,31 @@ mod tests {
     }
 
     #[test]
+    fn long_rounds_are_saved_early_and_failed_saves_are_made_again_after_a_pause() {
+        // A failure every 50 seconds: a tenth of that is less than ten rounds.
+        let failures = Failures { count: 4, seconds: 200.0 };
+        let mut interval = SaveInterval::new(failures, 1, 0, 0);
+        interval.note_steps(1, 4.0);
+        assert!(!interval.is_due_after(2, false, 4.9) && interval.is_due_after(2, false, 5.0));
+        // It could not begin.
+        interval.save_failed();
+        (2..FIRST + 5).for_each(|step| {
+            interval.note_steps(1, 4.0);
+            assert!(!interval.is_due_after(step, false, 1e6), "{step}");
+        });
+        interval.save_begun(20);
+        interval.save_failed();
+        assert!(!interval.is_due_after(1000, false, 1e6));
+        interval.save_begun(21);
+        interval.note_pause(0.2);
+        assert_eq!(interval.save_ended(), None);
+        assert!(interval.is_due_after(22, false, 0.0));
+        // Without failures, one a day is assumed.
+        let calm = SaveInterval::new(Failures::default(), 1, 0, 0);
+        assert!(!calm.is_due_after(1, false, 8639.0) && calm.is_due_after(1, false, 8640.0));
+    }
+
+    #[test]
     fn the_nearest_evaluated_step_is_saved() {
         let due = |eval_every: u64, steps: u64| {
             let mut interval = SaveInterval::new(Failures::default(), 1, eval_every, 0);
@@ -341,7 +389,7 @@ mod tests {
             for step in 1..=100 {
                 if interval.is_due(step, evaluates(step)) {
                     interval.save_begun(step);
-                    interval.save_failed();
+                    interval.saving = None;
                     saved.push(step);
                 }
             }

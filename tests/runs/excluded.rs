@@ -104,6 +104,9 @@ fn a_branch_is_the_run_up_to_the_first_excluded_sample() {
     assert_eq!(refused.code(), 2, "{refused}");
     let expected = "has changed since the run: data.exclude: excluded samples: 3 (";
     assert!(refused.stderr.contains(expected), "{refused}");
+    let refused = finish(program(["replay", "--steps", "5..6"]).arg(&one.0));
+    assert_eq!(refused.code(), 2, "{refused}");
+    assert!(refused.stderr.contains(expected), "{refused}");
     let again = [&without[..], &["run.steps=9"]].concat();
     let again = Run::new(Alone, root.path(), "parts", &again).resume("auto").ends().succeeded();
     assert!(again.stderr.contains("other training data: data.exclude: excluded samples: 3 ("));

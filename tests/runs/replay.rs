@@ -10,6 +10,8 @@ use hpctrain_testkit::launch::{Ended, finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles};
 use serde_json::Value;
 
+use super::samples::which;
+
 /// Settings of a run that keeps its checkpoints.
 const KEPT: [&str; 5] = [
     "run.steps=60",
@@ -124,8 +126,37 @@ fn later_starts_and_branches_are_replayed() {
     let branch = run("branch", &["run.steps=15", "optimizer.lr=0.002"]).resume(&from).succeeds();
     let found = report(&branch, 0, &["--steps", "9..15", "--from-start"]);
     assert_eq!((&found["from"], &found["compared"]), (&8.into(), &7.into()), "{found:#}");
-    let ended = replay(&branch, &["--steps", "8..9", "--from-start"]);
-    assert!(ended.code() == 2 && ended.stderr.contains("the run began at step 8"), "{ended}");
+    // Without its own checkpoints, a branch is repeated from its beginning.
+    let more = ["run.steps=15", "checkpoint.keep=1"];
+    let branch = run("bare", &more).resume(&from).succeeds();
+    let found = report(&branch, 0, &["--steps", "10..11"]);
+    assert_eq!((&found["from"], &found["compared"]), (&8.into(), &2.into()), "{found:#}");
+    for more in [&[][..], &["--from-start"]] {
+        let ended = replay(&branch, &[&["--steps", "8..9"], more].concat());
+        assert!(ended.code() == 2 && ended.stderr.contains("the run began at step 8"), "{ended}");
+    }
+    let ended = replay(&branch, &["--steps", "14..14"]);
+    assert!(ended.code() == 2 && ended.stderr.contains("keep_every=4 would have"), "{ended}");
+}
+
+/// Steps have the configuration of the start that took them, also if no checkpoint of it is left.
+#[test]
+fn the_start_that_took_the_steps_is_replayed() {
+    let root = tempfile::tempdir().unwrap();
+    let saves = ["checkpoint.every=8", "checkpoint.keep=1", "parallel.virtual_ranks=4"];
+    let run = |ranks, more: &[&str]| {
+        Run::new(Simulate(ranks), root.path(), "starts", &[&saves[..], more].concat())
+    };
+    run(2, &["run.steps=8"]).succeeds();
+    let again = ["run.steps=16", "optimizer.lr=0.003"];
+    let files = run(4, &again).resume("auto").succeeds();
+    let found = report(&files, 0, &["--steps", "5..6", "--from-start"]);
+    assert_eq!((&found["ranks_of_run"], &found["compared"]), (&2.into(), &2.into()));
+    let found = report(&files, 1, &["--steps", "9..10", "--from-start"]);
+    let causes = found["causes"].to_string();
+    assert!(causes.contains("the start of the run at step 0 had another"), "{causes}");
+    assert!(causes.contains("optimizer.lr"), "{causes}");
+    assert_eq!(found["ranks_of_run"], 4);
 }
 
 #[test]
@@ -162,11 +193,19 @@ fn a_changed_record_is_named() {
     let found = report(&files, 1, &["--steps", "41..50"]);
     assert_eq!(found["differing"], 8);
     assert!(found["causes"][0].as_str().unwrap().contains("run.sdc_check_every"), "{found}");
+    // Without a record of the start, its version and hosts are unknown.
+    std::fs::remove_file(files.path("starts.jsonl")).unwrap();
+    let found = report(&files, 1, &["--steps", "41..50"]);
+    let causes = found["causes"].to_string();
+    assert!(causes.contains("starts.jsonl has no record"), "{causes}");
+    assert!(!causes.contains("sdc_check_every"), "{causes}");
     // A damaged line is a gap.
     let text = files.text("metrics.jsonl").replacen("\"step\":42,", "\"step\":4x2,", 1);
     std::fs::write(files.path("metrics.jsonl"), text).unwrap();
     let found = report(&files, 1, &["--steps", "41..50"]);
     assert_eq!((&found["missing"], &found["compared"]), (&serde_json::json!([42]), &9.into()));
+    let found = report(&files, 1, &["--steps", "41..42"]);
+    assert_eq!((&found["differing"], &found["compared"]), (&0.into(), &1.into()));
 }
 
 /// The causes of differences are the conditions of equal bits that the run did not meet.
@@ -374,6 +413,38 @@ fn planted_faults_are_found() {
     }
 }
 
+/// Ranks with unequal numbers of virtual ranks run the samples of a micro-batch alone, too.
+#[test]
+fn samples_of_unequal_ranks_are_found() {
+    let root = tempfile::tempdir().unwrap();
+    let data = root.path().join("data.h5");
+    let order = SampleOrder::mixed(&[ROWS], &[1.0], Some(SEED)).unwrap();
+    // Batches of 24 samples, three of each of eight virtual ranks.
+    let position = 2 * 24 + 3 * 6 + 1;
+    let row = order.draw(position).sample;
+    write_data(&data, row, Fault::InfiniteLoss);
+    let more = ["parallel.virtual_ranks=8", "batch.global=24", "batch.micro=3"];
+    let files = regression(Simulate(3), root.path(), "unequal", &data, &more);
+    for ranks in ["1", "3"] {
+        let found = report(&files, 0, &["--stop-at-first", "inf", "--ranks", ranks]);
+        let bad = &found["first_bad"];
+        assert_eq!((&bad["step"], &bad["kind"]), (&3.into(), &"loss".into()), "{found:#}");
+        let of_run = &which(&files.0, 3, &["--virtual-rank", "6"])[0];
+        assert_eq!((&bad["virtual_rank"], &bad["rank"]), (&6.into(), &of_run["rank"]), "{found:#}");
+        assert!(bad["host"].is_string() && bad["is_set"] == false, "{found:#}");
+        let samples = bad["samples"].as_array().unwrap();
+        assert_eq!(samples.len(), 1, "{found:#}");
+        assert_eq!(
+            (&samples[0]["sample"], &samples[0]["position"]),
+            (&row.into(), &position.into())
+        );
+        // The loss is infinite, and nothing is NaN.
+        let found = report(&files, 0, &["--stop-at-first", "nan", "--ranks", ranks]);
+        assert_eq!(found["first_bad"], Value::Null, "{found:#}");
+        assert!(found["note"].as_str().unwrap().contains("--stop-at-first inf"), "{found:#}");
+    }
+}
+
 /// Returns the name of the first unit of a run's network: that of its first tensor.
 fn first_block(files: &RunFiles) -> String {
     let name = files.tensors(2)[0].0.clone();
@@ -439,7 +510,21 @@ fn other_samples_and_statistics_are_refused() {
     assert!(ended.code() == 2 && ended.stderr.contains("hint: --ranks 2"), "{ended}");
     let found = report(&files, 0, &["--steps", "5..6", "--ranks", "2"]);
     assert_eq!((&found["compared"], &found["differing"]), (&2.into(), &0.into()));
-    std::fs::remove_file(&data).unwrap();
+    // Data that was moved, and other keys of its section.
+    let moved = root.path().join("moved.h5");
+    std::fs::rename(&data, &moved).unwrap();
+    let there = moved.display().to_string();
+    let steps = ["--steps", "5..6", "--ranks", "2"];
+    let ended = replay(&files, &steps);
+    let hint = "hint: if it was moved, give its place: --data PATH";
+    assert!(ended.code() == 2 && ended.stderr.contains(hint), "{ended}");
+    let path = format!("data.path={there}");
+    for more in [["--data", &there], ["--set", &path]] {
+        let more = [&steps[..], &more, &["--set", "run.device=cpu"]].concat();
+        assert_eq!(report(&files, 0, &more)["compared"], 2);
+    }
+    let ended = replay(&files, &[&steps[..], &["--set", "run.seed=8"]].concat());
+    assert!(ended.code() == 2 && ended.stderr.contains("--set run.seed=8: only keys"), "{ended}");
     write_data(&data, 1, Fault::HugeTarget);
     let ended = replay(&files, &["--steps", "5..6", "--ranks", "2"]);
     assert_eq!(ended.code(), 2, "{ended}");

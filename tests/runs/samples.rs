@@ -445,6 +445,33 @@ fn data_which_refuses_what_it_cannot_know() {
     assert_eq!(samples(&now), samples(&before));
 }
 
+/// A step has the batch and the position of the start that took it, also if only a checkpoint of a
+/// later start is left.
+#[test]
+fn data_which_shows_the_start_that_took_the_step() {
+    let root = tempfile::tempdir().unwrap();
+    let data = imported(root.path(), 2);
+    let run = |steps: &str, batch: &str| {
+        let settings = [&data[..], "checkpoint.every=3", "checkpoint.keep=1", steps, batch];
+        Run::new(Alone, root.path(), "run", &settings)
+    };
+    let first = run("run.steps=3", "batch.global=8").succeeds();
+    let before = which(&first.0, 2, &[]);
+    let files = run("run.steps=6", "batch.global=4").resume("auto").succeeds();
+    assert!(!files.checkpoint(3).exists());
+    assert_eq!(which(&files.0, 2, &[]), before);
+    let positions = |step| -> Vec<u64> {
+        let samples = which(&files.0, step, &[]);
+        samples.iter().map(|sample| sample["position"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(positions(5), [28, 29, 30, 31]);
+    // Without the record of the starts, the batch of step 2 is unknown.
+    std::fs::remove_file(files.path("starts.jsonl")).unwrap();
+    let ended = finish(program(["data", "which", "--step", "2"]).arg(&files.0));
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("batch.global has changed"), "{ended}");
+}
+
 /// Workers of synchronous parameter servers take virtual ranks as they come, so that these have
 /// samples but no ranks; batches of asynchronous workers are not recorded.
 #[test]

@@ -63,7 +63,7 @@ impl Goodput {
     pub fn measure(run: &Path, metrics: &Path, now: f64, last: Pauses) -> Result<Option<Self>> {
         let starts = starts::read(run)?;
         let mut sum = Sum { eval: last.eval_ms, save: last.save_ms, ..Sum::default() };
-        sum.add_all(metrics)?;
+        sum.add_after(metrics, starts.first().map_or(0, |first| first.step))?;
         Ok(Self::from_starts(&starts, sum, now))
     }
 
@@ -157,7 +157,9 @@ struct Sum {
 }
 
 impl Sum {
-    fn add_all(&mut self, metrics: &Path) -> Result<()> {
+    /// Adds the records of the steps after `began`: an older version, which did not record its
+    /// starts, may have taken the others.
+    fn add_after(&mut self, metrics: &Path, began: u64) -> Result<()> {
         let unread = |e| Error::io("read", metrics, e);
         let file = match safe_open::open(metrics) {
             Ok(file) => file,
@@ -168,6 +170,9 @@ impl Sum {
         while let Some(line) = lines.previous().map_err(unread)? {
             // Lines may be cut short or damaged.
             let Some(step) = parse_record::<Step>(line.text) else { continue };
+            if step.step <= began {
+                break;
+            }
             self.steps += step.step_ms;
             self.loader += step.loader_ms;
             self.eval += step.eval_ms.unwrap_or(0.0);
@@ -183,7 +188,7 @@ mod tests {
     use crate::telemetry::starts::PreviousStart;
 
     fn start(number: u64, time: f64, previous: Option<PreviousStart>) -> Start {
-        Start { start: number, time, startup_seconds: 2.0, step: 0, previous }
+        Start { start: number, time, startup_seconds: 2.0, step: 0, previous, job: None }
     }
 
     fn previous(end: StartEnd, time: f64, steps_lost: u64, seconds_lost: f64) -> PreviousStart {
@@ -246,7 +251,8 @@ mod tests {
         let metrics = dir.path().join("metrics.jsonl");
         let last = Pauses { eval_ms: 250.0, save_ms: 125.0 };
         assert_eq!(Goodput::measure(dir.path(), &metrics, 0.0, last).unwrap(), None);
-        let began = starts::record(dir.path(), &metrics, 0, 2.0, StartEnd::Killed).unwrap()[0].time;
+        let first = starts::record(dir.path(), &metrics, 4, 2.0, StartEnd::Killed, None).unwrap();
+        let began = first[0].time;
         let step = |step, save_ms| Step {
             step,
             step_ms: 1000.0,
@@ -255,7 +261,8 @@ mod tests {
             save_ms,
             ..Step::default()
         };
-        let lines = [step(1, None), step(2, Some(375.0))];
+        // Step 4 is of an older version.
+        let lines = [step(4, None), step(5, None), step(6, Some(375.0))];
         let text: String =
             lines.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
         std::fs::write(&metrics, text).unwrap();

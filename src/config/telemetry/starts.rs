@@ -10,8 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use super::long_lines::{FromEnd, parse_record};
 use super::metrics::Step;
+use crate::Config;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
+use hpctrain_data::ExcludedSummary;
 
 /// The name of the file in a run's directory.
 pub const FILE: &str = "starts.jsonl";
@@ -52,8 +54,51 @@ pub struct PreviousStart {
     pub seconds_lost: f64,
 }
 
+/// The job of a start: its training, and its hosts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StartedJob {
+    /// The version of the program.
+    pub hpctrain: String,
+    /// The host of each rank; empty if workers of parameter servers computed the gradients.
+    pub hosts: Vec<String>,
+    /// The position in the training data before its first step.
+    pub position: u64,
+    /// The samples that it does not read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub excluded: Option<ExcludedSummary>,
+    /// Its resolved configuration, as TOML.
+    pub config: String,
+}
+
+impl StartedJob {
+    /// Returns the job of this program with a resolved configuration.
+    ///
+    /// # Errors
+    /// Returns an error if the configuration cannot be serialized.
+    pub fn new(
+        config: &Config,
+        hosts: Vec<String>,
+        position: u64,
+        excluded: Option<ExcludedSummary>,
+    ) -> Result<Self> {
+        let hpctrain = env!("CARGO_PKG_VERSION").to_owned();
+        Ok(Self { hpctrain, hosts, position, excluded, config: config.to_toml()? })
+    }
+
+    /// Returns the resolved configuration.
+    ///
+    /// # Errors
+    /// Returns an error if this version cannot read it.
+    pub fn configuration(&self) -> Result<Config> {
+        self.config.parse::<Config>().map_err(|e| {
+            Error::input(format!("{FILE}: the configuration of a start: {}", e.message()))
+                .hint(format!("use hpctrain {}, which wrote it", self.hpctrain))
+        })
+    }
+}
+
 /// A start of a run.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Start {
     /// The number of the start, from 1.
     pub start: u64,
@@ -66,6 +111,17 @@ pub struct Start {
     /// The start before it; absent in the first one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub previous: Option<PreviousStart>,
+    /// Its job; absent in records of older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<StartedJob>,
+}
+
+impl Start {
+    /// Returns the last of these starts that went on from before `step`: the one that took the step,
+    /// or would take it.
+    pub fn of_step(starts: &[Self], step: u64) -> Option<&Self> {
+        starts.iter().rev().find(|start| start.step < step)
+    }
 }
 
 /// Reads the starts of the run in directory `run`; lines that cannot be read are skipped.
@@ -82,7 +138,8 @@ pub fn read(run: &Path) -> Result<Vec<Start>> {
 }
 
 /// Records a start that goes on from `step` and whose process has run for `startup_seconds`, before
-/// later records at `metrics` are removed. `end` is how the start before ended. Returns all starts.
+/// later records at `metrics` are removed. `end` is how the start before ended, `job` the job of this
+/// one. Returns all starts.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read or written.
@@ -92,13 +149,13 @@ pub fn record(
     step: u64,
     startup_seconds: f64,
     end: StartEnd,
+    job: Option<StartedJob>,
 ) -> Result<Vec<Start>> {
     let mut starts = read(run)?;
     let time = super::unix_time();
     let previous = starts.last().map(|before| previous(before, metrics, step, end)).transpose()?;
     let start = starts.last().map_or(1, |before| before.start + 1);
-    let this = Start { start, time, startup_seconds, step, previous };
-    starts.push(this);
+    let this = Start { start, time, startup_seconds, step, previous, job };
     let path = run.join(FILE);
     let refused = |e| Error::io("write", &path, e);
     let line = serde_json::to_string(&this).map_err(|e| Error::internal(format!("start: {e}")))?;
@@ -111,6 +168,7 @@ pub fn record(
     let line = format!("{}{line}\n", if is_torn { "\n" } else { "" });
     let mut file = own_files::append(&path).map_err(refused)?;
     file.write_all(line.as_bytes()).map_err(refused)?;
+    starts.push(this);
     Ok(starts)
 }
 
@@ -192,12 +250,14 @@ mod tests {
     fn a_start_notes_the_steps_that_the_one_before_has_lost() {
         let run = tempfile::tempdir().unwrap();
         let metrics = run.path().join("metrics.jsonl");
-        let record = |step, end| record(run.path(), &metrics, step, 2.0, end).unwrap();
+        let job = StartedJob::new(&Config::default(), vec!["a".into()], 0, None).unwrap();
+        let record =
+            |step, end| record(run.path(), &metrics, step, 2.0, end, Some(job.clone())).unwrap();
         let first = record(0, StartEnd::Killed);
         assert_eq!((first.len(), first[0].step, first[0].previous), (1, 0, None));
         // Steps 1 to 7, of which 3 are in a checkpoint.
         write(&metrics, 1..=7, first[0].time);
-        let second = record(3, StartEnd::Killed)[1];
+        let second = record(3, StartEnd::Killed)[1].clone();
         let previous = second.previous.unwrap();
         assert_eq!((second.start, second.step, second.startup_seconds), (2, 3, 2.0));
         assert_eq!((previous.step, previous.steps_lost, previous.seconds_lost), (7, 4, 3.0));
@@ -211,6 +271,9 @@ mod tests {
         let previous = all[2].previous.unwrap();
         assert_eq!((all[2].start, previous.steps_lost, previous.time), (3, 0, second.time));
         assert_eq!(read(run.path()).unwrap(), all);
+        assert_eq!(all[0].job.as_ref().unwrap().configuration().unwrap(), Config::default());
+        let of_step = |step| Start::of_step(&all, step).map(|start| start.start);
+        assert_eq!([0, 1, 3, 4].map(of_step), [None, Some(1), Some(1), Some(3)]);
         let failures = Failures::from_starts(&all);
         assert_eq!(failures, Failures { count: 1, seconds: 7.0 });
     }

@@ -27,6 +27,7 @@ use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::goodput::Pauses;
 use hpctrain_config::telemetry::metrics::Step;
+use hpctrain_config::telemetry::starts::StartedJob;
 use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_config::{EpochLength, Eval, ResolvedConfig};
 use hpctrain_cpu::Cpu;
@@ -143,7 +144,9 @@ impl<'a, 'h> Session<'a, 'h> {
         let samples = splits.train.samples();
         let epoch_steps = EpochLength::new(&plan.config, samples).steps(plan.config.batch.global);
         let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(epoch_steps));
-        record_start(directory, progress.step, started)?;
+        // Parameter servers do not support data.exclude, and workers may come from any host.
+        let job = StartedJob::new(&plan.config, Vec::new(), progress.position, None)?;
+        record_start(directory, progress.step, started, job)?;
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
         let shares = terms.shares(&plan);
         let is_synchronous = terms.is_synchronous();

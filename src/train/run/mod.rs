@@ -597,6 +597,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             let published = self.tolerated(ended)?;
             self.note_published(published.flatten());
             self.note_save_pause(start);
+            self.hang_timeout.note_writing(self.saver.is_busy());
         }
         self.schedule.save_is_due = flags.any(ControlFlags::DUE);
         self.schedule.ending = self.stop_requests.outcome(flags);
@@ -714,6 +715,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.begin_save()?;
         self.note_save_pause(start);
         self.hang_timeout.note(phase, start.elapsed());
+        if phase == Phase::BusySave {
+            // The one before was waited for.
+            self.hang_timeout.note_writing(false);
+        }
+        self.hang_timeout.note_writing(self.saver.is_busy());
         Ok(())
     }
 

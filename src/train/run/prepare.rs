@@ -26,7 +26,7 @@ use hpctrain_comm::{self as comm, Comm, Group};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::goodput::Pauses;
-use hpctrain_config::telemetry::starts::Failures;
+use hpctrain_config::telemetry::starts::{Failures, StartedJob};
 use hpctrain_config::telemetry::{logging, say, startup_summary};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{
@@ -260,7 +260,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         let epoch_loss = validation
             .is_none()
             .then(|| EpochLoss::new(epoch_length.steps(plan.config.batch.global)));
-        let starts = root.then(|| record_start(directory, progress.step, started));
+        let excluded = plan.excluded.as_ref().map(|excluded| excluded.summary());
+        let starts = root.then(|| {
+            StartedJob::new(&plan.config, topology.hosts(), progress.position, excluded)
+                .and_then(|job| record_start(directory, progress.step, started, job))
+        });
         let starts = world.all_ok(starts.transpose())?;
         let failures = Failures::from_starts(starts.as_deref().unwrap_or_default());
         let is_auto = plan.config.checkpoint.every == OrAuto::Auto;
