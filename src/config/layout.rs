@@ -6,8 +6,8 @@ use std::ops::Range;
 use super::epochs;
 use super::range::out_of_range;
 use super::{
-    Compute, Config, Interval, LayerList, LocalSgdConfig, MessageDtype, ModelKind, Parallel,
-    ReduceChoice,
+    Compute, Config, DataOrder, Interval, LayerList, LocalSgdConfig, MessageDtype, ModelKind,
+    Parallel, ReduceChoice,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
@@ -371,7 +371,7 @@ pub fn virtual_ranks(
 ) -> Result<(usize, ReduceAfter)> {
     let virtual_ranks = given_virtual_ranks(config, replicas, mesh)?;
     let after_step = || Ok((virtual_ranks, after_step(config, virtual_ranks, mesh)?));
-    if config.parallel.reduce == ReduceChoice::Step {
+    if matches!(config.parallel.reduce, ReduceChoice::Step | ReduceChoice::Blocks) {
         return after_step();
     }
     let is_asked = config.parallel.reduce == ReduceChoice::Micro;
@@ -391,7 +391,7 @@ pub fn virtual_ranks(
 }
 
 /// Returns how gradients are reduced at the end of a step: in blocks where ranks have unequal
-/// numbers of virtual ranks, or where only blocks give the bits of one rank.
+/// numbers of virtual ranks, or where only blocks give the bits of one rank and these are asked for.
 fn after_step(config: &Config, virtual_ranks: usize, mesh: &Mesh) -> Result<ReduceAfter> {
     let is_local = config.local_sgd.sync_every != Interval::Steps(0);
     if is_local || VirtualRanks::are_in_one_tree(virtual_ranks, mesh.replica, mesh.shard) {
@@ -399,38 +399,64 @@ fn after_step(config: &Config, virtual_ranks: usize, mesh: &Mesh) -> Result<Redu
     }
     let ranks = mesh.data();
     let are_equal = virtual_ranks.is_multiple_of(ranks);
-    let comm = &config.comm;
-    let algorithm = comm.algorithm.fixed().filter(|one| *one != Algorithm::HalvingDoubling);
-    let refused = match algorithm {
-        _ if config.parallel.storage == Storage::Central => {
-            Some("parallel.storage = central".into())
-        }
-        _ if comm.dtype == MessageDtype::Bf16 => Some("comm.dtype = bf16".into()),
-        Some(algorithm) => Some(format!("comm.algorithm = {algorithm}")),
-        None => None,
+    let reduce = config.parallel.reduce;
+    let is_asked = match reduce {
+        ReduceChoice::Blocks => true,
+        ReduceChoice::Auto => config.parallel.virtual_ranks.is_some() && config.comm.deterministic,
+        ReduceChoice::Step | ReduceChoice::Micro => false,
     };
-    match refused {
-        Some(key) if !are_equal => Err(Error::input(format!(
-            "{key} requires as many virtual ranks on every rank, but {ranks} data-parallel ranks \
-             share parallel.virtual_ranks = {virtual_ranks}"
-        ))
-        .hint(format!("{}, or leave the other key out", nearest_multiples(virtual_ranks, ranks)))),
-        // The order of additions is not that of one rank in any case.
-        Some(_) => Ok(ReduceAfter::Step),
-        None if are_equal && (config.parallel.virtual_ranks.is_none() || !comm.deterministic) => {
-            Ok(ReduceAfter::Step)
+    match excludes_blocks(config) {
+        Some((key, value)) if !are_equal || reduce == ReduceChoice::Blocks => {
+            Err(Error::input(format!(
+                "{key} = {value} requires as many virtual ranks on every rank, added without blocks, \
+                 but {ranks} data-parallel ranks share parallel.virtual_ranks = {virtual_ranks}"
+            ))
+            .hint(equal_numbers(config, virtual_ranks, ranks, key)))
         }
-        None => Ok(ReduceAfter::StepInBlocks),
+        None if is_asked || !are_equal => Ok(ReduceAfter::StepInBlocks),
+        _ => Ok(ReduceAfter::Step),
     }
 }
 
-/// Returns the multiples of `ranks` that are nearest to a number of virtual ranks, as a hint.
-fn nearest_multiples(virtual_ranks: usize, ranks: usize) -> String {
-    let up = virtual_ranks.next_multiple_of(ranks);
-    match virtual_ranks > ranks {
-        true => format!("set parallel.virtual_ranks to {} or {up}", up - ranks),
-        false => format!("set parallel.virtual_ranks to {up}"),
+/// Returns a key, with its value, with which gradients cannot be reduced in blocks.
+fn excludes_blocks(config: &Config) -> Option<(&'static str, String)> {
+    let comm = &config.comm;
+    let algorithm = comm.algorithm.fixed().filter(|one| *one != Algorithm::HalvingDoubling);
+    match algorithm {
+        _ if config.parallel.storage == Storage::Central => {
+            Some(("parallel.storage", "central".into()))
+        }
+        _ if comm.dtype == MessageDtype::Bf16 => Some(("comm.dtype", "bf16".into())),
+        _ if config.data.order == DataOrder::Files => Some(("data.order", "files".into())),
+        Some(algorithm) => Some(("comm.algorithm", algorithm.to_string())),
+        None => None,
     }
+}
+
+/// Returns a hint at what gives `ranks` ranks equal numbers of virtual ranks, or at leaving out the
+/// key that requires them.
+fn equal_numbers(config: &Config, virtual_ranks: usize, ranks: usize, key: &str) -> String {
+    let fits = |number: &usize| config.batch.global.is_multiple_of(*number as u64);
+    let most = config.batch.global as usize;
+    let below = (ranks..=virtual_ranks).step_by(ranks).filter(fits).last();
+    let first = virtual_ranks.next_multiple_of(ranks);
+    let above = (first..=most.max(first)).step_by(ranks).find(fits);
+    let numbers: Vec<usize> = below.into_iter().chain(above).collect();
+    let change = match &numbers[..] {
+        [] => format!(
+            "start {} ranks",
+            one_of((1..=virtual_ranks).filter(|n| virtual_ranks.is_multiple_of(*n)))
+        ),
+        numbers => format!("set parallel.virtual_ranks to {}", one_of(numbers.iter().copied())),
+    };
+    format!("{change}, or leave {key} out")
+}
+
+/// Returns numbers as a choice, such as `1, 2 or 4`.
+fn one_of(numbers: impl Iterator<Item = usize>) -> String {
+    let mut words: Vec<String> = numbers.map(|number| number.to_string()).collect();
+    let last = words.pop().unwrap_or_default();
+    if words.is_empty() { last } else { format!("{} or {last}", words.join(", ")) }
 }
 
 /// Returns true if reducing gradients after each micro-batch saves at least half of them, by the
@@ -526,7 +552,7 @@ fn given_virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<
              shards, each of which trains by itself (local_sgd.sync_every)",
             mesh.shard
         ))
-        .hint(nearest_multiples(virtual_ranks, ranks)));
+        .hint(equal_numbers(config, virtual_ranks, ranks, "local_sgd.sync_every")));
     }
     if virtual_ranks < ranks {
         return Err(Error::input(format!(
@@ -552,13 +578,26 @@ pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
     batch(config, virtual_ranks, replicas, &mesh).map(drop)
 }
 
-/// Describes the virtual ranks that `ranks` ranks may share unequally so that the busiest one has as
-/// few of the `global` samples as possible, as the rest of a hint. Empty if there are fewer samples
-/// than ranks.
-fn unequal_shares(global: u64, ranks: u64) -> String {
+/// Describes the virtual ranks that `ranks` ranks may share unequally, as the rest of a hint: the
+/// fewest with which the busiest rank has at most a tenth more samples than with any other number.
+/// Empty where ranks need equal numbers.
+fn unequal_shares(config: &Config, ranks: u64) -> String {
+    let is_local = config.local_sgd.sync_every != Interval::Steps(0);
+    let shares_statistics = matches!(&config.model.layers, LayerList::List(layers)
+        if Layer::synchronised(layers, "model.layers").is_some());
+    if config.parallel.virtual_ranks.is_some()
+        || is_local
+        || shares_statistics
+        || config.parallel.reduce == ReduceChoice::Micro
+        || excludes_blocks(config).is_some()
+    {
+        return String::new();
+    }
+    let global = config.batch.global;
     let busiest = |virtual_ranks: &u64| virtual_ranks.div_ceil(ranks) * (global / virtual_ranks);
-    let divisors = (ranks..=global).filter(|virtual_ranks| global.is_multiple_of(*virtual_ranks));
-    match divisors.min_by_key(busiest) {
+    let divisors = || (ranks..=global).filter(|number| global.is_multiple_of(*number));
+    let least = divisors().map(|number| busiest(&number)).min().unwrap_or_default();
+    match divisors().find(|number| 10 * busiest(number) <= 11 * least) {
         None => String::new(),
         Some(virtual_ranks) => format!(
             ", or let ranks have unequal numbers of virtual ranks: parallel.virtual_ranks={virtual_ranks}"
@@ -592,10 +631,7 @@ pub fn batch(
         ))
         .hint(format!(
             "the nearest batch that does: {nearest}{}",
-            match (config.parallel.virtual_ranks, config.local_sgd.sync_every) {
-                (None, Interval::Steps(0)) => unequal_shares(global, virtual_ranks),
-                _ => String::new(),
-            }
+            unequal_shares(config, virtual_ranks)
         )));
     }
     let virtual_rank_samples = global / virtual_ranks;

@@ -148,6 +148,17 @@ impl ResolvedConfig {
         replicas.map(|replica| assignment.for_shard(replica, rank % self.mesh.shard)).collect()
     }
 
+    /// Returns the number of virtual ranks of each rank of the run.
+    pub fn virtual_ranks_of_all(&self) -> Vec<usize> {
+        let data_rank = |rank: usize| {
+            let coordinates = self.mesh.coordinates(rank);
+            coordinates[Axis::Replica as usize] * self.mesh.shard
+                + coordinates[Axis::Shard as usize]
+        };
+        let count = |rank| self.virtual_ranks_of_rank(data_rank(rank)).iter().map(Vec::len).sum();
+        (0..self.mesh.ranks()).map(count).collect()
+    }
+
     /// Returns the number of virtual ranks that other data-parallel ranks of a stage compute before
     /// rank `rank` begins, because it has fewer than those that have the most.
     pub fn idle_virtual_ranks(&self, rank: usize) -> usize {
@@ -390,7 +401,8 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     config.parallel.replica = Some(mesh.replica);
     config.parallel.virtual_ranks = Some(virtual_ranks);
     config.parallel.reduce = match reduce_after {
-        ReduceAfter::Step | ReduceAfter::StepInBlocks => ReduceChoice::Step,
+        ReduceAfter::Step => ReduceChoice::Step,
+        ReduceAfter::StepInBlocks => ReduceChoice::Blocks,
         ReduceAfter::MicroBatch => ReduceChoice::Micro,
     };
     config.local_sgd.replicas = averaging.map(|averaging| averaging.replicas);
@@ -836,6 +848,16 @@ mod tests {
         // Where sums have one tree anyway, it is faster without blocks.
         let after = |ranks, more: &[&str]| on(ranks, more).reduce_after;
         assert_eq!([1, 2, 4, 8].map(|ranks| after(ranks, &[])), [ReduceAfter::Step; 4]);
+        // The resolved configuration says which it was, also where the default is not the same.
+        assert_eq!(three.config.parallel.reduce, ReduceChoice::Blocks);
+        let hybrid = ["parallel.zero=1", "parallel.shard=3", "batch.global=24"];
+        let default = plan(6, &hybrid).unwrap();
+        assert_eq!(default.reduce_after, ReduceAfter::Step);
+        let facts = Environment { ranks: 6, threads: 2, vocabulary: None, on_gpu: false };
+        assert_eq!(resolve(default.config.clone(), &facts).unwrap(), default);
+        let blocks = plan(6, &[&hybrid[..], &["parallel.reduce=blocks"]].concat()).unwrap();
+        assert_eq!(blocks.reduce_after, ReduceAfter::StepInBlocks);
+        assert_eq!(resolve(blocks.config.clone(), &facts).unwrap(), blocks);
         let twelve = ["parallel.virtual_ranks=12"];
         assert_eq!(
             [3, 4].map(|ranks| after(ranks, &twelve)),
@@ -850,13 +872,25 @@ mod tests {
             ("comm.dtype=bf16", "comm.dtype = bf16"),
             ("parallel.storage=central", "parallel.storage = central"),
             ("parallel.reduce=micro", "parallel.reduce = micro"),
+            ("data.order=files", "data.order = files"),
             ("local_sgd.sync_every=2", "(local_sgd.sync_every)"),
         ] {
             let error = refusal(3, &[&eight[..], &[refused]].concat());
             assert!(error.contains(key) && error.contains("hint: "), "{error}");
         }
         let error = refusal(3, &[&eight[..], &["comm.algorithm=vendor"]].concat());
-        assert!(error.contains("set parallel.virtual_ranks to 6 or 9, or leave"), "{error}");
+        assert!(error.contains("set parallel.virtual_ranks to 6 or 12, or leave"), "{error}");
+        // A hint names only values that work.
+        let few = ["batch.global=8", "parallel.virtual_ranks=8", "comm.algorithm=ring"];
+        let error = refusal(3, &few);
+        assert!(
+            error.ends_with("hint: start 1, 2, 4 or 8 ranks, or leave comm.algorithm out"),
+            "{error}"
+        );
+        let error = refusal(3, &["comm.algorithm=ring"]);
+        assert!(!error.contains("unequal"), "{error}");
+        let error = refusal(7, &["batch.global=1024"]);
+        assert!(error.ends_with("parallel.virtual_ranks=32"), "{error}");
     }
 
     #[test]

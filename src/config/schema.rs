@@ -434,7 +434,9 @@ sections! {
         /// to time that would be idle, at the cost of more memory for activations.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
         /// When gradients are reduced over shards: `step`, once at the end of a step, until which
-        /// ranks add full gradients; `micro`, after each micro-batch, so that a rank has the full
+        /// ranks add full gradients; `blocks`, at the same time, in the order of one rank where ranks
+        /// have unequal numbers of virtual ranks or not a power of two of them (`auto` does this if
+        /// `virtual_ranks` is set); `micro`, after each micro-batch, so that a rank has the full
         /// gradients of two blocks and parts of its shard, for as many reduce-scatters as
         /// micro-batches; or `auto`: micro with ZeRO 2 and 3 where it saves at least half of the
         /// gradients. `micro` requires one micro-batch per virtual rank, and powers of two of
@@ -915,13 +917,15 @@ pub enum ReduceChoice {
     Auto,
     /// At the end of a step.
     Step,
+    /// At the end of a step, in the order of one rank on any number of ranks.
+    Blocks,
     /// After each micro-batch.
     Micro,
 }
 
 impl ReduceChoice {
     /// All choices.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Step, Self::Micro];
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Step, Self::Blocks, Self::Micro];
 }
 
 impl fmt::Display for ReduceChoice {
@@ -929,6 +933,7 @@ impl fmt::Display for ReduceChoice {
         f.pad(match self {
             Self::Auto => "auto",
             Self::Step => "step",
+            Self::Blocks => "blocks",
             Self::Micro => "micro",
         })
     }

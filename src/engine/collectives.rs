@@ -15,7 +15,7 @@ use hpctrain_comm::{
 use hpctrain_config::ResolvedConfig;
 use hpctrain_device::{Element, Kernels};
 use hpctrain_nn::Blocks;
-use hpctrain_parallel::{Groups, Storage};
+use hpctrain_parallel::{Groups, ReduceAfter, Storage};
 
 /// Collectives of shards on units.
 const SHARD_OPERATIONS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
@@ -123,7 +123,13 @@ pub fn groups<B: Kernels>(
     // With one rank there is nothing to measure.
     let alone = (comm.size() == 1).then_some(Algorithm::HalvingDoubling);
     let is_bf16 = sums_bf16(plan);
-    let (of_shards, of_replicas) = match plan.config.comm.algorithm.fixed().or(alone) {
+    let in_blocks = plan.reduce_after == ReduceAfter::StepInBlocks;
+    // Then parts of parameters, too, are unequal, or not sharded.
+    let is_direct =
+        in_blocks && (shard.size() == 1 || !plan.virtual_ranks.is_multiple_of(shard.size()));
+    let direct = is_direct.then_some(Algorithm::HalvingDoubling);
+    let fixed = plan.config.comm.algorithm.fixed().or(alone).or(direct);
+    let (of_shards, of_replicas) = match fixed {
         Some(algorithm) => (AlgorithmTable::uniform(algorithm), AlgorithmTable::uniform(algorithm)),
         // Algorithms round at different points, so a measurement must not choose the bits.
         None if is_bf16 => {
@@ -167,8 +173,12 @@ pub fn groups<B: Kernels>(
         describe(replica, &of_replicas, replica_operations(storage), "replicas"),
     ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
-    let line =
-        if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
+    let line = match () {
+        () if parts.is_empty() => String::new(),
+        () if is_direct => format!("{} ranks: unequal parts to their owners", plan.mesh.data()),
+        () if in_blocks => format!("gradients to their owners; {} ({how})", parts.join("; ")),
+        () => format!("{} ({how})", parts.join("; ")),
+    };
     Ok((
         groups.with_algorithms(of_shards, of_replicas),
         CollectiveChoices { summary: line, to_save: found },

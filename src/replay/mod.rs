@@ -230,7 +230,7 @@ fn layouts(config: &Config, options: &ReplayOptions) -> Vec<Config> {
             shard,
             replica,
             storage: Storage::Ranks,
-            reduce: ReduceChoice::Step,
+            reduce: ReduceChoice::Blocks,
         }
     };
     let zero = if ranks == 1 || config.local_sgd.replicas.is_some() {

@@ -149,6 +149,7 @@ impl Records {
                 plan.config.log.straggler_factor,
                 plan.mesh.data(),
                 plan.config.log.straggler_window,
+                plan.virtual_ranks_of_all(),
             ),
         })
     }

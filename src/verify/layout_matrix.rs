@@ -74,7 +74,12 @@ impl LayoutRow {
         config.parallel.shard = Some(self.shard);
         config.parallel.replica = Some(self.replica);
         config.parallel.storage = self.storage;
-        config.parallel.reduce = self.reduce;
+        config.parallel.reduce = match self.zero {
+            // Without shards only the order of additions is left to choose.
+            Zero::Zero if base.parallel.reduce == ReduceChoice::Micro => ReduceChoice::Auto,
+            Zero::Zero => base.parallel.reduce,
+            _ => self.reduce,
+        };
         config.parallel.owners = if self.storage == Storage::Central { self.shard } else { 1 };
         config
     }

@@ -118,11 +118,23 @@ fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
     parts.collect::<Vec<_>>().join(", ")
 }
 
+/// Describes the virtual ranks, and how many a rank has where these are unequal numbers.
+fn virtual_ranks(plan: &ResolvedConfig) -> String {
+    let total = plan.virtual_ranks;
+    let total = if total == 1 { "1 virtual rank".into() } else { format!("{total} virtual ranks") };
+    let most = plan.assignment().most();
+    match plan.virtual_ranks.is_multiple_of(plan.replicas() * plan.mesh.shard) {
+        true => total,
+        false => format!("{total} ({} or {most} a rank)", most - 1),
+    }
+}
+
 /// Returns when gradients are reduced over shards, if there is a choice.
 fn reductions(plan: &ResolvedConfig) -> Option<&'static str> {
     let is_choice = plan.mesh.shard > 1 && plan.step_schedule(0).micros() > 1;
     is_choice.then_some(match plan.reduce_after {
-        ReduceAfter::Step | ReduceAfter::StepInBlocks => "once per step",
+        ReduceAfter::Step => "once per step",
+        ReduceAfter::StepInBlocks => "once per step, in blocks of virtual ranks",
         ReduceAfter::MicroBatch => "after each micro-batch",
     })
 }
@@ -251,7 +263,7 @@ pub fn startup_summary(plan: &ResolvedConfig, facts: &StartupFacts<'_>) -> Strin
             mesh.shard,
             mesh.tensor,
             u8::from(plan.config.parallel.zero),
-            plural(plan.virtual_ranks, "virtual rank"),
+            virtual_ranks(plan),
             reductions(plan).map_or(String::new(), |when| format!(", gradients reduced {when}")),
         ),
     );

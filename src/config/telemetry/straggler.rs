@@ -30,8 +30,10 @@ pub struct Stragglers {
     /// The least factor by which a rank must exceed the median, besides [`NOTICEABLE`]; 0 disables
     /// the detection.
     factor: f64,
-    /// The number of ranks of a pipeline stage, which are consecutive and have equal work.
+    /// The number of ranks of a pipeline stage, which are consecutive.
     stage_ranks: usize,
+    /// The number of virtual ranks of every rank.
+    virtual_ranks: Vec<usize>,
     /// The number of steps per window.
     window: u64,
     /// The steps in the current window, and the seconds of every rank in it.
@@ -41,9 +43,19 @@ pub struct Stragglers {
 
 impl Stragglers {
     /// Creates a detector of ranks that compute `factor` times as long as the median of the
-    /// `stage_ranks` ranks of their stage over `window` steps; a factor of 0 disables it.
-    pub fn new(factor: f64, stage_ranks: usize, window: u64) -> Self {
-        Self { factor, stage_ranks, window, steps: 0, seconds: Vec::new() }
+    /// `stage_ranks` ranks of their stage over `window` steps, if all had as many virtual ranks; a
+    /// factor of 0 disables it.
+    pub fn new(factor: f64, stage_ranks: usize, window: u64, virtual_ranks: Vec<usize>) -> Self {
+        Self { factor, stage_ranks, virtual_ranks, window, steps: 0, seconds: Vec::new() }
+    }
+
+    /// Returns the seconds of ranks as if each had as many virtual ranks as the one with the most.
+    fn of_equal_work(&self, seconds: &[f64]) -> Vec<f64> {
+        let most = self.virtual_ranks.iter().copied().max().unwrap_or(1) as f64;
+        let scale = |rank: usize| {
+            most / self.virtual_ranks.get(rank).map_or(most, |own| (*own).max(1) as f64)
+        };
+        seconds.iter().enumerate().map(|(rank, seconds)| seconds * scale(rank)).collect()
     }
 
     /// Adds a step: the seconds that each rank computed, without waits for messages and data. When
@@ -58,7 +70,9 @@ impl Stragglers {
         self.steps = 0;
         let seconds = std::mem::take(&mut self.seconds);
         let mut stragglers = Vec::new();
-        for (stage, stage_seconds) in seconds.chunks(self.stage_ranks.max(1)).enumerate() {
+        for (stage, stage_seconds) in
+            self.of_equal_work(&seconds).chunks(self.stage_ranks.max(1)).enumerate()
+        {
             let found = slow(stage_seconds, self.factor, self.window);
             stragglers.extend(
                 found
@@ -108,7 +122,7 @@ mod tests {
 
     #[test]
     fn a_slow_rank_is_named_once_a_window() {
-        let mut stragglers = Stragglers::new(1.5, 4, 20);
+        let mut stragglers = Stragglers::new(1.5, 4, 20, vec![1; 4]);
         let seconds = [1.0, 1.25, 1.0, 2.0];
         assert_eq!(found(&mut stragglers, 19, &seconds), []);
         let slow = Straggler { rank: 3, times: 2.0 };
@@ -117,8 +131,16 @@ mod tests {
     }
 
     #[test]
+    fn ranks_with_more_virtual_ranks_are_not_slow() {
+        let mut stragglers = Stragglers::new(1.5, 3, 1, vec![2, 1, 1]);
+        assert_eq!(found(&mut stragglers, 1, &[2.0, 1.0, 1.0]), []);
+        let slow = Straggler { rank: 2, times: 2.0 };
+        assert_eq!(found(&mut stragglers, 1, &[2.0, 1.0, 2.0]), [slow]);
+    }
+
+    #[test]
     fn one_slow_step_does_not_make_a_straggler() {
-        let mut stragglers = Stragglers::new(1.5, 4, 20);
+        let mut stragglers = Stragglers::new(1.5, 4, 20, vec![1; 4]);
         stragglers.step(&[1.0, 8.0, 1.0]);
         assert_eq!(found(&mut stragglers, 19, &[1.0; 3]), []);
         // The next window has forgotten it.
@@ -128,14 +150,14 @@ mod tests {
     #[test]
     fn one_of_two_can_be_slow_and_one_alone_cannot() {
         let slow = Straggler { rank: 0, times: 3.0 };
-        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1), 1, &[3.0, 1.0]), [slow]);
-        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1), 9, &[3.0]), []);
-        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1), 9, &[0.0, 0.0]), []);
+        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1, vec![1; 2]), 1, &[3.0, 1.0]), [slow]);
+        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1, vec![1; 2]), 9, &[3.0]), []);
+        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1, vec![1; 2]), 9, &[0.0, 0.0]), []);
     }
 
     #[test]
     fn a_rank_of_short_steps_is_not_slow_by_noise() {
-        let mut stragglers = Stragglers::new(1.5, 4, 20);
+        let mut stragglers = Stragglers::new(1.5, 4, 20, vec![1; 4]);
         assert_eq!(found(&mut stragglers, 40, &[1.0 / 256.0, 2.0 / 256.0]), []);
         assert_eq!(
             found(&mut stragglers, 20, &[1.0 / 256.0, 3.0 / 256.0]),
@@ -145,7 +167,7 @@ mod tests {
 
     #[test]
     fn ranks_are_compared_with_those_of_their_stage() {
-        let mut stragglers = Stragglers::new(1.5, 2, 1);
+        let mut stragglers = Stragglers::new(1.5, 2, 1, vec![1; 2]);
         assert_eq!(found(&mut stragglers, 1, &[1.0, 1.0, 9.0, 9.0]), []);
         assert_eq!(
             found(&mut stragglers, 1, &[1.0, 1.0, 3.0, 9.0]),
@@ -155,6 +177,6 @@ mod tests {
 
     #[test]
     fn zero_finds_none() {
-        assert_eq!(found(&mut Stragglers::new(0.0, 2, 1), 9, &[9.0, 1.0]), []);
+        assert_eq!(found(&mut Stragglers::new(0.0, 2, 1, vec![1; 2]), 9, &[9.0, 1.0]), []);
     }
 }

@@ -244,6 +244,7 @@ mod tests {
         assert_eq!(interval(0.005, 0.1, 0.01), 5);
         assert_eq!(interval(0.0, 0.1, 0.01), 1);
         assert_eq!(interval(0.0009, 0.1, 0.01), 1);
-        assert_eq!(interval(1.0, 0.5, 0.01), 10_000);
+        assert_eq!(interval(1.0, 0.5, 0.01), 200);
+        assert_eq!(interval(1.0, 0.001, 0.01), 10_000);
     }
 }
