@@ -231,8 +231,8 @@ fn candidates(all: &[(String, Vec<Found>)]) -> (Vec<Candidate>, Vec<Incomplete>)
 }
 
 impl NodeDirectory {
-    /// Returns the newest outline of run `run` on this node, with the step of a slot beside it, whole
-    /// or not. The settings that stay the same for a run are in any of them.
+    /// Returns the newest outline of run `run` on this node, with the step of one of its slots,
+    /// whole or not. The settings that stay the same for a run are in any of them.
     pub fn newest_outline(&self, run: &str) -> Option<Manifest> {
         let mut newest: Option<Manifest> = None;
         for job in self.jobs().ok()? {
@@ -589,7 +589,7 @@ mod tests {
             whole[0].slots,
             [places(&a, "rank-00000.own.1"), places(&b, "rank-00001.own.1")]
         );
-        // A kill leaves such ones beside a whole one, so they need no warning.
+        // A kill leaves such ones and a whole one, so they need no warning.
         let why = |step, rank| Incomplete {
             what: format!(
                 "the in-memory checkpoint of step {step}: no node has a whole slot of rank {rank}"

@@ -316,8 +316,8 @@ impl<B: Kernels> Load<'_, B> {
     /// logged.
     ///
     /// # Errors
-    /// Returns an error, the same on all ranks, if it is of another model, optimizer or data, as for
-    /// a checkpoint in files.
+    /// Returns an error, the same on all ranks, if it is of another model, optimizer or data, as
+    /// for a checkpoint in files.
     fn load_memory(
         &mut self,
         here: &NodeSlots,

@@ -195,7 +195,7 @@ fn fewer_copies(
     one.or_else(|| with(&without_copies(plan), CopyInterval::Steps(0), 1))
 }
 
-/// Returns the setting that takes no in-memory checkpoints, with which their other keys are refused.
+/// Returns the setting that takes no in-memory checkpoints; their other keys are refused with it.
 fn without_copies(plan: &ResolvedConfig) -> String {
     let MemoryCheckpoint { every, .. } = plan.config.memory_checkpoint;
     let has_others =
