@@ -192,7 +192,8 @@ impl Pipeline {
             messages_on_device: false,
             resident: memory::resident().0,
             cache: 0,
-            nodes: 1,
+            foreign_ranks: 0,
+            replaced: 0,
         };
         let blocks = plan.network.blocks_summary();
         let work = plan.network.work_per_block(plan.config.parallel.recompute);

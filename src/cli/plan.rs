@@ -140,12 +140,13 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = |per_node: usize| config.run.threads.unwrap_or((cores / per_node).max(1));
     let resident = memory::resident().0;
-    let held = |messages_on_device| BaselineMemory {
+    let held = |messages_on_device, per_node: usize| BaselineMemory {
         messages: 0,
         messages_on_device,
         resident,
         cache: 0,
-        nodes: 1,
+        foreign_ranks: usize::from(ranks > per_node),
+        replaced: 0,
     };
     let given = args.nodes.map(|nodes| ranks_per_node(ranks, nodes as usize)).transpose()?;
     let (machine, per_node, held) = match &args.machine {
@@ -160,7 +161,7 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
                 ))
                 .hint(format!("--nodes {} or more", ranks.div_ceil(most))));
             }
-            let held = held(machine.gpu);
+            let held = held(machine.gpu, per_node);
             (machine, per_node, held)
         }
         None => {
@@ -169,7 +170,7 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
                     .hint("describe them: --machine h100x8; or measure them: mpirun -np N hpctrain plan --measure"));
             }
             let per_node = given.unwrap_or(ranks);
-            let held = held(false);
+            let held = held(false, per_node);
             let limit = config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
             let share =
                 memory::available().map_or(usize::MAX, |bytes| bytes / per_node + held.resident);

@@ -78,15 +78,17 @@ pub fn check(config: &Config) -> Result<()> {
             ("disk_dir", disk_dir.clone()),
             ("disk_every", (*disk_every != default.disk_every).then(|| disk_every.to_string())),
         ];
-        return match set.into_iter().find_map(|(key, value)| Some((key, value?))) {
-            None => Ok(()),
-            Some((key, value)) => Err(Error::input(format!(
-                "memory_checkpoint.{key} = {value} does nothing with memory_checkpoint.every = 0"
-            ))
-            .hint(format!(
-                "set memory_checkpoint.every=1 or another number of steps, or remove {key}"
-            ))),
-        };
+        let set: Vec<(&str, String)> =
+            set.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+        let Some((key, value)) = set.first() else { return Ok(()) };
+        let keys: Vec<&str> = set.iter().map(|(key, _)| *key).collect();
+        return Err(Error::input(format!(
+            "memory_checkpoint.{key} = {value} does nothing with memory_checkpoint.every = 0"
+        ))
+        .hint(format!(
+            "set memory_checkpoint.every=1 or another number of steps, or remove {}",
+            keys.join(", ")
+        )));
     }
     if !(1..=MOST_KEPT).contains(keep) {
         return Err(out_of_range("memory_checkpoint.keep", keep, "from 1 to 16"));
@@ -169,5 +171,8 @@ mod tests {
             assert!(error.advice().is_some() && error.exit_code() == 2, "{error}");
         }
         checked(&["memory_checkpoint.every=auto", "memory_checkpoint.keep=2"]).unwrap();
+        let all = ["memory_checkpoint.keep=2", "memory_checkpoint.disk_dir='/tmp'"];
+        let error = checked(&all).unwrap_err();
+        assert!(error.advice().unwrap().ends_with("remove keep, disk_dir"), "{error}");
     }
 }

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::own_files;
 use crate::run_dir::RunDirectory;
 use crate::safe_open;
-use crate::telemetry::long_lines::{FromEnd, last_step, parse_record};
+use crate::telemetry::long_lines::{FromEnd, parse_record};
 use crate::telemetry::restarts::{self, Restart};
 use crate::telemetry::run_record::RunRecord;
 use crate::telemetry::{starts, unix_time};
@@ -35,16 +35,16 @@ impl RestartLog {
 
     /// Returns the step that shows whether a start has gained anything: that of the run's newest
     /// checkpoint or, if it takes in-memory checkpoints, from which the next start continues, that
-    /// of its last record.
+    /// of its last record of an update. Steps whose update was skipped gain nothing.
     pub fn reached(&self, run: Option<&Path>) -> Option<u64> {
         let directory = RunDirectory::at(run?);
         let in_memory = directory.takes_memory_checkpoints().unwrap_or(false);
-        let recorded = in_memory.then(|| last_step(&directory.metrics_path()));
+        let recorded = in_memory.then(|| last_update(&directory.metrics_path()));
         let recorded = recorded.transpose().unwrap_or_else(|e| {
-            log::warn!("{}: {e}; counted as no progress", directory.metrics_path().display());
+            log::warn!("{}; counted as no progress", e.message());
             None
         });
-        self.checkpoint(run).max(recorded)
+        self.checkpoint(run).max(recorded.flatten())
     }
 
     /// Records a start that has ended as a line of `restarts.jsonl`.
@@ -114,6 +114,31 @@ struct StepTime {
     step_ms: f64,
 }
 
+/// The fields that show whether a step has gained anything.
+#[derive(Deserialize)]
+struct StepUpdate {
+    step: u64,
+    #[serde(default)]
+    skipped: bool,
+}
+
+/// Returns the last step of `metrics.jsonl` whose update was not skipped, if there is one.
+fn last_update(path: &Path) -> Result<Option<u64>> {
+    let unread = |e| Error::io("read", path, e);
+    let file = match safe_open::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(unread(e)),
+    };
+    let mut lines = FromEnd::new(file).map_err(unread)?;
+    while let Some(line) = lines.previous().map_err(unread)? {
+        if let Some(StepUpdate { step, skipped: false }) = parse_record(line.text) {
+            return Ok(Some(step));
+        }
+    }
+    Ok(None)
+}
+
 /// Returns the number of recorded steps after step `checkpoint`, and their seconds, from the last
 /// lines of `metrics.jsonl`.
 fn steps_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
@@ -155,6 +180,12 @@ mod tests {
         assert_eq!(records.reached(Some(run.path())), None);
         std::fs::write(run.path().join("memory_checkpoint.id"), "id\n").unwrap();
         assert_eq!(records.reached(Some(run.path())), Some(7));
+        // Skipped steps gain nothing.
+        let skipped = "{\"step\":7}\n{\"step\":8,\"skipped\":true}\n";
+        std::fs::write(run.path().join("metrics.jsonl"), skipped).unwrap();
+        assert_eq!(records.reached(Some(run.path())), Some(7));
+        std::fs::remove_file(run.path().join("metrics.jsonl")).unwrap();
+        assert_eq!(records.reached(Some(run.path())), None);
     }
 
     #[test]

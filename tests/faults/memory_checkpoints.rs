@@ -258,3 +258,78 @@ fn slots_of_the_past_are_not_used() {
     assert!(ended.stdout.contains("no checkpoint yet: begins at step 0"), "{ended}");
     run.files().same_as(&self::run(Alone, root.path(), "z", &settings).succeeds(), 12, "again");
 }
+
+/// Settings that do not fit the copies are refused as for files, and the copies stay.
+#[test]
+fn another_optimizer_is_refused_and_removes_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path(), &[]);
+    let run = run(Mpirun(2), root.path(), "x", &[]);
+    killed(&run, 6);
+    let before = slots(root.path(), "own");
+    let other = self::run(Mpirun(2), root.path(), "x", &["optimizer.kind=sgd"]).resume("auto");
+    let ended = other.ends();
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("checkpoint of another optimizer"), "{ended}");
+    assert!(ended.stderr.contains("/shm/hpctrain-") && ended.stderr.contains("hint:"), "{ended}");
+    assert!(before.iter().all(|slot| slot.exists()), "{before:?}");
+    let ended = finished(&run);
+    assert!(resumed(&ended.stdout)[0].1.contains("/shm/hpctrain-"), "{ended}");
+    run.files().same_as(&reference, STEPS, "after a refusal");
+}
+
+/// A run that takes no more copies, or takes them elsewhere, continues from those that it has.
+#[test]
+fn copies_are_found_after_a_change_of_their_settings() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path(), &[]);
+    let elsewhere = root.path().join("shm/elsewhere");
+    std::fs::create_dir_all(&elsewhere).unwrap();
+    let dir = format!("memory_checkpoint.dir={}", elsewhere.display());
+    let off = ["memory_checkpoint.every=0", "memory_checkpoint.dir=/dev/shm"];
+    for (name, settings) in [("off", &off[..]), ("elsewhere", &[&dir])] {
+        let run = run(Mpirun(2), root.path(), name, &[]);
+        let recorded = killed(&run, 6);
+        let ended = finished(&self::run(Mpirun(2), root.path(), name, settings));
+        let (step, from) = &resumed(&ended.stdout)[0];
+        assert!(from.contains("/shm/hpctrain-") && step + 2 >= recorded, "{recorded}: {ended}");
+        run.files().same_as(&reference, STEPS, name);
+        assert!(slots(root.path(), "rank-").is_empty(), "{name}: a run that has ended leaves none");
+        let id = run.files().path("memory_checkpoint.id");
+        assert_eq!(id.exists(), name == "elsewhere", "{name}");
+    }
+}
+
+/// Copies of steps without an update would let a run that diverges go on for ever.
+#[test]
+fn a_run_that_only_skips_is_not_finished_by_restarts() {
+    let root = tempfile::tempdir().unwrap();
+    let wild = ["run.max_skipped=4", "optimizer.lr=1e38", "lr_schedule.warmup=0"];
+    let run = run(Mpirun(2), root.path(), "x", &wild);
+    let ended = start(&mut supervised(&run, &["--retries", "1"])).finish(LIMIT);
+    assert!(!ended.status.success(), "{ended}");
+    assert!(ended.stderr.contains("4 steps in a row were not finite"), "{ended}");
+    assert!(lines(&run.files().path("metrics.jsonl")) < 20, "{ended}");
+    assert!(slots(root.path(), "rank-").is_empty(), "copies of such steps are removed");
+}
+
+/// Nothing but the copies knows the batch of a run without checkpoints in files.
+#[test]
+fn the_batch_of_copies_is_kept() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path(), &[]);
+    let run = run(Mpirun(2), root.path(), "x", &[]);
+    killed(&run, 6);
+    let run = self::run(Alone, root.path(), "x", &[]).resume("auto");
+    let command = run.command();
+    let args = command.get_args().map(|arg| arg.to_str().unwrap().to_owned());
+    let args = args.map(|arg| match &arg[..] {
+        "batch.global=8" => "batch.per_rank=4".to_owned(),
+        _ => arg,
+    });
+    let args: Vec<String> = args.collect();
+    assert!(args.contains(&"batch.per_rank=4".to_owned()), "{args:?}");
+    let ended = start(&mut hpctrain_testkit::launch::program(args)).finish(LIMIT).succeeded();
+    assert!(ended.stdout.contains("/shm/hpctrain-"), "{ended}");
+    run.files().same_as(&reference, STEPS, "with the batch of the run");
+}

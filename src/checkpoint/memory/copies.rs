@@ -31,6 +31,8 @@ const DOWNLOAD: usize = 32 * BLOCK;
 pub struct MemoryJob {
     /// The directory on this node.
     pub node: NodeDirectory,
+    /// Other directories on this node that earlier jobs of the run have used.
+    pub earlier: Vec<NodeDirectory>,
     /// The id of the run.
     pub run: String,
     /// The id of the job.
@@ -45,6 +47,8 @@ pub struct MemoryJob {
     pub keep: usize,
     /// The partner of every rank, if there are several nodes.
     pub partners: Option<Vec<usize>>,
+    /// The number of ranks of other nodes whose partners are on this node.
+    pub foreign_ranks_here: usize,
     /// The directory on a disk of this node, and the steps between copies there.
     pub disk: Option<(NodeDirectory, u64)>,
 }
@@ -61,6 +65,8 @@ impl MemoryJob {
 pub struct MemoryCheckpoints<B: Kernels> {
     backend: B,
     node: NodeDirectory,
+    /// Other directories on this node that earlier jobs of the run have used.
+    earlier: Vec<NodeDirectory>,
     path: PathBuf,
     header: Header,
     is_first_of_node: bool,
@@ -77,6 +83,9 @@ pub struct MemoryCheckpoints<B: Kernels> {
     pending: Option<u64>,
     /// Whether a copy was committed.
     has_committed: bool,
+    /// Whether the first copy was committed in this round, so that another rank may not yet have
+    /// removed the slots of earlier jobs.
+    is_first_commit: bool,
     /// Set once this rank could not write a copy.
     has_failed: bool,
     /// The copies on a disk, if there are some.
@@ -132,6 +141,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         let mut checkpoints = Self {
             backend: backend.clone(),
             node: job.node,
+            earlier: job.earlier,
             path,
             is_first_of_node: job.is_first_of_node,
             slots: Vec::new(),
@@ -141,6 +151,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             is_writing: false,
             pending: None,
             has_committed: false,
+            is_first_commit: false,
             has_failed: false,
             has_failed_on_disk: false,
             partner: None,
@@ -180,13 +191,14 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             | ControlFlags::ON_DISK.when(is_on_disk && !self.has_failed_on_disk)
     }
 
-    /// Receives the flags of all ranks.
+    /// Receives the flags of all ranks. Called once per round.
     pub fn receive(&mut self, flags: &AllFlags) {
         if let Some(disk) = &mut self.disk
             && flags.all(ControlFlags::ON_DISK)
         {
             disk.commit();
         }
+        self.is_first_commit = false;
         let Some(step) = self.pending else { return };
         if !flags.all(ControlFlags::MEMORY_CHECKPOINT) {
             return;
@@ -196,18 +208,21 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         if self.kept.len() > self.keep {
             self.kept.pop_front();
         }
-        if !std::mem::replace(&mut self.has_committed, true) && self.is_first_of_node {
+        self.is_first_commit = !std::mem::replace(&mut self.has_committed, true);
+        if self.is_first_commit && self.is_first_of_node {
             self.node.remove_others(&self.header.job);
+            self.earlier.iter().for_each(NodeDirectory::remove);
         }
         if let (Some(disk), Some(slot)) = (&mut self.disk, self.slots.get(self.current)) {
             disk.begin_if_due(step, self.current, slot.path());
         }
     }
 
-    /// Begins a copy, unless the one before is not committed yet, which would leave no whole step.
-    /// Returns whether it has begun.
+    /// Begins a copy, unless the one before is not committed yet, which would leave no whole step,
+    /// or the slots of earlier jobs may still take the memory of the next one. Returns whether it
+    /// has begun.
     pub fn begin(&mut self) -> bool {
-        if self.pending.is_some() || self.has_failed {
+        if self.pending.is_some() || self.has_failed || self.is_first_commit {
             return false;
         }
         let locked = self.disk.as_ref().and_then(DiskCopies::locked);
@@ -299,6 +314,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         self.has_failed = true;
         if self.is_first_of_node {
             self.node.remove();
+            self.earlier.iter().for_each(NodeDirectory::remove);
             self.disk.iter().for_each(DiskCopies::remove);
         }
     }
@@ -390,28 +406,77 @@ fn check_room(job: &MemoryJob, header: &Header) -> Result<()> {
             Error::input(format!("cannot find the free space of {}: {reason}", root.display()))
                 .hint("set memory_checkpoint.dir to a directory that exists on every node")
         })?;
-    let removed: u64 = job
-        .node
-        .jobs()?
-        .iter()
-        .flat_map(|job_before| job.node.slots(job_before).unwrap_or_default())
-        .filter_map(|slot| Some(slot.metadata().ok()?.len()))
-        .sum();
-    let copies = if job.partners.is_some() { 2 } else { 1 };
-    let needed = (job.ranks_here * job.slots() * copies * bytes(header)) as u64;
+    let removed = job.node.bytes();
+    let needed = bytes_here(job, bytes(header));
     if needed <= free + removed {
         return Ok(());
     }
     let format = |bytes: u64| format_bytes(bytes as usize);
+    let fewer = if job.keep > 1 { "memory_checkpoint.keep=1, or " } else { "" };
     Err(Error::input(format!(
         "{} has {} free, but the in-memory checkpoints of {} ranks need {}",
         root.display(),
         format(free + removed),
-        job.ranks_here,
+        job.ranks_here + job.foreign_ranks_here,
         format(needed)
     ))
-    .hint(
-        "set memory_checkpoint.keep=1, or memory_checkpoint.dir to a larger file system, or \
-         memory_checkpoint.every=0",
-    ))
+    .hint(format!(
+        "set {fewer}memory_checkpoint.dir to a larger file system, or remove [memory_checkpoint]"
+    )))
+}
+
+/// Returns the bytes of all slots on this node, each of `bytes`: those of its ranks and of the
+/// ranks of other nodes whose partners are here.
+fn bytes_here(job: &MemoryJob, bytes: usize) -> u64 {
+    ((job.ranks_here + job.foreign_ranks_here) * job.slots() * bytes) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn job(keep: usize, foreign_ranks_here: usize) -> MemoryJob {
+        MemoryJob {
+            node: NodeDirectory::new(&std::env::temp_dir(), Path::new("/runs/none")),
+            earlier: vec![],
+            run: "run".into(),
+            job: "job".into(),
+            outline: vec![],
+            ranks_here: 1,
+            is_first_of_node: true,
+            keep,
+            partners: None,
+            foreign_ranks_here,
+            disk: None,
+        }
+    }
+
+    #[test]
+    fn slots_of_other_nodes_count_where_their_partners_are() {
+        // Of two nodes with one and three ranks, the first keeps the slots of three others.
+        assert_eq!(bytes_here(&job(1, 3), 10), (1 + 3) * 2 * 10);
+        assert_eq!(bytes_here(&job(1, 0), 10), 2 * 10);
+    }
+
+    #[test]
+    fn fewer_are_suggested_only_if_there_are_more_than_one() {
+        let header = Header {
+            run: "run".into(),
+            job: "job".into(),
+            rank: 0,
+            ranks: 1,
+            outline_crc32: 0,
+            state: vec![],
+            arrays: vec![1 << 50],
+            pieces: vec![],
+        };
+        let advice = |keep| {
+            let error = check_room(&job(keep, 0), &header).unwrap_err();
+            error.advice().unwrap().to_string()
+        };
+        assert!(advice(2).contains("memory_checkpoint.keep=1"), "{}", advice(2));
+        assert!(!advice(1).contains("keep=1"), "{}", advice(1));
+    }
 }

@@ -99,9 +99,11 @@ impl DiskCopies {
         }
     }
 
-    /// Notes that all ranks have written their parts.
+    /// Notes that all ranks have written their parts. Flags of a copy before this one, which this
+    /// rank has not written yet, have no effect.
     pub fn commit(&mut self) {
-        if self.underway.take().is_some() && self.is_first_of_node {
+        let written = self.underway.take_if(|underway| underway.task.is_none());
+        if written.is_some() && self.is_first_of_node {
             self.node.remove_others(&self.job);
         }
     }
@@ -147,6 +149,8 @@ mod tests {
         disk.begin_if_due(9, 0, &slot);
         assert_eq!(disk.locked(), None);
         disk.begin_if_due(10, 0, &slot);
+        disk.commit();
+        assert_eq!(disk.locked(), Some(0), "it is not written yet");
         until_written(&mut disk);
         assert!(disk.is_written().unwrap() && disk.locked() == Some(0));
         assert_eq!(node.jobs().unwrap(), ["before", "job"]);

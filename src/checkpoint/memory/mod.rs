@@ -14,5 +14,5 @@ mod slot;
 
 pub use copies::{MemoryCheckpoints, MemoryJob};
 pub use node_directory::NodeDirectory;
-pub use partner::partners;
+pub use partner::{foreign_ranks, partners};
 pub use restore::{Candidate, NodeSlots, SlotSource, find};

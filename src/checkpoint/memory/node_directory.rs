@@ -17,8 +17,13 @@ use std::fs;
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::statfs;
+
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open, user_dirs};
+
+/// The types of file systems in memory: tmpfs and ramfs.
+const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
 
 /// The file with the outline of a job.
 const OUTLINE: &str = "outline.json";
@@ -113,6 +118,18 @@ impl NodeDirectory {
         Ok(slots)
     }
 
+    /// Returns the bytes of the slots of all jobs, which the next job of the run reuses.
+    pub fn bytes(&self) -> u64 {
+        let jobs = self.jobs().unwrap_or_default();
+        let slots = jobs.iter().flat_map(|job| self.slots(job).unwrap_or_default());
+        slots.filter_map(|slot| Some(fs::symlink_metadata(slot).ok()?.len())).sum()
+    }
+
+    /// Returns true if the files are in memory, not on a disk.
+    pub fn is_in_memory(&self) -> bool {
+        statfs(&self.root).is_ok_and(|found| IN_MEMORY.contains(&(found.f_type as u64)))
+    }
+
     /// Writes the outline of a job.
     ///
     /// # Errors
@@ -177,6 +194,7 @@ mod tests {
         assert_eq!(one.slots("a").unwrap(), [one.path().join("a/rank-00001.own.0")]);
         assert_eq!(one.outline("a", crc32fast::hash(b"text")).unwrap(), b"text");
         assert_eq!(one.outline("a", 7), None);
+        assert_eq!(one.bytes(), 2 * "slot".len() as u64);
         one.remove_others("b");
         assert_eq!(one.jobs().unwrap(), ["b"]);
         one.remove();

@@ -38,6 +38,12 @@ pub fn partners(hosts: &[String]) -> Option<Vec<usize>> {
     Some(places.into_iter().map(partner).collect())
 }
 
+/// Returns the number of ranks of other nodes whose slots node `host` keeps.
+pub fn foreign_ranks(hosts: &[String], host: &str) -> usize {
+    let partners = partners(hosts).unwrap_or_default();
+    partners.into_iter().filter(|partner| hosts[*partner] == host).count()
+}
+
 /// The exchange of slots with partners on other nodes.
 pub struct PartnerCopies<B: Kernels> {
     backend: B,
@@ -176,5 +182,8 @@ mod tests {
         // Ranks may be dealt in turn, and nodes may have different numbers of them.
         assert_eq!(partners_on(&["a", "b", "a", "b"]), Some(vec![1, 0, 3, 2]));
         assert_eq!(partners_on(&["a", "a", "b", "c", "c"]), Some(vec![2, 2, 3, 0, 1]));
+        let hosts = ["a", "b", "b", "b"].map(String::from);
+        assert_eq!(["a", "b", "c"].map(|host| foreign_ranks(&hosts, host)), [3, 1, 0]);
+        assert_eq!(foreign_ranks(&hosts[1..], "b"), 0);
     }
 }

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::node_directory::NodeDirectory;
-use super::slot::{Slot, SlotPiece};
+use super::slot::{Slot, SlotPiece, UNFINISHED};
 use crate::Progress;
 use crate::manifest::Manifest;
 use crate::piece_source::PieceSource;
@@ -32,6 +32,8 @@ pub struct NodeSlots {
     pub node: NodeDirectory,
     /// The directory on a disk of this node.
     pub disk: Option<NodeDirectory>,
+    /// Other directories on this node that earlier jobs of the run have used.
+    pub earlier: Vec<NodeDirectory>,
     /// The id of the run.
     pub run: String,
     /// The name of the node.
@@ -66,6 +68,15 @@ pub struct Candidate {
     slots: Vec<BTreeMap<String, PathBuf>>,
 }
 
+/// An in-memory checkpoint that is passed over.
+#[derive(Debug, PartialEq, Eq)]
+struct Incomplete {
+    /// The checkpoint and the reason.
+    what: String,
+    /// Whether the reason may be that its job was killed, since another one of the job is whole.
+    is_interrupted: bool,
+}
+
 /// Finds the whole in-memory checkpoints of steps until `last` on rank 0, newest first. Logs slots
 /// that are passed over with the reasons. Collective over `world`.
 ///
@@ -83,7 +94,10 @@ pub fn find<B: Backend>(world: &Group<B>, here: &NodeSlots, last: u64) -> Result
     let (mut found, incomplete) = candidates(&all);
     found.retain(|candidate| candidate.progress.step <= last);
     if world.rank() == 0 {
-        incomplete.iter().for_each(|why| log::warn!("passing over {why}"));
+        for Incomplete { what, is_interrupted } in &incomplete {
+            let level = if *is_interrupted { log::Level::Info } else { log::Level::Warn };
+            log::log!(level, "passing over {what}");
+        }
     }
     Ok(found)
 }
@@ -94,10 +108,18 @@ impl NodeSlots {
         if self.share[0] > 0 {
             return;
         }
-        let Some(kept) = kept else { return self.node.remove() };
+        let Some(kept) = kept else {
+            self.node.remove();
+            return self.earlier.iter().for_each(NodeDirectory::remove);
+        };
         self.node.remove_others(&kept.job);
         let files: BTreeSet<&PathBuf> =
             kept.slots.iter().filter_map(|places| places.get(&self.host)).collect();
+        for earlier in &self.earlier {
+            if !files.iter().any(|file| file.starts_with(earlier.path())) {
+                earlier.remove();
+            }
+        }
         for slot in self.node.slots(&kept.job).unwrap_or_default() {
             if !files.contains(&slot) {
                 // A slot that stays costs memory, but does no harm.
@@ -113,7 +135,7 @@ impl NodeSlots {
 
     /// Returns the directories on this node.
     fn directories(&self) -> impl Iterator<Item = &NodeDirectory> {
-        std::iter::once(&self.node).chain(&self.disk)
+        std::iter::once(&self.node).chain(&self.disk).chain(&self.earlier)
     }
 
     /// Verifies this rank's share of the slots on its node.
@@ -131,7 +153,10 @@ impl NodeSlots {
             let slot = match Slot::open(&path) {
                 Ok(slot) => slot,
                 Err(e) => {
-                    log::warn!("passing over an in-memory checkpoint: {}", e.message());
+                    // A kill leaves slots that were being written.
+                    let is_interrupted = e.message().ends_with(UNFINISHED);
+                    let level = if is_interrupted { log::Level::Info } else { log::Level::Warn };
+                    log::log!(level, "passing over an in-memory checkpoint: {}", e.message());
                     continue;
                 }
             };
@@ -157,7 +182,7 @@ impl NodeSlots {
 
 /// Returns the whole in-memory checkpoints of which the nodes have these slots, newest first, and
 /// descriptions of the others.
-fn candidates(all: &[(String, Vec<Found>)]) -> (Vec<Candidate>, Vec<String>) {
+fn candidates(all: &[(String, Vec<Found>)]) -> (Vec<Candidate>, Vec<Incomplete>) {
     let mut steps: BTreeMap<(u64, &str), Vec<(&str, &Found)>> = BTreeMap::new();
     for (host, found) in all {
         for one in found {
@@ -182,7 +207,8 @@ fn candidates(all: &[(String, Vec<Found>)]) -> (Vec<Candidate>, Vec<String>) {
             None => None,
         };
         if let Some(why) = why {
-            incomplete.push(format!("the in-memory checkpoint of step {step}: {why}"));
+            let what = format!("the in-memory checkpoint of step {step}: {why}");
+            incomplete.push((job, Incomplete { what, is_interrupted: agree }));
             continue;
         }
         let mut places = vec![BTreeMap::new(); first.ranks];
@@ -196,7 +222,34 @@ fn candidates(all: &[(String, Vec<Found>)]) -> (Vec<Candidate>, Vec<String>) {
             slots: places,
         });
     }
+    let incomplete = incomplete.into_iter().map(|(job, one)| {
+        let has_whole = whole.iter().any(|other: &Candidate| other.job == job);
+        Incomplete { is_interrupted: one.is_interrupted && has_whole, ..one }
+    });
+    let incomplete = incomplete.collect();
     (whole, incomplete)
+}
+
+impl NodeDirectory {
+    /// Returns the newest outline of run `run` on this node, with the step of one of its slots,
+    /// whole or not. The settings that stay the same for a run are in any of them.
+    pub fn newest_outline(&self, run: &str) -> Option<Manifest> {
+        let mut newest: Option<Manifest> = None;
+        for job in self.jobs().ok()? {
+            for path in self.slots(&job).unwrap_or_default() {
+                let Ok(slot) = Slot::open_header(&path) else { continue };
+                let step = slot.progress.step;
+                if slot.header.run == run
+                    && newest.as_ref().is_none_or(|newest| newest.step < step)
+                    && let Some(outline) = self.outline(&job, slot.header.outline_crc32)
+                    && let Ok(outline) = serde_json::from_slice::<Manifest>(&outline)
+                {
+                    newest = Some(Manifest { step, ..outline });
+                }
+            }
+        }
+        newest
+    }
 }
 
 impl Candidate {
@@ -536,10 +589,12 @@ mod tests {
             whole[0].slots,
             [places(&a, "rank-00000.own.1"), places(&b, "rank-00001.own.1")]
         );
-        let why = |step, rank| {
-            format!(
+        // A kill leaves such ones and a whole one, so they need no warning.
+        let why = |step, rank| Incomplete {
+            what: format!(
                 "the in-memory checkpoint of step {step}: no node has a whole slot of rank {rank}"
-            )
+            ),
+            is_interrupted: true,
         };
         assert_eq!(incomplete, [why(6, 1), why(4, 0)]);
     }
@@ -549,8 +604,11 @@ mod tests {
         let other = Found { job: "other".into(), ..found(1, 5) };
         let (whole, incomplete) = candidates(&[("a".into(), vec![found(0, 5), other.clone()])]);
         assert!(whole.is_empty() && incomplete.len() == 2);
+        assert!(incomplete.iter().all(|one| !one.is_interrupted), "{incomplete:?}");
         let longer = Found { position: 41, ..found(1, 5) };
         let (whole, incomplete) = candidates(&[("a".into(), vec![found(0, 5), longer])]);
-        assert!(whole.is_empty() && incomplete[0].contains("different jobs"), "{incomplete:?}");
+        let one = &incomplete[0];
+        assert!(whole.is_empty() && one.what.contains("different jobs"), "{incomplete:?}");
+        assert!(!one.is_interrupted);
     }
 }

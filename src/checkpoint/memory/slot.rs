@@ -41,6 +41,9 @@ const MARK: [u8; 8] = *b"WRITTEN\n";
 /// The elements begin at a multiple of this number of bytes.
 const ALIGNMENT: u64 = 4096;
 
+/// The reason to pass over a slot whose writer was killed.
+pub const UNFINISHED: &str = "it is incomplete, because the rank was killed while it wrote it";
+
 /// Bytes before the header.
 const PREFIX: usize = 16;
 
@@ -292,8 +295,8 @@ fn allocated(path: &Path, length: u64) -> io::Result<File> {
 /// Returns the error for a slot that cannot be written.
 fn refused(path: &Path, e: io::Error) -> Error {
     Error::io("write the in-memory checkpoint", path, e).hint(
-        "free memory there (df), or set memory_checkpoint.dir to another file system, or \
-         memory_checkpoint.every=0",
+        "free memory there (df), or set memory_checkpoint.dir to another file system, or remove \
+         [memory_checkpoint]",
     )
 }
 
@@ -363,7 +366,7 @@ impl Slot {
         let trailer = read(sections.trailer, (length - sections.trailer) as usize)?;
         let (trailer, mark) = trailer.split_at(trailer.len() - MARK.len());
         if *mark != MARK {
-            return damaged("it is incomplete, because the rank was killed while it wrote it");
+            return damaged(UNFINISHED);
         }
         let (trailer, sum) = trailer.split_at(trailer.len() - size_of::<u32>());
         if crc32fast::hash(trailer) != number(sum) {

@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use serde::{Deserialize, Serialize};
+
 use super::branch::Branch;
 use super::config_diff;
 use super::markers::{End, Markers};
@@ -58,6 +60,15 @@ const TRAINER: &str = "trainer";
 
 /// The hint if run directories cannot be created.
 const HINT: &str = "choose a directory that can be written with --set run.root=…";
+
+/// The id by which in-memory checkpoints know their run, and the directories that they are in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryNote {
+    /// The id.
+    pub id: String,
+    /// The directories on each node, those of the newest start first.
+    pub directories: Vec<String>,
+}
 
 impl RunDirectory {
     /// Creates a handle to the directory at `path`.
@@ -420,20 +431,43 @@ impl RunDirectory {
         self.write_durably(&path, &(text + "\n"))
     }
 
-    /// Returns the id by which in-memory checkpoints know their run; without one, or if `is_fresh`,
-    /// it becomes `fresh`.
+    /// Returns the id and the directories of the run's in-memory checkpoints, if it takes some.
     ///
     /// # Errors
-    /// Returns an error if the file of the id cannot be read or written.
-    pub fn memory_id(&self, is_fresh: bool, fresh: &str) -> Result<String> {
+    /// Returns an error if the file cannot be read.
+    pub fn memory_note(&self) -> Result<Option<MemoryNote>> {
         let path = self.memory_id_path();
-        match fs::read_to_string(&path) {
-            Ok(id) if !is_fresh && !id.trim().is_empty() => return Ok(id.trim().to_string()),
-            Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io("read", &path, e)),
-            _ => {}
-        }
-        self.write_durably(&path, &format!("{fresh}\n"))?;
-        Ok(fresh.to_string())
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(Error::io("read", &path, e)),
+        };
+        let mut lines = text.lines().map(String::from);
+        let id = lines.next().filter(|id| !id.is_empty());
+        Ok(id.map(|id| MemoryNote { id, directories: lines.collect() }))
+    }
+
+    /// Notes that the run takes in-memory checkpoints in `directories`. Without a note, or if
+    /// `is_fresh`, its id becomes `fresh`; otherwise the directories so far stay noted, too.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be read or written.
+    pub fn note_memory(
+        &self,
+        is_fresh: bool,
+        fresh: &str,
+        directories: &[&str],
+    ) -> Result<MemoryNote> {
+        let before = self.memory_note()?.filter(|_| !is_fresh);
+        let mut note =
+            before.unwrap_or_else(|| MemoryNote { id: fresh.to_string(), directories: vec![] });
+        let mut all: Vec<String> = directories.iter().map(ToString::to_string).collect();
+        all.extend(note.directories.drain(..).filter(|one| !directories.contains(&&one[..])));
+        note.directories = all;
+        let lines = std::iter::once(&note.id).chain(&note.directories);
+        let text: String = lines.flat_map(|line| [&line[..], "\n"]).collect();
+        self.write_durably(&self.memory_id_path(), &text)?;
+        Ok(note)
     }
 
     /// Returns true if the run takes in-memory checkpoints.
@@ -803,18 +837,30 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let directory = RunDirectory::at(root.path());
         assert!(!directory.can_be_resumed().unwrap());
-        assert_eq!(directory.memory_id(false, "a").unwrap(), "a");
+        let id = |is_fresh, fresh| directory.note_memory(is_fresh, fresh, &[]).unwrap().id;
+        assert_eq!(id(false, "a"), "a");
         assert!(directory.can_be_resumed().unwrap());
         // A resumed run keeps its id, another run in the same place has another one.
-        assert_eq!(directory.memory_id(false, "b").unwrap(), "a");
-        assert_eq!(directory.memory_id(true, "c").unwrap(), "c");
-        assert_eq!(directory.memory_id(false, "d").unwrap(), "c");
+        assert_eq!(id(false, "b"), "a");
+        assert_eq!(id(true, "c"), "c");
+        assert_eq!(id(false, "d"), "c");
         // A power loss may leave an empty file.
         fs::write(directory.memory_id_path(), "").unwrap();
-        assert_eq!(directory.memory_id(false, "e").unwrap(), "e");
+        assert_eq!(id(false, "e"), "e");
+        // Directories of earlier starts stay noted.
+        let noted = |is_fresh, all: &[&str]| {
+            let note = directory.note_memory(is_fresh, "f", all).unwrap();
+            assert_eq!(directory.memory_note().unwrap(), Some(note.clone()));
+            note.directories
+        };
+        assert_eq!(noted(false, &["/shm"]), ["/shm"]);
+        assert_eq!(noted(false, &["/other", "/disk"]), ["/other", "/disk", "/shm"]);
+        assert_eq!(noted(false, &["/shm"]), ["/shm", "/other", "/disk"]);
+        assert_eq!(noted(true, &["/shm"]), ["/shm"]);
         fs::remove_file(directory.memory_id_path()).unwrap();
+        assert_eq!(directory.memory_note().unwrap(), None);
         fs::create_dir(directory.memory_id_path()).unwrap();
-        assert!(directory.memory_id(false, "f").is_err());
+        assert!(directory.note_memory(false, "f", &[]).is_err());
     }
 
     #[test]

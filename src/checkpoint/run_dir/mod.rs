@@ -11,7 +11,7 @@ mod supervisor_hint;
 
 pub use branch::{Branch, RestoreScope};
 pub use config_diff::differences;
-pub use directory::{Resume, RunDirectory};
+pub use directory::{MemoryNote, Resume, RunDirectory};
 pub use outcome::{REQUEUE, RunOutcome};
 pub use resume::data_changes;
 pub use resume::{RestoreOptions, Resumed, resume};

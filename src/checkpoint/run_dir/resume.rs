@@ -86,7 +86,8 @@ pub fn resume<B: Kernels>(
 ) -> Result<Resumed> {
     let start =
         Resumed { progress: Progress::default(), from: None, memory: None, data_changes: vec![] };
-    let mut load = Load { world, sharded, take: taking.take, conform, memory: None };
+    let take = taking.take;
+    let mut load = Load { world, sharded, take, conform, memory: None, overwritten: None };
     let (from, manifest) = match resume {
         Resume::No => return Ok(start),
         Resume::From(path) => load.named(path)?,
@@ -97,7 +98,7 @@ pub fn resume<B: Kernels>(
                 load.take = take;
                 load.named(&from)?
             }
-            (None, None) => return Ok(start),
+            (None, None) => return unless_overwritten(load.overwritten).map(|()| start),
         },
     };
     let Load { take, memory, .. } = load;
@@ -219,6 +220,17 @@ struct Load<'a, B: Kernels> {
     conform: Conform<'a>,
     /// The in-memory checkpoint that was loaded.
     memory: Option<Candidate>,
+    /// The failure of an in-memory checkpoint that has overwritten a part of the state.
+    overwritten: Option<Error>,
+}
+
+/// Refuses to start at step 0 with a state of which an in-memory checkpoint has overwritten a part.
+fn unless_overwritten(failed: Option<Error>) -> Result<()> {
+    failed.map_or(Ok(()), |e| {
+        Err(e
+            .at("the in-memory checkpoint was restored in part, and there is no other")
+            .hint("start the run once more with --resume auto, or under another run.name"))
+    })
 }
 
 impl<B: Kernels> Load<'_, B> {
@@ -300,7 +312,12 @@ impl<B: Kernels> Load<'_, B> {
         self.world.all_ok(mine)
     }
 
-    /// Loads an in-memory checkpoint. Returns `None` if it does not fit, which is logged.
+    /// Loads an in-memory checkpoint. Returns `None` if it is incomplete or damaged, which is
+    /// logged.
+    ///
+    /// # Errors
+    /// Returns an error, the same on all ranks, if it is of another model, optimizer or data, as
+    /// for a checkpoint in files.
     fn load_memory(
         &mut self,
         here: &NodeSlots,
@@ -323,13 +340,10 @@ impl<B: Kernels> Load<'_, B> {
             return Ok(None);
         };
         let names = self.sharded.state_names();
-        let conforms = (self.conform)(&manifest);
+        let conforms = (self.conform)(&manifest).map_err(|e| e.at(path.display()));
         let fits =
             conforms.and_then(|()| manifest.check(&path, self.sharded.layouts(), Some(&names[..])));
-        if let Err(e) = self.world.all_ok(fits) {
-            passed_over(e.message());
-            return Ok(None);
-        }
+        self.world.all_ok(fits)?;
         let wanted = self.sharded.restored();
         let opened = candidate.open(self.world, here, &wanted, 1 + names.len());
         let mut source = match opened {
@@ -342,6 +356,7 @@ impl<B: Kernels> Load<'_, B> {
         let restored = self.restore(&mut source, &names, 0);
         if let Err(e) = self.world.all_ok(restored) {
             passed_over(e.message());
+            self.overwritten = Some(e);
             return Ok(None);
         }
         self.memory = Some(candidate);
@@ -421,5 +436,18 @@ fn log_changes(before: &Config, now: &Config) {
     }
     if !layout.is_empty() {
         log::info!("another layout, which changes no numbers: {}", layout.join("; "));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_that_was_overwritten_in_part_is_not_trained() {
+        unless_overwritten(None).unwrap();
+        let error = unless_overwritten(Some(Error::damaged("slot: cut short"))).unwrap_err();
+        assert!(error.to_string().contains("restored in part") && error.advice().is_some());
+        assert!(error.to_string().contains("slot: cut short"), "{error}");
     }
 }

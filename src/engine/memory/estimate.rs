@@ -31,8 +31,10 @@ pub struct BaselineMemory {
     pub resident: usize,
     /// Maximum bytes that data sets cache.
     pub cache: usize,
-    /// The number of nodes of the job.
-    pub nodes: usize,
+    /// The number of ranks of other nodes whose in-memory checkpoints a rank keeps.
+    pub foreign_ranks: usize,
+    /// Bytes of earlier in-memory checkpoints on this node, which those of the run replace.
+    pub replaced: usize,
 }
 
 impl BaselineMemory {
@@ -42,8 +44,14 @@ impl BaselineMemory {
         let messages_on_device =
             comm.device_transport().is_some_and(DeviceTransport::uses_device_memory);
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
-        let nodes = comm.world().nodes();
-        Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache, nodes }
+        Self {
+            messages: comm.staging(),
+            messages_on_device,
+            resident: resident().0,
+            cache,
+            foreign_ranks: usize::from(comm.world().nodes() > 1),
+            replaced: 0,
+        }
     }
 }
 
@@ -83,7 +91,7 @@ pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: BaselineMemory) -> Estimat
 /// pool, so its estimate is the peak over the moments of a step. On the host every category keeps
 /// its own peak.
 pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineMemory) -> Estimate {
-    let BaselineMemory { messages, messages_on_device, resident, cache, nodes } = held;
+    let BaselineMemory { messages, messages_on_device, resident, cache, foreign_ranks, .. } = held;
     let size = plan.config.precision.dtype.size(B::ON_HOST);
     let slices = plan.tensor_shards(0);
     let mut blocks = plan.network.tensor_parallel_blocks::<B>(&slices);
@@ -193,12 +201,12 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     }
     let in_memory = &plan.config.memory_checkpoint;
     if in_memory.every.is_on() {
-        // Partners on other nodes keep as many, and one is sent while another is received.
-        let slots = in_memory.slots() * if nodes > 1 { 2 } else { 1 };
+        // Those of ranks of other nodes are as many, and one is sent while others are received.
+        let slots = in_memory.slots() * (1 + foreign_ranks);
         host[MemoryKind::MemoryCheckpoint as usize] = slots * copy;
-        if nodes > 1 {
+        if foreign_ranks > 0 {
             let carrier = if B::ON_HOST { &mut host } else { &mut device };
-            carrier[MemoryKind::MemoryCheckpoint as usize] += 2 * copy;
+            carrier[MemoryKind::MemoryCheckpoint as usize] += (1 + foreign_ranks) * copy;
         }
     }
     // At the start, and when a checkpoint is written without async_save, one unit at a time is

@@ -91,7 +91,8 @@ impl Node<'_> {
         MemoryBudget {
             // The estimate includes resident memory, which is not part of the available memory.
             host: self.available.map_or(limit, |available| {
-                (available / self.ranks).saturating_add(held.resident).min(limit)
+                let room = available.saturating_add(held.replaced) / self.ranks;
+                room.saturating_add(held.resident).min(limit)
             }),
             gpu: self.gpu.unwrap_or(usize::MAX),
         }
@@ -188,10 +189,19 @@ fn fewer_copies(
         let mut plan = plan.clone();
         (plan.config.memory_checkpoint.every, plan.config.memory_checkpoint.keep) = (every, keep);
         let need = need(&plan);
-        room.holds(&need).then(|| format!("memory_checkpoint.{key} takes {} a rank", sizes(&need)))
+        room.holds(&need).then(|| format!("{key} takes {} a rank", sizes(&need)))
     };
-    let one = if keep > 1 { with("keep=1", every, 1) } else { None };
-    one.or_else(|| with("every=0", CopyInterval::Steps(0), 1))
+    let one = if keep > 1 { with("memory_checkpoint.keep=1", every, 1) } else { None };
+    one.or_else(|| with(&without_copies(plan), CopyInterval::Steps(0), 1))
+}
+
+/// Returns the setting that takes no in-memory checkpoints; their other keys are refused with it.
+fn without_copies(plan: &ResolvedConfig) -> String {
+    let MemoryCheckpoint { every, .. } = plan.config.memory_checkpoint;
+    let has_others =
+        plan.config.memory_checkpoint != MemoryCheckpoint { every, ..MemoryCheckpoint::default() };
+    let others = if has_others { " without other keys of memory_checkpoint" } else { "" };
+    format!("memory_checkpoint.every=0{others}")
 }
 
 /// Describes the smallest change of the configuration after which a rank fits into `room`.
@@ -204,7 +214,7 @@ fn advice(
         return fewer_copies(plan, need, room).unwrap_or_else(|| {
             let mut without = plan.clone();
             without.config.memory_checkpoint = MemoryCheckpoint::default();
-            format!("memory_checkpoint.every=0, and {}", advice(&without, need, room))
+            format!("{}, and {}", without_copies(plan), advice(&without, need, room))
         });
     }
     let on_gpu = need(plan).gpu.is_some();
@@ -452,8 +462,14 @@ mod tests {
     use hpctrain_cuda::Cuda;
     use hpctrain_device::MemoryKind;
 
-    const NOTHING: BaselineMemory =
-        BaselineMemory { messages: 0, messages_on_device: false, resident: 0, cache: 0, nodes: 1 };
+    const NOTHING: BaselineMemory = BaselineMemory {
+        messages: 0,
+        messages_on_device: false,
+        resident: 0,
+        cache: 0,
+        foreign_ranks: 0,
+        replaced: 0,
+    };
 
     /// Returns the error with this memory per rank, on top of resident memory; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {
@@ -520,18 +536,32 @@ mod tests {
         assert!(error.contains("in-memory checkpoint ") && error.contains("run"), "{error}");
         assert!(error.contains("hint: memory_checkpoint.keep=1 takes "), "{error}");
         let error = refusal(1, &keep, 300);
-        assert!(error.contains("hint: memory_checkpoint.every=0 takes "), "{error}");
+        let without = "hint: memory_checkpoint.every=0 without other keys of memory_checkpoint";
+        assert!(error.contains(&format!("{without} takes ")), "{error}");
+        let only = ["batch.micro=1", "memory_checkpoint.every=1"];
+        let of_one = refusal(1, &only, 300);
+        assert!(of_one.contains("hint: memory_checkpoint.every=0 takes "), "{of_one}");
         let error = refusal(1, &keep, 200);
-        let both = "hint: memory_checkpoint.every=0, and checkpoint.async_save=false takes ";
-        assert!(error.contains(both), "{error}");
+        let both = format!("{without}, and checkpoint.async_save=false takes ");
+        assert!(error.contains(&both), "{error}");
         // Partners on other nodes keep as many.
         let overrides = ["memory_checkpoint.every=1"].map(String::from);
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
         let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu: false };
         let plan = resolve(config, &facts).unwrap();
-        let of = |nodes| worst::<Cpu>(&plan, BaselineMemory { nodes, ..NOTHING });
-        let [one, two] = [1, 2].map(|n| of(n).host[MemoryKind::MemoryCheckpoint as usize]);
-        assert_eq!([one, two], [2, 6].map(|n| n * of(1).host[MemoryKind::Checkpoint as usize]));
+        let of = |foreign_ranks| worst::<Cpu>(&plan, BaselineMemory { foreign_ranks, ..NOTHING });
+        let copies = [0, 1, 3].map(|n| of(n).host[MemoryKind::MemoryCheckpoint as usize]);
+        assert_eq!(copies, [2, 6, 12].map(|n| n * of(0).host[MemoryKind::Checkpoint as usize]));
+    }
+
+    #[test]
+    fn earlier_in_memory_checkpoints_are_replaced() {
+        let (config, _) = load(&Sources::default()).unwrap();
+        let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu: false };
+        let plan = resolve(config, &facts).unwrap();
+        let node = Node { host: "n", ranks: 2, available: Some(100), gpu: None };
+        let host = |replaced| node.budget(&plan, BaselineMemory { replaced, ..NOTHING }).host;
+        assert_eq!([host(0), host(40)], [50, 70]);
     }
 
     #[test]

@@ -93,7 +93,8 @@ mod tests {
             messages_on_device: false,
             resident: 0,
             cache: 0,
-            nodes: 1,
+            foreign_ranks: 0,
+            replaced: 0,
         };
         let host =
             |plan: &ResolvedConfig| [0, 1].map(|stage| estimate::<Cpu>(plan, stage, held).host());

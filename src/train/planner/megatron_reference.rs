@@ -142,8 +142,14 @@ fn predicted(point: &Point) -> f64 {
     let machine =
         Machine::parse(include_str!("machines/megatron-a100x8.toml"), "megatron-a100x8").unwrap();
     let facts = Environment { ranks, threads: 1, vocabulary: Some(51200), on_gpu: true };
-    let held =
-        BaselineMemory { messages: 0, messages_on_device: true, resident: 0, cache: 0, nodes: 1 };
+    let held = BaselineMemory {
+        messages: 0,
+        messages_on_device: true,
+        resident: 0,
+        cache: 0,
+        foreign_ranks: 0,
+        replaced: 0,
+    };
     let place =
         SearchLimits { room: machine.memory_budget(), held, per_node: machine.ranks_per_node };
     let choice = search_layouts(&config, &facts, &place, |_| Ok(machine)).unwrap();

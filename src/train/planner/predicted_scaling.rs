@@ -86,8 +86,14 @@ fn fastest(preset: &str, machine: &str, ranks: usize, settings: &[String]) -> Pr
     let (config, _) = load(&sources).unwrap();
     let machine = Machine::named(machine).unwrap();
     let facts = Environment { ranks, threads: 1, vocabulary: None, on_gpu: true };
-    let held =
-        BaselineMemory { messages: 0, messages_on_device: true, resident: 0, cache: 0, nodes: 1 };
+    let held = BaselineMemory {
+        messages: 0,
+        messages_on_device: true,
+        resident: 0,
+        cache: 0,
+        foreign_ranks: 0,
+        replaced: 0,
+    };
     let per_node = machine.ranks_per_node.min(ranks);
     let place = SearchLimits { room: machine.memory_budget(), held, per_node };
     let mut choice = search_layouts(&config, &facts, &place, |_| Ok(machine)).unwrap();

@@ -5,6 +5,7 @@ use super::layouts::{LayoutKeys, RejectedLayout, layouts};
 use super::profile::measure;
 use super::timeline::Timeline;
 use hpctrain_base::error::{Error, Result};
+use hpctrain_checkpoint::memory::foreign_ranks;
 use hpctrain_comm::Comm;
 use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_config::topology::Topology;
@@ -346,10 +347,14 @@ pub fn search_layouts_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     // All ranks decide by the same numbers: the most memory in use on any rank, the smallest
     // budget, and the fewest ranks on a node.
     let mine = BaselineMemory::now(comm, &[]);
-    let numbers = world.all_gather_u64(&[mine.resident as u64, topology.ranks_here() as u64])?;
+    let foreign_ranks = foreign_ranks(&topology.hosts(), &topology.here().host);
+    let foreign_ranks = foreign_ranks.div_ceil(topology.ranks_here()) as u64;
+    let numbers = [mine.resident as u64, topology.ranks_here() as u64, foreign_ranks];
+    let numbers = world.all_gather_u64(&numbers)?;
     let resident = numbers.iter().map(|of_rank| of_rank[0]).max().unwrap_or(0) as usize;
     let per_node = numbers.iter().map(|of_rank| of_rank[1]).min().unwrap_or(1) as usize;
-    let held = BaselineMemory { resident, ..mine };
+    let foreign_ranks = numbers.iter().map(|of_rank| of_rank[2]).max().unwrap_or(0) as usize;
+    let held = BaselineMemory { resident, foreign_ranks, ..mine };
     let any = world.all_ok(any_plan(config, &facts))?;
     let room = MemoryBudget::least(
         &world.all_gather_u64(&memory::budget(&any, &topology, held, *gpu).numbers())?,
@@ -403,7 +408,8 @@ mod tests {
             messages_on_device: true,
             resident: 0,
             cache: 0,
-            nodes: 1,
+            foreign_ranks: 0,
+            replaced: 0,
         };
         let place = SearchLimits {
             room: machine.memory_budget(),

@@ -1,18 +1,18 @@
 //! The in-memory checkpoints of a run: their places, when they are taken, and their part in a step.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::shared_ids::{fresh_id, share};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::memory::{
-    MemoryCheckpoints, MemoryJob, NodeDirectory, NodeSlots, partners,
+    MemoryCheckpoints, MemoryJob, NodeDirectory, NodeSlots, foreign_ranks, partners,
 };
-use hpctrain_checkpoint::run_dir::{Resume, RunDirectory};
+use hpctrain_checkpoint::run_dir::{MemoryNote, Resume, RunDirectory};
 use hpctrain_checkpoint::{Progress, SaveContext};
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{CopyInterval, ResolvedConfig};
+use hpctrain_config::{Config, CopyInterval, MemoryCheckpoint, ResolvedConfig};
 use hpctrain_device::Kernels;
 use hpctrain_engine::RoundObserver;
 use hpctrain_parallel::{AllFlags, ControlFlags, Owned, Sharded};
@@ -31,6 +31,8 @@ pub(super) struct InMemory<B: Kernels> {
     /// The steps between copies.
     every: u64,
     is_auto: bool,
+    /// Whether the flags of this round were received.
+    has_received: bool,
     /// Rounds and their time since the interval was last measured.
     rounds: u64,
     time: Duration,
@@ -38,8 +40,67 @@ pub(super) struct InMemory<B: Kernels> {
     measured_after: u64,
 }
 
-/// Returns the place of the run's in-memory checkpoints, if it takes some. A run that does not
-/// resume removes those of earlier runs in its directory. Collective over `world`.
+/// The in-memory checkpoints of the run so far, as noted in its directory.
+struct Noted {
+    note: MemoryNote,
+    /// The absolute path of the run.
+    path: PathBuf,
+}
+
+impl Noted {
+    /// Reads the note on rank 0. Collective over `world`.
+    fn read<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Option<Self>> {
+        let note = || {
+            let Some(note) = directory.memory_note()? else { return Ok(String::new()) };
+            serde_json::to_string(&(note, absolute(directory)?))
+                .map_err(|e| Error::internal(format!("in-memory checkpoints: {e}")))
+        };
+        let text = share(world, (world.rank() == 0).then(note))?;
+        if text.is_empty() {
+            return Ok(None);
+        }
+        let (note, path): (MemoryNote, String) = serde_json::from_str(&text)
+            .map_err(|e| Error::comm(format!("rank 0 sent a malformed note: {e}")))?;
+        Ok(Some(Self { note, path: path.into() }))
+    }
+}
+
+/// Returns the absolute path of a run.
+fn absolute(directory: &RunDirectory) -> Result<String> {
+    let path = directory.path();
+    let path = std::fs::canonicalize(path).map_err(|e| Error::io("find", path, e))?;
+    Ok(path.to_string_lossy().into_owned())
+}
+
+/// Returns the step and the configuration of the newest in-memory checkpoint of the run on this
+/// node, whole or not; `None` if there is none. Collective over `world`.
+///
+/// # Errors
+/// Returns an error, the same on all ranks, if the note in the directory cannot be read.
+pub(super) fn config_before<B: Kernels>(
+    world: &Group<B>,
+    directory: &RunDirectory,
+) -> Result<Option<(u64, Config)>> {
+    let Some(Noted { note, path }) = Noted::read(world, directory)? else { return Ok(None) };
+    let outlines = note
+        .directories
+        .iter()
+        .filter_map(|root| NodeDirectory::new(Path::new(root), &path).newest_outline(&note.id));
+    let newest = outlines.max_by_key(|outline| outline.step);
+    Ok(newest.map(|outline| (outline.step, outline.config)))
+}
+
+/// Returns the bytes of the run's in-memory checkpoints in the memory of this node, which those of
+/// this start replace.
+pub(super) fn bytes_before(settings: &MemoryCheckpoint, run: &Path) -> usize {
+    let Ok(run) = std::fs::canonicalize(run) else { return 0 };
+    let node = NodeDirectory::new(Path::new(&settings.dir), &run);
+    if settings.every.is_on() && node.is_in_memory() { node.bytes() as usize } else { 0 }
+}
+
+/// Returns the place of the run's in-memory checkpoints: those it takes, and if it resumes also
+/// those it has taken so far. A run that does not resume removes those of earlier runs in its
+/// directory. Collective over `world`.
 ///
 /// # Errors
 /// Returns an error, the same on all ranks, if the run has no absolute path or no id.
@@ -50,34 +111,59 @@ pub(super) fn node_slots<B: Kernels>(
     directory: &RunDirectory,
     resume: &Resume,
 ) -> Result<Option<NodeSlots>> {
-    let settings = &plan.config.memory_checkpoint;
-    let root = world.rank() == 0;
-    if !settings.every.is_on() {
-        let noted = if root { directory.without_memory_checkpoints() } else { Ok(()) };
-        return world.all_ok(noted).map(|()| None);
-    }
-    let path = || {
-        let path = directory.path();
-        let path = std::fs::canonicalize(path).map_err(|e| Error::io("find", path, e))?;
-        Ok(path.to_string_lossy().into_owned())
-    };
-    let path = share(world, root.then(path))?;
+    let MemoryCheckpoint { every, dir, disk_dir, .. } = &plan.config.memory_checkpoint;
+    let is_on = every.is_on();
     let is_fresh = *resume != Resume::Auto;
-    let run = share(world, root.then(|| directory.memory_id(is_fresh, &fresh_id())))?;
+    let before = Noted::read(world, directory)?;
+    let earlier = before.as_ref().map_or(vec![], |noted| noted.note.directories.clone());
+    let now: Vec<&str> = std::iter::once(dir).chain(disk_dir).map(|dir| &dir[..]).collect();
+    let (path, run) = if is_on {
+        let root = world.rank() == 0;
+        let path = share(world, root.then(|| absolute(directory)))?;
+        let note = || Ok(directory.note_memory(is_fresh, &fresh_id(), &now)?.id);
+        (PathBuf::from(path), share(world, root.then(note))?)
+    } else if let Some(Noted { note, path }) = before {
+        (path, note.id)
+    } else {
+        return Ok(None);
+    };
+    let node = |dir: &str| NodeDirectory::new(Path::new(dir), &path);
     let host = topology.here().host.clone();
-    let before = (0..world.rank()).filter(|rank| topology.host(*rank) == host).count();
-    let node = |dir: &String| NodeDirectory::new(Path::new(dir), Path::new(&path));
+    let index = (0..world.rank()).filter(|rank| topology.host(*rank) == host).count();
     let here = NodeSlots {
-        node: node(&settings.dir),
-        disk: settings.disk_dir.as_ref().map(node),
+        node: node(dir),
+        disk: disk_dir.as_deref().map(node),
+        earlier: earlier
+            .iter()
+            .filter(|dir| !now.contains(&&dir[..]))
+            .map(|dir| node(dir))
+            .collect(),
         run,
         host,
-        share: [before, topology.ranks_here()],
+        share: [index, topology.ranks_here()],
     };
-    if is_fresh && before == 0 {
+    if is_fresh {
+        remove(world, directory, &here, !is_on);
+    }
+    Ok(Some(here).filter(|_| is_on || !is_fresh))
+}
+
+/// Removes the in-memory checkpoints in all directories, and if `is_last` the note of them. Called
+/// on every rank.
+pub(super) fn remove<B: Kernels>(
+    world: &Group<B>,
+    directory: &RunDirectory,
+    here: &NodeSlots,
+    is_last: bool,
+) {
+    if here.share[0] == 0 {
         here.remove();
     }
-    Ok(Some(here))
+    if is_last && world.rank() == 0 {
+        let removed = directory.without_memory_checkpoints();
+        // The next start looks for them once more.
+        removed.unwrap_or_else(|e| log::warn!("{}", e.message()));
+    }
 }
 
 impl<B: Kernels> InMemory<B> {
@@ -102,6 +188,7 @@ impl<B: Kernels> InMemory<B> {
         let outline = world.broadcast_bytes(outline).wait()?;
         let job = MemoryJob {
             node: here.node,
+            earlier: here.earlier,
             run: here.run,
             job: job.id.clone(),
             outline,
@@ -109,6 +196,7 @@ impl<B: Kernels> InMemory<B> {
             is_first_of_node: index == 0,
             keep: settings.keep,
             partners: partners(&topology.hosts()),
+            foreign_ranks_here: foreign_ranks(&topology.hosts(), &topology.here().host),
             disk: here.disk.map(|disk| (disk, settings.disk_every)),
         };
         let group = comm.split(&vec![0; comm.size()])?.named("memory checkpoints");
@@ -121,6 +209,7 @@ impl<B: Kernels> InMemory<B> {
             checkpoints,
             every,
             is_auto,
+            has_received: false,
             rounds: 0,
             time: Duration::ZERO,
             measured_after: FIRST_ROUNDS,
@@ -136,6 +225,7 @@ impl<B: Kernels> InMemory<B> {
     /// due. Returns whether it has begun.
     pub fn begin(&mut self, plan: &ResolvedConfig, step: u64, flags: &AllFlags) -> bool {
         self.checkpoints.receive(flags);
+        self.has_received = true;
         plan.is_due(self.every, step) && self.checkpoints.begin()
     }
 
@@ -148,7 +238,8 @@ impl<B: Kernels> InMemory<B> {
     }
 
     /// Completes the copy of a round. If the update of the round was not observed, because it was
-    /// skipped or followed by an average, all of the state is copied now.
+    /// followed by an average, all of the state is copied now. A round that ends with a skipped
+    /// update is not copied: a run that only skips would otherwise continue from such a round.
     ///
     /// # Errors
     /// Returns an error if the device fails, or an all-gather in flight does.
@@ -158,13 +249,18 @@ impl<B: Kernels> InMemory<B> {
         sharded: &mut Sharded<B>,
         progress: Progress,
         flags: &AllFlags,
+        is_skipped: bool,
     ) -> Result<()> {
+        let has_received = std::mem::take(&mut self.has_received);
         if self.checkpoints.is_writing() {
             self.checkpoints.finish(progress);
             return Ok(());
         }
-        self.checkpoints.receive(flags);
-        if plan.is_due(self.every, progress.step) {
+        // Flags that count twice would commit a copy that has begun with them.
+        if !has_received {
+            self.checkpoints.receive(flags);
+        }
+        if !is_skipped && plan.is_due(self.every, progress.step) {
             self.checkpoints.copy_all(sharded, progress)?;
         }
         Ok(())

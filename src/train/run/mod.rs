@@ -22,6 +22,7 @@ use crate::step_timers::{Requested, StepTimers};
 use crate::stop_requests::StopRequests;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{ActivityKind, Track, span};
+use hpctrain_checkpoint::memory::NodeSlots;
 use hpctrain_checkpoint::run_dir::{RestoreScope, Resume, RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{self as checkpoint, Published, Saver};
 use hpctrain_comm::{Comm, Group, Stats, WatchdogGuard};
@@ -215,6 +216,9 @@ struct Run<'h, B: Kernels> {
     saver: Saver<B>,
     /// `None` if no in-memory checkpoints are taken.
     in_memory: Option<InMemory<B>>,
+    /// In-memory checkpoints of earlier starts of a run that takes no more of them, until it has
+    /// published a checkpoint.
+    earlier_slots: Option<NodeSlots>,
     schedule: Schedule,
     /// The step of this round whose gradients go into histograms, if there is one.
     counted: Option<u64>,
@@ -286,7 +290,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let Round { steps, flags } = advanced.inspect_err(|e| self.mark_checkpoints_suspect(e))?;
         if let Some(in_memory) = &mut self.in_memory {
             let sharded = &mut self.engine.model.sharded;
-            in_memory.end_round(&self.plan, sharded, self.progress, &flags)?;
+            let is_skipped = steps.last().is_some_and(StepResult::skipped);
+            in_memory.end_round(&self.plan, sharded, self.progress, &flags, is_skipped)?;
         }
         self.engine.model.backend.profile().record(false);
         let mut gives_up = None;
@@ -316,6 +321,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.hang_timeout.note_of_others(flags.longest());
         self.hang_timeout.note(Phase::Steps, start.elapsed());
         if let Some((step, skipped)) = gives_up {
+            // The cause may be in them, so the next start begins at a checkpoint in files.
+            self.in_memory.iter_mut().for_each(InMemory::remove);
             let message = format!("step {step}: {skipped} steps in a row were not finite");
             return Err(Error::numeric(message)
                 .hint(
@@ -577,7 +584,11 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.evaluate_if_due()?;
         }
         // The job may have been killed before it could save this step.
-        if self.schedule.is_in_memory { self.save_if_due() } else { Ok(()) }
+        match (self.schedule.is_in_memory, &self.earlier_slots) {
+            (true, Some(_)) => self.save(),
+            (true, None) => self.save_if_due(),
+            (false, _) => Ok(()),
+        }
     }
 
     /// Returns true if there is another step to take.
@@ -800,6 +811,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.stop_requests.note_published(took);
             self.save_interval.iter_mut().for_each(|interval| interval.note_published(took));
             self.outages.published();
+            if let Some(here) = self.earlier_slots.take() {
+                in_memory::remove(&self.world, &self.directory, &here, true);
+            }
             let path = self.directory.checkpoints().path(progress.step);
             let stop = self.hooks.call(|hook| hook.checkpoint(progress.step, &path));
             self.stop_requests.stop_for(stop);

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::in_memory::{InMemory, node_slots};
+use super::in_memory::{self, InMemory, bytes_before, config_before, node_slots};
 use super::shared_ids::{fresh_id, share};
 use super::{Customization, Run, Schedule, TrainRequest};
 use crate::energy::Energy;
@@ -18,6 +18,7 @@ use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
 use crate::time_limit::TimeLimit;
 use hpctrain_base::error::Result;
+use hpctrain_checkpoint::memory::foreign_ranks;
 use hpctrain_checkpoint::run_dir::{
     Branch, RestoreOptions, RestoreScope, Resume, Resumed, RunDirectory, resume,
 };
@@ -86,7 +87,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         {
             let mut resolved = config.clone();
             world.all_ok(resolved.resolve_batch(comm.size()))?;
-            let directory = RunDirectory::at(named.unwrap_or_default());
+            let directory = RunDirectory::at(named.clone().unwrap_or_default());
             if let Some(before) = batch_before(&world, &directory, request, &resolved)? {
                 (config.batch.global, config.batch.per_rank) = (before, 0);
             }
@@ -107,14 +108,30 @@ impl<'h, B: Kernels> Run<'h, B> {
         let world = comm.world();
         // No rank allocates before all have measured the available memory.
         let gpu_memory = request.gpu.as_ref().map(|gpu| gpu.memory);
-        let held = memory::BaselineMemory::now(&comm, &splits.sources());
-        if may_cut && memory::fit_stages(&world, &mut plan, &topology, held, gpu_memory)? && root {
+        let settings = plan.config.memory_checkpoint.clone();
+        let foreign_ranks = foreign_ranks(&topology.hosts(), &topology.here().host);
+        let foreign_ranks = foreign_ranks.div_ceil(topology.ranks_here());
+        let mut held = memory::BaselineMemory {
+            foreign_ranks,
+            replaced: named.as_deref().map_or(0, |named| bytes_before(&settings, named)),
+            ..memory::BaselineMemory::now(&comm, &splits.sources())
+        };
+        // The directory of a run without a name is not known yet, nor how much memory its in-memory
+        // checkpoints take.
+        let is_known = named.is_some() || request.resume != Resume::Auto || !settings.every.is_on();
+        if is_known
+            && may_cut
+            && memory::fit_stages(&world, &mut plan, &topology, held, gpu_memory)?
+            && root
+        {
             let cut: Vec<usize> = plan.stages.iter().map(Range::len).collect();
             log::warn!(
                 "the stages with the least work do not fit into memory: stages of {cut:?} blocks are used"
             );
         }
-        world.all_ok(memory::check::<B>(&plan, &topology, held, gpu_memory))?;
+        if is_known {
+            world.all_ok(memory::check::<B>(&plan, &topology, held, gpu_memory))?;
+        }
 
         // A dead trainer's lease may take minutes to take over.
         let claimed =
@@ -126,7 +143,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let path = share(&world, path)?;
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
-        let mut is_new_plan = false;
+        held.replaced = bytes_before(&settings, directory.path());
+        let mut is_new_plan = !is_known;
         if let Some(before) = batch_before(&world, directory, request, &plan.config)? {
             (config.batch.global, config.batch.per_rank) = (before, 0);
             plan = self::plan(&comm, config.clone(), &splits.train, Some(threads))?;
@@ -179,7 +197,11 @@ impl<'h, B: Kernels> Run<'h, B> {
 
         let backend = world.all_ok(backend(&plan))?;
         comm.count_memory(backend.clone());
-        let held = memory::BaselineMemory::now(&comm, &splits.sources());
+        let held = memory::BaselineMemory {
+            foreign_ranks,
+            replaced: held.replaced,
+            ..memory::BaselineMemory::now(&comm, &splits.sources())
+        };
         let nccl_memory = connect_devices(&comm, &plan, &backend)?;
         let room = request.gpu.as_ref().map(|gpu| gpu.memory_without(nccl_memory));
         let fits = match nccl_memory {
@@ -228,10 +250,20 @@ impl<'h, B: Kernels> Run<'h, B> {
                     .map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
             },
         )?;
-        if let Some(here) = &memory {
-            here.keep_only(candidate.as_ref());
-        }
         let is_in_memory = candidate.is_some();
+        let (memory, earlier_slots) = match memory {
+            Some(here) if settings.every.is_on() => {
+                here.keep_only(candidate.as_ref());
+                (Some(here), None)
+            }
+            // Those of a run that takes no more stay until it has published a checkpoint.
+            Some(here) if is_in_memory => (None, Some(here)),
+            Some(here) => {
+                in_memory::remove(&world, directory, &here, true);
+                (None, None)
+            }
+            None => (None, None),
+        };
         if root {
             notes.iter().for_each(|note| log::info!("data: {note}"));
         }
@@ -379,6 +411,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             progress,
             saver,
             in_memory,
+            earlier_slots,
             // Step 0 needs no checkpoint: it can be recreated.
             schedule: Schedule {
                 saved: (!branched && !is_in_memory).then_some(progress.step),
@@ -415,15 +448,23 @@ fn number_before<B: Kernels>(
     world: &Group<B>,
     directory: &RunDirectory,
     request: &TrainRequest,
-    number: impl FnOnce(&Config) -> Option<u64>,
+    number: impl Fn(&Config) -> Option<u64>,
 ) -> Result<Option<u64>> {
     if request.resume == Resume::No || request.take == RestoreScope::Weights {
         return Ok(None);
     }
     let mine = if world.rank() == 0 { manifest_before(directory, &request.resume) } else { None };
-    let mine = mine.and_then(|manifest| number(&manifest.config)).unwrap_or(0);
-    let before = world.broadcast_numbers(&[mine])?[0];
-    Ok((before > 0).then_some(before))
+    let mine = mine.map(|manifest| (manifest.step, manifest.config));
+    let in_memory = match request.resume {
+        Resume::Auto => config_before(world, directory)?,
+        Resume::No | Resume::From(_) => None,
+    };
+    // Rank 0 may be on a node without slots.
+    let newest = [mine, in_memory].into_iter().flatten().max_by_key(|(step, _)| *step);
+    let numbers = newest.map(|(step, config)| [step, number(&config).unwrap_or(0)]);
+    let all = world.all_gather_u64(&numbers.map_or(vec![], Vec::from))?;
+    let newest = all.iter().filter(|numbers| !numbers.is_empty()).max_by_key(|numbers| numbers[0]);
+    Ok(newest.map(|numbers| numbers[1]).filter(|before| *before > 0))
 }
 
 /// Returns the global batch of the run so far, if `batch.per_rank` was given and would change it on
