@@ -481,7 +481,10 @@ fn impossible_in_memory_checkpoints() {
         (
             Mpirun(2),
             "memory_checkpoint.every=1 memory_checkpoint.dir=/proc",
-            &["/proc has 0 B free, but the in-memory checkpoints of 2 ranks need", "hint: set memory_checkpoint."],
+            &[
+                "/proc has 0 B free, but the in-memory checkpoints of 2 ranks need",
+                "hint: set memory_checkpoint.",
+            ],
         ),
     ];
     for (transport, settings, words) in cases {
