@@ -222,7 +222,7 @@ impl SampleLine<'_> {
     }
 }
 
-/// What is recorded of a run at one of its steps.
+/// The records of a run at one of its steps.
 pub struct RunStep {
     /// The resolved configuration of the start of the run that took the step.
     pub config: Config,

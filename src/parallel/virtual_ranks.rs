@@ -70,7 +70,7 @@ pub struct VirtualRanks {
 
 impl VirtualRanks {
     /// Returns true if these ranks add gradients in the tree over virtual ranks without blocks: all
-    /// ranks have as many, and whatever is added before others is a power of two of them.
+    /// ranks have as many, and each sum that others are added to is of a power of two of them.
     pub fn are_in_one_tree(total: usize, replicas: usize, shards: usize) -> bool {
         let is_whole = |below: usize, above: usize| above == 1 || below.is_power_of_two();
         let ranks = replicas * shards;

@@ -97,7 +97,7 @@ struct TensorReport {
     /// The description of the tensor.
     #[serde(skip)]
     words: String,
-    /// What the samples show.
+    /// The findings about the samples.
     note: Option<String>,
 }
 
@@ -119,7 +119,7 @@ pub struct ReplayReport {
     differences: Vec<StepDifference>,
     /// Steps without a readable record.
     missing: Vec<u64>,
-    /// What may explain differences.
+    /// The possible causes of differences.
     causes: Vec<String>,
     stop_at_first: Option<String>,
     /// Which other search finds a tensor, if this one has found none.

@@ -37,7 +37,7 @@ pub struct MemoryJob {
     pub run: String,
     /// The id of the job.
     pub job: String,
-    /// What all slots share, as a manifest without pieces.
+    /// The common part of all slots: a manifest without pieces.
     pub outline: Vec<u8>,
     /// The number of ranks on this node.
     pub ranks_here: usize,
