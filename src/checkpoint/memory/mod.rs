@@ -7,12 +7,14 @@
 
 mod copies;
 mod disk;
+mod find;
 mod node_directory;
 mod partner;
 mod restore;
 mod slot;
 
 pub use copies::{MemoryCheckpoints, MemoryJob};
+pub use find::{Candidate, NodeSlots, find};
 pub use node_directory::NodeDirectory;
 pub use partner::{foreign_ranks, partners};
-pub use restore::{Candidate, NodeSlots, SlotSource, find};
+pub use restore::SlotSource;
