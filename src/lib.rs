@@ -98,6 +98,8 @@ pub use hpctrain_checkpoint::run_dir;
 pub use hpctrain_comm as comm;
 #[doc(inline)]
 pub use hpctrain_config as config;
+#[doc(inline)]
+pub(crate) use hpctrain_config::elastic_ranks;
 #[doc(hidden)]
 pub use hpctrain_config::topology;
 #[doc(inline)]
@@ -139,6 +141,7 @@ pub mod bench;
 pub mod cli;
 #[doc(hidden)]
 pub mod doctor;
+mod elastic;
 pub mod prelude;
 #[doc(hidden)]
 pub mod replay;

@@ -31,8 +31,10 @@ pub enum Kind {
     Damaged,
     /// File operations failed for longer than a run tolerates; a later restart may succeed.
     Outage,
-    /// A message between ranks failed, or a rank is gone.
+    /// A message between ranks failed.
     Comm,
+    /// Another rank is gone: its process, its node or the network to it.
+    Lost,
     /// A GPU or one of its libraries failed.
     Device,
     /// The training diverged: losses or gradients that are not finite.
@@ -199,6 +201,11 @@ impl Error {
         Self::new(Kind::Comm, message)
     }
 
+    /// Creates the error of a rank that is gone: its process, its node or the network to it.
+    pub fn lost(message: impl Into<String>) -> Self {
+        Self::new(Kind::Lost, message)
+    }
+
     /// Creates the error of a failure of a GPU or one of its libraries.
     pub fn device(message: impl Into<String>) -> Self {
         Self::new(Kind::Device, message)
@@ -274,6 +281,7 @@ impl Error {
             Kind::Outage => 74,
             Kind::Interrupted => 75,
             Kind::Comm
+            | Kind::Lost
             | Kind::Device
             | Kind::Numeric
             | Kind::Corrupted

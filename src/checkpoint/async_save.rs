@@ -24,6 +24,7 @@ use super::shard::ShardFile;
 use super::snapshot::{Snapshot, write_through};
 use super::{Checkpoints, Manifest, Progress, Retention, TensorEntry, refused};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::fault;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::own_files;
 use hpctrain_comm::Group;
@@ -153,6 +154,7 @@ impl<B: Kernels> Saver<B> {
                     begun.elapsed().as_secs_f64() * 1e3
                 );
                 self.thread.begin(move || {
+                    fault::point("save");
                     let written =
                         create(&staging).and_then(|()| snapshot.write(&staging, rank, &state));
                     (Some(snapshot), written)
@@ -273,6 +275,7 @@ impl<B: Kernels> Saver<B> {
         let everyone = self.world.gather_bytes_to_root(written.table()?).wait()?;
         let job = self.job.clone();
         Ok(self.thread.begin(move || {
+            fault::point("publish");
             if root {
                 job.publish(progress, &everyone, &staging)
                     .inspect_err(|_| job.checkpoints.abandon(&staging))?;

@@ -1,5 +1,6 @@
 //! The command line: each subcommand has a file, which parses arguments and calls the library.
 
+mod agent;
 mod bench;
 mod checkpoint;
 mod compare;
@@ -97,6 +98,11 @@ enum Command {
     /// Probe CUDA IPC between all ranks, in a child process of each, which may crash.
     #[command(hide = true, name = RankProbe::CudaIpc.command())]
     ProbeCudaIpc(probe_transport::RankProbeArgs),
+    /// Start the ranks of an elastic job on this host, and replace those that are lost.
+    Agent(agent::AgentArgs),
+    /// Start the agents of an elastic job on several hosts.
+    #[command(hide = true)]
+    ElasticHosts(supervise::ElasticHostsArgs),
     /// Generate text with a trained language model.
     Sample(sample::SampleArgs),
     /// Import, inspect and verify training data.
@@ -168,6 +174,7 @@ impl Command {
             | Command::Replay(_)
             | Command::Compare(_) => false,
             Command::Ps(_) | Command::Supervise(_) | Command::Spawn(_) => false,
+            Command::Agent(_) | Command::ElasticHosts(_) => false,
             Command::Completions { .. } => false,
         }
     }
@@ -216,8 +223,16 @@ pub fn run() -> i32 {
                 ));
                 return fail(&e.hint("train, eval, predict, sample, plan, bench and doctor do"));
             }
-            None => return job::launch_self(usize::from(ranks)),
-            Some(Launch { meeting: Some(_), .. }) => {}
+            None => {
+                let elastic = match &command {
+                    // A configuration that fails is reported by the ranks.
+                    Command::Train(args) => args.config().ok().map(|config| config.elastic),
+                    _ => None,
+                };
+                let elastic = elastic.filter(|elastic| elastic.on);
+                return job::launch_self(usize::from(ranks), elastic.as_ref());
+            }
+            Some(launch) if launch.rendezvous().is_some() => {}
             Some(launch) if speaks => {
                 let e = Error::input(format!(
                     "--spawn {ranks}, but this process was started by {}",
@@ -266,6 +281,7 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Ps(PsCommand::Server(args)) => servers::run_server(&args),
         Command::Ps(PsCommand::Worker(args)) => servers::run_worker(&args),
         Command::Ps(PsCommand::Auto(args)) => ps_auto::run(&args),
+        Command::Agent(args) => agent::run(args),
         Command::Spawn(args) if speaks => spawn::run(&args, launch),
         Command::Spawn(_) => 2,
         _ if !speaks => 0,
@@ -275,6 +291,7 @@ fn dispatch(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Ps(PsCommand::Coordinator(args)) => coordinate::run(&args),
         Command::Ps(PsCommand::Status(args)) => report(servers::status(&args)),
         Command::Supervise(args) => supervise::run(args),
+        Command::ElasticHosts(args) => supervise::run_elastic_hosts(&args),
         Command::Data(args) => report(data::run(args)),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Config(args) => report(config::run(&args)),

@@ -7,7 +7,8 @@ use crate::config::{Config, check_ranks};
 use crate::error::{Error, Result};
 use crate::job::fail;
 use crate::supervise::{
-    AGENT, HOSTS_PLACEHOLDER, HostList, Hosts, RANKS_PLACEHOLDER, SuperviseOptions, supervise,
+    AGENT, ElasticHosts, HOST_PLACEHOLDER, HOSTS_PLACEHOLDER, HostList, Hosts, RANKS_PLACEHOLDER,
+    SuperviseOptions, answering, launcher_of, supervise,
 };
 
 /// Arguments of `hpctrain supervise`.
@@ -29,8 +30,33 @@ pub struct SuperviseArgs {
     /// succeed for the host to be used.
     #[arg(long, value_name = "COMMAND", default_value = AGENT, requires = "hosts")]
     agent: String,
+    /// Start the ranks of an elastic job on the hosts, without another launcher: the command after
+    /// -- is that of a rank, with elastic.on=true. Ranks and hosts that are lost do not end the job,
+    /// and hosts that return join it.
+    #[arg(long, requires = "hosts")]
+    elastic: bool,
+    /// With --elastic, the command that runs another one on a host.
+    #[arg(long, value_name = "COMMAND", default_value = AGENT_LAUNCHER, requires = "elastic")]
+    agent_launcher: String,
     /// The job's command, after `--`: a launcher with its arguments, or this program.
     #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<String>,
+}
+
+/// The default of `--agent-launcher`.
+const AGENT_LAUNCHER: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 {host}";
+
+/// Arguments of `hpctrain elastic-hosts`, which `supervise --elastic` starts.
+#[derive(Debug, Args)]
+pub struct ElasticHostsArgs {
+    /// The hosts, with their numbers of ranks.
+    #[arg(long)]
+    hosts: String,
+    /// The command that runs another one on a host.
+    #[arg(long)]
+    agent_launcher: String,
+    /// The command of a rank.
+    #[arg(last = true, required = true)]
     command: Vec<String>,
 }
 
@@ -46,9 +72,75 @@ pub fn run(args: SuperviseArgs) -> i32 {
     options(args).and_then(|options| supervise(&options)).unwrap_or_else(|e| fail(&e))
 }
 
+/// Starts an elastic job on several hosts and returns its exit code.
+pub fn run_elastic_hosts(args: &ElasticHostsArgs) -> i32 {
+    elastic_hosts(args).and_then(|hosts| hosts.run()).unwrap_or_else(|e| fail(&e))
+}
+
+/// Returns the elastic job that the arguments describe, on the hosts that answer.
+fn elastic_hosts(args: &ElasticHostsArgs) -> Result<ElasticHosts> {
+    let config = elastic_config(&args.command)?;
+    let list: HostList = args.hosts.parse()?;
+    let launcher: Vec<String> = args.agent_launcher.split_whitespace().map(Into::into).collect();
+    if !launcher.iter().any(|word| word.contains(HOST_PLACEHOLDER)) {
+        return Err(Error::input(format!(
+            "--agent-launcher {:?} without {HOST_PLACEHOLDER}",
+            args.agent_launcher
+        ))
+        .hint(format!("such as {AGENT_LAUNCHER:?}")));
+    }
+    let hosts = answering(&list, |host| launcher_of(&launcher, host));
+    if hosts.is_empty() {
+        return Err(Error::comm(format!("none of the hosts {} answers", args.hosts)));
+    }
+    check_ranks(&config, hosts.iter().map(|host| host.slots).sum())?;
+    Ok(ElasticHosts {
+        hosts,
+        launcher,
+        root: config.run.root.clone().into(),
+        command: args.command.clone(),
+        rejoin: config.elastic.rejoin,
+    })
+}
+
+/// Returns the configuration of an elastic job by the command of a rank.
+fn elastic_config(command: &[String]) -> Result<Config> {
+    let config = training_config(command)?;
+    if config.elastic.on {
+        return Ok(config);
+    }
+    Err(Error::input("--elastic, but elastic.on = false in the command")
+        .hint("add --set elastic.on=true to the command after --"))
+}
+
+/// Returns the configuration of a job by its command, whose arguments after `train` are those of
+/// this program.
+pub fn training_config(command: &[String]) -> Result<Config> {
+    const HINT: &str = "give the command of a rank, such as hpctrain train --config my.toml";
+    let Some(at) = command.iter().rposition(|word| word == "train") else {
+        return Err(Error::input("no train in the command after --").hint(HINT));
+    };
+    let training = TrainCommand::try_parse_from(&command[at..]).map_err(|e| {
+        Error::input(format!("the arguments after train: {}", first_line(&e.to_string())))
+            .hint(HINT)
+    })?;
+    training.train.config()
+}
+
 /// Converts the arguments to options.
 fn options(args: SuperviseArgs) -> Result<SuperviseOptions> {
-    let SuperviseArgs { retries, requeue, hosts, agent, command } = args;
+    let SuperviseArgs { retries, requeue, hosts, agent, elastic, agent_launcher, command } = args;
+    if let (true, Some(list)) = (elastic, &hosts) {
+        elastic_config(&command)?;
+        let _: HostList = list.parse()?;
+        let program = std::env::current_exe()
+            .map_err(|e| Error::internal(format!("cannot find this program: {e}")))?;
+        let mut words = vec![program.to_string_lossy().into_owned(), "elastic-hosts".into()];
+        words.extend(["--hosts".into(), list.clone(), "--agent-launcher".into(), agent_launcher]);
+        words.push("--".into());
+        words.extend(command);
+        return Ok(SuperviseOptions { command: words, retries, requeue, hosts: None });
+    }
     let hosts = hosts.map(|list| parse_hosts(&list, &agent, &command)).transpose()?;
     let placeholder = command.iter().find(|word| {
         hosts.is_none() && (word.contains(HOSTS_PLACEHOLDER) || word.contains(RANKS_PLACEHOLDER))
@@ -157,8 +249,15 @@ mod tests {
             assert!(error.contains(words), "{error}");
         }
         let command = ["mpirun", "-np", "{ranks}", "hpctrain", "train"].map(String::from).to_vec();
-        let args =
-            SuperviseArgs { retries: 0, requeue: false, hosts: None, agent: AGENT.into(), command };
+        let args = SuperviseArgs {
+            retries: 0,
+            requeue: false,
+            hosts: None,
+            agent: AGENT.into(),
+            elastic: false,
+            agent_launcher: AGENT_LAUNCHER.into(),
+            command,
+        };
         assert!(
             options(args)
                 .unwrap_err()

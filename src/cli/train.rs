@@ -12,6 +12,7 @@ use super::servers;
 use super::with_checkpoint::comm_timeout;
 use crate::comm::{AlgorithmChoice, Launch, prepare_environment};
 use crate::config::{Config, PRESETS, Sources, given_keys, load};
+use crate::elastic;
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
@@ -136,6 +137,18 @@ impl TrainArgs {
         self.run.sources.load().map(|(config, _)| config)
     }
 
+    /// Returns an error if the job has ranks that do not train, which no elastic job has.
+    fn check_elastic(&self) -> Result<()> {
+        let flag = match (self.evaluators, self.servers) {
+            (0, 0) => return Ok(()),
+            (0, _) => "--servers",
+            _ => "--evaluators",
+        };
+        Err(Error::input(format!("elastic.on = true is not supported with {flag}")).hint(
+            "evaluate in a job of its own, with hpctrain eval --watch, or inside the trainer",
+        ))
+    }
+
     /// Returns the number of ranks of the job that do not train.
     pub fn non_training_ranks(&self) -> usize {
         self.evaluators + self.servers
@@ -210,6 +223,14 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     // one of them prints it.
     let request = args.run.job_request(args.servers, None);
     prepare_environment(request.as_ref().is_ok_and(|request| may_use_vendor(&request.config)));
+    if let Ok(elastic) = &request
+        && elastic.config.elastic.on
+    {
+        return match args.check_elastic() {
+            Ok(()) => elastic::run(launch, elastic.clone()),
+            Err(e) => fail(&e),
+        };
+    }
     let patience = request
         .as_ref()
         .map_or_else(|_| comm_timeout(&[]), |request| request.config.comm.unmeasured_timeout());

@@ -20,7 +20,7 @@ use super::pending::reply;
 use super::shared::{Shared, Stats};
 use super::transport::in_process;
 use super::transport::launch::launched_size;
-use super::transport::tcp::{self, TcpRendezvous};
+use super::transport::tcp::{self, TcpMesh, TcpRendezvous};
 use super::transport::{GroupRanks, NodeInfo, Transport, World, mpi};
 use super::worker::{CommRequest, Worker};
 use hpctrain_base::error::{Error, Result};
@@ -183,6 +183,19 @@ pub fn start_tcp<B: Backend>(meeting: &TcpRendezvous, algorithm: Algorithm) -> R
     // The rendezvous has its own time limit.
     let (worker, shared, world) =
         start(&name, Duration::ZERO, move |shared| tcp::open(&place, shared))?;
+    Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker)))
+}
+
+/// Creates the communicator of a process that connects to the other ranks at known addresses.
+///
+/// # Errors
+/// Returns an error of kind [`Lost`](hpctrain_base::error::Kind::Lost) if a rank is gone or does
+/// not connect in time, or another one if the network fails.
+pub fn start_tcp_mesh<B: Backend>(mesh: TcpMesh, algorithm: Algorithm) -> Result<Comm<B>> {
+    let name = format!("comm-{}", mesh.rank);
+    // The mesh has its own time limit.
+    let (worker, shared, world) =
+        start(&name, Duration::ZERO, move |shared| tcp::open_mesh(mesh, shared))?;
     Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker)))
 }
 
@@ -459,6 +472,16 @@ impl<B: Backend> Comm<B> {
         Label { op, group: WORLD, unit: None, size, algorithm: "direct", root: None }
     }
 
+    /// Returns a handle by which another thread can end all requests of this rank.
+    pub fn interrupter(&self) -> Interrupter {
+        Interrupter { shared: self.inner.shared.clone(), exit: self.inner.exit.clone() }
+    }
+
+    /// Returns true if a request has failed because another rank is gone.
+    pub fn has_lost_ranks(&self) -> bool {
+        self.inner.shared.has_lost_ranks()
+    }
+
     /// Ends the communication thread once it has finished its requests, and leaves the world
     /// (`MPI_Finalize`). Requests of groups that are still alive fail from then on. Dropping the
     /// last handle does the same.
@@ -474,6 +497,26 @@ impl<B: Backend> Comm<B> {
     /// [`Aborted`](crate::Aborted).
     pub fn abort(&self, code: i32) -> ! {
         self.inner.exit.abort(code)
+    }
+}
+
+/// Ends the requests of a rank from another thread, because a rank is gone.
+#[derive(Clone)]
+pub struct Interrupter {
+    shared: Arc<Shared>,
+    exit: Exit,
+}
+
+impl Interrupter {
+    /// Fails all requests with this error from now on, also those under way, and closes the
+    /// connections, from which the other ranks learn of it.
+    pub fn interrupt(&self, error: Error) {
+        self.shared.interrupt(error);
+        // The thread may be asleep on its queue.
+        self.exit.submit(CommRequest::run(|state| {
+            // The error stays, and is returned by the next request.
+            let _ = state.attempt(|_| Ok(()));
+        }));
     }
 }
 

@@ -93,6 +93,15 @@ impl<B: Backend> Group<B> {
         &self.table
     }
 
+    /// Returns the error with which requests will fail because a rank was lost, so that long
+    /// computations between requests can end.
+    ///
+    /// # Errors
+    /// Returns that error, if there is one.
+    pub fn check_interruption(&self) -> Result<()> {
+        self.comm.inner.shared.check_interruption()
+    }
+
     /// Returns the number of nodes that the group's ranks are on.
     pub fn nodes(&self) -> usize {
         self.members.by_node().len()

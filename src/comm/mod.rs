@@ -24,7 +24,9 @@ mod environment;
 mod exit;
 mod group;
 mod health;
+pub mod interface;
 mod keepalive;
+pub mod membership;
 mod p2p_request;
 mod pending;
 mod polling;
@@ -40,7 +42,8 @@ pub use algorithms::{Algorithm, Operation, TermOrder, UNEQUAL_SCRATCH, UnequalCo
 pub use autotune::choice::{AlgorithmChoice, connect_ranks, measure, slowest};
 pub use autotune::table::AlgorithmTable;
 pub use communicator::{
-    Comm, single, start_mpi, start_mpi_within, start_tcp, start_threads, start_threads_on_nodes,
+    Comm, Interrupter, single, start_mpi, start_mpi_within, start_tcp, start_tcp_mesh,
+    start_threads, start_threads_on_nodes,
 };
 pub use device::local_device::LocalDevice;
 pub use device::path::{DeviceTransport, TransportChoice};
@@ -52,10 +55,10 @@ pub use health::watchdog_guard::WatchdogGuard;
 pub use pending::Pending;
 pub use shared::Stats;
 pub use transport::in_process::Aborted;
-pub use transport::launch::{Launch, launched};
+pub use transport::launch::{ADDRESS_VARIABLE, JOIN_VARIABLE, Launch, launched};
 pub use transport::mpi;
 pub use transport::tcp::{
     Acceptor, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, RENDEZVOUS_VARIABLE,
-    Secret, TcpRendezvous, call, write_secret,
+    Secret, TcpMesh, TcpRendezvous, call, host_name, write_secret,
 };
 pub use transport::{NodeInfo, sorted_by_node};

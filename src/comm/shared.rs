@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::health::flight_recorder::FlightRecorder;
 use super::health::pending_peers::Partners;
+use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{Activity, ActivityKind, SpanEvent, Track, span};
 use hpctrain_device::DeviceTimer;
 
@@ -56,6 +57,12 @@ pub struct Shared {
     host_waits: AtomicU64,
     rounds: AtomicU64,
     abort: AtomicI64,
+    /// Whether `interruption` is set.
+    is_interrupted: AtomicBool,
+    /// The error with which all requests end, once another thread has found that a rank is gone.
+    interruption: Mutex<Option<Error>>,
+    /// Whether a request has failed because a rank is gone.
+    has_lost_ranks: AtomicBool,
     /// The communication thread, once it has started.
     thread: OnceLock<Thread>,
     recorder: Mutex<FlightRecorder>,
@@ -79,6 +86,9 @@ impl Default for Shared {
             host_waits: AtomicU64::new(0),
             rounds: AtomicU64::new(0),
             abort: AtomicI64::new(NO_ABORT),
+            is_interrupted: AtomicBool::new(false),
+            interruption: Mutex::default(),
+            has_lost_ranks: AtomicBool::new(false),
             thread: OnceLock::new(),
             recorder: Mutex::default(),
             partners: Partners::default(),
@@ -254,6 +264,32 @@ impl Shared {
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         count(staging.bytes);
         staging.count = Some(count);
+    }
+
+    /// Ends all requests with this error. Only the first one has an effect.
+    pub fn interrupt(&self, error: Error) {
+        self.interruption.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.is_interrupted.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    /// Returns the error of an interruption, once there was one.
+    pub fn check_interruption(&self) -> Result<()> {
+        if !self.is_interrupted.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let error = self.interruption.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        error.map_or(Ok(()), Err)
+    }
+
+    /// Notes that a request has failed because a rank is gone.
+    pub fn note_lost_ranks(&self) {
+        self.has_lost_ranks.store(true, Ordering::Release);
+    }
+
+    /// Returns true if a request has failed because a rank is gone.
+    pub fn has_lost_ranks(&self) -> bool {
+        self.has_lost_ranks.load(Ordering::Acquire)
     }
 
     /// Requests an abort. Only the first request has an effect.

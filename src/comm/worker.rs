@@ -15,7 +15,7 @@ use super::reduce_buffer::Scratch;
 use super::shared::Shared;
 use super::transport::tracked::TrackedTransport;
 use super::transport::{GroupRanks, InFlight, Transport};
-use hpctrain_base::error::{Error, Result};
+use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::spans::Track;
 use hpctrain_base::spawn::spawn;
 use hpctrain_device::{DeviceEvent, DeviceOperation};
@@ -71,7 +71,7 @@ impl CommThreadState {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let result = act(self);
+        let result = self.shared.check_interruption().and_then(|()| act(self));
         self.awaited = self.shared.has_waiters();
         if let Err(error) = &result {
             self.fail(error.clone());
@@ -108,6 +108,9 @@ impl CommThreadState {
     }
 
     fn fail(&mut self, error: Error) {
+        if error.kind() == Kind::Lost {
+            self.shared.note_lost_ranks();
+        }
         self.failed = Some(error);
         self.device_comms.abort();
         self.device_queue.clear();

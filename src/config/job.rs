@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rustix::process::{Signal, set_parent_process_death_signal};
 
+use crate::Elastic;
 use crate::local_launcher;
 use crate::telemetry::{logging, say_error};
 use hpctrain_base::error::{Error, Result};
@@ -60,28 +61,43 @@ pub fn spawn(ranks: usize, work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitC
     match launched(|name| std::env::var(name).ok()) {
         Ok(None) => {
             name_console(None);
-            ExitCode::from(u8::try_from(launch_self(ranks)).unwrap_or(1))
+            ExitCode::from(u8::try_from(launch_self(ranks, None)).unwrap_or(1))
         }
         // An error is reported there.
         Ok(Some(_)) | Err(_) => start(work),
     }
 }
 
-/// Starts `ranks` processes of this program with its arguments and returns the exit code of the
-/// job.
+/// The file in a rendezvous directory with the path of the run that an elastic job trains.
 #[doc(hidden)]
-pub fn launch_self(ranks: usize) -> i32 {
+pub const RUN_FILE: &str = "run";
+
+/// The file in a rendezvous directory with the name of the signal that asks all ranks of an elastic
+/// job to end.
+#[doc(hidden)]
+pub const SIGNAL_FILE: &str = "signal";
+
+/// The exit code of a process that has found no ranks to join.
+#[doc(hidden)]
+pub const NO_RANKS: i32 = 69;
+
+/// Starts `ranks` processes of this program with its arguments and returns the exit code of the
+/// job. With `elastic` the job goes on without ranks that are lost.
+#[doc(hidden)]
+pub fn launch_self(ranks: usize, elastic: Option<&Elastic>) -> i32 {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let launched = std::env::current_exe()
         .map_err(|e| Error::internal(format!("cannot find this program: {e}")))
-        .and_then(|program| local_launcher::launch(ranks, program.as_os_str(), &arguments));
+        .and_then(|program| {
+            local_launcher::launch(ranks, program.as_os_str(), &arguments, elastic)
+        });
     launched.unwrap_or_else(|e| fail(&e))
 }
 
 /// Starts `ranks` processes of a program and returns the exit code of the job.
 #[doc(hidden)]
 pub fn launch_program(ranks: usize, program: &OsStr, arguments: &[OsString]) -> i32 {
-    local_launcher::launch(ranks, program, arguments).unwrap_or_else(|e| fail(&e))
+    local_launcher::launch(ranks, program, arguments, None).unwrap_or_else(|e| fail(&e))
 }
 
 /// Sends this rank's warnings to standard error, prefixed with its name.
@@ -129,23 +145,27 @@ fn run_boxed(launch: Option<&Launch>, timeout: Duration, work: Work<'_>) -> i32 
     let watched = if timeout.is_zero() { Ok(()) } else { comm.set_watchdog_timeout(timeout) };
     let code = match watched.and_then(|()| work(&comm)) {
         Ok(code) => code,
-        Err(e) if e.is_shared() || comm.size() == 1 => {
-            if comm.rank() == 0 {
-                fail(&e);
-            }
-            e.exit_code()
-        }
-        Err(e) => {
-            // The others would wait for this rank for ever. The console names the rank if the
-            // launcher has set its number.
-            let is_named = launch.is_some_and(|launch| launch.rank.is_some());
-            let e = if is_named { e } else { e.on_rank(comm.rank()) };
-            log::error!("{e}");
-            comm.abort(e.exit_code())
-        }
+        // The console names the rank if the launcher has set its number.
+        Err(e) => end_failed(&comm, e, launch.is_some_and(|launch| launch.rank.is_some())),
     };
     comm.shutdown();
     code
+}
+
+/// Ends a rank whose work has failed, and returns its exit code. The other ranks are aborted unless
+/// they have the same error. `is_named` is whether messages on the console name the rank.
+#[doc(hidden)]
+pub fn end_failed(comm: &Comm<Cpu>, error: Error, is_named: bool) -> i32 {
+    if error.is_shared() || comm.size() == 1 {
+        if comm.rank() == 0 {
+            fail(&error);
+        }
+        return error.exit_code();
+    }
+    // The others would wait for this rank for ever.
+    let error = if is_named { error } else { error.on_rank(comm.rank()) };
+    log::error!("{error}");
+    comm.abort(error.exit_code())
 }
 
 /// Prints an error; returns its exit code.
@@ -168,7 +188,8 @@ pub fn exit_on_panic(process: &'static str) {
 }
 
 /// Installs a panic hook for a rank: a panic on any thread names the rank and ends the whole job.
-fn abort_on_panic(comm: &Comm<Cpu>) {
+#[doc(hidden)]
+pub fn abort_on_panic(comm: &Comm<Cpu>) {
     let comm = comm.clone();
     std::panic::set_hook(Box::new(move |panic| {
         if panics::is_caught() {

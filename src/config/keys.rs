@@ -29,6 +29,7 @@ pub(super) fn keys(section: &str) -> Option<&'static [Key]> {
         "device" => Device::KEYS,
         "checkpoint" => Checkpoint::KEYS,
         "memory_checkpoint" => MemoryCheckpoint::KEYS,
+        "elastic" => Elastic::KEYS,
         "eval" => Eval::KEYS,
         "comm" => Comm::KEYS,
         "log" => Log::KEYS,

@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, Permissions};
 use std::io::ErrorKind;
+use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
@@ -12,18 +13,21 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
+use crate::Elastic;
+use crate::elastic_ranks::ElasticRanks;
+
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{signals, user_dirs};
 use hpctrain_comm::{RENDEZVOUS_VARIABLE, TcpRendezvous, write_secret};
 
 /// The interval at which ranks and signals are polled.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The time in which the other ranks must end after one has failed.
-const TIMEOUT: Duration = Duration::from_secs(10);
+pub const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The exit code of a rank that was asked to end.
-const INTERRUPTED: i32 = 75;
+pub const INTERRUPTED: i32 = 75;
 
 /// The prefix of the names of rendezvous directories.
 const PREFIX: &str = "hpctrain-spawn-";
@@ -83,19 +87,39 @@ fn remove_abandoned(root: &Path) {
 }
 
 /// Starts `ranks` processes of a program, waits for all, and returns the exit code of the job: that
-/// of the first rank that fails. Signals to this process are forwarded to the ranks.
+/// of the first rank that fails. Signals to this process are forwarded to the ranks. With `elastic`
+/// the job goes on without ranks that are lost, and a process that joins is started for each.
 ///
 /// # Errors
 /// Returns an error if there are no ranks, or a process cannot be started.
-pub fn launch(ranks: usize, program: &OsStr, arguments: &[OsString]) -> Result<i32> {
+pub fn launch(
+    ranks: usize,
+    program: &OsStr,
+    arguments: &[OsString],
+    elastic: Option<&Elastic>,
+) -> Result<i32> {
     if ranks == 0 {
         return Err(Error::input("a job of 0 ranks").hint("start 1 or more"));
     }
     signals::record_signals()?;
     let rendezvous = RendezvousDir::new(&std::env::temp_dir())?;
+    let dir = rendezvous.folder.path();
+    if let Some(elastic) = elastic {
+        let job = ElasticRanks {
+            program: program.into(),
+            arguments: arguments.to_vec(),
+            slots: ranks,
+            first: Some((0, ranks)),
+            rendezvous: dir.into(),
+            has_other_hosts: false,
+            rejoin: elastic.rejoin,
+        };
+        return job.launch();
+    }
     let mut job = Job { ranks: Vec::with_capacity(ranks) };
     for rank in 0..ranks {
-        let meeting = TcpRendezvous { dir: rendezvous.folder.path().into(), rank, ranks };
+        let address = Ipv4Addr::LOCALHOST.into();
+        let meeting = TcpRendezvous { dir: dir.into(), rank, ranks, address };
         let child = Command::new(program)
             .args(arguments)
             .env(RENDEZVOUS_VARIABLE, meeting.to_string())
@@ -106,15 +130,15 @@ pub fn launch(ranks: usize, program: &OsStr, arguments: &[OsString]) -> Result<i
 }
 
 /// Returns the error of a program that cannot be started.
-fn cannot_start(program: &OsStr, why: std::io::Error) -> Error {
+pub fn cannot_start(program: &OsStr, why: std::io::Error) -> Error {
     let is_wrong = matches!(why.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied);
     let error = Error::io("start", Path::new(program), why);
     if is_wrong { error.hint("give an executable file, such as ./program") } else { error }
 }
 
 /// The processes of a job, which are killed when this is dropped.
-struct Job {
-    ranks: Vec<Child>,
+pub struct Job {
+    pub ranks: Vec<Child>,
 }
 
 impl Job {
@@ -158,16 +182,21 @@ impl Job {
 
     /// Sends the signal of this name to every rank.
     fn forward(&self, name: Option<&str>) {
-        let signal = match name {
-            Some("SIGINT") => Signal::INT,
-            Some("SIGUSR1") => Signal::USR1,
-            Some(_) => Signal::TERM,
-            None => return,
-        };
-        for child in &self.ranks {
-            // This fails for a process that has ended.
-            let _ = kill_process(Pid::from_child(child), signal);
-        }
+        forward(name, self.ranks.iter());
+    }
+}
+
+/// Sends the signal of this name to processes.
+pub fn forward<'a>(name: Option<&str>, children: impl Iterator<Item = &'a Child>) {
+    let signal = match name {
+        Some("SIGINT") => Signal::INT,
+        Some("SIGUSR1") => Signal::USR1,
+        Some(_) => Signal::TERM,
+        None => return,
+    };
+    for child in children {
+        // This fails for a process that has ended.
+        let _ = kill_process(Pid::from_child(child), signal);
     }
 }
 
@@ -182,7 +211,7 @@ impl Drop for Job {
 }
 
 /// Returns the exit code of a process as a shell reports it: 128 plus the signal that killed it.
-fn exit_code(status: ExitStatus) -> i32 {
+pub fn exit_code(status: ExitStatus) -> i32 {
     status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1)
 }
 

@@ -7,6 +7,8 @@ mod bounds;
 mod device;
 mod device_memory;
 mod did_you_mean;
+mod elastic;
+pub mod elastic_ranks;
 mod epochs;
 pub mod gpu_assignment;
 mod host_embedding;
@@ -35,6 +37,7 @@ mod unknown_keys;
 
 pub use device::DeviceChoice;
 pub use device_memory::{DEFAULT_FRACTION, DeviceMemory};
+pub use elastic::few_virtual_ranks;
 pub use epochs::EpochLength;
 pub use interval::Interval;
 pub use keys::describe_keys;

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::bounds;
+use super::elastic;
 use super::epochs::{self, EpochLength};
 use super::host_embedding::with_embedding_placement;
 use super::layout::{
@@ -540,6 +541,7 @@ fn check_ranges(config: &Config) -> Result<()> {
     }
     config.device.memory.check()?;
     memory_checkpoint::check(config)?;
+    elastic::check(config)?;
     if data.order == DataOrder::Files && !data.mix.is_empty() {
         return Err(Error::input("data.order = files is not supported with data.mix")
             .hint("leave one of them out"));

@@ -111,6 +111,8 @@ sections! {
         checkpoint: Checkpoint = Checkpoint::default(),
         /// In-memory checkpoints: copies of the state in the memory of the nodes.
         memory_checkpoint: MemoryCheckpoint = MemoryCheckpoint::default(),
+        /// Elastic training: ranks that are lost, and ranks that join.
+        elastic: Elastic = Elastic::default(),
         /// Evaluation.
         eval: Eval = Eval::default(),
         /// Communication between ranks.
@@ -591,6 +593,19 @@ sections! {
         disk_dir: Option<String> = None,
         /// Steps between those that are written to `disk_dir`.
         disk_every: u64 = 100,
+    }
+
+    /// `[elastic]`
+    Elastic {
+        /// Continue without ranks that are lost, with the same bits, and let processes join while
+        /// the run trains. Ranks communicate over TCP; `memory_checkpoint.every` must be set.
+        on: bool = false,
+        /// The least number of ranks: with fewer the job ends with exit code 75.
+        min_ranks: usize = 1,
+        /// Seconds without an answer after which a rank counts as lost.
+        timeout: u64 = 10,
+        /// Start a process for a rank that was lost, and let other processes join.
+        rejoin: bool = true,
     }
 
     /// `[eval]`

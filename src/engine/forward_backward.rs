@@ -14,6 +14,7 @@ use super::tensor_observer::{
     observe_reduced, samples_in_batch, statistics,
 };
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::fault;
 use hpctrain_base::random;
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_comm::{Group, Pending};
@@ -194,6 +195,7 @@ impl<B: Kernels> Engine<B> {
                     inputs.insert((flow, k), neighbours.receive(backend, flow, rows, &about)?);
                 }
                 Action::Forward(k) => {
+                    fault::point("forward");
                     let asked = Instant::now();
                     let micro = next()?;
                     loading += asked.elapsed();
@@ -243,6 +245,7 @@ impl<B: Kernels> Engine<B> {
                     };
                     let mut wgrads =
                         matches!(action, Action::BackwardInput(_)).then(DeferredWgrads::new);
+                    fault::point("backward");
                     let samples = samples_in_batch(&saved_forward.micro);
                     // Losses of the chunks after the first.
                     let mut chunk_losses = vec![];
@@ -288,6 +291,7 @@ impl<B: Kernels> Engine<B> {
             let spent = begun.elapsed().saturating_sub(loading).as_secs_f64();
             (spent - (waited_now - waited)).max(0.0)
         };
+        fault::point("summary");
         let reduced = sharded.reduce(losses, compute, flags())?;
         if let Some(observer) = &mut self.observer {
             observe_reduced(&mut **observer, &self.model.sharded)?;

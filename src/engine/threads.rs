@@ -34,7 +34,7 @@ pub fn on_threads<B: Backend, T: Send>(
         }
     }
     // If one rank fails, the others fail because it is gone: its error is the cause.
-    errors.sort_by_key(|e| e.kind() == Kind::Comm);
+    errors.sort_by_key(|e| matches!(e.kind(), Kind::Comm | Kind::Lost));
     errors.into_iter().next().map_or(Ok(given), Err)
 }
 

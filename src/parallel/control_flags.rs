@@ -31,6 +31,8 @@ bitflags! {
         const MEMORY_CHECKPOINT = 1 << 5;
         /// The rank has written its part of an in-memory checkpoint to the disk.
         const ON_DISK = 1 << 6;
+        /// A process waits to become a rank. Set by rank 0 only.
+        const JOIN = 1 << 7;
     }
 }
 

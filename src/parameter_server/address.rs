@@ -7,9 +7,9 @@ use std::net::{
 };
 use std::time::Duration;
 
-use if_addrs::get_if_addrs;
-
 use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::host_name;
+use hpctrain_comm::interface::address_of;
 
 /// Starts to listen, and returns the address at which others reach the listener. `requested` is
 /// `parameter_server.address`: a host, a host with a port, or a port as in `:2222`.
@@ -70,63 +70,6 @@ fn listen_by_name(port: u16) -> Result<TcpListener> {
     // An IPv6 listener accepts IPv4 connections, too, but a system may lack IPv6.
     TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))
         .or_else(|_| bind(Ipv4Addr::UNSPECIFIED.into(), port))
-}
-
-/// Returns the address of an interface: `interface` is its name, or a network that contains its
-/// address, such as `10.1.0.0/16`. IPv4 addresses are preferred to IPv6 addresses; link-local
-/// addresses are ignored.
-///
-/// # Errors
-/// Returns an error if this host has no such interface.
-fn address_of(interface: &str) -> Result<IpAddr> {
-    let all = get_if_addrs()
-        .map_err(|e| Error::comm(format!("cannot list the network interfaces: {e}")))?;
-    let all: Vec<(String, IpAddr)> = all
-        .into_iter()
-        .map(|interface| (interface.name.clone(), interface.ip()))
-        .filter(|(_, ip)| match ip {
-            IpAddr::V4(ip) => !ip.is_link_local(),
-            IpAddr::V6(ip) => !ip.is_unicast_link_local(),
-        })
-        .collect();
-    let network = network(interface);
-    let matches = |(name, ip): &&(String, IpAddr)| match network {
-        Some((network, bits)) => contains(network, bits, *ip),
-        None => name == interface,
-    };
-    let found = all.iter().filter(matches).map(|(_, ip)| *ip).min_by_key(IpAddr::is_ipv6);
-    found.ok_or_else(|| {
-        let names: Vec<String> = all.iter().map(|(name, ip)| format!("{name} ({ip})")).collect();
-        let what = if network.is_some() { "interface in the network" } else { "interface" };
-        Error::input(format!("comm.interface: {} has no {what} {interface:?}", host_name())).hint(
-            format!(
-                "it has {}; a network such as \"10.1.0.0/16\" works on hosts where its name differs",
-                names.join(", ")
-            ),
-        )
-    })
-}
-
-/// Parses a network such as `10.1.0.0/16`: its address and the length of its prefix.
-fn network(text: &str) -> Option<(IpAddr, u32)> {
-    let (address, bits) = text.split_once('/')?;
-    let address: IpAddr = address.parse().ok()?;
-    let bits: u32 = bits.parse().ok()?;
-    (bits <= if address.is_ipv4() { 32 } else { 128 }).then_some((address, bits))
-}
-
-/// Returns whether the first `bits` bits of an address are those of `network`.
-fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
-    let differ = match (network, ip) {
-        (IpAddr::V4(network), IpAddr::V4(ip)) => {
-            (network.to_bits() ^ ip.to_bits()).checked_shr(32 - bits).unwrap_or(0).into()
-        }
-        (IpAddr::V6(network), IpAddr::V6(ip)) => {
-            (network.to_bits() ^ ip.to_bits()).checked_shr(128 - bits).unwrap_or(0)
-        }
-        _ => 1,
-    };
-    differ == 0
 }
 
 /// Parses host and port of an address; a missing host is none, a missing port 0. An IPv6 address
@@ -205,11 +148,6 @@ pub fn connect(address: &str, timeout: Duration) -> Result<TcpStream> {
         }
     }
     Err(first.unwrap_or_else(|| Error::comm(format!("{host} has no address"))))
-}
-
-/// Returns the name of this host.
-pub fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 #[cfg(test)]
@@ -291,25 +229,6 @@ mod tests {
         ] {
             let error = listen(None, Some(wrong)).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("lo (127.0.0.1)"), "{error}");
-        }
-    }
-
-    #[test]
-    fn networks_contain_their_addresses() {
-        for (text, ip, expected) in [
-            ("10.1.0.0/16", "10.1.255.3", Some(true)),
-            ("10.1.0.0/16", "10.2.0.1", Some(false)),
-            ("0.0.0.0/0", "10.2.0.1", Some(true)),
-            ("10.2.0.1/32", "10.2.0.1", Some(true)),
-            ("2001:db8::/32", "2001:db8:7::1", Some(true)),
-            ("2001:db8::/32", "10.2.0.1", Some(false)),
-            ("::/0", "2001:db8:7::1", Some(true)),
-            ("10.1.0.0/33", "10.1.0.1", None),
-            ("eth0", "10.1.0.1", None),
-        ] {
-            let address = ip.parse().unwrap();
-            let found = network(text).map(|(network, bits)| contains(network, bits, address));
-            assert_eq!(found, expected, "{text} {ip}");
         }
     }
 }

@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::address::{host_name, listen};
+use super::address::listen;
 use super::heartbeat::HeartbeatThread;
 use super::parameters::Parameters;
 use super::protocol::RemoteError;
@@ -23,6 +23,7 @@ use super::rendezvous::{Contact, PsRendezvous};
 use super::rpc_client::RpcClient;
 use super::rpc_server::{RpcHandler, RpcServer};
 use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_comm::host_name;
 
 /// The time that a request for work waits before it is answered with [`CallResponse::Wait`].
 const LONG_POLL: Duration = Duration::from_millis(500);

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::address::host_name;
 use super::program::{Program, Programs, Role};
 use super::protocol::{
     CoordinatorRequest, CoordinatorResponse, ServerLoad, ServerRequest, ServerResponse, Work,
@@ -20,6 +19,7 @@ use super::trace::TraceCollector;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::now;
 use hpctrain_comm::Credentials;
+use hpctrain_comm::host_name;
 
 /// The time that a request for work waits before it is answered with [`Work::Wait`].
 const LONG_POLL: Duration = Duration::from_millis(500);

@@ -6,7 +6,6 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::address::host_name;
 use super::partitioner::ParamRange;
 use super::protocol::{CoordinatorRequest, CoordinatorResponse, Pushed, Values};
 use super::push_pull::{PullTarget, PushSource, ServerConnections};
@@ -15,6 +14,7 @@ use super::rpc_client::RpcClient;
 use super::run_spec::{RunSpec, layouts};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::layout::{Tensor, UnitLayout};
+use hpctrain_comm::host_name;
 use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, clip};

@@ -6,11 +6,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::address::host_name;
 use super::protocol::{CoordinatorRequest, CoordinatorResponse};
 use super::rpc_client::RpcClient;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{Activity, now};
+use hpctrain_comm::host_name;
 use hpctrain_config::telemetry::trace_file::{TraceEvent, TraceFile};
 
 /// The number of readings of the coordinator's clock, of which the one with the shortest round trip

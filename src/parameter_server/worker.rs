@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use super::address::host_name;
 use super::heartbeat::HeartbeatThread;
 use super::program::Program;
 use super::protocol::{
@@ -24,7 +23,7 @@ use super::trace::TraceSender;
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::signals;
 use hpctrain_base::spans::{Activity, ActivityKind, Track, span};
-use hpctrain_comm::{Credentials, single};
+use hpctrain_comm::{Credentials, host_name, single};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, Environment, Optimizer, OptimizerKind, ResolvedConfig, resolve};
 use hpctrain_cpu::Cpu;

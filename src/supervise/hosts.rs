@@ -173,6 +173,69 @@ impl Hosts {
     }
 }
 
+/// A check whether a host answers.
+pub struct Asking {
+    child: Option<Child>,
+    since: Instant,
+}
+
+impl Asking {
+    /// Starts to run `true` on a host with the words of the command that runs another one there.
+    pub fn start(launcher: &[String]) -> Self {
+        let mut words = launcher.iter();
+        let child = words.next().and_then(|program| {
+            let mut command = Command::new(program);
+            command.args(words).arg("true");
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            command.spawn().ok()
+        });
+        Self { child, since: Instant::now() }
+    }
+
+    /// Returns whether the host answers, once it is known.
+    pub fn answered(&mut self) -> Option<bool> {
+        let Some(child) = &mut self.child else { return Some(false) };
+        match child.try_wait() {
+            Ok(Some(status)) => Some(status.success()),
+            Ok(None) if self.since.elapsed() < TIMEOUT => None,
+            _ => {
+                // The process may have ended just now.
+                let _ = child.kill();
+                let _ = child.wait();
+                Some(false)
+            }
+        }
+    }
+}
+
+/// Returns true if a name is that of this host.
+pub fn is_this_host(name: &str) -> bool {
+    is_here(name, &uname().nodename().to_string_lossy())
+}
+
+/// Returns those of the hosts that answer, in order. `launcher` returns the words of the command
+/// that runs another one on a host.
+pub fn answering(list: &HostList, launcher: impl Fn(&str) -> Vec<String>) -> Vec<HostSlots> {
+    let mut asked: Vec<(&HostSlots, Option<Asking>)> = list
+        .0
+        .iter()
+        .map(|host| {
+            let asking = (!is_this_host(&host.name)).then(|| Asking::start(&launcher(&host.name)));
+            (host, asking)
+        })
+        .collect();
+    let mut answers: Vec<Option<bool>> = vec![None; asked.len()];
+    while answers.contains(&None) {
+        for ((_, asking), answer) in asked.iter_mut().zip(&mut answers) {
+            let now = || asking.as_mut().map_or(Some(true), Asking::answered);
+            *answer = answer.or_else(now);
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+    let found = asked.into_iter().zip(answers).filter(|(_, answer)| *answer == Some(true));
+    found.map(|((host, _), _)| host.clone()).collect()
+}
+
 /// Returns true if a name is that of this host, with or without its domain.
 fn is_here(name: &str, here: &str) -> bool {
     let first = |name: &str| name.split('.').next().unwrap_or_default().to_string();

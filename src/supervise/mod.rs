@@ -8,6 +8,7 @@
 //! With a list of hosts, each start uses the hosts that answer, and as many ranks as the layout
 //! allows on them (elastic restart).
 
+mod elastic_hosts;
 mod failure_cause;
 mod hosts;
 mod job;
@@ -17,7 +18,10 @@ mod run_file;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-pub use hosts::{AGENT, HOSTS_PLACEHOLDER, HostList, Hosts, RANKS_PLACEHOLDER};
+pub use elastic_hosts::{ElasticHosts, HOST_PLACEHOLDER, launcher_of};
+pub use hosts::{
+    AGENT, HOSTS_PLACEHOLDER, HostList, HostSlots, Hosts, RANKS_PLACEHOLDER, answering,
+};
 use job::{Ended, Job};
 use restart_log::RestartLog;
 

@@ -4,6 +4,7 @@
 
 mod config_consistency;
 mod device_dispatch;
+mod elastic;
 mod energy;
 pub mod evaluate;
 mod evaluate_run;
@@ -20,6 +21,7 @@ mod time_limit;
 
 pub use config_consistency::check_same_config;
 pub use device_dispatch::train;
+pub use elastic::ElasticJob;
 pub use energy::Energy;
 pub use evaluate_run::evaluate_run;
 pub use hooks::{Hook, Hooks, Outcome};

@@ -9,6 +9,7 @@ mod attacks;
 mod containers;
 mod copied_runs;
 mod disks;
+mod elastic;
 mod evaluators;
 mod goodput;
 mod input;

@@ -19,6 +19,7 @@ use super::partner::PartnerCopies;
 use super::slot::{BLOCK, Header, SlotPiece, SlotWriter};
 use crate::Progress;
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::fault;
 use hpctrain_comm::Group;
 use hpctrain_device::{Kernels, MemoryKind, format_bytes};
 use hpctrain_parallel::{AllFlags, ControlFlags, Owned, Sharded, Values};
@@ -244,6 +245,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
     /// the run.
     pub fn copy(&mut self, owned: &Owned<'_, B>) -> Result<()> {
         let begun = Instant::now();
+        fault::point("copy");
         for values in std::iter::once(&owned.params).chain(&owned.state) {
             self.copy_values(values, owned.range.len())?;
         }
@@ -275,6 +277,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
     /// Completes the copy, which is that of the state after `progress`.
     pub fn finish(&mut self, progress: Progress) {
         let begun = Instant::now();
+        fault::point("copied");
         self.is_writing = false;
         self.pending = Some(progress.step);
         if !self.has_failed {

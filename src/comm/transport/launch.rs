@@ -1,6 +1,8 @@
 //! Detects whether a launcher started this process, before MPI is initialised: a process that runs
 //! alone must not initialise it, and that may take seconds.
 
+use std::path::{Path, PathBuf};
+
 use super::tcp::{RENDEZVOUS_VARIABLE, TcpRendezvous};
 use hpctrain_base::error::{Error, Result};
 
@@ -14,6 +16,25 @@ pub struct Launch {
     pub by: &'static str,
     /// The rendezvous of ranks that communicate over TCP; `None` with MPI.
     pub meeting: Option<TcpRendezvous>,
+    /// The directory in which the processes of an elastic job find each other, if this process
+    /// joins one.
+    pub joins: Option<PathBuf>,
+}
+
+/// The environment variable that holds the rendezvous directory of the elastic job that a process
+/// joins.
+pub const JOIN_VARIABLE: &str = "HPCTRAIN_JOIN";
+
+/// The environment variable that is set for ranks of a job with ranks on other hosts: they listen
+/// at an address that other hosts reach.
+pub const ADDRESS_VARIABLE: &str = "HPCTRAIN_ADDRESS";
+
+impl Launch {
+    /// Returns the directory in which the processes of the job find each other over TCP.
+    pub fn rendezvous(&self) -> Option<&Path> {
+        let meeting = self.meeting.as_ref().map(|meeting| meeting.dir.as_path());
+        meeting.or(self.joins.as_deref())
+    }
 }
 
 /// For each launcher: a variable that it sets, the one that holds the rank, and its name.
@@ -35,12 +56,21 @@ const OVERRIDE: &str = "HPCTRAIN_MPI";
 /// Returns an error if `HPCTRAIN_MPI` is neither 0 nor 1, the variable of a rendezvous cannot be
 /// parsed, or Slurm started several tasks without a process-management interface.
 pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> {
+    if let Some(directory) = env(JOIN_VARIABLE) {
+        return Ok(Some(Launch {
+            rank: None,
+            by: "hpctrain --spawn",
+            meeting: None,
+            joins: Some(directory.into()),
+        }));
+    }
     if let Some(place) = env(RENDEZVOUS_VARIABLE) {
         let meeting: TcpRendezvous = place.parse()?;
         return Ok(Some(Launch {
             rank: Some(meeting.rank),
             by: "hpctrain --spawn",
             meeting: Some(meeting),
+            joins: None,
         }));
     }
     let launcher = LAUNCHERS.iter().find(|(sign, ..)| env(sign).is_some());
@@ -53,6 +83,7 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
                 rank,
                 by: by.unwrap_or("a launcher, as HPCTRAIN_MPI=1 says"),
                 meeting: None,
+                joins: None,
             }));
         }
         Some(other) => {
@@ -62,7 +93,7 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
         None => {}
     }
     if let Some(by) = by {
-        return Ok(Some(Launch { rank, by, meeting: None }));
+        return Ok(Some(Launch { rank, by, meeting: None, joins: None }));
     }
     // Set by srun for the tasks of a step only; SLURM_NTASKS is also seen by a batch script, which
     // runs once.
@@ -103,7 +134,8 @@ mod tests {
 
     #[test]
     fn spawned_processes_know_their_place() {
-        let meeting = TcpRendezvous { dir: "/tmp/a b/1/2".into(), rank: 3, ranks: 4 };
+        let address = std::net::Ipv4Addr::LOCALHOST.into();
+        let meeting = TcpRendezvous { dir: "/tmp/a b/1/2".into(), rank: 3, ranks: 4, address };
         let launch = launched(|name| (name == RENDEZVOUS_VARIABLE).then(|| meeting.to_string()));
         let launch = launch.unwrap().unwrap();
         assert_eq!((launch.rank, launch.meeting.as_ref()), (Some(3), Some(&meeting)));

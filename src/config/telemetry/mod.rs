@@ -3,6 +3,7 @@
 pub mod classes;
 mod console;
 pub mod efficiency;
+pub mod elastic;
 pub mod epoch_loss;
 pub mod evaluations;
 pub mod goodput;

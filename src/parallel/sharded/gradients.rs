@@ -10,6 +10,7 @@ use crate::fsdp_unit::{ReducedGradient, Reduction};
 use crate::step_summary::{Squares, StepSummary, sum_of_squares};
 use crate::{Lifetime, ReduceAfter, Storage, VirtualRanks};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::fault;
 use hpctrain_base::layout::{UnitLayout, share};
 use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_comm::{Group, Pending};
@@ -111,6 +112,7 @@ impl<B: Kernels> Sharded<B> {
     /// Returns an error if an earlier reduction or the device fails.
     pub fn start_reductions(&mut self) -> Result<()> {
         for (unit, last) in std::mem::take(&mut self.ended) {
+            fault::point("reduce");
             let range = self.shard_of(unit);
             let Some(Reduction::Ready(sum)) = self.units[unit].reduction.take() else {
                 return Err(Error::internal("there is no sum of virtual ranks to reduce"));

@@ -438,6 +438,8 @@ impl<B: Kernels> Sharded<B> {
             Some(visit),
             "blocks take their turns in the order of the pass"
         );
+        // A rank was lost: the step will not end.
+        self.groups.shard.check_interruption()?;
         // Compute waits for uploads that were started in earlier turns, but not for those started
         // below.
         self.arrived()?;

@@ -11,6 +11,7 @@ use crate::step_params::Hyper;
 use crate::tied_replica::TiedReplica;
 use crate::{Lifetime, Storage};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::fault;
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::optim::UpdateRule;
@@ -111,11 +112,13 @@ impl<B: Kernels> Sharded<B> {
                 return Err(Error::internal("the update has no gradient"));
             };
             let span = span(ActivityKind::Update, Some(&unit.layout.name));
+            fault::point("update");
             unit.owner.update(hyper, &trust[index], B::view(&grad, window), unit.params.wait()?)?;
             drop(span);
             if let Some(observer) = &mut observer {
                 observer(unit.owned(&shards, parts)?)?;
             }
+            fault::point("gather");
             if keep.grads == Lifetime::Step {
                 unit.grads = Some(grad);
             }

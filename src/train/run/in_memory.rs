@@ -226,7 +226,9 @@ impl<B: Kernels> InMemory<B> {
     pub fn begin(&mut self, plan: &ResolvedConfig, step: u64, flags: &AllFlags) -> bool {
         self.checkpoints.receive(flags);
         self.has_received = true;
-        plan.is_due(self.every, step) && self.checkpoints.begin()
+        // Processes that join begin with a copy of the step after which they do.
+        let is_due = plan.is_due(self.every, step) || flags.any(ControlFlags::JOIN);
+        is_due && self.checkpoints.begin()
     }
 
     /// Copies the next part of the state.

@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use self::in_memory::{InMemory, RunObserver};
+use crate::elastic::ElasticJob;
 use crate::energy::Energy;
 use crate::evaluate::{Evaluator, Metrics};
 use crate::hang_timeout::{HangTimeout, Phase};
@@ -20,7 +21,8 @@ use crate::records::Records;
 use crate::save_interval::{Described, SaveInterval};
 use crate::step_timers::{Requested, StepTimers};
 use crate::stop_requests::StopRequests;
-use hpctrain_base::error::{Error, Result};
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::fault;
 use hpctrain_base::spans::{ActivityKind, Track, span};
 use hpctrain_checkpoint::memory::NodeSlots;
 use hpctrain_checkpoint::run_dir::{RestoreScope, Resume, RunDirectory, RunOutcome};
@@ -67,6 +69,8 @@ pub struct TrainRequest {
     pub threads: Option<usize>,
     /// The GPU of this rank, if ranks compute on GPUs.
     pub gpu: Option<RankGpu>,
+    /// The part of this process in an elastic job.
+    pub elastic: Option<ElasticJob>,
 }
 
 impl TrainRequest {
@@ -85,6 +89,7 @@ impl TrainRequest {
             profile: false,
             threads: None,
             gpu: None,
+            elastic: None,
         }
     }
 }
@@ -186,6 +191,13 @@ fn run<B: Kernels>(
             let notified = run.notify_hooks(Ok(ending));
             run.world.all_ok(notified).inspect_err(|e| run.mark_failed(e))?;
         }
+        // The ranks that are left go on. Before processes join, all publish the save under way.
+        Err(e) if e.kind() == Kind::Lost && run.elastic.is_some() => {
+            if e.is_shared() {
+                let published = run.saver.finish()?;
+                run.note_published(published);
+            }
+        }
         // Ranks that share an error can still publish the save that they have begun together.
         Err(e) if e.is_shared() || comm.size() == 1 => {
             // The run ends with its first error, which is often the cause of this one.
@@ -223,6 +235,8 @@ struct Run<'h, B: Kernels> {
     /// The step of this round whose gradients go into histograms, if there is one.
     counted: Option<u64>,
     stop_requests: StopRequests,
+    /// The part of this process in an elastic job.
+    elastic: Option<ElasticJob>,
     /// The interval between checkpoints, on rank 0, if it follows from measurements.
     save_interval: Option<SaveInterval>,
     /// Pauses of training since the last record of a step.
@@ -257,6 +271,8 @@ struct Schedule {
     is_in_memory: bool,
     /// Whether a checkpoint is due by the clock after this step.
     save_is_due: bool,
+    /// Whether processes join after this step.
+    joins: bool,
     /// Set once training is to end.
     ending: Option<RunOutcome>,
 }
@@ -271,10 +287,12 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.counted.iter().for_each(|step| self.engine.model.sharded.count_gradients_of(*step));
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
         let save_is_due = self.save_is_due_after_round();
+        let has_joiners = self.elastic.as_ref().is_some_and(ElasticJob::has_joiners);
         let mut flags = || {
             let flags = self.stop_requests.flags(self.saver.is_done())
                 | ControlFlags::FAILED.when(has_failed)
-                | ControlFlags::DUE.when(save_is_due);
+                | ControlFlags::DUE.when(save_is_due)
+                | ControlFlags::JOIN.when(has_joiners);
             flags.with_longest(self.hang_timeout.longest())
         };
         let observer =
@@ -504,6 +522,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         while self.should_continue() {
             let start = Instant::now();
             let began = self.progress.step;
+            fault::at(self.world.rank(), began + 1);
             self.run_round()?;
             self.evaluate_if_due()?;
             self.notify_epoch_end();
@@ -514,6 +533,12 @@ impl<'h, B: Kernels> Run<'h, B> {
                 interval.note_all(self.progress.step - began, seconds);
             }
             self.save_if_due()?;
+            if let Some(job) = &self.elastic {
+                job.note_step(self.progress.step);
+            }
+            if self.schedule.joins && self.should_continue() {
+                return Err(Error::lost("processes join").shared());
+            }
             self.enter(Phase::Steps)?;
         }
         Ok(())
@@ -611,6 +636,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.hang_timeout.note_writing(self.saver.is_busy());
         }
         self.schedule.save_is_due = flags.any(ControlFlags::DUE);
+        self.schedule.joins = flags.any(ControlFlags::JOIN);
         self.schedule.ending = self.stop_requests.outcome(flags);
         if let Some(RunOutcome::Stopped(why)) = &mut self.schedule.ending {
             // Only ranks that asked to stop know the reason.
@@ -658,6 +684,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let Some(evaluator) = &mut self.evaluator else { return Ok(()) };
         let step = self.progress.step;
         let _span = span(ActivityKind::Evaluation, None);
+        fault::point("evaluation");
         self.engine.model.sharded.swap_ema()?;
         let measured = evaluator
             .measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;

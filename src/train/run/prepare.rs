@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::in_memory::{self, InMemory, bytes_before, config_before, node_slots};
 use super::shared_ids::{fresh_id, share};
 use super::{Customization, Run, Schedule, TrainRequest};
+use crate::elastic::ElasticJob;
 use crate::energy::Energy;
 use crate::evaluate::Evaluator;
 use crate::hang_timeout::HangTimeout;
@@ -18,6 +19,7 @@ use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
 use crate::time_limit::TimeLimit;
 use hpctrain_base::error::Result;
+use hpctrain_base::fault;
 use hpctrain_checkpoint::memory::foreign_ranks;
 use hpctrain_checkpoint::run_dir::{
     Branch, RestoreOptions, RestoreScope, Resume, Resumed, RunDirectory, resume,
@@ -32,6 +34,7 @@ use hpctrain_config::telemetry::{logging, say, startup_summary};
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{
     Batch, Config, EpochLength, Eval, ModelKind, OrAuto, Parallel, ReduceChoice, ResolvedConfig,
+    few_virtual_ranks,
 };
 use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_device::{Kernels, format_bytes};
@@ -178,6 +181,10 @@ impl<'h, B: Kernels> Run<'h, B> {
             plan.config.log.level.into(),
         ))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
+        let is_regrouping = request.elastic.as_ref().is_some_and(ElasticJob::is_regrouping);
+        if let Some(job) = &request.elastic {
+            job.publish(&comm, directory.path())?;
+        }
         if world.rank() == 0 {
             plan.config.log_aliases();
         }
@@ -222,6 +229,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 log::info!("placement: {block} of rank {} ({here})", world.rank());
             }
         }
+        fault::point("build");
         let take = request.take;
         let allow_changed_data = request.allow_changed_data;
         let data_now = train.fingerprint();
@@ -346,10 +354,13 @@ impl<'h, B: Kernels> Run<'h, B> {
             if let Some(board) = records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
                 board.text(progress.step + 1, "texts/startup_summary", &summary);
             }
-            say(summary);
-            train.unscaled().iter().for_each(|warning| log::warn!("{warning}"));
-            let notes = [few_micros(&plan), idle_schedule(&plan), rare_sdc_checks(&plan)];
-            notes.iter().flatten().for_each(|note| log::warn!("{note}"));
+            if !is_regrouping {
+                say(summary);
+                train.unscaled().iter().for_each(|warning| log::warn!("{warning}"));
+                let few = few_virtual_ranks(&plan.config, world.size());
+                let notes = [few_micros(&plan), idle_schedule(&plan), rare_sdc_checks(&plan), few];
+                notes.iter().flatten().for_each(|note| log::warn!("{note}"));
+            }
         }
 
         let job = SaveContext {
@@ -395,6 +406,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             evaluator.map(|evaluator| evaluator.with_set_names(Mix::names(&plan.config.data.mix)));
         let eval_every =
             if evaluator.is_some() { best_period(&plan.config, epoch_length) } else { 0 };
+        if let Some(job) = &request.elastic {
+            world.all_ok(job.resumed(&comm, progress.step))?;
+        }
         let save_interval = (root && is_auto)
             .then(|| SaveInterval::new(failures, topology.host_count(), eval_every, progress.step));
         Ok(Self {
@@ -420,6 +434,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             },
             counted: None,
             stop_requests,
+            elastic: request.elastic.clone(),
             save_interval,
             pauses: Pauses::default(),
             outages,

@@ -185,6 +185,8 @@ pub struct Inbox {
     waiting: HashMap<u64, VecDeque<Vec<u8>>>,
     /// Whether the other end has announced an orderly exit.
     left: bool,
+    /// The exit code of the other end, if it has aborted.
+    aborted: Option<i32>,
 }
 
 /// The progress of a read.
@@ -224,10 +226,9 @@ impl Inbox {
             match (word(0), word(8)) {
                 (BYE, _) => self.left = true,
                 (ABORT, code) => {
-                    return Err(Error::comm(format!(
-                        "rank {peer} aborted with code {}",
-                        code as u32 as i32
-                    )));
+                    let code = code as u32 as i32;
+                    self.aborted = Some(code);
+                    return Err(Error::comm(format!("rank {peer} aborted with code {code}")));
                 }
                 (group, len) => {
                     let left = usize::try_from(len).map_err(|_| {
@@ -249,6 +250,11 @@ impl Inbox {
     /// Returns true if a message is being received.
     pub fn is_arriving(&self) -> bool {
         self.arriving.is_some()
+    }
+
+    /// Returns the exit code of the other end, if it has aborted.
+    pub fn aborted(&self) -> Option<i32> {
+        self.aborted
     }
 
     /// Returns true if the other end has announced an orderly exit.
@@ -332,5 +338,5 @@ fn read(
 
 /// Creates the error of a connection that ended without an orderly exit.
 pub fn gone(peer: usize) -> Error {
-    Error::comm(format!("rank {peer} is gone: its connection ended"))
+    Error::lost(format!("rank {peer} is gone: its connection ended"))
 }

@@ -12,6 +12,7 @@ mod acceptor;
 mod connection;
 mod framing;
 mod handshake;
+mod mesh;
 mod rendezvous;
 mod secret;
 
@@ -24,12 +25,14 @@ use std::time::{Duration, Instant};
 pub use acceptor::Acceptor;
 pub use connection::Connection;
 pub use handshake::{Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, call};
-pub use rendezvous::{RENDEZVOUS_VARIABLE, TcpRendezvous};
+pub use mesh::{TcpMesh, has_ended};
+pub use rendezvous::{RENDEZVOUS_VARIABLE, TcpRendezvous, host_name};
 pub use secret::{Secret, write_secret};
 
 use framing::{
     Bytes, ElementPieces, HEADER, Inbox, Received, Sink, abort, gone, goodbye, header, write,
 };
+use mesh::{CHANNELS, Connected};
 use rendezvous::connect_all;
 
 use super::{
@@ -39,14 +42,14 @@ use super::{
 use crate::algorithms;
 use crate::polling::Backoff;
 use crate::shared::Shared;
-use hpctrain_base::error::{Error, Result};
+use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_device::DeviceSpan;
 
 /// Interval at which a rank that waits for one connection checks the others: an abort may arrive on
 /// any.
 const LISTEN_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Connects to the other ranks, on this thread.
+/// Connects to the other ranks of a rendezvous, on this thread.
 ///
 /// # Errors
 /// Returns an error if a rank does not connect in time, or the network fails.
@@ -55,8 +58,26 @@ pub(crate) fn open(
     shared: Arc<Shared>,
 ) -> Result<(Box<dyn Transport>, World)> {
     let (connected, host) = connect_all(meeting)?;
-    let rank = meeting.rank;
-    let ranks = meeting.ranks;
+    open_connected(meeting.rank, connected, host, shared)
+}
+
+/// Connects to the other ranks of a mesh, on this thread.
+///
+/// # Errors
+/// Returns an error if a rank is gone or does not connect in time, or the network fails.
+pub(crate) fn open_mesh(mesh: TcpMesh, shared: Arc<Shared>) -> Result<(Box<dyn Transport>, World)> {
+    let rank = mesh.rank;
+    open_connected(rank, mesh.connect()?, host_name(), shared)
+}
+
+/// Returns the transport over connections to the other ranks, and the world.
+fn open_connected(
+    rank: usize,
+    connected: Vec<Connected>,
+    host: String,
+    shared: Arc<Shared>,
+) -> Result<(Box<dyn Transport>, World)> {
+    let ranks = connected.len();
     let hosts: Vec<String> = connected.iter().map(|one| one.host.clone()).collect();
     // The number of a node is the first rank on its host.
     let nodes: Arc<[usize]> = hosts
@@ -125,7 +146,7 @@ fn bytes(buffer: &mut dyn P2pBuffer) -> Result<&mut [u8]> {
 }
 
 impl Link {
-    fn new([exchanges, posts]: [TcpStream; rendezvous::CHANNELS]) -> Result<Self> {
+    fn new([exchanges, posts]: [TcpStream; CHANNELS]) -> Result<Self> {
         for stream in [&exchanges, &posts] {
             let set = stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true));
             set.map_err(|e| Error::comm(format!("cannot configure a connection: {e}")))?;
@@ -283,6 +304,32 @@ impl Tcp {
         send: Option<(usize, &[&[u8]])>,
         receive: Option<(usize, usize, &mut dyn Sink)>,
     ) -> Result<()> {
+        self.run_exchange(group, send, receive).map_err(|error| self.cause(error))
+    }
+
+    /// Returns the cause of an error: a rank that is gone may have ended because another one has
+    /// aborted, and forwarded that.
+    fn cause(&mut self, error: Error) -> Error {
+        if error.kind() != Kind::Lost {
+            return error;
+        }
+        for (peer, link) in self.links.iter_mut().enumerate() {
+            let Some(link) = link else { continue };
+            if let Err(other) = link.inbox.listen(&mut link.exchanges, peer)
+                && other.kind() != Kind::Lost
+            {
+                return other;
+            }
+        }
+        error
+    }
+
+    fn run_exchange(
+        &mut self,
+        group: &GroupRanks,
+        send: Option<(usize, &[&[u8]])>,
+        receive: Option<(usize, usize, &mut dyn Sink)>,
+    ) -> Result<()> {
         let id = group.id as u64;
         let lens = send.map(|(_, pieces)| pieces.iter().map(|piece| piece.len()).sum::<usize>());
         let head = header(id, lens.unwrap_or(0));
@@ -323,11 +370,23 @@ impl Tcp {
         }
     }
 
+    /// Sends an abort to all ranks.
+    fn send_abort(&mut self, code: i32) {
+        let words = abort(code);
+        for (peer, link) in self.links.iter_mut().enumerate() {
+            if let Some(link) = link {
+                // A rank that does not receive it sees the connection end.
+                let _ = write(&mut link.exchanges, &[&words], &mut 0, peer);
+            }
+        }
+    }
+
     /// Progresses posted messages, and checks for an abort of this rank or another.
     fn poll(&mut self) -> Result<()> {
         if let Some(code) = self.shared.aborted() {
             self.abort(code);
         }
+        self.shared.check_interruption()?;
         let listens = self.listened.elapsed() >= LISTEN_INTERVAL;
         if listens {
             self.listened = Instant::now();
@@ -431,7 +490,7 @@ impl Transport for Tcp {
     }
 
     fn progress(&mut self) -> Result<InFlight> {
-        self.poll()?;
+        self.poll().map_err(|error| self.cause(error))?;
         Ok(self.links.iter().flatten().map(Link::under_way).max().unwrap_or(InFlight::Nothing))
     }
 
@@ -459,17 +518,15 @@ impl Transport for Tcp {
     }
 
     fn abort(&mut self, code: i32) {
-        let words = abort(code);
-        for (peer, link) in self.links.iter_mut().enumerate() {
-            if let Some(link) = link {
-                // A rank that does not receive it sees the connection end.
-                let _ = write(&mut link.exchanges, &[&words], &mut 0, peer);
-            }
-        }
+        self.send_abort(code);
         std::process::exit(code)
     }
 
     fn leave(&mut self, in_order: bool) {
+        if let Some(code) = self.links.iter().flatten().find_map(|link| link.inbox.aborted()) {
+            // Without this, a rank that has not received the abort would find that this one is gone.
+            self.send_abort(code);
+        }
         let links = self
             .links
             .iter_mut()

@@ -3,19 +3,15 @@
 
 use std::fmt;
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use super::acceptor::Acceptor;
-use super::handshake::{Credentials, HANDSHAKE_TIMEOUT, PeerId, call};
+use super::handshake::Credentials;
+use super::mesh::{Connected, TcpMesh};
 use super::secret::Secret;
 use hpctrain_base::error::{Error, Result};
-
-/// The number of connections between two ranks: one for exchanges, one for posted messages.
-pub const CHANNELS: usize = 2;
 
 /// Interval at which files are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -35,6 +31,9 @@ pub struct TcpRendezvous {
     pub rank: usize,
     /// The number of ranks.
     pub ranks: usize,
+    /// The address of this host at which the rank listens: the loopback address if all ranks are on
+    /// this host.
+    pub address: IpAddr,
 }
 
 impl fmt::Display for TcpRendezvous {
@@ -65,16 +64,9 @@ impl TcpRendezvous {
         let (ranks, dir) = rest.split_once('/')?;
         let rank: usize = rank.parse().ok()?;
         let ranks: usize = ranks.parse().ok()?;
-        (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks })
+        let address = Ipv4Addr::LOCALHOST.into();
+        (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks, address })
     }
-}
-
-/// A rank's connections to another one.
-pub struct Connected {
-    /// The other rank's host.
-    pub host: String,
-    /// The connections to it, by channel; `None` for this rank itself.
-    pub channels: Option<[TcpStream; CHANNELS]>,
 }
 
 /// Connects to the other ranks. Returns the connections to each rank, and this host's name.
@@ -82,88 +74,24 @@ pub struct Connected {
 /// # Errors
 /// Returns an error if a rank does not connect in time, or the file system or the network fails.
 pub fn connect_all(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
-    let TcpRendezvous { dir, rank, ranks } = meeting;
-    let rank = *rank;
-    let ranks = *ranks;
-    // No connection leaves this host.
+    let TcpRendezvous { dir, rank, ranks, address } = meeting;
+    // The messages of ranks are authenticated, but not encrypted.
     let credentials = Credentials { secret: Secret::read(dir)?, encrypt: false };
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .map_err(|e| network("listen on 127.0.0.1", e))?;
+    let listener = TcpListener::bind((*address, 0))
+        .map_err(|e| network(&format!("listen on {address}"), e))?;
     let address = listener.local_addr().map_err(|e| network("listen", e))?;
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    publish(dir, rank, &format!("{address} {host}"))?;
+    let host = host_name();
+    publish(dir, *rank, &format!("{address} {host}"))?;
     let until = Instant::now() + TIMEOUT;
-    let addresses: Vec<(SocketAddr, String)> =
-        (0..ranks).map(|other| read_address(dir, other, until)).collect::<Result<_>>()?;
-
-    let mut channels: Vec<[Option<TcpStream>; CHANNELS]> =
-        (0..ranks).map(|_| Default::default()).collect();
-    for (other, (address, _)) in addresses.iter().enumerate().take(rank) {
-        for (channel, stream) in channels[other].iter_mut().enumerate() {
-            let caller = PeerId { rank: rank as u32, ranks: ranks as u32, channel: channel as u32 };
-            *stream = Some(connect(other, address, &credentials, caller, until)?);
-        }
-    }
-    let (sender, known) = channel();
-    let _acceptor = Acceptor::open(listener, credentials, move |caller, connection| {
-        let stream = connection.into_stream()?;
-        sender.send((caller, stream)).map_err(|_| Error::comm("the rendezvous is over"))
-    })?;
-    for _ in 0..CHANNELS * (ranks - 1 - rank) {
-        let left = until.saturating_duration_since(Instant::now());
-        let Ok((PeerId { rank: other, ranks: of, channel }, stream)) = known.recv_timeout(left)
-        else {
-            let late = (rank + 1..ranks).find(|other| channels[*other].iter().any(Option::is_none));
-            return Err(Error::comm(format!(
-                "rank {} has not connected in time",
-                late.unwrap_or(ranks)
-            )));
-        };
-        match channels
-            .get_mut(other as usize)
-            .and_then(|channels| channels.get_mut(channel as usize))
-        {
-            Some(slot) if of as usize == ranks && slot.is_none() => *slot = Some(stream),
-            _ => {
-                return Err(Error::comm(format!(
-                    "rank {other} of {of} connected twice, or belongs to another world"
-                )));
-            }
-        }
-    }
-    let connected = addresses.into_iter().zip(channels).map(|((_, host), channels)| {
-        let [first, second] = channels;
-        Connected { host, channels: first.zip(second).map(|(first, second)| [first, second]) }
-    });
-    Ok((connected.collect(), host))
+    let peers = (0..*ranks).map(|other| read_address(dir, other, until)).collect::<Result<_>>()?;
+    let mesh =
+        TcpMesh { rank: *rank, peers, listener, credentials, until, is_gone: Box::new(|_| false) };
+    Ok((mesh.connect()?, host))
 }
 
-/// Connects to a rank before this one, with retries because it may not listen yet.
-///
-/// # Errors
-/// Returns an error if the rank cannot be reached until `until`.
-fn connect(
-    other: usize,
-    address: &SocketAddr,
-    credentials: &Credentials,
-    caller: PeerId,
-    until: Instant,
-) -> Result<TcpStream> {
-    loop {
-        let connected = TcpStream::connect(address).map_err(|e| Error::comm(e.to_string()));
-        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
-        match connected
-            .and_then(|stream| call(stream, credentials, caller, deadline)?.into_stream())
-        {
-            Ok(stream) => return Ok(stream),
-            Err(_) if Instant::now() < until => std::thread::sleep(POLL_INTERVAL),
-            Err(e) => {
-                return Err(Error::comm(format!(
-                    "cannot connect to rank {other} at {address}: {e}"
-                )));
-            }
-        }
-    }
+/// Returns the name of this host.
+pub fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 fn network(doing: &str, e: std::io::Error) -> Error {
@@ -208,6 +136,7 @@ fn read_address(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, 
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
+    use std::net::TcpStream;
 
     use super::super::secret::write_secret;
     use super::*;
@@ -217,7 +146,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         write_secret(folder.path()).unwrap();
         assert!(write_secret(folder.path()).is_err(), "the directory belongs to another world");
-        let meeting = |rank| TcpRendezvous { dir: folder.path().into(), rank, ranks: 2 };
+        let meeting = |rank| TcpRendezvous {
+            dir: folder.path().into(),
+            rank,
+            ranks: 2,
+            address: Ipv4Addr::LOCALHOST.into(),
+        };
         let first = meeting(0);
         let second = meeting(1);
         let waiting =

@@ -1,0 +1,228 @@
+//! A rank of an elastic job: trains, and after each change of the ranks trains on with those that
+//! are there.
+//!
+//! After a loss the whole run is built anew in the same process, by the code that resumes runs: the
+//! ranks agree on who is left (`comm/membership`), connect, and `--resume auto` continues from the
+//! newest in-memory checkpoint. Nothing of the old communicator, plan or model is patched.
+
+mod rendezvous;
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, set_parent_process_death_signal};
+
+use crate::comm::interface::host_address;
+use crate::comm::membership::{ControlPlane, MembershipOptions};
+use crate::comm::{
+    ADDRESS_VARIABLE, Algorithm, Comm, Credentials, Launch, Secret, TcpRendezvous, start_tcp,
+};
+use crate::config::{Config, check_ranks};
+use crate::error::{Error, Kind, Result};
+use crate::job::{self, NO_RANKS, fail};
+use crate::run_dir::Resume;
+use crate::run_dir::markers::{Markers, RunStatus};
+use crate::telemetry::logging;
+use crate::train::{Customization, ElasticJob, TrainRequest, check_same_config, train};
+use hpctrain_cpu::Cpu;
+
+pub use rendezvous::{
+    LaunchedRank, await_rendezvous, launched_rank, rendezvous_directory, write_atomically,
+};
+
+/// The longest time that a process which joins waits for ranks that answer.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Runs a rank of an elastic job and returns its exit code.
+pub fn run(launch: Option<&Launch>, request: TrainRequest) -> i32 {
+    // Ranks end with the program that has started them, if the system supports it.
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    let ended = Start::find(launch, &request.config).and_then(|start| {
+        let job = open(start.rendezvous.clone(), start.address, &request.config)?;
+        Rank { job, request }.run(start.meeting.as_ref())
+    });
+    ended.unwrap_or_else(|e| fail(&e))
+}
+
+/// How this process finds the others.
+struct Start {
+    /// The directory in which the processes of the job find each other.
+    rendezvous: PathBuf,
+    /// The address at which this process listens.
+    address: IpAddr,
+    /// The first meeting of the ranks; `None` if this process joins them.
+    meeting: Option<TcpRendezvous>,
+}
+
+impl Start {
+    /// Finds how this process was started: by `--spawn`, by an agent, or as a rank of mpirun or
+    /// srun, which need not support losses themselves as long as they let the other ranks run.
+    fn find(launch: Option<&Launch>, config: &Config) -> Result<Self> {
+        let interface = config.comm.interface.as_deref();
+        if let Some((launch, rendezvous)) = launch.and_then(|one| Some((one, one.rendezvous()?))) {
+            let address = match std::env::var_os(ADDRESS_VARIABLE) {
+                Some(_) => host_address(interface)?,
+                None => Ipv4Addr::LOCALHOST.into(),
+            };
+            let meeting = launch.meeting.clone();
+            let meeting = meeting.map(|meeting| TcpRendezvous { address, ..meeting });
+            return Ok(Self { rendezvous: rendezvous.into(), address, meeting });
+        }
+        let Some(LaunchedRank { rank, ranks, job }) =
+            launched_rank(|name| std::env::var(name).ok())
+        else {
+            return Err(Error::input("elastic.on = true, but this process has no other ranks")
+                .hint("hpctrain --spawn N, hpctrain supervise --elastic --hosts …, or mpirun --enable-recovery"));
+        };
+        let root = config.run.root.as_ref();
+        let dir = match rank {
+            0 => rendezvous_directory(root, &job)?,
+            _ => await_rendezvous(root, &job)?,
+        };
+        let address = host_address(interface)?;
+        let meeting = Some(TcpRendezvous { dir: dir.clone(), rank, ranks, address });
+        Ok(Self { rendezvous: dir, address, meeting })
+    }
+}
+
+/// Opens the control plane of this process.
+fn open(rendezvous: PathBuf, address: IpAddr, config: &Config) -> Result<ElasticJob> {
+    let credentials =
+        Credentials { secret: Secret::read(&rendezvous)?, encrypt: config.comm.encrypt };
+    let plane = ControlPlane::open(MembershipOptions {
+        credentials,
+        address,
+        timeout: Duration::from_secs(config.elastic.timeout),
+        min_ranks: config.elastic.min_ranks,
+        rejoin: config.elastic.rejoin,
+        platform: format!(
+            "hpctrain {} with {} on {}",
+            env!("CARGO_PKG_VERSION"),
+            hpctrain_base::simd::name(),
+            config.run.device
+        ),
+    })?;
+    Ok(ElasticJob::new(plane, rendezvous))
+}
+
+/// A rank of an elastic job.
+struct Rank {
+    job: ElasticJob,
+    request: TrainRequest,
+}
+
+impl Rank {
+    /// Trains until the run ends, and returns the exit code.
+    fn run(mut self, meeting: Option<&TcpRendezvous>) -> Result<i32> {
+        self.request.elastic = Some(self.job.clone());
+        let mut comm = match meeting {
+            Some(meeting) => {
+                let comm = start_tcp(meeting, Algorithm::HalvingDoubling)?;
+                self.job.begin(&comm)?;
+                comm
+            }
+            None => match self.join()? {
+                Some(comm) => comm,
+                None => return Ok(self.unneeded()),
+            },
+        };
+        let timeout = self.request.config.comm.unmeasured_timeout();
+        loop {
+            job::abort_on_panic(&comm);
+            logging::rename_console(&format!("rank {}", comm.rank()));
+            if !timeout.is_zero() {
+                comm.set_watchdog_timeout(timeout)?;
+            }
+            let error = match self.train(&comm) {
+                Ok(code) => {
+                    comm.shutdown();
+                    return Ok(code);
+                }
+                Err(e) => e,
+            };
+            let has_changed = comm.has_lost_ranks() || error.kind() == Kind::Lost;
+            if !has_changed || !self.job.is_published() {
+                return Ok(job::end_failed(&comm, error, true));
+            }
+            log::info!("the ranks change: {}", error.message());
+            comm.shutdown();
+            comm = self.regroup()?;
+        }
+    }
+
+    /// Returns the exit code of a process that has found no ranks to join.
+    fn unneeded(&self) -> i32 {
+        let has_finished = self.job.run().is_some_and(|run| has_finished(&run));
+        if has_finished { 0 } else { NO_RANKS }
+    }
+
+    /// Trains with the ranks of `comm` and returns the exit code.
+    fn train(&self, comm: &Comm<Cpu>) -> Result<i32> {
+        let world = comm.world();
+        let config = &self.request.config;
+        check_same_config(&world, config)?;
+        if !self.job.is_regrouping() {
+            world.all_ok(check_numbers_of_ranks(config, comm.size()))?;
+        }
+        train(comm, &self.request, Customization::default(), None).map(|ended| ended.exit_code())
+    }
+
+    /// Joins a job that trains, and connects to its ranks; returns `None` if no rank answers.
+    fn join(&mut self) -> Result<Option<Comm<Cpu>>> {
+        let run = self.job.published_run()?;
+        let began = Instant::now();
+        let is_over = || has_finished(&run) || began.elapsed() > JOIN_TIMEOUT;
+        if !self.job.join(&run, is_over)? {
+            log::warn!("no rank of the job that trains {} answers", run.display());
+            return Ok(None);
+        }
+        self.continue_run();
+        match self.job.connect() {
+            Ok(comm) => Ok(Some(comm)),
+            Err(e) if e.kind() == Kind::Lost => self.regroup().map(Some),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Agrees with the other ranks on who is left, and connects to them.
+    fn regroup(&mut self) -> Result<Comm<Cpu>> {
+        self.continue_run();
+        loop {
+            self.job.regroup()?;
+            match self.job.connect() {
+                Err(e) if e.kind() == Kind::Lost => log::info!("{}", e.message()),
+                connected => return connected,
+            }
+        }
+    }
+
+    /// Makes the next start of the run continue it.
+    fn continue_run(&mut self) {
+        let run = self.job.run();
+        let name = run.as_deref().and_then(|run| run.file_name());
+        if let Some(name) = name.and_then(|name| name.to_str()) {
+            self.request.config.run.name = Some(name.to_owned());
+        }
+        self.request.resume = Resume::Auto;
+    }
+}
+
+/// Returns true if the run in a directory has finished.
+fn has_finished(run: &Path) -> bool {
+    Markers::new(run).ended().is_some_and(|end| end.status == RunStatus::Finished)
+}
+
+/// Checks that the run can continue on fewer ranks.
+fn check_numbers_of_ranks(config: &Config, ranks: usize) -> Result<()> {
+    let least = config.elastic.min_ranks;
+    if ranks < least {
+        return Err(Error::input(format!("{ranks} ranks, fewer than elastic.min_ranks = {least}"))
+            .hint("start more ranks, or set elastic.min_ranks lower"));
+    }
+    (least..=ranks).try_for_each(|fewer| {
+        check_ranks(config, fewer).map_err(|e| {
+            e.at(format!("elastic.on = true, and {fewer} ranks may be left of {ranks}"))
+        })
+    })
+}
