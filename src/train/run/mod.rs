@@ -292,6 +292,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             let sharded = &mut self.engine.model.sharded;
             let is_skipped = steps.last().is_some_and(StepResult::skipped);
             in_memory.end_round(&self.plan, sharded, self.progress, &flags, is_skipped)?;
+            if self.world.rank() == 0 {
+                in_memory.update_note(&self.plan, &self.directory);
+            }
         }
         self.engine.model.backend.profile().record(false);
         let mut gives_up = None;

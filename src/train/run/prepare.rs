@@ -113,7 +113,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let foreign_ranks = foreign_ranks.div_ceil(topology.ranks_here());
         let mut held = memory::BaselineMemory {
             foreign_ranks,
-            replaced: named.as_deref().map_or(0, |named| bytes_before(&settings, named)),
+            replaced: match &named {
+                Some(named) => bytes_before(&world, &settings, named)?,
+                None => 0,
+            },
             ..memory::BaselineMemory::now(&comm, &splits.sources())
         };
         // The directory of a run without a name is not known yet, nor how much memory its in-memory
@@ -143,7 +146,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let path = share(&world, path)?;
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
-        held.replaced = bytes_before(&settings, directory.path());
+        held.replaced = bytes_before(&world, &settings, directory.path())?;
         let mut is_new_plan = !is_known;
         if let Some(before) = batch_before(&world, directory, request, &plan.config)? {
             (config.batch.global, config.batch.per_rank) = (before, 0);
