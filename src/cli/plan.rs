@@ -173,7 +173,7 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
             let held = held(false, per_node);
             let limit = config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
             let share =
-                memory::available().map_or(usize::MAX, |bytes| bytes / per_node + held.resident);
+                memory::available(0).map_or(usize::MAX, |bytes| bytes / per_node + held.resident);
             (Machine::estimate_local(per_node, threads(per_node), limit.min(share)), per_node, held)
         }
     };
