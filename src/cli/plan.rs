@@ -88,6 +88,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                         gpu: None,
                         threads: None,
                         vocabulary: None,
+                        replaced: 0,
                     },
                 )?;
             }
@@ -99,6 +100,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                     gpu: Some(gpu.memory),
                     threads: None,
                     vocabulary: None,
+                    replaced: 0,
                 };
                 plan_measured(args, &config, &name, &here)?;
             }
@@ -236,7 +238,14 @@ fn plan_on_threads(args: &PlanArgs) -> Result<()> {
             args,
             &config,
             &name,
-            &SearchEnvironment { comm, backend: open_cpu, gpu: None, threads, vocabulary: None },
+            &SearchEnvironment {
+                comm,
+                backend: open_cpu,
+                gpu: None,
+                threads,
+                vocabulary: None,
+                replaced: 0,
+            },
         )
     })
     .map(drop)

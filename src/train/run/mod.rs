@@ -5,6 +5,7 @@ mod in_memory;
 mod prepare;
 mod shared_ids;
 
+pub(crate) use in_memory::bytes_before;
 pub use shared_ids::fresh_id;
 
 use std::path::PathBuf;
