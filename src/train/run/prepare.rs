@@ -297,7 +297,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             .then(|| EpochLoss::new(epoch_length.steps(plan.config.batch.global)));
         let excluded = plan.excluded.as_ref().map(|excluded| excluded.summary());
         let starts = root.then(|| {
-            StartedJob::new(&plan.config, topology.hosts(), progress.position, excluded)
+            let data = trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
+            StartedJob::new(&plan.config, topology.hosts(), progress.position, excluded, data)
                 .and_then(|job| record_start(directory, progress.step, started, job))
         });
         let starts = world.all_ok(starts.transpose())?;
