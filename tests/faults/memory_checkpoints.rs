@@ -306,9 +306,8 @@ fn the_same_directory_under_another_name_is_kept() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference(root.path(), &[]);
     std::os::unix::fs::symlink(root.path().join("shm"), root.path().join("link")).unwrap();
-    for path in ["shm/", "link"] {
+    for (name, path) in [("slash", "shm/"), ("linked", "link")] {
         let dir = format!("memory_checkpoint.dir={}", root.path().join(path).display());
-        let name = path.trim_end_matches('/');
         killed(&run(Mpirun(2), root.path(), name, &[]), 6);
         let other = run(Mpirun(2), root.path(), name, &[&dir]).resume("auto");
         let recorded = killed(&other, 14);
