@@ -11,12 +11,13 @@ use crate::config::{
     Config, Environment, ResolvedConfig, Staleness, at_moved_data, overlay, with_data_path,
 };
 use crate::data::inspect::table;
-use crate::data::{Dataset, ExcludedSummary, Mix, SampleContents, TrainedOn};
+use crate::data::{Dataset, Mix, SampleContents, TrainedOn};
 use crate::engine::{StepSample, micro_batches, plan_for, samples_of_step};
 use crate::error::{Error, Kind, Result};
+use crate::replay::check_excluded;
 use crate::run_dir::{Branch, RestoreScope, RunDirectory};
 use crate::telemetry::say;
-use crate::telemetry::starts::{self, Start};
+use crate::telemetry::starts::{self, Start, StartedJob};
 
 /// Arguments of `hpctrain data which`.
 #[derive(Debug, Args)]
@@ -68,14 +69,19 @@ struct SampleLine<'a> {
 
 /// Prints the samples of a step.
 pub fn run(args: &WhichArgs) -> Result<()> {
-    let RunStep { config, progress, recorded, has_ranks } = RunStep::find(&args.run, args.step)?;
+    let found = RunStep::find(&args.run, args.step)?;
+    let RunStep { config, progress, recorded, started, has_ranks } = found;
     let before = config.data.exclude.clone();
     let config = args.overlay(config)?;
     let (train, _) = micro_batches::open(&config).map_err(|e| at_moved_data(e, &config))?;
     let is_recorded = config.data.exclude == before;
     let plan = resolve_as_recorded(config, &train)?;
-    if let Some(recorded) = &recorded {
-        check_data(&plan, &train, recorded, is_recorded)?;
+    let recorded = recorded.as_ref();
+    check_data(&train, recorded, started.as_ref())?;
+    let of_start = started.as_ref().map(|job| job.excluded.as_ref());
+    let excluded = of_start.or_else(|| recorded.map(|recorded| recorded.excluded.as_ref()));
+    if let Some(excluded) = excluded.filter(|_| is_recorded) {
+        check_excluded(&plan, excluded)?;
     }
     if let Some(virtual_rank) = args.virtual_rank.filter(|it| *it >= plan.virtual_ranks) {
         let all = plan.virtual_ranks;
@@ -130,26 +136,18 @@ pub fn resolve_as_recorded(config: Config, train: &Dataset) -> Result<ResolvedCo
     plan_for(config, &facts, train)
 }
 
-/// Checks that the data and, if `excludes`, the excluded samples are those of the run.
+/// Checks that the data is that of a checkpoint and of a start, as far as they are known.
 fn check_data(
-    plan: &ResolvedConfig,
     train: &Dataset,
-    recorded: &TrainedOn,
-    excludes: bool,
+    recorded: Option<&TrainedOn>,
+    started: Option<&StartedJob>,
 ) -> Result<()> {
-    if let Some(what) = train.fingerprint().difference(&recorded.fingerprint) {
+    let fingerprint = train.fingerprint();
+    if let Some(what) = recorded.and_then(|one| fingerprint.difference(&one.fingerprint)) {
         return Err(Error::input(format!("the data of the run has changed: {what}"))
             .hint("give the data that it was trained on: --data PATH"));
     }
-    let now = plan.excluded.as_ref().map(|excluded| excluded.summary());
-    match ExcludedSummary::difference(now.as_ref(), recorded.excluded.as_ref()) {
-        Some(what) if excludes => {
-            let file = plan.config.data.exclude.as_deref().unwrap_or_default();
-            Err(Error::input(format!("{file} has changed since the run: {what}"))
-                .hint("give the file that it was trained with: --set data.exclude=FILE"))
-        }
-        _ => Ok(()),
-    }
+    started.map_or(Ok(()), |job| job.check_data(&fingerprint))
 }
 
 impl WhichArgs {
@@ -228,8 +226,10 @@ pub struct RunStep {
     pub config: Config,
     /// The progress before the step.
     pub progress: Progress,
-    /// The training data of that start, if it is recorded.
+    /// The training data of that start, if a checkpoint has recorded it.
     pub recorded: Option<TrainedOn>,
+    /// The job of that start, if it is recorded.
+    pub started: Option<StartedJob>,
     /// Whether ranks had fixed parts of a batch, as all have but workers of parameter servers.
     pub has_ranks: bool,
 }
@@ -317,6 +317,7 @@ impl RunStep {
             })?,
             config,
             recorded,
+            started: started.map(|(_, job)| job.clone()),
             has_ranks: !has_servers,
         })
     }

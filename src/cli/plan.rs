@@ -88,6 +88,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                         gpu: None,
                         threads: None,
                         vocabulary: None,
+                        replaced: 0,
                     },
                 )?;
             }
@@ -99,6 +100,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                     gpu: Some(gpu.memory),
                     threads: None,
                     vocabulary: None,
+                    replaced: 0,
                 };
                 plan_measured(args, &config, &name, &here)?;
             }
@@ -173,7 +175,7 @@ fn plan_described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) ->
             let held = held(false, per_node);
             let limit = config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
             let share =
-                memory::available().map_or(usize::MAX, |bytes| bytes / per_node + held.resident);
+                memory::available(0).map_or(usize::MAX, |bytes| bytes / per_node + held.resident);
             (Machine::estimate_local(per_node, threads(per_node), limit.min(share)), per_node, held)
         }
     };
@@ -236,7 +238,14 @@ fn plan_on_threads(args: &PlanArgs) -> Result<()> {
             args,
             &config,
             &name,
-            &SearchEnvironment { comm, backend: open_cpu, gpu: None, threads, vocabulary: None },
+            &SearchEnvironment {
+                comm,
+                backend: open_cpu,
+                gpu: None,
+                threads,
+                vocabulary: None,
+                replaced: 0,
+            },
         )
     })
     .map(drop)

@@ -33,7 +33,7 @@ const FEW_FILES: usize = 1024;
 pub(super) fn probe(reporter: &ProbeReporter) {
     reporter.attempt("memory", || {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        memory(available(), total(&meminfo))
+        memory(available(0), total(&meminfo))
     });
     reporter.attempt(SHARED, || {
         statvfs(SHARED).map_or_else(no_shared, |space| shared(space.f_bavail * space.f_frsize))

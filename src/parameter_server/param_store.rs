@@ -600,7 +600,7 @@ fn check_memory(
     };
     let need = elements * size_of::<f32>() * (2 * buffers + gradients);
     let limit = plan.config.run.memory_limit.map(|limit| limit.0);
-    let available = available().into_iter().chain(limit).min().unwrap_or(usize::MAX);
+    let available = available(0).into_iter().chain(limit).min().unwrap_or(usize::MAX);
     if need <= available {
         return Ok(());
     }

@@ -55,14 +55,14 @@ pub fn replay(options: &ReplayOptions) -> Result<bool> {
             true => range::beginning(&directory, first)?,
             false => range::newest_before(&directory, &records, first, below)?,
         };
-        let manifest = start.checkpoint.as_ref().map(|(_, manifest, _)| manifest);
-        match replay_from(options, &records, &start, steps.clone()) {
-            // Its elements are checked only when they are read.
-            Err(e) if e.kind() == Kind::Damaged && !options.from_start && first > 1 => {
+        match (replay_from(options, &records, &start, steps.clone()), start.own_manifest()) {
+            // Its elements are checked only when they are read. Nothing is before a run's
+            // beginning.
+            (Err(e), Some(manifest)) if e.kind() == Kind::Damaged => {
                 log::warn!("skipping a checkpoint: {}", e.message());
-                below = manifest.map_or(0, |manifest| manifest.step);
+                below = manifest.step;
             }
-            replayed => return replayed,
+            (replayed, _) => return replayed,
         }
     }
 }
@@ -109,6 +109,7 @@ fn replay_from(
     let (mut train, _) = micro_batches::open(&data).map_err(|e| at_moved_data(e, &data))?;
     let own = start.own_manifest();
     check_data(&train, own)?;
+    let fingerprint = train.fingerprint();
     if let Some(manifest) = manifest {
         manifest.conform(&mut train)?;
     }
@@ -121,6 +122,7 @@ fn replay_from(
     }
     let mut jobs = Vec::with_capacity(recorded.len());
     for (since, job) in recorded {
+        job.check_data(&fingerprint)?;
         let config = job.configuration()?;
         let plan = plan_of_run(&options.overlay(&config)?, &train)?;
         check_excluded(&plan, job.excluded.as_ref())?;
@@ -168,7 +170,10 @@ fn check_data(train: &Dataset, manifest: Option<&Manifest>) -> Result<()> {
 }
 
 /// Refuses other excluded samples than those that a start of the run recorded.
-fn check_excluded(plan: &ResolvedConfig, recorded: Option<&ExcludedSummary>) -> Result<()> {
+///
+/// # Errors
+/// Returns an error if the list of `data.exclude` has changed.
+pub fn check_excluded(plan: &ResolvedConfig, recorded: Option<&ExcludedSummary>) -> Result<()> {
     let now = plan.excluded.as_ref().map(|excluded| excluded.summary());
     match ExcludedSummary::difference(now.as_ref(), recorded) {
         None => Ok(()),

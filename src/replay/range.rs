@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::float_bits;
 use super::recorder::StopAt;
 use crate::checkpoint::tools::resolve_path;
-use crate::checkpoint::{Manifest, lease::LeaseGuard};
+use crate::checkpoint::{Manifest, lease::LeaseGuard, step_of};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::run_dir::{Branch, RestoreScope, RunDirectory};
@@ -206,21 +206,38 @@ pub fn configuration(directory: &RunDirectory, records: &RunRecords, last: u64) 
 /// Returns an error if the run began at a checkpoint that cannot be read, or after the first step
 /// of the replay.
 pub fn beginning(directory: &RunDirectory, first: u64) -> Result<Start> {
-    let Some(Branch { from, take }) = directory.branch()? else {
+    let start = beginning_at(directory.branch()?)?;
+    check_first(&start, first).map(|()| start)
+}
+
+/// Returns the beginning of a run with this origin.
+fn beginning_at(origin: Option<Branch>) -> Result<Start> {
+    let Some(Branch { from, take }) = origin else {
         return Ok(Start { checkpoint: None, take: RestoreScope::Everything, is_own: false });
     };
     let path = resolve_path::checkpoint(&from)?;
     let lease = resolve_path::lease(&path);
     let manifest = Manifest::read(&path)?;
-    if take != RestoreScope::Weights && manifest.step >= first {
-        return Err(Error::input(format!(
-            "--steps {first}: the run began at step {}, with {}",
-            manifest.step,
+    Ok(Start { checkpoint: Some((path, manifest, lease)), take, is_own: false })
+}
+
+/// Refuses a replay from step `first` on if the run began after it.
+fn check_first(start: &Start, first: u64) -> Result<()> {
+    let step = start.step();
+    match &start.checkpoint {
+        Some((path, ..)) if step >= first => Err(Error::input(format!(
+            "--steps {first}: the run began at step {step}, with {}",
             path.display()
         ))
-        .hint(format!("give steps from {} on", manifest.step + 1)));
+        .hint(format!("give steps from {} on", step + 1))),
+        _ => Ok(()),
     }
-    Ok(Start { checkpoint: Some((path, manifest, lease)), take, is_own: false })
+}
+
+/// Returns the step of a run's beginning, by the name of its origin.
+fn step_of_origin(origin: Option<&Branch>) -> u64 {
+    let origin = origin.filter(|origin| origin.take != RestoreScope::Weights);
+    origin.and_then(|origin| step_of(origin.from.file_name()?.to_str()?)).unwrap_or(0)
 }
 
 /// Returns the newest whole checkpoint before step `first` that is older than `below`, or the
@@ -262,10 +279,16 @@ pub fn newest_before(
     let kept = (first - 1).checked_div(every).map_or(0, |saves| saves * every);
     // A run that began at a checkpoint of another one has none from before, and cannot be repeated
     // without it.
-    let began = beginning(directory, first)?;
-    if every > 0 && kept <= began.step() {
+    let origin = directory.branch()?;
+    let by_name = step_of_origin(origin.as_ref());
+    let began = beginning_at(origin);
+    if let Ok(start) = &began {
+        check_first(start, first)?;
+    }
+    let began_after = began.as_ref().map_or(by_name, Start::step);
+    if began_after >= first || every > 0 && kept <= began_after {
         // No checkpoint comes before the first one.
-        return Ok(began);
+        return began;
     }
     let keep = match kept {
         0 => String::new(),
@@ -273,11 +296,18 @@ pub fn newest_before(
             format!("; checkpoint.keep_every={every} would have kept the checkpoint of step {kept}")
         }
     };
+    let (origin, remedy) = match began {
+        Ok(_) => (String::new(), "repeat the run from its beginning with --from-start"),
+        Err(e) if e.kind() == Kind::Damaged => return Err(e),
+        Err(e) => {
+            (format!(", nor its beginning: {}", e.message()), "restore the checkpoint it began at")
+        }
+    };
     Err(Error::input(format!(
-        "{} has no whole checkpoint before step {first}: {oldest}",
+        "{} has no whole checkpoint before step {first}: {oldest}{origin}",
         records.path.display()
     ))
-    .hint(format!("repeat the run from its beginning with --from-start{keep}")))
+    .hint(format!("{remedy}{keep}")))
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! Training on the device of `run.device`.
 
-use super::run::{Customization, RankGpu, TrainRequest, train_on};
+use std::path::Path;
+
+use super::run::{Customization, RankGpu, TrainRequest, bytes_before, train_on};
 use crate::planner::{SearchEnvironment, search_layouts_here};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::run_dir::RunOutcome;
@@ -33,10 +35,10 @@ pub fn train(
     match assign_gpus(comm, &request.config)? {
         None => {
             comm.world().all_ok(check_cpu(&request.config))?;
-            let request = laid_out(
-                request,
-                &SearchEnvironment { comm, backend: open_cpu, gpu: None, threads, vocabulary },
-            )?;
+            let backend = open_cpu;
+            let here =
+                SearchEnvironment { comm, backend, gpu: None, threads, vocabulary, replaced: 0 };
+            let request = laid_out(request, here)?;
             train_on(comm, &request, custom, with_evaluators.map(Comm::world).as_ref(), open_cpu)
         }
         Some(gpu) => {
@@ -50,9 +52,10 @@ pub fn train(
                 id: gpu.device().id.clone(),
                 sharers: gpu.sharers,
             };
+            let memory = Some(gpu.memory);
             let here =
-                SearchEnvironment { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
-            let request = TrainRequest { gpu: Some(place), ..laid_out(request, &here)? };
+                SearchEnvironment { comm, backend, gpu: memory, threads, vocabulary, replaced: 0 };
+            let request = TrainRequest { gpu: Some(place), ..laid_out(request, here)? };
             let with_evaluators = with_evaluators.map(|ranks| ranks.on().world());
             train_on(comm, &request, custom, with_evaluators.as_ref(), backend)
         }
@@ -63,12 +66,22 @@ pub fn train(
 /// unchanged. Collective.
 fn laid_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     request: &TrainRequest,
-    here: &SearchEnvironment<'_, B, F>,
+    here: SearchEnvironment<'_, B, F>,
 ) -> Result<TrainRequest> {
     if request.config.parallel.layout == LayoutMode::Given {
         return Ok(request.clone());
     }
-    let (choice, _) = search_layouts_here(&request.config, here)?;
+    let run = &request.config.run;
+    let replaced = match &run.name {
+        Some(name) => {
+            let path = Path::new(&run.root).join(name);
+            bytes_before(&here.comm.world(), &request.config.memory_checkpoint, &path)?
+        }
+        // Its directory is not known yet.
+        None => 0,
+    };
+    let here = SearchEnvironment { replaced, ..here };
+    let (choice, _) = search_layouts_here(&request.config, &here)?;
     let fitting = choice.proposals.len();
     let best = choice
         .proposals

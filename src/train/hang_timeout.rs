@@ -48,8 +48,8 @@ pub struct HangTimeout {
     has_saved: bool,
     /// Whether a checkpoint is being written while training goes on.
     is_writing: bool,
-    /// Whether a checkpoint was written to its end.
-    has_written: bool,
+    /// Whether a checkpoint was published.
+    has_published: bool,
     /// The longest step, evaluation or save: of this rank, or of all as far as they have sent theirs.
     longest: Duration,
     /// The timeout that is set.
@@ -70,7 +70,7 @@ impl HangTimeout {
             has_evaluated: false,
             has_saved: false,
             is_writing: false,
-            has_written: false,
+            has_published: false,
             longest: Duration::ZERO,
             current: unmeasured,
         }
@@ -91,8 +91,12 @@ impl HangTimeout {
 
     /// Notes whether a checkpoint is being written while training goes on.
     pub fn note_writing(&mut self, is_writing: bool) {
-        self.has_written |= self.is_writing && !is_writing;
         self.is_writing = is_writing;
+    }
+
+    /// Notes that a checkpoint was published.
+    pub fn note_published(&mut self) {
+        self.has_published = true;
     }
 
     /// Notes the longest part that another rank has measured.
@@ -119,7 +123,7 @@ impl HangTimeout {
     fn timeout(&self) -> Duration {
         let Some(least) = self.least else { return self.unmeasured };
         // The first save may slow the steps beside it, or ranks that share its file system.
-        let is_first_save = self.is_writing && !self.has_written;
+        let is_first_save = self.is_writing && !self.has_published;
         let is_measured = self.rounds > WARM_UP
             && !is_first_save
             && match self.phase {
@@ -208,6 +212,13 @@ mod tests {
         timeout.note(Phase::Save, seconds(1));
         timeout.note_writing(true);
         assert_eq!([1, 1].map(|took| round(&mut timeout, took)), [None, None]);
+        // It fails, and is made again; another save is skipped meanwhile.
+        timeout.note_writing(false);
+        assert_eq!(round(&mut timeout, 1), Some(seconds(120)));
+        timeout.note_writing(true);
+        timeout.note_writing(true);
+        assert_eq!([1, 1].map(|took| round(&mut timeout, took)), [Some(seconds(600)), None]);
+        timeout.note_published();
         timeout.note_writing(false);
         assert_eq!(round(&mut timeout, 1), Some(seconds(120)));
         // The next one is measured.

@@ -300,6 +300,24 @@ fn copies_are_found_after_a_change_of_their_settings() {
     }
 }
 
+/// A job does not take its own directory for that of an earlier one.
+#[test]
+fn the_same_directory_under_another_name_is_kept() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path(), &[]);
+    std::os::unix::fs::symlink(root.path().join("shm"), root.path().join("link")).unwrap();
+    for (name, path) in [("slash", "shm/"), ("linked", "link")] {
+        let dir = format!("memory_checkpoint.dir={}", root.path().join(path).display());
+        killed(&run(Mpirun(2), root.path(), name, &[]), 6);
+        let other = run(Mpirun(2), root.path(), name, &[&dir]).resume("auto");
+        let recorded = killed(&other, 14);
+        let ended = finished(&other);
+        let (step, from) = &resumed(&ended.stdout)[0];
+        assert!(from.contains("/hpctrain-") && step + 2 >= recorded, "{path}, {recorded}: {ended}");
+        other.files().same_as(&reference, STEPS, path);
+    }
+}
+
 /// Copies of steps without an update would let a run that diverges go on for ever.
 #[test]
 fn a_run_that_only_skips_is_not_finished_by_restarts() {

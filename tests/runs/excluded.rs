@@ -104,6 +104,10 @@ fn a_branch_is_the_run_up_to_the_first_excluded_sample() {
     assert_eq!(refused.code(), 2, "{refused}");
     let expected = "has changed since the run: data.exclude: excluded samples: 3 (";
     assert!(refused.stderr.contains(expected), "{refused}");
+    // The start is recorded, too.
+    [6, 8].into_iter().for_each(|step| std::fs::remove_dir_all(one.checkpoint(step)).unwrap());
+    let refused = finish(program(["data", "which", "--step", "5"]).arg(&one.0));
+    assert!(refused.code() == 2 && refused.stderr.contains(expected), "{refused}");
     let refused = finish(program(["replay", "--steps", "5..6"]).arg(&one.0));
     assert_eq!(refused.code(), 2, "{refused}");
     assert!(refused.stderr.contains(expected), "{refused}");

@@ -137,6 +137,21 @@ fn later_starts_and_branches_are_replayed() {
     }
     let ended = replay(&branch, &["--steps", "14..14"]);
     assert!(ended.code() == 2 && ended.stderr.contains("keep_every=4 would have"), "{ended}");
+    // A damaged beginning is not tried again.
+    let origin = first.checkpoint(8);
+    let shard = origin.join("rank-00000.h5");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let ended = replay(&branch, &["--steps", "10..11"]);
+    assert!(!ended.status.success() && ended.stderr.contains("damaged"), "{ended}");
+    // Without the origin, the missing checkpoints of the run itself are named.
+    std::fs::remove_dir_all(&origin).unwrap();
+    let ended = replay(&branch, &["--steps", "14..14"]);
+    assert!(ended.code() == 2 && ended.stderr.contains("keep_every=4 would have"), "{ended}");
+    assert!(ended.stderr.contains("no whole checkpoint before step 14"), "{ended}");
+    assert!(!ended.stderr.contains("--from-start"), "{ended}");
 }
 
 /// Steps have the configuration of the start that took them, also if no checkpoint of it is left.
@@ -529,6 +544,10 @@ fn other_samples_and_statistics_are_refused() {
     let ended = replay(&files, &["--steps", "5..6", "--ranks", "2"]);
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("the training data has changed"), "{ended}");
+    // Without a checkpoint, the record of the start knows the data.
+    let ended = replay(&files, &["--steps", "5..6", "--ranks", "2", "--from-start"]);
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("the data of the run has changed"), "{ended}");
 }
 
 /// A replay that records tensors takes the same steps as one that does not, and finds nothing in

@@ -34,6 +34,8 @@ pub struct MemoryJob {
     pub node: NodeDirectory,
     /// Other directories on this node that earlier jobs of the run have used.
     pub earlier: Vec<NodeDirectory>,
+    /// Directories on disks that earlier jobs have used, if `disk` is another one.
+    pub earlier_on_disk: Vec<NodeDirectory>,
     /// The id of the run.
     pub run: String,
     /// The id of the job.
@@ -87,6 +89,8 @@ pub struct MemoryCheckpoints<B: Kernels> {
     /// Whether the first copy was committed in this round, so that another rank may not yet have
     /// removed the slots of earlier jobs.
     is_first_commit: bool,
+    /// Whether the slots of earlier jobs in other directories are gone on all nodes.
+    has_replaced_earlier: bool,
     /// Set once this rank could not write a copy.
     has_failed: bool,
     /// The copies on a disk, if there are some.
@@ -136,7 +140,9 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         let place = (header.rank, job.is_first_of_node);
         let disk = job
             .disk
-            .map(|(node, every)| DiskCopies::new(node, &job.job, &job.outline, place, every))
+            .map(|(node, every)| {
+                DiskCopies::new(node, &job.job, &job.outline, place, every, job.earlier_on_disk)
+            })
             .transpose()?;
         let longest = header.arrays.iter().copied().max().unwrap_or(0);
         let mut checkpoints = Self {
@@ -153,6 +159,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             pending: None,
             has_committed: false,
             is_first_commit: false,
+            has_replaced_earlier: false,
             has_failed: false,
             has_failed_on_disk: false,
             partner: None,
@@ -194,6 +201,7 @@ impl<B: Kernels> MemoryCheckpoints<B> {
 
     /// Receives the flags of all ranks. Called once per round.
     pub fn receive(&mut self, flags: &AllFlags) {
+        let keeps_earlier = self.disk.as_ref().is_some_and(DiskCopies::has_earlier);
         if let Some(disk) = &mut self.disk
             && flags.all(ControlFlags::ON_DISK)
         {
@@ -209,6 +217,8 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         if self.kept.len() > self.keep {
             self.kept.pop_front();
         }
+        // All nodes have removed slots with the flags of an earlier round.
+        self.has_replaced_earlier |= self.has_committed && !keeps_earlier;
         self.is_first_commit = !std::mem::replace(&mut self.has_committed, true);
         if self.is_first_commit && self.is_first_of_node {
             self.node.remove_others(&self.header.job);
@@ -307,6 +317,11 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         Ok(())
     }
 
+    /// Returns true once the slots of earlier jobs in other directories are gone on all nodes.
+    pub fn has_replaced_earlier(&self) -> bool {
+        self.has_replaced_earlier
+    }
+
     /// Returns the time of the copies since the last call, and their number.
     pub fn take_times(&mut self) -> (Duration, u32) {
         (std::mem::take(&mut self.spent), std::mem::take(&mut self.copies))
@@ -400,7 +415,7 @@ fn header<B: Kernels>(
 }
 
 /// Checks that the file system has room for the slots of all ranks of this node, as if all had
-/// those of this one. Slots of earlier jobs are removed in time.
+/// those of this one. Slots of earlier jobs are removed in time, in all directories.
 fn check_room(job: &MemoryJob, header: &Header) -> Result<()> {
     let root = job.node.root();
     let free =
@@ -409,7 +424,7 @@ fn check_room(job: &MemoryJob, header: &Header) -> Result<()> {
             Error::input(format!("cannot find the free space of {}: {reason}", root.display()))
                 .hint("set memory_checkpoint.dir to a directory that exists on every node")
         })?;
-    let removed = job.node.bytes();
+    let removed = job.node.bytes_with(&job.earlier);
     let needed = bytes_here(job, bytes(header));
     if needed <= free + removed {
         return Ok(());
@@ -444,6 +459,7 @@ mod tests {
         MemoryJob {
             node: NodeDirectory::new(&std::env::temp_dir(), Path::new("/runs/none")),
             earlier: vec![],
+            earlier_on_disk: vec![],
             run: "run".into(),
             job: "job".into(),
             outline: vec![],

@@ -28,6 +28,8 @@ pub struct DiskCopies {
     last: Option<(u64, usize)>,
     underway: Option<Underway>,
     is_first_of_node: bool,
+    /// Directories that earlier jobs have used, until all ranks have written a copy.
+    earlier: Vec<NodeDirectory>,
 }
 
 /// A copy that not all ranks have written yet.
@@ -38,7 +40,8 @@ struct Underway {
 }
 
 impl DiskCopies {
-    /// Creates the directory of the job on the disk.
+    /// Creates the directory of the job on the disk. Copies in `earlier` stay until the first one
+    /// is written.
     ///
     /// # Errors
     /// Returns an error if it cannot be created, or the system refuses a thread.
@@ -48,6 +51,7 @@ impl DiskCopies {
         outline: &[u8],
         (rank, is_first_of_node): (usize, bool),
         every: u64,
+        earlier: Vec<NodeDirectory>,
     ) -> Result<Self> {
         let path = node.create_job(job)?;
         if is_first_of_node {
@@ -63,6 +67,7 @@ impl DiskCopies {
             last: None,
             underway: None,
             is_first_of_node,
+            earlier,
         })
     }
 
@@ -103,14 +108,25 @@ impl DiskCopies {
     /// rank has not written yet, have no effect.
     pub fn commit(&mut self) {
         let written = self.underway.take_if(|underway| underway.task.is_none());
-        if written.is_some() && self.is_first_of_node {
-            self.node.remove_others(&self.job);
+        if written.is_none() {
+            return;
         }
+        let earlier = std::mem::take(&mut self.earlier);
+        if self.is_first_of_node {
+            self.node.remove_others(&self.job);
+            earlier.iter().for_each(NodeDirectory::remove);
+        }
+    }
+
+    /// Returns true if copies of earlier jobs in other directories stay for now.
+    pub fn has_earlier(&self) -> bool {
+        !self.earlier.is_empty()
     }
 
     /// Removes all copies of the run on this node's disk.
     pub fn remove(&self) {
         self.node.remove();
+        self.earlier.iter().for_each(NodeDirectory::remove);
     }
 }
 
@@ -139,7 +155,11 @@ mod tests {
         fs::write(&slot, "one").unwrap();
         let node = NodeDirectory::new(&root.path().join("disk"), Path::new("/runs/x"));
         node.create_job("before").unwrap();
-        let mut disk = DiskCopies::new(node.clone(), "job", b"outline", (3, true), 10).unwrap();
+        let earlier = NodeDirectory::new(&root.path().join("earlier"), Path::new("/runs/x"));
+        earlier.create_job("before").unwrap();
+        let others = vec![earlier.clone()];
+        let mut disk =
+            DiskCopies::new(node.clone(), "job", b"outline", (3, true), 10, others).unwrap();
         let path = |file| node.path().join(format!("job/rank-00003.own.{file}"));
         let until_written = |disk: &mut DiskCopies| {
             while !disk.is_written().unwrap() {
@@ -154,12 +174,14 @@ mod tests {
         until_written(&mut disk);
         assert!(disk.is_written().unwrap() && disk.locked() == Some(0));
         assert_eq!(node.jobs().unwrap(), ["before", "job"]);
+        assert!(earlier.path().exists() && disk.has_earlier());
         // Another rank is not done yet.
         fs::write(&slot, "two").unwrap();
         disk.begin_if_due(20, 1, &slot);
         assert_eq!(fs::read_to_string(path(0)).unwrap(), "one");
         disk.commit();
         assert_eq!(node.jobs().unwrap(), ["job"]);
+        assert!(!earlier.path().exists() && !disk.has_earlier());
         disk.begin_if_due(20, 1, &slot);
         until_written(&mut disk);
         disk.commit();

@@ -23,8 +23,11 @@ pub struct NodeSlots {
     pub node: NodeDirectory,
     /// The directory on a disk of this node.
     pub disk: Option<NodeDirectory>,
-    /// Other directories on this node that earlier jobs of the run have used.
+    /// Other directories on this node that earlier jobs of the run have used, but for those of
+    /// `earlier_on_disk`.
     pub earlier: Vec<NodeDirectory>,
+    /// Directories on disks that earlier jobs have used, if this one has another on a disk.
+    pub earlier_on_disk: Vec<NodeDirectory>,
     /// The id of the run.
     pub run: String,
     /// The name of the node.
@@ -75,10 +78,7 @@ struct Incomplete {
 /// Returns an error if a message between ranks fails.
 pub fn find<B: Backend>(world: &Group<B>, here: &NodeSlots, last: u64) -> Result<Vec<Candidate>> {
     let last = world.broadcast_numbers(&[last])?.first().copied().unwrap_or(0);
-    let found = here.found().unwrap_or_else(|e| {
-        log::warn!("in-memory checkpoints are passed over: {}", e.to_string().replace('\n', "; "));
-        vec![]
-    });
+    let found = here.found();
     let messages = world.gather_bytes(encoded(&(&here.host, &found))?).wait()?;
     let all: Vec<(String, Vec<Found>)> =
         messages.iter().map(|bytes| decoded(bytes)).collect::<Result<_>>()?;
@@ -94,7 +94,8 @@ pub fn find<B: Backend>(world: &Group<B>, here: &NodeSlots, last: u64) -> Result
 }
 
 impl NodeSlots {
-    /// Removes all slots on this node but those of `kept`, whose memory the next ones need.
+    /// Removes all slots on this node but those of `kept`, whose memory the next ones need. Those
+    /// on a disk stay until there are newer ones on a disk.
     pub fn keep_only(&self, kept: Option<&Candidate>) {
         if self.share[0] > 0 {
             return;
@@ -103,18 +104,15 @@ impl NodeSlots {
             self.node.remove();
             return self.earlier.iter().for_each(NodeDirectory::remove);
         };
-        self.node.remove_others(&kept.job);
         let files: BTreeSet<&PathBuf> =
             kept.slots.iter().filter_map(|places| places.get(&self.host)).collect();
-        for earlier in &self.earlier {
-            if !files.iter().any(|file| file.starts_with(earlier.path())) {
-                earlier.remove();
-            }
-        }
-        for slot in self.node.slots(&kept.job).unwrap_or_default() {
-            if !files.contains(&slot) {
-                // A slot that stays costs memory, but does no harm.
-                let _ = std::fs::remove_file(slot);
+        for directory in std::iter::once(&self.node).chain(&self.earlier) {
+            directory.remove_others(&kept.job);
+            for slot in directory.slots(&kept.job).unwrap_or_default() {
+                if !files.contains(&slot) {
+                    // A slot that stays costs memory, but does no harm.
+                    let _ = std::fs::remove_file(slot);
+                }
             }
         }
     }
@@ -126,16 +124,19 @@ impl NodeSlots {
 
     /// Returns the directories on this node.
     pub(super) fn directories(&self) -> impl Iterator<Item = &NodeDirectory> {
-        std::iter::once(&self.node).chain(&self.disk).chain(&self.earlier)
+        std::iter::once(&self.node)
+            .chain(&self.disk)
+            .chain(&self.earlier)
+            .chain(&self.earlier_on_disk)
     }
 
     /// Verifies this rank's share of the slots on its node.
-    fn found(&self) -> Result<Vec<Found>> {
+    fn found(&self) -> Vec<Found> {
         let mut all = Vec::new();
         // Slots in memory come first, and are preferred.
         for node in self.directories() {
-            for job in node.jobs()? {
-                all.extend(node.slots(&job)?.into_iter().map(|slot| (job.clone(), slot)));
+            for job in listed(node.jobs()) {
+                all.extend(listed(node.slots(&job)).into_iter().map(|slot| (job.clone(), slot)));
             }
         }
         let [first, step] = self.share;
@@ -167,8 +168,17 @@ impl NodeSlots {
                 file: path,
             });
         }
-        Ok(found)
+        found
     }
+}
+
+/// Returns what a directory has; nothing, with a warning, if it cannot be read: others may have
+/// whole slots, as after the failure of a disk.
+fn listed<T>(entries: Result<Vec<T>>) -> Vec<T> {
+    entries.unwrap_or_else(|e| {
+        log::warn!("in-memory checkpoints are passed over: {}", e.to_string().replace('\n', "; "));
+        vec![]
+    })
 }
 
 /// Returns the whole in-memory checkpoints of which the nodes have these slots, newest first, and
@@ -266,7 +276,75 @@ pub(super) fn decoded<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use super::super::slot::{Header, SlotWriter};
     use super::*;
+
+    /// Writes a slot of job `job`, the only one of run "run", without elements; returns its path.
+    fn write(node: &NodeDirectory, job: &str, number: usize, step: u64) -> PathBuf {
+        let path = node.create_job(job).unwrap().join(format!("rank-00000.own.{number}"));
+        let header = Header {
+            run: "run".into(),
+            job: job.into(),
+            rank: 0,
+            ranks: 1,
+            outline_crc32: 7,
+            state: vec![],
+            arrays: vec![],
+            pieces: vec![],
+        };
+        let mut slot = SlotWriter::create(&path, &header).unwrap();
+        slot.begin().unwrap();
+        slot.finish(Progress { step, updates: step, position: step }).unwrap();
+        path
+    }
+
+    /// Returns the places of a run with one node.
+    fn here(node: NodeDirectory, earlier: Vec<NodeDirectory>) -> NodeSlots {
+        let host = "a".to_string();
+        let run = "run".to_string();
+        let earlier_on_disk = vec![];
+        NodeSlots { node, disk: None, earlier, earlier_on_disk, run, host, share: [0, 1] }
+    }
+
+    /// Other slots of the job would take the memory of the next ones, and copies on a disk are
+    /// needed after a reboot.
+    #[test]
+    fn only_the_slots_of_a_candidate_and_those_on_disks_stay() {
+        let root = tempfile::tempdir().unwrap();
+        let of = |name: &str| NodeDirectory::new(&root.path().join(name), Path::new("/runs/x"));
+        let [node, earlier, disk] = ["shm", "earlier", "disk"].map(of);
+        let kept = write(&earlier, "job", 0, 6);
+        let others = [
+            write(&earlier, "job", 1, 5),
+            write(&earlier, "before", 0, 4),
+            write(&node, "before", 0, 3),
+        ];
+        let on_disk = write(&disk, "before", 0, 4);
+        let here = NodeSlots { earlier_on_disk: vec![disk], ..here(node, vec![earlier]) };
+        let (whole, _) = candidates(&[("a".into(), here.found())]);
+        here.keep_only(whole.first());
+        assert!(kept.exists() && on_disk.exists());
+        assert!(!others.iter().any(|slot| slot.exists()), "{others:?}");
+        here.keep_only(None);
+        assert!(!kept.exists() && on_disk.exists());
+        here.remove();
+        assert!(!on_disk.exists());
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_read_hides_no_other() {
+        let root = tempfile::tempdir().unwrap();
+        let of = |name: &str| NodeDirectory::new(&root.path().join(name), Path::new("/runs/x"));
+        let [node, broken, disk] = ["shm", "broken", "disk"].map(of);
+        let files = [write(&node, "job", 0, 5), write(&disk, "before", 0, 4)];
+        std::fs::create_dir_all(broken.path().parent().unwrap()).unwrap();
+        std::fs::write(broken.path(), "a file").unwrap();
+        let found = here(node, vec![broken, disk]).found();
+        let found: Vec<PathBuf> = found.into_iter().map(|one| one.file).collect();
+        assert_eq!(found, files);
+    }
 
     fn found(rank: usize, step: u64) -> Found {
         Found {

@@ -15,6 +15,7 @@
 
 use std::fs;
 use std::io::{ErrorKind, Write as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::statfs;
@@ -57,6 +58,30 @@ impl NodeDirectory {
     /// Returns the root.
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Returns the directories of `noted` that are not one of `now` on this node, each once. Two
+    /// paths may be one directory: with another spelling, or by a link.
+    pub fn others(noted: Vec<Self>, now: &[Self]) -> Vec<Self> {
+        let mut others: Vec<Self> = Vec::new();
+        for one in noted {
+            if !now.iter().chain(&others).any(|other| one.is_same(other)) {
+                others.push(one);
+            }
+        }
+        others
+    }
+
+    /// Returns true if both are the same directory on this node.
+    fn is_same(&self, other: &Self) -> bool {
+        let place = |directory: &Self| {
+            fs::metadata(&directory.root).map(|found| (found.dev(), found.ino()))
+        };
+        let is_same_root = match (place(self), place(other)) {
+            (Ok(one), Ok(two)) => one == two,
+            _ => self.root == other.root,
+        };
+        is_same_root && (&self.of_user, &self.of_run) == (&other.of_user, &other.of_run)
     }
 
     /// Creates the directory of a job and returns its path.
@@ -123,6 +148,13 @@ impl NodeDirectory {
         let jobs = self.jobs().unwrap_or_default();
         let slots = jobs.iter().flat_map(|job| self.slots(job).unwrap_or_default());
         slots.filter_map(|slot| Some(fs::symlink_metadata(slot).ok()?.len())).sum()
+    }
+
+    /// Returns the bytes of all slots here, and of those of `others` in the same file system.
+    pub fn bytes_with(&self, others: &[Self]) -> u64 {
+        let device = |directory: &Self| Some(fs::metadata(&directory.root).ok()?.dev());
+        let is_near = |other: &&Self| device(other).is_some() && device(other) == device(self);
+        self.bytes() + others.iter().filter(is_near).map(Self::bytes).sum::<u64>()
     }
 
     /// Returns true if the files are in memory, not on a disk.
@@ -195,11 +227,36 @@ mod tests {
         assert_eq!(one.outline("a", crc32fast::hash(b"text")).unwrap(), b"text");
         assert_eq!(one.outline("a", 7), None);
         assert_eq!(one.bytes(), 2 * "slot".len() as u64);
+        assert_eq!(two.bytes_with(std::slice::from_ref(&one)), one.bytes());
+        let elsewhere = NodeDirectory::new(Path::new("/proc"), Path::new("/runs/x"));
+        assert_eq!(elsewhere.bytes_with(std::slice::from_ref(&one)), 0);
         one.remove_others("b");
         assert_eq!(one.jobs().unwrap(), ["b"]);
         one.remove();
         assert!(!one.path().exists() && two.path().exists());
         two.remove();
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn one_directory_may_have_several_paths() {
+        let root = tempfile::tempdir().unwrap();
+        let shm = root.path().join("shm");
+        let link = root.path().join("link");
+        fs::create_dir(&shm).unwrap();
+        std::os::unix::fs::symlink(&shm, &link).unwrap();
+        let of = |root: &Path| NodeDirectory::new(root, Path::new("/runs/x"));
+        let [with_slash, dotted] = ["shm/", "link/../shm"].map(|path| of(&root.path().join(path)));
+        let [disk, missing] = ["disk", "missing"].map(|path| of(&root.path().join(path)));
+        fs::create_dir(disk.root()).unwrap();
+        let noted =
+            vec![with_slash, disk.clone(), dotted, of(&link), missing.clone(), disk.clone()];
+        assert_eq!(
+            NodeDirectory::others(noted.clone(), &[of(&shm)]),
+            [disk.clone(), missing.clone()]
+        );
+        // Of the paths of a directory that is not used any more, one is enough.
+        let others = NodeDirectory::others(noted.clone(), &[missing]);
+        assert_eq!(others, [noted[0].clone(), disk]);
     }
 }

@@ -464,10 +464,25 @@ impl RunDirectory {
         let mut all: Vec<String> = directories.iter().map(ToString::to_string).collect();
         all.extend(note.directories.drain(..).filter(|one| !directories.contains(&&one[..])));
         note.directories = all;
+        self.write_memory_note(&note)?;
+        Ok(note)
+    }
+
+    /// Removes all directories but `directories` from the note.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be read or written.
+    pub fn note_memory_only(&self, directories: &[&str]) -> Result<()> {
+        let Some(mut note) = self.memory_note()? else { return Ok(()) };
+        let before = note.directories.len();
+        note.directories.retain(|one| directories.contains(&&one[..]));
+        if note.directories.len() == before { Ok(()) } else { self.write_memory_note(&note) }
+    }
+
+    fn write_memory_note(&self, note: &MemoryNote) -> Result<()> {
         let lines = std::iter::once(&note.id).chain(&note.directories);
         let text: String = lines.flat_map(|line| [&line[..], "\n"]).collect();
-        self.write_durably(&self.memory_id_path(), &text)?;
-        Ok(note)
+        self.write_durably(&self.memory_id_path(), &text)
     }
 
     /// Returns true if the run takes in-memory checkpoints.
@@ -856,6 +871,8 @@ mod tests {
         assert_eq!(noted(false, &["/shm"]), ["/shm"]);
         assert_eq!(noted(false, &["/other", "/disk"]), ["/other", "/disk", "/shm"]);
         assert_eq!(noted(false, &["/shm"]), ["/shm", "/other", "/disk"]);
+        directory.note_memory_only(&["/shm", "/none"]).unwrap();
+        assert_eq!(directory.memory_note().unwrap().unwrap().directories, ["/shm"]);
         assert_eq!(noted(true, &["/shm"]), ["/shm"]);
         fs::remove_file(directory.memory_id_path()).unwrap();
         assert_eq!(directory.memory_note().unwrap(), None);

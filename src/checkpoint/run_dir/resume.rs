@@ -94,6 +94,7 @@ pub fn resume<B: Kernels>(
         Resume::Auto => match (load.newest(directory, taking)?, branch(world, directory)?) {
             (Some(found), _) => found,
             // The run began at a checkpoint of another run and was killed before its first save.
+            // State that is not taken becomes zero, so nothing that was overwritten in part stays.
             (None, Some(Branch { from, take })) => {
                 load.take = take;
                 load.named(&from)?

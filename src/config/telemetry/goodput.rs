@@ -63,7 +63,8 @@ impl Goodput {
     pub fn measure(run: &Path, metrics: &Path, now: f64, last: Pauses) -> Result<Option<Self>> {
         let starts = starts::read(run)?;
         let mut sum = Sum { eval: last.eval_ms, save: last.save_ms, ..Sum::default() };
-        sum.add_after(metrics, starts.first().map_or(0, |first| first.step))?;
+        // A later start may have gone on from an older checkpoint than the first recorded one.
+        sum.add_after(metrics, starts.iter().map(|start| start.step).min().unwrap_or(0))?;
         Ok(Self::from_starts(&starts, sum, now))
     }
 
@@ -270,5 +271,9 @@ mod tests {
         assert_eq!((found.seconds, found.useful_seconds), (8.0, 1.75));
         assert_eq!((found.evaluation_seconds, found.save_seconds), (0.75, 0.5));
         assert_eq!((found.loader_seconds, found.other_seconds), (1.0, 2.75));
+        // The next start takes step 4 again.
+        starts::record(dir.path(), &metrics, 3, 2.0, StartEnd::Killed, None).unwrap();
+        let found = Goodput::measure(dir.path(), &metrics, began + 6.0, last).unwrap().unwrap();
+        assert_eq!((found.useful_seconds, found.evaluation_seconds), (2.5, 1.0));
     }
 }

@@ -13,7 +13,7 @@ use super::metrics::Step;
 use crate::Config;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
-use hpctrain_data::ExcludedSummary;
+use hpctrain_data::{ExcludedSummary, Fingerprint};
 
 /// The name of the file in a run's directory.
 pub const FILE: &str = "starts.jsonl";
@@ -66,6 +66,9 @@ pub struct StartedJob {
     /// The samples that it does not read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub excluded: Option<ExcludedSummary>,
+    /// The digest of its training data, if known ([`Fingerprint::digest`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
     /// Its resolved configuration, as TOML.
     pub config: String,
 }
@@ -80,9 +83,26 @@ impl StartedJob {
         hosts: Vec<String>,
         position: u64,
         excluded: Option<ExcludedSummary>,
+        data: Option<&Fingerprint>,
     ) -> Result<Self> {
         let hpctrain = env!("CARGO_PKG_VERSION").to_owned();
-        Ok(Self { hpctrain, hosts, position, excluded, config: config.to_toml()? })
+        let data = data.map(Fingerprint::digest);
+        Ok(Self { hpctrain, hosts, position, excluded, data, config: config.to_toml()? })
+    }
+
+    /// Refuses other training data than that of the start, if that is recorded.
+    ///
+    /// # Errors
+    /// Returns an error if the data has another digest.
+    pub fn check_data(&self, now: &Fingerprint) -> Result<()> {
+        let now = now.digest();
+        match &self.data {
+            Some(digest) if *digest != now => Err(Error::input(format!(
+                "the data of the run has changed: its digest is {now}, in {FILE} it is {digest}"
+            ))
+            .hint("give the data that it was trained on: --data PATH")),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the resolved configuration.
@@ -250,7 +270,9 @@ mod tests {
     fn a_start_notes_the_steps_that_the_one_before_has_lost() {
         let run = tempfile::tempdir().unwrap();
         let metrics = run.path().join("metrics.jsonl");
-        let job = StartedJob::new(&Config::default(), vec!["a".into()], 0, None).unwrap();
+        let data = Fingerprint::of_samples(100);
+        let job =
+            StartedJob::new(&Config::default(), vec!["a".into()], 0, None, Some(&data)).unwrap();
         let record =
             |step, end| record(run.path(), &metrics, step, 2.0, end, Some(job.clone())).unwrap();
         let first = record(0, StartEnd::Killed);
@@ -271,7 +293,13 @@ mod tests {
         let previous = all[2].previous.unwrap();
         assert_eq!((all[2].start, previous.steps_lost, previous.time), (3, 0, second.time));
         assert_eq!(read(run.path()).unwrap(), all);
-        assert_eq!(all[0].job.as_ref().unwrap().configuration().unwrap(), Config::default());
+        let job = all[0].job.as_ref().unwrap();
+        assert_eq!(job.configuration().unwrap(), Config::default());
+        job.check_data(&data).unwrap();
+        let error = job.check_data(&Fingerprint::of_samples(90)).unwrap_err();
+        assert!(error.to_string().contains("the data of the run has changed"), "{error}");
+        let unknown = StartedJob { data: None, ..job.clone() };
+        unknown.check_data(&Fingerprint::of_samples(90)).unwrap();
         let of_step = |step| Start::of_step(&all, step).map(|start| start.start);
         assert_eq!([0, 1, 3, 4].map(of_step), [None, Some(1), Some(1), Some(3)]);
         let failures = Failures::from_starts(&all);

@@ -35,7 +35,7 @@ pub fn check<B: Kernels>(
     let node = Node {
         host: &topology.here().host,
         ranks: topology.ranks_here(),
-        available: available(),
+        available: available(held.replaced),
         gpu,
     };
     if node.available.is_none() {
@@ -57,7 +57,7 @@ pub fn budget(
     let node = Node {
         host: &topology.here().host,
         ranks: topology.ranks_here(),
-        available: available(),
+        available: available(held.replaced),
         gpu,
     };
     node.budget(plan, held)
@@ -78,7 +78,8 @@ struct Node<'a> {
     host: &'a str,
     /// The number of ranks on the node.
     ranks: usize,
-    /// Bytes available to the ranks, if known.
+    /// Bytes available to the ranks, with those of in-memory checkpoints that they replace, if
+    /// known.
     available: Option<usize>,
     /// Bytes of its GPU that a rank may use.
     gpu: Option<usize>,
@@ -91,8 +92,7 @@ impl Node<'_> {
         MemoryBudget {
             // The estimate includes resident memory, which is not part of the available memory.
             host: self.available.map_or(limit, |available| {
-                let room = available.saturating_add(held.replaced) / self.ranks;
-                room.saturating_add(held.resident).min(limit)
+                (available / self.ranks).saturating_add(held.resident).min(limit)
             }),
             gpu: self.gpu.unwrap_or(usize::MAX),
         }
@@ -116,7 +116,7 @@ pub fn fit_stages<B: Kernels>(
     let node = Node {
         host: &topology.here().host,
         ranks: topology.ranks_here(),
-        available: available(),
+        available: available(held.replaced),
         gpu,
     };
     let room = MemoryBudget::least(&world.all_gather_u64(&node.budget(plan, held).numbers())?);
@@ -552,16 +552,6 @@ mod tests {
         let of = |foreign_ranks| worst::<Cpu>(&plan, BaselineMemory { foreign_ranks, ..NOTHING });
         let copies = [0, 1, 3].map(|n| of(n).host[MemoryKind::MemoryCheckpoint as usize]);
         assert_eq!(copies, [2, 6, 12].map(|n| n * of(0).host[MemoryKind::Checkpoint as usize]));
-    }
-
-    #[test]
-    fn earlier_in_memory_checkpoints_are_replaced() {
-        let (config, _) = load(&Sources::default()).unwrap();
-        let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu: false };
-        let plan = resolve(config, &facts).unwrap();
-        let node = Node { host: "n", ranks: 2, available: Some(100), gpu: None };
-        let host = |replaced| node.budget(&plan, BaselineMemory { replaced, ..NOTHING }).host;
-        assert_eq!([host(0), host(40)], [50, 70]);
     }
 
     #[test]

@@ -145,7 +145,9 @@ impl<'a, 'h> Session<'a, 'h> {
         let epoch_steps = EpochLength::new(&plan.config, samples).steps(plan.config.batch.global);
         let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(epoch_steps));
         // Parameter servers do not support data.exclude, and workers may come from any host.
-        let job = StartedJob::new(&plan.config, Vec::new(), progress.position, None)?;
+        let data = splits.train.fingerprint();
+        let job =
+            StartedJob::new(&plan.config, Vec::new(), progress.position, None, data.as_ref())?;
         record_start(directory, progress.step, started, job)?;
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
         let shares = terms.shares(&plan);

@@ -312,6 +312,8 @@ pub struct SearchEnvironment<'a, B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>
     pub threads: Option<usize>,
     /// Vocabulary size of the data. Default: that of the configuration's data.
     pub vocabulary: Option<usize>,
+    /// Bytes of in-memory checkpoints on this node that the run will replace.
+    pub replaced: usize,
 }
 
 /// Refuses `batch.per_rank`: the planner compares layouts of one batch, and layouts with fewer
@@ -346,7 +348,7 @@ pub fn search_layouts_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     };
     // All ranks decide by the same numbers: the most memory in use on any rank, the smallest
     // budget, and the fewest ranks on a node.
-    let mine = BaselineMemory::now(comm, &[]);
+    let mine = BaselineMemory { replaced: here.replaced, ..BaselineMemory::now(comm, &[]) };
     let foreign_ranks = foreign_ranks(&topology.hosts(), &topology.here().host);
     let foreign_ranks = foreign_ranks.div_ceil(topology.ranks_here()) as u64;
     let numbers = [mine.resident as u64, topology.ranks_here() as u64, foreign_ranks];

@@ -38,6 +38,8 @@ pub(super) struct InMemory<B: Kernels> {
     time: Duration,
     /// The number of rounds after which it is measured.
     measured_after: u64,
+    /// Whether the note has the directories of this start only.
+    is_noted: bool,
 }
 
 /// The in-memory checkpoints of the run so far, as noted in its directory.
@@ -91,11 +93,39 @@ pub(super) fn config_before<B: Kernels>(
 }
 
 /// Returns the bytes of the run's in-memory checkpoints in the memory of this node, which those of
-/// this start replace.
-pub(super) fn bytes_before(settings: &MemoryCheckpoint, run: &Path) -> usize {
-    let Ok(run) = std::fs::canonicalize(run) else { return 0 };
+/// this start replace. Collective over `world`.
+///
+/// # Errors
+/// Returns an error, the same on all ranks, if the note in the directory cannot be read.
+pub(crate) fn bytes_before<B: Kernels>(
+    world: &Group<B>,
+    settings: &MemoryCheckpoint,
+    run: &Path,
+) -> Result<usize> {
+    if !settings.every.is_on() {
+        return Ok(0);
+    }
+    let (noted, run) = match Noted::read(world, &RunDirectory::at(run))? {
+        Some(Noted { note, path }) => (note.directories, path),
+        // Slots of a run whose directory was removed.
+        None => (vec![], std::fs::canonicalize(run).unwrap_or_default()),
+    };
     let node = NodeDirectory::new(Path::new(&settings.dir), &run);
-    if settings.every.is_on() && node.is_in_memory() { node.bytes() as usize } else { 0 }
+    let all = others(settings, &noted, &run);
+    let in_memory = std::iter::once(&node).chain(&all).filter(|one| one.is_in_memory());
+    Ok(in_memory.map(NodeDirectory::bytes).sum::<u64>() as usize)
+}
+
+/// Returns the directories of these settings.
+fn directories_now(settings: &MemoryCheckpoint) -> Vec<&str> {
+    std::iter::once(&settings.dir).chain(&settings.disk_dir).map(|dir| &dir[..]).collect()
+}
+
+/// Returns the noted directories that are not those of these settings on this node.
+fn others(settings: &MemoryCheckpoint, noted: &[String], run: &Path) -> Vec<NodeDirectory> {
+    let node = |dir: &str| NodeDirectory::new(Path::new(dir), run);
+    let now: Vec<NodeDirectory> = directories_now(settings).into_iter().map(node).collect();
+    NodeDirectory::others(noted.iter().map(|dir| node(dir)).collect(), &now)
 }
 
 /// Returns the place of the run's in-memory checkpoints: those it takes, and if it resumes also
@@ -115,8 +145,8 @@ pub(super) fn node_slots<B: Kernels>(
     let is_on = every.is_on();
     let is_fresh = *resume != Resume::Auto;
     let before = Noted::read(world, directory)?;
-    let earlier = before.as_ref().map_or(vec![], |noted| noted.note.directories.clone());
-    let now: Vec<&str> = std::iter::once(dir).chain(disk_dir).map(|dir| &dir[..]).collect();
+    let noted = before.as_ref().map_or(vec![], |noted| noted.note.directories.clone());
+    let now = directories_now(&plan.config.memory_checkpoint);
     let (path, run) = if is_on {
         let root = world.rank() == 0;
         let path = share(world, root.then(|| absolute(directory)))?;
@@ -128,16 +158,16 @@ pub(super) fn node_slots<B: Kernels>(
         return Ok(None);
     };
     let node = |dir: &str| NodeDirectory::new(Path::new(dir), &path);
+    let (earlier, earlier_on_disk) = others(&plan.config.memory_checkpoint, &noted, &path)
+        .into_iter()
+        .partition(|one| disk_dir.is_none() || one.is_in_memory());
     let host = topology.here().host.clone();
     let index = (0..world.rank()).filter(|rank| topology.host(*rank) == host).count();
     let here = NodeSlots {
         node: node(dir),
         disk: disk_dir.as_deref().map(node),
-        earlier: earlier
-            .iter()
-            .filter(|dir| !now.contains(&&dir[..]))
-            .map(|dir| node(dir))
-            .collect(),
+        earlier,
+        earlier_on_disk,
         run,
         host,
         share: [index, topology.ranks_here()],
@@ -189,6 +219,7 @@ impl<B: Kernels> InMemory<B> {
         let job = MemoryJob {
             node: here.node,
             earlier: here.earlier,
+            earlier_on_disk: here.earlier_on_disk,
             run: here.run,
             job: job.id.clone(),
             outline,
@@ -213,6 +244,7 @@ impl<B: Kernels> InMemory<B> {
             rounds: 0,
             time: Duration::ZERO,
             measured_after: FIRST_ROUNDS,
+            is_noted: false,
         })
     }
 
@@ -266,6 +298,18 @@ impl<B: Kernels> InMemory<B> {
             self.checkpoints.copy_all(sharded, progress)?;
         }
         Ok(())
+    }
+
+    /// Removes directories whose slots are gone from the note, so that the next start does not look
+    /// there. Called on rank 0.
+    pub fn update_note(&mut self, plan: &ResolvedConfig, directory: &RunDirectory) {
+        if self.is_noted || !self.checkpoints.has_replaced_earlier() {
+            return;
+        }
+        self.is_noted = true;
+        let now = directories_now(&plan.config.memory_checkpoint);
+        let noted = directory.note_memory_only(&now);
+        noted.unwrap_or_else(|e| log::warn!("{}", e.message()));
     }
 
     /// Notes that a round took this long; with `every = auto` all ranks agree on the interval from

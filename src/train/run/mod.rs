@@ -5,6 +5,7 @@ mod in_memory;
 mod prepare;
 mod shared_ids;
 
+pub(crate) use in_memory::bytes_before;
 pub use shared_ids::fresh_id;
 
 use std::path::PathBuf;
@@ -310,6 +311,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             let sharded = &mut self.engine.model.sharded;
             let is_skipped = steps.last().is_some_and(StepResult::skipped);
             in_memory.end_round(&self.plan, sharded, self.progress, &flags, is_skipped)?;
+            if self.world.rank() == 0 {
+                in_memory.update_note(&self.plan, &self.directory);
+            }
         }
         self.engine.model.backend.profile().record(false);
         let mut gives_up = None;
@@ -750,25 +754,24 @@ impl<'h, B: Kernels> Run<'h, B> {
         let phase = if self.saver.is_busy() { Phase::BusySave } else { Phase::Save };
         self.enter(phase)?;
         let start = Instant::now();
-        self.begin_save()?;
+        let begun = self.begin_save()?;
         self.note_save_pause(start);
-        self.hang_timeout.note(phase, start.elapsed());
-        if phase == Phase::BusySave {
-            // The one before was waited for.
-            self.hang_timeout.note_writing(false);
+        if begun {
+            self.hang_timeout.note(phase, start.elapsed());
         }
         self.hang_timeout.note_writing(self.saver.is_busy());
         Ok(())
     }
 
-    /// Begins a save, or makes it if saves are synchronous.
-    fn begin_save(&mut self) -> Result<()> {
+    /// Begins a save, or makes it if saves are synchronous. Returns false if the one before is still
+    /// written and this one is skipped, or if it failed and is made again later.
+    fn begin_save(&mut self) -> Result<bool> {
         let _span = span(ActivityKind::Checkpoint, None);
         let recorded =
             self.record_epoch_loss().and_then(|()| self.engine.model.sharded.check_unchanged());
         self.world.all_ok(recorded)?;
         let saved = self.saver.save(&mut self.engine.model.sharded, self.progress);
-        let Some((begun, published)) = self.tolerated(saved)? else { return Ok(()) };
+        let Some((begun, published)) = self.tolerated(saved)? else { return Ok(false) };
         self.note_published(published);
         if begun {
             self.schedule.saved = Some(self.progress.step);
@@ -777,7 +780,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 interval.save_begun(self.progress.step);
             }
         }
-        Ok(())
+        Ok(begun)
     }
 
     /// Records the mean training loss by which the checkpoint of this step is compared with others,
@@ -836,6 +839,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn note_published(&mut self, published: Option<Published>) {
         if let Some(Published { took, progress }) = published {
             self.stop_requests.note_published(took);
+            self.hang_timeout.note_published();
             self.save_interval.iter_mut().for_each(|interval| interval.note_published(took));
             self.outages.published();
             if let Some(here) = self.earlier_slots.take() {

@@ -116,7 +116,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let foreign_ranks = foreign_ranks.div_ceil(topology.ranks_here());
         let mut held = memory::BaselineMemory {
             foreign_ranks,
-            replaced: named.as_deref().map_or(0, |named| bytes_before(&settings, named)),
+            replaced: match &named {
+                Some(named) => bytes_before(&world, &settings, named)?,
+                None => 0,
+            },
             ..memory::BaselineMemory::now(&comm, &splits.sources())
         };
         // The directory of a run without a name is not known yet, nor how much memory its in-memory
@@ -146,7 +149,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let path = share(&world, path)?;
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
-        held.replaced = bytes_before(&settings, directory.path());
+        held.replaced = bytes_before(&world, &settings, directory.path())?;
         let mut is_new_plan = !is_known;
         if let Some(before) = batch_before(&world, directory, request, &plan.config)? {
             (config.batch.global, config.batch.per_rank) = (before, 0);
@@ -302,7 +305,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             .then(|| EpochLoss::new(epoch_length.steps(plan.config.batch.global)));
         let excluded = plan.excluded.as_ref().map(|excluded| excluded.summary());
         let starts = root.then(|| {
-            StartedJob::new(&plan.config, topology.hosts(), progress.position, excluded)
+            let data = trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
+            StartedJob::new(&plan.config, topology.hosts(), progress.position, excluded, data)
                 .and_then(|job| record_start(directory, progress.step, started, job))
         });
         let starts = world.all_ok(starts.transpose())?;
@@ -468,14 +472,13 @@ fn number_before<B: Kernels>(
     if request.resume == Resume::No || request.take == RestoreScope::Weights {
         return Ok(None);
     }
-    let mine = if world.rank() == 0 { manifest_before(directory, &request.resume) } else { None };
-    let mine = mine.map(|manifest| (manifest.step, manifest.config));
+    let mine = (world.rank() == 0).then(|| config_of_checkpoint(directory, &request.resume));
     let in_memory = match request.resume {
         Resume::Auto => config_before(world, directory)?,
         Resume::No | Resume::From(_) => None,
     };
     // Rank 0 may be on a node without slots.
-    let newest = [mine, in_memory].into_iter().flatten().max_by_key(|(step, _)| *step);
+    let newest = [mine.flatten(), in_memory].into_iter().flatten().max_by_key(|(step, _)| *step);
     let numbers = newest.map(|(step, config)| [step, number(&config).unwrap_or(0)]);
     let all = world.all_gather_u64(&numbers.map_or(vec![], Vec::from))?;
     let newest = all.iter().filter(|numbers| !numbers.is_empty()).max_by_key(|numbers| numbers[0]);
@@ -505,22 +508,26 @@ fn batch_before<B: Kernels>(
     Ok(before)
 }
 
-/// Returns the manifest of the checkpoint that a run resumes from, if it can be read.
-fn manifest_before(directory: &RunDirectory, resume: &Resume) -> Option<Manifest> {
+/// Returns the step and the configuration of the checkpoint that a run resumes from, if it can be
+/// read. The step is 0 if it is one of another run, so that every in-memory checkpoint is newer.
+fn config_of_checkpoint(directory: &RunDirectory, resume: &Resume) -> Option<(u64, Config)> {
     let newest = |checkpoints: Checkpoints| {
         let step = checkpoints.current_step().ok()??;
         Manifest::read(&checkpoints.path(step)).ok()
     };
+    let of = |manifest: Manifest| (manifest.step, manifest.config);
     let named = |path: &Path| {
         let of_run = || newest(RunDirectory::at(path).checkpoints());
         Manifest::read(path).ok().or_else(of_run)
     };
     match resume {
         Resume::No => None,
-        Resume::From(path) => named(path),
-        Resume::Auto => newest(directory.checkpoints()).or_else(|| {
+        Resume::From(path) => named(path).map(of),
+        Resume::Auto => newest(directory.checkpoints()).map(of).or_else(|| {
             // The run began at a checkpoint of another run.
-            named(&directory.branch().ok()??.from)
+            let Branch { from, take } = directory.branch().ok()??;
+            let origin = (take != RestoreScope::Weights).then(|| named(&from)).flatten()?;
+            Some((0, origin.config))
         }),
     }
 }
@@ -579,4 +586,56 @@ fn idle_schedule(plan: &ResolvedConfig) -> Option<String> {
         _ => return None,
     };
     Some(format!("parallel.schedule = {schedule} has no effect: {why}; hint: remove it"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Writes the manifest of a checkpoint without tensors.
+    fn write(dir: &Path, step: u64, batch: u64) {
+        let mut config = Config::default();
+        config.batch.global = batch;
+        let manifest = Manifest {
+            version: 3,
+            id: format!("test-{step}"),
+            step,
+            updates: step,
+            position: step * batch,
+            seed: 1,
+            config,
+            tokenizer: None,
+            data: None,
+            preprocessing: None,
+            origin: Origin::default(),
+            state: vec![],
+            files: Default::default(),
+            tensors: Default::default(),
+        };
+        std::fs::create_dir_all(dir).unwrap();
+        manifest.write(dir).unwrap();
+    }
+
+    /// A branch from a late checkpoint has in-memory checkpoints of earlier steps.
+    #[test]
+    fn the_origin_of_a_run_is_older_than_all_its_steps() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDirectory::at(root.path().join("run"));
+        std::fs::create_dir(directory.path()).unwrap();
+        let before = || {
+            let (step, config) = config_of_checkpoint(&directory, &Resume::Auto)?;
+            Some((step, config.batch.global))
+        };
+        assert_eq!(before(), None);
+        let from = root.path().join("origin/checkpoints/step-00000090");
+        write(&from, 90, 16);
+        for (take, expected) in [
+            (RestoreScope::NoOptimizer, Some((0, 16))),
+            // Its batch does not count, either.
+            (RestoreScope::Weights, None),
+        ] {
+            directory.write_branch(Branch { from: from.clone(), take }).unwrap();
+            assert_eq!(before(), expected);
+        }
+    }
 }
