@@ -101,6 +101,10 @@ impl<'h> CoordinatorRun<'h> {
                 "see the times of workers in workers.jsonl in the run's directory, or use --trace",
             ));
         }
+        if options.run.config.elastic.on {
+            return Err(Error::input("elastic.on = true is not supported with parameter servers")
+                .hint("remove it: workers may join and leave in any case"));
+        }
         let mut config = custom.with_custom_network(&options.run.config);
         let comm = single::<Cpu>();
         let topology = Topology::gather(&comm.world(), comm.node().host)?;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
+use hpctrain_checkpoint::lease::declare_gone;
 use hpctrain_comm::Comm;
 use hpctrain_comm::membership::{ControlPlane, Membership};
 use hpctrain_config::job::RUN_FILE;
@@ -157,6 +158,8 @@ impl ElasticJob {
         let ranks_before = inner.plane.membership().map_or(0, |before| before.members.len());
         let since = Instant::now();
         let membership = inner.plane.agree()?;
+        // One of them may have been rank 0, which held the directory of the run.
+        membership.lost.iter().for_each(|lost| declare_gone(&lost.host, lost.pid));
         let pending = Pending {
             membership,
             ranks_before,

@@ -8,7 +8,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::{kill, ranks, refused, until_step};
-use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Spawn};
+use hpctrain_testkit::launch::Transport::{self, Alone, Simulate, Spawn};
 use hpctrain_testkit::launch::{Ended, LIMIT, send, start};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
@@ -289,8 +289,8 @@ fn jobs_that_cannot_be_elastic_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let on = ["elastic.on=true"];
     for (transport, settings, words) in [
-        (Alone, &[][..], "do not communicate over TCP"),
-        (Mpirun(2), &[], "do not communicate over TCP"),
+        (Alone, &[][..], "this process has no other ranks"),
+        (Simulate(2), &[], "ranks are not processes"),
         (Spawn(2), &["memory_checkpoint.every=0"], "memory_checkpoint.every = 0"),
         (Spawn(2), &["parallel.pipeline=2"], "parallel.pipeline = 2"),
         (Spawn(2), &["comm.algorithm=ring"], "may be left of 2"),

@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod cables;
+mod elastic;
 mod layouts;
 mod memory_checkpoints;
 mod roles;

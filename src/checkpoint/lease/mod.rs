@@ -49,7 +49,7 @@ use owner::{Liveness, host};
 use hpctrain_base::error::{Error, Result};
 
 pub use guard::LeaseGuard;
-pub use owner::LeaseOwner;
+pub use owner::{LeaseOwner, declare_gone};
 pub use record::LeaseRecord;
 
 /// The interval at which a holder rewrites its lease, and the time without a rewrite after which a

@@ -5,6 +5,7 @@
 //! left to the leases.
 
 use std::fs;
+use std::sync::{Mutex, PoisonError};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
@@ -35,6 +36,15 @@ struct Job {
     id: String,
     /// Number of times Slurm has restarted it.
     restarts: u64,
+}
+
+/// The processes, by host and id, without which the other ranks of their job go on.
+static GONE: Mutex<Vec<(String, u32)>> = Mutex::new(Vec::new());
+
+/// Declares that the other ranks of a job go on without a process: its leases may be taken. It will
+/// not change anything that a lease protects, since it checks its lease before.
+pub fn declare_gone(host: &str, pid: u32) {
+    GONE.lock().unwrap_or_else(PoisonError::into_inner).push((host.to_owned(), pid));
 }
 
 /// Whether a process exists.
@@ -71,6 +81,11 @@ impl LeaseOwner {
 
     /// Returns whether the process exists, as far as it can be proven from here.
     pub fn liveness(&self) -> Liveness {
+        let gone = GONE.lock().unwrap_or_else(PoisonError::into_inner);
+        if gone.iter().any(|(host, pid)| *host == self.host && *pid == self.pid) {
+            return Liveness::Gone;
+        }
+        drop(gone);
         let life = if self.shares_pid_namespace() {
             process(self.pid, self.started)
         } else {
@@ -243,6 +258,15 @@ pub(super) mod tests {
 
     fn job(id: &str, restarts: u64) -> Option<Job> {
         Some(Job { cluster: String::new(), id: id.into(), restarts })
+    }
+
+    #[test]
+    fn declared_processes_are_gone() {
+        let other = LeaseOwner { host: "cut-off".into(), ..far() };
+        assert_eq!(other.liveness(), Liveness::Unknown);
+        declare_gone("cut-off", other.pid);
+        assert_eq!(other.liveness(), Liveness::Gone);
+        assert_eq!(far().liveness(), Liveness::Unknown);
     }
 
     #[test]

@@ -20,6 +20,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The longest time that a rank which answers may take to report: it may be in a long computation.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(600);
 
+/// The first words of how a process was lost that may still run.
+const NO_ANSWER: &str = "no answer";
+
 /// The time after which a process that was refused asks again.
 const RETRY_DELAY: Duration = Duration::from_millis(50);
 
@@ -200,7 +203,19 @@ impl Agreement<'_> {
             }
         }
         drop(probers);
+        if self.may_be_cut_off() {
+            // The larger part of a network that was cut goes on.
+            std::thread::sleep(self.timeout);
+        }
         self.decide(before)
+    }
+
+    /// Returns true if most members do not answer: this part of the network may be the smaller one.
+    fn may_be_cut_off(&self) -> bool {
+        let known = self.state.lock();
+        let members = known.membership.as_ref().map_or(0, |all| all.members.len());
+        let silent = known.lost.values().filter(|why| why.starts_with(NO_ANSWER)).count();
+        2 * silent > members
     }
 
     /// Writes the next membership and answers the reports.
@@ -298,6 +313,7 @@ fn next(known: &Known, me: &Member, number: u64) -> Membership {
     Membership { number, members: next, lost, joined, time }
 }
 
-fn silent(time: Duration) -> String {
-    format!("no answer for {:.1} s", time.as_secs_f64())
+/// Returns how a process was lost that has not answered for this long.
+pub fn silent(time: Duration) -> String {
+    format!("{NO_ANSWER} for {:.1} s", time.as_secs_f64())
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::Member;
+use super::agreement::silent;
 use super::messages::{NoAnswer, Request, ask, connect};
 use super::prober::ANSWER_TIMEOUT;
 use super::state::{Known, State};
@@ -94,8 +95,8 @@ impl Next {
             Err(NoAnswer::Silent(_)) => {}
         }
         self.connection = None;
-        let silent = self.since.elapsed();
-        (silent > timeout).then(|| format!("no answer for {:.1} s", silent.as_secs_f64()))
+        let time = self.since.elapsed();
+        (time > timeout).then(|| silent(time))
     }
 
     fn ask(&mut self, credentials: &Credentials) -> Result<(), NoAnswer> {

@@ -18,7 +18,7 @@ use crate::save_interval::SaveInterval;
 use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
 use crate::time_limit::TimeLimit;
-use hpctrain_base::error::Result;
+use hpctrain_base::error::{Error, Result};
 use hpctrain_base::fault;
 use hpctrain_checkpoint::memory::foreign_ranks;
 use hpctrain_checkpoint::run_dir::{
@@ -59,6 +59,15 @@ impl Drop for Starting {
     }
 }
 
+/// Refuses an elastic run whose ranks cannot be replaced.
+fn check_elastic(request: &TrainRequest) -> Result<()> {
+    if !request.config.elastic.on || request.elastic.is_some() {
+        return Ok(());
+    }
+    Err(Error::input("elastic.on = true, but its ranks are not processes of hpctrain train")
+        .hint("start them with hpctrain train --spawn N, or remove elastic.on"))
+}
+
 impl<'h, B: Kernels> Run<'h, B> {
     /// Does all that comes before the first step. Collective over the world of `comm`.
     pub(super) fn prepare(
@@ -72,6 +81,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let world = comm.world();
         let root = world.rank() == 0;
         let topology = Topology::gather(&world, comm.node().host)?;
+        world.all_ok(check_elastic(request))?;
 
         let mut config = request.config.clone();
         let is_custom = custom.data.is_some();
