@@ -24,7 +24,9 @@ use crate::job::{self, NO_RANKS, fail};
 use crate::run_dir::Resume;
 use crate::run_dir::markers::{Markers, RunStatus};
 use crate::telemetry::logging;
-use crate::train::{Customization, ElasticJob, TrainRequest, check_same_config, train};
+use crate::train::{
+    Customization, ElasticJob, TrainRequest, check_same_config, config_digest, train,
+};
 use hpctrain_cpu::Cpu;
 
 pub use rendezvous::{
@@ -102,6 +104,7 @@ fn open(rendezvous: PathBuf, address: IpAddr, config: &Config) -> Result<Elastic
             hpctrain_base::simd::name(),
             config.run.device
         ),
+        config: config_digest(config)?,
     })?;
     Ok(ElasticJob::new(plane, rendezvous))
 }

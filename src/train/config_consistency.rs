@@ -24,12 +24,9 @@ const RANK_LOCAL_KEYS: [&str; 5] = [
 /// Returns an error if a rank has another value than rank 0 (the error names the first such rank
 /// and key), or if a message between ranks fails.
 pub fn check_same_config<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> {
-    let text = shared_keys(config)?;
-    let mut hasher = DefaultHasher::new();
-    text.hash(&mut hasher);
-    let hashes = world.all_gather_u64(&[hasher.finish()])?;
+    let hashes = world.all_gather_u64(&[config_digest(config)?])?;
     let Some(rank) = hashes.iter().position(|hash| *hash != hashes[0]) else { return Ok(()) };
-    let all = world.gather_bytes(text.into_bytes()).wait()?;
+    let all = world.gather_bytes(shared_keys(config)?.into_bytes()).wait()?;
     let first = differences(&parsed(0, &all[0])?, &parsed(rank, &all[rank])?, |_, _| true)
         .into_iter()
         .next();
@@ -43,6 +40,16 @@ pub fn check_same_config<B: Backend>(world: &Group<B>, config: &Config) -> Resul
     Err(Error::input(message)
         .hint(format!("start all ranks with the same configuration; only {keys} may differ"))
         .shared())
+}
+
+/// Returns a digest of what [`check_same_config`] compares.
+///
+/// # Errors
+/// Returns an error if the configuration cannot be serialized.
+pub fn config_digest(config: &Config) -> Result<u64> {
+    let mut hasher = DefaultHasher::new();
+    shared_keys(config)?.hash(&mut hasher);
+    Ok(hasher.finish())
 }
 
 /// Returns the configuration that rank `rank` has sent as TOML.

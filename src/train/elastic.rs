@@ -196,6 +196,13 @@ impl ElasticJob {
         self.lock().pending.is_some()
     }
 
+    /// Returns true if the run continues after all ranks had finished a step, for processes that
+    /// join.
+    pub fn is_planned(&self) -> bool {
+        let inner = self.lock();
+        inner.pending.as_ref().is_some_and(|pending| pending.membership.lost.is_empty())
+    }
+
     /// Notes that the run continues at `step`: rank 0 prints it and records it in `elastic.jsonl`.
     ///
     /// # Errors

@@ -19,7 +19,7 @@ mod step_timers;
 mod stop_requests;
 mod time_limit;
 
-pub use config_consistency::check_same_config;
+pub use config_consistency::{check_same_config, config_digest};
 pub use device_dispatch::train;
 pub use elastic::ElasticJob;
 pub use energy::Energy;

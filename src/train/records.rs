@@ -47,8 +47,8 @@ pub struct Records {
 }
 
 /// Records in `starts.jsonl` that a run goes on from `step`, before its later records are removed.
-/// Its process, or that of its coordinator, began at `started`; `job` is its job. Returns all starts
-/// of the run.
+/// Its process, or that of its coordinator, began at `started`; `job` is its job. `was_asked` is
+/// whether the start before it has ended for processes that join. Returns all starts of the run.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read or written.
@@ -57,6 +57,7 @@ pub fn record_start(
     step: u64,
     started: Instant,
     job: StartedJob,
+    was_asked: bool,
 ) -> Result<Vec<Start>> {
     let startup = started.elapsed().as_secs_f64();
     // A coordinator that has lost a server starts again in the same process.
@@ -64,6 +65,7 @@ pub fn record_start(
     let is_same_process =
         starts::read(directory.path())?.last().is_some_and(|last| last.time > began);
     let end = match directory.ended_before() {
+        _ if was_asked => StartEnd::Preempted,
         _ if is_same_process => StartEnd::Failed,
         None => StartEnd::Killed,
         Some(end) => match end.status {

@@ -300,3 +300,31 @@ fn a_preempted_worker_is_requeued_and_joins_again() {
     job.until("working again", || steps(&files) > before + 3);
     assert_eq!(job.property("Restarts"), "1");
 }
+
+/// One agent on each of two nodes starts the ranks of an elastic job; a rank is killed, the others go
+/// on, and the agent starts a process that joins them.
+#[test]
+fn agents_of_srun_replace_a_lost_rank() {
+    let Some(slurm) = Slurm::new() else { return };
+    let root = slurm.root.path();
+    let settings = [&SMALL[..], &["run.steps=400", "parallel.virtual_ranks=8", "eval.every=100"]];
+    let settings = [&settings.concat()[..], &["checkpoint.every=100"]].concat();
+    let reference = Run::new(Alone, root, "reference", &settings).succeeds();
+    let elastic = ["elastic.on=true", "elastic.timeout=3", "memory_checkpoint.every=1"];
+    let run = Run::new(Alone, root, "x", &[&settings[..], &elastic].concat());
+    let files = run.files();
+    let mut command = slurm.script(&["run", "srun", "--no-kill", "--kill-on-bad-exit=0"]);
+    command.args(["--nodes=2", "--ntasks-per-node=1"]).arg(program());
+    command.args(["agent", "--slots", "2", "--"]).arg(program()).args(run.command().get_args());
+    let mut job = start(&mut command);
+    job.until("at step 10", || steps(&files) >= 10);
+    let pid = crate::ranks(&slurm.hosts, "h1", &run)[0];
+    launch::send(pid, libc::SIGKILL);
+    let has_joined = || {
+        let text = std::fs::read_to_string(files.path("elastic.jsonl")).unwrap_or_default();
+        text.contains("\"joined\":1")
+    };
+    job.until("four ranks again", has_joined);
+    job.finish(LIMIT).succeeded();
+    files.same_as(&reference, 400, "after a rank was killed under srun");
+}

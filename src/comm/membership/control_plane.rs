@@ -40,6 +40,8 @@ pub struct MembershipOptions {
     pub rejoin: bool,
     /// What must be the same for all ranks so that the bits do not depend on them.
     pub platform: String,
+    /// A digest of the configuration.
+    pub config: u64,
 }
 
 /// A process's part in the membership of its job: answers others, monitors the next rank, agrees on
@@ -78,6 +80,7 @@ impl ControlPlane {
             control,
             data: data_address,
             platform: options.platform.clone(),
+            config: options.config,
         };
         let state = Arc::new(State::default());
         state.lock().me.clone_from(&me.id);
@@ -257,6 +260,10 @@ impl ControlPlane {
 
     /// Refuses to join ranks whose bits would differ.
     fn check_platform(&self, membership: &Membership) -> Result<()> {
+        if membership.members.iter().any(|other| other.config != self.me.config) {
+            return Err(Error::input("this process cannot join: its configuration is another one")
+                .hint("start it with the configuration of the job"));
+        }
         let other = membership.members.iter().find(|other| other.platform != self.me.platform);
         let Some(other) = other else { return Ok(()) };
         Err(Error::input(format!(

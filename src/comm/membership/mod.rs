@@ -45,6 +45,8 @@ pub struct Member {
     pub data: SocketAddr,
     /// What must be the same for all ranks so that the bits do not depend on them.
     pub platform: String,
+    /// A digest of its configuration.
+    pub config: u64,
 }
 
 /// A rank that is no longer a member.

@@ -15,33 +15,39 @@ use hpctrain_base::own_files;
 /// The logger of the program. The file is set once the run directory is known.
 struct RankLogger {
     console: OnceLock<Logger>,
-    file: OnceLock<Logger>,
+    file: RwLock<Option<Logger>>,
 }
 
 /// The prefix of messages on the console.
 static NAME: RwLock<String> = RwLock::new(String::new());
 
-static LOGGER: RankLogger = RankLogger { console: OnceLock::new(), file: OnceLock::new() };
+static LOGGER: RankLogger = RankLogger { console: OnceLock::new(), file: RwLock::new(None) };
 
 impl RankLogger {
-    fn targets(&self) -> impl Iterator<Item = &Logger> {
-        [self.console.get(), self.file.get()].into_iter().flatten()
+    /// Calls `act` with the loggers.
+    fn each(&self, mut act: impl FnMut(&Logger)) {
+        self.console.get().into_iter().for_each(&mut act);
+        self.file.read().unwrap_or_else(PoisonError::into_inner).iter().for_each(act);
     }
 }
 
 impl Log for RankLogger {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        self.targets().any(|logger| logger.enabled(metadata))
+        let mut is_enabled = false;
+        self.each(|logger| is_enabled |= logger.enabled(metadata));
+        is_enabled
     }
 
     fn log(&self, record: &Record<'_>) {
-        self.targets()
-            .filter(|logger| logger.matches(record))
-            .for_each(|logger| logger.log(record));
+        self.each(|logger| {
+            if logger.matches(record) {
+                logger.log(record);
+            }
+        });
     }
 
     fn flush(&self) {
-        self.targets().for_each(Log::flush);
+        self.each(Log::flush);
     }
 }
 
@@ -76,12 +82,22 @@ pub fn rename_console(who: &str) {
 /// # Errors
 /// Returns an error if the file cannot be opened.
 pub fn to_file(path: &Path, level: LevelFilter) -> Result<()> {
+    let has_file = LOGGER.file.read().unwrap_or_else(PoisonError::into_inner).is_some();
+    // Thread-ranks of one process share the first file.
+    if has_file { Ok(()) } else { to_another_file(path, level) }
+}
+
+/// Writes messages as [`to_file`] does, to another file than so far: that of a rank which has got
+/// another number.
+///
+/// # Errors
+/// Returns an error if the file cannot be opened.
+pub fn to_another_file(path: &Path, level: LevelFilter) -> Result<()> {
     let file = own_files::append(path).map_err(|e| Error::io("open the log", path, e))?;
     let mut builder = Builder::new();
     builder.filter_level(level).parse_default_env().target(Target::Pipe(Box::new(file)));
     let logger = builder.build();
     log::set_max_level(log::max_level().max(logger.filter()));
-    // Thread-ranks of one process share the first file.
-    let _ = LOGGER.file.set(logger);
+    *LOGGER.file.write().unwrap_or_else(PoisonError::into_inner) = Some(logger);
     Ok(())
 }

@@ -148,7 +148,7 @@ impl<'a, 'h> Session<'a, 'h> {
         let data = splits.train.fingerprint();
         let job =
             StartedJob::new(&plan.config, Vec::new(), progress.position, None, data.as_ref())?;
-        record_start(directory, progress.step, started, job)?;
+        record_start(directory, progress.step, started, job, false)?;
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
         let shares = terms.shares(&plan);
         let is_synchronous = terms.is_synchronous();

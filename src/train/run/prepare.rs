@@ -189,11 +189,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         plan.config.run.name = Some(directory.name());
         world.all_ok(plan.set_metrics(metrics))?;
-        world.all_ok(logging::to_file(
-            &directory.log_path(world.rank()),
-            plan.config.log.level.into(),
-        ))?;
+        let log_to =
+            if request.elastic.is_some() { logging::to_another_file } else { logging::to_file };
+        world.all_ok(log_to(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
+        let was_asked = request.elastic.as_ref().is_some_and(ElasticJob::is_planned);
         let is_regrouping = request.elastic.as_ref().is_some_and(ElasticJob::is_regrouping);
         if let Some(job) = &request.elastic {
             job.publish(&comm, directory.path())?;
@@ -317,7 +317,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let starts = root.then(|| {
             let data = trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
             StartedJob::new(&plan.config, topology.hosts(), progress.position, excluded, data)
-                .and_then(|job| record_start(directory, progress.step, started, job))
+                .and_then(|job| record_start(directory, progress.step, started, job, was_asked))
         });
         let starts = world.all_ok(starts.transpose())?;
         let failures = Failures::from_starts(starts.as_deref().unwrap_or_default());
