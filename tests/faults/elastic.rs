@@ -11,6 +11,7 @@ use crate::{kill, ranks, refused, until_step};
 use hpctrain_testkit::launch::Transport::{self, Alone, Simulate, Spawn};
 use hpctrain_testkit::launch::{Ended, LIMIT, send, start};
 use hpctrain_testkit::runs::{Run, RunFiles};
+use hpctrain_testkit::simulator::with_simulator;
 
 const STEPS: u64 = 24;
 
@@ -156,6 +157,33 @@ fn rank_0_is_killed_while_it_publishes_a_checkpoint() {
     let run = elastic(3, root.path(), "publish", &["elastic.rejoin=false"]);
     survives(&run, &[Fault::at(root.path(), "publish", "0")]);
     run.files().same_as(&reference, STEPS, "publish");
+}
+
+/// On simulated GPUs, each of which a rank has for itself: their memory, kernels and communicators are
+/// made anew in the same processes.
+#[test]
+fn a_rank_is_killed_on_simulated_gpus() {
+    let root = tempfile::tempdir().unwrap();
+    let gpu = ["run.device=cuda", "device.memory_limit=128MiB", "run.steps=12", "eval.every=6"];
+    let on_gpus = |command: &mut Command| {
+        with_simulator(command).env("CUDASIM_DEVICES", "3");
+    };
+    let reference = run(Alone, root.path(), "reference", &gpu);
+    let mut command = reference.command();
+    on_gpus(&mut command);
+    start(&mut command).finish(LIMIT).succeeded();
+    for (transport, zero) in [("host-staged", "parallel.zero=3"), ("nccl", "parallel.zero=1")] {
+        let transport = format!("comm.transport={transport}");
+        let settings = [&gpu[..], &["elastic.rejoin=false", zero, &transport]].concat();
+        let run = elastic(3, root.path(), &transport, &settings);
+        let fault = Fault::at(root.path(), "backward", "1");
+        let mut command = with_faults(&run, std::slice::from_ref(&fault));
+        on_gpus(&mut command);
+        let ended = start(&mut command).finish(LIMIT).succeeded();
+        assert!(fault.file.exists(), "{ended}");
+        run.files().same_as(&reference.files(), 12, &transport);
+        assert_eq!(changes(&run.files())[0]["ranks"], 2, "{ended}");
+    }
 }
 
 /// A second rank is killed while the others go on without the first one.
