@@ -255,6 +255,17 @@ impl<B: Kernels> Saver<B> {
         Ok(published)
     }
 
+    /// Waits until the save thread has ended its task, after which this rank changes nothing more in
+    /// the directory of the run. The save in progress is given up, unless it is published already.
+    pub fn abandon(&mut self) {
+        let Some(InFlightSave { stage, .. }) = self.underway.take() else { return };
+        match stage {
+            Stage::Writing(task) => drop(task.join()),
+            Stage::Publishing(task) => drop(task.join()),
+            Stage::Retaining(task) => drop(task.map(SaveTask::join)),
+        }
+    }
+
     /// Enters the publishing stage once all files are written, or discards them if a rank failed.
     fn meet(
         &mut self,

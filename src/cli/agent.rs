@@ -1,16 +1,18 @@
 //! `hpctrain agent`: starts the ranks of an elastic job on this host, and replaces lost ones.
 
 use std::ffi::OsString;
+use std::fs::{File, TryLockError};
 use std::path::PathBuf;
 
 use clap::Args;
 
 use super::supervise::training_config;
+use crate::comm::host_name;
 use crate::config::Config;
 use crate::elastic::{await_rendezvous, launched_rank, rendezvous_directory};
 use crate::elastic_ranks::ElasticRanks;
 use crate::error::{Error, Result};
-use crate::job::fail;
+use crate::job::{NO_RANKS, fail};
 
 /// Arguments of `hpctrain agent`.
 #[derive(Debug, Args)]
@@ -36,7 +38,25 @@ pub struct AgentArgs {
 
 /// Runs the agent and returns its exit code.
 pub fn run(args: AgentArgs) -> i32 {
-    ranks(args).and_then(ElasticRanks::launch).unwrap_or_else(|e| fail(&e))
+    let started = ranks(args).and_then(|ranks| match lock(&ranks)? {
+        Some(_lock) => ranks.launch(),
+        None => {
+            log::info!("the agent of this host runs still, and replaces lost ranks itself");
+            Ok(NO_RANKS)
+        }
+    });
+    started.unwrap_or_else(|e| fail(&e))
+}
+
+/// Locks this host for one agent of the job; returns `None` if another one runs.
+fn lock(ranks: &ElasticRanks) -> Result<Option<File>> {
+    let path = ranks.rendezvous.join(format!("agent-{}", host_name()));
+    let file = File::create(&path).map_err(|e| Error::io("write", &path, e))?;
+    match file.try_lock() {
+        // Some file systems have no locks.
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(Some(file)),
+        Err(TryLockError::WouldBlock) => Ok(None),
+    }
 }
 
 /// Returns the ranks that the arguments describe.

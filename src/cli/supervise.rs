@@ -44,7 +44,8 @@ pub struct SuperviseArgs {
 }
 
 /// The default of `--agent-launcher`.
-const AGENT_LAUNCHER: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 {host}";
+const AGENT_LAUNCHER: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 \
+                              -o ServerAliveCountMax=3 {host}";
 
 /// Arguments of `hpctrain elastic-hosts`, which `supervise --elastic` starts.
 #[derive(Debug, Args)]

@@ -57,6 +57,8 @@ pub(super) struct Inner {
     has_roles: Arc<AtomicBool>,
     /// The watchdog of this rank, once it has started.
     watch: Mutex<Option<Guard>>,
+    /// Whether another world has taken the communication thread over.
+    is_replaced: AtomicBool,
 }
 
 impl<B: Backend> Clone for Comm<B> {
@@ -246,6 +248,7 @@ impl<B: Backend> Comm<B> {
             exit,
             has_roles: Arc::default(),
             watch: Mutex::new(None),
+            is_replaced: AtomicBool::new(false),
         };
         let path = DeviceTransport::HostStaged;
         let slot = host_staged::WORDS;
@@ -477,6 +480,37 @@ impl<B: Backend> Comm<B> {
         Interrupter { shared: self.inner.shared.clone(), exit: self.inner.exit.clone() }
     }
 
+    /// Returns the communicator of the ranks that are left after a loss, on the same thread: of this
+    /// one only the watchdog is left to end. Collective over the ranks that are left.
+    ///
+    /// # Errors
+    /// Returns an error of kind [`Lost`](hpctrain_base::error::Kind::Lost) if another rank was lost
+    /// meanwhile: then shrink again. Returns another error if the transport cannot do that.
+    pub fn shrink(&self) -> Result<Self> {
+        let (reply, pending) = reply(&self.inner.shared);
+        self.inner.submit(CommRequest::run(move |state| reply.send(state.shrink())));
+        let world = pending.wait()?;
+        self.inner.is_replaced.store(true, Ordering::Relaxed);
+        let inner = Inner {
+            algorithm: self.inner.algorithm,
+            shared: self.inner.shared.clone(),
+            exit: self.inner.exit.clone(),
+            has_roles: Arc::default(),
+            watch: Mutex::new(None),
+            is_replaced: AtomicBool::new(false),
+            world,
+        };
+        Ok(Self {
+            home: GroupRanks::world(inner.world.rank, inner.world.nodes.clone()),
+            inner: Arc::new(inner),
+            path: DeviceTransport::HostStaged,
+            why: None,
+            device: None,
+            slot: host_staged::WORDS,
+            backend: PhantomData,
+        })
+    }
+
     /// Returns true if a request has failed because another rank is gone.
     pub fn has_lost_ranks(&self) -> bool {
         self.inner.shared.has_lost_ranks()
@@ -566,6 +600,9 @@ impl Inner {
     }
 
     fn end(&self) {
+        if self.is_replaced.load(Ordering::Relaxed) {
+            return self.end_watch();
+        }
         if let Some(worker) = self.exit.take_worker() {
             let world = GroupRanks::world(self.world.rank, self.world.nodes.clone());
             let label = Label {

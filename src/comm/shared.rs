@@ -287,6 +287,13 @@ impl Shared {
         self.has_lost_ranks.store(true, Ordering::Release);
     }
 
+    /// Forgets an interruption and lost ranks, for a world without them.
+    pub fn forget_losses(&self) {
+        self.is_interrupted.store(false, Ordering::Release);
+        *self.interruption.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.has_lost_ranks.store(false, Ordering::Release);
+    }
+
     /// Returns true if a request has failed because a rank is gone.
     pub fn has_lost_ranks(&self) -> bool {
         self.has_lost_ranks.load(Ordering::Acquire)

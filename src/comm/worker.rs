@@ -14,7 +14,7 @@ use super::polling::{self, Backoff};
 use super::reduce_buffer::Scratch;
 use super::shared::Shared;
 use super::transport::tracked::TrackedTransport;
-use super::transport::{GroupRanks, InFlight, Transport};
+use super::transport::{GroupRanks, InFlight, Transport, World};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::spans::Track;
 use hpctrain_base::spawn::spawn;
@@ -115,6 +115,21 @@ impl CommThreadState {
         self.device_comms.abort();
         self.device_queue.clear();
         self.transport.leave(false);
+    }
+
+    /// Forms a world of the ranks that are left after a loss, with the communicators of no device.
+    pub fn shrink(&mut self) -> Result<World> {
+        self.shared.forget_losses();
+        let shrunk = self.transport.shrink();
+        match &shrunk {
+            Ok(_) => {
+                self.failed = None;
+                self.device_comms = DeviceComms::new(self.shared.clone());
+                self.device_queue = DeviceQueue::new(self.shared.clone());
+            }
+            Err(error) => self.failed = Some(error.clone()),
+        }
+        shrunk
     }
 
     /// Progresses posted messages and the device's collectives, and returns which are still in

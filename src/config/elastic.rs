@@ -37,6 +37,14 @@ pub fn check(config: &Config) -> Result<()> {
     if *timeout == 0 {
         return Err(out_of_range("elastic.timeout", timeout, "at least 1"));
     }
+    if let Some(seconds) = config.comm.timeout.number()
+        && (1..=*timeout).contains(&seconds)
+    {
+        return Err(Error::input(format!(
+            "comm.timeout = {seconds} ends the job before elastic.timeout = {timeout} finds a lost rank"
+        ))
+        .hint("set comm.timeout to auto, or to much more than elastic.timeout"));
+    }
     if !config.memory_checkpoint.every.is_on() {
         return Err(Error::input("elastic.on = true, but memory_checkpoint.every = 0")
             .hint("set memory_checkpoint.every=1: ranks continue from in-memory checkpoints"));

@@ -24,6 +24,10 @@ use crate::local_launcher::{
 /// The time after which a process is started for a rank that was lost.
 const REJOIN_DELAY: Duration = Duration::from_millis(500);
 
+/// The longest such time, after losses that follow one another within [`STABLE_TIME`].
+const MAX_REJOIN_DELAY: Duration = Duration::from_secs(30);
+const STABLE_TIME: Duration = Duration::from_secs(2);
+
 /// The ranks of an elastic job on this host.
 #[derive(Debug, Clone)]
 pub struct ElasticRanks {
@@ -93,6 +97,8 @@ impl ElasticRanks {
             failed: None,
             lost: None,
             has_succeeded: false,
+            last_loss: None,
+            delay: REJOIN_DELAY,
         }
         .wait())
     }
@@ -142,13 +148,16 @@ struct Running {
     /// The exit code of the last process that was lost.
     lost: Option<i32>,
     has_succeeded: bool,
+    /// The last loss, and the time after which a process was started for it.
+    last_loss: Option<Instant>,
+    delay: Duration,
 }
 
 impl Running {
     /// Waits for all processes, and starts one for each that is lost. Returns the exit code.
     fn wait(mut self) -> i32 {
         let mut forwarded = None;
-        let mut failed_at: Option<Instant> = None;
+        let mut over_since: Option<Instant> = None;
         loop {
             std::thread::sleep(POLL_INTERVAL);
             let signal = self.launch.signal();
@@ -158,10 +167,11 @@ impl Running {
             }
             self.reap(signal.is_some());
             self.end_expelled();
-            if self.failed.is_some() {
-                failed_at.get_or_insert_with(Instant::now);
+            if self.failed.is_some() || self.has_succeeded {
+                over_since.get_or_insert_with(Instant::now);
             }
-            if failed_at.is_some_and(|since| since.elapsed() > TIMEOUT) {
+            // A process may have been stopped.
+            if over_since.is_some_and(|since| since.elapsed() > TIMEOUT) {
                 break;
             }
             if signal.is_some() || self.failed.is_some() || self.has_succeeded {
@@ -191,7 +201,9 @@ impl Running {
             let code = exit_code(status);
             match RankEnd::of(status, is_asked) {
                 RankEnd::Finished => self.has_succeeded = true,
-                RankEnd::Unneeded => self.lost = Some(code),
+                RankEnd::Unneeded => {
+                    self.lost.get_or_insert(code);
+                }
                 RankEnd::Failed => {
                     self.failed.get_or_insert(code);
                 }
@@ -201,12 +213,22 @@ impl Running {
                     }
                     self.lost = Some(code);
                     if self.launch.rejoin {
-                        self.starts.push(Instant::now() + REJOIN_DELAY);
+                        let delay = self.next_delay();
+                        self.starts.push(Instant::now() + delay);
                     }
                 }
             }
         }
         self.job.ranks = running;
+    }
+
+    /// Returns the time after which a process is started for a rank that was lost: twice as long as
+    /// the last time if ranks are lost again and again.
+    fn next_delay(&mut self) -> Duration {
+        let is_again = self.last_loss.is_some_and(|at| at.elapsed() < 4 * self.delay + STABLE_TIME);
+        self.delay = if is_again { (2 * self.delay).min(MAX_REJOIN_DELAY) } else { REJOIN_DELAY };
+        self.last_loss = Some(Instant::now());
+        self.delay
     }
 
     /// Kills the processes that the others have gone on without: they do not answer.
@@ -217,16 +239,18 @@ impl Running {
         if newest == self.seen {
             return;
         }
-        // A file that cannot be read now is read at the next turn.
-        let Ok(Some(membership)) = memberships.newest() else { return };
-        self.seen = newest;
         let host = host_name();
-        for child in &mut self.job.ranks {
-            if membership.lost.iter().any(|lost| lost.host == host && lost.pid == child.id()) {
-                // This fails for a process that has ended.
-                let _ = child.kill();
+        for number in self.seen + 1..=newest {
+            // Those of earlier jobs may be removed.
+            let Ok(membership) = memberships.read(number) else { continue };
+            for child in &mut self.job.ranks {
+                if membership.lost.iter().any(|lost| lost.host == host && lost.pid == child.id()) {
+                    // This fails for a process that has ended.
+                    let _ = child.kill();
+                }
             }
         }
+        self.seen = newest;
     }
 
     /// Starts the processes that are due.

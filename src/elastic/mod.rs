@@ -16,13 +16,14 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use crate::comm::interface::host_address;
 use crate::comm::membership::{ControlPlane, MembershipOptions};
 use crate::comm::{
-    ADDRESS_VARIABLE, Algorithm, Comm, Credentials, Launch, Secret, TcpRendezvous, start_tcp,
+    ADDRESS_VARIABLE, Algorithm, Comm, Credentials, Launch, Secret, TcpRendezvous, mpi,
+    start_mpi_within, start_tcp,
 };
 use crate::config::{Config, check_ranks};
 use crate::error::{Error, Kind, Result};
 use crate::job::{self, NO_RANKS, fail};
-use crate::run_dir::Resume;
 use crate::run_dir::markers::{Markers, RunStatus};
+use crate::run_dir::{RestoreScope, Resume};
 use crate::telemetry::logging;
 use crate::train::{
     Customization, ElasticJob, TrainRequest, check_same_config, config_digest, train,
@@ -36,15 +37,27 @@ pub use rendezvous::{
 /// The longest time that a process which joins waits for ranks that answer.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// The number of memberships one after the other whose ranks may fail to connect.
+const CONNECT_ATTEMPTS: usize = 8;
+
 /// Runs a rank of an elastic job and returns its exit code.
 pub fn run(launch: Option<&Launch>, request: TrainRequest) -> i32 {
     // Ranks end with the program that has started them, if the system supports it.
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
-    let ended = Start::find(launch, &request.config).and_then(|start| {
+    let opened = Start::find(launch, &request.config).and_then(|start| {
         let job = open(start.rendezvous.clone(), start.address, &request.config)?;
-        Rank { job, request }.run(start.meeting.as_ref())
+        Ok((start, job))
     });
-    ended.unwrap_or_else(|e| fail(&e))
+    let (start, job) = match opened {
+        Ok(opened) => opened,
+        Err(e) => return fail(&e),
+    };
+    let over_mpi = matches!(start.meeting, Meeting::Mpi);
+    let rank = Rank { job: job.clone(), request, over_mpi };
+    rank.run(&start.meeting).unwrap_or_else(|e| {
+        // Ranks that share an error print it once.
+        if e.is_shared() && job.rank() != Some(0) { e.exit_code() } else { fail(&e) }
+    })
 }
 
 /// How this process finds the others.
@@ -53,8 +66,18 @@ struct Start {
     rendezvous: PathBuf,
     /// The address at which this process listens.
     address: IpAddr,
-    /// The first meeting of the ranks; `None` if this process joins them.
-    meeting: Option<TcpRendezvous>,
+    /// How the ranks meet first.
+    meeting: Meeting,
+}
+
+/// How the ranks of a job meet first.
+enum Meeting {
+    /// They connect over TCP.
+    Tcp(TcpRendezvous),
+    /// They are ranks of MPI, which goes on without those that are lost.
+    Mpi,
+    /// This process joins them.
+    Join,
 }
 
 impl Start {
@@ -67,8 +90,10 @@ impl Start {
                 Some(_) => host_address(interface)?,
                 None => Ipv4Addr::LOCALHOST.into(),
             };
-            let meeting = launch.meeting.clone();
-            let meeting = meeting.map(|meeting| TcpRendezvous { address, ..meeting });
+            let meeting = match launch.meeting.clone() {
+                Some(meeting) => Meeting::Tcp(TcpRendezvous { address, ..meeting }),
+                None => Meeting::Join,
+            };
             return Ok(Self { rendezvous: rendezvous.into(), address, meeting });
         }
         let Some(LaunchedRank { rank, ranks, job }) =
@@ -83,7 +108,10 @@ impl Start {
             _ => await_rendezvous(root, &job)?,
         };
         let address = host_address(interface)?;
-        let meeting = Some(TcpRendezvous { dir: dir.clone(), rank, ranks, address });
+        let meeting = match mpi::has_ulfm() {
+            true => Meeting::Mpi,
+            false => Meeting::Tcp(TcpRendezvous { dir: dir.clone(), rank, ranks, address }),
+        };
         Ok(Self { rendezvous: dir, address, meeting })
     }
 }
@@ -113,24 +141,27 @@ fn open(rendezvous: PathBuf, address: IpAddr, config: &Config) -> Result<Elastic
 struct Rank {
     job: ElasticJob,
     request: TrainRequest,
+    /// Whether the ranks communicate over MPI.
+    over_mpi: bool,
 }
 
 impl Rank {
     /// Trains until the run ends, and returns the exit code.
-    fn run(mut self, meeting: Option<&TcpRendezvous>) -> Result<i32> {
+    fn run(mut self, meeting: &Meeting) -> Result<i32> {
         self.request.elastic = Some(self.job.clone());
+        let timeout = self.request.config.comm.unmeasured_timeout();
+        let algorithm = Algorithm::HalvingDoubling;
         let mut comm = match meeting {
-            Some(meeting) => {
-                let comm = start_tcp(meeting, Algorithm::HalvingDoubling)?;
-                self.job.begin(&comm)?;
-                comm
-            }
-            None => match self.join()? {
+            Meeting::Tcp(meeting) => start_tcp(meeting, algorithm)?,
+            Meeting::Mpi => start_mpi_within(algorithm, timeout)?,
+            Meeting::Join => match self.join()? {
                 Some(comm) => comm,
                 None => return Ok(self.unneeded()),
             },
         };
-        let timeout = self.request.config.comm.unmeasured_timeout();
+        if !matches!(meeting, Meeting::Join) {
+            self.job.begin(&comm)?;
+        }
         loop {
             job::abort_on_panic(&comm);
             logging::rename_console(&format!("rank {}", comm.rank()));
@@ -149,8 +180,7 @@ impl Rank {
                 return Ok(job::end_failed(&comm, error, true));
             }
             log::info!("the ranks change: {}", error.message());
-            comm.shutdown();
-            comm = self.regroup()?;
+            comm = self.regroup(Some(comm))?;
         }
     }
 
@@ -183,21 +213,38 @@ impl Rank {
         self.continue_run();
         match self.job.connect() {
             Ok(comm) => Ok(Some(comm)),
-            Err(e) if e.kind() == Kind::Lost => self.regroup().map(Some),
+            Err(e) if e.kind() == Kind::Lost => self.regroup(None).map(Some),
             Err(e) => Err(e),
         }
     }
 
-    /// Agrees with the other ranks on who is left, and connects to them.
-    fn regroup(&mut self) -> Result<Comm<Cpu>> {
+    /// Agrees with the other ranks on who is left, and connects to them. `before` is the communicator
+    /// in which a rank was lost.
+    fn regroup(&mut self, before: Option<Comm<Cpu>>) -> Result<Comm<Cpu>> {
         self.continue_run();
-        loop {
+        let over_mpi = match before {
+            Some(before) if self.over_mpi => Some(before),
+            Some(before) => {
+                before.shutdown();
+                None
+            }
+            None => None,
+        };
+        for _ in 0..CONNECT_ATTEMPTS {
             self.job.regroup()?;
-            match self.job.connect() {
-                Err(e) if e.kind() == Kind::Lost => log::info!("{}", e.message()),
+            let connected = match &over_mpi {
+                Some(before) => self.job.shrink(before),
+                None => self.job.connect(),
+            };
+            match connected {
+                Err(e) if e.kind() == Kind::Lost => log::warn!("{}", e.message()),
                 connected => return connected,
             }
         }
+        Err(Error::interrupted(format!(
+            "ranks that are left could not connect to each other {CONNECT_ATTEMPTS} times"
+        ))
+        .hint("see whether all hosts reach each other over comm.interface"))
     }
 
     /// Makes the next start of the run continue it.
@@ -208,6 +255,8 @@ impl Rank {
             self.request.config.run.name = Some(name.to_owned());
         }
         self.request.resume = Resume::Auto;
+        // The run restores what it has begun with, or continues all of its own state.
+        self.request.take = RestoreScope::Everything;
     }
 }
 

@@ -9,6 +9,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::hosts::{Asking, HostSlots};
+use crate::comm::Secret;
+use crate::comm::membership::MembershipDirectory;
 use crate::elastic::{rendezvous_directory, write_atomically};
 use crate::error::{Error, Result};
 use crate::job::{NO_RANKS, RUN_FILE, SIGNAL_FILE};
@@ -61,8 +63,9 @@ impl ElasticHosts {
     /// Returns an error if the directory in which processes find each other cannot be created.
     pub fn run(&self) -> Result<i32> {
         signals::record_signals()?;
-        let rendezvous =
-            rendezvous_directory(&self.root, &format!("hosts-{}", std::process::id()))?;
+        let bytes = Secret::random()?;
+        let job: String = bytes[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let rendezvous = rendezvous_directory(&self.root, &job)?;
         let ended = self.run_in(&rendezvous);
         // The run is in its own directory.
         let _ = std::fs::remove_dir_all(&rendezvous);
@@ -81,6 +84,9 @@ impl ElasticHosts {
         let mut has_succeeded = false;
         let mut code = None;
         let mut failed_at: Option<Instant> = None;
+        let mut succeeded_at: Option<Instant> = None;
+        // The newest membership when a process had found no ranks to join.
+        let mut without_ranks: Option<u64> = None;
         let mut is_noted = false;
         while agents.iter().any(|agent| agent.child.is_some()) {
             std::thread::sleep(POLL_INTERVAL);
@@ -93,8 +99,14 @@ impl ElasticHosts {
             for agent in &mut agents {
                 match agent.ended() {
                     None => {}
-                    Some(0) => has_succeeded = true,
+                    Some(0) => {
+                        has_succeeded = true;
+                        succeeded_at.get_or_insert_with(Instant::now);
+                    }
                     Some(ended) => {
+                        if ended == NO_RANKS {
+                            without_ranks = Some(newest_membership(rendezvous));
+                        }
                         code.get_or_insert(ended);
                         if is_failure(ended) {
                             failed_at.get_or_insert_with(Instant::now);
@@ -105,10 +117,14 @@ impl ElasticHosts {
                 }
             }
             let is_over = signal.is_some() || has_succeeded || failed_at.is_some();
-            if self.rejoin && !is_over && is_noted {
+            let has_ranks =
+                without_ranks.is_none_or(|number| newest_membership(rendezvous) > number);
+            if self.rejoin && !is_over && is_noted && has_ranks {
                 agents.iter_mut().for_each(|agent| self.revive(agent, rendezvous));
             }
-            if failed_at.is_some_and(|since| since.elapsed() > TIMEOUT) {
+            // The program that reaches a host may outlive it.
+            let over = failed_at.or(succeeded_at);
+            if over.is_some_and(|since| since.elapsed() > TIMEOUT) {
                 agents.iter_mut().for_each(HostAgent::kill);
             }
         }
@@ -187,6 +203,12 @@ fn note_run(rendezvous: &Path) -> bool {
         let _ = std::fs::write(place, run);
     }
     true
+}
+
+/// Returns the number of the newest membership of the run, 0 if there is none.
+fn newest_membership(rendezvous: &Path) -> u64 {
+    let run = std::fs::read_to_string(rendezvous.join(RUN_FILE)).unwrap_or_default();
+    MembershipDirectory::of_run(Path::new(&run)).newest_number().unwrap_or(0)
 }
 
 /// Returns the words of the command that runs another one on a host.

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 use hpctrain_checkpoint::lease::declare_gone;
@@ -33,6 +35,8 @@ struct Inner {
     run: Option<PathBuf>,
     /// The finished steps of the run so far, as this rank knows.
     step: u64,
+    /// The start of this process's first part in the run, from which its time limit counts.
+    started: Instant,
     /// The change of the ranks that the run has not continued from yet.
     pending: Option<Pending>,
 }
@@ -60,7 +64,8 @@ impl ElasticJob {
     /// Creates the part of a process of the job whose processes find each other in the directory
     /// `rendezvous`.
     pub fn new(plane: ControlPlane, rendezvous: PathBuf) -> Self {
-        let inner = Inner { plane, rendezvous, run: None, step: 0, pending: None };
+        let started = Instant::now();
+        let inner = Inner { plane, rendezvous, run: None, step: 0, started, pending: None };
         Self { inner: Arc::new(Mutex::new(inner)) }
     }
 
@@ -109,6 +114,16 @@ impl ElasticJob {
         self.lock().run.clone()
     }
 
+    /// Returns the start of this process, from which its time limit counts.
+    pub fn started(&self) -> Instant {
+        self.lock().started
+    }
+
+    /// Returns the rank of this process in the membership.
+    pub fn rank(&self) -> Option<usize> {
+        self.lock().plane.rank()
+    }
+
     /// Returns true if losses are survived.
     pub fn is_published(&self) -> bool {
         self.lock().plane.is_published()
@@ -134,6 +149,7 @@ impl ElasticJob {
         let mut inner = self.lock();
         inner.run = Some(run.to_path_buf());
         let Some(membership) = inner.plane.join(run, is_over)? else { return Ok(false) };
+        membership.lost.iter().for_each(|lost| declare_gone(&lost.host, lost.pid));
         inner.pending = Some(Pending {
             ranks_before: membership.members.len() - membership.joined.len(),
             membership,
@@ -172,11 +188,16 @@ impl ElasticJob {
         inner.pending = Some(match first {
             // A second loss before the run went on.
             Some(first) => Pending {
+                membership: Membership {
+                    lost: [first.membership.lost, pending.membership.lost].concat(),
+                    joined: [first.membership.joined, pending.membership.joined].concat(),
+                    ..pending.membership
+                },
                 ranks_before: first.ranks_before,
                 step: first.step,
                 interrupt: first.interrupt,
+                agree: first.agree + pending.agree,
                 since: first.since,
-                ..pending
             },
             None => pending,
         });
@@ -189,6 +210,26 @@ impl ElasticJob {
     /// Returns an error of kind `Lost` if a rank is gone: then regroup again.
     pub fn connect<B: Backend>(&self) -> Result<Comm<B>> {
         self.lock().plane.connect(hpctrain_comm::Algorithm::HalvingDoubling)
+    }
+
+    /// Returns the communicator of the membership's ranks, which were ranks of `comm` before, over
+    /// MPI. Lost processes on this host that may still run are killed first: MPI would wait for them.
+    ///
+    /// # Errors
+    /// Returns an error of kind `Lost` if a rank is gone: then regroup again.
+    pub fn shrink<B: Backend>(&self, comm: &Comm<B>) -> Result<Comm<B>> {
+        let mut inner = self.lock();
+        let lost = inner.pending.as_ref().map(|pending| pending.membership.lost.clone());
+        let host = hpctrain_comm::host_name();
+        for lost in lost.unwrap_or_default().iter().filter(|lost| lost.host == host) {
+            if let Some(pid) = i32::try_from(lost.pid).ok().and_then(Pid::from_raw) {
+                // This fails for a process that has ended.
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
+        let left = comm.shrink()?;
+        inner.plane.order_by(&left)?;
+        Ok(left)
     }
 
     /// Returns true if the run continues after a change of the ranks.
@@ -238,7 +279,7 @@ impl Inner {
         let (Some(run), Some(pending)) = (&self.run, &self.pending) else { return Ok(()) };
         let before = elastic::read(run)?;
         let losses = before.iter().filter(|change| !change.lost.is_empty());
-        let at_step = losses.rev().take_while(|change| change.resumed == pending.step).count();
+        let at_step = losses.rev().take_while(|change| change.step == pending.step).count();
         if pending.membership.lost.is_empty() || at_step + 1 < MOST_LOSSES_AT_A_STEP {
             return Ok(());
         }

@@ -289,7 +289,7 @@ fn too_few_ranks_end_the_job_to_be_resumed() {
 #[test]
 fn losses_at_one_step_end_the_job() {
     let root = tempfile::tempdir().unwrap();
-    let run = elastic(4, root.path(), "x", &["elastic.rejoin=false"]);
+    let run = elastic(5, root.path(), "x", &["elastic.rejoin=false"]);
     let faults = ["0", "0", "0"].map(|rank| Fault::at(root.path(), "forward", rank));
     let ended = start(&mut with_faults(&run, &faults)).finish(LIMIT);
     assert_eq!(ended.code(), 1, "{ended}");

@@ -327,6 +327,11 @@ impl<B: Kernels> MemoryCheckpoints<B> {
         (std::mem::take(&mut self.spent), std::mem::take(&mut self.copies))
     }
 
+    /// Waits until no thread writes a copy.
+    pub fn abandon(&mut self) {
+        self.disk.iter_mut().for_each(DiskCopies::abandon);
+    }
+
     /// Removes all in-memory checkpoints of the run from this node. Called on every rank.
     pub fn remove(&mut self) {
         self.has_failed = true;

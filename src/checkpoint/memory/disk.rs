@@ -123,6 +123,13 @@ impl DiskCopies {
         !self.earlier.is_empty()
     }
 
+    /// Waits until the thread has ended its task.
+    pub fn abandon(&mut self) {
+        let task = self.underway.take().and_then(|underway| underway.task);
+        // The copy may be incomplete, as after a kill.
+        drop(task.map(SaveTask::join));
+    }
+
     /// Removes all copies of the run on this node's disk.
     pub fn remove(&self) {
         self.node.remove();

@@ -56,6 +56,12 @@ impl Agreement<'_> {
     pub fn agree(&self) -> Result<Membership> {
         let before = self.state.lock().number();
         loop {
+            if self.directory.newest_number()? > before
+                && let Some(newer) = self.directory.newest()?
+                && let Attempt::Agreed(membership) = self.entered(newer)?
+            {
+                return Ok(membership);
+            }
             let coordinator = {
                 let known = self.state.lock();
                 coordinator(&known)
@@ -120,6 +126,7 @@ impl Agreement<'_> {
     /// Enters a membership, if this process is a member.
     fn entered(&self, membership: Membership) -> Result<Attempt> {
         if membership.rank(&self.me.id).is_none() {
+            self.state.lock().answer_all(&Answer::Expelled(membership.number));
             return Err(self.expelled(membership.number));
         }
         self.state.lock().enter(membership.clone());
@@ -187,7 +194,12 @@ impl Agreement<'_> {
                     Found::Silent(time) if time > self.timeout => {
                         self.note_lost(member, silent(time));
                     }
-                    Found::Runs { coordinates: true } if *is_before || !is_first => {
+                    // It knows what was decided.
+                    Found::Runs { membership, .. } if membership > before => {
+                        self.state.lock().coordinates = false;
+                        return Ok(Attempt::Again);
+                    }
+                    Found::Runs { coordinates: true, .. } if *is_before || !is_first => {
                         // The one that comes first in the order decides.
                         self.state.lock().coordinates = false;
                         return Ok(Attempt::Again);

@@ -84,6 +84,7 @@ impl ControlPlane {
         };
         let state = Arc::new(State::default());
         state.lock().me.clone_from(&me.id);
+        state.lock().refuses_joins = !options.rejoin;
         let serving = state.clone();
         let acceptor =
             Acceptor::open(listener, options.credentials.clone(), move |_, connection| {
@@ -152,15 +153,15 @@ impl ControlPlane {
 
     /// Writes the first membership of the job and returns its number.
     fn write_first(&self, directory: &MembershipDirectory) -> Result<u64> {
-        let mut known = self.state.lock();
-        let Some(membership) = &mut known.membership else {
+        // Others are answered while the file is written.
+        let Some(mut membership) = self.membership() else {
             return Err(Error::internal("no membership was entered"));
         };
         membership.number = directory.newest_number()? + 1;
         let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         membership.time = time.map_or(0.0, |time| time.as_secs_f64());
-        let written = directory.create(membership, &self.me.id)?;
-        if written != *membership {
+        let written = directory.create(&membership, &self.me.id)?;
+        if written != membership {
             return Err(Error::input(format!(
                 "another job has written membership {} of {}",
                 membership.number,
@@ -248,6 +249,11 @@ impl ControlPlane {
                 return Ok(None);
             }
             if let Some(membership) = directory.newest()? {
+                if membership.rank(&self.me.id).is_some() {
+                    // The rank that was asked has decided so, and was lost before its answer.
+                    self.state.lock().enter(membership.clone());
+                    return Ok(Some(membership));
+                }
                 self.check_platform(&membership)?;
                 if let Some(joined) = self.ask_to_join(&membership)? {
                     self.state.lock().enter(joined.clone());
@@ -292,6 +298,25 @@ impl ControlPlane {
             Ok(Answer::End { message, interrupted }) => Err(ended(message, interrupted)),
             Ok(_) | Err(NoAnswer::Gone(_) | NoAnswer::Silent(_)) => Ok(None),
         }
+    }
+
+    /// Takes over the order of the ranks of `comm`, which has the members of the membership.
+    /// Collective over its world.
+    ///
+    /// # Errors
+    /// Returns an error if a message between ranks fails, or a rank is not a member.
+    pub fn order_by<B: Backend>(&mut self, comm: &Comm<B>) -> Result<()> {
+        let ids = comm.world().gather_bytes(self.me.id.clone().into_bytes()).wait()?;
+        let mut known = self.state.lock();
+        let Some(membership) = &mut known.membership else { return Ok(()) };
+        let place = |member: &Member| ids.iter().position(|id| id == member.id.as_bytes());
+        if ids.len() != membership.members.len()
+            || membership.members.iter().any(|one| place(one).is_none())
+        {
+            return Err(Error::lost("the ranks that MPI has left are not the members"));
+        }
+        membership.members.sort_by_key(place);
+        Ok(())
     }
 
     /// Connects to the ranks of the membership.

@@ -56,7 +56,11 @@ impl MembershipDirectory {
         }
     }
 
-    fn read(&self, number: u64) -> Result<Membership> {
+    /// Returns the membership with this number.
+    ///
+    /// # Errors
+    /// Returns an error if it does not exist or cannot be read.
+    pub fn read(&self, number: u64) -> Result<Membership> {
         let path = self.file(number);
         let bytes = safe_open::read(&path).map_err(|e| Error::unreadable("read", &path, &e))?;
         serde_json::from_slice(&bytes)

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Member;
 use super::messages::{Answer, NoAnswer, Request, ask, connect};
 use super::state::State;
-use crate::transport::tcp::Credentials;
+use crate::transport::tcp::{Connection, Credentials};
 use hpctrain_base::error::Result;
 use hpctrain_base::spawn::spawn;
 
@@ -24,6 +24,8 @@ pub enum Found {
     Runs {
         /// Whether it collects reports.
         coordinates: bool,
+        /// The number of its membership.
+        membership: u64,
     },
     /// It has ended.
     Gone,
@@ -50,12 +52,19 @@ impl Prober {
     pub fn start(member: Member, state: Arc<State>, credentials: Credentials) -> Result<Self> {
         let shared = Arc::new(Shared {
             is_over: AtomicBool::new(false),
-            last: Mutex::new((Instant::now(), Found::Runs { coordinates: false })),
+            last: Mutex::new((Instant::now(), Found::Runs { coordinates: false, membership: 0 })),
         });
         let here = shared.clone();
         spawn("membership-probe", move || {
+            let mut connection = None;
             while !here.is_over.load(Ordering::Relaxed) {
-                here.note(probe(&member, &state, &credentials));
+                let probed = probe(&mut connection, &member, &state, &credentials);
+                let is_new = probed.is_err() && connection.take().is_none();
+                // A connection that has ended says less than one that is refused.
+                if probed.is_err() && !is_new {
+                    continue;
+                }
+                here.note(probed);
                 std::thread::sleep(PAUSE);
             }
         })?;
@@ -84,10 +93,10 @@ impl Shared {
     fn note(&self, probed: Result<Answer, NoAnswer>) {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         match probed {
-            Ok(Answer::Runs { coordinates, .. }) => {
-                *last = (Instant::now(), Found::Runs { coordinates });
+            Ok(Answer::Runs { coordinates, membership }) => {
+                *last = (Instant::now(), Found::Runs { coordinates, membership });
             }
-            Ok(_) => *last = (Instant::now(), Found::Runs { coordinates: false }),
+            Ok(_) => *last = (Instant::now(), Found::Runs { coordinates: false, membership: 0 }),
             Err(NoAnswer::Gone(_)) => last.1 = Found::Gone,
             Err(NoAnswer::Silent(_)) => {}
         }
@@ -95,11 +104,19 @@ impl Shared {
 }
 
 /// Asks the process to report.
-fn probe(member: &Member, state: &State, credentials: &Credentials) -> Result<Answer, NoAnswer> {
+fn probe(
+    connection: &mut Option<Connection>,
+    member: &Member,
+    state: &State,
+    credentials: &Credentials,
+) -> Result<Answer, NoAnswer> {
     let request = {
         let known = state.lock();
         Request::Lost { membership: known.number(), lost: known.lost_list() }
     };
-    let mut connection = connect(member, credentials, ANSWER_TIMEOUT)?;
-    ask(&mut connection, &request, ANSWER_TIMEOUT)
+    let connection = match connection {
+        Some(connection) => connection,
+        None => connection.insert(connect(member, credentials, ANSWER_TIMEOUT)?),
+    };
+    ask(connection, &request, ANSWER_TIMEOUT)
 }

@@ -33,6 +33,8 @@ pub struct Known {
     pub interrupter: Option<Interrupter>,
     /// Whether this process collects reports.
     pub coordinates: bool,
+    /// Whether no process may join.
+    pub refuses_joins: bool,
     /// The reports that have arrived, with the number of their requests.
     pub reports: BTreeMap<u64, (Report, Sender<Answer>)>,
     /// The processes that ask to join, with the number of their requests.
@@ -201,6 +203,10 @@ impl State {
                     self.notify();
                 }
                 return answered;
+            }
+            Request::Join(_) if known.refuses_joins => {
+                let message = "no process may join this job: elastic.rejoin = false".into();
+                return Some(Answer::End { message, interrupted: true });
             }
             Request::Join(_) if known.rank() != Some(0) => return Some(Answer::AskAgain),
             Request::Join(member) => {

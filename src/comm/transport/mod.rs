@@ -193,8 +193,8 @@ pub trait P2pBuffer: Send {
 /// Moves numbers and bytes between ranks. It is used on the communication thread; ranks are numbers
 /// in the group.
 ///
-/// After an error the transport's state is unknown: only [`Transport::leave`] and
-/// [`Transport::abort`] may be called.
+/// After an error the transport's state is unknown: only [`Transport::leave`], [`Transport::abort`]
+/// and after the loss of a rank [`Transport::shrink`] may be called.
 pub trait Transport {
     /// Sends and receives at the same time. Returns when all memory may be used again, which may be
     /// before the receiver has the elements. Nothing is sent if there are no elements. `sums` must
@@ -268,6 +268,12 @@ pub trait Transport {
     /// Splits `parent` by colours and returns the number of the group of this rank's colour.
     /// Collective over `parent`.
     fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize>;
+
+    /// Forms a world of the ranks that are left after a loss, and returns it. Groups of the one
+    /// before do not exist any more. Collective over the ranks that are left.
+    fn shrink(&mut self) -> Result<World> {
+        Err(Error::internal("the ranks of this transport connect anew after a loss"))
+    }
 
     /// Aborts all ranks.
     fn abort(&mut self, code: i32);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{
     DeviceCollective, DeviceMessage, GroupRanks, InFlight, Incoming, Outgoing, P2pBuffer, Peer,
-    Transport,
+    Transport, World,
 };
 use crate::shared::Shared;
 use hpctrain_base::error::Result;
@@ -111,6 +111,10 @@ impl Transport for TrackedTransport {
 
     fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize> {
         self.inner.split(parent, color)
+    }
+
+    fn shrink(&mut self) -> Result<World> {
+        self.inner.shrink()
     }
 
     fn abort(&mut self, code: i32) {

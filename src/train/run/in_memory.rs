@@ -340,6 +340,11 @@ impl<B: Kernels> InMemory<B> {
         Ok(())
     }
 
+    /// Waits until no thread writes a copy.
+    pub fn abandon(&mut self) {
+        self.checkpoints.abandon();
+    }
+
     /// Removes all in-memory checkpoints of the run. Called on every rank.
     pub fn remove(&mut self) {
         self.checkpoints.remove();

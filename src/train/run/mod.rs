@@ -192,12 +192,16 @@ fn run<B: Kernels>(
             let notified = run.notify_hooks(Ok(ending));
             run.world.all_ok(notified).inspect_err(|e| run.mark_failed(e))?;
         }
-        // The ranks that are left go on. Before processes join, all publish the save under way.
+        // The ranks that are left go on in this process. Before processes join, all publish the save
+        // under way.
         Err(e) if e.kind() == Kind::Lost && run.elastic.is_some() => {
             if e.is_shared() {
-                let published = run.saver.finish()?;
-                run.note_published(published);
+                let ended = run.saver.finish();
+                let published = run.tolerated(ended)?;
+                run.note_published(published.flatten());
             }
+            run.saver.abandon();
+            run.in_memory.iter_mut().for_each(InMemory::abandon);
         }
         // Ranks that share an error can still publish the save that they have begun together.
         Err(e) if e.is_shared() || comm.size() == 1 => {

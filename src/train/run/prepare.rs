@@ -327,10 +327,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         let mut records = world.all_ok(records.transpose())?;
         let budget = TimeLimit::new(
             plan.config.run.time_limit,
-            started,
+            request.elastic.as_ref().map_or(started, ElasticJob::started),
             12 * engine.model.sharded.parameters(),
         );
-        world.all_ok(if root { budget.check() } else { Ok(()) })?;
+        // A run that continues with other ranks saves and ends if there is no time left.
+        world.all_ok(if root && !is_regrouping { budget.check() } else { Ok(()) })?;
         let stop_requests = StopRequests::new(
             root,
             budget,

@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_char, c_int};
 
 use mpi::ffi;
 
+use super::ulfm::is_loss;
 use hpctrain_base::error::{Error, Result};
 
 /// Bytes for any string that MPI may write; MPICH's version string is the longest.
@@ -42,5 +43,6 @@ pub(super) fn check(code: c_int, call: &str) -> Result<()> {
     // SAFETY: MPI is initialised whenever one of its codes is checked; the buffer has room for any
     // text.
     let reason = text(|to, len| unsafe { ffi::MPI_Error_string(code, to, len) });
-    Err(Error::comm(format!("{call} failed: {reason}")))
+    let message = format!("{call} failed: {reason}");
+    Err(if is_loss(code) { Error::lost(message) } else { Error::comm(message) })
 }

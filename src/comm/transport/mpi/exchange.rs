@@ -67,6 +67,11 @@ impl<'a> Sending<'a> {
         self.done
     }
 
+    /// Waits until MPI no longer uses the memory, on a communicator that was revoked.
+    pub fn let_go(&mut self) -> Result<()> {
+        self.in_flight.iter_mut().try_for_each(MpiRequest::let_go)
+    }
+
     fn next_len(&self, limit: usize) -> usize {
         let mut ahead = self.cursor;
         ahead.message(|i| self.from.pieces.get(i).map(|piece| piece.len()), limit, |_, _| {})
@@ -139,7 +144,8 @@ impl<'a> Sending<'a> {
         let bytes = bytemuck::cast_slice(elements);
         // SAFETY: the pieces are borrowed until the exchange is over, which is after every message;
         // a packed buffer is filled again only DEPTH messages later, when this one has been popped.
-        // An error ends the process.
+        // After an error the
+        // caller waits until MPI has let go of it, or ends the process.
         self.in_flight.push_back(unsafe {
             MpiRequest::send(world, group, self.from.to, MessageKind::Exchange, bytes)?
         });
@@ -172,6 +178,11 @@ impl<'a, 'b> Receiving<'a, 'b> {
 
     pub fn is_done(&self) -> bool {
         self.done
+    }
+
+    /// Waits until MPI no longer uses the memory, on a communicator that was revoked.
+    pub fn let_go(&mut self) -> Result<()> {
+        self.in_flight.iter_mut().try_for_each(|(request, ..)| request.let_go())
     }
 
     /// Reads the next piece from shared memory if it is there. Returns true on progress.
@@ -253,7 +264,8 @@ impl<'a, 'b> Receiving<'a, 'b> {
         let bytes = bytemuck::cast_slice_mut(elements);
         // SAFETY: the pieces are borrowed until the exchange is over, and each range is received
         // into once; a staging buffer is used again only DEPTH messages later, when this one has
-        // been popped. An error ends the process.
+        // been popped. After an error the
+        // caller waits until MPI has let go of it, or ends the process.
         let request =
             unsafe { MpiRequest::receive(world, group, *from, MessageKind::Exchange, bytes)? };
         self.in_flight.push_back((request, parts, self.count));
@@ -338,6 +350,11 @@ impl<R> MessageWindow<R> {
             }
         }
         Ok(self.in_flight.len() < before)
+    }
+
+    /// Calls `let_go` with all requests in flight.
+    pub fn let_go(&mut self, mut let_go: impl FnMut(&mut R) -> Result<()>) -> Result<()> {
+        self.in_flight.iter_mut().try_for_each(|(request, ..)| let_go(request))
     }
 
     /// Iterates over the other ranks of the messages that are not complete.

@@ -17,6 +17,7 @@ mod exchange;
 mod node;
 mod request;
 mod shm_window;
+mod ulfm;
 
 use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};
@@ -38,13 +39,18 @@ use crate::algorithms;
 use crate::environment::{YIELD, cores};
 use crate::polling::Backoff;
 use crate::shared::Shared;
-use hpctrain_base::error::{Error, Result};
+use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_device::DeviceSpan;
+use ulfm::ulfm;
 
 pub use cuda_probe::{probe_in_child, run_cuda_probe};
+pub use ulfm::is_enabled as has_ulfm;
 
 /// The oldest supported version of MPI, the first with shared memory between ranks.
 const OLDEST: (c_int, c_int) = (3, 0);
+
+/// Interval at which a rank that waits checks whether others were lost.
+const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Elements and number of the exchanges that measure a path. The fastest counts; the others were
 /// disturbed.
@@ -159,6 +165,13 @@ struct Mpi {
     /// Staging memory for operands that are longer than the vendor's counts allow.
     parts: Vec<f32>,
     in_place: *const c_void,
+    /// The last time that the communicator was checked for lost ranks.
+    checked: Instant,
+    /// The number that the launcher gave to this rank, and the facts that stay when ranks are lost.
+    launch_rank: usize,
+    host: String,
+    library: String,
+    thread_level: &'static str,
     shared: Arc<Shared>,
 }
 
@@ -199,45 +212,81 @@ impl Mpi {
             )?;
             (world, library, text(|to, len| ffi::MPI_Get_processor_name(to, len)))
         };
-        let (launch_rank, size) = place(world)?;
-        let mut node = Node::find(world, count(launch_rank)?, count(size)?)?;
-        let (world, rank) = node.renumber(world, launch_rank)?;
-        let segment = node.share(rank)?;
-        if node.on_machine.1 > cores() || std::env::var_os(YIELD).is_some_and(|value| value == "1")
-        {
-            shared.set_oversubscribed();
-        }
-        let near = if segment.is_some() { shm_window::BYTES } else { 0 };
-        shared.add_staging(near);
+        let (launch_rank, _) = place(world)?;
         let mut mpi = Self {
             groups: vec![world],
-            rank,
+            rank: 0,
             posted: Vec::new(),
-            segment,
+            segment: None,
             shares_copies: true,
             staging: ChunkStaging::default(),
             parts: Vec::new(),
             in_place: in_place(),
+            checked: Instant::now(),
+            launch_rank,
+            host,
+            library: short_version(&library),
+            thread_level: thread_level(provided),
             shared,
         };
-        let nodes: Arc<[usize]> = node.of_ranks.iter().map(|&first| count_up(first)).collect();
-        if mpi.segment.is_some() {
-            mpi.shares_copies = mpi.shared_copies_are_faster(&node, &nodes)?;
+        if ulfm().is_some() {
+            // The world itself is never revoked.
+            mpi.groups[0] = duplicate(world)?;
         }
-        let world = World {
-            rank,
-            launch_rank,
+        let world = mpi.find_world()?;
+        Ok((mpi, world))
+    }
+
+    /// Finds the nodes of the ranks of group 0, numbers the ranks by node, and opens the memory that
+    /// those of this node share. Collective over the group.
+    fn find_world(&mut self) -> Result<World> {
+        let (rank, size) = place(self.groups[0])?;
+        let mut node = Node::find(self.groups[0], count(rank)?, count(size)?)?;
+        (self.groups[0], self.rank) = node.renumber(self.groups[0], rank)?;
+        self.segment = node.share(self.rank)?;
+        if node.on_machine.1 > cores() || std::env::var_os(YIELD).is_some_and(|value| value == "1")
+        {
+            self.shared.set_oversubscribed();
+        }
+        let near = if self.segment.is_some() { shm_window::BYTES } else { 0 };
+        self.shared.add_staging(near);
+        let nodes: Arc<[usize]> = node.of_ranks.iter().map(|&first| count_up(first)).collect();
+        self.shares_copies = true;
+        if self.segment.is_some() {
+            self.shares_copies = self.shared_copies_are_faster(&node, &nodes)?;
+        }
+        Ok(World {
+            rank: self.rank,
+            launch_rank: self.launch_rank,
             is_renumbered: node.is_renumbered,
             nodes,
-            node: NodeInfo { local_rank: node.on_machine.0, local_size: node.on_machine.1, host },
-            library: short_version(&library),
-            shares_memory: mpi.segment.is_some(),
+            node: NodeInfo {
+                local_rank: node.on_machine.0,
+                local_size: node.on_machine.1,
+                host: self.host.clone(),
+            },
+            library: self.library.clone(),
+            shares_memory: self.segment.is_some(),
             vendor: true,
             claims_cuda_aware: cuda_probe::claims_cuda_aware(),
-            thread_level: Some(thread_level(provided)),
+            thread_level: Some(self.thread_level),
             staging: algorithms::staging(size) + near + if size > 1 { exchange::BYTES } else { 0 },
-        };
-        Ok((mpi, world))
+        })
+    }
+
+    /// Ends all communication after a rank was lost: revokes the groups, from which the other ranks
+    /// learn of it, and waits until MPI no longer uses the memory of posted messages. Other errors
+    /// end the job where they leave MPI using memory.
+    fn lose(&mut self, error: Error) -> Error {
+        let Some(ulfm) = ulfm().filter(|_| error.kind() == Kind::Lost) else { return error };
+        self.groups.iter().for_each(|group| ulfm.revoke(*group));
+        for posted in std::mem::take(&mut self.posted) {
+            let Posted { mut requests, buffer, .. } = posted;
+            let ended = requests.iter_mut().try_for_each(|(request, _)| request.let_go());
+            ended.unwrap_or_else(|error| self.give_up(&error));
+            buffer.finish(Err(error.clone()));
+        }
+        error
     }
 
     /// Measures whether the node copies faster through its shared memory than by MPI messages,
@@ -328,7 +377,7 @@ impl Mpi {
         let start = |(from, bytes)| unsafe {
             MpiRequest::receive(world, group, from, MessageKind::Exchange, bytes)
         };
-        let mut receiving = receive.map(start).transpose()?;
+        let mut receiving = receive.map(start).transpose().map_err(|error| self.lose(error))?;
         self.shared.add_sent(send.map_or(0, |(_, bytes)| bytes.len));
         // SAFETY: as above.
         let start = |(to, bytes)| unsafe {
@@ -336,18 +385,33 @@ impl Mpi {
         };
         let mut sending = match send.map(start).transpose() {
             Ok(sending) => sending,
-            Err(error) if receiving.is_none() => return Err(error),
+            Err(error) if receiving.is_none() => return Err(self.lose(error)),
+            Err(error) if error.kind() == Kind::Lost => {
+                let error = self.lose(error);
+                let ended = receiving.iter_mut().try_for_each(MpiRequest::let_go);
+                ended.unwrap_or_else(|error| self.give_up(&error));
+                return Err(error);
+            }
             Err(error) => self.give_up(&error),
         };
         let mut received = None;
         let mut backoff = Backoff::new(false);
-        loop {
-            received = self.completed(&mut receiving).or(received);
-            self.completed(&mut sending);
-            if receiving.is_none() && sending.is_none() {
+        while receiving.is_some() || sending.is_some() {
+            let advanced = self.completed(&mut receiving).and_then(|bytes| {
+                received = bytes.or(received);
+                self.completed(&mut sending)
+            });
+            if receiving.is_none() && sending.is_none() && advanced.is_ok() {
                 break;
             }
-            self.poll();
+            if let Err(error) = advanced.and_then(|_| self.poll()) {
+                let error = self.lose(error);
+                let left = [&mut receiving, &mut sending].into_iter().flatten();
+                left.map(MpiRequest::let_go)
+                    .collect::<Result<()>>()
+                    .unwrap_or_else(|error| self.give_up(&error));
+                return Err(error);
+            }
             backoff.pause(&self.shared);
         }
         match (expected, received) {
@@ -383,25 +447,62 @@ impl Mpi {
     }
 
     /// Clears `slot` if its request is complete, and then returns the bytes received.
-    fn completed(&self, slot: &mut Option<MpiRequest>) -> Option<usize> {
-        let bytes = slot.as_mut()?.test().unwrap_or_else(|error| self.give_up(&error))?;
-        *slot = None;
-        Some(bytes)
+    ///
+    /// # Errors
+    /// Returns an error if a rank was lost. Others end the job.
+    fn completed(&self, slot: &mut Option<MpiRequest>) -> Result<Option<usize>> {
+        let Some(request) = slot else { return Ok(None) };
+        let tested = self.unless_lost(request.test())?;
+        if tested.is_some() {
+            *slot = None;
+        }
+        Ok(tested)
     }
 
-    /// Checks for an abort, and finishes posted messages that are complete.
-    fn poll(&mut self) {
+    /// Returns a result, unless its error leaves MPI using borrowed memory, which ends the job: only
+    /// after the loss of a rank will MPI let go of it.
+    fn unless_lost<T>(&self, result: Result<T>) -> Result<T> {
+        match result {
+            Err(error) if error.kind() != Kind::Lost => self.give_up(&error),
+            result => result,
+        }
+    }
+
+    /// Returns an error if a rank of the world was lost, or another thread has found that.
+    fn check_ranks(&mut self) -> Result<()> {
+        self.shared.check_interruption()?;
+        let Some(ulfm) = ulfm().filter(|_| self.checked.elapsed() >= CHECK_INTERVAL) else {
+            return Ok(());
+        };
+        self.checked = Instant::now();
+        if ulfm.has_failed(self.groups[0]) {
+            return Err(Error::lost("a rank is gone: MPI has noticed its end"));
+        }
+        Ok(())
+    }
+
+    /// Checks for an abort and for lost ranks, and finishes posted messages that are complete.
+    fn poll(&mut self) -> Result<()> {
         if let Some(code) = self.shared.aborted() {
             self.abort_all(code);
         }
+        self.check_ranks()?;
         let mut index = 0;
         while index < self.posted.len() {
             let mut requests = std::mem::take(&mut self.posted[index].requests);
             let peer = self.posted[index].peer;
+            let mut lost = Ok(());
             requests.retain_mut(|(request, expected)| {
-                let tested = is_complete(request, *expected, peer);
-                !tested.unwrap_or_else(|error| self.give_up(&error))
+                let tested = self.unless_lost(is_complete(request, *expected, peer));
+                !tested.unwrap_or_else(|error| {
+                    lost = Err(error);
+                    false
+                })
             });
+            if lost.is_err() {
+                self.posted[index].requests = requests;
+                return lost;
+            }
             if requests.is_empty() {
                 self.posted.remove(index).buffer.finish(Ok(()));
             } else {
@@ -409,6 +510,7 @@ impl Mpi {
                 index += 1;
             }
         }
+        Ok(())
     }
 
     /// Aborts the job after an error that leaves MPI using borrowed memory.
@@ -417,10 +519,36 @@ impl Mpi {
         self.abort_all(error.exit_code())
     }
 
+    /// Ends an exchange after a rank was lost, once MPI no longer uses its memory.
+    fn lose_exchange(
+        &mut self,
+        error: Error,
+        mut sending: Sending<'_>,
+        mut receiving: Receiving<'_, '_>,
+    ) -> Error {
+        let error = self.lose(error);
+        let ended = sending.let_go().and_then(|()| receiving.let_go());
+        ended.unwrap_or_else(|error| self.give_up(&error));
+        error
+    }
+
     /// Returns the number on this node of a rank of a group, if it is reached by shared memory.
     fn near(&self, group: &GroupRanks, rank: Option<usize>) -> Option<usize> {
         self.segment.as_ref()?.local(group.ranks[rank?])
     }
+}
+
+/// Returns a communicator of the same ranks, whose errors are returned.
+fn duplicate(comm: ffi::MPI_Comm) -> Result<ffi::MPI_Comm> {
+    // SAFETY: the out-parameter is a live local.
+    let (code, duplicate) = unsafe {
+        let mut duplicate = ffi::RSMPI_COMM_NULL;
+        (ffi::MPI_Comm_dup(comm, &mut duplicate), duplicate)
+    };
+    check(code, "MPI_Comm_dup")?;
+    // SAFETY: a communicator of this process.
+    let code = unsafe { ffi::MPI_Comm_set_errhandler(duplicate, ffi::RSMPI_ERRORS_RETURN) };
+    check(code, "MPI_Comm_set_errhandler").map(|()| duplicate)
 }
 
 /// Returns true if a part of a posted message is complete, after a check of the length received.
@@ -462,9 +590,12 @@ impl Transport for Mpi {
             };
             match (sent, received) {
                 (Ok(sent), Ok(received)) if sent || received => backoff.restart(),
-                (Ok(_), Ok(_)) => {
-                    self.poll();
-                    backoff.pause(&self.shared);
+                (Ok(_), Ok(_)) => match self.poll() {
+                    Ok(()) => backoff.pause(&self.shared),
+                    Err(error) => return Err(self.lose_exchange(error, sending, receiving)),
+                },
+                (Err(error), _) | (_, Err(error)) if error.kind() == Kind::Lost => {
+                    return Err(self.lose_exchange(error, sending, receiving));
                 }
                 // MPI still uses the memory.
                 (Err(error), _) | (_, Err(error)) => self.give_up(&error),
@@ -512,16 +643,24 @@ impl Transport for Mpi {
         while !(sending.is_done() && receiving.is_done()) {
             let advanced = self.advance_group(group, &mut sending, &mut receiving);
             // After an error MPI still uses the memory.
-            if advanced.unwrap_or_else(|error| self.give_up(&error)) {
+            let advanced = self.unless_lost(advanced);
+            if let Ok(true) = advanced {
                 backoff.restart();
                 has_advanced = true;
                 continue;
+            }
+            if let Err(error) = advanced.and_then(|_| self.poll()) {
+                let error = self.lose(error);
+                let ended = sending
+                    .let_go(MpiRequest::let_go)
+                    .and_then(|()| receiving.let_go(MpiRequest::let_go));
+                ended.unwrap_or_else(|error| self.give_up(&error));
+                return Err(error);
             }
             if std::mem::take(&mut has_advanced) {
                 let pending: BTreeSet<_> = receiving.pending().chain(sending.pending()).collect();
                 self.shared.partners.narrow(pending.into_iter().map(|rank| group.ranks[rank]));
             }
-            self.poll();
             backoff.pause(&self.shared);
         }
         Ok(())
@@ -554,19 +693,27 @@ impl Transport for Mpi {
                         .map(|request| (request, Some(message.len))),
                 }
             };
-            requests.push(started.unwrap_or_else(|error| self.give_up(&error)));
+            match self.unless_lost(started) {
+                Ok(started) => requests.push(started),
+                Err(error) => {
+                    let error = self.lose(error);
+                    let ended = requests.iter_mut().try_for_each(|(request, _)| request.let_go());
+                    ended.unwrap_or_else(|error| self.give_up(&error));
+                    buffer.finish(Err(error.clone()));
+                    return Err(error);
+                }
+            }
         }
         let (Peer::To(other) | Peer::From(other)) = peer;
         if let Peer::To(_) = peer {
             self.shared.add_sent(bytes.len);
         }
         self.posted.push(Posted { requests, peer: group.ranks[other], buffer });
-        self.poll();
-        Ok(())
+        self.poll().map_err(|error| self.lose(error))
     }
 
     fn progress(&mut self) -> Result<InFlight> {
-        self.poll();
+        self.poll().map_err(|error| self.lose(error))?;
         // Receives have an expected length.
         let leaves =
             |posted: &Posted| posted.requests.iter().any(|(_, expected)| expected.is_none());
@@ -584,7 +731,9 @@ impl Transport for Mpi {
         memory: &mut [f32],
     ) -> Result<()> {
         self.shared.add_sent_messages(0, least_sent(group, call, memory.len()));
-        collectives::run(self.groups[group.id], self.in_place, group, call, memory, &mut self.parts)
+        let comm = self.groups[group.id];
+        collectives::run(comm, self.in_place, group, call, memory, &mut self.parts)
+            .map_err(|error| self.lose(error))
     }
 
     fn vendor_device(
@@ -595,6 +744,7 @@ impl Transport for Mpi {
     ) -> Result<()> {
         self.shared.add_sent_messages(0, least_sent(group, call, memory.words()));
         collectives::run_on_device(self.groups[group.id], self.in_place, group, call, memory)
+            .map_err(|error| self.lose(error))
     }
 
     fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize> {
@@ -605,13 +755,27 @@ impl Transport for Mpi {
             let mut group = ffi::RSMPI_COMM_NULL;
             (ffi::MPI_Comm_split(self.groups[parent.id], color, key, &mut group), group)
         };
-        check(code, "MPI_Comm_split")?;
+        check(code, "MPI_Comm_split").map_err(|error| self.lose(error))?;
         self.groups.push(group);
         Ok(self.groups.len() - 1)
     }
 
     fn abort(&mut self, code: i32) {
         self.abort_all(code)
+    }
+
+    fn shrink(&mut self) -> Result<World> {
+        let ulfm = ulfm().ok_or_else(|| {
+            Error::internal("MPI cannot go on without a rank: mpirun was started without ULFM")
+        })?;
+        let left = ulfm.shrink(self.groups[0])?;
+        // SAFETY: a communicator of this process.
+        let code = unsafe { ffi::MPI_Comm_set_errhandler(left, ffi::RSMPI_ERRORS_RETURN) };
+        check(code, "MPI_Comm_set_errhandler")?;
+        self.groups = vec![left];
+        self.segment = None;
+        // Ranks that have found the world without this one would wait for it.
+        self.find_world().map_err(|error| self.lose(error))
     }
 
     fn leave(&mut self, in_order: bool) {

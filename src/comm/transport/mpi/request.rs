@@ -1,16 +1,20 @@
 //! Single MPI messages as non-blocking requests.
 
 use std::ffi::c_int;
+use std::time::{Duration, Instant};
 
 use mpi::ffi;
 
 use super::calls::{check, count};
 use crate::transport::{GroupRanks, Payload};
-use hpctrain_base::error::Result;
+use hpctrain_base::error::{Error, Result};
 use hpctrain_device::DeviceSpan;
 
 /// Bytes of the longest message: MPI's counts have 31 bits.
 pub const LONGEST: usize = 1 << 30;
+
+/// The longest time that a message of a revoked communicator takes to end.
+const LET_GO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The number of tags that MPI guarantees: 0 to 32767.
 const TAGS: usize = 1 << 15;
@@ -127,6 +131,22 @@ impl MpiRequest {
         };
         check(code, "MPI_Irecv")?;
         Ok(Self(raw))
+    }
+
+    /// Waits until the request is complete, with success or not, on a communicator that was revoked.
+    ///
+    /// # Errors
+    /// Returns an error if MPI does not let go of the memory in time.
+    pub fn let_go(&mut self) -> Result<()> {
+        let begun = Instant::now();
+        while begun.elapsed() < LET_GO_TIMEOUT {
+            match self.test() {
+                Ok(None) => std::thread::yield_now(),
+                // An error completes the request, too.
+                Ok(Some(_)) | Err(_) => return Ok(()),
+            }
+        }
+        Err(Error::comm("MPI still uses the memory of a message after a rank was lost"))
     }
 
     /// Tests the request. Returns the number of bytes received once it is complete.

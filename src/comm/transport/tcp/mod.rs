@@ -545,7 +545,10 @@ impl Transport for Tcp {
             }
         }
         // Closing a socket with unread data would discard what the other end has not read yet.
-        while in_order && self.shared.aborted().is_none() {
+        while in_order
+            && self.shared.aborted().is_none()
+            && self.shared.check_interruption().is_ok()
+        {
             let mut links = self
                 .links
                 .iter_mut()
