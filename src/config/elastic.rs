@@ -1,8 +1,9 @@
 //! Checks of `[elastic]`.
 
 use super::range::out_of_range;
-use super::{Config, Elastic, EmbeddingPlacement, Interval};
+use super::{Config, DataOrder, Elastic, EmbeddingPlacement, Interval, MessageDtype};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Algorithm;
 use hpctrain_parallel::Storage;
 
 /// The fewest virtual ranks of a rank with which a loss costs little speed: with 4 of them the
@@ -80,6 +81,20 @@ fn excluding(config: &Config) -> Option<String> {
     if parallel.storage == Storage::Central {
         return Some("parallel.storage = central".into());
     }
+    // Sums in another order would depend on the number of ranks.
+    let algorithm = config.comm.algorithm.fixed();
+    if let Some(algorithm) = algorithm.filter(|one| *one != Algorithm::HalvingDoubling) {
+        return Some(format!("comm.algorithm = {algorithm}"));
+    }
+    if !config.comm.deterministic {
+        return Some("comm.deterministic = false".into());
+    }
+    if config.comm.dtype == MessageDtype::Bf16 {
+        return Some("comm.dtype = bf16".into());
+    }
+    if config.data.order == DataOrder::Files {
+        return Some("data.order = files".into());
+    }
     if config.local_sgd.sync_every != Interval::Steps(0) {
         return Some("local_sgd.sync_every".into());
     }
@@ -127,6 +142,9 @@ mod tests {
             ("parallel.pipeline=2", "parallel.pipeline = 2"),
             ("parallel.storage=central", "parallel.storage = central"),
             ("local_sgd.sync_every=4", "local_sgd.sync_every"),
+            ("comm.algorithm=ring", "comm.algorithm = ring"),
+            ("comm.deterministic=false", "comm.deterministic = false"),
+            ("data.order=files", "data.order = files"),
         ] {
             let error = checked(&[&ON[..], &[setting]].concat()).unwrap_err();
             assert!(error.message().contains(words), "{setting}: {error}");

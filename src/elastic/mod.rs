@@ -19,7 +19,7 @@ use crate::comm::{
     ADDRESS_VARIABLE, Algorithm, Comm, Credentials, Launch, Secret, TcpRendezvous, mpi,
     start_mpi_within, start_tcp,
 };
-use crate::config::{Config, check_ranks};
+use crate::config::{Config, check_elastic, check_ranks};
 use crate::error::{Error, Kind, Result};
 use crate::job::{self, NO_RANKS, fail};
 use crate::run_dir::markers::{Markers, RunStatus};
@@ -267,6 +267,7 @@ fn has_finished(run: &Path) -> bool {
 
 /// Checks that the run can continue on fewer ranks.
 fn check_numbers_of_ranks(config: &Config, ranks: usize) -> Result<()> {
+    check_elastic(config)?;
     let least = config.elastic.min_ranks;
     if ranks < least {
         return Err(Error::input(format!("{ranks} ranks, fewer than elastic.min_ranks = {least}"))

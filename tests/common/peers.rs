@@ -6,12 +6,31 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use super::launch::{inherits_nothing, test_name};
+use super::launch::{in_our_environment, inherits_nothing, test_name};
 
 /// Returns the folder of this name next to the build, into which `scripts/setup --test` fetches
 /// programs.
 fn fetched(name: &str) -> PathBuf {
     super::target().with_file_name(name)
+}
+
+/// Returns a command that starts `ranks` ranks with ULFM, to which the program must be added: the
+/// `mpirun` of Open MPI 5, whose library replaces the one that programs are linked with. Returns
+/// none, with a message, if it is not installed or this program is linked with another library.
+pub fn mpirun_with_ulfm(ranks: usize) -> Option<Command> {
+    let prefix = std::env::var_os("HPCTRAIN_ULFM_PREFIX").map(PathBuf::from);
+    let prefix = prefix.unwrap_or_else(|| fetched("openmpi"));
+    let mpirun = prefix.join("bin/mpirun");
+    if !mpirun.exists() || !hpctrain::comm::mpi::library().starts_with("Open MPI") {
+        println!("SKIPPED: {}: no Open MPI 5 in {}", test_name(), prefix.display());
+        return None;
+    }
+    let mut command = Command::new(mpirun);
+    in_our_environment(&mut command);
+    command.args(["--with-ft", "ulfm", "--map-by", ":OVERSUBSCRIBE"]);
+    command.args(["-np", &ranks.to_string()]).env("LD_LIBRARY_PATH", prefix.join("lib"));
+    command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    Some(command)
 }
 
 /// Returns the path of a script of `tests/common/`.
