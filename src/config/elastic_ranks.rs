@@ -113,8 +113,7 @@ impl ElasticRanks {
     }
 
     fn start(&self, rank: usize, ranks: usize) -> std::io::Result<Child> {
-        let address = std::net::Ipv4Addr::LOCALHOST.into();
-        let meeting = TcpRendezvous { dir: self.rendezvous.clone(), rank, ranks, address };
+        let meeting = TcpRendezvous::on_this_host(self.rendezvous.clone(), rank, ranks);
         self.command().env(RENDEZVOUS_VARIABLE, meeting.to_string()).spawn()
     }
 

@@ -3,7 +3,6 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, Permissions};
 use std::io::ErrorKind;
-use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
@@ -118,8 +117,7 @@ pub fn launch(
     }
     let mut job = Job { ranks: Vec::with_capacity(ranks) };
     for rank in 0..ranks {
-        let address = Ipv4Addr::LOCALHOST.into();
-        let meeting = TcpRendezvous { dir: dir.into(), rank, ranks, address };
+        let meeting = TcpRendezvous::on_this_host(dir.into(), rank, ranks);
         let child = Command::new(program)
             .args(arguments)
             .env(RENDEZVOUS_VARIABLE, meeting.to_string())

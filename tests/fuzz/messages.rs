@@ -81,10 +81,8 @@ fn together(comm: &Comm<Cpu>) -> Result<()> {
 
 /// Runs rank 0 of two, which use the rendezvous directory `dir`.
 fn rank_0(dir: &Path) -> Result<()> {
-    let comm: Comm<Cpu> = start_tcp(
-        &TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2 },
-        Algorithm::HalvingDoubling,
-    )?;
+    let comm: Comm<Cpu> =
+        start_tcp(&TcpRendezvous::on_this_host(dir.into(), 0, 2), Algorithm::HalvingDoubling)?;
     let done = together(&comm);
     comm.shutdown();
     done
@@ -113,10 +111,8 @@ fn recorded() -> Vec<u8> {
     let dir_1 = place_1.path().to_path_buf();
     let first = std::thread::spawn(move || rank_0(&dir_0));
     let second = std::thread::spawn(move || {
-        let comm: Comm<Cpu> = start_tcp(
-            &TcpRendezvous { dir: dir_1, rank: 1, ranks: 2 },
-            Algorithm::HalvingDoubling,
-        )?;
+        let comm: Comm<Cpu> =
+            start_tcp(&TcpRendezvous::on_this_host(dir_1, 1, 2), Algorithm::HalvingDoubling)?;
         let done = together(&comm);
         comm.shutdown();
         done

@@ -134,8 +134,7 @@ mod tests {
 
     #[test]
     fn spawned_processes_know_their_place() {
-        let address = std::net::Ipv4Addr::LOCALHOST.into();
-        let meeting = TcpRendezvous { dir: "/tmp/a b/1/2".into(), rank: 3, ranks: 4, address };
+        let meeting = TcpRendezvous::on_this_host("/tmp/a b/1/2".into(), 3, 4);
         let launch = launched(|name| (name == RENDEZVOUS_VARIABLE).then(|| meeting.to_string()));
         let launch = launch.unwrap().unwrap();
         assert_eq!((launch.rank, launch.meeting.as_ref()), (Some(3), Some(&meeting)));

@@ -57,6 +57,11 @@ impl FromStr for TcpRendezvous {
 }
 
 impl TcpRendezvous {
+    /// Creates the rendezvous of rank `rank` of `ranks` ranks on this host in directory `dir`.
+    pub fn on_this_host(dir: PathBuf, rank: usize, ranks: usize) -> Self {
+        Self { dir, rank, ranks, address: Ipv4Addr::LOCALHOST.into() }
+    }
+
     /// Returns the rendezvous that `Display` formats as `text`, if the rank is below the number of
     /// ranks.
     fn parse(text: &str) -> Option<Self> {
@@ -64,8 +69,7 @@ impl TcpRendezvous {
         let (ranks, dir) = rest.split_once('/')?;
         let rank: usize = rank.parse().ok()?;
         let ranks: usize = ranks.parse().ok()?;
-        let address = Ipv4Addr::LOCALHOST.into();
-        (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks, address })
+        (rank < ranks).then(|| Self::on_this_host(dir.into(), rank, ranks))
     }
 }
 
@@ -146,12 +150,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         write_secret(folder.path()).unwrap();
         assert!(write_secret(folder.path()).is_err(), "the directory belongs to another world");
-        let meeting = |rank| TcpRendezvous {
-            dir: folder.path().into(),
-            rank,
-            ranks: 2,
-            address: Ipv4Addr::LOCALHOST.into(),
-        };
+        let meeting = |rank| TcpRendezvous::on_this_host(folder.path().into(), rank, 2);
         let first = meeting(0);
         let second = meeting(1);
         let waiting =
