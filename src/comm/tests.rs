@@ -41,7 +41,7 @@ fn run_over_tcp<T: Send + 'static>(
     let folder = tempfile::tempdir().unwrap();
     write_secret(folder.path()).unwrap();
     let starts = (0..ranks).map(|rank| {
-        let meeting = TcpRendezvous { dir: folder.path().into(), rank, ranks };
+        let meeting = TcpRendezvous::on_this_host(folder.path().into(), rank, ranks);
         move || start_tcp(&meeting, algorithm).unwrap()
     });
     run_each(starts.collect(), rank)
