@@ -12,6 +12,7 @@ mod node_directory;
 mod partner;
 mod restore;
 mod slot;
+mod slot_memory;
 
 pub use copies::{MemoryCheckpoints, MemoryJob};
 pub use find::{Candidate, NodeSlots, find};

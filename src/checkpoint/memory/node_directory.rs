@@ -24,7 +24,10 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open, user_dirs};
 
 /// The types of file systems in memory: tmpfs and ramfs.
-const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+const IN_MEMORY: [u64; 2] = [TMPFS, 0x8584_58f6];
+
+/// The type of tmpfs.
+pub const TMPFS: u64 = 0x0102_1994;
 
 /// The file with the outline of a job.
 const OUTLINE: &str = "outline.json";
