@@ -234,6 +234,28 @@ fn a_disk_outlives_the_memory_of_its_node() {
     assert_eq!(disk.read_dir().unwrap().count(), 0, "a run that has ended has removed its slots");
 }
 
+/// Copies on a disk would replace the slots of the run, and those of its last job.
+#[test]
+fn a_disk_that_is_the_memory_is_refused_under_any_name() {
+    let root = tempfile::tempdir().unwrap();
+    let run = run(Mpirun(2), root.path(), "x", &[]);
+    killed(&run, 6);
+    let before = slots(root.path(), "own");
+    let shm = root.path().join("shm");
+    let link = root.path().join("disk");
+    std::os::unix::fs::symlink(&shm, &link).unwrap();
+    for disk in [&shm, &shm.join("../shm/"), &link] {
+        let dir = format!("memory_checkpoint.disk_dir={}", disk.display());
+        let ended = self::run(Mpirun(2), root.path(), "x", &[&dir]).resume("auto").ends();
+        assert_eq!(ended.code(), 2, "{ended}");
+        let named = format!("memory_checkpoint.disk_dir = {} is the same", disk.display());
+        let errors: Vec<&str> = ended.stderr.matches("is the same directory").collect();
+        assert!(ended.stderr.contains(&named) && ended.stderr.contains("hint:"), "{ended}");
+        assert_eq!(errors.len(), 1, "{ended}");
+        assert!(before.iter().all(|slot| slot.exists()), "{before:?}");
+    }
+}
+
 /// A newer checkpoint file is preferred, and another run in the same directory takes no slots.
 #[test]
 fn slots_of_the_past_are_not_used() {
