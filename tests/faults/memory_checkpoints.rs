@@ -83,7 +83,8 @@ fn slots(root: &Path, name: &str) -> Vec<std::path::PathBuf> {
 #[test]
 fn a_supervised_job_loses_two_steps_at_most() {
     const KILLS: usize = 8;
-    let root = tempfile::tempdir().unwrap();
+    // Slots in tmpfs are mapped.
+    let root = tempfile::tempdir_in("/dev/shm").unwrap();
     let reference = reference(root.path(), &[]);
     let run = run(Mpirun(2), root.path(), "x", &[]);
     let files = run.files();
@@ -231,6 +232,28 @@ fn a_disk_outlives_the_memory_of_its_node() {
     println!("resumed at step {step} from {from}");
     run.files().same_as(&reference, STEPS, "from the disk");
     assert_eq!(disk.read_dir().unwrap().count(), 0, "a run that has ended has removed its slots");
+}
+
+/// Copies on a disk would replace the slots of the run, and those of its last job.
+#[test]
+fn a_disk_that_is_the_memory_is_refused_under_any_name() {
+    let root = tempfile::tempdir().unwrap();
+    let run = run(Mpirun(2), root.path(), "x", &[]);
+    killed(&run, 6);
+    let before = slots(root.path(), "own");
+    let shm = root.path().join("shm");
+    let link = root.path().join("disk");
+    std::os::unix::fs::symlink(&shm, &link).unwrap();
+    for disk in [&shm, &shm.join("../shm/"), &link] {
+        let dir = format!("memory_checkpoint.disk_dir={}", disk.display());
+        let ended = self::run(Mpirun(2), root.path(), "x", &[&dir]).resume("auto").ends();
+        assert_eq!(ended.code(), 2, "{ended}");
+        let named = format!("memory_checkpoint.disk_dir = {} is the same", disk.display());
+        let errors: Vec<&str> = ended.stderr.matches("is the same directory").collect();
+        assert!(ended.stderr.contains(&named) && ended.stderr.contains("hint:"), "{ended}");
+        assert_eq!(errors.len(), 1, "{ended}");
+        assert!(before.iter().all(|slot| slot.exists()), "{before:?}");
+    }
 }
 
 /// A newer checkpoint file is preferred, and another run in the same directory takes no slots.

@@ -82,6 +82,21 @@ fn steps_have_the_bits_of_the_run_on_any_ranks() {
     assert_eq!(files.text("metrics.jsonl"), before);
 }
 
+/// Of three ranks, two have three of the eight virtual ranks and one has two.
+#[test]
+fn steps_have_the_bits_of_the_run_on_ranks_with_unequal_shares() {
+    let root = tempfile::tempdir().unwrap();
+    let settings =
+        ["run.steps=50", "parallel.virtual_ranks=8", "parallel.zero=3", "model.layers=1"];
+    let files = Run::new(Simulate(4), root.path(), "unequal", &settings).shared();
+    for ranks in ["3", "1"] {
+        let ended = replay(&files, &["--steps", "1..50", "--ranks", ranks]).succeeded();
+        assert!(ended.stdout.ends_with("\n0 of 50 steps differ\n"), "{ended}");
+        assert!(ended.stdout.contains("steps 1 to 50 from the state of step 0"), "{ended}");
+        assert!(ended.stdout.contains("the run had 4 ranks"), "{ended}");
+    }
+}
+
 /// Runs with pipeline stages, tensor parallelism and averaged replicas are replayed on one rank.
 #[test]
 fn other_layouts_are_replayed_on_one_rank() {

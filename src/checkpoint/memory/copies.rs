@@ -99,8 +99,6 @@ pub struct MemoryCheckpoints<B: Kernels> {
     has_failed_on_disk: bool,
     /// The exchange with partners, if there are several nodes.
     partner: Option<PartnerCopies<B>>,
-    /// Buffer for values on their way to a slot.
-    staging: Vec<f32>,
     spent: Duration,
     copies: u32,
 }
@@ -144,7 +142,6 @@ impl<B: Kernels> MemoryCheckpoints<B> {
                 DiskCopies::new(node, &job.job, &job.outline, place, every, job.earlier_on_disk)
             })
             .transpose()?;
-        let longest = header.arrays.iter().copied().max().unwrap_or(0);
         let mut checkpoints = Self {
             backend: backend.clone(),
             node: job.node,
@@ -164,7 +161,6 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             has_failed_on_disk: false,
             partner: None,
             disk,
-            staging: vec![0.0; longest.min(if B::ON_HOST { BLOCK } else { DOWNLOAD })],
             header,
             spent: Duration::ZERO,
             copies: 0,
@@ -264,17 +260,18 @@ impl<B: Kernels> MemoryCheckpoints<B> {
     }
 
     fn copy_values(&mut self, values: &Values<'_, B>, len: usize) -> Result<()> {
-        let longest = self.staging.len().max(1);
+        // On the host the checksum then reads the copy from the cache.
+        let longest = if B::ON_HOST { BLOCK } else { DOWNLOAD };
         for first in (0..len).step_by(longest) {
             if self.has_failed {
                 return Ok(());
             }
             let range = first..len.min(first + longest);
-            let staging = &mut self.staging[..range.len()];
-            values.slice(range).read(staging)?;
+            let len = range.len();
             let slot = &mut self.slots[self.current];
-            let written = staging.chunks(BLOCK).try_for_each(|block| slot.append(block));
-            self.keep_error(written);
+            values.slice(range).read(slot.next(len))?;
+            let appended = slot.append(len);
+            self.keep_error(appended);
         }
         Ok(())
     }

@@ -12,9 +12,10 @@ mod node_directory;
 mod partner;
 mod restore;
 mod slot;
+mod slot_memory;
 
 pub use copies::{MemoryCheckpoints, MemoryJob};
 pub use find::{Candidate, NodeSlots, find};
-pub use node_directory::NodeDirectory;
+pub use node_directory::{NodeDirectory, is_same_directory};
 pub use partner::{foreign_ranks, partners};
 pub use restore::SlotSource;

@@ -24,7 +24,10 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open, user_dirs};
 
 /// The types of file systems in memory: tmpfs and ramfs.
-const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+const IN_MEMORY: [u64; 2] = [TMPFS, 0x8584_58f6];
+
+/// The type of tmpfs.
+pub const TMPFS: u64 = 0x0102_1994;
 
 /// The file with the outline of a job.
 const OUTLINE: &str = "outline.json";
@@ -74,14 +77,8 @@ impl NodeDirectory {
 
     /// Returns true if both are the same directory on this node.
     fn is_same(&self, other: &Self) -> bool {
-        let place = |directory: &Self| {
-            fs::metadata(&directory.root).map(|found| (found.dev(), found.ino()))
-        };
-        let is_same_root = match (place(self), place(other)) {
-            (Ok(one), Ok(two)) => one == two,
-            _ => self.root == other.root,
-        };
-        is_same_root && (&self.of_user, &self.of_run) == (&other.of_user, &other.of_run)
+        is_same_directory(&self.root, &other.root)
+            && (&self.of_user, &self.of_run) == (&other.of_user, &other.of_run)
     }
 
     /// Creates the directory of a job and returns its path.
@@ -202,6 +199,16 @@ fn remove(path: &Path) {
             log::warn!("{}: in-memory checkpoints are not removed: {e}", path.display());
         }
         _ => {}
+    }
+}
+
+/// Returns true if both paths lead to the same directory on this node, with another spelling or by
+/// a link.
+pub fn is_same_directory(one: &Path, other: &Path) -> bool {
+    let place = |path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    match (place(one), place(other)) {
+        (Ok(place), Ok(other)) => place == other,
+        _ => one == other,
     }
 }
 

@@ -12,9 +12,9 @@
 //! ```
 //!
 //! Numbers are little-endian. The mark is erased before a slot is written again, and is written
-//! last, so a slot whose writer was killed has none. Slots are written and read like any file:
-//! where memory for a mapping is missing, its first access would kill the process, but a write
-//! returns an error.
+//! last, so a slot whose writer was killed has none. All but the elements of a slot in tmpfs
+//! (`slot_memory`) is written and read like any file: where memory is short, a write returns an
+//! error, but an access to a mapping would kill the process.
 
 use std::fs::File;
 use std::io;
@@ -25,6 +25,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FallocateFlags, fallocate};
 use serde::{Deserialize, Serialize};
 
+use super::slot_memory::SlotMemory;
 use crate::Progress;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
@@ -131,6 +132,7 @@ pub struct SlotWriter {
     path: PathBuf,
     file: File,
     sections: Sections,
+    memory: SlotMemory,
     header_crc32: u32,
     /// The checksums of the blocks of this step so far.
     blocks: Vec<u32>,
@@ -144,6 +146,8 @@ impl SlotWriter {
     /// # Errors
     /// Returns an error if the file cannot be written, such as when memory is short.
     pub fn create(path: &Path, header: &Header) -> Result<Self> {
+        // A process that still maps a file with this name would be killed if it became shorter.
+        let _ = std::fs::remove_file(path);
         let too_large = || Error::internal("an in-memory checkpoint is too large");
         let json = serde_json::to_vec(header).map_err(|e| Error::internal(e.to_string()))?;
         let length = u32::try_from(json.len()).map_err(|_| too_large())?;
@@ -159,11 +163,12 @@ impl SlotWriter {
         })?;
         Ok(Self {
             path: path.to_path_buf(),
+            memory: SlotMemory::new(&file, sections.elements..sections.trailer),
             file,
             sections,
             header_crc32: crc32fast::hash(&first),
             blocks: Vec::with_capacity(sections.blocks),
-            offset: 0,
+            offset: sections.elements,
         })
     }
 
@@ -177,16 +182,33 @@ impl SlotWriter {
         self.write(&[0; MARK.len()], self.sections.mark())
     }
 
-    /// Appends a block: [`BLOCK`] elements, or the last ones of an array.
+    /// Returns the place of the next `len` elements, which [`SlotWriter::append`] appends: whole
+    /// blocks, or the last elements of an array.
+    pub fn next(&mut self, len: usize) -> &mut [f32] {
+        self.memory.elements(self.first(), len)
+    }
+
+    /// Appends the elements that [`SlotWriter::next`] has returned for the same `len`.
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.
-    pub fn append(&mut self, block: &[f32]) -> Result<()> {
-        let bytes: &[u8] = bytemuck::cast_slice(block);
-        self.blocks.push(crc32fast::hash(bytes));
-        self.write(bytes, self.offset)?;
-        self.offset += bytes.len() as u64;
+    pub fn append(&mut self, len: usize) -> Result<()> {
+        let first = self.first();
+        let is_staged = self.memory.is_staged();
+        let elements = self.memory.elements(first, len);
+        let blocks = elements.chunks(BLOCK).map(bytemuck::cast_slice);
+        self.blocks.extend(blocks.map(crc32fast::hash));
+        if is_staged {
+            let written = self.file.write_all_at(bytemuck::cast_slice(elements), self.offset);
+            written.map_err(|e| refused(&self.path, e))?;
+        }
+        self.offset += (len * size_of::<f32>()) as u64;
         Ok(())
+    }
+
+    /// Returns the number of elements of this step so far.
+    fn first(&self) -> usize {
+        (self.offset - self.sections.elements) as usize / size_of::<f32>()
     }
 
     /// Completes the step.
@@ -490,13 +512,18 @@ mod tests {
         }
     }
 
+    fn append(slot: &mut SlotWriter, block: &[f32]) {
+        slot.next(block.len()).copy_from_slice(block);
+        slot.append(block.len()).unwrap();
+    }
+
     /// Writes a step, of which element i is i + `base`.
     fn write(slot: &mut SlotWriter, header: &Header, base: f32) {
         slot.begin().unwrap();
         let mut first = 0;
         for array in &header.arrays {
             let values: Vec<f32> = (first..first + array).map(|i| i as f32 + base).collect();
-            values.chunks(BLOCK).for_each(|block| slot.append(block).unwrap());
+            values.chunks(BLOCK).for_each(|block| append(slot, block));
             first += array;
         }
         slot.finish(PROGRESS_OF_TEST).unwrap();
@@ -511,7 +538,17 @@ mod tests {
 
     #[test]
     fn a_slot_is_read_as_written() {
-        let dir = tempfile::tempdir().unwrap();
+        check_slot_in(&std::env::temp_dir());
+    }
+
+    /// Slots in tmpfs are mapped.
+    #[test]
+    fn a_slot_in_tmpfs_is_read_as_written() {
+        check_slot_in(Path::new("/dev/shm"));
+    }
+
+    fn check_slot_in(dir: &Path) {
+        let dir = tempfile::tempdir_in(dir).unwrap();
         let path = dir.path().join("slot");
         let mut writer = SlotWriter::create(&path, &header()).unwrap();
         let length = std::fs::metadata(&path).unwrap().len();
@@ -527,6 +564,10 @@ mod tests {
             assert!(slot.read(&slot.header.pieces[1], 1, 4, &mut values).is_err());
             assert!(slot.read(&slot.header.pieces[1], 2, 0, &mut values).is_err());
         }
+        // Another slot with its name leaves it as it is.
+        drop(SlotWriter::create(&path, &header()).unwrap());
+        write(&mut writer, &header(), 0.5);
+        assert!(Slot::open(&path).unwrap_err().to_string().contains("incomplete"));
         assert_eq!(std::fs::metadata(&path).unwrap().len(), length);
         assert!(length > ALIGNMENT && length.is_multiple_of(4));
     }
@@ -559,7 +600,7 @@ mod tests {
         write(&mut writer, &header(), 0.5);
         writer.begin().unwrap();
         assert!(writer.finish(PROGRESS_OF_TEST).is_err());
-        writer.append(&[1.0; BLOCK]).unwrap();
+        append(&mut writer, &[1.0; BLOCK]);
         let error = Slot::open(&path).unwrap_err();
         assert_eq!(error.kind(), hpctrain_base::error::Kind::Damaged);
         assert!(error.message().contains("slot: it is incomplete"), "{error}");

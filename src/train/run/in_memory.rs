@@ -6,7 +6,8 @@ use std::time::Duration;
 use super::shared_ids::{fresh_id, share};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::memory::{
-    MemoryCheckpoints, MemoryJob, NodeDirectory, NodeSlots, foreign_ranks, partners,
+    MemoryCheckpoints, MemoryJob, NodeDirectory, NodeSlots, foreign_ranks, is_same_directory,
+    partners,
 };
 use hpctrain_checkpoint::run_dir::{MemoryNote, Resume, RunDirectory};
 use hpctrain_checkpoint::{Progress, SaveContext};
@@ -121,6 +122,18 @@ fn directories_now(settings: &MemoryCheckpoint) -> Vec<&str> {
     std::iter::once(&settings.dir).chain(&settings.disk_dir).map(|dir| &dir[..]).collect()
 }
 
+/// Checks that copies on the disk do not replace the slots in memory.
+fn check_disk(settings: &MemoryCheckpoint) -> Result<()> {
+    let MemoryCheckpoint { dir, disk_dir: Some(disk), .. } = settings else { return Ok(()) };
+    if !is_same_directory(Path::new(dir), Path::new(disk)) {
+        return Ok(());
+    }
+    Err(Error::input(format!(
+        "memory_checkpoint.disk_dir = {disk} is the same directory as memory_checkpoint.dir = {dir}"
+    ))
+    .hint("set memory_checkpoint.disk_dir to a directory on a local disk, or remove it"))
+}
+
 /// Returns the noted directories that are not those of these settings on this node.
 fn others(settings: &MemoryCheckpoint, noted: &[String], run: &Path) -> Vec<NodeDirectory> {
     let node = |dir: &str| NodeDirectory::new(Path::new(dir), run);
@@ -133,7 +146,8 @@ fn others(settings: &MemoryCheckpoint, noted: &[String], run: &Path) -> Vec<Node
 /// directory. Collective over `world`.
 ///
 /// # Errors
-/// Returns an error, the same on all ranks, if the run has no absolute path or no id.
+/// Returns an error, the same on all ranks, if the run has no absolute path or no id, or the
+/// directory on the disk is the one in memory.
 pub(super) fn node_slots<B: Kernels>(
     world: &Group<B>,
     plan: &ResolvedConfig,
@@ -143,6 +157,7 @@ pub(super) fn node_slots<B: Kernels>(
 ) -> Result<Option<NodeSlots>> {
     let MemoryCheckpoint { every, dir, disk_dir, .. } = &plan.config.memory_checkpoint;
     let is_on = every.is_on();
+    world.all_ok(check_disk(&plan.config.memory_checkpoint))?;
     let is_fresh = *resume != Resume::Auto;
     let before = Noted::read(world, directory)?;
     let noted = before.as_ref().map_or(vec![], |noted| noted.note.directories.clone());
