@@ -1,7 +1,7 @@
 //! Messages over TCP: between ranks, to the coordinator of parameter servers, and to a server.
 
 use std::io::{BufRead as _, Read, Write as _};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
@@ -82,7 +82,7 @@ fn together(comm: &Comm<Cpu>) -> Result<()> {
 /// Runs rank 0 of two, which use the rendezvous directory `dir`.
 fn rank_0(dir: &Path) -> Result<()> {
     let comm: Comm<Cpu> = start_tcp(
-        &TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2 },
+        &TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2, address: Ipv4Addr::LOCALHOST.into() },
         Algorithm::HalvingDoubling,
     )?;
     let done = together(&comm);
@@ -114,7 +114,7 @@ fn recorded() -> Vec<u8> {
     let first = std::thread::spawn(move || rank_0(&dir_0));
     let second = std::thread::spawn(move || {
         let comm: Comm<Cpu> = start_tcp(
-            &TcpRendezvous { dir: dir_1, rank: 1, ranks: 2 },
+            &TcpRendezvous { dir: dir_1, rank: 1, ranks: 2, address: Ipv4Addr::LOCALHOST.into() },
             Algorithm::HalvingDoubling,
         )?;
         let done = together(&comm);
