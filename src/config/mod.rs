@@ -37,7 +37,7 @@ mod unknown_keys;
 
 pub use device::DeviceChoice;
 pub use device_memory::{DEFAULT_FRACTION, DeviceMemory};
-pub use elastic::few_virtual_ranks;
+pub use elastic::{check as check_elastic, few_virtual_ranks};
 pub use epochs::EpochLength;
 pub use interval::Interval;
 pub use keys::describe_keys;
