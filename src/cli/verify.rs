@@ -22,6 +22,9 @@ const RANKS: [u16; 4] = [1, 2, 4, 8];
 /// The number of ranks with `--chaos` by default.
 const CHAOS_RANKS: u16 = 4;
 
+/// The mean time between losses by default.
+const EVERY: Duration = Duration::from_secs(10);
+
 /// Arguments of `hpctrain verify`.
 #[derive(Args)]
 #[command(
@@ -64,9 +67,9 @@ pub struct VerifyArgs {
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..),
           conflicts_with_all = ["pipeline", "tensor", "zero", "reduce", "steps", "mpi"])]
     chaos: Option<u32>,
-    /// Mean number of seconds between losses.
-    #[arg(long, value_name = "SECONDS", default_value = "10", requires = "chaos", value_parser = seconds)]
-    every: Duration,
+    /// Mean number of seconds between losses [default: 10, but at most a third of --chaos].
+    #[arg(long, value_name = "SECONDS", requires = "chaos", value_parser = seconds)]
+    every: Option<Duration>,
     /// Keep the runs with losses and without in DIRECTORY, as `disturbed` and `undisturbed`.
     #[arg(long, value_name = "DIRECTORY", requires = "chaos")]
     keep: Option<PathBuf>,
@@ -111,14 +114,23 @@ impl VerifyArgs {
                 .hint("give one number of ranks"));
             }
         };
+        let time = Duration::from_secs(seconds.into());
+        let every = self.every.unwrap_or(EVERY.min(time / 3));
+        if every > time {
+            let every = every.as_secs_f64();
+            return Err(Error::input(format!(
+                "--every {every} is longer than --chaos {seconds}: no rank would be lost"
+            ))
+            .hint("give a shorter --every, or a longer --chaos"));
+        }
         let (preset, file, overrides) = self.sources.parts();
         Ok(ChaosOptions {
             preset,
             file,
             overrides,
             ranks: ranks.into(),
-            time: Duration::from_secs(seconds.into()),
-            every: self.every,
+            time,
+            every,
             keep: self.keep.clone(),
             json: self.json,
         })

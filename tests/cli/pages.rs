@@ -99,7 +99,9 @@ fn shortened_part(command: &str) -> String {
             let is_language = !rest.contains("--preset") || rest.contains("--preset gpt-char");
             format!("{RUN} {}", if is_language { NARROW } else { "" })
         }
-        rest if rest.starts_with("verify --chaos") => format!("--every 2 {SMALL}"),
+        rest if rest.starts_with("verify --chaos") => {
+            format!("--every 2 --set elastic.timeout=2 {SMALL}")
+        }
         rest if rest.starts_with("verify") => format!("--steps 2 {SMALL}"),
         rest if rest.starts_with("bench kernels") => "--steps 1 --samples 2".into(),
         rest if rest.starts_with("bench step") || rest.starts_with("bench gemm") => {

@@ -382,6 +382,7 @@ fn chaos_refuses_what_cannot_be_elastic() {
         (&["9", "--ranks", "1"], &[], "--ranks 1 with --chaos"),
         (&["9", "--ranks", "2,4"], &[], "--ranks 2,4, but --chaos starts one job"),
         (&["9", "--ranks", "2"], &["elastic.min_ranks=2"], "elastic.min_ranks = 2"),
+        (&["9", "--every", "10"], &[], "--every 10 is longer than --chaos 9"),
         // The ranks refuse it.
         (&["9", "--ranks", "2"], &["model.heads=3"], "heads"),
     ] {

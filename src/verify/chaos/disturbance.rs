@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::ChaosOptions;
+use super::options::ChaosOptions;
 use super::trainer::Trainer;
 use crate::comm::membership::{Membership, MembershipDirectory};
 use crate::config::Config;
@@ -63,7 +63,7 @@ pub fn disturb(job: &mut Trainer, options: &ChaosOptions, config: &Config) -> Re
     while job.poll()? == 0 {}
     let mut losses = Losses { dice: Dice::new(), strikes: vec![], least: config.elastic.min_ranks };
     let began = Instant::now();
-    let mut next = began + losses.pause(options.every);
+    let mut next = began + options.every.mul_f64(losses.dice.throw());
     while began.elapsed() < options.time {
         let step = job.poll()?;
         if Instant::now() >= next && losses.strike(job, step)? {

@@ -4,116 +4,33 @@
 //! An elastic job trains the configuration in a temporary directory while ranks are killed and
 //! stopped at random moments, and processes join. It is asked to end after the given time, and so
 //! saves the step that it has reached. Then a job that nothing disturbs trains the same steps, and
-//! saves the same one. The learning rate of both is that of the configuration, since neither is
-//! shortened: `run.steps` only grows.
+//! saves the same one. Both have the same `run.steps`, which is at least that of the configuration,
+//! and so the same learning rates.
 
 mod comparison;
 mod disturbance;
+mod options;
 mod report;
 mod trainer;
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use tempfile::TempDir;
 
+pub use options::ChaosOptions;
+use options::undisturbed;
 pub use report::ChaosReport;
 
-use crate::config::{Config, DataOrder, Elastic, Sources, check_elastic, load};
+use crate::config::{Config, DataOrder, check_elastic};
 use crate::elastic::check_numbers_of_ranks;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::signals;
 use crate::telemetry::say;
 use disturbance::disturb;
 use trainer::Trainer;
 
-/// The virtual ranks of each rank, unless the configuration fixes their number.
-const VIRTUAL_RANKS_PER_RANK: usize = 4;
-
-/// More steps than any job takes in a second.
-const STEPS_PER_SECOND: u64 = 10_000;
-
 /// The names of the runs: with losses, and without.
 const RUNS: [&str; 2] = ["disturbed", "undisturbed"];
-
-/// A check of an elastic job.
-#[derive(Debug, Clone)]
-pub struct ChaosOptions {
-    /// The preset of the configuration.
-    pub preset: Option<String>,
-    /// The file of the configuration.
-    pub file: Option<PathBuf>,
-    /// The overrides of the configuration.
-    pub overrides: Vec<String>,
-    /// The number of ranks.
-    pub ranks: usize,
-    /// The time for which ranks are lost.
-    pub time: Duration,
-    /// The mean time between losses.
-    pub every: Duration,
-    /// The directory that keeps both runs, if there is one.
-    pub keep: Option<PathBuf>,
-    /// Whether to print one JSON object at the end instead of lines.
-    pub json: bool,
-}
-
-impl ChaosOptions {
-    /// Loads the configuration with more overrides.
-    fn load(&self, more: &[String]) -> Result<(Config, String)> {
-        let overrides = [&self.overrides, more].concat();
-        let preset = self.preset.as_deref();
-        let file = self.file.as_deref();
-        load(&Sources { preset, file, overrides: &overrides })
-    }
-
-    /// Returns the arguments of a job that trains the configuration with more overrides.
-    fn arguments(&self, more: &[String]) -> Vec<String> {
-        let mut arguments = vec!["train".into(), "--spawn".into(), self.ranks.to_string()];
-        arguments.extend(self.preset.iter().flat_map(|name| ["--preset".into(), name.clone()]));
-        let file = self.file.iter().map(|file| file.display().to_string());
-        arguments.extend(file.flat_map(|file| ["--config".into(), file]));
-        let overrides = self.overrides.iter().chain(more);
-        arguments.extend(overrides.flat_map(|one| ["--set".into(), one.clone()]));
-        arguments
-    }
-
-    /// Returns the overrides of both jobs, for a configuration without them.
-    fn common(&self, config: &Config) -> Vec<String> {
-        let steps = self.time.as_secs().saturating_mul(STEPS_PER_SECOND).max(config.run.steps);
-        let mut overrides = vec![
-            "run.epochs=0".into(),
-            format!("run.steps={steps}"),
-            "run.time_limit=0s".into(),
-            "eval.patience=0".into(),
-        ];
-        if !config.memory_checkpoint.every.is_on() {
-            overrides.push("memory_checkpoint.every=1".into());
-        }
-        if config.parallel.virtual_ranks.is_none() {
-            let virtual_ranks = VIRTUAL_RANKS_PER_RANK * self.ranks;
-            overrides.push(format!("parallel.virtual_ranks={virtual_ranks}"));
-        }
-        overrides
-    }
-
-    /// Prints a line, except with `--json`.
-    fn say(&self, line: impl std::fmt::Display) {
-        if !self.json {
-            say(line);
-        }
-    }
-}
-
-/// Returns the overrides that turn elastic training off.
-fn undisturbed() -> Vec<String> {
-    let Elastic { min_ranks, timeout, rejoin, .. } = Elastic::default();
-    vec![
-        "elastic.on=false".into(),
-        format!("elastic.min_ranks={min_ranks}"),
-        format!("elastic.timeout={timeout}"),
-        format!("elastic.rejoin={rejoin}"),
-    ]
-}
 
 /// Checks that the configuration can be elastic, and has the same bits on fewer ranks.
 fn check(config: &Config, ranks: usize) -> Result<()> {
@@ -157,7 +74,11 @@ pub fn survive(options: &ChaosOptions) -> Result<bool> {
         options.every.as_secs_f64()
     ));
     let compared = compare(options, &config, &name, folder.path(), [&elastic, &common]);
-    if !matches!(compared, Ok(true)) && signals::last_signal().is_none() {
+    let has_records = match &compared {
+        Ok(agrees) => !agrees,
+        Err(e) => ![Kind::Input, Kind::Interrupted].contains(&e.kind()),
+    };
+    if has_records {
         folder.keep();
     }
     compared
@@ -216,6 +137,13 @@ fn compare(
     let overrides = [&elastic[..], &of_run(RUNS[0])].concat();
     let mut job = Trainer::start(RUNS[0], folder, &options.arguments(&overrides))?;
     let strikes = disturb(&mut job, options, config)?;
+    if strikes.is_empty() {
+        return Err(Error::input(format!(
+            "--chaos {}: no rank could be lost in this time",
+            options.time.as_secs_f64()
+        ))
+        .hint("give more seconds"));
+    }
     let run = job.finish()?;
     let report = ChaosReport::new(name, options, config, &run, &strikes)?;
     options.say(report.disturbed());

@@ -2,9 +2,9 @@
 
 use serde::Serialize;
 
-use super::ChaosOptions;
 use super::comparison::ChaosComparison;
 use super::disturbance::Strike;
+use super::options::ChaosOptions;
 use crate::config::Config;
 use crate::data::inspect::table;
 use crate::error::{Error, Result};
@@ -59,7 +59,7 @@ pub struct Recovery {
 
 impl Recovery {
     /// Returns the median and the longest of some times; `None` of none.
-    fn of(mut seconds: Vec<f64>) -> Option<Self> {
+    fn from_times(mut seconds: Vec<f64>) -> Option<Self> {
         seconds.sort_by(f64::total_cmp);
         let longest = *seconds.last()?;
         Some(Self { losses: seconds.len(), median: seconds[seconds.len() / 2], longest })
@@ -101,8 +101,8 @@ impl ChaosReport {
             stops,
             joins: changes.iter().map(|change| change.joined).sum(),
             steps_again: changes.iter().map(again).sum(),
-            after_kills: Recovery::of(recoveries(&changes, strikes, false)),
-            after_stops: Recovery::of(recoveries(&changes, strikes, true)),
+            after_kills: Recovery::from_times(recoveries(&changes, strikes, false)),
+            after_stops: Recovery::from_times(recoveries(&changes, strikes, true)),
             goodput,
             changes,
             agrees: false,
@@ -248,9 +248,9 @@ mod tests {
         let strikes = [strike(10.0, false), strike(20.0, true), strike(20.25, false)];
         assert_eq!(recoveries(&changes, &strikes, false), [0.5]);
         assert_eq!(recoveries(&changes, &strikes, true), [3.0]);
-        let recovery = Recovery::of(vec![3.0, 0.5, 1.0]).unwrap();
+        let recovery = Recovery::from_times(vec![3.0, 0.5, 1.0]).unwrap();
         assert_eq!(recovery.line("kills"), "3 after kills: median 1.00 s, longest 3.00 s");
-        assert_eq!(Recovery::of(vec![]), None);
+        assert_eq!(Recovery::from_times(vec![]), None);
     }
 
     #[test]

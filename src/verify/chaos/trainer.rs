@@ -132,10 +132,10 @@ impl Trainer {
         let after = |prefix: &str| text.lines().rev().find_map(|line| line.strip_prefix(prefix));
         let code_text = code.map_or_else(|| "a signal".into(), |code| format!("exit code {code}"));
         let why = after("error: ").or_else(|| text.lines().last()).unwrap_or("no message");
-        let message = format!("the {} run ended with {code_text}: {why}", self.name);
         let error = match code {
-            Some(2) => Error::input(message),
-            _ => Error::comm(message),
+            // The configuration is wrong, whatever the run is.
+            Some(2) => Error::input(why),
+            _ => Error::comm(format!("the {} run ended with {code_text}: {why}", self.name)),
         };
         match after("hint: ") {
             Some(hint) => error.hint(hint),
