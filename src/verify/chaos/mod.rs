@@ -70,8 +70,8 @@ pub fn survive(options: &ChaosOptions) -> Result<bool> {
     options.say(format_args!(
         "verify       {name}: {} ranks with {virtual_ranks} virtual ranks, {} s with a loss every {} s",
         options.ranks,
-        options.time.as_secs_f64(),
-        options.every.as_secs_f64()
+        options.time.as_secs(),
+        (options.every.as_secs_f64() * 10.0).round() / 10.0
     ));
     let compared = compare(options, &config, &name, folder.path(), [&elastic, &common]);
     let has_records = match &compared {
@@ -140,7 +140,7 @@ fn compare(
     if strikes.is_empty() {
         return Err(Error::input(format!(
             "--chaos {}: no rank could be lost in this time",
-            options.time.as_secs_f64()
+            options.time.as_secs()
         ))
         .hint("give more seconds"));
     }
