@@ -63,6 +63,11 @@ impl SourceArgs {
         Sources { preset, file, overrides: &self.overrides }
     }
 
+    /// Returns the preset, the file and the overrides.
+    pub fn parts(&self) -> (Option<String>, Option<PathBuf>, Vec<String>) {
+        (self.preset.clone(), self.config.clone(), self.overrides.clone())
+    }
+
     /// Loads the configuration, and returns it with the default name of the run.
     pub fn load(&self) -> Result<(Config, String)> {
         load(&self.sources())

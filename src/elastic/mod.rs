@@ -265,8 +265,11 @@ fn has_finished(run: &Path) -> bool {
     Markers::new(run).ended().is_some_and(|end| end.status == RunStatus::Finished)
 }
 
-/// Checks that the run can continue on fewer ranks.
-fn check_numbers_of_ranks(config: &Config, ranks: usize) -> Result<()> {
+/// Checks that a run on `ranks` ranks can continue on fewer.
+///
+/// # Errors
+/// Returns an error for the first number of ranks that does not fit, with the key.
+pub fn check_numbers_of_ranks(config: &Config, ranks: usize) -> Result<()> {
     check_elastic(config)?;
     let least = config.elastic.min_ranks;
     if ranks < least {

@@ -186,19 +186,7 @@ impl ElasticJob {
         };
         let first = inner.pending.take();
         inner.pending = Some(match first {
-            // A second loss before the run went on.
-            Some(first) => Pending {
-                membership: Membership {
-                    lost: [first.membership.lost, pending.membership.lost].concat(),
-                    joined: [first.membership.joined, pending.membership.joined].concat(),
-                    ..pending.membership
-                },
-                ranks_before: first.ranks_before,
-                step: first.step,
-                interrupt: first.interrupt,
-                agree: first.agree + pending.agree,
-                since: first.since,
-            },
+            Some(first) => pending.after(first),
             None => pending,
         });
         inner.check_losses()
@@ -303,6 +291,24 @@ impl Inner {
 }
 
 impl Pending {
+    /// Returns the change from before `first`, after which the run did not go on until this one.
+    fn after(self, first: Self) -> Self {
+        let mut membership = self.membership;
+        let mut joined = first.membership.joined;
+        joined.retain(|id| membership.rank(id).is_some());
+        joined.append(&mut membership.joined);
+        membership.joined = joined;
+        membership.lost = [first.membership.lost, membership.lost].concat();
+        Self {
+            membership,
+            ranks_before: first.ranks_before,
+            step: first.step,
+            interrupt: first.interrupt,
+            agree: self.agree,
+            since: first.since,
+        }
+    }
+
     /// Returns the record of the change, from which the run continues at `step`.
     fn change(&self, step: u64, now: f64) -> Change {
         let ms = |time: Duration| (time.as_secs_f64() * 1e3).round();

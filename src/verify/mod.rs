@@ -9,6 +9,7 @@
 //! Digests must be equal where all sums have the same tree as on one rank. Elsewhere the first
 //! steps must agree within bounds.
 
+mod chaos;
 mod compare;
 mod launch;
 mod layout_matrix;
@@ -41,6 +42,7 @@ use crate::optim::UpdateRule;
 use crate::parallel::ReduceAfter;
 use crate::telemetry::say;
 
+pub use chaos::{ChaosOptions, survive};
 pub use launch::{Launcher, rank, task};
 pub use local_ranks::{RankTask, on_local_ranks};
 pub use run_layout::LayoutTask;

@@ -89,6 +89,7 @@ fn shortened_part(command: &str) -> String {
     // The short run has other steps than that of the page.
     let command = command.replace("step-00001500", "step-00000003");
     let command = command.replace("1600", "4").replace("1501", "4");
+    let command = command.replace("--chaos 60", "--chaos 4");
     let more = match command.split_once("hpctrain").unwrap().1.trim_start() {
         rest if rest.contains("--preset gpt-baby") && rest.starts_with("train") => {
             format!("{RUN} --set run.steps=1 --set batch.global=2 --set eval.samples=2")
@@ -97,6 +98,9 @@ fn shortened_part(command: &str) -> String {
         rest if rest.is_empty() || rest.starts_with("train") || rest.starts_with("--") => {
             let is_language = !rest.contains("--preset") || rest.contains("--preset gpt-char");
             format!("{RUN} {}", if is_language { NARROW } else { "" })
+        }
+        rest if rest.starts_with("verify --chaos") => {
+            format!("--every 2 --set elastic.timeout=2 {SMALL}")
         }
         rest if rest.starts_with("verify") => format!("--steps 2 {SMALL}"),
         rest if rest.starts_with("bench kernels") => "--steps 1 --samples 2".into(),

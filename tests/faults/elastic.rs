@@ -9,9 +9,9 @@ use serde_json::Value;
 
 use crate::{kill, ranks, refused, until_step};
 use hpctrain_testkit::launch::Transport::{self, Alone, Simulate, Spawn};
-use hpctrain_testkit::launch::{Ended, LIMIT, send, start};
+use hpctrain_testkit::launch::{Ended, LIMIT, finish, program, send, start};
 use hpctrain_testkit::peers::mpirun_with_ulfm;
-use hpctrain_testkit::runs::{Run, RunFiles};
+use hpctrain_testkit::runs::{Run, RunFiles, SMALL};
 use hpctrain_testkit::simulator::with_simulator;
 
 const STEPS: u64 = 24;
@@ -367,6 +367,73 @@ fn jobs_that_cannot_be_elastic_are_refused() {
         let ended = start(&mut run.command()).finish(LIMIT);
         refused(&ended, &[words]);
     }
+}
+
+/// Returns the end of `hpctrain verify --chaos` with more arguments, of a small network. It may
+/// leave files in `root` only.
+fn chaos(root: &Path, arguments: &[&str], settings: &[&str]) -> Ended {
+    let dir = format!("memory_checkpoint.dir={}", root.join("shm").display());
+    std::fs::create_dir_all(root.join("shm")).unwrap();
+    let mut command = program(["verify", "--chaos"]);
+    command.args(arguments);
+    let settings = SMALL.iter().chain(settings).copied().chain([&dir[..], "elastic.timeout=2"]);
+    command.args(settings.flat_map(|setting| ["--set", setting]));
+    start(command.env("TMPDIR", root)).finish(LIMIT)
+}
+
+#[test]
+fn chaos_changes_no_bit() {
+    let root = tempfile::tempdir().unwrap();
+    let kept = root.path().join("kept");
+    let keep = ["6", "--every", "1.5", "--ranks", "3", "--json", "--keep", kept.to_str().unwrap()];
+    let ended = chaos(root.path(), &keep, &["checkpoint.every=50", "batch.global=12"]).succeeded();
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    let number = |value: &Value| value.as_u64().unwrap_or_else(|| panic!("{report:#}"));
+    assert!(number(&report["kills"]) + number(&report["stops"]) > 0, "{report:#}");
+    assert!(number(&report["joins"]) > 0, "{report:#}");
+    assert_eq!((&report["agrees"], &report["virtual_ranks"]), (&true.into(), &12.into()));
+    let compared = &report["comparison"];
+    assert_eq!((&compared["differing"], &compared["steps"]), (&0.into(), &report["steps"]));
+    let changes = report["changes"].as_array().unwrap();
+    let losses: usize = changes.iter().map(|one| one["lost"].as_array().unwrap().len()).sum();
+    assert_eq!(losses as u64, number(&report["kills"]) + number(&report["stops"]), "{report:#}");
+
+    // The runs are where they can be looked at, and are drawn.
+    let picture = root.path().join("elastic.svg");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/elastic-picture");
+    let mut draw = Command::new("python3");
+    draw.arg(&script).arg(kept.join("disturbed")).arg(&picture).arg(kept.join("undisturbed"));
+    let drawn = finish(&mut draw).succeeded();
+    assert!(drawn.stdout.ends_with("losses equal in every bit\n"), "{drawn}");
+    let svg = std::fs::read_to_string(&picture).unwrap();
+    assert!(svg.contains(&format!(">{losses} ranks lost<")) && svg.ends_with("</svg>\n"), "{svg}");
+
+    // They are not overwritten.
+    refused(&chaos(root.path(), &keep, &["batch.global=12"]), &["--keep", "disturbed exists"]);
+}
+
+#[test]
+fn chaos_refuses_what_cannot_be_elastic() {
+    let root = tempfile::tempdir().unwrap();
+    for (arguments, settings, words) in [
+        (&["9"][..], &["parallel.pipeline=2"][..], "parallel.pipeline = 2"),
+        (&["9"], &["comm.algorithm=ring"], "may be left of 4"),
+        (&["9"], &["data.order=files"], "data.order = files"),
+        (&["9", "--ranks", "1"], &[], "--ranks 1 with --chaos"),
+        (&["9", "--ranks", "2,4"], &[], "--ranks 2,4, but --chaos starts one job"),
+        (&["9", "--ranks", "2"], &["elastic.min_ranks=2"], "elastic.min_ranks = 2"),
+        (&["9", "--every", "10"], &[], "--every 10 is longer than --chaos 9"),
+        // The ranks refuse it.
+        (&["9", "--ranks", "2"], &["model.heads=3"], "heads"),
+    ] {
+        refused(&chaos(root.path(), arguments, settings), &[words]);
+    }
+    for arguments in [&["9", "--steps", "3"][..], &["9", "--zero", "0"], &["9", "--mpi"], &["0"]] {
+        let ended = chaos(root.path(), arguments, &[]);
+        assert_eq!(ended.code(), 2, "{ended}");
+    }
+    let ended = finish(&mut program(["verify", "--every", "3"]));
+    assert_eq!(ended.code(), 2, "{ended}");
 }
 
 #[test]
