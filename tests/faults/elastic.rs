@@ -159,8 +159,8 @@ fn rank_0_is_killed_while_it_publishes_a_checkpoint() {
     run.files().same_as(&reference, STEPS, "publish");
 }
 
-/// On simulated GPUs, each of which a rank has for itself: their memory, kernels and communicators are
-/// made anew in the same processes.
+/// Trains on simulated GPUs, each of which a rank has for itself: their memory, kernels and
+/// communicators are made anew in the same processes.
 #[test]
 fn a_rank_is_killed_on_simulated_gpus() {
     let root = tempfile::tempdir().unwrap();
