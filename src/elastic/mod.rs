@@ -18,7 +18,7 @@ use crate::comm::membership::{ControlPlane, MembershipOptions};
 use crate::comm::{
     ADDRESS_VARIABLE, Algorithm, Comm, Credentials, Launch, Secret, TcpRendezvous, start_tcp,
 };
-use crate::config::{Config, check_ranks};
+use crate::config::{Config, check_elastic, check_ranks};
 use crate::error::{Error, Kind, Result};
 use crate::job::{self, NO_RANKS, fail};
 use crate::run_dir::Resume;
@@ -221,6 +221,8 @@ fn has_finished(run: &Path) -> bool {
 /// # Errors
 /// Returns an error for the first number of ranks that does not fit, with the key.
 pub fn check_numbers_of_ranks(config: &Config, ranks: usize) -> Result<()> {
+    // It names the key that excludes elastic training.
+    check_elastic(config)?;
     let least = config.elastic.min_ranks;
     if ranks < least {
         return Err(Error::input(format!("{ranks} ranks, fewer than elastic.min_ranks = {least}"))
