@@ -321,7 +321,7 @@ fn jobs_that_cannot_be_elastic_are_refused() {
         (Simulate(2), &[], "ranks are not processes"),
         (Spawn(2), &["memory_checkpoint.every=0"], "memory_checkpoint.every = 0"),
         (Spawn(2), &["parallel.pipeline=2"], "parallel.pipeline = 2"),
-        (Spawn(2), &["comm.algorithm=ring"], "may be left of 2"),
+        (Spawn(3), &["comm.algorithm=ring"], "may be left of 3"),
     ] {
         let run = run(transport, root.path(), "x", &[&on[..], settings].concat());
         let ended = start(&mut run.command()).finish(LIMIT);
