@@ -41,7 +41,12 @@ fn run_over_tcp<T: Send + 'static>(
     let folder = tempfile::tempdir().unwrap();
     write_secret(folder.path()).unwrap();
     let starts = (0..ranks).map(|rank| {
-        let meeting = TcpRendezvous { dir: folder.path().into(), rank, ranks };
+        let meeting = TcpRendezvous {
+            dir: folder.path().into(),
+            rank,
+            ranks,
+            address: std::net::Ipv4Addr::LOCALHOST.into(),
+        };
         move || start_tcp(&meeting, algorithm).unwrap()
     });
     run_each(starts.collect(), rank)
