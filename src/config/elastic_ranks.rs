@@ -16,10 +16,19 @@ use hpctrain_comm::{
     ADDRESS_VARIABLE, JOIN_VARIABLE, RENDEZVOUS_VARIABLE, TcpRendezvous, host_name,
 };
 
-use crate::job::{NO_RANKS, RUN_FILE, SIGNAL_FILE};
-use crate::local_launcher::{
+use crate::rank_processes::{
     INTERRUPTED, Job, POLL_INTERVAL, TIMEOUT, cannot_start, exit_code, forward,
 };
+
+/// The file in a rendezvous directory with the path of the run that an elastic job trains.
+pub const RUN_FILE: &str = "run";
+
+/// The file in a rendezvous directory with the name of the signal that asks all ranks of an elastic
+/// job to end.
+pub const SIGNAL_FILE: &str = "signal";
+
+/// The exit code of a process that has found no ranks to join.
+pub const NO_RANKS: i32 = 69;
 
 /// The time after which a process is started for a rank that was lost.
 const REJOIN_DELAY: Duration = Duration::from_millis(500);
@@ -62,7 +71,7 @@ enum RankEnd {
 
 impl RankEnd {
     /// Returns the end of a process. `is_asked` is whether a signal has asked the job to end.
-    fn of(status: ExitStatus, is_asked: bool) -> Self {
+    fn new(status: ExitStatus, is_asked: bool) -> Self {
         match status.code() {
             Some(0) => Self::Finished,
             None => Self::Lost,
@@ -198,7 +207,7 @@ impl Running {
                 continue;
             };
             let code = exit_code(status);
-            match RankEnd::of(status, is_asked) {
+            match RankEnd::new(status, is_asked) {
                 RankEnd::Finished => self.has_succeeded = true,
                 RankEnd::Unneeded => {
                     self.lost.get_or_insert(code);

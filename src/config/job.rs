@@ -7,6 +7,8 @@ use std::time::Duration;
 use rustix::process::{Signal, set_parent_process_death_signal};
 
 use crate::Elastic;
+#[doc(hidden)]
+pub use crate::elastic_ranks::{NO_RANKS, RUN_FILE, SIGNAL_FILE};
 use crate::local_launcher;
 use crate::telemetry::{logging, say_error};
 use hpctrain_base::error::{Error, Result};
@@ -67,19 +69,6 @@ pub fn spawn(ranks: usize, work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitC
         Ok(Some(_)) | Err(_) => start(work),
     }
 }
-
-/// The file in a rendezvous directory with the path of the run that an elastic job trains.
-#[doc(hidden)]
-pub const RUN_FILE: &str = "run";
-
-/// The file in a rendezvous directory with the name of the signal that asks all ranks of an elastic
-/// job to end.
-#[doc(hidden)]
-pub const SIGNAL_FILE: &str = "signal";
-
-/// The exit code of a process that has found no ranks to join.
-#[doc(hidden)]
-pub const NO_RANKS: i32 = 69;
 
 /// Starts `ranks` processes of this program with its arguments and returns the exit code of the
 /// job. With `elastic` the job goes on without ranks that are lost.

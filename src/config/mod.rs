@@ -25,6 +25,7 @@ mod network;
 mod or_auto;
 mod paths;
 mod range;
+mod rank_processes;
 mod resolve;
 mod rope;
 mod schema;

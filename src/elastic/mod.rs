@@ -270,6 +270,7 @@ fn has_finished(run: &Path) -> bool {
 /// # Errors
 /// Returns an error for the first number of ranks that does not fit, with the key.
 pub fn check_numbers_of_ranks(config: &Config, ranks: usize) -> Result<()> {
+    // It names the key that excludes elastic training.
     check_elastic(config)?;
     let least = config.elastic.min_ranks;
     if ranks < least {

@@ -160,8 +160,8 @@ fn rank_0_is_killed_while_it_publishes_a_checkpoint() {
     run.files().same_as(&reference, STEPS, "publish");
 }
 
-/// On simulated GPUs, each of which a rank has for itself: their memory, kernels and communicators are
-/// made anew in the same processes.
+/// Trains on simulated GPUs, each of which a rank has for itself: their memory, kernels and
+/// communicators are made anew in the same processes.
 #[test]
 fn a_rank_is_killed_on_simulated_gpus() {
     let root = tempfile::tempdir().unwrap();
@@ -193,7 +193,9 @@ fn a_rank_is_killed_under_ulfm() {
     let root = tempfile::tempdir().unwrap();
     let Some(_) = mpirun_with_ulfm(4) else { return };
     let reference = reference(root.path(), &[]);
-    let cases: [(&str, &[(u64, &str, &str)]); 4] = [
+    /// The step, the point and the rank of a fault.
+    type Point = (u64, &'static str, &'static str);
+    let cases: [(&str, &[Point]); 4] = [
         ("parallel.zero=0", &[(6, "backward", "0")]),
         ("parallel.zero=1", &[(6, "update", "3")]),
         ("parallel.zero=3", &[(6, "reduce", "1"), (6, "agree", "0")]),

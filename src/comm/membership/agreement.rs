@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::messages::{Answer, NoAnswer, Report, Request, ask, connect, ended};
+use super::messages::{Answer, MemberReport, NoAnswer, Request, ask, connect, ended};
 use super::prober::{Found, Prober};
 use super::state::{Known, State};
 use super::{LostRank, Member, Membership, MembershipDirectory};
@@ -85,8 +85,8 @@ impl Agreement<'_> {
         // Ranks that take this one for the coordinator know less than it does.
         self.state.lock().answer_all(&Answer::AskAgain);
         let lost = self.state.lock().lost_list();
-        let report = Report { membership: before, member: self.me.clone(), lost };
-        let answer = self.ask(to, Request::Report(report))?;
+        let report = MemberReport { membership: before, member: self.me.clone(), lost };
+        let answer = self.ask(to, Request::MemberReport(report))?;
         let prober = Prober::start(to.clone(), self.state.clone(), self.credentials.clone())?;
         loop {
             match answer.recv_timeout(POLL_INTERVAL) {

@@ -32,14 +32,14 @@ pub enum Request {
         lost: Vec<(String, String)>,
     },
     /// Reports to the coordinator, which answers once all have.
-    Report(Report),
+    MemberReport(MemberReport),
     /// Asks rank 0 to become a member. It answers when that is so.
     Join(Member),
 }
 
 /// A rank's report after a loss, or for a planned change.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Report {
+pub struct MemberReport {
     /// The number of the membership that the rank is of.
     pub membership: u64,
     /// The rank, with the address at which it listens for the next one.

@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::messages::{Answer, Report, Request, receive, send};
+use super::messages::{Answer, MemberReport, Request, receive, send};
 use super::{Member, Membership};
 use crate::communicator::Interrupter;
 use crate::transport::tcp::{Connection, has_ended};
@@ -36,7 +36,7 @@ pub struct Known {
     /// Whether no process may join.
     pub refuses_joins: bool,
     /// The reports that have arrived, with the number of their requests.
-    pub reports: BTreeMap<u64, (Report, Sender<Answer>)>,
+    pub reports: BTreeMap<u64, (MemberReport, Sender<Answer>)>,
     /// The processes that ask to join, with the number of their requests.
     pub joins: BTreeMap<u64, (Member, Sender<Answer>)>,
     /// The number of requests so far.
@@ -177,7 +177,7 @@ impl State {
                 self.notify();
             }
             Request::Lost { .. } => {}
-            Request::Report(report) if report.membership < number => {
+            Request::MemberReport(report) if report.membership < number => {
                 // It was decided without this rank, or the answer was lost with the coordinator.
                 return Some(match &known.membership {
                     Some(newer) if newer.rank(&report.member.id).is_some() => {
@@ -186,10 +186,10 @@ impl State {
                     _ => Answer::Expelled(number),
                 });
             }
-            Request::Report(report) if report.membership > number || number == 0 => {
+            Request::MemberReport(report) if report.membership > number || number == 0 => {
                 return Some(Answer::AskAgain);
             }
-            Request::Report(report) => {
+            Request::MemberReport(report) => {
                 known.note_lost(report.lost.clone());
                 let (reply, answer) = channel();
                 known.requests += 1;

@@ -27,11 +27,11 @@ pub struct LostMember {
 /// The milliseconds of the parts of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ChangeTimes {
-    /// From the first sign of a loss on rank 0 until its step had ended.
+    /// The time from the first sign of a loss on rank 0 until its step had ended.
     pub interrupt: f64,
-    /// To agree on the ranks.
+    /// The time to agree on the ranks.
     pub agree: f64,
-    /// To connect, build the model and restore its state.
+    /// The time to connect, build the model and restore its state.
     pub build: f64,
 }
 

@@ -406,10 +406,9 @@ impl Mpi {
             }
             if let Err(error) = advanced.and_then(|_| self.poll()) {
                 let error = self.lose(error);
-                let left = [&mut receiving, &mut sending].into_iter().flatten();
-                left.map(MpiRequest::let_go)
-                    .collect::<Result<()>>()
-                    .unwrap_or_else(|error| self.give_up(&error));
+                let mut left = [&mut receiving, &mut sending].into_iter().flatten();
+                let ended = left.try_for_each(MpiRequest::let_go);
+                ended.unwrap_or_else(|error| self.give_up(&error));
                 return Err(error);
             }
             backoff.pause(&self.shared);
