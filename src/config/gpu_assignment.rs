@@ -117,12 +117,7 @@ impl Gpu {
     /// # Errors
     /// Returns an error if cuBLASLt is missing.
     pub fn name(&self) -> Result<String> {
-        let (major, minor) = self.device.capability;
-        Ok(format!(
-            "{} (compute capability {major}.{minor}, cuBLASLt {})",
-            self.device.name,
-            libraries::cublaslt()?
-        ))
+        gpu_name(&self.device)
     }
 
     /// Returns a communicator for buffers of this device.
@@ -174,6 +169,21 @@ fn gemms(config: &Config) -> MatmulBackend {
 /// Returns an error if the CPU does not support the number format, or the system refuses a thread.
 pub fn open_cpu(plan: &ResolvedConfig) -> Result<Cpu> {
     Cpu::new(plan.threads).with_all_threads()?.with_matmul_backend(gemms(&plan.config))
+}
+
+fn gpu_name(device: &Device) -> Result<String> {
+    let (major, minor) = device.capability;
+    let library = libraries::cublaslt()?;
+    Ok(format!("{} (compute capability {major}.{minor}, cuBLASLt {library})", device.name))
+}
+
+/// Returns the name of the device that ranks of this configuration compute on here, with all that
+/// determines the bits: that of the first GPU, or of the CPU if it is not to be a GPU or there is
+/// none.
+pub fn platform(config: &Config) -> String {
+    let gpu = (config.run.device != DeviceChoice::Cpu)
+        .then(|| Device::open(0).and_then(|device| gpu_name(&device)).ok());
+    gpu.flatten().unwrap_or_else(|| cpu_name(config))
 }
 
 /// Returns the name of the CPU as a device, with all that determines the bits it computes with this

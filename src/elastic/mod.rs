@@ -21,6 +21,7 @@ use crate::comm::{
 };
 use crate::config::{Config, check_elastic, check_ranks};
 use crate::error::{Error, Kind, Result};
+use crate::gpu_assignment::platform;
 use crate::job::{self, NO_RANKS, fail};
 use crate::run_dir::markers::{Markers, RunStatus};
 use crate::run_dir::{RestoreScope, Resume};
@@ -30,6 +31,7 @@ use crate::train::{
 };
 use hpctrain_cpu::Cpu;
 
+use rendezvous::remove_rendezvous;
 pub use rendezvous::{
     LaunchedRank, await_rendezvous, launched_rank, rendezvous_directory, write_atomically,
 };
@@ -54,7 +56,11 @@ pub fn run(launch: Option<&Launch>, request: TrainRequest) -> i32 {
     };
     let over_mpi = matches!(start.meeting, Meeting::Mpi);
     let rank = Rank { job: job.clone(), request, over_mpi };
-    rank.run(&start.meeting).unwrap_or_else(|e| {
+    let ended = rank.run(&start.meeting);
+    if ended == Ok(0) && job.rank() == Some(0) {
+        remove_rendezvous(&start.rendezvous);
+    }
+    ended.unwrap_or_else(|e| {
         // Ranks that share an error print it once.
         if e.is_shared() && job.rank() != Some(0) { e.exit_code() } else { fail(&e) }
     })
@@ -126,12 +132,7 @@ fn open(rendezvous: PathBuf, address: IpAddr, config: &Config) -> Result<Elastic
         timeout: Duration::from_secs(config.elastic.timeout),
         min_ranks: config.elastic.min_ranks,
         rejoin: config.elastic.rejoin,
-        platform: format!(
-            "hpctrain {} with {} on {}",
-            env!("CARGO_PKG_VERSION"),
-            hpctrain_base::simd::name(),
-            config.run.device
-        ),
+        platform: format!("hpctrain {} on {}", env!("CARGO_PKG_VERSION"), platform(config)),
         config: config_digest(config)?,
     })?;
     Ok(ElasticJob::new(plane, rendezvous))

@@ -52,9 +52,21 @@ pub fn launched_rank(env: impl Fn(&str) -> Option<String>) -> Option<LaunchedRan
     Some(LaunchedRank { rank, ranks, job: format!("slurm-{}", words.join("-")) })
 }
 
+/// The first characters of the names of such directories below `run.root`.
+const PREFIX: &str = ".elastic-";
+
 /// Returns the path of the directory of a launcher's job below `root`.
 fn path(root: &Path, job: &str) -> PathBuf {
-    root.join(format!(".elastic-{job}"))
+    root.join(format!("{PREFIX}{job}"))
+}
+
+/// Removes the directory after the end of the job, if it is one below `run.root`.
+pub fn remove_rendezvous(directory: &Path) {
+    let name = directory.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if name.starts_with(PREFIX) {
+        // It has no results. The launcher may have removed it.
+        let _ = fs::remove_dir_all(directory);
+    }
 }
 
 /// Creates the directory of a launcher's job below `root`, which only this user can read, with a
@@ -70,7 +82,7 @@ pub fn rendezvous_directory(root: &Path, job: &str) -> Result<PathBuf> {
         _ => {}
     }
     // Others see it with its secret.
-    let new = root.join(format!(".elastic-{job}.new-{}", std::process::id()));
+    let new = root.join(format!("{PREFIX}{job}.new-{}", std::process::id()));
     DirBuilder::new().mode(0o700).create(&new).map_err(|e| Error::io("create", &new, e))?;
     write_secret(&new)?;
     fs::rename(&new, &path).map_err(|e| Error::io("create", &path, e))?;

@@ -38,7 +38,8 @@ pub struct MembershipOptions {
     pub min_ranks: usize,
     /// Whether processes may join.
     pub rejoin: bool,
-    /// What must be the same for all ranks so that the bits do not depend on them.
+    /// The program, its version and the vector instructions: the same for all ranks, so that the bits
+    /// do not depend on them.
     pub platform: String,
     /// A digest of the configuration.
     pub config: u64,

@@ -43,7 +43,8 @@ pub struct Member {
     pub control: SocketAddr,
     /// The address at which it listens for connections of the next membership's ranks.
     pub data: SocketAddr,
-    /// What must be the same for all ranks so that the bits do not depend on them.
+    /// The program, its version and the vector instructions: the same for all ranks, so that the bits
+    /// do not depend on them.
     pub platform: String,
     /// A digest of its configuration.
     pub config: u64,

@@ -17,7 +17,7 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause between probes.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What is known of the process.
+/// The state of the process, as far as it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Found {
     /// It has answered, or not been silent for long.

@@ -16,7 +16,7 @@ use hpctrain_base::error::Error;
 /// Interval at which a thread whose request waits for an answer checks that the caller still waits.
 const CALLER_INTERVAL: Duration = Duration::from_millis(200);
 
-/// What the threads of a process know.
+/// The knowledge that the threads of a process share.
 #[derive(Default)]
 pub struct Known {
     /// The id of this process.
@@ -166,6 +166,31 @@ impl State {
         }
     }
 
+    /// Queues a request with `insert`, to which its number and the sender of its answer are passed, and
+    /// waits for the answer; returns `None` if the caller has ended the connection before.
+    fn queued(
+        &self,
+        mut known: MutexGuard<'_, Known>,
+        caller: &TcpStream,
+        insert: impl FnOnce(&mut Known, u64, Sender<Answer>),
+    ) -> Option<Answer> {
+        let (reply, answer) = channel();
+        known.requests += 1;
+        let request = known.requests;
+        insert(&mut known, request, reply);
+        drop(known);
+        self.notify();
+        let answered = awaited(&answer, caller);
+        if answered.is_none() {
+            let mut known = self.lock();
+            known.reports.remove(&request);
+            known.joins.remove(&request);
+            drop(known);
+            self.notify();
+        }
+        answered
+    }
+
     /// Returns the answer to a request; `None` if the caller has ended the connection before.
     fn answer(&self, request: Request, caller: &TcpStream) -> Option<Answer> {
         let mut known = self.lock();
@@ -191,18 +216,9 @@ impl State {
             }
             Request::MemberReport(report) => {
                 known.note_lost(report.lost.clone());
-                let (reply, answer) = channel();
-                known.requests += 1;
-                let request = known.requests;
-                known.reports.insert(request, (report, reply));
-                drop(known);
-                self.notify();
-                let answered = awaited(&answer, caller);
-                if answered.is_none() {
-                    self.lock().reports.remove(&request);
-                    self.notify();
-                }
-                return answered;
+                return self.queued(known, caller, |known, request, reply| {
+                    known.reports.insert(request, (report, reply));
+                });
             }
             Request::Join(_) if known.refuses_joins => {
                 let message = "no process may join this job: elastic.rejoin = false".into();
@@ -210,17 +226,9 @@ impl State {
             }
             Request::Join(_) if known.rank() != Some(0) => return Some(Answer::AskAgain),
             Request::Join(member) => {
-                let (reply, answer) = channel();
-                known.requests += 1;
-                let request = known.requests;
-                known.joins.insert(request, (member, reply));
-                drop(known);
-                self.notify();
-                let answered = awaited(&answer, caller);
-                if answered.is_none() {
-                    self.lock().joins.remove(&request);
-                }
-                return answered;
+                return self.queued(known, caller, |known, request, reply| {
+                    known.joins.insert(request, (member, reply));
+                });
             }
         }
         Some(Answer::Runs { membership: known.number(), coordinates: known.coordinates })

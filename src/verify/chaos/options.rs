@@ -1,4 +1,4 @@
-//! What `hpctrain verify --chaos` checks, and the overrides of its two jobs.
+//! Options of `hpctrain verify --chaos`, and the overrides of its two jobs.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What the losses cost, and whether they changed a bit.
+//! The report: the cost of the losses, and the bits that they changed.
 
 use serde::Serialize;
 
