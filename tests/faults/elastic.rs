@@ -419,7 +419,7 @@ fn chaos_refuses_what_cannot_be_elastic() {
     let root = tempfile::tempdir().unwrap();
     for (arguments, settings, words) in [
         (&["9"][..], &["parallel.pipeline=2"][..], "parallel.pipeline = 2"),
-        (&["9"], &["comm.algorithm=ring"], "may be left of 4"),
+        (&["9"], &["comm.algorithm=ring"], "comm.algorithm = ring"),
         (&["9"], &["data.order=files"], "data.order = files"),
         (&["9", "--ranks", "1"], &[], "--ranks 1 with --chaos"),
         (&["9", "--ranks", "2,4"], &[], "--ranks 2,4, but --chaos starts one job"),
