@@ -84,7 +84,7 @@ const AREAS: [(&str, &[&[&str]]); 6] = [
 ];
 
 /// The only files with `unsafe` in them.
-const UNSAFE: [&str; 40] = [
+const UNSAFE: [&str; 41] = [
     "checkpoint/memory/slot_memory.rs",
     "checkpoint/writeback.rs",
     "comm/environment.rs",
@@ -96,6 +96,7 @@ const UNSAFE: [&str; 40] = [
     "comm/transport/mpi/node.rs",
     "comm/transport/mpi/request.rs",
     "comm/transport/mpi/shm_window.rs",
+    "comm/transport/mpi/ulfm.rs",
     "cpu/bf16/microkernel.rs",
     "cpu/gemm.rs",
     "cpu/nontemporal.rs",

@@ -82,7 +82,7 @@ fn steps_have_the_bits_of_the_run_on_any_ranks() {
     assert_eq!(files.text("metrics.jsonl"), before);
 }
 
-/// Of three ranks, two have three of the eight virtual ranks and one has two.
+/// Three ranks have three, three and two of the eight virtual ranks.
 #[test]
 fn steps_have_the_bits_of_the_run_on_ranks_with_unequal_shares() {
     let root = tempfile::tempdir().unwrap();

@@ -767,7 +767,8 @@ impl Transport for Mpi {
         let ulfm = ulfm().ok_or_else(|| {
             Error::internal("MPI cannot go on without a rank: mpirun was started without ULFM")
         })?;
-        let left = ulfm.shrink(self.groups[0])?;
+        let (code, left) = ulfm.shrink(self.groups[0]);
+        check(code, "MPIX_Comm_shrink")?;
         // SAFETY: a communicator of this process.
         let code = unsafe { ffi::MPI_Comm_set_errhandler(left, ffi::RSMPI_ERRORS_RETURN) };
         check(code, "MPI_Comm_set_errhandler")?;

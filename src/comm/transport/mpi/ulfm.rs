@@ -11,9 +11,6 @@ use std::sync::OnceLock;
 
 use mpi::ffi;
 
-use super::calls::check;
-use hpctrain_base::error::Result;
-
 /// The variable that `mpirun --with-ft ulfm` sets.
 const ENABLED: &str = "OMPI_MCA_mpi_ft_enable";
 
@@ -90,14 +87,14 @@ impl Ulfm {
         unsafe { (self.revoke)(comm) };
     }
 
-    /// Returns a communicator of the ranks of `comm` that are left. Collective over them.
-    pub fn shrink(&self, comm: ffi::MPI_Comm) -> Result<ffi::MPI_Comm> {
+    /// Returns the return code, and a communicator of the ranks of `comm` that are left. Collective
+    /// over them.
+    pub fn shrink(&self, comm: ffi::MPI_Comm) -> (c_int, ffi::MPI_Comm) {
         // SAFETY: the out-parameter is a live local.
-        let (code, left) = unsafe {
+        unsafe {
             let mut left = ffi::RSMPI_COMM_NULL;
             ((self.shrink)(comm, &mut left), left)
-        };
-        check(code, "MPIX_Comm_shrink").map(|()| left)
+        }
     }
 
     /// Returns true if a rank of a communicator has failed, or the communicator was revoked.
