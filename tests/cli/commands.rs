@@ -30,7 +30,7 @@ fn help_names_every_command() {
         .lines()
         .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
         .collect();
-    let known = "train eval predict simulate ps supervise verify sample plan data checkpoint report \
+    let known = "train eval predict simulate ps supervise agent verify sample plan data checkpoint report \
                  runs replay spawn compare config doctor bench completions";
     let sorted = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
     let others = commands.iter().copied().filter(|command| *command != "help").collect();
@@ -134,7 +134,7 @@ fn config_show_prints_a_configuration_that_reads_back() {
     ] {
         let shown = printed(&[&["config", "show"], &args[..]].concat());
         let table: toml::Table = shown.parse().unwrap();
-        assert_eq!(table.len(), 18, "{shown}");
+        assert_eq!(table.len(), 19, "{shown}");
         std::fs::write(file, &shown).unwrap();
         let ranks = args.iter().position(|arg| *arg == "--ranks").map_or("1", |at| args[at + 1]);
         assert_eq!(
