@@ -691,7 +691,10 @@ fn an_evaluator_by_variables_leaves_no_step_to_the_coordinator() {
         command
     };
     let mut evaluator = start(&mut command("evaluator", &[]));
-    while !evaluator.printed().contains("x does not exist: waiting 1800 s for its trainer") {
+    while !evaluator
+        .printed()
+        .contains("x is not the directory of a run yet: waiting 1800 s for its trainer")
+    {
         assert!(evaluator.runs(), "{}", evaluator.printed());
         std::thread::sleep(Duration::from_millis(10));
     }

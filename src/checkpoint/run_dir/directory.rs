@@ -274,6 +274,13 @@ impl RunDirectory {
             || of_checkpoints.watched_after()?.is_some())
     }
 
+    /// Returns true if the directory exists and holds nothing, except leases that a trainer may be
+    /// about to claim.
+    pub fn holds_only_leases(&self) -> bool {
+        fs::read_dir(&self.path)
+            .is_ok_and(|entries| entries.flatten().all(|entry| entry.file_name() == LEASES))
+    }
+
     /// Checks that this process is still the trainer here.
     ///
     /// # Errors

@@ -363,13 +363,18 @@ pub fn await_run(
         && match timeout {
             // Servers and workers may have created the directory before the run starts.
             Some(_) => check_run(run).is_err(),
-            // A trainer that is starting holds its lease before it writes the first file.
-            None => !run.exists() && has_parent(run) || has_trainer(run),
+            // A trainer that is starting holds its lease before it writes the first other file, so
+            // it is looked for last.
+            None => {
+                !run.exists() && has_parent(run)
+                    || RunDirectory::at(run).holds_only_leases()
+                    || has_trainer(run)
+            }
         };
     let timeout = timeout.unwrap_or(START_TIMEOUT);
     if let Some(name) = prints_as.filter(|_| may_come) {
         say(format_args!(
-            "{name}: {} does not exist: waiting {} s for its trainer",
+            "{name}: {} is not the directory of a run yet: waiting {} s for its trainer",
             run.display(),
             timeout.as_secs()
         ));
@@ -408,4 +413,28 @@ fn check_run(run: &Path) -> Result<()> {
     let what = if run.exists() { "is not the directory of a run" } else { "does not exist" };
     Err(Error::input(format!("{} {what}", run.display()))
         .hint("give the directory of a run, such as runs/gpt-char, once its trainer has begun"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_evaluator_waits_for_a_run_whose_directory_is_being_created() {
+        let root = tempfile::tempdir().unwrap();
+        let run = root.path().join("run");
+        std::fs::create_dir_all(run.join(".leases")).unwrap();
+        let trainer = std::thread::spawn({
+            let run = run.clone();
+            move || {
+                std::thread::sleep(2 * POLL_INTERVAL);
+                std::fs::write(run.join("config.toml"), "").unwrap();
+            }
+        });
+        await_run(&run, true, None, None).unwrap();
+        trainer.join().unwrap();
+        // A directory of other files is not waited for.
+        let refused = await_run(root.path(), true, None, None).unwrap_err().to_string();
+        assert!(refused.contains("is not the directory of a run"), "{refused}");
+    }
 }
