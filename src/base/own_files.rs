@@ -11,6 +11,7 @@ use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, Result};
 
@@ -56,6 +57,19 @@ pub fn update(path: &Path) -> io::Result<File> {
 /// Returns an error in the same cases as [`create`].
 pub fn write(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
     create(path)?.write_all(content.as_ref())
+}
+
+/// Replaces a file so that a reader finds all of the new content or nothing of it. It is written
+/// beside the file under a name of its own, since processes of several hosts may do the same.
+///
+/// # Errors
+/// Returns an error in the same cases as [`create`].
+pub fn replace(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
+    let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}-{nanos}.tmp", std::process::id()));
+    let temporary = path.with_file_name(name);
+    write(&temporary, content).and_then(|()| fs::rename(&temporary, path))
 }
 
 /// Creates a directory unless it exists. Its parent must exist.

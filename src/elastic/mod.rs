@@ -32,9 +32,7 @@ use crate::train::{
 use hpctrain_cpu::Cpu;
 
 use rendezvous::remove_rendezvous;
-pub use rendezvous::{
-    LaunchedRank, await_rendezvous, launched_rank, rendezvous_directory, write_atomically,
-};
+pub use rendezvous::{LaunchedRank, await_rendezvous, launched_rank, rendezvous_directory};
 
 /// The longest time that a process which joins waits for ranks that answer.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(60);

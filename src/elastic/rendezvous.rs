@@ -6,7 +6,7 @@
 
 use std::fs::{self, DirBuilder};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -104,18 +104,6 @@ pub fn await_rendezvous(root: &Path, job: &str) -> Result<PathBuf> {
         std::thread::sleep(POLL_INTERVAL);
     }
     Ok(path)
-}
-
-/// Writes a small file at once.
-///
-/// # Errors
-/// Returns an error if it cannot be written.
-pub fn write_atomically(path: &Path, text: &str) -> Result<()> {
-    let new = path.with_extension(format!("new-{}", std::process::id()));
-    fs::File::create(&new)
-        .and_then(|mut file| file.write_all(text.as_bytes()))
-        .and_then(|()| fs::rename(&new, path))
-        .map_err(|e| Error::io("write", path, e))
 }
 
 #[cfg(test)]

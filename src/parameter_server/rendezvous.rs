@@ -114,11 +114,8 @@ impl PsRendezvous {
     /// Returns an error if the file cannot be written.
     pub fn publish(&self, contact: &Contact) -> Result<()> {
         let path = self.dir.join(COORDINATOR);
-        let new = self.dir.join("coordinator.new");
         let text = serde_json::to_string(contact).map_err(|e| Error::internal(e.to_string()))?;
-        own_files::write(&new, text + "\n")
-            .and_then(|()| fs::rename(&new, &path))
-            .map_err(|e| Error::io("write", &path, e))
+        own_files::replace(&path, text + "\n").map_err(|e| Error::io("write", &path, e))
     }
 
     /// Waits until the coordinator's address is published, and returns it.

@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use super::hosts::{Asking, HostSlots};
 use crate::comm::Secret;
 use crate::comm::membership::MembershipDirectory;
-use crate::elastic::{rendezvous_directory, write_atomically};
+use crate::elastic::rendezvous_directory;
 use crate::error::{Error, Result};
 use crate::job::{NO_RANKS, RUN_FILE, SIGNAL_FILE};
+use crate::own_files;
 use crate::run_dir::SUPERVISED;
 use crate::signals;
 
@@ -93,7 +94,7 @@ impl ElasticHosts {
             let signal = signals::last_signal();
             if let Some(signal) = signal {
                 // Agents on other hosts read it there.
-                let _ = write_atomically(&rendezvous.join(SIGNAL_FILE), signal);
+                let _ = own_files::replace(&rendezvous.join(SIGNAL_FILE), signal);
             }
             is_noted = is_noted || note_run(rendezvous);
             for agent in &mut agents {

@@ -1,18 +1,17 @@
 //! Records of a supervised run: `restarts.jsonl`, and the goodput in `run.json`.
 
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
-use crate::own_files;
 use crate::run_dir::RunDirectory;
 use crate::safe_open;
 use crate::telemetry::long_lines::{FromEnd, parse_record};
 use crate::telemetry::restarts::{self, Restart};
 use crate::telemetry::run_record::RunRecord;
-use crate::telemetry::{starts, unix_time};
+use crate::telemetry::{short_lines, starts, unix_time};
 
 /// Records the starts of a job.
 #[derive(Default)]
@@ -63,19 +62,9 @@ impl RestartLog {
             };
         self.waiting.push(Restart { checkpoint, steps_lost, seconds_lost, ..restart });
         let Some(run) = run else { return Ok(()) };
-        let path = run.join(restarts::FILE);
-        let refused = |e| Error::io("write", &path, e);
-        let mut file = own_files::append(&path).map_err(refused)?;
         while let Some(restart) = self.waiting.first() {
-            let before = std::fs::read(&path).map_err(refused)?;
-            let start = restarts::parse_lines(&before).len() as u64 + 1;
-            let line = serde_json::to_string(&Restart { start, ..restart.clone() });
-            let mut line = line.map_err(|e| Error::internal(format!("restarts: {e}")))? + "\n";
-            // A line that was cut short by a kill must not make this one unreadable.
-            if before.last().is_some_and(|byte| *byte != b'\n') {
-                line.insert(0, '\n');
-            }
-            file.write_all(line.as_bytes()).map_err(refused)?;
+            let start = restarts::read_run(run)?.len() as u64 + 1;
+            short_lines::append(&run.join(restarts::FILE), &Restart { start, ..restart.clone() })?;
             self.waiting.remove(0);
         }
         Ok(())

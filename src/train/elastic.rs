@@ -255,9 +255,7 @@ impl ElasticJob {
 fn write_run_file(rendezvous: &Path, run: &Path) -> Result<()> {
     let run = std::fs::canonicalize(run).map_err(|e| Error::io("find", run, e))?;
     let path = rendezvous.join(RUN_FILE);
-    let new = rendezvous.join(format!("{RUN_FILE}.new"));
-    own_files::write(&new, run.to_string_lossy().as_bytes())
-        .and_then(|()| std::fs::rename(&new, &path))
+    own_files::replace(&path, run.to_string_lossy().as_bytes())
         .map_err(|e| Error::io("write", &path, e))
 }
 

@@ -81,7 +81,7 @@ impl Markers {
     /// Returns an error if the marker cannot be written.
     pub fn end(&self, end: &End) -> Result<()> {
         let text = serde_json::to_string(end).map_err(|e| Error::internal(format!("END: {e}")))?;
-        write_atomically(&self.end_path(), &text)
+        replace(&self.end_path(), &text)
     }
 
     /// Returns how the trainer ended, if it has ended.
@@ -96,7 +96,7 @@ impl Markers {
     /// # Errors
     /// Returns an error if the marker cannot be written.
     pub fn ask_to_stop(&self, why: &str) -> Result<()> {
-        write_atomically(&self.stop_path(), why)
+        replace(&self.stop_path(), why)
     }
 
     /// Returns the reason why an evaluator asks the trainer to stop, if one does.
@@ -126,16 +126,8 @@ impl Markers {
     }
 }
 
-/// Writes a file atomically.
-fn write_atomically(path: &Path, text: &str) -> Result<()> {
-    let temporary = path.with_extension(format!(
-        "{}-{}.tmp",
-        std::process::id(),
-        hpctrain_config::telemetry::unix_time()
-    ));
-    own_files::write(&temporary, format!("{text}\n"))
-        .and_then(|()| fs::rename(&temporary, path))
-        .map_err(|e| Error::io("write", path, e))
+fn replace(path: &Path, line: &str) -> Result<()> {
+    own_files::replace(path, format!("{line}\n")).map_err(|e| Error::io("write", path, e))
 }
 
 #[cfg(test)]

@@ -1,14 +1,12 @@
 //! `elastic.jsonl`: one JSON object per change of the ranks of an elastic job.
 
 use std::fmt;
-use std::io::{ErrorKind, Write as _};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::long_lines::parse_record;
-use hpctrain_base::error::{Error, Result};
-use hpctrain_base::{own_files, safe_open};
+use super::short_lines;
+use hpctrain_base::error::Result;
 
 /// The name of the file in a run's directory.
 pub const FILE: &str = "elastic.jsonl";
@@ -93,13 +91,9 @@ impl fmt::Display for Change {
 /// Appends a change to the records of the run in directory `run`.
 ///
 /// # Errors
-/// Returns an error if the file cannot be written.
+/// Returns an error if the file cannot be read or written.
 pub fn record(run: &Path, change: &Change) -> Result<()> {
-    let path = run.join(FILE);
-    let refused = |e| Error::io("write", &path, e);
-    let line = serde_json::to_string(change).map_err(|e| Error::internal(e.to_string()))? + "\n";
-    let mut file = own_files::append(&path).map_err(refused)?;
-    file.write_all(line.as_bytes()).map_err(refused)
+    short_lines::append(&run.join(FILE), change)
 }
 
 /// Reads the changes of the run in directory `run`; lines that cannot be read are skipped.
@@ -107,12 +101,7 @@ pub fn record(run: &Path, change: &Change) -> Result<()> {
 /// # Errors
 /// Returns an error if the file is there and cannot be read.
 pub fn read(run: &Path) -> Result<Vec<Change>> {
-    let path = run.join(FILE);
-    match safe_open::read(&path) {
-        Ok(lines) => Ok(lines.split(|byte| *byte == b'\n').filter_map(parse_record).collect()),
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-        Err(e) => Err(Error::io("read", &path, e)),
-    }
+    short_lines::read(&run.join(FILE))
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ pub mod progress;
 pub mod rank_times;
 pub mod restarts;
 pub mod run_record;
+pub mod short_lines;
 pub mod starts;
 pub mod startup_summary;
 pub mod straggler;

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use hpctrain_base::error::{Error, Result};
-use hpctrain_base::safe_open;
+use super::short_lines;
+use hpctrain_base::error::Result;
 
 /// The name of the file in a run's directory.
 pub const FILE: &str = "restarts.jsonl";
@@ -42,23 +42,10 @@ pub struct Restart {
     pub pause_seconds: f64,
 }
 
-/// Parses the starts in these lines; lines that cannot be read are skipped.
-pub fn parse_lines(lines: &[u8]) -> Vec<Restart> {
-    lines
-        .split(|byte| *byte == b'\n')
-        .filter_map(|line| serde_json::from_slice(line).ok())
-        .collect()
-}
-
 /// Reads the starts recorded in a run's directory; empty if the run was not supervised.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read.
 pub fn read_run(run: &Path) -> Result<Vec<Restart>> {
-    let path = run.join(FILE);
-    match safe_open::read(&path) {
-        Ok(lines) => Ok(parse_lines(&lines)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(e) => Err(Error::io("read", &path, e)),
-    }
+    short_lines::read(&run.join(FILE))
 }

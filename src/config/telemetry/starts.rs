@@ -3,16 +3,17 @@
 //! A start removes the records of the steps that it takes again. Before that it notes here how many
 //! there were and how long they took, so that the cost of failures stays known.
 
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::long_lines::{FromEnd, parse_record};
 use super::metrics::Step;
+use super::short_lines;
 use crate::Config;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::{own_files, safe_open};
+use hpctrain_base::safe_open;
 use hpctrain_data::{ExcludedSummary, Fingerprint};
 
 /// The name of the file in a run's directory.
@@ -149,12 +150,7 @@ impl Start {
 /// # Errors
 /// Returns an error if the file is there and cannot be read.
 pub fn read(run: &Path) -> Result<Vec<Start>> {
-    let path = run.join(FILE);
-    match safe_open::read(&path) {
-        Ok(lines) => Ok(lines.split(|byte| *byte == b'\n').filter_map(parse_record).collect()),
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-        Err(e) => Err(Error::io("read", &path, e)),
-    }
+    short_lines::read(&run.join(FILE))
 }
 
 /// Records a start that goes on from `step` and whose process has run for `startup_seconds`, before
@@ -176,18 +172,7 @@ pub fn record(
     let previous = starts.last().map(|before| previous(before, metrics, step, end)).transpose()?;
     let start = starts.last().map_or(1, |before| before.start + 1);
     let this = Start { start, time, startup_seconds, step, previous, job };
-    let path = run.join(FILE);
-    let refused = |e| Error::io("write", &path, e);
-    let line = serde_json::to_string(&this).map_err(|e| Error::internal(format!("start: {e}")))?;
-    let is_torn = match safe_open::read(&path) {
-        Ok(before) => before.last().is_some_and(|byte| *byte != b'\n'),
-        Err(e) if e.kind() == ErrorKind::NotFound => false,
-        Err(e) => return Err(Error::io("read", &path, e)),
-    };
-    // A line that was cut short by a kill must not make this one unreadable.
-    let line = format!("{}{line}\n", if is_torn { "\n" } else { "" });
-    let mut file = own_files::append(&path).map_err(refused)?;
-    file.write_all(line.as_bytes()).map_err(refused)?;
+    short_lines::append(&run.join(FILE), &this)?;
     starts.push(this);
     Ok(starts)
 }
