@@ -56,7 +56,7 @@ use hpctrain_device::{
 
 pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
-pub use nontemporal::copy_for_another_core;
+pub use nontemporal::{copy_for_another_core, copy_past_caches};
 pub use threads::Threads;
 
 use output_init::OutputInit;
@@ -325,6 +325,10 @@ impl Backend for Cpu {
     fn download(&self, from: &[f32], host: &mut [f32]) -> Result<()> {
         nontemporal::copy(from, host);
         Ok(())
+    }
+
+    fn on_host<'a>(window: Self::View<'a>) -> Option<&'a [f32]> {
+        Some(window)
     }
 
     fn read(&self, scalar: f64) -> Result<f64> {

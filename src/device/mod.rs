@@ -128,6 +128,12 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Returns an error if the device fails.
     fn download(&self, from: Self::View<'_>, host: &mut [f32]) -> Result<()>;
 
+    /// Returns the elements of a window in host memory; `None` if the window is not there, or not in
+    /// f32.
+    fn on_host<'a>(_window: Self::View<'a>) -> Option<&'a [f32]> {
+        None
+    }
+
     /// Returns the value of a scalar, blocking until the device has computed it.
     ///
     /// # Errors

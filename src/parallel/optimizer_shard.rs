@@ -61,6 +61,14 @@ impl<'a, B: Kernels> Values<'a, B> {
         }
     }
 
+    /// Returns the values in host memory, if they are there.
+    pub fn on_host(&self) -> Option<&'a [f32]> {
+        match *self {
+            Values::Device(_, view) => B::on_host(view),
+            Values::Host(_, values) => Some(values),
+        }
+    }
+
     /// Copies the values to `to`, which has their length.
     ///
     /// # Errors

@@ -260,7 +260,6 @@ impl<B: Kernels> MemoryCheckpoints<B> {
     }
 
     fn copy_values(&mut self, values: &Values<'_, B>, len: usize) -> Result<()> {
-        // On the host the checksum then reads the copy from the cache.
         let longest = if B::ON_HOST { BLOCK } else { DOWNLOAD };
         for first in (0..len).step_by(longest) {
             if self.has_failed {
@@ -269,8 +268,14 @@ impl<B: Kernels> MemoryCheckpoints<B> {
             let range = first..len.min(first + longest);
             let len = range.len();
             let slot = &mut self.slots[self.current];
-            values.slice(range).read(slot.next(len))?;
-            let appended = slot.append(len);
+            let values = values.slice(range);
+            let appended = match values.on_host() {
+                Some(elements) => slot.append_from(elements),
+                None => {
+                    values.read(slot.next(len))?;
+                    slot.append(len)
+                }
+            };
             self.keep_error(appended);
         }
         Ok(())

@@ -29,6 +29,7 @@ use super::slot_memory::SlotMemory;
 use crate::Progress;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::{own_files, safe_open};
+use hpctrain_cpu::copy_past_caches;
 
 /// The first bytes of a slot.
 const MAGIC: [u8; 8] = *b"HPCTMEM\n";
@@ -196,13 +197,31 @@ impl SlotWriter {
         let first = self.first();
         let is_staged = self.memory.is_staged();
         let elements = self.memory.elements(first, len);
-        let blocks = elements.chunks(BLOCK).map(bytemuck::cast_slice);
-        self.blocks.extend(blocks.map(crc32fast::hash));
+        self.blocks.extend(checksums(elements));
         if is_staged {
             let written = self.file.write_all_at(bytemuck::cast_slice(elements), self.offset);
             written.map_err(|e| refused(&self.path, e))?;
         }
         self.offset += (len * size_of::<f32>()) as u64;
+        Ok(())
+    }
+
+    /// Appends elements that are in memory: whole blocks, or the last elements of an array.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn append_from(&mut self, elements: &[f32]) -> Result<()> {
+        // They are in the cache, since they have just been updated. The copy is not: it is read only
+        // after a failure.
+        self.blocks.extend(checksums(elements));
+        if self.memory.is_staged() {
+            let written = self.file.write_all_at(bytemuck::cast_slice(elements), self.offset);
+            written.map_err(|e| refused(&self.path, e))?;
+        } else {
+            let first = self.first();
+            copy_past_caches(elements, self.memory.elements(first, elements.len()));
+        }
+        self.offset += size_of_val(elements) as u64;
         Ok(())
     }
 
@@ -255,6 +274,11 @@ impl SlotWriter {
     fn write(&self, bytes: &[u8], offset: u64) -> Result<()> {
         self.file.write_all_at(bytes, offset).map_err(|e| refused(&self.path, e))
     }
+}
+
+/// Returns the checksum of each block of these elements.
+fn checksums(elements: &[f32]) -> impl Iterator<Item = u32> {
+    elements.chunks(BLOCK).map(|block| crc32fast::hash(bytemuck::cast_slice(block)))
 }
 
 /// A copy of another rank's slot, as it is received.
@@ -512,9 +536,14 @@ mod tests {
         }
     }
 
+    /// Appends elements in one of both ways.
     fn append(slot: &mut SlotWriter, block: &[f32]) {
-        slot.next(block.len()).copy_from_slice(block);
-        slot.append(block.len()).unwrap();
+        if slot.blocks.len() % 2 == 0 {
+            slot.append_from(block).unwrap();
+        } else {
+            slot.next(block.len()).copy_from_slice(block);
+            slot.append(block.len()).unwrap();
+        }
     }
 
     /// Writes a step, of which element i is i + `base`.
