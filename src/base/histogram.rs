@@ -3,80 +3,19 @@
 //!
 //! Values fall into bins by the upper bits of their representation: sign, exponent, and three bits
 //! of the fraction, so eight bins for each power of two. Counts are integers. Sum and sum of
-//! squares are kept without rounding, as long fixed-point numbers (after Kulisch, *Computer
-//! Arithmetic and Validity*, 2013), so that no order of additions changes them.
+//! squares are kept without rounding ([`ExactSum`]).
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+
+use crate::exact_sum::ExactSum;
 
 /// The low bits of an f32 that do not affect its bin.
 const BELOW: u32 = 20;
 
 /// The number of bins.
 const BINS: usize = 1 << (32 - BELOW);
-
-/// The number of 32-bit digits in a sum: squares of f32 span 2^-298 to 2^256, and 2^63 of them must
-/// fit.
-const DIGITS: usize = 20;
-
-/// A sum without rounding, in units of a power of two that the caller chooses.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct ExactSum {
-    /// The number is the sum of `digits[k] · 2^(32 k)`. Between additions all but the last are from
-    /// 0 to 2^32 - 1.
-    digits: [i64; DIGITS],
-}
-
-impl Default for ExactSum {
-    fn default() -> Self {
-        Self { digits: [0; DIGITS] }
-    }
-}
-
-impl ExactSum {
-    /// Adds or subtracts `mantissa · 2^shift`. [`ExactSum::carry`] must be called after at most
-    /// 2^30 additions.
-    fn add(&mut self, mantissa: u64, shift: usize, is_negative: bool) {
-        let first = shift / 32;
-        let mut rest = u128::from(mantissa) << (shift % 32);
-        for digit in &mut self.digits[first..first + 3] {
-            let part = (rest & 0xffff_ffff) as i64;
-            *digit += if is_negative { -part } else { part };
-            rest >>= 32;
-        }
-    }
-
-    /// Normalises all digits but the last.
-    fn carry(&mut self) {
-        let mut carried = 0;
-        for digit in &mut self.digits[..DIGITS - 1] {
-            let sum = *digit + carried;
-            *digit = sum & 0xffff_ffff;
-            carried = sum >> 32;
-        }
-        self.digits[DIGITS - 1] += carried;
-    }
-
-    fn merge(&mut self, other: &Self) {
-        self.digits.iter_mut().zip(&other.digits).for_each(|(digit, other)| *digit += other);
-        self.carry();
-    }
-
-    /// Returns the sum, given that its unit is 2^`exponent`.
-    fn value(&self, exponent: i32) -> f64 {
-        let mut magnitude = self.clone();
-        let is_negative = magnitude.digits[DIGITS - 1] < 0;
-        if is_negative {
-            magnitude.digits.iter_mut().for_each(|digit| *digit = -*digit);
-            magnitude.carry();
-        }
-        let weighed =
-            |(k, digit): (usize, &i64)| *digit as f64 * 2f64.powi(32 * k as i32 + exponent);
-        let sum: f64 = magnitude.digits.iter().enumerate().rev().map(weighed).sum();
-        if is_negative { -sum } else { sum }
-    }
-}
 
 /// A histogram of values.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -121,6 +60,16 @@ impl Histogram {
         for (bin, count) in (0..).zip(counts).filter(|(_, count)| *count > 0) {
             *self.counts.entry(bin).or_default() += count;
         }
+    }
+
+    /// Adds `count` zeros.
+    pub fn add_zeros(&mut self, count: u64) {
+        if count == 0 {
+            return;
+        }
+        *self.counts.entry(bin(0.0) as u16).or_default() += count;
+        let (smallest, largest) = self.bounds.unwrap_or((0.0, 0.0));
+        self.bounds = Some((smallest.min(0.0), largest.max(0.0)));
     }
 
     /// Adds the values of another histogram.

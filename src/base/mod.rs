@@ -9,6 +9,7 @@ pub mod control_groups;
 pub mod energy;
 pub mod error;
 pub mod escape;
+pub mod exact_sum;
 pub mod fault;
 pub mod fd_limit;
 pub mod histogram;

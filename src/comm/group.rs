@@ -468,6 +468,17 @@ impl<B: Backend> Group<B> {
         self.metadata(label, |transport, members| bytes::scatter(transport, members, all))
     }
 
+    /// Returns the bytes that each rank has for this one, of any length, in rank order. `all` has
+    /// those of this rank for each rank, itself included.
+    pub fn all_to_all_bytes(&self, all: Vec<Vec<u8>>) -> Pending<Vec<Vec<u8>>> {
+        if self.size() == 1 {
+            return Pending::ready(all);
+        }
+        let size = Size::Own(all.iter().map(Vec::len).sum());
+        let label = self.label("all_to_all_bytes", size, "pairwise");
+        self.metadata(label, |transport, members| bytes::all_to_all(transport, members, all))
+    }
+
     /// Returns every rank's numbers, in rank order, on every rank. Blocks until they have arrived.
     ///
     /// # Errors

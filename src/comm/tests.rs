@@ -485,6 +485,22 @@ fn bytes_of_rank_0_reach_any_number_of_ranks() {
 }
 
 #[test]
+fn each_rank_has_bytes_for_each_rank() {
+    for ranks in 1..=9 {
+        let results = run(&vec![0; ranks], Algorithm::HalvingDoubling, move |comm| {
+            // Of different lengths, some empty.
+            let bytes = |from: usize, to: usize| vec![(16 * from + to) as u8; from * to % 5];
+            let mine = (0..ranks).map(|to| bytes(comm.rank(), to)).collect();
+            let received = comm.world().all_to_all_bytes(mine).wait()?;
+            let expected: Vec<_> = (0..ranks).map(|from| bytes(from, comm.rank())).collect();
+            assert_eq!(received, expected);
+            Ok::<_, Error>(())
+        });
+        results.into_iter().for_each(|result| result.unwrap().unwrap());
+    }
+}
+
+#[test]
 fn messages_bytes_and_barriers() {
     for (transport, results) in [
         ("threads", run(&[0; 3], Algorithm::Ring, messages)),

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::bounds;
 use super::elastic;
+use super::embedding_tables::{sparse_tables, with_embedding_placement};
 use super::epochs::{self, EpochLength};
-use super::host_embedding::with_embedding_placement;
 use super::layout::{
     batch, local_sgd, loss_chunk_tokens, mesh, stages, virtual_ranks, virtual_tensor_ranks,
 };
@@ -29,7 +29,8 @@ use hpctrain_nn::loss::{CustomMetric, Loss, Objective};
 use hpctrain_nn::optim::{Group, Schedule, UpdateRule};
 use hpctrain_nn::{Network, TiedParam};
 use hpctrain_parallel::{
-    LocalSgd, PipelineSchedule, ReduceAfter, ShardingPolicy, Stage, StepSchedule, VirtualRanks,
+    LocalSgd, PipelineSchedule, ReduceAfter, ShardingPolicy, Stage, StepSchedule, TableSharding,
+    VirtualRanks,
 };
 
 /// Facts about the environment that a [`ResolvedConfig`] depends on.
@@ -74,6 +75,9 @@ pub struct ResolvedConfig {
     pub loss: Loss,
     /// Custom metrics, which evaluations measure besides those of the loss.
     pub metrics: Vec<CustomMetric>,
+    /// How the rows of embedding tables with sparse updates are divided among ranks; `None` for
+    /// dense updates.
+    pub sparse_tables: Option<TableSharding>,
     /// The samples that the network takes.
     pub samples: SampleSpec,
     /// The update rule of the optimizer.
@@ -235,13 +239,19 @@ impl ResolvedConfig {
     /// With one stage it may be another network than that of this configuration.
     pub fn stage(&self, index: usize, tied: &[Option<TiedParam>]) -> Stage {
         match self.mesh.pipeline {
-            1 if self.offloads_embeddings() => Stage::after_embedding_tables(tied),
+            1 if self.has_host_tables() => Stage::after_embedding_tables(tied),
             1 => Stage::whole(tied),
             _ => Stage::new(&self.stages, index, tied),
         }
     }
 
-    /// Returns true if the first block is embedding tables in host memory.
+    /// Returns true if the first block is embedding tables in host memory, apart from the blocks of
+    /// the device.
+    pub fn has_host_tables(&self) -> bool {
+        self.config.model.place.tables == EmbeddingPlacement::Host || self.sparse_tables.is_some()
+    }
+
+    /// Returns true if the first block is embedding tables in host memory instead of a GPU's.
     pub fn offloads_embeddings(&self) -> bool {
         self.config.model.place.tables == EmbeddingPlacement::Host
     }
@@ -323,13 +333,10 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     let threads = config.run.threads.unwrap_or(environment.threads);
     let network = network(&mut config.model, environment.vocabulary)?;
     let virtual_tensor_ranks = virtual_tensor_ranks(&config.parallel, &network)?;
-    let network = with_embedding_placement(
-        &config,
-        network,
-        &mesh,
-        virtual_tensor_ranks,
-        environment.on_gpu,
-    )?;
+    let on_gpu = environment.on_gpu;
+    let sparse = sparse_tables(&config, &network, &mesh, virtual_tensor_ranks, on_gpu)?;
+    let network =
+        with_embedding_placement(&config, network, &mesh, virtual_tensor_ranks, sparse, on_gpu)?;
     let stages = stages(&config.parallel, &network)?;
     // Replicas of local SGD do not share statistics of batch normalization.
     let (synced_virtual_ranks, synced_ranks) = match averaging {
@@ -430,6 +437,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         network,
         loss,
         metrics: vec![],
+        sparse_tables: sparse,
         samples,
         update_rule: rule,
         ema: average,

@@ -20,7 +20,7 @@ use hpctrain_nn::layers::Layer;
 use hpctrain_nn::loss::CustomLoss;
 use hpctrain_nn::optim::{Group, LrDecay};
 use hpctrain_nn::{CustomModel, Input};
-use hpctrain_parallel::{PipelineSchedule, Storage, Zero};
+use hpctrain_parallel::{PipelineSchedule, Storage, TableSharding, Zero};
 
 /// A key as its section declares it.
 pub struct Key {
@@ -365,6 +365,12 @@ sections! {
         /// Decay of an exponential moving average (EMA) of the parameters, which evaluations,
         /// predictions and exports use instead of them; 0 disables it.
         ema: f32 = 0.0,
+        /// Updates of the embedding tables of the first layer: `dense`, of all rows; `sparse`, of
+        /// the rows that a batch contains, whose optimizer state is not changed in other steps
+        /// either; or `auto`: sparse for `embedding_tables` if that gives the results of dense
+        /// updates (Adagrad, or SGD without momentum, without weight decay). Sparse tables are in
+        /// host memory.
+        tables: TableUpdates = TableUpdates::Auto,
         /// `[[optimizer.groups]]`: parameters with a learning rate or weight decay that differs
         /// from the rest, as `names`, `lr_factor` and `weight_decay`; the first group that matches
         /// the name of a parameter applies.
@@ -404,6 +410,10 @@ sections! {
         /// ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too
         /// (FSDP).
         zero: Zero = Zero::Zero,
+        /// Rows of embedding tables with sparse updates that a rank holds, with their optimizer
+        /// state: `replicated`, all of them; `row-wise`, an equal part of all rows; `table-wise`,
+        /// whole tables; `auto` is replicated at ZeRO stage 0, else row-wise.
+        tables: TableShardingChoice = TableShardingChoice::Auto,
         /// Where parameters are updated and their optimizer state is kept: `ranks`, on all of them
         /// as `zero` says, or `central`, on `owners` ranks, to which the others send their
         /// gradients and from which they receive the new parameters.
@@ -729,6 +739,19 @@ impl Model {
 }
 
 impl Config {
+    /// Returns true if sparse updates of embedding tables give the results of dense ones: rows whose
+    /// gradient is zero stay as they are.
+    pub fn sparse_updates_are_exact(&self) -> bool {
+        let Optimizer { kind, momentum, weight_decay, groups, .. } = &self.optimizer;
+        let keeps_rows = match kind {
+            OptimizerKind::Adagrad => true,
+            OptimizerKind::Sgd => *momentum == 0.0,
+            _ => false,
+        };
+        let decays = |group: &Group| group.weight_decay.is_some_and(|decay| decay != 0.0);
+        keeps_rows && *weight_decay == 0.0 && !groups.iter().any(decays)
+    }
+
     /// Returns true if a key asks for something that only GPUs support.
     pub fn needs_gpu(&self) -> bool {
         let Offload { optimizer, params, activations } = self.offload;
@@ -792,6 +815,44 @@ pub enum EmbeddingPlacement {
     Device,
     /// Host memory; the host also looks rows up and updates them.
     Host,
+}
+
+/// `optimizer.tables`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TableUpdates {
+    /// Sparse where that gives the results of dense updates.
+    Auto,
+    /// All rows are updated in every step.
+    Dense,
+    /// The rows that a batch contains are updated.
+    Sparse,
+}
+
+/// `parallel.tables`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TableShardingChoice {
+    /// Replicated at ZeRO stage 0, else row-wise.
+    Auto,
+    /// Every rank holds all rows.
+    Replicated,
+    /// Every rank holds an equal part of all rows.
+    RowWise,
+    /// Every rank holds whole tables.
+    TableWise,
+}
+
+impl TableShardingChoice {
+    /// Returns what `auto` chooses at this ZeRO stage, or what is given.
+    pub fn resolve(self, zero: Zero) -> TableSharding {
+        match self {
+            Self::Auto if zero == Zero::Zero => TableSharding::Replicated,
+            Self::Auto | Self::RowWise => TableSharding::RowWise,
+            Self::Replicated => TableSharding::Replicated,
+            Self::TableWise => TableSharding::TableWise,
+        }
+    }
 }
 
 /// The number of transformer blocks, or a list of layers.

@@ -8,12 +8,13 @@ use super::forward_backward::{Engine, Geometry};
 use super::host_embedding::HostEmbedding;
 use super::model::Model;
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::UnitLayout;
 use hpctrain_comm::{Algorithm, AlgorithmTable, Comm, Group};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 use hpctrain_nn::{Blocks, loans};
-use hpctrain_parallel::{Groups, Sharded, Stage, Updates};
+use hpctrain_parallel::{Groups, HostUnits, Sharded, SparseTables, Stage, Updates};
 
 /// Creates the network of a plan on its mesh. `choices` is the file with earlier results of
 /// benchmarks of collectives. Collective over the world.
@@ -28,7 +29,7 @@ pub fn engine<B: Kernels>(
 ) -> Result<(Engine<B>, CollectiveChoices)> {
     let blocks = plan.network.tensor_parallel_blocks(&plan.tensor_shards(comm.rank()));
     let (mut engine, exchange) = build(comm, plan, blocks, backend, choices)?;
-    if plan.offloads_embeddings() {
+    if plan.has_host_tables() {
         engine.model = with_host_embedding(comm, plan, engine.model, true)?;
     }
     Ok((engine, exchange))
@@ -61,21 +62,35 @@ pub fn with_host_embedding<B: Kernels>(
     let groups = groups.with_algorithms(of_shards, of_replicas);
     let slices = plan.tensor_shards(comm.rank());
     let mut blocks: Blocks<Cpu> = plan.network.tensor_parallel_blocks(&slices);
-    let stage = Stage::embedding_tables(&loans(&blocks));
-    let keep = plan.host_table_sharding_policy();
     let seed = trains.then_some(plan.config.run.seed);
     let updates = trains.then(|| updates(plan, None));
-    let tables = Sharded::new(
-        cpu.clone(),
-        groups,
-        keep,
-        plan.virtual_ranks,
-        updates,
-        &blocks,
-        &slices,
-        stage,
-        seed,
-    )?;
+    let tables = match plan.sparse_tables {
+        Some(sharding) => {
+            let block = &blocks[0];
+            let layout =
+                UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices);
+            HostUnits::Sparse(Box::new(SparseTables::new(
+                cpu.clone(),
+                groups.data,
+                layout,
+                sharding,
+                plan.assignment(),
+                updates.as_ref(),
+                seed,
+            )?))
+        }
+        None => HostUnits::Dense(Box::new(Sharded::new(
+            cpu.clone(),
+            groups,
+            plan.host_table_sharding_policy(),
+            plan.virtual_ranks,
+            updates,
+            &blocks,
+            &slices,
+            Stage::embedding_tables(&loans(&blocks)),
+            seed,
+        )?)),
+    };
     let block = HostEmbedding::new(&model.backend, cpu, blocks.swap_remove(0))?;
     Ok(model.with_host_embedding(block, tables))
 }
@@ -98,7 +113,7 @@ fn updates(plan: &ResolvedConfig, host: Option<Cpu>) -> Updates {
 /// outputs of the same width.
 ///
 /// # Errors
-/// Returns an error if [`engine`] does, or if the plan has embedding tables on the host, which
+/// Returns an error if [`engine`] does, or if the plan has embedding tables in host memory, which
 /// custom blocks do not support.
 pub fn engine_with_blocks<B: Kernels>(
     comm: &Comm<B>,
@@ -107,9 +122,11 @@ pub fn engine_with_blocks<B: Kernels>(
     backend: B,
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, CollectiveChoices)> {
-    if plan.offloads_embeddings() {
-        return Err(Error::input("model.place.tables = host is not supported with custom blocks")
-            .hint("remove model.place.tables"));
+    if plan.has_host_tables() {
+        return Err(Error::input(
+            "model.place.tables = host and optimizer.tables = sparse are not supported with custom blocks",
+        )
+        .hint("set model.place.tables=device and optimizer.tables=dense"));
     }
     blocks.iter().try_for_each(|block| block.check())?;
     build(comm, plan, blocks, backend, choices)

@@ -316,14 +316,14 @@ impl<B: Kernels> Engine<B> {
         match action {
             Action::Forward(_) => {
                 if host_embedding.is_some() {
-                    sharded.host_units()?.skip_turn(0)?;
+                    sharded.host_units()?.skip_forward()?;
                 }
                 units.into_iter().try_for_each(|unit| sharded.skip_turn(unit))
             }
             Action::Backward(_) | Action::BackwardInput(_) => {
                 units.rev().try_for_each(|unit| sharded.skip_turn(unit))?;
                 match host_embedding {
-                    Some(_) => sharded.host_units()?.skip_turn(0),
+                    Some(_) => sharded.host_units()?.skip_backward(),
                     None => Ok(()),
                 }
             }

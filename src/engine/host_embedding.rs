@@ -1,4 +1,5 @@
-//! Embedding tables on the host, whose rows are the input of a device (`model.place.tables`).
+//! Embedding tables on the host, whose rows are the input of a device (`model.place.tables`), which
+//! may be the host itself (`optimizer.tables = sparse`).
 //!
 //! The network's first block consists of embedding tables only. The host computes it: it looks up
 //! the rows of a micro-batch and copies them to the device, and later adds the gradient of these
@@ -19,7 +20,7 @@ use hpctrain_cpu::{Cpu, CpuBuf};
 use hpctrain_data::SampleFields;
 use hpctrain_device::{Backend, CommBuffer, ComputeOrderedCopies, Kernels, MemoryKind, Slot};
 use hpctrain_nn::{Block, Context, MicroBatch};
-use hpctrain_parallel::Sharded;
+use hpctrain_parallel::HostUnits;
 
 /// A block of embedding tables on the host, with the copies of rows to the device and back.
 pub struct HostEmbedding<B: Kernels> {
@@ -47,20 +48,24 @@ impl<B: Kernels> HostEmbedding<B> {
     }
 
     /// Looks up the rows of a micro-batch and starts to copy them to the device. Work that is
-    /// submitted to the compute stream afterwards sees them. Takes the tables' turn in `sharded`.
+    /// submitted to the compute stream afterwards sees them. Takes the turn of `tables`.
     ///
     /// # Errors
     /// Returns an error if memory runs out, or if the device or an all-gather of parameters fails.
-    pub fn forward(&mut self, sharded: &mut Sharded<Cpu>, micro: &MicroBatch<B>) -> Result<B::Buf> {
-        let _span = span(ActivityKind::Forward, Some(&sharded.name(0).clone()));
-        let rows = {
-            let micro = self.micro(micro)?;
-            let cx = Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
-            self.block
-                .forward(&cx, sharded.params(0)?, &self.cpu.alloc(MemoryKind::Activations, 0)?)?
-                .0
+    pub fn forward(&mut self, tables: &mut HostUnits, micro: &MicroBatch<B>) -> Result<B::Buf> {
+        let _span = span(ActivityKind::Forward, Some(&tables.name()));
+        let rows = match tables {
+            HostUnits::Sparse(tables) => tables.rows(&micro.host_ids)?,
+            HostUnits::Dense(units) => {
+                let micro = self.micro(micro)?;
+                let cx =
+                    Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
+                let none = self.cpu.alloc(MemoryKind::Activations, 0)?;
+                let rows = self.block.forward(&cx, units.params(0)?, &none)?.0;
+                units.release();
+                rows
+            }
         };
-        sharded.release();
         let mut input = self.backend.alloc(MemoryKind::Activations, rows.len())?;
         self.send(&rows, &mut input)?;
         self.count();
@@ -74,25 +79,31 @@ impl<B: Kernels> HostEmbedding<B> {
     /// Returns an error if [`HostEmbedding::forward`] does, or if a reduction cannot be started.
     pub fn backward(
         &mut self,
-        sharded: &mut Sharded<Cpu>,
+        tables: &mut HostUnits,
         micro: &MicroBatch<B>,
         gradient: B::Buf,
         virtual_rank_end: Option<bool>,
     ) -> Result<()> {
-        let span = span(ActivityKind::Backward, Some(&sharded.name(0).clone()));
+        let span = span(ActivityKind::Backward, Some(&tables.name()));
         let gradient = self.receive(gradient)?;
-        {
-            let micro = self.micro(micro)?;
-            let cx = Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
-            let (params, grads) = sharded.params_and_grads(0)?;
-            let none = self.cpu.alloc(MemoryKind::Activations, 0)?;
-            self.block.backward(&cx, params, grads, &none, vec![], gradient)?;
-        }
-        drop(span);
-        sharded.release();
-        if let Some(last) = virtual_rank_end {
-            sharded.virtual_rank_done(0, last)?;
-            sharded.start_reductions()?;
+        match tables {
+            HostUnits::Sparse(tables) => {
+                tables.add_gradient(&micro.host_ids, gradient.as_slice(), virtual_rank_end);
+            }
+            HostUnits::Dense(units) => {
+                let micro = self.micro(micro)?;
+                let cx =
+                    Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
+                let (params, grads) = units.params_and_grads(0)?;
+                let none = self.cpu.alloc(MemoryKind::Activations, 0)?;
+                self.block.backward(&cx, params, grads, &none, vec![], gradient)?;
+                drop(span);
+                units.release();
+                if let Some(last) = virtual_rank_end {
+                    units.virtual_rank_done(0, last)?;
+                    units.start_reductions()?;
+                }
+            }
         }
         self.count();
         Ok(())
@@ -243,8 +254,11 @@ mod tests {
         let virtual_ranks =
             plan.virtual_ranks_of_rank(engine.model.sharded.data().rank())[0].clone();
         for step in 0..3 {
-            let mut samples = (virtual_ranks[0] as u64 * plan.virtual_rank_samples..)
-                .step_by(plan.micro as usize);
+            let of_virtual_rank = |virtual_rank: &usize| {
+                let first = *virtual_rank as u64 * plan.virtual_rank_samples;
+                (first..first + plan.virtual_rank_samples).step_by(plan.micro as usize)
+            };
+            let mut samples = virtual_ranks.iter().flat_map(of_virtual_rank);
             let round = train_round(
                 plan,
                 &mut engine,
@@ -329,6 +343,70 @@ mod tests {
                     want.1
                 );
             }
+        }
+    }
+
+    /// The layouts in which tables with sparse updates must have the same bits.
+    const SPARSE_LAYOUTS: [(usize, &[&str]); 10] = [
+        (1, &[]),
+        (2, &["parallel.zero=0"]),
+        (2, &["parallel.zero=0", "parallel.tables=table-wise"]),
+        (2, &["parallel.zero=1"]),
+        (3, &["parallel.zero=0"]),
+        (3, &["parallel.zero=3", "parallel.tables=replicated"]),
+        (4, &["parallel.zero=2"]),
+        (4, &["parallel.zero=3"]),
+        (4, &["parallel.zero=3", "parallel.shard=2", "parallel.tables=row-wise"]),
+        (4, &["parallel.zero=1", "parallel.tables=table-wise"]),
+    ];
+
+    /// Tables of which the batches contain a part of the rows.
+    const LARGE: &str = "model.layers=[{kind='embedding_tables', ids=[5, 3, 40], width=4}, {kind='dot_interaction'},          {kind='dense', units=3}, {kind='tanh'}, {kind='dense', units=1}]";
+
+    fn sparse_outcome(ranks: usize, settings: &[&str]) -> Outcome {
+        let network = [LARGE, "model.input=[0]", "optimizer.ema=0", "model.place.tables=host"];
+        outcome(ranks, &[&network[..], settings].concat())
+    }
+
+    #[test]
+    fn sparse_updates_have_the_bits_of_dense_ones() {
+        for rule in [
+            &["optimizer.kind=adagrad", "optimizer.weight_decay=0"][..],
+            &["optimizer.kind=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0"],
+        ] {
+            let settings = [rule, &["optimizer.grad_clip=0", "batch.micro=2"]].concat();
+            // The buffer of a momentum of 0 contains the last gradient, which no update reads.
+            let used = |(mut tensors, losses): Outcome| {
+                tensors.retain(|(_, part, _)| *part == 0 || rule[0] == "optimizer.kind=adagrad");
+                (tensors, losses)
+            };
+            let settings = &settings[..];
+            let dense = used(sparse_outcome(1, &[settings, &["optimizer.tables=dense"]].concat()));
+            for (ranks, layout) in SPARSE_LAYOUTS {
+                let got = used(sparse_outcome(ranks, &[settings, layout].concat()));
+                assert!(got == dense, "{rule:?} on {ranks} ranks with {layout:?}");
+            }
+        }
+    }
+
+    /// The norm of the whole gradient and lazy updates do not depend on the ranks either.
+    #[test]
+    fn lazy_updates_and_clipping_have_the_same_bits_on_all_ranks() {
+        // After each micro-batch, gradients of other units are reduced in another order.
+        let by_micro_batches: (usize, &[&str]) =
+            (4, &["parallel.zero=3", "parallel.reduce=micro", "parallel.tables=table-wise"]);
+        for rule in [
+            &["optimizer.tables=sparse", "optimizer.kind=adamw"],
+            &["optimizer.tables=sparse", "optimizer.kind=sgd"],
+        ] {
+            let settings = [&rule[..], &["optimizer.grad_clip=0.01", "batch.micro=4"]].concat();
+            let alone = sparse_outcome(1, &settings);
+            for (ranks, layout) in SPARSE_LAYOUTS.into_iter().chain([by_micro_batches]) {
+                let got = sparse_outcome(ranks, &[&settings[..], layout].concat());
+                assert!(got == alone, "{rule:?} on {ranks} ranks with {layout:?}");
+            }
+            let dense = sparse_outcome(1, &[&settings[..], &["optimizer.tables=dense"]].concat());
+            assert!(dense != alone, "decay changes rows that the batch does not contain");
         }
     }
 }

@@ -6,11 +6,10 @@ use super::chunked_loss::{RowChunk, chunks};
 use super::host_embedding::HostEmbedding;
 use super::pipeline_p2p::PipelineP2p;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_cpu::Cpu;
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::loss::Objective;
 use hpctrain_nn::{Blocks, Context, KvCache, MicroBatch};
-use hpctrain_parallel::{Flow, Sharded};
+use hpctrain_parallel::{Flow, HostUnits, Sharded};
 
 /// A network with its parameters, ready to compute. In a pipeline, only this rank's stage.
 pub struct Model<B: Kernels> {
@@ -64,7 +63,7 @@ impl<B: Kernels> Model<B> {
     pub(super) fn with_host_embedding(
         self,
         tables: HostEmbedding<B>,
-        parameters: Sharded<Cpu>,
+        parameters: HostUnits,
     ) -> Self {
         Self {
             host_embedding: Some(tables),

@@ -29,14 +29,17 @@ mod local_sgd;
 mod memory_trace;
 mod norms;
 mod optimizer_shard;
+mod owned;
 mod param_prefetch;
 mod pipeline_schedule;
 mod pipeline_split;
 mod pipeline_stage;
 mod progress;
+mod restore_source;
 mod sdc_check;
 mod sdc_checksum;
 mod sharded;
+mod sparse;
 mod step_params;
 mod step_summary;
 mod tied_replica;
@@ -50,15 +53,16 @@ pub use local_sgd::{LocalSgd, OuterOptimizer, ReplicaStep, RoundSummary, mean, s
 pub use memory_trace::{MemoryMoment, MemoryTimeline, StepPosition};
 pub use norms::{Norms, whole as whole_norms};
 pub use optimizer_shard::{OptimizerShard, Updates, Values};
+pub use owned::{Histograms, Owned};
 pub use param_prefetch::{Prefetch, step as turns};
 pub use pipeline_schedule::{Action, Flow, PipelineSchedule, StepSchedule};
 pub use pipeline_split::partition;
 pub use pipeline_stage::{Stage, TiedExport, TiedImport};
 pub use progress::Progress;
 pub use sharded::{
-    Histograms, OpenGradient, Owned, Reduced, ReducedStep, Sharded, UpdateObserver,
-    whole_histograms,
+    HostUnits, OpenGradient, Reduced, ReducedStep, Sharded, UpdateObserver, whole_histograms,
 };
+pub use sparse::{RowPartition, SparseTables, TableSharding};
 pub use step_params::{Hyper, state_names};
 pub use step_summary::{Squares, sum_of_squares};
 pub use virtual_ranks::{ReduceAfter, VirtualRanks};

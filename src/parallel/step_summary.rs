@@ -5,6 +5,7 @@
 //! finite.
 
 use super::control_flags::ControlFlags;
+use super::sparse::SquareSum;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::tree_sum::tree_sum;
 
@@ -19,6 +20,8 @@ pub struct StepSummary {
     pub losses: Vec<f64>,
     /// The squared norms of its virtual shards.
     pub squares: Squares,
+    /// The squared norm of its rows of tables with sparse gradients, if there are any.
+    pub of_rows: Option<SquareSum>,
 }
 
 /// The squared norms of the gradient of some units, by virtual shards.
@@ -37,23 +40,25 @@ pub struct Squares {
 impl StepSummary {
     pub fn encode(&self) -> Vec<u8> {
         let Squares { first_unit, first_shard, shards, values } = &self.squares;
-        let counts =
-            [self.losses.len(), *first_unit, *first_shard, *shards].map(|count| count as f64);
+        let counts = [self.losses.len(), *first_unit, *first_shard, *shards, values.len()]
+            .map(|count| count as f64);
         let head = [self.compute, f64::from(self.flags.bits())];
         let all = head.iter().chain(&counts).chain(&self.losses).chain(values);
-        all.flat_map(|x| x.to_le_bytes()).collect()
+        let of_rows = self.of_rows.iter().flat_map(SquareSum::encode);
+        all.copied().chain(of_rows).flat_map(f64::to_le_bytes).collect()
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let numbers: Vec<f64> =
             bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
         let malformed = || Error::comm("another rank sent a malformed summary of its step");
-        let [compute, flags, losses, first_unit, first_shard, shards, rest @ ..] =
+        let [compute, flags, losses, first_unit, first_shard, shards, values, rest @ ..] =
             numbers.as_slice()
         else {
             return Err(malformed());
         };
-        let (losses, values) = rest.split_at_checked(*losses as usize).ok_or_else(malformed)?;
+        let (losses, rest) = rest.split_at_checked(*losses as usize).ok_or_else(malformed)?;
+        let (values, of_rows) = rest.split_at_checked(*values as usize).ok_or_else(malformed)?;
         let shards = *shards as usize;
         if !values.len().is_multiple_of(shards.max(1)) {
             return Err(malformed());
@@ -65,6 +70,10 @@ impl StepSummary {
             flags: ControlFlags::from_bits_retain(*flags as u32),
             losses: losses.to_vec(),
             squares: Squares { first_unit, first_shard, shards, values: values.to_vec() },
+            of_rows: match of_rows {
+                [] => None,
+                numbers => Some(SquareSum::decode(numbers)?),
+            },
         })
     }
 }
@@ -115,10 +124,14 @@ mod tests {
             flags: ControlFlags::from_bits_retain(u32::MAX),
             losses: vec![1.5, f64::INFINITY],
             squares: squares(3, 4, 2, &[0.1, 2.0, 3.0, 4.0]),
+            of_rows: None,
         };
         assert_eq!(StepSummary::decode(&summary.encode()).unwrap(), summary);
         assert!(StepSummary::decode(&summary.encode()[..56]).is_err());
-        assert!(StepSummary::decode(&summary.encode()[..72]).is_err());
+        assert!(StepSummary::decode(&summary.encode()[..80]).is_err());
+        let with_rows =
+            StepSummary { of_rows: Some(SquareSum::of_rows(2, &[0.3, 1e20])), ..summary };
+        assert_eq!(StepSummary::decode(&with_rows.encode()).unwrap(), with_rows);
         assert!(StepSummary::decode(&[]).is_err());
     }
 

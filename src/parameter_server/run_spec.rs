@@ -9,7 +9,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_checkpoint::Progress;
 use hpctrain_config::{
-    Config, Environment, LayerList, LossKind, Model, Partition, ResolvedConfig, Staleness, resolve,
+    Config, Environment, LayerList, LossKind, Model, Partition, ResolvedConfig, Staleness,
+    TableUpdates, resolve,
 };
 use hpctrain_data::Preprocessing;
 use hpctrain_device::format_bytes;
@@ -77,7 +78,7 @@ impl RunSpec {
     ) -> Result<ResolvedConfig> {
         check(config)?;
         let is_synchronous = config.parameter_server.staleness == Staleness::Bound(0);
-        let mut config = config.clone();
+        let mut config = with_dense_tables(config);
         if is_synchronous {
             config.parallel.virtual_ranks.get_or_insert(workers);
         } else {
@@ -193,7 +194,7 @@ impl RunSpec {
     pub fn worker_plan(&self, threads: usize, on_gpu: bool) -> Result<ResolvedConfig> {
         let config = if self.is_synchronous() {
             let of_run = Self::plan(&self.config, self.workers, self.vocabulary, threads)?;
-            let mut config = self.config.clone();
+            let mut config = with_dense_tables(&self.config);
             (config.parallel.virtual_ranks, config.batch.micro) =
                 (Some(of_run.virtual_ranks), Some(of_run.micro));
             config.parallel.replica = None;
@@ -205,9 +206,16 @@ impl RunSpec {
     }
 }
 
+/// Returns a configuration whose embedding tables are like other parameters: servers update them.
+fn with_dense_tables(config: &Config) -> Config {
+    let mut config = config.clone();
+    config.optimizer.tables = TableUpdates::Dense;
+    config
+}
+
 /// Returns the configuration of a worker in asynchronous training.
 fn worker_config(config: &Config, workers: usize) -> Config {
-    let mut config = config.clone();
+    let mut config = with_dense_tables(config);
     // The servers update the parameters, so a worker has no learning rate.
     config.set_trial_batch(worker_batch(&config, workers));
     (config.parallel.virtual_ranks, config.parallel.replica) = (Some(1), None);
@@ -358,6 +366,7 @@ fn check(config: &Config) -> Result<()> {
             "model.place.tables = host",
             config.model.place.tables == hpctrain_config::EmbeddingPlacement::Host,
         ),
+        ("optimizer.tables = sparse", config.optimizer.tables == TableUpdates::Sparse),
         ("offload.params", config.offload.params),
         ("offload.activations", config.offload.activations),
         ("log.histograms", config.log.histograms > 0),

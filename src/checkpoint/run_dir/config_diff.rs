@@ -62,6 +62,7 @@ impl Changes {
         let effect = |section: &str, key: &str| match (section, key, now.comm.dtype) {
             // Each micro-batch is rounded.
             ("parallel", "reduce", MessageDtype::Bf16) => KeyEffect::Rounding,
+            ("optimizer", "tables", _) if is_exact(before, now) => KeyEffect::Rounding,
             _ => key_effect(section, key),
         };
         let lines = |wanted: &[KeyEffect]| {
@@ -77,6 +78,11 @@ impl Changes {
     }
 }
 
+/// Returns true if sparse and dense updates of embedding tables give the same results.
+fn is_exact(before: &Config, now: &Config) -> bool {
+    before.sparse_updates_are_exact() && now.sparse_updates_are_exact()
+}
+
 /// Returns the reasons why a run of one resolved configuration cannot be the run of another; empty
 /// if it can. Length, rounding, layout and precision do not count, nor does a global batch that
 /// `batch.per_rank` gave, since a run that is resumed keeps its own.
@@ -84,9 +90,11 @@ pub fn run_conflicts(before: &Config, now: &Config) -> Vec<String> {
     let is_kept =
         |section: &str, key: &str| now.batch.of_rank > 0 && (section, key) == ("batch", "global");
     let conflicts = differences(before, now, |section, key| {
+        let is_rounding = (section, key) == ("optimizer", "tables") && is_exact(before, now);
         section != "precision"
             && key_effect(section, key) == KeyEffect::Curve
             && !is_kept(section, key)
+            && !is_rounding
     });
     conflicts.iter().map(KeyDifference::to_string).collect()
 }

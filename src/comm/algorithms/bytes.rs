@@ -118,6 +118,40 @@ pub fn scatter(
     Ok(all.concat())
 }
 
+/// Returns the bytes that each rank has for this one, in rank order; `all` has those of this rank
+/// for each, itself included. Takes 2·(n−1) rounds: in step k each rank sends to the rank k ahead
+/// of it, the length first.
+pub fn all_to_all(
+    transport: &mut dyn Transport,
+    group: &GroupRanks,
+    mut all: Vec<Vec<u8>>,
+) -> Result<Vec<Vec<u8>>> {
+    let size = group.size();
+    if all.len() != size {
+        return Err(Error::internal(format!("bytes for {} ranks of {size}", all.len())));
+    }
+    let mut received = vec![Vec::new(); size];
+    received[group.rank] = std::mem::take(&mut all[group.rank]);
+    for distance in 1..size {
+        let ahead = (group.rank + distance) % size;
+        let behind = (group.rank + size - distance) % size;
+        let mut length = [0; size_of::<u64>()];
+        transport.exchange_bytes(
+            group,
+            Some((ahead, &(all[ahead].len() as u64).to_le_bytes())),
+            Some((behind, &mut length)),
+        )?;
+        let length = check_announced(group.ranks[behind], u64::from_le_bytes(length))?;
+        received[behind] = vec![0; length];
+        transport.exchange_bytes(
+            group,
+            Some((ahead, &all[ahead])),
+            Some((behind, &mut received[behind])),
+        )?;
+    }
+    Ok(received)
+}
+
 /// Returns the number of ranks, itself included, in this rank's subtree of a binomial tree over the
 /// next power of two of ranks.
 fn span(group: &GroupRanks) -> usize {

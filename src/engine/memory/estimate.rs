@@ -99,12 +99,12 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     let stage = plan.stage(stage, &loans(&blocks));
     let of_unit = |unit: usize| {
         let block = &blocks[unit];
-        UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices).padded
+        UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices)
     };
     let tables = stage
         .takes_embedding_rows()
         .then(|| HostTables::new(plan, of_unit(0), blocks[1].input_per_row()));
-    let slots: Vec<usize> = stage.slots().map(of_unit).collect();
+    let slots: Vec<usize> = stage.slots().map(|unit| of_unit(unit).padded).collect();
     let padded = &slots[..stage.units.len()];
     let next = blocks.get(stage.units.end).map(|block| slices.own(block.input_per_row()));
     blocks.truncate(stage.units.end);
@@ -193,9 +193,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     // Replicas divide a copy of parameters and state among themselves, except with central storage.
     let copies =
         if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
-    let of_tables =
-        tables.as_ref().map_or(0, |tables| (1 + states) * ranks.largest_shard(tables.padded));
-    let copy = (owned + state + of_tables).div_ceil(copies) * F32;
+    let of_tables = tables.as_ref().map_or(0, |tables| tables.saved(states, copies));
+    let copy = ((owned + state).div_ceil(copies) + of_tables) * F32;
     if plan.config.checkpoint.async_save {
         host[MemoryKind::Checkpoint as usize] = copy;
     }
@@ -211,7 +210,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     }
     // At the start, and when a checkpoint is written without async_save, one unit at a time is
     // copied to the host.
-    let of_tables = tables.as_ref().map(|tables| &tables.padded);
+    let of_tables = tables.as_ref().map(|tables| tables.padded());
     let staging = padded.iter().chain(of_tables).max().copied().unwrap_or(0) * F32;
     let (host, gpu) = match B::ON_HOST {
         true => (std::array::from_fn(|what| host[what] + device[what]), None),

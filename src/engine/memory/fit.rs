@@ -352,7 +352,7 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let offloads_activations = plan.config.offload.activations;
     let offloads_params = plan.config.offload.params;
     let has_tables =
-        on_gpu && !plan.offloads_embeddings() && plan.network.with_separate_embedding().is_ok();
+        on_gpu && !plan.has_host_tables() && plan.network.with_separate_embedding().is_ok();
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three]
         .into_iter()
         .filter(|zero| *zero as u8 >= now as u8);

@@ -4,6 +4,7 @@
 use std::fmt;
 
 use super::estimate::{ActivationBytes, F32};
+use super::tables::HostTables;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::mesh::Axis;
 use hpctrain_config::ResolvedConfig;
@@ -78,7 +79,9 @@ pub fn placement<B: Kernels>(plan: &ResolvedConfig, rank: usize) -> Vec<BlockPla
     let next = blocks.get(stage.units.end).map(|block| slices.own(block.input_per_row()));
     let tables = stage.takes_embedding_rows().then(|| {
         let block = &blocks[0];
-        UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices)
+        let layout =
+            UnitLayout::sharded(block.name(), block.tensors(), plan.virtual_ranks, &slices);
+        (block.name(), HostTables::new(plan, layout, blocks[1].input_per_row()))
     });
     blocks.truncate(stage.units.end);
     blocks.drain(..stage.units.start);
@@ -96,15 +99,9 @@ pub fn placement<B: Kernels>(plan: &ResolvedConfig, rank: usize) -> Vec<BlockPla
     let activations = ActivationBytes::new(plan, &blocks, &slices, &stage, next);
     let saved = activations.kept();
     let on_host = B::ON_HOST;
-    let of_tables = tables.map(|tables| {
-        let owned = plan.assignment().largest_shard(tables.padded);
-        let bytes = (2 + states) * owned * F32;
-        let name = "parameters, gradient and optimizer state";
-        BlockPlacement {
-            block: tables.name.to_string(),
-            parts: vec![PlacedPart::on_host(name, bytes)],
-            on_host,
-        }
+    let of_tables = tables.map(|(block, tables)| {
+        let (name, bytes) = tables.kept_bytes(states);
+        BlockPlacement { block, parts: vec![PlacedPart::on_host(name, bytes)], on_host }
     });
     let of_blocks = blocks.iter().enumerate().map(|(index, block)| {
         let layout =

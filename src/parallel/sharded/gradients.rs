@@ -7,6 +7,7 @@ use super::Sharded;
 use super::block_reduction::BlockReduction;
 use crate::control_flags::{AllFlags, ControlFlags};
 use crate::fsdp_unit::{ReducedGradient, Reduction};
+use crate::sparse::SquareSum;
 use crate::step_summary::{Squares, StepSummary, sum_of_squares};
 use crate::{Lifetime, ReduceAfter, Storage, VirtualRanks};
 use hpctrain_base::error::{Error, Result};
@@ -224,11 +225,11 @@ impl<B: Kernels> Sharded<B> {
     ) -> Result<ReducedStep> {
         // Every rank receives every virtual rank's loss and the squared norms of every unit's
         // virtual shards, and adds them in the same order.
-        let squares = self.squares()?;
+        let (squares, of_rows) = self.squares()?;
         let losses = losses.into_iter().map(|losses| total(&self.backend, losses));
         let losses = losses.collect::<Result<_>>()?;
         let compute = compute(self.waited());
-        let mine = StepSummary { compute, flags, losses, squares };
+        let mine = StepSummary { compute, flags, losses, squares, of_rows };
         let messages = self.groups.step.world.gather_bytes(mine.encode()).wait()?;
         let summaries: Vec<StepSummary> =
             messages.iter().map(|message| StepSummary::decode(message)).collect::<Result<_>>()?;
@@ -247,22 +248,28 @@ impl<B: Kernels> Sharded<B> {
             self.network.len(),
             self.slices.total * self.virtual_ranks,
         )?;
+        let of_rows = summaries.iter().filter_map(|summary| summary.of_rows.clone());
+        let of_rows = of_rows.reduce(|mut sum, other| {
+            sum.merge(&other);
+            sum
+        });
         Ok(ReducedStep {
             loss: tree_sum(&losses),
-            norm: squares.sqrt(),
+            norm: (squares + of_rows.map_or(0.0, |sum| sum.value())).sqrt(),
             compute: summaries.iter().map(|summary| summary.compute).collect(),
             flags: AllFlags(summaries.into_iter().map(|summary| summary.flags).collect()),
         })
     }
 
     /// Waits for all reductions, and returns the squared norms of this rank's virtual shards of
-    /// every unit, those on the host first.
-    fn squares(&mut self) -> Result<Squares> {
+    /// every unit, those on the host first, and that of its rows of sparse tables.
+    pub(super) fn squares(&mut self) -> Result<(Squares, Option<SquareSum>)> {
         self.backend.end_weight_reuse();
-        let mut values = self
-            .host_units
-            .as_mut()
-            .map_or(Ok(vec![]), |tables| tables.squares().map(|squares| squares.values))?;
+        let shards = self.virtual_shards(&self.groups.step.replica);
+        let (mut values, of_rows) = match &mut self.host_units {
+            Some(tables) => tables.squares(&shards)?,
+            None => (vec![], None),
+        };
         // After the first wait, the last units may still be reduced over replicas.
         while !(self.started.is_empty() && self.replicating.is_empty()) {
             self.finish_started()?;
@@ -275,9 +282,9 @@ impl<B: Kernels> Sharded<B> {
                 values.push(self.backend.read(square)?);
             }
         }
-        let shards = self.virtual_shards(&self.groups.step.replica);
         let first_shard = self.first_virtual_shard() + shards.start;
-        Ok(Squares { first_unit: self.first_unit(), first_shard, shards: shards.len(), values })
+        let first_unit = self.first_unit();
+        Ok((Squares { first_unit, first_shard, shards: shards.len(), values }, of_rows))
     }
 
     /// Returns the reduced gradient of every unit, between [`Sharded::reduce`] and the update.

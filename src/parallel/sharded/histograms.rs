@@ -1,15 +1,11 @@
 //! Histograms of the tensors of a network, of which each rank counts the parts it owns.
 
-use std::collections::BTreeMap;
-
 use super::Sharded;
+use super::host_units::HostUnits;
+use crate::owned::Histograms;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::histogram::Histogram;
 use hpctrain_comm::Group;
 use hpctrain_device::Kernels;
-
-/// Histograms by the names of tensors.
-pub type Histograms = BTreeMap<String, Histogram>;
 
 impl<B: Kernels> Sharded<B> {
     /// Requests histograms of the reduced gradients of step `step`, counted from 1; with local SGD,
@@ -24,10 +20,8 @@ impl<B: Kernels> Sharded<B> {
     /// Returns this rank's part of the requested histograms, which is empty if it owns nothing or
     /// the step was not run.
     pub fn counted_gradients(&mut self) -> Histograms {
-        let mut found = self
-            .host_units
-            .as_mut()
-            .map_or_else(Histograms::new, |tables| tables.counted_gradients());
+        let mut found =
+            self.host_units.as_mut().map_or_else(Histograms::new, HostUnits::counted_gradients);
         found.extend(self.counts.take().into_iter().flat_map(|(_, found)| found));
         found
     }

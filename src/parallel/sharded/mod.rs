@@ -42,9 +42,9 @@ mod state;
 mod update;
 
 pub use gradients::{Reduced, ReducedStep};
-pub use histograms::{Histograms, whole as whole_histograms};
+pub use histograms::whole as whole_histograms;
+pub use host_units::HostUnits;
 pub use observed::OpenGradient;
-pub use state::Owned;
 pub use update::UpdateObserver;
 
 use block_reduction::BlockReduction;
@@ -57,6 +57,7 @@ use super::fsdp_unit::{BufferState, InactiveReplica, Unit, initial};
 use super::groups::Groups;
 use super::local_sgd::LocalSgd;
 use super::optimizer_shard::Updates;
+use super::owned::Histograms;
 use super::param_prefetch::{self, BlockUse, Prefetch};
 use super::pipeline_schedule::StepSchedule;
 use super::pipeline_stage::{Stage, TiedImport};
@@ -68,7 +69,6 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{TensorShards, UnitLayout, share, trained};
 use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::{Group, Pending, UnequalCollective};
-use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 use hpctrain_nn::optim::{GroupRun, UpdateRule};
 use hpctrain_nn::{Blocks, Grads, Params};
@@ -101,7 +101,7 @@ pub struct Sharded<B: Kernels> {
     network: Vec<UnitLayout>,
     stage: Stage,
     /// The units before these on the host, with embedding offload.
-    host_units: Option<Box<Sharded<Cpu>>>,
+    host_units: Option<HostUnits>,
     units: Vec<Unit<B>>,
     /// The replicas of other stages' units that blocks of this stage are tied to.
     tied_replicas: Vec<TiedReplica<B>>,

@@ -2,32 +2,27 @@
 //! and sends it to the ranks that store the same values. All ranks together read the checkpoint
 //! once, regardless of the layout.
 //!
-//! A rank that cannot read, or whose device fails, continues with zeros until the last message,
-//! because the others wait for it, and returns its error afterwards.
+//! A rank whose device fails continues with zeros until the last message, as one that cannot read
+//! does ([`Source`]).
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::Sharded;
+use super::host_units::HostUnits;
 use crate::fsdp_unit::BufferState;
+use crate::restore_source::Source;
 use crate::{Lifetime, Storage};
-use hpctrain_base::error::{Error, Result};
+use hpctrain_base::error::Result;
 use hpctrain_base::layout::{TensorRange, UnitLayout, share};
 use hpctrain_comm::Group;
 use hpctrain_device::{Kernels, MemoryKind};
-
-/// Reads the values of a range of a tensor, as described at [`Sharded::restore`].
-type Read<'a> =
-    dyn FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()> + 'a;
-
-/// The number of elements that all ranks of a group together send at once.
-const CHUNK: usize = 1 << 24;
 
 impl<B: Kernels> Sharded<B> {
     /// Returns the ranges that [`Sharded::restore`] reads on this rank.
     pub fn restored(&self) -> Vec<TensorRange> {
         let share = self.share();
-        let mut ranges = self.host_units.as_ref().map_or(vec![], |tables| tables.restored());
+        let mut ranges = self.host_units.as_ref().map_or(vec![], HostUnits::restored);
         let of_units = self.units.iter().map(|unit| &unit.layout);
         for layout in of_units.chain(self.tied_replicas.iter().map(|guest| &guest.layout)) {
             let pieces = layout.stored(share.range_of(layout));
@@ -57,7 +52,7 @@ impl<B: Kernels> Sharded<B> {
         source.failed.map_or(Ok(()), Err)
     }
 
-    fn restore_from(&mut self, source: &mut Source<'_>) -> Result<()> {
+    pub(super) fn restore_from(&mut self, source: &mut Source<'_>) -> Result<()> {
         if let Some(tables) = &mut self.host_units {
             tables.restore_from(source)?;
         }
@@ -81,23 +76,23 @@ impl<B: Kernels> Sharded<B> {
             unit.params.wait()?;
             unit.params = BufferState::Freed;
             if params == Lifetime::Step {
-                let full = source.full(layout, &of_data)?;
+                let full = of_data.full(source, layout)?;
                 let uploaded = backend.upload(MemoryKind::Parameters, &full);
                 source.keep_error(uploaded.map(|full| unit.params = BufferState::InMemory(full)));
             }
             let mut parts = VecDeque::from(unit.owner.restored_parts());
             let restored = unit.owner.restore(|part, range| {
                 parts.pop_front();
-                source.owned(layout, part, range, &of_replicas)
+                of_replicas.owned(source, layout, part, range)
             });
             source.keep_error(restored);
             // The other ranks wait for the messages of the remaining parts.
             for part in parts {
-                source.owned(layout, part, unit.owner.range(), &of_replicas)?;
+                of_replicas.owned(source, layout, part, unit.owner.range())?;
             }
         }
         for guest in &mut self.tied_replicas {
-            let full = source.full(&guest.layout, &of_data)?;
+            let full = of_data.full(source, &guest.layout)?;
             source.keep_error(guest.set(backend, params, &full));
         }
         Ok(())
@@ -159,142 +154,48 @@ struct Exchange<'a, B: Kernels> {
     storage: Storage,
 }
 
-/// The source of the values to restore.
-struct Source<'a> {
-    read: &'a mut Read<'a>,
-    /// The first error of this rank.
-    failed: Option<Error>,
-}
-
-impl Source<'_> {
-    /// Keeps the error of a result, if it is the first.
-    fn keep_error(&mut self, done: Result<()>) {
-        self.failed = self.failed.take().or(done.err());
-    }
-
+impl<B: Kernels> Exchange<'_, B> {
     /// Returns the parameters of a whole unit.
     ///
     /// # Errors
     /// Returns an error if a message between ranks fails.
-    fn full<B: Kernels>(
-        &mut self,
-        layout: &UnitLayout,
-        exchange: &Exchange<'_, B>,
-    ) -> Result<Vec<f32>> {
-        let longest = exchange.share.longest(layout, exchange.storage);
-        self.values(layout, 0, 0..layout.padded, exchange, longest)
+    fn full(&self, source: &mut Source<'_>, layout: &UnitLayout) -> Result<Vec<f32>> {
+        let longest = self.share.longest(layout, self.storage);
+        self.values(source, layout, 0, 0..layout.padded, longest)
     }
 
     /// Returns a part of a unit's owned range.
     ///
     /// # Errors
     /// Returns an error if a message between ranks fails.
-    fn owned<B: Kernels>(
-        &mut self,
+    fn owned(
+        &self,
+        source: &mut Source<'_>,
         layout: &UnitLayout,
         part: usize,
         range: Range<usize>,
-        exchange: &Exchange<'_, B>,
     ) -> Result<Vec<f32>> {
-        let longest = match exchange.storage {
-            Storage::Ranks => exchange.share.longest(layout, Storage::Ranks),
+        let longest = match self.storage {
+            Storage::Ranks => self.share.longest(layout, Storage::Ranks),
             // The range has only one owner.
             Storage::Central => 0,
         };
-        self.values(layout, part, range, exchange, longest)
+        self.values(source, layout, part, range, longest)
     }
 
     /// Returns the values of `range`, of which each rank of the group reads its share of at most
     /// `longest` elements.
-    fn values<B: Kernels>(
-        &mut self,
+    fn values(
+        &self,
+        source: &mut Source<'_>,
         layout: &UnitLayout,
         part: usize,
         range: Range<usize>,
-        exchange: &Exchange<'_, B>,
         longest: usize,
     ) -> Result<Vec<f32>> {
-        let mut values = vec![0.0; range.len()];
-        let share = exchange.share.range_of(layout);
+        let share = self.share.range_of(layout);
         let mine =
             share.start.clamp(range.start, range.end)..share.end.clamp(range.start, range.end);
-        if self.failed.is_none() {
-            let read = self.read(
-                layout,
-                part,
-                &mine,
-                &mut values[mine.start - range.start..][..mine.len()],
-            );
-            self.keep_error(read);
-        }
-        let group = exchange.group.with_label(&layout.name);
-        let chunk = (CHUNK / group.size()).max(1);
-        let steps = if group.size() == 1 { 0 } else { longest.div_ceil(chunk) };
-        for step in 0..steps {
-            let sent = (mine.start + step * chunk).min(mine.end)
-                ..(mine.start + (step + 1) * chunk).min(mine.end);
-            let message =
-                message(sent.start, &values[sent.start - range.start..sent.end - range.start]);
-            for theirs in group.gather_bytes(message).wait()? {
-                put(&theirs, &range, &mut values)?;
-            }
-        }
-        Ok(values)
-    }
-
-    /// Reads a range of a unit into `out`.
-    fn read(
-        &mut self,
-        layout: &UnitLayout,
-        part: usize,
-        range: &Range<usize>,
-        out: &mut [f32],
-    ) -> Result<()> {
-        for piece in layout.stored(range.clone()) {
-            let tensor = &piece.tensor.name;
-            let columns = piece.columns.as_ref();
-            (self.read)(tensor, part, columns, piece.of_tensor, &mut out[piece.of_owned])?;
-        }
-        Ok(())
-    }
-}
-
-/// Encodes the elements of a unit from `start` on as a message.
-fn message(start: usize, values: &[f32]) -> Vec<u8> {
-    [&(start as u64).to_le_bytes()[..], bytemuck::cast_slice(values)].concat()
-}
-
-/// Copies the elements of a message to their place in the values of `range`.
-fn put(message: &[u8], range: &Range<usize>, values: &mut [f32]) -> Result<()> {
-    let len = message.len();
-    let malformed =
-        || Error::comm(format!("a malformed message of {len} bytes for values of {range:?}"));
-    let (start, sent) = message.split_first_chunk().ok_or_else(malformed)?;
-    let start = u64::from_le_bytes(*start) as usize;
-    let first = start.checked_sub(range.start).ok_or_else(malformed)?;
-    let into: &mut [u8] = bytemuck::cast_slice_mut(values);
-    let into = into.get_mut(first * size_of::<f32>()..).and_then(|into| into.get_mut(..sent.len()));
-    into.ok_or_else(malformed)?.copy_from_slice(sent);
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn values_are_put_in_place_or_refused() {
-        let mut values = [0.0; 4];
-        put(&message(11, &[1.0, 2.0]), &(10..14), &mut values).unwrap();
-        put(&message(10, &[]), &(10..14), &mut values).unwrap();
-        assert_eq!(values, [0.0, 1.0, 2.0, 0.0]);
-        for refused in [message(9, &[1.0]), message(13, &[1.0, 2.0]), message(15, &[]), vec![1, 2]]
-        {
-            assert_eq!(
-                put(&refused, &(10..14), &mut values).unwrap_err().kind(),
-                hpctrain_base::error::Kind::Comm
-            );
-        }
-        assert_eq!(values, [0.0, 1.0, 2.0, 0.0]);
+        source.gathered(layout, part, range, mine, self.group, longest)
     }
 }

@@ -4,6 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Sharded;
+use super::host_units::HostUnits;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::Kernels;
 
@@ -24,7 +25,7 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if values have changed or differ, or a message fails.
     pub fn check_sdc(&mut self, step: u64) -> Result<()> {
-        if let Some(tables) = &mut self.host_units {
+        if let Some(tables) = self.host_units.as_mut().and_then(HostUnits::with_sdc_checks) {
             tables.check_sdc(step)?;
         }
         let Some(checks) = &mut self.sdc_checks else { return Ok(()) };
@@ -80,7 +81,7 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Returns an error if values have changed, or the device fails.
     pub fn check_unchanged(&mut self) -> Result<()> {
-        if let Some(tables) = &mut self.host_units {
+        if let Some(tables) = self.host_units.as_mut().and_then(HostUnits::with_sdc_checks) {
             tables.check_unchanged()?;
         }
         if self.sdc_checks.is_none() {
@@ -106,7 +107,7 @@ impl<B: Kernels> Sharded<B> {
     /// Returns the last step at which replicas were equal, once an SDC check has found that they
     /// differ.
     pub fn suspect_since(&self) -> Option<u64> {
-        let of_tables = self.host_units.as_ref().and_then(|tables| tables.suspect_since());
+        let of_tables = self.host_units.as_ref().and_then(HostUnits::suspect_since);
         of_tables.or(self.sdc_checks.and_then(|checks| checks.suspect_since))
     }
 }

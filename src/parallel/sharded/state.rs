@@ -4,22 +4,9 @@ use std::ops::Range;
 
 use super::Sharded;
 use crate::fsdp_unit::Unit;
-use crate::optimizer_shard::Values;
+use crate::owned::Owned;
 use hpctrain_base::error::Result;
-use hpctrain_base::layout::UnitLayout;
 use hpctrain_device::Kernels;
-
-/// The owned part of a unit, for checkpoints.
-pub struct Owned<'a, B: Kernels> {
-    /// The unit's layout.
-    pub layout: &'a UnitLayout,
-    /// The range of the unit that this view covers.
-    pub range: Range<usize>,
-    /// The parameters of the range.
-    pub params: Values<'a, B>,
-    /// The optimizer state of the range, one buffer for each of [`Sharded::state_names`].
-    pub state: Vec<Values<'a, B>>,
-}
 
 impl<B: Kernels> Sharded<B> {
     /// Returns the parts of the units that only this rank writes to a checkpoint; none if it owns
@@ -37,7 +24,7 @@ impl<B: Kernels> Sharded<B> {
         for unit in &mut self.units {
             unit.params.wait()?;
         }
-        let mut owned = Self::owned_on_host(self.host_units.as_deref_mut())?;
+        let mut owned = Self::owned_on_host(self.host_units.as_mut())?;
         for unit in &self.units {
             owned.push(unit.owned(&shards, total)?);
         }

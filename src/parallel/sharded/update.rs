@@ -3,10 +3,11 @@
 
 use std::ops::Range;
 
-use super::{Owned, Sharded};
+use super::Sharded;
 use crate::fsdp_unit::{BufferState, ReducedGradient, Reduction};
 use crate::norms;
 use crate::norms::Norms;
+use crate::owned::Owned;
 use crate::step_params::Hyper;
 use crate::tied_replica::TiedReplica;
 use crate::{Lifetime, Storage};
@@ -101,7 +102,7 @@ impl<B: Kernels> Sharded<B> {
         }
         let mut observer = observer.filter(|_| !shards.is_empty());
         if let Some(observer) = &mut observer {
-            let tables = Self::owned_on_host(self.host_units.as_deref_mut())?;
+            let tables = Self::owned_on_host(self.host_units.as_mut())?;
             tables.into_iter().try_for_each(&mut *observer)?;
         }
         let trust = self.trust(hyper)?;

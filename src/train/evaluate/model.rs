@@ -95,7 +95,7 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> R
     )?;
     let model = Model::new(backend, blocks, plan.objective().with_tensor_shards(&slices), sharded)
         .with_loss_chunk_rows(plan.loss_chunk_tokens);
-    match plan.offloads_embeddings() {
+    match plan.has_host_tables() {
         true => with_host_embedding(comm, plan, model, false),
         false => Ok(model),
     }

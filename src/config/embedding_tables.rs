@@ -1,13 +1,18 @@
-//! Embedding offload to host memory: `model.place.tables`.
+//! Embedding tables: their memory (`model.place.tables`), their updates (`optimizer.tables`) and
+//! their ranks (`parallel.tables`).
 
-use super::{Config, EmbeddingPlacement};
+use super::{
+    Config, EmbeddingPlacement, Interval, LayerList, OptimizerKind, TableShardingChoice,
+    TableUpdates,
+};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::Mesh;
 use hpctrain_nn::Network;
-use hpctrain_parallel::Storage;
+use hpctrain_nn::layers::Layer;
+use hpctrain_parallel::{Storage, TableSharding};
 
-/// Returns the network for the placement of its embedding tables: with tables on the host, its
-/// first block contains only the tables.
+/// Returns the network for the placement of its embedding tables: with tables on the host, or with
+/// sparse updates, its first block contains only the tables.
 ///
 /// # Errors
 /// Returns an error if the host cannot hold the tables: there is no GPU, the network does not begin
@@ -17,10 +22,14 @@ pub fn with_embedding_placement(
     network: Network,
     mesh: &Mesh,
     virtual_tensor_ranks: usize,
+    sparse: Option<TableSharding>,
     on_gpu: bool,
 ) -> Result<Network> {
     if config.model.place.tables == EmbeddingPlacement::Device {
-        return Ok(network);
+        return match sparse {
+            Some(_) => network.with_separate_embedding().map_err(Error::internal),
+            None => Ok(network),
+        };
     }
     let refused = |why: &str| Error::input(format!("model.place.tables = host {why}"));
     if !on_gpu {
@@ -28,22 +37,7 @@ pub fn with_embedding_placement(
             "leave it out, or run on a node with a GPU: on a CPU tables are in host memory anyway",
         ));
     }
-    let parallel = &config.parallel;
-    let layouts = [
-        (mesh.pipeline > 1, "parallel.pipeline", "whose stages are all on GPUs"),
-        (virtual_tensor_ranks > 1, "parallel.tensor", "which divides tables among GPUs"),
-        (
-            parallel.storage == Storage::Central,
-            "parallel.storage",
-            "whose owners hold all parameters",
-        ),
-        (
-            config.local_sgd.sync_every != super::Interval::Steps(0),
-            "local_sgd.sync_every",
-            "which averages parameters on GPUs",
-        ),
-    ];
-    if let Some((_, key, why)) = layouts.into_iter().find(|(is_set, ..)| *is_set) {
+    if let Some((key, why)) = unsupported_layout(config, mesh, virtual_tensor_ranks) {
         return Err(refused(&format!("does not go with {key}, {why}"))
             .hint(format!("leave {key} out, or set model.place.tables=device")));
     }
@@ -51,6 +45,95 @@ pub fn with_embedding_placement(
         refused(why)
             .hint("leave it out: layer-list models, and Llamas with model.tied = false, support it")
     })
+}
+
+/// Returns a key that is set and does not go with tables that are a separate block in host memory,
+/// and the reason.
+fn unsupported_layout(
+    config: &Config,
+    mesh: &Mesh,
+    virtual_tensor_ranks: usize,
+) -> Option<(&'static str, &'static str)> {
+    let averages = config.local_sgd.sync_every != Interval::Steps(0);
+    let is_central = config.parallel.storage == Storage::Central;
+    let layouts = [
+        (mesh.pipeline > 1, "parallel.pipeline", "whose stages are all on one device"),
+        (virtual_tensor_ranks > 1, "parallel.tensor", "which divides tables among devices"),
+        (is_central, "parallel.storage", "whose owners hold all parameters"),
+        (averages, "local_sgd.sync_every", "which averages parameters of the device"),
+    ];
+    layouts.into_iter().find(|(is_set, ..)| *is_set).map(|(_, key, why)| (key, why))
+}
+
+/// Returns a key that is set and does not go with sparse updates, and the reason.
+fn unsupported_with_sparse(config: &Config, on_gpu: bool) -> Option<(&'static str, &'static str)> {
+    let is_layerwise = matches!(config.optimizer.kind, OptimizerKind::Lamb | OptimizerKind::Lars);
+    let is_on_gpu = on_gpu && config.model.place.tables == EmbeddingPlacement::Device;
+    let keys = [
+        (is_on_gpu, "model.place.tables = device", "since sparse tables are in host memory"),
+        (is_layerwise, "optimizer.kind", "which needs the norms of whole tables"),
+        (config.optimizer.ema > 0.0, "optimizer.ema", "which changes all rows in every step"),
+        (config.run.sdc_check_every > 0, "run.sdc_check_every", "which reads all rows"),
+    ];
+    keys.into_iter().find(|(is_set, ..)| *is_set).map(|(_, key, why)| (key, why))
+}
+
+/// Returns how the rows of embedding tables with sparse updates are divided among ranks; `None` for
+/// dense updates.
+///
+/// # Errors
+/// Returns an error if `optimizer.tables` or `parallel.tables` is set and not supported with other
+/// keys or by the network.
+pub fn sparse_tables(
+    config: &Config,
+    network: &Network,
+    mesh: &Mesh,
+    virtual_tensor_ranks: usize,
+    on_gpu: bool,
+) -> Result<Option<TableSharding>> {
+    let unsupported = unsupported_layout(config, mesh, virtual_tensor_ranks)
+        .or_else(|| unsupported_with_sparse(config, on_gpu));
+    let separate = network.with_separate_embedding();
+    let is_sparse = match config.optimizer.tables {
+        TableUpdates::Dense => false,
+        TableUpdates::Auto => {
+            has_tables(config)
+                && config.sparse_updates_are_exact()
+                && unsupported.is_none()
+                && separate.is_ok()
+        }
+        TableUpdates::Sparse => {
+            let refused = |why: &str| Error::input(format!("optimizer.tables = sparse {why}"));
+            if let Some((key, why)) = unsupported {
+                return Err(refused(&format!("does not go with {key}, {why}"))
+                    .hint(format!("change {key}, or set optimizer.tables=dense")));
+            }
+            separate.map_err(|why| {
+                refused(why).hint(
+                    "leave it out: layer-list models, and Llamas with model.tied = false, support it",
+                )
+            })?;
+            true
+        }
+    };
+    let choice = config.parallel.tables;
+    if !is_sparse && choice != TableShardingChoice::Auto {
+        return Err(Error::input(
+            "parallel.tables divides embedding tables with sparse updates, but these have dense ones",
+        )
+        .hint("leave it out, or set optimizer.tables=sparse"));
+    }
+    Ok(is_sparse.then(|| choice.resolve(config.parallel.zero)))
+}
+
+/// Returns true if the first layer is embedding tables, of which a batch contains few rows.
+fn has_tables(config: &Config) -> bool {
+    match &config.model.layers {
+        LayerList::List(layers) => {
+            matches!(layers.first(), Some(Layer::EmbeddingTables { .. }))
+        }
+        LayerList::Count(_) => false,
+    }
 }
 
 #[cfg(test)]
