@@ -14,7 +14,7 @@ use hpctrain_config::ResolvedConfig;
 use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 use hpctrain_nn::{Blocks, loans};
-use hpctrain_parallel::{Groups, HostUnits, Sharded, SparseTables, Stage, Updates};
+use hpctrain_parallel::{Groups, HostUnits, RowSource, Sharded, SparseTables, Stage, Updates};
 
 /// Creates the network of a plan on its mesh. `choices` is the file with earlier results of
 /// benchmarks of collectives. Collective over the world.
@@ -93,6 +93,32 @@ pub fn with_host_embedding<B: Kernels>(
     };
     let block = HostEmbedding::new(&model.backend, cpu, blocks.swap_remove(0))?;
     Ok(model.with_host_embedding(block, tables))
+}
+
+/// Adds embedding tables whose rows another process holds as the first block of `model`, which one
+/// rank computes.
+///
+/// # Errors
+/// Returns an error if memory runs out.
+pub fn with_tables_elsewhere<B: Kernels>(
+    alone: &Comm<B>,
+    plan: &ResolvedConfig,
+    model: Model<B>,
+    source: Box<dyn RowSource>,
+) -> Result<Model<B>> {
+    let cpu =
+        Cpu::with_profile(plan.threads, model.backend.profile().clone()).with_all_threads()?;
+    let slices = plan.tensor_shards(0);
+    let mut blocks: Blocks<Cpu> = plan.network.tensor_parallel_blocks(&slices);
+    let tables = SparseTables::elsewhere(
+        cpu.clone(),
+        alone.on::<Cpu>().world(),
+        UnitLayout::sharded(blocks[0].name(), blocks[0].tensors(), plan.virtual_ranks, &slices),
+        plan.assignment(),
+        source,
+    );
+    let block = HostEmbedding::new(&model.backend, cpu, blocks.swap_remove(0))?;
+    Ok(model.with_host_embedding(block, HostUnits::Sparse(Box::new(tables))))
 }
 
 /// Returns the updates of a plan. `host` is the CPU of an offloaded optimizer.

@@ -60,8 +60,8 @@ mod train_round;
 mod warmup;
 
 pub use activation_offload::ActivationOffload;
-pub use build::with_host_embedding;
 pub use build::{engine, engine_with_blocks};
+pub use build::{with_host_embedding, with_tables_elsewhere};
 pub use collectives::{CollectiveChoices, connect_devices};
 pub use forward_backward::{Engine, Geometry};
 pub use matmul_autotune::{MatmulChoices, autotune_matmuls};

@@ -5,8 +5,10 @@ use std::ops::Range;
 
 use super::local_sgd::OuterOptimizer;
 use super::sdc_checksum::SdcChecksum;
+use super::sparse::{RowCopies, SparseRows, elements_of};
 use super::step_params::{Hyper, missing_parameters, state_names};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::{Cpu, CpuBuf};
 use hpctrain_device::{Kernels, MemoryKind, Sgd, UpdateChecksums};
 use hpctrain_nn::optim::{EMA, GroupRun, SquaredNorms, UpdateRule};
 
@@ -338,6 +340,42 @@ impl<B: Kernels> DeviceState<B> {
         let of_outer = self.outer.iter_mut().filter_map(|outer| outer.momentum.as_mut());
         for (part, buf) in self.state.iter_mut().chain(of_outer).enumerate() {
             self.backend.write(&load(part + 1)?, B::all_mut(buf))?;
+        }
+        Ok(())
+    }
+}
+
+impl DeviceState<Cpu> {
+    /// Updates some rows with their gradients; all other rows and their state stay as they are.
+    /// `first` is the id of the first row of the range, whose rows have `width` elements.
+    ///
+    /// # Errors
+    /// Returns an error if memory runs out, or no buffer holds the parameters.
+    pub fn update_rows(
+        &mut self,
+        hyper: Hyper,
+        gradient: &SparseRows,
+        (first, width): (usize, usize),
+    ) -> Result<()> {
+        let rule = self.rule()?;
+        let Self { backend, recipe, master, state, .. } = self;
+        let params = master.as_mut().ok_or_else(missing_parameters)?.as_mut_slice();
+        let mut end = first;
+        for part in &recipe.parts {
+            let places = gradient.within(&(end..end + part.len / width));
+            end += part.len / width;
+            let rows = RowCopies { first, width, ids: &gradient.ids[places.clone()] };
+            let grad = &gradient.values[elements_of(places, width)];
+            let mut of_rows = rows.copy_from(backend, params)?;
+            let of_state = state.iter().map(|buf| rows.copy_from(backend, buf.as_slice()));
+            let mut of_state = of_state.collect::<Result<Vec<_>>>()?;
+            let windows = of_state.iter_mut().map(CpuBuf::as_mut_slice).collect();
+            let update = hyper.update_of(part, 1.0);
+            rule.update(backend, update, grad, windows, of_rows.as_mut_slice(), None, None)?;
+            rows.copy_to(of_rows.as_slice(), params);
+            for (from, to) in of_state.iter().zip(&mut *state) {
+                rows.copy_to(from.as_slice(), to.as_mut_slice());
+            }
         }
         Ok(())
     }

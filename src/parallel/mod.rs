@@ -62,7 +62,7 @@ pub use progress::Progress;
 pub use sharded::{
     HostUnits, OpenGradient, Reduced, ReducedStep, Sharded, UpdateObserver, whole_histograms,
 };
-pub use sparse::{RowPartition, SparseTables, TableSharding};
+pub use sparse::{RowPartition, RowSource, SparseRows, SparseTables, SquareSum, TableSharding};
 pub use step_params::{Hyper, state_names};
 pub use step_summary::{Squares, sum_of_squares};
 pub use virtual_ranks::{ReduceAfter, VirtualRanks};

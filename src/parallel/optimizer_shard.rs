@@ -13,7 +13,8 @@ use super::Storage;
 use super::cpu_offload::{HostUpdater, Offloaded};
 use super::device_state::{DeviceState, UpdateSettings};
 use super::local_sgd::LocalSgd;
-use super::step_params::Hyper;
+use super::sparse::SparseRows;
+use super::step_params::{Hyper, missing_parameters};
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_cpu::Cpu;
@@ -77,6 +78,36 @@ impl<'a, B: Kernels> Values<'a, B> {
         match *self {
             Values::Device(backend, view) => backend.download(view, to),
             Values::Host(cpu, values) => cpu.download(values, to),
+        }
+    }
+}
+
+impl OptimizerShard<Cpu> {
+    /// Updates some rows with their gradients, as [`DeviceState::update_rows`] does. The range
+    /// begins and ends at rows of `width` elements.
+    ///
+    /// # Errors
+    /// Returns an error if memory runs out, or no buffer holds the parameters.
+    pub fn update_rows(&mut self, hyper: Hyper, gradient: &SparseRows, width: usize) -> Result<()> {
+        if self.range.is_empty() {
+            return Ok(());
+        }
+        let first = self.range.start / width;
+        match &mut self.placement {
+            ShardPlacement::Device(held) => held.update_rows(hyper, gradient, (first, width)),
+            ShardPlacement::Host(_) => Err(missing_parameters()),
+        }
+    }
+
+    /// Returns the parameters of the range.
+    ///
+    /// # Errors
+    /// Returns an error if no buffer holds them.
+    pub fn params(&self) -> Result<&[f32]> {
+        match &self.placement {
+            _ if self.range.is_empty() => Ok(&[]),
+            ShardPlacement::Device(held) => Ok(held.master()?.as_slice()),
+            ShardPlacement::Host(_) => Err(missing_parameters()),
         }
     }
 }

@@ -11,7 +11,7 @@ use super::network_spec::NetworkSpec;
 use super::protocol::{Assignment, ServerRequest, ServerResponse};
 use super::rendezvous::{Contact, PsRendezvous};
 use super::rpc_server::RpcServer;
-use super::run_spec::{RunSpec, layouts, oversized_range, placement, ranges_of_servers};
+use super::run_spec::{RunSpec, layouts, oversized_range, placement, ranges_of_servers, row_width};
 use super::scheduler::WorkScheduler;
 use super::server_clients::ServerClients;
 use super::session::{RunHooks, Session, SessionContext, StartPoint};
@@ -345,6 +345,7 @@ impl<'h> CoordinatorRun<'h> {
             preprocessing: Some(self.splits.train.preprocessing()),
             start: origin.progress,
             pieces,
+            row_width: row_width(&plan),
             addresses: servers,
             trace: self.service.trace.is_some(),
             metrics: self.metrics.iter().map(|metric| metric.name().to_owned()).collect(),

@@ -695,6 +695,7 @@ mod tests {
             preprocessing: None,
             start: Progress::default(),
             pieces: vec![],
+            row_width: None,
             addresses: vec![],
             trace: false,
             metrics: vec![],

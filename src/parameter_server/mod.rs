@@ -39,6 +39,7 @@ mod protocol;
 mod push_pull;
 mod rates;
 mod rendezvous;
+mod row_client;
 mod rpc_client;
 mod rpc_server;
 mod run_spec;

@@ -25,7 +25,8 @@ use hpctrain_device::{Backend as _, format_bytes};
 use hpctrain_engine::memory::available;
 use hpctrain_nn::optim::EMA;
 use hpctrain_parallel::{
-    self as parallel, Hyper, OptimizerShard, Storage as Place, Updates, initial, state_names,
+    self as parallel, Hyper, OptimizerShard, SparseRows, SquareSum, Storage as Place, Updates,
+    initial, state_names,
 };
 
 /// The parameter ranges that a server holds.
@@ -37,6 +38,8 @@ pub struct ParamStore {
     layouts: Vec<UnitLayout>,
     backend: Cpu,
     ranges: Vec<RangeSlot>,
+    /// The number of the first ranges that are rows of tables with sparse updates.
+    row_ranges: usize,
     cut: Mutex<Option<Arc<Cut>>>,
     revoked: Mutex<HashSet<u64>>,
     /// The last push of each connection.
@@ -60,7 +63,32 @@ struct State {
     /// With synchronous training: the step whose gradients are being reduced, and their partial
     /// sums.
     step: u64,
-    sums: TreeReducer<Vec<f32>>,
+    sums: Sums,
+}
+
+/// The partial sums of the gradients of a range.
+enum Sums {
+    /// Of all elements.
+    Dense(TreeReducer<Vec<f32>>),
+    /// Of rows of tables with sparse updates.
+    Rows(TreeReducer<SparseRows>),
+}
+
+impl Sums {
+    fn clear(&mut self) {
+        match self {
+            Self::Dense(sums) => sums.clear(),
+            Self::Rows(sums) => sums.clear(),
+        }
+    }
+
+    /// Returns the gradient of all elements, once it is complete.
+    fn dense(&self) -> Option<&Vec<f32>> {
+        match self {
+            Self::Dense(sums) => sums.whole(),
+            Self::Rows(_) => None,
+        }
+    }
 }
 
 impl State {
@@ -77,8 +105,8 @@ struct Cut {
     ranges: Vec<Vec<Vec<f32>>>,
 }
 
-/// A worker and the index of one of its connections.
-type Pusher = (u64, usize);
+/// A worker and the index of one of its connections; `None` for rows of tables.
+type Pusher = (u64, Option<usize>);
 
 /// The last push on a connection of a worker.
 #[derive(Default)]
@@ -134,8 +162,8 @@ impl ParamStore {
         if terms.workers == 0 || !all_exist {
             return Err(absent());
         }
-        let elements = pieces.iter().map(|piece| piece.range.len()).fold(0, usize::saturating_add);
-        check_memory(&plan, &terms, elements, 1 + names.len())?;
+        let row_ranges = terms.table_ranges(assignment.server);
+        check_memory(&plan, &terms, pieces, row_ranges, 1 + names.len())?;
         let mut reader = assignment.from.as_deref().map(Reader::open).transpose()?;
         if let Some(reader) = &mut reader {
             reader.manifest().check(
@@ -150,9 +178,14 @@ impl ParamStore {
             reader.check_files()?;
         }
         let mut ranges = Vec::new();
-        for piece in pieces {
+        // Those of the last unit; the ranges of a unit are neighbours.
+        let mut initial_values = (None, vec![]);
+        for (index, piece) in pieces.iter().enumerate() {
             let layout = &layouts[piece.unit];
-            let values = &initial(layout, Some(plan.config.run.seed))[piece.range.clone()];
+            if initial_values.0 != Some(piece.unit) {
+                initial_values = (Some(piece.unit), initial(layout, Some(plan.config.run.seed)));
+            }
+            let values = &initial_values.1[piece.range.clone()];
             let mut owner = OptimizerShard::new(
                 &backend,
                 None,
@@ -178,7 +211,10 @@ impl ParamStore {
                 version: 0,
                 replaced: 0,
                 step: terms.start.step,
-                sums: TreeReducer::new(plan.virtual_ranks),
+                sums: match index < row_ranges {
+                    true => Sums::Rows(TreeReducer::new(plan.virtual_ranks)),
+                    false => Sums::Dense(TreeReducer::new(plan.virtual_ranks)),
+                },
             };
             ranges.push(RangeSlot { piece: piece.clone(), state: Mutex::new(state) });
         }
@@ -189,6 +225,7 @@ impl ParamStore {
             layouts,
             backend,
             ranges,
+            row_ranges,
             cut: Mutex::default(),
             revoked: Mutex::default(),
             pushers: Mutex::default(),
@@ -209,6 +246,14 @@ impl ParamStore {
     /// Returns the number of elements of all ranges.
     pub fn elements(&self) -> usize {
         self.ranges.iter().map(|slot| slot.piece.range.len()).sum()
+    }
+
+    /// Returns the most bytes of a request's body: the gradients of all elements, or of all rows
+    /// with their ids.
+    pub fn max_body_bytes(&self) -> usize {
+        let elements = self.elements();
+        let ids = self.terms.row_width.map_or(0, |width| elements.div_ceil(width));
+        elements * size_of::<f32>() + ids * size_of::<u32>()
     }
 
     /// Returns the smallest and the largest step that a range has reached, with synchronous
@@ -323,12 +368,13 @@ impl ParamStore {
     /// or the update fails.
     pub fn push(
         &self,
-        pusher: Pusher,
+        (member, connection): (u64, usize),
         number: u64,
         of: &Pushed,
         pieces: Range<usize>,
         body: &[u8],
     ) -> Result<u64> {
+        let pusher = (member, Some(connection));
         let pusher = locked(&self.pushers).entry(pusher).or_default().clone();
         // Pushes of a connection arrive in order; a repeated push waits here for the first.
         let mut last = locked(&pusher);
@@ -358,9 +404,7 @@ impl ParamStore {
 
     /// Returns ranges by index.
     fn slots(&self, pieces: &Range<usize>) -> Result<&[RangeSlot]> {
-        self.ranges
-            .get(pieces.clone())
-            .ok_or_else(|| Error::comm("a worker requested ranges that do not exist"))
+        self.ranges.get(pieces.clone()).ok_or_else(wrong_ranges)
     }
 
     /// Returns whether a message has the last ranges of a pull or push.
@@ -381,21 +425,160 @@ impl ParamStore {
             let of_range;
             (of_range, rest) = rest.split_at(slot.piece.range.len());
             let mut state = locked(&slot.state);
-            if !state.sums.is_group(virtual_ranks) {
-                return Err(Error::comm(format!(
-                    "virtual ranks {virtual_ranks:?} are not a group of the {}",
-                    self.plan.virtual_ranks
-                )));
-            }
+            let is_current = state.step == step;
+            let Sums::Dense(sums) = &mut state.sums else { return Err(wrong_ranges()) };
+            self.check_group(sums, virtual_ranks)?;
             // Otherwise other workers have already computed these virtual ranks, with the same
             // bits.
-            if state.step == step {
-                state.sums.put(virtual_ranks.clone(), of_range.to_vec(), |into, from| {
+            if is_current {
+                sums.put(virtual_ranks.clone(), of_range.to_vec(), |into, from| {
                     add_serial(&from, into)
                 });
             }
         }
         Ok(())
+    }
+
+    /// Refuses virtual ranks whose sum is not one of the tree.
+    fn check_group<T>(&self, sums: &TreeReducer<T>, virtual_ranks: &Range<usize>) -> Result<()> {
+        match sums.is_group(virtual_ranks) {
+            true => Ok(()),
+            false => Err(Error::comm(format!(
+                "virtual ranks {virtual_ranks:?} are not a group of the {}",
+                self.plan.virtual_ranks
+            ))),
+        }
+    }
+
+    /// Returns the rows that a range has, by id, and their elements.
+    fn rows_of(&self, slot: &RangeSlot) -> Result<(Range<usize>, usize)> {
+        let width = self.terms.row_width.ok_or_else(wrong_ranges)?;
+        Ok((slot.piece.range.start / width..slot.piece.range.end / width, width))
+    }
+
+    /// Replaces the ids of rows in `body` by the rows, and returns the versions of all ranges of
+    /// rows.
+    ///
+    /// # Errors
+    /// Returns an error if the snapshot does not exist, the ids do not ascend, or a row is on
+    /// another server.
+    pub fn pull_rows(&self, of: Values, body: &mut Vec<u8>) -> Result<Vec<u64>> {
+        let mut ids = SparseRows { ids: bytemuck::pod_collect_to_vec(body), values: vec![] };
+        body.clear();
+        self.check_rows(&ids.ids)?;
+        let format = self.plan.config.parameter_server.message_dtype;
+        let cut = match of {
+            Values::Live => None,
+            Values::Cut(number) => Some(self.cut(number)?),
+        };
+        let used = self.used();
+        let mut versions = Vec::with_capacity(self.row_ranges);
+        for (number, slot) in self.ranges[..self.row_ranges].iter().enumerate() {
+            let (rows, width) = self.rows_of(slot)?;
+            let state = locked(&slot.state);
+            versions.push(state.version);
+            let from = match &cut {
+                Some(cut) => &cut.ranges[number][used][..],
+                None => state.owner.params()?,
+            };
+            ids.values.clear();
+            for id in &ids.ids[ids.within(&rows)] {
+                let row = *id as usize - rows.start;
+                ids.values.extend_from_slice(&from[row * width..(row + 1) * width]);
+            }
+            codec::encode(format, &ids.values, body);
+        }
+        // Other ranges are pulled, too, and count.
+        Counts::add(&self.counts.pulls, usize::from(self.has_only_rows()));
+        Counts::add(&self.counts.pulled, body.len());
+        Ok(versions)
+    }
+
+    fn has_only_rows(&self) -> bool {
+        self.row_ranges == self.ranges.len()
+    }
+
+    /// Refuses ids that do not ascend, or whose rows are not here.
+    fn check_rows(&self, ids: &[u32]) -> Result<()> {
+        let rows = SparseRows { ids: ids.to_vec(), values: vec![] };
+        let mut held = 0;
+        for slot in &self.ranges[..self.row_ranges] {
+            held += rows.within(&self.rows_of(slot)?.0).len();
+        }
+        let is_valid = held == ids.len() && ids.is_sorted_by(|one, next| one < next);
+        if is_valid { Ok(()) } else { Err(wrong_ranges()) }
+    }
+
+    /// Applies the gradients of rows that a worker pushed, and returns their largest staleness.
+    /// `body` has the ids, then the rows. A message that arrives twice is applied once.
+    ///
+    /// # Errors
+    /// Returns an error if the ids do not ascend, a row is on another server, the body does not have
+    /// the length of the rows, or the update fails.
+    pub fn push_rows(
+        &self,
+        member: u64,
+        number: u64,
+        of: &Pushed,
+        rows: usize,
+        body: &[u8],
+    ) -> Result<u64> {
+        let pusher = locked(&self.pushers).entry((member, None)).or_default().clone();
+        let mut last = locked(&pusher);
+        if number <= last.number {
+            return Ok(last.staleness);
+        }
+        let width = self.terms.row_width.ok_or_else(wrong_ranges)?;
+        let bytes = rows.checked_mul(size_of::<u32>());
+        let (ids, values) =
+            bytes.and_then(|bytes| body.split_at_checked(bytes)).ok_or_else(wrong_ranges)?;
+        let elements = rows.checked_mul(width).ok_or_else(wrong_ranges)?;
+        let format = self.plan.config.parameter_server.message_dtype;
+        let values = codec::decode(format, values, elements)?.into_owned();
+        let gradient = SparseRows { ids: bytemuck::pod_collect_to_vec(ids), values };
+        self.check_rows(&gradient.ids)?;
+        Counts::add(&self.counts.pushed, body.len());
+        let slots = &self.ranges[..self.row_ranges];
+        let staleness = match of {
+            Pushed::VirtualRanks { step, virtual_ranks } => {
+                for slot in slots {
+                    let of_range = self.rows_in(slot, &gradient)?;
+                    let mut state = locked(&slot.state);
+                    let is_current = state.step == *step;
+                    let Sums::Rows(sums) = &mut state.sums else { return Err(wrong_ranges()) };
+                    self.check_group(sums, virtual_ranks)?;
+                    if is_current {
+                        let add = |into: &mut SparseRows, from: SparseRows| into.add(width, &from);
+                        sums.put(virtual_ranks.clone(), of_range, add);
+                    }
+                }
+                Some(0)
+            }
+            Pushed::Batch { ticket, scale, versions } => self.apply_each(
+                *ticket,
+                f32::from_bits(*scale),
+                slots,
+                versions,
+                |slot, state, hyper| {
+                    state.owner.update_rows(hyper, &self.rows_in(slot, &gradient)?, width)
+                },
+            )?,
+        };
+        let count = if staleness.is_some() { &self.counts.pushes } else { &self.counts.refused };
+        Counts::add(count, usize::from(self.has_only_rows()));
+        let staleness = staleness.unwrap_or(0);
+        *last = Last { number, staleness };
+        Ok(staleness)
+    }
+
+    /// Returns the rows that are in a range.
+    fn rows_in(&self, slot: &RangeSlot, all: &SparseRows) -> Result<SparseRows> {
+        let (rows, width) = self.rows_of(slot)?;
+        let places = all.within(&rows);
+        Ok(SparseRows {
+            ids: all.ids[places.clone()].to_vec(),
+            values: all.values[places.start * width..places.end * width].to_vec(),
+        })
     }
 
     /// Updates ranges with a gradient immediately; returns its largest staleness, or none if the
@@ -408,15 +591,30 @@ impl ParamStore {
         versions: &[u64],
         gradient: &[f32],
     ) -> Result<Option<u64>> {
+        let mut rest = gradient;
+        self.apply_each(ticket, scale, ranges, versions, |slot, state, hyper| {
+            let of_range;
+            (of_range, rest) = rest.split_at(slot.piece.range.len());
+            state.owner.update(hyper, &[], of_range, None)
+        })
+    }
+
+    /// Updates ranges immediately with `update`, which gets the constants for each; returns the
+    /// largest staleness, or none if the gradient is refused.
+    fn apply_each(
+        &self,
+        ticket: u64,
+        scale: f32,
+        ranges: &[RangeSlot],
+        versions: &[u64],
+        mut update: impl FnMut(&RangeSlot, &mut State, Hyper) -> Result<()>,
+    ) -> Result<Option<u64>> {
         if locked(&self.revoked).contains(&ticket) || versions.len() != ranges.len() {
             return Ok(None);
         }
         let began = Instant::now();
-        let mut rest = gradient;
         let mut most = 0;
         for (slot, pulled) in ranges.iter().zip(versions) {
-            let of_range;
-            (of_range, rest) = rest.split_at(slot.piece.range.len());
             let mut state = locked(&slot.state);
             let staleness = state.version.saturating_sub(*pulled);
             most = most.max(staleness);
@@ -433,7 +631,7 @@ impl ParamStore {
                 step: start.updates + state.updates() + 1,
                 grad_scale: scale,
             };
-            state.owner.update(hyper, &[], of_range, None)?;
+            update(slot, &mut state, hyper)?;
             state.version += 1;
         }
         Counts::add(&self.counts.updating, began.elapsed().as_micros() as usize);
@@ -460,9 +658,14 @@ impl ParamStore {
         let layout = &self.layouts[slot.piece.unit];
         let virtual_ranks = self.plan.virtual_ranks;
         let state = locked(&slot.state);
-        let sum = state.sums.whole().filter(|_| state.step == step);
-        let sum =
-            sum.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))?;
+        let missing = || Error::comm(format!("gradients of step {step} are missing"));
+        if let Sums::Rows(sums) = &state.sums {
+            let sum = sums.whole().filter(|_| state.step == step).ok_or_else(missing)?;
+            let (_, width) = self.rows_of(slot)?;
+            let square = SquareSum::of_rows(width, &sum.values);
+            return Ok(square.encode().map(f64::to_bits).collect());
+        }
+        let sum = state.sums.dense().filter(|_| state.step == step).ok_or_else(missing)?;
         let start = slot.piece.range.start;
         let shards = shards(layout, &slot.piece, virtual_ranks);
         let squares = shards.map(|shard| {
@@ -490,7 +693,7 @@ impl ParamStore {
                 self.layouts[..*unit].iter().map(|layout| layout.tensors.len()).sum();
             let mut state = locked(&slot.state);
             let State { owner, sums, .. } = &mut *state;
-            let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
+            let sum = sums.dense().ok_or_else(|| Error::comm("gradients are missing"))?;
             for shard in shards(layout, &slot.piece, virtual_ranks) {
                 let part = layout.part(shard, virtual_ranks);
                 debug_assert!(part.start >= range.start && part.end <= range.end);
@@ -522,13 +725,17 @@ impl ParamStore {
                 continue;
             }
             if let Some(hyper) = hyper {
-                let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
-                owner.update(
-                    hyper,
-                    trust.get(slot.piece.unit).map_or(&[], Vec::as_slice),
-                    sum,
-                    None,
-                )?;
+                let missing = || Error::comm("gradients are missing");
+                match sums {
+                    Sums::Dense(sums) => {
+                        let trust = trust.get(slot.piece.unit).map_or(&[][..], Vec::as_slice);
+                        owner.update(hyper, trust, sums.whole().ok_or_else(missing)?, None)?;
+                    }
+                    Sums::Rows(sums) => {
+                        let (_, width) = self.rows_of(slot)?;
+                        owner.update_rows(hyper, sums.whole().ok_or_else(missing)?, width)?;
+                    }
+                }
                 *version += 1;
             }
             *step += 1;
@@ -588,7 +795,8 @@ impl ParamStore {
 fn check_memory(
     plan: &ResolvedConfig,
     terms: &RunSpec,
-    elements: usize,
+    pieces: &[ParamRange],
+    row_ranges: usize,
     buffers: usize,
 ) -> Result<()> {
     // Synchronous training keeps partial sums of the tree; otherwise each worker has one gradient
@@ -598,7 +806,14 @@ fn check_memory(
     } else {
         terms.workers
     };
-    let need = elements * size_of::<f32>() * (2 * buffers + gradients);
+    let elements = |pieces: &[ParamRange]| {
+        pieces.iter().map(|piece| piece.range.len()).fold(0, usize::saturating_add)
+    };
+    // Gradients of tables have few rows.
+    let need = elements(pieces)
+        .saturating_mul(2 * buffers)
+        .saturating_add(elements(&pieces[row_ranges..]).saturating_mul(gradients))
+        .saturating_mul(size_of::<f32>());
     let limit = plan.config.run.memory_limit.map(|limit| limit.0);
     let available = available(0).into_iter().chain(limit).min().unwrap_or(usize::MAX);
     if need <= available {
@@ -610,6 +825,11 @@ fn check_memory(
         format_bytes(available)
     );
     Err(Error::input(message).hint("start more servers, on other hosts"))
+}
+
+/// Returns the error for rows or ranges that a server does not have.
+fn wrong_ranges() -> Error {
+    Error::comm("a worker requested ranges that do not exist")
 }
 
 /// Returns the virtual shards within a range.

@@ -327,6 +327,7 @@ impl ParameterServers {
             preprocessing: None,
             start,
             pieces: ranges_of_servers(&self.plan, self.servers)?,
+            row_width: None,
             addresses,
             trace: false,
             metrics: vec![],

@@ -17,23 +17,40 @@ pub struct ParamRange {
     pub range: Range<usize>,
 }
 
-/// Returns the ranges of each server, in model order. A unit is cut only at multiples of
-/// 1/`granules` of its length. Ranges are assigned from the largest to the smallest, each to the
+/// The parts of a unit that are not cut.
+#[derive(Debug, Clone, Copy)]
+pub struct Granules {
+    /// Their number.
+    pub count: usize,
+    /// The elements of each.
+    pub elements: usize,
+}
+
+impl Granules {
+    /// Divides a unit into `count` equal parts, with its padding.
+    pub fn equal(layout: &UnitLayout, count: usize) -> Self {
+        Self { count, elements: layout.padded / count }
+    }
+}
+
+/// Returns the ranges of each server, in model order. A unit, given by its index and layout, is cut
+/// only between its granules. Ranges are assigned from the largest to the smallest, each to the
 /// server with the fewest elements so far.
 ///
 /// # Errors
 /// Returns an error if there are more servers than ranges.
 pub fn partition(
     layouts: &[UnitLayout],
-    granules: impl Fn(&UnitLayout) -> usize,
+    granules: impl Fn(usize, &UnitLayout) -> Granules,
     partition: Partition,
     servers: usize,
 ) -> Result<Vec<Vec<ParamRange>>> {
     let mut pieces = Vec::new();
     for (unit, layout) in layouts.iter().enumerate() {
-        let granules = granules(layout);
-        let count = partition.count(layout.padded * size_of::<f32>(), servers).clamp(1, granules);
-        let at = |part: usize| layout.padded / granules * (part * granules / count);
+        let Granules { count: granules, elements } = granules(unit, layout);
+        let bytes = granules * elements * size_of::<f32>();
+        let count = partition.count(bytes, servers).clamp(1, granules);
+        let at = |part: usize| elements * (part * granules / count);
         pieces.extend((0..count).map(|part| ParamRange { unit, range: at(part)..at(part + 1) }));
     }
     if pieces.len() < servers {
@@ -62,6 +79,10 @@ mod tests {
     use super::*;
     use hpctrain_base::layout::{Init, Tensor};
 
+    fn quarters(_: usize, layout: &UnitLayout) -> Granules {
+        Granules::equal(layout, 4)
+    }
+
     fn unit(elements: usize, virtual_ranks: usize) -> UnitLayout {
         UnitLayout::new("unit", vec![Tensor::new("w", &[elements], Init::Zeros)], virtual_ranks)
     }
@@ -72,7 +93,8 @@ mod tests {
         for (servers, strategy) in
             [(1, "min:1KiB"), (2, "fixed:1"), (3, "min:1KiB"), (3, "max:4KiB"), (2, "fixed:9")]
         {
-            let divided = partition(&layouts, |_| 4, strategy.parse().unwrap(), servers).unwrap();
+            let divided =
+                partition(&layouts, quarters, strategy.parse().unwrap(), servers).unwrap();
             assert_eq!(divided.len(), servers);
             let mut all: Vec<&ParamRange> = divided.iter().flatten().collect();
             all.sort_by_key(|piece| (piece.unit, piece.range.start));
@@ -89,13 +111,13 @@ mod tests {
                 );
             }
         }
-        let fine = partition(&layouts, |_| 4, Partition::Fixed(4), 2).unwrap();
+        let fine = partition(&layouts, quarters, Partition::Fixed(4), 2).unwrap();
         let fine: Vec<usize> = fine
             .iter()
             .map(|of_server| of_server.iter().map(|piece| piece.range.len()).sum::<usize>())
             .collect();
         assert!(fine[0].abs_diff(fine[1]) <= 1024, "{fine:?}");
-        let error = partition(&layouts, |_| 4, Partition::Fixed(1), 5).unwrap_err().to_string();
+        let error = partition(&layouts, quarters, Partition::Fixed(1), 5).unwrap_err().to_string();
         assert!(
             error.contains(
                 "5 servers, but parameter_server.partition = fixed:1 cuts the model into 4 ranges"

@@ -55,6 +55,28 @@ pub enum ServerRequest {
         /// The ranges, by index in the assignment.
         pieces: Range<usize>,
     },
+    /// Requests rows of embedding tables, whose ids are in the body, ascending.
+    PullRows {
+        /// The generation of the requesting worker.
+        generation: u64,
+        /// Which values.
+        of: Values,
+    },
+    /// Pushes the gradients of rows of embedding tables. The body has the ids, ascending, then the
+    /// rows.
+    PushRows {
+        /// The generation of the worker.
+        generation: u64,
+        /// The worker.
+        member: u64,
+        /// The number of the message of this worker to this server, by which repeated messages are
+        /// recognized.
+        number: u64,
+        /// The samples whose gradient it is.
+        of: Pushed,
+        /// The number of rows.
+        rows: usize,
+    },
     /// Replaces the values of ranges, which are in the body, and clears their optimizer state. Sent
     /// by the coordinator of custom functions.
     Set {
@@ -145,7 +167,8 @@ pub enum ServerResponse {
         /// The largest number of updates of a range since the start.
         updates: u64,
     },
-    /// The squared norms of the gradient: for each range, the bits of one number per virtual shard.
+    /// The squared norms of the gradient: for each range, the bits of one number per virtual shard,
+    /// or of the numbers of a [`SquareSum`](hpctrain_parallel::SquareSum) for rows of tables.
     Squares(Vec<Vec<u64>>),
     /// The squared norms of tensors: the virtual shard, the index of the tensor over all units, and
     /// the bits of both squares.

@@ -47,15 +47,17 @@ pub trait PushSource {
 
 impl<B: Kernels> PullTarget for Model<B> {
     fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
-        self.sharded.set(unit, range, values)
+        self.sharded.set(unit - self.sharded.stage().units.start, range, values)
     }
 }
 
 impl<B: Kernels> PushSource for Model<B> {
     fn gradients(&self, pieces: &[ParamRange], into: &mut Vec<f32>) -> Result<()> {
         let reduced = self.sharded.gradients()?;
+        let first = self.sharded.stage().units.start;
         for ParamRange { unit, range } in pieces {
-            let grad = B::split_at(B::split_at(reduced[*unit].grad, range.end).0, range.start).1;
+            let grad = reduced[unit - first].grad;
+            let grad = B::split_at(B::split_at(grad, range.end).0, range.start).1;
             let start = into.len();
             into.resize(start + range.len(), 0.0);
             self.backend.download(grad, &mut into[start..])?;
@@ -136,11 +138,11 @@ fn distribute(messages: Vec<Range<usize>>, connections: usize) -> Vec<Vec<Range<
     messages.chunks(of_each).map(<[_]>::to_vec).collect()
 }
 
-/// Groups ranges into messages.
-fn messages(pieces: &[ParamRange]) -> Vec<Range<usize>> {
+/// Groups ranges into messages, without the first `skipped` ones.
+fn messages(pieces: &[ParamRange], skipped: usize) -> Vec<Range<usize>> {
     let mut messages: Vec<Range<usize>> = Vec::new();
     let mut bytes = 0;
-    for (index, piece) in pieces.iter().enumerate() {
+    for (index, piece) in pieces.iter().enumerate().skip(skipped) {
         let more = piece.range.len() * size_of::<f32>();
         match messages.last_mut() {
             Some(last) if bytes + more <= MAX_MESSAGE_BYTES => last.end = index + 1,
@@ -159,10 +161,12 @@ fn elements(pieces: &[ParamRange]) -> usize {
     pieces.iter().map(|piece| piece.range.len()).sum()
 }
 
-/// Returns the size in bytes of the largest message to any server.
-pub fn max_message_bytes(pieces: &[Vec<ParamRange>]) -> usize {
-    let sizes = pieces.iter().flat_map(|pieces| {
-        messages(pieces).into_iter().map(move |message| elements(&pieces[message]))
+/// Returns the size in bytes of the largest message to any server, apart from those with rows of
+/// tables.
+pub fn max_message_bytes(terms: &RunSpec) -> usize {
+    let sizes = terms.pieces.iter().enumerate().flat_map(|(server, pieces)| {
+        let messages = messages(pieces, terms.table_ranges(server));
+        messages.into_iter().map(move |message| elements(&pieces[message]))
     });
     sizes.max().unwrap_or(0) * size_of::<f32>()
 }
@@ -173,7 +177,9 @@ impl ServerConnections {
     pub fn new(terms: &RunSpec, member: u64, client: impl Fn(&str) -> RpcClient) -> Self {
         let mut connections = Vec::new();
         for (server, (address, pieces)) in terms.addresses.iter().zip(&terms.pieces).enumerate() {
-            let of_server = distribute(messages(pieces), terms.config.parameter_server.connections);
+            // A `RowClient` has the ranges of tables with sparse updates.
+            let messages = messages(pieces, terms.table_ranges(server));
+            let of_server = distribute(messages, terms.config.parameter_server.connections);
             connections.extend(of_server.into_iter().enumerate().map(|(number, messages)| {
                 ServerConnection {
                     server,
@@ -417,14 +423,14 @@ mod tests {
     fn messages_fit_a_cache() {
         let mib = 1 << 20;
         assert_eq!(
-            messages(&pieces(&[mib / 2, mib / 2, 4, 3 * mib, 4, mib])),
+            messages(&pieces(&[mib / 2, mib / 2, 4, 3 * mib, 4, mib]), 0),
             [0..2, 2..3, 3..4, 4..5, 5..6]
         );
-        assert_eq!(messages(&pieces(&[4; 9])), vec![0..9; 1]);
-        assert!(messages(&[]).is_empty());
+        assert_eq!(messages(&pieces(&[4; 9]), 0), vec![0..9; 1]);
+        assert_eq!(messages(&pieces(&[4; 9]), 2), vec![2..9; 1]);
+        assert!(messages(&[], 0).is_empty());
         assert_eq!(distribute(vec![0..2, 2..3, 3..9], 2), [vec![0..2, 2..3], vec![3..9; 1]]);
         assert_eq!(distribute(vec![0..2, 2..3], 3), [vec![0..2; 1], vec![2..3; 1]]);
         assert!(distribute(vec![], 2).is_empty());
-        assert_eq!(max_message_bytes(&[pieces(&[4, 8]), pieces(&[3 * mib, 4]), vec![]]), 3 * mib);
     }
 }

@@ -4,20 +4,20 @@
 use serde::{Deserialize, Serialize};
 
 use super::network_spec::NetworkSpec;
-use super::partitioner::{ParamRange, partition};
+use super::partitioner::{Granules, ParamRange, partition};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_checkpoint::Progress;
 use hpctrain_config::{
-    Config, Environment, LayerList, LossKind, Model, Partition, ResolvedConfig, Staleness,
-    TableUpdates, resolve,
+    Config, EmbeddingPlacement, Environment, LayerList, LossKind, Model, Partition, ResolvedConfig,
+    Staleness, TableShardingChoice, TableUpdates, resolve,
 };
 use hpctrain_data::Preprocessing;
 use hpctrain_device::format_bytes;
 use hpctrain_nn::CustomModel;
 use hpctrain_nn::layers::Layer;
 use hpctrain_nn::loss::{CustomLoss, CustomMetric};
-use hpctrain_parallel::{Storage, Zero, state_names};
+use hpctrain_parallel::{Storage, TableSharding, Zero, state_names};
 
 /// The specification of a run, which its coordinator sends to servers and workers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -39,6 +39,9 @@ pub struct RunSpec {
     pub start: Progress,
     /// The ranges of each server.
     pub pieces: Vec<Vec<ParamRange>>,
+    /// The elements of a row of the embedding tables, if their updates are sparse.
+    #[serde(default)]
+    pub row_width: Option<usize>,
     /// The host and port of each server.
     pub addresses: Vec<String>,
     /// Whether all processes record a trace.
@@ -49,6 +52,13 @@ pub struct RunSpec {
 }
 
 impl RunSpec {
+    /// Returns the number of a server's first ranges that are rows of embedding tables with sparse
+    /// updates.
+    pub fn table_ranges(&self, server: usize) -> usize {
+        let of_tables = |piece: &&ParamRange| self.row_width.is_some() && piece.unit == TABLES;
+        self.pieces.get(server).into_iter().flatten().take_while(of_tables).count()
+    }
+
     /// Checks that a worker's program measures the custom metrics of the run.
     ///
     /// # Errors
@@ -78,7 +88,7 @@ impl RunSpec {
     ) -> Result<ResolvedConfig> {
         check(config)?;
         let is_synchronous = config.parameter_server.staleness == Staleness::Bound(0);
-        let mut config = with_dense_tables(config);
+        let mut config = config.clone();
         if is_synchronous {
             config.parallel.virtual_ranks.get_or_insert(workers);
         } else {
@@ -192,9 +202,9 @@ impl RunSpec {
     /// # Errors
     /// Returns the same errors as [`RunSpec::plan`].
     pub fn worker_plan(&self, threads: usize, on_gpu: bool) -> Result<ResolvedConfig> {
-        let config = if self.is_synchronous() {
-            let of_run = Self::plan(&self.config, self.workers, self.vocabulary, threads)?;
-            let mut config = with_dense_tables(&self.config);
+        let of_run = Self::plan(&self.config, self.workers, self.vocabulary, threads)?;
+        let mut config = if self.is_synchronous() {
+            let mut config = self.config.clone();
             (config.parallel.virtual_ranks, config.batch.micro) =
                 (Some(of_run.virtual_ranks), Some(of_run.micro));
             config.parallel.replica = None;
@@ -202,20 +212,24 @@ impl RunSpec {
         } else {
             worker_config(&self.config, self.workers)
         };
-        resolve(config, &Environment { ranks: 1, threads, vocabulary: self.vocabulary, on_gpu })
+        // All processes treat the tables alike, on any device.
+        config.optimizer.tables = match of_run.sparse_tables {
+            Some(_) => TableUpdates::Sparse,
+            None => TableUpdates::Dense,
+        };
+        if on_gpu && of_run.sparse_tables.is_some() {
+            config.model.place.tables = EmbeddingPlacement::Host;
+        }
+        let facts = Environment { ranks: 1, threads, vocabulary: self.vocabulary, on_gpu };
+        let mut plan = resolve(config, &facts)?;
+        plan.sparse_tables = plan.sparse_tables.map(|_| TableSharding::Servers);
+        Ok(plan)
     }
-}
-
-/// Returns a configuration whose embedding tables are like other parameters: servers update them.
-fn with_dense_tables(config: &Config) -> Config {
-    let mut config = config.clone();
-    config.optimizer.tables = TableUpdates::Dense;
-    config
 }
 
 /// Returns the configuration of a worker in asynchronous training.
 fn worker_config(config: &Config, workers: usize) -> Config {
-    let mut config = with_dense_tables(config);
+    let mut config = config.clone();
     // The servers update the parameters, so a worker has no learning rate.
     config.set_trial_batch(worker_batch(&config, workers));
     (config.parallel.virtual_ranks, config.parallel.replica) = (Some(1), None);
@@ -251,9 +265,26 @@ pub fn ranges_of_servers(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Ve
     // With synchronous training, norms are sums over virtual shards, one per virtual rank.
     // Otherwise a range starts at a cache line.
     let is_synchronous = plan.config.parameter_server.staleness == Staleness::Bound(0);
-    let granules =
-        |layout: &UnitLayout| if is_synchronous { plan.virtual_ranks } else { layout.padded / 16 };
+    let row_width = row_width(plan);
+    let granules = |unit: usize, layout: &UnitLayout| match row_width {
+        // Rows are whole, and their norm does not depend on the ranges.
+        Some(elements) if unit == TABLES => {
+            let rows = layout.tensors.iter().map(|tensor| tensor.shape[0]).sum();
+            Granules { count: rows, elements }
+        }
+        _ if is_synchronous => Granules::equal(layout, plan.virtual_ranks),
+        _ => Granules::equal(layout, layout.padded / 16),
+    };
     partition(&layouts(plan), granules, plan.config.parameter_server.partition, servers)
+}
+
+/// The unit of embedding tables with sparse updates, if the network has them.
+pub const TABLES: usize = 0;
+
+/// Returns the elements of a row of the embedding tables, if their updates are sparse.
+pub fn row_width(plan: &ResolvedConfig) -> Option<usize> {
+    plan.sparse_tables?;
+    layouts(plan)[TABLES].tensors.first().map(|tensor| tensor.shape[1])
 }
 
 /// Returns the error of synchronous training with `what`, which is batch normalisation.
@@ -362,11 +393,8 @@ fn check(config: &Config) -> Result<()> {
         ("checkpoint.every = auto", config.checkpoint.every == hpctrain_config::OrAuto::Auto),
         ("parallel.layout = auto", parallel.layout == hpctrain_config::LayoutMode::Auto),
         ("offload.optimizer", config.offload.optimizer),
-        (
-            "model.place.tables = host",
-            config.model.place.tables == hpctrain_config::EmbeddingPlacement::Host,
-        ),
-        ("optimizer.tables = sparse", config.optimizer.tables == TableUpdates::Sparse),
+        ("model.place.tables = host", config.model.place.tables == EmbeddingPlacement::Host),
+        ("parallel.tables", parallel.tables != TableShardingChoice::Auto),
         ("offload.params", config.offload.params),
         ("offload.activations", config.offload.activations),
         ("log.histograms", config.log.histograms > 0),
@@ -418,6 +446,7 @@ mod tests {
             preprocessing: None,
             start: Progress::default(),
             pieces: vec![],
+            row_width: None,
             addresses: vec![],
             trace: false,
             metrics: vec!["recall".into()],

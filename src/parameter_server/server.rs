@@ -195,6 +195,18 @@ impl ServerState {
                 body.clear();
                 return Ok(ServerResponse::Pushed { staleness });
             }
+            ServerRequest::PullRows { generation, of } if is_current(generation) => {
+                return storage
+                    .pull_rows(of, body)
+                    .map(|versions| ServerResponse::Pulled { versions });
+            }
+            ServerRequest::PushRows { generation, member, number, of, rows }
+                if is_current(generation) =>
+            {
+                let staleness = storage.push_rows(member, number, &of, rows, body)?;
+                body.clear();
+                return Ok(ServerResponse::Pushed { staleness });
+            }
             ServerRequest::Set { generation, pieces } if is_current(generation) => {
                 storage.set(pieces, body)?;
                 body.clear();
@@ -240,8 +252,8 @@ impl ServerState {
 fn name(request: &ServerRequest) -> &'static str {
     match request {
         ServerRequest::Assign(_) => "assign",
-        ServerRequest::Pull { .. } => "pull",
-        ServerRequest::Push { .. } => "push",
+        ServerRequest::Pull { .. } | ServerRequest::PullRows { .. } => "pull",
+        ServerRequest::Push { .. } | ServerRequest::PushRows { .. } => "push",
         ServerRequest::Set { .. } => "set",
         ServerRequest::Squares { .. } | ServerRequest::Norms { .. } => "norm",
         ServerRequest::Update { .. } => "update",
@@ -260,7 +272,7 @@ impl RpcHandler for ServerState {
     type ConnectionState = Option<u64>;
 
     fn max_body_bytes(&self) -> usize {
-        self.storage().map_or(INITIAL_MAX_BODY, |storage| storage.elements() * size_of::<f32>())
+        self.storage().map_or(INITIAL_MAX_BODY, |storage| storage.max_body_bytes())
     }
 
     fn answer(

@@ -276,6 +276,7 @@ mod tests {
             preprocessing: None,
             start: Progress::default(),
             pieces: vec![],
+            row_width: None,
             addresses: vec!["host:1".into()],
             trace: false,
             metrics: vec![],

@@ -16,6 +16,7 @@ use super::protocol::{
 };
 use super::push_pull::{Current, ServerConnections, max_message_bytes};
 use super::rendezvous::PsRendezvous;
+use super::row_client::{RowClient, SharedRowClient};
 use super::rpc_client::RpcClient;
 use super::run_spec::RunSpec;
 use super::shared_splits::SharedSplits;
@@ -30,7 +31,7 @@ use hpctrain_cpu::Cpu;
 use hpctrain_data::Source;
 use hpctrain_device::{Kernels, format_bytes};
 use hpctrain_engine::micro_batches::MicroBatches;
-use hpctrain_engine::{Engine, Geometry, Splits, clip, memory};
+use hpctrain_engine::{Engine, Geometry, Splits, clip, memory, with_tables_elsewhere};
 use hpctrain_nn::CustomModel;
 use hpctrain_nn::loss::{CustomLoss, CustomMetric};
 use hpctrain_parallel::{ControlFlags, ReducedStep, StepSchedule};
@@ -294,6 +295,8 @@ struct WorkerSession<'a, B: Kernels> {
     evaluator: Option<Evaluator>,
     digest: Option<String>,
     servers: ServerConnections,
+    /// The connections for rows of embedding tables, if their updates are sparse.
+    rows: Option<SharedRowClient>,
     /// The batches requested of the loader thread, in order.
     asked: VecDeque<u64>,
     /// The ticket of the lease, and the batches that are left.
@@ -321,10 +324,11 @@ fn check_memory<B: Kernels>(
         vocabulary: plan.network.vocabulary(),
         on_gpu: !B::ON_HOST,
     };
-    let lean = resolve(config, &facts)?;
+    let mut lean = resolve(config, &facts)?;
+    lean.sparse_tables = plan.sparse_tables;
     let mut held = memory::BaselineMemory::now(&single::<B>(), data);
     // One message is received while another is sent.
-    held.messages = 2 * max_message_bytes(&terms.pieces);
+    held.messages = 2 * max_message_bytes(terms);
     let need = memory::worst::<B>(&lean, held);
     let room = memory::budget(plan, topology, held, None);
     if room.holds(&need) {
@@ -366,7 +370,13 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
                 .map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
         }
         check_memory::<B>(&plan, terms, &topology, &[&*train])?;
-        let model = model::build(&single::<B>(), &plan, backend(&plan)?)?;
+        let rows = RowClient::new(terms, member, &client).map(SharedRowClient::new);
+        let world = single::<B>();
+        let model = model::build_blocks(&world, &plan, backend(&plan)?)?;
+        let model = match &rows {
+            Some(rows) => with_tables_elsewhere(&world, &plan, model, Box::new(rows.clone()))?,
+            None => model,
+        };
         let schedule = plan.step_schedule(0);
         let geometry = Geometry {
             schedule,
@@ -382,7 +392,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
         let samples = plan.config.eval.samples;
         let chunk = plan.config.eval.batch;
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
-        let servers = ServerConnections::new(terms, member, client);
+        let servers = ServerConnections::new(terms, member, &client);
         let engine = Engine { model, geometry, activation_offload: None, observer: None };
         Ok(Self {
             options,
@@ -396,6 +406,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
             evaluator,
             digest,
             servers,
+            rows,
             asked: VecDeque::new(),
             lease: None,
             seconds: WorkerTimes::default(),
@@ -502,7 +513,7 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
             StepSchedule { virtual_ranks: virtual_ranks.len(), ..self.schedule };
         let reduced = self.gradients(step)?;
         let of = Pushed::VirtualRanks { step, virtual_ranks: virtual_ranks.clone() };
-        if self.push(|_, _| of.clone())?.is_none() {
+        if self.push(|_, _| of.clone(), |_| of.clone())?.is_none() {
             return Ok(None);
         }
         Ok(Some(WorkerReport::VirtualRanks {
@@ -529,11 +540,9 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
         let loss = reduced.loss / self.plan.tokens_per_step() as f64;
         let staleness = if loss.is_finite() && reduced.norm.is_finite() {
             let scale = (clip(self.plan.config.optimizer.grad_clip, reduced.norm) as f32).to_bits();
-            let staleness = self.push(|server, pieces| Pushed::Batch {
-                ticket,
-                scale,
-                versions: versions[server][pieces].to_vec(),
-            })?;
+            let of_batch = |versions| Pushed::Batch { ticket, scale, versions };
+            let staleness =
+                self.push(|server, pieces| of_batch(versions[server][pieces].to_vec()), of_batch)?;
             if staleness.is_none() {
                 return Ok(None);
             }
@@ -585,17 +594,30 @@ impl<'a, B: Kernels> WorkerSession<'a, B> {
     fn pull(&mut self, of: Values) -> Result<Current> {
         let began = Instant::now();
         let _span = span(ActivityKind::Pulling, None);
+        if let Some(rows) = &self.rows {
+            rows.client().begin(of);
+        }
         let current = self.servers.pull(&mut self.engine.model, of)?;
         self.seconds.pull += began.elapsed().as_secs_f64();
         Ok(current)
     }
 
-    /// Pushes the reduced gradient to all servers; returns the largest staleness, or none if the
+    /// Pushes the reduced gradient to all servers; `of` describes its samples for given ranges of a
+    /// server, `of_rows` for rows of these versions. Returns the largest staleness, or none if the
     /// generation is over.
-    fn push(&mut self, of: impl Fn(usize, Range<usize>) -> Pushed) -> Result<Option<u64>> {
+    fn push(
+        &mut self,
+        of: impl Fn(usize, Range<usize>) -> Pushed,
+        of_rows: impl Fn(Vec<u64>) -> Pushed,
+    ) -> Result<Option<u64>> {
         let began = Instant::now();
         let _span = span(ActivityKind::Pushing, None);
-        let staleness = self.servers.push(&self.engine.model, of)?;
+        let mut staleness = self.servers.push(&self.engine.model, of)?;
+        if let (Some(rows), Some(most)) = (&self.rows, staleness) {
+            let gradient = self.engine.model.sharded.table_gradient()?;
+            let of_tables = rows.client().push(gradient, of_rows)?;
+            staleness = of_tables.map(|of_tables| of_tables.max(most));
+        }
         self.engine.model.sharded.skip()?;
         self.seconds.push += began.elapsed().as_secs_f64();
         Ok(staleness)

@@ -34,12 +34,13 @@ use run_layout::{AfterRun, Recording};
 
 use crate::comm::AlgorithmChoice;
 use crate::config::{
-    Config, DataOrder, Environment, Interval, Parallel, ReduceChoice, ResolvedConfig, resolve,
+    Config, DataOrder, Environment, Interval, Parallel, ReduceChoice, ResolvedConfig, TableUpdates,
+    resolve,
 };
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
 use crate::optim::UpdateRule;
-use crate::parallel::ReduceAfter;
+use crate::parallel::{ReduceAfter, Storage};
 use crate::telemetry::say;
 
 pub use chaos::{ChaosOptions, survive};
@@ -108,6 +109,18 @@ impl RowReport {
     }
 }
 
+/// Returns `optimizer.tables` for all layouts: `auto` would choose dense updates for those that do
+/// not support sparse ones, and the norms of both differ in their last bits.
+fn table_updates(config: &Config, rows: &[LayoutRow]) -> TableUpdates {
+    let needs_dense = rows
+        .iter()
+        .any(|row| row.pipeline > 1 || row.tensor > 1 || row.storage == Storage::Central);
+    match config.optimizer.tables {
+        TableUpdates::Auto if needs_dense => TableUpdates::Dense,
+        given => given,
+    }
+}
+
 /// Compares every layout of the matrix with one rank and prints a table. Returns true if all agree.
 ///
 /// # Errors
@@ -127,6 +140,7 @@ pub fn verify(request: &VerifyOptions) -> Result<bool> {
     request.config.check_fixed_batch("verify compares numbers of ranks with the same batch")?;
     request.config = request.config.with_any_length();
     request.config.run.steps = request.config.run.steps.max(request.steps);
+    request.config.optimizer.tables = table_updates(&request.config, &rows);
     let vocabulary = vocabulary(&request.config)?;
     request.config.parallel.virtual_ranks = virtual_ranks(&request.config, &rows, vocabulary);
     request.config.batch.micro = micro(&request.config, &rows, vocabulary);

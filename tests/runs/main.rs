@@ -25,6 +25,7 @@ mod resume;
 mod sample;
 mod samples;
 mod servers;
+mod sparse_tables;
 mod step_times;
 mod tensor_parallel;
 mod tensorboard;

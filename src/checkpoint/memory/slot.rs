@@ -538,7 +538,7 @@ mod tests {
 
     /// Appends elements in one of both ways.
     fn append(slot: &mut SlotWriter, block: &[f32]) {
-        if slot.blocks.len() % 2 == 0 {
+        if slot.blocks.len().is_multiple_of(2) {
             slot.append_from(block).unwrap();
         } else {
             slot.next(block.len()).copy_from_slice(block);

@@ -60,7 +60,10 @@ impl<'a> HostTables<'a> {
 
     /// Returns the most elements of the tables that a rank holds.
     fn most_held(&self, sharding: TableSharding) -> usize {
-        self.partition(sharding).most_held() * self.width()
+        match sharding {
+            TableSharding::Servers => 0,
+            _ => self.partition(sharding).most_held() * self.width(),
+        }
     }
 
     fn partition(&self, sharding: TableSharding) -> RowPartition {
@@ -82,7 +85,7 @@ impl<'a> HostTables<'a> {
         let own = of_samples(plan.virtual_rank_samples * plan.assignment().most() as u64);
         let received = match sharding {
             TableSharding::Replicated => of_samples(plan.config.batch.global),
-            TableSharding::RowWise | TableSharding::TableWise => own,
+            TableSharding::RowWise | TableSharding::TableWise | TableSharding::Servers => own,
         };
         // The rows of a micro-batch and their exchange; the gradients of a virtual rank and their
         // sums; messages, and what they are decoded and added to; the copies of rows that are

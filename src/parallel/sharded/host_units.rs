@@ -12,7 +12,7 @@ use crate::optimizer_shard::Values;
 use crate::owned::{Histograms, Owned};
 use crate::pipeline_schedule::StepSchedule;
 use crate::restore_source::Source;
-use crate::sparse::{SparseTables, SquareSum};
+use crate::sparse::{SparseRows, SparseTables, SquareSum};
 use crate::step_params::Hyper;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorRange;
@@ -110,7 +110,7 @@ impl HostUnits {
     pub(super) fn owned(&mut self) -> Result<Vec<Owned<'_, Cpu>>> {
         match self {
             Self::Dense(units) => units.owned(),
-            Self::Sparse(tables) => Ok(vec![tables.owned()]),
+            Self::Sparse(tables) => Ok(tables.owned()?.into_iter().collect()),
         }
     }
 
@@ -186,6 +186,17 @@ impl<B: Kernels> Sharded<B> {
         self.host_units
             .as_mut()
             .ok_or_else(|| Error::internal("no embedding tables are in host memory"))
+    }
+
+    /// Returns the reduced gradient of tables with sparse updates.
+    ///
+    /// # Errors
+    /// Returns an error if there are none, or the gradient was not reduced.
+    pub fn table_gradient(&self) -> Result<&SparseRows> {
+        match &self.host_units {
+            Some(HostUnits::Sparse(tables)) => tables.gradient(),
+            _ => Err(Error::internal("no embedding tables have sparse updates")),
+        }
     }
 
     /// Returns the first of the network's units that this rank's stage has, on the device or on the

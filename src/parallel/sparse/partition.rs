@@ -18,6 +18,8 @@ pub enum TableSharding {
     RowWise,
     /// Every rank holds whole tables, consecutive ones.
     TableWise,
+    /// Parameter servers hold all rows.
+    Servers,
 }
 
 /// The rows of all tables, counted from the first row of the first, that each rank holds.
@@ -35,7 +37,7 @@ impl RowPartition {
     pub fn new(sharding: TableSharding, tables: &[usize], rank: usize, ranks: usize) -> Self {
         let rows: usize = tables.iter().sum();
         let bounds = match sharding {
-            TableSharding::Replicated | TableSharding::RowWise => {
+            TableSharding::Replicated | TableSharding::RowWise | TableSharding::Servers => {
                 (0..=ranks).map(|rank| share(rows, rank, ranks).start).collect()
             }
             TableSharding::TableWise => {

@@ -1,5 +1,6 @@
 //! Some rows of a table: the gradient of the rows whose ids a batch contains.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
 use hpctrain_base::error::{Error, Result};
@@ -40,34 +41,32 @@ impl SparseRows {
             ids: Vec::with_capacity(self.ids.len() + other.ids.len()),
             values: Vec::with_capacity(self.values.len() + other.values.len()),
         };
-        let mut rows = self.iter(width).peekable();
-        let mut others = other.iter(width).peekable();
-        loop {
-            let (id, row) = match (rows.peek(), others.peek()) {
-                (None, None) => break,
-                (Some((one, _)), Some((other, _))) if one == other => {
-                    let (Some((id, row)), Some((_, other))) = (rows.next(), others.next()) else {
-                        break;
-                    };
-                    all.ids.push(id);
-                    all.values.extend(row.iter().zip(other).map(|(x, y)| x + y));
-                    continue;
-                }
-                (Some((one, _)), Some((other, _))) if other < one => others.next(),
-                (Some(_), _) => rows.next(),
-                (None, Some(_)) => others.next(),
+        let elements = |place: usize| place * width..(place + 1) * width;
+        let (mut here, mut there) = (0, 0);
+        while here < self.ids.len() || there < other.ids.len() {
+            let order = match (self.ids.get(here), other.ids.get(there)) {
+                (Some(id), Some(other_id)) => id.cmp(other_id),
+                (Some(_), None) => Ordering::Less,
+                (None, _) => Ordering::Greater,
+            };
+            if order.is_le() {
+                all.ids.push(self.ids[here]);
+                all.values.extend_from_slice(&self.values[elements(here)]);
+                here += 1;
             }
-            .unwrap_or_default();
-            all.ids.push(id);
-            all.values.extend_from_slice(row);
+            if order.is_eq() {
+                let sum = all.values.len() - width;
+                let row = &other.values[elements(there)];
+                all.values[sum..].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+                there += 1;
+            }
+            if order.is_gt() {
+                all.ids.push(other.ids[there]);
+                all.values.extend_from_slice(&other.values[elements(there)]);
+                there += 1;
+            }
         }
-        drop(rows);
         *self = all;
-    }
-
-    /// Iterates over the ids and rows.
-    fn iter(&self, width: usize) -> impl Iterator<Item = (u32, &[f32])> {
-        self.ids.iter().copied().zip(self.values.chunks_exact(width))
     }
 
     /// Returns the places of the rows whose ids are in `ids`.

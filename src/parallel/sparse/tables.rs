@@ -15,13 +15,15 @@
 //! a dense update computes; for others it is the lazy form, in which state decays only when a row is
 //! updated (as in `torch.optim.SparseAdam`).
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::partition::{RowPartition, TableSharding};
+use super::row_copies::elements_of;
 use super::rows::{SparseRows, elements, malformed, number};
 use super::squares::SquareSum;
 use crate::fsdp_unit::initial;
-use crate::optimizer_shard::{Updates, Values};
+use crate::optimizer_shard::{OptimizerShard, Updates};
 use crate::owned::{Histograms, Owned};
 use crate::restore_source::Source;
 use crate::step_params::Hyper;
@@ -34,7 +36,23 @@ use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_cpu::{Cpu, CpuBuf};
 use hpctrain_device::{Backend as _, EmbeddingOps as _, MemoryKind};
-use hpctrain_nn::optim::{GroupRun, UpdateRule, group_runs};
+
+/// A process that holds rows of tables, such as parameter servers.
+pub trait RowSource: Send {
+    /// Returns the rows of ascending ids, one behind the other.
+    ///
+    /// # Errors
+    /// Returns an error if the rows cannot be had.
+    fn rows(&mut self, ids: &[u32]) -> Result<Vec<f32>>;
+}
+
+/// The rows that this rank holds.
+enum RowStore {
+    /// Parameters and optimizer state.
+    Here(Box<OptimizerShard<Cpu>>),
+    /// None: others hold and update all.
+    Elsewhere(Box<dyn RowSource>),
+}
 
 /// The tables of a network's first block, of one width, as one matrix of rows.
 pub struct SparseTables {
@@ -45,13 +63,7 @@ pub struct SparseTables {
     /// Elements of a row.
     width: usize,
     partition: RowPartition,
-    /// The parameters of the rows that this rank holds.
-    params: CpuBuf,
-    /// Their optimizer state, a buffer for each of `state_names`.
-    state: Vec<CpuBuf>,
-    state_names: Vec<&'static str>,
-    /// The update rule, and the settings of consecutive rows; `None` if nothing is trained.
-    updates: Option<(UpdateRule, Vec<GroupRun>)>,
+    store: RowStore,
     /// The full subtrees of virtual ranks that this rank computes, in its order.
     subtrees: Vec<Range<usize>>,
     /// The ids, and the gradients of their rows, of the current virtual rank.
@@ -91,32 +103,50 @@ impl SparseTables {
         let partition = RowPartition::new(sharding, &rows, ranks.rank(), ranks.size());
         let held = elements_of(partition.held(), width);
         let values = initial(&layout, seed);
-        let params = cpu.upload_f32(MemoryKind::Parameters, &values[held.clone()])?;
-        drop(values);
-        let state_names = updates.map_or(&[][..], |updates| updates.rule.state()).to_vec();
-        let state = state_names.iter().map(|_| {
-            let mut buf = cpu.alloc_f32(MemoryKind::Optimizer, held.len())?;
-            buf.as_mut_slice().fill(0.0);
-            Ok::<_, Error>(buf)
-        });
-        let state = state.collect::<Result<_>>()?;
-        let updates = updates.map(|updates| {
-            let runs = group_runs(&layout, held, &updates.groups, false);
-            let of_rows = runs.into_iter().map(|run| GroupRun { len: run.len / width, ..run });
-            (updates.rule, of_rows.collect())
-        });
+        let of_held = &values[held.clone()];
+        let owner = OptimizerShard::new(&cpu, None, updates, &layout, held, of_held, false)?;
+        Ok(Self::with_store(
+            cpu,
+            ranks,
+            layout,
+            partition,
+            assignment,
+            RowStore::Here(Box::new(owner)),
+        ))
+    }
+
+    /// Creates the tables of a unit whose rows another process holds and updates, for a rank alone
+    /// that computes the virtual ranks of `assignment`.
+    pub fn elsewhere(
+        cpu: Cpu,
+        alone: Group<Cpu>,
+        layout: UnitLayout,
+        assignment: VirtualRanks,
+        source: Box<dyn RowSource>,
+    ) -> Self {
+        let rows: Vec<usize> = layout.tensors.iter().map(|tensor| tensor.shape[0]).collect();
+        let partition = RowPartition::new(TableSharding::Replicated, &rows, 0, 1);
+        Self::with_store(cpu, alone, layout, partition, assignment, RowStore::Elsewhere(source))
+    }
+
+    fn with_store(
+        cpu: Cpu,
+        ranks: Group<Cpu>,
+        layout: UnitLayout,
+        partition: RowPartition,
+        assignment: VirtualRanks,
+        store: RowStore,
+    ) -> Self {
+        let width = layout.tensors.first().map_or(1, |tensor| tensor.shape[1]);
         let shards = assignment.shards;
         let (replica, shard) = (ranks.rank() / shards, ranks.rank() % shards);
-        Ok(Self {
+        Self {
             cpu,
             ranks,
             layout,
             width,
             partition,
-            params,
-            state,
-            state_names,
-            updates,
+            store,
             subtrees: subtrees(&assignment.for_shard(replica, shard)),
             gradients: SparseRows::default(),
             tree: Tree::default(),
@@ -125,7 +155,7 @@ impl SparseTables {
             reduction: None,
             reduced: None,
             counts: None,
-        })
+        }
     }
 
     /// Returns the layout of the unit.
@@ -133,26 +163,26 @@ impl SparseTables {
         &self.layout
     }
 
-    /// Returns the names of the buffers of optimizer state.
-    pub fn state_names(&self) -> &[&'static str] {
-        &self.state_names
-    }
-
     /// Looks up the rows of these ids. Collective over the ranks with different data if they hold
     /// different rows.
     ///
     /// # Errors
     /// Returns an error if memory runs out or a message fails.
-    pub fn rows(&self, ids: &[u32]) -> Result<CpuBuf> {
+    pub fn rows(&mut self, ids: &[u32]) -> Result<CpuBuf> {
         let mut rows = self.cpu.alloc(MemoryKind::Activations, ids.len() * self.width)?;
-        if self.partition.is_replicated() || self.ranks.size() == 1 {
-            self.look_up(0, self.params.as_slice(), ids, rows.as_mut_slice())?;
+        if let RowStore::Here(owner) = &self.store
+            && (self.partition.is_replicated() || self.ranks.size() == 1)
+        {
+            self.look_up(0, owner.params()?, ids, rows.as_mut_slice())?;
             return Ok(rows);
         }
         let mut wanted = ids.to_vec();
         wanted.sort_unstable();
         wanted.dedup();
-        let received = self.exchange(&wanted)?;
+        let received = match &mut self.store {
+            RowStore::Here(_) => self.exchange(&wanted)?,
+            RowStore::Elsewhere(source) => source.rows(&wanted)?,
+        };
         // The place of each id among the wanted ones.
         let places: Vec<u32> =
             ids.iter().map(|id| wanted.partition_point(|other| other < id) as u32).collect();
@@ -164,7 +194,7 @@ impl SparseTables {
     ///
     /// # Errors
     /// Returns an error if [`SparseTables::rows`] does.
-    pub fn skip_rows(&self) -> Result<()> {
+    pub fn skip_rows(&mut self) -> Result<()> {
         self.rows(&[]).map(drop)
     }
 
@@ -198,7 +228,7 @@ impl SparseTables {
                 return Err(malformed());
             }
             let mut rows = vec![0.0; ids.len() * self.width];
-            self.look_up(held.start, self.params.as_slice(), &ids, &mut rows)?;
+            self.look_up(held.start, self.owner()?.params()?, &ids, &mut rows)?;
             Ok(bytemuck::cast_slice(&rows).to_vec())
         };
         let answers = requests.iter().map(answer).collect::<Result<_>>()?;
@@ -303,35 +333,30 @@ impl SparseTables {
     /// Returns an error if there is no gradient, or memory runs out.
     pub fn update(&mut self, hyper: Hyper) -> Result<()> {
         self.finish_reduction()?;
-        let (Some(gradient), Some((rule, runs))) = (self.reduced.take(), &self.updates) else {
-            return Err(Error::internal("the tables are not trained"));
-        };
         let _span = span(ActivityKind::Update, Some(&self.layout.name));
         fault::point("update");
-        let width = self.width;
-        let mut first = self.partition.held().start;
-        for run in runs {
-            let places = gradient.within(&(first..first + run.len));
-            first += run.len;
-            let ids = &gradient.ids[places.clone()];
-            let rows = RowCopies { first: self.partition.held().start, width, ids };
-            let grad = &gradient.values[elements_of(places, width)];
-            // The rows one behind the other, so that one kernel updates all of them.
-            let mut params = rows.copy_from(&self.cpu, self.params.as_slice())?;
-            let mut state = self
-                .state
-                .iter()
-                .map(|buf| rows.copy_from(&self.cpu, buf.as_slice()))
-                .collect::<Result<Vec<_>>>()?;
-            let windows = state.iter_mut().map(|buf| buf.as_mut_slice()).collect();
-            let update = hyper.update_of(run, 1.0);
-            rule.update(&self.cpu, update, grad, windows, params.as_mut_slice(), None, None)?;
-            rows.copy_to(params.as_slice(), self.params.as_mut_slice());
-            for (from, to) in state.iter().zip(&mut self.state) {
-                rows.copy_to(from.as_slice(), to.as_mut_slice());
+        match (&mut self.store, self.reduced.take()) {
+            (RowStore::Here(owner), Some(gradient)) => {
+                owner.update_rows(hyper, &gradient, self.width)
             }
+            _ => Err(Error::internal("the tables are not trained here")),
         }
-        Ok(())
+    }
+
+    /// Returns the reduced gradient of the rows that this rank holds, or of all rows if another
+    /// process holds them.
+    ///
+    /// # Errors
+    /// Returns an error if it was not reduced.
+    pub fn gradient(&self) -> Result<&SparseRows> {
+        self.reduced.as_ref().ok_or_else(|| Error::internal("the tables have no gradient"))
+    }
+
+    fn owner(&self) -> Result<&OptimizerShard<Cpu>> {
+        match &self.store {
+            RowStore::Here(owner) => Ok(owner),
+            RowStore::Elsewhere(_) => Err(Error::internal("the tables are held elsewhere")),
+        }
     }
 
     /// Discards the gradient, so that this step is skipped.
@@ -339,20 +364,17 @@ impl SparseTables {
         self.reduced = None;
     }
 
-    /// Returns the rows that only this rank saves.
-    pub fn owned<'a>(&'a self) -> Owned<'a, Cpu> {
-        let own = self.partition.own();
-        let start = self.partition.held().start;
-        let of_held = elements_of(own.start - start..own.end - start, self.width);
-        let values = |buf: &'a CpuBuf| -> Values<'a, Cpu> {
-            Values::Host(&self.cpu, &buf.as_slice()[of_held.clone()])
-        };
-        Owned {
-            layout: &self.layout,
-            range: elements_of(own, self.width),
-            params: values(&self.params),
-            state: self.state.iter().map(values).collect(),
+    /// Returns the rows that only this rank saves, if it has any.
+    ///
+    /// # Errors
+    /// Returns an error if another process holds the rows.
+    pub fn owned(&self) -> Result<Option<Owned<'_, Cpu>>> {
+        let range = elements_of(self.partition.own(), self.width);
+        if range.is_empty() {
+            return Ok(None);
         }
+        let (params, state) = self.owner()?.values(range.clone(), None)?;
+        Ok(Some(Owned { layout: &self.layout, range, params, state }))
     }
 
     /// Returns the ranges that [`SparseTables::restore_from`] reads on this rank.
@@ -374,16 +396,18 @@ impl SparseTables {
             [self.partition.own(), self.partition.held()].map(|rows| elements_of(rows, self.width));
         // Without other copies nothing is sent.
         let longest = if self.partition.is_replicated() { self.partition.most_owned() } else { 0 };
-        for (part, buf) in std::iter::once(&mut self.params).chain(&mut self.state).enumerate() {
-            let values = source.gathered(
-                &self.layout,
-                part,
-                held.clone(),
-                own.clone(),
-                &self.ranks,
-                longest * self.width,
-            )?;
-            buf.as_mut_slice().copy_from_slice(&values);
+        let RowStore::Here(owner) = &mut self.store else { return Ok(()) };
+        let (layout, ranks) = (&self.layout, &self.ranks);
+        let longest = longest * self.width;
+        // The other ranks wait for the messages of all parts.
+        let mut parts = VecDeque::from(owner.restored_parts());
+        let restored = owner.restore(|part, _| {
+            parts.pop_front();
+            source.gathered(layout, part, held.clone(), own.clone(), ranks, longest)
+        });
+        source.keep_error(restored);
+        for part in parts {
+            source.gathered(layout, part, held.clone(), own.clone(), ranks, longest)?;
         }
         Ok(())
     }
@@ -399,7 +423,7 @@ impl SparseTables {
     /// # Errors
     /// Returns an error if there is no gradient.
     pub fn count_gradients(&mut self, step: u64) -> Result<()> {
-        if !self.counts.as_ref().is_some_and(|(requested, _)| *requested == step) {
+        if self.counts.as_ref().is_none_or(|(requested, _)| *requested != step) {
             return Ok(());
         }
         let (own, width) = (elements_of(self.partition.own(), self.width), self.width);
@@ -421,45 +445,6 @@ impl SparseTables {
     pub fn counted_gradients(&mut self) -> Histograms {
         self.counts.take().map_or_else(Histograms::new, |(_, found)| found)
     }
-}
-
-/// Copies of some rows of a buffer.
-struct RowCopies<'a> {
-    /// The id of the buffer's first row.
-    first: usize,
-    width: usize,
-    ids: &'a [u32],
-}
-
-impl RowCopies<'_> {
-    /// Copies the rows of a buffer one behind the other.
-    fn copy_from(&self, cpu: &Cpu, from: &[f32]) -> Result<CpuBuf> {
-        let mut rows = cpu.alloc_f32(MemoryKind::Optimizer, self.ids.len() * self.width)?;
-        for (row, range) in rows.as_mut_slice().chunks_exact_mut(self.width).zip(self.ranges()) {
-            row.copy_from_slice(&from[range]);
-        }
-        Ok(rows)
-    }
-
-    /// Copies such rows back.
-    fn copy_to(&self, rows: &[f32], to: &mut [f32]) {
-        for (row, range) in rows.chunks_exact(self.width).zip(self.ranges()) {
-            to[range].copy_from_slice(row);
-        }
-    }
-
-    /// Iterates over the elements of the rows in the buffer.
-    fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
-        self.ids.iter().map(|id| {
-            let row = *id as usize - self.first;
-            elements_of(row..row + 1, self.width)
-        })
-    }
-}
-
-/// Returns the elements of rows.
-fn elements_of(rows: Range<usize>, width: usize) -> Range<usize> {
-    rows.start * width..rows.end * width
 }
 
 /// Divides virtual ranks, in the order in which a rank computes them, into full subtrees of the tree
@@ -486,8 +471,8 @@ mod tests {
 
     #[test]
     fn virtual_ranks_are_divided_into_full_subtrees() {
-        assert_eq!(subtrees(&[0, 1, 2, 3]), [0..4]);
-        assert_eq!(subtrees(&[4, 5, 6, 7]), [4..8]);
+        assert_eq!(subtrees(&[0, 1, 2, 3, 4]), [0..4, 4..5]);
+        assert_eq!(subtrees(&[4, 5, 6, 7, 8]), [4..8, 8..9]);
         assert_eq!(subtrees(&[0, 1, 2, 3, 4, 5]), [0..4, 4..6]);
         assert_eq!(subtrees(&[3, 4, 5]), [3..4, 4..6]);
         assert_eq!(subtrees(&[1, 3, 5]), [1..2, 3..4, 5..6]);

@@ -13,7 +13,7 @@ use serde_json::json;
 use super::checkpoint_task::Saving;
 use super::coordinator_service::{CoordinatorService, SessionError};
 use super::protocol::{ServerRequest, ServerResponse};
-use super::run_spec::{RunSpec, layouts};
+use super::run_spec::{RunSpec, TABLES, layouts};
 use super::scheduler::{BatchResult, FinishedBatches, WorkScheduler};
 use super::server_clients::ServerClients;
 use super::wal::{CommittedStep, Update, WalEntry, WalWriter, WriteAheadLog};
@@ -36,7 +36,8 @@ use hpctrain_engine::{Splits, clip};
 use hpctrain_nn::loss::Objective;
 use hpctrain_nn::optim::GroupRun;
 use hpctrain_parallel::{
-    AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms,
+    AllFlags, ControlFlags, Hyper, Norms, SquareSum, Squares, state_names, sum_of_squares,
+    whole_norms,
 };
 use hpctrain_train::evaluate::Evaluator;
 use hpctrain_train::evaluate::Metrics;
@@ -409,21 +410,33 @@ impl<'a, 'h> Session<'a, 'h> {
         let virtual_ranks = self.plan.virtual_ranks;
         let layouts = layouts(&self.plan);
         let mut all = Vec::new();
+        let mut of_rows = SquareSum::default();
+        if self.terms.row_width.is_some() {
+            // The norm of rows does not depend on virtual shards.
+            let values = vec![0.0; virtual_ranks];
+            let shards = virtual_ranks;
+            all.push(Squares { first_unit: TABLES, first_shard: 0, shards, values });
+        }
         let servers = self.terms.addresses.iter().zip(&self.terms.pieces);
         for ((address, pieces), answer) in servers.zip(answers) {
             let ServerResponse::Squares(squares) = answer else {
                 return Err(unexpected(address, &answer));
             };
             for (piece, bits) in pieces.iter().zip(squares) {
-                let size = layouts[piece.unit].padded / virtual_ranks;
                 let values: Vec<f64> = bits.into_iter().map(f64::from_bits).collect();
+                if self.terms.row_width.is_some() && piece.unit == TABLES {
+                    of_rows.merge(&SquareSum::decode(&values)?);
+                    continue;
+                }
+                let size = layouts[piece.unit].padded / virtual_ranks;
                 let first_unit = piece.unit;
                 let first_shard = piece.range.start / size;
                 let shards = values.len();
                 all.push(Squares { first_unit, first_shard, shards, values });
             }
         }
-        Ok(sum_of_squares(all.iter(), layouts.len(), virtual_ranks)?.sqrt())
+        let squares = sum_of_squares(all.iter(), layouts.len(), virtual_ranks)?;
+        Ok((squares + of_rows.value()).sqrt())
     }
 
     /// Returns the trust ratio of every tensor of every unit, as bits.

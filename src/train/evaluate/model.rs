@@ -78,6 +78,22 @@ pub fn plan(
 /// # Errors
 /// Returns an error if memory runs out, or if a message between ranks fails.
 pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> Result<Model<B>> {
+    let model = build_blocks(comm, plan, backend)?;
+    match plan.has_host_tables() {
+        true => with_host_embedding(comm, plan, model, false),
+        false => Ok(model),
+    }
+}
+
+/// Creates the model of a plan as [`build`] does, without embedding tables in host memory.
+///
+/// # Errors
+/// Returns an error if memory runs out, or if a message between ranks fails.
+pub fn build_blocks<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &ResolvedConfig,
+    backend: B,
+) -> Result<Model<B>> {
     let groups = Groups::split(comm, &plan.mesh, false)?;
     let slices = plan.tensor_shards(comm.rank());
     let blocks = plan.network.tensor_parallel_blocks(&slices);
@@ -93,12 +109,8 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> R
         stage,
         None,
     )?;
-    let model = Model::new(backend, blocks, plan.objective().with_tensor_shards(&slices), sharded)
-        .with_loss_chunk_rows(plan.loss_chunk_tokens);
-    match plan.has_host_tables() {
-        true => with_host_embedding(comm, plan, model, false),
-        false => Ok(model),
-    }
+    Ok(Model::new(backend, blocks, plan.objective().with_tensor_shards(&slices), sharded)
+        .with_loss_chunk_rows(plan.loss_chunk_tokens))
 }
 
 /// Verifies the files of a checkpoint, each on one rank, and loads its parameters, or their EMA if
