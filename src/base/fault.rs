@@ -3,6 +3,9 @@
 //! `HPCTRAIN_FAULT_AT=POINT:STEP:RANK:FILE` kills the process that is rank `RANK` (`*`: any)
 //! when it reaches `POINT` in step `STEP` or later, and creates `FILE`, so that the fault happens
 //! once in a job.
+//!
+//! `HPCTRAIN_SLOW_RANK=RANK:MS,…` makes these ranks take so many milliseconds longer for each forward
+//! of a micro-batch.
 //! Release builds have no such points.
 
 #[cfg(debug_assertions)]
@@ -10,6 +13,7 @@ mod planted {
     use std::path::PathBuf;
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+    use std::time::Duration;
 
     /// The environment variable that plants a fault.
     const VARIABLE: &str = "HPCTRAIN_FAULT_AT";
@@ -42,7 +46,28 @@ mod planted {
         STEP.store(step, Ordering::Relaxed);
     }
 
+    /// The environment variable that slows ranks down.
+    const SLOW: &str = "HPCTRAIN_SLOW_RANK";
+
+    fn slow_down() {
+        static MILLISECONDS: OnceLock<Vec<(usize, u64)>> = OnceLock::new();
+        let of_ranks = MILLISECONDS.get_or_init(|| {
+            let parse = |text: &str| {
+                let (rank, ms) = text.split_once(':')?;
+                Some((rank.parse().ok()?, ms.parse().ok()?))
+            };
+            std::env::var(SLOW).unwrap_or_default().split(',').filter_map(parse).collect()
+        });
+        let here = RANK.load(Ordering::Relaxed);
+        for (_, ms) in of_ranks.iter().filter(|(rank, _)| *rank == here) {
+            std::thread::sleep(Duration::from_millis(*ms));
+        }
+    }
+
     pub fn point(name: &str) {
+        if name == "forward" {
+            slow_down();
+        }
         static FAULTS: OnceLock<Vec<Fault>> = OnceLock::new();
         let faults = FAULTS.get_or_init(|| {
             std::env::var(VARIABLE).unwrap_or_default().split(',').filter_map(parse).collect()
@@ -60,7 +85,7 @@ mod planted {
                 // It is the end of this process.
                 let this = rustix::process::getpid();
                 let _ = rustix::process::kill_process(this, rustix::process::Signal::KILL);
-                std::thread::sleep(std::time::Duration::from_secs(60));
+                std::thread::sleep(Duration::from_secs(60));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Checks of `[elastic]`.
 
 use super::range::out_of_range;
-use super::{Config, DataOrder, Elastic, EmbeddingPlacement, Interval, MessageDtype};
+use super::{Config, DataOrder, Elastic, EmbeddingPlacement, Interval, MessageDtype, WorkShares};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Algorithm;
 use hpctrain_parallel::Storage;
@@ -77,6 +77,9 @@ fn excluding(config: &Config) -> Option<String> {
     ];
     if let Some((key, value)) = axes.into_iter().find_map(|(key, value)| Some((key, value?))) {
         return Some(format!("parallel.{key} = {value}"));
+    }
+    if parallel.work_shares != WorkShares::Equal {
+        return Some("parallel.work_shares".into());
     }
     if parallel.storage == Storage::Central {
         return Some("parallel.storage = central".into());

@@ -7,7 +7,7 @@ use super::epochs;
 use super::range::out_of_range;
 use super::{
     Compute, Config, DataOrder, Interval, LayerList, LocalSgdConfig, MessageDtype, ModelKind,
-    Parallel, ReduceChoice,
+    Parallel, ReduceChoice, WorkShares,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
@@ -139,14 +139,21 @@ fn check_storage(config: &Config) -> Result<()> {
             .hint("set parallel.storage to central, or leave owners out")),
         };
     }
-    if parallel.zero != Zero::Zero {
+    if !matches!(parallel.zero, Zero::Zero | Zero::Three) {
         let zero = u8::from(parallel.zero);
         return Err(Error::input(format!(
-            "parallel.storage = central keeps all parameters on every rank, but parallel.zero = {zero}"
+            "parallel.storage = central has the optimizer state on owners only, but parallel.zero = {zero}"
         ))
         .hint(
-            "leave parallel.zero or parallel.storage out; parallel.owners divides the optimizer state among several ranks",
+            "set parallel.zero to 0, or to 3, with which the other ranks hold parameters only while they use them; \
+             parallel.owners divides the optimizer state among several ranks",
         ));
+    }
+    if parallel.zero == Zero::Three && parallel.pipeline > 1 {
+        return Err(Error::input(
+            "parallel.storage = central with parallel.zero = 3 is not supported with parallel.pipeline",
+        )
+        .hint("set parallel.zero=0, or leave parallel.pipeline out"));
     }
     if let Some(shard) = parallel.shard.filter(|shard| *shard != owners) {
         return Err(Error::input(format!(
@@ -398,7 +405,8 @@ fn after_step(config: &Config, virtual_ranks: usize, mesh: &Mesh) -> Result<Redu
         return Ok(ReduceAfter::Step);
     }
     let ranks = mesh.data();
-    let are_equal = virtual_ranks.is_multiple_of(ranks);
+    let has_shares = config.parallel.work_shares != WorkShares::Equal;
+    let are_equal = virtual_ranks.is_multiple_of(ranks) && !has_shares;
     let reduce = config.parallel.reduce;
     let is_asked = match reduce {
         ReduceChoice::Blocks => true,

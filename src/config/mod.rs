@@ -35,6 +35,7 @@ pub mod telemetry;
 mod time;
 pub mod topology;
 mod unknown_keys;
+mod work_shares;
 
 pub use device::DeviceChoice;
 pub use device_memory::{DEFAULT_FRACTION, DeviceMemory};
@@ -57,3 +58,4 @@ pub use schema::*;
 pub use servers::{Partition, Staleness};
 pub use size::Size;
 pub use time::Time;
+pub use work_shares::WorkShares;

@@ -13,6 +13,7 @@ use super::layout::{
 use super::memory_checkpoint;
 use super::network::{loss, network};
 use super::range::out_of_range;
+use super::work_shares::{self, WorkShares};
 use super::{
     Compute, Config, DataOrder, EmbeddingPlacement, LayerList, LayoutMode, LrByBatch, MessageDtype,
     ModelKind, Optimizer, OptimizerKind, Parallel, ReduceChoice, Scaling,
@@ -78,6 +79,8 @@ pub struct ResolvedConfig {
     /// How the rows of embedding tables with sparse updates are divided among ranks; `None` for
     /// dense updates.
     pub sparse_tables: Option<TableSharding>,
+    /// The number of virtual ranks of each data-parallel rank, if `parallel.work_shares` says so.
+    pub virtual_rank_counts: Option<Arc<[usize]>>,
     /// The samples that the network takes.
     pub samples: SampleSpec,
     /// The update rule of the optimizer.
@@ -142,7 +145,32 @@ impl ResolvedConfig {
             replicas: self.replicas(),
             shards: self.mesh.shard,
             reduce_after: self.reduce_after,
+            counts: self.virtual_rank_counts.clone(),
         }
+    }
+
+    /// Returns the assignment with which a rank needs the most memory: with `parallel.work_shares =
+    /// auto`, one in which a rank has the most blocks.
+    pub fn largest_assignment(&self) -> VirtualRanks {
+        let assignment = self.assignment();
+        if self.config.parallel.work_shares != WorkShares::Auto {
+            return assignment;
+        }
+        let others = self.mesh.data() - 1;
+        let most = ((self.virtual_ranks - others + 1).next_power_of_two() / 2).max(2) - 1;
+        let mut counts = VirtualRanks::deal(self.virtual_ranks - most, &vec![1.0; others]);
+        counts.insert(0, most);
+        let is_possible = others > 0 && counts.iter().sum::<usize>() == self.virtual_ranks;
+        VirtualRanks { counts: is_possible.then(|| counts.into()), ..assignment }
+    }
+
+    /// Divides the virtual ranks among the data-parallel ranks in proportion to these shares, as
+    /// `parallel.work_shares = auto` does.
+    pub fn deal(&mut self, shares: &[f64]) {
+        let counts = VirtualRanks::deal(self.virtual_ranks, shares);
+        let shares = counts.iter().map(|count| *count as f64).collect();
+        self.config.parallel.work_shares = WorkShares::Given(shares);
+        self.virtual_rank_counts = Some(counts.into());
     }
 
     /// Returns the virtual ranks of a batch that data-parallel rank `rank` of a stage computes, in
@@ -282,14 +310,17 @@ impl ResolvedConfig {
         };
         let reduce_after = self.reduce_after;
         ShardingPolicy { prefetch, on_host, reduce_dtype, reduce_after, ..zero.sharding_policy() }
-            .for_shards(self.mesh.shard)
+            .for_mesh(self.mesh.shard, self.mesh.replica, self.config.parallel.storage)
     }
 
     /// Returns the sharding policy of embedding tables in host memory.
     pub fn host_table_sharding_policy(&self) -> ShardingPolicy {
         let reduce_dtype = Element::F32;
-        ShardingPolicy { on_host: false, reduce_dtype, ..self.sharding_policy() }
-            .for_shards(self.mesh.shard)
+        ShardingPolicy { on_host: false, reduce_dtype, ..self.sharding_policy() }.for_mesh(
+            self.mesh.shard,
+            self.mesh.replica,
+            self.config.parallel.storage,
+        )
     }
 
     /// Returns the number of tokens over which a gradient is averaged: those of a global batch, or
@@ -329,6 +360,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
     let averaging = local_sgd(&config, &mesh)?;
     let replicas = averaging.map_or(mesh.replica, |averaging| averaging.replicas);
     let (virtual_ranks, reduce_after) = virtual_ranks(&config, replicas, &mesh)?;
+    let counts = work_shares::counts(&config, virtual_ranks, reduce_after, &mesh)?;
     let (virtual_rank_samples, micro) = batch(&config, virtual_ranks, replicas, &mesh)?;
     let threads = config.run.threads.unwrap_or(environment.threads);
     let network = network(&mut config.model, environment.vocabulary)?;
@@ -438,6 +470,7 @@ pub fn resolve(mut config: Config, environment: &Environment) -> Result<Resolved
         loss,
         metrics: vec![],
         sparse_tables: sparse,
+        virtual_rank_counts: counts,
         samples,
         update_rule: rule,
         ema: average,

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{
     CopyInterval, DEFAULT_FRACTION, DeviceChoice, DeviceMemory, Interval, LrByBatch, OrAuto,
-    Partition, Size, Staleness, Time,
+    Partition, Size, Staleness, Time, WorkShares,
 };
 use hpctrain_base::pattern::Pattern;
 use hpctrain_comm::{AlgorithmChoice, TransportChoice};
@@ -416,7 +416,8 @@ sections! {
         tables: TableShardingChoice = TableShardingChoice::Auto,
         /// Where parameters are updated and their optimizer state is kept: `ranks`, on all of them
         /// as `zero` says, or `central`, on `owners` ranks, to which the others send their
-        /// gradients and from which they receive the new parameters.
+        /// gradients and from which they receive the new parameters: after each update, or with
+        /// `zero = 3` before each use.
         storage: Storage = Storage::Ranks,
         /// Central storage: number of ranks that hold it, each an equal part.
         owners: usize = 1,
@@ -460,6 +461,10 @@ sections! {
         /// ranks. Default: the data-parallel ranks, or the micro-batches of a step if gradients are
         /// reduced after each.
         virtual_ranks: Option<usize> = None,
+        /// Work of ranks of unequal speed: shares of the virtual ranks, one for each data-parallel
+        /// rank, such as [2, 1]; `auto`, in proportion to their speed, which is measured before the
+        /// first step; or `equal`. Requires `virtual_ranks`, of which each rank should have several.
+        work_shares: WorkShares = WorkShares::Equal,
         /// ZeRO 3: number of blocks whose parameters are all-gathered ahead of their turn. Each
         /// costs the memory of one block's parameters and hides an all-gather behind the blocks
         /// before; 0 all-gathers the parameters of a block when it needs them.

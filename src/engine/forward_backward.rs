@@ -18,6 +18,7 @@ use hpctrain_base::fault;
 use hpctrain_base::random;
 use hpctrain_base::spans::{ActivityKind, span};
 use hpctrain_comm::{Group, Pending};
+use hpctrain_config::ResolvedConfig;
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::{Context, DeferredWgrad, MicroBatch, Training};
 use hpctrain_parallel::{Action, ControlFlags, Flow, ReducedStep, Sharded, StepSchedule};
@@ -129,6 +130,15 @@ fn observe_loss(
 }
 
 impl<B: Kernels> Engine<B> {
+    /// Expects the virtual ranks of `plan`, in which only their numbers on the ranks differ from the
+    /// plan that the engine was made for.
+    pub fn expect_virtual_ranks(&mut self, plan: &ResolvedConfig) {
+        let sharded = &mut self.model.sharded;
+        sharded.expect(&plan.assignment());
+        self.geometry.schedule = plan.step_schedule(sharded.stage().index);
+        self.geometry.idle_virtual_ranks = plan.idle_virtual_ranks(sharded.data().rank());
+    }
+
     /// Expects `count` micro-batches of every rank in the next steps, each a virtual rank, instead of
     /// those of the layout. Their gradients are for looking at: no update may take them.
     pub fn expect_micro_batches(&mut self, count: usize) {

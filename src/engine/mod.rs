@@ -78,3 +78,4 @@ pub use tensor_observer::{
 pub use threads::on_threads;
 pub use train_round::clip;
 pub use train_round::{Round, RoundObserver, StepResult, apply_gradients, train_round};
+pub use warmup::warmup_step;

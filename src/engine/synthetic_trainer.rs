@@ -8,7 +8,7 @@ use super::{Engine, engine, micro_batches, train_round, vocabulary};
 use hpctrain_base::error::Result;
 use hpctrain_comm::{self as comm, Comm};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, Environment, ModelKind, ResolvedConfig, resolve};
+use hpctrain_config::{Config, Environment, ModelKind, ResolvedConfig, WorkShares, resolve};
 use hpctrain_data::Batch;
 use hpctrain_device::Kernels;
 use hpctrain_parallel::Progress;
@@ -59,6 +59,7 @@ impl<B: Kernels> SyntheticTrainer<B> {
         config.set_trial_batch(global);
         config.batch.micro = Some(samples);
         config.parallel.virtual_ranks = None;
+        config.parallel.work_shares = WorkShares::Equal;
         let plan = world.all_ok(resolve(config, &facts))?;
         world.all_ok(memory::check::<B>(&plan, &topology, BaselineMemory::now(comm, &[]), None))?;
         let backend = world.all_ok(backend(&plan))?;

@@ -55,6 +55,8 @@ struct LayoutCase {
     averaging: Option<LocalSgd>,
     storage: Storage,
     reduce_after: ReduceAfter,
+    /// The virtual ranks of each data-parallel rank; empty if they are as equal as possible.
+    counts: &'static [usize],
 }
 
 const ONE: LayoutCase = LayoutCase {
@@ -75,6 +77,7 @@ const ONE: LayoutCase = LayoutCase {
     averaging: None,
     storage: Storage::Ranks,
     reduce_after: ReduceAfter::Step,
+    counts: &[],
 };
 
 impl LayoutCase {
@@ -82,7 +85,8 @@ impl LayoutCase {
     fn virtual_ranks(&self) -> VirtualRanks {
         let replicas = self.averaging.map_or(self.replica, |averaging| averaging.replicas);
         let Self { shard: shards, reduce_after, virtual_ranks: total, .. } = *self;
-        VirtualRanks { total, replicas, shards, reduce_after }
+        let counts = (!self.counts.is_empty()).then(|| self.counts.into());
+        VirtualRanks { total, replicas, shards, reduce_after, counts }
     }
 
     /// Returns the layouts, and again those that can reduce gradients after each micro-batch.
@@ -148,7 +152,7 @@ fn engine(comm: &Comm<Cpu>, row: LayoutCase, backend: &Cpu) -> Engine<Cpu> {
         backend.clone(),
         groups,
         keep,
-        row.virtual_ranks,
+        &row.virtual_ranks(),
         Some(updates),
         &blocks,
         &slices,
@@ -678,6 +682,26 @@ fn any_number_of_ranks_gives_the_bits_of_one_rank() {
             assert!(got.tensors == want.tensors, "{name}: other parameters");
         }
     }
+    // Shares of the work.
+    let one = LayoutCase { virtual_ranks: 12, ..ONE };
+    let want = run(one);
+    for counts in [&[7, 1, 4][..], &[11, 1], &[1, 2, 3, 6]] {
+        let one = LayoutCase { counts, reduce_after: ReduceAfter::StepInBlocks, ..one };
+        let ranks = counts.len();
+        let rows = [
+            LayoutCase { replica: ranks, ..one },
+            LayoutCase { shard: ranks, zero: Zero::One, ..one },
+            LayoutCase { shard: ranks, zero: Zero::Three, ..one },
+            LayoutCase { shard: ranks, zero: Zero::Three, pipeline: 2, ..one },
+        ];
+        for row in rows.into_iter().filter(|row| ranks * row.pipeline <= 8) {
+            let got = run(row);
+            let name =
+                format!("{counts:?} virtual ranks, {:?}, pipeline {}", row.zero, row.pipeline);
+            assert_eq!(got.curve, want.curve, "{name}");
+            assert!(got.tensors == want.tensors, "{name}: other parameters");
+        }
+    }
     let one = LayoutCase { virtual_tensor_ranks: 2, ..ONE };
     let want = run(one);
     for zero in stages {
@@ -823,14 +847,25 @@ fn central_storage_gives_the_bits_of_one_rank() {
                 if ranks > 8 {
                     continue;
                 }
+                // The other ranks hold parameters only for a use.
+                let freed = LayoutCase { zero: Zero::Three, ..row };
+                let freed = [
+                    freed,
+                    LayoutCase { offload: true, ..freed },
+                    LayoutCase { ahead: 0, ..freed },
+                ];
                 for row in [
                     row,
                     LayoutCase { offload: true, ..row },
                     LayoutCase { algorithm: Algorithm::ReduceToOne, ..row },
-                ] {
-                    let (got, LayoutCase { algorithm, offload, tensor, .. }) = (run(row), row);
+                ]
+                .into_iter()
+                .chain(freed.into_iter().filter(|_| pipeline == 1))
+                {
+                    let (got, LayoutCase { algorithm, offload, tensor, zero, .. }) =
+                        (run(row), row);
                     let name = format!(
-                        "{owners} owners of {replica} replicas, pipeline {pipeline}, tensor {tensor}, {algorithm}, offload {offload}"
+                        "{owners} owners of {replica} replicas, pipeline {pipeline}, tensor {tensor}, {zero:?}, {algorithm}, offload {offload}"
                     );
                     assert_eq!(got.curve, want.curve, "{name}");
                     assert!(got.tensors == want.tensors, "{name}: other parameters");
@@ -842,9 +877,15 @@ fn central_storage_gives_the_bits_of_one_rank() {
     // Owners of a whole network keep AdamW's two moments and nothing else.
     let padded: usize = unit_bytes(ONE.virtual_ranks).iter().sum();
     let of_whole = pairs.iter().filter(|(row, _)| row.pipeline == 1 && row.tensor == 1);
-    for (LayoutCase { shard, offload, .. }, peaks) in of_whole {
+    for (LayoutCase { shard, offload, zero, .. }, peaks) in of_whole {
         for (rank, [parameters, optimizer, _, offloaded]) in peaks.iter().enumerate() {
             let owned = if rank < *shard { padded / shard } else { 0 };
+            if *zero == Zero::Three {
+                // Those of the current block and the next one.
+                assert!(rank < *shard || *parameters < padded, "rank {rank}: {parameters}");
+                assert!(*optimizer == 0 || rank < *shard, "rank {rank}: {optimizer}");
+                continue;
+            }
             let kept = if *offload {
                 (0, offloaded_bytes(2, owned / size_of::<f32>()))
             } else {
@@ -947,13 +988,14 @@ fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
 fn most(row: LayoutCase, index: usize, units: &[usize], what: fn(&MemoryMoment) -> usize) -> usize {
     let reduce_after = row.reduce_after;
     let keep = ShardingPolicy { prefetch: row.ahead, reduce_after, ..row.zero.sharding_policy() }
-        .for_shards(row.shard);
+        .for_mesh(row.shard, row.replica, row.storage);
     let stage = stage_in_bytes(row.pipeline, index);
     let ranks = row.virtual_ranks();
     let alone = StepSchedule::alone(ranks.most(), row.micros_per_virtual_rank);
     let schedule = StepSchedule { stage: index, stages: row.pipeline, order: row.order, ..alone };
     let sizes: Vec<usize> = stage.slots().map(|unit| units[unit]).collect();
-    let timeline = MemoryTimeline { stage: &stage, sizes: &sizes, ranks, policy: keep, schedule };
+    let timeline =
+        MemoryTimeline { stage: &stage, sizes: &sizes, ranks: &ranks, policy: keep, schedule };
     timeline.step().iter().map(what).max().unwrap()
 }
 

@@ -12,21 +12,23 @@ use hpctrain_parallel::ControlFlags;
 
 /// Computes gradients on random samples and discards them. Parameters and optimizer state are
 /// unchanged, and so are random streams, which depend on the number of the step. Collective over
-/// the ranks that take a step together; with local SGD, a rank's first replica takes it.
+/// the ranks that take a step together; with local SGD, a rank's first replica takes it. Returns the
+/// seconds that each of these ranks has computed.
 ///
 /// # Errors
 /// Returns an error if the device or a message between ranks fails.
-pub fn warmup_step<B: Kernels>(plan: &ResolvedConfig, engine: &mut Engine<B>) -> Result<()> {
+pub fn warmup_step<B: Kernels>(plan: &ResolvedConfig, engine: &mut Engine<B>) -> Result<Vec<f64>> {
     let batch = random_batch(plan, plan.micro as usize);
     let backend = engine.model.backend.clone();
     let time = plan.network.context();
     let stage = engine.model.sharded.stage().clone();
-    engine.gradients(
+    let reduced = engine.gradients(
         0,
         || micro_batches::upload(&backend, &batch, time, 0, &stage),
         ControlFlags::empty,
     )?;
-    engine.model.sharded.skip()
+    engine.model.sharded.skip()?;
+    Ok(reduced.compute)
 }
 
 /// Returns samples of random inputs and random targets.

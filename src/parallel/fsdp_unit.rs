@@ -267,12 +267,17 @@ impl<B: Kernels> Unit<B> {
     }
 
     /// Returns a full buffer with this rank's shard of the parameters, to be all-gathered; none if
-    /// they are in memory or in flight. If there is only this shard (`alone`), its upload from the
+    /// they are in memory or in flight; without them on a rank that owns nothing. If there is only
+    /// this shard (`alone`), its upload from the
     /// host may still be in flight.
     pub fn contribution(&mut self, backend: &B, alone: bool) -> Result<Option<B::Buf>> {
         let BufferState::Freed = self.params else { return Ok(None) };
         let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
         let range = self.owner.range();
+        if range.is_empty() {
+            // Its parameters come from an owner.
+            return Ok(Some(full));
+        }
         if alone {
             self.owner.begin_copy_into(&mut full, range)?
         } else {

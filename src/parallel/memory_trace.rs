@@ -23,7 +23,7 @@ pub struct MemoryTimeline<'a> {
     /// The number of elements of the unit in each slot.
     pub sizes: &'a [usize],
     /// The virtual ranks, and the ranks among which the parameters are sharded.
-    pub ranks: VirtualRanks,
+    pub ranks: &'a VirtualRanks,
     /// The lifetimes of full buffers.
     pub policy: ShardingPolicy,
     /// The schedule of the step.
@@ -262,7 +262,7 @@ impl<'a> Gradients<'a> {
             blocks: match step.policy.reduce_after {
                 // The first rank has as many as any other.
                 ReduceAfter::StepInBlocks => {
-                    step.ranks.blocks(0, 0).into_iter().map(|block| block.len()).collect()
+                    step.ranks.most_blocks().into_iter().map(|block| block.len()).collect()
                 }
                 ReduceAfter::Step | ReduceAfter::MicroBatch => vec![],
             },
@@ -446,7 +446,7 @@ impl<'a> Gradients<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Zero;
+    use crate::{Storage, Zero};
     use hpctrain_nn::TiedParam;
 
     /// Returns the peaks of gradients and of parameters of a step over blocks of these sizes.
@@ -457,7 +457,7 @@ mod tests {
         virtual_ranks: usize,
         micros: usize,
     ) -> [usize; 2] {
-        let keep = Zero::Three.sharding_policy().for_shards(shards);
+        let keep = Zero::Three.sharding_policy().for_mesh(shards, 1, Storage::Ranks);
         let schedule = StepSchedule::alone(virtual_ranks, micros);
         let loans: Vec<_> = borrows
             .iter()
@@ -469,8 +469,10 @@ mod tests {
             replicas: 1,
             shards,
             reduce_after: ReduceAfter::Step,
+            counts: None,
         };
-        let timeline = MemoryTimeline { stage: &stage, sizes, ranks, policy: keep, schedule };
+        let timeline =
+            MemoryTimeline { stage: &stage, sizes, ranks: &ranks, policy: keep, schedule };
         let most =
             |what: fn(&MemoryMoment) -> usize| timeline.step().iter().map(what).max().unwrap();
         [most(|moment| moment.grads), most(|moment| moment.params)]

@@ -11,9 +11,10 @@
 //! | ZeRO 3 | 3 | N × 1 | for a use | for a use | 1/N |
 //! | hybrid sharding (HSDP) | 1 to 3 | S × R | by stage | by stage | 1/S |
 //! | central storage | 0 | K × N/K | always | always | 1/K on K owners |
+//! | the same, parameters on owners only | 3 | K × N/K | for a use | for a use | 1/K on K owners |
 //!
 //! With central storage, ranks outside of the first replica own empty ranges. Gradients are reduced
-//! to the first replica; updated ranges are broadcast, then all-gathered.
+//! to the first replica; updated ranges are broadcast, then all-gathered, with ZeRO 3 before each use.
 //!
 //! The rules that keep results bitwise identical in all layouts are in `virtual_ranks.rs`. The
 //! order of a step is in the documentation of the crate `hpctrain-engine`.
@@ -117,10 +118,11 @@ pub struct ShardingPolicy {
 }
 
 impl ShardingPolicy {
-    /// Returns the policy for this number of shards. A buffer that one rank owns completely is
-    /// never freed, since it would only be copied, unless it is on the host.
-    pub fn for_shards(self, shards: usize) -> Self {
-        let frees = shards > 1 || self.on_host;
+    /// Returns the policy for a mesh of `shards` and `replicas`. A buffer that each rank owns
+    /// completely is never freed, since it would only be copied, unless it is on the host.
+    pub fn for_mesh(self, shards: usize, replicas: usize, storage: Storage) -> Self {
+        let is_elsewhere = storage == Storage::Central && replicas > 1;
+        let frees = shards > 1 || is_elsewhere || self.on_host;
         let kept = match frees {
             true => self,
             false => Self { grads: Lifetime::Step, params: Lifetime::Step, ..self },

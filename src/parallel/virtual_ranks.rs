@@ -29,6 +29,7 @@
 //!   `serde_json` has the feature `float_roundtrip`.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
@@ -55,7 +56,7 @@ pub enum ReduceAfter {
 /// a rank, the next ones between shards. After a micro-batch its lowest levels are between shards,
 /// the next ones in the rank that owns the sum. The highest ones are between replicas. With blocks,
 /// the lowest levels are in a rank and all others in the rank that owns the sum.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VirtualRanks {
     /// The number of virtual ranks. In blocks, any number from that of the ranks on; otherwise a
     /// multiple of `replicas · shards`.
@@ -66,6 +67,9 @@ pub struct VirtualRanks {
     pub shards: usize,
     /// When gradients are reduced.
     pub reduce_after: ReduceAfter,
+    /// The number of virtual ranks of each rank, replica-major, if these are in blocks and their
+    /// numbers are not as equal as possible.
+    pub counts: Option<Arc<[usize]>>,
 }
 
 impl VirtualRanks {
@@ -80,23 +84,55 @@ impl VirtualRanks {
     }
 
     /// Returns the most virtual ranks that a rank has.
-    pub fn most(self) -> usize {
-        self.total.div_ceil(self.replicas * self.shards)
+    pub fn most(&self) -> usize {
+        match &self.counts {
+            Some(counts) => counts.iter().copied().max().unwrap_or(0),
+            None => self.total.div_ceil(self.replicas * self.shards),
+        }
+    }
+
+    /// Divides `total` virtual ranks among ranks in proportion to these positive shares, at least
+    /// one for each: the numbers whose largest is reached last, where each rank takes a time for a
+    /// virtual rank that is the inverse of its share.
+    pub fn deal(total: usize, shares: &[f64]) -> Vec<usize> {
+        let mut counts = vec![1; shares.len()];
+        for _ in shares.len()..total {
+            // The rank that would end first with one more.
+            let ends = |rank: usize| (counts[rank] + 1) as f64 / shares[rank];
+            let first = (0..shares.len()).min_by(|one, other| ends(*one).total_cmp(&ends(*other)));
+            counts[first.unwrap_or(0)] += 1;
+        }
+        counts
+    }
+
+    /// Returns the blocks of virtual ranks of the rank that has the most blocks.
+    pub fn most_blocks(&self) -> Vec<Range<usize>> {
+        match &self.counts {
+            Some(counts) => (0..counts.len())
+                .map(|rank| self.blocks(rank / self.shards, rank % self.shards))
+                .max_by_key(Vec::len)
+                .unwrap_or_default(),
+            None => self.blocks(0, 0),
+        }
     }
 
     /// Returns the elements of the largest shard of a unit with this number of elements, which shards
     /// divide by virtual shards.
-    pub fn largest_shard(self, elements: usize) -> usize {
+    pub fn largest_shard(&self, elements: usize) -> usize {
         elements * self.total.div_ceil(self.shards) / self.total
     }
 
     /// Returns the blocks of virtual ranks of shard `shard` of replica `replica`, each a full
     /// subtree of the tree over all of them: for every power of two in the number that each rank has
     /// at least, the largest first, one such block for each rank, then the remaining ones one by one
-    /// for the first ranks.
-    pub fn blocks(self, replica: usize, shard: usize) -> Vec<Range<usize>> {
+    /// for the first ranks. With given numbers, such a block for each rank whose number has that
+    /// power of two.
+    pub fn blocks(&self, replica: usize, shard: usize) -> Vec<Range<usize>> {
         let rank = replica * self.shards + shard;
         let ranks = self.replicas * self.shards;
+        if let Some(counts) = &self.counts {
+            return blocks_of(counts, rank);
+        }
         let each = self.total / ranks;
         let mut first = 0;
         let mut blocks = Vec::new();
@@ -112,7 +148,7 @@ impl VirtualRanks {
 
     /// Returns the virtual ranks of shard `shard` of replica `replica`, in the order in which it
     /// computes them.
-    pub fn for_shard(self, replica: usize, shard: usize) -> Vec<usize> {
+    pub fn for_shard(&self, replica: usize, shard: usize) -> Vec<usize> {
         match self.reduce_after {
             ReduceAfter::StepInBlocks => {
                 self.blocks(replica, shard).into_iter().flatten().collect()
@@ -136,7 +172,7 @@ impl VirtualRanks {
     /// # Errors
     /// Returns an error if ranks with blocks of virtual ranks report another number of losses than
     /// they have.
-    pub fn in_order(self, reports: &[Vec<f64>]) -> Result<Vec<f64>> {
+    pub fn in_order(&self, reports: &[Vec<f64>]) -> Result<Vec<f64>> {
         match self.reduce_after {
             ReduceAfter::Step => Ok(reports.concat()),
             ReduceAfter::StepInBlocks => self.in_blocks(reports),
@@ -155,7 +191,7 @@ impl VirtualRanks {
     }
 
     /// Does the work of [`Self::in_order`] for blocks of virtual ranks.
-    fn in_blocks(self, reports: &[Vec<f64>]) -> Result<Vec<f64>> {
+    fn in_blocks(&self, reports: &[Vec<f64>]) -> Result<Vec<f64>> {
         let ranks = (0..self.replicas)
             .flat_map(|replica| (0..self.shards).map(move |shard| (replica, shard)));
         let mut all = vec![0.0; self.total];
@@ -177,6 +213,22 @@ impl VirtualRanks {
     }
 }
 
+/// Returns the blocks of a rank where ranks have these numbers of virtual ranks: blocks of larger
+/// powers of two are before those of smaller ones, so each begins at a multiple of its length.
+fn blocks_of(counts: &[usize], rank: usize) -> Vec<Range<usize>> {
+    let mut first = 0;
+    let mut blocks = Vec::new();
+    for size in (0..usize::BITS).rev().map(|bit| 1 << bit) {
+        for (other, _) in counts.iter().enumerate().filter(|(_, count)| *count & size > 0) {
+            if other == rank {
+                blocks.push(first..first + size);
+            }
+            first += size;
+        }
+    }
+    blocks
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,7 +238,7 @@ mod tests {
     #[test]
     fn ranks_share_the_virtual_ranks() {
         let of = |reduce_after, replica, shard| -> Vec<usize> {
-            VirtualRanks { total: 16, replicas: 2, shards: 2, reduce_after }
+            VirtualRanks { total: 16, replicas: 2, shards: 2, reduce_after, counts: None }
                 .for_shard(replica, shard)
         };
         assert_eq!(of(ReduceAfter::Step, 1, 0), [8, 9, 10, 11]);
@@ -223,7 +275,13 @@ mod tests {
                 seed += 1;
                 Stream::new(seed).fill_normal(&mut terms);
                 terms.iter_mut().enumerate().for_each(|(i, x)| *x *= 10_f32.powi(i as i32 % 9 - 4));
-                let dealt = |reduce_after| VirtualRanks { total, replicas, shards, reduce_after };
+                let dealt = |reduce_after| VirtualRanks {
+                    total,
+                    replicas,
+                    shards,
+                    reduce_after,
+                    counts: None,
+                };
                 let step = dealt(ReduceAfter::Step);
                 let after_step = sum((0..replicas).map(|replica| {
                     sum((0..shards).map(|shard| {
@@ -243,7 +301,7 @@ mod tests {
                     "{replicas} × {shards} × {micros}"
                 );
                 let losses: Vec<f64> = terms.iter().copied().map(f64::from).collect();
-                for dealt in [step, micro] {
+                for dealt in [&step, &micro] {
                     let reports: Vec<Vec<f64>> = (0..replicas)
                         .flat_map(|replica| {
                             (0..shards).map(move |shard| dealt.for_shard(replica, shard))
@@ -266,6 +324,7 @@ mod tests {
                 replicas: ranks,
                 shards: 1,
                 reduce_after: ReduceAfter::StepInBlocks,
+                counts: None,
             };
             let mut seen = vec![0; total];
             for rank in 0..ranks {
@@ -286,6 +345,36 @@ mod tests {
             let losses: Vec<f64> = (0..total).map(|v| v as f64).collect();
             assert_eq!(dealt.in_order(&reports).unwrap(), losses);
             assert!(dealt.in_order(&reports[1..]).is_err());
+        }
+    }
+
+    #[test]
+    fn virtual_ranks_are_dealt_by_shares() {
+        assert_eq!(VirtualRanks::deal(12, &[2.0, 1.0]), [8, 4]);
+        assert_eq!(VirtualRanks::deal(8, &[1.0, 1.0, 1.0]), [3, 3, 2]);
+        assert_eq!(VirtualRanks::deal(5, &[100.0, 1.0, 1.0]), [3, 1, 1]);
+        for (shares, total) in [(&[5.0, 1.0, 3.0][..], 23), (&[1.0, 10.0], 16), (&[3.0], 7)] {
+            let counts = VirtualRanks::deal(total, shares);
+            assert_eq!(counts.iter().sum::<usize>(), total);
+            let ranks = counts.len();
+            let dealt = VirtualRanks {
+                total,
+                replicas: ranks,
+                shards: 1,
+                reduce_after: ReduceAfter::StepInBlocks,
+                counts: Some(counts.clone().into()),
+            };
+            let mut seen = vec![0; total];
+            for (rank, count) in counts.iter().enumerate() {
+                for block in dealt.blocks(rank, 0) {
+                    assert!(block.len().is_power_of_two());
+                    assert!(block.start.is_multiple_of(block.len()));
+                    block.for_each(|virtual_rank| seen[virtual_rank] += 1);
+                }
+                assert_eq!(dealt.for_shard(rank, 0).len(), *count);
+            }
+            assert_eq!(seen, vec![1; total]);
+            assert_eq!(dealt.most(), *counts.iter().max().unwrap());
         }
     }
 

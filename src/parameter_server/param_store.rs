@@ -68,9 +68,9 @@ struct State {
 
 /// The partial sums of the gradients of a range.
 enum Sums {
-    /// Of all elements.
+    /// Sums of all elements.
     Dense(TreeReducer<Vec<f32>>),
-    /// Of rows of tables with sparse updates.
+    /// Sums of rows of tables with sparse updates.
     Rows(TreeReducer<SparseRows>),
 }
 

@@ -10,7 +10,7 @@ use hpctrain_base::layout::UnitLayout;
 use hpctrain_checkpoint::Progress;
 use hpctrain_config::{
     Config, EmbeddingPlacement, Environment, LayerList, LossKind, Model, Partition, ResolvedConfig,
-    Staleness, TableShardingChoice, TableUpdates, resolve,
+    Staleness, TableShardingChoice, TableUpdates, WorkShares, resolve,
 };
 use hpctrain_data::Preprocessing;
 use hpctrain_device::format_bytes;
@@ -212,7 +212,7 @@ impl RunSpec {
         } else {
             worker_config(&self.config, self.workers)
         };
-        // All processes treat the tables alike, on any device.
+        // The tables are the same on all processes, whatever their device.
         config.optimizer.tables = match of_run.sparse_tables {
             Some(_) => TableUpdates::Sparse,
             None => TableUpdates::Dense,
@@ -394,6 +394,7 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.layout = auto", parallel.layout == hpctrain_config::LayoutMode::Auto),
         ("offload.optimizer", config.offload.optimizer),
         ("model.place.tables = host", config.model.place.tables == EmbeddingPlacement::Host),
+        ("parallel.work_shares", parallel.work_shares != WorkShares::Equal),
         ("parallel.tables", parallel.tables != TableShardingChoice::Auto),
         ("offload.params", config.offload.params),
         ("offload.activations", config.offload.activations),

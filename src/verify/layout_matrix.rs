@@ -167,8 +167,11 @@ fn add_rows(
         return;
     }
     if storage == Storage::Central {
-        let owners = (1..=data).filter(|owners| data.is_multiple_of(*owners));
-        rows.extend(owners.map(|owners| row(Zero::Zero, owners, data / owners)));
+        let central = stages.iter().filter(|zero| matches!(zero, Zero::Zero | Zero::Three));
+        for &zero in central.filter(|zero| **zero == Zero::Zero || pipeline == 1) {
+            let owners = (1..=data).filter(|owners| data.is_multiple_of(*owners));
+            rows.extend(owners.map(|owners| row(zero, owners, data / owners)));
+        }
         return;
     }
     rows.extend(stages.iter().map(|&zero| match zero {
@@ -248,12 +251,16 @@ mod tests {
     fn central_storage_has_every_number_of_owners() {
         let stages = [Zero::Zero, Zero::Three];
         let rows = matrix(&axes(&[1, 4], &[1], &[1], &stages), Storage::Central);
-        let owners: Vec<(usize, usize, usize)> =
-            rows.iter().map(|row| (row.ranks, row.shard, row.replica)).collect();
-        assert_eq!(owners, [(1, 1, 1), (4, 1, 4), (4, 2, 2), (4, 4, 1)]);
+        let owners = |zero: Zero| -> Vec<(usize, usize, usize)> {
+            let of_stage = rows.iter().filter(|row| row.zero == zero);
+            of_stage.map(|row| (row.ranks, row.shard, row.replica)).collect()
+        };
+        for stage in stages {
+            assert_eq!(owners(stage), [(1, 1, 1), (4, 1, 4), (4, 2, 2), (4, 4, 1)]);
+        }
         let mut base = Config::default();
         base.parallel.storage = Storage::Central;
-        let config = rows[2].config(&base);
+        let config = rows[3].config(&base);
         assert_eq!((config.parallel.owners, config.parallel.zero), (2, Zero::Zero));
         assert_eq!(REFERENCE.config(&config).parallel.storage, Storage::Ranks);
     }

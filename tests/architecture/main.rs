@@ -21,7 +21,7 @@ const CRATES: [(&str, &[&str]); 16] = [
     ("nn", &["base", "comm", "cpu", "cuda", "data", "device"]),
     ("parallel", &["base", "comm", "cpu", "device", "nn"]),
     ("config", &["base", "comm", "cpu", "cuda", "data", "device", "nn", "parallel"]),
-    ("checkpoint", &["base", "comm", "config", "data", "device", "nn", "parallel"]),
+    ("checkpoint", &["base", "comm", "config", "cpu", "data", "device", "nn", "parallel"]),
     ("engine", &["base", "comm", "config", "cpu", "data", "device", "nn", "parallel"]),
     (
         "train",

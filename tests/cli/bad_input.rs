@@ -616,7 +616,7 @@ fn impossible_central_storage() {
         (
             Mpirun(2),
             "parallel.storage=central parallel.zero=2",
-            &["keeps all parameters on every rank, but parallel.zero = 2", "parallel.owners"],
+            &["the optimizer state on owners only, but parallel.zero = 2", "parallel.owners"],
         ),
         (
             Simulate(2),

@@ -25,7 +25,8 @@ use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{MicroBatch, Network, loans};
 use hpctrain::optim::UpdateRule;
 use hpctrain::parallel::{
-    Groups, ReduceAfter, Sharded, ShardingPolicy, Stage, StepSchedule, Storage, Updates, Zero,
+    Groups, ReduceAfter, Sharded, ShardingPolicy, Stage, StepSchedule, Storage, Updates,
+    VirtualRanks, Zero,
 };
 
 /// Opens a file of `tests/golden/`.
@@ -116,13 +117,20 @@ pub fn engine_on<B: Kernels>(
     };
     let reduce_after = cut.reduce_after;
     let keep = ShardingPolicy { reduce_after, ..zero.sharding_policy() };
+    let assignment = VirtualRanks {
+        total: cut.virtual_ranks,
+        replicas: mesh.replica,
+        shards: mesh.shard,
+        reduce_after,
+        counts: None,
+    };
     let stage = Stage::whole(&loans(&blocks));
     let slices = TensorShards::whole();
     let sharded = Sharded::new(
         backend.clone(),
         groups,
         keep,
-        cut.virtual_ranks,
+        &assignment,
         Some(updates),
         &blocks,
         &slices,

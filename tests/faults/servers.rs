@@ -670,6 +670,64 @@ fn roles_by_variables_make_a_run() {
     }
 }
 
+/// The roles of the manifest of a TFJob, each a process with the `TF_CONFIG` that the operator sets, and
+/// with the manifest's arguments.
+#[test]
+fn the_manifest_of_a_tfjob_trains() {
+    let shared = tempfile::tempdir().unwrap();
+    let path = hpctrain_testkit::root().join("packaging/kubernetes/tfjob.yaml");
+    let manifest = std::fs::read_to_string(path).unwrap();
+    let (_, arguments) = manifest.split_once("args: &arguments\n").unwrap();
+    let arguments: Vec<String> = arguments
+        .lines()
+        .map_while(|line| line.trim().strip_prefix("- "))
+        .map(|word| word.replace("/shared", &shared.path().display().to_string()))
+        .collect();
+    assert_eq!(arguments[..2], ["ps", "auto"]);
+    let replicas = |kind: &str| -> usize {
+        let (_, after) = manifest.split_once(&format!("    {kind}:\n")).unwrap();
+        let (_, count) = after.split_once("replicas: ").unwrap();
+        count.lines().next().unwrap().parse().unwrap()
+    };
+    let kinds =
+        [("chief", "Chief"), ("ps", "PS"), ("worker", "Worker"), ("evaluator", "Evaluator")];
+    let tasks =
+        || kinds.into_iter().flat_map(|(role, kind)| (0..replicas(kind)).map(move |i| (role, i)));
+    assert_eq!(tasks().count(), 1 + 2 + 4 + 1);
+    let port =
+        || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    // Training operators leave evaluators out of the cluster.
+    let cluster: serde_json::Value = kinds[..3]
+        .iter()
+        .map(|(role, kind)| {
+            let addresses = (0..replicas(kind)).map(|_| port()).collect::<Vec<_>>();
+            ((*role).to_owned(), addresses.into())
+        })
+        .collect::<serde_json::Map<_, _>>()
+        .into();
+    let settings = [&SETTINGS[..], &["eval.inline=false", "checkpoint.every=40"]].concat();
+    let run = Run::new(Alone, &shared.path().join("runs"), "x", &settings);
+    let shown = finish(program(["config", "show"]).args(run.command().get_args().skip(1)));
+    std::fs::write(shared.path().join("my.toml"), &shown.succeeded().stdout).unwrap();
+    let command = |(role, index): (&str, usize)| {
+        let config =
+            serde_json::json!({"cluster": cluster, "task": {"type": role, "index": index}});
+        let mut command = program(&arguments);
+        command.env("TF_CONFIG", config.to_string());
+        command
+    };
+    let mut tasks = tasks();
+    let chief = start(&mut command(tasks.next().unwrap()));
+    let others: Vec<Running> =
+        tasks.map(|task| start_without_waiting(&chief, &mut command(task))).collect();
+    chief.finish(LIMIT).succeeded();
+    others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
+    let reference = Run::new(Alone, shared.path(), "reference", &settings).succeeds();
+    assert_eq!(run.files().steps(), reference.steps());
+    assert_eq!(run.files().tensors(120), reference.tensors(120));
+    assert_eq!(run.files().numbers("eval.jsonl", "step"), [40.0, 80.0, 120.0]);
+}
+
 /// The evaluator starts first, where no directory of runs exists yet.
 #[test]
 fn an_evaluator_by_variables_leaves_no_step_to_the_coordinator() {

@@ -45,13 +45,17 @@ fn every_stage(precision: &str, sims: [Settings; 4]) {
     let root = tempfile::tempdir().unwrap();
     let here = succeeds(&command(Alone, root.path(), "here", &[precision]), &[]);
     let stages = (0..4).map(|zero| format!("parallel.zero={zero}")).zip(sims);
-    for (layout, sim) in stages.chain([("parallel.storage=central".into(), sims[0])]) {
+    let central = [
+        ("parallel.storage=central".into(), sims[0]),
+        // The variables are in the host memory of the owner.
+        ("parallel.storage=central parallel.zero=3 offload.params=true".into(), sims[1]),
+    ];
+    for (layout, sim) in stages.chain(central) {
         for transport in [Alone, Mpirun(2)] {
             let name = format!("{transport:?}-{layout}");
-            let there = succeeds(
-                &command(transport, root.path(), &name, &[precision, OFFLOAD, &layout]),
-                sim,
-            );
+            let keys: Vec<&str> =
+                [precision, OFFLOAD].into_iter().chain(layout.split(' ')).collect();
+            let there = succeeds(&command(transport, root.path(), &name, &keys), sim);
             there.same_as(
                 &here,
                 STEPS,

@@ -31,3 +31,4 @@ mod tensor_parallel;
 mod tensorboard;
 mod trace;
 mod verify;
+mod work_shares;

@@ -123,6 +123,10 @@ fn virtual_ranks(plan: &ResolvedConfig) -> String {
     let total = plan.virtual_ranks;
     let total = if total == 1 { "1 virtual rank".into() } else { format!("{total} virtual ranks") };
     let most = plan.assignment().most();
+    if let Some(counts) = &plan.virtual_rank_counts {
+        let counts: Vec<String> = counts.iter().map(ToString::to_string).collect();
+        return format!("{total} ({} on the ranks)", counts.join(", "));
+    }
     match plan.virtual_ranks.is_multiple_of(plan.replicas() * plan.mesh.shard) {
         true => total,
         false => format!("{total} ({} or {most} a rank)", most - 1),

@@ -110,7 +110,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     blocks.truncate(stage.units.end);
     blocks.drain(..stage.units.start);
     let all: usize = padded.iter().sum();
-    let ranks = plan.assignment();
+    let ranks = plan.largest_assignment();
     let owned = ranks.largest_shard(all);
     let offloads = plan.config.offload.optimizer;
     let has_master_weights =
@@ -169,7 +169,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: BaselineM
     if plan.config.offload.activations {
         let keep = plan.sharding_policy();
         let timeline =
-            MemoryTimeline { stage: &stage, sizes: &slots, ranks, policy: keep, schedule };
+            MemoryTimeline { stage: &stage, sizes: &slots, ranks: &ranks, policy: keep, schedule };
         host[MemoryKind::Offloaded as usize] += inputs_on_host(plan, &blocks, &slices, &timeline);
     }
     if let Some(tables) = &tables {
@@ -256,10 +256,11 @@ fn moments<B: Kernels>(
     slots: &[usize],
     next: Option<usize>,
 ) -> Vec<Alive> {
+    let ranks = plan.largest_assignment();
     let timeline = MemoryTimeline {
         stage,
         sizes: slots,
-        ranks: plan.assignment(),
+        ranks: &ranks,
         policy: plan.sharding_policy(),
         schedule,
     };

@@ -111,7 +111,7 @@ impl<'a> HostTables<'a> {
         let sizes = [padded];
         let schedule = plan.step_schedule(0);
         let timeline =
-            MemoryTimeline { stage: &stage, sizes: &sizes, ranks, policy: keep, schedule };
+            MemoryTimeline { stage: &stage, sizes: &sizes, ranks: &ranks, policy: keep, schedule };
         let of_samples = |samples: u64| {
             let ids = samples as usize * plan.samples.sizes(plan.network.context()).ids;
             (ids, samples as usize * plan.network.context() * rows)

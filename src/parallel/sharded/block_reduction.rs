@@ -42,7 +42,12 @@ impl BlockReduction {
             (0..ranks).map(|rank| std::iter::once(rank..rank + 1).collect()).collect();
         let total = ranks * virtual_ranks;
         Self {
-            assignment: VirtualRanks { total, reduce_after: ReduceAfter::Step, ..self.assignment },
+            assignment: VirtualRanks {
+                total,
+                reduce_after: ReduceAfter::Step,
+                counts: None,
+                ..self.assignment
+            },
             own: Vec::from([virtual_ranks]),
             order: Arc::new(TermOrder::new(&sums)),
         }

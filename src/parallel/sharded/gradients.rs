@@ -240,8 +240,9 @@ impl<B: Kernels> Sharded<B> {
             replicas: self.groups.step.replica.size(),
             shards: self.groups.shard.size(),
             reduce_after: self.policy.reduce_after,
+            counts: None,
         };
-        let assignment = self.blocks.as_ref().map_or(layout, |blocks| blocks.assignment);
+        let assignment = self.blocks.as_ref().map_or(&layout, |blocks| &blocks.assignment);
         let losses = assignment.in_order(&losses)?;
         let squares = sum_of_squares(
             summaries.iter().map(|summary| &summary.squares),

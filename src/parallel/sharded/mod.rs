@@ -135,7 +135,7 @@ impl<B: Kernels> Sharded<B> {
         backend: B,
         groups: Groups<B>,
         keep: ShardingPolicy,
-        virtual_ranks: usize,
+        assignment: &VirtualRanks,
         updates: Option<Updates>,
         blocks: &Blocks<B>,
         slices: &TensorShards,
@@ -144,21 +144,22 @@ impl<B: Kernels> Sharded<B> {
     ) -> Result<Self> {
         let shards = groups.shard.size();
         let shard = groups.shard.rank();
-        let keep = keep.for_shards(shards);
         let averaging = updates.as_ref().and_then(|updates| updates.local_sgd);
         let storage = updates.as_ref().map_or(Storage::Ranks, |updates| updates.storage);
+        let keep = keep.for_mesh(shards, groups.replica.size(), storage);
         let audits = updates.as_ref().and_then(|updates| SdcChecks::every(updates.sdc_check_every));
         let replicas_here =
             averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| HostUpdater::new(&backend, cpu)).transpose()?;
+        let virtual_ranks = assignment.total;
         let parts = slices.held.len() * virtual_ranks;
         let data = &groups.step.data;
         let assignment = VirtualRanks {
-            total: virtual_ranks,
             replicas: data.size() / shards,
             shards,
             reduce_after: keep.reduce_after,
+            ..assignment.clone()
         };
         let blocks_of_ranks = (keep.reduce_after == ReduceAfter::StepInBlocks)
             .then(|| BlockReduction::new(assignment, data.rank()));
@@ -237,6 +238,20 @@ impl<B: Kernels> Sharded<B> {
             reuses: false,
             counts: None,
         })
+    }
+
+    /// Expects the virtual ranks of another division of them among ranks in the next steps.
+    pub fn expect(&mut self, assignment: &VirtualRanks) {
+        let data = &self.groups.step.data;
+        let shards = self.groups.shard.size();
+        if self.blocks.is_some() {
+            let replicas = data.size() / shards;
+            let assignment = VirtualRanks { replicas, shards, ..assignment.clone() };
+            self.blocks = Some(BlockReduction::new(assignment, data.rank()));
+        }
+        if let Some(HostUnits::Sparse(tables)) = &mut self.host_units {
+            tables.expect(assignment);
+        }
     }
 
     /// Expects `virtual_ranks` virtual ranks of every rank in the next steps, not those of the layout.
@@ -463,7 +478,8 @@ impl<B: Kernels> Sharded<B> {
 
     /// Returns whether this rank has the complete parameters of its units, on the host.
     fn is_alone(&self) -> bool {
-        self.policy.on_host && self.groups.shard.size() == 1
+        let has_others = self.storage == Storage::Central && self.groups.replica.size() > 1;
+        self.policy.on_host && self.groups.shard.size() == 1 && !has_others
     }
 
     /// Makes later compute wait for the uploads of parameters from the host.
@@ -516,31 +532,47 @@ impl<B: Kernels> Sharded<B> {
         else {
             return;
         };
-        let range = self.shard_of(unit);
-        let parts = self.parts();
-        let Unit { layout, params, .. } = &mut self.units[unit];
-        let [shard, replica] =
-            [&self.groups.shard, &self.groups.replica].map(|group| group.with_label(&layout.name));
-        let full = match self.storage {
+        let layout = &self.units[unit].layout;
+        let full = self.gathered(layout, self.from_owners(layout, full));
+        self.units[unit].params = BufferState::InFlight(full);
+    }
+
+    /// Starts to send the owned part of a unit's parameters to the other replicas, if these own
+    /// nothing.
+    fn from_owners(&self, layout: &UnitLayout, full: B::Buf) -> Pending<B::Buf> {
+        match self.storage {
             Storage::Ranks => Pending::ready(full),
-            Storage::Central => replica.broadcast_range(full, range),
-        };
-        *params = BufferState::InFlight(gather_shards(&shard, full, layout, parts));
+            Storage::Central => {
+                let range = self.shard_range(layout);
+                self.groups.replica.with_label(&layout.name).broadcast_range(full, range)
+            }
+        }
+    }
+
+    /// Starts the all-gather of the shards of a unit in each replica.
+    fn gathered(&self, layout: &UnitLayout, full: Pending<B::Buf>) -> Pending<B::Buf> {
+        let group = self.groups.shard.with_label(&layout.name);
+        gather_shards(&group, full, layout, self.parts())
     }
 
     fn all_gather(&mut self, slot: usize, full: B::Buf) {
-        let parts = self.parts();
         let layout = self.slot(slot).0.clone();
-        let group = self.groups.shard.with_label(&layout.name);
-        let full = gather_shards(&group, Pending::ready(full), &layout, parts);
+        // Replicas of tied units of other stages have their own part.
+        let is_own = slot < self.units.len() && self.policy.params == Lifetime::Use;
+        let full = if is_own { self.from_owners(&layout, full) } else { Pending::ready(full) };
+        let full = self.gathered(&layout, full);
         *self.slot(slot).1 = BufferState::InFlight(full);
     }
 
     /// Returns the range of a unit that this shard has, regardless of which replica owns it.
     fn shard_of(&self, unit: usize) -> Range<usize> {
+        self.shard_range(&self.units[unit].layout)
+    }
+
+    fn shard_range(&self, layout: &UnitLayout) -> Range<usize> {
         let (shard, shards) = (self.groups.shard.rank(), self.groups.shard.size());
         let parts = self.parts();
-        self.units[unit].layout.parts(share(parts, shard, shards), parts)
+        layout.parts(share(parts, shard, shards), parts)
     }
 
     /// Returns whether this rank owns ranges of its units.

@@ -138,8 +138,7 @@ impl SparseTables {
         store: RowStore,
     ) -> Self {
         let width = layout.tensors.first().map_or(1, |tensor| tensor.shape[1]);
-        let shards = assignment.shards;
-        let (replica, shard) = (ranks.rank() / shards, ranks.rank() % shards);
+        let subtrees = own_subtrees(&ranks, &assignment);
         Self {
             cpu,
             ranks,
@@ -147,7 +146,7 @@ impl SparseTables {
             width,
             partition,
             store,
-            subtrees: subtrees(&assignment.for_shard(replica, shard)),
+            subtrees,
             gradients: SparseRows::default(),
             tree: Tree::default(),
             summed: 0,
@@ -156,6 +155,11 @@ impl SparseTables {
             reduced: None,
             counts: None,
         }
+    }
+
+    /// Expects the virtual ranks of another division of them among ranks in the next steps.
+    pub fn expect(&mut self, assignment: &VirtualRanks) {
+        self.subtrees = own_subtrees(&self.ranks, assignment);
     }
 
     /// Returns the layout of the unit.
@@ -447,6 +451,12 @@ impl SparseTables {
     }
 }
 
+/// Returns the subtrees that this rank computes.
+fn own_subtrees(ranks: &Group<Cpu>, assignment: &VirtualRanks) -> Vec<Range<usize>> {
+    let shards = assignment.shards;
+    subtrees(&assignment.for_shard(ranks.rank() / shards, ranks.rank() % shards))
+}
+
 /// Divides virtual ranks, in the order in which a rank computes them, into full subtrees of the tree
 /// over all of them: powers of two of consecutive ones, which begin at a multiple of their number.
 fn subtrees(virtual_ranks: &[usize]) -> Vec<Range<usize>> {
@@ -484,7 +494,8 @@ mod tests {
                 if total % (replicas * shards) > 0 && reduce_after != ReduceAfter::StepInBlocks {
                     continue;
                 }
-                let assignment = VirtualRanks { total, replicas, shards, reduce_after };
+                let counts = None;
+                let assignment = VirtualRanks { total, replicas, shards, reduce_after, counts };
                 let mut all: Vec<Range<usize>> = (0..replicas * shards)
                     .flat_map(|rank| subtrees(&assignment.for_shard(rank / shards, rank % shards)))
                     .collect();

@@ -102,7 +102,7 @@ pub fn build_blocks<B: Kernels>(
         backend.clone(),
         groups,
         plan.sharding_policy(),
-        plan.virtual_ranks,
+        &plan.assignment(),
         None,
         &blocks,
         &slices,

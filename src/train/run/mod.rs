@@ -4,6 +4,7 @@ mod finish;
 mod in_memory;
 mod prepare;
 mod shared_ids;
+mod work_shares;
 
 pub(crate) use in_memory::bytes_before;
 pub use shared_ids::fresh_id;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::in_memory::{self, InMemory, bytes_before, config_before, node_slots};
 use super::shared_ids::{fresh_id, share};
+use super::work_shares::divide_by_speed;
 use super::{Customization, Run, Schedule, TrainRequest};
 use crate::elastic::ElasticJob;
 use crate::energy::Energy;
@@ -271,6 +272,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                     .map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
             },
         )?;
+        divide_by_speed(&world, &mut plan, &mut engine)?;
         let is_in_memory = candidate.is_some();
         let (memory, earlier_slots) = match memory {
             Some(here) if settings.every.is_on() => {

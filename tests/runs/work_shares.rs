@@ -1,0 +1,44 @@
+//! Ranks of unequal speed get unequal numbers of virtual ranks, with the same bits.
+
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate, Spawn};
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::runs::{Run, json};
+
+const SETTINGS: [&str; 2] = ["parallel.virtual_ranks=8", "model.dropout=0.1"];
+
+#[test]
+fn given_shares_have_the_bits_of_one_rank() {
+    let root = tempfile::tempdir().unwrap();
+    let one = Run::new(Alone, root.path(), "one", &SETTINGS).succeeds();
+    for (name, transport, settings, counts) in [
+        ("two", Mpirun(2), &["parallel.work_shares=[3, 1]"][..], "(6, 2 on the ranks)"),
+        ("sharded", Mpirun(2), &["parallel.work_shares=[1, 7]", "parallel.zero=3"], "(1, 7 on"),
+        ("three", Simulate(3), &["parallel.work_shares=[1, 2, 1]"], "(2, 4, 2 on the ranks)"),
+    ] {
+        let run = Run::new(transport, root.path(), name, &[&SETTINGS[..], settings].concat());
+        let ended = run.ends().succeeded();
+        assert!(ended.stdout.contains(counts), "{ended}");
+        run.files().same_as(&one, 6, name);
+    }
+}
+
+/// A rank that takes twice as long for a forward gets half of the virtual ranks.
+#[test]
+fn auto_gives_slow_ranks_less_work() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = [&SETTINGS[..], &["batch.global=24", "parallel.virtual_ranks=12"]].concat();
+    let one = Run::new(Alone, root.path(), "one", &settings).succeeds();
+    let settings = [&settings[..], &["parallel.work_shares=auto"]].concat();
+    let run = Run::new(Spawn(2), root.path(), "two", &settings);
+    // Both are slowed down, by far more than they compute, so other work on the machine matters
+    // little.
+    let ended = finish(run.command().env("HPCTRAIN_SLOW_RANK", "0:40,1:80")).succeeded();
+    assert!(ended.stdout.contains("12 virtual ranks (8, 4 on the ranks)"), "{ended}");
+    run.files().same_as(&one, 6, "two");
+    let written = run.files().text("config.toml");
+    assert!(written.contains("work_shares = [8.0, 4.0]"), "{written}");
+    // One rank has nothing to divide.
+    let alone = Run::new(Alone, root.path(), "alone", &settings).succeeds();
+    alone.same_as(&one, 6, "alone");
+    assert_eq!(json(&alone.path("END"))["status"], "finished");
+}
